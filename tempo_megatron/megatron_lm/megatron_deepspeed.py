@@ -145,6 +145,8 @@ def _find_obstacle(args: argparse.Namespace, operation: str, choice: str) -> str
         return "retro_add_retriever nests layers of the same numbers, which would draw the same masks"
     if operation in ("linear_fc1", "linear_qkv") or (operation, choice) == ("attention", "recompute"):
         return "Megatron-DeepSpeed's linears cannot be run again, or let go of their input, from outside"
+    if operation == "moe_permute":
+        return "Megatron-DeepSpeed's experts are DeepSpeed's"
     if operation == "loss":
         return "Megatron-DeepSpeed's loss head has no place for a fused one"
     if operation == "activation":

@@ -60,6 +60,10 @@ class TempoConfig:
     linear_qkv: str = "auto"
     """"recompute" keeps the input of self attention's projection instead of q, k and v. "auto" is "off"."""
 
+    moe_permute: str = "auto"
+    """"recompute" keeps the tokens of a mixture of experts instead of a copy for each of their experts, which is
+    gathered again in backward. For experts that are all on this rank. "auto" is "off"."""
+
     loss: str = "auto"
     """"fused" computes the output layer and the cross entropy one chunk of tokens at a time, without all logits."""
 

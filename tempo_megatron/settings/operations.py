@@ -125,6 +125,14 @@ OPERATIONS = {
             slots=("self_attention",),
         ),
         Operation(
+            name="moe_permute",
+            choices=("auto", "off", "recompute"),
+            preference=("off",),
+            help="recompute: a mixture of experts on one rank keeps its tokens instead of a copy for each of their "
+            "experts, and gathers them again in backward; auto is off",
+            slots=("mlp",),
+        ),
+        Operation(
             name="loss",
             choices=("auto", "off", "fused"),
             preference=("fused", "off"),

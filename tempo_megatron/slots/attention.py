@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -16,10 +17,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from tempo_kernels.attention import attention
-from tempo_kernels.recompute import drop, recompute
+from tempo_kernels.recompute import drop, hold, recompute
 from tempo_megatron.slots import context_parallel
 from tempo_megatron.slots.dropout_rng import Site, Stack, find_key_and_sample, read_document_samples
-from tempo_megatron.slots.linear import LinearCall, Return, is_in_backward, replace_modules
+from tempo_megatron.slots.linear import Function, LinearCall, Return, is_in_backward, replace_modules
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -303,6 +304,60 @@ class TempoSelfAttention(SelfAttention):
         return result
 
 
+class TempoNormedSelfAttention(SelfAttention):
+    """SelfAttention that keeps the projection's output alone of what leads from it to core attention: q and k, and what
+    their norms read, are made again by Megatron's own code, without the projection.
+
+    For norms of q and k that keep their input. Exact: the same kernels on the same input.
+    """
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """(output, bias) of hidden_states, as SelfAttention."""
+        if not torch.is_grad_enabled() or is_in_backward():
+            return super().forward(hidden_states, *args, **kwargs)
+        found: list[Any] = []
+
+        def project(x: Tensor) -> Any:
+            found.append(self.linear_qkv(x))
+            return found[0]
+
+        linear_proj = _Watched(self.linear_proj)
+        run, take = self._follow(linear_qkv=Function(project), linear_proj=linear_proj)
+        result = run(hidden_states, *args, **kwargs)
+        projected, bias = found.pop()
+        take_projected, storage = hold(projected), projected.untyped_storage()._cdata
+        tensors = take()
+        is_own = [tensor.untyped_storage()._cdata != storage for tensor in tensors]
+
+        def make() -> list[Tensor]:
+            x = take_projected()
+            run, take = self._follow(
+                linear_qkv=Return(x, bias), linear_proj=Return(), core_attention=_Watched(_Flatten())
+            )
+            run(x, *args, **kwargs)
+            return list(itertools.compress(take(), is_own))
+
+        made = list(itertools.compress(tensors, is_own))
+        if made:
+            drop(made, after=linear_proj.take_inputs(1), make=make)
+        return result
+
+    def _follow(self, **modules: Any) -> tuple[Callable[..., Any], Callable[[], list[Tensor]]]:
+        """SelfAttention.forward with other modules; and what the norms of q and k, then core attention got in it."""
+        watched = [_Watched(norm) for norm in (self.q_layernorm, self.k_layernorm) if norm is not None]
+        names = [name for name in ("q_layernorm", "k_layernorm") if getattr(self, name) is not None]
+        core_attention = modules.setdefault("core_attention", _Watched(self.core_attention))
+        attention = replace_modules(self, **dict(zip(names, watched, strict=True)), **modules)
+        if isinstance(core_attention.module, _Flatten):
+            attention.checkpoint_core_attention = False
+
+        def take() -> list[Tensor]:
+            inputs = [norm.take_unwritten_inputs(1)[0] for norm in watched]
+            return [*inputs, *core_attention.take_unwritten_inputs(3)]
+
+        return functools.partial(SelfAttention.forward, attention), take
+
+
 class _Watched(torch.nn.Module):
     """A module that remembers the arguments of its first call."""
 
@@ -332,7 +387,8 @@ class _Watched(torch.nn.Module):
             raise ValueError(
                 f"queries, keys or values were written to in place inside a {type(self.module).__name__}, as by a hook "
                 "under no_grad, and recomputing them would lose that change; expected them as they were given; let the "
-                'hook return other tensors, or set tempo.linear_qkv to "off"'
+                'hook return other tensors, or set tempo.linear_qkv to "off", and tempo.norm to "inplace" where q '
+                "and k have norms"
             )
         return inputs
 

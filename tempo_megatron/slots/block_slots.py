@@ -18,6 +18,7 @@ from tempo_megatron.slots.attention import TempoDotProductAttention, TempoSelfAt
 from tempo_megatron.slots.choose import Choices
 from tempo_megatron.slots.dropout import tempo_bias_dropout_add
 from tempo_megatron.slots.dropout_rng import Stack
+from tempo_megatron.slots.experts import KeepsActivationInput, TempoMoELayer, is_mixture
 from tempo_megatron.slots.mlp import LinearRecomputeMLP, TempoLinearRecomputeMLP, TempoMLP
 from tempo_megatron.slots.norm import TempoLayerNorm, TempoRMSNorm
 from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there, list_fields
@@ -31,11 +32,12 @@ _HYBRID_NORM = "final_norm"
 INNER_NORMS = ("q_layernorm", "k_layernorm", "kv_layernorm")
 
 _TEMPO_CLASSES: dict[str, tuple[type, ...]] = {
-    "activation": (TempoMLP,),
+    "activation": (TempoMLP, KeepsActivationInput),
     "norm": (TempoLayerNorm, TempoRMSNorm, te.SplitNorm),
     "attention": (TempoDotProductAttention,),
     "linear_fc1": (TempoLinearRecomputeMLP,),
     "linear_qkv": (TempoSelfAttention,),
+    "moe_permute": (TempoMoELayer,),
 }
 
 
@@ -128,7 +130,9 @@ def list_layer_slots(layer: Any) -> Iterator[Slot]:
             holder_name, _, name = path.rpartition(".")
             holder = getattr(submodules, holder_name, None) if holder_name else None
             content = getattr(find_submodules(holder) if holder_name else submodules, name, None)
-            if is_there(content):
+            if operation.name == "activation" and is_mixture(content):
+                yield from _list_experts(path, content)
+            elif is_there(content) and (operation.name != "moe_permute" or is_mixture(content)):
                 yield Slot(operation=operation.name, layer=None, name=path, content=content, holder=holder)
     for holder_name in (*ATTENTIONS, "mlp", "mixer"):
         holder = getattr(submodules, holder_name, None)
@@ -137,6 +141,14 @@ def list_layer_slots(layer: Any) -> Iterator[Slot]:
             if is_norm and is_there(content):
                 path = f"{holder_name}.{name}"
                 yield Slot(operation="norm", layer=None, name=path, content=content, holder=holder)
+
+
+def _list_experts(path: str, mixture: Any) -> Iterator[Slot]:
+    """The slots of a mixture that have an activation."""
+    for name in ("experts", "shared_experts"):
+        content = getattr(find_submodules(mixture), name, None)
+        if is_there(content):
+            yield Slot(operation="activation", layer=None, name=f"{path}.{name}", content=content, holder=mixture)
 
 
 def hides_the_future(spec: TransformerBlockSubmodules) -> bool:

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots.attention import find_attention_refusal
+from tempo_megatron.slots.experts import find_permute_refusal
 from tempo_megatron.slots.linear import is_quantised
 from tempo_megatron.slots.mlp import find_activation_refusal
 
@@ -157,7 +158,7 @@ def _find_quantised_refusal(transformer_config: TransformerConfig, operation: st
             "quantise once more in backward",
             is_for_auto=value == "inplace",
         )
-    if operation in ("activation", "norm") or (operation, value) == ("attention", "recompute"):
+    if operation in ("activation", "norm", "moe_permute") or (operation, value) == ("attention", "recompute"):
         return "fp8 or fp4 is on, whose linears keep quantised copies, so that keeping outputs saves nothing"
     if operation in ("linear_fc1", "linear_qkv"):
         return "fp8 or fp4 is on, in which Tempo does not run a linear again"
@@ -234,6 +235,7 @@ _FINDERS: dict[str, Callable[[TransformerConfig, str], str | None]] = {
     "attention": _find_attention_refusal,
     "linear_fc1": _find_linear_refusal,
     "linear_qkv": _find_projection_refusal,
+    "moe_permute": find_permute_refusal,
     "loss": _find_loss_refusal,
 }
 

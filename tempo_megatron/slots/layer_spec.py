@@ -1,7 +1,7 @@
 """Puts Tempo's modules into Megatron's layer specs.
 
-A spec is never changed: every function returns a new one. Modules that Tempo does not know stay (mixtures of experts,
-a user's own); `tempo_megatron.slots.report.report_on` lists them.
+A spec is never changed: every function returns a new one. Modules that Tempo does not know stay (a user's own);
+`tempo_megatron.slots.report.report_on` lists them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MultiLatentAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -36,6 +37,7 @@ from tempo_megatron.slots import hybrid
 from tempo_megatron.slots import transformer_engine as te
 from tempo_megatron.slots.attention import (
     TempoDotProductAttention,
+    TempoNormedSelfAttention,
     TempoRecomputeDotProductAttention,
     TempoSelfAttention,
     TempoSoftmaxDotProductAttention,
@@ -53,6 +55,7 @@ from tempo_megatron.slots.block_slots import (
 from tempo_megatron.slots.choose import Choices, Obstacles, Refusal, choose
 from tempo_megatron.slots.dropout import tempo_bias_dropout_add
 from tempo_megatron.slots.dropout_rng import Site, Stack
+from tempo_megatron.slots.experts import TempoMoELayer, is_mixture, replace_experts
 from tempo_megatron.slots.linear import TempoColumnParallelLinear, TempoRowParallelLinear
 from tempo_megatron.slots.mlp import LinearRecomputeMLP, TempoLinearRecomputeMLP, TempoMLP, TempoRecomputeMLP
 from tempo_megatron.slots.norm import (
@@ -63,7 +66,7 @@ from tempo_megatron.slots.norm import (
     TorchLayerNorm,
     TorchRMSNorm,
 )
-from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there, list_fields
+from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there, list_fields, put_submodules
 
 _EXPECTED_SPEC = (
     "expected a spec of TransformerLayer, or TransformerBlockSubmodules of such layers, as GPTModel, BertModel and "
@@ -388,7 +391,7 @@ def _tempoize_layer(
             if fields.get(name) is get_bias_dropout_add:
                 changes[name] = tempo_bias_dropout_add(transformer_config, layer_number, site, stack)
     if "mlp" in fields:
-        changes["mlp"] = _replace_mlp(slots.mlp, tempo_config)
+        changes["mlp"] = _replace_mlp(slots.mlp, transformer_config, tempo_config)
     if linears := te.replace_linears(find_submodules(fields.get("mixer")), tempo_config, ()):
         mixer = slots.mixer
         changes["mixer"] = dataclasses.replace(mixer, submodules=dataclasses.replace(mixer.submodules, **linears))
@@ -451,7 +454,15 @@ def _replace_attention(
     if drops_projection:
         _refuse_kept_operands(stock_attention, transformer_config, "core_attention" in changes)
         slot = dataclasses.replace(slot, module=TempoSelfAttention)
+    elif module is SelfAttention and "core_attention" in changes and _recomputes_norms(changes):
+        slot = dataclasses.replace(slot, module=TempoNormedSelfAttention)
     return dataclasses.replace(slot, submodules=dataclasses.replace(submodules, **changes)) if changes else slot
+
+
+def _recomputes_norms(changes: dict[str, Any]) -> bool:
+    """Whether queries and keys have norms that keep their input."""
+    norms = (changes.get(name) for name in INNER_NORMS)
+    return any(getattr(norm, "keep", "") == "input" for norm in norms)
 
 
 def keeps_copies(*, is_megatrons: bool, is_grouped: bool) -> bool:
@@ -477,10 +488,27 @@ def _refuse_kept_operands(core_attention: Any, transformer_config: TransformerCo
     )
 
 
-def _replace_mlp(slot: Any, tempo_config: TempoConfig) -> Any:
+def _replace_mlp(slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig) -> Any:
     stock = find_class(slot)
     if slot is stock:  # a bare class, whose linears nobody names
         return slot
+    if is_mixture(slot):
+        submodules = replace_experts(
+            find_submodules(slot),
+            transformer_config,
+            keeps_input=tempo_config.activation == "recompute",
+            drops_input=tempo_config.norm == "recompute",
+        )
+        shared = getattr(submodules, "shared_experts", None)
+        if shared is not None and dataclasses.is_dataclass(find_submodules(shared)):
+            linears = dataclasses.replace(
+                find_submodules(shared), **_replace_linears(find_submodules(shared), tempo_config)
+            )
+            submodules = dataclasses.replace(
+                submodules, shared_experts=put_submodules(shared, find_class(shared), linears)
+            )
+        module = TempoMoELayer if stock is MoELayer and tempo_config.moe_permute == "recompute" else stock
+        return put_submodules(slot, module, submodules)
     module = te.replace_mlp_class(stock, tempo_config)
     if stock is MLP and tempo_config.linear_fc1 == "recompute":
         # The activation's input is at hand here, so its derivative is exact even with activation "inplace".

@@ -121,9 +121,21 @@ class Return(torch.nn.Module):
         super().__init__()
         self.result = result
 
-    def forward(self, input_: Tensor) -> Any:
+    def forward(self, input_: Tensor, *_: Any) -> Any:
         """(output, bias)."""
         return self.result or (input_, None)
+
+
+class Function(torch.nn.Module):
+    """Stands in for a module: calls a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns."""
+        return self.function(*args, **kwargs)
 
 
 def replace_modules(module: Any, **others: torch.nn.Module) -> Any:

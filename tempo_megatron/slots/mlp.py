@@ -69,11 +69,24 @@ def describe_activation(config: TransformerConfig) -> str:
 
 def find_activation_refusal(config: TransformerConfig, choice: str) -> str | None:
     """Why the MLP's activation cannot have tempo.activation = `choice`; None where it can."""
+    if config.num_moe_experts:
+        return _find_refusal_of_experts(config, choice)
     name = name_activation(config)
     if name is None:
         *others, last = (each.replace("_", " ") for each in ACTIVATIONS)
         return f"activation is {describe_activation(config)}, and Tempo has {', '.join(others)} and {last} only"
     return find_inplace_refusal(name) if KEEPS[choice] == "output" else None
+
+
+def _find_refusal_of_experts(config: TransformerConfig, choice: str) -> str | None:
+    if KEEPS[choice] == "output":
+        return (
+            f"num_moe_experts is {config.num_moe_experts}, and an expert's activation is weighted by probabilities, "
+            "which may be 0, so that its input cannot be computed from its output"
+        )
+    if config.recompute_granularity == "selective" and "moe_act" in (config.recompute_modules or ()):
+        return "recompute_modules holds moe_act, by which Megatron recomputes the activation of experts itself"
+    return None
 
 
 def _choose_activation(
@@ -161,9 +174,19 @@ class TempoMLP(MLP):
 
 class TempoRecomputeMLP(TempoMLP):
     """TempoMLP that keeps the activation's input. The output is freed after W2 has used it, and made again for W2's
-    backward. Exact, for any activation that TempoMLP knows, gated ones included."""
+    backward. Exact, for any activation, gated ones included."""
 
     keep = "input"
+
+    def _make_activation(self) -> Callable[[Tensor, Tensor | None], Tensor]:
+        # Layers of experts can have any activation, and so can the dense layers beside them.
+        is_known = name_activation(self.config) is not None
+        return super()._make_activation() if is_known else functools.partial(recompute, self._run_stock_activation)
+
+    def _run_stock_activation(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        mlp = replace_modules(self, linear_fc1=Return(x, bias), linear_fc2=Return())
+        intermediate: Tensor = MLP.forward(mlp, x)[0]
+        return intermediate
 
 
 class TempoLinearRecomputeMLP(TempoRecomputeMLP):
@@ -189,8 +212,3 @@ class LinearRecomputeMLP(TempoLinearRecomputeMLP):
 
     def _make_activation(self) -> Callable[[Tensor, Tensor | None], Tensor]:
         return functools.partial(recompute, self._run_stock_activation)
-
-    def _run_stock_activation(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        mlp = replace_modules(self, linear_fc1=Return(x, bias), linear_fc2=Return())
-        intermediate: Tensor = MLP.forward(mlp, x)[0]
-        return intermediate

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.models.bert.bert_model import BertModel
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MultiLatentAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -27,6 +27,7 @@ from tempo_megatron.slots.block_slots import (
 )
 from tempo_megatron.slots.choose import Choices
 from tempo_megatron.slots.dropout import TempoEmbeddingDropout
+from tempo_megatron.slots.experts import is_mixture
 from tempo_megatron.slots.loss import choose_loss, find_loss_head
 from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there, list_fields
 
@@ -181,13 +182,15 @@ def _report_block(block: Any, spec: Any, choices: Choices | None) -> Iterator[Re
 def _explain(slot: Slot, layer: int | None, stack: str, choices: Choices) -> str:
     """Why a slot does not hold Tempo's module."""
     module, holder = find_class(slot.content), find_class(slot.holder)
-    if isinstance(module, type) and issubclass(module, MoELayer):
+    if slot.operation == "linear_fc1" and is_mixture(slot.content):
         return "mixture of experts"
     if isinstance(holder, type) and issubclass(holder, MultiLatentAttention) and holder is not MLASelfAttention:
         return f"{holder.__name__} is a latent attention that Tempo does not know"
     found = choices.config if layer is None else choices.config.for_layer(layer, stack)
     if getattr(found, slot.operation) == "off":
         return _explain_off(slot.operation, layer, stack, choices)
+    if module is SharedExpertMLP:
+        return "its parts run beside communication (moe_shared_expert_overlap)"
     return (
         te.describe_stock(slot.content) or f"{getattr(module, '__name__', module)} is not a module that Tempo replaces"
     )

@@ -29,6 +29,13 @@ def find_submodules(slot: Any) -> Any:
     return slot if isinstance(slot, torch.nn.Module) else getattr(slot, "submodules", None)
 
 
+def put_submodules(slot: Any, module: Any, submodules: Any) -> Any:
+    """A slot of a spec with this class and these submodules."""
+    if isinstance(slot, functools.partial):
+        return functools.partial(module, *slot.args, **{**slot.keywords, "submodules": submodules})
+    return dataclasses.replace(slot, module=module, submodules=submodules)
+
+
 def list_fields(submodules: Any) -> dict[str, Any]:
     """Name -> slot of a dataclass of submodules, or of a module; empty for anything else."""
     if isinstance(submodules, torch.nn.Module):

@@ -176,9 +176,9 @@ PUBLIC: dict[str, Callable[[Tensor], Tensor]] = {
 every_public_operation = pytest.mark.parametrize("name", PUBLIC)
 SHARED_ROOMS = {"philox", "pointwise"}
 BESIDE_OPERATIONS = {"describe", "find_backend", "Draw", "Kept", "Refillable"}
-BESIDE_OPERATIONS |= {"can_refill", "drop", "find_saved_tensors", "hold"}
+BESIDE_OPERATIONS |= {"adopt", "can_refill", "drop", "find_saved_tensors", "hold"}
 # Without autograd: their caller is an operation.
-BESIDE_OPERATIONS |= {"attend_block", "differentiate_block", "merge_blocks"}
+BESIDE_OPERATIONS |= {"add_sink", "attend_block", "differentiate_block", "differentiate_sink", "merge_blocks"}
 BESIDE_OPERATIONS |= {"CHUNK_BYTES", "OPERATIONS", "make_tables", "use_chunk_bytes"}
 
 

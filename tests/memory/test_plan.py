@@ -42,6 +42,7 @@ ALL_VALUES = {
     "attention": ("off", "flash", "softmax", "recompute"),
     "linear_fc1": ("off", "recompute"),
     "linear_qkv": ("off", "recompute"),
+    "moe_permute": ("off",),
     "loss": ("off", "fused"),
 }
 
@@ -301,7 +302,7 @@ def test_plenty_of_memory_leaves_stock_but_what_costs_nothing() -> None:
 
 
 def test_a_choice_is_of_a_layer() -> None:
-    choice = LayerChoice(("off", "inplace", "recompute", "flash", "off", "recompute"), frozenset())
+    choice = LayerChoice(("off", "inplace", "recompute", "flash", "off", "recompute", "off"), frozenset())
     config = choice.make_config()
     assert (config.norm, config.linear_qkv, config.loss) == ("inplace", "recompute", "off")
 

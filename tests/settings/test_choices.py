@@ -102,7 +102,8 @@ def test_the_same_value_written_is_an_error_of_one_sentence(settings, lesser, re
 def test_a_written_value_is_taken_as_it_is_and_has_no_reason():
     written = TempoConfig(activation="recompute", norm="recompute", attention="softmax", dropout="off")
     choices = choose(config_with(), written)
-    assert choices.config == dataclasses.replace(written, loss="fused", linear_fc1="off", linear_qkv="off")
+    opt_in = dict.fromkeys(("linear_fc1", "linear_qkv", "moe_permute"), "off")
+    assert choices.config == dataclasses.replace(written, loss="fused", **opt_in)
     assert choices.reasons == {}
     off = choose(config_with(fp8="hybrid"), TempoConfig.off())
     assert off.config.is_off and off.reasons == {} and off.describe() == "off (stock)"

@@ -28,10 +28,7 @@ DROPPED = {
 
 # What Tempo leaves, and why, is the same too, however Megatron writes it.
 LEFT = {
-    "experts": [
-        "activation 1 of 2, norm 5 of 5, dropout 4 of 4, attention 2 of 2",
-        "activation in decoder.layers.1 (mlp): mixture of experts",
-    ],
+    "experts": ["activation 2 of 2, norm 5 of 5, dropout 4 of 4, attention 2 of 2"],
     "latent attention": [
         "activation 2 of 2, norm 9 of 9, dropout 4 of 4, attention 2 of 2",
     ],

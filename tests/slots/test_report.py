@@ -67,8 +67,9 @@ LINES: dict[str, tuple[TempoConfig, dict[str, Any], str, list[str]]] = {
         ],
     ),
     "experts": (
-        TempoConfig(), EXPERTS, "activation 1 of 2, norm 5 of 5, dropout 4 of 4, attention 2 of 2",
-        ["activation in decoder.layers.1 (mlp): mixture of experts"],
+        TempoConfig(linear_fc1="recompute"), EXPERTS,
+        "activation 2 of 2, norm 5 of 5, dropout 4 of 4, attention 2 of 2, linear_fc1 1 of 2",
+        ["linear_fc1 in decoder.layers.1 (mlp): mixture of experts"],
     ),
     "query and key norms without weights": (
         TempoConfig(), {"qk_l2_norm": True, "num_layers": 1},

@@ -74,6 +74,9 @@ class _Nothing:
     def elapsed_time(self, other: Any) -> float:
         return 0.0
 
+    def record_event(self, event: Any = None) -> Any:
+        return event or self
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

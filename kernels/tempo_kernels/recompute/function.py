@@ -1,4 +1,5 @@
-"""Defines `recompute`: turns a function into an operation that keeps its input and can make its output again.
+"""Defines `recompute`: turns a function into an operation that keeps its input and can make its output again; and
+`adopt`, which does so with an output that is there already.
 
 The function must depend on its arguments alone, because no state of a random generator is kept for the second run. A
 function that depends on anything else is refused in forward, as far as that can be seen.
@@ -53,8 +54,38 @@ def recompute(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Ten
     return y
 
 
+def adopt(y: Tensor, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Returns y, which function(*args, **kwargs) has returned, as if `recompute` had made it: only the arguments are
+    kept, and `drop` can drop it.
+
+    For a function that others call. What y's own graph keeps is free once nobody holds the y given.
+
+    Args:
+        y: the result of function(*args, **kwargs), with its graph.
+        function, args, kwargs: as for `recompute`, which checks them; `adopt` does not run the function, and so cannot.
+
+    Returns:
+        y, in the same memory.
+
+    Keeps for backward: as `recompute`.
+    Error: none; every gradient is that of function itself.
+    Raises: RuntimeError on a second derivative.
+    """
+    if not y.requires_grad:
+        return y
+    call = _Call(function, args, kwargs)
+    tensors = call.take_tensors()
+    check_transforms("adopt", tensors)
+    call.made = y
+    adopted: Tensor = _Recomputed.apply(call, *tensors)
+    return adopted
+
+
 class _Call:
     """A call function(*args, **kwargs) without its tensors; `run` takes others in their place."""
+
+    made: Tensor | None = None
+    """The result of a first run by others, until forward takes it."""
 
     def __init__(self, function: Callable[..., Tensor], args: Any, kwargs: Any) -> None:
         self._function = function
@@ -139,8 +170,9 @@ class _State:
 class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
-        leaves = _make_leaves(tensors, ctx.needs_input_grad[1:])
-        y = _run_first_time(call, leaves)
+        y, call.made = call.made, None
+        if y is None:
+            y = _run_first_time(call, _make_leaves(tensors, ctx.needs_input_grad[1:]))
         ctx.call, ctx.graph = call, None
         ctx.save_for_backward(*tensors)
         # .data has neither the graph of this first run nor its version counter.

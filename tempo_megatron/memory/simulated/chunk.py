@@ -175,6 +175,8 @@ def _fuse_attention(config: TempoConfig) -> TempoConfig:
 
 def _describe_parts(config: TransformerConfig, run: Run) -> TransformerConfig:
     """What decides which of Tempo's operations a run can have that has parts beside those of `config`."""
+    if run.experts is not None:
+        config = _configure_experts(config, run.experts, run.experts.layers)
     return dataclasses.replace(
         config, multi_latent_attention=run.latent_attention is not None, mtp_num_layers=run.mtp_num_layers or None
     )

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tempo_megatron.memory.run import Experts
 from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
+from tempo_megatron.slots.experts import KeepsActivationInput
 
 
 def put_experts(
@@ -36,7 +37,7 @@ def put_experts(
         experts: of the run.
         is_fused: whether the gated activation is Megatron's fused one.
         is_deterministic: whether torch's algorithms are.
-        recomputes_activation: Megatron's recompute module moe_act.
+        recomputes_activation: Megatron's recompute module moe_act. Experts of Tempo's do so anyway.
     """
     # Where losses are noted for a log, with as many entries as the last model had layers.
     get_moe_layer_wise_logging_tracker().clear()
@@ -46,8 +47,9 @@ def put_experts(
             if experts.routing == "sinkhorn":
                 module.router.sinkhorn_load_balancing = _balance
             config = module.config
-            module.experts = LocalExperts(config, experts, is_fused, recomputes_activation)
-            module.token_dispatcher = _DISPATCHERS[experts.dispatcher](experts, is_deterministic)
+            recomputes = recomputes_activation or isinstance(module.experts, KeepsActivationInput)
+            module.experts = LocalExperts(config, experts, is_fused, recomputes)
+            module.token_dispatcher = _DISPATCHERS[experts.dispatcher](config, experts, is_deterministic)
 
 
 def count_expert_parameters(layer: torch.nn.Module) -> int:
@@ -238,12 +240,12 @@ class _AddBias(torch.autograd.Function):
 class _Dispatcher:
     """What all dispatchers share (token_dispatcher.py). T is a rank's tokens, k experts of each."""
 
-    def __init__(self, experts: Experts, is_deterministic: bool) -> None:
+    def __init__(self, config: Any, experts: Experts, is_deterministic: bool) -> None:
         self._experts, self._adds_by_index = experts, is_deterministic and not experts.fuses_permutation
         self._num_local = experts.num_experts // experts.expert_parallel
         self._ranks = experts.expert_parallel * experts.tensor_parallel
         self._imbalance = experts.imbalance or 1.0
-        self.shared_experts = None
+        self.config, self.shared_experts = config, None
 
     def _fill(self, num_rows: int) -> int:
         """The rows of the fullest rank, of which an equal share are `num_rows`."""
@@ -251,7 +253,11 @@ class _Dispatcher:
 
     def _permute(self, x: Tensor, num_rows: int) -> Tensor:
         """`index_select` by a kept index, or a kernel's map of as many rows."""
-        return _resize(x, num_rows, x.new_empty(num_rows, dtype=torch.int64))
+        index = x.new_empty(num_rows, dtype=torch.int64)
+        if num_rows > x.size(0):
+            # By Megatron's name, for a layer that permutes again.
+            self.reversed_local_input_permutation_mapping = index
+        return _resize(x, num_rows, index)
 
     def _unpermute(self, x: Tensor, num_rows: int) -> Tensor:
         """`scatter_add_`; deterministic, `index_add_`, of which torch keeps what is added (moe_utils.py: unpermute)."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from tempo_kernels.recompute import drop, recompute
+from tempo_kernels.recompute import adopt, drop, recompute
 
 Pair = collections.namedtuple("Pair", ["x", "scale"])
 
@@ -266,3 +266,23 @@ def test_an_argument_that_the_function_does_not_use_gets_no_gradient():
     x, scale = tensors()
     recompute(lambda x, _: x.exp(), x, scale).sum().backward()
     assert scale.grad is None and torch.equal(x.grad, x.exp())
+
+
+@pytest.mark.parametrize("is_dropped", [True, False])
+def test_an_output_that_others_made_is_differentiated_from_the_arguments(is_dropped):
+    x, scale = tensors()
+    linear = linear_of()
+    function = ARGUMENTS["keywords"][0]
+    expected = torch.autograd.grad(
+        linear(function(x, scale=scale, n=2.5)).square().sum(), [x, scale, *linear.parameters()]
+    )
+    y = function(x, scale=scale, n=2.5)
+    adopted = adopt(y, function, x, scale=scale, n=2.5)
+    assert adopted.data_ptr() == y.data_ptr()
+    memory = StorageWeakRef(y.untyped_storage())
+    out = linear(adopted)
+    if is_dropped:
+        drop(adopted, after=out)
+    del y, adopted
+    assert memory.expired() == is_dropped
+    assert_same(torch.autograd.grad(out.square().sum(), [x, scale, *linear.parameters()]), expected)

@@ -1,0 +1,275 @@
+"""Megatron's mixtures of experts: an activation that keeps its input only, the first linear's output, and copies of
+tokens that are gathered again.
+
+Stock keeps that and the input of the second linear, the activation times the router's probability. Here the second is
+dropped after use and made again for backward by Megatron's own code, whatever the activation and its options are: a
+mixture computes, bit for bit, what it does without Tempo. Computing the input from the output, as in place, would
+divide by probabilities, which are 0 where a token was dropped or padded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe import experts, moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from tempo_kernels.recompute import adopt, drop, hold
+from tempo_megatron.slots.linear import DropsInput, Function, Return, is_in_backward, name_as_stock, replace_modules
+from tempo_megatron.slots.megatron_versions import is_since
+from tempo_megatron.slots.slot_content import find_class
+
+
+class KeepsActivationInput:
+    """What marks experts whose activation keeps its input only."""
+
+    keep: ClassVar[str] = "input"
+
+
+class _BetweenLinears(KeepsActivationInput):
+    """A base of modules with an activation between linear_fc1 and linear_fc2."""
+
+    linear_fc1: Any
+    linear_fc2: Any
+
+    def _run(self, run_stock: Callable[..., Any], *args: Any, probabilities: Tensor | None, **kwargs: Any) -> Any:
+        """run_stock(self, *args, **kwargs), which weights the activation by `probabilities`."""
+        if not torch.is_grad_enabled():
+            return run_stock(self, *args, **kwargs)
+        found: list[Any] = []
+
+        def run_fc1(*inputs: Any) -> Any:
+            found.append(self.linear_fc1(*inputs))
+            return found[0]
+
+        def run_fc2(y: Tensor, *inputs: Any) -> Any:
+            x, bias = found.pop()
+            y = adopt(y, self._run_activation, x, bias, probabilities)
+            result = self.linear_fc2(y, *inputs)
+            drop(y, after=result[0])
+            return result
+
+        stand_in = replace_modules(self, linear_fc1=Function(run_fc1), linear_fc2=Function(run_fc2))
+        return run_stock(stand_in, *args, **kwargs)
+
+    def _run_activation(self, x: Tensor, bias: Tensor | None, probabilities: Tensor | None) -> Tensor:
+        """The input of linear_fc2 from the (output, bias) of linear_fc1."""
+        raise NotImplementedError
+
+
+class TempoExpertMLP(_BetweenLinears, MLP):
+    """One expert of a SequentialMLP."""
+
+    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any) -> Any:
+        """(output [n, h], None or bias) of the expert's tokens [n, h], weighted by per_token_scale [n]."""
+        return self._run(MLP.forward, hidden_states, per_token_scale, probabilities=per_token_scale, **kwargs)
+
+    def _run_activation(self, x: Tensor, bias: Tensor | None, probabilities: Tensor | None) -> Tensor:
+        between = replace_modules(self, linear_fc1=Return(x, bias), linear_fc2=Return())
+        intermediate: Tensor = MLP.forward(between, x, probabilities)[0]
+        return intermediate
+
+
+class TempoSharedExpertMLP(TempoExpertMLP, SharedExpertMLP):
+    """The experts that every token goes to. `moe_shared_expert_overlap` calls its parts instead of forward: there it
+    keeps what stock does."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The output [s, b, h], times the gate where there is one."""
+        return self._run(SharedExpertMLP.forward, hidden_states, *args, probabilities=None, **kwargs)
+
+
+class TempoSequentialMLP(KeepsActivationInput, experts.SequentialMLP):
+    """Experts that run one after another."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for expert in self.local_experts:
+            # SequentialMLP makes MLPs, whatever its spec says. Others in their place would draw their weights again.
+            expert.__class__ = TempoExpertMLP
+
+
+class _TempoTEGroupedMLP(_BetweenLinears):
+    """Experts in Transformer Engine's grouped products."""
+
+    stock: ClassVar[Any]
+    """Megatron's class."""
+
+    def forward(self, permuted_local_hidden_states: Tensor, tokens_per_expert: Any, permuted_probs: Tensor) -> Any:
+        """(output, None) of tokens in the order of their experts [n, h], weighted by permuted_probs [n]."""
+        inputs = permuted_local_hidden_states, tokens_per_expert, permuted_probs
+        return self._run(self.stock.forward, *inputs, probabilities=permuted_probs)
+
+    def _run_activation(self, x: Tensor, bias: Tensor | None, probabilities: Tensor | None) -> Tensor:
+        between = replace_modules(self, linear_fc1=Return(x, bias), linear_fc2=Return())
+        # Only the linears look at the numbers of tokens, which would have to be fetched from the device.
+        no_numbers = torch.empty(0, dtype=torch.int64)
+        intermediate: Tensor = self.stock.forward(between, x, no_numbers, probabilities)[0]
+        return intermediate
+
+
+class _TempoGroupedMLP(KeepsActivationInput):
+    """Experts in the products of grouped_gemm."""
+
+    stock: ClassVar[Any]
+    """Megatron's class."""
+
+    activation_func_with_probs: Callable[[Tensor, Tensor], Tensor]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """(output, None) of tokens in the order of their experts [n, h], weighted by probabilities [n]."""
+        if not torch.is_grad_enabled():
+            return self.stock.forward(self, *args, **kwargs)
+        found: list[Tensor] = []
+        stock_activation = self.activation_func_with_probs
+
+        def run_activation(x: Tensor, probabilities: Tensor) -> Tensor:
+            found.append(adopt(stock_activation(x, probabilities), stock_activation, x, probabilities))
+            return found[0]
+
+        stand_in = replace_modules(self)
+        stand_in.activation_func_with_probs = run_activation
+        result = self.stock.forward(stand_in, *args, **kwargs)
+        drop(found.pop(), after=result[0])
+        return result
+
+
+def _make_class(base: type, stock: Any) -> Any:
+    attributes = {"__module__": __name__, "__doc__": base.__doc__, "stock": stock}
+    return type(f"Tempo{stock.__name__}", (base, stock), attributes)
+
+
+_CLASSES: dict[Any, Any] = {experts.SequentialMLP: TempoSequentialMLP, SharedExpertMLP: TempoSharedExpertMLP}
+"""Megatron's class -> Tempo's."""
+# GroupedMLP is in 0.16 and before; until 0.13 TEGroupedMLP is not there without Transformer Engine.
+for _name, _base in (("TEGroupedMLP", _TempoTEGroupedMLP), ("GroupedMLP", _TempoGroupedMLP)):
+    if hasattr(experts, _name):
+        _stock = getattr(experts, _name)
+        _CLASSES[_stock] = _make_class(_base, _stock)
+
+
+class TempoMoELayer(MoELayer):
+    """A mixture whose experts do not keep their tokens, of which each expert has a copy: just before the backward of
+    their first linear the copies are gathered again from the tokens of the layer.
+
+    Exact, without a product and without communication: the tokens of this rank's experts are this rank's own.
+    """
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As MoELayer."""
+        if not torch.is_grad_enabled() or is_in_backward():
+            return super().forward(hidden_states, *args, **kwargs)
+        take_tokens = hold(hidden_states)
+
+        def run_experts(copies: Tensor, *inputs: Any) -> Any:
+            result = self.experts(copies, *inputs)
+            drop(copies, after=result[0], make=_gather_again(take_tokens, copies, self.token_dispatcher))
+            return result
+
+        return MoELayer.forward(replace_modules(self, experts=Function(run_experts)), hidden_states, *args, **kwargs)
+
+
+def _gather_again(take_tokens: Callable[[], Tensor], copies: Tensor, dispatcher: Any) -> Callable[[], tuple[Tensor]]:
+    """A function that permutes the tokens as the dispatcher has just done. On one rank they are sorted by expert then:
+    what the dispatcher does between permuting and the experts changes nothing."""
+    size = copies.size()
+    if not dispatcher.config.moe_permute_fusion:
+        index = dispatcher.reversed_local_input_permutation_mapping
+
+        def gather() -> tuple[Tensor]:
+            return (take_tokens().view(-1, size[-1]).index_select(0, index),)
+
+        return gather
+    # The all-gather dispatcher lets go of the map of all ranks' tokens, which is that of its own here.
+    is_gathered = isinstance(dispatcher, MoEAllGatherTokenDispatcher)
+    routing_map = dispatcher.local_map if is_gathered else dispatcher.routing_map
+
+    def permute_again() -> tuple[Tensor]:
+        tokens = take_tokens().view(-1, size[-1])
+        return (moe_utils.permute(tokens, routing_map, num_out_tokens=size[0], fused=True)[0],)
+
+    return permute_again
+
+
+def find_permute_refusal(config: TransformerConfig, choice: str) -> str | None:
+    """Why a mixture cannot gather its tokens again in backward (tempo.moe_permute); None where it can."""
+    if not config.num_moe_experts:
+        return "the model has no experts (num_moe_experts)"
+    split = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
+    for name, size in (
+        ("expert_model_parallel_size", config.expert_model_parallel_size),
+        ("expert_tensor_parallel_size", split),
+    ):
+        if size > 1:
+            return f"{name} is {size}, and tokens that other ranks sent cannot be gathered again without communication"
+    if config.moe_token_dispatcher_type == "flex":
+        return "moe_token_dispatcher_type is flex, which permutes and sends tokens in one operation of its own"
+    for name, why in (
+        ("moe_shared_expert_overlap", "which changes the order of backward"),
+        ("moe_latent_size", "by which experts get other tokens than the layer's"),
+        ("cpu_offloading", "which moves what a layer keeps to the host"),
+        ("fine_grained_activation_offloading", "which moves what a layer keeps to the host"),
+    ):
+        if value := getattr(config, name, None):
+            return f"{name} is {'on' if value is True else value}, {why}"
+    return None
+
+
+def is_mixture(slot: Any) -> bool:
+    """Whether an MLP's slot holds a mixture of experts."""
+    found = find_class(slot)
+    return isinstance(found, type) and issubclass(found, MoELayer)
+
+
+@name_as_stock
+class TempoTopKRouter(DropsInput, TopKRouter):
+    """TopKRouter that does not keep its input, of which experts get copies; see DropsInput."""
+
+
+def replace_experts(submodules: Any, config: TransformerConfig, *, keeps_input: bool, drops_input: bool) -> Any:
+    """The submodules of a MoELayer, without shared experts where the configuration has none, since the layer makes none
+    then.
+
+    Args:
+        submodules: Megatron's.
+        config: of the layer.
+        keeps_input: whether the activation of experts keeps its input.
+        drops_input: whether the norm in front can make the layer's input again.
+    """
+    has_shared = getattr(config, "moe_shared_expert_intermediate_size", None) is not None
+    changes: dict[str, Any] = {} if has_shared else {"shared_experts": None}
+    if keeps_input and not _runs_in_one_operation(config):
+        changes["experts"] = _replace(submodules.experts)
+    if keeps_input and has_shared and not config.moe_shared_expert_overlap:
+        changes["shared_experts"] = _replace(submodules.shared_experts)
+    if drops_input and getattr(submodules, "router", None) is TopKRouter:  # a slot since 0.16
+        changes["router"] = TempoTopKRouter
+    return dataclasses.replace(submodules, **changes)
+
+
+def _runs_in_one_operation(config: Any) -> bool:
+    """Whether Transformer Engine's op fuser runs both linears and the activation (since 0.17)."""
+    return is_since("0.17") and bool(getattr(config, "use_transformer_engine_op_fuser", False))
+
+
+def _replace(slot: Any) -> Any:
+    stock = find_class(slot)
+    if getattr(stock, "__name__", "") == "_build_shared_experts":  # since 0.18, a function
+        stock = SharedExpertMLP
+    module = _CLASSES.get(stock)
+    if module is None:
+        return slot
+    if isinstance(slot, functools.partial):
+        return functools.partial(module, *slot.args, **slot.keywords)
+    return dataclasses.replace(slot, module=module) if isinstance(slot, ModuleSpec) else module

@@ -1,0 +1,103 @@
+"""Mixtures of experts: what Tempo's experts compute, and what they keep, beside Megatron's own."""
+
+from __future__ import annotations
+
+import expert_cases
+import pytest
+import torch
+from distributed import run_megatron_ranks, run_ranks
+from gpt import assert_equal_to_stock
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from tempo_megatron import TempoConfig
+from tempo_megatron.slots.choose import choose
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """Of one rank: case -> what stock and Tempo measure."""
+    (found,) = run_megatron_ranks(expert_cases.compare_all, 1, 1)
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_layouts():
+    """Of two ranks: layout -> what each rank finds."""
+    first, second = run_ranks(expert_cases.compare_layouts, 2)
+    return {name: (first[name], second[name]) for name in first}
+
+
+GROUPED = [f"{kind}: {name}" for kind in ("grouped", "legacy") for name in expert_cases.GROUPED]
+
+
+PERMUTED = [f"permuted: {name}" for name in expert_cases.PERMUTED]
+
+
+@pytest.mark.parametrize("case", [*expert_cases.CASES, *GROUPED, *PERMUTED, "norms of queries and keys"])
+def test_experts_that_keep_less_equal_stock(measured, case):
+    stock, tempo = measured[case]
+    if "norms" in case:  # which are Tempo's
+        return assert_equal_to_stock(tempo["found"], stock["found"])
+    assert tempo["found"][0] == stock["found"][0]
+    assert tempo["found"][1].keys() == stock["found"][1].keys()
+    assert all(torch.equal(tempo["found"][1][name], grad) for name, grad in stock["found"][1].items())
+
+
+# Two layers of 32 tokens, 16 elements of an expert's activation, 24 of the shared experts'; float32.
+KEPT = {
+    "fused swiglu, top 8 of 16, shared experts": 2 * 32 * (8 * 16 + 24) * 4,
+    "grouped: fused swiglu, shared experts": 2 * 32 * (2 * 16 + 24) * 4,
+    # Each token's two copies of 32 elements.
+    "permuted: dropped and padded": 2 * 32 * 2 * (16 + 32) * 4,
+    # Two bytes each; stock keeps silu(gate), that times up, and that times the probability.
+    "permuted: one kernel": 2 * 32 * 2 * (3 * 16 + 32) * 2,
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_what_the_linears_read_is_not_kept(measured, case):
+    stock, tempo = measured[case]
+    assert stock["kept"] - tempo["kept"] == KEPT[case]
+
+
+def test_between_projection_and_attention_the_projections_output_alone_is_kept(measured):
+    _, tempo = measured["norms of queries and keys"]
+    # Of 32 tokens: q, k and v have 64 elements, the output 32, rstd one for each head of q and k, logsumexp for each of
+    # q. The rotary embedding keeps its cosines and sines for q and for k, 16 positions of 8. Two layers, float32.
+    assert tempo["kept"] == 2 * (32 * (64 + 32 + 4 + 2 + 4) + 2 * 2 * 16 * 8) * 4
+
+
+@pytest.mark.parametrize("layout", expert_cases.LAYOUTS)
+def test_layouts_equal_stock_of_the_same_layout(of_layouts, layout):
+    for rank in of_layouts[layout]:
+        stock, tempo = (each["found"] for each in rank["measured"])
+        assert_equal_to_stock(tempo, stock)
+
+
+@pytest.mark.parametrize("layout", expert_cases.LAYOUTS)
+def test_dropout_masks_do_not_depend_on_how_experts_are_laid_out(of_layouts, layout):
+    alone = of_layouts["alone"][0][layout]
+    for rank in of_layouts[layout]:
+        assert rank["dropped"] == pytest.approx(alone, rel=1e-6)
+
+
+def test_pipeline_stages_equal_stock(of_layouts):
+    for stock, tempo in of_layouts["PP 2"]:
+        assert_equal_to_stock(tempo, stock)
+
+
+def config_of(**settings):
+    experts = {"num_moe_experts": 4, "moe_ffn_hidden_size": 16, **settings}
+    return TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, **experts)
+
+
+def test_what_experts_cannot_have_is_refused():
+    with pytest.raises(
+        ValueError, match='probabilities, which may be 0, .* set tempo.activation to "recompute" or "off"'
+    ):
+        choose(config_of(), TempoConfig(activation="inplace"))
+    assert choose(config_of(), TempoConfig()).config.activation == "recompute"
+    with pytest.raises(ValueError, match='expert_model_parallel_size is 2, .* set tempo.moe_permute to "off"'):
+        choose(config_of(expert_model_parallel_size=2), TempoConfig(moe_permute="recompute"))
+    with pytest.raises(ValueError, match='the model has no experts .* set tempo.moe_permute to "off"'):
+        choose(config_of(num_moe_experts=None, moe_ffn_hidden_size=None), TempoConfig(moe_permute="recompute"))

@@ -1,0 +1,356 @@
+"""Mixtures of experts with Tempo and without, on CPU ranks: losses, gradients and kept bytes of the same model."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from types import SimpleNamespace
+from typing import Any
+
+import megatron_cpu
+import torch
+from gpt import build_gpt, gpt_config, gradients, losses
+from megatron.core import parallel_state
+from megatron.core.activations import squared_relu
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe import experts, moe_utils
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+from torch.nn import functional as F
+
+from tempo_megatron import TempoConfig, tempoize
+from tempo_megatron.cpu import use_cpu
+from tempo_megatron.memory.kept.recorder import Recorder
+
+SWIGLU = {"activation_func": F.silu, "gated_linear_unit": True, "add_bias_linear": False}
+FUSED = {**SWIGLU, "bias_activation_fusion": True}
+SQUARED = {"activation_func": squared_relu, "add_bias_linear": False}
+CLAMPED = {
+    "activation_func": quick_gelu,
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
+    "activation_func_clamp_value": 0.5,
+    "glu_linear_offset": 1.0,
+}
+TOP_1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
+ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
+SHARED = {"moe_shared_expert_intermediate_size": 24}
+CAPACITY = {**ALL_TO_ALL, "moe_expert_capacity_factor": 1.0}
+ACTIVATION = TempoConfig(activation="recompute", attention="off", dropout="off", norm="off", loss="off")
+CASES: dict[str, dict[str, Any]] = {
+    "swiglu, top 2, auxiliary losses": {**SWIGLU, "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1},
+    "fused swiglu, top 8 of 16, shared experts": {
+        **FUSED,
+        **SHARED,
+        "num_moe_experts": 16,
+        "moe_router_topk": 8,
+        "moe_shared_expert_gate": True,
+    },
+    "geglu": {"activation_func": F.gelu, "gated_linear_unit": True, "add_bias_linear": False},
+    "clamped quick geglu": {**CLAMPED, "bias_activation_fusion": True},
+    "clamped quick geglu, not fused, and a dense layer": {**CLAMPED, "moe_layer_freq": [0, 1]},
+    "squared relu, a dense layer, one expert": {
+        **SQUARED,
+        "moe_layer_freq": [0, 1],
+        "num_moe_experts": 1,
+        **TOP_1,
+    },
+    "probabilities on the input": {**SWIGLU, **TOP_1, "moe_apply_probs_on_input": True},
+    "tokens dropped": {**SWIGLU, **CAPACITY},
+    "tokens dropped and padded": {**FUSED, **CAPACITY, "moe_pad_expert_input_to_capacity": True},
+    "the layer recomputed": {**SWIGLU, "recompute_granularity": "selective", "recompute_modules": ["moe"]},
+}
+# Stock's SequentialMLP with biases writes to a view in place, and fails.
+GROUPED = {
+    "fused swiglu, shared experts": {**FUSED, **SHARED},
+    "geglu with biases": {"activation_func": F.gelu, "gated_linear_unit": True},
+    "probabilities on the input": CASES["probabilities on the input"],
+}
+
+
+def config_of(*, sequence_parallel: bool = False, dropout: float = 0.0, **settings: Any) -> Any:
+    """Two layers of four experts, and two of them for each token."""
+    experts_of = {
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 16,
+        "moe_aux_loss_coeff": 0.01,
+        "normalization": "RMSNorm",
+    }
+    settings = {**experts_of, **settings}
+    return gpt_config(sequence_parallel=sequence_parallel, dropout=dropout, **settings)
+
+
+def prepare() -> None:
+    """What a GPU would have, and Transformer Engine defines: streams, and compiled functions that run as written."""
+    megatron_cpu._answer_torch_cuda()
+    torch.compiler.set_stance("force_eager")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    torch.distributed.all_to_all_single = all_to_all_single
+
+
+def all_to_all_single(out: Tensor, x: Tensor, output_split_sizes: Any, input_split_sizes: Any, **kwargs: Any) -> Any:
+    """torch's, which takes lists: Megatron has tensors, which it copies to the host where they are not there yet."""
+    sizes = [None if each is None else [*map(int, each)] for each in (output_split_sizes, input_split_sizes)]
+    return torch.distributed.distributed_c10d.all_to_all_single(out, x, *sizes, **kwargs)
+
+
+class GroupedLinear(torch.nn.Module):
+    """Transformer Engine's GroupedLinear: a weight, and a bias, for each expert. It keeps its input, as views."""
+
+    def __init__(self, num_gemms: int, inner: int, outer: int, *, config: Any, init_method: Any, bias: bool, **_: Any):
+        super().__init__()
+        self.is_first = not _.get("skip_bias_add")
+        for index in range(num_gemms):
+            weight = torch.nn.Parameter(torch.empty(outer, inner, dtype=config.params_dtype))
+            init_method(weight)
+            setattr(self, f"weight{index}", weight)
+            if bias:
+                setattr(self, f"bias{index}", torch.nn.Parameter(torch.full((outer,), 0.1)))
+        self.num_gemms, self.use_bias = num_gemms, bias
+
+    def forward(self, x: Tensor, m_splits: list[int]) -> Any:
+        weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
+        biases = [getattr(self, f"bias{index}") for index in range(self.num_gemms)] if self.use_bias else None
+        out = Grouped.apply(x, m_splits, *weights)
+        if biases is not None and self.is_first:
+            out = torch.cat([part + bias for part, bias in zip(out.split(m_splits), biases, strict=True)])
+            return out, None
+        return out, biases
+
+
+class Grouped(torch.autograd.Function):
+    """x_i W_i^T of consecutive rows of x; x is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, splits: list[int], *weights: Tensor) -> Tensor:
+        parts = torch.split(x, splits)
+        ctx.save_for_backward(*parts, *weights)
+        return torch.cat([part @ weight.t() for part, weight in zip(parts, weights, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        half = len(ctx.saved_tensors) // 2
+        parts, weights = ctx.saved_tensors[:half], ctx.saved_tensors[half:]
+        grads = grad.split([len(part) for part in parts])
+        grad_x = torch.cat([g @ weight for g, weight in zip(grads, weights, strict=True)])
+        return grad_x, None, *(g.t() @ part for g, part in zip(grads, parts, strict=True))
+
+
+def gmm(x: Tensor, weight: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Tensor:
+    """grouped_gemm.ops.gmm: weight [experts, k, n]."""
+    assert not trans_b
+    return Grouped.apply(x, batch_sizes.tolist(), *weight.transpose(1, 2).unbind())
+
+
+def put_grouped(spec: Any, kind: str) -> Any:
+    """A block's spec with Megatron's grouped experts in the mixtures, around products that run on a CPU."""
+    if kind == "legacy":
+        experts.gg.ops = SimpleNamespace(gmm=gmm)
+        experts.gg.assert_grouped_gemm_is_available = lambda: None
+        slot = ModuleSpec(experts.GroupedMLP)
+    else:
+        slot = ModuleSpec(
+            experts.TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+        )
+    layers = []
+    for layer in spec.layer_specs:
+        mlp = layer.submodules.mlp
+        if hasattr(mlp.submodules, "experts"):
+            mlp = dataclasses.replace(mlp, submodules=dataclasses.replace(mlp.submodules, experts=slot))
+        layers.append(dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules, mlp=mlp)))
+    return dataclasses.replace(spec, layer_specs=layers)
+
+
+def build(config: Any, tempo_config: TempoConfig, kind: str) -> GPTModel:
+    """kind: sequential, grouped (Transformer Engine's) or legacy (grouped_gemm's)."""
+    if kind == "sequential":
+        return build_gpt(config, tempo_config, position_embedding_type="rope")
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+    torch.manual_seed(7)
+    spec = tempoize(put_grouped(spec, kind), config, tempo_config)
+    return (
+        GPTModel(config, spec, vocab_size=64, max_sequence_length=16, position_embedding_type="rope")
+        .to(config.params_dtype)
+        .train()
+    )
+
+
+def measure(
+    settings: dict[str, Any], tempo_config: TempoConfig, kind: str = "sequential", counted: str = ".mlp"
+) -> dict[str, Any]:
+    """The loss of two micro batches, gradients, and the bytes that the second's forward keeps."""
+    takes_mask = tempo_config.attention == "off" or tempo_config.is_off
+    model = build(config_of(**settings), tempo_config, kind)
+    if "qk_layernorm" in settings:
+        fill(model)
+    total = 0.0
+    recorder = Recorder(model)
+    for first_sample in (0, 2):
+        loss = losses(model, first_sample, 2, gives_mask=takes_mask).float().mean()
+        (loss / 2).backward()
+        total += loss.item() / 2
+    found = gradients(model)
+    with recorder.record():
+        out = losses(model, 0, 2, gives_mask=takes_mask)
+    kept = sum(each.num_bytes for each in recorder.list_saved() if counted in each.operation)
+    del out
+    return {"found": (total, found), "kept": kept}
+
+
+PERMUTE = dataclasses.replace(ACTIVATION, moe_permute="recompute")
+PERMUTED: dict[str, tuple[dict[str, Any], TempoConfig, str]] = {
+    "gathered, experts of stock": (SWIGLU, dataclasses.replace(PERMUTE, activation="off"), "sequential"),
+    "all-to-all, norms recomputed": (
+        {**FUSED, **ALL_TO_ALL, **SHARED},
+        dataclasses.replace(PERMUTE, norm="recompute"),
+        "grouped",
+    ),
+    "dropped and padded": (CASES["tokens dropped and padded"], PERMUTE, "sequential"),
+    "probabilities on the input": (CASES["probabilities on the input"], PERMUTE, "grouped"),
+    "one kernel": ({**SWIGLU, "moe_permute_fusion": True}, PERMUTE, "legacy"),
+}
+
+
+# Stock's attention is written as such a layer's of Qwen3; everything of Tempo's that recomputes.
+QWEN = {**FUSED, **ALL_TO_ALL, "qk_layernorm": True, "num_query_groups": 2}
+RECOMPUTED = TempoConfig(activation="recompute", norm="recompute", moe_permute="recompute")
+
+
+def permute_in_one(tokens: Tensor, routing_map: Tensor, num_out_tokens: int) -> tuple[Tensor, Tensor]:
+    """Stands in for Transformer Engine's permutation; its map is not one of rows."""
+    copies, _, index = moe_utils.permute(tokens, routing_map, num_out_tokens=num_out_tokens)
+    return copies, torch.stack([index, index])
+
+
+def unpermute_in_one(copies: Tensor, rows: Tensor, merging_probs: None, restore_shape: Any) -> Tensor:
+    found: Tensor = moe_utils.unpermute(copies, rows[0], restore_shape)
+    return found
+
+
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "EP 2": ({"expert_model_parallel_size": 2}, {**SWIGLU, **SHARED}),
+    "EP 2, all-to-all": ({"expert_model_parallel_size": 2}, {**FUSED, **ALL_TO_ALL}),
+    "TP 2, SP, experts split": ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}, SQUARED),
+    "TP 2, SP, EP 2": (
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2},
+        {**SQUARED, **SHARED},
+    ),
+}
+OF_EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+
+
+def compare_layouts() -> dict[str, Any]:
+    """On two ranks: stock's and Tempo's measurements in each layout, and the loss that both ranks find with masks."""
+    prepare()
+    found: dict[str, Any] = {}
+    for name, (sizes, settings) in LAYOUTS.items():
+        initialize(sizes)
+        split = {key: sizes[key] for key in OF_EXPERTS if key in sizes}
+        settings = {**settings, **split, "sequence_parallel": sizes.get("tensor_model_parallel_size", 1) > 1}
+        found[name] = {
+            "measured": [measure(settings, each) for each in (TempoConfig.off(), ACTIVATION)],
+            "dropped": find_dropped_loss(settings),
+        }
+        parallel_state.destroy_model_parallel()
+    initialize({"pipeline_model_parallel_size": 2})
+    pipelined = {**SWIGLU, "pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
+    found["PP 2"] = [run_stage(pipelined, each) for each in (TempoConfig.off(), ACTIVATION)]
+    parallel_state.destroy_model_parallel()
+    # What one rank finds with masks, on each of the two.
+    initialize({})
+    found["alone"] = {name: find_dropped_loss(settings) for name, (_, settings) in LAYOUTS.items()}
+    return found
+
+
+def initialize(sizes: dict[str, int]) -> None:
+    use_cpu()
+    parallel_state.initialize_model_parallel(**sizes)
+    model_parallel_cuda_manual_seed(1234)
+
+
+def find_dropped_loss(settings: dict[str, Any]) -> float:
+    """Of two samples with dropout."""
+    model = build(config_of(dropout=0.1, **settings), TempoConfig(activation="recompute", norm="inplace"), "sequential")
+    fill(model)
+    loss = losses(model, 0, 2, gives_mask=False).mean()
+    loss.backward()
+    return loss.item()
+
+
+def fill(model: GPTModel) -> None:
+    """Weights that do not depend on the layout: parts of matrices, each a function of its name in the whole model."""
+    first_expert = parallel_state.get_expert_model_parallel_rank() * (
+        model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+    )
+    for name, parameter in model.named_parameters():
+        stem, is_expert, rest = name.partition(".local_experts.")
+        index, _, rest = rest.partition(".")
+        name = f"{stem} {int(index) + first_expert} {rest}" if is_expert else name
+        if parameter.dim() < 2:
+            continue
+        size, rank = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        )
+        if is_expert:
+            size = parallel_state.get_expert_tensor_parallel_world_size()
+            rank = parallel_state.get_expert_tensor_parallel_rank()
+        shape, dim = list(parameter.shape), getattr(parameter, "partition_dim", -1)
+        if dim >= 0 and getattr(parameter, "tensor_model_parallel", False):
+            shape[dim] *= size
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        whole = torch.empty(shape).normal_(std=0.1, generator=generator)
+        if whole.shape != parameter.shape:
+            whole = whole.chunk(size, dim)[rank]
+        with torch.no_grad():
+            parameter.copy_(whole)
+
+
+def run_stage(settings: dict[str, Any], tempo_config: TempoConfig) -> tuple[float, dict[str, Tensor]]:
+    """The loss (0 on the first stage) and the gradients of this rank's pipeline stage."""
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    model = build_gpt(config_of(**settings), tempo_config, pre_process=rank == 0, post_process=rank == 1)
+    hidden = torch.empty(16, 2, 32)
+    if rank == 0:
+        out = losses(model, 0, 2, gives_mask=True)
+        torch.distributed.send(out.detach(), 1)
+        torch.distributed.recv(hidden, 1)
+        out.backward(hidden)
+        return 0.0, gradients(model)
+    torch.distributed.recv(hidden, 0)
+    model.set_input_tensor(hidden.requires_grad_())
+    loss = losses(model, 0, 2, gives_mask=True).mean()
+    loss.backward()
+    assert hidden.grad is not None
+    torch.distributed.send(hidden.grad, 0)
+    return loss.item(), gradients(model)
+
+
+def compare_all() -> dict[str, Any]:
+    """Stock's and Tempo's measurements of each case, in one process."""
+    prepare()
+    found: dict[str, Any] = {}
+    for name, settings in CASES.items():
+        found[name] = [measure(settings, each) for each in (TempoConfig.off(), ACTIVATION)]
+    for kind in ("grouped", "legacy"):
+        for name, settings in GROUPED.items():
+            if kind == "legacy":
+                settings = {**settings, "bf16": True, "params_dtype": torch.bfloat16, "add_bias_linear": False}
+            found[f"{kind}: {name}"] = [measure(settings, each, kind) for each in (TempoConfig.off(), ACTIVATION)]
+    moe_utils.HAVE_TE, moe_utils.fused_permute, moe_utils.fused_unpermute = True, permute_in_one, unpermute_in_one
+    # Of the other dispatcher, which the configuration looks for too.
+    moe_utils.fused_permute_with_probs = moe_utils.fused_sort_chunks_by_index = permute_in_one
+    moe_utils.fused_sort_chunks_by_index_with_probs = permute_in_one
+    both = TempoConfig.off(), RECOMPUTED
+    found["norms of queries and keys"] = [measure(QWEN, each, "grouped", ".self_attention") for each in both]
+    for name, (settings, tempo_config, kind) in PERMUTED.items():
+        if kind == "legacy":
+            settings = {**settings, "bf16": True, "params_dtype": torch.bfloat16}
+        found[f"permuted: {name}"] = [measure(settings, each, kind) for each in (TempoConfig.off(), tempo_config)]
+    return found
