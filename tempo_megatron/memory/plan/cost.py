@@ -107,10 +107,14 @@ def count_moved_bytes(run: Run, config: TempoConfig, recompute: frozenset[str]) 
     elif config.norm == "inplace":
         num_statistics = 2 if shape.normalization == "LayerNorm" else 1
         moved += 2 * (2 * 4 * num_statistics * shape.hidden_size)
-    if config.linear_qkv == "recompute" and shape.position_embedding_type == "rope" and "full" not in recompute:
-        # Queries and keys are rotated again.
+    if "full" not in recompute:
         heads = (shape.num_attention_heads + shape.num_query_groups) // t
-        moved += 2 * tokens * heads * shape.kv_channels * element_bytes
+        queries_and_keys = tokens * heads * shape.kv_channels * element_bytes
+        # With norms of their own they are normalised and rotated again, also where the projection is not repeated.
+        is_normalised = config.norm == "recompute" and shape.qk_layernorm and config.attention != "off"
+        is_rotated = config.linear_qkv == "recompute" or is_normalised
+        moved += 2 * queries_and_keys * is_normalised
+        moved += 2 * queries_and_keys * (is_rotated and shape.position_embedding_type == "rope")
     if config.attention == "softmax":
         # Backward reads the softmax's output and writes its dropout again.
         scores = tokens * shape.num_attention_heads // t * shape.seq_length * element_bytes
