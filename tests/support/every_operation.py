@@ -21,6 +21,7 @@ from tempo_kernels.squared_relu import squared_relu
 S, B, H, V = 12, 2, 32, 50
 LABELS = torch.arange(B * S, dtype=torch.int64).view(B, S) % 47
 TOKEN_WEIGHTS = torch.full((B, S), 0.3, dtype=torch.float32)
+SLOPES = torch.tensor([0.5, 0.25], dtype=torch.float32)
 
 
 def attend(x: Tensor, key: Any, first_sample: Any, form: str = "flash", **more: Any) -> Tensor:
@@ -74,7 +75,7 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     ),
     "attention keeping its softmax": lambda x, b, c, w, key, first: attend(x, key, first, "softmax"),
     "attention with all that changes scores": lambda x, b, c, w, key, first: attend(
-        x, key, first, sink=b[:2], softcap=2.0, alibi_slopes=torch.tensor([0.5, 0.25]), bias=b[2:14].view(1, 1, 1, -1)
+        x, key, first, sink=b[:2], softcap=2.0, alibi_slopes=SLOPES, bias=b[2:14].view(1, 1, 1, -1)
     ),
     "linear_cross_entropy": lambda x, b, c, w, *_: losses(x, c, w),
     "linear_cross_entropy with token_weights": lambda x, b, c, w, *_: losses(x, c, w, True),

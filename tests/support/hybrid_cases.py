@@ -51,6 +51,7 @@ from tempo_megatron.slots.report import report_on  # noqa: E402
 
 OFF = TempoConfig.off()
 INPLACE = TempoConfig(activation="inplace", norm="inplace", dropout="recompute", attention="flash", loss="fused")
+BESIDE_EXPERTS = dataclasses.replace(INPLACE, activation="recompute")
 ALL_RECOMPUTED = dataclasses.replace(INPLACE, activation="recompute", norm="recompute")
 PATTERN = "M*-ME"
 EXPERTS = {"num_moe_experts": 2, "moe_router_topk": 2, "moe_router_load_balancing_type": "none"}
@@ -178,7 +179,7 @@ def masks_of_gpt() -> dict[str, list[float]]:
 
 def masks_again(**settings: Any) -> list[float]:
     """Loss and a gradient's norm at dropout 0.2."""
-    model = build(PATTERN, INPLACE, dropout=0.2, **EXPERTS, **settings)
+    model = build(PATTERN, BESIDE_EXPERTS, dropout=0.2, **EXPERTS, **settings)
     loss = run(model).mean()
     loss.backward()
     return [loss.item(), model.embedding.word_embeddings.weight.grad.norm().item()]
@@ -188,7 +189,7 @@ def numbers_of_a_stage() -> list[Any]:
     """Of the second pipeline stage: numbers of layers, of masks, and of what its own report says."""
     pattern = "M*|-*E"
     config = gpt_config(num_layers=5, add_bias_linear=False, is_hybrid_model=True, dropout=0.1, **EXPERTS)
-    spec = tempoize_hybrid(stack_spec(), config, INPLACE, pattern)
+    spec = tempoize_hybrid(stack_spec(), config, BESIDE_EXPERTS, pattern)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     place: dict[str, Any] = {"layer_type_list": [*"-*E"], "pp_layer_offset": 2, "pre_process": False}
     stack = build_module(spec, config, pg_collection=groups, **place)
@@ -238,7 +239,7 @@ def main() -> None:
     found: dict[str, Any] = {"masks": masks_again()}
     if world_size == 1:
         found["cases"] = {
-            "in place": measure(PATTERN, INPLACE, **EXPERTS),
+            "norms in place": measure(PATTERN, BESIDE_EXPERTS, **EXPERTS),
             "recompute, swiglu and RMSNorm": measure(PATTERN, ALL_RECOMPUTED, **EXPERTS, **SWIGLU),
         }
         full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -246,6 +246,7 @@ class _Dispatcher:
         self._ranks = experts.expert_parallel * experts.tensor_parallel
         self._imbalance = experts.imbalance or 1.0
         self.config, self.shared_experts = config, None
+        self.reversed_local_input_permutation_mapping: Tensor | None = None
 
     def _fill(self, num_rows: int) -> int:
         """The rows of the fullest rank, of which an equal share are `num_rows`."""
@@ -261,6 +262,7 @@ class _Dispatcher:
 
     def _unpermute(self, x: Tensor, num_rows: int) -> Tensor:
         """`scatter_add_`; deterministic, `index_add_`, of which torch keeps what is added (moe_utils.py: unpermute)."""
+        self.reversed_local_input_permutation_mapping = None  # behind the experts nobody reads it
         return self._permute(_KeepInput.apply(x) if self._adds_by_index else x, num_rows)
 
 
