@@ -58,7 +58,8 @@ _DRAWN: set[int] = set()
 """The keys of the masks that forwards have drawn since the micro batch was announced."""
 
 _NUMBERS: weakref.WeakKeyDictionary[torch.Generator, tuple[int, int]] = weakref.WeakKeyDictionary()
-"""(seed, first sample) of each state that is a generator: while a graph is captured, a generator tells no numbers."""
+"""(seed, position), as _set_state takes them, of each state that is a generator, which tells no numbers while a graph
+is captured."""
 
 
 class _SampleForGraphs:
@@ -269,6 +270,7 @@ def read_micro_batch() -> tuple[int, int]:
 
 
 def _read_state() -> tuple[int, int]:
+    """(seed, position), as `_set_state` takes them."""
     state = get_cuda_rng_tracker().states_.get(STATE_NAME)
     if state is None:
         raise RuntimeError(f"Tempo's dropout does not know which samples it sees; {_REMEDY}")
