@@ -30,6 +30,7 @@ TEST = [
     "transformers",
     "peft",
     "accelerate",  # the Trainer of transformers, and peft
+    "wandb",  # one of DeepSpeed's monitors, offline
     "triton>=3.3; sys_platform == 'linux'",
     "ruff",
     "mypy",

@@ -114,6 +114,13 @@ def _describe_pipeline(run: RunConfig) -> str:
 
 def _describe_schedule(run: RunConfig) -> str:
     decay = "" if run.lr_decay_style == "constant" else f" to {run.min_lr:g} at step {run.lr_decay_iters}"
+    if run.lr_decay_style == "WSD":
+        assert run.lr_wsd_decay_iters is not None
+        stable = run.lr_decay_iters - run.lr_wsd_decay_iters
+        return (
+            f"learning rate {run.lr:g}, warm-up {run.lr_warmup_iters} steps, stable to step {stable}, then "
+            f"{run.lr_wsd_decay_style}{decay}"
+        )
     return f"learning rate {run.lr:g}, warm-up {run.lr_warmup_iters} steps, then {run.lr_decay_style}{decay}"
 
 

@@ -26,6 +26,7 @@ from tempo_megatron.models.stage import PipelineStage
 from tempo_megatron.training import pipeline
 from tempo_megatron.training.checkpoint_files.files import CheckpointFiles
 from tempo_megatron.training.checkpoint_files.sharding import find_cuts
+from tempo_megatron.training.metrics import MonitorBuffer
 from tempo_megatron.training.run.deepspeed_config import copy_deepspeed_config, offloads_optimizer, read_zero_stage
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.watch.agreement import STORE, open_store
@@ -178,6 +179,8 @@ def build_scheduler(optimizer: torch.optim.Optimizer, run: RunConfig) -> Optimiz
         lr_warmup_steps=run.lr_warmup_iters * samples,
         lr_decay_steps=run.lr_decay_iters * samples,
         lr_decay_style=run.lr_decay_style,
+        wsd_decay_steps=None if run.lr_wsd_decay_iters is None else run.lr_wsd_decay_iters * samples,
+        lr_wsd_decay_style=run.lr_wsd_decay_style,
         start_wd=run.weight_decay,
         end_wd=run.weight_decay,
         wd_incr_steps=0,  # the weight decay is constant
@@ -224,6 +227,8 @@ class Engine:
         self.deepspeed._copy_recovery_script = functools.partial(self.files.attempt, copy_scripts)
         if isinstance(model, PipelineStage):
             self.deepspeed.set_gradient_accumulation_boundary(False)
+        monitor = self.deepspeed.monitor
+        self.monitors = self.deepspeed.monitor = MonitorBuffer(monitor if monitor.enabled else None)
         self.optimizer_name = type(optimizer).__name__
         self.scheduler = build_scheduler(optimizer, run)
 

@@ -24,6 +24,7 @@ from tempo_megatron.training.run.resume import describe_changes
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.datasets import build_datasets, load_vocabulary
 from tempo_megatron.training.tasks.task import Task
+from tempo_megatron.training.throughput import Throughput
 from tempo_megatron.training.watch.team import Team
 
 Decide = Callable[[Mapping[str, str]], tuple[RunConfig, dict[str, Any] | None]]
@@ -111,6 +112,7 @@ class Job:
         self.progress = self.checkpoints.load(saved) if saved else checkpoint.Progress()
         self.log = metrics.RunLog(
             run,
+            self.engine.monitors,
             is_first_rank=dist.get_rank() == 0,
             first_iteration=self.progress.iteration,
             resumes=saved is not None,
@@ -144,7 +146,7 @@ class Job:
                 self.log.say(damage)
             named = "" if saved["named"] else f", the newest checkpoint there: no file {LATEST} names one"
             self.log.say(f"going on after step {self.progress.iteration} of {run.load}{named}")
-            if self.progress.iteration == run.train_iters:
+            if self.progress.iteration == run.train_iters and not run.eval_only:
                 self.log.say(f"none of the {run.train_iters} steps is left to train; raise --train-iters for more")
             for line in describe_changes(saved, self.settings):
                 self.log.say(line)
@@ -188,9 +190,10 @@ class Job:
             self.progress,
             self.checkpoints,
             self.log,
+            Throughput(run, self.vocabulary.padded_size, self.device),
             self.device,
         )
-        reason = trainer.train()
+        reason = trainer.evaluate() if run.eval_only else trainer.train()
         self.log.say(f"{reason} after step {self.progress.iteration}")
         self.log.close()
         if run.loss_plot and dist.get_rank() == 0:

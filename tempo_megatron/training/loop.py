@@ -6,9 +6,11 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -21,11 +23,13 @@ from tempo_megatron.training.engine import REMEDY, Engine
 from tempo_megatron.training.metrics import RunLog, StepTimer, average_over, measure_peak
 from tempo_megatron.training.pipeline import Schedule, is_last_stage, share_from_last_stage
 from tempo_megatron.training.planning import read_run
+from tempo_megatron.training.profile import StepProfile
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.datasets import BatchStream, Datasets
 from tempo_megatron.training.tasks.task import LOSS, Batch, Collate, ForwardStep
+from tempo_megatron.training.throughput import Throughput
 from tempo_megatron.training.watch.agreement import raise_on_all_ranks
-from tempo_megatron.training.watch.stop_signal import StopSignal
+from tempo_megatron.training.watch.stop_signal import SAVE_NOW, Request, StopSignal
 
 
 class Trainer:
@@ -39,6 +43,7 @@ class Trainer:
         progress: 0, or the checkpoint's.
         checkpoints: used with --save.
         log: shown to the user.
+        throughput: computes the figures of a log interval.
         device: of this rank.
     """
 
@@ -52,11 +57,12 @@ class Trainer:
         progress: Progress,
         checkpoints: Checkpoints,
         log: RunLog,
+        throughput: Throughput,
         device: torch.device,
     ) -> None:
         self.run, self.engine, self.forward_step = run, engine, forward_step
         self.progress, self.checkpoints, self.log, self.device = progress, checkpoints, log, device
-        self.valid_dataset, self.collate = datasets.valid, collate
+        self.datasets, self.collate, self.throughput = datasets, collate, throughput
         self.stream = self._open_stream(datasets.train, progress.consumed_samples, run.train_iters)
         self.group = parallel_state.get_data_parallel_group()
         self._draws_masks = draws_masks(run.model, run.tempo)
@@ -69,6 +75,12 @@ class Trainer:
                 engine.deepspeed.module, forward_step, run, engine.scale if run.precision == "fp16" else None
             )
         self._last_is_finite = True
+        self.timer = StepTimer()
+        self._profile: StepProfile | None = None
+        rank = dist.get_rank()
+        if run.profile is not None and rank in run.profile_ranks:
+            assert run.profile_dir is not None
+            self._profile = StepProfile(run.profile, Path(run.profile_dir), rank=rank, device=device, say=log.say)
         self._observe: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if run.tempo_ledger:
             self._observe = RunObserver(
@@ -88,7 +100,7 @@ class Trainer:
         reason, first = "finished", progress.iteration + 1
         try:
             while progress.iteration < run.train_iters and reason == "finished":
-                with self._observe():
+                with self._observe(), self._name_step(progress.iteration + 1):
                     self._step()
                 if progress.iteration == first:
                     foresee(run.train_iters - first)
@@ -96,21 +108,42 @@ class Trainer:
                 iteration = progress.iteration
                 if iteration % run.log_interval == 0:
                     self._flush()
-                if self.valid_dataset is not None and iteration % run.eval_interval == 0:
+                if self.datasets.valid is not None and iteration % run.eval_interval == 0:
                     self._validate()
                 if run.save_interval and iteration % run.save_interval == 0:
                     self._save()
-                if stop.agree():
+                request = stop.agree()
+                if request is Request.STOP:
                     reason = f"stopped by {stop.name or 'a signal to another rank'}"
                 elif run.exit_interval and iteration % run.exit_interval == 0:
                     reason = "stopped at --exit-interval"
+                elif request is Request.SAVE:
+                    self._save()
+                    if not run.save:
+                        self.log.say(
+                            f"{SAVE_NOW.name} came after step {iteration}, but without --save there is no place"
+                        )
             self._flush()
-            if reason == "finished" and self.valid_dataset is not None and progress.iteration % run.eval_interval:
+            if reason == "finished" and self.datasets.valid is not None and progress.iteration % run.eval_interval:
                 self._validate()
             self._save(is_last=True)
+            if self._profile is not None:
+                self._profile.close()
+            if reason == "finished":
+                self._test()
         finally:
             stop.close()
         return reason
+
+    def evaluate(self) -> str:
+        """Logs the losses on the validation part and the test part, trains nothing; returns why it ended."""
+        if self.datasets.valid is not None:
+            self._validate()
+        self._test()
+        return "evaluated"
+
+    def _name_step(self, number: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._profile is None else self._profile.step(number)
 
     def _open_stream(self, dataset: Any, consumed_samples: int, iterations: int) -> BatchStream:
         return BatchStream(
@@ -181,8 +214,7 @@ class Trainer:
         self.log.log_steps(
             self._pending,
             {
-                "tokens_per_s": self.run.global_batch_size * self.run.model.seq_length / seconds,
-                "step_ms": seconds * 1e3,
+                **self.throughput.compute(seconds),
                 **measure_peak(self.device),
                 "loss_scale": self.engine.loss_scale,
             },
@@ -204,13 +236,20 @@ class Trainer:
         return not all(value is None or math.isfinite(value) for value in (step["loss"], step["grad_norm"]))
 
     def _validate(self) -> None:
-        """Logs the mean loss, without dropout, over --eval-iters global batches, which are the same each time."""
+        self._evaluate("validation", self.datasets.valid, self.run.eval_iters)
+
+    def _test(self) -> None:
+        if self.datasets.test is not None:
+            self._evaluate("test", self.datasets.test, self.run.test_iters)
+
+    def _evaluate(self, part: str, dataset: Any, iterations: int) -> None:
+        """Logs the mean loss, without dropout, over that many global batches, which are the same each time."""
         self._flush()
         start = time.perf_counter()
-        stream = self._open_stream(self.valid_dataset, 0, self.run.eval_iters)
-        number = self.run.eval_iters * self.run.num_micro_batches
+        stream = self._open_stream(dataset, 0, iterations)
+        number = iterations * self.run.num_micro_batches
         mean = self._compute_losses_without_dropout((stream.take_next() for _ in range(number)), number)
-        self.log.log_validation(self.progress.iteration, self.progress.consumed_samples, mean)
+        self.log.log_evaluation(part, self.progress.iteration, self.progress.consumed_samples, mean)
         if not self.engine.scales_dynamically:
             self._raise_unless_finite(mean[LOSS])
         self.timer.exclude_since(start)

@@ -6,6 +6,7 @@ Losses stay on the device until a log interval ends, so that no step waits for t
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import math
 import os
@@ -24,7 +25,9 @@ from tqdm import tqdm
 
 from tempo_megatron.training.run.checks import check_metrics_file
 from tempo_megatron.training.run.run_config import RunConfig
+from tempo_megatron.training.throughput import MFU
 
+_TAGS = {"train": "Train", "validation": "Validation", "test": "Test"}
 PEAKS = {"peak_memory_bytes": "peak", "peak_rss_bytes": "peak RSS of the process"}
 """Key in the metrics -> name in the log: the most that a GPU's allocator gave out, or that a process had in memory."""
 
@@ -98,19 +101,85 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return records
 
 
-class RunLog:
-    """Everything the user sees of a run. On ranks other than 0 its methods do nothing."""
+class MonitorBuffer:
+    """Stands before the monitors of the DeepSpeed JSON (TensorBoard, W&B, CSV, Comet) and orders what they are given.
 
-    def __init__(self, run: RunConfig, *, is_first_rank: bool, first_iteration: int, resumes: bool) -> None:
+    DeepSpeed writes the learning rate of a step at once, the trainer its loss when the log interval ends, and W&B drops
+    what is older than the newest step it knows.
+
+    Args:
+        monitor: DeepSpeed's MonitorMaster, or None where the JSON enables none.
+    """
+
+    def __init__(self, monitor: Any) -> None:
+        self._monitor = monitor
+        self._events: list[tuple[str, float, int]] = []
+
+    @property
+    def enabled(self) -> bool:
+        """What DeepSpeed asks before it writes."""
+        return self._monitor is not None
+
+    def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
+        """Keeps (tag, value, samples) until `flush`."""
+        self._events += events
+
+    def write(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Keeps the figures of a record of the metrics file, under tags such as DeepSpeed's own."""
+        if self._monitor is None or kind not in _TAGS:
+            return
+        names = {"loss": "train_loss"} if kind == "train" else {}  # DeepSpeed's word
+        # DeepSpeed itself writes the learning rate and the loss scale.
+        left_out = ("iteration", "consumed_samples", "learning_rate", "loss_scale")
+        self.write_events(
+            [
+                (f"{_TAGS[kind]}/Samples/{names.get(name, name)}", float(value), values["consumed_samples"])
+                for name, value in values.items()
+                if name not in left_out and isinstance(value, (int, float))
+            ]
+        )
+
+    def flush(self) -> None:
+        if self._events:
+            self._monitor.write_events(sorted(self._events, key=lambda event: event[2]))
+            self._events = []
+
+    def close(self) -> None:
+        """Ends what only writes its last records when it is ended; DeepSpeed never does."""
+        self.flush()
+        if getattr(self._monitor, "wandb_monitor", None) is not None:
+            import wandb
+
+            wandb.finish()
+        if getattr(self._monitor, "comet_monitor", None) is not None:
+            self._monitor.comet_monitor.experiment.end()
+
+
+class RunLog:
+    """Everything the user sees of a run. On ranks other than 0 its methods do nothing.
+
+    Args:
+        run: its settings.
+        monitors: those of the DeepSpeed JSON.
+        is_first_rank: whether this is rank 0.
+        first_iteration: the step that the run goes on after.
+        resumes: whether it goes on from a checkpoint.
+    """
+
+    def __init__(
+        self, run: RunConfig, monitors: MonitorBuffer, *, is_first_rank: bool, first_iteration: int, resumes: bool
+    ) -> None:
         self.is_on = is_first_rank
-        self.run = run
+        self.run, self.monitors = run, monitors
         self._file: MetricsFile | None = None
         self._board: Any = None
         self._bar: Any = None
         if not self.is_on:
             return
         if run.metrics_file:
-            self._file = MetricsFile(run.metrics_file, first_iteration if resumes else None)
+            # An evaluation adds to the metrics of the run whose checkpoint it loads.
+            kept = sys.maxsize if run.eval_only else first_iteration
+            self._file = MetricsFile(run.metrics_file, kept if resumes else None)
             if self._file.set_aside:
                 print(f"the metrics of an earlier run are now in {self._file.set_aside}", flush=True)
         if run.tensorboard_dir:
@@ -142,8 +211,11 @@ class RunLog:
             self._bar.update(1)
 
     def record(self, kind: str, **values: Any) -> None:
+        if not self.is_on:
+            return
         if self._file is not None:
             self._file.write({"kind": kind, **values})
+        self.monitors.write(kind, values)
         if self._board is not None and "iteration" in values:
             for name, value in values.items():
                 if name not in ("iteration", "consumed_samples") and isinstance(value, (int, float)):
@@ -153,6 +225,7 @@ class RunLog:
         """Records the steps of a log interval, each with the figures of the whole interval, and prints one line."""
         for step in steps:
             self.record("train", **step, loss_hex=float(step["loss"]).hex(), **interval)
+        self.monitors.flush()
         last = steps[-1]
         norm = "" if last["grad_norm"] is None else f" | grad norm {last['grad_norm']:.3f}"
         scale = f" | loss scale {interval['loss_scale']:g}" if interval.get("loss_scale") else ""
@@ -160,19 +233,31 @@ class RunLog:
             f"step {last['iteration']:>{len(str(self.run.train_iters))}}/{self.run.train_iters}"
             f" | {_format_losses(steps)} | lr {last['learning_rate']:.3e}{norm}{scale}"
             f" | {interval['tokens_per_s']:,.0f} tokens/s | {interval['step_ms']:.1f} ms/step"
+            + (f" | MFU {interval[MFU]:.1%}" if MFU in interval else "")
             + "".join(f" | {name} {interval[key] / 2**20:,.0f} MiB" for key, name in PEAKS.items() if key in interval)
+            + self._format_time_left(last["iteration"], interval["step_ms"] / 1e3)
         )
         if self._bar is not None:
             self._bar.set_postfix(loss=f"{last['loss']:.4f}", refresh=False)
 
-    def log_validation(self, iteration: int, consumed_samples: int, losses: dict[str, float]) -> None:
-        """Logs the losses of a ForwardStep, and the perplexity of the tokens: that of lm_loss if there is one."""
+    def _format_time_left(self, iteration: int, step_seconds: float) -> str:
+        """Formats how long the rest of the steps takes if each takes as long as those of this interval."""
+        left = datetime.timedelta(seconds=round((self.run.train_iters - iteration) * step_seconds))
+        return f" | {left} left" if iteration < self.run.train_iters else ""
+
+    def log_evaluation(self, part: str, iteration: int, consumed_samples: int, losses: dict[str, float]) -> None:
+        """Logs the losses of a ForwardStep on a part of the data, and the perplexity of the tokens.
+
+        The perplexity is that of lm_loss if there is one. `part` is validation or test.
+        """
         perplexity = math.exp(min(losses.get("lm_loss", losses["loss"]), 700.0))
         position = {"iteration": iteration, "consumed_samples": consumed_samples}
-        self.record("validation", **position, **losses, loss_hex=losses["loss"].hex(), perplexity=perplexity)
-        self.say(f"validation after step {iteration} | {_format_losses([losses])} | perplexity {perplexity:.3f}")
+        self.record(part, **position, **losses, loss_hex=losses["loss"].hex(), perplexity=perplexity)
+        self.monitors.flush()
+        self.say(f"{part} after step {iteration} | {_format_losses([losses])} | perplexity {perplexity:.3f}")
 
     def close(self) -> None:
+        self.monitors.close()
         for open_thing in (self._bar, self._file, self._board):
             if open_thing is not None:
                 open_thing.close()

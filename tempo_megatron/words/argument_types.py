@@ -99,6 +99,15 @@ def parse_png(text: str) -> str:
     return parse_output(text)
 
 
+def parse_steps(text: str) -> tuple[int, int]:
+    """`10-12`, or `10` for this step alone."""
+    words = text.split("-")
+    first, last = (parse_whole(word) for word in (words[0], words[-1]))
+    if len(words) > 2 or not 1 <= first <= last:
+        raise argparse.ArgumentTypeError(f"{text!r} is no range of steps; give two such as 10-12, or one above 0")
+    return first, last
+
+
 def parse_window(text: str) -> tuple[int, int]:
     """`128,0` or, as Megatron-LM also takes it, `(128,0)`."""
     words = text.strip().removeprefix("(").removesuffix(")").split(",")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from distributed import run_ranks
 
-from tempo_megatron.training.metrics import MetricsFile, RunLog, average_over, measure_peak, read_metrics
+from tempo_megatron.training.metrics import MetricsFile, MonitorBuffer, RunLog, average_over, measure_peak, read_metrics
 from tempo_megatron.training.plots import plot_losses
 
 
@@ -77,8 +77,10 @@ def test_a_file_of_something_else_is_not_written_over(tmp_path: Path) -> None:
 def test_the_memory_of_a_process_is_not_called_that_of_tensors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run: Any = SimpleNamespace(metrics_file=str(tmp_path / "m.jsonl"), tensorboard_dir=None, train_iters=1)
-    log = RunLog(run, is_first_rank=True, first_iteration=0, resumes=False)
+    run: Any = SimpleNamespace(
+        metrics_file=str(tmp_path / "m.jsonl"), tensorboard_dir=None, train_iters=1, eval_only=False
+    )
+    log = RunLog(run, MonitorBuffer(None), is_first_rank=True, first_iteration=0, resumes=False)
     on_cpu = measure_peak(torch.device("cpu"))
     step = {"iteration": 1, "loss": 2.0, "learning_rate": 0.1, "grad_norm": None}
     for peak in (on_cpu, {"peak_memory_bytes": 2**30}):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from tempo_megatron.memory.commands.requested_run import read_requested_shape
 from tempo_megatron.memory.plan.gpu import Gpu, read_gpu
-from tempo_megatron.models.shape import ModelShape, pad_vocab_size
+from tempo_megatron.memory.plan.model_flops import (
+    count_forward_flops,
+    count_hardware_flops,
+    count_model_flops,
+    find_utilisation,
+)
+from tempo_megatron.models.shape import pad_vocab_size
 
 
 def run_flops(args: argparse.Namespace) -> int:
@@ -76,81 +80,3 @@ def format_figures(figures: dict[str, Any]) -> str:
             utilisation = f"   {short} {figures[share]:.1%}" if "gpu" in figures else ""
             lines.append(f"{title:<42}{figures[name] / 1e12:>16,.1f} TFLOP{utilisation}")
     return "\n".join(lines)
-
-
-RECOMPUTED = ("core_attn", "mlp", "full")
-_PASSES = 3
-"""Forward, and backward's two products for each of forward's."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ForwardFlops:
-    """One forward of a whole model."""
-
-    projections: int
-    """Queries, keys and values, and the projection behind attention, of all layers."""
-    core_attention: int
-    mlp: int
-    head: int
-    """The output layer, and the dense layer before it that a BERT has."""
-
-    @property
-    def layers(self) -> int:
-        return self.projections + self.core_attention + self.mlp
-
-    @property
-    def total(self) -> int:
-        return self.layers + self.head
-
-
-@dataclasses.dataclass(frozen=True)
-class HardwareFlops:
-    """What the devices compute in a step."""
-
-    total: int
-    as_in_equation_8: int | None
-    """Recomputed attention counted three times, as the paper's HFU has it; None without recomputed attention alone."""
-
-
-def count_forward_flops(shape: ModelShape, num_samples: int, vocab_size: int) -> ForwardFlops:
-    """One forward of `num_samples` through a GPT or a BERT.
-
-    Args:
-        shape: the model; its window of attention, if any, is not looked at.
-        num_samples: B, of seq_length tokens each.
-        vocab_size: v, rows of the output layer with their padding.
-
-    Raises ValueError for a T5.
-    """
-    if shape.family == "t5":
-        raise ValueError("the model is a T5, whose FLOPs are not counted; expected a GPT or a BERT")
-    tokens, h = num_samples * shape.seq_length, shape.hidden_size
-    width = shape.num_attention_heads * shape.kv_channels
-    kv_width = shape.num_query_groups * shape.kv_channels
-    dense = h * h if shape.family == "bert" else 0
-    return ForwardFlops(
-        projections=shape.num_layers * 2 * tokens * h * (2 * width + 2 * kv_width),
-        core_attention=shape.num_layers * 2 * 2 * tokens * shape.seq_length * width,
-        mlp=shape.num_layers * 2 * tokens * h * shape.ffn_hidden_size * (3 if shape.is_gated else 2),
-        head=2 * tokens * (h * vocab_size + dense),
-    )
-
-
-def count_model_flops(forward: ForwardFlops) -> int:
-    """Equation 7: what a step needs, however it is computed."""
-    return _PASSES * forward.total
-
-
-def count_hardware_flops(forward: ForwardFlops, recompute: Collection[str]) -> HardwareFlops:
-    """What a step computes with Megatron's recomputation of `recompute`: any of RECOMPUTED."""
-    model = count_model_flops(forward)
-    if "full" in recompute:
-        return HardwareFlops(model + forward.layers, None)
-    again = forward.mlp * ("mlp" in recompute) + forward.core_attention * ("core_attn" in recompute)
-    printed = model + _PASSES * forward.core_attention if set(recompute) == {"core_attn"} else None
-    return HardwareFlops(model + again, printed)
-
-
-def find_utilisation(flops: int, step_seconds: float, num_gpus: int, peak_flops_per_second: float) -> float:
-    """The share of the peak of all GPUs: MFU of model FLOPs, HFU of hardware FLOPs."""
-    return flops / step_seconds / (num_gpus * peak_flops_per_second)

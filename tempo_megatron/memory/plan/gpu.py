@@ -40,10 +40,15 @@ def list_gpus() -> dict[str, Path]:
 
 def find_gpu(device_name: str | None) -> Gpu:
     """The rates of the device with this name of torch's; those of an H100 where no file fits, or there is no device."""
+    return recognise_gpu(device_name or "") or read_gpu(_UNKNOWN_DEVICE)
+
+
+def recognise_gpu(device_name: str) -> Gpu | None:
+    """The rates of the device with this name of torch's; None where no file fits."""
     for name in list_gpus():
-        if device_name is not None and name in device_name.lower().replace(" ", ""):
+        if name in device_name.lower().replace(" ", ""):
             return read_gpu(name)
-    return read_gpu(_UNKNOWN_DEVICE)
+    return None
 
 
 def read_gpu(name: str) -> Gpu:

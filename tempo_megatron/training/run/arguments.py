@@ -23,6 +23,7 @@ from tempo_megatron.words.argument_types import (
     parse_positive,
     parse_positive_float,
     parse_seed,
+    parse_steps,
 )
 
 # Used if neither the command line, the DeepSpeed JSON nor the checkpoint of --load has a value.
@@ -41,12 +42,14 @@ DEFAULTS = {
     **MASKING_DEFAULTS,
     "eval_interval": 1000,
     "eval_iters": 100,
+    "test_iters": 0,
     "bias_gelu_fusion": True,
     "bias_swiglu_fusion": True,
     "bias_dropout_fusion": True,
     "masked_softmax_fusion": True,
 }
-LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
+LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 _FUSIONS = {
     "bias-gelu-fusion": "on a GPU fused tanh GELU (the default), or erf GELU, unfused",
     "bias-swiglu-fusion": "fused SwiGLU on a GPU (default yes)",
@@ -153,7 +156,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="on SIGTERM or Ctrl-C, to the launcher or to a rank, finish the step, save and exit; on a second Ctrl-C "
-        "exit at once (default on)",
+        "exit at once; on SIGUSR1 to a rank finish the step, save and go on (default on)",
+    )
+    group.add_argument(
+        "--eval-only",
+        action="store_true",
+        help="train nothing: compute the losses of --load's checkpoint on the validation part and, with --test-iters, "
+        "the test part",
     )
     group.add_argument("--seed", type=parse_seed, help="of weights, dropout and the order of the samples")
     group.add_argument("--bf16", action="store_true", help="bfloat16 (the DeepSpeed JSON must not say otherwise)")
@@ -167,6 +176,14 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--lr-warmup-iters", type=parse_not_negative, help="steps of linear warm-up")
     group.add_argument("--lr-decay-style", choices=LR_DECAY_STYLES, help="curve of the learning rate after warm-up")
     group.add_argument("--lr-decay-iters", type=parse_positive, help="steps until --min-lr (default --train-iters)")
+    group.add_argument(
+        "--lr-wsd-decay-iters",
+        type=parse_positive,
+        help="the last of these steps, in which a WSD schedule (warm-up, stable, decay) goes down to --min-lr",
+    )
+    group.add_argument(
+        "--lr-wsd-decay-style", choices=WSD_DECAY_STYLES, help=f"curve of that decay (default {WSD_DECAY_STYLES[0]})"
+    )
     group.add_argument("--weight-decay", type=parse_not_negative_float, help="of AdamW")
     group.add_argument("--adam-beta1", type=parse_fraction, help="decay of the gradient's mean")
     group.add_argument("--adam-beta2", type=parse_fraction, help="decay of the squared gradient's mean")
@@ -199,6 +216,11 @@ def _add_data(parser: argparse.ArgumentParser) -> Any:
     group.add_argument("--num-workers", type=parse_not_negative, help="loader processes (default 2 with a GPU, else 0)")
     group.add_argument("--eval-interval", type=parse_positive, help="steps between validations")
     group.add_argument("--eval-iters", type=parse_not_negative, help="global batches per validation; 0 is none")
+    group.add_argument(
+        "--test-iters",
+        type=parse_not_negative,
+        help="global batches of --split's third part, whose loss is computed once, at the end",
+    )
     return group
 
 
@@ -257,6 +279,16 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "rank failed (default logs in DIR of --save)",
     )
     add_ledger_argument(group)
+    group.add_argument(
+        "--profile",
+        type=parse_steps,
+        metavar="FIRST-LAST",
+        help="record these steps: a trace for Perfetto and, on a GPU, a snapshot for torch's memory viewer",
+    )
+    group.add_argument(
+        "--profile-ranks", type=parse_not_negative, nargs="+", metavar="RANK", help="that record (default 0)"
+    )
+    group.add_argument("--profile-dir", metavar="DIR", help="where they write (default profile in DIR of --save)")
 
 
 def _add_distributed(parser: argparse.ArgumentParser) -> None:

@@ -168,6 +168,20 @@ def _check_schedule(run: RunConfig) -> None:
             f"--lr-warmup-iters {run.lr_warmup_iters} is not below the {run.lr_decay_iters} steps of decay "
             "(--lr-decay-iters, else --train-iters); shorten the warm-up"
         )
+    if run.lr_decay_style != "WSD":
+        for name in ("iters", "style"):
+            if getattr(run, f"lr_wsd_decay_{name}") is not None:
+                raise ValueError(
+                    f"--lr-wsd-decay-{name} is given, but --lr-decay-style is {run.lr_decay_style}; give WSD there or "
+                    f"leave --lr-wsd-decay-{name} out"
+                )
+    elif run.lr_wsd_decay_iters is None:
+        raise ValueError("--lr-decay-style WSD is given without --lr-wsd-decay-iters; give the steps of its decay")
+    elif run.lr_wsd_decay_iters > run.lr_decay_iters - run.lr_warmup_iters:
+        raise ValueError(
+            f"--lr-wsd-decay-iters {run.lr_wsd_decay_iters} is more than the "
+            f"{run.lr_decay_iters - run.lr_warmup_iters} steps that follow the warm-up; lower it"
+        )
 
 
 def _check_recompute(run: RunConfig) -> None:
@@ -195,6 +209,8 @@ def _check_recompute(run: RunConfig) -> None:
 def _check_data(run: RunConfig) -> None:
     if run.eval_iters and not run.split_weights[1]:
         raise ValueError(f"--split {run.split} leaves nothing for validation; add --eval-iters 0 or change the split")
+    if run.test_iters and not run.split_weights[2]:
+        raise ValueError(f"--split {run.split} leaves nothing for --test-iters; change the split or leave that out")
     if run.num_workers > 1024:
         raise ValueError(f"--num-workers {run.num_workers} is more than 1024 processes a rank; give a few")
     has_merges = run.model.family == "gpt" or bool(run.merge_file)  # WordPiece has none
@@ -209,13 +225,38 @@ def _check_output(run: RunConfig) -> None:
             raise ValueError(f"{option} is given without --save; give the folder for the checkpoints")
     if run.override_opt_param_scheduler and not run.load:
         raise ValueError("--override-opt-param-scheduler changes what --load brings; give --load or remove it")
-    for option in ("save", "load", "log_dir", "tensorboard_dir", "data_cache_path"):
+    for option in ("save", "load", "log_dir", "profile_dir", "tensorboard_dir", "data_cache_path"):
         if folder := getattr(run, option):
             _check_folder("--" + option.replace("_", "-"), Path(folder))
+    if run.eval_only:
+        _check_evaluation(run)
+    if run.profile is not None:
+        _check_profile(run)
     if run.metrics_file:
         check_metrics_file(run.metrics_file)
     if run.loss_plot and not run.metrics_file:
         raise ValueError("--loss-plot is drawn from the metrics file; give --metrics-file or --save")
+
+
+def _check_evaluation(run: RunConfig) -> None:
+    if not run.load:
+        raise ValueError("--eval-only computes the losses of a checkpoint; give its folder with --load")
+    if run.save:
+        raise ValueError("--eval-only writes no checkpoint; leave out --save, and give --metrics-file for the losses")
+    if not run.eval_iters and not run.test_iters:
+        raise ValueError("--eval-only is given with 0 batches to evaluate; raise --eval-iters or --test-iters")
+
+
+def _check_profile(run: RunConfig) -> None:
+    assert run.profile is not None
+    if run.eval_only:
+        raise ValueError("--profile records steps of training, of which --eval-only takes none; remove one of them")
+    if run.profile_dir is None:
+        raise ValueError("--profile is given without a folder; give --profile-dir or --save")
+    if run.profile[0] > run.train_iters:
+        raise ValueError(f"--profile begins at step {run.profile[0]}, beyond --train-iters {run.train_iters}; lower it")
+    if absent := [rank for rank in run.profile_ranks if rank >= run.world_size]:
+        raise ValueError(f"--profile-ranks {absent[0]} is not one of the {run.world_size} ranks, which begin at 0")
 
 
 def _check_packages(run: RunConfig) -> None:
@@ -250,7 +291,7 @@ def check_metrics_file(path: str) -> None:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--metrics-file {path} is not a file of metrics ({error}); give another name") from error
     try:
-        is_metrics = not first or json.loads(first)["kind"] in ("run", "train", "validation")
+        is_metrics = not first or json.loads(first)["kind"] in ("run", "train", "validation", "test")
     except (ValueError, TypeError, KeyError):
         is_metrics = False
     if not is_metrics:

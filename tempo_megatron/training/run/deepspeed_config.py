@@ -24,7 +24,7 @@ REFUSED = {
     "optimizer": "the trainer builds AdamW itself; use --lr, --weight-decay, --adam-beta1, --adam-beta2 and --adam-eps",
     "scheduler": "the trainer has Megatron's schedule; use --lr-decay-style, --lr-warmup-iters and --min-lr",
     "activation_checkpointing": "recomputation is Megatron's; use --recompute-granularity",
-    "pipeline": "the trainer has no pipeline parallelism; remove the block",
+    "pipeline": "the stages are Megatron's; use --pipeline-model-parallel-size",
     "tensor_parallel": "tensor parallelism is Megatron's; use --tensor-model-parallel-size",
     "sequence_parallel_size": "sequence parallelism is Megatron's; use --sequence-parallel",
     "data_efficiency": "the samples come from Megatron's GPTDataset; remove the block",

@@ -31,7 +31,10 @@ from tempo_megatron.training.run.deepspeed_config import BATCH_KEYS, decides_bat
 from tempo_megatron.training.run.masking import Masking
 
 _RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
-SCHEDULE = ("lr", "min_lr", "lr_warmup_iters", "lr_decay_style", "lr_decay_iters")
+SCHEDULE = (
+    *("lr", "min_lr", "lr_warmup_iters", "lr_decay_style", "lr_decay_iters"),
+    *("lr_wsd_decay_iters", "lr_wsd_decay_style"),
+)
 # Every field of RunConfig is stored, and is in one of these four tables. The fields of the first two are taken from the
 # checkpoint if they are left out.
 STAYS = (
@@ -47,7 +50,7 @@ MAY_CHANGE = {
     ),
     **dict.fromkeys(("data_path", "vocab_file", "merge_file"), "files may have been moved; their content is compared"),
     "eod_mask_loss": "weights and samples are the same, other tokens count in the loss",
-    **dict.fromkeys(("eval_interval", "eval_iters"), "validation does not change the training"),
+    **dict.fromkeys(("eval_interval", "eval_iters", "test_iters"), "validation does not change the training"),
     **dict.fromkeys(_RECOMPUTATION, "recomputation gives the same values"),
     "bias_gelu_fusion": "the form of GELU, which follows from it, is compared",
     **dict.fromkeys(
@@ -69,11 +72,11 @@ OF_EACH_START = {
     **dict.fromkeys(
         (
             *("save", "save_interval", "keep_checkpoints", "metrics_file", "loss_plot", "tensorboard_dir"),
-            *("tempo_ledger", "log_interval", "log_dir"),
+            *("tempo_ledger", "log_interval", "log_dir", "profile", "profile_ranks", "profile_dir"),
         ),
         "what this start writes, where and when",
     ),
-    **dict.fromkeys(("exit_interval", "exit_signal_handler"), "when this start ends"),
+    **dict.fromkeys(("exit_interval", "exit_signal_handler", "eval_only"), "when this start ends"),
     **dict.fromkeys(("load", "override_opt_param_scheduler"), "how this start resumes"),
     **dict.fromkeys(("num_workers", "data_cache_path"), "how samples are read, not which"),
     **dict.fromkeys(("distributed_timeout_minutes", "heartbeat_seconds"), "how ranks watch one another"),
@@ -220,7 +223,7 @@ def _check_schedule(
     args: argparse.Namespace, values: Mapping[str, Any], saved: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> None:
     for name in SCHEDULE:
-        ours, theirs = values[name], settings[name]
+        ours, theirs = values[name], settings.get(name)
         if ours != theirs:
             option = "--" + name.replace("_", "-")
             raise ValueError(

@@ -16,7 +16,7 @@ from tempo_megatron.models.arguments import read_given_model
 from tempo_megatron.models.shape import ModelShape, make_shape
 from tempo_megatron.settings.arguments import describe_tempo_arguments, read_tempo_of_run
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.training.run.arguments import DEFAULTS, Blend, parse_blend, parse_split
+from tempo_megatron.training.run.arguments import DEFAULTS, WSD_DECAY_STYLES, Blend, parse_blend, parse_split
 from tempo_megatron.training.run.deepspeed_config import (
     complete_deepspeed_config,
     freeze_deepspeed_config,
@@ -55,6 +55,7 @@ class RunConfig:
     train_iters: int
     exit_interval: int | None
     exit_signal_handler: bool
+    eval_only: bool
     seed: int
     precision: str
     """fp32, bf16 or fp16."""
@@ -65,6 +66,8 @@ class RunConfig:
     lr_warmup_iters: int
     lr_decay_style: str
     lr_decay_iters: int
+    lr_wsd_decay_iters: int | None
+    lr_wsd_decay_style: str | None
     weight_decay: float
     adam_beta1: float
     adam_beta2: float
@@ -87,6 +90,7 @@ class RunConfig:
     num_workers: int
     eval_interval: int
     eval_iters: int
+    test_iters: int
     sample_parts: tuple[int, ...]
     """The checkpoint's: see datasets.build_datasets. Empty in a new run."""
 
@@ -111,6 +115,10 @@ class RunConfig:
     loss_plot: str | None
     tempo_ledger: str | None
     log_dir: str | None
+    profile: tuple[int, int] | None
+    """The first and the last step that are recorded."""
+    profile_ranks: tuple[int, ...]
+    profile_dir: str | None
 
     # Distributed
     world_size: int
@@ -172,6 +180,8 @@ def complete_run(
             values[name] = default
     if values["lr_decay_iters"] is None:
         values["lr_decay_iters"] = values["train_iters"]
+    if values["lr_decay_style"] == "WSD" and values["lr_wsd_decay_style"] is None:
+        values["lr_wsd_decay_style"] = WSD_DECAY_STYLES[0]
     for name, what in _NEEDED.items():
         if values[name] is None:
             raise ValueError(f"--{name.replace('_', '-')} is missing; give {what}")
@@ -201,6 +211,7 @@ def complete_run(
         "tempo": tempo,
         "memory_budget": memory_budget,
         "tempo_arguments": describe_tempo_arguments(args),
+        "profile_ranks": (0,) if args.profile_ranks is None else tuple(args.profile_ranks),
     }
     values |= _complete_recomputation(args) | _complete_output(args)
     return RunConfig(**{field.name: values[field.name] for field in dataclasses.fields(RunConfig)})
@@ -256,4 +267,5 @@ def _complete_output(args: argparse.Namespace) -> dict[str, Any]:
         "metrics_file": args.metrics_file or str(Path(args.save) / "metrics.jsonl"),
         "loss_plot": args.loss_plot or str(Path(args.save) / "loss.png"),
         "log_dir": args.log_dir or str(Path(args.save) / "logs"),
+        "profile_dir": args.profile_dir or str(Path(args.save) / "profile"),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,8 @@ def _name_parts(run: RunConfig) -> dict[str, tuple[float, float]]:
     parts = {"training": (0.0, train)}
     if run.eval_iters:
         parts["validation"] = (train, train + valid)
+    if run.test_iters:
+        parts["test"] = (train + valid, 1.0)
     return parts
 
 
@@ -70,6 +72,8 @@ class Datasets:
     train: Any
     valid: Any
     """None without validation."""
+    test: Any
+    """None without --test-iters."""
     sample_parts: tuple[int, ...]
     """The number of samples in each part of `train`, which a resumed run needs for the same order."""
 
@@ -87,23 +91,22 @@ def build_datasets(run: RunConfig, task: Task, tokenizer: Any) -> Datasets:
     if int(os.environ["RANK"]) == 0:
         for prefix in run.blend[0]:
             index_files.remove_cut_off(index_files.name_folder(task.dataset_class, prefix, run.data_cache_path))
-    needed, valid_samples = run.train_iters * run.global_batch_size, run.eval_iters * run.global_batch_size
+    needed, *others = (run.global_batch_size * number for number in (run.train_iters, run.eval_iters, run.test_iters))
     sample_parts = run.sample_parts or (needed,)
-    first, valid = _build_part(run, task, tokenizer, run.seed, sample_parts[0], valid_samples)
+    first, valid, test = _build_part(run, task, tokenizer, run.seed, (sample_parts[0], *others))
     parts = [first]
     for number, samples in enumerate(sample_parts[1:], start=1):
-        parts.append(_build_part(run, task, tokenizer, (run.seed + number) % 2**32, samples, 0)[0])
+        parts.append(_build_part(run, task, tokenizer, (run.seed + number) % 2**32, (samples, 0, 0))[0])
     missing = needed - sum(len(part) for part in parts)
     if missing > 0:
-        parts.append(_build_part(run, task, tokenizer, (run.seed + len(parts)) % 2**32, missing, 0)[0])
+        parts.append(_build_part(run, task, tokenizer, (run.seed + len(parts)) % 2**32, (missing, 0, 0))[0])
         sample_parts = (*sample_parts, missing)
     train = first if len(parts) == 1 else torch.utils.data.ConcatDataset(parts)
-    return Datasets(train, valid, sample_parts)
+    return Datasets(train, valid, test, sample_parts)
 
 
-def _build_part(
-    run: RunConfig, task: Task, tokenizer: Any, seed: int, train_samples: int, valid_samples: int
-) -> tuple[Any, Any]:
+def _build_part(run: RunConfig, task: Task, tokenizer: Any, seed: int, sizes: Sequence[int]) -> list[Any]:
+    """Builds training, validation and test samples, so many of each; None where there are none."""
     prefixes, weights = run.blend
     config = task.make_dataset_config(
         run,
@@ -114,18 +117,18 @@ def _build_part(
         path_to_cache=run.data_cache_path,
     )
     assert config.split_matrix is not None
-    # Build no test part, and no part without samples; Megatron has no argument for that.
-    config.split_matrix[2] = None
-    if not valid_samples:
-        config.split_matrix[1] = None
-    sizes = [train_samples, valid_samples, 0]
+    # Build no part without samples; Megatron has no argument for that.
+    for number, samples in enumerate(sizes):
+        if not samples:
+            config.split_matrix[number] = None
     folders = [index_files.name_folder(task.dataset_class, prefix, run.data_cache_path) for prefix in prefixes]
     for _ in range(2):
         before = index_files.list_files(folders)
         try:
-            train, valid, _ = BlendedMegatronDatasetBuilder(task.dataset_class, sizes, lambda: True, config).build()
-            if not _remove_changed_indices(before, index_files.list_files_of(train, valid)):
-                return train, valid
+            builder = BlendedMegatronDatasetBuilder(task.dataset_class, list(sizes), lambda: True, config)
+            built: list[Any] = builder.build()
+            if not _remove_changed_indices(before, index_files.list_files_of(*built)):
+                return built
         except Exception as error:
             if isinstance(error.__cause__, OSError) or isinstance(error, OSError):
                 cause = error.__cause__ or error

@@ -443,7 +443,7 @@ def _list_alive(start: str) -> list[tuple[str, str]]:
 
 
 def main(argv: list[str]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     # The settings are not arguments, which every user of this host can see. Unbuffered, because orders follow.
     with open(0, "rb", buffering=0, closefd=False) as standard_input:
