@@ -11,7 +11,8 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,13 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from tempo_megatron.disk import flush_all_to_disk
 from tempo_megatron.training.checkpoint_files.files import name_rank_file, read_tensors, try_to_write
 from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder, name_unfinished, parse_iteration
-from tempo_megatron.training.checkpoint_files.integrity import FORMAT, describe_files, find_damage, write_description
+from tempo_megatron.training.checkpoint_files.integrity import (
+    FORMAT,
+    Files,
+    describe_files,
+    find_damage,
+    write_description,
+)
 from tempo_megatron.training.checkpoint_files.saved_state import SavedState
 from tempo_megatron.training.engine import Engine
 from tempo_megatron.training.resharding import describe_rank, load_resharded
@@ -54,7 +61,7 @@ class Checkpoints:
         description: describe_run of this run.
         sample_parts: of its datasets, the order of the samples.
 
-    `last_saved` is the newest step of this run in --save.
+    `last_saved` is the newest step of this run in --save, or the one that is being written there with --async-save.
     """
 
     def __init__(
@@ -69,25 +76,48 @@ class Checkpoints:
         self.description, self.sample_parts = description, sample_parts
         self.rank = dist.get_rank()
         self.last_saved: int | None = None
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._unfinished: tuple[Progress, Future[Files | str]] | None = None
 
     def save(self, progress: Progress) -> None:
-        """Writes a checkpoint; every rank calls it.
+        """Writes a checkpoint or, with --async-save, begins to, once `finish` has returned; every rank calls it.
 
         Raises ValueError on every rank if one cannot write it, for example on a full disk. The checkpoint before stays
         the latest, and the unfinished one is removed.
         """
-        assert self.run.save is not None
+        assert self.run.save is not None and self._unfinished is None
         folder = CheckpointFolder(self.run.save)
         self._raise_everywhere(progress, try_to_write(folder.begin, progress.iteration) if self.rank == 0 else None)
         unfinished = folder.path / name_unfinished(progress.iteration)
         self._raise_everywhere(progress, self._write(unfinished, progress))
-        self._raise_everywhere(progress, try_to_write(self._describe, unfinished, progress))
+        written = self._writer.submit(_write_and_describe, unfinished, self.engine.files.take_writer())
+        self._unfinished = (dataclasses.replace(progress), written)
+        self.last_saved = progress.iteration
+        if not self.run.async_save:
+            self.finish(waits=True)
+
+    def finish(self, *, waits: bool) -> int | None:
+        """Makes a checkpoint the latest that --async-save has written; every rank calls it.
+
+        Returns its step, or None if there is none. Without `waits` it does nothing while a rank still writes. Raises
+        ValueError as `save` does.
+        """
+        if self._unfinished is None:
+            return None
+        progress, written = self._unfinished
+        if not waits and not all(gather(written.done())):
+            return None
+        self._unfinished = None
+        assert self.run.save is not None
+        folder = CheckpointFolder(self.run.save)
+        unfinished = folder.path / name_unfinished(progress.iteration)
+        self._raise_everywhere(progress, try_to_write(self._describe, unfinished, progress, written.result()))
         flushes = int(os.environ["LOCAL_RANK"]) == 0
         self._raise_everywhere(progress, try_to_write(flush_all_to_disk, unfinished) if flushes else None)
         self._raise_everywhere(progress, try_to_write(folder.commit, progress.iteration) if self.rank == 0 else None)
         if self.rank == 0 and self.run.keep_checkpoints:
             folder.remove_older_than_newest(self.run.keep_checkpoints)
-        self.last_saved = progress.iteration
+        return progress.iteration
 
     def _raise_everywhere(self, progress: Progress, reason: str | None) -> None:
         """Waits until every rank is as far as this one. If one has a reason to give up, cleans up and raises."""
@@ -105,20 +135,18 @@ class Checkpoints:
             raise
 
     def _write(self, unfinished: Path, progress: Progress) -> str | None:
-        self.engine.files.take_written()
+        self.engine.files.take_writer()
         self.engine.deepspeed.save_checkpoint(str(unfinished.parent), tag=unfinished.name, save_latest=False)
         path = unfinished / name_rank_file(self.rank)
         self.engine.files.save(self._collect_rank_state(progress), str(path))
         return self.engine.files.take_failure()
 
-    def _describe(self, unfinished: Path, progress: Progress) -> None:
-        """Writes the description on rank 0, with the checksums of the files that every rank wrote."""
-        own: Any
-        try:
-            own = describe_files(unfinished, self.engine.files.take_written())
-        except OSError as error:
-            own = str(error)
-        files = gather(own)
+    def _describe(self, unfinished: Path, progress: Progress, own: Files | str) -> None:
+        """Writes the description on rank 0, with the checksums of the files that every rank wrote.
+
+        `own` is of _write_and_describe. Raises OSError with the reason of the first rank that has one.
+        """
+        files: list[Any] = gather(own)
         if reasons := [found for found in files if isinstance(found, str)]:
             raise OSError(reasons[0])
         if self.rank != 0:
@@ -196,6 +224,13 @@ class Checkpoints:
             "rng": get_rng_state(self.run.on_gpu),
             "layout": describe_rank(self.engine),
         }
+
+
+def _write_and_describe(unfinished: Path, write: Callable[[], list[str]]) -> Files | str:
+    """Writes a rank's files; returns their sizes and checksums, or why they cannot be written."""
+    found: list[Files] = []
+    reason = try_to_write(lambda: found.append(describe_files(unfinished, write())))
+    return reason or found[0]
 
 
 def find_damage_on_any_rank(saved: Mapping[str, Any], load: str) -> str | None:

@@ -221,7 +221,7 @@ class Engine:
             self.deepspeed, optimizer, _, _ = deepspeed.initialize(
                 model=model, optimizer=build_optimizer(model, run), config=given, mpu=MPU()
             )
-        self.files = self.deepspeed.checkpoint_engine = CheckpointFiles()
+        self.files = self.deepspeed.checkpoint_engine = CheckpointFiles(run.async_save)
         # DeepSpeed copies scripts to the checkpoint. On a full disk that would raise while the other ranks wait.
         copy_scripts = self.deepspeed._copy_recovery_script
         self.deepspeed._copy_recovery_script = functools.partial(self.files.attempt, copy_scripts)

@@ -127,6 +127,7 @@ class Trainer:
             if reason == "finished" and self.datasets.valid is not None and progress.iteration % run.eval_interval:
                 self._validate()
             self._save(is_last=True)
+            self._finish_save(waits=True)
             if self._profile is not None:
                 self._profile.close()
             if reason == "finished":
@@ -219,6 +220,7 @@ class Trainer:
                 "loss_scale": self.engine.loss_scale,
             },
         )
+        self._finish_save(waits=False)
         diverged = [step["iteration"] for step in self._pending if self._has_diverged(step)]
         self._last_is_finite = math.isfinite(losses[-1][LOSS])
         self._pending, self._losses = [], []
@@ -284,10 +286,22 @@ class Trainer:
             number = self.run.pipeline_model_parallel_size if self.run.num_chunks > 1 else 1
             losses = self._compute_losses_without_dropout([self._last_batch] * number, number)
             self._raise_unless_finite(losses[LOSS])
+        self._finish_save(waits=True)
         self.checkpoints.save(self.progress)
         seconds = time.perf_counter() - start
-        self.log.say(f"saved the checkpoint of step {step} to {self.run.save} in {seconds:.1f} s")
+        if self.run.async_save:
+            self.log.say(f"copied the checkpoint of step {step} in {seconds:.1f} s, which is written from now on")
+        else:
+            self.log.say(f"saved the checkpoint of step {step} to {self.run.save} in {seconds:.1f} s")
         self.timer.exclude_since(start)
+
+    def _finish_save(self, *, waits: bool) -> None:
+        """Makes the checkpoint that --async-save writes the latest, if it is written or this waits for it."""
+        start = time.perf_counter()
+        step = self.checkpoints.finish(waits=waits)
+        if step is not None:
+            self.log.say(f"saved the checkpoint of step {step} to {self.run.save}")
+            self.timer.exclude_since(start)
 
 
 def _add_up(micro_batches: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:

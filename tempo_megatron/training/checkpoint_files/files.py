@@ -17,6 +17,8 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from tempo_megatron.beside import first_line
+from tempo_megatron.disk import flush_to_disk
+from tempo_megatron.training.checkpoint_files.host_copy import copy_to_host
 
 
 def _find_member(cls: Any, name: str) -> Any:
@@ -78,18 +80,34 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]  # to mypy D
 
     A file that cannot be written does not raise at once, because the other ranks wait for this one inside DeepSpeed.
     Call take_failure when DeepSpeed has returned.
+
+    Args:
+        in_background: only copy what is to be written, to the host's memory; `take_writer` then writes it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_background: bool) -> None:
         super().__init__()
         self.zipfile_serialization = True  # find_fault reads no other format
+        self.in_background = in_background
         self._failure: str | None = None
-        self._written: list[str] = []
+        self._paths: list[str] = []
+        self._copies: list[Any] = []
 
-    def take_written(self) -> list[str]:
-        """Returns the files that were written since the last call."""
-        written, self._written = self._written, []
-        return written
+    def take_writer(self) -> Callable[[], list[str]]:
+        """Returns what writes the files of the calls of `save` since the last call, as far as they did not themselves.
+
+        It may run in another thread, returns the files, and raises what try_to_write catches.
+        """
+        paths, self._paths = self._paths, []
+        copies, self._copies = self._copies, []
+
+        def write() -> list[str]:
+            for path in paths[len(paths) - len(copies) :]:
+                torch.save(copies.pop(0), path)  # one after the other out of memory
+                flush_to_disk(path)
+            return paths
+
+        return write
 
     def take_failure(self) -> str | None:
         """Returns why the first file that failed since the last call could not be written, or None."""
@@ -100,8 +118,11 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]  # to mypy D
         return read_tensors(path, map_location)
 
     def save(self, state_dict: Any, path: str) -> None:
-        self._failure = self._failure or try_to_write(torch.save, state_dict, path)
-        self._written.append(path)
+        self._paths.append(path)
+        if self.in_background:
+            self._copies.append(copy_to_host(state_dict))
+        else:
+            self._failure = self._failure or try_to_write(torch.save, state_dict, path)
 
     def attempt(self, write: Callable[..., Any], *args: Any) -> None:
         """Calls a function of DeepSpeed that writes without this engine."""

@@ -262,6 +262,11 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "--save-interval", type=parse_positive, help="steps between checkpoints (default: only at the end)"
     )
     group.add_argument(
+        "--async-save",
+        action="store_true",
+        help="copy the state to the host's memory, which has to hold it, and write it while the training goes on",
+    )
+    group.add_argument(
         "--keep-checkpoints", type=parse_positive, help="newest checkpoints that stay in --save (default: all of them)"
     )
     group.add_argument(

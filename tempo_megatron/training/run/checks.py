@@ -223,6 +223,8 @@ def _check_output(run: RunConfig) -> None:
     for option, value in (("--save-interval", run.save_interval), ("--keep-checkpoints", run.keep_checkpoints)):
         if value is not None and not run.save:
             raise ValueError(f"{option} is given without --save; give the folder for the checkpoints")
+    if run.async_save and not run.save:
+        raise ValueError("--async-save is given without --save; give the folder for the checkpoints")
     if run.override_opt_param_scheduler and not run.load:
         raise ValueError("--override-opt-param-scheduler changes what --load brings; give --load or remove it")
     for option in ("save", "load", "log_dir", "profile_dir", "tensorboard_dir", "data_cache_path"):

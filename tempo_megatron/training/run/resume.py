@@ -71,7 +71,15 @@ OF_EACH_START = {
     **dict.fromkeys(("deepspeed_config", "deepspeed"), "a file that every start names"),
     **dict.fromkeys(
         (
-            *("save", "save_interval", "keep_checkpoints", "metrics_file", "loss_plot", "tensorboard_dir"),
+            *(
+                "save",
+                "save_interval",
+                "async_save",
+                "keep_checkpoints",
+                "metrics_file",
+                "loss_plot",
+                "tensorboard_dir",
+            ),
             *("tempo_ledger", "log_interval", "log_dir", "profile", "profile_ranks", "profile_dir"),
         ),
         "what this start writes, where and when",

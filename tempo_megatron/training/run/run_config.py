@@ -108,6 +108,7 @@ class RunConfig:
     save: str | None
     load: str | None
     save_interval: int | None
+    async_save: bool
     keep_checkpoints: int | None
     log_interval: int
     tensorboard_dir: str | None
