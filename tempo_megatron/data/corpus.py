@@ -158,14 +158,17 @@ def take_first_bytes(files: list[InputFile], max_bytes: int, left_out: LeftOut) 
     return taken
 
 
-def cut_pieces(files: list[InputFile]) -> list[Piece]:
-    """Cuts and groups the files, in order, into pieces of 1 to 8 MiB: the more data, the larger."""
+def cut_pieces(files: list[InputFile], *, cuts_texts: bool = True) -> list[Piece]:
+    """Cuts and groups the files, in order, into pieces of 1 to 8 MiB: the more data, the larger.
+
+    Without `cuts_texts` a text file is not cut, whatever its size.
+    """
     piece_bytes = min(_LARGEST_PIECE, max(_SMALLEST_PIECE, sum(file.size for file in files) >> 12))
     result: list[Piece] = []
     group: list[Part] = []
     group_bytes = 0
     for file in files:
-        offsets = [0, *_find_cuts(file, piece_bytes), file.size]
+        offsets = [0, *(_find_cuts(file, piece_bytes) if cuts_texts or file.is_json else ()), file.size]
         for start, end in pairwise(offsets):
             group.append(Part(file, start, end, is_last=end == file.size))
             group_bytes += end - start

@@ -76,7 +76,10 @@ class DatasetWriter:
 
 
 # The files of a data set, in the order of the renames.
-SUFFIXES = (".json", "-vocab.txt", "-vocab.json", "-merges.txt", ".bin", ".idx")
+SUFFIXES = (
+    *(".json", "-vocab.txt", "-vocab.json", "-merges.txt", "-tokenizer.json", "-tokenizer_config.json"),
+    *(".bin", ".idx"),
+)
 _LOCK = "prepare_data.lock"  # a folder that holds it is one of ours
 
 

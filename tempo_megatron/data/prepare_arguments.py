@@ -7,9 +7,11 @@ import os
 import re
 from dataclasses import dataclass
 
+from tempo_megatron.data import DataError
+from tempo_megatron.data.huggingface_tokenizer import find_tokenizer_files
 from tempo_megatron.data.sentences import RULE, WAYS
 from tempo_megatron.data.tokenizer import LARGEST_VOCABULARY
-from tempo_megatron.data.tokenizer_types import GPT2_BPE, TYPES
+from tempo_megatron.data.tokenizer_types import GPT2_BPE, HUGGING_FACE, TYPES
 
 DESCRIPTION = "Tokenizes text, JSON-lines and directory trees into a data set of Megatron's format."
 TRAIN_BYTES = 32_000_000
@@ -47,6 +49,7 @@ def parse_prepare_arguments(argv: list[str] | None, prog: str) -> PrepareOptions
     """Parses, checks and completes the command line; an error ends the process with status 2."""
     parser = _build_parser(prog)
     typed = parser.parse_args(argv)
+    _take_tokenizer_model(parser, typed)
     _check(parser, typed)
     completed = {
         "input": tuple(typed.input),
@@ -55,6 +58,24 @@ def parse_prepare_arguments(argv: list[str] | None, prog: str) -> PrepareOptions
         "vocab_size": TYPES[typed.tokenizer_type].vocab_size if typed.vocab_size is None else typed.vocab_size,
     }
     return PrepareOptions(**{**vars(typed), **completed, "prog": prog})
+
+
+def _take_tokenizer_model(parser: argparse.ArgumentParser, typed: argparse.Namespace) -> None:
+    """Replaces --tokenizer-model by the files of its folder."""
+    folder = vars(typed).pop("tokenizer_model")
+    if folder is None:
+        if not TYPES[typed.tokenizer_type].is_trained and typed.vocab_file is None:
+            parser.error(f"--tokenizer-type {typed.tokenizer_type} takes the tokenizer of --tokenizer-model; give that")
+        return
+    if typed.tokenizer_type != HUGGING_FACE or typed.vocab_file is not None or typed.merge_file is not None:
+        parser.error(
+            f"--tokenizer-model is for --tokenizer-type {HUGGING_FACE} alone, and brings its files; leave out "
+            "--vocab-file and --merge-file, and give that type"
+        )
+    try:
+        typed.vocab_file, typed.merge_file = find_tokenizer_files(folder)
+    except DataError as error:
+        parser.error(str(error))
 
 
 def _build_parser(prog: str) -> argparse.ArgumentParser:
@@ -87,9 +108,14 @@ def _build_parser(prog: str) -> argparse.ArgumentParser:
         default=GPT2_BPE,
         help="RobertaBPETokenizer is GPT-2's with RoBERTa's special tokens (default: %(default)s)",
     )
+    add(
+        "--tokenizer-model",
+        metavar="FOLDER",
+        help=f"with {HUGGING_FACE}: a model's folder with tokenizer.json and tokenizer_config.json",
+    )
     add("--vocab-file", default=None, help="vocab.json, or BERT's vocab.txt; without it a vocabulary is trained")
     add("--merge-file", default=None, help="GPT-2's merges.txt")
-    sizes = ", ".join(f"{kind.vocab_size} for {name}" for name, kind in TYPES.items())
+    sizes = ", ".join(f"{kind.vocab_size} for {name}" for name, kind in TYPES.items() if kind.is_trained)
     add("--vocab-size", type=int, default=None, help=f"tokens of the trained vocabulary (default: {sizes})")
     add("--train-bytes", type=_parse_byte_count, default=None, help="text to train the vocabulary on (default: 32M)")
     add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: one per core)")

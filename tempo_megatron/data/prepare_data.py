@@ -79,7 +79,7 @@ def prepare(options: PrepareOptions) -> None:
             "same way; it is kept"
         )
         return
-    pieces = corpus.cut_pieces(files)
+    pieces = corpus.cut_pieces(files, cuts_texts=TYPES[options.tokenizer_type].cls.cuts_texts)
     kept = _find_kept_files(options)
     suffixes = [suffix for suffix in SUFFIXES if suffix in (".bin", ".json", ".idx") or kept.get(suffix, "") is None]
     obsolete = sorted({suffix for kind in TYPES.values() for suffix in kind.suffixes} - kept.keys())

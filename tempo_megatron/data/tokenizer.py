@@ -48,6 +48,8 @@ class TextTokenizer:
     """The tokens that the vocabulary must have, each with its purpose."""
     eod: int | None = None
     """The token that ends every document; None if documents end without one."""
+    cuts_texts: ClassVar[bool] = True
+    """Whether a text may be cut before a space or newline that follows no white space, without changing its tokens."""
 
     def __init__(self, vocab: dict[str, int], tokenizer: Tokenizer, unique_identifiers: dict[str, str]):
         self.vocab = vocab

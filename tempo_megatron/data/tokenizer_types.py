@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tempo_megatron.data import DataError
+from tempo_megatron.data.huggingface_tokenizer import HuggingFaceTokenizer
 from tempo_megatron.data.masked_tokenizers import (
     CasedWordPieceTokenizer,
     LowerCaseWordPieceTokenizer,
@@ -30,16 +31,21 @@ class TokenizerType:
     smallest_reason: str
     of_masked: bool = True
     """Whether it has the special tokens of a masked language model."""
+    is_trained: bool = True
+    """Whether a vocabulary can be trained here."""
 
 
 _BPE_FILES, _WORD_PIECE_FILES = ("-vocab.json", "-merges.txt"), ("-vocab.txt",)
+_HUGGING_FACE_FILES = ("-tokenizer.json", "-tokenizer_config.json")
 _ALPHABET = "an alphabet and the special tokens"
 GPT2_BPE = "GPT2BPETokenizer"
+HUGGING_FACE = "HuggingFaceTokenizer"
 TYPES = {
     GPT2_BPE: TokenizerType(GPT2Tokenizer, _BPE_FILES, 50257, 257, "256 bytes and one", of_masked=False),
     "BertWordPieceLowerCase": TokenizerType(LowerCaseWordPieceTokenizer, _WORD_PIECE_FILES, 30522, 128, _ALPHABET),
     "BertWordPieceCase": TokenizerType(CasedWordPieceTokenizer, _WORD_PIECE_FILES, 28996, 128, _ALPHABET),
     "RobertaBPETokenizer": TokenizerType(RobertaTokenizer, _BPE_FILES, 50265, 260, "256 bytes and four"),
+    HUGGING_FACE: TokenizerType(HuggingFaceTokenizer, _HUGGING_FACE_FILES, 0, 0, "", of_masked=False, is_trained=False),
 }
 MASKED_TYPES = tuple(name for name, kind in TYPES.items() if kind.of_masked)
 

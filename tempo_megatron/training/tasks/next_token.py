@@ -12,7 +12,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch import Tensor
 
-from tempo_megatron.data.tokenizer_types import GPT2_BPE
+from tempo_megatron.data.tokenizer_types import GPT2_BPE, HUGGING_FACE
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.task import (
     LOSS,
@@ -29,7 +29,7 @@ class NextTokenTask:
     """The Task of GPT."""
 
     dataset_class = GPTDataset
-    tokenizer_types: tuple[str, ...] = (GPT2_BPE,)
+    tokenizer_types: tuple[str, ...] = (GPT2_BPE, HUGGING_FACE)
 
     def check_split(self, prefix: str, parts: Mapping[str, tuple[float, float]], run: RunConfig) -> None:
         """Raises ValueError if a part holds less than one sample; Megatron splits by sequences."""
