@@ -20,10 +20,12 @@ CONFIGS = Path("configs")
 MEGATRON = ["megatron-core>=0.14,<0.21"]
 DEEPSPEED = ["deepspeed>=0.16"]
 TRAIN = [*MEGATRON, *DEEPSPEED, "tokenizers", "safetensors", "tensorboard", "matplotlib", "tqdm", "pyyaml"]
+DATA = ["pyarrow", "zstandard"]
 GPU = ["triton>=3.2; sys_platform == 'linux'"]
 MPI = ["mpi4py"]
 TEST = [
     *TRAIN,
+    *DATA,
     "pytest>=8",
     "pytest-xdist>=3.5",
     "hypothesis",
@@ -75,10 +77,11 @@ setup(
         "megatron": MEGATRON,
         "deepspeed": DEEPSPEED,
         "train": TRAIN,
+        "data": DATA,
         "gpu": GPU,
         "mpi": MPI,
         "test": TEST,
-        "all": [*TRAIN, *GPU, *MPI],
+        "all": [*TRAIN, *DATA, *GPU, *MPI],
     },
     entry_points={
         "console_scripts": [

@@ -1,7 +1,7 @@
 """Lists the documents of a data set in order, and cuts them into pieces of about equal size for the workers.
 
 The result depends on the files alone, never on the number of workers. A text file is one document; so is a line of a
-JSON-lines file.
+JSON-lines file and a row of a .parquet file.
 """
 
 from __future__ import annotations
@@ -18,9 +18,16 @@ from itertools import pairwise
 from tempo_megatron.data import DataError
 from tempo_megatron.data.dataset_files import is_inside
 from tempo_megatron.data.dataset_writer import SUFFIXES
+from tempo_megatron.data.packed_files import (
+    COMPRESSED_SUFFIXES,
+    PARQUET_SUFFIX,
+    check_packages,
+    list_row_groups,
+    strip_compression,
+)
 
 JSON_SUFFIXES = (".json", ".jsonl")  # suffixes are compared without regard to case
-_COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zip")
+_OTHER_COMPRESSION = (".bz2", ".xz", ".zip")
 STDLIB_SUFFIXES = (".py", ".txt")
 # Tests contain broken encodings and tables of data; the other folders hold other packages, or no text.
 _STDLIB_LEFT_OUT = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -61,12 +68,23 @@ class InputFile:
 
     @property
     def is_json(self) -> bool:
-        return self.path.lower().endswith(JSON_SUFFIXES)
+        return strip_compression(self.path).endswith(JSON_SUFFIXES)
+
+    @property
+    def is_compressed(self) -> bool:
+        return self.path.lower().endswith(COMPRESSED_SUFFIXES)
+
+    @property
+    def is_parquet(self) -> bool:
+        return self.path.lower().endswith(PARQUET_SUFFIX)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes [start, end) of a file; is_last says whether the file ends there."""
+    """Bytes [start, end) of a file; is_last says whether the file ends there.
+
+    A compressed file is one part. In a .parquet file the part is the row groups that begin there.
+    """
 
     file: InputFile
     start: int
@@ -223,6 +241,8 @@ def _take_usable(path: str, is_named: bool, left_out: LeftOut) -> list[InputFile
             reason = "not a regular file"
         elif info.st_size == 0:
             reason = "empty"
+        elif path.lower().endswith((*COMPRESSED_SUFFIXES, PARQUET_SUFFIX)):
+            check_packages(path)
         else:
             with open(path, "rb", 0) as stream:
                 reason = "binary" if b"\0" in stream.read(_HEAD_BYTES) else ""
@@ -234,9 +254,11 @@ def _take_usable(path: str, is_named: bool, left_out: LeftOut) -> list[InputFile
         ) from error
     if is_named and reason in _REFUSED:
         what = _REFUSED[reason]
-        if reason == "binary" and path.lower().endswith(_COMPRESSED_SUFFIXES):
-            what = "compressed (unpack it first, for example with gunzip)"
-        raise DataError(f"{format_path(path)} is {what}; --input takes UTF-8 text and JSON-lines")
+        if reason == "binary" and path.lower().endswith(_OTHER_COMPRESSION):
+            what = "compressed (unpack it first, or compress it with gzip or zstd)"
+        raise DataError(
+            f"{format_path(path)} is {what}; --input takes UTF-8 text and JSON-lines, also as .gz or .zst, and .parquet"
+        )
     if reason:
         left_out.add(reason, path)
         return []
@@ -245,7 +267,14 @@ def _take_usable(path: str, is_named: bool, left_out: LeftOut) -> list[InputFile
 
 def _find_cuts(file: InputFile, step: int) -> Iterator[int]:
     """Yields the offsets at which to cut a file: each the first possible one at least `step` bytes after the last."""
-    if file.size <= step:
+    if file.size <= step or file.is_compressed:
+        return
+    if file.is_parquet:
+        last = 0
+        for offset in list_row_groups(file.path):
+            if last + step <= offset < file.size:
+                yield offset
+                last = offset
         return
     pattern = _JSON_CUT if file.is_json else _TEXT_CUT
     try:

@@ -21,6 +21,7 @@ import numpy as np
 
 from tempo_megatron.data import DataError
 from tempo_megatron.data.corpus import InputFile, LeftOut, Part, Piece, format_path
+from tempo_megatron.data.packed_files import decompress, read_rows
 from tempo_megatron.data.sentences import LONGEST_SENTENCE, split_sentences
 from tempo_megatron.data.tokenizer import TextTokenizer
 from tempo_megatron.data.tokenizer_types import TYPES
@@ -76,16 +77,41 @@ def read_texts(piece: Piece, json_key: str, left_out: LeftOut, skip_bad_lines: b
     """
     for part in piece:
         try:
-            with open(part.file.path, "rb") as stream:
-                stream.seek(part.start)
-                content = stream.read(part.end - part.start)
+            if part.file.is_parquet:
+                yield from _read_parquet_texts(part, json_key, left_out, skip_bad_lines)
+                continue
+            content = _read_content(part)
         except OSError as error:
             raise DataError(f"cannot read {format_path(part.file.path)}: {error.strerror}") from error
-        if len(content) < part.end - part.start:
-            raise DataError(f"{format_path(part.file.path)} became shorter while it was read; start again")
         yield from (_read_json_texts if part.file.is_json else _read_text)(
             part, content, json_key, left_out, skip_bad_lines
         )
+
+
+def _read_content(part: Part) -> bytes:
+    if part.file.is_compressed:
+        return decompress(part.file.path)
+    with open(part.file.path, "rb") as stream:
+        stream.seek(part.start)
+        content = stream.read(part.end - part.start)
+    if len(content) < part.end - part.start:
+        raise DataError(f"{format_path(part.file.path)} became shorter while it was read; start again")
+    return content
+
+
+def _read_parquet_texts(part: Part, json_key: str, left_out: LeftOut, skip_bad_lines: bool) -> Iterator[Text]:
+    path = format_path(part.file.path)
+    for row, text in read_rows(part.file.path, json_key, part.start, part.end):
+        if text:
+            yield Text(text, True, path)
+        elif text is not None:
+            left_out.add("empty", part.file.path)
+        elif skip_bad_lines:
+            left_out.add("bad lines", f"{part.file.path} at row {row}")
+        else:
+            raise DataError(
+                f"row {row} of {path} has no text under {json_key!r}; leave out such rows with --skip-bad-lines"
+            )
 
 
 def _read_text(part: Part, content: bytes, json_key: str, left_out: LeftOut, skip_bad_lines: bool) -> Iterator[Text]:
@@ -159,14 +185,20 @@ def check_first_lines(files: Iterable[InputFile], json_key: str) -> None:
     It does not check a line of more than a MiB.
     """
     for file in files:
+        if file.is_parquet:
+            next(_read_parquet_texts(Part(file, 0, file.size, is_last=True), json_key, LeftOut(), False), None)
         if not file.is_json:
             continue
         content = b""
-        with suppress(OSError), open(file.path, "rb") as stream:  # read_texts reports the error
-            content = stream.read(min(file.size, _LONGEST_CHECKED_LINE))
+        with suppress(OSError):  # read_texts reports the error
+            if file.is_compressed:
+                content = decompress(file.path, _LONGEST_CHECKED_LINE)
+            else:
+                with open(file.path, "rb") as stream:
+                    content = stream.read(min(file.size, _LONGEST_CHECKED_LINE))
         first = len(content) - len(content.lstrip(b"\xef\xbb\xbf \t\r\n"))
         end = content.find(b"\n", first)
-        if end < 0 and len(content) == file.size:
+        if end < 0 and len(content) < _LONGEST_CHECKED_LINE:
             end = len(content)
         if end > 0:
             part = Part(file, 0, end, is_last=True)

@@ -81,10 +81,21 @@ def _take_tokenizer_model(parser: argparse.ArgumentParser, typed: argparse.Names
 def _build_parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=prog, description=DESCRIPTION)
     add = parser.add_argument
-    add("--input", nargs="+", action="extend", default=[], metavar="PATH", help="text, .json/.jsonl, directory trees")
+    add(
+        "--input",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="PATH",
+        help="text, .json/.jsonl (also as .gz or .zst), .parquet, directory trees",
+    )
     add("--input-stdlib", action="store_true", help="sources and texts of this Python's standard library")
     add("--output-prefix", required=True, metavar="P", help="writes P.bin, P.idx, P.json (and the tokenizer)")
-    add("--json-key", default=None, help="key of the text in JSON-lines files (default: text)")
+    add(
+        "--json-key",
+        default=None,
+        help="key of the text in JSON-lines files, or column of .parquet files (default: text)",
+    )
     add(
         "--extensions",
         nargs="+",

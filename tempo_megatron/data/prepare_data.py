@@ -127,8 +127,8 @@ def _choose_input_files(options: PrepareOptions, left_out: corpus.LeftOut) -> li
         raise DataError(f"there is no text in the input{_format_left_out(left_out)}; give other files with --input")
     if not options.skip_bad_lines:
         check_first_lines(files, options.text_key)
-    if options.json_key is not None and not any(file.is_json for file in files):
-        raise DataError("--json-key is for .json and .jsonl files, and the input has none; leave it out")
+    if options.json_key is not None and not any(file.is_json or file.is_parquet for file in files):
+        raise DataError("--json-key is for .json, .jsonl and .parquet files, and the input has none; leave it out")
     return files
 
 
