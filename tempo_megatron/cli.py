@@ -84,6 +84,11 @@ _COMMANDS = {
         module="tempo_megatron.training.config_command",
         help="print what a training run would work with, and where each value comes from",
     ),
+    "import": Command(
+        module="tempo_megatron.training.checkpoint_files.import_command",
+        help="make a checkpoint of a Hugging Face model, for the trainer to begin with",
+        description="Make a checkpoint of a model of transformers, with which a run of any layout begins.",
+    ),
     "export": Command(
         module="tempo_megatron.training.checkpoint_files.export",
         help="write a checkpoint's weights as one safetensors file",

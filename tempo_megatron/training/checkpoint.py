@@ -35,7 +35,7 @@ from tempo_megatron.training.checkpoint_files.integrity import (
 )
 from tempo_megatron.training.checkpoint_files.saved_state import SavedState
 from tempo_megatron.training.engine import Engine
-from tempo_megatron.training.resharding import describe_rank, load_resharded
+from tempo_megatron.training.resharding import describe_rank, load_resharded, load_weights
 from tempo_megatron.training.run.deepspeed_config import read_offload_device
 from tempo_megatron.training.run.resume import REMEDIES, describe_conflict
 from tempo_megatron.training.run.run_config import RunConfig
@@ -233,6 +233,34 @@ def _write_and_describe(unfinished: Path, write: Callable[[], list[str]]) -> Fil
     return reason or found[0]
 
 
+def load_pretrained(
+    engine: Engine, run: RunConfig, pretrained: Mapping[str, Any], description: Mapping[str, Any]
+) -> None:
+    """Loads the weights of the checkpoint that `pretrained` (of read_pretrained) describes; every rank calls it.
+
+    Args:
+        engine: of the run.
+        run: names the folder.
+        pretrained: the checkpoint, whose files were found to be whole.
+        description: describe_run of this run.
+
+    Raises ValueError on every rank if the checkpoint is of another model.
+    """
+    checkpoint = Path(str(run.pretrained_checkpoint)) / pretrained["checkpoint"]
+    for name in ("padded_vocab_size", "gelu_form"):
+        ours, theirs = description[name], pretrained.get(name)
+        if ours != theirs:
+            raise ValueError(describe_conflict(f"--pretrained-checkpoint {checkpoint}", name, theirs, ours))
+    start = time.perf_counter()
+    load_weights(engine, SavedState(checkpoint, pretrained, "--pretrained-checkpoint"), run)
+    if dist.get_rank() == 0:
+        ours, theirs = description["tokenizer_files"], pretrained.get("tokenizer_files", {})
+        for name in ours.keys() & theirs.keys():
+            if ours[name]["sha256"] != theirs[name]["sha256"]:
+                print(f"note: the data was made with another {name.replace('_', ' ')} than {theirs[name]['path']}")
+        print(f"the weights are those of {checkpoint}, read in {time.perf_counter() - start:.1f} s", flush=True)
+
+
 def find_damage_on_any_rank(saved: Mapping[str, Any], load: str) -> str | None:
     """Says which file of the checkpoint `saved` was changed, or would execute code; returns None if all are sound.
 
@@ -262,11 +290,11 @@ def claim_save_folder(run: RunConfig) -> CheckpointFolder | None:
     return folder
 
 
-def check_all_ranks_load(saved: Mapping[str, Any] | None, load: str | None) -> None:
-    """Raises ValueError on every rank unless --load gave all of them the same checkpoint, or none."""
+def check_all_ranks_load(saved: Mapping[str, Any] | None, load: str | None, option: str = "--load") -> None:
+    """Raises ValueError on every rank unless `option` gave all of them the same checkpoint, or none."""
     if len(set(gather(saved and saved["checkpoint"]))) > 1:
         raise ValueError(
-            f"--load {load} does not name one checkpoint to every rank: another run writes there, or it is not the "
+            f"{option} {load} does not name one checkpoint to every rank: another run writes there, or it is not the "
             "same folder on every node; wait for that run, or give a folder on a shared file system"
         )
 

@@ -96,6 +96,8 @@ def _find_source(
         return f"argument --{argument.replace('_', '-')}"
     if group == "model" and rest in shape:
         return f"--model {typed['model']}"
+    if group == "model" and saved is None and "pretrained_checkpoint" in typed:
+        return f"checkpoint {typed['pretrained_checkpoint']}"
     stored = read_settings(saved) if saved is not None else {}
     if group == "tempo":
         key, block = rest.partition(".")[0], config.get("tempo", {})

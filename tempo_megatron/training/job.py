@@ -20,7 +20,7 @@ from tempo_megatron.training.facts import collect_facts, identify_data, list_set
 from tempo_megatron.training.loop import Trainer
 from tempo_megatron.training.planning import plan_memory
 from tempo_megatron.training.plots import plot_losses
-from tempo_megatron.training.run.resume import describe_changes
+from tempo_megatron.training.run.resume import describe_changes, read_pretrained
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.datasets import build_datasets, load_vocabulary
 from tempo_megatron.training.tasks.task import Task
@@ -79,6 +79,12 @@ class Job:
             if damage is None:
                 break
             run, saved = decide_without({**saved["passed_over"], saved["checkpoint"]: damage})
+        pretrained = read_pretrained(run.pretrained_checkpoint, run.model.family) if saved is None else None
+        checkpoint.check_all_ranks_load(pretrained, run.pretrained_checkpoint, "--pretrained-checkpoint")
+        if pretrained is not None:
+            damage = checkpoint.find_damage_on_any_rank(pretrained, str(run.pretrained_checkpoint))
+            if damage is not None:
+                raise ValueError(f"--pretrained-checkpoint {run.pretrained_checkpoint}: {damage}; give another folder")
         self.settings = list_settings(run)  # saved with "auto", so that a resumed run adapts anew
         run, self.plan = plan_memory(run, self.vocabulary.padded_size)
         seed_all(run.seed)
@@ -110,6 +116,8 @@ class Job:
             run, self.engine, self.settings, self.description, self.datasets.sample_parts
         )
         self.progress = self.checkpoints.load(saved) if saved else checkpoint.Progress()
+        if pretrained is not None:
+            checkpoint.load_pretrained(self.engine, run, pretrained, self.description)
         self.log = metrics.RunLog(
             run,
             self.engine.monitors,
@@ -146,6 +154,8 @@ class Job:
                 self.log.say(damage)
             named = "" if saved["named"] else f", the newest checkpoint there: no file {LATEST} names one"
             self.log.say(f"going on after step {self.progress.iteration} of {run.load}{named}")
+            if run.pretrained_checkpoint:
+                self.log.say(f"the weights are that step's, and no longer those of {run.pretrained_checkpoint}")
             if self.progress.iteration == run.train_iters and not run.eval_only:
                 self.log.say(f"none of the {run.train_iters} steps is left to train; raise --train-iters for more")
             for line in describe_changes(saved, self.settings):

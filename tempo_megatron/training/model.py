@@ -15,7 +15,7 @@ _FUSED_SOFTMAX = "scaled_upper_triang_masked_softmax_cuda"
 
 
 def build_transformer_config(run: RunConfig) -> TransformerConfig:
-    """Builds Megatron's configuration of the layers. A fusion needs a GPU and its extension.
+    """Builds Megatron's configuration of the layers. A fusion needs a GPU and its extension, except that of GELU.
 
     As in Megatron-LM, the fused GELU is the tanh form and the unfused one the erf form.
     """
@@ -26,7 +26,7 @@ def build_transformer_config(run: RunConfig) -> TransformerConfig:
         tensor_model_parallel_size=run.tensor_model_parallel_size,
         **pipeline.list_settings(run),
         sequence_parallel=run.sequence_parallel,
-        fuse_gelu=on_gpu and run.bias_gelu_fusion,
+        fuse_gelu=run.bias_gelu_fusion,
         fuse_swiglu=on_gpu and run.bias_swiglu_fusion,
         use_cpu_initialization=run.use_cpu_initialization or not on_gpu,
         bias_dropout_fusion=on_gpu and run.bias_dropout_fusion,

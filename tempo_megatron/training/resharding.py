@@ -35,17 +35,31 @@ def describe_rank(engine: Engine) -> dict[str, Any]:
     }
 
 
-@torch.no_grad()
 def load_resharded(engine: Engine, source: SavedState, run: RunConfig) -> None:
     """Loads weights, moments, steps and loss scale of `source` into `engine`; every rank calls it.
+
+    Raises ValueError as load_weights does.
+    """
+    load_weights(engine, source, run, with_moments=True)
+    scale = source.read_optimizer_file().get("optimizer_state_dict", {}).get("loss_scaler")
+    if scale is not None and getattr(engine.deepspeed.optimizer, "loss_scaler", None) is not None:
+        take_scale(engine.deepspeed.optimizer.loss_scaler, scale)
+    counts = source.read_model_file()
+    for name in ("global_steps", "global_samples", "skipped_steps"):
+        setattr(engine.deepspeed, name, counts[name])
+
+
+@torch.no_grad()
+def load_weights(engine: Engine, source: SavedState, run: RunConfig, *, with_moments: bool = False) -> None:
+    """Loads the weights of `source` into `engine`, perhaps with the optimizer's moments; every rank calls it.
 
     Raises ValueError on every rank, before anything is changed, if the checkpoint is of another model or the
     optimizer's states are on NVMe, where they cannot be reached.
     """
     if read_offload_device(run.deepspeed) == "nvme":
         raise ValueError(
-            f"--load {source.checkpoint} has another layout, and states that are offloaded to nvme cannot be "
-            'resharded; use "cpu" for zero_optimization.offload_optimizer.device, or the layout of the checkpoint'
+            f"{source.where} has another layout or is of another run, and states that are offloaded to nvme cannot be "
+            'filled from it; use "cpu" for zero_optimization.offload_optimizer.device, or the layout of the checkpoint'
         )
     names = {name for name, _ in engine.deepspeed.module.named_parameters()}
     tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -54,28 +68,22 @@ def load_resharded(engine: Engine, source: SavedState, run: RunConfig) -> None:
     optimizer = engine.deepspeed.optimizer
     if engine.zero_stage == 3:
         optimizer.checkpoint_event_prologue()
-    fault = None
+    moments, fault = MOMENTS if with_moments and source.has_moments() else (), None
     try:
-        _fill(find_partition(engine.deepspeed), source, engine)
+        _fill(find_partition(engine.deepspeed), source, engine, moments)
     except ValueError as error:  # of a file that perhaps only this rank reads
         fault = str(error)
     raise_on_all_ranks(fault)
     _publish(engine)
-    scale = source.read_optimizer_file().get("optimizer_state_dict", {}).get("loss_scaler")
-    if scale is not None and getattr(optimizer, "loss_scaler", None) is not None:
-        take_scale(optimizer.loss_scaler, scale)
-    counts = source.read_model_file()
-    for name in ("global_steps", "global_samples", "skipped_steps"):
-        setattr(engine.deepspeed, name, counts[name])
 
 
-def _fill(partition: Partition, source: SavedState, engine: Engine) -> None:
+def _fill(partition: Partition, source: SavedState, engine: Engine, moments: tuple[str, ...]) -> None:
     """Fills every fragment of this rank; rank 0 prints its progress now and then."""
-    keys = ("weight", *(MOMENTS if source.has_moments() else ()))
+    keys = ("weight", *moments)
     tp, tp_rank = engine.tensor_parallel_size, parallel_state.get_tensor_model_parallel_rank()
     total, done, said = sum(fragment.size for fragment in partition.fragments), 0, time.monotonic()
     for fragment in partition.fragments:
-        states = _prepare_states(partition, fragment, source) if len(keys) > 1 else {}
+        states = _prepare_states(partition, fragment, source) if moments else {}
         cut = engine.cuts.get(fragment.name)
         for key in keys:
             flat = partition.groups[fragment.group].data if key == "weight" else states[key]
@@ -84,7 +92,8 @@ def _fill(partition: Partition, source: SavedState, engine: Engine) -> None:
         done += fragment.size
         if dist.get_rank() == 0 and time.monotonic() - said > _SECONDS_BETWEEN_LINES:
             said = time.monotonic()
-            print(f"{done / total:.0%} of the weights and moments of rank 0 are read", flush=True)
+            what = "weights and moments" if moments else "weights"
+            print(f"{done / total:.0%} of the {what} of rank 0 are read", flush=True)
 
 
 def _prepare_states(partition: Partition, fragment: Fragment, source: SavedState) -> dict[str, Any]:

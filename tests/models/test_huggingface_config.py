@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from tempo_megatron.models.huggingface_config import read_huggingface_config
+from tempo_megatron.models.huggingface.config import build_config, find_class, read_config
 from tempo_megatron.models.shape import make_shape
-from tempo_megatron.training.checkpoint_files import huggingface
 
 COMMON = {
     **{"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "max_position_embeddings": 32},
@@ -20,35 +19,41 @@ LLAMA = {
     **{"normalization": "RMSNorm", "position_embedding_type": "rope", "activation": "swiglu", "num_query_groups": 2},
     **{"add_bias_linear": False, "untie_embeddings_and_output_weights": True, "kv_channels": 32},
 }
-SHAPES = {
-    huggingface.GPT2: {},
-    huggingface.LLAMA: LLAMA,
-    huggingface.MISTRAL: {**LLAMA, "window_size": (15, 0)},
-    huggingface.QWEN2: {**LLAMA, "add_qkv_bias": True},
-    huggingface.QWEN3: {**LLAMA, "qk_layernorm": True, "activation": "geglu"},
+SCALED = {"use_rope_scaling": True, "rope_scaling_factor": 32.0, "rotary_base": 500000}
+SHAPES: dict[str, dict[str, Any]] = {
+    "GPT2LMHeadModel": {"norm_epsilon": 1e-6, "init_method_std": 0.01},
+    "LlamaForCausalLM": {**LLAMA, **SCALED},
+    "MistralForCausalLM": {**LLAMA, "window_size": (15, 0)},
+    "Qwen2ForCausalLM": {**LLAMA, "add_qkv_bias": True, "rotary_base": 1000000},
+    "Qwen3ForCausalLM": {**LLAMA, "qk_layernorm": True, "activation": "geglu"},
+    "MegatronBertForMaskedLM": {"family": "bert"},
+    "MegatronBertForPreTraining": {"family": "bert", "num_tokentypes": 2, "add_binary_head": True},
 }
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_what_export_writes_is_read_back(name: str, tmp_path: Path) -> None:
     shape = make_shape(**COMMON, **SHAPES[name])
-    build = huggingface._build_gpt2_config if name == huggingface.GPT2 else huggingface._build_llama_config
-    run: dict[str, Any] = {**shape.describe(), "gelu_form": "tanh"}
-    config = build(run, name) | {"tie_word_embeddings": not shape.untie_embeddings_and_output_weights}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert make_shape(**read_huggingface_config(tmp_path), seq_length=32) == shape
+    gelu_form = {"gelu": "erf" if shape.family == "bert" else "tanh", "geglu": "tanh"}.get(shape.activation)
+    run: dict[str, Any] = {**shape.describe(), "gelu_form": gelu_form, "end_of_document": 7}
+    assert find_class(run)[0] == name
+    (tmp_path / "config.json").write_text(json.dumps(build_config(run, "float32")), encoding="utf-8")
+    found = read_config(tmp_path)
+    assert make_shape(**{**found.fields, "make_vocab_size_divisible_by": 1}, seq_length=32) == shape
+    assert (found.gelu_form, found.unread) == (gelu_form, [])
+    assert found.special_tokens == {"bos_token_id": 7, "eos_token_id": 7}
 
 
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"model_type": "mamba"}, "which the estimate does not know"),
+        ({"model_type": "mamba"}, "which is no model of the trainer; expected one of gpt2, llama"),
         ({"model_type": "llama"}, "has no num_attention_heads"),
-        ({"model_type": "llama", "num_attention_heads": 2, "attention_bias": True, "mlp_bias": False}, "differ"),
-        ({"model_type": "qwen2", "num_attention_heads": 2, "hidden_act": "relu"}, "hidden_act"),
+        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "expected False: Megatron divides scores"),
+        ({"model_type": "megatron-bert", "architectures": ["MegatronBertModel"]}, "which have a head to train"),
     ],
 )
 def test_what_no_shape_is_is_refused(config: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(ValueError, match=sentence):
-        read_huggingface_config(tmp_path / "config.json")
+        read_config(tmp_path / "config.json")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -11,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_megatron_ranks
+from huggingface_models import megatron_logits
 from safetensors.torch import load_file
 from training_job import ROOT, Data, MaskedData, run, successful, write_unsealed
 
-from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
+from tempo_megatron.models.huggingface.config import find_class
+from tempo_megatron.models.huggingface.tensors import list_modules, list_tensors
 from tempo_megatron.models.shape import make_shape
-from tempo_megatron.training.checkpoint_files import huggingface
+from tempo_megatron.training.checkpoint_files import export as export_command
 
 SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 UNTIED = ["--untie-embeddings-and-output-weights"]
@@ -119,27 +123,6 @@ def export(load: Path, output: Path, *more: str) -> int:
     return main(["export", "--load", str(load), "--output", str(output), *more])
 
 
-def megatron_logits(
-    run_json: dict[str, Any], weights: dict[str, torch.Tensor], tokens: torch.Tensor, types: torch.Tensor | None = None
-) -> Any:
-    """[b, s, padded vocabulary] of a stock model with these weights; a BERT's with those of its binary head."""
-    from tempo_megatron.models.build import build_model, build_transformer_config
-    from tempo_megatron.models.shape import NAMES, make_shape
-
-    shape = make_shape(**{name: run_json[name] for name in NAMES})
-    config = build_transformer_config(shape)
-    model = build_model(shape, config, TempoConfig.off(), run_json["padded_vocab_size"]).eval()
-    left = model.load_state_dict(weights, strict=False)
-    assert not left.unexpected_keys and all(name.endswith("_extra_state") for name in left.missing_keys)
-    length = tokens.size(1)
-    with torch.no_grad():
-        if shape.family == "bert":
-            found, binary = model(tokens, torch.ones_like(tokens), tokentype_ids=types)
-            return found if binary is None else (found, binary)
-        mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-        return model(tokens, torch.arange(length).expand_as(tokens), mask)
-
-
 def test_an_earlier_step_is_chosen_by_its_number(saved: Path, tmp_path: Path) -> None:
     assert export(saved, tmp_path / "last.safetensors") == 0
     assert export(saved, tmp_path / "first.safetensors", "--iteration", "1") == 0
@@ -233,15 +216,13 @@ def test_wrong_arguments_are_named(saved: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_a_full_disk_leaves_no_file(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    import safetensors.torch
-
-    def fail(weights: Any, path: Path, metadata: Any) -> None:
+    def fail(path: Path, *_: Any) -> None:
         path.write_bytes(b"half")
-        raise safetensors.SafetensorError("I/O error: No space left on device")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(safetensors.torch, "save_file", fail)
+    monkeypatch.setattr(export_command, "write_tensors", fail)
     assert export(saved, tmp_path / "out" / "w.safetensors") == 2
-    assert "No space left on device" in capsys.readouterr().err
+    assert "w.safetensors cannot be written (No space left on device); free some space" in capsys.readouterr().err
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -347,10 +328,10 @@ def test_a_model_without_a_class_is_one_sentence(changes: dict[str, Any], said: 
     shape = make_shape(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=512)
     described = {**shape.describe(), "gelu_form": "erf", **changes}
     if said is None:
-        assert huggingface.find_class(described) == "GPT2LMHeadModel"
+        assert find_class(described)[0] == "GPT2LMHeadModel"
     else:
         with pytest.raises(ValueError, match="no class of transformers that export knows") as refused:
-            huggingface.find_class(described)
+            find_class(described)
         assert said in str(refused.value)
 
 
@@ -358,11 +339,7 @@ def test_gpt2_has_every_weight_under_another_name() -> None:
     sizes = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 32, "num_attention_heads": 2, "seq_length": 4}
     shape = make_shape(**sizes, vocab_size=5, untie_embeddings_and_output_weights=True)
     run_json = {**shape.describe(), "padded_vocab_size": 5, "gelu_form": "erf"}
-    weights = {
-        f"{module}.{kind}": torch.randn(size if kind == "weight" else size[:1])
-        for module, (size, kinds) in huggingface.list_modules(run_json).items()
-        for kind in kinds
-    }
-    renamed = huggingface.convert(weights, run_json)
-    assert len(renamed) == len(weights)
-    assert sum(value.sum() for value in renamed.values()) == pytest.approx(sum(v.sum() for v in weights.values()))
+    renamed = [part for each in list_tensors(run_json) for part in each.split(torch.randn(each.shape))]
+    assert len(renamed) == sum(len(kinds) for _, kinds in list_modules(run_json).values())
+    sizes_of = [each.shape for each in list_tensors(run_json)]
+    assert sum(part.numel() for part in renamed) == sum(math.prod(size) for size in sizes_of)

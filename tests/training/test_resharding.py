@@ -293,6 +293,6 @@ def test_rows_of_padding_that_do_not_divide_are_one_sentence(data: Data, tmp_pat
 def test_states_on_nvme_are_refused_before_anything_changes() -> None:
     offloaded = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
     run_of_nvme: Any = SimpleNamespace(deepspeed=offloaded)
-    source: Any = SimpleNamespace(checkpoint="save/iter_0000003")
-    with pytest.raises(ValueError, match='has another layout, .* use "cpu" for zero_optimization.offload_optimizer'):
+    source: Any = SimpleNamespace(where="--load save/iter_0000003")
+    with pytest.raises(ValueError, match='or is of another run, .* use "cpu" for zero_optimization.offload_optimizer'):
         load_resharded(None, source, run_of_nvme)  # type: ignore[arg-type]

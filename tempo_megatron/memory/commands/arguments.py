@@ -186,8 +186,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--hf",
         metavar="FOLDER",
-        help="take the sizes of a Hugging Face model: its folder or config.json (gpt2, llama, mistral, qwen2, qwen3); "
-        "its layers are taken as Megatron's",
+        help="take the sizes of a Hugging Face model: its folder or config.json (gpt2, llama, mistral, qwen2, qwen3, "
+        "megatron-bert)",
     )
     group.add_argument(
         "--world-size",

@@ -9,6 +9,8 @@ import argparse
 import contextlib
 import hashlib
 import json
+import math
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,18 +20,27 @@ from torch import Tensor
 
 from tempo_megatron.disk import flush_to_disk
 from tempo_megatron.extras import check_installed
+from tempo_megatron.models.huggingface.config import build_config, find_class, find_special_tokens
+from tempo_megatron.models.huggingface.tensors import list_tensors, list_zeros
 from tempo_megatron.models.shape import complete_description
-from tempo_megatron.training.checkpoint_files import huggingface
 from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder, name_checkpoint
-from tempo_megatron.training.checkpoint_files.integrity import RUN_FILE, find_damage, find_missing, read_description
+from tempo_megatron.training.checkpoint_files.import_command import TOKENIZER_FILES, TOKENIZER_FOLDER
+from tempo_megatron.training.checkpoint_files.integrity import (
+    IMPORTED,
+    RUN_FILE,
+    find_damage,
+    find_missing,
+    read_description,
+)
 from tempo_megatron.training.checkpoint_files.saved_state import SavedState
+from tempo_megatron.training.checkpoint_files.tensor_file import write_tensors
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _LAYOUT_FIELDS = ("tensor_model_parallel_size", "data_parallel_size", "zero_stage")
 # transformers needs these besides the fields of the model; older checkpoints may lack them.
 _HUGGINGFACE_FIELDS = ("vocab_size", "padded_vocab_size", "end_of_document", "gelu_form")
 _HUGGINGFACE_FILE = "model.safetensors"
-_COMPANIONS = ("config.json", "vocab.json", "merges.txt", "tokenizer")
+_COMPANIONS = ("config.json", "tokenizer", *TOKENIZER_FILES)
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,49 +59,81 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """Reads, joins, renames and writes the weights, and reports each step on stdout.
+    """Reads, joins, renames and writes the weights, a tensor at a time, and reports each step on stdout.
 
-    It holds the whole model in memory, in float32. A file gets its name when it is whole.
+    A file gets its name when it is whole.
 
     Raises ValueError if the checkpoint does not exist or is not whole, or if the output exists already.
     """
     check_installed("it", "train", "safetensors")
     checkpoint = _find_checkpoint(args.load, args.iteration)
     run = _read_run(checkpoint, args.format)
-    output = Path(args.output)
+    output, dtype = Path(args.output), _DTYPES[args.dtype]
     _check_output(output, args.format)
-    weights = read_weights(checkpoint, run)
-    if args.format == "huggingface":
-        weights = huggingface.convert(weights, run)
-    weights = {name: value.to(_DTYPES[args.dtype]).contiguous() for name, value in weights.items()}
-    num_bytes = sum(value.nbytes for value in weights.values())
-    print(f"writing {len(weights)} tensors, {num_bytes / 2**20:,.1f} MiB in {args.dtype}, to {output}", flush=True)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with _rename_when_whole(output) as unfinished:
-        _save(weights, unfinished, run)
-        if args.format == "huggingface":
-            _write_companions(output.parent, run, args.dtype)
-    return 0
-
-
-def read_weights(checkpoint: Path, run: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Reads the weights of the whole model by Megatron's names, vocabulary padding included.
-
-    Args:
-        checkpoint: one checkpoint's folder, iter_XXXXXXX.
-        run: the content of its run.json.
-
-    Raises ValueError if a file is missing or damaged, or does not say how its ranks divide the weights.
-    """
     tp, dp, stage = (run[name] for name in _LAYOUT_FIELDS)
     pp = run.get("pipeline_model_parallel_size", 1)
     print(f"reading {checkpoint}: TP {tp}, {f'PP {pp}, ' if pp > 1 else ''}DP {dp}, ZeRO {stage}", flush=True)
-    state, weights = SavedState(checkpoint, run), {}
-    for name in state.list_names():
-        weights[name], difference = state.read_whole(name)
-        if difference:
-            print(f"note: {name} differs between tensor-parallel ranks by up to {difference:.3g}; rank 0's is written")
-    return weights
+    state = SavedState(checkpoint, run)
+    if args.format == "huggingface":
+        shapes, tensors = list_converted(state, run), convert(state, run)
+    else:
+        shapes, tensors = {name: state.cuts[0][name].shape for name in state.list_names()}, read_weights(state)
+    elements = sum(math.prod(shape) for shape in shapes.values())
+    size = f"{elements * dtype.itemsize / 2**20:,.1f} MiB in {args.dtype}"
+    print(f"writing {len(shapes)} tensors, {size}, to {output}", flush=True)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"format": "pt", "iteration": str(run.get("iteration")), "gelu": str(run.get("gelu_form"))}
+    layout = [(name, dtype, shape) for name, shape in shapes.items()]
+    with _rename_when_whole(output) as unfinished:
+        write_tensors(unfinished, layout, (tensor.to(dtype) for tensor in tensors), metadata)
+        if args.format == "huggingface":
+            _write_companions(output.parent, checkpoint, run, dtype)
+    return 0
+
+
+def read_weights(state: SavedState) -> Iterator[Tensor]:
+    """Yields the weights of the whole model, vocabulary padding included, in the order of `state.list_names`."""
+    return (_read_whole(state, name) for name in state.list_names())
+
+
+def _read_whole(state: SavedState, name: str) -> Tensor:
+    weight, difference = state.read_whole(name)
+    if difference:
+        print(f"note: {name} differs between tensor-parallel ranks by up to {difference:.3g}; rank 0's is written")
+    return weight
+
+
+def list_converted(state: SavedState, run: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Lists the names and shapes of the tensors that `convert` yields, in its order.
+
+    Raises ValueError if a weight is missing, has another shape than in this model, or does not belong to it.
+    """
+    left = set(state.list_names())
+    found: dict[str, tuple[int, ...]] = {}
+    for each in list_tensors(run):
+        if each.key not in left:
+            raise ValueError(f"the model of run.json has {each.key}, the checkpoint has not; {_UNCHANGED}")
+        left.remove(each.key)
+        if (shape := state.cuts[0][each.key].shape) != each.shape:
+            raise ValueError(f"{each.key} has the shape {list(shape)}, expected {list(each.shape)}; {_UNCHANGED}")
+        found |= dict(zip(each.keys, each.shapes, strict=True))
+        found |= dict.fromkeys(each.copies if each.are_copies_written else (), each.shapes[0])
+    if left:
+        raise ValueError(f"the checkpoint has {min(left)}, the model of run.json has not; {_UNCHANGED}")
+    return {**found, **list_zeros(run)}
+
+
+def convert(state: SavedState, run: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yields the weights as transformers has them, without the vocabulary's padding."""
+    for each in list_tensors(run):
+        parts = each.split(_read_whole(state, each.key))
+        yield from parts
+        yield from parts[:1] * (len(each.copies) if each.are_copies_written else 0)
+    for shape in list_zeros(run).values():
+        yield torch.zeros(shape, dtype=torch.float32)
+
+
+_UNCHANGED = "give a checkpoint whose files were not changed"
 
 
 def _find_checkpoint(load: str, iteration: int | None) -> Path:
@@ -125,7 +168,7 @@ def _read_run(checkpoint: Path, form: str) -> dict[str, Any]:
         )
     run = complete_description(run)
     if form == "huggingface":
-        huggingface.find_class(run)  # fails, before anything is read, if transformers has no such class
+        find_class(run)  # fails, before anything is read, if transformers has no such class
     return run
 
 
@@ -151,25 +194,26 @@ def _rename_when_whole(output: Path) -> Iterator[Path]:
         yield unfinished
         flush_to_disk(unfinished)
         unfinished.replace(output)
+    except OSError as error:
+        raise ValueError(
+            f"{output} cannot be written ({error.strerror}); free some space or give another --output"
+        ) from error
     finally:
         unfinished.unlink(missing_ok=True)
 
 
-def _save(weights: dict[str, Tensor], path: Path, run: Mapping[str, Any]) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    metadata = {"format": "pt", "iteration": str(run.get("iteration")), "gelu": str(run.get("gelu_form"))}
-    try:
-        save_file(weights, path, metadata=metadata)
-    except SafetensorError as error:
-        raise ValueError(f"{path} cannot be written ({error}); free some space or give another --output") from error
-
-
-def _write_companions(folder: Path, run: Mapping[str, Any], dtype: str) -> None:
-    """Writes config.json and copies the files of the tokenizer, if the checkpoint says where they are."""
-    config, files = huggingface.build_config(run, dtype), run.get("tokenizer_files", {})
+def _write_companions(folder: Path, checkpoint: Path, run: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Writes config.json and generation_config.json, and copies the tokenizer's files if their place is known."""
+    config = build_config(run, str(dtype).removeprefix("torch."))
     _write_json(folder / "config.json", config)
+    if run["family"] == "gpt":
+        _write_json(folder / "generation_config.json", {"_from_model_config": True, **find_special_tokens(run)})
+    if IMPORTED in run:
+        for name in TOKENIZER_FILES:
+            if (source := checkpoint / TOKENIZER_FOLDER / name).is_file():
+                shutil.copyfile(source, folder / name)
+        return
+    files = run.get("tokenizer_files", {})
     names = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
     if config["model_type"] != "gpt2":
         # Beside a config.json AutoTokenizer would choose the model's own tokenizer class, which may split words

@@ -24,10 +24,13 @@ _NAME = re.compile(r"iter_(\d{7,})")
 
 
 class CheckpointFolder:
-    """The checkpoints under `path`. One process calls lock, begin and commit; the others only write and read files."""
+    """The checkpoints under `path`. One process calls lock, begin and commit; the others only write and read files.
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    `option` is that by which the user has given it, for the errors of `lock`.
+    """
+
+    def __init__(self, path: str | Path, option: str = "--save") -> None:
+        self.path, self.option = Path(path), option
         self._lock: int | None = None
 
     def find_latest(self) -> str | None:
@@ -85,13 +88,14 @@ class CheckpointFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise ValueError(f"--save {self.path} cannot be written ({error}); give another folder") from error
+            raise ValueError(f"{self.option} {self.path} cannot be written ({error}); give another folder") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(descriptor)
             raise ValueError(
-                f"--save {self.path} is being written by another run; wait for it or end it, or give another folder"
+                f"{self.option} {self.path} is being written by another run; wait for it or end it, or give another "
+                "folder"
             ) from error
         self._lock = descriptor
 

@@ -17,6 +17,8 @@ RUN_FILE = "run.json"
 FORMAT = 4
 READ_FORMATS = (2, 3, FORMAT)
 """4 stores every field of the run as a setting, 3 only some (see `resume.read_settings`); 2 has no checksums."""
+IMPORTED = "imported_from"
+"""In the description of a checkpoint that import has made: the folder of the model. The trainer writes none."""
 _SEAL = "sha256_of_the_rest"
 _BLOCK_BYTES = 1 << 24
 
@@ -76,7 +78,8 @@ def find_missing(checkpoint: Path, files: Any) -> str | None:
         if (found := (checkpoint / name).stat().st_size) != num_bytes:
             from tempo_megatron.training.checkpoint_files.files import find_fault  # it imports deepspeed
 
-            return find_fault(checkpoint / name) or f"{checkpoint / name} has {found} bytes, and {num_bytes} were saved"
+            fault = find_fault(checkpoint / name) if name.endswith(".pt") else None
+            return fault or f"{checkpoint / name} has {found} bytes, and {num_bytes} were saved"
     return None
 
 
@@ -90,7 +93,7 @@ def find_damage(checkpoint: Path, files: Any, rank: int, world_size: int) -> str
     for name in sorted(files)[rank::world_size]:
         path = checkpoint / name
         try:
-            if fault := find_fault(path):
+            if path.suffix == ".pt" and (fault := find_fault(path)):
                 return fault
             if isinstance(files, dict) and hash_file(path) != files[name][1]:
                 return f"{path} is damaged: its content is not what was saved"

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from tempo_megatron.training.checkpoint_files.files import name_rank_file, read_tensors
+from tempo_megatron.training.checkpoint_files.integrity import IMPORTED
 from tempo_megatron.training.checkpoint_files.sharding import MOMENTS, Box, Cut, Fragment, overlap
+from tempo_megatron.training.checkpoint_files.tensor_file import TensorFiles
+
+WEIGHTS_FILE = "weights.safetensors"
+"""The weights of a checkpoint that import has made, by Megatron's names; DeepSpeed has not written it."""
 
 
 class SavedState:
@@ -23,12 +28,14 @@ class SavedState:
     Args:
         checkpoint: one checkpoint's folder, iter_XXXXXXX.
         saved: the content of its run.json.
+        option: by which the user has given it, for errors.
 
     Raises ValueError if a file is missing or damaged, or does not describe its rank's parts.
     """
 
-    def __init__(self, checkpoint: Path, saved: Mapping[str, Any]) -> None:
+    def __init__(self, checkpoint: Path, saved: Mapping[str, Any], option: str = "--load") -> None:
         self.checkpoint, self.zero_stage = checkpoint, int(saved["zero_stage"])
+        self.where, self._is_imported = f"{option} {checkpoint}", IMPORTED in saved
         self.tp: int = saved["tensor_model_parallel_size"]
         # Without ZeRO the data-parallel ranks have equal states, and only the first one's are saved.
         self.dp: int = saved["data_parallel_size"] if self.zero_stage else 1
@@ -47,7 +54,7 @@ class SavedState:
     def _add_rank(self, described: dict[str, Any] | None) -> None:
         if described is None:
             raise ValueError(
-                f"--load {self.checkpoint} was saved by an older version of the trainer, which did not write how its "
+                f"{self.where} was saved by an older version of the trainer, which did not write how its "
                 "ranks divide the weights; train on with the number of processes, the tensor parallel size and the "
                 "JSON it was saved with, save once, and take the new checkpoint"
             )
@@ -71,16 +78,16 @@ class SavedState:
         if other := names.union(elsewhere).symmetric_difference(theirs):
             name = min(other)
             has, lacks = ("checkpoint", "model") if name in theirs else ("model", "checkpoint")
-            return f"--load {self.checkpoint}: the {has} has {name}, the {lacks} has not; give another checkpoint"
+            return f"{self.where}: the {has} has {name}, the {lacks} has not; give another checkpoint"
         for name in sorted(names) if tp != self.tp else ():
             if name not in cuts or any(name not in rank for rank in self.cuts):
                 return (
-                    f"--load {self.checkpoint}: nothing says how {name} is divided over tensor-parallel ranks; go on "
+                    f"{self.where}: nothing says how {name} is divided over tensor-parallel ranks; go on "
                     f"with --tensor-model-parallel-size {self.tp}"
                 )
             if cuts[name].shape != self.cuts[0][name].shape:
                 return (
-                    f"--load {self.checkpoint}: {name} has the shape {list(self.cuts[0][name].shape)}, this run's has "
+                    f"{self.where}: {name} has the shape {list(self.cuts[0][name].shape)}, this run's has "
                     f"{list(cuts[name].shape)}; give another checkpoint or the options it was trained with"
                 )
         return None
@@ -91,7 +98,7 @@ class SavedState:
         for name in names:
             if any(name not in cuts for cuts in self.cuts):
                 raise ValueError(
-                    f"--load {self.checkpoint}: nothing says how {name} is divided over tensor-parallel ranks; give "
+                    f"{self.where}: nothing says how {name} is divided over tensor-parallel ranks; give "
                     "another checkpoint"
                 )
         return names
@@ -185,7 +192,7 @@ class SavedState:
                 flat, start = self._find_flat(rank, dp_rank, fragment, key), fragment.start - fragment.first
                 parts.append((begin, flat[start + begin : start + end]))
         parts.sort(key=lambda part: part[0])
-        tensors = [tensor for _, tensor in parts]
+        tensors = [tensor.to(torch.float32) for _, tensor in parts]
         assert sum(map(len, tensors)) == last - first, f"{name}: [{first}, {last}) of rank {tp_rank} is not whole"
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
@@ -213,6 +220,8 @@ class SavedState:
         return states["optimizer_state_dict" if self.zero_stage == 3 else "base_optimizer_state"]["state"]
 
     def _read_content(self, model_parallel_rank: int, dp_rank: int) -> Any:
+        if (model_parallel_rank, dp_rank) not in self._contents and self._is_imported:
+            self._contents[model_parallel_rank, dp_rank] = {"module": TensorFiles([self.checkpoint / WEIGHTS_FILE])}
         if (model_parallel_rank, dp_rank) not in self._contents:
             path = find_model_file(self.checkpoint, model_parallel_rank, 0)
             if self.zero_stage:

@@ -43,7 +43,6 @@ DEFAULTS = {
     "eval_interval": 1000,
     "eval_iters": 100,
     "test_iters": 0,
-    "bias_gelu_fusion": True,
     "bias_swiglu_fusion": True,
     "bias_dropout_fusion": True,
     "masked_softmax_fusion": True,
@@ -51,7 +50,7 @@ DEFAULTS = {
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 _FUSIONS = {
-    "bias-gelu-fusion": "on a GPU fused tanh GELU (the default), or erf GELU, unfused",
+    "bias-gelu-fusion": "fused tanh GELU, or erf GELU, unfused (default: as in the checkpoint, else fused on a GPU)",
     "bias-swiglu-fusion": "fused SwiGLU on a GPU (default yes)",
     "bias-dropout-fusion": "fused bias, dropout and residual on a GPU (default yes)",
     "masked-softmax-fusion": "fused softmax of the attention scores on a GPU with Apex (default yes)",
@@ -257,6 +256,13 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "parallel size, number of processes, ZeRO stage) may have saved, stock or Tempo. What is left out is as in the "
         "checkpoint, but for the layout and what is written where and when; the model, the data, --global-batch-size "
         "and --seed stay (docs/checkpoints.md)",
+    )
+    group.add_argument(
+        "--pretrained-checkpoint",
+        metavar="DIR",
+        help="begin with the model and the weights of the latest checkpoint in this folder, which `tempo-megatron "
+        "import` or a run of any layout has made; step, optimizer, data and schedule are this run's own. With a "
+        "checkpoint in --load the run goes on from that",
     )
     group.add_argument(
         "--save-interval", type=parse_positive, help="steps between checkpoints (default: only at the end)"

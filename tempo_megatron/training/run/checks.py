@@ -227,7 +227,8 @@ def _check_output(run: RunConfig) -> None:
         raise ValueError("--async-save is given without --save; give the folder for the checkpoints")
     if run.override_opt_param_scheduler and not run.load:
         raise ValueError("--override-opt-param-scheduler changes what --load brings; give --load or remove it")
-    for option in ("save", "load", "log_dir", "profile_dir", "tensorboard_dir", "data_cache_path"):
+    folders = ("save", "load", "pretrained_checkpoint", "log_dir", "profile_dir", "tensorboard_dir", "data_cache_path")
+    for option in folders:
         if folder := getattr(run, option):
             _check_folder("--" + option.replace("_", "-"), Path(folder))
     if run.eval_only:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tempo_megatron.settings.config import BUDGET, TempoConfig
 from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder
 from tempo_megatron.training.checkpoint_files.integrity import (
     FORMAT,
+    IMPORTED,
     READ_FORMATS,
     RUN_FILE,
     find_missing,
@@ -85,7 +86,7 @@ OF_EACH_START = {
         "what this start writes, where and when",
     ),
     **dict.fromkeys(("exit_interval", "exit_signal_handler", "eval_only"), "when this start ends"),
-    **dict.fromkeys(("load", "override_opt_param_scheduler"), "how this start resumes"),
+    **dict.fromkeys(("load", "pretrained_checkpoint", "override_opt_param_scheduler"), "how this start begins"),
     **dict.fromkeys(("num_workers", "data_cache_path"), "how samples are read, not which"),
     **dict.fromkeys(("distributed_timeout_minutes", "heartbeat_seconds"), "how ranks watch one another"),
     "use_cpu_initialization": "only for the first weights",
@@ -102,6 +103,8 @@ MODEL_MAY_CHANGE = {
     "hidden_dropout": "no weight depends on it",
 }
 """Fields of ModelShape that may have another value on --load, and why."""
+PRETRAINED_MAY_CHANGE = ("seq_length", "rotary_base", "use_rope_scaling", "rope_scaling_factor")
+"""Fields of ModelShape that may also have another value where a run begins with weights of another run."""
 # The fields of ModelShape that change the weights, or what is computed from them.
 MODEL_FIELDS = tuple(name for name in NAMES if name not in MODEL_MAY_CHANGE)
 _MASKING = tuple(field.name for field in dataclasses.fields(Masking))
@@ -162,10 +165,39 @@ def read_saved_run(args: argparse.Namespace, damaged: Mapping[str, str] | None =
         if reason := find_missing(folder.path / candidate, saved["files"]):
             passed_over[candidate] = reason
             continue
+        if IMPORTED in saved:
+            raise ValueError(
+                f"--load {args.load} holds a model that was imported, and no run to go on with; give the folder as "
+                "--pretrained-checkpoint, and another one as --save"
+            )
         found = {"checkpoint": candidate, "named": folder.is_named(), "passed_over": passed_over}
         return {**complete_description(saved), **found}
     reasons = "; ".join(passed_over.values())
     raise ValueError(f"--load {args.load} holds no checkpoint that is whole: {reasons}; give another folder")
+
+
+def read_pretrained(path: str | None, family: str) -> dict[str, Any] | None:
+    """Reads the description of the newest checkpoint in --pretrained-checkpoint, and adds its name, "checkpoint".
+
+    It returns None if `path` is None. It does not read the contents of files: `integrity.find_damage` does.
+
+    Raises ValueError if there is no checkpoint, or the newest one is not whole or not of this `family`.
+    """
+    if path is None:
+        return None
+    folder = CheckpointFolder(path)
+    where = f"--pretrained-checkpoint {path}"
+    name = folder.find_latest()
+    if name is None:
+        raise ValueError(f"{where} holds no checkpoint; give a folder that import or the trainer has made")
+    saved = complete_description(read_description(folder.path / name))
+    if saved.get("format") not in READ_FORMATS:
+        raise ValueError(f"{where}: {name} has format {saved.get('format')}, expected {FORMAT}; import or save it anew")
+    if reason := find_missing(folder.path / name, saved["files"]):
+        raise ValueError(f"{where}: {reason}; import it anew, or give another folder")
+    if saved["family"] != family:
+        raise ValueError(f"{where} holds a model of the family {saved['family']}; train it with the script for that")
+    return {**saved, "checkpoint": name}
 
 
 def read_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,6 +229,8 @@ def take_from_checkpoint(
         left_out |= {"bf16", "fp16"}
     names = {*STAYS, *MAY_CHANGE, *_MASKING, "bf16", "fp16"} - {"model", "tempo", "memory_budget"}
     taken = {name: stored[name] for name in names & left_out if name in stored}
+    if "bias_gelu_fusion" in taken and saved.get("gelu_form"):
+        taken["bias_gelu_fusion"] = saved["gelu_form"] == "tanh"  # earlier versions stored it for a CPU, and had erf
     if args.override_opt_param_scheduler:
         taken = {name: value for name, value in taken.items() if name not in SCHEDULE}
     else:
@@ -248,13 +282,18 @@ def _check_schedule(
         )
 
 
-def check_given_model(given: Mapping[str, Any], saved: Mapping[str, Any], load: str) -> None:
-    """Raises ValueError for the first field of ModelShape that was given and differs from the checkpoint's."""
-    for name in MODEL_FIELDS:
+def check_given_model(
+    given: Mapping[str, Any], saved: Mapping[str, Any], folder: str, may_change: Collection[str] = ()
+) -> None:
+    """Raises ValueError for the first field of ModelShape that was given and differs from the checkpoint's.
+
+    `folder` is the option that names the checkpoint's folder, with its value. Fields in `may_change` may differ.
+    """
+    for name in [name for name in MODEL_FIELDS if name not in may_change]:
         ours = given.get(name)
         ours = list(ours) if isinstance(ours, tuple) else ours
         if ours is not None and name in saved and ours != saved[name]:
-            raise ValueError(describe_conflict(f"--load {load}/{saved['checkpoint']}", name, saved[name], ours))
+            raise ValueError(describe_conflict(f"{folder}/{saved['checkpoint']}", name, saved[name], ours))
 
 
 def join_tempo(args: argparse.Namespace, config: Mapping[str, Any], settings: Mapping[str, Any]) -> Mapping[str, Any]:

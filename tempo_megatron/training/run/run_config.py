@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tempo_megatron.models.arguments import read_given_model
-from tempo_megatron.models.shape import ModelShape, make_shape
+from tempo_megatron.models.shape import NAMES, ModelShape, make_shape
 from tempo_megatron.settings.arguments import describe_tempo_arguments, read_tempo_of_run
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.training.run.arguments import DEFAULTS, WSD_DECAY_STYLES, Blend, parse_blend, parse_split
@@ -24,9 +24,11 @@ from tempo_megatron.training.run.deepspeed_config import (
 )
 from tempo_megatron.training.run.masking import MASKING_DEFAULTS, Masking, take_segments
 from tempo_megatron.training.run.resume import (
+    PRETRAINED_MAY_CHANGE,
     check_given_model,
     find_vocab_padding_tp,
     join_tempo,
+    read_pretrained,
     read_settings,
     take_from_checkpoint,
 )
@@ -107,6 +109,7 @@ class RunConfig:
     # Output
     save: str | None
     load: str | None
+    pretrained_checkpoint: str | None
     save_interval: int | None
     async_save: bool
     keep_checkpoints: int | None
@@ -175,7 +178,11 @@ def complete_run(
         settings = read_settings(saved)
         args = argparse.Namespace(**{**vars(args), **take_from_checkpoint(args, deepspeed_config, saved)})
         with_tempo = join_tempo(args, deepspeed_config, settings)
-    values = {**vars(args), "model": _complete_model(args, settings, saved)}
+    pretrained = read_pretrained(args.pretrained_checkpoint, args.family) if saved is None else None
+    values = {**vars(args), "model": _complete_model(args, settings, saved, pretrained)}
+    if values["bias_gelu_fusion"] is None:
+        gelu_form = (pretrained or {}).get("gelu_form")
+        values["bias_gelu_fusion"] = on_gpu if gelu_form is None else gelu_form == "tanh"
     for name, default in DEFAULTS.items():
         if values.get(name, default) is None and name != "clip_grad":  # which the DeepSpeed JSON may decide
             values[name] = default
@@ -192,6 +199,7 @@ def complete_run(
     completed = complete_deepspeed_config(deepspeed_config, values, data_parallel_size)
     tempo, memory_budget = read_tempo_of_run(args, with_tempo)
     values.setdefault("eod_mask_loss", False)
+    first = saved or pretrained
     values |= {
         "masking": Masking(**{name: values[name] for name in MASKING_DEFAULTS}) if args.family == "bert" else None,
         "micro_batch_size": completed["train_micro_batch_size_per_gpu"],
@@ -201,7 +209,7 @@ def complete_run(
         "precision": read_precision(completed),
         "num_workers": (2 if on_gpu else 0) if args.num_workers is None else args.num_workers,
         "sample_parts": tuple(saved["sample_parts"]) if saved else (),
-        "vocab_padding_tp": find_vocab_padding_tp(saved) if saved else args.tensor_model_parallel_size,
+        "vocab_padding_tp": find_vocab_padding_tp(first) if first else args.tensor_model_parallel_size,
         "data_path": tuple(values["data_path"]),
         "blend": parse_blend(values["data_path"]),
         "split_weights": parse_split(values["split"]),
@@ -233,15 +241,23 @@ def divide_processes(world_size: int, tensor_model_parallel_size: int, pipeline_
 
 
 def _complete_model(
-    args: argparse.Namespace, settings: Mapping[str, Any], saved: Mapping[str, Any] | None
+    args: argparse.Namespace,
+    settings: Mapping[str, Any],
+    saved: Mapping[str, Any] | None,
+    pretrained: Mapping[str, Any] | None,
 ) -> ModelShape:
     """Makes the model of what was given and, for the rest, of what the checkpoint has."""
     stored = settings.get("model", {})
+    if pretrained:
+        stored = {name: pretrained[name] for name in NAMES if name in pretrained}
     if args.family == "bert":
         args = argparse.Namespace(**{**vars(args), **take_segments(args, stored)})
     given = read_given_model(args, args.family, stored=stored)
     if saved:
-        check_given_model(given, saved, args.load)
+        check_given_model(given, saved, f"--load {args.load}")
+    if pretrained:
+        folder = f"--pretrained-checkpoint {args.pretrained_checkpoint}"
+        check_given_model(given, pretrained, folder, PRETRAINED_MAY_CHANGE)
     return make_shape(**{**stored, **given})
 
 

@@ -44,7 +44,7 @@ def load_vocabulary(run: RunConfig, task: Task) -> Vocabulary:
     padded = pad_vocab_size(vocab_size, run.model.make_vocab_size_divisible_by, run.vocab_padding_tp)
     if padded % run.tensor_model_parallel_size:
         raise ValueError(
-            f"--load {run.load} has {padded} rows of vocabulary, padding included, which the run keeps and "
+            f"the checkpoint has {padded} rows of vocabulary, padding included, which the run keeps and "
             f"--tensor-model-parallel-size {run.tensor_model_parallel_size} does not divide; give one that does"
         )
     files = _describe_tokenizer_files(run, tokenizer)

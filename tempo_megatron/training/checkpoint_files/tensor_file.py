@@ -1,0 +1,115 @@
+"""Writes a safetensors file one tensor after the other, so that only one is in memory, and reads single tensors of one.
+
+The package safetensors writes only what is wholly in memory. Its format is a header of JSON, which says for each tensor
+where it lies, and the tensors behind it: https://github.com/huggingface/safetensors#format.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tempo_megatron.beside import first_line
+
+Shape = tuple[int, ...]
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""The dtypes that weights may have, by their names in the format."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_SECONDS_BETWEEN_LINES = 10.0
+Layout = Sequence[tuple[str, torch.dtype, Shape]]
+
+
+def write_tensors(path: Path, layout: Layout, tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> None:
+    """Writes `tensors`, which have the names, dtypes and shapes of `layout`; shows its progress.
+
+    Raises OSError if the file cannot be written.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, dtype, shape in layout:
+        end = at + dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        progress = _Progress(at)
+        for (name, dtype, shape), tensor in zip(layout, tensors, strict=True):
+            assert tensor.dtype == dtype and tensor.shape == shape, name
+            file.write(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+            progress.add(tensor.nbytes)
+        progress.end()
+
+
+class _Progress:
+    """Says how much is written: in place on a terminal, else in a line every ten seconds."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self.said = total, 0, time.monotonic()
+        self.is_shown = sys.stderr.isatty()
+
+    def add(self, num_bytes: int) -> None:
+        self.done += num_bytes
+        share = f"{self.done / self.total:.0%} of {self.total / 2**20:,.1f} MiB"
+        if self.is_shown:
+            filled = round(30 * self.done / self.total)
+            print(f"\r\033[K[{'#' * filled}{'.' * (30 - filled)}] {share}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - self.said > _SECONDS_BETWEEN_LINES:
+            self.said = time.monotonic()
+            print(f"{share} are written", flush=True)
+
+    def end(self) -> None:
+        if self.is_shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+class TensorFiles(Mapping[str, Tensor]):
+    """The tensors of some safetensors files by name, each read from the disk when it is asked for.
+
+    Args:
+        paths: of the files.
+
+    Raises ValueError, in one sentence, if a file is missing or damaged, or if two have a tensor of one name.
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        from safetensors import safe_open
+
+        self._files: dict[str, Any] = {}
+        for path in paths:
+            try:
+                file = safe_open(path, framework="pt")
+            except FileNotFoundError:
+                raise ValueError(f"{path} is missing; give the whole folder") from None
+            except Exception as error:  # SafetensorError, or the operating system's
+                raise ValueError(
+                    f"{path} is damaged or no safetensors file ({first_line(error)}); copy it again"
+                ) from error
+            for name in list(file.keys()):  # type: ignore[no-untyped-call]
+                if name in self._files:
+                    raise ValueError(f"{path} has {name}, which another file of the folder has too; remove one of them")
+                self._files[name] = file
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def describe(self, name: str) -> tuple[str, Shape]:
+        """Returns a tensor's dtype, by its name in the format, and its shape, without reading it."""
+        piece = self._files[name].get_slice(name)
+        return piece.get_dtype(), tuple(piece.get_shape())
