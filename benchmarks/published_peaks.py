@@ -87,7 +87,8 @@ def _list_workspaces(row: Mapping[str, Any]) -> list[str]:
 
 
 def _estimate(row: Mapping[str, Any], world_size: int, workspace: str = "") -> Sequence[Any]:
-    from tempo_megatron.memory.commands.megatron_command import read_command, spell_arguments, split_command
+    from tempo_megatron.memory.commands.megatron_command import read_command
+    from tempo_megatron.memory.commands.training_command import spell_arguments, split_command
     from tempo_megatron.memory.estimate.estimate import estimate_ranks
 
     arguments = row["args"]

@@ -106,7 +106,6 @@ UNKNOWN_IN_COMMANDS = {
     "batch_invariant_mode": "batch-invariant kernels",
     "use_kitchen_attention": "Kitchen's attention",
     "te_precision_config_file": "precisions by a file",
-    "fp8_param_gather": "weights in float8",
     "fp8_output_proj": "an output layer in float8",
     "first_last_layers_bf16": "layers with and without float8",
     "fp4_param_gather": "weights in float4",

@@ -248,7 +248,11 @@ class Run:
     """Megatron's --tp-comm-overlap, of Transformer Engine's modules."""
 
     float8: str | None = None
-    """Megatron's --fp8-recipe for the layers' products, "tensorwise" or "delayed"; None is without --fp8-format."""
+    """Megatron's --fp8-recipe for the layers' products, "tensorwise", "delayed", "blockwise" or "mxfp8"; None is
+    without --fp8-format."""
+
+    float8_weights: bool = False
+    """Whether a layer's weights are in float8 only (--fp8-param-gather)."""
 
     deferred_head_gradients: int | None = None
     """With Megatron's --defer-embedding-wgrad-compute: of how many micro batches the output layer's gradient waits for
@@ -350,6 +354,8 @@ class Run:
                 "--fp8-format needs Transformer Engine's modules and Hopper or Blackwell; leave it out, or change "
                 "--transformer-impl or --gpu"
             )
+        if self.float8 == "mxfp8" and self.gpu == "h100":
+            raise ValueError("--fp8-recipe mxfp8 needs Blackwell; leave it out, or give --gpu gb200")
         if self.context_parallel > 1 and (self.model.family != "gpt" or self.stock != "transformer_engine"):
             raise ValueError(
                 f"context parallel size is {self.context_parallel}, which Megatron has for a GPT with Transformer "

@@ -159,11 +159,25 @@ def test_float8_halves_the_inputs_that_linears_keep_and_has_weights_of_its_own()
     kept = count_kept(None)
     assert count_kept("tensorwise") == kept - (1 + 1 + 4) * 512 * tokens
     assert count_kept("delayed") == kept - (1 + 1 + 4 - 1) * 512 * tokens
-    for gpu, num_bytes in (("h100", 2), ("gb200", 1)):
-        (rank,) = estimate_ranks(dataclasses.replace(run, gpu=gpu, float8="tensorwise"))
+    # A float32 for 128 elements, or a byte for 32.
+    assert count_kept("blockwise") == count_kept("mxfp8") == kept - (1 + 1 + 4) * 512 * tokens * 31 // 32
+    # Of one weight: the scales of blocks along both sizes are a float32 for 128 x 128, or a byte for 32.
+    scaled = {"h100 tensorwise": 2.0, "gb200 tensorwise": 1.0, "h100 blockwise": 2 + 2**-11, "gb200 mxfp8": 2 + 2**-4}
+    for words, num_bytes in scaled.items():
+        gpu, recipe = words.split()
+        (rank,) = estimate_ranks(dataclasses.replace(run, gpu=gpu, float8=recipe))
         assert rank.at_rest["float8 weights"] == num_bytes * parameters
+    beside, alone = (
+        estimate_ranks(dataclasses.replace(run, float8="tensorwise", float8_weights=only))[0].at_rest
+        for only in (False, True)
+    )
+    # In place of two bytes in bf16 and two in float8, one beside its transpose.
+    for part in ("weights", "float8 weights"):
+        assert beside[part] - alone[part] == parameters
     with pytest.raises(ValueError, match="needs Transformer Engine's modules and Hopper or Blackwell"):
         dataclasses.replace(run, gpu="a100", float8="tensorwise").check()
+    with pytest.raises(ValueError, match="mxfp8 needs Blackwell"):
+        dataclasses.replace(run, float8="mxfp8").check()
 
 
 def test_experts_keep_their_inputs_in_float8() -> None:

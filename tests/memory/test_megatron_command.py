@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from tempo_megatron.cli import main
-from tempo_megatron.memory.commands.megatron_command import read_command, spell_arguments, split_command
+from tempo_megatron.memory.commands.megatron_command import read_command
 from tempo_megatron.memory.commands.megatron_options import READ
+from tempo_megatron.memory.commands.training_command import spell_arguments, split_command
 from tempo_megatron.memory.megatron_run import KNOWN_IN_COMMANDS, UNKNOWN_IN_LAYERS, UNKNOWN_IN_RUNS, find_unknown
 from tempo_megatron.memory.run import LatentAttention, OptimizerSettings, Run
 
@@ -180,8 +181,10 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
         ("--use-precision-aware-optimizer", "needs --use-distributed-optimizer and Adam"),
         ("--main-grads-dtype bf16 --accumulate-allreduce-grads-in-fp32", "are both given"),
         ("--optimizer lion", "another optimizer than Adam"),
-        ("--fp8-format hybrid --fp8-recipe blockwise", "--fp8-recipe blockwise gives the run scales"),
-        ("--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather", "weights in float8"),
+        ("--fp8-format hybrid --fp8-recipe custom", "--fp8-recipe custom gives the run scales"),
+        ("--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather", "needs --use-distributed-optimizer"),
+        ("--fp8-param-gather --use-distributed-optimizer", "needs --fp8-format"),
+        ("--fp8-format hybrid --fp8-recipe mxfp8 --fp8-param-gather --use-distributed-optimizer", "weights of mxfp8"),
         ("--fp8-format hybrid --transformer-impl local", "--fp8-format needs Transformer Engine's modules"),
         ("--optimizer muon --num-distributed-optimizer-instances 2 --use-distributed-optimizer", "not for --optimizer"),
         ("--optimizer muon --muon-scalar-optimizer lion", "knows adam"),

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from megatron_wheels import unpack
 
-from tempo_megatron.memory.commands.megatron_command import spell_arguments
 from tempo_megatron.memory.commands.megatron_options import READ, is_ignored, parse_options
+from tempo_megatron.memory.commands.training_command import spell_arguments
 
 PUBLISHED = Path(__file__).parent.parent.parent / "benchmarks" / "published" / "megatron.json"
 # Reads lists of words; writes what the options are, and what the parser makes of each list.

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from tempo_megatron.memory.commands.arguments import add_estimate_arguments
-from tempo_megatron.memory.commands.megatron_command import Command, read_command, take_command, write_command
+from tempo_megatron.memory.commands.megatron_command import read_command, write_command
 from tempo_megatron.memory.commands.megatron_options import VERSION
 from tempo_megatron.memory.commands.module_tree import describe_tree, format_trees, list_trees
 from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run, take_deepspeed
+from tempo_megatron.memory.commands.training_command import Command, take_command
 from tempo_megatron.memory.estimate.estimate import PART_NAMES, RankEstimate, describe_part, estimate_ranks
 from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import OptimizerSettings, Run

@@ -1,9 +1,5 @@
 """Reads a Run from the command that starts a training script of Megatron-LM.
 
-    pretrain_gpt.py ARGS...
-    CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 8 pretrain_gpt.py ARGS...
-    deepspeed --num_gpus 8 pretrain_bert.py ARGS...
-
 What Megatron-LM would derive from the words, as arguments.py:validate_args does, is derived here; what it would refuse,
 and what the estimate does not know, is one sentence. No model is built, and Megatron's training code is not imported.
 """
@@ -16,15 +12,14 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tempo_megatron.extras import check_installed
 from tempo_megatron.memory.commands.megatron_options import find_default, list_options, parse_options
-from tempo_megatron.memory.commands.shell_script import read_script
+from tempo_megatron.memory.commands.training_command import MODELS, WORKSPACE, Command, spell_option, split_command
 from tempo_megatron.memory.megatron_run import (
     KNOWN_IN_COMMANDS,
     UNKNOWN_IN_COMMANDS,
@@ -39,11 +34,8 @@ from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.json_text import read_object
 
-_SCRIPT = re.compile(r"(?:.*[/_])?pretrain_(\w+)\.py")
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _MUONS = ("muon", "dist_muon")
-_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-_MODELS = {"gpt": "GPTModel", "bert": "BertModel", "t5": "T5Model"}
 # Tokenizer, or the end of its file -> tokens, where the file cannot be read: OpenAI's, Google's uncased and cased ones
 # with [BOS] and [EOS], which Megatron adds, Llama 2's and NVIDIA's.
 _TOKENS = {
@@ -58,177 +50,6 @@ _CUTS = (
     *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
     "pipeline_model_parallel_layout",
 )
-# Arguments of ours that say nothing of the run, or what the command cannot.
-_BESIDE_A_COMMAND = (
-    *("command", "words", "script", "world_size", "megatron_yaml", "vocab_size", "use_tempo", "gpu", "gpu_memory"),
-    *("allocator", "moe_imbalance", "all_ranks", "tree", "json", "plot", "fixed_memory", "recompute_allowed"),
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Command:
-    """A command taken apart."""
-
-    launcher: tuple[str, ...]
-    """What stands before the script."""
-
-    script: str
-    family: str
-    """gpt, bert or t5."""
-
-    options: tuple[str, ...]
-    """What stands behind the script."""
-
-    world_size: int | None
-    """As the launcher says."""
-
-
-def split_command(words: Sequence[str]) -> Command:
-    """Raises ValueError where it starts no script whose model is known."""
-    place = next((place for place, word in enumerate(words) if _SCRIPT.fullmatch(word)), None)
-    if place is None:
-        raise ValueError(
-            "the command names no training script of Megatron-LM; write it from pretrain_gpt.py, pretrain_bert.py or "
-            "pretrain_t5.py on"
-        )
-    script = words[place]
-    family = _SCRIPT.sub(r"\1", script)
-    if family not in _MODELS:
-        raise ValueError(
-            f"{script} trains a model that the estimate does not know; expected pretrain_gpt.py, pretrain_bert.py or "
-            "pretrain_t5.py"
-        )
-    launcher = tuple(words[:place])
-    return Command(launcher, script, family, tuple(words[place + 1 :]), _count_ranks(launcher))
-
-
-def _count_ranks(launcher: Sequence[str]) -> int | None:
-    """What torchrun or deepspeed would start; None where nothing says it.
-
-    Raises ValueError where it is no number.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--nproc-per-node", "--nproc_per_node", "--num_gpus", dest="gpus")
-    parser.add_argument("--nnodes", "--num_nodes", dest="nodes", default="1")
-    try:
-        given, _ = parser.parse_known_args(list(launcher))
-    except SystemExit:
-        raise ValueError("the launcher's --nproc-per-node or --nnodes has no value; give one") from None
-    if given.gpus is None:
-        return None
-    for option, text in (("--nproc-per-node", given.gpus), ("--nnodes", given.nodes)):
-        if not text.isdecimal() or int(text) < 1:
-            raise ValueError(f"{option} of the launcher is {text}; expected a number, or --world-size beside it")
-    return int(given.gpus) * int(given.nodes)
-
-
-def spell_arguments(arguments: Mapping[str, Any]) -> list[str]:
-    """The words of MODEL_ARGS, as Megatron-LM's tests/functional_tests/shell_test_utils/_run_training.sh makes them.
-
-    `true` is a switch, `[a b]` several values, and whatever else, `false` among it, one value. A value in brackets
-    that YAML reads as a list is such a list.
-    """
-    words: list[str] = []
-    for name, value in arguments.items():
-        words.append(name)
-        if isinstance(value, list):
-            words += [word for each in value for word in str(each).split()]
-        elif isinstance(value, str) and re.fullmatch(r"\[[^]]+\]", value):
-            words += value[1:-1].split()
-        elif isinstance(value, bool):
-            words += [] if value else ["false"]
-        elif value != "true":
-            words.append(str(value))
-    return words
-
-
-def take_command(args: argparse.Namespace, add_arguments: Callable[[argparse.ArgumentParser], None]) -> Command | None:
-    """The command that stands behind --, or in the file of --script or --megatron-yaml; None where there is a --model.
-
-    Args:
-        args: of `estimate` or `plan`.
-        add_arguments: declares what they are.
-
-    Raises ValueError where there is neither, and for an argument that says what the command says.
-    """
-    if not args.words and args.megatron_yaml is None and args.script is None:
-        if args.model is None and args.hf is None:
-            raise ValueError(
-                "nothing is given to look at; give --model with a file of configs/model, --hf with a folder, or a "
-                "command of Megatron-LM behind --, such as -- pretrain_gpt.py --num-layers 12 ..."
-            )
-        if args.model is not None and args.hf is not None:
-            raise ValueError("--model and --hf are both given; leave one of them out")
-        if args.world_size is not None:
-            raise ValueError("--world-size is for a command of Megatron-LM behind --; give --tp, --pp and --dp")
-        return None
-    parser = argparse.ArgumentParser(add_help=False)
-    add_arguments(parser)
-    for name, value in vars(args).items():
-        if name not in _BESIDE_A_COMMAND and not name.startswith("tempo_") and value != parser.get_default(name):
-            raise ValueError(f"{_spell(name)} is given beside a command of Megatron-LM, which says it; leave it out")
-    if args.script is not None:
-        if args.megatron_yaml is not None:
-            raise ValueError("--script and --megatron-yaml are both given; leave one of them out")
-        command = _find_in_script(args.script, args.words)
-        if args.world_size is None:
-            return command
-        # What a script says of its nodes is mostly a place to fill in.
-        settings = [word for word in command.launcher if word.startswith(f"{_WORKSPACE}=")]
-        return dataclasses.replace(command, launcher=(*settings, "python"), world_size=None)
-    if args.megatron_yaml is None:
-        return split_command(args.words)
-    command = split_command(args.words or [f"pretrain_{_guess_family(args.megatron_yaml)}.py"])
-    arguments, environment = _read_test_case(args.megatron_yaml)
-    launcher = command.launcher
-    if _WORKSPACE in environment:
-        launcher = (f"{_WORKSPACE}={environment[_WORKSPACE]}", *(launcher or ("python",)))
-    return dataclasses.replace(command, launcher=launcher, options=(*command.options, *spell_arguments(arguments)))
-
-
-def _find_in_script(file: str, words: Sequence[str]) -> Command:
-    """The one command of a script that trains. Raises ValueError where there is none, or several that differ."""
-    started = read_script(file, words)
-    training = {tuple(each) for each in started if any(_SCRIPT.fullmatch(word) for word in each)}
-    if len(training) != 1:
-        raise ValueError(
-            f"--script {file} starts {len(training) or 'no'} command{'s' if training else ''} of pretrain_gpt.py, "
-            "pretrain_bert.py or pretrain_t5.py, and one is expected; give it behind -- instead"
-        )
-    return split_command(training.pop())
-
-
-def _guess_family(file: str) -> str:
-    """The family of a test case, whose folder is called after it."""
-    return next((part for part in reversed(Path(file).absolute().parts) if part in _MODELS), "gpt")
-
-
-def _read_test_case(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """MODEL_ARGS and ENV_VARS of a model_config.yaml. Raises ValueError where it has no MODEL_ARGS."""
-    check_installed("--megatron-yaml", "train", "yaml")
-    import yaml  # type: ignore[import-untyped]
-
-    try:
-        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"--megatron-yaml {file} is not valid YAML ({reason}); correct it") from error
-    arguments = content.get("MODEL_ARGS") if isinstance(content, dict) else None
-    if not isinstance(arguments, dict):
-        raise ValueError(f"--megatron-yaml {file} has no MODEL_ARGS; give a model_config.yaml of Megatron-LM's tests")
-    environment = content.get("ENV_VARS")
-    return {str(name): value for name, value in arguments.items()}, environment if isinstance(environment, dict) else {}
-
-
-def drop_options(words: Sequence[str], beginnings: tuple[str, ...]) -> list[str]:
-    """The words without the options that begin so, and their values."""
-    found, is_dropped = [], False
-    for word in words:
-        if word.startswith("--"):
-            is_dropped = word.startswith(beginnings)
-        if not is_dropped:
-            found.append(word)
-    return found
 
 
 def write_command(command: Command, options: Sequence[str], expected: Run, vocab_size: int | None) -> str:
@@ -287,7 +108,7 @@ def read_command(
     if command.family == "t5":
         arguments["decoder_seq_length"] = args.decoder_seq_length
     run = read_run(
-        _MODELS[command.family],
+        MODELS[command.family],
         args,
         arguments,
         args,
@@ -308,6 +129,7 @@ def read_command(
         overlaps_tensor_parallel=_overlaps_tensor_parallel(args, run.stock),
         deferred_head_gradients=_find_deferred(args),
         float8=_find_float8(args),
+        float8_weights=_keeps_float8_weights(args),
         data_has_masks=args.create_attention_mask_in_dataloader,
     )
     run.check()
@@ -354,12 +176,27 @@ def _find_float8(args: argparse.Namespace) -> str | None:
     """Raises ValueError for a recipe that the estimate does not know."""
     if args.fp8 is None:
         return None
-    if args.fp8_recipe not in ("tensorwise", "delayed"):
+    if args.fp8_recipe == "custom":
         raise ValueError(
-            f"--fp8-recipe {args.fp8_recipe} gives the run scales that the estimate does not know; it knows tensorwise "
-            "and delayed"
+            "--fp8-recipe custom gives the run scales that the estimate does not know; it knows tensorwise, delayed, "
+            "blockwise and mxfp8"
         )
     return str(args.fp8_recipe)
+
+
+def _keeps_float8_weights(args: argparse.Namespace) -> bool:
+    """Raises ValueError for what Megatron-LM refuses, and what the estimate does not know."""
+    if not args.fp8_param_gather:
+        return False
+    if args.fp8 is None:
+        raise ValueError("--fp8-param-gather needs --fp8-format; add it, or leave the other out")
+    if not args.use_distributed_optimizer:
+        raise ValueError("--fp8-param-gather needs --use-distributed-optimizer; add it, or leave the other out")
+    if args.fp8_recipe == "mxfp8":
+        raise ValueError(
+            "--fp8-param-gather gathers weights of mxfp8 through buffers that the estimate does not know; leave it out"
+        )
+    return True
 
 
 def _find_deferred(args: argparse.Namespace) -> int | None:
@@ -404,7 +241,7 @@ def _find_state_bytes(args: argparse.Namespace) -> tuple[int, int, int] | None:
     if not args.use_precision_aware_optimizer:
         for name, value in {"main_grads_dtype": args.main_grads_dtype, **dtypes}.items():
             if value != "fp32":
-                raise ValueError(f"{_spell(name)} {value} needs --use-precision-aware-optimizer; add it")
+                raise ValueError(f"{spell_option(name)} {value} needs --use-precision-aware-optimizer; add it")
         return None
     if not args.use_distributed_optimizer or args.optimizer != "adam":
         raise ValueError(
@@ -415,15 +252,15 @@ def _find_state_bytes(args: argparse.Namespace) -> tuple[int, int, int] | None:
 
 
 def _read_workspace(launcher: Sequence[str]) -> int | None:
-    """The bytes that CUBLAS_WORKSPACE_CONFIG names before a command, as `:size in KiB:number` once or more often.
+    """The bytes that CUBLASWORKSPACE_CONFIG names before a command, as `:size in KiB:number` once or more often.
 
     Raises ValueError where it is something else.
     """
-    given = next((word.partition("=")[2] for word in launcher if word.startswith(f"{_WORKSPACE}=")), None)
+    given = next((word.partition("=")[2] for word in launcher if word.startswith(f"{WORKSPACE}=")), None)
     if given is None:
         return None
     if not re.fullmatch(r"(:\d+:\d+)+", given):
-        raise ValueError(f"{_WORKSPACE} is {given}; expected sizes in KiB and how many of each, such as :4096:8")
+        raise ValueError(f"{WORKSPACE} is {given}; expected sizes in KiB and how many of each, such as :4096:8")
     return sum(int(size) * int(number) << 10 for size, number in re.findall(r":(\d+):(\d+)", given))
 
 
@@ -525,7 +362,7 @@ def _complete_model(args: argparse.Namespace, family: str) -> None:
     required = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "seq_length")
     for name in (*required, *(("decoder_seq_length",) if family == "t5" else ())):
         if getattr(args, name) is None:
-            raise ValueError(f"{_spell(name)} is missing, and Megatron-LM has no default for it; give it")
+            raise ValueError(f"{spell_option(name)} is missing, and Megatron-LM has no default for it; give it")
         _check_positive(args, name)
     _check_positive(args, "mtp_num_layers")
     latent = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
@@ -551,7 +388,7 @@ def _complete_model(args: argparse.Namespace, family: str) -> None:
     per_chunk, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     given = {name: getattr(args, name) for name in _CUTS if getattr(args, name) is not None}
     if len(given) > 1:
-        first, second, *_ = map(_spell, given)
+        first, second, *_ = map(spell_option, given)
         raise ValueError(f"{first} and {second} are both given; leave one of them out")
     if args.pipeline_model_parallel_layout is not None:
         chunks = len(split_layout(args)) // pp
@@ -682,15 +519,11 @@ def _join(args: argparse.Namespace, name: str, other: str) -> None:
     """Give `name` the value of its other name. Raises ValueError where both are given."""
     first, second = getattr(args, name), getattr(args, other)
     if first is not None and second is not None:
-        raise ValueError(f"{_spell(name)} and {_spell(other)} are both given; leave one of them out")
+        raise ValueError(f"{spell_option(name)} and {spell_option(other)} are both given; leave one of them out")
     setattr(args, name, second if first is None else first)
 
 
 def _check_positive(args: argparse.Namespace, name: str) -> None:
     value = getattr(args, name)
     if value is not None and not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{_spell(name)} is {value}; expected a positive number")
-
-
-def _spell(name: str) -> str:
-    return "--" + name.replace("_", "-")
+        raise ValueError(f"{spell_option(name)} is {value}; expected a positive number")

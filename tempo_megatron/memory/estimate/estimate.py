@@ -27,6 +27,7 @@ from tempo_megatron.memory.estimate.workspaces import list_workspaces
 from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import simulate_chunk, trace_chunk
+from tempo_megatron.memory.simulated.float8 import count_float8_bytes
 from tempo_megatron.memory.simulated.phases import ChunkMemory, Moment
 
 
@@ -85,11 +86,6 @@ PART_NAMES = (
 )
 
 
-FLOAT8_WEIGHT_BYTES = {"a100": 0, "h100": 2, "gb200": 1}
-"""Of one weight in float8, which Transformer Engine keeps beside it from a step's first micro batch on
-(transformer_engine/pytorch/module/layernorm_linear.py:1763-1823 of 2.20): on Hopper transposed too
-(tensor/float8_tensor.py:418-430)."""
-
 # Where a part's name alone does not say what it is.
 _DESCRIPTIONS = {
     "communication buffers": "buckets of gradients",
@@ -144,12 +140,13 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
             )
             for place, each in enumerate(layers)
         ]
-        states = _count_states(run, chunks, accumulates=num_micro_batches > 1)
+        muon = None if optimizer.muon is None else _count_muon(run, chunks, optimizer.muon)
+        states = _count_states(run, chunks, accumulates=num_micro_batches > 1) if muon is None else muon[0]
         is_combined = run.experts is not None and run.experts.overlaps and num_micro_batches > 1
         events = list_events(
             stage, stages, len(chunks), num_micro_batches, run.micro_batch_group, is_combined=is_combined
         )
-        on_gpu = _count_on_gpu(run, chunks, has_head=stage == stages - 1)
+        on_gpu = _count_on_gpu(run, chunks, muon and muon[1], has_head=stage == stages - 1)
         deferred = _count_deferred(run, num_micro_batches) if stage == stages - 1 else 0
         found.append(_estimate_rank(_name(stage, stages), chunks, states, on_gpu, events, deferred, is_combined))
     if simulates_allocator:
@@ -170,8 +167,6 @@ def _count_states(run: Run, chunks: Sequence[ChunkMemory], *, accumulates: bool)
     num_parameters = sum(chunk.num_parameters for chunk in chunks)
     num_expert_parameters = sum(chunk.num_expert_parameters for chunk in chunks)
     sharing, sharing_experts = _count_sharing(run)
-    if run.optimizer.muon is not None:
-        return _count_muon(run, chunks)[0]
     found = count_model_states(
         num_parameters - num_expert_parameters,
         run.dtype,
@@ -180,6 +175,11 @@ def _count_states(run: Run, chunks: Sequence[ChunkMemory], *, accumulates: bool)
         largest_layer_parameters=max(chunk.largest_layer_parameters for chunk in chunks),
         accumulates=accumulates,
     )
+    if run.float8_weights:
+        # One byte for each in place of the run's dtype.
+        found = dataclasses.replace(
+            found, weights=found.weights - _count_float8_weights(chunks) * (run.dtype.itemsize - 1)
+        )
     if run.experts is None:
         return found
     of_experts = count_model_states(num_expert_parameters, run.dtype, run.optimizer, data_parallel=sharing_experts)
@@ -203,16 +203,14 @@ def _count_sharing(run: Run) -> tuple[int, int]:
     return ranks, ranks * run.tensor_parallel // of_expert
 
 
-def _count_muon(run: Run, chunks: Sequence[ChunkMemory]) -> tuple[ModelStates, list[Piece]]:
+def _count_muon(run: Run, chunks: Sequence[ChunkMemory], muon: str) -> tuple[ModelStates, list[Piece]]:
     ranks, expert_ranks = _count_sharing(run)
-    assert run.optimizer.muon is not None
-    return count_muon_states(
-        [parameter for chunk in chunks for parameter in chunk.parameters],
-        run.dtype,
-        run.optimizer.muon,
-        ranks=ranks,
-        expert_ranks=expert_ranks,
-    )
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters]
+    return count_muon_states(parameters, run.dtype, muon, ranks=ranks, expert_ranks=expert_ranks)
+
+
+def _count_float8_weights(chunks: Sequence[ChunkMemory]) -> int:
+    return sum(chunk.float8_weights for chunk in chunks)
 
 
 def _name(stage: int, num_stages: int) -> str:
@@ -221,8 +219,13 @@ def _name(stage: int, num_stages: int) -> str:
     return {0: "first stage", num_stages - 1: "last stage"}.get(stage, f"stage {stage}")
 
 
-def _count_on_gpu(run: Run, chunks: Sequence[ChunkMemory], *, has_head: bool) -> dict[str, int]:
-    """The parts of a rank at rest that depend on the GPU and its libraries; none where nothing says which GPU it is."""
+def _count_on_gpu(
+    run: Run, chunks: Sequence[ChunkMemory], pieces: Sequence[Piece] | None, *, has_head: bool
+) -> dict[str, int]:
+    """The parts of a rank at rest that depend on the GPU and its libraries; none where nothing says which GPU it is.
+
+    pieces: of Muon's states.
+    """
     if run.gpu is None:
         return {}
     workspaces, optimizer = list_workspaces(run, has_head=has_head), run.optimizer
@@ -238,9 +241,11 @@ def _count_on_gpu(run: Run, chunks: Sequence[ChunkMemory], *, has_head: bool) ->
             [*workspaces, *inputs, buffer, *placeholders],
             optimizer,
             parts=sharing if optimizer.distributed else (1, 1),
-            pieces=None if optimizer.muon is None else _count_muon(run, chunks)[1],
+            pieces=pieces,
         )
-    float8 = FLOAT8_WEIGHT_BYTES[run.gpu] * sum(chunk.float8_weights for chunk in chunks)
+    float8, num_float8 = 0, _count_float8_weights(chunks)
+    if run.float8 is not None:
+        float8 = count_float8_bytes(num_float8, run.float8, run.gpu) - (num_float8 if run.float8_weights else 0)
     return {
         "workspaces": sum(workspaces),
         "rounding": rounding,

@@ -1,0 +1,207 @@
+"""The command that starts a training script of Megatron-LM: where it stands, and its parts.
+
+    pretrain_gpt.py ARGS...
+    CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 8 pretrain_gpt.py ARGS...
+    deepspeed --num_gpus 8 pretrain_bert.py ARGS...
+
+It is given behind --, in a shell script, or as the test case of a functional test. `megatron_command` reads what it
+says of a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tempo_megatron.extras import check_installed
+from tempo_megatron.memory.commands.shell_script import read_script
+
+MODELS = {"gpt": "GPTModel", "bert": "BertModel", "t5": "T5Model"}
+"""Family of a script -> the class of its model, as Megatron calls it."""
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+"""What may stand before a command, of what its environment sets."""
+
+_SCRIPT = re.compile(r"(?:.*[/_])?pretrain_(\w+)\.py")
+# Arguments of ours that say nothing of the run, or what the command cannot.
+_BESIDE_A_COMMAND = (
+    *("command", "words", "script", "world_size", "megatron_yaml", "vocab_size", "use_tempo", "gpu", "gpu_memory"),
+    *("allocator", "moe_imbalance", "all_ranks", "tree", "json", "plot", "fixed_memory", "recompute_allowed"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command taken apart."""
+
+    launcher: tuple[str, ...]
+    """What stands before the script."""
+
+    script: str
+    family: str
+    """gpt, bert or t5."""
+
+    options: tuple[str, ...]
+    """What stands behind the script."""
+
+    world_size: int | None
+    """As the launcher says."""
+
+
+def split_command(words: Sequence[str]) -> Command:
+    """Raises ValueError where it starts no script whose model is known."""
+    place = next((place for place, word in enumerate(words) if _SCRIPT.fullmatch(word)), None)
+    if place is None:
+        raise ValueError(
+            "the command names no training script of Megatron-LM; write it from pretrain_gpt.py, pretrain_bert.py or "
+            "pretrain_t5.py on"
+        )
+    script = words[place]
+    family = _SCRIPT.sub(r"\1", script)
+    if family not in MODELS:
+        raise ValueError(
+            f"{script} trains a model that the estimate does not know; expected pretrain_gpt.py, pretrain_bert.py or "
+            "pretrain_t5.py"
+        )
+    launcher = tuple(words[:place])
+    return Command(launcher, script, family, tuple(words[place + 1 :]), _count_ranks(launcher))
+
+
+def _count_ranks(launcher: Sequence[str]) -> int | None:
+    """What torchrun or deepspeed would start; None where nothing says it.
+
+    Raises ValueError where it is no number.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--nproc-per-node", "--nproc_per_node", "--num_gpus", dest="gpus")
+    parser.add_argument("--nnodes", "--num_nodes", dest="nodes", default="1")
+    try:
+        given, _ = parser.parse_known_args(list(launcher))
+    except SystemExit:
+        raise ValueError("the launcher's --nproc-per-node or --nnodes has no value; give one") from None
+    if given.gpus is None:
+        return None
+    for option, text in (("--nproc-per-node", given.gpus), ("--nnodes", given.nodes)):
+        if not text.isdecimal() or int(text) < 1:
+            raise ValueError(f"{option} of the launcher is {text}; expected a number, or --world-size beside it")
+    return int(given.gpus) * int(given.nodes)
+
+
+def spell_arguments(arguments: Mapping[str, Any]) -> list[str]:
+    """The words of MODEL_ARGS, as Megatron-LM's tests/functional_tests/shell_test_utils/_run_training.sh makes them.
+
+    `true` is a switch, `[a b]` several values, and whatever else, `false` among it, one value. A value in brackets
+    that YAML reads as a list is such a list.
+    """
+    words: list[str] = []
+    for name, value in arguments.items():
+        words.append(name)
+        if isinstance(value, list):
+            words += [word for each in value for word in str(each).split()]
+        elif isinstance(value, str) and re.fullmatch(r"\[[^]]+\]", value):
+            words += value[1:-1].split()
+        elif isinstance(value, bool):
+            words += [] if value else ["false"]
+        elif value != "true":
+            words.append(str(value))
+    return words
+
+
+def take_command(args: argparse.Namespace, add_arguments: Callable[[argparse.ArgumentParser], None]) -> Command | None:
+    """The command that stands behind --, or in the file of --script or --megatron-yaml; None where there is a --model.
+
+    Args:
+        args: of `estimate` or `plan`.
+        add_arguments: declares what they are.
+
+    Raises ValueError where there is neither, and for an argument that says what the command says.
+    """
+    if not args.words and args.megatron_yaml is None and args.script is None:
+        if args.model is None and args.hf is None:
+            raise ValueError(
+                "nothing is given to look at; give --model with a file of configs/model, --hf with a folder, or a "
+                "command of Megatron-LM behind --, such as -- pretrain_gpt.py --num-layers 12 ..."
+            )
+        if args.model is not None and args.hf is not None:
+            raise ValueError("--model and --hf are both given; leave one of them out")
+        if args.world_size is not None:
+            raise ValueError("--world-size is for a command of Megatron-LM behind --; give --tp, --pp and --dp")
+        return None
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    for name, value in vars(args).items():
+        if name not in _BESIDE_A_COMMAND and not name.startswith("tempo_") and value != parser.get_default(name):
+            raise ValueError(
+                f"{spell_option(name)} is given beside a command of Megatron-LM, which says it; leave it out"
+            )
+    if args.script is not None:
+        if args.megatron_yaml is not None:
+            raise ValueError("--script and --megatron-yaml are both given; leave one of them out")
+        command = _find_in_script(args.script, args.words)
+        if args.world_size is None:
+            return command
+        # What a script says of its nodes is mostly a place to fill in.
+        settings = [word for word in command.launcher if word.startswith(f"{WORKSPACE}=")]
+        return dataclasses.replace(command, launcher=(*settings, "python"), world_size=None)
+    if args.megatron_yaml is None:
+        return split_command(args.words)
+    command = split_command(args.words or [f"pretrain_{_guess_family(args.megatron_yaml)}.py"])
+    arguments, environment = _read_test_case(args.megatron_yaml)
+    launcher = command.launcher
+    if WORKSPACE in environment:
+        launcher = (f"{WORKSPACE}={environment[WORKSPACE]}", *(launcher or ("python",)))
+    return dataclasses.replace(command, launcher=launcher, options=(*command.options, *spell_arguments(arguments)))
+
+
+def _find_in_script(file: str, words: Sequence[str]) -> Command:
+    """The one command of a script that trains. Raises ValueError where there is none, or several that differ."""
+    started = read_script(file, words)
+    training = {tuple(each) for each in started if any(_SCRIPT.fullmatch(word) for word in each)}
+    if len(training) != 1:
+        raise ValueError(
+            f"--script {file} starts {len(training) or 'no'} command{'s' if training else ''} of pretrain_gpt.py, "
+            "pretrain_bert.py or pretrain_t5.py, and one is expected; give it behind -- instead"
+        )
+    return split_command(training.pop())
+
+
+def _guess_family(file: str) -> str:
+    """The family of a test case, whose folder is called after it."""
+    return next((part for part in reversed(Path(file).absolute().parts) if part in MODELS), "gpt")
+
+
+def _read_test_case(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """MODEL_ARGS and ENV_VARS of a model_config.yaml. Raises ValueError where it has no MODEL_ARGS."""
+    check_installed("--megatron-yaml", "train", "yaml")
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"--megatron-yaml {file} is not valid YAML ({reason}); correct it") from error
+    arguments = content.get("MODEL_ARGS") if isinstance(content, dict) else None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"--megatron-yaml {file} has no MODEL_ARGS; give a model_config.yaml of Megatron-LM's tests")
+    environment = content.get("ENV_VARS")
+    return {str(name): value for name, value in arguments.items()}, environment if isinstance(environment, dict) else {}
+
+
+def drop_options(words: Sequence[str], beginnings: tuple[str, ...]) -> list[str]:
+    """The words without the options that begin so, and their values."""
+    found, is_dropped = [], False
+    for word in words:
+        if word.startswith("--"):
+            is_dropped = word.startswith(beginnings)
+        if not is_dropped:
+            found.append(word)
+    return found
+
+
+def spell_option(name: str) -> str:
+    """The option of an argument of that name."""
+    return "--" + name.replace("_", "-")
