@@ -23,7 +23,7 @@ from tempo_kernels.attention import kernel_heads as whole_heads
 from tempo_kernels.attention import kernel_rows as rows
 from tempo_kernels.attention.documents import Documents
 from tempo_kernels.attention.kernel_plan import Form, Shape, plan_forward, plan_one_walk, plan_two_walks
-from tempo_kernels.attention.settings import Gradients, Inputs, Kept, Settings
+from tempo_kernels.attention.settings import MASKED_SCORE, Gradients, Inputs, Kept, Settings
 from tempo_kernels.kernel_launch import cache_plans, count_multiprocessors
 from tempo_kernels.philox.kernel import LANES, key_words
 
@@ -156,7 +156,12 @@ def _find_grad_sink(
     if inputs.sink is None:
         return None
     assert kept.logsumexp is not None
-    probabilities = (inputs.sink.float().view(-1, 1) - kept.logsumexp * settings.softmax_scale).exp()
+    sink = inputs.sink.float().view(-1, 1)
+    if inputs.mask is not None:
+        # Where every score is masked, the logsumexp is relative to the masked score.
+        is_relative = (kept.logsumexp.view(torch.int32) & 1).bool()
+        sink = torch.where(is_relative, sink - MASKED_SCORE, sink)
+    probabilities = (sink - kept.logsumexp * settings.softmax_scale).exp()
     if norm is not None:
         probabilities = torch.where(kept.logsumexp.isinf(), 0.0, probabilities * norm)
     delta = torch.where(kept.logsumexp.isinf(), 0.0, delta[..., : inputs.q.size(0)])

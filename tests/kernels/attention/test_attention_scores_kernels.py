@@ -44,6 +44,16 @@ def test_changed_scores_are_as_specified(change, seen, dtype, p, splits, monkeyp
 
 
 @kernel_test
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sinks_no_larger_than_a_masked_score_share_a_row_whose_keys_are_all_masked(dtype):
+    inputs = random_inputs(20, 20, 1, 4, 2, 32, dtype)
+    mask = torch.rand(1, 1, 20, 20) < 0.3
+    mask[0, 0, 5:9] = True
+    sink = torch.tensor([-10000.0, -10008.0, -9984.0, float("-inf")], device=DEVICE).to(dtype)
+    check(*inputs, settings(False, 0.1), mask.to(DEVICE), sink=sink)
+
+
+@kernel_test
 @pytest.mark.parametrize("value", [float("-inf"), torch.finfo(torch.float32).min])
 def test_a_bias_hides_keys_and_a_query_that_sees_none_gets_zeros(value):
     q, k, v, grad = random_inputs(20, 20, 1, 2, 2, 32, torch.float32)
