@@ -140,7 +140,7 @@ def attend(
             'of a model that was; set attn_implementation to "sdpa", or call tempoize'
         )
     bias: Tensor | None = kwargs.get("position_bias")
-    if (why := _find_refusal(query, attention_mask, bias, kwargs)) is not None:
+    if (why := _find_refusal(attention_mask, kwargs)) is not None:
         if place is not None:
             place.refuse(module, why)
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
@@ -170,15 +170,11 @@ def attend(
     return put_batch_first(out), None
 
 
-def _find_refusal(
-    query: Tensor, attention_mask: Tensor | None, bias: Tensor | None, more: dict[str, Any]
-) -> str | None:
+def _find_refusal(attention_mask: Tensor | None, more: dict[str, Any]) -> str | None:
     """Names what a call asks for that Tempo's attention with dropout does not do; None if there is nothing."""
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         # Models that add such masks may attend in windows, which are no samples (Swin).
         return "adds a tensor to its scores"
-    if bias is not None and query.is_cuda and bias.requires_grad and torch.is_grad_enabled():
-        return "adds a tensor with a gradient to its scores, on a GPU"
     if more.get("cache") is not None:
         return "pages its keys"
     return None
