@@ -151,23 +151,34 @@ def attend(
         key, value = (t[:, :, : query.size(2)] for t in (key, value))
         bias = None if bias is None else bias[..., : query.size(2)]
     scale = kwargs.get("scaling")
-    drawn: dict[str, Any] = {}
-    if place is not None and p > 0.0:
-        draw_key, first_sample, _ = place.place.find(query.device)
-        first_head = place.find_first_head(module, query.size(1))
-        drawn = {"dropout_p": p, "dropout_key": draw_key, "first_sample": first_sample, "first_head": first_head}
     sink = kwargs.get("s_aux")
-    out = attention(
-        *(t.permute(2, 0, 1, 3) for t in (query, key, value)),
+    out = attend_by_position(
+        module,
+        query,
+        key,
+        value,
+        p,
         causal=causal,
         mask=None if attention_mask is None else _hide(attention_mask),
         bias=bias,
         sink=None if sink is None else sink.to(query.dtype),
         softcap=kwargs.get("softcap"),
         softmax_scale=query.size(-1) ** -0.5 if scale is None else scale,
-        **drawn,
     )
-    return put_batch_first(out), None
+    return out, None
+
+
+def attend_by_position(module: Any, query: Tensor, key: Tensor, value: Tensor, p: float, **given: Any) -> Tensor:
+    """Returns Tempo's attention [b, sq, a, d] of q, k, v [b, a or g, s, d], with dropout at the module's place.
+
+    `given` are the other arguments of tempo_kernels.attention.
+    """
+    place: AttentionPlace | None = getattr(module, PLACE, None)
+    if place is not None and p > 0.0:
+        draw_key, first_sample, _ = place.place.find(query.device)
+        first_head = place.find_first_head(module, query.size(1))
+        given |= {"dropout_p": p, "dropout_key": draw_key, "first_sample": first_sample, "first_head": first_head}
+    return put_batch_first(attention(*(t.permute(2, 0, 1, 3) for t in (query, key, value)), **given))
 
 
 def _find_refusal(attention_mask: Tensor | None, more: dict[str, Any]) -> str | None:
