@@ -269,6 +269,58 @@ def test_sinks_caps_and_biases_by_position_are_those_of_stock_and_masks_repeat(n
     assert not {entry for entry in report_on(dropping[0]).left if entry.operation == "attention"}
 
 
+def pack(lengths, half_window):
+    """ModernBERT's arguments for documents in one row: who sees whom in layers of either kind, and positions."""
+    document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    row = torch.arange(len(document))
+    same = document == document.unsqueeze(-1)
+    near = (row - row.unsqueeze(-1)).abs() <= half_window
+    masks = {"full_attention": same[None, None], "sliding_attention": (same & near)[None, None]}
+    return {"attention_mask": masks, "position_ids": torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)}
+
+
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["all predictions", "sparse predictions"])
+def test_modernbert_predicts_masked_words_of_padded_and_unpadded_batches_as_stock_does_and_repeats_its_masks(is_sparse):
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+    lengths = [24, 17]
+    ids = torch.arange(48).view(2, 24) * 7 % 47 + 3
+    seen = torch.arange(24) < torch.tensor(lengths).unsqueeze(-1)
+    labels = ids.masked_fill(~seen | (ids % 3 > 0), -100)
+    padded = {"input_ids": ids, "attention_mask": seen.long(), "labels": labels}
+    row = {"input_ids": ids[seen].unsqueeze(0), "labels": labels[seen].unsqueeze(0), **pack(lengths, 4)}
+    sizes = {"vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 96, "local_attention": 8, "sparse_prediction": is_sparse, "pad_token_id": 0}
+    sizes |= dict.fromkeys(("cls_token_id", "bos_token_id"), 1) | dict.fromkeys(("sep_token_id", "eos_token_id"), 2)
+
+    def build(p, **choices):
+        torch.manual_seed(0)
+        config = ModernBertConfig(**sizes, attention_dropout=p, mlp_dropout=min(p, 0.1), embedding_dropout=p)
+        model = ModernBertForMaskedLM(config).double().train()
+        return tempoize(model, seed=3, **choices) if choices else model
+
+    def run(model, inputs):
+        loss = model(**inputs).loss
+        loss.backward()
+        found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        model.zero_grad(set_to_none=True)
+        return {"loss": loss.detach(), **found}
+
+    stock, dropping = build(0.0), [build(0.1, attention="flash") for _ in range(2)]
+    expected = run(stock, padded)
+    for inputs in (padded, row, {**padded, "attention_mask": None}):
+        # Dropout this small neither drops nor scales, but has Tempo's attention run; in float64, where another function
+        # would be far off.
+        found, same = run(build(1e-15, attention="flash", dropout="off", loss="off"), inputs), run(stock, inputs)
+        for key, value in same.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-11, msg=key)
+        if inputs is row:
+            torch.testing.assert_close(found["loss"], expected["loss"])
+        first, again = (run(model, inputs) for model in dropping)
+        assert all(map(torch.equal, first.values(), again.values())) and not torch.equal(first["loss"], same["loss"])
+    assert not [entry for entry in report_on(dropping[0]).left if entry.operation == "attention"]
+
+
 RIGHT, LEFT, INSIDE = (torch.ones(2, 12, dtype=torch.int64) for _ in range(3))
 RIGHT[1, -4:], LEFT[1, :4], INSIDE[1, 4:6] = 0, 0, 0
 PADDINGS = {"none": None, "right": RIGHT, "left": LEFT, "inside": INSIDE}
