@@ -140,7 +140,7 @@ def attend(
             'of a model that was; set attn_implementation to "sdpa", or call tempoize'
         )
     bias: Tensor | None = kwargs.get("position_bias")
-    if (why := _find_refusal(query, attention_mask, bias, kwargs)) is not None:
+    if (why := _find_refusal(attention_mask, kwargs)) is not None:
         if place is not None:
             place.refuse(module, why)
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
@@ -151,34 +151,41 @@ def attend(
         key, value = (t[:, :, : query.size(2)] for t in (key, value))
         bias = None if bias is None else bias[..., : query.size(2)]
     scale = kwargs.get("scaling")
-    drawn: dict[str, Any] = {}
-    if place is not None and p > 0.0:
-        draw_key, first_sample, _ = place.place.find(query.device)
-        first_head = place.find_first_head(module, query.size(1))
-        drawn = {"dropout_p": p, "dropout_key": draw_key, "first_sample": first_sample, "first_head": first_head}
     sink = kwargs.get("s_aux")
-    out = attention(
-        *(t.permute(2, 0, 1, 3) for t in (query, key, value)),
+    out = attend_by_position(
+        module,
+        query,
+        key,
+        value,
+        p,
         causal=causal,
         mask=None if attention_mask is None else _hide(attention_mask),
         bias=bias,
         sink=None if sink is None else sink.to(query.dtype),
         softcap=kwargs.get("softcap"),
         softmax_scale=query.size(-1) ** -0.5 if scale is None else scale,
-        **drawn,
     )
-    return put_batch_first(out), None
+    return out, None
 
 
-def _find_refusal(
-    query: Tensor, attention_mask: Tensor | None, bias: Tensor | None, more: dict[str, Any]
-) -> str | None:
+def attend_by_position(module: Any, query: Tensor, key: Tensor, value: Tensor, p: float, **given: Any) -> Tensor:
+    """Returns Tempo's attention [b, sq, a, d] of q, k, v [b, a or g, s, d], with dropout at the module's place.
+
+    `given` are the other arguments of tempo_kernels.attention.
+    """
+    place: AttentionPlace | None = getattr(module, PLACE, None)
+    if place is not None and p > 0.0:
+        draw_key, first_sample, _ = place.place.find(query.device)
+        first_head = place.find_first_head(module, query.size(1))
+        given |= {"dropout_p": p, "dropout_key": draw_key, "first_sample": first_sample, "first_head": first_head}
+    return put_batch_first(attention(*(t.permute(2, 0, 1, 3) for t in (query, key, value)), **given))
+
+
+def _find_refusal(attention_mask: Tensor | None, more: dict[str, Any]) -> str | None:
     """Names what a call asks for that Tempo's attention with dropout does not do; None if there is nothing."""
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         # Models that add such masks may attend in windows, which are no samples (Swin).
         return "adds a tensor to its scores"
-    if bias is not None and query.is_cuda and bias.requires_grad and torch.is_grad_enabled():
-        return "adds a tensor with a gradient to its scores, on a GPU"
     if more.get("cache") is not None:
         return "pages its keys"
     return None

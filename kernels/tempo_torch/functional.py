@@ -33,9 +33,17 @@ class RedirectsFunctions(Replaced):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the stock module returns."""
+        return self._run(redirect(self.stock_class), self, *args, **kwargs)
+
+    def drop(self, x: Tensor, p: float) -> Tensor:
+        """Returns F.dropout(x, p) as a forward that runs with Tempo's functions does."""
+        y: Tensor = self._run(_dropout, x, p)
+        return y
+
+    def _run(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         _running.append((self.function_place, self.redirected))
         try:
-            return redirect(self.stock_class)(self, *args, **kwargs)
+            return function(*args, **kwargs)
         finally:
             _running.pop()
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from tempo_kernels import KEEPS
 from tempo_torch.activation import IN_PLACE, Activation, is_activation, name_activation
+from tempo_torch.alibi import AlibiAttention, find_alibi
 from tempo_torch.attention import NAME, PLACE, AttentionPlace, find_ranks, give_back_attention, use_attention
 from tempo_torch.dropout import RedrawnDropout
 from tempo_torch.functional import RedirectsFunctions, find_functions, redirect
@@ -61,7 +62,7 @@ class _State:
         self.seen = probe(model, self.passes, call)
         modules = dict(model.named_modules())
         flash = _find_of_registry(modules, self.made)
-        is_asked = isinstance(self.seen, Seen) and any(not _is_multihead(modules[name]) for name in self.seen.attention)
+        is_asked = isinstance(self.seen, Seen) and any(not _is_apart(modules[name]) for name in self.seen.attention)
         if isinstance(self.seen, Seen) and not is_asked and flash is not None and flash.now is not None:
             give_back_attention(model)
             why = "none of its modules asks transformers' registry for attention"
@@ -100,11 +101,11 @@ def _confirm(made: Entry, seen: Seen, modules: dict[str, nn.Module]) -> Iterator
     if made.now is None:
         yield made
     elif made.operation == "attention":
-        is_own = _is_multihead(modules[made.name])
+        is_own = _is_apart(modules[made.name])
         if is_own and made.name not in seen.attention:
             yield dataclasses.replace(made, now=None, why="the forward that was watched does not call it")
         for name, why in seen.attention.items():
-            if name != made.name if is_own else _is_multihead(modules[name]):
+            if name != made.name if is_own else _is_apart(modules[name]):
                 continue
             why = modules[name].__dict__[PLACE].why or why
             now = made.now if why is None else None
@@ -124,15 +125,15 @@ def _confirm(made: Entry, seen: Seen, modules: dict[str, nn.Module]) -> Iterator
         yield made
 
 
-def _is_multihead(module: nn.Module | None) -> bool:
-    """Whether a module is Tempo's nn.MultiheadAttention, which has an entry of its own."""
-    return isinstance(module, MultiheadAttention)
+def _is_apart(module: nn.Module | None) -> bool:
+    """Whether a module is one of Tempo's that asks no registry for attention, and has an entry of its own."""
+    return isinstance(module, MultiheadAttention | AlibiAttention)
 
 
 def _find_of_registry(modules: dict[str, nn.Module], entries: list[Entry]) -> Entry | None:
     """Finds the entry for all attention that asks transformers' registry."""
     found = (entry for entry in entries if entry.operation == "attention")
-    return next((entry for entry in found if not _is_multihead(modules.get(entry.name))), None)
+    return next((entry for entry in found if not _is_apart(modules.get(entry.name))), None)
 
 
 def tempoize(
@@ -163,7 +164,7 @@ def tempoize(
             torch.compile compiles the model.
         dropout: "recompute" (and "auto") draws masks again by position; see `samples`.
         attention: "flash" (and "auto") gives attention with dropout a mask by position and no s*s tensor, in
-            nn.MultiheadAttention and in models of transformers on "sdpa".
+            nn.MultiheadAttention and in models of transformers on "sdpa", and in BLOOM and MPT.
         loss: "fused" (and "auto") makes the logits of a causal language model a chunk of tokens at a time.
         rank, num_ranks: this process among those that train on different samples. By default those of
             torch.distributed, and of the mesh of a model that transformers distributed; give them if processes share
@@ -191,7 +192,8 @@ def tempoize(
                 entries.append(entry)
                 break
     modules = dict(model.named_modules())
-    is_enough = any(map(_is_multihead, modules.values())) and not hasattr(model, "set_attn_implementation")
+    is_enough = any(isinstance(module, AlibiAttention) for module in modules.values())
+    is_enough |= any(map(_is_apart, modules.values())) and not hasattr(model, "set_attn_implementation")
     if choices["attention"] != "off" and not is_enough and _find_of_registry(modules, entries) is None:
         entries.append(_replace_attention(model, choices, passes, ranks.get("heads", (0, 1))))
     if choices["loss"] != "off":
@@ -406,6 +408,19 @@ def _replace_multihead(name: str, module: nn.Module, choices: dict[str, str], pa
     return Entry(name, "MultiheadAttention", "attention", "flash")
 
 
+def _replace_alibi(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> Entry | None:
+    if choices["attention"] == "off" or (found := find_alibi(module)) is None:
+        return None
+    mixin, slopes = found
+    kind, stock = type(module).__name__, type(module)
+    redirect(stock)
+    redirected = frozenset(operation for operation in find_functions(stock) if choices[operation] != "off")
+    place = AttentionPlace(passes.add_place(f"{name}.attention"), choices["attention"] == "flash")
+    given = {"redirected": redirected, "function_place": passes.add_place(f"{name}.functional"), PLACE: place}
+    change_class(module, mixin, slopes=slopes, **given)
+    return Entry(name, kind, "attention", "flash")
+
+
 def _replace_losses(model: nn.Module) -> list[Entry]:
     heads = [(name, module) for name, module in model.named_modules() if is_language_model(module)]
     entries = []
@@ -444,6 +459,7 @@ _REPLACEMENTS = (
     _replace_dropout,
     _replace_linear,
     _replace_multihead,
+    _replace_alibi,
     _replace_functions,
 )
 
@@ -454,7 +470,7 @@ def _replace_attention(model: nn.Module, choices: dict[str, str], passes: Passes
     if why is not None:
         return Entry("", kind, "attention", None, why)
     for name, module in model.named_modules():
-        if "Attention" in type(module).__name__ and not _is_multihead(module):
+        if "Attention" in type(module).__name__ and not _is_apart(module):
             place = passes.add_place(f"{name}.attention")
             module.__dict__[PLACE] = AttentionPlace(place, choices["attention"] == "flash", *head_ranks)
     return Entry("", kind, "attention", "flash", stock_bytes=0.0)

@@ -110,7 +110,7 @@ class TempoDotProductAttention(DotProductAttention):
 
         attention_bias: [b or 1, a/p or 1, sq or 1, sk], added to the scaled scores, such as T5's relative positions.
         """
-        self._check_bias(attention_bias, query, packed_seq_params)
+        self._check_bias(attention_bias, packed_seq_params)
         if packed_seq_params is not None and query.dim() == 3:
             query, key, value = (t.unsqueeze(1) for t in (query, key, value))
             return self.forward(query, key, value, attention_mask, attn_mask_type, None, packed_seq_params).squeeze(1)
@@ -150,21 +150,18 @@ class TempoDotProductAttention(DotProductAttention):
         added = {"sink": None if sink is None else sink.to(query), "bias": attention_bias}
         return self._run(attend, query, key, value, **{name: t for name, t in added.items() if t is not None})
 
-    def _check_bias(self, attention_bias: Tensor | None, query: Tensor, packed_seq_params: Any) -> None:
+    def _check_bias(self, attention_bias: Tensor | None, packed_seq_params: Any) -> None:
         """Raise ValueError where attention cannot take this bias."""
         if attention_bias is None:
             return
-        needs_form = query.is_cuda and attention_bias.requires_grad and self.form != "softmax"
         for where, is_there in (
             (f"context_parallel_size is {self.config.context_parallel_size}", self._exchange is not None),
             ("sequences are packed", packed_seq_params is not None),
-            ("its gradient has no kernel on a GPU", needs_form),
         ):
             if is_there:
-                choices = '"softmax" or "off"' if needs_form else '"off"'
                 raise ValueError(
                     f"an attention bias is given, and {where}, which Tempo's attention cannot have together; "
-                    f"set tempo.attention to {choices}"
+                    'set tempo.attention to "off"'
                 )
 
     def _heed(self, attention_mask: Tensor | None, mask_type: AttnMaskType) -> Tensor | None:

@@ -36,10 +36,11 @@ def settings(
 
 
 def run(module, q, k, v, grad, mask, key_lengths, chosen, **more):
-    """out, grad_q, grad_k and grad_v, and grad_sink where there is a sink."""
+    """out, grad_q, grad_k and grad_v, and the gradients of the bias and the sink where they are given."""
     inputs = Inputs(q, k, v, mask, key_lengths, **more)
     out, logsumexp = module.forward(inputs, chosen)
-    return [out, *(g for g in module.backward(grad, inputs, Kept(out, logsumexp), chosen) if g is not None)]
+    grads = module.backward(grad, inputs, Kept(out, logsumexp), chosen, needs_grad_bias=True)
+    return [out, *(g for g in grads if g is not None)]
 
 
 def check(q, k, v, grad, chosen, mask=None, key_lengths=None, sink=None, bias=None, alibi_slopes=None):
@@ -48,13 +49,15 @@ def check(q, k, v, grad, chosen, mask=None, key_lengths=None, sink=None, bias=No
     found = run(attention_kernel, q, k, v, grad, mask, key_lengths, chosen, **more)
 
     def specified(q, k, v, grad, sink, bias):
-        leaves = [t.detach().requires_grad_() for t in (q, k, v, sink) if t is not None]
+        q, k, v, bias, sink = (None if t is None else t.detach().requires_grad_() for t in (q, k, v, bias, sink))
         hidden = (None if t is None else t.cpu() for t in (mask, key_lengths))
         slopes = None if alibi_slopes is None else alibi_slopes.cpu()
-        out = reference(*leaves[:3], chosen, *hidden, *(leaves[3:] or [None]), bias, slopes)
+        out = reference(q, k, v, chosen, *hidden, sink, bias, slopes)
+        leaves = [t for t in (q, k, v, bias, sink) if t is not None]
         return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
-    names = ["out", "grad_q", "grad_k", "grad_v"] + (["grad_sink"] if sink is not None else [])
+    given = {"bias": bias, "sink": sink}
+    names = ["out", "grad_q", "grad_k", "grad_v", *(f"grad_{name}" for name, t in given.items() if t is not None)]
     assert_as_specified(found, [q, k, v, grad, sink, bias], specified, *names)
 
 

@@ -269,6 +269,155 @@ def test_sinks_caps_and_biases_by_position_are_those_of_stock_and_masks_repeat(n
     assert not {entry for entry in report_on(dropping[0]).left if entry.operation == "attention"}
 
 
+def pack(lengths, half_window):
+    """ModernBERT's arguments for documents in one row: who sees whom in layers of either kind, and positions."""
+    document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    row = torch.arange(len(document))
+    same = document == document.unsqueeze(-1)
+    near = (row - row.unsqueeze(-1)).abs() <= half_window
+    masks = {"full_attention": same[None, None], "sliding_attention": (same & near)[None, None]}
+    return {"attention_mask": masks, "position_ids": torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)}
+
+
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["all predictions", "sparse predictions"])
+def test_modernbert_predicts_masked_words_of_padded_and_unpadded_batches_as_stock_does_and_repeats_its_masks(is_sparse):
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+    lengths = [24, 17]
+    ids = torch.arange(48).view(2, 24) * 7 % 47 + 3
+    seen = torch.arange(24) < torch.tensor(lengths).unsqueeze(-1)
+    labels = ids.masked_fill(~seen | (ids % 3 > 0), -100)
+    padded = {"input_ids": ids, "attention_mask": seen.long(), "labels": labels}
+    row = {"input_ids": ids[seen].unsqueeze(0), "labels": labels[seen].unsqueeze(0), **pack(lengths, 4)}
+    sizes = {"vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 96, "local_attention": 8, "sparse_prediction": is_sparse, "pad_token_id": 0}
+    sizes |= dict.fromkeys(("cls_token_id", "bos_token_id"), 1) | dict.fromkeys(("sep_token_id", "eos_token_id"), 2)
+
+    def build(p, **choices):
+        torch.manual_seed(0)
+        config = ModernBertConfig(**sizes, attention_dropout=p, mlp_dropout=min(p, 0.1), embedding_dropout=p)
+        model = ModernBertForMaskedLM(config).double().train()
+        return tempoize(model, seed=3, **choices) if choices else model
+
+    def run(model, inputs):
+        loss = model(**inputs).loss
+        loss.backward()
+        found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        model.zero_grad(set_to_none=True)
+        return {"loss": loss.detach(), **found}
+
+    stock, dropping = build(0.0), [build(0.1, attention="flash") for _ in range(2)]
+    expected = run(stock, padded)
+    for inputs in (padded, row, {**padded, "attention_mask": None}):
+        # Dropout this small neither drops nor scales, but has Tempo's attention run; in float64, where another function
+        # would be far off.
+        found, same = run(build(1e-15, attention="flash", dropout="off", loss="off"), inputs), run(stock, inputs)
+        for key, value in same.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-11, msg=key)
+        if inputs is row:
+            torch.testing.assert_close(found["loss"], expected["loss"])
+        first, again = (run(model, inputs) for model in dropping)
+        assert all(map(torch.equal, first.values(), again.values())) and not torch.equal(first["loss"], same["loss"])
+    assert not [entry for entry in report_on(dropping[0]).left if entry.operation == "attention"]
+
+
+RIGHT, LEFT, INSIDE = (torch.ones(2, 12, dtype=torch.int64) for _ in range(3))
+RIGHT[1, -4:], LEFT[1, :4], INSIDE[1, 4:6] = 0, 0, 0
+PADDINGS = {"none": None, "right": RIGHT, "left": LEFT, "inside": INSIDE}
+ALIBI_IDS = torch.arange(24).view(2, 12) * 7 % 47 + 3
+
+
+def build_alibi(name, p=0.0, dtype=torch.float32, **choices):
+    import transformers
+
+    torch.manual_seed(0)
+    if name == "Bloom":
+        sizes = {"vocab_size": 50, "hidden_size": 64, "n_layer": 2, "n_head": 4}
+        config = transformers.BloomConfig(**sizes, hidden_dropout=p, attention_dropout=p)
+    else:
+        config = transformers.MptConfig(vocab_size=50, d_model=64, n_layers=2, n_heads=4, max_seq_len=160)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).train()
+    for module in model.modules():  # transformers' configuration takes whole numbers only
+        if type(module).__name__ == "MptAttention":
+            module.attn_dropout_p, module.clip_qkv = p, 3.0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
+    model = model.to(dtype)
+    return tempoize(model, seed=3, **choices) if choices else model
+
+
+def alibi_loss_and_gradients(model, mask=None):
+    # No padded query counts, as it would where one predicts the first token of a sample.
+    hidden = torch.zeros_like(ALIBI_IDS, dtype=torch.bool) if mask is None else mask == 0
+    labels = ALIBI_IDS.masked_fill(hidden | hidden.roll(1, 1), -100)
+    loss = model(input_ids=ALIBI_IDS, attention_mask=mask, labels=labels).loss
+    loss.backward()
+    return {"loss": loss.detach()} | {name: each.grad for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize("padding", PADDINGS.values(), ids=PADDINGS)
+@pytest.mark.parametrize("name", ["Bloom", "Mpt"])
+def test_alibi_is_that_of_stock_with_any_padding(name, padding):
+    ours, stock = (build_alibi(name, **choices) for choices in ({"attention": "flash"}, {}))
+    found, expected = (alibi_loss_and_gradients(model, padding) for model in (ours, stock))
+    largest = max(value.abs().max().item() for value in expected.values())
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6 * largest, msg=key)
+    ours.eval()
+    assert torch.equal(*(m(ALIBI_IDS, attention_mask=padding).logits for m in (ours, stock.eval())))
+
+
+@pytest.mark.parametrize("name", ["Bloom", "Mpt"])
+def test_attention_with_alibi_repeats_its_masks_and_is_given_back(name):
+    models = [build_alibi(name, 0.1, attention="flash") for _ in range(2)]
+    models[1].gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    first, second = (alibi_loss_and_gradients(model) for model in models)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert not torch.equal(first["loss"], alibi_loss_and_gradients(models[0])["loss"])
+    (kind,) = {entry.module for entry in report_on(models[0]).replaced if entry.operation == "attention"}
+    assert kind == f"{name}Attention"
+    assert not [entry for entry in report_on(models[0]).left if entry.operation == "attention"]
+    stock = build_alibi(name)
+    restore(models[0])
+    assert [each.__dict__.keys() for each in models[0].modules()] == [each.__dict__.keys() for each in stock.modules()]
+
+
+@pytest.mark.parametrize("name", ["Bloom", "Mpt"])
+def test_attention_with_alibi_keeps_nothing_that_grows_with_the_square_of_the_sequence(name):
+    kept = {}
+    for length in (40, 160):
+        for choice in ("flash", "off"):
+            model = build_alibi(name, 0.1, attention=choice)
+            layer = "transformer.h.1.self_attention" if name == "Bloom" else "transformer.blocks.1.attn"
+            ids = torch.arange(length).unsqueeze(0) % 50
+            model.config.use_cache = False
+            kept[choice, length] = kept_sbh(model, {"input_ids": ids}, layer) * length
+    # float32 q, k, v, output, logsumexp and slopes; MPT's clamp keeps what it clamps.
+    for length in (40, 160):
+        assert kept["flash", length] == (12 + 4 + 16 / 64 + 12 * (name == "Mpt")) * length + 16 / 64
+        assert kept["off", length] > kept["flash", length] + 2 * 4 * 4 * length**2 / 64 - 12 * length
+
+
+def test_alibi_of_slopes_is_more_exact_than_stocks_own_tensor_in_16_bits():
+    """transformers rounds slope * column to bfloat16, which from 256 columns on moves a key by more than one column."""
+    found = []
+    for dtype, choices in ((BF16, {"attention": "flash"}), (BF16, {}), (torch.float64, {})):
+        model = build_alibi("Bloom", dtype=BF16, **choices).to(dtype)
+        with torch.no_grad():
+            found.append(model(torch.arange(600).unsqueeze(0) % 50).logits.double())
+    ours, stock, exact = found
+    assert (ours - exact).abs().mean() < 0.5 * (stock - exact).abs().mean()
+
+
+def test_a_call_that_asks_for_the_weights_of_attention_with_alibi_is_stocks_or_refused():
+    ours = build_alibi("Bloom", attention="auto")
+    weights = ours(ALIBI_IDS, output_attentions=True).attentions
+    assert weights[0].shape == (2, 4, 12, 12)
+    with pytest.raises(ValueError, match="returns its weights"):
+        build_alibi("Bloom", attention="flash")(ALIBI_IDS, output_attentions=True)
+
+
 def test_shared_layers_draw_the_same_masks_with_checkpointing():
     from transformers import AlbertConfig, AlbertModel
 

@@ -86,8 +86,8 @@ def attention(
             of FlashAttention and of Transformer Engine; without a sink, what is the same for all keys of a query
             changes nothing, so that transformers' slope * column (BLOOM) is the same.
         bias: [b or 1, a or 1, sq or 1, sk], floating point, added to the scaled scores. Below -1e30 it hides its key,
-            as minus infinity does. cu_seqlens may not be given beside it. Its gradient, which takes memory of the size
-            of bias in float32 for the time of backward, is computed on a CPU, and on a GPU in the form "softmax".
+            as minus infinity does. cu_seqlens may not be given beside it. Its gradient, summed in float32, is computed
+            where bias requires one; where bias is broadcast, in an order that is always the same.
         form: "flash" keeps no [sq, sk] tensor. "softmax" keeps the softmax's output and draws the dropout's again.
 
     dropout_key and first_sample may each be a 0-dim int64 tensor on q's device (the key's 64 bits as a signed number),
@@ -108,9 +108,8 @@ def attention(
         On a GPU, a 16-bit out is rounded before a row's sum of out * grad_out is taken, as in FlashAttention. Where a
         softmax is saturated (a single key is seen, or one score is far above the others), gradients of scores that
         should be about 0 are therefore one rounding of a product.
-    Raises: ValueError for shapes, dtypes or a probability that do not fit, and on a GPU, in the form "flash", for a
-        bias that requires a gradient, and with dropout for a first_column that is not a multiple of 8; RuntimeError on
-        a second derivative.
+    Raises: ValueError for shapes, dtypes or a probability that do not fit, and on a GPU, in the form "flash", with
+        dropout for a first_column that is not a multiple of 8; RuntimeError on a second derivative.
     """
     draw = (dropout_p, dropout_key, first_sample, first_head)
     settings = Settings(causal, softmax_scale, *draw, window_size, first_row, first_column, softcap)
@@ -123,11 +122,6 @@ def attention(
     backend = find_backend(
         q, k, v, causal, mask, dropout_p, window_size, key_lengths, first_column, form, is_packed, changes_scores
     )
-    if backend == "triton" and bias is not None and bias.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "attention: bias requires a gradient, which the kernels on a GPU do not compute; expected a constant; give "
-            'bias.detach(), or form="softmax"'
-        )
     if backend == "sdpa":
         return _run_sdpa(q, k, v, causal, softmax_scale)
     tensors = (q, *separate(k, v), *inputs[3:], *packed)
@@ -251,7 +245,8 @@ def _differentiate(
     is_packed = packed.cu_seqlens is not None
     if inputs.q.is_cuda and not is_softmax:
         kernel = choose_backend(inputs.q, cpu)
-        grads: Gradients = kernel.backward(grad_out, inputs, kept, settings, packed if is_packed else None)
+        packed_row = packed if is_packed else None
+        grads: Gradients = kernel.backward(grad_out, inputs, kept, settings, packed_row, needs_grad_bias)
         return grads
     if is_packed:
         return documents.backward(grad_out, inputs, packed, kept, settings)

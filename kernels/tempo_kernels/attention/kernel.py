@@ -2,10 +2,10 @@
 
 The algorithm is FlashAttention-2's (Dao, arXiv 2307.08691). Forward and the gradient of q walk over keys
 (kernel_rows.py). The gradients of k and v walk over queries (kernel_columns.py). With enough heads one walk finds all
-three gradients (kernel_heads.py). Of a packed row each program has a block of one document
-(kernel_documents.py). The passes share the code for one tile (kernel_tile.py) and take their launch
-arguments from kernel_plan.py. Scores and masks live in registers only: backward computes the probabilities again from
-the logsumexp, and Philox draws the same bits again.
+three gradients (kernel_heads.py). The gradient of a bias takes a pass of its own (kernel_bias.py). Of a packed row each
+program has a block of one document (kernel_documents.py). The passes share the code for one tile (kernel_tile.py) and
+take their launch arguments from kernel_plan.py. Scores and masks live in registers only: backward computes the
+probabilities again from the logsumexp, and Philox draws the same bits again.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tempo_kernels.attention import kernel_bias
 from tempo_kernels.attention import kernel_columns as columns
 from tempo_kernels.attention import kernel_heads as whole_heads
 from tempo_kernels.attention import kernel_rows as rows
 from tempo_kernels.attention.documents import Documents
-from tempo_kernels.attention.kernel_plan import Form, Shape, plan_forward, plan_one_walk, plan_two_walks
-from tempo_kernels.attention.settings import Gradients, Inputs, Kept, Settings
+from tempo_kernels.attention.kernel_plan import Form, Shape, plan_forward, plan_grad_bias, plan_one_walk, plan_two_walks
+from tempo_kernels.attention.settings import MASKED_SCORE, Gradients, Inputs, Kept, Settings
 from tempo_kernels.kernel_launch import cache_plans, count_multiprocessors
 from tempo_kernels.philox.kernel import LANES, key_words
 
@@ -61,6 +62,13 @@ FLOAT32_SHAPES = {
 # One walk for all three gradients, on sm_90: {head_dim up to: (shape, how many programs share a multiprocessor)}.
 SHAPES_OF_HEADS = {64: (Shape(64, 64, 4, 2, True), 2), 128: (Shape(128, 64, 8, 2, True), 1)}
 MAX_SPLITS = 2  # each holds 4 bytes per element of q
+
+# The gradient of a bias, on any GPU: {head_dim up to: shape}.
+SHAPES_OF_BIAS = {
+    64: Shape(64, 64, 4, 2, False),
+    128: Shape(64, 64, 8, 2, False),
+    256: Shape(64, 32, 8, 1, False),
+}
 
 
 @functools.cache
@@ -117,9 +125,15 @@ def forward(
 
 
 def backward(
-    grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings, documents: Documents | None = None
+    grad_out: Tensor,
+    inputs: Inputs,
+    kept: Kept,
+    settings: Settings,
+    documents: Documents | None = None,
+    needs_grad_bias: bool = False,
 ) -> Gradients:
-    """Returns the gradients of q, k, v and the sink; the same bits every time on the same GPU.
+    """Returns the gradients of q, k, v, the sink, and of the bias if it is needed; the same bits every time on the same
+    GPU.
 
     With `kept.is_part` they are float32, out may be of any dtype, and the logsumexp is that of eager.py.
 
@@ -135,17 +149,26 @@ def backward(
         assert kept.logsumexp is not None
         kept = kept._replace(logsumexp=kept.logsumexp / settings.softmax_scale)
     grads = grad_q, grad_k, grad_v
+    grad_bias = None
+    if inputs.bias is not None and needs_grad_bias:
+        grad_bias = torch.empty(inputs.bias.shape, dtype=inputs.bias.dtype, device=q.device)
     if q.numel() == 0 or _count_documents(documents) == 0:
         grad_sink = None if inputs.sink is None else torch.zeros_like(inputs.sink)
-        return Gradients(grad_q, grad_k.zero_(), grad_v.zero_(), sink=grad_sink)
+        return Gradients(
+            grad_q, grad_k.zero_(), grad_v.zero_(), None if grad_bias is None else grad_bias.zero_(), grad_sink
+        )
     call = _prepare(inputs, settings, grad_out, kept.is_part, documents)
     # The documents of a packed row have any length: a program per block shares them out, one per head does not.
     splits = 0 if documents is not None else choose_splits(inputs)
     if splits > 0:
-        delta, norm = _walk_once(splits, grads, call, kept), None
+        statistics, norm = _walk_once(splits, grads, call, kept), None
     else:
-        delta, norm = _walk_twice(grads, call, kept)
-    return Gradients(*grads, sink=_find_grad_sink(inputs, settings, kept, delta, norm))
+        statistics, norm = _walk_twice(grads, call, kept)
+    if grad_bias is not None:
+        plan = plan_grad_bias(call.form, _choose_shape_of_bias(q, inputs.v), grad_bias.shape)
+        tensors = (*call.tensors, statistics, norm, grad_bias, *call.optional)
+        kernel_bias.launch_grad_bias(plan, tensors, call.drawn)
+    return Gradients(*grads, grad_bias, _find_grad_sink(inputs, settings, kept, statistics[1], norm))
 
 
 def _find_grad_sink(
@@ -156,7 +179,12 @@ def _find_grad_sink(
     if inputs.sink is None:
         return None
     assert kept.logsumexp is not None
-    probabilities = (inputs.sink.float().view(-1, 1) - kept.logsumexp * settings.softmax_scale).exp()
+    sink = inputs.sink.float().view(-1, 1)
+    if inputs.mask is not None:
+        # Where every score is masked, the logsumexp is relative to the masked score.
+        is_relative = (kept.logsumexp.view(torch.int32) & 1).bool()
+        sink = torch.where(is_relative, sink - MASKED_SCORE, sink)
+    probabilities = (sink - kept.logsumexp * settings.softmax_scale).exp()
     if norm is not None:
         probabilities = torch.where(kept.logsumexp.isinf(), 0.0, probabilities * norm)
     delta = torch.where(kept.logsumexp.isinf(), 0.0, delta[..., : inputs.q.size(0)])
@@ -197,6 +225,13 @@ def _choose_splits(head_dim: int, k_shape: torch.Size, multiprocessors: int) -> 
 def choose_shape_of_heads(head_dim: int) -> tuple[Shape, int]:
     """Returns the entry of SHAPES_OF_HEADS."""
     return next(entry for largest, entry in SHAPES_OF_HEADS.items() if head_dim <= largest)
+
+
+def _choose_shape_of_bias(q: Tensor, v: Tensor) -> Shape:
+    if q.dtype == torch.float32:
+        return choose_shapes(q, v)[1]
+    head_dim = max(q.size(-1), v.size(-1))
+    return next(shape for largest, shape in SHAPES_OF_BIAS.items() if head_dim <= largest)
 
 
 class _Call(NamedTuple):
@@ -261,7 +296,7 @@ def _prepare(
 
 
 def _walk_once(splits: int, grads: tuple[Tensor, ...], call: _Call, kept: Kept) -> Tensor:
-    """Fills the gradients of q, k and v, and returns delta."""
+    """Fills the gradients of q, k and v, and returns the statistics."""
     q, k, v, grad_out = call.tensors
     grad_q, grad_k, grad_v = grads
     assert kept.out is not None and kept.logsumexp is not None
@@ -272,11 +307,11 @@ def _walk_once(splits: int, grads: tuple[Tensor, ...], call: _Call, kept: Kept) 
     tensors = (q, k, v, grad_out, statistics, sums, grad_k, grad_v, *call.optional)
     whole_heads.launch_walk(plans.launches.walk, tensors, call.drawn)
     whole_heads.launch_finish(plans.launches.finish, (sums, grad_q))
-    return statistics[1]
+    return statistics
 
 
 def _walk_twice(grads: tuple[Tensor, ...], call: _Call, kept: Kept) -> tuple[Tensor, Tensor | None]:
-    """Fills the gradients of q, k and v, and returns delta and, in float32, the norm."""
+    """Fills the gradients of q, k and v, and returns the statistics and, in float32, the norm."""
     q, k, v, grad_out = call.tensors
     grad_q, grad_k, grad_v = grads
     assert kept.logsumexp is not None
@@ -289,7 +324,7 @@ def _walk_twice(grads: tuple[Tensor, ...], call: _Call, kept: Kept) -> tuple[Ten
     rows.launch_grad_q(plans.grad_q, tensors, call.drawn)
     tensors = (q, k, v, grad_out, statistics, norm, grad_k, grad_v, *call.optional)
     columns.launch_grad_kv(plans.grad_kv, tensors, call.drawn)
-    return statistics[1], norm
+    return statistics, norm
 
 
 def _read(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[tuple[int, ...], ...]]:

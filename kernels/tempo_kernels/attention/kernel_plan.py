@@ -113,6 +113,17 @@ def plan_one_walk(form: Form, shape: Shape, splits: int) -> HeadsPlans:
     )
 
 
+@cache_plans
+def plan_grad_bias(form: Form, shape: Shape, bias_shape: torch.Size) -> Plan:
+    """Plans `kernel_bias.launch_grad_bias`."""
+    samples, heads, rows, num_keys = bias_shape
+    num_queries = form.q_shape[0]
+    sums_queries = rows < num_queries
+    blocks = -(-num_keys // shape.keys) * (1 if sums_queries else -(-num_queries // shape.queries))
+    numbers = {"bias_samples": samples, "bias_heads": heads, "SUMS_QUERIES": sums_queries}
+    return Plan((blocks * samples * heads,), DRAWN, **numbers, **_list_numbers(form, shape))
+
+
 def _count_blocks(form: Form, num_rows: int, block: int) -> int:
     """How many blocks of queries or keys a row has; of a packed row at most, as kernel_documents.py says."""
     return -(-num_rows // block) if form.num_documents is None else num_rows // block + form.num_documents

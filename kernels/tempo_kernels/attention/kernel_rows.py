@@ -22,6 +22,7 @@ from tempo_kernels.attention.kernel_tile import (
     compute_anew,
     count_keys,
     draw_drops,
+    find_origin,
     find_place_of_draw,
     find_probabilities,
     find_score_gradients,
@@ -291,7 +292,8 @@ def _grad_q_kernel(
         total, delta = tl.zeros_like(delta), tl.zeros_like(delta)
         if HAS_SINK:
             sink = tl.load(sink_ptr + head).to(tl.float32) * inverse_scale
-            total += tl.exp2((sink - logsumexp) * scale)
+            origin = find_origin(logsumexp, masked_score) if HAS_MASK else 0.0
+            total += tl.exp2((sink - origin - logsumexp) * scale)
         for start_key in range(first, stop, BLOCK_KEYS):
             k = load_rows(k_ptr, start_key, order, k_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM, num_hidden, HIDES_FIRST)
             v = load_rows(

@@ -320,6 +320,13 @@ def change_scores(
 
 
 @triton.jit
+def find_origin(logsumexp, masked_score):
+    """Returns the score to which each logsumexp beside a mask is relative: a last bit of 1 marks the masked score. The
+    end of _forward_kernel says why."""
+    return tl.where((logsumexp.to(tl.int32, bitcast=True) & 1) == 1, masked_score, 0.0)
+
+
+@triton.jit
 def find_probabilities(
     q, k, logsumexp, row, first_key, last_key, start_row, start_key, is_edge,
     mask_ptr, mask_row, mask_column, bias_ptr, bias_row, bias_column, slope, diagonal, cap, inverse_scale,
@@ -341,9 +348,7 @@ def find_probabilities(
             mask_ptr, row, start_key, mask_row, mask_column, num_queries, num_keys, BLOCK_KEYS, KEYS_FIRST
         )
         scores = tl.where(hides, masked_score, scores)
-        # A last bit of 1 marks a logsumexp that is relative to the masked score; the end of _forward_kernel says why.
-        origin = tl.where((logsumexp.to(tl.int32, bitcast=True) & 1) == 1, masked_score, 0.0)
-        scores -= expand_queries(origin, KEYS_FIRST)
+        scores -= expand_queries(find_origin(logsumexp, masked_score), KEYS_FIRST)
     scores = hide_unseen(scores, first_key, last_key, start_key, is_edge, LIMITS_LEFT, BRANCHES, BLOCK_KEYS, KEYS_FIRST)
     if PRECISE:
         exponents = (scores - expand_queries(logsumexp, KEYS_FIRST)) * scale

@@ -12,6 +12,7 @@ from roofline.launches import count_serialised_products, read_cubin
 from roofline.machine_code import find_body, parse
 
 from tempo_kernels.attention import kernel as attention_kernel
+from tempo_kernels.attention import kernel_bias
 from tempo_kernels.attention import kernel_columns as columns
 from tempo_kernels.attention import kernel_heads as whole_heads
 from tempo_kernels.attention import kernel_rows as rows
@@ -36,7 +37,8 @@ def attention_launches(
     **chosen,
 ):
     """The launches of forward, grad_q and grad_kv, of queries, keys and values that are slices of one tensor; with
-    `splits` of forward and of what one walk for all gradients launches. `given` are Inputs' other tensors by name."""
+    `splits` of forward and of what one walk for all gradients launches. `given` are Inputs' other tensors by name; a
+    bias gets its gradient too."""
     value_dim = value_dim or head_dim
     sizes = [head_dim, head_dim, value_dim]
     b = 2 if documents is None else 1
@@ -49,12 +51,12 @@ def attention_launches(
     def run():
         inputs = Inputs(q, k, v, **given or {})
         attention_kernel.forward(inputs, settings, torch.float32 if is_part else None, documents)
-        attention_kernel.backward(out, inputs, kept, settings, documents)
+        attention_kernel.backward(out, inputs, kept, settings, documents, inputs.bias is not None)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_kernel, "find_architecture", lambda device: capability)
         patch.setattr(attention_kernel, "choose_splits", lambda inputs: splits)
-        return record_launches(run, [rows, columns, whole_heads])
+        return record_launches(run, [rows, columns, whole_heads, kernel_bias])
 
 
 # Of kernel.py's SHAPES the wider ones, which take more registers, as dropout does; on sm_90 each, and one without.

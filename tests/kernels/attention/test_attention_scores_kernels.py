@@ -17,7 +17,8 @@ CHANGES = {
     "sink": (True, None, False, None),
     "softcap": (False, 0.7, False, None),
     "slopes": (False, None, True, None),
-    "bias": (False, None, False, (1, HEADS, SQ)),
+    "bias of heads": (False, None, False, (1, HEADS, SQ)),
+    "bias of samples": (False, None, False, (BATCH, 1, SQ)),
     "all": (True, 1.5, True, (BATCH, 1, 1)),
 }
 SEEN = {"causal": (True, None, False), "window": (False, (20, 2), False), "mask": (False, None, True)}
@@ -44,18 +45,39 @@ def test_changed_scores_are_as_specified(change, seen, dtype, p, splits, monkeyp
 
 
 @kernel_test
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sinks_no_larger_than_a_masked_score_share_a_row_whose_keys_are_all_masked(dtype):
+    inputs = random_inputs(20, 20, 1, 4, 2, 32, dtype)
+    mask = torch.rand(1, 1, 20, 20) < 0.3
+    mask[0, 0, 5:9] = True
+    sink = torch.tensor([-10000.0, -10008.0, -9984.0, float("-inf")], device=DEVICE).to(dtype)
+    check(*inputs, settings(False, 0.1), mask.to(DEVICE), sink=sink)
+
+
+@kernel_test
 @pytest.mark.parametrize("value", [float("-inf"), torch.finfo(torch.float32).min])
 def test_a_bias_hides_keys_and_a_query_that_sees_none_gets_zeros(value):
     q, k, v, grad = random_inputs(20, 20, 1, 2, 2, 32, torch.float32)
     bias = torch.zeros(1, 1, 20, 20, device=DEVICE)
     bias[..., 12:], bias[:, :, 3] = value, value
     whole = run(attention_kernel, q, k, v, grad, None, None, settings(False, 0.0), bias=bias)
-    assert all(t.isfinite().all() for t in whole)
+    assert all(t.isfinite().all() for t in whole) and not whole[4][..., 12:].any()
     assert not whole[0][3].any() and not whole[1][3].any() and not whole[2][12:].any() and not whole[3][12:].any()
     seen = [row for row in range(20) if row != 3]
     part = run(attention_kernel, q[seen], k[:12], v[:12], grad[seen], None, None, settings(False, 0.0))
-    for found, expected, rows in zip(whole, part, (seen, seen, slice(12), slice(12)), strict=True):
+    for found, expected, rows in zip(whole[:4], part, (seen, seen, slice(12), slice(12)), strict=True):
         torch.testing.assert_close(found[rows], expected, rtol=1e-5, atol=1e-6)
+
+
+@kernel_test
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_a_bias_of_keys_alone_sums_over_samples_heads_and_queries_of_any_lengths(dtype):
+    inputs = random_inputs(70, 40, 3, 2, 1, 32, dtype)
+    bias = torch.randn(1, 1, 1, 40, device=DEVICE).to(dtype)
+    lengths = torch.tensor([40, 33, 0], device=DEVICE)
+    check(*inputs, settings(False, 0.1), None, lengths, bias=bias)
+    first, again = (run(attention_kernel, *inputs, None, lengths, settings(False), bias=bias) for _ in range(2))
+    assert all(map(torch.equal, first, again))
 
 
 @kernel_test
