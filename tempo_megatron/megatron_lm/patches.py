@@ -177,7 +177,11 @@ def _replace_specs(model: Model, arguments: dict[str, Any], tempo_config: TempoC
     found = BuiltModel(name=model.place.partition(":")[2], tempo_config=tempo_config)
     for spec_name, config_name in model.specs.items():
         config, spec = arguments[config_name], arguments[spec_name]
-        obstacles = {**_find_obstacles_to_masks(config, run), **_find_obstacle_to_packing(config, run)}
+        obstacles = {
+            **_find_obstacles_to_masks(config, run),
+            **_find_obstacle_to_chunks(config, run),
+            **_find_obstacle_to_packing(config, run),
+        }
         replace = functools.partial(tempoize, vp_stage=arguments.get("vp_stage"), obstacles=obstacles)
         if model.patterns:
             pattern = next((arguments[name] for name in model.patterns if arguments[name] is not None), None)
@@ -229,13 +233,43 @@ def _find_obstacles_to_masks(config: Any, run: Any) -> Obstacles:
     return {name: Refusal(reason, remedy) for name, p in dropouts.items() if p > 0}
 
 
+def _find_obstacle_to_chunks(config: Any, run: Any) -> Obstacles:
+    """Why attention on a GPU cannot draw masks for the chunks of context-parallel ranks, whose columns must begin at a
+    multiple of 8."""
+    import torch
+
+    from tempo_megatron.slots.choose import Refusal
+    from tempo_megatron.slots.context_parallel import count_ranks_of_rows
+
+    if config.context_parallel_size == 1 or config.attention_dropout == 0 or not getattr(run, "seq_length", None):
+        return {}
+    num_chunks = 2 * count_ranks_of_rows(config, getattr(run, "hierarchical_context_parallel_sizes", None))
+    chunk = run.seq_length / num_chunks
+    if num_chunks == 2 or chunk % 8 == 0 or not (torch.cuda.is_available() and torch.empty(0, device="cuda").is_cuda):
+        return {}
+    reason = (
+        f"seq_length {run.seq_length} gives context_parallel_size {config.context_parallel_size} chunks of {chunk:g} "
+        "tokens, and attention with dropout on a GPU takes multiples of 8"
+    )
+    return {"attention": Refusal(reason, f"pad it to a multiple of {8 * num_chunks}, or take cp_comm_type a2a")}
+
+
 def _find_obstacle_to_packing(config: Any, run: Any) -> Obstacles:
-    """Why attention cannot keep to the documents of packed rows, if its stage is not told where they begin."""
+    """Why attention cannot keep to the documents of packed rows, if its stage is not told where they begin; and why no
+    masks can be drawn for them, if they are cut over context-parallel ranks."""
     from tempo_megatron.slots.choose import Refusal
     from tempo_megatron.slots.megatron_versions import VERSION, is_since
 
     stages = config.pipeline_model_parallel_size
-    if not getattr(run, "sft", False) or stages == 1 or is_since("0.17"):
+    if not getattr(run, "sft", False):
+        return {}
+    if config.context_parallel_size > 1 and config.hidden_dropout > 0:
+        reason = (
+            f"sft is on with context_parallel_size {config.context_parallel_size} and hidden_dropout "
+            f"{config.hidden_dropout:g}, and Megatron's scripts do not say which samples the packed documents are"
+        )
+        return dict.fromkeys(("dropout", "attention"), Refusal(reason, "set hidden_dropout to 0"))
+    if stages == 1 or is_since("0.17"):
         return {}
     reason = f"sft is on with {stages} pipeline stages, and megatron-core {VERSION} tells the first one alone where "
     return {"attention": Refusal(f"{reason}packed documents begin", "pack on one stage, or take Megatron 0.19")}

@@ -126,8 +126,15 @@ class TempoDotProductAttention(DotProductAttention):
         mask = attention_mask if window_size is None else None
         dropout_p = self.attention_dropout.p if self.training else 0.0
         draw = self._draw(query) if dropout_p > 0 else {}
-        if packed and dropout_p > 0 and (samples := read_document_samples(query)) is not None:
-            packed["document_samples"] = samples
+        if packed and self.training and (samples := read_document_samples(query)) is not None:
+            packed |= {"document_samples": samples} if dropout_p > 0 else {}
+        elif packed and self.training and self._exchange is not None and self.config.hidden_dropout > 0:
+            raise ValueError(
+                f"a packed row is given to {self.config.context_parallel_size} context-parallel ranks without its "
+                f"documents' samples, and hidden_dropout is {self.config.hidden_dropout:g}, whose masks then do not "
+                "know which tokens a rank holds; call tempo_megatron.set_micro_batch with cu_seqlens and "
+                "document_samples before each forward, or set hidden_dropout to 0"
+            )
         if self._exchange is not None and mask is not None:
             raise ValueError(
                 f"a mask of shape {list(mask.shape)} is given, which attention under context parallelism cannot have; "
@@ -175,11 +182,11 @@ class TempoDotProductAttention(DotProductAttention):
         """
         if packed_seq_params is None:
             return {}
-        cp_size = max(self.config.context_parallel_size, getattr(packed_seq_params, "local_cp_size", None) or 1)
-        if cp_size > 1:
+        local_size = getattr(packed_seq_params, "local_cp_size", None) or 1
+        if local_size > 1:
             raise ValueError(
-                f"packed sequences are given to {cp_size} context-parallel ranks; Tempo's attention takes them on one; "
-                'set context_parallel_size to 1, or tempo.attention to "off"'
+                f"packed sequences are given with local_cp_size {local_size}, of hybrid context parallelism, which "
+                'Tempo\'s attention does not support; leave it out, or set tempo.attention to "off"'
             )
         if packed_seq_params.qkv_format != "thd":
             raise ValueError(
@@ -197,7 +204,7 @@ class TempoDotProductAttention(DotProductAttention):
                     f'{name} alone; pack without padding, or set tempo.attention to "off"'
                 )
         queries, keys = (given[name] if padded[name] is None else padded[name] for name in names)
-        return {"cu_seqlens": queries, "cu_seqlens_k": None if self.attention_type == "self" else keys}
+        return {"cu_seqlens": queries, **({} if self.attention_type == "self" else {"cu_seqlens_k": keys})}
 
     def _run(self, attend: Callable[..., Tensor], *operands: Tensor, **added: Tensor) -> Tensor:
         return attend(*operands, **added)

@@ -28,8 +28,9 @@ import functools
 import struct
 import sys
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -371,6 +372,42 @@ def find_segments(rank: int, size: int, num_rows: int) -> list[tuple[int, int]]:
     return [(rank * chunk, chunk), ((2 * size - 1 - rank) * chunk, chunk)]
 
 
+class Segment(NamedTuple):
+    """Contiguous rows of a document that a rank holds."""
+
+    document: int
+    """Its number in the packed row; 0 where the row is not packed."""
+
+    first_row: int
+    """Within the document."""
+
+    num_rows: int
+
+
+def find_document_segments(boundaries: Sequence[int], rank: int, size: int) -> list[Segment]:
+    """What a context-parallel rank holds of each document of a packed row, in the order in which it holds it.
+
+    Megatron cuts each document as `find_segments` cuts a sequence (megatron/core/utils.py:2041 of 0.16.1).
+
+    Args:
+        boundaries: where documents begin and end in the row.
+        rank, size: of the context-parallel group.
+
+    Raises ValueError where a document cannot be shared.
+    """
+    found = []
+    for document, (start, end) in enumerate(pairwise(boundaries)):
+        if size > 1 and (end - start) % (2 * size):
+            raise ValueError(
+                f"document {document} of a packed row has {end - start} tokens, and {size} context-parallel ranks take "
+                f"two equal chunks of it each; expected a multiple of {2 * size}; pad each document, and give the "
+                "padded boundaries"
+            )
+        segments = find_segments(rank, size, (end - start) // size) if end > start else []
+        found += [Segment(document, *part) for part in segments]
+    return found
+
+
 def find_rows(x: Tensor, config: Any) -> dict[str, Any]:
     """Which global rows the hidden states of this rank are: the arguments `first_row` or `rows` of a dropout, and
     where documents were announced `first_sample` and `samples`.
@@ -390,13 +427,8 @@ def find_rows(x: Tensor, config: Any) -> dict[str, Any]:
     size = config.context_parallel_size
     rank = parallel_state.get_context_parallel_rank() if size > 1 else 0
     if documents := _read_packed_documents():
-        if size > 1:
-            raise ValueError(
-                f"documents are announced, and context_parallel_size is {size}, which Tempo does not have together; "
-                "leave document_samples out, or set context_parallel_size to 1"
-            )
         first_sample = read_micro_batch()[1]
-        rows, samples = _make_document_rows(documents, parts * num_rows, first_sample, *place)
+        rows, samples = _make_document_rows(documents, rank, size, parts * num_rows, first_sample, *place)
         here = slice(part * num_rows, (part + 1) * num_rows)
         return {"first_sample": 0, "rows": rows[here], "samples": samples[here]}
     segments = find_segments(rank, size, parts * num_rows)
@@ -420,13 +452,16 @@ def _make_rows(
 
 @functools.lru_cache(maxsize=16)
 def _make_document_rows(
-    documents: bytes, num_tokens: int, first_sample: int, device: torch.device, fake_mode: Any
+    documents: bytes, rank: int, size: int, num_tokens: int, first_sample: int, device: torch.device, fake_mode: Any
 ) -> tuple[Tensor, Tensor]:
-    """The row within its document, and the sample, of each token, int64; a token of no document stays where it is."""
+    """The row within its document, and the sample, of each token of a context-parallel rank, int64; a token of no
+    document stays where it is."""
     boundaries, document_samples = _unpack_documents(documents)
     rows = torch.arange(num_tokens, dtype=torch.int64, device=device)
     samples = torch.full_like(rows, first_sample)
-    for start, end, sample in zip(boundaries, boundaries[1:], document_samples, strict=False):
-        rows[start:end] -= start
-        samples[start:end] = sample
+    start = boundaries[0] // size
+    for document, row, count in find_document_segments(boundaries, rank, size):
+        rows[start : start + count] = torch.arange(row, row + count)
+        samples[start : start + count] = document_samples[document]
+        start += count
     return rows, samples

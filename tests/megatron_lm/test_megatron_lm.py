@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from distributed import run_megatron_ranks, run_ranks
 from gpt import SEQ_LENGTH, VOCAB_SIZE, build_gpt, gpt_config
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -20,7 +21,11 @@ from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main as tempo_megatron
 from tempo_megatron.megatron_lm import run, versions
 from tempo_megatron.megatron_lm.options import read_options
-from tempo_megatron.megatron_lm.patches import _find_obstacle_to_packing, _find_obstacles_to_masks
+from tempo_megatron.megatron_lm.patches import (
+    _find_obstacle_to_chunks,
+    _find_obstacle_to_packing,
+    _find_obstacles_to_masks,
+)
 from tempo_megatron.megatron_lm.report import RunReport
 from tempo_megatron.megatron_lm.samples import find_first_sample
 from tempo_megatron.megatron_lm.versions import LaunchError
@@ -237,13 +242,51 @@ def test_masks_are_left_to_stock_where_nobody_knows_their_samples_unless_these_w
 )
 def test_packed_rows_are_refused_where_a_stage_does_not_know_their_documents(sft, stages, version, monkeypatch) -> None:
     monkeypatch.setattr(megatron_versions, "VERSION", Version(version))
-    config = SimpleNamespace(pipeline_model_parallel_size=stages)
+    config = SimpleNamespace(pipeline_model_parallel_size=stages, context_parallel_size=1)
     found = _find_obstacle_to_packing(config, SimpleNamespace(sft=sft))
     assert bool(found) == (sft and stages == 2 and version == "0.16.1")
     if found:
         assert found["attention"].reason == (
             "sft is on with 2 pipeline stages, and megatron-core 0.16.1 tells the first one alone where packed "
             "documents begin"
+        )
+
+
+@pytest.mark.parametrize(("sft", "ranks", "dropout"), [(True, 2, 0.1), (True, 2, 0.0), (True, 1, 0.1), (False, 2, 0.1)])
+def test_no_masks_are_drawn_for_documents_of_unknown_samples_that_ranks_share(sft, ranks, dropout) -> None:
+    config = SimpleNamespace(pipeline_model_parallel_size=1, context_parallel_size=ranks, hidden_dropout=dropout)
+    found = _find_obstacle_to_packing(config, SimpleNamespace(sft=sft))
+    assert set(found) == ({"dropout", "attention"} if sft and ranks == 2 and dropout else set())
+    for refusal in found.values():
+        assert refusal.reason.startswith("sft is on with context_parallel_size 2 and hidden_dropout 0.1, and Megatron")
+
+
+@pytest.mark.parametrize(
+    ("comm_type", "seq_length", "dropout", "chunk"),
+    [
+        ("p2p", 48, 0.1, "12"),
+        (["a2a", "all_gather"], 36, 0.1, "9"),
+        ("a2a+p2p", 40, 0.1, "10"),
+        ("a2a+p2p", 64, 0.1, None),
+        ("a2a", 36, 0.1, None),
+        ("p2p", 64, 0.1, None),
+        ("p2p", 48, 0.0, None),
+    ],
+)
+def test_chunks_that_masks_on_a_gpu_cannot_have_are_refused_at_the_start(
+    comm_type, seq_length, dropout, chunk, monkeypatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: SimpleNamespace(is_cuda=True))
+    size = 4 if comm_type == "a2a+p2p" else 2
+    config = SimpleNamespace(context_parallel_size=size, cp_comm_type=comm_type, attention_dropout=dropout)
+    run = SimpleNamespace(seq_length=seq_length, hierarchical_context_parallel_sizes=[2, 2])
+    found = _find_obstacle_to_chunks(config, run)
+    assert set(found) == ({"attention"} if chunk else set())
+    if found:
+        assert found["attention"].reason == (
+            f"seq_length {seq_length} gives context_parallel_size {size} chunks of {chunk} tokens, and attention with "
+            "dropout on a GPU takes multiples of 8"
         )
 
 

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 from covering import exhaustive
 from distributed import run_megatron_ranks, run_megatron_ranks_once
+from dropout_masks import add_row, compare_masks, recorded_masks
 from gpt import assert_equal_to_stock, build_gpt, gpt_config, gradients, losses
 from latent_cases import build_latent
 from megatron.core import parallel_state
 from prediction_cases import build as build_prediction
+from sequence_parts import list_tokens
 from witness import assert_within_rule, kept_storages, outputs_and_gradients
 
 from tempo_kernels.attention import attention
-from tempo_kernels.philox import keep_bits
 from tempo_megatron import TempoConfig
 from tempo_megatron.slots import context_parallel
 from tempo_megatron.slots.attention import TempoDotProductAttention
-from tempo_megatron.slots.dropout_rng import find_segments
 
 SEQ_LENGTH, BATCH, HEAD_DIM = 32, 2, 8
+PACKED = {"causal": True, "dropout_p": 0.3, "cu_seqlens": torch.tensor([0, 16, 32], dtype=torch.int32)}
 # Query heads, key-value heads, settings, dtype.
 CASES = {
     "causal": (4, 4, {"causal": True}, torch.float32),
@@ -31,6 +31,9 @@ CASES = {
     "one group, bfloat16": (4, 1, {"causal": True, "dropout_p": 0.3}, torch.bfloat16),
     "window": (4, 2, {"causal": True, "window_size": (5, 0), "dropout_p": 0.3}, torch.float32),
     "window to both sides": (4, 4, {"causal": False, "window_size": (3, 9)}, torch.float32),
+    "packed": (4, 2, {**PACKED, "document_samples": torch.tensor([7, 2**40])}, torch.float32),
+    # Its masks are those of the packed row.
+    "packed, of unknown samples": (4, 4, {**PACKED, "causal": False}, torch.bfloat16),
 }
 LAYOUTS = [
     (2, "p2p", None),
@@ -48,27 +51,13 @@ MORE_LAYOUTS = [
 ]
 
 
-def draws_of(function, *args):
-    """What function(*args) returns, and {(head, sample, row): {column: kept}} of the random numbers drawn meanwhile."""
-    drawn = {}
-
-    def record(key, p, *, sample, head, row, num_columns, first_column=0):
-        bits = keep_bits(key, p, sample=sample, head=head, row=row, num_columns=num_columns, first_column=first_column)
-        indices = (t.broadcast_to(bits.shape[:-1]).flatten().tolist() for t in (head, sample, row))
-        for place, columns in zip(zip(*indices, strict=True), (bits != 0).flatten(0, -2).tolist(), strict=True):
-            for column, kept in enumerate(columns, first_column):
-                assert drawn.setdefault(place, {}).setdefault(column, kept) == kept
-        return bits
-
-    with mock.patch("tempo_kernels.attention.cpu.keep_bits", record):
-        return function(*args), drawn
-
-
 def whole_of(case):
     """q, k, v and grad of the whole sequence, and the settings."""
     heads, groups, settings, dtype = CASES[case]
     generator = torch.Generator().manual_seed(3)
-    shapes = [(SEQ_LENGTH, BATCH, n, HEAD_DIM) for n in (heads, groups, groups, heads)]
+    shapes = [
+        (SEQ_LENGTH, 1 if "cu_seqlens" in settings else BATCH, n, HEAD_DIM) for n in (heads, groups, groups, heads)
+    ]
     tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     drawn = {"dropout_key": 7, "first_sample": 3, "first_head": 2} if "dropout_p" in settings else {}
     return tensors, {"softmax_scale": 0.3, **settings, **drawn}
@@ -82,13 +71,14 @@ def attend_in_parts(comm_type, layer_number):
     found = {}
     for case in CASES:
         (*operands, grad), settings = whole_of(case)
-        rows = torch.cat([torch.arange(a, a + n) for a, n in find_segments(rank, size, SEQ_LENGTH // size)])
+        rows = list_tokens(rank, size, settings["cu_seqlens"].tolist() if "cu_seqlens" in settings else (0, SEQ_LENGTH))
 
         def run(*tensors, settings=settings):
             return context_parallel.attend(*tensors, exchange=exchange, **settings)
 
         parts = [t[rows] for t in operands]
-        results, drawn = draws_of(outputs_and_gradients, run, parts, grad[rows], grad.dtype)
+        with recorded_masks() as drawn:
+            results = outputs_and_gradients(run, parts, grad[rows], grad.dtype)
         leaves = [t.clone().requires_grad_() for t in parts]
         kept = sum(kept_storages(run, *leaves).values())
         found[case] = rows, results, drawn, kept
@@ -113,34 +103,31 @@ def test_ranks_together_compute_what_one_computes(size, comm_type, sizes):
             return attention(*tensors, **settings)
 
         exact = outputs_and_gradients(run, operands, grad, torch.float64)
-        same, masks = draws_of(outputs_and_gradients, run, operands, grad, dtype)
+        with recorded_masks() as masks:
+            same = outputs_and_gradients(run, operands, grad, dtype)
         joined = [torch.empty_like(t) for t in same]
         drawn = {}
         for rows, results, rank_draws, kept in (rank[case] for rank in ranks):
             for whole, part in zip(joined, results, strict=True):
                 whole[rows] = part
-            for place, columns in rank_draws.items():
-                for column, is_kept in columns.items():
-                    assert drawn.setdefault(place, {}).setdefault(column, is_kept) == is_kept
-            assert kept <= kept_by_its_own_tokens(size, comm_type, sizes, heads, groups, dtype)
+            for place, row in rank_draws.items():
+                add_row(drawn, place, row)
+            documents = sum(settings[name].nbytes for name in ("cu_seqlens", "document_samples") if name in settings)
+            tokens = operands[0].size(1) * SEQ_LENGTH // size
+            assert kept <= kept_by_its_own_tokens(tokens, size, comm_type, sizes, heads, groups, dtype) + documents
         for name, a, b, c in zip(("out", "grad_q", "grad_k", "grad_v"), joined, same, exact, strict=True):
             if name == "out" or dtype != torch.float32 or comm_type == "a2a":
                 assert_within_rule(f"{case}: {name}", a, b, c)
             else:  # the bound that differentiate_block documents: whole rows are not there to normalise again
                 error = (a.double() - c).abs().max()
                 assert error <= 8 * torch.finfo(dtype).eps * c.abs().max(), f"{case}: {name}: {error}"
-        for place in masks.keys() | drawn.keys():
-            columns = masks[place].keys() & drawn[place].keys()
-            needed = place[2] + 1 if settings["causal"] else SEQ_LENGTH
-            if "window_size" not in settings:
-                assert len(columns) >= needed
-            assert all(masks[place][column] == drawn[place][column] for column in columns)
+        num_wrong, is_drawn = compare_masks(drawn, masks, is_causal=settings["causal"])
+        assert num_wrong == 0 and ("window_size" in settings or is_drawn.all())
 
 
-def kept_by_its_own_tokens(size, comm_type, sizes, heads, groups, dtype):
+def kept_by_its_own_tokens(tokens, size, comm_type, sizes, heads, groups, dtype):
     """Bytes of q, k, v, output and logsumexp of a rank's tokens; a group has a copy for each rank that needs one."""
     exchanging = size if comm_type == "a2a" else sizes[0] if sizes else 1
-    tokens = SEQ_LENGTH // size * BATCH
     return tokens * (2 * (heads + max(groups, exchanging)) * HEAD_DIM * dtype.itemsize + 4 * heads)
 
 
@@ -149,6 +136,21 @@ def test_heads_that_ranks_cannot_share_are_refused(heads, groups):
     exchange = context_parallel.Exchange(SimpleNamespace(size=lambda: 4), None, False)
     with pytest.raises(ValueError, match=f"4 context-parallel .* {heads} heads and {groups} query groups; expected"):
         context_parallel.check_heads(exchange, heads, groups)
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "message"),
+    [
+        ([0, 12, 32], "document 0 of a packed row has 12 tokens, and 4 .* expected a multiple of 8; pad each document"),
+        ([0, 16], "is .0, 16., and 4 context-parallel ranks hold 8 tokens each; expected numbers growing from 0 to 32"),
+        ([0, 24, 16, 32], "is .0, 24, 16, 32., and 4 context-parallel ranks"),
+    ],
+)
+def test_documents_that_ranks_cannot_share_are_refused(boundaries, message):
+    exchange = context_parallel.Exchange(SimpleNamespace(size=lambda: 2), SimpleNamespace(size=lambda: 2), False)
+    tensors = [torch.zeros(SEQ_LENGTH // 4, 1, 4, HEAD_DIM)] * 3
+    with pytest.raises(ValueError, match=message):
+        context_parallel.attend(*tensors, exchange=exchange, cu_seqlens=torch.tensor(boundaries, dtype=torch.int32))
 
 
 LLAMA = {

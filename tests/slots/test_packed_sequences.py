@@ -106,7 +106,8 @@ def refusals():
     def ask(name, packed, dropout=0.0, **more):
         config = gpt_config(dropout=dropout)
         attention = TempoDotProductAttention(config, 1, more.get("mask_type", AttnMaskType.causal), "self")
-        attention.config.context_parallel_size = more.get("cp", 1)
+        if "exchange" in more:
+            attention._exchange = more["exchange"]
         q, k, v = (torch.randn(SEQ_LENGTH, 4, 8) for _ in range(3))
         try:
             found[name] = attention(q, k, v, None, packed_seq_params=packed).shape
@@ -118,7 +119,8 @@ def refusals():
     ask("padded", params_of([0, 5, 12], **padded))
     ask("padded, not causal", params_of([0, 5, 12], **padded), mask_type=AttnMaskType.padding)
     ask("too long", params_of([0, 17]))
-    ask("CP", params_of([0, 16]), cp=2)
+    set_micro_batch(5, 0)
+    ask("CP", params_of([0, 16]), dropout=0.1, exchange=object())
     ask("local CP", params_of([0, 16], local_cp_size=2))
     ask("sbhd", PackedSeqParams(qkv_format="sbhd"))
     set_micro_batch(5, 0, cu_seqlens=as_int32([0, 4, 16]), document_samples=torch.tensor([1, 2]))
@@ -132,8 +134,8 @@ def test_what_does_not_fit_is_refused_in_a_sentence():
     for name, message in {
         "padded, not causal": "cu_seqlens_q_padded is given, and attention is not causal",
         "too long": "cu_seqlens is [0, 17]; expected",
-        "CP": "packed sequences are given to 2 context-parallel ranks",
-        "local CP": "packed sequences are given to 2 context-parallel ranks",
+        "CP": "without its documents' samples, and hidden_dropout is 0.1, whose masks",
+        "local CP": "packed sequences are given with local_cp_size 2, of hybrid context parallelism",
         "sbhd": 'qkv_format "sbhd"; expected "thd"',
         "another number of documents": "document_samples is torch.int64 of shape [2]",
     }.items():

@@ -1,10 +1,17 @@
-"""What the tests of dropout share: one draw of random numbers, and its mask from the definition."""
+"""What the tests of dropout share: one draw of random numbers, its mask from the definition, and the masks of a run."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
 import torch
 
-from tempo_kernels.philox import drop_mask
+from tempo_kernels.philox import drop_mask, keep_bits
 
 DRAW = {"p": 0.1, "key": 0xFEDCBA9876543210, "first_sample": 11, "first_row": 5}
 
@@ -14,3 +21,60 @@ def mask_of(x, p=0.1, key=DRAW["key"], first_sample=11, first_row=5):
     row = torch.arange(first_row, first_row + x.size(0)).unsqueeze(-1)
     sample = torch.arange(first_sample, first_sample + x.size(1))
     return drop_mask(key, p, sample=sample, head=torch.tensor(0), row=row, num_columns=x.size(2))
+
+
+UNDRAWN = 2
+Place = tuple[str, int, int, int, int]
+Masks = dict[Place, "np.ndarray[Any, np.dtype[np.uint8]]"]
+"""(operation, key, sample, head, row) -> of each column 1 where it is dropped, 0 where it is kept, or UNDRAWN."""
+
+
+@contextlib.contextmanager
+def recorded_masks() -> Iterator[Masks]:
+    """Every row of every mask that attention and bias-dropout-add draw meanwhile on a CPU; two draws of an element
+    must agree."""
+    masks: Masks = {}
+
+    def record(operation: str, key: int, p: float, **where: Any) -> torch.Tensor:
+        bits = keep_bits(key, p, **where)
+        indices = [where[name].broadcast_to(bits.shape[:-1]).flatten().tolist() for name in ("sample", "head", "row")]
+        rows = (bits == 0).flatten(0, -2).to(torch.uint8).numpy()
+        for sample, head, number, row in zip(*indices, rows, strict=True):
+            add_row(masks, (operation, key, sample, head, number), row, where.get("first_column", 0))
+        return bits
+
+    with contextlib.ExitStack() as patches:
+        for operation in ("attention", "dropout_add"):
+            recorder = functools.partial(record, operation)
+            patches.enter_context(mock.patch(f"tempo_kernels.{operation}.cpu.keep_bits", recorder))
+        yield masks
+
+
+def add_row(masks: Masks, place: Place, row: np.ndarray[Any, np.dtype[np.uint8]], first_column: int = 0) -> None:
+    """Put what was drawn of a row from `first_column` on beside what is known of it, which it must not contradict."""
+    known = masks.get(place, row[:0])
+    end = first_column + len(row)
+    if len(known) < end:
+        known = np.pad(known, (0, end - len(known)), constant_values=UNDRAWN)
+    here = known[first_column:end]
+    both = (here != UNDRAWN) & (row != UNDRAWN)
+    assert (here[both] == row[both]).all(), f"two draws of {place} differ"
+    masks[place] = np.concatenate((known[:first_column], np.where(row == UNDRAWN, here, row), known[end:]))
+
+
+def compare_masks(masks: Masks, expected: Masks, *, is_causal: bool) -> tuple[int, np.ndarray[Any, np.dtype[np.uint8]]]:
+    """(how many elements differ where both have one, whether `masks` has each element of `expected` that is needed).
+
+    is_causal: whether of attention's row i the first i + 1 columns alone are needed; what a block draws beyond them
+        depends on its size.
+    """
+    num_wrong = sum(len(row) for place, row in masks.items() if place not in expected)
+    drawn = [np.zeros(0, bool)]
+    for place, row in expected.items():
+        found = masks.get(place, row[:0])[: len(row)]
+        found = np.pad(found, (0, len(row) - len(found)), constant_values=UNDRAWN)
+        is_there = found != UNDRAWN
+        num_wrong += int((is_there & (row != UNDRAWN) & (found != row)).sum())
+        is_there |= row == UNDRAWN
+        drawn.append(is_there[: place[-1] + 1] if is_causal and place[0] == "attention" else is_there)
+    return num_wrong, np.concatenate(drawn).astype(np.uint8)

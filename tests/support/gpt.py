@@ -15,6 +15,7 @@ from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
+from sequence_parts import take_part
 
 from tempo_megatron import TempoConfig, tempo_block_spec, tempoize, tempoize_embedding, tempoize_loss, use_cpu
 from tempo_megatron.slots import dropout_rng
@@ -68,11 +69,7 @@ def losses(model: GPTModel, first_sample: int, batch: int, *, gives_mask: bool, 
     tokens = tokens_of(first_sample, batch)
     positions = torch.arange(SEQ_LENGTH).expand(batch, -1)
     mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1) if gives_mask else None
-    rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-    inputs, positions, labels = (
-        t if size == 1 else torch.cat([t.chunk(2 * size, 1)[i] for i in (rank, 2 * size - 1 - rank)], 1)
-        for t in (tokens[:, :-1].contiguous(), positions, tokens[:, 1:].contiguous())
-    )
+    inputs, positions, labels = take_part(tokens[:, :-1].contiguous(), positions, tokens[:, 1:].contiguous())
     return model(inputs, positions, mask, labels=labels)
 
 

@@ -29,8 +29,21 @@ class PlainAttention(DotProductAttention):  # type: ignore[misc,unused-ignore]
         if query.size(-1) == value.size(-1):
             return super().forward(query, key, value, attention_mask, **keywords)
         scores = torch.einsum("ibad,jbad->baij", query, key) * self.softmax_scale
-        probabilities = scores.masked_fill(attention_mask, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(attention_mask, float("-inf"))
+        # As Megatron's own, in float32 at least.
+        probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
         return torch.einsum("baij,jbad->ibad", probabilities, value).flatten(2)
+
+
+def construct_latent(config: Any, tempo_config: TempoConfig, *sizes: int, **stages: Any) -> GPTModel:
+    """A GPTModel of these sizes of the vocabulary and the sequence; with `TempoConfig.off()` around PlainAttention."""
+    spec = get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=True, normalization=config.normalization)
+    if tempo_config.is_off:
+        spec.submodules.self_attention.submodules.core_attention = PlainAttention
+    # Without Transformer Engine Megatron does not define what its latent attention looks for.
+    with mock.patch.object(multi_latent_attention, "TELinear", torch.nn.Bilinear):
+        spec = tempoize(spec, config, tempo_config)
+        return GPTModel(config, spec, *sizes, position_embedding_type="none", **stages)
 
 
 def build_latent(tempo_config: TempoConfig, dtype: torch.dtype = torch.float64, **settings: Any) -> GPTModel:
@@ -41,14 +54,8 @@ def build_latent(tempo_config: TempoConfig, dtype: torch.dtype = torch.float64, 
         params_dtype=dtype,
         **{"rope_type": "rope", "normalization": "RMSNorm", **SIZES, **settings},
     )
-    spec = get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=True, normalization="RMSNorm")
-    if tempo_config.is_off:
-        spec.submodules.self_attention.submodules.core_attention = PlainAttention
     torch.manual_seed(7)
-    # Without Transformer Engine Megatron does not define what its latent attention looks for.
-    with mock.patch.object(multi_latent_attention, "TELinear", torch.nn.Bilinear):
-        spec = tempoize(spec, config, tempo_config)
-        model = GPTModel(config, spec, VOCAB_SIZE, SEQ_LENGTH, position_embedding_type="none")
+    model = construct_latent(config, tempo_config, VOCAB_SIZE, SEQ_LENGTH)
     tempoize_embedding(model, tempo_config)
     tempoize_loss(model, tempo_config)
     return model.to(dtype).train()

@@ -25,6 +25,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from sequence_parts import take_part
 
 from tempo_megatron import TempoConfig, set_micro_batch, tempo_block_spec, tempoize, tempoize_embedding, tempoize_loss
 from tempo_megatron.slots import dropout_rng
@@ -37,10 +38,16 @@ TOKENS = 4
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
+def make_prediction_spec(config: Any, tempo_config: TempoConfig | None) -> Any:
+    """Megatron's own with None."""
+    stock = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    spec = get_gpt_mtp_block_spec(config, stock, use_transformer_engine=False)
+    return spec if tempo_config is None else tempoize(spec, config, tempo_config)
+
+
 def build(tempo_config: TempoConfig, *, is_tied: bool = True, **settings: Any) -> Any:
     """In training mode, with weights that depend on the shapes only."""
     config = gpt_config(mtp_num_layers=DEPTHS, **settings)
-    stock = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     torch.manual_seed(7)
     model = GPTModel(
         config,
@@ -48,9 +55,7 @@ def build(tempo_config: TempoConfig, *, is_tied: bool = True, **settings: Any) -
         VOCAB_SIZE,
         SEQ_LENGTH,
         share_embeddings_and_output_weights=is_tied,
-        mtp_block_spec=tempoize(
-            get_gpt_mtp_block_spec(config, stock, use_transformer_engine=False), config, tempo_config
-        ),
+        mtp_block_spec=make_prediction_spec(config, tempo_config),
     )
     tempoize_embedding(model, tempo_config)
     tempoize_loss(model, tempo_config)
@@ -70,10 +75,8 @@ def forward(model: Any, *, gives_mask: bool, gives_loss_mask: bool) -> Any:
     loss_mask = torch.ones(BATCH, SEQ_LENGTH)
     loss_mask[0, 2:5] = 0
     mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1) if gives_mask else None
-    rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-    inputs, positions, labels, loss_mask = (
-        t if size == 1 else torch.cat([t.chunk(2 * size, 1)[i] for i in (rank, 2 * size - 1 - rank)], 1)
-        for t in (tokens[:, :-1].contiguous(), positions, tokens[:, 1:].contiguous(), loss_mask)
+    inputs, positions, labels, loss_mask = take_part(
+        tokens[:, :-1].contiguous(), positions, tokens[:, 1:].contiguous(), loss_mask
     )
     more = {"loss_mask": loss_mask} if gives_loss_mask else {}
     return model(inputs, positions, mask, labels=labels, **more), loss_mask
