@@ -44,21 +44,6 @@ def test_a_gpu_is_measured_at_less_than_its_data_sheet(tmp_path: Path) -> None:
     assert measured.matmul_flops_per_second["bf16"] < peak.matmul_flops_per_second["bf16"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--output", "nowhere/mine.json"], "lies in a folder that does not exist"),
-        (["--output", "mine.json", "--device", "cuda"], "torch sees no CUDA device"),
-    ],
-)
-def test_what_cannot_be_measured_is_one_sentence(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["bench", "--calibrate", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_every_file_is_a_gpu_that_says_where_its_rates_are_from() -> None:
     names = sorted(path.stem for path in FOLDER.iterdir())
     assert names == ["a100", "b200", "h100", "h200", "rtx4090"]
