@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks
-from peak_cases import AUTO, FAMILIES, FUSED_ONLY, OFF, RECOMPUTE, Step, make_step
+from peak_cases import AUTO, FAMILIES, FUSED_ONLY, OFF, RECOMPUTE, Step, estimate_step, make_step
 
-from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
-from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.models.shape import ModelShape, make_shape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -82,25 +80,10 @@ def measure_on_gpu(step: Step) -> tuple[int, int]:
     return torch.cuda.max_memory_allocated() - workspaces, torch.cuda.max_memory_reserved() - workspaces
 
 
-def estimate(step: Step) -> RankEstimate:
-    run = Run(
-        model=step.shape,
-        tempo=step.tempo,
-        optimizer=OptimizerSettings(kind="none"),
-        micro_batch_size=step.micro_batch_size,
-        num_micro_batches=1,
-        dtype=step.dtype,
-        recompute=step.recompute,
-        stock="local",
-    )
-    (rank,) = estimate_ranks(run, simulates_allocator=True)
-    return rank
-
-
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_a_gpu_allocates_and_reserves_what_is_estimated(step: Step) -> None:
     ((allocated, reserved),) = run_ranks(measure_on_gpu, 1, step)
-    rank = estimate(step)
+    rank = estimate_step(step, stock="local", simulates_allocator=True)
     assert rank.peak_bytes == pytest.approx(allocated, rel=0.02)
     assert rank.rounded_bytes == pytest.approx(allocated, rel=0.02)
     assert rank.reserved_bytes == pytest.approx(reserved, rel=0.05)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import exhaustive
 from distributed import run_megatron_ranks
 from peak_cases import AUTO
 from step_cases import MATRIX, Run, estimate_run, measure_runs
@@ -46,7 +47,15 @@ def _without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-compiler")
 
 
-def check(runs: list[Run]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [*SAMPLE, *RUNS],
+        *exhaustive(*([[run for run in MATRIX if run.stage == n]] for n in range(4)), [OTHER_RUNS]),
+    ],
+)
+def test_the_peak_of_a_whole_step_under_deepspeed_is_estimated(runs: list[Run]) -> None:
     """No peak is undercut by more than 0.1 %, and none is met worse than by 3 %."""
     measured: list[int] = run_megatron_ranks(measure_runs, 1, 1, runs)[0]
     wrong = {}
@@ -58,15 +67,3 @@ def check(runs: list[Run]) -> None:
             parts = {name: value for name, value in rank.parts.items() if value}
             wrong[str(run)] = f"{rank.peak_bytes / peak:.4f}", peak, rank.moment, parts
     assert not wrong, "\n".join(f"{run}: {found}" for run, found in wrong.items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("runs", [SAMPLE, RUNS], ids=["sample", "settings"])
-def test_the_peak_of_a_whole_step_under_deepspeed_is_estimated(runs: list[Run]) -> None:
-    check(runs)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("runs", [*([run for run in MATRIX if run.stage == n] for n in range(4)), OTHER_RUNS])
-def test_the_peak_of_every_whole_step_is_estimated(runs: list[Run]) -> None:
-    check(runs)

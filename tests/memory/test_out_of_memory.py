@@ -15,6 +15,7 @@ from training_job import Data, fork_beside, make_data, run, successful
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.estimate.estimate import estimate_ranks
+from tempo_megatron.memory.live import remedies
 from tempo_megatron.memory.live.out_of_memory import find_requested, is_out_of_memory
 from tempo_megatron.memory.live.remedies import explain, list_changes
 from tempo_megatron.memory.run import OptimizerSettings, Run
@@ -48,11 +49,16 @@ def test_both_kinds_of_lack_are_known_and_how_much_was_asked_for() -> None:
     assert not is_out_of_memory(ValueError("out of memory"))
 
 
+@pytest.fixture
+def estimates_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remedies, "estimate_ranks", functools.cache(estimate_ranks))
+
+
 @pytest.mark.slow
-def test_the_first_change_that_fits_is_named() -> None:
+def test_the_first_change_that_fits_is_named(estimates_once: None) -> None:
     changes = list(list_changes(RUN))
     assert changes[0].text == "--use-tempo" and changes[-1].text.endswith("--micro-batch-size 1")
-    peaks = [estimate_ranks(change.run)[0].peak_bytes for change in changes]
+    peaks = [remedies.estimate_ranks(change.run)[0].peak_bytes for change in changes]
     # A little less than what Tempo takes, so that it is not enough.
     for capacity in (peaks[0], peaks[0] - 1, min(peaks)):
         fitting = next(change for change, each in zip(changes, peaks, strict=True) if each <= capacity)

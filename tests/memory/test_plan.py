@@ -101,9 +101,7 @@ def list_budgets(problem: PlanProblem, num: int) -> list[int]:
 
 LAYOUTS = {
     "one stage": {},
-    "4 stages": {"pipeline_parallel": 4},
     "4 stages, 2 micro batches": {"pipeline_parallel": 4, "num_micro_batches": 2},
-    "local": {"stock": "local"},
     "local, 3 stages": {"stock": "local", "pipeline_parallel": 3},
     "flash": {"stock_attention": "flash"},
     "TP 8 + SP": {"tensor_parallel": 8, "sequence_parallel": True},
@@ -241,14 +239,6 @@ def read_line(sbh: float) -> float:
     return max(0.0, y0 + (y1 - y0) * (sbh - x0) / (x1 - x0))
 
 
-@pytest.mark.parametrize("sbh", [34.09, 22.13, 20.6, 18.2])
-def test_no_linear_runs_again_down_to_the_least_without_attentions_output(sbh: float) -> None:
-    """34.09 and 22.13 sbh are what torch.compile keeps with a memory budget of 1.0 and of 0.95 to 0.65."""
-    problem = make_problem(160, gpu=FREE)
-    kept, share = measure(find_plan(problem, sbh), problem)
-    assert kept <= sbh and share == 0
-
-
 @pytest.mark.parametrize("sbh", [18.06, 17.0, 13.5, 10.5, 7.0])
 def test_no_more_linears_run_again_than_torch_compile_runs_for_the_same_bytes(sbh: float) -> None:
     """Its figures are rounded to 0.1 sbh and 0.1 %: any bytes that round to them may be kept, and our share is rounded
@@ -262,11 +252,12 @@ def test_no_more_linears_run_again_than_torch_compile_runs_for_the_same_bytes(sb
 @pytest.mark.slow
 def test_down_to_4_sbh_no_plan_is_above_the_line_through_torch_compiles_points() -> None:
     """Below, only whole layers can go, whose last products torch.compile does not run again. A tenth of a per cent is
-    what its points are rounded to."""
+    what its points are rounded to; down to the least without attention's output no linear runs again. 34.09 and 22.13
+    sbh are what torch.compile keeps with a memory budget of 1.0 and of 0.95 to 0.65."""
     problem = make_problem(160, gpu=FREE)
-    for sbh in (34, 25, 19, 18.3, 17.5, 16, 14, 12.5, 11, 9, 8, 6, 5, 4.1):
+    for sbh in (34.09, 22.13, 20.6, 18.2, 17.5, 16, 14, 12.5, 11, 9, 8, 6, 5, 4.1):
         kept, share = measure(find_plan(problem, sbh), problem)
-        assert kept <= sbh and share <= read_line(kept) + 1e-3, sbh
+        assert kept <= sbh and share <= (0 if sbh > 18.06 else read_line(kept) + 1e-3), sbh
 
 
 @pytest.mark.parametrize("sbh", [18.2, 17.0, 13.5, 10.5, 7.0, 4.5])
@@ -299,12 +290,6 @@ def test_plenty_of_memory_leaves_stock_but_what_costs_nothing() -> None:
     off = dict.fromkeys(ALL_VALUES, "off")
     assert plan.block == {**off, "dropout": "recompute"}
     assert plan.megatron_arguments == () and plan.stages[0].added_seconds == 0
-
-
-def test_a_choice_is_of_a_layer() -> None:
-    choice = LayerChoice(("off", "inplace", "recompute", "flash", "off", "recompute", "off"), frozenset())
-    config = choice.make_config()
-    assert (config.norm, config.linear_qkv, config.loss) == ("inplace", "recompute", "off")
 
 
 def test_stages_share_the_layers() -> None:

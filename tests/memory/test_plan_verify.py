@@ -10,7 +10,7 @@ import pytest
 import torch
 from covering import exhaustive
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from peak_cases import Step, measure_step
+from peak_cases import Step, make_run, measure_step
 
 from tempo_megatron import TempoConfig, use_cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
@@ -18,12 +18,10 @@ from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.memory.plan.planner import MemoryPlan, PlanProblem, PlanRequest, make_plan, make_smallest_plan
 from tempo_megatron.memory.plan.plots import list_switches
 from tempo_megatron.memory.plan.verify import PlanEstimates, make_problem, make_verified_plan
-from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
 
 # The 0-dim tensors of the loss, which may or may not be there still when the peak is.
 SCALARS_BYTES = 16
-NO_OPTIMIZER = OptimizerSettings(kind="none")
 
 
 @pytest.fixture(autouse=True)
@@ -36,20 +34,8 @@ def _without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def ask(family: str, **layout: int) -> tuple[PlanProblem, PlanEstimates]:
     """The problem of a small step, whose estimates the tests of this file share."""
     step = Step(family, False, TempoConfig.off())
-    problem, estimates = make_problem(
-        PlanRequest(
-            run=Run(
-                model=step.shape,
-                tempo=TempoConfig(),
-                optimizer=NO_OPTIMIZER,
-                micro_batch_size=step.micro_batch_size,
-                dtype=step.dtype,
-                stock="cpu",
-                **{"num_micro_batches": 1, **layout},
-            ),
-            gpu=read_gpu("h100"),
-        )
-    )
+    run = make_run(step, tempo=TempoConfig(), **layout)
+    problem, estimates = make_problem(PlanRequest(run=run, gpu=read_gpu("h100")))
     assert estimates is not None
     return problem, estimates
 
@@ -116,7 +102,7 @@ def test_where_all_layers_recomputed_would_fit_a_plan_is_found(family: str) -> N
     ],
 )
 def test_no_single_switch_that_fits_by_the_estimate_beats_the_plan(layout: dict[str, int]) -> None:
-    problem, estimates = ask("gpt", **layout)
+    problem, estimates = ask("llama", **layout)
     for name, switch in list_switches(problem).items():
         needed = max(estimates.estimate_plan(switch))
         plan, corrected = make_verified_plan(problem, needed, estimates.estimate_plan)
@@ -128,7 +114,7 @@ def test_no_single_switch_that_fits_by_the_estimate_beats_the_plan(layout: dict[
 @pytest.mark.slow
 def test_what_the_estimate_finds_more_is_made_up_for() -> None:
     """An estimate that is 5 % above the plan's own figures, and one that is 5 % below."""
-    problem, estimates = ask("gpt")
+    problem, estimates = ask("llama")
     budget = int(0.9 * make_plan(problem, 10**15).peak_bytes)
 
     def judge(factor: float) -> MemoryPlan:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import exhaustive
 from training_job import Data, MaskedData, fork_beside, make_data, make_masked_data, run, successful
 
 from tempo_megatron.cli import main
@@ -64,25 +65,17 @@ CORE_ATTENTION = "--recompute-granularity selective --recompute-modules core_att
 TP_2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 
 
-# Tempo, two ranks and, below, ZeRO 3 run without the ledger too.
+# Tempo and, below, ZeRO 3 run without the ledger too.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("column", "trained", "predicted", "settings"),
     [
-        pytest.param("stock", "", "", {}, id="stock"),
-        pytest.param("tempo", "--use-tempo", "", {"beside_plain": True, "before": None}, id="Tempo"),
-        pytest.param("stock", FULL, "--recompute full", {}, id="full"),
-        pytest.param(
-            "stock", CORE_ATTENTION, "--recompute core_attn", {}, id="core_attn", marks=pytest.mark.exhaustive
-        ),
-        pytest.param(
-            "tempo",
-            f"--use-tempo {TP_2}",
-            "--tp 2 --sequence-parallel",
-            {"world_size": 2, "beside_plain": True},
-            id="TP 2 + SP",
-        ),
+        ("tempo", "--use-tempo", "", {"beside_plain": True, "before": None}),
+        ("stock", FULL, "--recompute full", {}),
+        ("tempo", f"--use-tempo {TP_2}", "--tp 2 --sequence-parallel", {"world_size": 2}),
+        *exhaustive(("stock", "", "", {}), ("stock", CORE_ATTENTION, "--recompute core_attn", {})),
     ],
+    ids=["Tempo", "full", "TP 2 + SP", "stock", "core_attn"],
 )
 def test_a_gpt_keeps_in_training_what_the_ledger_says(
     data: Data, tmp_path: Path, column: str, trained: str, predicted: str, settings: dict[str, Any]
@@ -124,7 +117,7 @@ def test_a_bert_keeps_in_training_what_the_ledger_says(masked_data: MaskedData, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.exhaustive), 3])
+@pytest.mark.parametrize("zero", [3, *exhaustive([1], [2])])
 def test_zero_and_data_parallelism(data: Data, tmp_path: Path, zero: int) -> None:
     config = {"zero_optimization": {"stage": zero}, "bf16": {"enabled": True}}
     found = observe(data, tmp_path, "--use-tempo", world_size=2, config=config, beside_plain=zero == 3)

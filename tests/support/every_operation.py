@@ -32,15 +32,15 @@ def attend(x: Tensor, key: Any, first_sample: Any, form: str = "flash", **more: 
 
 
 def losses(x: Tensor, bias: Tensor, weight: Tensor, is_weighted: bool = False) -> Tensor:
-    more = {"token_weights": TOKEN_WEIGHTS} if is_weighted else {}
+    more = {"token_weights": TOKEN_WEIGHTS.to(x.device)} if is_weighted else {}
     settings = {"label_smoothing": 0.1, "z_loss": 1e-3, "chunk_tokens": 7}
-    found = linear_cross_entropy(x, weight, LABELS, bias=bias, **settings, **more)
+    found = linear_cross_entropy(x, weight, LABELS.to(x.device), bias=bias, **settings, **more)
     return found[0] if is_weighted else found
 
 
 def log_probs(x: Tensor, bias: Tensor, weight: Tensor, form: str) -> Tensor:
     settings = {"bias": bias, "vocab_size": 48, "chunk_tokens": 7}
-    found = linear_log_prob(x, weight, LABELS, 0.7, 30.0, form != "log_prob", **settings)
+    found = linear_log_prob(x, weight, LABELS.to(x.device), 0.7, 30.0, form != "log_prob", **settings)
     return {"log_prob": lambda: found, "entropy": lambda: found[1], "both": lambda: torch.cat(found)}[form]()
 
 
@@ -60,7 +60,7 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "geglu": lambda x, b, *_: geglu(x, b),
     "reglu": lambda x, b, *_: reglu(x, b),
     "layer_norm": lambda x, b, *_: layer_norm(x, 2 + b.tanh(), b.tanh()),
-    "layer_norm of its input": lambda x, b, *_: layer_norm(x, b, x[0, 0], keep="input"),
+    "layer_norm of its input": lambda x, b, *_: layer_norm(x, b, x.flatten(0, 1).select(0, 0), keep="input"),
     "rms_norm": lambda x, b, *_: rms_norm(x, 2 + b.tanh()),
     "rms_norm of its input": lambda x, b, *_: rms_norm(x, b, zero_centered=True, keep="input"),
     "bias_dropout_add": lambda x, b, c, w, key, first: bias_dropout_add(
@@ -68,14 +68,20 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     ),
     "attention": lambda x, b, c, w, key, first: attend(x, key, first),
     "attention with key_lengths": lambda x, b, c, w, key, first: attend(
-        x, key, first, key_lengths=torch.tensor([5, 12], dtype=torch.int64)
+        x, key, first, key_lengths=torch.tensor([5, 12], dtype=torch.int64, device=x.device)
     ),
     "attention in documents": lambda x, b, c, w, key, first: attend(
-        x.reshape(S * B, 1, -1), key, first, cu_seqlens=torch.tensor([1, 5, 24], dtype=torch.int32)
+        x.reshape(S * B, 1, -1), key, first, cu_seqlens=torch.tensor([1, 5, 24], dtype=torch.int32, device=x.device)
     ),
     "attention keeping its softmax": lambda x, b, c, w, key, first: attend(x, key, first, "softmax"),
     "attention with all that changes scores": lambda x, b, c, w, key, first: attend(
-        x, key, first, sink=b[:2], softcap=2.0, alibi_slopes=SLOPES, bias=b[2:14].view(1, 1, 1, -1)
+        x,
+        key,
+        first,
+        sink=b.narrow(0, 0, 2),
+        softcap=2.0,
+        alibi_slopes=SLOPES.to(x.device),
+        bias=b.narrow(0, 2, 12).view(1, 1, 1, -1),
     ),
     "linear_cross_entropy": lambda x, b, c, w, *_: losses(x, c, w),
     "linear_cross_entropy with token_weights": lambda x, b, c, w, *_: losses(x, c, w, True),

@@ -119,13 +119,28 @@ def count_stack(family: str, stack: str, config: Any, chosen: TempoConfig, sizes
     """What the formula says of one stack of one chunk of the model on this rank."""
     activation = name_activation(config)
     assert activation is not None
-    shape = LayerShape.from_config(
-        config,
+    recompute = {"full": {"full"}, "selective": set(config.recompute_modules or ())}
+    shape = LayerShape(
         seq_length=sizes.seq_length,
         micro_batch_size=sizes.micro_batch_size,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_query_groups or config.num_attention_heads,
+        kv_channels=config.kv_channels,
+        dtype=config.params_dtype,
+        tensor_parallel=config.tensor_model_parallel_size,
+        sequence_parallel=config.sequence_parallel,
+        hidden_dropout=config.hidden_dropout,
+        attention_dropout=config.attention_dropout,
         activation=activation,
+        normalization=config.normalization,
         rotary=family == "Llama",
+        has_window=config.window_size is not None,
+        softmax_in_fp32=config.attention_softmax_in_fp32 and not config.masked_softmax_fusion,
+        bias_activation_fusion=config.bias_activation_fusion,
         encoder_length=sizes.seq_length if (family, stack) == ("T5", "decoder") else None,
+        recompute=frozenset(recompute.get(config.recompute_granularity, ())),
     )
     num_chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
     num_layers = config.num_layers // num_chunks

@@ -33,56 +33,12 @@ import torch
 from tempo_megatron.memory.run import Run
 from tempo_megatron.settings.config import TempoConfig
 
-STOCK_STACKS = ("local", "transformer_engine")
-STOCK_ATTENTIONS = ("fused", "flash", "unfused")
-RECOMPUTED = ("core_attn", "mlp", "full")
 GATED = ("swiglu", "geglu", "reglu")
-ACTIVATIONS = ("gelu", "squared_relu", "silu", *GATED)
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-# Settings of a TransformerConfig that change what a layer keeps, and the value at which the formula knows it.
-_KNOWN_AT = {
-    "qk_layernorm": False,
-    "qk_l2_norm": False,
-    "attention_output_gate": False,
-    "activation_func_clamp_value": None,
-    "glu_linear_offset": 0.0,
-    "fp32_residual_connection": False,
-    "softmax_type": "vanilla",
-    "window_attn_skip_freq": None,
-    "no_rope_freq": None,
-    "layernorm_zero_centered_gamma": False,
-    "multi_latent_attention": False,
-    "experimental_attention_variant": None,
-    "num_moe_experts": None,
-    "context_parallel_size": 1,
-    "fp8": None,
-    "fp4": None,
-    "cpu_offloading": False,
-    "fine_grained_activation_offloading": False,
-    "heterogeneous_block_specs": False,
-}
-
-
-def refuse_unknown_settings(config: Any) -> None:
-    """Raise ValueError where a TransformerConfig has layers whose kept bytes the formula does not know.
-
-    A setting that this version of Megatron lacks stands at its neutral value.
-    """
-    for name, known in _KNOWN_AT.items():
-        if (value := getattr(config, name, known)) != known:
-            raise ValueError(
-                f"{name} is {value}, and the formula of kept bytes knows {known} only; `tempo-megatron ledger` and "
-                "--tempo-ledger measure such a layer"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """One transformer layer on one rank: everything that decides how many bytes it keeps.
-
-    Raises ValueError for sizes that no rank can have, and for what the formula does not know.
-    """
+    """One transformer layer on one rank: everything that decides how many bytes it keeps."""
 
     seq_length: int
     micro_batch_size: int
@@ -119,70 +75,6 @@ class LayerShape:
     recompute: frozenset[str] = frozenset()
     """Megatron's recomputation: "full", or any of "core_attn" and "mlp"."""
 
-    def __post_init__(self) -> None:
-        t = self.tensor_parallel
-        for name, allowed in (("activation", ACTIVATIONS), ("normalization", ("LayerNorm", "RMSNorm"))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(allowed)}")
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype is {self.dtype}; expected one of {', '.join(map(str, _DTYPES))}")
-        if unknown := self.recompute - set(RECOMPUTED):
-            raise ValueError(f"recompute is {sorted(unknown)}; expected any of {', '.join(RECOMPUTED)}")
-        for name in ("ffn_hidden_size", "num_attention_heads", "num_query_groups"):
-            if getattr(self, name) % t:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}; expected a multiple of the tensor parallel size {t}"
-                )
-        if self.num_attention_heads % self.num_query_groups:
-            raise ValueError(
-                f"num_query_groups is {self.num_query_groups}; expected a divisor of {self.num_attention_heads} heads"
-            )
-        for length in (self.seq_length, self.encoder_length or 0):
-            if self.sequence_parallel and length % t:
-                raise ValueError(f"a length is {length}; expected a multiple of {t}, as sequence parallelism splits it")
-        if self.encoder_length is not None and self.num_query_groups != self.num_attention_heads:
-            raise ValueError("cross attention has no query groups in Megatron; expected as many groups as heads")
-
-    @classmethod
-    def from_config(
-        cls,
-        config: Any,
-        *,
-        seq_length: int,
-        micro_batch_size: int,
-        activation: str,
-        rotary: bool = False,
-        encoder_length: int | None = None,
-    ) -> LayerShape:
-        """A layer of Megatron's TransformerConfig; `activation` as `tempo_megatron.slots.mlp.name_activation` says.
-
-        Raises ValueError as the class, and where the configuration has what the formula does not know.
-        """
-        refuse_unknown_settings(config)
-        recompute = {"full": {"full"}, "selective": set(config.recompute_modules or ())}
-        return cls(
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            hidden_size=config.hidden_size,
-            ffn_hidden_size=config.ffn_hidden_size,
-            num_attention_heads=config.num_attention_heads,
-            num_query_groups=config.num_query_groups or config.num_attention_heads,
-            kv_channels=config.kv_channels,
-            dtype=config.params_dtype,
-            tensor_parallel=config.tensor_model_parallel_size,
-            sequence_parallel=config.sequence_parallel,
-            hidden_dropout=config.hidden_dropout,
-            attention_dropout=config.attention_dropout,
-            activation=activation,
-            normalization=config.normalization,
-            rotary=rotary,
-            has_window=config.window_size is not None,
-            softmax_in_fp32=config.attention_softmax_in_fp32 and not config.masked_softmax_fusion,
-            bias_activation_fusion=config.bias_activation_fusion,
-            encoder_length=encoder_length,
-            recompute=frozenset(recompute.get(config.recompute_granularity, ())),
-        )
-
     @property
     def element_bytes(self) -> int:
         return self.dtype.itemsize
@@ -209,24 +101,11 @@ class KeptRow:
 def make_layer(run: Run) -> LayerShape:
     """One layer of a run's model on one of its ranks."""
     shape = run.model
+    values: dict[str, Any] = {**vars(shape), **vars(run), "recompute": frozenset(run.recompute)}
     return LayerShape(
-        seq_length=shape.seq_length,
-        micro_batch_size=run.micro_batch_size,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        kv_channels=shape.kv_channels,
-        dtype=run.dtype,
-        tensor_parallel=run.tensor_parallel,
-        sequence_parallel=run.sequence_parallel,
-        hidden_dropout=shape.hidden_dropout,
-        attention_dropout=shape.attention_dropout,
-        activation=shape.activation,
-        normalization=shape.normalization,
+        **{field.name: values[field.name] for field in dataclasses.fields(LayerShape) if field.name in values},
         rotary=shape.position_embedding_type == "rope",
         has_window=shape.window_size is not None,
-        recompute=frozenset(run.recompute),
     )
 
 
@@ -246,14 +125,8 @@ def list_layer_rows(
             stock.
         stock: whose modules stock ones are, "local" or "transformer_engine".
         stock_attention: Transformer Engine's, "fused" (cuDNN), "flash" (FlashAttention 2) or "unfused".
-
-    Raises ValueError for an "auto", and for an activation in place that has no such form.
     """
-    if stock not in STOCK_STACKS or stock_attention not in STOCK_ATTENTIONS:
-        raise ValueError(f"stock is {stock!r}, {stock_attention!r}; expected {STOCK_STACKS}, {STOCK_ATTENTIONS}")
-    for name in ("activation", "norm", "dropout", "attention"):
-        if getattr(tempo_config, name) == "auto":
-            raise ValueError(f'tempo.{name} is "auto"; expected what tempo_megatron.slots.choose.choose makes of it')
+    assert "auto" not in (tempo_config.activation, tempo_config.norm, tempo_config.dropout, tempo_config.attention)
     if "full" in shape.recompute:
         return (KeptRow("checkpoint (layer input)", shape.hidden_bytes),)
     formula = _Formula(shape, tempo_config, stock == "transformer_engine", stock_attention)
@@ -418,8 +291,6 @@ class _Formula:
         if choice == "recompute":
             yield shape.activation, x
         elif choice == "inplace":
-            if shape.activation not in ("gelu", "squared_relu"):
-                raise ValueError(f"activation is {shape.activation}; in place exists for gelu and squared relu only")
             yield shape.activation, y + (-(-num_elements // 8) if shape.activation == "gelu" else 0)
         else:
             if is_gated and not self._is_te and not shape.bias_activation_fusion:

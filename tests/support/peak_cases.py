@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tempo_kernels.gelu import make_tables
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.estimate.estimate import estimate_ranks
+from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.kept.ledger import build_ledger_config
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.storages import PeakBytes, count_storage_bytes
@@ -93,6 +93,48 @@ class Step:
         return 1 if self.is_wide else 2
 
 
+Batch = tuple[dict[str, Any], Tensor]
+"""A model's arguments, and the loss mask, which is among them where the model takes it."""
+
+
+def build(step: Step, device: str = "cpu") -> tuple[torch.nn.Module, Callable[[], Batch]]:
+    """The step's model with random weights, in model parallelism that is initialised, and what makes a micro batch."""
+    shape = step.shape
+    config = build_ledger_config(shape, sequence_parallel=step.sp, dtype=step.dtype, recompute=step.recompute)
+    if step.num_full is not None:
+        config = dataclasses.replace(config, recompute_method="block", recompute_num_layers=step.num_full)
+    chosen = choose_for_model(shape, config, step.tempo).config
+    assert shape.vocab_size is not None
+    vocab_size = -(-shape.vocab_size // (128 * step.tp)) * 128 * step.tp
+    dropout_rng.set_micro_batch(5, 0)
+    model = build_model(shape, config, step.tempo, vocab_size).to(device, step.dtype).train()
+    for name, parameter in model.named_parameters():
+        # Nothing has filled them, and DeepSpeed leaves out a step whose gradients are not finite. Norms begin with
+        # ones: Tempo's in place keeps more of channels whose weight is nearly 0.
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.02)
+        else:
+            torch.nn.init.constant_(parameter, float(name.endswith("weight")))
+
+    def make_batch() -> Batch:
+        inputs = make_inputs(shape, vocab_size, step.micro_batch_size, causal_mask=chosen.attention == "off")
+        # Tokens and labels of a data set are tensors of their own.
+        inputs = {name: value if value is None else value.to(device, copy=True) for name, value in inputs.items()}
+        (labels,) = inputs.keys() & {"labels", "lm_labels"}
+        mask = torch.ones(inputs[labels].shape, device=device)
+        takes_mask = shape.family == "gpt" or chosen.loss == "fused"
+        return {**inputs, **({"loss_mask": mask} if takes_mask else {})}, mask
+
+    return model, make_batch
+
+
+def find_loss(model: Callable[..., Any], inputs: dict[str, Any], mask: Tensor) -> Tensor:
+    """The mean of a micro batch's losses."""
+    losses = model(**inputs)
+    losses = losses[0] if isinstance(losses, tuple) else losses
+    return (losses.float() * mask).sum() / mask.sum()
+
+
 @dataclasses.dataclass(frozen=True)
 class ReadyStep:
     """A model and a micro batch on a device."""
@@ -105,61 +147,47 @@ class ReadyStep:
 
 
 def make_step(step: Step, device: str) -> ReadyStep:
-    """The step's model with random weights, in model parallelism that is initialised."""
-    shape = step.shape
-    config = build_ledger_config(shape, sequence_parallel=step.sp, dtype=step.dtype, recompute=step.recompute)
-    if step.num_full is not None:
-        config = dataclasses.replace(config, recompute_method="block", recompute_num_layers=step.num_full)
-    chosen = choose_for_model(shape, config, step.tempo).config
-    assert shape.vocab_size is not None
-    vocab_size = -(-shape.vocab_size // (128 * step.tp)) * 128 * step.tp
-    dropout_rng.set_micro_batch(5, 0)
-    model = build_model(shape, config, step.tempo, vocab_size).to(device, step.dtype).train()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:  # norms begin with ones, biases with zeros
-            torch.nn.init.normal_(parameter, std=0.02)
-    inputs = make_inputs(shape, vocab_size, step.micro_batch_size, causal_mask=chosen.attention == "off")
-    labels = "labels" if shape.family == "gpt" else "lm_labels"
-    # Tokens and labels of a data set are tensors of their own.
-    inputs = {name: value if value is None else value.to(device, copy=True) for name, value in inputs.items()}
-    mask = torch.ones(inputs[labels].shape, device=device)
-    takes_mask = shape.family == "gpt" or chosen.loss == "fused"
+    model, make_batch = build(step, device)
+    inputs, mask = make_batch()
+    there = {id(t): t for t in (*model.parameters(), *inputs.values(), mask) if t is not None}
+    return ReadyStep(lambda: find_loss(model, inputs, mask), list(there.values()), list(model.buffers()))
 
-    def forward() -> Tensor:
-        losses = model(**inputs, **({"loss_mask": mask} if takes_mask else {}))
-        losses = losses[0] if isinstance(losses, tuple) else losses
-        return (losses.float() * mask).sum() / mask.sum()
 
-    there = [*model.parameters(), *(t for t in inputs.values() if t is not None), mask]
-    return ReadyStep(forward, there, list(model.buffers()))
+def start_anew() -> None:
+    """Megatron's memory for what sequence parallelism gathers grows and stays: a step before may have left more."""
+    make_tables()
+    parallel_state.destroy_global_memory_buffer()
+    parallel_state._set_global_memory_buffer()
 
 
 def measure_step(step: Step) -> int:
     """Bytes on the CPU of weights, micro batch and everything that forward and backward make, at most."""
-    make_tables()
-    # Megatron's memory for what sequence parallelism gathers grows and stays: a step before may have left more.
-    parallel_state.destroy_global_memory_buffer()
-    parallel_state._set_global_memory_buffer()
+    start_anew()
     ready = make_step(step, "cpu")
     with PeakBytes(*ready.there, *ready.buffers) as seen:
         ready.forward().backward()
     return seen.peak + count_storage_bytes(ready.there)
 
 
-def estimate_step(step: Step) -> int:
+def make_run(step: Step, **settings: Any) -> Run:
+    """The step as a run without an optimizer, of one micro batch; `settings` are other fields of Run."""
+    usual = {
+        "model": step.shape,
+        "tempo": step.tempo,
+        "optimizer": OptimizerSettings(kind="none"),
+        "tensor_parallel": step.tp,
+        "sequence_parallel": step.sp,
+        "micro_batch_size": step.micro_batch_size,
+        "num_micro_batches": 1,
+        "dtype": step.dtype,
+        "recompute": step.recompute,
+        "recompute_num_layers": step.num_full,
+        "stock": "cpu",
+    }
+    return Run(**{**usual, **settings})
+
+
+def estimate_step(step: Step, *, simulates_allocator: bool = False, **settings: Any) -> RankEstimate:
     """What the estimate says of it."""
-    run = Run(
-        model=step.shape,
-        tempo=step.tempo,
-        optimizer=OptimizerSettings(kind="none"),
-        tensor_parallel=step.tp,
-        sequence_parallel=step.sp,
-        micro_batch_size=step.micro_batch_size,
-        num_micro_batches=1,
-        dtype=step.dtype,
-        recompute=step.recompute,
-        recompute_num_layers=step.num_full,
-        stock="cpu",
-    )
-    (rank,) = estimate_ranks(run)
-    return rank.peak_bytes
+    (rank,) = estimate_ranks(make_run(step, **settings), simulates_allocator=simulates_allocator)
+    return rank

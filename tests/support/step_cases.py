@@ -8,16 +8,12 @@ import itertools
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from peak_cases import AUTO, OFF, Step
+from peak_cases import AUTO, OFF, Step, build, estimate_step, find_loss, start_anew
 
-from tempo_kernels.gelu import make_tables
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory import run as memory_run
-from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
-from tempo_megatron.memory.kept.ledger import build_ledger_config
+from tempo_megatron.memory.estimate.estimate import RankEstimate
+from tempo_megatron.memory.run import OptimizerSettings
 from tempo_megatron.memory.storages import PeakBytes
-from tempo_megatron.models.build import build_model, choose_for_model, make_inputs
 from tempo_megatron.slots import dropout_rng
 
 BUCKET = 1 << 20
@@ -87,41 +83,18 @@ def _measure(run: Run) -> int:
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-    make_tables()
-    # That of a run before has its size, which counts as soon as a tensor of it is made.
-    parallel_state.destroy_global_memory_buffer()
-    parallel_state._set_global_memory_buffer()
-    step, shape = run.step, run.step.shape
-    config = build_ledger_config(shape, sequence_parallel=False, dtype=run.dtype, recompute=())
-    chosen = choose_for_model(shape, config, run.tempo).config
-    takes_mask = shape.family == "gpt" or chosen.loss == "fused"
-    assert shape.vocab_size is not None
-    vocab_size = -(-shape.vocab_size // 128) * 128
+    start_anew()
     with PeakBytes() as seen:
-        model = build_model(shape, config, step.tempo, vocab_size).to(run.dtype).train()
-        for name, parameter in model.named_parameters():
-            # Nothing has filled them, and DeepSpeed leaves out a step whose gradients are not finite. Norms begin with
-            # ones: Tempo's in place keeps more of channels whose weight is nearly 0.
-            if parameter.dim() > 1:
-                torch.nn.init.normal_(parameter, std=0.02)
-            else:
-                torch.nn.init.constant_(parameter, float(name.endswith("weight")))
+        model, make_batch = build(run.step)
         groups = group_by_decay(model, 0.1)
         adam = torch.optim.AdamW(groups, foreach=run.foreach, fused=not run.foreach)
         engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=run.config, mpu=MPU())
 
         def train() -> None:
             for _ in range(run.num_micro_batches):
-                inputs = make_inputs(shape, vocab_size, step.micro_batch_size, causal_mask=chosen.attention == "off")
-                # Tokens and labels of a data set are tensors of their own.
-                inputs = {name: value if value is None else value.clone() for name, value in inputs.items()}
-                (labels,) = inputs.keys() & {"labels", "lm_labels"}
-                mask = torch.ones(inputs[labels].shape)
+                batch = make_batch()
                 dropout_rng.set_micro_batch(5, 0)
-                losses = engine(**inputs, **({"loss_mask": mask} if takes_mask else {}))
-                losses = losses[0] if isinstance(losses, tuple) else losses
-                loss = (losses.float() * mask).sum() / mask.sum()
-                del losses
+                loss = find_loss(engine, *batch)
                 engine.backward(loss)
                 engine.step()
 
@@ -136,15 +109,5 @@ def _measure(run: Run) -> int:
 
 def estimate_run(run: Run) -> RankEstimate:
     """What the estimate says of it."""
-    settings = dataclasses.replace(memory_run.OptimizerSettings.from_deepspeed(run.config), foreach=run.foreach)
-    asked = memory_run.Run(
-        model=run.step.shape,
-        tempo=run.tempo,
-        optimizer=settings,
-        micro_batch_size=run.step.micro_batch_size,
-        num_micro_batches=run.num_micro_batches,
-        dtype=run.dtype,
-        stock="cpu",
-    )
-    (rank,) = estimate_ranks(asked)
-    return rank
+    settings = dataclasses.replace(OptimizerSettings.from_deepspeed(run.config), foreach=run.foreach)
+    return estimate_step(run.step, optimizer=settings, num_micro_batches=run.num_micro_batches)

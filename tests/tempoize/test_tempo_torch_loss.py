@@ -29,45 +29,37 @@ LABELS[0, :5] = -100
 SIZES = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
 GROUPS = {**SIZES, "num_key_value_heads": 2}
 EXPERTS = {**GROUPS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 MODELS = {
-    "GPT2LMHeadModel": (
-        "GPT2Config",
-        {"n_embd": 64, "n_layer": 1, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    ),
-    "LlamaForCausalLM": ("LlamaConfig", GROUPS),
+    "GPT2LMHeadModel": {"n_embd": 64, "n_layer": 1, "n_head": 4},
+    "LlamaForCausalLM": GROUPS,
     # Positional vocab_size.
-    "MixtralForCausalLM": ("MixtralConfig", {**GROUPS, "num_local_experts": 4}),
-    "Qwen2MoeForCausalLM": ("Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 32}),
-    "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", EXPERTS),
-    "OlmoeForCausalLM": ("OlmoeConfig", EXPERTS),
+    "MixtralForCausalLM": {**GROUPS, "num_local_experts": 4},
+    "Qwen2MoeForCausalLM": {**EXPERTS, "shared_expert_intermediate_size": 32},
+    "Qwen3MoeForCausalLM": EXPERTS,
+    "OlmoeForCausalLM": EXPERTS,
     # Capped and scaled logits.
-    "Gemma2ForCausalLM": ("Gemma2Config", {**GROUPS, "head_dim": 16, "final_logit_softcapping": 2.0}),
-    "CohereForCausalLM": ("CohereConfig", {**GROUPS, "logit_scale": 0.25}),
-    "GraniteForCausalLM": ("GraniteConfig", {**GROUPS, "logits_scaling": 4.0}),
+    "Gemma2ForCausalLM": {**GROUPS, "head_dim": 16, "final_logit_softcapping": 2.0},
+    "CohereForCausalLM": {**GROUPS, "logit_scale": 0.25},
+    "GraniteForCausalLM": {**GROUPS, "logits_scaling": 4.0},
     # Masked language models.
-    "BertForMaskedLM": ("BertConfig", {**SIZES, **NO_DROPOUT}),
-    "RobertaForMaskedLM": ("RobertaConfig", {**SIZES, **NO_DROPOUT}),
-    "ElectraForMaskedLM": ("ElectraConfig", {**SIZES, **NO_DROPOUT, "embedding_size": 64}),
-    "DistilBertForMaskedLM": (
-        "DistilBertConfig",
-        {"dim": 64, "n_layers": 1, "n_heads": 4, "hidden_dim": 96, "dropout": 0.0, "attention_dropout": 0.0},
-    ),
-    "ModernBertForMaskedLM": ("ModernBertConfig", SIZES),
-    "T5ForConditionalGeneration": (
-        "T5Config",
-        {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0},
-    ),
-}  # fmt: skip
+    "BertForMaskedLM": SIZES,
+    "RobertaForMaskedLM": SIZES,
+    "ElectraForMaskedLM": {**SIZES, "embedding_size": 64},
+    "DistilBertForMaskedLM": {"dim": 64, "n_layers": 1, "n_heads": 4, "hidden_dim": 96},
+    "ModernBertForMaskedLM": SIZES,
+    "T5ForConditionalGeneration": {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4},
+}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
 
 
 def build(name, dtype=torch.float32, **more):
     torch.manual_seed(0)
-    config, settings = MODELS[name]
+    cls = getattr(transformers, name)
     ids = {**TOKENS, "decoder_start_token_id": 0} if name.startswith("T5") else TOKENS
-    made = getattr(transformers, config)(vocab_size=VOCAB, **settings, **ids, **more)
-    model = getattr(transformers, name)(made)
+    config = cls.config_class(vocab_size=VOCAB, **MODELS[name], **ids, **more)
+    for key in [key for key, value in vars(config).items() if "drop" in key and isinstance(value, float)]:
+        setattr(config, key, 0.0)
+    model = cls(config)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the others have no float64
     with torch.no_grad():

@@ -12,6 +12,7 @@ import pytest
 import torch
 from covering import parametrize_covering
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch_models import B, build, loss_and_gradients, make_ids
 
 from tempo_torch import read_step, samples, set_step, tempoize
@@ -141,45 +142,65 @@ def test_forwards_inside_one_context_see_one_batch_after_another():
     assert torch.equal(torch.cat(found), masks(4, first=10)[0])
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own layers", "a shared layer"])
-@pytest.mark.parametrize("checkpoints", CHECKPOINTS.values(), ids=CHECKPOINTS)
-def test_checkpointed_layers_draw_the_same_masks(checkpoints, shared):
-    plain, other = (tempoize(build(shared=shared, layers=3), seed=4, norm="recompute") for _ in range(2))
-    other.checkpoints = checkpoints
-    for step in range(2):
-        expected, found = (loss_and_gradients(model, make_ids(first=step)) for model in (plain, other))
-        assert equal(found, expected)
+@dataclasses.dataclass
+class Output:
+    """What no pytree is."""
+
+    logits: torch.Tensor
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own layers", "a shared layer"])
-def test_several_forwards_may_run_before_their_backwards(shared):
-    ids = [make_ids(first=first) for first in (0, B)]
-    apart, together = (tempoize(build(shared=shared, layers=3), seed=4) for _ in range(2))
-    together.checkpoints = CHECKPOINTS["without the generator's state"]
-    losses = [together(batch).square().mean() for batch in ids]
-    sum(losses).backward()
-    for batch in ids:
-        apart(batch).square().mean().backward()
-    for ours, theirs in zip(together.parameters(), apart.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-8)
+RETURNS = {
+    "a tensor": lambda logits: logits,
+    "a dataclass": Output,
+    "an object": lambda logits: types.SimpleNamespace(logits=logits),
+    "None": lambda logits: None,
+}
+REGIONS = ("each layer", "a layer twice", "the whole model")
 
 
-def test_a_region_inside_a_region_draws_the_same_masks():
-    class Nested(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = build(layers=2)
+class Returning(nn.Module):
+    """Layers in a model that returns their tensor in some way; `take` finds it, with `region` checkpointed."""
 
-        def forward(self, ids):
-            return self.inner(ids)
+    def __init__(self, returns, shared, region="", checkpoints=None):
+        super().__init__()
+        self.inner, self.returns, self.found = build(shared=shared, layers=3), returns, []
+        self.region, self.settings = region, checkpoints
+        if region in REGIONS[:2]:
+            self.inner.checkpoints = checkpoints
+        if region == REGIONS[1]:
+            layer = self.inner.layers[0]
+            layer.forward = functools.partial(checkpoint, layer.forward, **checkpoints)
 
-    kwargs = {"use_reentrant": False, "preserve_rng_state": False}
-    plain, nested = (tempoize(Nested(), seed=4) for _ in range(2))
-    layer = nested.inner.layers[0]
-    forward, inner = layer.forward, torch.utils.checkpoint.checkpoint
-    layer.forward = lambda x: inner(forward, x, **kwargs)
-    nested.inner.checkpoints = kwargs
-    assert equal(loss_and_gradients(nested, make_ids()), loss_and_gradients(plain, make_ids()))
+    def forward(self, ids):
+        self.found.append(self.inner(ids))
+        return self.returns(self.found[-1])
+
+    def take(self, ids):
+        def run(ids, start):
+            self(ids)
+            return self.found.pop() + start
+
+        start = torch.zeros(1, requires_grad=True)
+        return run(ids, start) if self.region != REGIONS[2] else checkpoint(run, ids, start, **self.settings)
+
+
+@parametrize_covering(
+    region=REGIONS, checkpoints=CHECKPOINTS, each={"returns": RETURNS, "shared": {"own layers": False, "shared": True}}
+)
+def test_what_runs_again_draws_the_same_masks(region, checkpoints, returns, shared):
+    """After each forward, and after several of them."""
+    plain, again = (tempoize(Returning(returns, shared, *more), seed=4) for more in ((), (region, checkpoints)))
+    alone, together = [], []
+    for model in (plain, again):
+        for found, groups in ((alone, [[0], [B]]), (together, [[2 * B, 3 * B, 4 * B]])):
+            for group in groups:
+                losses = [model.take(make_ids(first=first)).square().mean() for first in group]
+                sum(losses).backward()
+                found.append([torch.stack(losses).detach(), *(parameter.grad for parameter in model.parameters())])
+                model.zero_grad(set_to_none=True)
+    assert all(map(equal, alone[:2], alone[2:])) and not equal(alone[0], alone[1])
+    for ours, theirs in zip(*together, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
 
 
 def test_a_region_that_does_not_tell_its_call_is_refused():
@@ -190,7 +211,7 @@ def test_a_region_that_does_not_tell_its_call_is_refused():
 
         def forward(self, x):
             for _ in range(2):
-                x = torch.utils.checkpoint.checkpoint(lambda y: self.linear(self.drop(y * 1)), x, use_reentrant=False)
+                x = checkpoint(lambda y: self.linear(self.drop(y * 1)), x, use_reentrant=False)
             return x
 
     model = tempoize(Twice())
@@ -223,11 +244,23 @@ def test_a_steps_of_several_batches_have_the_gradients_of_one():
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
 
 
+def hide_outputs(model):
+    """With these gains a norm's output does not say its input: less than half of abs(bias), and none to divide by."""
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                module.weight[:2] = 1e-3
+                if isinstance(module, nn.LayerNorm):
+                    module.bias.fill_(0.5)
+    return model
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-@pytest.mark.parametrize("shared", [False, True], ids=["own layers", "a shared layer"])
-def test_a_compiled_model_draws_the_same_masks_and_is_compiled_once(shared):
-    plain, other = (tempoize(build(shared=shared, layers=2 if shared else 1), seed=4) for _ in range(2))
+@pytest.mark.parametrize(("layers", "shared", "norm"), [(1, False, nn.LayerNorm), (2, True, nn.RMSNorm)])
+def test_a_compiled_model_draws_the_same_masks_and_is_compiled_once(layers, shared, norm):
+    settings = {"layers": layers, "shared": shared, "norm": lambda: norm(32)}
+    plain, other = (tempoize(hide_outputs(build(**settings)), seed=4) for _ in range(2))
     compiled = torch.compile(other, backend="aot_eager")
     counters = torch._dynamo.utils.counters
     torch._dynamo.reset()
@@ -252,61 +285,6 @@ def test_layers_compiled_one_by_one_and_checkpointed_draw_the_same_masks():
         expected, found = (loss_and_gradients(model, make_ids(first=step)) for model in (plain, other))
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-
-
-@dataclasses.dataclass
-class Output:
-    """What no pytree is."""
-
-    logits: torch.Tensor
-
-
-class Returning(nn.Module):
-    """A model that returns its tensor in another way than as one; `take` finds it."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.found = kind, []
-        self.inner = build(p=0.3, layers=3)
-
-    def forward(self, ids):
-        logits = self.inner(ids)
-        self.found.append(logits)
-        return {"dataclass": Output(logits), "object": types.SimpleNamespace(logits=logits), "None": None}[self.kind]
-
-    def take(self, ids):
-        self(ids)
-        return self.found.pop()
-
-
-@parametrize_covering(each={"kind": ["dataclass", "object", "None"], "checkpoints": CHECKPOINTS})
-def test_several_forwards_may_run_before_their_backwards_whatever_the_model_returns(kind, checkpoints):
-    found = []
-    for each in (None, checkpoints):
-        torch.manual_seed(0)
-        model = tempoize(Returning(kind), seed=4)
-        model.inner.checkpoints = each
-        losses = [model.take(make_ids(first=first)).square().mean() for first in (0, B, 2 * B)]
-        sum(losses).backward()
-        found.append([parameter.grad for parameter in model.parameters()])
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
-
-
-@pytest.mark.parametrize("checkpoints", CHECKPOINTS.values(), ids=CHECKPOINTS)
-def test_a_region_that_holds_the_whole_model_draws_the_same_masks(checkpoints):
-    found = []
-    for is_checkpointed in (False, True):
-        model, x = tempoize(build(p=0.3), seed=4), torch.zeros(1, requires_grad=True)
-        losses = []
-        for first in (0, B):
-            run = functools.partial(lambda model, ids, x: model(ids) + x, model, make_ids(first=first))
-            out = torch.utils.checkpoint.checkpoint(run, x, **checkpoints) if is_checkpointed else run(x)
-            losses.append(out.square().mean())
-        sum(losses).backward()
-        found.append([parameter.grad for parameter in model.parameters()])
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
 
 
 def test_two_threads_in_one_model_are_refused():
@@ -340,24 +318,3 @@ def test_an_empty_tensor_does_not_say_how_many_samples_there_are():
     model, alone = tempoize(Prompted(), seed=7), tempoize(Prompted(), seed=7)
     x = torch.ones(4, 64)
     assert torch.equal(model(torch.ones(0, 8), x), alone(x, x))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
-def test_a_compiled_model_trains_with_gains_that_hide_a_norms_output(norm):
-    found = []
-    for is_compiled in (True, False):
-        model = tempoize(build(p=0.0, layers=1, norm=lambda: norm(32)), seed=4, activation="off")
-        with torch.no_grad():
-            for module in model.modules():
-                if isinstance(module, norm):
-                    module.weight[:2] = 1e-3  # less than half of abs(bias), and none to divide by
-                    if norm is nn.LayerNorm:
-                        module.bias.fill_(0.5)
-        torch._dynamo.reset()
-        found.append(
-            loss_and_gradients(torch.compile(model, backend="aot_eager") if is_compiled else model, make_ids())
-        )
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

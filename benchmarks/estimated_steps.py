@@ -1,19 +1,23 @@
-"""The table of docs/estimate.md: the estimate's error in every run of step_cases.MATRIX.
+"""Measures whole steps under DeepSpeed on a CPU, and writes the estimate's error in each into docs/estimate.md.
 
-python tests/support/estimate_table.py    # minutes
+python benchmarks/estimated_steps.py    # minutes
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
-from pathlib import Path
+
+from measurements import ROOT
+
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from distributed import run_megatron_ranks
 from peak_cases import OFF
 from step_cases import MATRIX, estimate_run, measure_runs
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "estimate.md"
+DOCUMENT = ROOT / "docs" / "estimate.md"
 BEGIN, END = "<!-- steps: begin -->", "<!-- steps: end -->"
 
 

@@ -1,0 +1,152 @@
+"""What `ledger`, `estimate`, `plan`, `bench` and `flops` refuse: one sentence that names what was typed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tempo_megatron.cli import main
+
+TINY, GPT2 = "--model configs/model/gpt2_tiny.json", "--model configs/model/gpt2_124m.json"
+PLAN = "--model configs/model/gpt2_345m.json --gpu a100 --gpu-memory 16GB --fixed-memory 6GB --micro-batch-size 8"
+BF16 = {"bf16": {"enabled": True}}
+
+
+def refuse(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(words)) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("ledger --model nowhere.json", "cannot be read"),
+        (f"ledger {GPT2} --tp 5", "--num-attention-heads 12 is not a multiple of --tp 5; change one of them"),
+        (f"ledger {GPT2} --sequence-parallel", "--sequence-parallel needs --tp of at least 2"),
+        (f"ledger {GPT2} --recompute full mlp", "--recompute full already recomputes everything"),
+        (f"ledger {GPT2} --no-use-tempo", "--no-use-tempo is given"),
+        (
+            f"""ledger {TINY} --tempo-layers '{{"3-4": {{"norm": "off"}}}}'""",
+            'tempo.layers["3-4"] goes beyond the decoder\'s 4 layers',
+        ),
+        (f"estimate {GPT2} --pp 7", "12 layers are not a multiple of --pp 7; change one of them"),
+        (f"estimate {GPT2} --zero 1 --optimizer megatron", "ZeRO is DeepSpeed's: leave one out"),
+        (f"estimate {GPT2} --decoder-first-pipeline-num-layers 2", "expected --pp of at least 2"),
+        (
+            f"estimate {GPT2} --pp 3 --decoder-last-pipeline-num-layers 3",
+            "leaves 9 of 12 layers for 2 other stages",
+        ),
+        (f"estimate {GPT2} --sequence-parallel", "--sequence-parallel needs --tp of at least 2"),
+        (
+            f"estimate {GPT2} --pp 2 --num-layers-per-virtual-pipeline-stage 4",
+            "expected a divisor of the 6 layers",
+        ),
+        (f"estimate {GPT2} --recompute full mlp", "give it alone"),
+        (
+            f"estimate {GPT2} --allocator --stock cpu",
+            "it simulates the allocator of a GPU in one stage; expected --pp 1",
+        ),
+        (f"estimate {GPT2} --tempo-norm off", "Tempo is off"),
+        (
+            f"estimate {GPT2} --stock local --stock-attention unfused",
+            "--stock-attention unfused is Transformer Engine's, and the stock modules are local, whose att",
+        ),
+        (
+            f"estimate {GPT2} --no-masked-softmax-fusion",
+            "stock attention (transformer_engine) has no softmax kernel to leave out;",
+        ),
+        (
+            f"estimate {GPT2} --no-masked-softmax-fusion --stock cpu",
+            "stock attention (cpu) has no softmax kernel to leave out;",
+        ),
+        (
+            f"estimate {TINY} --zero 1 --deepspeed_config configs/deepspeed/zero2_bf16.json",
+            '--zero is 1, but "zero_optimization.stage" in the DeepSpeed JSON is 2',
+        ),
+        (
+            f"estimate {TINY} --optimizer megatron --deepspeed_config configs/deepspeed/zero2_bf16.json",
+            "is given with --optimizer megatron; that file's optimizer is DeepSpeed's",
+        ),
+        ("estimate --model configs/model/t5_base.json --pp 2", "--pp is 2, but the model is a T5"),
+        (f"plan {PLAN} --gpu-memory 6.1GB", "5.68 GiB a GPU are given, and the least that fits is"),
+        (f"plan {PLAN} --pp 7", "--pp 7 does not divide the model's 24 layers; give a divisor"),
+        (f"plan {PLAN} --tp 3", "--num-attention-heads 16 is not a multiple of --tp 3"),
+        (f"plan {PLAN} --gpu h1000", "--gpu h1000 is unknown; the nearest known one is h100"),
+        (
+            f"plan {PLAN} --pp 8 --fixed-memory 6GB 5GB 4GB",
+            "--fixed-memory has 3 sizes; expected one, or one for each of --pp 8",
+        ),
+        (
+            f"plan {PLAN} --model configs/model/t5_base.json",
+            "the planner does not support T5; give a GPT or a BERT",
+        ),
+        (
+            f"plan {PLAN} --dp 2 --micro-batch-size 4 --global-batch-size 12",
+            "--global-batch-size 12 is not a multiple of --dp 2 times a micro batch of 4; change one of them",
+        ),
+        (
+            f"plan {PLAN} --num-micro-batches 4 --global-batch-size 12",
+            "--global-batch-size and --num-micro-batches are both given",
+        ),
+        ("bench --calibrate --output nowhere/mine.json", "lies in a folder that does not exist"),
+        ("bench --calibrate --output mine.json --device cuda", "torch sees no CUDA device"),
+        ("flops --model configs/model/gpt3_175b.json --tp 8 --step-seconds 3", "give both or neither"),
+        ("flops --model configs/model/t5_base.json", "expected a GPT or a BERT"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(
+    words: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refuse(words, message, capsys)
+
+
+@pytest.mark.parametrize("command", ["estimate", "plan --gpu-memory 80GiB --gpu h100"])
+@pytest.mark.parametrize(
+    ("config", "words", "message"),
+    [
+        ({}, "--dtype bf16", "--dtype is bf16, but the DeepSpeed JSON trains in fp32, as it enables neither bf16"),
+        (BF16, "--dtype fp32", "--dtype is fp32, but the DeepSpeed JSON trains in bf16, as it enables bf16;"),
+        ({**BF16, "fp16": {"enabled": True}}, "", "the DeepSpeed JSON enables bf16 and fp16"),
+        ({"bf16": {"enabled": 1}}, "", '"bf16.enabled" in the DeepSpeed JSON is 1; expected true, false or "auto"'),
+        ({"bf16": True}, "", '"bf16" in the DeepSpeed JSON is True; expected an object'),
+        (
+            {"train_micro_batch_size_per_gpu": 2},
+            "--micro-batch-size 4",
+            '--micro-batch-size is 4, but "train_micro_batch_size_per_gpu" in the DeepSpeed JSON is 2; leave --micro-',
+        ),
+        (
+            {"gradient_accumulation_steps": 2},
+            "--num-micro-batches 4",
+            '--num-micro-batches is 4, but "gradient_accumulation_steps" in the DeepSpeed JSON is 2; leave --num',
+        ),
+        (
+            {"train_batch_size": 6, "gradient_accumulation_steps": 2},
+            "--micro-batch-size 2",
+            'the DeepSpeed JSON\'s "train_batch_size" 6 is not 2 times --dp 1 times a micro batch of 2; change',
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+            "",
+            'the DeepSpeed JSON has "offload_param", and the estimate does not know',
+        ),
+    ],
+)
+def test_what_contradicts_the_deepspeed_json_is_one_sentence(
+    command: str, config: dict[str, Any], words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "zero.json"
+    file.write_text(json.dumps(config))
+    refuse(f"{command} {TINY} --deepspeed_config {file} {words}", message, capsys)
+
+
+def test_a_dropout_of_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["ledger", *GPT2.split(), "--dropout", "1"])
+    assert "argument --dropout: 1 is not in [0, 1)" in capsys.readouterr().err
