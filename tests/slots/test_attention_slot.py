@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from distributed import run_megatron_ranks
+from covering import parametrize_covering
 from gpt import SEQ_LENGTH, build_gpt, gpt_config, gradients, tokens_of
 from megatron.core import parallel_state
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -20,6 +20,8 @@ from tempo_megatron.models.shape import make_shape
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.attention import TempoDotProductAttention
 
+ONE_RANK = pytest.mark.usefixtures("one_rank")
+
 
 def with_mask(overrides, mask, attention):
     """Losses and gradients of a GPT whose attention masks, where it has no window of its own, are `mask`."""
@@ -32,48 +34,37 @@ def with_mask(overrides, mask, attention):
     return losses.detach(), gradients(model)
 
 
-@pytest.mark.parametrize("attention", ["flash", "softmax"])
+@ONE_RANK
 @pytest.mark.parametrize("left", [0, 3, 100])
-def test_a_sliding_window_is_the_mask_that_megatron_makes_of_it(left, attention):
+def test_a_sliding_window_is_the_mask_that_megatron_makes_of_it_and_both_forms_draw_the_same_masks(left):
     ones = torch.ones(SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool)
-    hidden = ~(ones.triu(-left) & ones.tril(0))
-    (found,) = run_megatron_ranks(with_mask, 1, 1, {"window_size": (left, 0)}, None, attention)
-    (expected,) = run_megatron_ranks(with_mask, 1, 1, {}, hidden.view(1, 1, SEQ_LENGTH, SEQ_LENGTH), attention)
-    torch.testing.assert_close(found[0], expected[0])
-    for name, grad in expected[1].items():
-        torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-6)
+    hidden = ~(ones.triu(-left) & ones.tril(0)).view(1, 1, SEQ_LENGTH, SEQ_LENGTH)
+    ways = [({"window_size": (left, 0)}, None), ({}, hidden)]
+    expected, *others = (with_mask(*way, attention) for way in ways for attention in ("flash", "softmax"))
+    for losses, grads in others:
+        torch.testing.assert_close(losses, expected[0])
+        for name, grad in expected[1].items():
+            torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-6)
 
 
-def token_beside_a_cache():
-    """What stock's and Tempo's attention give for one new query and eight keys."""
-    config = gpt_config(dropout=0.1)
+@ONE_RANK
+def test_a_token_beside_a_cache_of_keys_is_stocks_business():
+    """One new query and eight keys."""
     arguments = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
     q, k, v = (torch.randn(s, 2, 4, 8) for s in (1, 8, 8))
+    stock, tempo = (
+        cls(gpt_config(dropout=0.1), **arguments).eval() for cls in (DotProductAttention, TempoDotProductAttention)
+    )
     with mock.patch.object(
         DotProductAttention, "forward", autospec=True, side_effect=DotProductAttention.forward
-    ) as stock:
-        found = [
-            cls(config, **arguments).eval()(q, k, v, None) for cls in (DotProductAttention, TempoDotProductAttention)
-        ]
-    return found, stock.call_count
-
-
-def test_a_token_beside_a_cache_of_keys_is_stocks_business():
-    (((stock, tempo), calls),) = run_megatron_ranks(token_beside_a_cache, 1, 1)
-    assert torch.equal(stock, tempo) and calls == 2
+    ) as called:
+        assert torch.equal(tempo(q, k, v, None), stock(q, k, v, None))
+    assert called.call_count == 2
 
 
 def test_what_runs_is_said_in_words():
     assert describe("cpu") == describe("cuda", "softmax") == "plain torch"
     assert describe("cuda").startswith("triton")
-
-
-def test_both_forms_of_attention_draw_the_same_masks():
-    (flash,) = run_megatron_ranks(with_mask, 1, 1, {}, None, "flash")
-    (softmax,) = run_megatron_ranks(with_mask, 1, 1, {}, None, "softmax")
-    torch.testing.assert_close(flash[0], softmax[0])
-    for name, grad in flash[1].items():
-        torch.testing.assert_close(softmax[1][name], grad, rtol=1e-4, atol=1e-6)
 
 
 NUM_TOKENS = 64
@@ -96,9 +87,7 @@ def kept_by_grouped_queries(num_query_groups, attention, **settings):
     return measure(config, tempo_config, vocab_size=64, seq_length=NUM_TOKENS).layer_sbh
 
 
-@pytest.mark.parametrize("attention", FORMS)
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("num_query_groups", [8, 4, 2])
+@parametrize_covering(num_query_groups=[8, 4, 2], tp=[1, 2], attention=list(FORMS))
 def test_attention_keeps_q_k_and_v_and_nothing_of_their_size_beside(num_query_groups, tp, attention):
     cpu.use_cpu()
     with simulate_layout(tp):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import cpu_graphs
 import pytest
 import torch
-from distributed import run_megatron_ranks
 from gpt import build_gpt, gpt_config, tokens_of
 from megatron.core import full_cuda_graph
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -23,7 +21,6 @@ from tempo_megatron.slots.dropout_rng import STATE_NAME, Site, find_key_and_samp
 
 INPLACE = TempoConfig(activation="inplace", norm="inplace", dropout="recompute", attention="flash", loss="off")
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-WHOLE_STEPS: dict[str, dict[str, Any]] = {"a whole step": {}, "a whole step, recomputed": FULL}
 
 
 def build(**settings: Any) -> Any:
@@ -55,50 +52,53 @@ def capture(function: Any) -> tuple[Any, Any]:
     return graph, found
 
 
-def replays_of_torchs_graph() -> Any:
-    """Whether ten replays draw the masks of ordinary calls, and whether no two are equal."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        cpu_graphs.install(monkeypatch)
-        model, tokens = build(), tokens_of(0, 2)
-        set_micro_batch(5, 3, device="cpu")
-        step_of(model, tokens)  # as the warm-up of a capture
-        set_micro_batch(5, 3, device="cpu")
-        graph, results = capture(lambda: step_of(model, tokens))
-        found = []
-        for sample in range(4, 14):
-            set_micro_batch(5, sample)  # still written, because a graph was captured
-            graph.replay()
-            found.append([each.clone() for each in results])
-        with pytest.raises(RuntimeError, match="seed is 6, and a CUDA graph was captured with the keys of seed 5"):
-            set_micro_batch(6, 0)
-        wanted = [ordinary(model, tokens, sample) for sample in range(4, 14)]
-    pairs = zip(itertools.chain(*found), itertools.chain(*wanted), strict=True)
-    return all(torch.equal(one, other) for one, other in pairs), len({one[0].sum().item() for one in found})
+@pytest.fixture
+def captures(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """torch.cuda captures CPU graphs, and nothing is announced to graphs yet."""
+    cpu_graphs.install(monkeypatch)
+    monkeypatch.setattr(dropout_rng, "_FOR_GRAPHS", dropout_rng._SampleForGraphs())
+    return monkeypatch
 
 
-def frozen_and_refused() -> Any:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        cpu_graphs.install(monkeypatch)
-        model, tokens = build(), tokens_of(0, 2)
-        set_micro_batch(5, 3)
-        with pytest.raises(RuntimeError) as refused:
-            capture(lambda: run(model, tokens))
-        # What the refusal is for.
-        set_micro_batch(5, 3)
-        with monkeypatch.context() as unaware:
-            unaware.setattr(torch.cuda, "is_initialized", lambda: False)
-            graph, results = capture(lambda: step_of(model, tokens))
-        before = results[0].clone()
-        set_micro_batch(5, 4)
+def test_replays_of_one_graph_draw_the_masks_of_ordinary_calls(captures: pytest.MonkeyPatch) -> None:
+    model, tokens = build(), tokens_of(0, 2)
+    set_micro_batch(5, 3, device="cpu")
+    step_of(model, tokens)  # as the warm-up of a capture
+    set_micro_batch(5, 3, device="cpu")
+    graph, results = capture(lambda: step_of(model, tokens))
+    found = []
+    for sample in range(4, 14):
+        set_micro_batch(5, sample)  # still written, because a graph was captured
         graph.replay()
-        is_frozen = torch.equal(before, results[0])
-        # Recomputed in the graph of a backward of its own.
-        recomputed = build(**FULL)
-        set_micro_batch(5, 3, device="cpu")
-        found = run(recomputed, tokens)
-        with pytest.raises(RuntimeError) as recomputing:
-            capture(lambda: found.mean().backward())
-    return str(refused.value), is_frozen, str(recomputing.value)
+        found.append([each.clone() for each in results])
+    with pytest.raises(RuntimeError, match="seed is 6, and a CUDA graph was captured with the keys of seed 5"):
+        set_micro_batch(6, 0)
+    for sample, ours in enumerate(found, 4):
+        assert all(torch.equal(*pair) for pair in zip(ours, ordinary(model, tokens, sample), strict=True))
+    assert len({one[0].sum().item() for one in found}) == 10
+
+
+def test_a_capture_that_would_freeze_its_masks_is_refused(captures: pytest.MonkeyPatch) -> None:
+    model, tokens = build(), tokens_of(0, 2)
+    set_micro_batch(5, 3)
+    remedy = r'call tempo_megatron.set_micro_batch\(seed, first_sample, device="cuda"\) before the capture'
+    with pytest.raises(RuntimeError, match=remedy):
+        capture(lambda: run(model, tokens))
+    # What the refusal is for.
+    set_micro_batch(5, 3)
+    with captures.context() as unaware:
+        unaware.setattr(torch.cuda, "is_initialized", lambda: False)
+        graph, results = capture(lambda: step_of(model, tokens))
+    before = results[0].clone()
+    set_micro_batch(5, 4)
+    graph.replay()
+    assert torch.equal(before, results[0])
+    # Recomputed in the graph of a backward of its own.
+    recomputed = build(**FULL)
+    set_micro_batch(5, 3, device="cpu")
+    found = run(recomputed, tokens)
+    with pytest.raises(RuntimeError, match="a recomputed forward with dropout is captured in a CUDA graph"):
+        capture(lambda: found.mean().backward())
 
 
 def gradients_of_1f1b(device: str | None) -> Any:
@@ -115,123 +115,62 @@ def gradients_of_1f1b(device: str | None) -> Any:
     return model.embedding.word_embeddings.weight.grad
 
 
-class UnreadableGenerator(torch.Generator):
-    """As a CUDA generator: while a graph is captured it neither tells nor takes numbers."""
-
-    def __new__(cls, device: Any = None) -> UnreadableGenerator:
-        return super().__new__(cls, "cpu")
-
-    def __init__(self, device: Any = None) -> None:
-        self.offset = 0
-
-    def _check(self) -> None:
-        assert not torch.cuda.is_current_stream_capturing(), "a generator is used in a capture"
-
-    def manual_seed(self, seed: int) -> torch.Generator:
-        self._check()
-        return super().manual_seed(seed)
-
-    def set_offset(self, offset: int) -> None:
-        self._check()
-        self.offset = offset
-
-    def get_offset(self) -> int:
-        self._check()
-        return self.offset
-
-    def graphsafe_get_state(self) -> UnreadableGenerator:
-        return self
-
-    def graphsafe_set_state(self, other: UnreadableGenerator) -> None:
-        pass
-
-
-def steps_of_megatrons_graph(**settings: Any) -> Any:
+def steps_of_megatrons_graph(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
     """Losses and gradients of four steps of two micro batches, by Megatron's graph of a whole step, and without it."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        cpu_graphs.install(monkeypatch)
-        monkeypatch.setattr(torch, "Generator", UnreadableGenerator)
-        monkeypatch.setattr(get_cuda_rng_tracker(), "states_", {"model-parallel-rng": UnreadableGenerator()})
-        monkeypatch.setattr(full_cuda_graph, "get_all_rng_states", lambda: get_cuda_rng_tracker().states_)
-        monkeypatch.setattr("megatron.core.parallel_state.get_data_parallel_rank", lambda: 0)
-        model = build(**settings)
-        args = SimpleNamespace(seed=5, consumed_train_samples=0, micro_batch_size=2, data_parallel_size=1)
-        report: Any = SimpleNamespace(models=[SimpleNamespace(draws_masks=True)], publish_once=lambda: None)
-        begin = _announce_micro_batches(lambda model, index: None, lambda: args, report)
-        model.zero_grad()
-        weight = model.embedding.word_embeddings.weight
-        weight.grad = torch.zeros_like(weight)
+    monkeypatch.setattr(torch, "Generator", cpu_graphs.CudaGenerator)
+    monkeypatch.setattr(get_cuda_rng_tracker(), "states_", {"model-parallel-rng": cpu_graphs.CudaGenerator()})
+    monkeypatch.setattr(full_cuda_graph, "get_all_rng_states", lambda: get_cuda_rng_tracker().states_)
+    monkeypatch.setattr("megatron.core.parallel_state.get_data_parallel_rank", lambda: 0)
+    model = build(**settings)
+    args = SimpleNamespace(seed=5, consumed_train_samples=0, micro_batch_size=2, data_parallel_size=1)
+    report: Any = SimpleNamespace(models=[SimpleNamespace(draws_masks=True)], publish_once=lambda: None)
+    begin = _announce_micro_batches(lambda model, index: None, lambda: args, report)
+    model.zero_grad()
+    weight = model.embedding.word_embeddings.weight
+    weight.grad = torch.zeros_like(weight)
 
-        def schedule(**given: Any) -> Any:
-            (batches,) = given["data_iterator"]
-            weight.grad.zero_()
-            found = []
-            for index in range(given["num_microbatches"]):
-                begin(model, index)
-                loss = run(model, next(batches)["tokens"])
-                loss.mean().backward()
-                found.append(loss.detach())
-            return found
+    def schedule(**given: Any) -> Any:
+        (batches,) = given["data_iterator"]
+        weight.grad.zero_()
+        found = []
+        for index in range(given["num_microbatches"]):
+            begin(model, index)
+            loss = run(model, next(batches)["tokens"])
+            loss.mean().backward()
+            found.append(loss.detach())
+        return found
 
-        def train(step: Any) -> list[torch.Tensor]:
-            told = []
-            for number in range(4):
-                args.consumed_train_samples = 4 * number
-                data = iter([{"tokens": tokens_of(4 * number, 2)}, {"tokens": tokens_of(4 * number + 2, 2)}])
-                sizes = {"num_microbatches": 2, "seq_length": 16, "forward_only": False}
-                found = step(model=[model], data_iterator=data, **sizes)
-                told += [*(each.clone() for each in found), weight.grad.clone()]
-            return told
+    def train(step: Any) -> list[torch.Tensor]:
+        told = []
+        for number in range(4):
+            args.consumed_train_samples = 4 * number
+            data = iter([{"tokens": tokens_of(4 * number, 2)}, {"tokens": tokens_of(4 * number + 2, 2)}])
+            sizes = {"num_microbatches": 2, "seq_length": 16, "forward_only": False}
+            found = step(model=[model], data_iterator=data, **sizes)
+            told += [*(each.clone() for each in found), weight.grad.clone()]
+        return told
 
-        wrapper = full_cuda_graph.FullCudaGraphWrapper
-        monkeypatch.setattr(wrapper, "__call__", _announce_whole_steps(wrapper.__call__, lambda: args, report))
-        found = train(wrapper(schedule, cuda_graph_warmup_steps=1))
-        graph = wrapper.cuda_graph["training"]
-        states = len(graph.registered)
-        wrapper.curr_iteration["training"], wrapper.cuda_graph["training"] = 0, None
-        monkeypatch.setattr(get_cuda_rng_tracker(), "states_", {"rng": torch.zeros(16, dtype=torch.uint8)})
-        dropout_rng._FOR_GRAPHS = dropout_rng._SampleForGraphs()
-        wanted = train(lambda data_iterator, **given: schedule(data_iterator=[data_iterator], **given))
+    wrapper = full_cuda_graph.FullCudaGraphWrapper
+    monkeypatch.setattr(wrapper, "__call__", _announce_whole_steps(wrapper.__call__, lambda: args, report))
+    found = train(wrapper(schedule, cuda_graph_warmup_steps=1))
+    graph = wrapper.cuda_graph["training"]
+    states = len(graph.registered)
+    wrapper.curr_iteration["training"], wrapper.cuda_graph["training"] = 0, None
+    monkeypatch.setattr(get_cuda_rng_tracker(), "states_", {"rng": torch.zeros(16, dtype=torch.uint8)})
+    dropout_rng._FOR_GRAPHS = dropout_rng._SampleForGraphs()
+    wanted = train(lambda data_iterator, **given: schedule(data_iterator=[data_iterator], **given))
     return states, found, wanted
 
 
-def measure() -> dict[str, Any]:
-    """All of the above, in one process."""
-    found = {
-        "replays": replays_of_torchs_graph(),
-        "1F1B": [gradients_of_1f1b(device) for device in ("cpu", None)],
-        "refused": frozen_and_refused(),
-    }
-    for name, settings in WHOLE_STEPS.items():
-        found[name] = steps_of_megatrons_graph(**settings)
-    return found
+def test_recomputation_outside_of_graphs_finds_its_own_micro_batch(captures: pytest.MonkeyPatch) -> None:
+    assert torch.equal(gradients_of_1f1b("cpu"), gradients_of_1f1b(None))
 
 
-@pytest.fixture(scope="module")
-def found() -> Any:
-    return run_megatron_ranks(measure, 1, 1)[0]
-
-
-def test_replays_of_one_graph_draw_the_masks_of_ordinary_calls(found: Any) -> None:
-    are_equal, num_masks = found["replays"]
-    assert are_equal and num_masks == 10
-
-
-def test_a_capture_that_would_freeze_its_masks_is_refused(found: Any) -> None:
-    refused, is_frozen, recomputing = found["refused"]
-    assert 'call tempo_megatron.set_micro_batch(seed, first_sample, device="cuda") before the capture' in refused
-    assert is_frozen
-    assert "a recomputed forward with dropout is captured in a CUDA graph" in recomputing
-
-
-def test_recomputation_outside_of_graphs_finds_its_own_micro_batch(found: Any) -> None:
-    by_tensor, by_numbers = found["1F1B"]
-    assert torch.equal(by_tensor, by_numbers)
-
-
-@pytest.mark.parametrize("name", WHOLE_STEPS)
-def test_megatrons_graph_of_a_whole_step_draws_the_masks_of_its_micro_batches(found: Any, name: str) -> None:
-    states, found, wanted = found[name]
+@pytest.mark.parametrize("settings", [{}, FULL], ids=["as it is", "recomputed"])
+def test_megatrons_graph_of_a_whole_step_draws_the_masks_of_its_micro_batches(
+    captures: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    states, found, wanted = steps_of_megatrons_graph(captures, **settings)
     assert states == 2  # Megatron's own and Tempo's
     assert len(found) == len(wanted) == 12
     for ours, ordinary_ones in zip(found, wanted, strict=True):

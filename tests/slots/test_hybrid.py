@@ -7,7 +7,7 @@ from typing import Any
 
 import megatron_wheels
 import pytest
-from te_ranks import results
+from script_ranks import results
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,12 @@
+"""Tempo in the specs of Megatron's layers: the model computes what stock does, and what cannot be had is refused."""
+
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
-import itertools
-import re
+import json
+from unittest import mock
 
 import pytest
 import torch
@@ -11,10 +14,17 @@ from covering import exhaustive
 from distributed import run_megatron_ranks
 from gpt import RECOMPUTE, WRITTEN, assert_equal_to_stock, build_gpt, gpt_config, gradients, losses
 from megatron.core.activations import squared_relu
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch.nn import functional as F
 
@@ -25,142 +35,123 @@ from tempo_megatron.slots.mlp import TempoMLP
 from tempo_megatron.slots.norm import TempoLayerNorm, TorchLayerNorm
 from tempo_megatron.slots.report import report_on
 
-CONFIGS = {
-    "everything": TempoConfig(),
-    "activation": TempoConfig(norm="off", dropout="off", attention="off"),
-    "norm": TempoConfig(activation="off", dropout="off", attention="off"),
-    "attention": TempoConfig(activation="off", norm="off", dropout="off"),
-    "recompute": RECOMPUTE,
-    "the paper's attention": TempoConfig(attention="softmax"),
+AUTO, OFF = TempoConfig(), TempoConfig.off()
+ONE_RANK = pytest.mark.usefixtures("one_rank")
+MOE = {"num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True, "add_bias_linear": False}
+NO_ATTENTION = {"n_heads_in_group": None, "no_op": True, "replace_with_linear": False}
+GROUPS = {"n_heads_in_group": 2, "no_op": False, "replace_with_linear": False}
+BLOCKS = [{"attention": GROUPS, "ffn": {"ffn_mult": 2.0}}, {"attention": NO_ATTENTION, "ffn": {"ffn_mult": 3.0}}]
+HETEROGENEOUS = {
+    "cls": HeterogeneousTransformerConfig,
+    "heterogeneous_layers_config_encoded_json": json.dumps({"block_configs": BLOCKS}),
+}
+SWIGLU = {"activation_func": F.silu, "gated_linear_unit": True}
+GEGLU = {"activation_func": F.gelu, "gated_linear_unit": True}
+RMS_NORM, ZERO_CENTRED = {"normalization": "RMSNorm"}, {"layernorm_zero_centered_gamma": True}
+# Megatron's settings, and Tempo's: each operation alone; settings, each beside one of the two forms; what "auto" takes
+# less of; layers of several kinds. Recomputation and further layouts are compatibility.py's.
+CASES = {
+    "everything": ({}, AUTO),
+    "activation": ({}, TempoConfig(norm="off", dropout="off", attention="off")),
+    "norm": ({}, TempoConfig(activation="off", dropout="off", attention="off")),
+    "attention": ({}, TempoConfig(activation="off", norm="off", dropout="off")),
+    "recompute": ({}, RECOMPUTE),
+    "the paper's attention": ({}, TempoConfig(attention="softmax")),
+    "zero-centred gamma": (ZERO_CENTRED, AUTO),
+    "tanh gelu": ({"bias_activation_fusion": True}, RECOMPUTE),
+    "query-key layer scaling": ({"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True}, AUTO),
+    "grouped queries": ({"num_query_groups": 2}, RECOMPUTE),
+    "no biases": ({"add_bias_linear": False}, AUTO),
+    "query and key norms": ({"qk_layernorm": True}, RECOMPUTE),
+    "swiglu": (SWIGLU, AUTO),
+    "clamped swiglu": ({**SWIGLU, "activation_func_clamp_value": 0.01}, AUTO),
+    "relu": ({"activation_func": F.relu}, AUTO),
+    "residual after the norm": ({"apply_residual_connection_post_layernorm": True}, AUTO),
+    "query and key norms without weights": ({"qk_l2_norm": True}, AUTO),
+    "a dense layer, then experts": ({**MOE, "moe_layer_freq": [0, 1]}, AUTO),
+    "experts, then a dense layer": ({**MOE, "moe_layer_freq": 2}, RECOMPUTE),
+    "heterogeneous": (HETEROGENEOUS, AUTO),
+    "heterogeneous, recompute": (HETEROGENEOUS, RECOMPUTE),
+}
+PARALLEL = {
+    "everything": ({}, AUTO),
+    "recompute": ({}, RECOMPUTE),
+    "swiglu and RMSNorm": ({**SWIGLU, **RMS_NORM}, RECOMPUTE),
+    "swiglu without biases": ({**SWIGLU, "add_bias_linear": False}, RECOMPUTE),
+    "geglu": (GEGLU, RECOMPUTE),
+    "fused geglu": ({**GEGLU, "bias_activation_fusion": True}, RECOMPUTE),
+    "reglu": ({"activation_func": F.relu, "gated_linear_unit": True}, RECOMPUTE),
+    "squared relu": ({"activation_func": squared_relu}, AUTO),
+    "silu, recomputed": ({"activation_func": F.silu}, RECOMPUTE),
+    "squared relu, recomputed": ({"activation_func": squared_relu}, RECOMPUTE),
+    "RMSNorm": (RMS_NORM, AUTO),
+    "zero-centred RMSNorm": ({**RMS_NORM, **ZERO_CENTRED}, AUTO),
 }
 
 
-def loss_and_gradients(tempo_config, sequence_parallel, overrides):
-    """Loss of four samples in two micro batches, and gradients as they would be summed, at dropout 0."""
-    model = build_gpt(gpt_config(sequence_parallel=sequence_parallel, **overrides), tempo_config)
+def stock_spec(config):
+    """Megatron's own where the configuration says which layers there are; None for one whose norms are torch's."""
+    if isinstance(config, HeterogeneousTransformerConfig):
+        return get_gpt_heterogeneous_layer_spec(config)
+    if config.num_moe_experts or config.qk_l2_norm:
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=False, qk_l2_norm=config.qk_l2_norm)
+    return None
+
+
+def train(settings, tempo_config, sequence_parallel):
+    """Loss of four samples in two micro batches, gradients as they would be summed, and which layers have experts."""
+    config = gpt_config(sequence_parallel=sequence_parallel, **settings)
+    model = build_gpt(config, tempo_config, spec=stock_spec(config) if tempo_config.is_off else None)
     total = 0.0
     takes_mask = choose(model.config, tempo_config).config.attention == "off"
     for first_sample in (0, 2):
         loss = losses(model, first_sample, 2, gives_mask=takes_mask).mean()
         (loss / 2).backward()
         total += loss.item() / 2
-    return total, gradients(model)
+    return (total, gradients(model)), [type(layer.mlp).__name__ == "MoELayer" for layer in model.decoder.layers]
 
 
-def run_each(cases):
-    return [loss_and_gradients(*case) for case in cases]
+def train_all(cases, sequence_parallel):
+    """Name -> ours and stock with the same settings."""
+    stocks, found = {}, {}
+    # Without Transformer Engine Megatron does not define what its router looks for.
+    with mock.patch.object(moe_utils, "te_general_gemm", None, create=True):
+        for name, (settings, tempo_config) in cases.items():
+            key = repr(settings)
+            if key not in stocks:
+                stocks[key] = train(settings, OFF, sequence_parallel)
+            found[name] = train(settings, tempo_config, sequence_parallel), stocks[key]
+    return found
 
 
-def assert_each_equals_stock(cases, ranks=1, sequence_parallel=False, stock=None):
-    """Each (TempoConfig, Megatron's overrides), by name, beside stock with the same overrides, or with the
-    (sequence_parallel, overrides) that are given; all in one process group."""
-    ours = [(tempo_config, sequence_parallel, overrides) for tempo_config, overrides in cases.values()]
-    stocks = [(TempoConfig.off(), *(stock or case[1:])) for case in ours]
-    distinct = [each for place, each in enumerate(stocks) if each not in stocks[:place]]
-    for found in run_megatron_ranks(run_each, ranks, ranks, [*ours, *distinct]):
-        for name, of_case, of_stock in zip(cases, found[: len(ours)], stocks, strict=True):
+@pytest.mark.parametrize(("cases", "ranks"), [(CASES, 1), (PARALLEL, 2), *exhaustive((PARALLEL, 1))], ids=str)
+def test_loss_and_every_gradient_equal_stock_without_dropout(cases, ranks):
+    for found in run_megatron_ranks(train_all, ranks, ranks, cases, ranks > 1):
+        for name, ((ours, has_experts), (stock, stock_has_experts)) in found.items():
+            assert has_experts == stock_has_experts
             try:
-                assert_equal_to_stock(of_case, found[len(ours) + distinct.index(of_stock)])
+                assert_equal_to_stock(ours, stock)
             except AssertionError as error:
                 raise AssertionError(f"{name}: {error}") from error
 
 
-def test_loss_and_every_gradient_equal_stock_without_dropout():
-    assert_each_equals_stock({name: (tempo_config, {}) for name, tempo_config in CONFIGS.items()})
-
-
-OVERRIDES = {
-    "zero-centred gamma": {"layernorm_zero_centered_gamma": True},
-    "tanh gelu": {"bias_activation_fusion": True},
-    "query-key layer scaling": {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True},
-    "grouped queries": {"num_query_groups": 2},
-    "no biases": {"add_bias_linear": False},
-    "query and key norms": {"qk_layernorm": True},
-    "full recomputation": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
-    "core attention recomputed": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-}
-BOTH = {"inplace": TempoConfig(), "recompute": RECOMPUTE}
-
-
-@pytest.mark.parametrize("covers", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["covering", "all"])
-def test_loss_and_every_gradient_equal_stock_under_megatrons_settings(covers):
-    pairs = list(itertools.product(OVERRIDES, BOTH))
-    pairs = [pair for place, pair in enumerate(pairs) if not covers or place % 4 in (0, 3)]  # each with one of BOTH
-    assert_each_equals_stock({f"{name}, {form}": (BOTH[form], OVERRIDES[name]) for name, form in pairs})
-
-
-MODELS = {
-    "swiglu and RMSNorm": (
-        {"activation_func": F.silu, "gated_linear_unit": True, "normalization": "RMSNorm"},
-        RECOMPUTE,
-    ),
-    "swiglu without biases": (
-        {"activation_func": F.silu, "gated_linear_unit": True, "add_bias_linear": False},
-        RECOMPUTE,
-    ),
-    "geglu": ({"activation_func": F.gelu, "gated_linear_unit": True}, RECOMPUTE),
-    "fused geglu": ({"activation_func": F.gelu, "gated_linear_unit": True, "bias_activation_fusion": True}, RECOMPUTE),
-    "reglu": ({"activation_func": F.relu, "gated_linear_unit": True}, RECOMPUTE),
-    "squared relu": ({"activation_func": squared_relu}, TempoConfig()),
-    "silu, recomputed": ({"activation_func": F.silu}, RECOMPUTE),
-    "squared relu, recomputed": ({"activation_func": squared_relu}, RECOMPUTE),
-    "RMSNorm": ({"normalization": "RMSNorm"}, TempoConfig()),
-    "zero-centred RMSNorm": ({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True}, TempoConfig()),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, *exhaustive([1])], ids=["TP 2 + SP", "TP 1"])
-def test_other_activations_and_norms_equal_stock(ranks):
-    cases = {name: (tempo_config, overrides) for name, (overrides, tempo_config) in MODELS.items()}
-    assert_each_equals_stock(cases, ranks, sequence_parallel=ranks > 1)
-
-
-LESSER = {
-    "swiglu": {"activation_func": F.silu, "gated_linear_unit": True},
-    "clamped swiglu": {"activation_func": F.silu, "gated_linear_unit": True, "activation_func_clamp_value": 0.01},
-    "relu": {"activation_func": F.relu},
-    "residual after the norm": {"apply_residual_connection_post_layernorm": True},
-}
-
-
-def test_where_auto_takes_less_the_model_equals_stock():
-    assert_each_equals_stock({name: (TempoConfig(), overrides) for name, overrides in LESSER.items()})
-
-
-def test_a_recomputed_mlp_with_biases_gives_the_gradients_of_one_that_is_not():
-    # Stock Megatron recurses without end here, so that its layer without recomputation is the reference.
-    recomputed = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
-    assert_each_equals_stock({"a recomputed MLP": (TempoConfig(), recomputed)}, stock=(False, {}))
-
-
-@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["SP", "TP"])
-def test_tensor_parallel_ranks_equal_stock_of_the_same_layout(sequence_parallel):
-    cases = {name: (tempo_config, {}) for name, tempo_config in {**BOTH, "stock": TempoConfig.off()}.items()}
-    assert_each_equals_stock(cases, 2, sequence_parallel, stock=(False, {}))
-
-
-def keys_and_losses():
-    found, models = {}, []
-    for name, tempo_config, seed in (("tempo", TempoConfig(), 2), ("stock", TempoConfig.off(), 1)):
-        models.append(build_gpt(gpt_config(), tempo_config, seed))
-        state, parameters = models[-1].state_dict(), models[-1].named_parameters()
-        found[name] = (
+@ONE_RANK
+def test_checkpoint_keys_and_parameter_flags_equal_megatrons_and_a_checkpoint_of_one_loads_into_the_other():
+    tempo, stock = build_gpt(gpt_config(), AUTO, 2), build_gpt(gpt_config(), OFF, 1)
+    described = []
+    for model in (tempo, stock):
+        state, parameters = model.state_dict(), model.named_parameters()
+        described.append((
             {key: tuple(value.shape) for key, value in state.items() if value is not None},
-            sorted(getattr(value, "key", key) for key, value in models[-1].sharded_state_dict().items()),
+            sorted(getattr(value, "key", key) for key, value in model.sharded_state_dict().items()),
             [(key, getattr(parameter, "sequence_parallel", False)) for key, parameter in parameters],
-        )
-    tempo, stock = models
+        ))  # fmt: skip
+    assert described[0] == described[1]
+    assert any("linear_qkv.layer_norm_weight" in key for key in described[0][1])
     tempo.load_state_dict(stock.state_dict(), strict=True)
     stock.load_state_dict(tempo.state_dict(), strict=True)
-    return found, [losses(m.eval(), 0, 2, gives_mask=m is stock).mean().item() for m in models]
-
-
-def test_checkpoint_keys_and_parameter_flags_equal_megatrons_and_a_checkpoint_of_one_loads_into_the_other():
-    ((found, (tempo, stock)),) = run_megatron_ranks(keys_and_losses, 1, 1)
-    assert found["tempo"] == found["stock"]
-    assert any("linear_qkv.layer_norm_weight" in key for key in found["tempo"][1])
-    assert tempo == pytest.approx(stock, rel=1e-6)
+    found = [losses(model.eval(), 0, 2, gives_mask=model is stock).mean().item() for model in (tempo, stock)]
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -181,81 +172,127 @@ def test_positional_signatures_equal_megatrons(ours, theirs):
     assert positional(ours)[: len(positional(theirs))] == positional(theirs)
 
 
-def specs_with(**overrides):
-    config = gpt_config(**overrides)
-    original = get_gpt_layer_local_spec()
-    before = copy.copy(original.submodules)
-    tempoized = tempoize(original, config, TempoConfig())
-    stock = tempo_block_spec(config, TempoConfig.off())
-    return {
-        "counts": report_on(tempoized).counts,
-        "stock counts": report_on(stock).counts,
-        "unchanged": original.submodules == before,
-        "again": report_on(tempoize(tempoized, config, TempoConfig())).counts,
-        "stock norm": stock.layer_norm.__name__,
-        "key map": tempoized.layer_specs[0].submodules.sharded_state_dict_keys_map
-        == original.submodules.sharded_state_dict_keys_map,
-    }
-
-
+@ONE_RANK
 def test_every_slot_is_filled_and_the_given_spec_stays_as_it_is():
-    (found,) = run_megatron_ranks(specs_with, 1, 1)
+    config, original = gpt_config(), get_gpt_layer_local_spec()
+    before = copy.copy(original.submodules)
+    tempoized, stock = tempoize(original, config, AUTO), tempo_block_spec(config, OFF)
     everything = {"norm": (5, 5), "attention": (2, 2), "dropout": (4, 4), "activation": (2, 2)}
-    assert found["counts"] == found["again"] == everything
-    assert found["stock counts"] == {name: (0, total) for name, (_, total) in everything.items()}
-    assert found["unchanged"] and found["key map"]
-    assert found["stock norm"] == TorchLayerNorm.__name__
+    assert report_on(tempoized).counts == report_on(tempoize(tempoized, config, AUTO)).counts == everything
+    assert report_on(stock).counts == {name: (0, total) for name, (_, total) in everything.items()}
+    assert stock.layer_norm.__name__ == TorchLayerNorm.__name__
+    assert original.submodules == before
+    keys = tempoized.layer_specs[0].submodules.sharded_state_dict_keys_map
+    assert keys == before.sharded_state_dict_keys_map
+    # Two layers, the second without attention and its norm and bias-dropout-add; and the final norm.
+    counts = report_on(tempo_block_spec(gpt_config(**HETEROGENEOUS), AUTO)).counts
+    assert counts == {"norm": (4, 4), "attention": (1, 1), "dropout": (3, 3), "activation": (2, 2)}
 
 
-def refusal(overrides):
-    try:
-        tempo_block_spec(gpt_config(**overrides), WRITTEN)
-    except ValueError as error:
-        return str(error)
-    return "not refused"
-
-
+DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+HALF = {"params_dtype": torch.bfloat16, "bf16": True}
+CONTEXT, FLOAT32 = {"context_parallel_size": 2}, {"fp32_residual_connection": True}
+AGAIN = TempoConfig(linear_fc1="recompute", linear_qkv="recompute", attention="recompute")
+FC1, QKV = TempoConfig(linear_fc1="recompute"), TempoConfig(attention="off", linear_qkv="recompute")
+# Settings, attributes that are set once Megatron has checked the configuration, Tempo's values, words of the refusal.
 REFUSED = {
     "swiglu": (
-        {"activation_func": F.silu, "gated_linear_unit": True},
+        SWIGLU, {}, WRITTEN,
         'activation is swiglu, and in place exists for .*set tempo.activation to "recompute" or "off"',
     ),
-    "relu": ({"activation_func": F.relu}, 'activation is relu, .*set tempo.activation to "off"'),
-    "L2Norm": ({"normalization": "L2Norm"}, 'normalization is L2Norm.*set tempo.norm to "off"'),
-    "autocast": ({"enable_autocast": True, "autocast_dtype": torch.bfloat16}, "autocast is on"),
+    "relu": ({"activation_func": F.relu}, {}, WRITTEN, 'activation is relu, .*set tempo.activation to "off"'),
+    "L2Norm": ({"normalization": "L2Norm"}, {}, WRITTEN, 'normalization is L2Norm.*set tempo.norm to "off"'),
+    "autocast": ({"enable_autocast": True, "autocast_dtype": torch.bfloat16}, {}, WRITTEN, "autocast is on"),
+    "hybrid context parallelism": (
+        DROPS, {"hybrid_context_parallel": True}, WRITTEN,
+        r'hybrid_context_parallel is on, .*same masks; set tempo.dropout and tempo.attention to "off"',
+    ),
+    "context parallelism, the paper's form": (
+        {}, CONTEXT, TempoConfig(attention="softmax"),
+        'context_parallel_size is 2 and the form is softmax, .*set tempo.attention to "flash" or "recompute" or "off"',
+    ),
+    "multi-token prediction in parts": (
+        DROPS, {"mtp_num_layers": 1, "overlap_moe_expert_parallel_comm": True}, WRITTEN,
+        "overlap_moe_expert_parallel_comm is on, .*same dropout masks",
+    ),
+    "recomputed layernorm": (
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, {}, WRITTEN,
+        "recompute_modules holds layernorm.*NameError",
+    ),
+    "attention variant": (
+        {}, {"experimental_attention_variant": "gated_delta_net"}, WRITTEN,
+        "experimental_attention_variant is gated_delta_net; expected none",
+    ),
+    "delayed": (
+        {}, {"delay_wgrad_compute": True}, AGAIN,
+        "^delay_wgrad_compute is on, by which linears hold their inputs beyond backward, and Tempo does not run a "
+        'linear again beside it; set tempo.linear_fc1 and tempo.linear_qkv to "off"$',
+    ),
+    "offloaded": ({}, {"cpu_offloading": True}, FC1, "^cpu_offloading is on, which moves what a layer keeps to the"),
+    "latent": (
+        {}, {"multi_latent_attention": True}, QKV,
+        "^multi_latent_attention is on, and Tempo cannot recompute its projections",
+    ),
+    "grouped": (
+        {}, {"num_query_groups": 2}, QKV,
+        '^tempo.linear_qkv is "recompute" in a layer whose core attention is DotProductAttention, which may keep '
+        r"copies of q, k and v; expected Tempo's attention, or one that Megatron recomputes \(core_attn\); set "
+        'tempo.attention to "flash", or tempo.linear_qkv to "off"$',
+    ),
+    "fp8": ({}, {"fp8": "e4m3"}, FC1, "^fp8 or fp4 is on"),
+}  # fmt: skip
+ALLOWED = {
+    "context parallelism": (DROPS, CONTEXT, WRITTEN),
+    "multi-token prediction": (DROPS, {"mtp_num_layers": 1}, WRITTEN),
+    "float32 residual, stock norm": (HALF, FLOAT32, dataclasses.replace(WRITTEN, norm="off")),
+    "float32 residual, parameters of 16 bits": (HALF, FLOAT32, WRITTEN),
+    "float32 residual and parameters": ({}, FLOAT32, WRITTEN),
 }
 
 
-def refusals():
-    found = {}
-    for name, (overrides, _) in REFUSED.items():
-        with pytest.raises(ValueError) as refused:
-            tempo_block_spec(gpt_config(**overrides), WRITTEN)
-        found[name] = str(refused.value)
-    return found
+@ONE_RANK
+@pytest.mark.parametrize("name", [*REFUSED, *ALLOWED])
+def test_what_cannot_be_is_refused_at_the_start_with_the_remedy_and_what_can_is_not(name):
+    settings, attributes, tempo_config, *message = (REFUSED | ALLOWED)[name]
+    config = gpt_config(**settings)
+    for attribute, value in attributes.items():
+        setattr(config, attribute, value)
+    if message:
+        with pytest.raises(ValueError, match=message[0]):
+            tempo_block_spec(config, tempo_config)
+    else:
+        tempo_block_spec(config, tempo_config)
 
 
-def test_what_an_operation_cannot_do_is_refused_with_the_remedy():
-    (found,) = run_megatron_ranks(refusals, 1, 1)
-    for name, (_, message) in REFUSED.items():
-        assert re.search(message, found[name]), found[name]
+@ONE_RANK
+@pytest.mark.filterwarnings("ignore:The legacy GroupedMLP")
+def test_a_spec_of_something_else_is_one_sentence():
+    from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+
+    config = gpt_config()
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    prediction = get_gpt_mtp_block_spec(gpt_config(mtp_num_layers=1), block, use_transformer_engine=False)
+    for spec, name in (
+        (mamba_stack_spec, mamba_stack_spec.module.__name__),  # newer Megatrons call it HybridStack
+        (prediction.layer_specs[0], "MultiTokenPredictionLayer"),
+        (None, "NoneType"),
+        (block.layer_specs, "list"),
+    ):
+        with pytest.raises(ValueError, match=f"one of {name}; expected a spec of TransformerLayer") as refused:
+            tempoize(spec, config, AUTO)
+        assert str(refused.value).count(".") == 0
 
 
-def draws():
-    """Whether evaluation draws nothing, the same seed and sample the same masks and another seed others; a refusal."""
-    model = build_gpt(gpt_config(dropout=0.5), TempoConfig())
+@ONE_RANK
+def test_masks_follow_seed_and_samples_which_training_has_to_say_and_evaluation_draws_none():
+    model = build_gpt(gpt_config(dropout=0.5), AUTO)
     same, again, other = (losses(model, 0, 1, gives_mask=False, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(same, again) and not torch.equal(same, other)
     get_cuda_rng_tracker().reset()
     tokens = torch.zeros(1, 16, dtype=torch.int64)
-    with pytest.raises(RuntimeError) as refused:
+    with pytest.raises(RuntimeError, match="set_micro_batch"):
         model(tokens, tokens, None, labels=tokens)
     model.eval()
     state = torch.get_rng_state()
-    found = [losses(model, 0, 2, gives_mask=False, seed=seed) for seed in (1, 2)]
-    draws_nothing = torch.equal(*found) and torch.equal(state, torch.get_rng_state())
-    return draws_nothing, torch.equal(same, again), torch.equal(same, other), str(refused.value)
-
-
-def test_masks_follow_seed_and_samples_which_training_has_to_say_and_evaluation_draws_none():
-    ((draws_nothing, are_same, others_are_same, refused),) = run_megatron_ranks(draws, 1, 1)
-    assert draws_nothing and are_same and not others_are_same and "set_micro_batch" in refused
+    assert torch.equal(*(losses(model, 0, 2, gives_mask=False, seed=seed) for seed in (1, 2)))
+    assert torch.equal(state, torch.get_rng_state())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from distributed import run_megatron_ranks, run_ranks
+from drawn_masks import join_draws, recorded_draws
 from gpt import (
     assert_equal_to_stock,
     bert_losses,
@@ -24,12 +23,12 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from tempo_kernels.philox import keep_bits
 from tempo_megatron import TempoConfig, tempoize, use_cpu
 from tempo_megatron.memory.kept.recorder import Recorder
 from tempo_megatron.slots.dropout_rng import Site, Stack, derive_site_key
 from tempo_megatron.slots.report import report_on
 
+ONE_RANK = pytest.mark.usefixtures("one_rank")
 OFF = TempoConfig.off()
 LAYERS = {
     "0": {"activation": "recompute", "attention": "off"},
@@ -54,81 +53,55 @@ def loss_gradients_and_keys(tempo_config: TempoConfig, sequence_parallel: bool, 
     return (loss.item(), gradients(model)), shapes, sharded
 
 
-LAYOUTS: dict[str, tuple[int, bool, dict[str, Any]]] = {
-    "TP 1": (1, False, {}),
-    "full recomputation": (
-        1, False, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+FULL = {"recompute_granularity": "full", "recompute_num_layers": 2}
+LAYOUTS: dict[str, tuple[int, bool, list[dict[str, Any]]]] = {
+    "TP 1": (
+        1,
+        False,
+        [
+            {},
+            {**FULL, "recompute_method": "uniform"},
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        ],
     ),
-    "core attention recomputed": (
-        1, False, {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    ),
-    "TP 2 + SP": (2, True, {}),
-    "TP 2 + SP, full recomputation of a part": (
-        2, True, {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
-    ),
-}  # fmt: skip
+    "TP 2 + SP": (2, True, [{}, {**FULL, "recompute_method": "block"}]),
+}
 
 
-@pytest.mark.parametrize(("tp", "sequence_parallel", "settings"), LAYOUTS.values(), ids=LAYOUTS)
+def ours_and_stock(sequence_parallel: bool, recomputation: list[dict[str, Any]]) -> Any:
+    return [
+        [loss_gradients_and_keys(each, sequence_parallel, settings) for each in (MIXED, OFF)]
+        for settings in recomputation
+    ]
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel", "recomputation"), LAYOUTS.values(), ids=LAYOUTS)
 def test_loss_gradients_and_checkpoint_keys_equal_stock(
-    tp: int, sequence_parallel: bool, settings: dict[str, Any]
+    tp: int, sequence_parallel: bool, recomputation: list[dict[str, Any]]
 ) -> None:
-    found = run_megatron_ranks(loss_gradients_and_keys, tp, tp, MIXED, sequence_parallel, settings)
-    stock = run_megatron_ranks(loss_gradients_and_keys, tp, tp, OFF, sequence_parallel, settings)
-    for ours, theirs in zip(found, stock, strict=True):
-        assert_equal_to_stock(ours[0], theirs[0])
-        assert ours[1:] == theirs[1:]
+    for found in run_megatron_ranks(ours_and_stock, tp, tp, sequence_parallel, recomputation):
+        for ours, stock in found:
+            assert_equal_to_stock(ours[0], stock[0])
+            assert ours[1:] == stock[1:]
 
 
-def masks(tempo_config: TempoConfig) -> dict[tuple[Any, ...], bytes]:
-    """(key, sample, head, row) -> columns that matter, of every mask that Tempo draws in one forward and backward."""
+def masks(tempo_config: TempoConfig) -> dict[tuple[int, ...], bytes]:
+    """Every mask that Tempo draws in one forward and backward."""
     model = mixed_model(tempo_config, dropout=0.1)
-    drawn: dict[tuple[Any, ...], bytes] = {}
-
-    def record(key: int, p: float, *, sample: Any, head: Any, row: Any, num_columns: int, first_column: int = 0) -> Any:
-        assert first_column == 0
-        bits = keep_bits(key, p, sample=sample, head=head, row=row, num_columns=num_columns)
-        indices = (each.broadcast_to(bits.shape[:-1]).flatten().tolist() for each in (sample, head, row))
-        for place, columns in zip(zip(*indices, strict=True), (bits == 0).flatten(0, -2).tolist(), strict=True):
-            position = (key, *place)
-            before, now = drawn.get(position, b""), bytes(columns)
-            # A causal block draws the columns up to its last row only.
-            assert before[: len(now)] == now[: len(before)]
-            drawn[position] = max(before, now, key=len)
-        return bits
-
-    with (
-        mock.patch("tempo_kernels.dropout_add.cpu.keep_bits", record),
-        mock.patch("tempo_kernels.attention.cpu.keep_bits", record),
-    ):
+    with recorded_draws() as drawn:
         losses(model, 0, 2, gives_mask=True).mean().backward()
-    return drawn
+    return join_draws(drawn)
 
 
-def masks_of_all() -> Any:
-    uniform, mixed, partly = (masks(config) for config in (TempoConfig(), ALL_DRAW, MIXED))
-    keys = {derive_site_key(5, Stack.DECODER, layer + 1, Site.ATTENTION): layer for layer in range(4)}
-    return uniform, mixed, partly, keys
-
-
+@ONE_RANK
 def test_masks_are_bit_identical_to_those_of_a_model_whose_layers_are_alike() -> None:
-    ((uniform, mixed, partly, keys),) = run_megatron_ranks(masks_of_all, 1, 1)
+    uniform, mixed, partly = (masks(config) for config in (TempoConfig(), ALL_DRAW, MIXED))
     # 2 samples of 16 rows: the embedding and two places in 4 layers, and 4 heads in each of these.
     assert mixed == uniform and len(uniform) == 2 * 16 * (9 + 4 * 4)
     # What is off draws from Megatron's generator; all else draws what it did.
     assert partly.items() < uniform.items()
-    attention = {keys[key] for key, *_ in partly if key in keys}
-    assert attention == {1, 3}
-
-
-def losses_with_dropout(tempo_config: TempoConfig) -> float:
-    return float(losses(mixed_model(tempo_config, dropout=0.1), 0, 2, gives_mask=True).mean())
-
-
-def test_with_dropout_the_loss_is_that_of_layers_that_are_alike() -> None:
-    (uniform,) = run_megatron_ranks(losses_with_dropout, 1, 1, TempoConfig())
-    (mixed,) = run_megatron_ranks(losses_with_dropout, 1, 1, ALL_DRAW)
-    assert mixed == pytest.approx(uniform, rel=1e-6)
+    keys = {derive_site_key(5, Stack.DECODER, layer + 1, Site.ATTENTION): layer for layer in range(4)}
+    assert {keys[key] for key, *_ in partly if key in keys} == {1, 3}
 
 
 def kept_bytes(tempo_config: TempoConfig) -> dict[int, int]:
@@ -145,14 +118,10 @@ def kept_bytes(tempo_config: TempoConfig) -> dict[int, int]:
     return found
 
 
-def kept_bytes_of_all() -> Any:
-    alone = {layer: kept_bytes(MIXED.for_layer(layer))[layer] for layer in range(4)}
-    return kept_bytes(MIXED), alone
-
-
+@ONE_RANK
 def test_each_layer_keeps_what_it_keeps_where_all_are_like_it() -> None:
-    ((mixed, alone),) = run_megatron_ranks(kept_bytes_of_all, 1, 1)
-    assert mixed == alone
+    alone = {layer: kept_bytes(MIXED.for_layer(layer))[layer] for layer in range(4)}
+    assert kept_bytes(MIXED) == alone
     assert len(set(alone.values())) == 4  # and no two are alike
 
 
@@ -224,30 +193,23 @@ STACKS = {
 }
 
 
+@ONE_RANK
 @pytest.mark.parametrize(("name", "layers", "expected"), STACKS.values(), ids=STACKS)
 def test_stacks_of_bert_and_t5_take_their_ranges_and_equal_stock(name: str, layers: Any, expected: Any) -> None:
-    ((found, norms),) = run_megatron_ranks(run_bert_or_t5, 1, 1, name, TempoConfig(loss="off", layers=layers))
-    ((stock, _),) = run_megatron_ranks(run_bert_or_t5, 1, 1, name, OFF)
+    found, norms = run_bert_or_t5(name, TempoConfig(loss="off", layers=layers))
     assert norms == expected
-    assert_equal_to_stock(found, stock)
+    assert_equal_to_stock(found, run_bert_or_t5(name, OFF)[0])
 
 
-def refusals() -> list[str]:
-    beyond, stack = TempoConfig(layers={"1-4": {"norm": "off"}}), TempoConfig(layers={"encoder 1": {"norm": "off"}})
-    found = []
-    for make in (
-        lambda: build_gpt(gpt_config(), beyond),
-        lambda: build_gpt(gpt_config(), stack),
-        lambda: build_bert(gpt_config(), dataclasses.replace(stack, layers={"decoder 0": {"norm": "off"}})),
-    ):
-        with pytest.raises(ValueError) as error:
-            make()
-        found.append(str(error.value))
-    return found
-
-
-def test_ranges_that_a_model_does_not_have_are_refused_when_it_is_built() -> None:
-    ((beyond, stack, bert),) = run_megatron_ranks(refusals, 1, 1)
-    assert beyond.startswith('tempo.layers["1-4"] goes beyond the decoder\'s 2 layers')
-    assert stack.startswith('tempo.layers["encoder 1"] is given, and a GPTModel has no encoder')
-    assert bert.startswith('tempo.layers["decoder 0"] is given, and a BertModel has no decoder')
+@ONE_RANK
+@pytest.mark.parametrize(
+    ("build", "layers", "message"),
+    [
+        (build_gpt, "1-4", r'tempo.layers\["1-4"\] goes beyond the decoder\'s 2 layers'),
+        (build_gpt, "encoder 1", r'tempo.layers\["encoder 1"\] is given, and a GPTModel has no encoder'),
+        (build_bert, "decoder 0", r'tempo.layers\["decoder 0"\] is given, and a BertModel has no decoder'),
+    ],
+)
+def test_ranges_that_a_model_does_not_have_are_refused_when_it_is_built(build: Any, layers: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(gpt_config(), TempoConfig(layers={layers: {"norm": "off"}}))

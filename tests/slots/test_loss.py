@@ -1,23 +1,30 @@
-"""The fused loss head in Megatron's GPTModel against the stock one."""
+"""The fused loss head in Megatron's GPTModel and BertModel against the stock one, and errors that come late."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 
 import pytest
 import torch
-from covering import parametrize_covering
-from distributed import run_megatron_ranks, run_megatron_ranks_once
-from gpt import SEQ_LENGTH, VOCAB_SIZE, assert_equal_to_stock, gradients, tokens_of
-from gpt_loss_head import FUSED, LAYOUTS, OFF, build, loss_and_gradients, loss_mask, run
+from distributed import run_megatron_ranks
+from gpt import SEQ_LENGTH, VOCAB_SIZE, assert_equal_to_stock, gpt_config, gradients
+from gpt_loss_head import FUSED, HAS_MUP, MUP, OFF, ModelWithMuP, build, inputs, run
+from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from torch.nn import functional as F
 from witness import kept_storages
 
 from tempo_megatron import TempoConfig
+from tempo_megatron.memory.fake_tensors import use_fake_tensors
+from tempo_megatron.slots import loss as slot
 from tempo_megatron.slots.loss import (
+    LateCheck,
     LossHead,
+    TempoBertModel,
     TempoGPTModel,
     choose_loss,
     forward_output_layer,
@@ -25,76 +32,131 @@ from tempo_megatron.slots.loss import (
     tempoize_loss,
 )
 
-
-@parametrize_covering(
-    layout=LAYOUTS, is_tied={"tied": True, "untied": False}, gives_loss_mask={"recomputed": False, "in forward": True}
-)
-def test_loss_and_every_gradient_equal_stock(layout, is_tied, gives_loss_mask):
-    tp, sequence_parallel = layout
-    arguments = (is_tied, sequence_parallel)
-    found = run_megatron_ranks(loss_and_gradients, tp, tp, FUSED, *arguments, gives_loss_mask)
-    stock = run_megatron_ranks_once(loss_and_gradients, tp, tp, OFF, *arguments, False)
-    for ours, theirs in zip(found, stock, strict=True):
-        assert_equal_to_stock(ours, theirs)
+AUTO = TempoConfig()
+ONE_RANK = pytest.mark.usefixtures("one_rank")
 
 
-def last_stage_results(tempo_config, is_tied):
-    model = build(tempo_config, is_tied=is_tied, pre_process=False, post_process=True)
-    hidden = torch.randn(SEQ_LENGTH, 2, 32, generator=torch.Generator().manual_seed(3)).requires_grad_()
-    model.set_input_tensor(hidden)
-    losses = run(model)
-    losses.sum().backward()
-    return losses.sum().item(), {**gradients(model), "input": hidden.grad}
+def loss_mask():
+    mask = torch.ones(2, SEQ_LENGTH)
+    mask[0, :5] = 0
+    mask[1] *= 0.25
+    return mask
 
 
+def train_gpt(tempo_config, gives_loss_mask, **settings):
+    model = build(tempo_config, **settings)
+    found = run(model, **({"loss_mask": loss_mask()} if gives_loss_mask else {}))
+    assert found.dtype == torch.float32 and found.shape == (2, SEQ_LENGTH) and found.is_contiguous()
+    loss = (found * loss_mask()).sum() / loss_mask().sum()
+    (128.0 * loss).backward()
+    return loss.item(), gradients(model)
+
+
+def build_bert(tempo_config, is_tied=True, cls=BertModel):
+    torch.manual_seed(7)
+    settings = {"share_embeddings_and_output_weights": is_tied}
+    model = cls(gpt_config(), 2, bert_layer_local_spec, VOCAB_SIZE, SEQ_LENGTH, **settings)
+    tempoize_loss(model, tempo_config)
+    with torch.no_grad():  # Megatron begins with a bias of 0, which tells nothing
+        model.output_layer.bias.normal_()
+    return model.train()
+
+
+def masked():
+    """One token in six, and of the second sample fewer."""
+    mask = torch.zeros(2, SEQ_LENGTH)
+    mask[0, ::6] = mask[1, ::9] = 1
+    return mask
+
+
+def run_bert(model, labels=None, **keywords):
+    padding = torch.ones(2, SEQ_LENGTH)
+    padding[1, 10:] = 0
+    segments = (torch.arange(SEQ_LENGTH) > 6).long().expand(2, -1)
+    return model(inputs()[0], padding, segments, labels, **keywords)
+
+
+def train_bert(tempo_config, gives_loss_mask, *, is_tied, is_constructed=False):
+    model = build_bert(*((OFF, is_tied, TempoBertModel) if is_constructed else (tempo_config, is_tied)))
+    losses, order = run_bert(model, inputs()[-1], **({"loss_mask": masked()} if gives_loss_mask else {}))
+    assert losses.dtype == torch.float32 and losses.shape == (2, SEQ_LENGTH)
+    loss = (losses * masked()).sum() / masked().sum() + F.cross_entropy(order.float(), torch.tensor([0, 1]))
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def train_all(tp):
+    """Case -> stock and ours: every way to be tied, and to be given a loss mask."""
+    # Of a model whose logits are scaled.
+    scaled = MUP if HAS_MUP else {"cls": ModelWithMuP}
+    kinds = {"GPT": (train_gpt, {}), "scaled": (train_gpt, scaled), "BERT": (train_bert, {})}
+    if tp == 2:
+        kinds["SP"] = (train_gpt, {"sequence_parallel": True})
+    found = {}
+    for (name, (train, settings)), is_tied in itertools.product(kinds.items(), (True, False)):
+        stock = train(OFF, False, is_tied=is_tied, **settings)
+        ways = [{}, {"is_constructed": True}] if name == "BERT" else [{}]
+        for gives_loss_mask, more in itertools.product((False, True), ways):
+            ours = train(FUSED, gives_loss_mask, is_tied=is_tied, **settings, **more)
+            found[name, is_tied, gives_loss_mask, bool(more)] = stock, ours
+    return found
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_loss_and_every_gradient_equal_stock(tp):
+    for found in run_megatron_ranks(train_all, tp, tp, tp):
+        for stock, ours in found.values():
+            assert_equal_to_stock(ours, stock)
+        plain, scaled = (found[name, True, False, False][0][0] for name in ("GPT", "scaled"))
+        assert plain != pytest.approx(scaled, rel=1e-4)
+
+
+@ONE_RANK
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
 def test_the_last_stage_of_a_pipeline_equals_stock(is_tied):
-    (found,), (stock,) = (run_megatron_ranks(last_stage_results, 1, 1, c, is_tied) for c in (FUSED, OFF))
-    assert_equal_to_stock(found, stock)
+    found = []
+    for tempo_config in (FUSED, OFF):
+        model = build(tempo_config, is_tied=is_tied, pre_process=False, post_process=True)
+        hidden = torch.randn(SEQ_LENGTH, 2, 32, generator=torch.Generator().manual_seed(3)).requires_grad_()
+        model.set_input_tensor(hidden)
+        losses = run(model)
+        losses.sum().backward()
+        found.append((losses.sum().item(), {**gradients(model), "input": hidden.grad}))
+    assert_equal_to_stock(*found)
 
 
-def other_stages_and_classes():
+def is_fused(model):
+    return isinstance(getattr(model.output_layer, "loss_head", None), LossHead)
+
+
+@ONE_RANK
+def test_what_has_no_head_stays_and_a_users_class_is_kept():
     class UsersModel(GPTModel):
         pass
 
-    def is_fused(model):
-        return isinstance(getattr(model.output_layer, "loss_head", None), LossHead)
-
-    def first_stage(tempo_config, cls):
-        return build(tempo_config, cls=cls, pre_process=True, post_process=False)
-
-    users = build(FUSED, cls=UsersModel)
-    again = build(FUSED)
-    tempoize_loss(again, FUSED)
-    constructed = build(OFF, cls=fused_gpt_class(UsersModel))
-    tempoize_loss(constructed, FUSED)
+    first = [build(c, cls=cls, pre_process=True, post_process=False) for c, cls in ((FUSED, GPTModel), (OFF, GPTModel))]
+    assert "_postprocess" not in vars(first[0])
+    made = build(OFF, cls=TempoGPTModel, pre_process=True, post_process=False)
+    assert torch.equal(run(made), run(first[1]))
     stock = build(OFF)
-    return {
-        "first stage": "_postprocess" not in vars(first_stage(FUSED, GPTModel)),
-        "constructed first stage": torch.equal(run(first_stage(OFF, TempoGPTModel)), run(first_stage(OFF, GPTModel))),
-        "off": not is_fused(stock) and not vars(stock).keys() & {"_postprocess", "compute_language_model_loss"},
-        "classes": type(users) is UsersModel and type(users.output_layer) is ColumnParallelLinear,
-        "user's": is_fused(users) and torch.equal(run(users), run(build(FUSED))),
-        "twice": is_fused(again) and torch.equal(run(again), run(users)),
-        "constructed": isinstance(constructed, UsersModel) and is_fused(constructed),
-        "nothing is bound to what is constructed": "_postprocess" not in vars(constructed),
-        "constructed's": torch.equal(run(constructed), run(users)),
-        "name": (type(constructed).__name__, TempoGPTModel.__name__) == ("TempoUsersModel", "TempoGPTModel"),
-        "one class": fused_gpt_class() is TempoGPTModel,
-    }
+    assert not is_fused(stock) and not vars(stock).keys() & {"_postprocess", "compute_language_model_loss"}
+    users, again, constructed = build(FUSED, cls=UsersModel), build(FUSED), build(OFF, cls=fused_gpt_class(UsersModel))
+    for model in (again, constructed):
+        tempoize_loss(model, FUSED)
+    assert type(users) is UsersModel and type(users.output_layer) is ColumnParallelLinear
+    assert isinstance(constructed, UsersModel) and "_postprocess" not in vars(constructed)
+    losses = run(build(FUSED))
+    for model in (users, again, constructed):
+        assert is_fused(model) and torch.equal(run(model), losses)
+    assert (type(constructed).__name__, TempoGPTModel.__name__) == ("TempoUsersModel", "TempoGPTModel")
+    assert fused_gpt_class() is TempoGPTModel
 
 
-def test_what_has_no_head_stays_and_a_users_class_is_kept():
-    (found,) = run_megatron_ranks(other_stages_and_classes, 1, 1)
-    assert all(found.values()), found
-
-
-def copied():
-    """Losses of a model and of its copy, after the copy alone has other weights."""
+@ONE_RANK
+def test_a_copy_of_a_model_has_a_head_of_its_own(monkeypatch):
     # A model holds its groups, which nobody can copy.
-    torch.distributed.ProcessGroup.__deepcopy__ = lambda self, memo: self
-    found = {}
-    for name, model in (("built", build(FUSED)), ("constructed", build(OFF, cls=TempoGPTModel))):
+    monkeypatch.setattr(torch.distributed.ProcessGroup, "__deepcopy__", lambda self, memo: self, raising=False)
+    for model in (build(FUSED), build(OFF, cls=TempoGPTModel)):
         other = copy.deepcopy(model)
         with torch.no_grad():
             for parameter in other.parameters():
@@ -103,133 +165,91 @@ def copied():
         stock.load_state_dict(other.state_dict())
         losses = run(other)
         losses.sum().backward()
-        found[name] = (
-            (losses - run(stock)).abs().max().item() < 1e-5,
-            (losses - run(model)).abs().max().item() > 1e-3,
-            all(parameter.grad is None for parameter in model.parameters()),
-        )
-    return found
+        assert (losses - run(stock)).abs().max() < 1e-5 and (losses - run(model)).abs().max() > 1e-3
+        assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_copy_of_a_model_has_a_head_of_its_own():
-    assert run_megatron_ranks(copied, 1, 1) == [dict.fromkeys(("built", "constructed"), (True, True, True))]
-
-
-def hooks_and_modules():
-    """What a built model holds before and after."""
-    model = build(OFF, is_tied=False)
-    calls = []
-    model.output_layer.register_forward_hook(lambda module, inputs, output: calls.append(output[0].shape))
-    model.register_load_state_dict_pre_hook(lambda module, *_: calls.append(type(module).__name__))
-
-    def held():
-        return (
-            [(name, type(module), id(module)) for name, module in model.named_modules()],
-            [(name, id(parameter)) for name, parameter in model.named_parameters()],
-            list(model.state_dict()),
-        )
-
-    before = held()
-    tempoize_loss(model, FUSED)
-    after = held()
-    run(model)
-    model.load_state_dict(model.state_dict())
-    return before == after, calls
-
-
-def test_modules_parameters_classes_and_hooks_of_a_built_model_stay():
-    expected = (True, [torch.Size([2, SEQ_LENGTH]), "GPTModel"])
-    assert run_megatron_ranks(hooks_and_modules, 1, 1) == [expected]
-
-
-def logits_of_both(tempo_config):
-    model = build(tempo_config)
-    model.train(False)
-    tokens = tokens_of(0, 2)[:, :-1].contiguous()
-    mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1)
-    positions = torch.arange(SEQ_LENGTH).expand(2, -1)
-    with torch.no_grad():
-        before = model(tokens, positions, mask)
-        run(model)  # leaves nothing behind
-        after = model(tokens, positions, mask, runtime_gather_output=True)
-    return before, after
-
-
-def test_without_labels_there_are_logits():
-    found, stock = (run_megatron_ranks(logits_of_both, 2, 2, c) for c in (FUSED, OFF))
-    for ours, theirs in zip(found, stock, strict=True):
-        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
-        assert ours[0].shape == (2, SEQ_LENGTH, VOCAB_SIZE // 2) and ours[1].shape == (2, SEQ_LENGTH, VOCAB_SIZE)
-
-
-def keys(tempo_config):
-    found = {}
+@ONE_RANK
+def test_modules_parameters_classes_hooks_and_keys_of_a_built_model_stay():
     for is_tied in (True, False):
-        model = build(tempo_config, is_tied=is_tied)
-        found[is_tied] = (
-            {name: None if value is None else tuple(value.shape) for name, value in model.state_dict().items()},
-            sorted(getattr(value, "key", key) for key, value in model.sharded_state_dict().items()),
-            [name for name, _ in model.named_parameters()],
-        )
-    return found
+        model = build(OFF, is_tied=is_tied)
+        calls = []
+        model.output_layer.register_forward_hook(lambda module, inputs, output, calls=calls: calls.append(output[0]))
+        model.register_load_state_dict_pre_hook(lambda module, *_, calls=calls: calls.append(type(module)))
+
+        def held(model=model):
+            return (
+                [(name, type(module), id(module)) for name, module in model.named_modules()],
+                [(name, id(parameter)) for name, parameter in model.named_parameters()],
+                list(model.state_dict()),
+                sorted(getattr(value, "key", key) for key, value in model.sharded_state_dict().items()),
+            )
+
+        before = held()
+        tempoize_loss(model, FUSED)
+        assert held() == before and is_fused(model)
+        assert any("output_layer.weight" in key for key in before[-1]) or is_tied
+        assert calls == []
+        run(model)
+        model.load_state_dict(model.state_dict())
+        assert [getattr(call, "shape", call) for call in calls] == [(2, SEQ_LENGTH), GPTModel]
 
 
-def test_checkpoint_keys_and_parameters_equal_megatrons():
-    found, stock = (run_megatron_ranks(keys, 1, 1, c) for c in (FUSED, OFF))
-    assert found == stock and any("output_layer.weight" in key for key in found[0][False][1])
-
-
-def kept_largest(tempo_config):
-    model = build(tempo_config)
-    kept = kept_storages(lambda: run(model))
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    return max(size for pointer, size in kept.items() if pointer not in parameters), sum(kept.values())
-
-
-def test_nothing_as_large_as_the_logits_is_kept():
-    ((largest, everything),), ((stock_largest, stock_everything),) = (
-        run_megatron_ranks(kept_largest, 1, 1, c) for c in (FUSED, OFF)
-    )
-    logits_bytes = 4 * 2 * SEQ_LENGTH * VOCAB_SIZE
-    # In their place labels, and maximum and sum of each token.
-    assert stock_everything - everything >= logits_bytes - 16 * 2 * SEQ_LENGTH
-    assert largest <= stock_largest
-
-
-def labels_outside_of_the_vocabulary():
-    labels = tokens_of(0, 2)[:, 1:].clone()
+def logits_and_losses_outside():
+    *given, labels = inputs()
+    found = []
+    for tempo_config in (OFF, FUSED):
+        model = build(tempo_config).eval()
+        with torch.no_grad():
+            before = model(*given)
+            run(model)  # leaves nothing behind
+            found.append((before, model(*given, runtime_gather_output=True)))
     labels[0, 0], labels[0, 1], labels[1, 2] = -100, -1, VOCAB_SIZE
-    losses = run(build(FUSED), labels)
+    losses = run(build(FUSED), labels=labels)
     losses.sum().backward()
-    return losses.detach()
+    return *found, losses.detach()
 
 
-def test_labels_outside_of_the_vocabulary_have_no_loss():
-    for losses in run_megatron_ranks(labels_outside_of_the_vocabulary, 2, 2):
+def test_without_labels_there_are_logits_and_labels_outside_of_the_vocabulary_have_no_loss():
+    for stock, ours, losses in run_megatron_ranks(logits_and_losses_outside, 2, 2):
+        assert torch.equal(ours[0], stock[0]) and torch.equal(ours[1], stock[1])
+        assert ours[0].shape == (2, SEQ_LENGTH, VOCAB_SIZE // 2) and ours[1].shape == (2, SEQ_LENGTH, VOCAB_SIZE)
         assert (losses == 0).nonzero().tolist() == [[0, 0], [0, 1], [1, 2]]
 
 
-def gradient_that_is_no_multiple_of_the_loss_mask():
-    model = build(FUSED)
-    try:
-        (run(model, loss_mask=loss_mask()) * torch.rand(2, SEQ_LENGTH)).sum().backward()
-    except RuntimeError as error:
-        message = str(error)
-    other = build(FUSED)
-    (run(other, loss_mask=torch.zeros(2, SEQ_LENGTH)) * 0).sum().backward()
-    return message, other.embedding.word_embeddings.weight.grad
+@ONE_RANK
+def test_nothing_as_large_as_the_logits_is_kept():
+    found = []
+    for tempo_config in (OFF, FUSED):
+        model = build(tempo_config)
+        kept = kept_storages(lambda model=model: run(model))
+        parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        found.append((max(size for pointer, size in kept.items() if pointer not in parameters), sum(kept.values())))
+    (stock_largest, stock_everything), (largest, everything) = found
+    # In their place labels, and maximum and sum of each token.
+    assert stock_everything - everything >= 4 * 2 * SEQ_LENGTH * VOCAB_SIZE - 16 * 2 * SEQ_LENGTH
+    assert largest <= stock_largest
+    stock, ours = build_bert(OFF), build_bert(FUSED)
+    kept = kept_storages(lambda: run_bert(ours, inputs()[-1], loss_mask=masked())[0])
+    assert sum(kept.values()) < sum(kept_storages(lambda: run_bert(stock, inputs()[-1])[0]).values())
+    assert torch.equal(run_bert(ours.eval())[0], run_bert(stock.eval())[0])
+    assert sorted(ours.state_dict()) == sorted(stock.state_dict())
+    assert choose_loss(build_bert(OFF), AUTO) == ("fused", None)
 
 
+@ONE_RANK
 def test_another_gradient_than_that_of_the_masked_sum_is_refused():
-    ((message, of_nothing),) = run_megatron_ranks(gradient_that_is_no_multiple_of_the_loss_mask, 1, 1)
-    assert "not a number times loss_mask" in message and "or call the model without loss_mask" in message
-    assert not of_nothing.any()
+    with pytest.raises(RuntimeError, match="not a number times loss_mask.* or call the model without loss_mask"):
+        (run(build(FUSED), loss_mask=loss_mask()) * torch.rand(2, SEQ_LENGTH)).sum().backward()
+    model = build(FUSED)
+    (run(model, loss_mask=torch.zeros(2, SEQ_LENGTH)) * 0).sum().backward()
+    assert not model.embedding.word_embeddings.weight.grad.any()
 
 
-def fused_weight_gradient(gives_loss_mask):
+def weight_gradients():
     """main_grad of a model whose output layer adds to it, and the gradient that it stands for."""
     found = []
-    for is_fused in (True, False):
+    for gives_loss_mask, is_fused in itertools.product((False, True), (True, False)):
         model = build(FUSED, is_tied=False)
         weight = model.output_layer.weight
         if is_fused:
@@ -241,44 +261,105 @@ def fused_weight_gradient(gives_loss_mask):
     return found
 
 
-@pytest.mark.parametrize("gives_loss_mask", [False, True])
-def test_gradient_accumulation_fusion_adds_to_main_grad(gives_loss_mask):
-    for main_grad, grad in run_megatron_ranks(fused_weight_gradient, 2, 2, gives_loss_mask):
-        torch.testing.assert_close(main_grad, grad, rtol=1e-4, atol=1e-6)
+def test_gradient_accumulation_fusion_adds_to_main_grad():
+    for found in run_megatron_ranks(weight_gradients, 2, 2):
+        for main_grad, grad in zip(found[::2], found[1::2], strict=True):
+            torch.testing.assert_close(main_grad, grad, rtol=1e-4, atol=1e-6)
 
 
-def refusals():
-    model = build(OFF)
-    found, chosen = [], [choose_loss(model.decoder, TempoConfig()), choose_loss(model, OFF)]
+@ONE_RANK
+def test_a_model_on_tensors_without_memory_has_its_scale_too():
+    model = build(OFF, cls=ModelWithMuP)
+    with use_fake_tensors():
+        tempoize_loss(model, FUSED)
+    assert model.output_layer.loss_head.logits_scale == 0.3
 
-    def try_it(model):
-        try:
-            tempoize_loss(model, FUSED)
-        except ValueError as error:
-            found.append(str(error))
 
-    try_it(model.decoder)
-    model.config.defer_embedding_wgrad_compute = True
-    try_it(model)
-    chosen.append(choose_loss(model, TempoConfig()))
-    model.config.defer_embedding_wgrad_compute = False
+class ModelWithProcessor(GPTModel):
+    """What GPTModel is since megatron-core 0.18, for those before."""
+
+    def _postprocess(self, hidden_states, input_ids, position_ids, labels, *args, output_processor=None, **kwargs):
+        if output_processor is None:
+            return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **kwargs)
+        weight = self.shared_embedding_or_output_weight()
+        return output_processor(
+            hidden_states=hidden_states, output_layer=self.output_layer, output_weight=weight, labels=labels
+        )
+
+
+@ONE_RANK
+def test_an_output_processor_gets_logits():
+    has_processor = "output_processor" in inspect.signature(GPTModel._postprocess).parameters
+    hidden, labels = torch.randn(SEQ_LENGTH, 2, 32), inputs()[-1]
+
+    def processor(*, hidden_states, output_layer, output_weight, **_):
+        return output_layer(hidden_states, weight=output_weight)[0]
+
+    ours, stock = (build(c, cls=GPTModel if has_processor else ModelWithProcessor) for c in (FUSED, OFF))
+    logits, stock_logits = (
+        model._postprocess(hidden, None, None, labels, None, None, None, output_processor=processor)
+        for model in (ours, stock)
+    )
+    assert logits.shape == (SEQ_LENGTH, 2, VOCAB_SIZE) and torch.equal(logits, stock_logits)
+    torch.testing.assert_close(run(ours), run(stock))
+
+
+class ModelWithLossOfItsOwn(GPTModel):
+    def compute_language_model_loss(self, labels, logits):
+        return super().compute_language_model_loss(labels, logits) + 1e-4 * logits.logsumexp(-1).square().t()
+
+
+def change(model, **attributes):
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    return model
+
+
+def defer_gradients(model):
+    change(model.config, defer_embedding_wgrad_compute=True)
+    return model
+
+
+def quantize(model):
     model.output_layer.__class__ = type("QuantizedLinear", (ColumnParallelLinear,), {})
-    try_it(model)
-    chosen.append(choose_loss(model, TempoConfig()))
-    tempoize_loss(model, TempoConfig())
-    return found, chosen, "_postprocess" not in vars(model)
+    return model
 
 
-def test_what_the_fused_head_cannot_do_is_refused_with_the_remedy():
-    ((found, chosen, is_stock),) = run_megatron_ranks(refusals, 1, 1)
-    reasons = ["the model is a TransformerBlock", "defer_embedding_wgrad", "is a QuantizedLinear"]
-    assert len(found) == 3 and all(part in text for part, text in zip(reasons, found, strict=True))
-    assert is_stock and all(text.endswith('; set tempo.loss to "off"') for text in found)
-    # "auto" says the same and leaves the model as it is; what was written has no reason.
-    assert chosen.pop(1) == ("off", None)
-    assert [(choice, f'{reason}; set tempo.loss to "off"') for choice, reason in chosen] == [
-        ("off", text) for text in found
-    ]
+# What makes a model that cannot have the head, and why it cannot.
+UNFIT = {
+    "a block": (lambda: build(OFF).decoder, "the model is a TransformerBlock"),
+    "deferred": (lambda: defer_gradients(build(OFF)), "defer_embedding_wgrad"),
+    "quantized": (lambda: quantize(build(OFF)), "the output layer is a QuantizedLinear"),
+    "class": (
+        lambda: build(OFF, cls=ModelWithLossOfItsOwn),
+        "ModelWithLossOfItsOwn has a compute_language_model_loss of its own, which needs logits",
+    ),
+    "method": (
+        lambda: change(build(OFF), compute_language_model_loss=lambda labels, logits: logits.sum()),
+        "GPTModel has a compute_language_model_loss of its own, which needs logits",
+    ),
+    "bent logits": (lambda: change(build(OFF), _scale_logits=torch.tanh), "GPTModel does more to its logits"),
+}
+
+
+@ONE_RANK
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_the_fused_head_cannot_do_is_refused_with_the_remedy_and_auto_leaves_it_as_it_is(name):
+    make, reason = UNFIT[name]
+    model = make()
+    with pytest.raises(ValueError, match=f'{reason}.*; set tempo.loss to "off"$') as refused:
+        tempoize_loss(model, FUSED)
+    choice, why = choose_loss(model, AUTO)
+    assert choice == "off" and f'{why}; set tempo.loss to "off"' == str(refused.value)
+    tempoize_loss(model, AUTO)
+    assert "_postprocess" not in vars(model)
+    assert choose_loss(model, OFF) == ("off", None)
+
+
+@ONE_RANK
+def test_a_class_with_a_loss_of_its_own_cannot_be_constructed_with_the_head():
+    with pytest.raises(ValueError, match="of its own, which needs logits; set tempo.loss to"):
+        build(OFF, cls=fused_gpt_class(ModelWithLossOfItsOwn))
 
 
 def test_positional_signatures_equal_megatrons():
@@ -289,3 +370,71 @@ def test_positional_signatures_equal_megatrons():
     assert names(TempoGPTModel.compute_language_model_loss) == names(GPTModel.compute_language_model_loss)
     ours, theirs = names(TempoGPTModel._postprocess), names(GPTModel._postprocess)
     assert ours[:5] == theirs[:5] and "loss_mask" in theirs
+    assert names(TempoBertModel.forward)[:5] == names(BertModel.forward)[:5]
+
+
+class Flag:
+    """A flag on a device of which this machine has none."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, value):
+        self.value = torch.tensor(value)
+
+
+@pytest.fixture
+def arrived(monkeypatch):
+    """Whether each copy that was started is there by now."""
+    there = []
+
+    def copy_to_host(flag):
+        index = len(there)
+        there.append(False)
+        return flag.value, lambda: there[index]
+
+    monkeypatch.setattr(slot, "copy_to_host", copy_to_host)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return there
+
+
+def test_a_flag_of_a_gpu_is_told_when_it_has_arrived_and_once(arrived, monkeypatch):
+    check = LateCheck("it is wrong; mend it")
+    check.note(Flag(False))
+    check.note(Flag(True))
+    check.raise_if_noted()  # neither is there
+    arrived[0] = True
+    check.raise_if_noted()
+    assert len(check._under_way) == 1  # what was right is let go
+    arrived[1] = True
+    with pytest.raises(RuntimeError, match="it is wrong; mend it"):
+        check.raise_if_noted()
+    check.raise_if_noted()
+    # Inside of a capture nothing is started.
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    check.note(Flag(True))
+    assert len(arrived) == 2
+
+
+def test_on_a_cpu_it_is_told_at_once_and_the_fused_loss_tells_it_when_the_model_is_next_called():
+    check = LateCheck("it is wrong")
+    check.note(torch.tensor(False))
+    with pytest.raises(RuntimeError, match="it is wrong"):
+        check.note(torch.tensor(True))
+    slot._IS_MULTIPLE._under_way.append((torch.tensor(True), lambda: True))
+    with pytest.raises(RuntimeError, match="not a number times loss_mask"):
+        forward_output_layer(object(), torch.zeros(1))
+    assert not slot._IS_MULTIPLE._under_way
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_wrong_gradient_is_nan_and_the_next_forward_says_why():
+    losses, weights = (torch.rand(2, 8, device="cuda") for _ in range(2))
+    total = (losses * weights).sum().requires_grad_()
+    (slot._LossesOfTotal.apply(total, losses, weights) * weights).sum().backward()
+    torch.cuda.synchronize()
+    slot._IS_MULTIPLE.raise_if_noted()
+    (slot._LossesOfTotal.apply(total, losses, weights) * losses).sum().backward()
+    assert total.grad.isnan()
+    with pytest.raises(RuntimeError, match="not a number times loss_mask"):
+        slot._IS_MULTIPLE.raise_if_noted()
+    slot._IS_MULTIPLE.raise_if_noted()

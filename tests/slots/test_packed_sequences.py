@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from distributed import run_megatron_ranks_once
+from distributed import run_megatron_ranks
 from gpt import SEQ_LENGTH, VOCAB_SIZE, build_gpt, gpt_config, gradients
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -61,86 +61,75 @@ def packed_and_alone(boundaries, overrides, tempo, dropout):
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 GRID = {
-    "p 0": (1, {}, {"attention": "flash"}, 0.0),
-    "flash": (1, {}, {"attention": "flash"}, 0.1),
-    "softmax with a window": (1, {"num_query_groups": 2, "window_size": (2, 0)}, {"attention": "softmax"}, 0.1),
-    "full recomputation": (1, FULL, {"attention": "recompute"}, 0.1),
-    "selective": (1, {"recompute_granularity": "selective"}, {"linear_qkv": "recompute"}, 0.1),
-    "SP": (2, {"sequence_parallel": True}, {"attention": "flash"}, 0.1),
+    "p 0": ({}, {"attention": "flash"}, 0.0),
+    "flash": ({}, {"attention": "flash"}, 0.1),
+    "softmax with a window": ({"num_query_groups": 2, "window_size": (2, 0)}, {"attention": "softmax"}, 0.1),
+    "full recomputation": (FULL, {"attention": "recompute"}, 0.1),
+    "selective": ({"recompute_granularity": "selective"}, {"linear_qkv": "recompute"}, 0.1),
 }
 
 
-@pytest.mark.parametrize(("tp", "overrides", "tempo", "dropout"), GRID.values(), ids=GRID)
-def test_a_document_has_the_losses_and_gradients_that_it_has_alone(tp, overrides, tempo, dropout):
-    boundaries = [0, 3, 4, 11, 16] if tp == 1 else [0, 2, 6, 12, 16]
-    for packed, alone in run_megatron_ranks_once(packed_and_alone, tp, tp, boundaries, overrides, tempo, dropout):
-        torch.testing.assert_close(packed[0], alone[0], rtol=1e-12, atol=1e-12)
-        for name, grad in alone[1].items():
-            torch.testing.assert_close(packed[1][name], grad, rtol=1e-9, atol=1e-12)
+def assert_equal(packed, alone):
+    torch.testing.assert_close(packed[0], alone[0], rtol=1e-12, atol=1e-12)
+    for name, grad in alone[1].items():
+        torch.testing.assert_close(packed[1][name], grad, rtol=1e-9, atol=1e-12)
 
 
-def unannounced(seeds, forwards):
-    """Losses of packed forwards whose documents nobody announced."""
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", GRID)
+def test_a_document_has_the_losses_and_gradients_that_it_has_alone(name):
+    assert_equal(*packed_and_alone([0, 3, 4, 11, 16], *GRID[name]))
+
+
+def test_it_has_them_in_sequence_parallel_ranks():
+    arguments = ([0, 2, 6, 12, 16], {"sequence_parallel": True}, {"attention": "flash"}, 0.1)
+    for found in run_megatron_ranks(packed_and_alone, 2, 2, *arguments):
+        assert_equal(*found)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_masks_of_documents_that_nobody_announced_are_those_of_the_packed_row():
     model = build_gpt(gpt_config(dropout=0.1), TempoConfig(attention="flash"))
     tokens = torch.arange(SEQ_LENGTH + 1).unsqueeze(0) % 7
     found = []
-    for seed in seeds:
+    for seed, boundaries in ((5, [0, 7, 16]), (5, [0, 7, 16]), (6, [0, 7, 16]), (5, [0, 16])):
         set_micro_batch(seed, 3)
-        found.append(run(model, tokens, forwards))
-    return found
-
-
-def test_masks_of_documents_that_nobody_announced_are_those_of_the_packed_row():
-    ((first, again, other),) = run_megatron_ranks_once(unannounced, 1, 1, (5, 5, 6), [0, 7, 16])
-    ((whole, *_),) = run_megatron_ranks_once(unannounced, 1, 1, (5,), [0, 16])
+        found.append(run(model, tokens, boundaries))
+    first, again, other, whole = found
     assert torch.equal(first, again) and not torch.equal(first, other)
     # The first document sees the same tokens and the same masks, whatever is behind it.
     torch.testing.assert_close(first[:, :7], whole[:, :7])
     assert not torch.allclose(first[:, 7:], whole[:, 7:])
 
 
-def refusals():
-    """The sentences with which a packed row is refused."""
-    found = {}
-
-    def ask(name, packed, dropout=0.0, **more):
-        config = gpt_config(dropout=dropout)
-        attention = TempoDotProductAttention(config, 1, more.get("mask_type", AttnMaskType.causal), "self")
-        if "exchange" in more:
-            attention._exchange = more["exchange"]
-        q, k, v = (torch.randn(SEQ_LENGTH, 4, 8) for _ in range(3))
-        try:
-            found[name] = attention(q, k, v, None, packed_seq_params=packed).shape
-        except ValueError as error:
-            found[name] = str(error)
-
-    padded = {"cu_seqlens_q_padded": as_int32([0, 8, 16]), "cu_seqlens_kv_padded": as_int32([0, 8, 16])}
-    ask("fits", params_of([0, 16]))
-    ask("padded", params_of([0, 5, 12], **padded))
-    ask("padded, not causal", params_of([0, 5, 12], **padded), mask_type=AttnMaskType.padding)
-    ask("too long", params_of([0, 17]))
-    set_micro_batch(5, 0)
-    ask("CP", params_of([0, 16]), dropout=0.1, exchange=object())
-    ask("local CP", params_of([0, 16], local_cp_size=2))
-    ask("sbhd", PackedSeqParams(qkv_format="sbhd"))
-    set_micro_batch(5, 0, cu_seqlens=as_int32([0, 4, 16]), document_samples=torch.tensor([1, 2]))
-    ask("another number of documents", params_of([0, 16]), dropout=0.1)
-    return found
+def attend(packed, dropout=0.0, mask_type=AttnMaskType.causal, exchange=None):
+    attention = TempoDotProductAttention(gpt_config(dropout=dropout), 1, mask_type, "self")
+    attention._exchange = exchange or attention._exchange
+    q, k, v = (torch.randn(SEQ_LENGTH, 4, 8) for _ in range(3))
+    return attention(q, k, v, None, packed_seq_params=packed)
 
 
+PADDED = params_of([0, 5, 12], cu_seqlens_q_padded=as_int32([0, 8, 16]), cu_seqlens_kv_padded=as_int32([0, 8, 16]))
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_what_does_not_fit_is_refused_in_a_sentence():
-    (found,) = run_megatron_ranks_once(refusals, 1, 1)
-    assert found.pop("fits") == found.pop("padded") == (SEQ_LENGTH, 32)
-    for name, message in {
-        "padded, not causal": "cu_seqlens_q_padded is given, and attention is not causal",
-        "too long": "cu_seqlens is [0, 17]; expected",
-        "CP": "without its documents' samples, and hidden_dropout is 0.1, whose masks",
-        "local CP": "packed sequences are given with local_cp_size 2, of hybrid context parallelism",
-        "sbhd": 'qkv_format "sbhd"; expected "thd"',
-        "another number of documents": "document_samples is torch.int64 of shape [2]",
-    }.items():
-        assert message in found.pop(name)
-    assert not found
+    for fits in (params_of([0, 16]), PADDED):
+        assert attend(fits).shape == (SEQ_LENGTH, 32)
+    set_micro_batch(5, 0)
+    of_ranks = {"dropout": 0.1, "exchange": object()}
+    with pytest.raises(ValueError, match="without its documents' samples, and hidden_dropout is 0.1, whose masks"):
+        attend(params_of([0, 16]), **of_ranks)
+    set_micro_batch(5, 0, cu_seqlens=as_int32([0, 4, 16]), document_samples=torch.tensor([1, 2]))
+    for packed, more, message in (
+        (PADDED, {"mask_type": AttnMaskType.padding}, "cu_seqlens_q_padded is given, and attention is not causal"),
+        (params_of([0, 17]), {}, r"cu_seqlens is \[0, 17\]; expected"),
+        (params_of([0, 16], local_cp_size=2), {}, "local_cp_size 2, of hybrid context parallelism"),
+        (PackedSeqParams(qkv_format="sbhd"), {}, 'qkv_format "sbhd"; expected "thd"'),
+        (params_of([0, 16]), {"dropout": 0.1}, r"document_samples is torch.int64 of shape \[2\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attend(packed, **more)
 
 
 @pytest.mark.parametrize(

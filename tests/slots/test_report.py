@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -22,18 +23,14 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn import functional as F
 
-from tempo_megatron import TempoConfig, tempo_block_spec, tempoize, tempoize_embedding, tempoize_loss
+from tempo_megatron import TempoConfig, tempo_block_spec, tempoize
 from tempo_megatron.slots.choose import choose
 from tempo_megatron.slots.report import ReportedSlot, TempoReport, check_built, report_on
 
-OFF = TempoConfig.off()
-SWIGLU = {"activation_func": F.silu, "gated_linear_unit": True}
+pytestmark = pytest.mark.usefixtures("one_rank")
+AUTO = TempoConfig()
 MOE = {"num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True}
-MOE |= {"add_bias_linear": False, "moe_layer_freq": [0, 1]}
-
-
-def report_of(tempo_config: TempoConfig, settings: dict[str, Any]) -> TempoReport:
-    return report_on(tempo_block_spec(gpt_config(**{"num_layers": 4, **settings}), tempo_config))
+MOE |= {"add_bias_linear": False, "moe_layer_freq": [0, 1], "moe_ffn_hidden_size": 64}
 
 
 EXPERTS = {**MOE, "num_layers": 2}
@@ -81,14 +78,11 @@ LINES: dict[str, tuple[TempoConfig, dict[str, Any], str, list[str]]] = {
 }  # fmt: skip
 
 
-def reports() -> dict[str, TempoReport]:
-    return {name: report_of(tempo_config, settings) for name, (tempo_config, settings, *_) in LINES.items()}
-
-
-def test_the_lines_say_what_is_replaced_and_what_is_left_and_why() -> None:
-    (found,) = run_megatron_ranks(reports, 1, 1)
-    for name, (*_, counts, left) in LINES.items():
-        assert (found[name].describe_counts(), found[name].describe_left()) == (counts, left), name
+@pytest.mark.parametrize("name", LINES)
+def test_the_lines_say_what_is_replaced_and_what_is_left_and_why(name: str) -> None:
+    tempo_config, settings, counts, left = LINES[name]
+    report = report_on(tempo_block_spec(gpt_config(**{"num_layers": 4, **settings}), tempo_config))
+    assert (report.describe_counts(), report.describe_left()) == (counts, left)
 
 
 def predicting_model(tempo_config: TempoConfig) -> Any:
@@ -96,39 +90,29 @@ def predicting_model(tempo_config: TempoConfig) -> Any:
     config = gpt_config(mtp_num_layers=1)
     stock = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     prediction = get_gpt_mtp_block_spec(config, stock, use_transformer_engine=False)
-    torch.manual_seed(7)
-    spec = tempo_block_spec(config, tempo_config)
-    model = GPTModel(config, spec, VOCAB_SIZE, SEQ_LENGTH, mtp_block_spec=prediction).train()
-    tempoize_embedding(model, tempo_config)
-    tempoize_loss(model, tempo_config)
+    model = build_gpt(config, tempo_config, mtp_block_spec=prediction)
     loss = losses(model, 0, 2, gives_mask=True).mean()
     loss.backward()
     return (loss.item(), gradients(model)), report_on(model)
 
 
 def test_multi_token_prediction_whose_spec_was_not_given_to_tempo_stays_as_it_is() -> None:
-    ((found, report),) = run_megatron_ranks(predicting_model, 1, 1, TempoConfig())
-    ((stock, _),) = run_megatron_ranks(predicting_model, 1, 1, OFF)
+    (found, report), (stock, _) = predicting_model(AUTO), predicting_model(TempoConfig.off())
     assert_equal_to_stock(found, stock)
     assert report.counts["activation"] == (2, 3) and report.counts["attention"] == (2, 3)
-    left = report.describe_left()
-    assert "activation in mtp.layers.0 (mlp): the slot was filled without Tempo" in left
+    assert "activation in mtp.layers.0 (mlp): the slot was filled without Tempo" in report.describe_left()
     assert {slot.slot for slot in report.left if slot.operation == "norm"} == {
         "input_layernorm", "pre_mlp_layernorm", "enorm", "hnorm", "final_layernorm"
     }  # fmt: skip
     assert report.counts["loss"] == (1, 1)
 
 
-def report_of_model(tempo_config: TempoConfig, settings: dict[str, Any]) -> TempoReport:
-    return report_on(build_gpt(gpt_config(**settings), tempo_config))
-
-
 def test_the_embedding_and_the_loss_head_of_a_model_are_in_it() -> None:
-    (report,) = run_megatron_ranks(report_of_model, 1, 1, TempoConfig(), {})
+    report = report_on(build_gpt(gpt_config(), AUTO))
     assert report.describe_counts() == "activation 2 of 2, norm 5 of 5, dropout 5 of 5, attention 2 of 2, loss 1 of 1"
     assert report.left == ()
     written = TempoConfig(dropout="off", loss="off", layers={"0": {"dropout": "recompute"}})
-    (report,) = run_megatron_ranks(report_of_model, 1, 1, written, {})
+    report = report_on(build_gpt(gpt_config(), written))
     assert report.counts["dropout"] == (2, 5)
     assert report.describe_left() == [
         "dropout in decoder.layers.1 (self_attn_bda, mlp_bda): off",
@@ -137,34 +121,25 @@ def test_the_embedding_and_the_loss_head_of_a_model_are_in_it() -> None:
     ]
 
 
-def what_others_say() -> Any:
-    config = gpt_config(**SWIGLU)
-    stock = get_gpt_layer_local_spec()
-    found = []
-    for subject in (get_gpt_decoder_block_spec(config, use_transformer_engine=False), build_stock(config)):
-        with pytest.raises(ValueError) as error:
-            report_on(subject)
-        found.append(str(error.value))
-    # A model that was built of a tempoized spec, and whose embedding and loss nobody replaced.
-    model = GPTModel(config, tempoize(stock, config, TempoConfig()), VOCAB_SIZE, SEQ_LENGTH)
-    choices = choose(config, TempoConfig())
-    resolved = report_on(GPTModel(config, tempoize(stock, config, choices.config), VOCAB_SIZE, SEQ_LENGTH), choices)
-    return found, report_on(model).describe_left(), resolved == report_on(model)
-
-
-def build_stock(config: Any) -> Any:
-    return GPTModel(config, get_gpt_layer_local_spec(), VOCAB_SIZE, SEQ_LENGTH)
+def build_of(layer: Any, config: Any) -> Any:
+    """A model of a layer's spec, with Megatron's embedding and loss head."""
+    return GPTModel(config, layer, VOCAB_SIZE, SEQ_LENGTH)
 
 
 def test_what_was_not_asked_is_said() -> None:
-    ((refused, left, is_equal),) = run_megatron_ranks(what_others_say, 1, 1)
-    for text in refused:
-        assert "that Tempo has not made; expected what tempoize or tempo_block_spec returned" in text
-    assert left == [
+    config, stock = gpt_config(activation_func=F.silu, gated_linear_unit=True), get_gpt_layer_local_spec()
+    for subject in (get_gpt_decoder_block_spec(config, use_transformer_engine=False), build_of(stock, config)):
+        with pytest.raises(
+            ValueError, match="that Tempo has not made; expected what tempoize or tempo_block_spec returned"
+        ):
+            report_on(subject)
+    report = report_on(build_of(tempoize(stock, config, AUTO), config))
+    assert report.describe_left() == [
         "dropout in embedding (embedding_dropout): the slot was filled without Tempo",
         "loss in model (output_layer): the slot was filled without Tempo",
     ]
-    assert is_equal
+    choices = choose(config, AUTO)
+    assert report_on(build_of(tempoize(stock, config, choices.config), config), choices) == report
 
 
 class OwnNorm(torch.nn.LayerNorm):
@@ -174,21 +149,17 @@ class OwnNorm(torch.nn.LayerNorm):
         super().__init__(hidden_size, eps)
 
 
-def report_with_own_norm() -> Any:
-    config = gpt_config()
+def test_a_users_own_module_is_left_and_the_spec_can_be_handed_around() -> None:
     layer = get_gpt_layer_local_spec()
     layer = dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules, pre_mlp_layernorm=OwnNorm))
-    block = tempoize(layer, config, TempoConfig())
-    handed_around = [copy.deepcopy(block), pickle.loads(pickle.dumps(dataclasses.replace(block, layer_specs=[])))]
-    return report_on(block), [report_on(each).counts for each in handed_around]
-
-
-def test_a_users_own_module_is_left_and_the_spec_can_be_handed_around() -> None:
-    ((report, counts),) = run_megatron_ranks(report_with_own_norm, 1, 1)
+    block = tempoize(layer, gpt_config(), AUTO)
+    report = report_on(block)
     assert report.describe_left() == [
         "norm in decoder.layers.0-1 (pre_mlp_layernorm): OwnNorm is not a module that Tempo replaces"
     ]
-    assert counts == [report.counts, {"norm": (1, 1)}]
+    assert report_on(copy.deepcopy(block)).counts == report.counts
+    pickled = pickle.loads(pickle.dumps(dataclasses.replace(block, layer_specs=[])))
+    assert report_on(pickled).counts == {"norm": (1, 1)}
 
 
 class StubbornLayer(TransformerLayer):  # type: ignore[misc,unused-ignore]
@@ -198,62 +169,58 @@ class StubbornLayer(TransformerLayer):  # type: ignore[misc,unused-ignore]
         super().__init__(config, get_gpt_layer_local_spec().submodules, *args, **kwargs)
 
 
-def reports_of_built_modules() -> Any:
+def test_a_models_report_is_of_its_modules_and_not_of_its_spec() -> None:
     config = gpt_config()
-    model = build_gpt(config, TempoConfig())
+    model = build_gpt(config, AUTO)
     check_built(model)
     model.decoder.layers[1].input_layernorm = torch.nn.LayerNorm(32)
+    assert report_on(model).describe_left() == [
+        "norm in decoder.layers.1 (input_layernorm): LayerNorm is not a module that Tempo replaces"
+    ]
     layer = dataclasses.replace(get_gpt_layer_local_spec(), module=StubbornLayer)
-    stubborn = GPTModel(config, tempoize(layer, config, TempoConfig()), VOCAB_SIZE, SEQ_LENGTH)
-    refused = []
-    for each in (model, stubborn):
-        with pytest.raises(ValueError) as error:
+    stubborn = build_of(tempoize(layer, config, AUTO), config)
+    counts = {"activation": (0, 2), "norm": (1, 5), "dropout": (0, 5), "attention": (0, 2), "loss": (0, 1)}
+    assert report_on(stubborn).counts == counts
+    for each, holds, more in (
+        (model, "TransformerLayer 1 holds LayerNorm in input_layernorm (norm off)", " expected layers"),
+        (stubborn, "StubbornLayer 0 holds MLP in mlp (activation off)", ""),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"{holds}, where its spec says inplace;{more}")):
             check_built(each)
-        refused.append(str(error.value))
-    return [report_on(each).describe_left() for each in (model, stubborn)], report_on(stubborn).counts, refused
 
 
-def test_a_models_report_is_of_its_modules_and_not_of_its_spec() -> None:
-    (((changed, _), counts, refused),) = run_megatron_ranks(reports_of_built_modules, 1, 1)
-    assert changed == ["norm in decoder.layers.1 (input_layernorm): LayerNorm is not a module that Tempo replaces"]
-    assert counts == {"activation": (0, 2), "norm": (1, 5), "dropout": (0, 5), "attention": (0, 2), "loss": (0, 1)}
-    assert refused[0].startswith(
-        "TransformerLayer 1 holds LayerNorm in input_layernorm (norm off), where its spec says inplace; expected layers"
-    )
-    assert refused[1].startswith("StubbornLayer 0 holds MLP in mlp (activation off), where its spec says inplace;")
-
-
-def values_that_a_given_spec_has() -> list[str]:
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            TempoConfig(norm="off", linear_fc1="recompute"),
+            'input_layernorm of decoder.layers.0 holds TempoRecomputeLayerNorm already, by tempo.norm "recompute", and '
+            'now "off" is asked for; give a spec without Tempo\'s modules (leave --spec out), or set tempo.norm to '
+            '"recompute"',
+        ),
+        (
+            TempoConfig(norm="recompute", linear_fc1="recompute", layers={"1": {"norm": "inplace"}}),
+            'input_layernorm of decoder.layers.1 holds TempoRecomputeLayerNorm already, by tempo.norm "recompute", and '
+            'now "inplace" is asked for',
+        ),
+        (
+            TempoConfig(norm="recompute"),
+            "mlp of decoder.layers.0 holds TempoLinearRecomputeMLP already, by tempo.activation",
+        ),
+        (
+            TempoConfig(norm="recompute", linear_fc1="recompute", attention="softmax"),
+            "self_attention.core_attention of decoder.layers.0 holds TempoDotProductAttention already",
+        ),
+    ],
+    ids=["norm", "a layer's norm", "the first linear", "attention"],
+)
+def test_a_value_that_another_value_of_the_given_spec_stands_against_is_refused(asked: Any, message: str) -> None:
     config = gpt_config()
     given = tempo_block_spec(config, TempoConfig(norm="recompute", activation="recompute", linear_fc1="recompute"))
-    asked = {
-        "norm": TempoConfig(norm="off", activation="recompute", linear_fc1="recompute"),
-        "a layer's norm": TempoConfig(norm="recompute", linear_fc1="recompute", layers={"1": {"norm": "inplace"}}),
-        "the first linear": TempoConfig(norm="recompute"),
-        "attention": TempoConfig(norm="recompute", linear_fc1="recompute", attention="softmax"),
-    }
-    found = []
-    for tempo_config in asked.values():
-        with pytest.raises(ValueError) as error:
-            tempoize(given, config, tempo_config)
-        found.append(str(error.value))
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        tempoize(given, config, asked)
     # The same values, or those that leave the MLP to its first linear, are no others.
     tempoize(given, config, TempoConfig(norm="recompute", linear_fc1="recompute"))
-    return found
-
-
-def test_a_value_that_another_value_of_the_given_spec_stands_against_is_refused() -> None:
-    (found,) = run_megatron_ranks(values_that_a_given_spec_has, 1, 1)
-    norm, of_layer, linear, attention = found
-    assert norm == (
-        'input_layernorm of decoder.layers.0 holds TempoRecomputeLayerNorm already, by tempo.norm "recompute", and now '
-        '"off" is asked for; give a spec without Tempo\'s modules (leave --spec out), or set tempo.norm to "recompute"'
-    )
-    assert of_layer.startswith("input_layernorm of decoder.layers.1 holds") and '"inplace" is asked for' in of_layer
-    assert linear.startswith("mlp of decoder.layers.0 holds TempoLinearRecomputeMLP already, by tempo.activation")
-    assert attention.startswith(
-        "self_attention.core_attention of decoder.layers.0 holds TempoDotProductAttention already"
-    )
 
 
 def test_reports_are_added_and_written_as_json() -> None:
@@ -272,10 +239,7 @@ def last_stage() -> list[str]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     config = gpt_config(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
     is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    spec = tempo_block_spec(config, TempoConfig())
-    model = GPTModel(config, spec, VOCAB_SIZE, SEQ_LENGTH, pre_process=is_first, post_process=is_last)
-    tempoize_embedding(model, TempoConfig())
-    tempoize_loss(model, TempoConfig())
+    model = build_gpt(config, AUTO, pre_process=is_first, post_process=is_last)
     return [f"{slot.where} {slot.slot}" for slot in report_on(model).slots if slot.operation in ("norm", "loss")]
 
 

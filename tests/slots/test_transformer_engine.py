@@ -1,13 +1,25 @@
-"""Specs of Transformer Engine, through Megatron's own wrappers around the stand-in of te_stand_ins.py."""
+"""Specs of Transformer Engine, through Megatron's own wrappers around the stand-in of te_package.py; and what
+Megatron-Bridge does with such models by the classes of their modules: adapters, and the ranks' shares of weights.
+
+Bridge is the wheel that pip fetches, or another one that --megatron-bridge DIR has unpacked.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
+import megatron_wheels
 import pytest
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron_versions import find_versions
-from te_ranks import results
+from script_ranks import results
+
+from tempo_megatron.slots.linear import TempoColumnParallelLinear, TempoRowParallelLinear
+from tempo_megatron.slots.transformer_engine import has_transformer_engine, is_installed
 
 FOLDER = os.environ.get("MEGATRON_CORE_VERSIONS", "")
 VERSIONS = find_versions(Path(FOLDER)) if FOLDER else []
@@ -16,9 +28,24 @@ LAYOUTS = pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory):
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """What bridge_cases.py prints on each rank, by their number."""
+    given = request.config.getoption("--megatron-bridge") or os.environ.get("MEGATRON_BRIDGE")
+    bridge: list[str] = []
+    with contextlib.suppress(pytest.skip.Exception):  # of all that is Bridge's, as `of_bridge` says
+        bridge = [str(Path(given).resolve() if given else megatron_wheels.unpack("megatron-bridge==0.6.2"))]
     folder = str(tmp_path_factory.mktemp("transformer_engine"))
-    return lambda ranks: results(ranks, folder)
+    return lambda ranks: results(ranks, folder, "", "bridge_cases.py", *bridge)
+
+
+@pytest.fixture
+def of_bridge(found):
+    def find(ranks: int) -> list[dict[str, Any]]:
+        if "adapted" not in found(ranks)[0]:
+            pytest.skip("needs a megatron-bridge: --megatron-bridge DIR, or a pip that fetches it")
+        return found(ranks)
+
+    return find
 
 
 def check(case) -> None:
@@ -32,22 +59,15 @@ def check(case) -> None:
 
 
 @LAYOUTS
-def test_loss_gradients_parameters_and_checkpoint_keys_of_a_gpt_equal_stock(found, ranks: int) -> None:
+def test_loss_gradients_parameters_and_checkpoint_keys_equal_stock(found, ranks: int) -> None:
     for rank in found(ranks):
-        assert len(rank["gpt"]) == 14
-        for name, case in rank["gpt"].items():
+        assert (len(rank["gpt"]), len(rank["latent"])) == (14, 3)
+        cases = {**rank["gpt"], **rank["latent"], "BERT with padding": rank["bert"], "fp8": rank["fp8"]["case"]}
+        for name, case in cases.items():
             try:
                 check(case)
             except AssertionError as error:
                 raise AssertionError(f"{name}: {error}") from error
-
-
-@LAYOUTS
-def test_latent_attention_with_norms_in_its_projections_equals_stock(found, ranks: int) -> None:
-    for rank in found(ranks):
-        assert len(rank["latent"]) == 3
-        for case in rank["latent"].values():
-            check(case)
 
 
 def test_the_op_fusers_mlp_is_replaced_with_its_form_of_gelu(found) -> None:
@@ -68,13 +88,7 @@ def test_specs_of_every_version_equal_stock(root: Path, tmp_path: Path) -> None:
 
 
 @LAYOUTS
-def test_a_bert_with_padding_equals_stock(found, ranks: int) -> None:
-    for rank in found(ranks):
-        check(rank["bert"])
-
-
-@LAYOUTS
-def test_a_norm_in_place_and_the_linear_keep_one_output(found, ranks: int) -> None:
+def test_a_norm_in_place_and_the_linear_keep_one_output_and_linears_that_run_again_their_inputs(found, ranks) -> None:
     # [s, b, h] in bf16, this rank's part; statistics are 4 bytes per token, and a norm may note a few channels.
     output, token = S * B * H * 2 // ranks, S * B * 4 // ranks
     for rank in found(ranks):
@@ -83,13 +97,8 @@ def test_a_norm_in_place_and_the_linear_keep_one_output(found, ranks: int) -> No
             assert kept["stock"] == 2 * output + 2 * token
             assert output + token <= kept["inplace"] <= output + token + 8 * H
             assert kept["recompute"] == output + 2 * token
-
-
-@LAYOUTS
-def test_linears_that_run_again_keep_their_inputs_only(found, ranks: int) -> None:
-    output, token = S * B * H * 2 // ranks, S * B * 4 // ranks
-    for rank in found(ranks):
         total = {name: each["total"] for name, each in rank["kept"].items()}
+        assert total["recompute"] < total["inplace"] < 0.7 * total["stock"]
         # Of both norms x, mean and rstd; or y, rstd, gamma and beta.
         assert total["again"] == 2 * (output + 2 * token)
         assert 2 * (output + token) <= total["inplace, again"] <= 2 * (output + token + 8 * H)
@@ -98,18 +107,10 @@ def test_linears_that_run_again_keep_their_inputs_only(found, ranks: int) -> Non
 
 
 @LAYOUTS
-def test_a_layer_keeps_less_than_stocks(found, ranks: int) -> None:
-    for rank in found(ranks):
-        total = {name: each["total"] for name, each in rank["kept"].items()}
-        assert total["recompute"] < total["inplace"] < 0.7 * total["stock"]
-
-
-@LAYOUTS
 def test_in_fp8_an_output_that_is_kept_takes_the_place_of_a_quantised_copy(found, ranks: int) -> None:
     # Elements of [s, b, h], this rank's part; its columns of the MLP are four times as many.
     elements, token, wide = S * B * H // ranks, S * B * 4 // ranks, S * B * 4 * H // ranks
     for rank in found(ranks):
-        check(rank["fp8"]["case"])
         stock, inplace = (rank["fp8"]["kept"][name]["by_module"] for name in ("stock", "inplace"))
         for linear in ("self_attention.linear_qkv", "mlp.linear_fc1"):
             assert stock[f"decoder.layers.0.{linear}"] == (2 + 1) * elements + 2 * token
@@ -117,7 +118,7 @@ def test_in_fp8_an_output_that_is_kept_takes_the_place_of_a_quantised_copy(found
         mlp, fc2 = "decoder.layers.0.mlp", "decoder.layers.0.mlp.linear_fc2"
         assert stock[mlp] + stock[fc2] == (2 + 1) * wide
         assert inplace[mlp] + inplace.get(fc2, 0) == 2 * wide + wide // 8
-        assert rank["fp8"]["auto"]["norm"].startswith("fp8 is on, whose linears keep quantised copies")
+        assert rank["fp8"]["auto"][1]["norm"].startswith("fp8 is on, whose linears keep quantised copies")
 
 
 def test_slots_are_counted_and_described(found) -> None:
@@ -166,23 +167,63 @@ def test_auto_leaves_what_transformer_engine_does_and_says_why(found) -> None:
     assert auto["qk_clip"][1]["attention"] == "qk_clip is on, which Tempo's attention does not support"
 
 
-def test_plain_checkpoints_go_both_ways_strictly(found) -> None:
-    stock, tempo, tempo_with_stocks, stock_with_tempos = found(1)[0]["loaded"]
-    assert stock != pytest.approx(tempo, rel=1e-4)
-    assert [tempo_with_stocks, stock_with_tempos] == pytest.approx([stock, tempo], rel=1e-6)
-
-
-def test_sharded_checkpoints_go_both_ways(found) -> None:
-    stock, tempo, tempo_with_stocks, stock_with_tempos = found(1)[0]["resumed"]
+@pytest.mark.parametrize("kind", ["loaded", "resumed"], ids=["plain", "sharded"])
+def test_checkpoints_go_both_ways_strictly(found, kind: str) -> None:
+    stock, tempo, tempo_with_stocks, stock_with_tempos = found(1)[0][kind]
     assert stock != pytest.approx(tempo, rel=1e-4)
     assert [tempo_with_stocks, stock_with_tempos] == pytest.approx([stock, tempo], rel=1e-6)
 
 
 def test_a_local_layer_has_no_transformer_engine() -> None:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    from tempo_megatron.slots.transformer_engine import has_transformer_engine, is_installed
-
     if is_installed():
         pytest.skip("Transformer Engine is installed")
     assert not has_transformer_engine(get_gpt_layer_local_spec())
+
+
+@LAYOUTS
+def test_adapters_are_given_what_the_norm_gave_and_learn_as_beside_stock(of_bridge, ranks: int) -> None:
+    for rank in of_bridge(ranks):
+        adapted = rank["adapted"]
+        stock = adapted["rms"]["stock"]
+        # Of a norm's output in front of linear_qkv and linear_fc1 of both layers; the residual stream's is far larger.
+        assert sum(0.9 < each < 1.1 for each in stock) >= 4
+        assert len(adapted["loss"]) == 4
+        for name, loss in adapted["loss"].items():
+            assert loss == pytest.approx(adapted["loss"]["stock"], rel=1e-6), name
+            assert adapted["rms"][name] == pytest.approx(stock, rel=1e-5), name
+            assert adapted["gradients"][name] == adapted["gradients"]["stock"]
+            assert adapted["gradient_error_eps"][name] <= 100, name
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "DoRA", "CanonicalLoRA"])
+def test_a_llama_that_is_fine_tuned_by_bridges_adapters_learns_and_is_exported_as_stocks(of_bridge, kind: str) -> None:
+    models = of_bridge(1)[0]["fine-tuning"][kind]
+    stock = models["stock"]
+    assert stock["losses"][-1] < stock["losses"][0] - 1e-3 and stock["trained"] >= 16
+    assert stock["merged"] == (8 if kind == "LoRA" else 0)
+    for name, each in models.items():
+        assert each["losses"] == pytest.approx(stock["losses"], rel=2e-6), name
+        assert each["trained"] == stock["trained"] and each["is_exported"], name
+        assert each["merged"] == stock["merged"] and each["merged_error"] < 1e-5, name
+
+
+def test_every_weight_is_shared_by_the_ranks_as_stocks_and_its_module_is_named_as_stocks(of_bridge) -> None:
+    kinds = of_bridge(1)[0]["kinds"]
+    assert {kind for _, kind in kinds["stock"].values()} == {"column", "row", "replicated"}
+    for name, of_model in kinds.items():
+        assert of_model == kinds["stock"], name
+
+
+def test_a_linear_with_an_adapter_is_not_run_again(of_bridge) -> None:
+    again = of_bridge(1)[0]["again"]
+    assert again.startswith("a linear is a LoRALinear around another module, which may draw other random numbers")
+    assert again.endswith('set tempo.linear_fc1 and tempo.linear_qkv to "off"')
+
+
+def test_local_linears_have_the_names_of_megatrons_and_are_told_apart_by_qualname() -> None:
+    for tempo, stock in (
+        (TempoColumnParallelLinear, ColumnParallelLinear),
+        (TempoRowParallelLinear, RowParallelLinear),
+    ):
+        assert tempo.__name__ == stock.__name__ and issubclass(tempo, stock)
+        assert tempo.__qualname__ == f"Tempo{stock.__name__}"

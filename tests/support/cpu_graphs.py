@@ -7,6 +7,7 @@ recorded ones do.
 from __future__ import annotations
 
 import contextlib
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,3 +76,53 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(Tensor, "cuda", lambda self: self)
+
+
+class CudaGenerator(torch.Generator):
+    """A generator as a CUDA device's: its state is 16 bytes, of a seed and of an offset in whole blocks of 4, and while
+    a graph is captured it neither tells nor takes numbers."""
+
+    def __new__(cls, device: Any = None) -> CudaGenerator:
+        return super().__new__(cls, "cpu")
+
+    def __init__(self, device: Any = None) -> None:
+        self.offset = 0
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        self._check()
+        return super().manual_seed(seed)
+
+    def set_offset(self, offset: int) -> None:
+        self._check()
+        assert offset % 4 == 0
+        self.offset = offset
+
+    def get_offset(self) -> int:
+        self._check()
+        return self.offset
+
+    def get_state(self) -> Tensor:
+        self._check()
+        return torch.tensor(list(struct.pack("=Qq", self.initial_seed(), self.offset)), dtype=torch.uint8)
+
+    def set_state(self, state: Tensor) -> CudaGenerator:
+        if state.dtype != torch.uint8:
+            raise TypeError("RNG state must be a torch.ByteTensor")
+        assert state.shape == (16,)
+        seed, offset = struct.unpack("=Qq", bytes(state.tolist()))
+        self.manual_seed(seed)
+        self.set_offset(offset)
+        return self
+
+    def clone_state(self) -> CudaGenerator:
+        return CudaGenerator().set_state(self.get_state())
+
+    def graphsafe_get_state(self) -> CudaGenerator:
+        return self
+
+    def graphsafe_set_state(self, other: CudaGenerator) -> None:
+        self.set_state(other.get_state())
+
+    @staticmethod
+    def _check() -> None:
+        assert not torch.cuda.is_current_stream_capturing(), "a generator is used in a capture"

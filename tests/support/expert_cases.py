@@ -44,21 +44,13 @@ ACTIVATION = TempoConfig(activation="recompute", attention="off", dropout="off",
 CASES: dict[str, dict[str, Any]] = {
     "swiglu, top 2, auxiliary losses": {**SWIGLU, "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1},
     "fused swiglu, top 8 of 16, shared experts": {
-        **FUSED,
-        **SHARED,
-        "num_moe_experts": 16,
-        "moe_router_topk": 8,
-        "moe_shared_expert_gate": True,
+        **{**FUSED, **SHARED, "moe_shared_expert_gate": True},
+        **{"num_moe_experts": 16, "moe_router_topk": 8},
     },
     "geglu": {"activation_func": F.gelu, "gated_linear_unit": True, "add_bias_linear": False},
     "clamped quick geglu": {**CLAMPED, "bias_activation_fusion": True},
     "clamped quick geglu, not fused, and a dense layer": {**CLAMPED, "moe_layer_freq": [0, 1]},
-    "squared relu, a dense layer, one expert": {
-        **SQUARED,
-        "moe_layer_freq": [0, 1],
-        "num_moe_experts": 1,
-        **TOP_1,
-    },
+    "squared relu, a dense layer, one expert": {**SQUARED, **TOP_1, "moe_layer_freq": [0, 1], "num_moe_experts": 1},
     "probabilities on the input": {**SWIGLU, **TOP_1, "moe_apply_probs_on_input": True},
     "tokens dropped": {**SWIGLU, **CAPACITY},
     "tokens dropped and padded": {**FUSED, **CAPACITY, "moe_pad_expert_input_to_capacity": True},
@@ -74,14 +66,8 @@ GROUPED = {
 
 def config_of(*, sequence_parallel: bool = False, dropout: float = 0.0, **settings: Any) -> Any:
     """Two layers of four experts, and two of them for each token."""
-    experts_of = {
-        "num_moe_experts": 4,
-        "moe_router_topk": 2,
-        "moe_ffn_hidden_size": 16,
-        "moe_aux_loss_coeff": 0.01,
-        "normalization": "RMSNorm",
-    }
-    settings = {**experts_of, **settings}
+    sizes = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16}
+    settings = {**sizes, "moe_aux_loss_coeff": 0.01, "normalization": "RMSNorm", **settings}
     return gpt_config(sequence_parallel=sequence_parallel, dropout=dropout, **settings)
 
 
@@ -169,16 +155,11 @@ def put_grouped(spec: Any, kind: str) -> Any:
 
 def build(config: Any, tempo_config: TempoConfig, kind: str) -> GPTModel:
     """kind: sequential, grouped (Transformer Engine's) or legacy (grouped_gemm's)."""
-    if kind == "sequential":
-        return build_gpt(config, tempo_config, position_embedding_type="rope")
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
-    torch.manual_seed(7)
-    spec = tempoize(put_grouped(spec, kind), config, tempo_config)
-    return (
-        GPTModel(config, spec, vocab_size=64, max_sequence_length=16, position_embedding_type="rope")
-        .to(config.params_dtype)
-        .train()
-    )
+    spec = None
+    if kind != "sequential":
+        stock = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+        spec = tempoize(put_grouped(stock, kind), config, tempo_config)
+    return build_gpt(config, tempo_config, spec=spec, position_embedding_type="rope")
 
 
 def measure(
@@ -203,6 +184,7 @@ def measure(
     return {"found": (total, found), "kept": kept}
 
 
+HALF = {"bf16": True, "params_dtype": torch.bfloat16}
 PERMUTE = dataclasses.replace(ACTIVATION, moe_permute="recompute")
 PERMUTED: dict[str, tuple[dict[str, Any], TempoConfig, str]] = {
     "gathered, experts of stock": (SWIGLU, dataclasses.replace(PERMUTE, activation="off"), "sequential"),
@@ -213,7 +195,7 @@ PERMUTED: dict[str, tuple[dict[str, Any], TempoConfig, str]] = {
     ),
     "dropped and padded": (CASES["tokens dropped and padded"], PERMUTE, "sequential"),
     "probabilities on the input": (CASES["probabilities on the input"], PERMUTE, "grouped"),
-    "one kernel": ({**SWIGLU, "moe_permute_fusion": True}, PERMUTE, "legacy"),
+    "one kernel": ({**SWIGLU, **HALF, "moe_permute_fusion": True}, PERMUTE, "legacy"),
 }
 
 
@@ -258,10 +240,6 @@ def compare_layouts() -> dict[str, Any]:
             "dropped": find_dropped_loss(settings),
         }
         parallel_state.destroy_model_parallel()
-    initialize({"pipeline_model_parallel_size": 2})
-    pipelined = {**SWIGLU, "pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
-    found["PP 2"] = [run_stage(pipelined, each) for each in (TempoConfig.off(), ACTIVATION)]
-    parallel_state.destroy_model_parallel()
     # What one rank finds with masks, on each of the two.
     initialize({})
     found["alone"] = {name: find_dropped_loss(settings) for name, (_, settings) in LAYOUTS.items()}
@@ -294,10 +272,8 @@ def fill(model: GPTModel) -> None:
         name = f"{stem} {int(index) + first_expert} {rest}" if is_expert else name
         if parameter.dim() < 2:
             continue
-        size, rank = (
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_tensor_model_parallel_rank(),
-        )
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        rank = parallel_state.get_tensor_model_parallel_rank()
         if is_expert:
             size = parallel_state.get_expert_tensor_parallel_world_size()
             rank = parallel_state.get_expert_tensor_parallel_rank()
@@ -312,26 +288,6 @@ def fill(model: GPTModel) -> None:
             parameter.copy_(whole)
 
 
-def run_stage(settings: dict[str, Any], tempo_config: TempoConfig) -> tuple[float, dict[str, Tensor]]:
-    """The loss (0 on the first stage) and the gradients of this rank's pipeline stage."""
-    rank = parallel_state.get_pipeline_model_parallel_rank()
-    model = build_gpt(config_of(**settings), tempo_config, pre_process=rank == 0, post_process=rank == 1)
-    hidden = torch.empty(16, 2, 32)
-    if rank == 0:
-        out = losses(model, 0, 2, gives_mask=True)
-        torch.distributed.send(out.detach(), 1)
-        torch.distributed.recv(hidden, 1)
-        out.backward(hidden)
-        return 0.0, gradients(model)
-    torch.distributed.recv(hidden, 0)
-    model.set_input_tensor(hidden.requires_grad_())
-    loss = losses(model, 0, 2, gives_mask=True).mean()
-    loss.backward()
-    assert hidden.grad is not None
-    torch.distributed.send(hidden.grad, 0)
-    return loss.item(), gradients(model)
-
-
 def compare_all() -> dict[str, Any]:
     """Stock's and Tempo's measurements of each case, in one process."""
     prepare()
@@ -341,7 +297,7 @@ def compare_all() -> dict[str, Any]:
     for kind in ("grouped", "legacy"):
         for name, settings in GROUPED.items():
             if kind == "legacy":
-                settings = {**settings, "bf16": True, "params_dtype": torch.bfloat16, "add_bias_linear": False}
+                settings = {**settings, **HALF, "add_bias_linear": False}
             found[f"{kind}: {name}"] = [measure(settings, each, kind) for each in (TempoConfig.off(), ACTIVATION)]
     moe_utils.HAVE_TE, moe_utils.fused_permute, moe_utils.fused_unpermute = True, permute_in_one, unpermute_in_one
     # Of the other dispatcher, which the configuration looks for too.
@@ -350,7 +306,5 @@ def compare_all() -> dict[str, Any]:
     both = TempoConfig.off(), RECOMPUTED
     found["norms of queries and keys"] = [measure(QWEN, each, "grouped", ".self_attention") for each in both]
     for name, (settings, tempo_config, kind) in PERMUTED.items():
-        if kind == "legacy":
-            settings = {**settings, "bf16": True, "params_dtype": torch.bfloat16}
         found[f"permuted: {name}"] = [measure(settings, each, kind) for each in (TempoConfig.off(), tempo_config)]
     return found

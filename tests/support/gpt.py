@@ -47,10 +47,12 @@ def gpt_config(
     return cls(**settings)
 
 
-def build_gpt(config: TransformerConfig, tempo_config: TempoConfig, seed: int = 7, **settings: Any) -> GPTModel:
-    """The model with weights that depend on the seed only, in training mode."""
+def build_gpt(
+    config: TransformerConfig, tempo_config: TempoConfig, seed: int = 7, *, spec: Any = None, **settings: Any
+) -> GPTModel:
+    """The model with weights that depend on the seed only, in training mode; of tempo_block_spec's spec by default."""
     torch.manual_seed(seed)
-    spec = tempo_block_spec(config, tempo_config)
+    spec = spec or tempo_block_spec(config, tempo_config)
     model = GPTModel(config, spec, vocab_size=VOCAB_SIZE, max_sequence_length=SEQ_LENGTH, **settings)
     tempoize_embedding(model, tempo_config)
     tempoize_loss(model, tempo_config)

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import torch
-from gpt import SEQ_LENGTH, VOCAB_SIZE, gpt_config, gradients, tokens_of
+from gpt import SEQ_LENGTH, VOCAB_SIZE, gpt_config, tokens_of
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tempo_megatron import TempoConfig, tempo_block_spec
 from tempo_megatron.slots.loss import tempoize_loss
 
 FUSED, OFF = TempoConfig(loss="fused"), TempoConfig.off()
-# Tensor parallel size, and whether sequences are parallel too.
-LAYOUTS = {"TP 1": (1, False), "TP 2": (2, False), "TP 2 + SP": (2, True)}
+# Of a width whose scale is no power of two.
+MUP = {"use_mup": True, "mup_base_hidden_size": 10}
+HAS_MUP = "use_mup" in TransformerConfig.__dataclass_fields__
+
+
+class ModelWithMuP(GPTModel):
+    """What GPTModel is since megatron-core 0.17, for those before."""
+
+    def _scale_logits(self, logits):
+        return logits * 0.3
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.output_layer.register_forward_hook(lambda _, inputs, output: (self._scale_logits(output[0]), output[1]))
 
 
 def build(tempo_config, *, is_tied=True, sequence_parallel=False, cls=GPTModel, seed=7, **settings):
@@ -30,26 +43,14 @@ def build(tempo_config, *, is_tied=True, sequence_parallel=False, cls=GPTModel, 
     return model.to(config.params_dtype).train()
 
 
-def run(model, labels=None, **keywords):
+def inputs():
+    """Tokens, positions and mask of two samples, and the tokens that come next."""
     tokens = tokens_of(0, 2)
-    positions = torch.arange(SEQ_LENGTH).expand(2, -1)
     mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1)
-    if labels is None:
-        labels = tokens[:, 1:].contiguous()
-    return model(tokens[:, :-1].contiguous(), positions, mask, labels=labels, **keywords)
+    positions = torch.arange(SEQ_LENGTH).expand(2, -1)
+    return tokens[:, :-1].contiguous(), positions, mask, tokens[:, 1:].contiguous()
 
 
-def loss_mask():
-    mask = torch.ones(2, SEQ_LENGTH)
-    mask[0, :5] = 0
-    mask[1] *= 0.25
-    return mask
-
-
-def loss_and_gradients(tempo_config, is_tied, sequence_parallel, gives_loss_mask):
-    model = build(tempo_config, is_tied=is_tied, sequence_parallel=sequence_parallel)
-    found = run(model, **({"loss_mask": loss_mask()} if gives_loss_mask else {}))
-    assert found.dtype == torch.float32 and found.shape == (2, SEQ_LENGTH) and found.is_contiguous()
-    loss = (found * loss_mask()).sum() / loss_mask().sum()
-    (128.0 * loss).backward()
-    return loss.item(), gradients(model)
+def run(model, **keywords):
+    *given, labels = inputs()
+    return model(*given, **{"labels": labels, **keywords})

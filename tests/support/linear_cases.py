@@ -41,20 +41,18 @@ class Case:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Of `build_config`."""
 
-    again: tuple[str, ...] = tuple(AGAIN)
+    again: tuple[str, ...] = ("all",)
     """Of AGAIN."""
 
 
 _QK_NORM = {"qk_layernorm": True, "normalization": "RMSNorm"}
 CASES = {
-    "GPT": Case("GPT"),
+    "GPT": Case("GPT", again=tuple(AGAIN)),
     "GPT, norms in place": Case("GPT", BASE),
     "GPT, stock": Case("GPT", STOCK, again=("fc1", "qkv")),
-    "GPT, tanh": Case(
-        "GPT", dataclasses.replace(BASE, activation="off"), {"activation_func": F.tanh}, again=("fc1", "all")
-    ),
+    "GPT, tanh": Case("GPT", dataclasses.replace(BASE, activation="off"), {"activation_func": F.tanh}),
     "GPT, softmax": Case("GPT", dataclasses.replace(BASE, attention="softmax"), again=("fc1", "qkv")),
-    "Llama": Case("Llama", settings=LLAMA),
+    "Llama": Case("Llama", settings=LLAMA, again=("attention", "all")),
     "Llama, stock MLP": Case("Llama", dataclasses.replace(STOCK, attention="flash"), LLAMA),
     "Llama, one group, q and k normed": Case("Llama", BASE, {**LLAMA, "num_query_groups": 2, **_QK_NORM}),
     "Llama, q and k normed": Case("Llama", RECOMPUTE, {**LLAMA, **_QK_NORM}),
@@ -62,11 +60,11 @@ CASES = {
     "GPT without biases": Case("GPT", settings={"add_bias_linear": False}),
     "BERT": Case("BERT"),
     "T5": Case("T5"),
-    "GPT, core attention recomputed": Case("GPT", settings={"recompute": "core_attn"}),
+    "GPT, core attention recomputed": Case("GPT", settings={"recompute": "core_attn"}, again=("attention", "all")),
     "Llama, core attention recomputed": Case(
         "Llama", dataclasses.replace(STOCK, norm="inplace"), {**LLAMA, "recompute": "core_attn"}, again=("fc1", "qkv")
     ),
-    "GPT, MLP recomputed": Case("GPT", settings={"recompute": "mlp", "add_bias_linear": False}),
+    "GPT, MLP recomputed": Case("GPT", settings={"recompute": "mlp", "add_bias_linear": False}, again=("fc1", "all")),
     "GPT, all recomputed": Case("GPT", settings={"recompute": "full"}),
 }
 

@@ -1,42 +1,36 @@
 """One layer of GPT, BERT and T5, stock beside Tempo, in whatever megatron-core this process finds: a JSON line.
 
-Started by test_megatron_versions.py in a process of its own for each version.
+Started by megatron_versions.py in a process of its own for each version: `megatron_version_cases.py STORE`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from typing import Any
 
 import torch
 from gpt import (
     RECOMPUTE,
-    SEQ_LENGTH,
-    VOCAB_SIZE,
     bert_losses,
+    build_bert,
+    build_gpt,
+    build_t5,
     gpt_config,
     largest_gradient_error_eps,
     losses,
     start_rank,
-    tokens_of,
+    t5_losses,
 )
-from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
-from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_mtp_block_spec,
 )
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.T5.t5_model import T5Model
-from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch.nn import functional as F
 
-from tempo_megatron import TempoConfig, tempo_block_spec, tempoize, tempoize_embedding, tempoize_loss
-from tempo_megatron.slots.dropout_rng import set_micro_batch
+from tempo_megatron import TempoConfig, tempo_block_spec, tempoize
 from tempo_megatron.slots.megatron_versions import VERSION
 from tempo_megatron.slots.report import report_on
 
@@ -48,75 +42,44 @@ AGAIN = TempoConfig(
 RECOMPUTED_MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
 
 
-def build_gpt(config: Any, tempo_config: TempoConfig) -> Any:
-    stock = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
-    spec = stock
+def build(kind: str, config: Any, tempo_config: TempoConfig) -> Any:
+    """Where Tempo is off nothing of ours stands in the model that ours is held against, and else no slot is left."""
+    if kind == "GPT":
+        stock = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+        model: Any = build_gpt(config, tempo_config, spec=stock if tempo_config.is_off else None)
+    else:
+        model = {"BERT": build_bert, "T5": build_t5}[kind](config, tempo_config)
     if not tempo_config.is_off:
-        spec = tempo_block_spec(config, tempo_config)
-        assert report_on(spec).counts == report_on(replaced(stock, config, tempo_config)).counts
-    return GPTModel(config, spec, VOCAB_SIZE, SEQ_LENGTH)
+        assert [slot for slot in report_on(model).left if slot.operation != "loss"] == []
+    return model
 
 
-def build_bert(config: Any, tempo_config: TempoConfig) -> Any:
-    spec = replaced(bert_layer_local_spec, config, tempo_config)
-    return BertModel(config, 0, spec, VOCAB_SIZE, SEQ_LENGTH, share_embeddings_and_output_weights=True)
+def run(kind: str, model: Any, *, has_tempo: bool) -> torch.Tensor:
+    if kind == "GPT":
+        return losses(model, 0, 2, gives_mask=not has_tempo)
+    return {"BERT": bert_losses, "T5": t5_losses}[kind](model)
 
 
-def build_t5(config: Any, tempo_config: TempoConfig) -> Any:
-    stock = (encoder_model_with_local_spec(), decoder_model_with_local_spec())
-    specs = [replaced(spec, config, tempo_config) for spec in stock]
-    return T5Model(config, config, *specs, VOCAB_SIZE, SEQ_LENGTH, share_embeddings_and_output_weights=True)
-
-
-def replaced(spec: Any, config: Any, tempo_config: TempoConfig) -> Any:
-    """The stock spec itself where Tempo is off: nothing of ours stands in the model that ours is held against."""
-    if tempo_config.is_off:
-        return spec
-    found = tempoize(spec, config, tempo_config)
-    assert all(ours == total > 0 for ours, total in report_on(found).counts.values()), report_on(found).counts
-    return found
-
-
-def run_gpt(model: Any, has_tempo: bool) -> torch.Tensor:
-    return losses(model, 0, 2, gives_mask=not has_tempo)
-
-
-def run_bert(model: Any, has_tempo: bool) -> torch.Tensor:
-    return bert_losses(model)
-
-
-def run_t5(model: Any, has_tempo: bool) -> torch.Tensor:
-    set_micro_batch(5, 0)
-    tokens = tokens_of(0, 2)[:, :-1].contiguous()
-    seen = [torch.zeros(2, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool) for _ in range(3)]
-    seen[0][..., 12:] = seen[2][..., 12:] = True
-    seen[1] = torch.ones_like(seen[1]).triu(1)
-    found: torch.Tensor = model(tokens, tokens.flip(1), *seen, lm_labels=tokens)
-    return found
-
-
-# Name -> (how to build, how to run, settings of both, settings of Tempo's alone, which operations).
-CASES: dict[str, Any] = {
-    "GPT, in place": (build_gpt, run_gpt, {}, {}, TempoConfig()),
-    "GPT, recompute": (build_gpt, run_gpt, {}, {}, RECOMPUTE),
-    "GPT, SwiGLU and RMSNorm": (build_gpt, run_gpt, SWIGLU, {}, RECOMPUTE),
-    "GPT, linears again": (build_gpt, run_gpt, SWIGLU, {}, AGAIN),
+# Name -> (kind of model, settings of both, settings of Tempo's alone, which operations).
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], TempoConfig]] = {
+    "GPT, in place": ("GPT", {}, {}, TempoConfig()),
+    "GPT, recompute": ("GPT", {}, {}, RECOMPUTE),
+    "GPT, SwiGLU and RMSNorm": ("GPT", SWIGLU, {}, RECOMPUTE),
+    "GPT, linears again": ("GPT", SWIGLU, {}, AGAIN),
     # Some stock Megatrons never end here, so that their layer without recomputation is the reference.
-    "GPT, mlp recomputed": (build_gpt, run_gpt, {}, RECOMPUTED_MLP, TempoConfig()),
-    "BERT": (build_bert, run_bert, {}, {}, TempoConfig(loss="off")),
-    "T5": (build_t5, run_t5, {}, {}, TempoConfig(loss="off")),
+    "GPT, mlp recomputed": ("GPT", {}, RECOMPUTED_MLP, TempoConfig()),
+    "BERT": ("BERT", {}, {}, TempoConfig(loss="off")),
+    "T5": ("T5", {}, {}, TempoConfig(loss="off")),
 }
 
 
-def measure(build: Any, run: Any, settings: Any, tempo_settings: Any, tempo_config: TempoConfig) -> dict[str, Any]:
+def measure(
+    kind: str, settings: dict[str, Any], tempo_settings: dict[str, Any], tempo_config: TempoConfig
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, chosen, more in (("stock", OFF, {}), ("tempo", tempo_config, tempo_settings)):
-        torch.manual_seed(7)
-        config = gpt_config(num_layers=1, **settings, **more)
-        model = build(config, chosen)
-        tempoize_embedding(model, chosen)
-        tempoize_loss(model, chosen)
-        loss = run(model.train(), name == "tempo").mean()
+        model = build(kind, gpt_config(num_layers=1, **settings, **more), chosen)
+        loss = run(kind, model, has_tempo=name == "tempo").mean()
         loss.backward()
         # A parameter that the loss does not depend on, as BERT's pooler, has none.
         gradients = {key: each.grad for key, each in model.named_parameters() if each.grad is not None}
@@ -134,13 +97,12 @@ def measure(build: Any, run: Any, settings: Any, tempo_settings: Any, tempo_conf
     }
 
 
-def dropped_loss(build: Any, run: Any, settings: Any, tempo_settings: Any, tempo_config: TempoConfig) -> float:
+def dropped_loss(
+    kind: str, settings: dict[str, Any], tempo_settings: dict[str, Any], tempo_config: TempoConfig
+) -> float:
     """The loss at dropout 0.1, whose masks are a function of seed and place and so the same in every Megatron."""
-    torch.manual_seed(7)
-    model = build(gpt_config(num_layers=1, dropout=0.1, **settings, **tempo_settings), tempo_config)
-    tempoize_embedding(model, tempo_config)
-    tempoize_loss(model, tempo_config)
-    loss = run(model.train(), True).mean()
+    model = build(kind, gpt_config(num_layers=1, dropout=0.1, **settings, **tempo_settings), tempo_config)
+    loss = run(kind, model, has_tempo=True).mean()
     loss.backward()
     return float(loss)
 
@@ -164,14 +126,12 @@ def what_is_left() -> dict[str, list[str]]:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        start_rank(f"{folder}/store", 0, 1)
-        found = {name: measure(*case) for name, case in CASES.items()}
-        dropped = {name: dropped_loss(*case) for name, case in CASES.items()}
-        told = {"cases": found, "dropped": dropped, "left": what_is_left()}
-        print(json.dumps({"version": str(VERSION), **told}))
-        sys.stdout.flush()
-        torch.distributed.destroy_process_group()
+    start_rank(sys.argv[1], 0, 1)
+    found = {name: measure(*case) for name, case in CASES.items()}
+    dropped = {name: dropped_loss(*case) for name, case in CASES.items()}
+    told = {"version": str(VERSION), "cases": found, "dropped": dropped, "left": what_is_left()}
+    torch.distributed.destroy_process_group()
+    print(json.dumps(told))
 
 
 if __name__ == "__main__":

@@ -6,15 +6,14 @@ wheel, per version.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
-SUPPORT = Path(__file__).parent
-TABLE = SUPPORT.parents[1] / "docs" / "megatron_versions.md"
+from script_ranks import results
+
+TABLE = Path(__file__).parents[2] / "docs" / "megatron_versions.md"
 # Of each gradient's largest element, in float32's round-off: as gpt.assert_equal_to_stock has it.
 GRADIENT_LIMIT_EPS = 100
 LOSS_LIMIT = 1e-6
@@ -39,14 +38,8 @@ def find_versions(folder: Path) -> list[Path]:
 
 def measure(root: Path) -> dict[str, Any]:
     """What megatron_version_cases.py finds in the megatron-core under `root`."""
-    source = SUPPORT.parents[1]
-    path = os.pathsep.join(map(str, (root, source, source / "kernels", SUPPORT)))
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SUPPORT / "megatron_version_cases.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        raise RuntimeError(f"{root.name} failed:\n{done.stdout[-2000:]}{done.stderr[-6000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    with tempfile.TemporaryDirectory() as folder:
+        (found,) = results(1, folder, str(root), "megatron_version_cases.py")
     return found
 
 

@@ -1,6 +1,7 @@
 """Stock beside Tempo in specs of Transformer Engine, whose stand-in this process installs first: a JSON line.
 
-Started by test_transformer_engine.py, one process per rank: `te_cases.py STORE RANK WORLD_SIZE`.
+Started by test_transformer_engine.py, one process per rank, alone or in bridge_cases.py:
+`te_cases.py STORE RANK WORLD_SIZE`.
 """
 
 from __future__ import annotations
@@ -12,16 +13,15 @@ te_package.install()
 import contextlib  # noqa: E402
 import copy  # noqa: E402
 import dataclasses  # noqa: E402
+import functools  # noqa: E402
 import json  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
-import te_stand_ins  # noqa: E402
 import torch  # noqa: E402
 from gpt import (  # noqa: E402
-    RECOMPUTE,
     SEQ_LENGTH,
     VOCAB_SIZE,
     bert_losses,
@@ -79,7 +79,6 @@ GPT_CASES: dict[str, tuple[dict[str, Any], TempoConfig]] = {
         INPLACE,
     ),
 }
-assert RECOMPUTE.norm == ALL_RECOMPUTED.norm
 
 
 def has_fused_mlp() -> bool:
@@ -92,46 +91,42 @@ def is_known(settings: dict[str, Any], _: TempoConfig) -> bool:
     return settings.keys() <= {field.name for field in dataclasses.fields(TransformerConfig)}
 
 
-def build_gpt(config: Any, tempo_config: TempoConfig, seed: int = 7) -> Any:
-    chosen = {"use_te_activation_func": True} if getattr(config, "use_te_activation_func", False) else {}
+def build_gpt(config: Any, tempo_config: TempoConfig, seed: int = 7, *, has_op_fuser: bool = False) -> Any:
+    """has_op_fuser: Tempo in the spec of the op fuser, whose MLP the stand-in lacks, where its GELU is that of
+    `use_te_activation_func`; stock is the layer of that."""
+    chosen = {}
+    if has_op_fuser and not tempo_config.is_off:
+        chosen = {"use_te_op_fuser": True}
+    elif getattr(config, "use_te_activation_func", False):
+        chosen = {"use_te_activation_func": True}
     spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, **chosen)
-    torch.manual_seed(seed)
-    if not tempo_config.is_off:
-        spec = tempoize(spec, config, tempo_config)
-    model = GPTModel(config, spec, VOCAB_SIZE, SEQ_LENGTH)
-    tempoize_embedding(model, tempo_config)
-    return model.train()
-
-
-def build_fused(config: Any, tempo_config: TempoConfig) -> Any:
-    """Tempo in the spec of the op fuser, whose MLP the stand-in lacks; its GELU is that of `use_te_activation_func`."""
-    if tempo_config.is_off:
-        return build_gpt(config, tempo_config)
-    spec = tempoize(get_gpt_layer_with_transformer_engine_spec(use_te_op_fuser=True), config, tempo_config)
-    torch.manual_seed(7)
-    model = GPTModel(config, spec, VOCAB_SIZE, SEQ_LENGTH)
-    assert type(model.decoder.layers[0].mlp).__name__ == "TempoRecomputeOpsMLP"
-    return model.train()
+    model = finish(functools.partial(GPTModel, config), spec, tempo_config, seed)
+    if "use_te_op_fuser" in chosen:
+        assert type(model.decoder.layers[0].mlp).__name__ == "TempoRecomputeOpsMLP"
+    return model
 
 
 def build_latent(config: Any, tempo_config: TempoConfig) -> Any:
     """Latent attention, whose norms are in its up projections."""
     spec = get_gpt_layer_with_transformer_engine_spec(multi_latent_attention=True, qk_layernorm=True)
-    torch.manual_seed(7)
-    if not tempo_config.is_off:
-        spec = tempoize(spec, config, tempo_config)
     # Megatron looks for these beside modelopt's.
     for name in ("TELinear", "TEColumnParallelLinear"):
         setattr(multi_latent_attention, name, getattr(extension, name))
-    return GPTModel(config, spec, VOCAB_SIZE, SEQ_LENGTH, position_embedding_type="none").train()
+    return finish(functools.partial(GPTModel, config, position_embedding_type="none"), spec, tempo_config)
 
 
 def build_bert(config: Any, tempo_config: TempoConfig) -> Any:
-    spec = get_bert_layer_with_transformer_engine_spec()
-    torch.manual_seed(7)
+    make = functools.partial(BertModel, config, 0, share_embeddings_and_output_weights=True)
+    return finish(make, get_bert_layer_with_transformer_engine_spec(), tempo_config)
+
+
+def finish(make_model: Any, spec: Any, tempo_config: TempoConfig, seed: int = 7) -> Any:
+    make_model = functools.partial(make_model, vocab_size=VOCAB_SIZE, max_sequence_length=SEQ_LENGTH)
+    torch.manual_seed(seed)
     if not tempo_config.is_off:
-        spec = tempoize(spec, config, tempo_config)
-    model = BertModel(config, 0, spec, VOCAB_SIZE, SEQ_LENGTH, share_embeddings_and_output_weights=True)
+        spec = tempoize(spec, make_model.args[0], tempo_config)
+    model = make_model(transformer_layer_spec=spec)
+    tempoize_embedding(model, tempo_config)
     return model.train()
 
 
@@ -230,53 +225,46 @@ def kept_bytes(tempo_config: TempoConfig, **settings: Any) -> dict[str, Any]:
     return {"total": sum(found.values()), "by_module": found}
 
 
-def in_fp8(recipe: str = "tensorwise") -> dict[str, Any]:
-    """What is kept, and losses and gradients, where linears compute in FP8, and of which choices "auto" has none."""
-    written = dataclasses.replace(INPLACE, loss="off")
-    config = {"fp8": "e4m3", "fp8_recipe": recipe}
-    te_stand_ins.QUANTISES = True
-    contexts = {module: module.get_fp8_context for module in (transformer_block,)}
-    for module in contexts:
-        module.get_fp8_context = lambda *_, **__: contextlib.nullcontext()
+def in_fp8() -> dict[str, Any]:
+    """What is kept, losses and gradients, where linears compute in FP8, and what "auto" takes there."""
+    config = {"fp8": "e4m3", "fp8_recipe": "tensorwise"}
+    te_package.QUANTISES, context = True, transformer_block.get_fp8_context
+    transformer_block.get_fp8_context = lambda *_, **__: contextlib.nullcontext()
     try:
         return {
-            "kept": {name: kept_bytes(chosen, **config) for name, chosen in (("stock", OFF), ("inplace", written))},
-            "case": measure(build_gpt, run_gpt, config, written),
-            "auto": dict(
-                tempoize(
-                    get_gpt_layer_with_transformer_engine_spec(), gpt_config(**config), TempoConfig()
-                ).choices.reasons
-            ),
+            "kept": {name: kept_bytes(chosen, **config) for name, chosen in (("stock", OFF), ("inplace", INPLACE))},
+            "case": measure(build_gpt, run_gpt, config, INPLACE),
+            "auto": what_auto_takes(**config),
         }
     finally:
-        te_stand_ins.QUANTISES = False
-        for module, stock in contexts.items():
-            module.get_fp8_context = stock
+        te_package.QUANTISES, transformer_block.get_fp8_context = False, context
 
 
-def loads_both_ways() -> list[float]:
-    """The losses of two models after each loaded the other's plain checkpoint, strictly."""
-    stock, tempo = (build_gpt(gpt_config(), config, seed) for config, seed in ((OFF, 1), (INPLACE, 2)))
-    before = [run_gpt(model.eval()).mean().item() for model in (stock, tempo)]
-    states = [copy.deepcopy(model.state_dict()) for model in (stock, tempo)]
-    tempo.load_state_dict(states[0], strict=True)
-    stock.load_state_dict(states[1], strict=True)
-    return [*before, *(run_gpt(model.eval()).mean().item() for model in (tempo, stock))]
+def load_each_other(exchange: Any) -> list[float]:
+    """The losses of stock and Tempo, and of Tempo and stock after each loaded the other's checkpoint, strictly."""
+    models = [build_gpt(gpt_config(), config, seed) for config, seed in ((OFF, 1), (INPLACE, 2))]
+    before = [run_gpt(model.eval()).mean().item() for model in models]
+    for model, state in zip(models, exchange(*models), strict=True):
+        model.load_state_dict(state, strict=True)
+    return [*before, *(run_gpt(model.eval()).mean().item() for model in reversed(models))]
 
 
-def resumes_sharded(folder: str) -> list[float]:
-    """The losses of two models after each loaded the other's sharded checkpoint, which Megatron wrote and read."""
-    stock, tempo = (build_gpt(gpt_config(), config, seed) for config, seed in ((OFF, 1), (INPLACE, 2)))
-    before = [run_gpt(model.eval()).mean().item() for model in (stock, tempo)]
-    for name, model in (("stock", stock), ("tempo", tempo)):
-        Path(folder, name).mkdir()
-        dist_checkpointing.save(model.sharded_state_dict(), str(Path(folder, name)))
-    after = []
-    for name, model in (("stock", tempo), ("tempo", stock)):
-        state = dist_checkpointing.load(model.sharded_state_dict(), str(Path(folder, name)))
-        model.load_state_dict({key: value for key, value in state.items() if value is not None}, strict=True)
-        after.append(run_gpt(model.eval()).mean().item())
-    return [*before, *after]
+def exchange_plain(stock: Any, tempo: Any) -> list[Any]:
+    return [copy.deepcopy(model.state_dict()) for model in (tempo, stock)]
+
+
+def exchange_sharded(stock: Any, tempo: Any) -> list[Any]:
+    """Through sharded checkpoints, which Megatron writes and reads."""
+    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]  # for which Megatron's writer waits
+    with tempfile.TemporaryDirectory() as folder:
+        for name, model in (("stock", stock), ("tempo", tempo)):
+            Path(folder, name).mkdir()
+            dist_checkpointing.save(model.sharded_state_dict(), str(Path(folder, name)))
+        read = [
+            dist_checkpointing.load(model.sharded_state_dict(), str(Path(folder, name)))
+            for name, model in (("tempo", stock), ("stock", tempo))
+        ]
+    return [{key: value for key, value in state.items() if value is not None} for state in read]
 
 
 def what_was_replaced() -> dict[str, Any]:
@@ -300,49 +288,42 @@ def what_was_replaced() -> dict[str, Any]:
 
 def refusals() -> dict[str, str]:
     found = {}
-    for name, value in (
-        ("delay_wgrad_compute", True),
-        ("tp_comm_overlap", True),
-        ("cpu_offloading", True),
-        ("quant_recipe", {"some": "recipe"}),
-        ("qk_clip", True),
-        ("fp8", "e4m3"),
+    linear_qkv = TempoConfig(linear_qkv="recompute")
+    for name, value, tempo_config in (
+        ("delay_wgrad_compute", True, INPLACE),
+        ("tp_comm_overlap", True, INPLACE),
+        ("cpu_offloading", True, INPLACE),
+        ("quant_recipe", {"some": "recipe"}, INPLACE),
+        ("qk_clip", True, INPLACE),
+        ("fp8", "e4m3", INPLACE),
+        ("linear_qkv", None, linear_qkv),
     ):
         config = gpt_config()
         setattr(config, name, value)
         try:
-            tempoize(get_gpt_layer_with_transformer_engine_spec(), config, INPLACE)
+            tempoize(get_gpt_layer_with_transformer_engine_spec(), config, tempo_config)
             found[name] = "nothing was refused"
         except ValueError as error:
             found[name] = str(error)
-    try:
-        spec = get_gpt_layer_with_transformer_engine_spec()
-        tempoize(spec, gpt_config(), TempoConfig(linear_qkv="recompute"))
-    except ValueError as error:
-        found["linear_qkv"] = str(error)
     return found
 
 
-def what_auto_takes() -> dict[str, Any]:
-    """The choices and reasons of "auto", in Megatron's own configuration and where linears do more."""
-    found = {}
-    for name in ("nothing", "delay_wgrad_compute", "qk_clip"):
-        config = gpt_config()
-        setattr(config, name, True)
-        choices = tempoize(get_gpt_layer_with_transformer_engine_spec(), config, TempoConfig()).choices
-        found[name] = [dataclasses.asdict(choices.config), dict(choices.reasons)]
-    return found
+def what_auto_takes(**settings: Any) -> list[Any]:
+    """The choices and reasons of "auto" in Megatron's own configuration, and beside what has linears do more."""
+    config = gpt_config()
+    for name, value in settings.items():
+        setattr(config, name, value)
+    choices = tempoize(get_gpt_layer_with_transformer_engine_spec(), config, TempoConfig()).choices
+    return [dataclasses.asdict(choices.config), dict(choices.reasons)]
 
 
-def main() -> None:
-    store, rank, world_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    start_rank(store, rank, world_size)
+def measure_all(world_size: int) -> dict[str, Any]:
+    fused = functools.partial(build_gpt, has_op_fuser=True)
     found: dict[str, Any] = {
         "gpt": {name: measure(build_gpt, run_gpt, *case) for name, case in GPT_CASES.items() if is_known(*case)},
         "latent": {name: measure(build_latent, run_gpt, *case) for name, case in LATENT_CASES.items()},
         "bert": measure(build_bert, bert_losses, {}, INPLACE),
-        "auto": what_auto_takes(),
-        "op fuser": measure(build_fused, run_gpt, TE_ACTIVATION, ALL_RECOMPUTED) if has_fused_mlp() else None,
+        "op fuser": measure(fused, run_gpt, TE_ACTIVATION, ALL_RECOMPUTED) if has_fused_mlp() else None,
         "kept": {
             name: kept_bytes(chosen)
             for name, chosen in (
@@ -355,18 +336,24 @@ def main() -> None:
             )
         },
         "fp8": in_fp8(),
-        "replaced": what_was_replaced(),
-        "refusals": refusals(),
     }
     if world_size == 1:
-        found["loaded"] = loads_both_ways()
-        torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]  # for which Megatron's writer waits
-        with tempfile.TemporaryDirectory() as folder:
-            found["resumed"] = resumes_sharded(folder)
+        found |= {"replaced": what_was_replaced(), "refusals": refusals()}
+        more = ("nothing", "delay_wgrad_compute", "qk_clip")
+        found["auto"] = {name: what_auto_takes(**{name: True}) for name in more}
+        found |= {"loaded": load_each_other(exchange_plain), "resumed": load_each_other(exchange_sharded)}
+    return found
+
+
+def main(measure_ranks: Any) -> None:
+    """Print what this rank measures as JSON."""
+    store, rank, world_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    start_rank(store, rank, world_size)
+    found = measure_ranks(world_size)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    main(measure_all)

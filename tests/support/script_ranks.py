@@ -1,4 +1,4 @@
-"""Runs a script on the stand-in of Transformer Engine in new processes, one per rank."""
+"""Runs a script on another megatron-core, or on the stand-in of Transformer Engine, in new processes, one per rank."""
 
 from __future__ import annotations
 
