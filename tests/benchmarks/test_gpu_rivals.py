@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import gpu_suite
 import pytest
 import torch
 from gpu import attention, loss_head, records, timing
@@ -71,14 +70,3 @@ def test_the_rivals_of_the_log_probabilities_agree_and_are_recorded(results, mon
     [record] = results.records
     assert record["operation"] == "linear_log_prob" and record["shape"] == shape._asdict()
     assert set(record["others"]) == {"eager", "compile"} and "time_of_the_fastest" in record["goals"]
-
-
-def test_they_are_steps_of_the_suite_and_can_be_chosen():
-    class Nothing:
-        results = clock = device = None
-
-    found = [(kind, name) for kind, name, _ in gpu_suite.steps(Nothing(), [], list(gpu_suite.WHOLE))]
-    assert len(found) == len(attention.SHAPES) + len(loss_head.SHAPES) + len(loss_head.LOG_PROB_SHAPES)
-    assert ("attention", "s 1024 b 16 a 32 d 64") in found and ("loss head", "s 4096 b 4 h 4096 v 50304") in found
-    assert ("log prob", "s 4096 b 2 h 4096 v 128256 softcap 30.0 entropy True") in found
-    assert gpu_suite.parsed(["--only", "attention", "loss_head"]).only == ["attention", "loss_head"]

@@ -34,16 +34,6 @@ def num_bytes(tensors) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def test_every_operation_with_a_kernel_is_measured():
-    assert {(name, form.keeps) for name, form in FORMS} == {
-        *((name, keeps) for name in ("gelu", "gelu_tanh", "squared_relu") for keeps in ("output", "input")),
-        *((name, keeps) for name in ("layer_norm", "rms_norm") for keeps in ("output", "input")),
-        ("bias_dropout_add", "nothing"),
-        ("swiglu", "input"),
-        ("geglu", "input"),
-    }
-
-
 @pytest.mark.parametrize(("name", "form"), FORMS, ids=form_id)
 def test_tempo_computes_what_the_plain_formula_does(name, form):
     sizes, operation = TINY._replace(p=0.0, dtype=torch.float32), OPERATIONS[name]
@@ -63,7 +53,7 @@ def test_tempo_computes_what_the_plain_formula_does(name, form):
 
 @pytest.mark.slow
 def test_torch_compile_is_compared_and_agrees():
-    for name in ("gelu", "bias_dropout_add", "rms_norm", "swiglu"):
+    for name in ("gelu", "rms_norm"):
         sizes, operation = TINY._replace(dtype=torch.float32), OPERATIONS[name]
         found, left_out = implementations.comparable(operation, sizes, "cpu", [implementations.COMPILE])
         assert [one.name for one in found] == ["compile"] and not left_out
@@ -75,63 +65,37 @@ def test_torch_compile_is_compared_and_agrees():
         assert all(torch.equal(a, b) for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True))
 
 
-def test_the_fewest_bytes_are_those_counted_by_hand():
-    gelu, dropout_add = OPERATIONS["gelu"], OPERATIONS["bias_dropout_add"]
-    tensor, vector = 8192 * 16384 * 2, 16384 * 2
-    in_place, exact = ({"width": 16384, "form": form} for form in gelu.forms)
-
-    def of(which, what):
-        return getattr(which["form"], what).num_bytes(suite.LARGE, which["width"])
-
-    # x and bias in, y and a bit per element out; grad_y, y and the bits in, grad_x and grad_bias out.
-    assert of(in_place, "forward") == of(in_place, "backward") - tensor == 2 * tensor + vector + 8192 * 16384 // 8
-    assert of(exact, "forward") == of(exact, "refill") == 2 * tensor + vector
-    assert of(exact, "backward") == 3 * tensor + 2 * vector
-    # Two in and one out, one vector [h]; one in and one out, one vector.
-    [drawn] = ({"width": 4096, "form": form} for form in dropout_add.forms)
-    assert of(drawn, "forward") == 3 * 8192 * 8192 + 8192
-    assert of(drawn, "backward") == 2 * 8192 * 8192 + 8192
-
-
 @pytest.mark.parametrize(("name", "form"), FORMS, ids=form_id)
-def test_the_fewest_bytes_are_inputs_outputs_and_what_is_kept_once_each(name, form):
+def test_bytes_are_those_of_inputs_outputs_and_what_autograd_holds(name, form):
     operation = OPERATIONS[name]
-    one = of_form(name, form, TINY)
-    leaves = one.leaves(operation.tensors(TINY, "cpu"))
-    outputs: list[torch.Tensor] = []
-    saved = kept_storages(lambda *inputs: outputs.extend(one.outputs(inputs)), *leaves)
-    known = {t.untyped_storage().data_ptr() for t in [*leaves, *outputs]}
-    beside = sum(size for pointer, size in saved.items() if pointer not in known)
-    width = operation.width_of(TINY)
-    assert form.forward.num_bytes(TINY, width) == num_bytes([*leaves, *outputs]) + beside
-
-    grads = [torch.randn_like(output) for output in outputs]
-    found = torch.autograd.grad(outputs, leaves, grads)
-    new = [t for t in found if t.data_ptr() not in {grad.data_ptr() for grad in grads}]
-    # LayerNorm's bias is kept for refill only.
-    only_for_refill = width * 2 if (name, form.keeps) == ("layer_norm", "input") else 0
-    expected = num_bytes([*grads, *new]) + sum(saved.values()) - only_for_refill
-    assert form.backward.num_bytes(TINY, width) == expected
-
-
-@pytest.mark.parametrize(("name", "form"), FORMS, ids=form_id)
-def test_kept_bytes_are_what_autograd_holds_without_parameters_and_with_the_next_linears_input(name, form):
-    operation = OPERATIONS[name]
-    tensors = operation.tensors(TINY, "cpu")
+    tensors, width = operation.tensors(TINY, "cpu"), operation.width_of(TINY)
     for one in (of_form(name, form, TINY), implementations.eager(operation, TINY)):
         leaves = one.leaves(tensors)
         outputs: list[torch.Tensor] = []
         saved = kept_storages(lambda *inputs, o=outputs, one=one: o.extend(one.outputs(inputs)), *leaves)
+        # Kept: without parameters, and with the next linear's input.
         parameters = {t.data_ptr() for t, is_one in zip(leaves, operation.parameters, strict=True) if is_one}
         expected = {pointer: size for pointer, size in saved.items() if pointer not in parameters}
         if operation.kept_output is not None:
             y = outputs[operation.kept_output]
             expected[y.data_ptr()] = num_bytes([y])
         assert kept.measure(operation, one, tensors, drops_output=False).kept_bytes == sum(expected.values())
+        if one.name != form.keeps:
+            continue
+        # The fewest that forward and backward have to move: each once.
+        known = {t.untyped_storage().data_ptr() for t in [*leaves, *outputs]}
+        beside = sum(size for pointer, size in saved.items() if pointer not in known)
+        assert form.forward.num_bytes(TINY, width) == num_bytes([*leaves, *outputs]) + beside
+        grads = [torch.randn_like(output) for output in outputs]
+        found = torch.autograd.grad(outputs, leaves, grads)
+        new = [t for t in found if t.data_ptr() not in {grad.data_ptr() for grad in grads}]
+        # LayerNorm's bias is kept for refill only.
+        only_for_refill = width * 2 if (name, form.keeps) == ("layer_norm", "input") else 0
+        moved = num_bytes([*grads, *new]) + sum(saved.values()) - only_for_refill
+        assert form.backward.num_bytes(TINY, width) == moved
     if form.refill is not None:
         dropped = kept.measure(operation, of_form(name, form, TINY), tensors, drops_output=True).kept_bytes
-        x_bytes, row_bytes = num_bytes(tensors[:1]), form.backward.row_bytes * TINY.tokens
-        assert dropped == x_bytes + row_bytes
+        assert dropped == num_bytes(tensors[:1]) + form.backward.row_bytes * TINY.tokens
 
 
 def test_records_are_appended_and_read_back_as_they_were(tmp_path):
@@ -147,18 +111,7 @@ def test_records_are_appended_and_read_back_as_they_were(tmp_path):
         assert len(results.failed) == number
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert lines[1:] == results.records and len(lines) == 2
-    expected = {
-        "commit",
-        "device",
-        "torch",
-        "triton",
-        "liger",
-        "megatron",
-        "apex",
-        "transformer_engine",
-        "shape",
-        "dtype",
-    }
+    expected = set("commit device torch triton liger megatron apex transformer_engine shape dtype".split())
     assert expected | {"p", "tests", "goals"} <= lines[0].keys()
     assert lines[0]["shape"] == {"s": 3, "b": 2, "h": 64} and lines[0]["dtype"] == "bfloat16" and lines[0]["p"] == 0.1
     table = records.table(lines)
@@ -239,8 +192,10 @@ def test_a_test_that_fails_or_never_ends_stops_no_other(tmp_path, monkeypatch):
 
 def test_a_dry_run_tells_the_steps_of_each_part_and_writes_no_result(tmp_path, capsys):
     assert gpu_suite.main(["operations", "attention", "--dry-run", "--output", str(tmp_path)]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert {"time of gelu", "host of squared_relu", "attention of s 1024 b 16 a 32 d 64"} <= set(told)
+    told = set(capsys.readouterr().out.splitlines())
+    assert {"time of gelu", "host of squared_relu", "attention of s 1024 b 16 a 32 d 64"} <= told
+    assert "loss head of s 4096 b 4 h 4096 v 50304" in told
+    assert "log prob of s 4096 b 2 h 4096 v 128256 softcap 30.0 entropy True" in told
     assert not list(tmp_path.iterdir())
 
 

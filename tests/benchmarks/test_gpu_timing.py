@@ -188,7 +188,7 @@ def test_a_profile_has_a_table_for_each_implementation(monkeypatch):
 def test_the_tests_that_run_first_need_neither_megatron_nor_deepspeed(tmp_path):
     paths = kernel_tests.files(ROOT)
     files = [path.name for path in paths]
-    for name in ("gelu", "norm", "activations"):
+    for name in ("attention", "norm", "activations"):
         assert f"test_{name}_kernels.py" in files
     assert {"test_kernels_interpreted.py", "test_cuda_graphs.py", kernel_tests.LARGE} <= set(files)
     assert "megatron" in kernel_tests.imported(ROOT / "tests" / "slots" / "test_layer_spec.py")
@@ -203,4 +203,4 @@ def test_the_tests_that_run_first_need_neither_megatron_nor_deepspeed(tmp_path):
         command, cwd=ROOT, env=kernel_tests._environment(ROOT), capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-    assert "test_large_tensors" not in result.stdout and "test_gelu_kernels" in result.stdout
+    assert "test_large_tensors" not in result.stdout and "test_activations_kernels" in result.stdout

@@ -19,7 +19,6 @@ from grid.cases import Case, Layout
 from tempo_megatron.slots import dropout_rng
 
 DROPPED = Case("GPT", Layout(), "full", "recompute", 0.1, "fp32")
-PLAIN = dataclasses.replace(DROPPED, dropout=0.0)
 STOCK = dataclasses.replace(DROPPED, choice="off")
 REFUSED = Case("Llama", Layout(), "none", "inplace", 0.0, "fp32")
 
@@ -71,26 +70,18 @@ def judge(case: Case, changes: list[str]) -> list[dict[str, Any]]:
     [
         (
             DROPPED,
-            ["a gradient", "a gradient's last bits", "kept bytes", "the sample"],
+            ["a gradient", "a gradient that is none", "a gradient's last bits", "kept bytes", "the sample"],
             [
                 "the error of decoder.final_layernorm.weight is .* of its limit",
+                "the error of decoder.final_layernorm.weight is nan",
                 "recomputation changes decoder.final_layernorm.weight",
                 "decoder keeps .* bytes, and the formula says",
                 "rows of masks are not those of one process; .* rows of masks are drawn by no rank",
             ],
         ),
-        (
-            PLAIN,
-            ["a gradient", "a gradient that is none", "kept bytes"],
-            [
-                "the error of decoder.final_layernorm.weight is",
-                "the error of decoder.final_layernorm.weight is nan",
-                "keeps",
-            ],
-        ),
         (STOCK, ["a gradient that is none", "kept bytes"], ["not finite", "decoder keeps"]),
     ],
-    ids=["dropout", "no dropout", "stock"],
+    ids=["tempo", "stock"],
 )
 def test_what_is_wrong_fails(case: Case, changes: list[str], messages: list[str]) -> None:
     ((passed, *failed),) = run_megatron_ranks(judge, 1, 1, case, changes)

@@ -79,18 +79,6 @@ def test_gelus_gradient_in_chunks_is_that_of_the_specification(shape, dtype, for
         assert_same(found[1], sum_rows(found[0]))
 
 
-@pytest.mark.parametrize("form", ["none", "tanh"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_gelus_table_is_as_exact_as_the_specification_for_every_number(dtype, form):
-    numbers = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
-    numbers = numbers[(numbers >= INVERSES[form].y_min) & numbers.isfinite()]
-    for is_right, y in ((True, numbers), (False, numbers[numbers <= 0])):
-        bits = torch.full(((y.numel() + 7) // 8,), 255 if is_right else 0, dtype=torch.uint8)
-        found, same = (m.backward(torch.ones_like(y), y, bits, form, False)[0] for m in (gelu_cpu, gelu_eager))
-        exact = derivative_float64(y.double(), torch.full(y.shape, is_right), form)
-        assert_within_rule("grad_x", found, same, exact)
-
-
 @pytest.mark.usefixtures("small_blocks")
 @parametrize_covering(
     each={"shape": [(37, 3, 48), (5, 34), (1, 2), (0, 16), (3, 0), (1024,)]},

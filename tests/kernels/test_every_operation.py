@@ -14,17 +14,22 @@ import pytest
 import torch
 from covering import parametrize_covering
 from distributed import run_ranks
-from every_operation import LABELS, OPERATIONS, TOKEN_WEIGHTS, make_inputs
+from every_operation import LABELS, OPERATIONS, TOKEN_WEIGHTS, H, make_inputs
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import tempo_kernels
 from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_kernels.gelu import cpu as gelu_cpu
+from tempo_kernels.glu import cpu as glu_cpu
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy
+from tempo_kernels.norm import cpu as norm_cpu
+from tempo_kernels.pointwise import cpu as pointwise_cpu
 from tempo_kernels.recompute import recompute
 
 ROOT = Path(__file__).parents[2]
+GATED = ["glu", "swiglu", "geglu", "reglu"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 MASK = (2**63 + 17, 8)  # key and first sample
 
@@ -44,7 +49,7 @@ def outputs_and_gradients(name: str, inputs: list[Tensor], casts: bool, casts_ba
     )
     with forward:
         out = OPERATIONS[name](*leaves, *MASK)
-    grad = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out.dtype)
+    grad = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out.device, out.dtype)
     with backward:
         out.backward(grad)
     return [out.detach(), *(leaf.grad for leaf in leaves)]
@@ -70,6 +75,56 @@ def test_the_inputs_dtype_decides_and_autocast_changes_no_bit(
     assert_same(
         outputs_and_gradients(name, inputs, True, casts_backward), outputs_and_gradients(name, inputs, False, False)
     )
+
+
+WITHOUT_NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {"fake": torch.empty_like, "meta": lambda t: t.to("meta")}
+
+
+@parametrize_covering(name=OPERATIONS.keys(), dtype=[torch.float32, torch.bfloat16], make=WITHOUT_NUMBERS)
+def test_without_numbers_results_have_the_shapes_and_dtypes_of_those_with_numbers(
+    name: str, dtype: torch.dtype, make: Callable[[Tensor], Tensor]
+) -> None:
+    if make is not torch.empty_like and ("linear" in name or "attention" in name):
+        return  # their labels, slopes and lengths are on the CPU
+    inputs = make_inputs(dtype)
+    wanted = outputs_and_gradients(name, inputs, False, False)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        found = outputs_and_gradients(name, [make(t) for t in inputs], False, False)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or theirs is None or (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+
+
+REFILLED = [name for name in OPERATIONS if name.endswith("of its input") or name in GATED or name in ("silu", "relu")]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", REFILLED)
+def test_an_output_that_is_not_kept_is_given_again_bit_for_bit_in_blocks_too(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, nan_poison: None
+) -> None:
+    for module, constant in ((norm_cpu, "BLOCK_ELEMENTS"), (glu_cpu, "BLOCK_ELEMENTS"), (pointwise_cpu, "_MAX_CHUNK")):
+        monkeypatch.setattr(module, constant, 4 * H)
+    x, *others = make_inputs(dtype)
+    y = OPERATIONS[name](x.mT.contiguous().mT.requires_grad_(), *others, *MASK)
+    out = torch.full_like(y, torch.nan, requires_grad=False)
+    y.grad_fn.refill(y.grad_fn, out)  # type: ignore[union-attr]
+    assert torch.equal(out, y) and not out.requires_grad
+
+
+# The sums in a product of matrices have another order where they lie in another way.
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if not name.startswith("linear")])
+def test_any_strides_give_the_contiguous_result(name: str) -> None:
+    inputs = make_inputs()
+    strided = [t.mT.contiguous().mT if t.dim() > 1 else torch.stack((t, t), -1)[..., 0] for t in inputs]
+    leaves = [t.clone().requires_grad_() for t in inputs], [t.requires_grad_() for t in strided]
+    found, wanted = (OPERATIONS[name](*each, *MASK) for each in leaves)
+    grad = torch.randn_like(wanted)
+    found.backward(grad.mT.contiguous().mT if grad.dim() > 1 else grad)
+    wanted.backward(grad)
+    assert found.is_contiguous() == wanted.is_contiguous()
+    assert_same([found, *(t.grad for t in leaves[1])], [wanted, *(t.grad for t in leaves[0])])
+    assert all(torch.equal(*pair) for pair in zip(leaves[0], inputs, strict=True)), "inputs stay as they are"
 
 
 # torch's functions that, without a dtype, take the default one for numbers that are not integers.
@@ -112,6 +167,13 @@ def results_under(default: torch.dtype, name: str, dtype: torch.dtype) -> list[T
 )
 def test_a_default_dtype_changes_no_bit(name: str, dtype: torch.dtype, default: torch.dtype) -> None:
     assert_same(results_under(default, name, dtype), results_under(torch.float32, name, dtype))
+
+
+# With token_weights gradients are given once, and gradcheck asks for them again.
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if "token_weights" not in name])
+def test_float64_passes_gradcheck(name: str) -> None:
+    inputs = [t.requires_grad_() for t in make_inputs(torch.float64)]
+    assert torch.autograd.gradcheck(lambda *t: OPERATIONS[name](*t, *MASK), inputs, fast_mode=True)
 
 
 # bias_dropout_add's derivative does not depend on x.

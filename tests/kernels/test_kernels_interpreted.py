@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from covering import parametrize_covering
+from every_operation import OPERATIONS, make_inputs
 
 pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
 
@@ -19,6 +20,7 @@ import triton.language as tl
 from interpreted import DEVICE, DTYPES, INTERPRETED, assert_as_specified, check_many_tiles, kernel_test
 from philox_vectors import KNOWN_ANSWERS
 
+from tempo_kernels import backend
 from tempo_kernels.dropout_add import Draw
 from tempo_kernels.dropout_add import eager as dropout_eager
 from tempo_kernels.dropout_add import kernel as dropout_kernel
@@ -224,3 +226,34 @@ def test_dropout_adds_bias_gradient_sums_many_tiles_in_a_fixed_order(monkeypatch
 def test_dropout_add_refuses_float64_where_kernels_run():
     with pytest.raises(ValueError, match="x is torch.float64; expected float32, float16 or bfloat16"):
         dropout_kernel.forward(torch.ones(1, 1, 8, dtype=torch.float64, device=DEVICE), None, None, Draw(0.1, 1, 0, 0))
+
+
+# Of each kernel one; attention takes its kernels for CUDA tensors only.
+WITH_KERNELS = ["gelu", "swiglu", "squared_relu", "layer_norm", "layer_norm of its input", "bias_dropout_add"]
+WITH_KERNELS += ["linear_log_prob with entropy"]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the host's part of kernels, which is the same under the interpreter")
+@pytest.mark.usefixtures("fresh_plans")
+@pytest.mark.filterwarnings("ignore:overflow encountered in:RuntimeWarning")
+@parametrize_covering(each={"name": WITH_KERNELS, "default": [torch.bfloat16, torch.float64]})
+def test_a_default_dtype_changes_no_bit_of_what_kernels_give(name, default, monkeypatch):
+    for module in [module for where, module in sys.modules.items() if where.startswith("tempo_kernels.")]:
+        if hasattr(module, "choose_backend") and module is not backend:
+            monkeypatch.setattr(module, "choose_backend", lambda x, cpu: backend._import_kernel(cpu.__package__))
+
+    def results():
+        leaves = [t.requires_grad_() for t in make_inputs()]
+        out = OPERATIONS[name](*leaves, KEYS[1], 3)
+        out.square().sum().backward()
+        return [out, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    wanted = results()
+    torch.set_default_dtype(default)
+    try:
+        found = results()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(
+        ours.dtype == theirs.dtype and torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True)
+    )

@@ -6,26 +6,19 @@ end, and where a 32-bit number of an element, or of a byte, would run over. So t
 
 from __future__ import annotations
 
-import importlib
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
+from gpu import operations
+from gpu.operation import VECTORS, Sizes
 from torch import Tensor
 from witness import assert_within_rule
 
 from tempo_kernels.dropout_add import bias_dropout_add
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-operation_types = importlib.import_module("gpu.operation")
-Sizes, VECTORS = operation_types.Sizes, operation_types.VECTORS
-operations = importlib.import_module("gpu.operations")
-
 WIDTH = 4096
 ROWS = 3  # before and after each place
-DRAWING = {"bias_dropout_add": bias_dropout_add}
 FORMS = [
     pytest.param(operation, form, id=f"{operation.name}, keeping {form.keeps}")
     for operation in operations.OPERATIONS
@@ -50,8 +43,7 @@ def function_at(operation, form, first_row: int):
     """The form as it is applied to rows from first_row on, on which a mask depends."""
     if not operation.draws:
         return form.factory(0.1)
-    drawn = DRAWING[operation.name]
-    return lambda *tensors: drawn(*tensors, p=0.1, key=operations.KEY, first_row=first_row)
+    return lambda *tensors: bias_dropout_add(*tensors, p=0.1, key=operations.KEY, first_row=first_row)
 
 
 def outputs_and_gradients(function, tensors: list[Tensor], grads: list[Tensor]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What the tests of dropout share: one draw of random numbers, its mask from the definition, and the masks of a run."""
+"""The masks of a run, recorded element by element as attention and bias-dropout-add draw them, and their comparison."""
 
 from __future__ import annotations
 
@@ -11,17 +11,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from tempo_kernels.philox import drop_mask, keep_bits
-
-DRAW = {"p": 0.1, "key": 0xFEDCBA9876543210, "first_sample": 11, "first_row": 5}
-
-
-def mask_of(x, p=0.1, key=DRAW["key"], first_sample=11, first_row=5):
-    """The mask from its definition, over the whole tensor at once: [s, b, h]."""
-    row = torch.arange(first_row, first_row + x.size(0)).unsqueeze(-1)
-    sample = torch.arange(first_sample, first_sample + x.size(1))
-    return drop_mask(key, p, sample=sample, head=torch.tensor(0), row=row, num_columns=x.size(2))
-
+from tempo_kernels.philox import keep_bits
 
 UNDRAWN = 2
 Place = tuple[str, int, int, int, int]

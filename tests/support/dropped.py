@@ -59,8 +59,3 @@ def gradients_of(out, inputs, linear):
 def assert_same(found, expected):
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
-
-
-def assert_close(found, expected):
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs)

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FORMS = ["output", "input"]
+NAMES = ["y", "grad_x", "grad_weight", "grad_bias"]
 PARAMETERS = {
     "initial": lambda h: (torch.ones(h), torch.zeros(h)),
     "trained": lambda h: (torch.randn(h) * 0.3 + 1, torch.randn(h) * 0.2),
@@ -44,3 +45,10 @@ def float32_rms_norm(x, weight):
 def zero_centered_layer_norm(x, weight, bias):
     """Megatron's: the sum is rounded to weight's dtype."""
     return F.layer_norm(x, x.shape[-1:], weight + 1, bias, 1e-5)
+
+
+def results(norm, tensors, grad):
+    """y and the gradient of each tensor, in their own dtypes."""
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    y = norm(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, grad.to(y.dtype))]

@@ -1,11 +1,82 @@
-"""Small models and their data for tests of captured steps."""
+"""What the tests of captured steps share: small models, their data, and training beside eager mode."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
 import torch
-from gpt import SEQ_LENGTH, tokens_of
+from allocated import measure_allocated
+from gpt import SEQ_LENGTH, build_gpt, gpt_config, tokens_of
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from tempo_megatron import TempoConfig, cpu
+from tempo_megatron.memory.fake_tensors import simulate_layout, use_megatron_fakes
+from tempo_megatron.roam.capture import capture_step
+from tempo_megatron.roam.execute import OrderedStep
+from tempo_megatron.roam.order import OperationOrder, find_order
+from tempo_megatron.roam.read_graph import CapturedStep
+from tempo_megatron.slots import dropout_rng
+
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+class Trained(NamedTuple):
+    step: Any
+    captured: CapturedStep
+    plan: OperationOrder
+    peak_bytes: int
+    eager_peak_bytes: int
+    """Beside what stands, in the second step: the first one makes the optimizer's states."""
+
+    @property
+    def planned_bytes(self) -> int:
+        return self.plan.peak_bytes - self.captured.standing_bytes
+
+
+def train_both(
+    build: Callable[[], nn.Module],
+    make_optimizer: MakeOptimizer,
+    compute_loss: Callable[..., Tensor],
+    draw: Callable[[int], tuple[Tensor, ...]],
+    *,
+    step_of: type[OrderedStep] = OrderedStep,
+    context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Trained:
+    """Train three steps in eager mode and in the planned order: the same losses and parameters, bit for bit."""
+    model, eager = build(), build()
+    optimizer, eager_optimizer = make_optimizer(model.parameters()), make_optimizer(eager.parameters())
+    with context():
+        captured = capture_step(model, compute_loss, draw(0), optimizer)
+    plan = find_order(captured.graph)
+    step = step_of(captured, model, plan.order)
+
+    def step_eagerly(*batch: Tensor) -> Tensor:
+        expected = compute_loss(eager, *batch)
+        expected.backward()
+        eager_optimizer.step()
+        eager_optimizer.zero_grad()
+        return expected.detach()
+
+    peaks = []
+    for number in range(3):
+        losses = []
+        for run in (step, step_eagerly):
+            torch.manual_seed(number)
+            call = functools.partial(run, *draw(number))
+            # Profiling each step would take longer than the steps.
+            loss, peak = measure_allocated(call) if number == 1 else (call(), 0)
+            losses.append(loss)
+            peaks += [peak] if number == 1 else []
+        assert torch.equal(*losses)
+    for name, tensor in eager.state_dict().items():
+        if isinstance(tensor, Tensor):
+            assert torch.equal(model.state_dict()[name], tensor), name
+    return Trained(step, captured, plan, *peaks)
 
 
 class Residual(nn.Module):
@@ -55,3 +126,24 @@ def compute_token_loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tens
 def draw_tokens(step: int) -> tuple[Tensor, Tensor]:
     tokens = tokens_of(2 * step, 2)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+@contextlib.contextmanager
+def one_rank_of_megatron() -> Iterator[None]:
+    cpu.use_cpu()
+    with simulate_layout(1):
+        model_parallel_cuda_manual_seed(1234)
+        dropout_rng.set_micro_batch(5, 0)
+        yield
+
+
+def train_gpt(tempo_config: TempoConfig, step_of: type[OrderedStep] = OrderedStep) -> Trained:
+    with one_rank_of_megatron():
+        return train_both(
+            lambda: build_gpt(gpt_config(), tempo_config),
+            torch.optim.Adam,
+            compute_token_loss,
+            draw_tokens,
+            step_of=step_of,
+            context=use_megatron_fakes,
+        )

@@ -58,16 +58,6 @@ def assert_three_witnesses(
         assert_within_rule("output" if index == 0 else f"gradient of input {index - 1}", a, b, c)
 
 
-def assert_strides_do_not_show(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor, dtype: torch.dtype
-) -> None:
-    """Output and every gradient are those of contiguous inputs and a contiguous grad, bit for bit."""
-    found = outputs_and_gradients(function, inputs, grad, dtype)
-    expected = outputs_and_gradients(function, [t.contiguous() for t in inputs], grad.contiguous(), dtype)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-
-
 def kept_storages(function: Callable[..., Tensor], *inputs: Tensor | None) -> dict[int, int]:
     """{data_ptr: bytes} of the distinct storages that autograd holds after `function(*inputs)`."""
     kept: dict[int, int] = {}
@@ -83,12 +73,3 @@ def kept_storages(function: Callable[..., Tensor], *inputs: Tensor | None) -> di
     kept["out"] = out  # type: ignore[index]  # alive until here, so that no address is used twice
     del kept["out"]  # type: ignore[arg-type]
     return kept
-
-
-def assert_output_is_given_again(function: Callable[..., Tensor], width: int, dtype: torch.dtype) -> None:
-    """`refill` of y's node writes y again, bit for bit, of [33, width] with and without a bias."""
-    x, bias = torch.randn(33, width).to(dtype).requires_grad_(), torch.randn(width).to(dtype).requires_grad_()
-    for y in (function(x), function(x, bias)):
-        out = torch.empty_like(y, requires_grad=False)
-        y.grad_fn.refill(y.grad_fn, out)  # type: ignore[union-attr]
-        assert torch.equal(out, y) and not out.requires_grad

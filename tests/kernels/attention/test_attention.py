@@ -101,15 +101,6 @@ def test_a_row_that_saw_no_key_takes_the_other_parts_result():
     assert not grads[0][:4].any() and all(grad.isfinite().all() for grad in grads)
 
 
-def test_a_window_is_that_of_megatrons_sliding_window_mask():
-    (sq, sk), (left, right) = (40, 60), (7, 2)
-    # As megatron.core.transformer.utils.get_sliding_window_causal_mask, which needs a CUDA device.
-    seen = torch.ones(sq, sk, dtype=torch.bool).triu(sk - sq - left).tril(sk - sq + right)
-    q, k, v = (torch.randn(s, 1, 2, 16) for s in (sq, sk, sk))
-    masked = ours(q, k, v, settings(False), ~seen.view(1, 1, sq, sk))
-    assert torch.allclose(ours(q, k, v, settings(False, window_size=(left, right))), masked, rtol=1e-5, atol=1e-6)
-
-
 @parametrize_covering(causal=[True, False], dtype=DTYPES, form=FORMS)
 def test_key_lengths_obey_the_rule_and_what_is_behind_them_is_not_read(causal, dtype, form, nan_poison):
     q, k, v, grad = (torch.randn(150, 4, heads, 16) for heads in (4, 2, 2, 4))
@@ -142,15 +133,6 @@ def test_a_hidden_score_may_be_nan(window_size):
     assert out[:-seen_by].isfinite().all() and out[-seen_by:].isnan().all()
 
 
-def test_a_query_without_a_key_gets_zeros_and_passes_no_gradient_on():
-    q, k, v = (torch.randn(s, 2, 2, 16, requires_grad=True) for s in (30, 10, 10))
-    out = ours(q, k, v, settings(False, window_size=(2, 0)), None, torch.tensor([10, 0]))
-    out.sum().backward()
-    # Query i sees keys i - 22 to i - 20.
-    assert not out[:20, 0].any() and not out[:, 1].any() and out[20:, 0].any((1, 2)).all()
-    assert not q.grad[:20].any() and not q.grad[:, 1].any() and not k.grad[:, 1].any() and not v.grad[:, 1].any()
-
-
 def test_draws_from_device_data_are_the_same_and_must_not_change_before_backward():
     q, k, v = (torch.randn(20, 2, 2, 16, requires_grad=True) for _ in range(3))
     key, first_sample = torch.tensor(KEY - 2**64), torch.tensor(FIRST_SAMPLE)
@@ -161,14 +143,6 @@ def test_draws_from_device_data_are_the_same_and_must_not_change_before_backward
     key += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-
-
-def test_scores_of_any_size_give_finite_results():
-    q, k, v = (torch.randn(16, 1, 2, 8) * scale for scale in (1e4, 1e4, 1.0))
-    leaves = [t.requires_grad_() for t in (q, k, v)]
-    out = ours(*leaves, settings())
-    out.sum().backward()
-    assert out.isfinite().all() and all(leaf.grad.isfinite().all() for leaf in leaves)
 
 
 TORN = {"turned": lambda t: t.mT.contiguous().mT, "every second": lambda t: torch.stack((t, t), -1)[..., 0]}
@@ -199,25 +173,6 @@ def test_no_query_and_no_sample_have_gradients_of_zeros(sq, sk, b, p, form):
     out = attention(*leaves, **vars(settings(p=p)), form=form)
     out.sum().backward()
     assert out.shape == (sq, b, 4, 8) and not any(leaf.grad.any() for leaf in leaves)
-
-
-@pytest.mark.slow
-def test_float64_passes_gradcheck_with_a_row_that_sees_nothing():
-    q, k, v = (torch.randn(s, 2, n, 4, dtype=torch.float64, requires_grad=True) for s, n in ((6, 4), (6, 2), (6, 2)))
-    mask = torch.rand(2, 1, 6, 6) < 0.3
-    mask[0, 0, 2] = True
-    assert torch.autograd.gradcheck(lambda *t: ours(*t, settings(False, 0.2), mask), (q, k, v))
-    assert torch.autograd.gradcheck(lambda *t: ours(*t, settings(True, 0.2)), (q, k, v))
-
-
-def test_heads_of_one_tensor_parallel_rank_draw_their_part_of_the_mask():
-    q, k, v = (torch.randn(48, 2, 8, 16) for _ in range(3))
-    chosen = {"causal": True, "softmax_scale": SCALE, "dropout_p": 0.3, "dropout_key": KEY}
-    whole = attention(q, k, v, **chosen)
-    part = attention(*(t[:, 1:, 4:] for t in (q, k, v)), **chosen, first_head=4, first_sample=1)
-    assert torch.allclose(
-        part, whole[:, 1:, 4:], rtol=0, atol=torch.finfo(torch.float32).eps * whole.abs().max().item()
-    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

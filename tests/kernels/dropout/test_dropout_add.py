@@ -2,13 +2,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dropout_masks import DRAW, mask_of
 from witness import assert_three_witnesses, kept_storages
 
 from tempo_kernels.dropout_add import Draw, bias_dropout_add, cpu
-from tempo_kernels.philox import effective_probability
+from tempo_kernels.philox import drop_mask, effective_probability
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+DRAW = {"p": 0.1, "key": 0xFEDCBA9876543210, "first_sample": 11, "first_row": 5}
+
+
+def mask_of(x, p=0.1, key=DRAW["key"], first_sample=11, first_row=5):
+    """The mask from its definition, over the whole tensor at once: [s, b, h]."""
+    row = torch.arange(first_row, first_row + x.size(0)).unsqueeze(-1)
+    sample = torch.arange(first_sample, first_sample + x.size(1))
+    return drop_mask(key, p, sample=sample, head=torch.tensor(0), row=row, num_columns=x.size(2))
 
 
 def ours(x, bias, residual):
@@ -33,11 +40,6 @@ def test_forward_and_backward_obey_the_rule(shape, has_bias, has_residual, dtype
     assert_three_witnesses(ours, reference, [x, bias, residual if has_residual else None], grad, dtype)
 
 
-def test_strided_inputs_and_gradients_obey_the_rule():
-    x, residual, grad = torch.randn(6, 5, 4).permute(2, 1, 0), torch.randn(8, 5, 6)[::2], torch.randn(4, 10, 6)[:, ::2]
-    assert_three_witnesses(ours, reference, [x, torch.randn(6), residual], grad, torch.float32)
-
-
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_blocks_of_rows_give_what_the_whole_gives(dtype, monkeypatch):
     # Small whole numbers and a scale of 2: sums are exact in any order.
@@ -56,18 +58,6 @@ def test_nothing_is_drawn_where_nothing_is_dropped(monkeypatch):
     out = bias_dropout_add(x, torch.ones(40), residual, p=0.0, key=1)
     out.sum().backward()
     assert torch.equal(out, residual + (x + 1)) and (x.grad == 1).all() and (residual.grad == 1).all()
-
-
-def test_float64_passes_gradcheck():
-    x, residual = (torch.randn(5, 2, 9, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    assert torch.autograd.gradcheck(ours, (x, torch.randn(9, dtype=torch.float64, requires_grad=True), residual))
-
-
-def test_shards_of_rows_and_samples_draw_their_part_of_the_whole_mask():
-    x = torch.ones(12, 6, 40)
-    whole = bias_dropout_add(x, None, None, p=0.4, key=5)
-    part = bias_dropout_add(x[4:8, 2:5], None, None, p=0.4, key=5, first_sample=2, first_row=4)
-    assert torch.equal(part, whole[4:8, 2:5])
 
 
 ROWS, SAMPLES = torch.tensor([0, 1, 9, 11, 10, 3]), torch.tensor([[4, 4], [0, 1], [5, 2], [2, 5], [3, 3], [1, 0]])
@@ -132,25 +122,11 @@ def test_a_key_that_changes_between_forward_and_backward_is_noticed():
         out.sum().backward()
 
 
-def test_keeps_the_eight_bytes_of_a_key_in_a_tensor():
-    key, _ = as_device_data(3, 5)
-    kept = kept_storages(
-        lambda x: bias_dropout_add(x, None, None, p=0.1, key=key), torch.randn(8, 2, 16).requires_grad_()
-    )
-    assert kept == {key.data_ptr(): 8}
-
-
-def test_keeps_nothing():
+def test_keeps_nothing_but_the_eight_bytes_of_a_key_in_a_tensor():
     x, residual = (torch.randn(8, 2, 16, requires_grad=True) for _ in range(2))
     assert kept_storages(ours, x, torch.randn(16, requires_grad=True), residual) == {}
-
-
-def test_inputs_stay_as_they_are():
-    x, bias, residual = torch.randn(8, 2, 16), torch.randn(16), torch.randn(8, 2, 16)
-    copies = [t.clone() for t in (x, bias, residual)]
-    ours(x, bias, residual)
-    ours(x, None, residual)
-    assert all(torch.equal(t, copy) for t, copy in zip((x, bias, residual), copies, strict=True))
+    key, _ = as_device_data(3, 5)
+    assert kept_storages(lambda x: bias_dropout_add(x, None, None, p=0.1, key=key), x) == {key.data_ptr(): 8}
 
 
 def test_nan_and_inf_pass_where_kept_and_vanish_where_dropped():

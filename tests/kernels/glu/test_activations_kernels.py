@@ -5,12 +5,19 @@ Of more than 2**31 elements they are held against it in test_large_tensors.py.
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from covering import parametrize_covering
+from gelu_inputs import ACTIVATION, FORMS, exact_derivative, floor_of, inputs, minimum_of
 from interpreted import DEVICE, DTYPES, assert_as_specified, check_backward, check_many_tiles, kernel_test
 from pointwise_activations import ACTIVATIONS, every_number, misaligned, over_the_range, strided
+from witness import ulp
 
+from tempo_kernels.gelu import eager as gelu_eager
+from tempo_kernels.gelu import kernel as gelu_kernel
+from tempo_kernels.gelu.inverse import INVERSES
 from tempo_kernels.glu import eager as glu_eager
 from tempo_kernels.glu import kernel as glu_kernel
 from tempo_kernels.pointwise import eager, kernel
@@ -51,6 +58,17 @@ def check_root(y, grad):
     check_backward(square_kernel, square_eager, [grad, y])
 
 
+def forward_gelu(module, x, bias, form):
+    """y and the bits that GELU's backward from its output takes."""
+    return module.forward_with_bits(x, bias, ACTIVATION[form], INVERSES[form].x_min)
+
+
+def check_gelu(x, grad, form="none"):
+    """GELU's backward from its output, where each backend is given the same y and bits."""
+    kept = [t.to(x.device) for t in forward_gelu(eager, x.cpu(), None, form)]
+    check_backward(gelu_kernel, gelu_eager, [grad, *kept], form)
+
+
 def random_input(shape, dtype, is_gated=False):
     """x, twice as wide where it is gated, bias and grad."""
     *rows, width = shape
@@ -75,15 +93,6 @@ def test_glu_does_over_the_range_what_is_specified(dtype, activation):
 
 
 @kernel_test
-@every_gate
-def test_glu_of_ups_of_one_is_as_exact_as_torchs_activation(activation):
-    gate = torch.linspace(-8, 8, 30_000, device=DEVICE).view(-1, 200)
-    x = torch.cat([gate, torch.ones_like(gate)], dim=1)
-    y = glu_kernel.forward(x, None, activation)
-    assert_as_specified([y], [x], lambda t: [glu_eager.forward(t, None, activation)], "y")
-
-
-@kernel_test
 @parametrize_covering(each={"shape": SHAPES}, dtype=DTYPES, activation=ACTIVATIONS.keys())
 def test_an_activation_does_what_is_specified_for_any_shape(shape, dtype, activation):
     x, bias, grad = random_input(shape, dtype)
@@ -99,11 +108,17 @@ def test_glu_does_what_is_specified_for_any_shape(shape, dtype, activation):
     check_glu(x, None, grad, activation)
 
 
+FROM_OUTPUT = {
+    "squared_relu": lambda x, grad: check_root(x.clamp_min(0).square(), grad),
+    **{f"gelu {form}": functools.partial(check_gelu, form=form) for form in FORMS},
+}
+
+
 @kernel_test
-@parametrize_covering(each={"shape": SHAPES}, dtype=DTYPES)
-def test_squared_relu_does_what_is_specified_for_any_shape(shape, dtype):
+@parametrize_covering(each={"shape": SHAPES}, dtype=DTYPES, check=FROM_OUTPUT)
+def test_a_gradient_from_the_output_is_what_is_specified_for_any_shape(shape, dtype, check):
     x, _, grad = random_input(shape, dtype)
-    check_root(x.clamp_min(0).square(), grad)
+    check(x, grad)
 
 
 @kernel_test
@@ -127,6 +142,9 @@ def test_strides_and_alignment_do_not_matter():
     check_glu(*(misaligned(shape, DEVICE) for shape in ((3, 64), (64,), (3, 32))), "gelu")
     check_root(x.abs().contiguous(), grad)
     check_root(misaligned((3, 64), DEVICE).abs_(), misaligned((3, 64), DEVICE))
+    for form in FORMS:
+        check_gelu(x, grad, form)
+        check_gelu(misaligned((3, 64), DEVICE), misaligned((3, 64), DEVICE), form)
 
 
 @kernel_test
@@ -169,6 +187,10 @@ SUMMED = {
     "gelu": (lambda *t: check_activation(*t, "gelu"), lambda x, b, g: kernel.backward(g, x, b, "gelu", True)[1]),
     "swiglu": (lambda *t: check_glu(*t, "silu"), lambda x, b, g: glu_kernel.backward(g, x, b, "silu", True)[1]),
     "root": (lambda y, _, g: check_root(y * y, g), lambda y, _, g: square_kernel.backward(g, y * y, True)[1]),
+    "gelu from its output": (
+        lambda x, _, g: check_gelu(x, g),
+        lambda x, _, g: gelu_kernel.backward(g, *forward_gelu(kernel, x, None, "none"), "none", True)[1],
+    ),
 }
 
 
@@ -202,3 +224,43 @@ def test_gelus_left_tail_is_rounded_as_the_exact_one_to_one_unit(dtype):
     assert ((y - exact).abs() <= 0.76 * unit).all()
     infinite = kernel.forward(torch.tensor([-torch.inf, torch.inf], dtype=dtype, device=DEVICE), None, "gelu")
     assert infinite.tolist() == [0, torch.inf]
+
+
+@kernel_test
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelus_bits_are_right_at_the_minimum_and_its_neighbours(dtype, form):
+    nearest = torch.tensor(minimum_of(form)).to(dtype).double()
+    near = nearest + torch.arange(-20, 20) * ulp(nearest, dtype)
+    x = torch.cat([near, torch.linspace(-8, 8, 24)]).to(DEVICE, dtype)
+    for bias in (None, torch.zeros_like(x)):
+        found, expected = (
+            forward_gelu(module, t, None if bias is None else bias.to(t.device), form)
+            for module, t in ((kernel, x), (eager, x.cpu()))
+        )
+        assert torch.equal(found[1].cpu(), expected[1])
+    check_gelu(x, torch.ones_like(x), form)
+
+
+@kernel_test
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelus_gradient_is_at_the_floor_that_the_computed_output_sets(dtype, form):
+    x = inputs(form, dtype)[::7]
+    y, bits = forward_gelu(kernel, x.to(DEVICE), None, form)
+    grad_x, _ = gelu_kernel.backward(torch.ones_like(y), y, bits, form, False)
+    error = (grad_x.cpu().double() - exact_derivative(x, form)).abs().max()
+    assert error <= 1.2 * floor_of(x.double(), y.cpu(), form)
+
+
+@kernel_test
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu_is_right_at_zeros_infinity_nan_and_far_away(dtype, form):
+    x = torch.tensor([0.0, -0.0, float("inf"), 30.0, 1e4, -30.0, -1e4, float("nan")], dtype=dtype, device=DEVICE)
+    y, bits = forward_gelu(kernel, x, None, form)
+    far = torch.tensor([0.0, -0.0, float("inf"), 30.0, 1e4, -0.0, -0.0, float("nan")], dtype=dtype)
+    assert torch.equal(y.cpu().nan_to_num(7.0), far.nan_to_num(7.0)) and torch.equal(y.cpu().isnan(), far.isnan())
+    grad_x, _ = gelu_kernel.backward(torch.ones_like(y), y, bits, form, False)
+    expected = torch.tensor([0.5, 0.5, 1.0, 1.0, 1.0, 0.0, 0.0, float("nan")], dtype=dtype)
+    torch.testing.assert_close(grad_x.cpu(), expected, rtol=0, atol=1e-5, equal_nan=True)

@@ -15,41 +15,51 @@ from witness import assert_three_witnesses
 from tempo_kernels.linear_cross_entropy import eager, kernel, operators
 from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
 
-SHARES = {"plain": (1.0, 0.0), "smoothed": (0.87, 1e-3)}
-
+# The target's share and every other column's; has padding left out; softcap; temperature.
+PLAIN, SMOOTHED = (1.0, 0.0), (0.87, 1e-3)
+SCALINGS = {
+    "plain": (False, 0.0, 1.0),
+    "temperature": (False, 0.0, 0.7),
+    "softcap": (False, 5.0, 1.0),
+    "padding": (True, 0.0, 1.0),
+    "everything": (True, 30.0, 0.01),
+}
 
 chunk_of_logits = functools.partial(loss_head_inputs.chunk_of_logits, device=DEVICE)
 
 
-def check(logits, targets, num_real, target_and_other=SHARES["smoothed"]):
-    for shares in (Shares(1.0, 1e-3, num_real), Shares(1.0, 0.0, num_real)):
-        found = kernel.find_statistics(logits, targets, shares)
-        names = ["top", "total", "target", "sum"][: len(found)]
-        is_here = ((targets >= 0) & (targets < logits.size(1))).cpu()
+def check(logits, targets, shares):
+    """Each statistic, and the gradient with and without a part of the entropy's."""
+    found = kernel.find_statistics(logits, targets, shares)
+    num_used = shares.num_real if shares.excludes_padding else logits.size(1)
+    is_here = ((targets >= 0) & (targets < num_used)).cpu()
+    assert torch.equal(found[2].cpu() > -torch.inf, is_here)
+    if tuple(shares[3:6]) == SCALINGS["plain"]:
         assert torch.equal(found[0].cpu(), logits.float().amax(-1).cpu())
-        assert torch.equal(found[2].cpu() > -torch.inf, is_here)
-        found[2, ~is_here.to(DEVICE)] = 0
 
-        def specified(values, shares=shares, mask=is_here):
-            statistics = eager.find_statistics(values, targets.cpu(), shares)
-            statistics[2, ~mask] = 0
-            return statistics
+    def finite(statistics):
+        return [row.nan_to_num(neginf=0.0) for row in statistics]
 
-        assert_as_specified(found, [logits], specified, *names)
+    names = ["top", "total", "target", "entropy" if shares.has_entropy else "sum"][: len(found)]
+    assert_as_specified(
+        finite(found), [logits], lambda t: finite(eager.find_statistics(t, targets.cpu(), shares)), *names
+    )
     top = found[0] + torch.rand(logits.size(0), device=DEVICE)  # another shard's is larger
-    grad = torch.randn(logits.size(0), device=DEVICE)
+    top = top.masked_fill(top == -torch.inf, 3.0)
+    grad, slope = (torch.randn(logits.size(0), device=DEVICE) for _ in range(2))
     grad[-1:] = 0
-    vectors = [top, grad / found[1], grad]
+    slope[-1:] = slope[:1] = 0
+    total = found[1].clamp_min(1)
 
     def gradient(module, values, *vectors):
         values = values.clone()
-        rows = Rows(targets.to(values.device), *vectors)
-        module.write_gradient_(values, rows, Shares(*target_and_other, num_real))
+        module.write_gradient_(values, Rows(targets.to(values.device), *vectors), shares)
         return [values]
 
-    assert_as_specified(
-        gradient(kernel, logits, *vectors), [logits, *vectors], lambda *t: gradient(eager, *t), "grad_logits"
-    )
+    for vectors in ([top, grad / total, grad], [top, grad / total, grad, slope / total])[: 1 + shares.has_entropy]:
+        assert_as_specified(
+            gradient(kernel, logits, *vectors), [logits, *vectors], lambda *t: gradient(eager, *t), "grad_logits"
+        )
 
 
 @kernel_test
@@ -59,23 +69,41 @@ def check(logits, targets, num_real, target_and_other=SHARES["smoothed"]):
 def test_statistics_and_gradient_are_as_specified_for_any_vocabulary(shape, dtype):
     logits, targets = chunk_of_logits(*shape, dtype)
     for num_real in {shape[1], max(1, shape[1] - 5), 0}:
-        check(logits, targets, num_real)
-    check(logits, targets, shape[1], SHARES["plain"])
+        check(logits, targets, Shares(*SMOOTHED, num_real))
+    check(logits, targets, Shares(*PLAIN, shape[1]))
+
+
+@kernel_test
+@parametrize_covering(each={"shape": [(5, 1000), (2, 4097), (3, 8200), (1, 1), (4, 7)]}, dtype=DTYPES, scaling=SCALINGS)
+def test_scaled_logits_and_the_entropy_are_as_specified(shape, scaling, dtype):
+    logits, targets = chunk_of_logits(*shape, dtype)
+    for num_real in {shape[1], max(1, shape[1] - 5), 0} if scaling[0] else {shape[1]}:
+        for has_entropy in (False, True):
+            check(logits, targets, Shares(*PLAIN, num_real, *scaling, has_entropy))
+
+
+@kernel_test
+@pytest.mark.parametrize("scale", [1e-3, 0.3, 100.0])
+def test_the_cap_is_as_exact_as_torchs_tanh(scale):
+    logits, targets = chunk_of_logits(3, 5000, torch.float32, scale)
+    check(logits, targets, Shares(*PLAIN, 5000, False, 1.0, 1.0, True))
 
 
 @kernel_test
 @pytest.mark.parametrize("offset", [1e4, -1e4])
 def test_statistics_of_logits_around_ten_thousand_lose_no_digits(offset):
     logits, targets = chunk_of_logits(4, 5000, torch.float32)
-    check(logits + offset, targets, 5000)
-    check(torch.randn(4, 5000, device=DEVICE) * 1e4, targets, 4990)
+    check(logits + offset, targets, Shares(*SMOOTHED, 5000))
+    check(torch.randn(4, 5000, device=DEVICE) * 1e4, targets, Shares(*SMOOTHED, 4990))
 
 
 @kernel_test
-def test_a_row_that_grows_to_its_end_and_one_that_falls_have_the_right_total():
-    rising = torch.linspace(-400, 400, 3 * kernel.BLOCK, device=DEVICE)
-    logits = torch.stack([rising, rising.flip(0), torch.full_like(rising, -3e38)])
-    check(logits, torch.tensor([5, -1, 7], device=DEVICE), logits.size(1), SHARES["plain"])
+@pytest.mark.parametrize(("largest", "has_entropy"), [(400, False), (40, True)])
+def test_rows_that_grow_to_their_end_and_that_fall_have_the_right_statistics(largest, has_entropy):
+    rising = torch.linspace(-largest, largest, 3 * kernel.BLOCK, device=DEVICE)
+    logits = torch.stack([rising, rising.flip(0), torch.full_like(rising, -3e38), 25.0 * rising])
+    targets = torch.tensor([5, -1, 7, 9], device=DEVICE)
+    check(logits, targets, Shares(*PLAIN, logits.size(1), has_entropy=has_entropy))
 
 
 @kernel_test

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tempo_kernels.linear_cross_entropy import checks, chunks, cpu, linear_cross_entropy, linear_log_prob
+from tempo_kernels.linear_cross_entropy import checks, chunks, cpu, linear_cross_entropy
 
 
 class Allocations(TorchDispatchMode):
@@ -35,42 +35,28 @@ class Allocations(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("has_weights", [False, True])
-def test_at_most_one_chunk_of_logits_is_alive(has_weights, dtype, monkeypatch):
-    s, b, h, v, chunk_tokens = 64, 2, 8, 3000, 16
-    monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", 2 * v)
-    hidden, weight = (torch.randn(shape).to(dtype).requires_grad_() for shape in ((s, b, h), (v, h)))
-    labels = torch.randint(v, (b, s))
-    keywords = {"token_weights": torch.ones(b, s)} if has_weights else {}
-    with Allocations(hidden, weight, labels) as seen:
-        out = linear_cross_entropy(hidden, weight, labels, chunk_tokens=chunk_tokens, **keywords)
-        (out[0] if has_weights else out.sum()).backward()
-    chunk_bytes, weight_bytes = chunk_tokens * v * dtype.itemsize, v * h * 4
-    block_bytes = 4 * cpu.BLOCK_ELEMENTS
-    assert seen.largest_bytes <= max(chunk_bytes, weight_bytes)
-    # Of a 16-bit weight's gradient there is, beside the sum in float32, a part of it or the result.
-    weight_bytes *= 1 if dtype == torch.float32 else 2
-    tokens_bytes = s * b * (h * 4 + 20 * 8)
-    assert seen.peak_bytes <= chunk_bytes + block_bytes + weight_bytes + tokens_bytes < s * b * v * dtype.itemsize
+ONE_CHUNK = {
+    "losses": (HEADS["losses"], {}),
+    "weighted losses": (HEADS["losses"], {"token_weights": torch.ones(2, 64)}),
+    "log_prob": (HEADS["log_probs"], {"return_entropy": False}),
+    "scaled log_prob and entropy": (HEADS["log_probs"], {"temperature": 0.7, "softcap": 30.0}),
+}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scaling", [{}, {"temperature": 0.7, "softcap": 30.0}], ids=str)
-@pytest.mark.parametrize("return_entropy", [False, True])
-def test_at_most_one_chunk_of_logits_is_alive_for_log_probabilities(return_entropy, scaling, dtype, monkeypatch):
-    s, b, h, v, chunk_tokens = 64, 2, 8, 3000, 32
+@parametrize_covering(case=ONE_CHUNK, dtype=[torch.float32, torch.bfloat16])
+def test_at_most_one_chunk_of_logits_is_alive(case, dtype, monkeypatch):
+    (head, more), (s, b, h, v, chunk_tokens) = case, (64, 2, 8, 3000, 32)
     monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", v)
     hidden, weight = (torch.randn(shape).to(dtype).requires_grad_() for shape in ((s, b, h), (v, h)))
     labels = torch.randint(v, (b, s))
-    keywords = {"return_entropy": return_entropy, "chunk_tokens": chunk_tokens, **scaling}
 
     def run():
-        found = linear_log_prob(hidden, weight, labels, **keywords)
-        return found[0].sum() - found[1].sum() if return_entropy else found.sum()
+        found = head.ours(hidden, weight, None, labels, chunk_tokens=chunk_tokens, **more)
+        return found[0] if "token_weights" in more else found.sum()
 
     chunk_bytes, weight_bytes = chunk_tokens * v * dtype.itemsize, v * h * 4
-    block_bytes = 8 * 4 * cpu.BLOCK_ELEMENTS  # a row in float32, and what eager.py makes of it
+    # A row in float32, and what eager.py makes of it.
+    block_bytes = (4 if head is HEADS["losses"] else 8 * 4) * v
     tokens_bytes = s * b * (h * 4 + 24 * 8)
     with torch.no_grad(), Allocations(hidden, weight, labels) as seen:
         run()
@@ -78,6 +64,7 @@ def test_at_most_one_chunk_of_logits_is_alive_for_log_probabilities(return_entro
     with Allocations(hidden, weight, labels) as seen:
         run().backward()
     assert seen.largest_bytes == max(chunk_bytes, weight_bytes)
+    # Of a 16-bit weight's gradient there is, beside the sum in float32, a part of it or the result.
     weight_bytes *= 1 if dtype == torch.float32 else 2
     peak = chunk_bytes + block_bytes + weight_bytes + tokens_bytes
     assert seen.peak_bytes <= peak < s * b * v * dtype.itemsize
@@ -197,14 +184,6 @@ def both_forms(token_weights, dtype, grad_total=1.0, **settings):
 def assert_close(found, expected, eps):
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=8 * eps * b.abs().max().item())
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("settings", [{}, {"label_smoothing": 0.2, "z_loss": 1e-3, "vocab_size": 90}], ids=str)
-def test_gradients_made_in_forward_are_those_of_the_recomputed_logits(settings, dtype):
-    token_weights = (torch.rand(B, S) > 0.3) * torch.rand(B, S)
-    in_forward, recomputed = both_forms(token_weights, dtype, grad_total=-2.5, **settings)
-    assert_close(in_forward, recomputed, torch.finfo(dtype).eps)
 
 
 def test_weights_of_one_by_the_number_of_tokens_do_not_underflow_in_float16():

@@ -1,29 +1,35 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
-from covering import parametrize_covering
+from covering import exhaustive, parametrize_covering
 from norm_inputs import (
     DTYPES,
     FORMS,
+    NAMES,
     PARAMETERS,
     reference_layer_norm,
     reference_rms_norm,
+    results,
     zero_centered_layer_norm,
 )  # fmt: skip
 from torch.nn import functional as F
 from witness import assert_three_witnesses, assert_within_rule, kept_storages
 
-from tempo_kernels.norm import cpu, layer_norm, rms_norm
+from tempo_kernels.norm import layer_norm, rms_norm
 
 
-@parametrize_covering(parameters=PARAMETERS, dtype=DTYPES, keep=FORMS, shape=[(64, 3, 768), (7, 33)])
-def test_layer_norm_obeys_the_rule_for_any_gamma_and_beta(parameters, dtype, keep, shape, nan_poison):
-    x, grad = torch.randn(shape) * 3 + 1, torch.randn(shape)
-    ours = partial(layer_norm, keep=keep)
-    assert_three_witnesses(ours, reference_layer_norm, [x, *parameters(shape[-1])], grad, dtype)
+@parametrize_covering(
+    parameters=PARAMETERS, dtype=DTYPES, keep=FORMS, zero_centered=[False, True], shape=[(64, 3, 768), (7, 33)]
+)
+def test_layer_norm_obeys_the_rule_for_any_gamma_and_beta(parameters, dtype, keep, zero_centered, shape, nan_poison):
+    x, grad, (weight, bias) = torch.randn(shape) * 3 + 1, torch.randn(shape), parameters(shape[-1])
+    ours = partial(layer_norm, keep=keep, zero_centered=zero_centered)
+    reference = zero_centered_layer_norm if zero_centered else reference_layer_norm
+    assert_three_witnesses(ours, reference, [x, weight - 1 if zero_centered else weight, bias], grad, dtype)
 
 
 @pytest.mark.parametrize("keep", FORMS)
@@ -33,16 +39,6 @@ def test_rms_norm_obeys_the_rule(name, dtype, keep, nan_poison):
     x, grad = torch.randn(65, 257), torch.randn(65, 257)
     ours = partial(rms_norm, keep=keep)
     assert_three_witnesses(ours, reference_rms_norm, [x, PARAMETERS[name](257)[0]], grad, dtype)
-
-
-@pytest.mark.parametrize("keep", FORMS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_a_zero_centered_gamma_obeys_the_rule(name, dtype, keep):
-    weight, bias = PARAMETERS[name](768)
-    ours = partial(layer_norm, zero_centered=True, keep=keep)
-    inputs = [torch.randn(64, 768) * 3 + 1, weight - 1, bias]
-    assert_three_witnesses(ours, zero_centered_layer_norm, inputs, torch.randn(64, 768), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -60,15 +56,10 @@ def test_float32_parameters_of_a_16_bit_norm_obey_the_rule(dtype, keep):
     weight, bias = PARAMETERS["trained"](768)
     weight[::100] = 0.0
 
-    def run(function, cast):
-        leaves = [cast(t).detach().requires_grad_() for t in (x, weight, bias)]
-        y = function(*leaves)
-        y.backward(cast(grad))
-        return [y.detach(), *(leaf.grad for leaf in leaves)]
-
-    exact, same = (run(reference_layer_norm, cast) for cast in (torch.Tensor.double, lambda t: t))
-    ours = run(partial(layer_norm, keep=keep), lambda t: t)
-    for name, *three in zip(["y", "grad_x", "grad_weight", "grad_bias"], ours, same, exact, strict=True):
+    tensors = [x, weight, bias]
+    exact = results(reference_layer_norm, [t.double() for t in tensors], grad.double())
+    found = results(partial(layer_norm, keep=keep), tensors, grad), results(reference_layer_norm, tensors, grad), exact
+    for name, *three in zip(NAMES, *found, strict=True):
         assert_within_rule(name, *three)
 
 
@@ -112,38 +103,6 @@ def test_a_row_with_inf_or_nan_is_nan_as_torchs_and_leaves_other_rows_alone(keep
     assert nan[0][0][:2].all() and nan[0][1][:2].all()
 
 
-@pytest.mark.parametrize("keep", FORMS)
-def test_strided_inputs_and_gradients_give_torchs_results(keep):
-    x, grad = torch.randn(40, 6, 8).transpose(0, 1)[:, ::2], torch.randn(8, 20, 6).permute(2, 1, 0)
-    inputs, ours = [x, *PARAMETERS["trained"](8)], partial(layer_norm, keep=keep)
-    assert_three_witnesses(ours, reference_layer_norm, inputs, grad, torch.float32)
-
-
-@pytest.mark.parametrize("keep", FORMS)
-def test_float64_passes_gradcheck_with_zero_gamma(keep):
-    x, weight, bias = (torch.randn(n, dtype=torch.float64) for n in (48, 12, 12))
-    weight[3], weight[5], weight[7] = 0.0, 1e-3, -1.0
-    inputs = [t.requires_grad_() for t in (x.view(4, 12).clone(), weight, bias)]
-    for zero_centered in (False, True):
-        options = {"keep": keep, "zero_centered": zero_centered}
-        assert torch.autograd.gradcheck(partial(layer_norm, **options), inputs)
-        assert torch.autograd.gradcheck(partial(rms_norm, **options), inputs[:2])
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("function", [layer_norm, rms_norm])
-def test_what_keeps_its_input_refills_its_output_bit_for_bit(function, dtype, monkeypatch):
-    monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", 3 * 40)
-    x, (weight, bias) = torch.randn(5, 40, 8).transpose(1, 2).to(dtype), PARAMETERS["trained"](40)
-    parameters = [weight.to(dtype), bias.to(dtype)][: 2 if function is layer_norm else 1]
-    y = function(x.requires_grad_(), *parameters, zero_centered=True, keep="input")
-    out = torch.full_like(y, float("nan"), requires_grad=False)
-    y.grad_fn.refill(y.grad_fn, out)
-    assert torch.equal(out, y) and not out.requires_grad
-    y.sum().backward()
-    assert x.grad.isfinite().all()
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_keeps_the_output_rstd_a_copy_of_the_parameters_and_nothing_else(dtype):
     x = torch.randn(64, 2, 128).to(dtype).requires_grad_()
@@ -173,15 +132,6 @@ def test_what_keeps_its_input_keeps_that_and_one_or_two_numbers_a_row(function, 
     assert list(kept.values()) == [64 * 4] * len(parameters)
 
 
-def test_keeps_one_column_for_each_channel_that_the_output_cannot_carry():
-    weight, bias = torch.ones(128), torch.zeros(128)
-    weight[5], bias[9] = 0.0, 50.0
-    kept = kept_storages(
-        layer_norm, torch.randn(64, 128).requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
-    )
-    assert 64 * 2 * 4 in kept.values()
-
-
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("change", ["fused AdamW", "in place", ".data"])
 def test_gradients_are_those_of_the_parameters_of_the_forward_though_they_changed_since(change, dtype):
@@ -201,18 +151,55 @@ def test_gradients_are_those_of_the_parameters_of_the_forward_though_they_change
     assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(y, leaves, grad), expected, strict=True))
 
 
-def test_the_next_linear_keeps_the_same_storage():
-    x, weight, bias = (torch.randn(s).requires_grad_() for s in ((16, 32), (32,), (32,)))
-    matrix = torch.randn(8, 32).requires_grad_()
-    outputs = []
+LARGE = (1024, 512)  # compiled on a CPU
 
-    def run(x):
-        outputs.append(layer_norm(x, weight, bias))
-        return F.linear(outputs[0], matrix)
 
-    kept = kept_storages(run, x)
-    large = [pointer for pointer, size in kept.items() if size == 16 * 32 * 4]
-    assert large == [outputs[0].data_ptr()]
+@pytest.mark.parametrize(
+    ("shape", "keep"), [*product([(4, 8)], FORMS), (LARGE, "output"), *exhaustive((LARGE, "input"))]
+)
+def test_what_ran_in_inference_mode_first_can_be_trained(shape, keep):
+    leaves = [torch.randn(shape), *PARAMETERS["trained"](shape[-1])]
+    with torch.inference_mode():
+        layer_norm(*leaves, keep=keep), rms_norm(*leaves[:2], keep=keep)
+    leaves = [t.requires_grad_() for t in leaves]
+    (layer_norm(*leaves, keep=keep) + rms_norm(*leaves[:2], keep=keep)).sum().backward()
+    assert all(leaf.grad.isfinite().all() for leaf in leaves)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("function", [layer_norm, rms_norm])
+def test_an_output_may_be_changed_in_place_where_backward_does_not_read_it(function, dtype):
+    x, *parameters = (t.to(dtype) for t in (torch.randn(6, 2, 16), *PARAMETERS["trained"](16)))
+    parameters = parameters[: 2 if function is layer_norm else 1]
+
+    def find(change, keep):
+        leaves = [t.clone().requires_grad_() for t in (x, *parameters)]
+        y = change(function(*leaves, keep=keep))
+        return [y, *torch.autograd.grad(y.square().sum(), leaves)]
+
+    expected = find(lambda y: y * 2, "input")
+    assert all(torch.equal(*pair) for pair in zip(find(lambda y: y.mul_(2), "input"), expected, strict=True))
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        find(lambda y: y.mul_(2), "output")
+
+
+@pytest.mark.exhaustive  # of norms large enough to be compiled; test_every_operation.py has the others
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_another_default_dtype_changes_nothing(dtype):
+    def results():
+        torch.manual_seed(0)
+        leaves = [t.to(dtype).requires_grad_() for t in (torch.randn(1024, 320, dtype=torch.float32),)]
+        leaves += [t.to(dtype).requires_grad_() for t in (torch.ones(320, dtype=torch.float32), torch.zeros(320))]
+        outputs = [layer_norm(*leaves), rms_norm(*leaves[:2], keep="input")]
+        return [*outputs, *torch.autograd.grad([y.float().square().sum() for y in outputs], leaves)]
+
+    expected = results()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = results()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 X, ONES = torch.ones(2, 8), torch.ones(8)

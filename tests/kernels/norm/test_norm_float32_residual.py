@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from norm_inputs import FORMS, PARAMETERS
+from norm_inputs import FORMS, NAMES, PARAMETERS, results
 from torch.nn import functional as F
 from witness import assert_within_rule, kept_storages
 
@@ -14,7 +14,6 @@ from tempo_kernels import compiled
 from tempo_kernels.norm import cpu, cpu_compiled, layer_norm, rms_norm
 
 DTYPES = [torch.bfloat16, torch.float16]
-NAMES = ["y", "grad_x", "grad_weight", "grad_bias"]
 
 
 def torchs_norm(x, weight, bias=None):
@@ -29,12 +28,6 @@ def inputs(name, shape, dtype, norm):
     weight, bias = PARAMETERS[name](shape[-1])
     parameters = [weight.to(dtype), bias.to(dtype)][: 2 if norm is layer_norm else 1]
     return [torch.randn(shape) * 3 + 1, *parameters], torch.randn(shape).to(dtype)
-
-
-def results(norm, tensors, grad):
-    leaves = [t.clone().requires_grad_() for t in tensors]
-    y = norm(*leaves)
-    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
 
 
 def witnesses(norm, tensors, grad):

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from norm_inputs import PARAMETERS, float32_layer_norm, float32_rms_norm
+from norm_inputs import NAMES, PARAMETERS, float32_layer_norm, float32_rms_norm, results
 from torch import Tensor
 from witness import assert_within_rule, ulp
 
@@ -14,66 +14,34 @@ from tempo_kernels.norm import layer_norm, rms_norm
 
 ROWS, HIDDEN, EPS = 256, 512, 1e-5
 DTYPES = [torch.bfloat16, torch.float16]
-NAMES = ["y", "grad_x", "grad_weight", "grad_bias"]
 
 
-def ordinary(x, weight, bias, dtype):
-    return [x, weight.to(dtype), bias.to(dtype)], torch.randn(ROWS, HIDDEN)
-
-
-def float32_parameters(x, weight, bias, dtype):
-    return [x, weight, bias], torch.randn(ROWS, HIDDEN)
-
-
-def gradient_along_the_output(x, weight, bias, dtype):
-    tensors = [x, torch.ones(HIDDEN).to(dtype)]
-    return tensors, float32_rms_norm(*tensors)
-
-
-def rows_of_a_variance_far_below_eps(x, weight, bias, dtype):
-    return [(x.float() * 1e-4).to(dtype), weight.to(dtype), bias.to(dtype)], torch.randn(ROWS, HIDDEN)
-
-
-def an_outlier_channel(x, weight, bias, dtype):
-    x = x.clone()
-    x[:, 7] += 200
-    return [x, weight.to(dtype), bias.to(dtype)], torch.randn(ROWS, HIDDEN)
-
-
-def one_channel(x, weight, bias, dtype):
-    return [x[:, :1], weight[:1].to(dtype), bias[:1].to(dtype)], torch.randn(ROWS, 1)
-
-
-def one_channel_without_a_mean(x, weight, bias, dtype):
-    return [x[:, :1], weight[:1].to(dtype)], torch.randn(ROWS, 1)
-
-
-def a_mean_far_above_the_standard_deviation(x, weight, bias, dtype):
-    return [(x.float() + 1e4).to(dtype), weight.to(dtype), bias.to(dtype)], torch.randn(ROWS, HIDDEN)
-
-
-HARD = [
-    float32_parameters,
-    gradient_along_the_output,
-    rows_of_a_variance_far_below_eps,
-    an_outlier_channel,
-    one_channel,
-    one_channel_without_a_mean,
-]
+FAR_MEAN = "a mean far above the standard deviation"
+# x, and the parameters, which have its dtype unless the case says otherwise.
+HARD = {
+    "float32 parameters": lambda x, weight, bias: [x, weight, bias],
+    "a gradient along the output": lambda x, weight, bias: [x, torch.ones(HIDDEN)],
+    "rows of a variance far below eps": lambda x, weight, bias: [(x.float() * 1e-4).to(x.dtype), weight, bias],
+    "an outlier channel": lambda x, weight, bias: [x + 200 * (torch.arange(HIDDEN) == 7), weight, bias],
+    "one channel": lambda x, weight, bias: [x[:, :1], weight[:1], bias[:1]],
+    "one channel without a mean": lambda x, weight, bias: [x[:, :1], weight[:1]],
+}
+CASES = {
+    "ordinary": lambda x, weight, bias: [x, weight, bias],
+    FAR_MEAN: lambda x, weight, bias: [(x.float() + 1e4).to(x.dtype), weight, bias],
+    **HARD,
+}
 
 
 def inputs(case, dtype) -> tuple[list[Tensor], Tensor]:
     """x, weight and perhaps bias, and the gradient of y."""
     weight, bias = PARAMETERS["trained"](HIDDEN)
     # Of no channel a column of its own is kept.
-    tensors, grad = case((torch.randn(ROWS, HIDDEN) * 3).to(dtype), weight.clamp(min=0.5), bias, dtype)
-    return tensors, grad.to(dtype)
-
-
-def results(norm, tensors, grad) -> list[Tensor]:
-    leaves = [t.detach().clone().requires_grad_() for t in tensors]
-    y = norm(*leaves)
-    return [y.detach(), *torch.autograd.grad(y, leaves, grad.to(y.dtype))]
+    x, *parameters = CASES[case]((torch.randn(ROWS, HIDDEN) * 3).to(dtype), weight.clamp(min=0.5), bias)
+    if case != "float32 parameters":
+        parameters = [t.to(dtype) for t in parameters]
+    grad = float32_rms_norm(x, *parameters) if case == "a gradient along the output" else torch.randn(x.shape)
+    return [x, *parameters], grad.to(dtype)
 
 
 def witnesses(tensors, grad) -> tuple[list[Tensor], list[Tensor]]:
@@ -89,7 +57,7 @@ def lost_of_mean(mean, rstd) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_mean_far_above_the_standard_deviation_costs_y_what_is_documented_and_gradients_of_the_input_nothing(dtype):
-    tensors, grad = inputs(a_mean_far_above_the_standard_deviation, dtype)
+    tensors, grad = inputs(FAR_MEAN, dtype)
     y, *found = results(partial(layer_norm, keep="input"), tensors, grad)
     same, exact = witnesses(tensors, grad)
     x, weight = (t.double() for t in tensors[:2])
@@ -102,7 +70,7 @@ def test_a_mean_far_above_the_standard_deviation_costs_y_what_is_documented_and_
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [ordinary, *HARD])
+@pytest.mark.parametrize("case", ["ordinary", *HARD])
 def test_what_keeps_its_input_obeys_the_rule_with_sums_in_float32(case, dtype):
     tensors, grad = inputs(case, dtype)
     norm = layer_norm if len(tensors) == 3 else rms_norm
@@ -113,7 +81,7 @@ def test_what_keeps_its_input_obeys_the_rule_with_sums_in_float32(case, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_keeps_its_output_obeys_the_rule_with_sums_in_float32_where_the_gradient_does_not_follow_it(dtype):
-    tensors, grad = inputs(ordinary, dtype)
+    tensors, grad = inputs("ordinary", dtype)
     for norm, count in ((layer_norm, 3), (rms_norm, 2)):
         found = results(norm, tensors[:count], grad)
         for name, *three in zip(NAMES, found, *witnesses(tensors[:count], grad), strict=False):
@@ -121,7 +89,7 @@ def test_what_keeps_its_output_obeys_the_rule_with_sums_in_float32_where_the_gra
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [*HARD, a_mean_far_above_the_standard_deviation])
+@pytest.mark.parametrize("case", [*HARD, FAR_MEAN])
 def test_what_keeps_its_output_is_off_by_what_rounding_the_output_loses_and_by_no_more(case, dtype):
     tensors, grad = inputs(case, dtype)
     norm = layer_norm if len(tensors) == 3 else rms_norm
@@ -144,5 +112,5 @@ def test_what_keeps_its_output_is_off_by_what_rounding_the_output_loses_and_by_n
         # What torch's own arithmetic loses, and, where gradients cancel, float32's rounding of what they cancel from.
         allowed = 2 * (theirs.double() - truth).abs().max() + ulp(limit.abs().max(), ours.dtype)
         assert (ours.double() - limit).abs().max() <= allowed + 1e-5 * grad.double().abs().max(), name
-    if case is gradient_along_the_output:
+    if case == "a gradient along the output":
         assert (found[0].double() - exact[1]).abs().max() > 0.5 * exact[1].abs().max(), "for which the input is kept"

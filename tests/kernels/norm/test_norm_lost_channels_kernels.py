@@ -144,25 +144,10 @@ def test_a_column_is_kept_for_each_candidate_in_multiples_of_eight():
 
 
 @kernel_test
-def test_gradients_are_right_in_every_step_while_an_optimizer_takes_gammas_through_zero():
-    x, weight, bias, grad = random_norm("initial", (6, 64), torch.float32)
-    moves = (torch.arange(64) % 6 == 0).to(DEVICE)
-    weight[moves] = 0.3 + torch.rand(64, device=DEVICE)[moves] * 0.1
-    bias += 0.02
-    step = torch.where(moves, 0.012, 0.0)
-    lost = set()
-    for _ in range(40):
-        weight -= step
-        lost.add(int(find_lost_channels(weight, bias, torch.float32, False).sum()))
-        check_norm(x, weight, bias, grad)
-    assert len(lost) > 3
-
-
-@kernel_test
 @both_lengths
 @parametrize_covering(has_bias=[True, False], room=[0, 8], dtype=DTYPES)
 def test_lost_channels_without_room_have_nan_gradients_and_spoil_no_other_sum(dtype, room, has_bias, rows_are_long):
-    x, weight, bias, grad = random_norm("initial", (9, 136), dtype)
+    x, weight, bias, grad = random_norm("initial", (5, 136), dtype)
     bias = bias if has_bias else None
     weight[: room - 1 if room else 0] = 0.0
     find_reserve(weight, bias, dtype, False, True)

@@ -74,7 +74,7 @@ def test_a_beta_of_100_gammas_is_exact_whenever_it_comes(changes, dtype):
 
 
 @kernel_test
-@parametrize_covering(each={"share": [1, 3], "gamma": [0.05, 0.02], "dtype": [torch.float32, torch.bfloat16]})
+@parametrize_covering(each={"share": [1, 3], "gamma": [0.02, 0.01], "dtype": [torch.float32, torch.bfloat16]})
 def test_gammas_that_drift_through_0_unseen_are_exact_in_every_call(share, gamma, dtype):
     weight, bias = parameters(dtype, gamma, 0.001)
     for _ in range(round(gamma / 1e-3) + 8):
@@ -92,20 +92,6 @@ def test_gammas_that_an_optimizer_takes_through_0_are_exact_in_every_step(option
         for leaf in leaves:
             leaf.grad = torch.ones_like(leaf)
         optimizer.step()
-
-
-@kernel_test
-def test_gradients_are_those_of_the_parameters_of_the_forward_though_an_optimizer_stepped_since():
-    leaves = [*parameters(torch.float32), torch.randn(6, HIDDEN, device=DEVICE, requires_grad=True)]
-    with torch.no_grad():
-        leaves[0][:5] = 0
-    grad = torch.randn(6, HIDDEN, device=DEVICE)
-    expected = torch.autograd.grad(layer_norm(leaves[2], *leaves[:2]), leaves, grad)
-    y = layer_norm(leaves[2], *leaves[:2])
-    for leaf in leaves[:2]:
-        leaf.grad = torch.ones_like(leaf)
-    torch.optim.AdamW(leaves[:2], lr=0.1, fused=True).step()
-    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(y, leaves, grad), expected, strict=True))
 
 
 def overflow(dtype, first_lost):
@@ -164,45 +150,6 @@ def test_an_overflow_inside_a_checkpoint_raises_in_the_same_backward(reentrant):
         with torch.no_grad():
             norms[changed][0][20:50] = 0
         step()
-
-
-@kernel_test
-def test_a_model_waits_once_for_an_optimizers_step_and_once_at_the_end_of_each_backward(monkeypatch):
-    waits = []
-    wait_for = reserve._wait_for
-
-    def noted(*copy):
-        waits.append("read" if copy[1:] else "count")
-        return wait_for(*copy)
-
-    monkeypatch.setattr(reserve, "_wait_for", noted)
-    norms = [parameters(torch.float32)[: 2 - number % 2] for number in range(6)]
-    norms += [parameters(torch.bfloat16) for _ in range(2)]
-    optimizer = torch.optim.AdamW([leaf for leaves in norms for leaf in leaves], lr=1e-3, foreach=True)
-
-    def micro_batch():
-        y = torch.randn(3, HIDDEN, device=DEVICE)
-        for leaves in norms:
-            y = (layer_norm if len(leaves) == 2 else rms_norm)(y.to(leaves[0].dtype), *leaves)
-        y.sum().backward()
-
-    micro_batch()
-    for _ in range(2):
-        optimizer.step()
-        waits.clear()
-        micro_batch()
-        micro_batch()
-        assert waits == ["count", "read", "read"]
-
-
-@kernel_test
-def test_a_norm_that_was_first_called_in_inference_mode_can_be_trained():
-    leaves = parameters(torch.float32)
-    with torch.inference_mode():
-        layer_norm(torch.randn(4, 2, HIDDEN, device=DEVICE), *leaves)
-    with torch.no_grad():
-        leaves[0][:9] = 0
-    check_step(leaves)
 
 
 @kernel_test

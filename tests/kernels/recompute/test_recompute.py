@@ -6,12 +6,18 @@ import gc
 
 import pytest
 import torch
+from covering import parametrize_covering
 from dropped import Counted, assert_same, bias_gelu, dropping, gradients_of, leaves, linear_of
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tempo_kernels.recompute import drop, recompute
+from tempo_kernels import recompute as room
+from tempo_kernels.gelu import gelu
+from tempo_kernels.glu import geglu, reglu, swiglu
+from tempo_kernels.norm import layer_norm, rms_norm
+from tempo_kernels.recompute import drop, hold, recompute
+from tempo_kernels.squared_relu import squared_relu
 
 
 def plain_swiglu(x, bias):
@@ -53,15 +59,6 @@ def test_a_backward_that_stops_at_the_weight_keeps_nothing_for_a_gradient_that_n
     assert function.alive == [False, False]
 
 
-def test_a_retained_graph_runs_backward_any_number_of_times():
-    function, inputs, linear = Counted(), leaves(), linear_of()
-    out, _ = dropping(function, linear)(*inputs)
-    leaf_tensors = [*inputs, *linear.parameters()]
-    first, second = (torch.autograd.grad(out.sum(), leaf_tensors, retain_graph=True) for _ in range(2))
-    assert_same(first, second)
-    assert function.alive == [False, False, False]
-
-
 def test_no_reference_cycle_holds_an_unused_graph():
     x, bias = leaves()
     inputs, linear = [x * 1, bias], linear_of()
@@ -97,17 +94,6 @@ def test_two_linears_may_use_one_output_and_share_one_more_run():
     assert_same(torch.autograd.grad(outs[1].sum(), inputs), torch.autograd.grad(expected[1].sum(), inputs))
 
 
-def test_an_output_may_be_used_twice_by_one_operation():
-    inputs = leaves()
-    y = recompute(bias_gelu, *inputs)
-    out = y * y
-    drop(y, after=out)
-    memory = StorageWeakRef(y.untyped_storage())
-    del y
-    assert memory.expired()
-    assert_same(torch.autograd.grad(out.sum(), inputs), torch.autograd.grad((bias_gelu(*inputs) ** 2).sum(), inputs))
-
-
 def test_an_operation_that_keeps_a_part_gets_that_part_again():
     inputs = leaves()
     y = recompute(lambda x, bias: bias_gelu(x, bias).transpose(0, 1), *inputs)
@@ -134,13 +120,6 @@ def test_micro_batches_may_be_in_flight_together_and_gradients_accumulate():
     for index in (1, 2, 0):
         linear(bias_gelu(*batches[index])).square().sum().backward()
     assert_same(found, [linear.weight.grad, *(t.grad for inputs in batches for t in inputs)])
-
-
-def test_without_gradients_nothing_is_dropped():
-    inputs, linear = leaves(), linear_of()
-    with torch.no_grad():
-        out, _ = dropping(bias_gelu, linear)(*inputs)
-    assert torch.equal(out, linear(bias_gelu(*inputs)))
 
 
 def test_a_frozen_linear_passes_the_gradient_on():
@@ -185,3 +164,148 @@ def test_an_empty_output_is_left_alone():
     out, _ = dropping(bias_gelu, linear_of())(x, bias)
     out.sum().backward()
     assert x.grad.shape == x.shape
+
+
+# Operations of this package that keep their input.
+OPERATIONS = {
+    "gelu": lambda x, bias: gelu(x, bias, keep="input"),
+    "squared_relu": lambda x, bias: squared_relu(x, bias, keep="input"),
+    "layer_norm": lambda x, bias: layer_norm(x, bias, bias, keep="input"),
+    "rms_norm": lambda x, bias: rms_norm(x, bias, keep="input"),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_two_users_of_an_operation_of_this_package_have_it_made_again_once(operation):
+    inputs, linears, refilled = leaves(), [linear_of(1), linear_of(2)], []
+    y = operation(*inputs)
+    refill = y.grad_fn.refill
+
+    def count(node, out):
+        refilled.append(StorageWeakRef(out.untyped_storage()))
+        refill(node, out)
+
+    y.grad_fn.refill = count
+    outs = [linear(y) for linear in linears]
+    drop(y, after=outs)
+    memory = StorageWeakRef(y.untyped_storage())
+    del y
+    assert memory.expired()
+    middle = operation(*inputs)
+    expected = [linear(middle).square().sum() for linear in linears]
+    assert_same(torch.autograd.grad(outs[0].square().sum() + outs[1].square().sum(), inputs, retain_graph=True),
+                torch.autograd.grad(expected[0] + expected[1], inputs))  # fmt: skip
+    assert [one.expired() for one in refilled] == [True]
+
+
+@parametrize_covering(
+    each={"operation": {each.__name__: each for each in (swiglu, geglu, reglu)}, "num_elements": [2**10, 2**20 + 4]}
+)
+def test_a_gated_activation_is_dropped_at_any_size(operation, num_elements):
+    """Large ones are compiled on a CPU and come as a view of what the compiled function gave."""
+    x = torch.randn(2, num_elements // 2, requires_grad=True)
+    y = operation(x)
+    out = y * y
+    expected = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    drop(y, after=out)
+    memory = StorageWeakRef(y.untyped_storage())
+    del y
+    assert memory.expired()
+    assert_same(torch.autograd.grad(out.sum(), x), expected)
+
+
+# With `make` tensors of any operation go, and one run of `make` in backward brings all of them back.
+class Linear:
+    """x W, which counts its runs."""
+
+    def __init__(self) -> None:
+        self.weight = torch.nn.Parameter(torch.randn(24, 24, generator=torch.Generator().manual_seed(3)))
+        self.num_runs = 0
+
+    def __call__(self, x):
+        self.num_runs += 1
+        return x @ self.weight
+
+
+def attend(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def split(mixed):
+    """q, k and v: views of one memory, as Megatron makes them."""
+    return [part.transpose(0, 1) for part in mixed.chunk(3, -1)]
+
+
+@pytest.mark.parametrize("num_backwards", [1, 2])
+def test_one_run_brings_back_all_views_of_one_memory(num_backwards):
+    (x, _), linear, last = leaves(), Linear(), linear_of(1)
+    mixed = linear(x)
+    parts = split(mixed)
+    context = attend(*parts)
+    held = hold(x)
+    drop((mixed, *parts), after=context, make=lambda: (again := linear(held()), *split(again)))
+    memory = StorageWeakRef(mixed.untyped_storage())
+    del mixed, parts
+    assert memory.expired() and linear.num_runs == 1
+    found = [torch.autograd.grad(context.square().sum(), [x, linear.weight], retain_graph=True)]
+    found += [torch.autograd.grad(context.square().sum(), [x, linear.weight]) for _ in range(num_backwards - 1)]
+    assert linear.num_runs == 1 + num_backwards
+    del last
+    expected = torch.autograd.grad(attend(*split(linear(x))).square().sum(), [x, linear.weight])
+    for each in found:
+        assert_same(each, expected)
+
+
+def test_a_chain_makes_each_tensor_once(monkeypatch):
+    """The first linear's input was dropped too: it is made for the repetition, and once for both."""
+    inputs, first, last = leaves(), Linear(), linear_of()
+    refills = []
+    refill = room.function._refill
+    monkeypatch.setattr(room.function, "_refill", lambda ctx, out: (refills.append(out.shape), refill(ctx, out))[1])
+
+    def run(again):
+        x = recompute(bias_gelu, *inputs)
+        held = hold(x) if again else None
+        a = first(x)
+        drop(x, after=a)
+        y = recompute(torch.sigmoid, a)
+        out = last(y)
+        drop(y, after=out)
+        if again:
+            drop(a, after=y, make=lambda: (first(held()),))
+        memory = [StorageWeakRef(t.untyped_storage()) for t in (x, a, y)]
+        del x, a, y
+        assert [each.expired() for each in memory] == [True, again, True]
+        return torch.autograd.grad(out.square().sum(), [*inputs, first.weight, *last.parameters()])
+
+    expected = run(False)
+    num_runs, num_refills = first.num_runs, len(refills)
+    assert_same(run(True), expected)
+    assert first.num_runs == num_runs + 2 and len(refills) == 2 * num_refills
+
+
+@pytest.mark.filterwarnings("ignore:saved_tensors_hooks")
+def test_where_nothing_is_kept_nothing_is_dropped_and_nothing_made():
+    (x, _), linear = leaves(), Linear()
+    with torch.no_grad():
+        y = linear(x)
+        drop(y, after=y.sigmoid(), make=lambda: pytest.fail("nobody asks"))
+    with torch.autograd.graph.save_on_cpu():
+        y = linear(x)
+        out = y.sigmoid() * y
+        drop(y, after=out, make=lambda: pytest.fail("nobody asks"))
+    out.sum().backward()
+
+
+def test_what_lies_in_memory_in_another_way_is_no_answer():
+    (x, _), linear = leaves(), Linear()
+    y = linear(x)
+    out = y.square()
+    drop(y, after=out, make=lambda: (linear(x).transpose(0, 1).contiguous().transpose(0, 1),))
+    with pytest.raises(AssertionError):
+        out.sum().backward()
+
+
+def test_hold_gives_what_nobody_can_make_again_as_it_is():
+    (x, _) = leaves()
+    assert hold(x)().data_ptr() == x.data_ptr() and not hold(x)().requires_grad

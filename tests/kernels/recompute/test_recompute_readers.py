@@ -23,12 +23,6 @@ def dropped():
     return inputs, linear, y
 
 
-def test_a_read_afterwards_gives_the_value():
-    inputs, linear, y = dropped()
-    drop(y, after=linear(y))
-    assert torch.equal(y.sum(), bias_gelu(*inputs).sum())
-
-
 READERS = {
     "another operation keeps it": lambda y: y.square(),
     "a view of it": lambda y: y.view(-1).exp(),
@@ -231,15 +225,6 @@ def test_a_run_that_fails_leaves_a_graph_that_can_run_again():
     assert_same(torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(linear(bias_gelu(*inputs)).sum(), inputs))
 
 
-def test_an_exception_between_use_and_drop_loses_nothing():
-    inputs, linear, y = dropped()
-    out = linear(y)
-    with pytest.raises(ValueError, match="cannot make it again"):
-        drop(y * 1, after=out)
-    drop(y, after=out)
-    assert_same(torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(linear(bias_gelu(*inputs)).sum(), inputs))
-
-
 @pytest.mark.parametrize("kind", ["fake", "meta"])
 def test_tensors_without_data_are_dropped_and_made_again_as_such(kind):
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -256,11 +241,3 @@ def test_tensors_without_data_are_dropped_and_made_again_as_such(kind):
     grads = torch.autograd.grad(out.sum(), inputs)
     assert [grad.shape for grad in grads] == [t.shape for t in inputs]
     assert len(function.made) == 2
-
-
-def test_a_function_is_recomputed_while_a_fake_mode_is_on():
-    with FakeTensorMode():
-        x = torch.empty(6, 24, requires_grad=True)
-        y = recompute(torch.sin, x)
-        y.sum().backward()
-    assert x.grad.shape == x.shape
