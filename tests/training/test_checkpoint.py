@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from training_job import SCRIPT, Data, Run, arguments, kill, launch, run, successful
+from training_job import Data, Run, run, successful
 
 from tempo_megatron.disk import flush_all_to_disk
 from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder, name_checkpoint
@@ -30,11 +26,8 @@ CASES = {
     "one process, ZeRO 0": (1, [], stage(0)),
     "DP 2, ZeRO 2": (2, [], stage(2)),
     "DP 2, ZeRO 3": (2, [], stage(3)),
-    "TP 2, full recomputation": (
-        2, [*SP[:2], "--recompute-granularity", "full", "--recompute-method", "block"], stage(0),
-    ),
     "TP 2 + SP, ZeRO 1, bf16": (2, SP, stage(1, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"})),
-}  # fmt: skip
+}
 QUICK = ("one process, ZeRO 0",)
 
 
@@ -63,36 +56,6 @@ def test_a_resumed_run_continues_bit_for_bit(
     second = go("parts", *save)
     assert "going on after step 2" in second.output
     assert second.losses_hex == (whole.losses_hex if world_size == 1 else whole.losses_hex[2:])
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_killed_run_resumes_bit_for_bit(data: Data, tmp_path: Path) -> None:
-    """With its launcher. test_kills.py kills ranks; test_trainer_launchers.py ends launchers."""
-    common = [*DROPOUT, *SP, "--train-iters", "40"]
-    uninterrupted = successful(run(data, tmp_path / "whole", *common, world_size=2, config=stage(1)))
-    save = tmp_path / "save"
-    options = [*common, "--save", str(save), "--load", str(save), "--save-interval", "4"]
-    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
-    folder = tmp_path / "killed"
-    folder.mkdir()
-    process = launch([*torchrun, *arguments(data, folder, *options, config=stage(1))], folder)
-    wait_until(lambda: (save / "latest").exists(), process)
-    kill(process)
-    killed_after = int((save / "latest").read_text().strip().removeprefix("iter_"))
-    assert 4 <= killed_after < 40
-    resumed = successful(run(data, folder, *options, world_size=2, config=stage(1)))
-    assert f"going on after step {killed_after} of" in resumed.output
-    assert resumed.losses_hex == uninterrupted.losses_hex
-    assert not list(save.glob("*.tmp"))
-
-
-def wait_until(condition: Callable[[], bool], process: Any, timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert process.poll() is None, "the run ended before it was killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 class Crashed(BaseException):
@@ -158,48 +121,6 @@ def test_a_crash_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
         assert not list(folder.path.glob("*.tmp"))
 
 
-@pytest.fixture(scope="module")
-def saved(data: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint after step 2 of one process with ZeRO 1."""
-    folder = tmp_path_factory.mktemp("saved")
-    successful(run(data, folder, "--save", str(folder / "save"), "--exit-interval", "2", config=stage(1)))
-    return folder / "save"
-
-
-MISMATCHES = {
-    "--num-layers": (["--num-layers", "1"], 1, stage(1), "its num_layers is 2, this run's is 1"),
-    "--vocab-size": (["--vocab-size", "600"], 1, stage(1), "its padded_vocab_size is 512, this run's is 640"),
-    "more ranks than a batch has samples": (
-        [], 2, stage(1), "--global-batch-size 2 is not a multiple of micro batch size 2 x data parallel size 2",
-    ),
-    "precision": (["--bf16"], 1, stage(1), "its precision is fp32, this run's is bf16"),
-    "batch": (["--global-batch-size", "6"], 1, stage(1), "its global_batch_size is 2, this run's is 6, so the order"),
-    "seed": (["--seed", "1"], 1, stage(1), "change --seed"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("extra", "world_size", "config", "words"), MISMATCHES.values(), ids=MISMATCHES)
-def test_a_checkpoint_of_another_run_is_refused(
-    data: Data, saved: Path, tmp_path: Path, extra: list[str], world_size: int, config: dict[str, Any], words: str
-) -> None:
-    result = run(data, tmp_path, "--load", str(saved), *extra, world_size=world_size, config=config)
-    assert result.exit_codes == [1] * world_size
-    assert words in result.output
-    assert "Traceback" not in result.output
-
-
-def test_the_schedule_can_be_changed_on_purpose(data: Data, saved: Path, tmp_path: Path) -> None:
-    extra = ["--load", str(saved), "--lr", "2e-3", "--override-opt-param-scheduler", "--lr-decay-style", "constant"]
-    result = successful(run(data, tmp_path, *extra, config=stage(1)))
-    assert [record["learning_rate"] for record in result.of_kind("train")] == [2e-3] * 8
-
-
-def test_saving_over_the_checkpoints_of_another_run_is_refused(data: Data, saved: Path, tmp_path: Path) -> None:
-    result = run(data, tmp_path, "--save", str(saved), config=stage(1))
-    assert result.exit_codes == [1]
-    assert f"already holds checkpoints up to iter_0000002; add --load {saved}" in result.output
-
-
 def test_two_runs_cannot_save_to_one_folder(tmp_path: Path) -> None:
     first, second = CheckpointFolder(tmp_path / "save"), CheckpointFolder(tmp_path / "save")
     first.lock()
@@ -210,24 +131,37 @@ def test_two_runs_cannot_save_to_one_folder(tmp_path: Path) -> None:
     second.unlock()
 
 
-def test_loading_from_an_empty_folder_is_refused_unless_it_is_where_the_run_saves(data: Data, tmp_path: Path) -> None:
-    result = run(data, tmp_path, "--load", str(tmp_path / "nothing"))
-    assert result.exit_codes == [1]
-    assert "holds no checkpoint; give a folder with one, or leave --load out" in result.output
-
-
-def test_latest_that_names_a_missing_checkpoint_is_an_error(data: Data, saved: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    (copy / "latest").write_text("iter_0000009")
+def test_latest_that_names_a_missing_checkpoint_is_an_error(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    (tmp_path / "latest").write_text("iter_0000009")
     with pytest.raises(ValueError, match="names 'iter_0000009', which is not a checkpoint there; remove it"):
-        CheckpointFolder(copy).find_latest()
-    shutil.copytree(saved / "iter_0000002", copy / "iter_0000002")
+        folder.find_latest()
+    write_checkpoint(folder, 2)
+    (tmp_path / "latest").write_text("iter_0000009")
     with pytest.raises(ValueError, match="write one of iter_0000002 into it"):
-        CheckpointFolder(copy).find_latest()
+        folder.find_latest()
 
 
-def test_a_checkpoint_says_what_it_belongs_to(saved: Path) -> None:
-    described = json.loads((saved / "iter_0000002" / "run.json").read_text())
-    assert described["iteration"] == 2 and described["consumed_samples"] == 4
-    assert described["zero_stage"] == 1 and described["precision"] == "fp32"
+def test_a_checkpoint_loses_its_name_before_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for iteration in (1, 2, 3):
+        write_checkpoint(folder, iteration)
+    with monkeypatch.context() as patch:  # kill -9 where the files would go
+        patch.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            folder.remove_older_than_newest(1)
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == [
+        "iter_0000001.old.tmp", "iter_0000002", "iter_0000003",
+    ]  # fmt: skip
+    write_checkpoint(folder, 4)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_what_came_after_the_latest_checkpoint_does_not_count(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for iteration in (5, 10, 15):
+        write_checkpoint(folder, iteration)
+    (tmp_path / "latest").write_text("iter_0000010")  # a user goes on from there
+    write_checkpoint(folder, 11)
+    folder.remove_older_than_newest(2)
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == [name_checkpoint(n) for n in (10, 11, 15)]

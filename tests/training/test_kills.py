@@ -80,11 +80,17 @@ def test_a_run_that_is_killed_again_and_again_goes_on_as_if_it_never_was(
     assert Run([0], "", read_metrics(tmp_path / "m.jsonl")).losses_hex == whole.losses_hex
 
 
-def limit_files() -> None:
-    """Every file may have 100 kB, on rank 1 only: Python gets an OSError, as on a disk that is full."""
-    if os.environ["RANK"] == "1":
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+@dataclasses.dataclass(frozen=True)
+class FullDisk:
+    """On one rank no file may have more than so many bytes: Python gets an OSError, as on a disk that is full."""
+
+    rank: int
+    size: int
+
+    def __call__(self) -> None:
+        if int(os.environ["RANK"]) == self.rank:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.size))
 
 
 @pytest.mark.slow
@@ -92,7 +98,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(data: Data, whole: Run, tmp_pat
     sizes, save = ["--train-iters", str(STEPS), "--save-interval", "2"], tmp_path / "save"
     options = [*sizes, "--save", str(save), "--load", str(save)]
     successful(run(data, tmp_path, *options, "--exit-interval", "2", world_size=2, config=ZERO1))
-    failed = run(data, tmp_path, *options, world_size=2, config=ZERO1, before=limit_files)
+    failed = run(data, tmp_path, *options, world_size=2, config=ZERO1, before=FullDisk(1, 100_000))
     assert failed.exit_codes == [1, 1] and "Traceback" not in failed.output
     assert "the checkpoint of step 4 cannot be written" in failed.output
     assert sorted(path.name for path in save.glob("iter_*")) == ["iter_0000002"]
@@ -112,17 +118,12 @@ def test_ctrl_c_on_one_rank_saves_on_all(data: Data, whole: Run, tmp_path: Path)
     assert stopped.losses_hex == whole.losses_hex[:reached]
 
 
-def limit_files_to_less_than_a_script() -> None:
-    """As limit_files, so that what DeepSpeed copies to a checkpoint does not fit either (zero_to_fp32.py has 30 kB)."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-
-
 @pytest.mark.slow
 def test_a_disk_that_is_full_at_the_first_save_is_one_sentence(data: Data, tmp_path: Path) -> None:
+    """What DeepSpeed copies to a checkpoint does not fit either: zero_to_fp32.py has 30 kB."""
     few_samples = ["--seq-length", "512", "--micro-batch-size", "1"]  # whose indices are small files
     options = ["--train-iters", "4", "--save-interval", "2", "--save", str(tmp_path / "save"), *few_samples]
-    failed = run(data, tmp_path, *options, config=ZERO1, before=limit_files_to_less_than_a_script)
+    failed = run(data, tmp_path, *options, config=ZERO1, before=FullDisk(0, 20_000))
     assert failed.exit_codes == [1] and "Traceback" not in failed.output
     assert "the checkpoint of step 2 cannot be written" in failed.output, failed.output
     assert list((tmp_path / "save").glob("iter_*")) == []
