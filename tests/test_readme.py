@@ -156,6 +156,7 @@ def warm_up(clone: Path) -> Iterator[None]:
     support = str(Path(warm_python.__file__).parent)
     server = subprocess.Popen(
         [str(folder / "bin" / "python"), "-W", "ignore", "-c", program, *PRELOAD],
+        cwd=clone,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": support},
         stdout=subprocess.PIPE,
         start_new_session=True,

@@ -211,6 +211,7 @@ def test_an_error_on_the_disk_or_in_the_input_leaves_the_old_output(
     ("arguments", "message"),
     [
         ([], "nothing to read; give --input PATH... or --input-stdlib"),
+        (["--input-stdlib", "--tokenizer-type", "BertWordPieceCase"], "made of sentences; add --split-sentences"),
         (["--input-stdlib", "--workers", "0"], "--workers 0: expected at least 1"),
         (["--input-stdlib", "--vocab-size", "256"], "--vocab-size 256: expected at least 257"),
         (["--input-stdlib", "--vocab-size", "1000000000"], "--vocab-size 1000000000: expected at most 10000000"),

@@ -100,6 +100,15 @@ def make_data(folder: Path) -> Data:
     return Data(str(folder / "text"), str(folder / "vocab.json"), str(folder / "merges.txt"))
 
 
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+"""What a DeepSpeed JSON has besides for bf16 with float32 gradients."""
+
+
+def zero(stage: int, **options: Any) -> dict[str, Any]:
+    """A DeepSpeed JSON with this stage."""
+    return {"zero_optimization": {"stage": stage, **options}}
+
+
 def arguments(
     data: Data | MaskedData, folder: Path, *extra: str, config: dict[str, Any] | str | None = None
 ) -> list[str]:

@@ -13,9 +13,11 @@ import runpy
 import signal
 import socket
 import sys
+import zlib
 from types import FrameType
 
-_ADDRESS = f"\0warm-python {os.stat(__file__).st_ino}"  # in no folder, whose path may be too long for a socket
+# Of the environment, in no folder: the path of one may be too long for a socket.
+_ADDRESS = f"\0warm-python {zlib.crc32(sys.prefix.encode())}"
 _DELEGATED = ("tempo-megatron", "tempo-pretrain-gpt", "tempo-pretrain-bert", "pretrain_gpt.py")
 
 
@@ -25,7 +27,9 @@ def delegate() -> None:
     if not words or os.path.basename(words[0]) not in _DELEGATED:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-        server.connect(_ADDRESS)
+        if server.connect_ex(_ADDRESS):
+            print("no warm Python listens", file=sys.stderr, flush=True)
+            os._exit(1)
         socket.send_fds(server, [json.dumps([words, os.getcwd(), dict(os.environ)]).encode()], [0, 1, 2])
         os._exit(int(server.recv(64) or 1))
 

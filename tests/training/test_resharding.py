@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_job import Data, Run, run, successful, write_unsealed
+from training_job import BF16, Data, Run, run, successful, write_unsealed, zero
 
 from tempo_megatron.training.resharding import load_resharded
 
@@ -27,7 +27,6 @@ LLAMA = (
     "--swiglu", "--normalization", "RMSNorm", "--group-query-attention", "--num-query-groups", "2", "--qk-layernorm",
     "--position-embedding-type", "rope", "--untie-embeddings-and-output-weights", "--ffn-hidden-size", "96",
 )  # fmt: skip
-BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 # Of float32 sums in another order, relative to the loss, an ulp of which is 8e-8. Whole runs of the same weights in two
 # layouts differ by that one ulp in four steps.
 LIMIT = 5e-7
@@ -54,7 +53,7 @@ class L:
         return ["--tensor-model-parallel-size", str(self.tp), *(["--sequence-parallel"] if self.sp else [])]
 
     def config(self, **more: Any) -> dict[str, Any]:
-        return {"zero_optimization": {"stage": self.stage}, **more}
+        return {**zero(self.stage), **more}
 
 
 def go(data: Data, folder: Path, layout: L, *options: str, config: dict[str, Any] | None = None, **more: Any) -> Run:
@@ -221,7 +220,7 @@ def test_an_option_that_moves_the_weights_within_a_layout(data: Data, tmp_path: 
     layout, save = L(1, 2, 2), ["--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
 
     def config(in_turns: bool) -> dict[str, Any]:
-        return {"zero_optimization": {"stage": 2, "round_robin_gradients": in_turns}}
+        return zero(2, round_robin_gradients=in_turns)
 
     whole = [*STOCK, "--save-interval", str(SAVED), *save]
     first = successful(go(data, tmp_path / "whole", layout, *whole, config=config(saved_in_turns)))

@@ -20,13 +20,11 @@ from typing import Any
 
 import pytest
 from rank_processes import make_process
-from training_job import Data, environment, free_port, run
+from training_job import Data, environment, free_port, run, zero
 
 from tempo_megatron.training.differences import find_difference, flatten
 from tempo_megatron.training.watch.rank_process import RankLog, find_launchers, is_launcher
 from tempo_megatron.training.watch.team import Team, check_open_files, open_listener, start_process
-
-ZERO1: dict[str, Any] = {"zero_optimization": {"stage": 1}}
 
 
 def wait_as_rank(rank: int, folder: Path, what: str, limit: float, variables: dict[str, str]) -> None:
@@ -353,11 +351,11 @@ def test_launchers_are_known_by_their_command_lines(words: list[str], expected: 
 @pytest.mark.slow
 def test_another_clipping_and_missing_data_on_one_rank_are_told_by_rank_0(data: Data, tmp_path: Path) -> None:
     config = tmp_path / "other.json"
-    config.write_text(json.dumps({"gradient_clipping": 0.5, **ZERO1}))
+    config.write_text(json.dumps({"gradient_clipping": 0.5, **zero(1)}))
     for of_rank_1, sentences in (
         (["--deepspeed_config", str(config)], ["setting clip_grad is 0.5 on rank 1", "and 1.0 on rank 0"]),
         (["--data-path", str(tmp_path / "none")], ["none.idx and ", "error on rank 1 ("]),
     ):
-        failed = run(data, tmp_path, "--train-iters", "2", world_size=2, config=ZERO1, of_rank_1=of_rank_1)
+        failed = run(data, tmp_path, "--train-iters", "2", world_size=2, config=zero(1), of_rank_1=of_rank_1)
         assert failed.exit_codes == [1, 1] and "Traceback" not in failed.output
         assert all(sentence in failed.output for sentence in sentences), failed.output

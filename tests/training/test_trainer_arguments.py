@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from run_configs import NEEDED, SIZES, decide, write_json
+from training_job import zero
 
 from tempo_megatron.training.config_command import main as show_config
 from tempo_megatron.training.planning import read_run
@@ -119,10 +120,6 @@ WRONG_OF_BERT = [
 )
 def test_a_wrong_argument_is_one_sentence(tmp_path: Path, family: str, words: str, sentence: str) -> None:
     check_refused(tmp_path, sentence, *shlex.split(words), family=family)
-
-
-def zero(stage: int, **more: Any) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": stage, **more}}
 
 
 # The DeepSpeed JSON, the words beside it, the sentence.

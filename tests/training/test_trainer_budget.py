@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_job import Data, Run, fork_beside, run, successful
+from training_job import Data, Run, fork_beside, run, successful, zero
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory import run as memory_run
@@ -24,7 +24,6 @@ SMALL = [
     *("--micro-batch-size", "8", "--global-batch-size", "8", "--train-iters", "2"),
     *("--attention-dropout", "0", "--hidden-dropout", "0"),
 ]
-ZERO1: dict[str, Any] = {"zero_optimization": {"stage": 1}}
 
 
 def count_bytes() -> None:
@@ -134,7 +133,7 @@ def test_ranks_share_one_plan_and_resume_with_another(data: Data, tmp_path: Path
 
     def go(name: str, budget: str, *more: str, before: Any = fork_beside) -> Run:
         words = [*common, "--use-tempo", "--tempo-memory-budget", budget, *more]
-        return successful(run(data, tmp_path / name, *words, world_size=2, config=ZERO1, before=before))
+        return successful(run(data, tmp_path / name, *words, world_size=2, config=zero(1), before=before))
 
     whole = go("whole", "2.5GB", "--save", str(save), "--save-interval", "2")
     (save / "latest").write_text("iter_0000002")
@@ -144,7 +143,7 @@ def test_ranks_share_one_plan_and_resume_with_another(data: Data, tmp_path: Path
 
 def test_an_impossible_budget_is_one_sentence(data: Data, tmp_path: Path) -> None:
     words = [*SMALL, "--use-tempo", "--tempo-memory-budget", "50MiB"]
-    failed = run(data, tmp_path, *words, config=ZERO1, before=fork_beside)
+    failed = run(data, tmp_path, *words, config=zero(1), before=fork_beside)
     assert failed.exit_codes == [1]
     (line,) = [line for line in failed.output.splitlines() if line.startswith("error")]
     assert re.fullmatch(

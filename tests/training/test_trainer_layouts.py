@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_job import Data, MaskedData, Run, run, successful
+from training_job import BF16, Data, MaskedData, Run, run, successful, zero
 
 STEPS = 6
 COMMON = ["--global-batch-size", "4", "--train-iters", str(STEPS), "--clip-grad", "0.5"]
@@ -35,10 +35,6 @@ KINDS: dict[str, tuple[str, list[str], float]] = {
     "BERT": ("bert_data", TEMPO, 5e-6),
 }
 References = Callable[[str], Run]
-
-
-def zero(stage: int, **options: Any) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": stage, **options}}
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +188,7 @@ def test_many_steps_in_fp32_have_stocks_losses_within_1e_4(data: Data, tmp_path:
 
 @pytest.mark.slow
 def test_bf16_ends_within_the_spread_of_stocks_own_seeds(data: Data, tmp_path: Path) -> None:
-    config = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, **zero(1)}
+    config = {**zero(1), **BF16}
     finals: dict[str, list[float]] = {"stock": [], "tempo": []}
     for seed in ("1", "2", "3"):
         for name, switch in (("stock", "--no-use-tempo"), ("tempo", "--use-tempo")):
@@ -208,7 +204,7 @@ def test_bf16_ends_within_the_spread_of_stocks_own_seeds(data: Data, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_bf16_stays_near_fp32(data: Data, references: References, tmp_path: Path, stage: int) -> None:
-    config = {**zero(stage), "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    config = {**zero(stage), **BF16}
     result = successful(run(data, tmp_path, *COMMON, *NO_DROPOUT, *SP.split(), world_size=2, config=config))
     assert result.losses == pytest.approx(references("stock").losses, rel=1e-3)
     assert result.losses != pytest.approx(references("stock").losses, rel=2e-6)  # it really was bf16

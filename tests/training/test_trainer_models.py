@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_job import Data, Run, run, successful
+from training_job import Data, Run, run, successful, zero
 
 NO_DROPOUT = ["--attention-dropout", "0", "--hidden-dropout", "0"]
 SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
@@ -28,10 +28,6 @@ MODELS = {
 OFTEN = ("Qwen 3, norms of q and k", "Mistral, a window", "geglu", "one group")
 
 
-def stage(number: int) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": number}}
-
-
 def train(data: Data, folder: Path, *words: str, **settings: Any) -> Run:
     words = ("--train-iters", "4", "--micro-batch-size", "2", "--global-batch-size", "4", *words)
     return successful(run(data, folder, *words, **settings))
@@ -48,11 +44,11 @@ def train(data: Data, folder: Path, *words: str, **settings: Any) -> Run:
 def test_stock_and_tempo_have_the_same_losses_on_one_process_and_on_two(
     data: Data, tmp_path: Path, words: list[str]
 ) -> None:
-    stock = train(data, tmp_path / "stock", *words, *NO_DROPOUT, config=stage(1))
+    stock = train(data, tmp_path / "stock", *words, *NO_DROPOUT, config=zero(1))
     assert stock.losses[-1] < stock.losses[0]
     # Qwen's norms of q and k have gradients to sum, with stock's modules too.
     for switch in ("--use-tempo", "--no-use-tempo") if words == QWEN3 else ("--use-tempo",):
-        found = train(data, tmp_path / switch, *words, *SP, *NO_DROPOUT, switch, world_size=2, config=stage(1))
+        found = train(data, tmp_path / switch, *words, *SP, *NO_DROPOUT, switch, world_size=2, config=zero(1))
         assert found.losses == pytest.approx(stock.losses, rel=1e-4), switch
         assert ("off (stock)" in found.output) == (switch == "--no-use-tempo")
 
@@ -65,7 +61,7 @@ def test_masks_of_a_llama_are_the_same_on_two_processes_and_it_resumes_bit_for_b
     words = [*QWEN3, "--use-tempo", "--window-size", "16,0"]
     one = train(data, tmp_path / "one", *words)
     folder = tmp_path / "two"
-    layout: dict[str, Any] = {"world_size": 2, "config": stage(number)}
+    layout: dict[str, Any] = {"world_size": 2, "config": zero(number)}
     save = ["--save", str(folder / "save")]
     two = train(data, folder, *words, *save, "--save-interval", "2", **layout)
     assert two.losses == pytest.approx(one.losses, rel=1e-4)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import run_configs
 from run_configs import NEEDED, SIZES
-from training_job import Data, Run, run, successful, write_unsealed
+from training_job import BF16, Data, Run, run, successful, write_unsealed, zero
 
 from tempo_megatron.models.shape import NAMES
 from tempo_megatron.settings.config import TempoConfig
@@ -37,16 +37,8 @@ from tempo_megatron.training.run.resume import (
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.task import Vocabulary
 
-STAGES = {
-    "ZeRO 0": {"zero_optimization": {"stage": 0}},
-    "ZeRO 1": {"zero_optimization": {"stage": 1}},
-    "ZeRO 2": {"zero_optimization": {"stage": 2}},
-    "ZeRO 3": {"zero_optimization": {"stage": 3}},
-    "ZeRO 1, bf16": {
-        "zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"},
-    },
-}  # fmt: skip
-ZERO1 = STAGES["ZeRO 1"]
+STAGES = {**{f"ZeRO {stage}": zero(stage) for stage in range(4)}, "ZeRO 1, bf16": {**zero(1), **BF16}}
+ZERO1 = zero(1)
 STEPS = 6
 
 
@@ -227,8 +219,8 @@ WITHOUT_ANOTHER = {"sample_parts", "vocab_padding_tp"}
 def decide(
     folder: Path, words: list[str], family: str = "gpt", config: dict[str, Any] | None = None, world_size: int = 1
 ) -> RunConfig:
-    zero = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}, "tempo": TEMPO_BLOCK}
-    return run_configs.decide(folder, *words, config=config or zero, family=family, world_size=world_size, on_gpu=True)
+    given = config or {**ZERO1, "bf16": {"enabled": "auto"}, "tempo": TEMPO_BLOCK}
+    return run_configs.decide(folder, *words, config=given, family=family, world_size=world_size, on_gpu=True)
 
 
 def describe(run: RunConfig, rows: int = 512) -> dict[str, Any]:
@@ -288,8 +280,7 @@ def test_what_is_typed_or_new_in_the_json_holds(tmp_path: Path) -> None:
     run = decide(tmp_path, [*SIZES, *NEEDED, "--use-tempo", "--tempo-norm", "off", "--hidden-dropout", "0"])
     load = pretend_to_save(run, tmp_path / "save")
     assert decide(tmp_path, [*load, "--hidden-dropout", "0.3"]).model.hidden_dropout == 0.3
-    zero1 = {"zero_optimization": {"stage": 1}}
-    assert decide(tmp_path, load, config={**zero1, "gradient_clipping": 0.02}).clip_grad == 0.02
+    assert decide(tmp_path, load, config={**ZERO1, "gradient_clipping": 0.02}).clip_grad == 0.02
     assert decide(tmp_path, [*load, "--no-use-tempo"]).tempo.is_off
     assert decide(tmp_path, load).tempo == TempoConfig(norm="off")
     assert decide(tmp_path, [*load, "--tempo-loss", "off"]).tempo == TempoConfig(norm="off", loss="off")
@@ -361,7 +352,7 @@ def test_a_checkpoint_of_another_format_and_a_folder_without_one_are_refused(tmp
 
 def test_the_global_batch_and_the_schedule_stay_when_they_were_left_out(tmp_path: Path) -> None:
     """The batch was 2 micro batches of 2; two processes now take one each, and three cannot share it."""
-    config = {"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
+    config = {"gradient_accumulation_steps": 2, **ZERO1}
     run = decide(tmp_path, [*SIZES, *NEEDED], config=config)
     load = pretend_to_save(run, tmp_path / "save")
     resumed = decide(tmp_path, load, world_size=2)
