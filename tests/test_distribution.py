@@ -22,18 +22,9 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         pytest.skip(f"setuptools {setuptools.__version__} is here; the build needs 77, which pip would fetch")
     folder = tmp_path_factory.mktemp("dist")
     # The egg-info goes aside as well: nothing is written into the tree.
-    command = [
-        sys.executable,
-        "setup.py",
-        "-q",
-        "egg_info",
-        "--egg-base",
-        str(folder),
-        "sdist",
-        "--dist-dir",
-        str(folder),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    place = str(folder)
+    command = ["setup.py", "-q", "egg_info", "--egg-base", place, "sdist", "--dist-dir", place]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as opened:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from run_configs import NEEDED, SIZES, decide, write_json
 from training_job import Data, make_data
 
 from tempo_megatron.data.dataset_files import load_dataset_tokenizer, validate_dataset
@@ -28,14 +29,9 @@ from tempo_megatron.training.config_command import describe_settings
 from tempo_megatron.training.main import find_sentence_for_the_user
 from tempo_megatron.training.metrics import MetricsFile
 from tempo_megatron.training.run.arguments import parse_arguments
-from tempo_megatron.training.run.checks import check_run
-from tempo_megatron.training.run.deepspeed_config import read_deepspeed_config
 from tempo_megatron.training.run.resume import read_saved_run
-from tempo_megatron.training.run.run_config import complete_run
 
 ROOT = Path(__file__).parent.parent
-NEEDED = "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --data-path text".split()
-SIZES = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64".split()
 
 
 def cases(number: int) -> Callable[[Any], Any]:
@@ -96,12 +92,8 @@ def damaged(draw: Any, content: bytes) -> bytes:
 
 def start(folder: Path, config: bytes, *extra: str) -> None:
     """What a run does before it starts, and `config --show`."""
-    path = folder / "deepspeed.json"
-    path.write_bytes(config)
-    argv = ["--deepspeed_config", str(path), *NEEDED, *extra]
-    args = parse_arguments(argv)
-    check_run(complete_run(args, read_deepspeed_config(str(path)), None, world_size=1, on_gpu=False))
-    assert len(list(describe_settings(argv, "gpt", 1))) > 60
+    decide(folder, *NEEDED, *extra, config=config)
+    assert len(list(describe_settings([*write_json(folder, config), *NEEDED, *extra], "gpt", 1))) > 60
 
 
 JSON_VALUES = st.recursive(

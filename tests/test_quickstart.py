@@ -48,43 +48,33 @@ def machine(tmp_path: Path) -> dict[str, str]:
     return {"PATH": path, "PYTHON": str(python), "VENV": venv, "LOG": f"{venv}/install.log"}
 
 
-def pip_calls(tmp_path: Path) -> list[str]:
-    calls = (tmp_path / "calls").read_text().splitlines()
-    return [call for call in calls if " -m pip install " in call]
+NO_GPU = ("bin", "nvidia-smi", "exit 9")
+GPU = ("bin", "nvidia-smi", 'echo "GPU 0: some"')
+# A pip that finds a wheel at hand.
+WHEEL = ("venv/bin", "python", 'echo "pip: $*" >>{0}/calls\ncase "$*" in -c*) exit 1; esac')
 
 
-def test_without_gpu_the_registry_is_the_last_resort_and_said_to_be_large(tmp_path: Path, machine: dict) -> None:
-    done = source_and("install_torch", **machine)
+@pytest.mark.parametrize(
+    ("command", "variables", "calls", "said"),
+    [
+        (NO_GPU, {}, ["--no-index --no-deps", ""], ["several GB", "--torch-index-url"]),  # the registry comes last
+        (NO_GPU, {"TORCH_INDEX_URL": "file:///builds"}, ["--index-url file:///builds"], []),
+        (WHEEL, {}, ["--no-index --no-deps"], []),
+        (GPU, {}, [""], []),  # the registry's build has CUDA
+    ],
+    ids=["registry", "index", "wheel", "GPU"],
+)
+def test_torch_is_installed_from_the_nearest_place_that_has_the_right_build(
+    tmp_path: Path, machine: dict, command: tuple[str, str, str], variables: dict, calls: list[str], said: list[str]
+) -> None:
+    folder, name, body = command
+    write_command(tmp_path / folder, name, body.replace("{0}", str(tmp_path)))
+    done = source_and("install_torch", **machine, **variables)
     assert done.returncode == 0, done.stderr
-    first, second = pip_calls(tmp_path)
-    assert "--no-index --no-deps torch>=2.6" in first
-    assert second.endswith("torch>=2.6")
-    assert "several GB" in done.stdout and "--torch-index-url" in done.stdout
-
-
-def test_a_torch_index_is_asked_before_the_registry(tmp_path: Path, machine: dict) -> None:
-    done = source_and("install_torch", TORCH_INDEX_URL="file:///builds", **machine)
-    assert done.returncode == 0, done.stderr
-    (only,) = pip_calls(tmp_path)
-    assert "--index-url file:///builds torch>=2.6" in only
-
-
-def test_a_local_wheel_is_taken_before_the_registry(tmp_path: Path, machine: dict) -> None:
-    write_command(
-        tmp_path / "venv" / "bin", "python", f'echo "pip: $*" >>{tmp_path}/calls\ncase "$*" in -c*) exit 1; esac'
-    )
-    done = source_and("install_torch", **machine)
-    assert done.returncode == 0, done.stderr
-    (only,) = pip_calls(tmp_path)
-    assert "--no-index --no-deps torch>=2.6" in only
-
-
-def test_with_a_gpu_the_build_with_cuda_is_taken(tmp_path: Path, machine: dict) -> None:
-    write_command(tmp_path / "bin", "nvidia-smi", 'echo "GPU 0: some"')
-    done = source_and("install_torch", **machine)
-    assert done.returncode == 0, done.stderr
-    (only,) = pip_calls(tmp_path)
-    assert "--no-index" not in only
+    found = [call for call in (tmp_path / "calls").read_text().splitlines() if " -m pip install " in call]
+    for call, options in zip(found, calls, strict=True):
+        assert call.endswith(f"{options} torch>=2.6") and ("index" in call) == bool(options)
+    assert all(words in done.stdout for words in said)
 
 
 def test_the_users_torch_is_shared_instead_of_installed(tmp_path: Path, machine: dict) -> None:
@@ -114,27 +104,19 @@ def test_a_failed_installation_is_one_sentence_with_the_logs_path(tmp_path: Path
     assert "pip says why" in Path(machine["LOG"]).read_text()
 
 
-def test_a_missing_venv_module_is_named_with_the_command_that_installs_it(tmp_path: Path) -> None:
+def test_a_python_that_cannot_make_an_environment_is_named_with_what_to_install(tmp_path: Path) -> None:
     body = f'case "$*" in *"import venv"*) exit 1 ;; esac\nexec {sys.executable} "$@"'
-    python = write_command(tmp_path / "bin", "python3", body)
-    done = source_and("prepare_environment", PYTHON=str(python), VENV=str(tmp_path / "venv"))
-    assert done.returncode == 1
-    assert f"apt-get install -y python3.{sys.version_info.minor}-venv" in done.stderr
-    assert not (tmp_path / "venv").exists()
-
-
-def test_no_python_at_all_is_named_with_the_command_that_installs_it(tmp_path: Path) -> None:
+    without_venv = str(write_command(tmp_path / "without", "python3", body))
     for command in ("bash", "basename", "dirname", "id", "mkdir"):
         write_command(tmp_path / "bin", command, f'exec {shutil.which(command)} "$@"')
-    done = source_and("prepare_environment", PATH=str(tmp_path / "bin"), VENV=str(tmp_path / "venv"))
-    assert done.returncode == 1
-    assert "apt-get install -y python3 python3-venv" in done.stderr
-
-
-def test_a_python_that_does_not_start_is_refused_by_name(tmp_path: Path) -> None:
-    done = source_and("prepare_environment", PYTHON="/nowhere/python3", VENV=str(tmp_path / "venv"))
-    assert done.returncode == 1
-    assert "/nowhere/python3" in done.stderr and "Python >= 3.10" in done.stderr
+    for variables, *said in (
+        ({"PYTHON": without_venv}, f"apt-get install -y python3.{sys.version_info.minor}-venv"),
+        ({"PATH": str(tmp_path / "bin")}, "apt-get install -y python3 python3-venv"),
+        ({"PYTHON": "/nowhere/python3"}, "/nowhere/python3", "Python >= 3.10"),
+    ):
+        done = source_and("prepare_environment", VENV=str(tmp_path / "venv"), **variables)
+        assert done.returncode == 1 and all(words in done.stderr for words in said), done.stderr
+        assert not (tmp_path / "venv").exists()
 
 
 def test_a_missing_compiler_is_one_line_and_no_obstacle(tmp_path: Path, machine: dict) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -10,14 +11,18 @@ import re
 import runpy
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import venv
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from example_outputs import EXAMPLES
+from rank_processes import PRELOAD
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.models.arguments import read_given_model
@@ -139,6 +144,31 @@ def lend_environment(clone: Path) -> None:
     subprocess.run(["bash", "-c", stamp], cwd=clone, check=True)
 
 
+@contextlib.contextmanager
+def warm_up(clone: Path) -> Iterator[None]:
+    """Let the trainer and the commands of the lent environment run in forks of one process. The quickstart, deepspeed,
+    torchrun and the examples start as they do elsewhere; test_trainer_launchers.py has ranks that launchers start."""
+    folder = clone / ".venv"
+    (site,) = folder.glob("lib/python*/site-packages")
+    shutil.copy2(warm_python.__file__, site)
+    (site / "warm.pth").write_text("import warm_python; warm_python.delegate()\n")
+    program = "import sys, warm_python; warm_python.serve(*sys.argv[1:])"
+    support = str(Path(warm_python.__file__).parent)
+    server = subprocess.Popen(
+        [str(folder / "bin" / "python"), "-W", "ignore", "-c", program, *PRELOAD],
+        cwd=clone,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": support},
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        assert server.stdout is not None and server.stdout.readline() == b"ready\n"
+        yield
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.communicate()
+
+
 def site_packages() -> list[str]:
     return [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
 
@@ -161,13 +191,14 @@ def test_every_command_runs_in_order_as_printed_in_a_fresh_clone(fresh_clone: Pa
     # pip compiles no bytecode: of tens of thousands of files the commands read a part, and write what they read.
     kept = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_")) or name == "HOME"}
     single = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PIP_COMPILE": "0"}
-    done = subprocess.run(
-        ["bash", "-c", f"set -euxo pipefail\n{script}"],
-        cwd=fresh_clone,
-        env={**kept, **single, "PATH": path, "PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-    )
+    with warm_up(fresh_clone) if is_lent else contextlib.nullcontext():
+        done = subprocess.run(
+            ["bash", "-c", f"set -euxo pipefail\n{script}"],
+            cwd=fresh_clone,
+            env={**kept, **single, "PATH": path, "PYTHON": sys.executable},
+            capture_output=True,
+            text=True,
+        )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     assert f"source {Path('.venv/bin/activate')}\n" in done.stdout
     assert ("The environment is ready" in done.stdout) is not is_lent

@@ -30,17 +30,14 @@ def test_hosts_stand_in_the_order_of_the_file(tmp_path: Path) -> None:
         ("node1 slots=0", "line 1: slots=0 is given, expected the number of node1's devices to use, 1 or more"),
         ("a slots=2\nnode1 slot=8", "line 2: 'node1 slot=8' is given, expected HOST slots=N, such as"),
         ("node1 slots=8x", "line 1: 'node1 slots=8x' is given, expected HOST slots=N"),
-        ("node1 slots=-1", "line 1: 'node1 slots=-1' is given"),
         ("node1 slots = 8", "line 1: 'node1 slots = 8' is given"),
         ("node1", "line 1: 'node1' is given"),
         ("node1,node2 slots=8", "line 1: 'node1,node2 slots=8' is given"),
         ("node1 slots=8 max_slots=16", "line 1: 'node1 slots=8 max_slots=16' is given"),
         ("-oProxyCommand=x slots=1", "line 1: '-oProxyCommand=x slots=1' is given"),
-        ("-l@a slots=1", "line 1: '-l@a slots=1' is given"),
         ("node1 slots=99999999999999999999", "line 1: slots=99999999999999999999 is given"),
         ("a slots=1\nb slots=1\na slots=2", "line 3: a is given again, after line 1; expected one line for each host"),
         ("", "names no host; expected at least one line such as"),
-        ("# nothing\n\n", "names no host"),
     ],
 )
 def test_what_a_line_cannot_mean_is_one_sentence(text: str, sentence: str, tmp_path: Path) -> None:

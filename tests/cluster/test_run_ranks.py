@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -56,19 +57,19 @@ def test_results_come_back_by_rank() -> None:
         assert total.item() == 46
 
 
-def test_the_traceback_of_the_failed_rank_is_raised() -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)fail_in_rank_1 failed in rank 1:.*ValueError: the cause"):
-        run_ranks(fail_in_rank_1, 2)
-
-
-def test_a_rank_that_dies_is_named_with_its_exit_code() -> None:
-    with pytest.raises(RuntimeError, match=r"die_in_rank_0 failed in rank 0:\nexit code 7"):
-        run_ranks(die_in_rank_0, 2)
-
-
-def test_a_rank_that_hangs_is_named() -> None:
-    with pytest.raises(RuntimeError, match="sleep_in_rank_1: ranks .*1.* still ran after 3 s"):
-        run_ranks(sleep_in_rank_1, 2, timeout_s=3)
+@pytest.mark.parametrize(
+    ("function", "message", "options"),
+    [
+        (fail_in_rank_1, r"(?s)fail_in_rank_1 failed in rank 1:.*ValueError: the cause", {}),
+        (die_in_rank_0, r"die_in_rank_0 failed in rank 0:\nexit code 7", {}),
+        (sleep_in_rank_1, "sleep_in_rank_1: ranks .*1.* still ran after 3 s", {"timeout_s": 3}),
+    ],
+)
+def test_a_rank_that_fails_dies_or_hangs_is_named_with_the_cause(
+    function: Callable[[], None], message: str, options: dict[str, float]
+) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        run_ranks(function, 2, **options)
 
 
 def test_megatron_ranks_are_laid_out_tensor_parallel_first() -> None:

@@ -77,10 +77,7 @@ def test_a_live_host_says_what_it_has() -> None:
 def test_hosts_that_cannot_be_asked_are_named_with_what_to_do() -> None:
     found = sentences(survey("live", "down", "unknown", "locked", "new", "closed", "odd"))
     for host, why in (
-        (
-            "down",
-            "it is down, or a firewall is between; start it, or remove its line from the hostfile (hosts, line 2)",
-        ),
+        ("down", "or a firewall is between; start it, or remove its line from the hostfile (hosts, line 2)"),
         ("unknown", "its name is not known here; correct it in the hostfile"),
         ("locked", "let `ssh-copy-id locked` give it this user's key"),
         ("new", "its ssh key is not known here or has changed; `ssh new` once by hand"),
@@ -126,8 +123,10 @@ def test_a_port_that_is_taken_is_said() -> None:
 def test_one_machine_with_two_names_and_an_address_that_no_other_host_reaches_are_said() -> None:
     found = sentences(survey("live1", "live2", master_addr="127.0.0.1"))
     assert any("live1 and live2 are one machine (hosts, line 1; hosts, line 2); expected one line" in s for s in found)
-
     assert any("rank 0 would listen on loopback only" in text and "--master_addr" in text for text in found)
+
+
+VERSIONS = {"python": "3.11.7", "torch": "2.9.0", "deepspeed": "0.19.0", "apex": None}
 
 
 def make_host(name: str, **facts: Any) -> SurveyedHost:
@@ -136,7 +135,7 @@ def make_host(name: str, **facts: Any) -> SurveyedHost:
         "hostname_addresses": [],
         "addresses": [["lo", "127.0.0.1", "255.0.0.0"], ["eth0", f"10.0.0.{len(name)}", "255.255.255.0"]],
         "boot": name,
-        "versions": {"python": "3.11.7", "torch": "2.9.0", "deepspeed": "0.19.0", "apex": None},
+        "versions": VERSIONS,
         "sources": {"tempo_megatron": "abc"},
         "files": {},
         "gpus": 8,
@@ -166,17 +165,9 @@ def test_hosts_that_are_alike_have_no_findings() -> None:
         ({"sources": {"tempo_megatron": "def"}}, "error", "the code of tempo_megatron is def, on n it is abc; copy"),
         ({"sources": {"tempo_megatron": None}}, "error", "the code of tempo_megatron is not there, on n it is abc"),
         ({"files": {"run.py": "1"}}, "error", "run.py is of content 1, on n it is not there; copy the same file"),
-        (
-            {"versions": {"python": "3.11.7", "torch": "2.8.0", "deepspeed": "0.19.0"}},
-            "error",
-            "torch is 2.8.0, on n it is 2.9.0; install the same version on all hosts",
-        ),
-        (
-            {"versions": {"python": "3.11.7", "torch": "2.9.0+cpu", "deepspeed": "0.19.0"}},
-            "error",
-            "it has 8 GPUs, but torch 2.9.0+cpu is for the CPU",
-        ),
-        ({"versions": {"python": "3.11.7", "torch": "2.9.0"}}, "error", "deepspeed is not installed for its Python"),
+        ({"versions": {**VERSIONS, "torch": "2.8.0"}}, "error", "torch is 2.8.0, on n it is 2.9.0; install the same"),
+        ({"versions": {**VERSIONS, "torch": "2.9.0+cpu"}}, "error", "has 8 GPUs, but torch 2.9.0+cpu is for the CPU"),
+        ({"versions": {**VERSIONS, "deepspeed": None}}, "error", "deepspeed is not installed for its Python"),
         ({"shm_bytes": 2**26}, "warning", "0.06 GiB are free in /dev/shm, which NCCL and data loaders use; start"),
         ({"disk_bytes": 2**29}, "warning", "0.50 GiB are free in the folder the job starts in; remove something"),
     ],

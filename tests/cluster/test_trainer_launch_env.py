@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from tempo_megatron.cluster import ranks as launch_env
 from tempo_megatron.cluster.ranks import choose_address, expand_hostlist, set_rank_environment
 
-
-def ranks(environ: dict[str, str]) -> dict[str, str]:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-    return {name: environ[name] for name in names}
-
-
-def test_without_a_launcher_it_is_one_process() -> None:
-    environ: dict[str, str] = {}
-    assert set_rank_environment(environ) == "none"
-    assert ranks(environ) == {
-        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-    }  # fmt: skip
-    assert int(environ["MASTER_PORT"]) > 1023
-
-
-def test_what_torchrun_and_deepspeed_set_stays() -> None:
-    shared = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
-    torchrun = {**shared, "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "1"}
-    assert set_rank_environment(torchrun) == "torchrun"
-    assert ranks(torchrun)["RANK"] == "5" and ranks(torchrun)["MASTER_ADDR"] == "node0"
-    deepspeed = {**shared, "LOCAL_SIZE": "4", "CROSS_RANK": "1"}
-    assert set_rank_environment(deepspeed) == "deepspeed"
-    assert ranks(deepspeed)["LOCAL_WORLD_SIZE"] == "4"
-
-
-def test_a_rank_without_a_master_is_an_error() -> None:
-    with pytest.raises(ValueError, match="RANK is set but MASTER_ADDR, MASTER_PORT is not"):
-        set_rank_environment({"RANK": "0", "WORLD_SIZE": "2"})
-
-
+ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+SHARED = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
 SRUN = {
     "SLURM_JOB_ID": "1042",
     "SLURM_STEP_ID": "0",
@@ -47,28 +21,37 @@ SRUN = {
     "SLURM_STEP_NODELIST": "gpu[07-09]",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
 }
+OF_SRUN = {"RANK": "3", "WORLD_SIZE": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu07"}
 
 
-def test_srun_ranks_are_mapped() -> None:
-    environ = dict(SRUN)
-    assert set_rank_environment(environ) == "srun"
-    assert ranks(environ) == {
-        "RANK": "3", "WORLD_SIZE": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu07",
-    }  # fmt: skip
-    assert environ["MASTER_PORT"] == str(29500 + 42)
+@pytest.mark.parametrize(
+    ("environ", "launcher", "set_to"),
+    [
+        ({}, "none", ONE),
+        ({**SHARED, "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "1"}, "torchrun", SHARED),
+        ({**SHARED, "LOCAL_SIZE": "4", "CROSS_RANK": "1"}, "deepspeed", {**SHARED, "LOCAL_WORLD_SIZE": "4"}),
+        (SRUN, "srun", {**OF_SRUN, "MASTER_PORT": str(29500 + 42)}),
+        # sbatch sets SLURM_PROCID for the batch script too; its step has a number that no srun step has.
+        ({**SRUN, "SLURM_STEP_ID": "4294967291"}, "none", ONE),
+    ],
+)
+def test_the_rank_is_read_from_the_variables_of_each_launcher(
+    environ: dict[str, str], launcher: str, set_to: dict[str, str]
+) -> None:
+    environ = dict(environ)
+    assert set_rank_environment(environ) == launcher
+    assert {name: environ[name] for name in set_to} == set_to
+    assert int(environ["MASTER_PORT"]) > 1023
 
 
-def test_a_batch_script_itself_is_not_a_rank() -> None:
-    """sbatch sets SLURM_PROCID for the script too; its step has a number that no srun step has."""
-    assert set_rank_environment({**SRUN, "SLURM_STEP_ID": "4294967291"}) == "none"
-
-
-def test_mpirun_inside_a_slurm_job_is_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "mpi4py", None)  # importing it fails
+def test_a_rank_without_a_master_and_mpirun_without_mpi4py_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="RANK is set but MASTER_ADDR, MASTER_PORT is not"):
+        set_rank_environment({"RANK": "0", "WORLD_SIZE": "2"})
+    monkeypatch.setitem(sys.modules, "mpi4py", None)  # importing it fails
     with pytest.raises(
         ValueError, match="mpirun started this process, but mpi4py cannot be used .* pip install mpi4py"
     ):
-        set_rank_environment({**SRUN, "OMPI_COMM_WORLD_SIZE": "2"})
+        set_rank_environment({**SRUN, "OMPI_COMM_WORLD_SIZE": "2"})  # inside a Slurm job, too
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 from prepared_data import prepare, read_documents
 
 from tempo_megatron.data import corpus, documents
-from tempo_megatron.data.dataset_files import Sidecar, load_dataset_tokenizer
+from tempo_megatron.data.dataset_files import Sidecar
 from tempo_megatron.data.dataset_writer import DatasetWriter, choose_token_dtype
 
 WORDS = ["the", "tensor", "keeps", "every", "naïve", "漢字", "value\n\n", "for", "", "backward\t1234", ""]
@@ -198,30 +196,6 @@ def test_skip_existing_keeps_what_was_made_from_the_same_and_nothing_else(
     (tmp_path / "out.partial").mkdir()  # a run killed at its very end leaves this behind
     assert is_kept()
     assert not (tmp_path / "out.partial").exists()
-
-
-def test_megatrons_gpt_dataset_takes_the_data_and_the_tokenizer(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "lines.jsonl", [random_text(seed, 50) for seed in range(40)])
-    prepare(tmp_path / "out", "--input", tmp_path / "lines.jsonl")
-    tokenizer = load_dataset_tokenizer(str(tmp_path / "out"))
-    config = GPTDatasetConfig(
-        random_seed=1,
-        sequence_length=64,
-        blend=([str(tmp_path / "out")], None),
-        split="90,10,0",
-        path_to_cache=str(tmp_path / "cache"),
-        tokenizer=tokenizer,
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-    )
-    train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, [10, 2, 0], lambda: True, config).build()
-    all_text = "".join(read_documents(tmp_path / "out"))
-    for sample in (train[0], valid[0]):
-        assert sample["tokens"].shape == (64,)
-        inside = tokenizer.detokenize(sample["tokens"].tolist()).split("<|endoftext|>")
-        assert all(part in all_text for part in inside)
-    assert tokenizer.eod in {token for n in range(10) for token in train[n]["tokens"].tolist()}
 
 
 def test_a_killed_worker_is_an_error_and_not_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

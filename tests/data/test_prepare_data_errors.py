@@ -2,47 +2,29 @@
 
 from __future__ import annotations
 
+import bz2
 import json
 import os
 import random
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tempo_megatron.data import corpus
-from tempo_megatron.data.dataset_writer import PartialOutput
+from tempo_megatron.data.dataset_files import load_dataset_tokenizer
+from tempo_megatron.data.dataset_writer import DatasetWriter, PartialOutput
 from tempo_megatron.data.prepare_data import main
 
 Refuse = Callable[..., None]
 
 
-@pytest.fixture
-def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refuse:
-    """Runs prepare_data and checks that it says `message` and leaves no file with the prefix `out`."""
-
-    def run(message: str, *arguments: object) -> None:
-        command = [str(argument) for argument in arguments]
-        if "--output-prefix" not in command:
-            command += ["--output-prefix", str(tmp_path / "out")]
-        assert main([*command, "--workers", "1"]) == 1
-        error = capsys.readouterr().err
-        assert message in error
-        assert error.count("\n") == 1 and error.startswith("prepare_data: ")
-        assert not list(tmp_path.glob("out*"))
-
-    return run
-
-
 def file(path: Path, content: str | bytes) -> Path:
     path.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
     return path
-
-
-def test_a_missing_file_is_refused(refuse: Refuse, tmp_path: Path) -> None:
-    refuse("none.txt: No such file or directory; repair it", "--input", tmp_path / "none.txt")
 
 
 def test_empty_input_is_refused(refuse: Refuse, tmp_path: Path) -> None:
@@ -58,9 +40,15 @@ def test_empty_input_is_refused(refuse: Refuse, tmp_path: Path) -> None:
     refuse("there is no document in the input; left out: 1 not UTF-8", "--input", tmp_path / "tree")
 
 
-def test_a_binary_file_is_refused_where_the_user_named_it(refuse: Refuse, tmp_path: Path) -> None:
+def test_what_is_no_text_file_is_refused_where_the_user_named_it(refuse: Refuse, tmp_path: Path) -> None:
     for name in ("a.txt", "a.jsonl"):
         refuse(f"{name} is a binary file (it has NUL bytes)", "--input", file(tmp_path / name, b"GIF89a\0\0"))
+    for name in ("lines.jsonl.bz2", "LINES.JSONL.BZ2"):
+        packed = file(tmp_path / name, bz2.compress(b'{"text": "a"}\n'))
+        refuse(f"{name} is compressed (unpack it first, or compress it with gzip or zstd)", "--input", packed)
+    text = file(tmp_path / "text.txt", "text")
+    refuse("--json-key is for .json, .jsonl and .parquet files, and the input has none", "--input", text, "--json-key", "body")
+    refuse("none.txt: No such file or directory; repair it", "--input", tmp_path / "none.txt")
     os.mkfifo(tmp_path / "pipe")
     refuse("pipe is neither a file nor a directory", "--input", tmp_path / "pipe")
 
@@ -178,8 +166,7 @@ def test_files_of_others_are_not_overwritten(refuse: Refuse, tmp_path: Path) -> 
 
 
 def test_a_second_process_with_the_same_prefix_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = file(tmp_path / "a.txt", "text")
-    command = ["--input", str(text), "--output-prefix", str(tmp_path / "out")]
+    command = write_input(tmp_path)
     with PartialOutput(str(tmp_path / "out")):
         assert main(command) == 1
         assert f"another process is writing {tmp_path / 'out'}" in capsys.readouterr().err
@@ -196,31 +183,27 @@ def full_disk(room: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("room", "message"), [(1000, "cannot write the vocabulary"), (100_000, "out failed: File too large")]
+    ("room", "message"),
+    [
+        (1000, "cannot write the vocabulary"),
+        (100_000, "out failed: File too large"),
+        (None, "line 2 of {} is not JSON"),
+    ],
 )
-def test_a_disk_error_leaves_the_old_output(
-    room: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_error_on_the_disk_or_in_the_input_leaves_the_old_output(
+    room: int | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rng = random.Random(5)
-    text = file(tmp_path / "a.txt", "text")
-    large = file(tmp_path / "b.txt", " ".join(str(rng.random()) for _ in range(20_000)))
+    new = file(tmp_path / "b.txt", " ".join(str(rng.random()) for _ in range(20_000)))
+    if room is None:
+        new = file(tmp_path / "b.jsonl", '{"text": "a"}\n{')
     output = ["--vocab-size", "300", "--output-prefix", str(tmp_path / "out")]
-    assert main(["--input", str(text), *output]) == 0
+    assert main(["--input", str(file(tmp_path / "a.txt", "text")), *output]) == 0
     before = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
-    with full_disk(room):
-        status = main(["--input", str(large), *output])
+    with full_disk(room) if room else nullcontext():
+        status = main(["--input", str(new), *output])
     assert status == 1
-    assert message in capsys.readouterr().err
-    assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == before
-
-
-def test_an_error_in_the_input_leaves_the_old_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good, bad = file(tmp_path / "a.jsonl", '{"text": "a"}'), file(tmp_path / "b.jsonl", '{"text": "a"}\n{')
-    output = ["--output-prefix", str(tmp_path / "out")]
-    assert main(["--input", str(good), *output]) == 0
-    before = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
-    assert main(["--input", str(good), str(bad), *output]) == 1
-    assert f"line 2 of {bad} is not JSON" in capsys.readouterr().err
+    assert message.format(new) in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == before
 
 
@@ -228,6 +211,7 @@ def test_an_error_in_the_input_leaves_the_old_output(tmp_path: Path, capsys: pyt
     ("arguments", "message"),
     [
         ([], "nothing to read; give --input PATH... or --input-stdlib"),
+        (["--input-stdlib", "--tokenizer-type", "BertWordPieceCase"], "made of sentences; add --split-sentences"),
         (["--input-stdlib", "--workers", "0"], "--workers 0: expected at least 1"),
         (["--input-stdlib", "--vocab-size", "256"], "--vocab-size 256: expected at least 257"),
         (["--input-stdlib", "--vocab-size", "1000000000"], "--vocab-size 1000000000: expected at most 10000000"),
@@ -235,10 +219,7 @@ def test_an_error_in_the_input_leaves_the_old_output(tmp_path: Path, capsys: pyt
         (["--input-stdlib", "--max-bytes", "0"], "'0' is not a number of bytes"),
         (["--input-stdlib", "--extensions", ".py"], "--extensions chooses files of a directory tree"),
         (["--input", __file__, "--vocab-file", "v", "--merge-file", "m", "--vocab-size", "300"], "--vocab-size is for"),
-        (
-            ["--input", __file__, "--vocab-file", "v", "--merge-file", "m", "--train-bytes", "3M"],
-            "--train-bytes is for",
-        ),
+        (["--input", __file__, "--vocab-file", "v", "--merge-file", "m", "--train-bytes", "3M"], "--train-bytes is f"),
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(
@@ -249,6 +230,92 @@ def test_arguments_that_mean_nothing_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_json_key_without_json_is_refused(refuse: Refuse, tmp_path: Path) -> None:
-    text = file(tmp_path / "a.txt", "text")
-    refuse("--json-key is for .json and .jsonl files, and the input has none", "--input", text, "--json-key", "body")
+# Only what prepare_data made is replaced or removed.
+
+
+def write_input(folder: Path) -> list[str]:
+    """The command that makes a data set of one text."""
+    text = file(folder / "a.txt", "text")
+    return ["--input", str(text), "--output-prefix", str(folder / "out"), "--workers", "1"]
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".json", "-vocab.json", "-merges.txt"])
+def test_an_output_of_others_is_replaced_only_where_that_is_asked_for(
+    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, theirs = write_input(tmp_path), file(tmp_path / f"out{suffix}", "theirs")
+    assert main(command) == 1
+    error = capsys.readouterr().err
+    assert f"{theirs} exists and was not made by prepare_data" in error and "--overwrite" in error
+    assert theirs.read_text() == "theirs"
+    assert [path.name for path in tmp_path.iterdir() if path.name != "a.txt"] == [theirs.name]
+    assert main([*command, "--overwrite"]) == 0
+    assert main(command) == 0  # by now they are its own
+
+
+def test_data_of_megatron_under_the_name_of_a_prepared_data_set_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = write_input(tmp_path)
+    assert main(command) == 0
+    with DatasetWriter(str(tmp_path / "out.bin"), np.uint16) as writer:
+        writer.add(np.arange(99, dtype=np.uint16), [99], [True])
+        writer.finish(str(tmp_path / "out.idx"))
+    assert main(command) == 1
+    assert "out.bin exists and was not made by prepare_data" in capsys.readouterr().err
+
+
+def test_a_file_that_appears_while_the_data_are_prepared_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = write_input(tmp_path)
+    finish = DatasetWriter.finish
+
+    def finish_late(writer: DatasetWriter, path: str) -> None:
+        file(tmp_path / "out.bin", "theirs")
+        finish(writer, path)
+
+    monkeypatch.setattr(DatasetWriter, "finish", finish_late)
+    assert main(command) == 1
+    assert "out.bin exists and was not made by prepare_data" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "out.bin"]
+    assert (tmp_path / "out.bin").read_text() == "theirs"
+
+
+@pytest.mark.parametrize("names", [["bin"], ["notes.txt"], ["prepare_data.lock", "notes.txt"], ["sub/bin"]])
+def test_a_folder_of_others_is_left_alone(names: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = write_input(tmp_path)
+    for name in names:
+        path = tmp_path / "out.partial" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file(path, "theirs")
+    for more in ([], ["--overwrite"], ["--skip-existing"]):
+        assert main([*command, *more]) == 1
+        error = capsys.readouterr().err
+        assert "was not made by prepare_data, which needs that folder" in error and error.count("\n") == 1
+    assert all((tmp_path / "out.partial" / name).read_text() == "theirs" for name in names)
+    assert not list(tmp_path.glob("out[.-][!p]*"))
+
+
+def test_a_file_put_into_the_folder_meanwhile_stays(tmp_path: Path) -> None:
+    with PartialOutput(str(tmp_path / "out")) as output:
+        file(Path(output.locate(".bin")), "ours")
+        file(Path(output.folder, "notes.txt"), "theirs")
+    assert (tmp_path / "out.partial" / "notes.txt").read_text() == "theirs"
+    assert not (tmp_path / "out.partial" / "bin").exists()
+
+
+def test_a_given_tokenizer_under_the_name_of_a_trained_one_is_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = write_input(tmp_path)
+    assert main([*command, "--vocab-size", "300"]) == 0
+    for suffix in (".bin", ".idx", ".json"):
+        (tmp_path / f"out{suffix}").unlink()
+    files = ["--vocab-file", str(tmp_path / "out-vocab.json"), "--merge-file", str(tmp_path / "out-merges.txt")]
+    assert main([*command, *files]) == 0
+    assert load_dataset_tokenizer(str(tmp_path / "out")).vocab_size > 256
+    capsys.readouterr()
+    assert main(command) == 1
+    assert "out-vocab.json exists and was not made by prepare_data" in capsys.readouterr().err
+    assert main([*command, *files]) == 0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import bz2
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,6 @@ from prepared_data import prepare, read_documents
 
 from tempo_megatron.data import corpus
 from tempo_megatron.data.dataset_files import Sidecar
-from tempo_megatron.data.prepare_data import main
 
 GOOD = b"".join(json.dumps({"text": f"text {n}"}).encode() + b"\n" for n in range(4))
 BAD_LINES = [b'{"text": "cut', b"plain", b'{"text": "\xe9"}', b'["text"]', b'{"body": 1}', b'{"text": 5}']
@@ -20,15 +19,16 @@ BAD_LINES = [b'{"text": "cut', b"plain", b'{"text": "\xe9"}', b'["text"]', b'{"b
 
 @pytest.mark.parametrize("piece_bytes", [1 << 20, 20])
 def test_bad_json_lines_are_left_out_and_counted(
-    piece_bytes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    piece_bytes: int,
+    refuse: Callable[..., None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(corpus, "_SMALLEST_PIECE", piece_bytes)
     path = tmp_path / "lines.jsonl"
     path.write_bytes(GOOD + b"\n".join(BAD_LINES) + b"\n" + GOOD)
-    arguments = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
-    assert main(arguments) == 1
-    error = capsys.readouterr().err
-    assert f"line 5 of {path} is not JSON" in error and "--skip-bad-lines" in error
+    refuse("or leave out such lines with --skip-bad-lines", "--input", path)
     prepare(tmp_path / "out", "--input", path, "--skip-bad-lines")
     assert read_documents(tmp_path / "out") == [f"text {n}" for n in [*range(4), *range(4)]]
     assert f"6 bad lines (the first: {path} at offset {len(GOOD)})" in capsys.readouterr().out
@@ -36,13 +36,12 @@ def test_bad_json_lines_are_left_out_and_counted(
     assert sidecar is not None and sidecar.left_out == {"bad lines": 6}
 
 
-def test_a_bad_byte_late_in_a_text_costs_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_byte_late_in_a_text_costs_its_line(
+    refuse: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"first\r\n\n" + b"caf\xe9 and more\n" + "naïve".encode())
-    arguments = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
-    assert main(arguments) == 1
-    error = capsys.readouterr().err
-    assert "byte 0xe9 at offset 11" in error and "--skip-bad-lines" in error
+    refuse("byte 0xe9 at offset 11", "--input", path)
     prepare(tmp_path / "out", "--input", path, "--skip-bad-lines")
     assert read_documents(tmp_path / "out") == ["first\r\n\nnaïve"]
     assert f"1 bad lines (the first: {path} at offset 8)" in capsys.readouterr().out
@@ -60,11 +59,10 @@ def test_bad_lines_of_a_text_in_several_pieces(tmp_path: Path, monkeypatch: pyte
     assert read_documents(tmp_path / "out") == [good, "the next document"]
 
 
-def test_a_file_of_bad_lines_only_is_no_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_bad_lines_only_is_no_document(refuse: Callable[..., None], tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xff\n\xff\n")
-    arguments = ["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "out"), "--skip-bad-lines"]
-    assert main([*arguments, "--workers", "1"]) == 1
-    assert "there is no document in the input; left out: 2 bad lines" in capsys.readouterr().err
+    message = "there is no document in the input; left out: 2 bad lines"
+    refuse(message, "--input", tmp_path / "a.txt", "--skip-bad-lines")
 
 
 def test_without_bad_lines_the_option_changes_nothing(tmp_path: Path) -> None:
@@ -84,14 +82,6 @@ def test_json_lines_are_known_in_capitals(name: str, tmp_path: Path) -> None:
     assert read_documents(tmp_path / "out") == [f"text {n}" for n in range(4)]
     prepare(tmp_path / "out", "--input", tmp_path, "--extensions", ".json", ".JSONL")
     assert read_documents(tmp_path / "out") == [f"text {n}" for n in range(4)]
-
-
-@pytest.mark.parametrize("name", ["lines.jsonl.bz2", "LINES.JSONL.BZ2"])
-def test_a_compressed_file_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / name).write_bytes(bz2.compress(GOOD))
-    arguments = ["--input", str(tmp_path / name), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
-    assert main(arguments) == 1
-    assert f"{name} is compressed (unpack it first, or compress it with gzip or zstd)" in capsys.readouterr().err
 
 
 def test_links_are_not_followed_out_of_a_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

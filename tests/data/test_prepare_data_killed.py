@@ -62,63 +62,54 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("out[.-]*") if path.is_file()}
 
 
-def kill_each_moment(folder: Path, start: Path, text: Path) -> list[Path]:
-    """The folders that the killed runs left, in the order of the moments, and last the one of the run that ended."""
-    work = folder / "work"
-    command = ["--input", text, "--output-prefix", work / "out", "--vocab-size", "300", "--workers", "1"]
+def kill_each_moment(folder: Path, old: str | None) -> tuple[list[Path], Path]:
+    """The folders that runs left which were killed, in the order of the moments, and last the one of the run that
+    ended; the text of these runs. Before them there was a data set of the text `old`."""
+    start, work, text = folder / "start", folder / "work", folder / "new.txt"
+    start.mkdir()
+    text.write_text("the new text has more words and other words " * 3)
+    if old is not None:
+        (folder / "old.txt").write_text(old)
+        command = ["--input", str(folder / "old.txt"), "--output-prefix", str(start / "out"), "--vocab-size", "300"]
+        assert main(command) == 0
+    command = ["--input", str(text), "--output-prefix", str(work / "out"), "--vocab-size", "300", "--workers", "1"]
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", KILL_EACH_MOMENT, *map(str, (start, work, *command))],
+        [sys.executable, "-W", "ignore", "-c", KILL_EACH_MOMENT, str(start), str(work), *command],
         capture_output=True,
         text=True,
         check=True,
     )
     ended = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[")]
     assert [status for _, status in ended] == [9] * (len(ended) - 1) + [0]
-    return [folder / f"work-{n}" for n, _ in ended]
+    return [folder / f"work-{n}" for n, _ in ended], text
 
 
 @pytest.mark.slow
 def test_a_killed_run_leaves_nothing_that_loads_or_a_whole_data_set(tmp_path: Path) -> None:
-    start, old_text, new_text = tmp_path / "start", tmp_path / "old.txt", tmp_path / "new.txt"
-    start.mkdir()
-    old_text.write_text("the old text has a few words")
-    new_text.write_text("the new text has more words and other words " * 3)
-    assert main(["--input", str(old_text), "--output-prefix", str(start / "out"), "--vocab-size", "300"]) == 0
-    old = content(start)
-    folders = kill_each_moment(tmp_path, start, new_text)
-    new = content(folders[-1])
+    folders, text = kill_each_moment(tmp_path, old="the old text has a few words")
+    old, new = content(tmp_path / "start"), content(folders[-1])
     assert not list(folders[-1].glob("*.partial"))
     kinds = []
     for folder in folders:
-        if content(folder) == old:
-            kinds.append("old")
-        elif content(folder) == new:
-            kinds.append("new")
-        else:
-            kinds.append("none")
-            assert not IndexedDataset.exists(str(folder / "out"))
+        kinds.append("old" if content(folder) == old else "new" if content(folder) == new else "none")
+        assert kinds[-1] != "none" or not IndexedDataset.exists(str(folder / "out"))
         for leftover in folder.glob("out.partial/*"):
             assert leftover.suffix not in (".bin", ".idx")
             assert not leftover.name.startswith(".")
     # First the old one, then for a few moments none, then the new one, and never a mixture of the two.
     assert [kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before] == ["old", "none", "new"]
     assert len(folders) > 20
-    half = next(folder for folder, kind in zip(folders, kinds, strict=True) if kind == "none")
-    assert (half / "out.partial").is_dir()
-    assert_all_can_be_made_again(folders, new_text, new)
+    assert (folders[kinds.index("none")] / "out.partial").is_dir()
+    assert_all_can_be_made_again(folders, text, new)
 
 
 @pytest.mark.slow
 def test_what_a_killed_first_run_leaves_is_known_as_its_own(tmp_path: Path) -> None:
-    start, text = tmp_path / "start", tmp_path / "new.txt"
-    start.mkdir()
-    text.write_text("the new text has more words and other words " * 3)
-    folders = kill_each_moment(tmp_path, start, text)
-    new = content(folders[-1])
-    published = [folder for folder in folders if content(folder)]
+    folders, text = kill_each_moment(tmp_path, old=None)
+    published = [set(content(folder)) for folder in folders]
     names = ["out.json", "out-vocab.json", "out-merges.txt", "out.bin", "out.idx"]
-    assert all(set(names[:count]) in [set(content(folder)) for folder in published] for count in range(1, 6))
-    assert_all_can_be_made_again(folders, text, new)
+    assert all(set(names[:count]) in published for count in range(1, 6))
+    assert_all_can_be_made_again(folders, text, content(folders[-1]))
 
 
 def assert_all_can_be_made_again(folders: list[Path], text: Path, new: dict[str, bytes]) -> None:

@@ -18,15 +18,15 @@ from tempo_megatron.data.prepare_data import Progress, main
 def test_a_log_gets_lines_while_the_vocabulary_is_trained_and_while_text_is_tokenized(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare_progress, "_SECONDS_BETWEEN_LINES", 0.02)
-    (tmp_path / "a.txt").write_text("".join(f"word{n} and {n * n} " for n in range(200_000)))
+    monkeypatch.setattr(prepare_progress, "_SECONDS_BETWEEN_LINES", 0.005)
+    (tmp_path / "a.txt").write_text("".join(f"word{n} and {n * n} " for n in range(60_000)))
     arguments = ["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
     assert main([*arguments, "--vocab-size", "1000"]) == 0
     lines = capsys.readouterr().err.splitlines()
     patterns = {
-        "reading": r"prepare_data: training the vocabulary: \d+\.\d of 5\.1 MB, (\d+\.\d\d MB/s, )?\d+ s (left|so far)",
+        "reading": r"prepare_data: training the vocabulary: \d+\.\d of 1\.4 MB, (\d+\.\d\d MB/s, )?\d+ s (left|so far)",
         "merging": r"prepare_data: training the vocabulary: learning its merges, \d+ s so far",
-        "tokenizing": r"prepare_data: tokenizing: \d+\.\d of 5\.1 MB, (\d+\.\d\d MB/s, )?\d+ s (left|so far)",
+        "tokenizing": r"prepare_data: tokenizing: \d+\.\d of 1\.4 MB, (\d+\.\d\d MB/s, )?\d+ s (left|so far)",
     }
     kinds = [next((kind for kind, pattern in patterns.items() if re.fullmatch(pattern, line)), line) for line in lines]
     assert [kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before] == list(patterns)

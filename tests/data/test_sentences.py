@@ -13,7 +13,6 @@ from prepared_data import prepare
 
 from tempo_megatron.data import corpus
 from tempo_megatron.data.dataset_files import Sidecar, load_dataset_tokenizer
-from tempo_megatron.data.prepare_data import main
 from tempo_megatron.data.sentences import LONGEST_SENTENCE, split_sentences
 
 MASKED_TYPES = ["BertWordPieceLowerCase", "BertWordPieceCase", "RobertaBPETokenizer"]
@@ -105,12 +104,6 @@ def test_a_document_that_lies_in_several_pieces_stays_one(tmp_path: Path, monkey
     first, second = read_sentences(tmp_path / "out")
     assert [text for text in first if text] == ["A sentence here."] * 50
     assert second == ["Another one.", "And two."]
-
-
-def test_masked_types_need_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--input", str(tmp_path), "--output-prefix", "x", "--tokenizer-type", "BertWordPieceCase"])
-    assert "whose samples are made of sentences; add --split-sentences" in capsys.readouterr().err
 
 
 def test_another_rule_or_tokenizer_is_another_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,8 +42,9 @@ PUBLISHED = {
 
 def count(name: str) -> int:
     """Of the real modules on the meta device, at two depths: every layer is like the next."""
-    shape = make_shape(**{"vocab_size": 512, **read_shape_file(FOLDER / f"{name}.json")})
-    assert shape.vocab_size is not None
+    values = read_shape_file(FOLDER / f"{name}.json")
+    shape = make_shape(**{"vocab_size": 512, **values})
+    assert shape.vocab_size is not None and shape.family == values["family"]
     found = []
     for layers in (1, 2):
         config = build_transformer_config(shape, num_layers=layers, perform_initialization=False)

@@ -17,7 +17,6 @@ from tempo_megatron.models.shape import (
     complete_description,
     make_shape,
     pad_vocab_size,
-    read_shape_file,
 )
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
@@ -68,15 +67,9 @@ def test_every_argument_becomes_a_field() -> None:
 
 def test_a_typed_argument_wins_over_the_file(tmp_path: Path) -> None:
     model = ["--model", file(tmp_path, activation="swiglu", num_query_groups=2, add_bias_linear=False, num_layers=7)]
-    shape = taken(*model)
-    assert (shape.activation, shape.num_query_groups, shape.add_bias_linear, shape.num_layers) == (
-        "swiglu",
-        2,
-        False,
-        2,
-    )
-    shape = taken(*model, "--no-swiglu", "--no-group-query-attention", "--no-disable-bias-linear")
-    assert (shape.activation, shape.num_query_groups, shape.add_bias_linear) == ("gelu", 4, True)
+    wanted = {**SIZES, "activation": "swiglu", "num_query_groups": 2, "add_bias_linear": False}
+    assert taken(*model) == make_shape(**wanted)
+    assert taken(*model, "--no-swiglu", "--no-group-query-attention", "--no-disable-bias-linear") == make_shape(**SIZES)
     assert taken(*model, "--squared-relu").activation == "squared_relu"
     assert taken(*model, "--num-query-groups", "1").num_query_groups == 1
     assert taken("--group-query-attention").num_query_groups == 1  # Megatron-LM's default
@@ -88,7 +81,7 @@ WRONG_ARGUMENTS = {
     "groups and none": (["--num-query-groups", "2", "--no-group-query-attention"], "are both given"),
     "heads and groups": (
         ["--group-query-attention", "--num-query-groups", "3"],
-        "--num-attention-heads 4 is not a multiple of --num-query-groups 3",
+        "4 is not a multiple of --num-q",
     ),
     "rope's base": (["--rotary-base", "5000"], "--rotary-base is for rope, but --position-embedding-type is learned_"),
     "rope's share": (["--rotary-percent", "0.5"], "--rotary-percent is for rope"),
@@ -115,10 +108,7 @@ WRONG_FILES = {
     "misspelt": ({"normalisation": "RMSNorm"}, "normalisation is unknown; the nearest known name is normalization"),
     "a number": ({"num_layers": 2.5}, "num_layers is 2.5; expected a positive whole number"),
     "a truth": ({"qk_layernorm": 1}, "qk_layernorm is 1; expected true or false"),
-    "a name": (
-        {"activation": "relu"},
-        'activation is "relu"; expected one of gelu, squared_relu, silu, swiglu, geglu, reglu',
-    ),
+    "a name": ({"activation": "relu"}, 'activation is "relu"; expected one of gelu, squared_relu, silu, swiglu'),
     "a window": ({"window_size": [8]}, "window_size is [8]; expected two whole numbers from -1"),
     "a probability": ({"hidden_dropout": 1}, "hidden_dropout is 1; expected a probability in [0, 1)"),
     "another family": ({"family": "bert"}, "is of the family bert; expected gpt"),
@@ -172,12 +162,6 @@ def test_what_an_older_description_does_not_say_is_as_in_gpt2() -> None:
     assert complete_description(described) == shape.describe()
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs/model").glob("*.json")))
-def test_shipped_files_say_their_family(path: Path) -> None:
-    values = read_shape_file(path)
-    assert make_shape(**values).family == values["family"]
-
-
 def test_on_a_cpu_a_window_hides_what_megatrons_mask_hides() -> None:
     import torch
 
@@ -190,14 +174,8 @@ def test_on_a_cpu_a_window_hides_what_megatrons_mask_hides() -> None:
         assert torch.equal(_make_window_mask(sq, skv, (left, right)), ~seen)
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "divisor", "tp", "padded"),
-    [(50257, 128, 1, 50304), (50257, 128, 2, 50432), (256, 128, 2, 256), (1, 1, 1, 1)],
-)
-def test_vocabularies_are_padded_for_tensor_parallelism(vocab_size: int, divisor: int, tp: int, padded: int) -> None:
-    assert pad_vocab_size(vocab_size, divisor, tp) == padded
-
-
-def test_padding_to_nothing_is_refused() -> None:
+def test_vocabularies_are_padded_for_tensor_parallelism() -> None:
+    for given, padded in {(50257, 128, 1): 50304, (50257, 128, 2): 50432, (256, 128, 2): 256, (1, 1, 1): 1}.items():
+        assert pad_vocab_size(*given) == padded
     with pytest.raises(ValueError, match="expected at least 1 for each"):
         pad_vocab_size(100, 0, 1)

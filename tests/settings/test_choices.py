@@ -42,6 +42,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     ),
     "unknown normalization": ({"normalization": "L2Norm"}, {"norm": "off"}, "normalization is L2Norm"),
     "float32 residual": ({**HALF, "fp32_residual_connection": True}, {}, ""),
+    "multi-token prediction": ({**DROPS, "mtp_num_layers": 1}, {}, ""),
     "residual after the norm": ({"apply_residual_connection_post_layernorm": True}, {}, ""),
     "hybrid context parallelism": (
         {**DROPS, "hybrid_context_parallel": True},
@@ -88,10 +89,7 @@ def test_auto_takes_the_best_there_is_and_says_why_it_is_not_the_first(settings,
     assert all(re.search(reason, found) and "tempo." not in found for found in choices.reasons.values()), (
         choices.reasons
     )
-
-
-@pytest.mark.parametrize(("settings", "lesser", "reason"), CASES.values(), ids=CASES)
-def test_the_same_value_written_is_an_error_of_one_sentence(settings, lesser, reason):
+    # The same value, written, is an error of one sentence.
     for name, taken in lesser.items():
         with pytest.raises(ValueError, match=reason.rstrip("$")) as error:
             choose(config_with(**settings), TempoConfig(**{**EVERYTHING_OFF, name: FIRST[name]}))
@@ -149,10 +147,6 @@ def test_in_fp8_nothing_is_refused_but_what_reckons_with_a_layers_linears():
     for name in ("attention", "linear_fc1", "linear_qkv"):
         with pytest.raises(ValueError, match=f'fp8 or fp4 is on.*; set tempo.{name} to .*"off"$'):
             choose(config_with(fp8="hybrid"), TempoConfig(**{**EVERYTHING_OFF, name: "recompute"}))
-
-
-def test_multi_token_prediction_takes_everything():
-    assert choose(config_with(**DROPS, mtp_num_layers=1), TempoConfig()).reasons == {}
 
 
 def test_one_operation_is_chosen_whatever_the_others_ask_for():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_PRELOAD = [
+PRELOAD = [
     "torch",
     "torch.distributed",
     "torch._inductor.compile_fx",
@@ -36,7 +36,7 @@ def _start_server() -> None:
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
     try:
-        _context.set_forkserver_preload(_PRELOAD)
+        _context.set_forkserver_preload(PRELOAD)
         multiprocessing.forkserver.ensure_running()
     finally:
         del os.environ["PYTHONPATH"]

@@ -25,20 +25,7 @@ from rank_processes import make_process
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "launch" / "pretrain_gpt.py"
 VOCAB_SIZE = 512
-_TEXTS = (
-    "argparse",
-    "ast",
-    "bisect",
-    "calendar",
-    "cmd",
-    "code",
-    "csv",
-    "dataclasses",
-    "difflib",
-    "dis",
-    "enum",
-    "glob",
-)
+_TEXTS = "argparse ast bisect calendar cmd code csv dataclasses difflib dis enum glob".split()
 
 
 @dataclasses.dataclass
@@ -111,6 +98,15 @@ def make_data(folder: Path) -> Data:
         builder.end_document()
     builder.finalize(str(folder / "text.idx"))
     return Data(str(folder / "text"), str(folder / "vocab.json"), str(folder / "merges.txt"))
+
+
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+"""What a DeepSpeed JSON has besides for bf16 with float32 gradients."""
+
+
+def zero(stage: int, **options: Any) -> dict[str, Any]:
+    """A DeepSpeed JSON with this stage."""
+    return {"zero_optimization": {"stage": stage, **options}}
 
 
 def arguments(
@@ -248,18 +244,13 @@ def launch(command: list[str], folder: Path) -> subprocess.Popen[bytes]:
 def wait_for(process: subprocess.Popen[bytes], folder: Path, timeout_s: float = 300) -> Run:
     try:
         process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        kill(process)
+    except subprocess.TimeoutExpired:  # launchers put their ranks in sessions of their own
+        everything = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+        for pid in everything:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
     return finished(folder, [process.returncode])
-
-
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """kill -9 the command and everything it started; launchers put their ranks in sessions of their own."""
-    everything = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
-    for pid in everything:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
 
 
 def free_port() -> int:

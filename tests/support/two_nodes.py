@@ -49,20 +49,8 @@ class TwoNodes:
 
     def inside(self, node: str, command: list[str]) -> list[str]:
         """The command that runs `command` on a host as somebody who is logged in there does."""
-        return [
-            "nsenter",
-            "--target",
-            str(self.init[node]),
-            "--net",
-            "--uts",
-            "--pid",
-            "--mount",
-            "--",
-            "env",
-            "-C",
-            os.getcwd(),
-            *command,
-        ]
+        enter = ["nsenter", "--target", str(self.init[node]), "--net", "--uts", "--pid", "--mount", "--"]
+        return [*enter, "env", "-C", os.getcwd(), *command]
 
     def environment(self, **more: str) -> dict[str, str]:
         """For commands on a host: an ssh that gets to the other one; what this process says of Gloo is left out."""

@@ -29,21 +29,16 @@ def make_lock(folder: Path, age: float) -> str:
     return str(path)
 
 
-def test_a_lock_of_a_killed_build_is_named(tmp_path: Path) -> None:
+def test_a_lock_of_a_killed_build_is_named_whatever_deepspeed_makes_of_it(tmp_path: Path) -> None:
     path = make_lock(tmp_path, 7200)
     original = FileBaton.wait
-    with refuse_stale_locks(), pytest.raises(ValueError, match=f"{path} has been there for 120 minutes and no process"):
-        FileBaton(path).wait()
-    assert FileBaton.wait is original and os.path.exists(path)
-
-
-def test_what_deepspeed_makes_of_it_is_not_what_is_told(tmp_path: Path) -> None:
-    path = make_lock(tmp_path, 7200)
-    with pytest.raises(StaleLockError, match="remove it and start again"), refuse_stale_locks():
+    sentence = f"{path} has been there for 120 minutes and no process.*remove it and start again"
+    with pytest.raises(StaleLockError, match=sentence), refuse_stale_locks():
         try:
             FileBaton(path).wait()
         except Exception as error:
             raise RuntimeError("requires the cpu_adam op, which failed to build/load") from error
+    assert FileBaton.wait is original and os.path.exists(path)
 
 
 def test_a_lock_that_a_process_holds_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

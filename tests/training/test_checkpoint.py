@@ -1,40 +1,34 @@
-"""Saving and resuming: bit for bit the run it was, and never without a whole checkpoint."""
+"""Saving and resuming: bit for bit the run it was, from the newest whole checkpoint, of which nothing is executed."""
 
 from __future__ import annotations
 
-import json
+import functools
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from training_job import SCRIPT, Data, Run, arguments, kill, launch, run, successful
+import torch
+from training_job import BF16, Data, Run, run, successful, zero
 
-from tempo_megatron.disk import flush_all_to_disk
 from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder, name_checkpoint
+from tempo_megatron.training.checkpoint_files.integrity import find_damage, read_description
+from tempo_megatron.training.watch.team import Team
 
 SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--global-batch-size", "4"]
 
 
-def stage(number: int, **more: Any) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": number}, **more}
-
-
 # Tensor parallelism with ZeRO 1 and 3 and Tempo is resumed bit for bit in test_trainer_models.py.
 CASES = {
-    "one process, ZeRO 0": (1, [], stage(0)),
-    "DP 2, ZeRO 2": (2, [], stage(2)),
-    "DP 2, ZeRO 3": (2, [], stage(3)),
-    "TP 2, full recomputation": (
-        2, [*SP[:2], "--recompute-granularity", "full", "--recompute-method", "block"], stage(0),
-    ),
-    "TP 2 + SP, ZeRO 1, bf16": (2, SP, stage(1, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"})),
-}  # fmt: skip
+    "one process, ZeRO 0": (1, [], zero(0)),
+    "DP 2, ZeRO 2": (2, [], zero(2)),
+    "DP 2, ZeRO 3": (2, [], zero(3)),
+    "TP 2 + SP, ZeRO 1, bf16": (2, SP, {**zero(1), **BF16}),
+}
 QUICK = ("one process, ZeRO 0",)
 
 
@@ -65,169 +59,194 @@ def test_a_resumed_run_continues_bit_for_bit(
     assert second.losses_hex == (whole.losses_hex if world_size == 1 else whole.losses_hex[2:])
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_killed_run_resumes_bit_for_bit(data: Data, tmp_path: Path) -> None:
-    """With its launcher. test_kills.py kills ranks; test_trainer_launchers.py ends launchers."""
-    common = [*DROPOUT, *SP, "--train-iters", "40"]
-    uninterrupted = successful(run(data, tmp_path / "whole", *common, world_size=2, config=stage(1)))
-    save = tmp_path / "save"
-    options = [*common, "--save", str(save), "--load", str(save), "--save-interval", "4"]
-    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
-    folder = tmp_path / "killed"
-    folder.mkdir()
-    process = launch([*torchrun, *arguments(data, folder, *options, config=stage(1))], folder)
-    wait_until(lambda: (save / "latest").exists(), process)
-    kill(process)
-    killed_after = int((save / "latest").read_text().strip().removeprefix("iter_"))
-    assert 4 <= killed_after < 40
-    resumed = successful(run(data, folder, *options, world_size=2, config=stage(1)))
-    assert f"going on after step {killed_after} of" in resumed.output
-    assert resumed.losses_hex == uninterrupted.losses_hex
-    assert not list(save.glob("*.tmp"))
-
-
-def wait_until(condition: Callable[[], bool], process: Any, timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert process.poll() is None, "the run ended before it was killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-class Crashed(BaseException):
-    """Stands for kill -9: nothing in between catches it."""
-
-
-def write_checkpoint(folder: CheckpointFolder, iteration: int) -> None:
-    unfinished = folder.path / folder.begin(iteration)
-    (unfinished / "weights").write_text(f"weights of {iteration}")
-    flush_all_to_disk(unfinished)
-    folder.commit(iteration)
-
-
-def count_file_operations(monkeypatch: pytest.MonkeyPatch, crash_at: int | None) -> list[str]:
-    """Every change of the file system that a save makes; the one numbered crash_at does not happen."""
-    done: list[str] = []
-
-    def watch(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            if len(done) == crash_at:
-                raise Crashed
-            done.append(name)
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, watched)
-
-    for owner, name in [(Path, "mkdir"), (Path, "write_text"), (Path, "rename"), (Path, "replace"), (Path, "unlink")]:
-        watch(owner, name)
-    for owner, name in [(os, "fsync"), (shutil, "rmtree")]:
-        watch(owner, name)
-    return done
-
-
-@pytest.mark.parametrize("leftover", [False, True], ids=["", "over the leftover of an earlier crash"])
-def test_a_crash_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leftover: bool
-) -> None:
-    def prepare(name: str) -> CheckpointFolder:
-        folder = CheckpointFolder(tmp_path / name)
-        write_checkpoint(folder, 5)
-        if leftover:  # iter_0000010 is there, but `latest` does not name it
-            shutil.copytree(folder.path / name_checkpoint(5), folder.path / name_checkpoint(10))
-        return folder
-
-    folder = prepare("counted")
-    with monkeypatch.context() as patch:
-        operations = count_file_operations(patch, None)
-        write_checkpoint(folder, 10)
-    assert len(operations) > 8 and "rename" in operations
-    for crash_at in range(len(operations)):
-        folder = prepare(f"crash{crash_at}")
-        with monkeypatch.context() as patch, pytest.raises(Crashed):
-            count_file_operations(patch, crash_at)
-            write_checkpoint(folder, 10)
-        name = folder.find_latest()
-        assert name in (name_checkpoint(5), name_checkpoint(10))
-        iteration = 5 if name == name_checkpoint(5) else 10
-        assert (folder.path / name / "weights").read_text() == f"weights of {iteration}"
-        write_checkpoint(folder, 15)
-        assert folder.find_latest() == name_checkpoint(15)
-        assert not list(folder.path.glob("*.tmp"))
+SIZES = ["--train-iters", "6", "--global-batch-size", "4"]
+SAVING = ["--save-interval", "2"]
 
 
 @pytest.fixture(scope="module")
-def saved(data: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint after step 2 of one process with ZeRO 1."""
-    folder = tmp_path_factory.mktemp("saved")
-    successful(run(data, folder, "--save", str(folder / "save"), "--exit-interval", "2", config=stage(1)))
-    return folder / "save"
+def whole(data: Data, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """A finished run of two ranks with checkpoints of steps 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("whole")
+    finished = successful(
+        run(data, folder, *SIZES, *SAVING, "--save", str(folder / "save"), world_size=2, config=zero(1))
+    )
+    return folder / "save", finished
 
 
-MISMATCHES = {
-    "--num-layers": (["--num-layers", "1"], 1, stage(1), "its num_layers is 2, this run's is 1"),
-    "--vocab-size": (["--vocab-size", "600"], 1, stage(1), "its padded_vocab_size is 512, this run's is 640"),
-    "more ranks than a batch has samples": (
-        [], 2, stage(1), "--global-batch-size 2 is not a multiple of micro batch size 2 x data parallel size 2",
-    ),
-    "precision": (["--bf16"], 1, stage(1), "its precision is fp32, this run's is bf16"),
-    "batch": (["--global-batch-size", "6"], 1, stage(1), "its global_batch_size is 2, this run's is 6, so the order"),
-    "seed": (["--seed", "1"], 1, stage(1), "change --seed"),
-}  # fmt: skip
+def resume(data: Data, folder: Path, *more: str, world_size: int = 2, **options: Any) -> Run:
+    load = ["--load", str(folder / "save")]
+    return run(data, folder, *SIZES, *load, *more, world_size=world_size, config=zero(1), **options)
 
 
-@pytest.mark.parametrize(("extra", "world_size", "config", "words"), MISMATCHES.values(), ids=MISMATCHES)
-def test_a_checkpoint_of_another_run_is_refused(
-    data: Data, saved: Path, tmp_path: Path, extra: list[str], world_size: int, config: dict[str, Any], words: str
+def flip_bit(path: Path, place: float) -> None:
+    content = bytearray(path.read_bytes())
+    content[int(place * (len(content) - 1))] ^= 4
+    path.write_bytes(content)
+
+
+class Intruder:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mknod, (str(self.path),)
+
+
+def intrude(path: Path) -> None:
+    """Let a file of a checkpoint run code when it is unpickled, whose trace lies beside the folder of checkpoints."""
+    content = torch.load(path, weights_only=False)
+    torch.save({**content, "intruder": Intruder(path.parents[2] / "executed")}, path)
+
+
+INTRUDED = "holds posix.mknod where a checkpoint has only tensors and numbers"
+# What is wrong with the newest checkpoint, and with the one before it if anything is; what is said of each.
+FAULTS: list[list[tuple[str, Callable[[Path], object], str]]] = [
+    [("run.json", lambda path: flip_bit(path, 0.5), " is not ")],
+    [
+        ("zero_pp_rank_1_mp_rank_00_optim_states.pt", lambda path: flip_bit(path, 0.5), "is damaged"),
+        ("run.json", lambda path: path.write_text(""), "is not a checkpoint of Tempo's trainer"),
+    ],
+    [
+        ("rank_00001.pt", lambda path: path.write_bytes(path.read_bytes()[:-100]), "or not a file of torch.save"),
+        ("mp_rank_00_model_states.pt", Path.unlink, "lacks mp_rank_00_model_states.pt"),
+    ],
+    [("zero_pp_rank_1_mp_rank_00_optim_states.pt", intrude, INTRUDED)],
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("faults", FAULTS, ids=lambda faults: " and ".join(name for name, _, _ in faults))
+def test_the_checkpoint_before_damaged_ones_is_taken(
+    data: Data, whole: tuple[Path, Run], tmp_path: Path, faults: list[tuple[str, Callable[[Path], object], str]]
 ) -> None:
-    result = run(data, tmp_path, "--load", str(saved), *extra, world_size=world_size, config=config)
-    assert result.exit_codes == [1] * world_size
-    assert words in result.output
-    assert "Traceback" not in result.output
+    saved, finished = whole
+    save = tmp_path / "save"
+    shutil.copytree(saved, save)
+    for step, (name, damage, _) in zip((6, 4), faults, strict=False):
+        damage(save / f"iter_{step:07d}" / name)
+    resumed = successful(resume(data, tmp_path, *SAVING, "--save", str(save)))
+    for step, (_, _, words) in zip((6, 4), faults, strict=False):
+        assert words in resumed.output and f"it is called iter_{step:07d}.damaged now" in resumed.output
+        assert (save / f"iter_{step:07d}.damaged").is_dir()
+    step = 6 - 2 * len(faults)
+    assert f"going on after step {step}" in resumed.output and "Traceback" not in resumed.output
+    assert resumed.losses_hex == finished.losses_hex[step:]
+    assert (save / "latest").read_text() == "iter_0000006\n" and not (tmp_path / "executed").exists()
 
 
-def test_the_schedule_can_be_changed_on_purpose(data: Data, saved: Path, tmp_path: Path) -> None:
-    extra = ["--load", str(saved), "--lr", "2e-3", "--override-opt-param-scheduler", "--lr-decay-style", "constant"]
-    result = successful(run(data, tmp_path, *extra, config=stage(1)))
-    assert [record["learning_rate"] for record in result.of_kind("train")] == [2e-3] * 8
+@pytest.mark.slow
+def test_every_file_of_a_stage_is_looked_at(data: Data, whole: tuple[Path, Run], tmp_path: Path) -> None:
+    """By the reading that comes before every --load."""
+    saves = {1: whole[0] / "iter_0000006"}
+    for stage in (0, 3):
+        words = [*SIZES, "--train-iters", "2", "--save", str(tmp_path / f"save{stage}")]
+        successful(run(data, tmp_path / str(stage), *words, world_size=2, config=zero(stage)))
+        saves[stage] = tmp_path / f"save{stage}" / "iter_0000002"
+    for stage, name in (
+        (0, "mp_rank_00_model_states.pt"),
+        (1, "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        (3, "zero_pp_rank_1_mp_rank_00_model_states.pt"),
+        (3, "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        (1, "rank_00001.pt"),
+    ):
+        folder = tmp_path / "copies" / f"{stage} {name}"
+        shutil.copytree(saves[stage], folder)
+        described = read_description(folder)
+        assert described["zero_stage"] == stage and described["precision"] == "fp32"
+        assert described["consumed_samples"] == 4 * described["iteration"]
+        assert find_damage(folder, described["files"], 0, 1) is None
+        intrude(folder / name)
+        assert f"{name} {INTRUDED}" in (find_damage(folder, described["files"], 0, 1) or "")
+    assert not (tmp_path / "executed").exists()
 
 
-def test_saving_over_the_checkpoints_of_another_run_is_refused(data: Data, saved: Path, tmp_path: Path) -> None:
-    result = run(data, tmp_path, "--save", str(saved), config=stage(1))
-    assert result.exit_codes == [1]
-    assert f"already holds checkpoints up to iter_0000002; add --load {saved}" in result.output
+@pytest.mark.slow
+def test_a_folder_of_another_run_is_left_as_it_is(data: Data, whole: tuple[Path, Run], tmp_path: Path) -> None:
+    """Two damaged ones, in another layout, with nothing to save."""
+    shutil.copytree(whole[0], tmp_path / "save")
+    flip_bit(tmp_path / "save" / "iter_0000006" / "mp_rank_00_model_states.pt", 0.9)
+    flip_bit(tmp_path / "save" / "iter_0000004" / "rank_00000.pt", 0.3)
+    resumed = successful(resume(data, tmp_path, world_size=1))
+    assert resumed.output.count("the checkpoint before it is taken") == 2
+    assert "going on after step 2" in resumed.output
+    names = {path.name for path in (tmp_path / "save").glob("iter_*")}
+    assert names == {"iter_0000002", "iter_0000004", "iter_0000006"}
+    assert (tmp_path / "save" / "latest").read_text() == "iter_0000006\n"
 
 
-def test_two_runs_cannot_save_to_one_folder(tmp_path: Path) -> None:
-    first, second = CheckpointFolder(tmp_path / "save"), CheckpointFolder(tmp_path / "save")
-    first.lock()
-    with pytest.raises(ValueError, match="is being written by another run; wait for it or end it"):
-        second.lock()
-    first.unlock()
-    second.lock()
-    second.unlock()
+def delay_failure(rank: int) -> None:
+    """Let `rank` hear of the other's failure after it has said its own, and before it passes that on."""
+    if int(os.environ["RANK"]) == rank:
+        fail = Team.fail
+
+        def fail_later(*arguments: Any, **options: Any) -> Any:
+            time.sleep(2)
+            return fail(*arguments, **options)
+
+        Team.fail = fail_later  # type: ignore[method-assign]
 
 
-def test_loading_from_an_empty_folder_is_refused_unless_it_is_where_the_run_saves(data: Data, tmp_path: Path) -> None:
-    result = run(data, tmp_path, "--load", str(tmp_path / "nothing"))
-    assert result.exit_codes == [1]
-    assert "holds no checkpoint; give a folder with one, or leave --load out" in result.output
+@pytest.mark.slow
+@pytest.mark.parametrize("later", [0, 1])
+def test_without_a_whole_one_every_fault_is_named(
+    data: Data, whole: tuple[Path, Run], tmp_path: Path, later: int
+) -> None:
+    shutil.copytree(whole[0], tmp_path / "save")
+    for step in (2, 4, 6):
+        flip_bit(tmp_path / "save" / f"iter_{step:07d}" / "rank_00000.pt", 0.5)
+    failed = resume(data, tmp_path, before=functools.partial(delay_failure, later))
+    assert failed.exit_codes == [1, 1] and "Traceback" not in failed.output
+    assert "holds no checkpoint that is whole" in failed.output and failed.output.count("rank_00000.pt is damaged") == 3
 
 
-def test_latest_that_names_a_missing_checkpoint_is_an_error(data: Data, saved: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    (copy / "latest").write_text("iter_0000009")
-    with pytest.raises(ValueError, match="names 'iter_0000009', which is not a checkpoint there; remove it"):
-        CheckpointFolder(copy).find_latest()
-    shutil.copytree(saved / "iter_0000002", copy / "iter_0000002")
-    with pytest.raises(ValueError, match="write one of iter_0000002 into it"):
-        CheckpointFolder(copy).find_latest()
+@pytest.mark.slow
+def test_only_the_newest_checkpoints_stay(data: Data, tmp_path: Path) -> None:
+    save = ["--save", str(tmp_path / "save"), "--save-interval", "1", "--keep-checkpoints", "2"]
+    successful(run(data, tmp_path, *save, "--exit-interval", "4"))
+    names = sorted(path.name for path in (tmp_path / "save").glob("iter_*"))
+    assert names == ["iter_0000003", "iter_0000004"]
 
 
-def test_a_checkpoint_says_what_it_belongs_to(saved: Path) -> None:
-    described = json.loads((saved / "iter_0000002" / "run.json").read_text())
-    assert described["iteration"] == 2 and described["consumed_samples"] == 4
-    assert described["zero_stage"] == 1 and described["precision"] == "fp32"
+def block_a_file() -> None:
+    """In a rank: put a folder where a file of the checkpoint goes."""
+    begin = CheckpointFolder.begin
+
+    def blocked(self: CheckpointFolder, iteration: int) -> str:
+        folder = begin(self, iteration)
+        (self.path / folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt").mkdir()
+        return folder
+
+    CheckpointFolder.begin = blocked  # type: ignore[method-assign]
+
+
+LONGER = ["--train-iters", "8", "--lr-decay-iters", "6"]
+
+
+@pytest.mark.slow
+def test_a_failed_save_leaves_nothing_and_the_checkpoint_before(
+    data: Data, whole: tuple[Path, Run], tmp_path: Path
+) -> None:
+    """Rank 0 cannot write its optimizer states: a folder stands where the file has to go. In test_kills.py rank 1's
+    disk is full."""
+    save = tmp_path / "save"
+    shutil.copytree(whole[0], save)
+    failed = resume(data, tmp_path, *LONGER, "--save", str(save), before=block_a_file)
+    assert failed.exit_codes == [1, 1]
+    assert "the checkpoint of step 8 cannot be written" in failed.output
+    assert "Traceback" not in failed.output
+    assert not list(save.glob("*.tmp")) and (save / "latest").read_text().strip() == "iter_0000006"
+
+
+def test_a_folder_without_latest_goes_on_from_its_newest_checkpoint(
+    data: Data, whole: tuple[Path, Run], tmp_path: Path
+) -> None:
+    save = tmp_path / "save"
+    shutil.copytree(whole[0], save)
+    (save / "latest").unlink()
+    anew = run(data, tmp_path, *SIZES, "--save", str(save), world_size=2, config=zero(1))
+    assert anew.exit_codes == [1, 1]
+    assert f"--save {save} already holds checkpoints up to iter_0000006; add --load {save}" in anew.output
+    result = successful(resume(data, tmp_path, *LONGER))
+    assert "going on after step 6" in result.output and "the newest checkpoint there: no file latest" in result.output

@@ -10,21 +10,19 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from training_job import Data, Run, run, successful
+from training_job import Data, Run, run, successful, zero
 
 from tempo_megatron.training.metrics import read_metrics
 
-ZERO1: dict[str, Any] = {"zero_optimization": {"stage": 1}}
 STEPS = 30
 
 
 @pytest.fixture(scope="module")
 def whole(data: Data, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("whole")
-    return successful(run(data, folder, "--train-iters", str(STEPS), world_size=2, config=ZERO1))
+    return successful(run(data, folder, "--train-iters", str(STEPS), world_size=2, config=zero(1)))
 
 
 @dataclasses.dataclass
@@ -65,7 +63,7 @@ def test_a_run_that_is_killed_again_and_again_goes_on_as_if_it_never_was(
     for number in range(kills):
         kill = Kill(draw.randrange(2), save, number % 2 == 0, draw.random() * (0.1 if number % 2 == 0 else 0.3))
         start = time.monotonic()
-        killed = run(data, tmp_path / "killed", *options, world_size=2, config=ZERO1, before=kill, timeout_s=400)
+        killed = run(data, tmp_path / "killed", *options, world_size=2, config=zero(1), before=kill, timeout_s=400)
         if set(killed.exit_codes) == {0}:
             break
         assert killed.exit_codes[kill.rank] == -9 and killed.exit_codes[1 - kill.rank] == 1, killed.output
@@ -74,30 +72,36 @@ def test_a_run_that_is_killed_again_and_again_goes_on_as_if_it_never_was(
         latest = save / "latest"
         reached.append(int(latest.read_text().strip().removeprefix("iter_")) if latest.exists() else 0)
     assert reached == sorted(reached)  # no checkpoint was lost
-    resumed = successful(run(data, tmp_path / "killed", *options, world_size=2, config=ZERO1, timeout_s=400))
+    resumed = successful(run(data, tmp_path / "killed", *options, world_size=2, config=zero(1), timeout_s=400))
     print(f"{len(reached) - 1} kills, {inside} of them inside a save; steps reached: {reached[1:]}")
     assert "no checkpoint that is whole" not in resumed.output and "is damaged" not in resumed.output
     assert Run([0], "", read_metrics(tmp_path / "m.jsonl")).losses_hex == whole.losses_hex
 
 
-def limit_files() -> None:
-    """Every file may have 100 kB, on rank 1 only: Python gets an OSError, as on a disk that is full."""
-    if os.environ["RANK"] == "1":
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+@dataclasses.dataclass(frozen=True)
+class FullDisk:
+    """On one rank no file may have more than so many bytes: Python gets an OSError, as on a disk that is full."""
+
+    rank: int
+    size: int
+
+    def __call__(self) -> None:
+        if int(os.environ["RANK"]) == self.rank:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.size))
 
 
 @pytest.mark.slow
 def test_a_full_disk_keeps_the_checkpoint_before(data: Data, whole: Run, tmp_path: Path) -> None:
     sizes, save = ["--train-iters", str(STEPS), "--save-interval", "2"], tmp_path / "save"
     options = [*sizes, "--save", str(save), "--load", str(save)]
-    successful(run(data, tmp_path, *options, "--exit-interval", "2", world_size=2, config=ZERO1))
-    failed = run(data, tmp_path, *options, world_size=2, config=ZERO1, before=limit_files)
+    successful(run(data, tmp_path, *options, "--exit-interval", "2", world_size=2, config=zero(1)))
+    failed = run(data, tmp_path, *options, world_size=2, config=zero(1), before=FullDisk(1, 100_000))
     assert failed.exit_codes == [1, 1] and "Traceback" not in failed.output
     assert "the checkpoint of step 4 cannot be written" in failed.output
     assert sorted(path.name for path in save.glob("iter_*")) == ["iter_0000002"]
     options[3] = str(STEPS)
-    resumed = successful(run(data, tmp_path, *options, world_size=2, config=ZERO1))
+    resumed = successful(run(data, tmp_path, *options, world_size=2, config=zero(1)))
     assert resumed.losses_hex == whole.losses_hex
 
 
@@ -106,23 +110,18 @@ def test_ctrl_c_on_one_rank_saves_on_all(data: Data, whole: Run, tmp_path: Path)
     save = tmp_path / "save"
     stop = Kill(1, save, inside_a_save=False, delay_s=0.05, signal_number=signal.SIGINT)
     options = ["--train-iters", str(STEPS), "--save-interval", "3", "--save", str(save)]
-    stopped = successful(run(data, tmp_path, *options, world_size=2, config=ZERO1, before=stop))
+    stopped = successful(run(data, tmp_path, *options, world_size=2, config=zero(1), before=stop))
     reached = int((save / "latest").read_text().strip().removeprefix("iter_"))
     assert f"stopped by a signal to another rank after step {reached}" in stopped.output and 3 <= reached < STEPS
     assert stopped.losses_hex == whole.losses_hex[:reached]
 
 
-def limit_files_to_less_than_a_script() -> None:
-    """As limit_files, so that what DeepSpeed copies to a checkpoint does not fit either (zero_to_fp32.py has 30 kB)."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-
-
 @pytest.mark.slow
 def test_a_disk_that_is_full_at_the_first_save_is_one_sentence(data: Data, tmp_path: Path) -> None:
+    """What DeepSpeed copies to a checkpoint does not fit either: zero_to_fp32.py has 30 kB."""
     few_samples = ["--seq-length", "512", "--micro-batch-size", "1"]  # whose indices are small files
     options = ["--train-iters", "4", "--save-interval", "2", "--save", str(tmp_path / "save"), *few_samples]
-    failed = run(data, tmp_path, *options, config=ZERO1, before=limit_files_to_less_than_a_script)
+    failed = run(data, tmp_path, *options, config=zero(1), before=FullDisk(0, 20_000))
     assert failed.exit_codes == [1] and "Traceback" not in failed.output
     assert "the checkpoint of step 2 cannot be written" in failed.output, failed.output
     assert list((tmp_path / "save").glob("iter_*")) == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +14,10 @@ import torch
 from distributed import run_megatron_ranks
 from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from run_configs import NEEDED, SIZES, complete
 from training_job import MaskedData
 
-from tempo_megatron.models.shape import make_shape
-from tempo_megatron.training.run.masking import Masking
+from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.datasets import BatchStream, build_datasets, load_vocabulary
 from tempo_megatron.training.tasks.masked import MaskedTask, PredictMasked, collate_masked, find_usable_documents
 
@@ -30,24 +30,14 @@ def data(request: pytest.FixtureRequest) -> MaskedData:
     return request.getfixturevalue(request.param)
 
 
-def options(data: MaskedData, has_head: bool, **changes: Any) -> argparse.Namespace:
-    model = make_shape(
-        family="bert", num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=SEQ_LENGTH,
-        add_binary_head=has_head, num_tokentypes=2 if has_head else 0,
-    )  # fmt: skip
-    masking = Masking(mask_prob=0.15, short_seq_prob=0.1, masking="words" if has_head else "tokens")
-    values = {
-        "model": model, "masking": masking, "blend": ([data.prefix], None), "vocab_file": None, "merge_file": None,
-        "tensor_model_parallel_size": 1, "vocab_padding_tp": 1,
-        "split": "10,2", "split_weights": (10 / 12, 2 / 12, 0.0), "eval_iters": 2,
-        "train_iters": 10, "global_batch_size": 4, "micro_batch_size": 2, "seed": 1234, "data_cache_path": None,
-        "sample_parts": (), "num_workers": 0,
-    }  # fmt: skip
-    return argparse.Namespace(**{**values, **changes})
+def options(data: MaskedData, has_head: bool, **changes: Any) -> RunConfig:
+    kind = [] if has_head else ["--bert-no-binary-head", "--masking", "tokens"]
+    how = ["--data-path", data.prefix, "--split", "10,2", "--eval-iters", "2", "--global-batch-size", "4"]
+    return dataclasses.replace(complete(*SIZES, *NEEDED, *how, *kind, family="bert"), **changes)
 
 
 def collated(data: MaskedData, cache: str, has_head: bool, count: int, **changes: Any) -> dict[str, torch.Tensor]:
-    run: Any = options(data, has_head, data_cache_path=cache, **changes)
+    run = options(data, has_head, data_cache_path=cache, **changes)
     vocabulary = load_vocabulary(run, TASK)
     train = build_datasets(run, TASK, vocabulary.tokenizer).train
     return TASK.make_collate(vocabulary)([train[number] for number in range(count)])
@@ -55,7 +45,7 @@ def collated(data: MaskedData, cache: str, has_head: bool, count: int, **changes
 
 def megatrons_samples(data: MaskedData, cache: str) -> list[dict[str, Any]]:
     """As Megatron-LM's pretrain_bert.py makes them, of data whose padding token is 0."""
-    run: Any = options(data, True)
+    run = options(data, True)
     tokenizer = load_vocabulary(run, TASK).tokenizer
     assert tokenizer.pad == 0
     config = BERTMaskedWordPieceDatasetConfig(
@@ -86,7 +76,7 @@ def test_the_samples_are_those_of_megatrons_own_script(bert_data: MaskedData, tm
 
 def test_a_sample_is_framed_and_filled_with_the_tokenizers_own_tokens(data: MaskedData, tmp_path: Path) -> None:
     has_head = "bert" not in data.prefix  # either kind of data may have segments or none
-    run: Any = options(data, has_head)
+    run = options(data, has_head)
     tokenizer = load_vocabulary(run, TASK).tokenizer
     (batch,) = run_megatron_ranks(collated, 1, 1, data, str(tmp_path), has_head, 40)
     is_text = batch["padding_mask"] == 1
@@ -105,7 +95,7 @@ def test_a_sample_is_framed_and_filled_with_the_tokenizers_own_tokens(data: Mask
 
 def samples_by_text(data: MaskedData, cache: str, seed: int) -> tuple[dict[Any, list[tuple[int, ...]]], list[Any]]:
     """Text of a sample -> where it was masked, each time it came; and all samples of the run in order."""
-    run: Any = options(data, False, data_cache_path=cache, train_iters=1000, seed=seed)
+    run = options(data, False, data_cache_path=cache, train_iters=1000, seed=seed)
     train = build_datasets(run, TASK, load_vocabulary(run, TASK).tokenizer).train
     found, order = defaultdict(list), []
     for number in range(0, len(train)):
@@ -131,7 +121,7 @@ def test_another_epoch_masks_other_tokens_and_a_resumed_run_the_same(roberta_dat
 
 def batches(data: MaskedData, cache: str, layouts: list[tuple[int, int]]) -> list[list[list[int]]]:
     """The tokens of 16 samples as the ranks of each layout read them, put together in global order."""
-    run: Any = options(data, True, data_cache_path=cache)
+    run = options(data, True, data_cache_path=cache)
     vocabulary = load_vocabulary(run, TASK)
     train = build_datasets(run, TASK, vocabulary.tokenizer).train
     found = []
@@ -162,7 +152,7 @@ def test_documents_that_megatrons_index_passes_over_are_known() -> None:
 
 
 def test_a_part_without_a_sample_is_refused_instead_of_searched_for_ever(bert_data: MaskedData, tmp_path: Path) -> None:
-    run: Any = options(bert_data, True, split="999,1", split_weights=(0.999, 0.001, 0.0))
+    run = options(bert_data, True, split="999,1", split_weights=(0.999, 0.001, 0.0))
     with pytest.raises(ValueError, match="gives validation 0 of 12 documents, none of which has two sentences or more"):
         load_vocabulary(run, TASK)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,13 @@ from tempo_megatron.training.checkpoint_files.sharding import MOMENTS, Box, Cut
 
 pytestmark = pytest.mark.slow
 
-STEPS = 20
+STEPS = 8
 # Four layers and four micro batches. The first step is trained without a pipeline, so that all begin with its weights.
 SIZES = [
     *("--num-layers", "4", "--hidden-size", "32", "--seq-length", "32", "--global-batch-size", "8"),
     *("--train-iters", str(STEPS + 1), "--clip-grad", "0.5", "--weight-decay", "0.1"),
 ]
 NO_DROPOUT = ["--attention-dropout", "0", "--hidden-dropout", "0"]  # stock draws other masks in another layout
-FAMILIES = ("gpt", "bert")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +137,7 @@ def check_same(found: Run, wanted: Run) -> None:
 
 
 FULL = ("--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "1")
-EVAL = ("--eval-iters", "1", "--eval-interval", "10")
+EVAL = ("--eval-iters", "1", "--eval-interval", "4")
 OFTEN = [
     ("gpt", Layout(pp=4)),
     ("gpt", Layout(pp=2, tp=2, zero=1, interleaves=True, more=FULL)),
@@ -198,22 +196,14 @@ def read_all(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 SHORT_CHAIN = [Layout(pp=2, tp=2, zero=1, interleaves=True), Layout(pp=2), Layout()]
 CHAIN = [
-    Layout(pp=2, tp=2, zero=1, interleaves=True),
-    Layout(pp=4),
-    Layout(pp=2, dp=2, zero=1),
-    Layout(tp=2, dp=2, zero=3),
-    Layout(pp=2, interleaves=True),
-    Layout(pp=4, zero=1),
-    Layout(),
+    *(Layout(pp=2, tp=2, zero=1, interleaves=True), Layout(pp=4), Layout(pp=2, dp=2, zero=1)),
+    *(Layout(tp=2, dp=2, zero=3), Layout(pp=2, interleaves=True), Layout(pp=4, zero=1), Layout()),
 ]
 
 
 @pytest.mark.parametrize(
     ("family", "chain"),
-    [
-        pytest.param("gpt", SHORT_CHAIN, id="gpt"),
-        *(pytest.param(family, CHAIN, id=f"{family} long", marks=pytest.mark.exhaustive) for family in FAMILIES),
-    ],
+    [("gpt", SHORT_CHAIN), *(pytest.param(family, CHAIN, marks=pytest.mark.exhaustive) for family in ("gpt", "bert"))],
 )
 def test_a_checkpoint_passes_through_pipelines_bit_for_bit(
     begun: Callable[..., Begun], tmp_path: Path, family: str, chain: list[Layout]
@@ -224,7 +214,8 @@ def test_a_checkpoint_passes_through_pipelines_bit_for_bit(
         save = tmp_path / f"save_{number}"
         saved = start.go_on(layout, tmp_path / f"run_{number}", "--train-iters", "1", "--save", str(save), load=load)
         output = successful(saved).output
-        assert "resharding" in output and "none of the 1 steps is left to train" in output
+        assert "resharding" in output and "no loss curve:" in output
+        assert "none of the 1 steps is left to train; raise --train-iters for more" in output
         found = dict(read_all(save / "iter_0000001"))
         assert found.keys() == wanted.keys()
         for name, value in wanted.items():
@@ -233,42 +224,7 @@ def test_a_checkpoint_passes_through_pipelines_bit_for_bit(
     names = SavedState(load / "iter_0000001", read_description(load / "iter_0000001")).list_names()
     layers = {name.split(".")[2] for name in names if ".layers." in name}
     assert layers == {"0", "1", "2", "3"}
-
-
-@dataclasses.dataclass(frozen=True)
-class KillInSave:
-    """kill -9 of a rank when the checkpoint of a step has been written, but for the name that makes it whole."""
-
-    rank: int
-    iteration: int
-
-    def __call__(self) -> None:
-        from tempo_megatron.training.checkpoint import Checkpoints
-
-        if int(os.environ["RANK"]) != self.rank:
-            return
-        describe = Checkpoints._describe
-
-        def die(checkpoints: Checkpoints, unfinished: Path, progress: Any) -> None:
-            if progress.iteration == self.iteration:
-                os.kill(os.getpid(), signal.SIGKILL)
-            describe(checkpoints, unfinished, progress)
-
-        Checkpoints._describe = die  # type: ignore[method-assign]
-
-
-def test_a_run_killed_in_a_save_goes_on_with_another_number_of_stages(
-    begun: Callable[..., Begun], tmp_path: Path
-) -> None:
-    start, save = begun("gpt"), tmp_path / "save"
-    words = ["--save", str(save), "--save-interval", "3", "--heartbeat-seconds", "10"]
-    killed = start.go_on(Layout(pp=2, zero=1), tmp_path / "killed", *words, before=KillInSave(1, 9))
-    assert killed.exit_codes == [1, -9] and "Traceback" not in killed.output
-    assert "iter_0000006" in (save / "latest").read_text() and list(save.glob("iter_0000009.tmp"))
-    words[0:2] = ["--save", str(save), "--metrics-file", str(tmp_path / "killed" / "metrics.jsonl")]
-    resumed = successful(start.go_on(Layout(), tmp_path / "killed", *words, load=save))
-    assert "TP 1, PP 2, DP 1, ZeRO 1 to TP 1, DP 1, ZeRO 0" in resumed.output
-    check_same(resumed, start.whole(True))
+    check_same(successful(start.go_on(Layout(), tmp_path / "on", load=load)), start.whole(True))
 
 
 @pytest.mark.exhaustive

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
+import itertools
+import json
 import os
 import shutil
 import signal
@@ -12,22 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import BF16, Layout, join, keep_states
-from training_job import Data, Run, run, successful, write_unsealed
+from training_job import BF16, Data, Run, run, successful, write_unsealed, zero
 
 from tempo_megatron.training.resharding import load_resharded
 
-L = Layout
-STEPS, SAVED = 4, 2
 # 512 tokens in 540 rows, which another tensor parallel size would pad to 600 or 720 in a run that starts.
 COMMON = [
-    "--global-batch-size", "4", "--micro-batch-size", "1", "--train-iters", str(STEPS),
-    "--make-vocab-size-divisible-by", "60", "--seq-length", "32",
+    "--global-batch-size", "4", "--micro-batch-size", "1", "--make-vocab-size-divisible-by", "60", "--seq-length", "32",
 ]  # fmt: skip
 NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
-STOCK = ("--no-use-tempo", *NO_DROPOUT)
-TEMPO = ("--use-tempo", *NO_DROPOUT)
-DROPOUT = ("--use-tempo", "--attention-dropout", "0.1", "--hidden-dropout", "0.1")
 LLAMA = (
     "--swiglu", "--normalization", "RMSNorm", "--group-query-attention", "--num-query-groups", "2", "--qk-layernorm",
     "--position-embedding-type", "rope", "--untie-embeddings-and-output-weights", "--ffn-hidden-size", "96",
@@ -35,6 +30,30 @@ LLAMA = (
 # Of float32 sums in another order, relative to the loss, an ulp of which is 8e-8. Whole runs of the same weights in two
 # layouts differ by that one ulp in four steps.
 LIMIT = 5e-7
+KEYS = ("weight", "exp_avg", "exp_avg_sq")
+
+
+@dataclasses.dataclass(frozen=True)
+class L:
+    """Tensor parallel size, with sequence parallelism or not, data parallel size, ZeRO stage."""
+
+    tp: int = 1
+    dp: int = 1
+    stage: int = 0
+    sp: bool = False
+
+    def __str__(self) -> str:
+        return f"TP {self.tp}, DP {self.dp}, ZeRO {self.stage}"
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.dp
+
+    def arguments(self) -> list[str]:
+        return ["--tensor-model-parallel-size", str(self.tp), *(["--sequence-parallel"] if self.sp else [])]
+
+    def config(self, **more: Any) -> dict[str, Any]:
+        return {**zero(self.stage), **more}
 
 
 def go(data: Data, folder: Path, layout: L, *options: str, config: dict[str, Any] | None = None, **more: Any) -> Run:
@@ -42,159 +61,156 @@ def go(data: Data, folder: Path, layout: L, *options: str, config: dict[str, Any
     return run(data, folder, *everything, world_size=layout.world_size, config=config or layout.config(), **more)
 
 
-class Sources:
-    """Runs of STEPS steps with a checkpoint after SAVED, made when they are asked for."""
+def keep_states() -> None:
+    """In a rank: let every load and every save write what the live optimizer holds beside the checkpoints."""
+    from tempo_megatron.training.checkpoint import Checkpoints
 
-    def __init__(self, data: Data, folder: Path) -> None:
-        self.data, self.folder = data, folder
-        self.get = functools.cache(self._make)
+    load, save = Checkpoints.load, Checkpoints.save
 
-    def _make(self, layout: L, options: tuple[str, ...], bf16: bool = False) -> tuple[Path, Run]:
-        folder = self.folder / str(len(list(self.folder.iterdir())))
-        save = ["--save", str(folder / "save"), "--save-interval", str(SAVED)]
-        config = layout.config(**(BF16 if bf16 else {}))
-        whole = successful(go(self.data, folder, layout, *options, *save, config=config, before=keep_states))
-        (folder / "save" / "latest").write_text(f"iter_{SAVED:07d}\n")
-        return folder, whole
+    def load_and_dump(self: Checkpoints, *args: Any) -> Any:
+        progress = load(self, *args)
+        dump(self.engine, Path(self.run.metrics_file).parent / "loaded")
+        return progress
 
+    def save_and_dump(self: Checkpoints, progress: Any) -> None:
+        save(self, progress)
+        dump(self.engine, Path(self.run.metrics_file).parent / f"saved{progress.iteration}")
 
-@pytest.fixture(scope="module")
-def sources(data: Data, tmp_path_factory: pytest.TempPathFactory) -> Sources:
-    return Sources(data, tmp_path_factory.mktemp("sources"))
+    Checkpoints.load, Checkpoints.save = load_and_dump, save_and_dump  # type: ignore[method-assign]
 
 
-def assert_same_states(first: Path, second: Path, is_gated: bool = False) -> None:
+def dump(engine: Any, folder: Path) -> None:
+    """Write whole parameters of this tensor-parallel rank with their moments, the bits of the model's too."""
+    import deepspeed
+    from megatron.core import parallel_state
+
+    module, optimizer = engine.deepspeed.module, engine.deepspeed.optimizer
+    if engine.zero_stage in (1, 2):
+        # It links them in the first step, when some may not exist yet.
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+    states = {}
+    for name, parameter in module.named_parameters():
+        dimension = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
+        if engine.zero_stage == 0:
+            values = [parameter.data, *(optimizer.state[parameter][key] for key in KEYS[1:])]
+        else:
+            values = [deepspeed.utils.safe_get_full_fp32_param(parameter)]
+            values += [deepspeed.utils.safe_get_full_optimizer_state(parameter, key) for key in KEYS[1:]]
+        with deepspeed.zero.GatheredParameters([parameter], enabled=engine.zero_stage == 3):
+            live = parameter.detach().clone()
+        assert torch.equal(live, values[0].view(live.shape).to(live.dtype)), name
+        states[name] = dimension, [value.detach().clone().view(live.shape) for value in values]
+    if parallel_state.get_data_parallel_rank() == 0:
+        folder.mkdir(exist_ok=True, parents=True)
+        torch.save(states, folder / f"{parallel_state.get_tensor_model_parallel_rank()}.pt")
+
+
+def join(folder: Path, is_gated: bool = False) -> dict[str, torch.Tensor]:
+    """Name and key -> whole tensor of what dump wrote. A gated fc1 has its gates first, then its values.
+
+    What tensor-parallel ranks each hold whole is the same on all of them.
+    """
+    ranks = [torch.load(path) for path in sorted(folder.glob("*.pt"))]
+    whole = {}
+    for name, (dimension, _) in ranks[0].items():
+        for number, key in enumerate(KEYS):
+            parts = [rank[name][1][number] for rank in ranks]
+            if dimension is None:
+                assert all(torch.equal(part, parts[0]) for part in parts), f"{name} differs between ranks"
+                whole[f"{name} {key}"] = parts[0]
+            elif is_gated and "linear_fc1" in name:
+                halves = [part.chunk(2) for part in parts]
+                whole[f"{name} {key}"] = torch.cat([half[0] for half in halves] + [half[1] for half in halves])
+            else:
+                whole[f"{name} {key}"] = torch.cat(parts, dim=dimension)
+    return whole
+
+
+# Legs of one step each. The first layout also trains all steps alone, without a change.
+MASKS = [L(1, 1, 0), L(4, 1, 0, sp=True), L(1, 2, 2), L(2, 2, 3, sp=True), L(2, 1, 1)]
+# Every stage to every stage; every tensor parallel size to every other, with sequence parallelism and without.
+EVERY = [
+    *(L(1, 1, 0), L(1, 4, 0), L(2, 2, 1, sp=True), L(1, 2, 0), L(4, 1, 2, sp=True), L(2, 1, 0), L(2, 2, 3)),
+    *(L(4, 1, 1), L(4, 1, 1, sp=True), L(1, 4, 2), L(1, 2, 1), L(2, 2, 3, sp=True), L(4, 1, 2), L(2, 1, 2)),
+    *(L(1, 4, 3), L(2, 2, 3), L(1, 1, 0)),
+]
+STOCK_AND_TEMPO = [L(2, 1, 0), L(1, 2, 2), L(1, 2, 2)]  # the last leg has no other layout, so DeepSpeed itself loads
+# BF16_Optimizer, which is what stage 1 gets, and ZeRO's own hand over to each other.
+MASTERS = [L(1, 2, 1), L(2, 1, 3), L(1, 2, 2), L(2, 1, 1)]
+GATED = [L(1, 2, 1), L(4, 1, 3), L(2, 1, 0)]
+TEMPO, IN_TURNS = ("--use-tempo",), ("--no-use-tempo", "--use-tempo")
+# Arguments, what each leg has in turns, DeepSpeed JSON, layouts, how far losses may be from those of the whole run.
+CHAINS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any], list[L], float]] = {
+    "masks": ((), TEMPO, {}, MASKS, LIMIT),
+    "stock and Tempo": (NO_DROPOUT, IN_TURNS, {}, STOCK_AND_TEMPO, LIMIT),
+    "float32 masters": ((), TEMPO, BF16, MASTERS, 2e-3),
+    "gated, fewer groups than ranks": (LLAMA, TEMPO, {}, GATED, LIMIT),
+    "every pair": ((), TEMPO, {}, EVERY, LIMIT),
+    "gated, others": (LLAMA, TEMPO, {}, [L(4, 1, 2, sp=True), L(2, 2, 3), L(1, 1, 1)], LIMIT),
+}
+RARELY = ("every pair", "gated, others")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "switches", "config", "layouts", "limit"),
+    [
+        pytest.param(*chain, id=name, marks=pytest.mark.exhaustive if name in RARELY else ())
+        for name, chain in CHAINS.items()
+    ],
+)
+def test_a_run_goes_on_from_layout_to_layout(
+    data: Data,
+    tmp_path: Path,
+    words: tuple[str, ...],
+    switches: tuple[str, ...],
+    config: dict[str, Any],
+    layouts: list[L],
+    limit: float,
+) -> None:
+    save = str(tmp_path / "save")
+
+    def train(step: int, *options: str) -> Run:
+        layout = layouts[step - 1]
+        options = (*words, switches[(step - 1) % len(switches)], "--train-iters", str(len(layouts)), *options)
+        folder = tmp_path / f"step{step}"
+        return successful(
+            go(data, folder, layout, *options, "--save", save, config=layout.config(**config), before=keep_states)
+        )
+
+    whole = train(1, "--save-interval", "1")
+    Path(save, "latest").write_text("iter_0000001\n")
+    for step, (source, target) in enumerate(itertools.pairwise(layouts), start=2):
+        resumed = train(step, "--load", save, "--exit-interval", str(step))
+        assert_same_states(
+            tmp_path / f"step{step}/loaded", tmp_path / f"step{step - 1}/saved{step - 1}", words == LLAMA
+        )
+        assert f"going on after step {step - 1}" in resumed.output
+        assert str(source) == str(target) or f"{source} to {target}" in resumed.output
+        (ours,), theirs = resumed.of_kind("train"), whole.of_kind("train")[step - 1]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=limit), (source, target)
+        assert ours["learning_rate"] == theirs["learning_rate"]
+
+
+def assert_same_states(first: Path, second: Path, is_gated: bool) -> None:
     ours, theirs = join(first, is_gated), join(second, is_gated)
     assert ours.keys() == theirs.keys() and len(ours) > 40
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-def assert_same_losses(resumed: list[float], whole: list[float]) -> None:
-    assert resumed == pytest.approx(whole, rel=LIMIT)
+# The tests below go on from a run of TP 2 that was stopped in the middle.
+STEPS, SAVED = 4, 2
+STOCK = ("--no-use-tempo", *NO_DROPOUT, "--train-iters", str(STEPS))
 
 
-# Every stage to every stage; every tensor parallel size to every other, with sequence parallelism and without.
-PAIRS = [
-    (L(1, 1, 0), L(4, 1, 0, sp=True), DROPOUT, DROPOUT),
-    (L(1, 4, 0), L(2, 2, 1, sp=True), STOCK, STOCK),
-    (L(2, 1, 0), L(1, 2, 2), STOCK, TEMPO),
-    (L(4, 1, 0), L(1, 4, 3), TEMPO, STOCK),
-    (L(2, 2, 1, sp=True), L(1, 1, 0), DROPOUT, DROPOUT),
-    (L(1, 2, 1), L(4, 1, 1, sp=True), STOCK, STOCK),
-    (L(4, 1, 1), L(2, 2, 2), DROPOUT, DROPOUT),
-    (L(1, 4, 1), L(2, 2, 3, sp=True), DROPOUT, DROPOUT),
-    (L(1, 2, 2), L(2, 2, 0), STOCK, STOCK),
-    (L(2, 1, 2), L(1, 4, 1), DROPOUT, DROPOUT),
-    (L(4, 1, 2, sp=True), L(1, 2, 2), STOCK, TEMPO),
-    (L(2, 2, 2), L(4, 1, 3), STOCK, STOCK),
-    (L(1, 4, 3), L(4, 1, 0), DROPOUT, DROPOUT),
-    (L(2, 1, 3), L(2, 2, 1), TEMPO, STOCK),
-    (L(4, 1, 3), L(1, 1, 2), STOCK, STOCK),
-    (L(2, 2, 3, sp=True), L(1, 2, 3), DROPOUT, DROPOUT),
-    # One layout, where DeepSpeed itself loads.
-    (L(2, 1, 1, sp=True), L(2, 1, 1, sp=True), STOCK, TEMPO),
-    (L(2, 1, 1, sp=True), L(2, 1, 1, sp=True), TEMPO, STOCK),
-]
-# With these and the tests below each stage and each tensor parallel size is on both sides.
-SLOW = (0, 10, 15, 16)
-WORDS = {STOCK: "stock", TEMPO: "Tempo", DROPOUT: "Tempo p 0.1"}
-
-
-def find_marks(number: int) -> list[pytest.MarkDecorator]:
-    """Of a pair of PAIRS."""
-    if number == 2:
-        return []
-    return [pytest.mark.slow] if number in SLOW else [pytest.mark.slow, pytest.mark.exhaustive]
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "before", "after"),
-    [
-        pytest.param(
-            *pair,
-            id=f"{pair[0]} {WORDS[pair[2]]} - {pair[1]} {WORDS[pair[3]]}",
-            marks=find_marks(number),
-        )
-        for number, pair in enumerate(PAIRS)
-    ],
-)
-def test_a_run_goes_on_in_another_layout(
-    data: Data, sources: Sources, tmp_path: Path, source: L, target: L, before: tuple[str, ...], after: tuple[str, ...]
-) -> None:
-    folder, whole = sources.get(source, before)
-    load = ["--load", str(folder / "save")]
-    resumed = successful(go(data, tmp_path, target, *after, *load, before=keep_states))
-    assert_same_states(tmp_path / "loaded", folder / f"saved{SAVED}")
-    assert f"going on after step {SAVED}" in resumed.output
-    if source != target:
-        assert f"DP {source.dp}, ZeRO {source.stage} to TP {target.tp}, DP {target.dp}, ZeRO {target.stage}" in (
-            resumed.output
-        )
-    assert_same_losses(resumed.losses, whole.losses[SAVED:])
-    rates = [[record["learning_rate"] for record in result.of_kind("train")] for result in (resumed, whole)]
-    assert rates[0] == rates[1][SAVED:]
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 0), (3, 2), (0, 1)])
-def test_another_stage_alone(data: Data, sources: Sources, tmp_path: Path, before: int, after: int) -> None:
-    folder, whole = sources.get(L(1, 2, before), DROPOUT)
-    resumed = successful(go(data, tmp_path, L(1, 2, after), *DROPOUT, "--load", str(folder / "save")))
-    assert_same_losses(resumed.losses, whole.losses[SAVED:])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        (L(1, 2, 1), L(2, 1, 3)),
-        (L(1, 2, 2), L(2, 1, 1)),
-        pytest.param(L(2, 1, 3), L(1, 2, 1), marks=pytest.mark.exhaustive),
-        pytest.param(L(2, 2, 1, sp=True), L(1, 2, 2), marks=pytest.mark.exhaustive),
-    ],
-    ids=str,
-)
-def test_bf16_keeps_its_float32_masters(data: Data, sources: Sources, tmp_path: Path, source: L, target: L) -> None:
-    """BF16_Optimizer, which is what stage 1 gets, and ZeRO's own hand over to each other."""
-    folder, whole = sources.get(source, DROPOUT, True)
-    config = target.config(**BF16)
-    load = ["--load", str(folder / "save")]
-    resumed = successful(go(data, tmp_path, target, *DROPOUT, *load, config=config, before=keep_states))
-    assert_same_states(tmp_path / "loaded", folder / f"saved{SAVED}")
-    assert resumed.losses == pytest.approx(whole.losses[SAVED:], rel=2e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        (L(1, 2, 1), L(4, 1, 3)),
-        pytest.param(L(4, 1, 2, sp=True), L(2, 1, 0), marks=pytest.mark.exhaustive),
-        pytest.param(L(2, 2, 3), L(1, 1, 1), marks=pytest.mark.exhaustive),
-    ],
-    ids=str,
-)
-def test_a_gated_model_with_fewer_groups_than_ranks(
-    data: Data, sources: Sources, tmp_path: Path, source: L, target: L
-) -> None:
-    options = (*LLAMA, *DROPOUT)
-    folder, whole = sources.get(source, options)
-    load = ["--load", str(folder / "save")]
-    resumed = successful(go(data, tmp_path, target, *options, *load, before=keep_states))
-    assert_same_states(tmp_path / "loaded", folder / f"saved{SAVED}", is_gated=True)
-    assert_same_losses(resumed.losses, whole.losses[SAVED:])
-
-
-@pytest.mark.slow
-def test_the_way_there_and_back_and_on(data: Data, sources: Sources, tmp_path: Path) -> None:
-    """The checkpoints go into one folder; the last run is in the first one's layout again."""
-    folder, whole = sources.get(L(2, 2, 1, sp=True), DROPOUT)
-    shutil.copytree(folder / "save", tmp_path / "save")
-    save = ["--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
-    successful(go(data, tmp_path, L(1, 2, 3), *DROPOUT, *save, "--exit-interval", "3", "--micro-batch-size", "2"))
-    last = successful(go(data, tmp_path, L(2, 2, 1, sp=True), *DROPOUT, *save))
-    assert_same_losses(last.losses, whole.losses[SAVED:])
+@pytest.fixture(scope="module")
+def stopped(data: Data, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    folder = tmp_path_factory.mktemp("stopped")
+    save = ["--save", str(folder / "save"), "--save-interval", str(SAVED)]
+    whole = successful(go(data, folder, L(2, 1, 0), *STOCK, *save))
+    (folder / "save" / "latest").write_text(f"iter_{SAVED:07d}\n")
+    return folder / "save", whole
 
 
 @pytest.mark.slow
@@ -204,27 +220,14 @@ def test_an_option_that_moves_the_weights_within_a_layout(data: Data, tmp_path: 
     layout, save = L(1, 2, 2), ["--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
 
     def config(in_turns: bool) -> dict[str, Any]:
-        return {"zero_optimization": {"stage": 2, "round_robin_gradients": in_turns}}
+        return zero(2, round_robin_gradients=in_turns)
 
-    whole = successful(go(data, tmp_path / "whole", layout, *STOCK, config=config(saved_in_turns)))
-    first = [*STOCK, *save, "--exit-interval", str(SAVED)]
-    successful(go(data, tmp_path / "parts", layout, *first, config=config(saved_in_turns)))
-    second = successful(go(data, tmp_path / "parts", layout, *STOCK, *save, config=config(not saved_in_turns)))
-    assert "resharding" in second.output
-    assert_same_losses(second.losses, whole.losses)
-
-
-@pytest.mark.slow
-def test_the_global_batch_stays_when_it_was_left_out(data: Data, tmp_path: Path) -> None:
-    """It was 2 micro batches of 2; two processes now take one each."""
-    left_out = [*STOCK, "--train-iters", "3", "--micro-batch-size", "2"]
-    save = ["--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
-    options = [*left_out, *save]
-    config = {"gradient_accumulation_steps": 2}
-    first = successful(run(data, tmp_path, *options, "--exit-interval", "2", config=config))
-    second = successful(run(data, tmp_path, *options, world_size=2, config=L(1, 2, 1).config()))
-    assert [record["consumed_samples"] for record in second.of_kind("train")] == [4, 8, 12]
-    assert second.losses[:2] == first.losses
+    whole = [*STOCK, "--save-interval", str(SAVED), *save]
+    first = successful(go(data, tmp_path / "whole", layout, *whole, config=config(saved_in_turns)))
+    (tmp_path / "save" / "latest").write_text(f"iter_{SAVED:07d}\n")
+    rest = successful(go(data, tmp_path / "rest", layout, *STOCK, *save, config=config(not saved_in_turns)))
+    assert "resharding" in rest.output
+    assert rest.losses == pytest.approx(first.losses[SAVED:], rel=LIMIT)
 
 
 def die_while_saving() -> None:
@@ -235,10 +238,10 @@ def die_while_saving() -> None:
 
 
 @pytest.mark.slow
-def test_kill_9_in_the_first_save_after_it_loses_nothing(data: Data, sources: Sources, tmp_path: Path) -> None:
-    folder, whole = sources.get(L(2, 1, 0), STOCK)
+def test_kill_9_in_the_first_save_after_it_loses_nothing(data: Data, stopped: tuple[Path, Run], tmp_path: Path) -> None:
+    saved, whole = stopped
     save = tmp_path / "save"
-    shutil.copytree(folder / "save", save)
+    shutil.copytree(saved, save)
     before = {path: path.read_bytes() for path in (save / "iter_0000002").iterdir()}
     options = [*STOCK, "--save", str(save), "--load", str(save)]
     killed = go(data, tmp_path, L(1, 1, 2), *options, "--save-interval", "1", before=die_while_saving)
@@ -249,45 +252,36 @@ def test_kill_9_in_the_first_save_after_it_loses_nothing(data: Data, sources: So
     assert {path: path.read_bytes() for path in (save / "iter_0000002").iterdir()} == before
     resumed = successful(go(data, tmp_path / "resumed", L(1, 1, 1), *options))
     assert f"going on after step {SAVED}" in resumed.output and not list(save.glob("*.tmp"))
-    assert_same_losses(resumed.losses, whole.losses[SAVED:])
+    assert resumed.losses == pytest.approx(whole.losses[SAVED:], rel=LIMIT)
 
 
-def strip(save: Path) -> None:
-    """Make it a checkpoint of a version that did not write what lies where."""
-    for path in save.rglob("rank_*.pt"):
-        state = torch.load(path, weights_only=False)
-        del state["layout"]
-        torch.save(state, path)
-    write_unsealed(save / f"iter_{SAVED:07d}")
+# What a model is beyond a GPT-2's sizes. An earlier version wrote neither this nor checksums, nor what lies where.
+NEWER = (
+    "family", "num_query_groups", "kv_channels", "activation", "normalization", "norm_epsilon", "qk_layernorm",
+    "add_bias_linear", "add_qkv_bias", "position_embedding_type", "rotary_base", "rotary_percent", "use_rope_scaling",
+    "rope_scaling_factor", "window_size", "num_tokentypes", "add_binary_head", "decoder_seq_length",
+)  # fmt: skip
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_does_not_say_what_lies_where_goes_on_in_its_layout(
-    data: Data, sources: Sources, tmp_path: Path
+def test_a_checkpoint_of_an_earlier_version_goes_on_in_its_layout(
+    data: Data, stopped: tuple[Path, Run], tmp_path: Path
 ) -> None:
-    layout = L(2, 1, 0)
-    folder, whole = sources.get(layout, STOCK)
-    shutil.copytree(folder / "save", tmp_path / "save")
-    strip(tmp_path / "save")
+    saved, whole = stopped
+    shutil.copytree(saved, tmp_path / "save")
+    checkpoint = tmp_path / "save" / f"iter_{SAVED:07d}"
+    for path in checkpoint.glob("rank_*.pt"):
+        state = torch.load(path, weights_only=False)
+        del state["layout"]
+        torch.save(state, path)
+    assert set(NEWER) <= json.loads((checkpoint / "run.json").read_text()).keys()
+    write_unsealed(checkpoint, **dict.fromkeys(NEWER))
     load = [*STOCK, "--load", str(tmp_path / "save")]
     refused = go(data, tmp_path / "refused", L(1, 2, 1), *load)
     assert refused.exit_codes == [1, 1] and "Traceback" not in refused.output
     assert "was saved by an older version of the trainer" in refused.output
-    resumed = successful(go(data, tmp_path / "resumed", layout, *load))
+    resumed = successful(go(data, tmp_path / "resumed", L(2, 1, 0), *load))
     assert resumed.losses_hex == whole.losses_hex[SAVED:]
-
-
-@pytest.mark.slow
-def test_rows_of_padding_that_do_not_divide_are_one_sentence(data: Data, tmp_path: Path) -> None:
-    odd = [*STOCK, "--vocab-size", "513", "--make-vocab-size-divisible-by", "1"]
-    save = str(tmp_path / "save")
-    successful(go(data, tmp_path, L(), *odd, "--exit-interval", "1", "--save", save))
-    refused = go(data, tmp_path, L(2, 1, 0), *odd, "--load", save)
-    assert refused.exit_codes == [1, 1] and "Traceback" not in refused.output
-    assert (
-        "has 513 rows of vocabulary, padding included, which the run keeps and --tensor-model-parallel-size 2 does"
-        in (refused.output)
-    )
 
 
 def test_states_on_nvme_are_refused_before_anything_changes() -> None:

@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import os
 import pickle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from distributed import run_megatron_ranks
+from run_configs import NEEDED, SIZES, complete
 from training_job import Data
 
-from tempo_megatron.models.shape import make_shape
+from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.datasets import build_datasets, load_vocabulary, shard_batches
 from tempo_megatron.training.tasks.next_token import NextTokenTask, collate_tokens
 from tempo_megatron.training.tasks.task import Vocabulary
 
 TASK = NextTokenTask()
+HOW = "--split 10,2 --eval-iters 2 --global-batch-size 4".split()
 
 
-def vocabulary(args: argparse.Namespace) -> Vocabulary:
-    return load_vocabulary(args, TASK)
+def vocabulary(run: RunConfig) -> Vocabulary:
+    return load_vocabulary(run, TASK)
 
 
-def options(data: Data, vocab_size: int | None = None, **changes: object) -> argparse.Namespace:
-    model = make_shape(
-        family="gpt", num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=vocab_size
-    )
-    values = {
-        "model": model,
-        "blend": ([data.prefix], None), "vocab_file": data.vocab_file, "merge_file": data.merge_file,
-        "tensor_model_parallel_size": 1, "vocab_padding_tp": 1,
-        "split": "10,2", "split_weights": (10 / 12, 2 / 12, 0.0), "eval_iters": 2, "train_iters": 10,
-        "global_batch_size": 4, "seed": 1234, "data_cache_path": None, "eod_mask_loss": False,
-        "sample_parts": (),
-    }  # fmt: skip
-    return argparse.Namespace(**{**values, **changes})
+def options(data: Data, *words: str, **changes: object) -> RunConfig:
+    run = complete(*SIZES, *NEEDED, *data.arguments(), *HOW, *words)
+    return dataclasses.replace(run, **changes)
 
 
 @pytest.mark.parametrize(("micro_batch_size", "data_parallel_size"), [(1, 1), (2, 2), (1, 4), (4, 2)])
@@ -53,8 +44,8 @@ def test_every_sample_is_read_once_and_in_the_order_of_one_rank(micro_batch_size
 
 
 def samples(data: Data, cache: str) -> list[list[int]]:
-    args = options(data, data_cache_path=cache)
-    built = build_datasets(args, TASK, load_vocabulary(args, TASK).tokenizer)
+    run = options(data, data_cache_path=cache)
+    built = build_datasets(run, TASK, vocabulary(run).tokenizer)
     train, valid = built.train, built.valid
     return [train[0]["tokens"].tolist(), train[0]["labels"].tolist(), valid[0]["tokens"].tolist(), [len(valid)]]
 
@@ -67,28 +58,33 @@ def test_all_ranks_read_the_same_and_labels_are_the_next_tokens(data: Data, tmp_
     assert first[3][0] >= 8
 
 
-def test_index_files_cut_off_by_a_kill_are_made_again(data: Data, tmp_path: Path) -> None:
-    (expected,) = run_megatron_ranks(samples, 1, 1, data, str(tmp_path))
-    cut_off = [path for path in tmp_path.glob("*.npy") if path.stat().st_size > 200]
-    assert cut_off
-    for path in cut_off:
-        path.write_bytes(path.read_bytes()[:-50])
-    (again,) = run_megatron_ranks(samples, 1, 1, data, str(tmp_path))
-    assert again == expected
-    assert all(np.load(path).size for path in cut_off)
+class Intruder:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mknod, (str(self.path),)
 
 
-def samples_of_changed_indices(data: Data, cache: str) -> list[list[int]]:
-    """In one process, whose output the test does not see: the first samples, of files in which a byte is changed."""
+def samples_of_damaged_indices(data: Data, cache: str) -> list[list[int]]:
+    """In one process, whose output the test does not see: the first samples, of files that a kill has cut off, in which
+    a byte is changed, and that would run code."""
     first = samples(data, cache)
     files = sorted(Path(cache).glob("*.npy"))
     assert len(files) == 6 and all(Path(f"{path}.sha256").is_file() for path in files)
     written = [path.read_bytes() for path in files]
-    for path in files:
-        content = bytearray(path.read_bytes())
-        content[-8] ^= 1
-        path.write_bytes(content)
-    assert samples(data, cache) == first and [path.read_bytes() for path in files] == written
+    intruder = pickle.dumps(Intruder(Path(cache) / "executed"))
+    for damaged in (
+        [content[:-50] for content in written],
+        [content[:-8] + bytes([content[-8] ^ 1]) + content[-7:] for content in written],
+        [intruder for _ in written],
+    ):
+        for path, content in zip(files, damaged, strict=True):
+            path.write_bytes(content)
+        assert samples(data, cache) == first and [path.read_bytes() for path in files] == written
+    assert not (Path(cache) / "executed").exists()
     inodes = [path.stat().st_ino for path in files]
     assert samples(data, cache) == first and [path.stat().st_ino for path in files] == inodes
     for path in files:  # of Megatron-LM, say
@@ -97,14 +93,14 @@ def samples_of_changed_indices(data: Data, cache: str) -> list[list[int]]:
     return first
 
 
-def test_index_files_of_which_a_bit_has_changed_are_made_again(data: Data, tmp_path: Path) -> None:
-    ranks = run_megatron_ranks(samples_of_changed_indices, 1, 1, data, str(tmp_path))
+def test_damaged_index_files_are_made_again(data: Data, tmp_path: Path) -> None:
+    ranks = run_megatron_ranks(samples_of_damaged_indices, 1, 1, data, str(tmp_path))
     assert ranks == run_megatron_ranks(samples, 1, 1, data, str(tmp_path / "other"))
 
 
 def blended(data: Data, cache: str) -> int:
-    args = options(data, blend=([data.prefix, data.prefix], [0.25, 0.75]), data_cache_path=cache)
-    built = build_datasets(args, TASK, load_vocabulary(args, TASK).tokenizer)
+    run = options(data, blend=([data.prefix, data.prefix], [0.25, 0.75]), data_cache_path=cache)
+    built = build_datasets(run, TASK, vocabulary(run).tokenizer)
     train, valid = built.train, built.valid
     assert len(train) == 40 and len(valid) == 8
     return sum(int(train[sample]["dataset_id"]) for sample in range(40))
@@ -115,14 +111,16 @@ def test_several_data_sets_are_blended_by_weight(data: Data, tmp_path: Path) -> 
 
 
 def test_the_vocabulary_is_padded_for_the_tensor_parallel_size(data: Data) -> None:
-    args = options(data, tensor_model_parallel_size=3, vocab_padding_tp=3)
-    assert vocabulary(args).padded_size == 768
-    assert vocabulary(options(data, vocab_size=50257)).padded_size == 50304
+    assert vocabulary(options(data, tensor_model_parallel_size=3, vocab_padding_tp=3)).padded_size == 768
+    assert vocabulary(options(data, "--vocab-size", "50257")).padded_size == 50304
+    odd = ["--vocab-size", "513", "--make-vocab-size-divisible-by", "1"]
+    with pytest.raises(ValueError, match="has 513 rows of vocabulary, padding included, which the run keeps and --ten"):
+        vocabulary(options(data, *odd, tensor_model_parallel_size=2, load="save"))
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(data: Data) -> None:
     with pytest.raises(ValueError, match="--vocab-size 300 is below the tokenizer's 512 tokens"):
-        vocabulary(options(data, vocab_size=300))
+        vocabulary(options(data, "--vocab-size", "300"))
 
 
 def test_a_split_without_a_whole_sample_is_refused(data: Data) -> None:
@@ -165,8 +163,8 @@ def test_a_misspelt_data_path_is_answered_with_the_data_that_is_there(data: Data
 def first_samples(
     data: Data, cache: str, train_iters: int, sample_parts: tuple[int, ...]
 ) -> tuple[list[int], int, Any]:
-    args = options(data, data_cache_path=cache, train_iters=train_iters, sample_parts=sample_parts, eval_iters=0)
-    built = build_datasets(args, TASK, load_vocabulary(args, TASK).tokenizer)
+    run = options(data, data_cache_path=cache, train_iters=train_iters, sample_parts=sample_parts, eval_iters=0)
+    built = build_datasets(run, TASK, vocabulary(run).tokenizer)
     train = built.train
     order = [hash(tuple(train[sample]["tokens"].tolist())) for sample in range(min(len(train), 1000))]
     return order, len(train), built.sample_parts
@@ -188,21 +186,3 @@ def test_a_longer_run_keeps_the_order_of_its_first_samples(data: Data, tmp_path:
     assert order(5, grown)[0][:20] == planned[:20]  # a shorter one is the beginning
     within = order(length // 4, parts)
     assert within[2] == (40,) and within[0] == planned
-
-
-def test_an_index_file_that_would_run_code_is_not_loaded(data: Data, tmp_path: Path) -> None:
-    (expected,) = run_megatron_ranks(samples, 1, 1, data, str(tmp_path))
-    for path in tmp_path.glob("*_index.npy"):
-        path.write_bytes(pickle.dumps(Intruder(tmp_path / "executed")))
-    (again,) = run_megatron_ranks(samples, 1, 1, data, str(tmp_path))
-    assert again == expected and not (tmp_path / "executed").exists()
-
-
-class Intruder:
-    """Touches a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mknod, (str(self.path),)

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from training_job import Data, Run, run
+from training_job import BF16, Data, Run, run, zero
 
 from tempo_megatron.training.engine import take_scale
 from tempo_megatron.training.loop import Trainer
 
 SAVED = ["--save-interval", "2", "--log-interval", "10", "--train-iters", "60"]
-BF16 = {"bf16": {"enabled": True}}
-MASTERED = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+HALF = {"bf16": {"enabled": True}}
 
 
 def diverge(data: Data, folder: Path, *extra: str, config: dict[str, Any], world_size: int = 1) -> Run:
@@ -24,12 +23,12 @@ def diverge(data: Data, folder: Path, *extra: str, config: dict[str, Any], world
 
 
 CASES = {
-    "fp32, ZeRO 1": (1, ["--clip-grad", "0"], {"zero_optimization": {"stage": 1}}),
-    "fp32, ZeRO 0": (1, ["--clip-grad", "0"], {"zero_optimization": {"stage": 0}}),
-    "bf16, ZeRO 1": (1, ["--clip-grad", "0"], {"zero_optimization": {"stage": 1}, **BF16}),
-    "bf16, fp32 gradients": (1, [], {"zero_optimization": {"stage": 1}, **MASTERED}),
-    "bf16, ZeRO 3, DP 2": (2, [], {"zero_optimization": {"stage": 3}, **BF16}),
-    "fp32, TP 2": (2, ["--tensor-model-parallel-size", "2"], {"zero_optimization": {"stage": 2}}),
+    "fp32, ZeRO 1": (1, ["--clip-grad", "0"], zero(1)),
+    "fp32, ZeRO 0": (1, ["--clip-grad", "0"], zero(0)),
+    "bf16, ZeRO 1": (1, ["--clip-grad", "0"], {**zero(1), **HALF}),
+    "bf16, fp32 gradients": (1, [], {**zero(1), **BF16}),
+    "bf16, ZeRO 3, DP 2": (2, [], {**zero(3), **HALF}),
+    "fp32, TP 2": (2, ["--tensor-model-parallel-size", "2"], zero(2)),
 }
 QUICK = ("fp32, ZeRO 0", "bf16, ZeRO 1", "fp32, TP 2")
 
@@ -56,7 +55,7 @@ def test_a_diverged_model_is_not_saved(
 
 
 def test_the_last_good_checkpoint_stays_the_latest(data: Data, tmp_path: Path) -> None:
-    config = {"zero_optimization": {"stage": 1}}
+    config = zero(1)
     # The first step of a warm-up has a learning rate of 0.
     warm = ["--lr", "1e30", "--lr-warmup-iters", "50"]
     assert diverge(data, tmp_path, *warm, "--save-interval", "1", config=config).exit_codes == [1]

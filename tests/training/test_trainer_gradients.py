@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from distributed import run_megatron_ranks
 from megatron.core import parallel_state
+from run_configs import complete
 
 SIZES = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 128, "num_attention_heads": 4, "seq_length": 16}
 
@@ -15,15 +15,12 @@ def gradients(world_size: int, summed: bool) -> dict[str, torch.Tensor]:
     from tempo_megatron.models.build import build_model
     from tempo_megatron.training.engine import compute_gradient_norm, sum_partial_gradients
     from tempo_megatron.training.model import build_transformer_config
-    from tempo_megatron.training.run.arguments import parse_arguments
-    from tempo_megatron.training.run.run_config import complete_run
     from tempo_megatron.training.tasks.next_token import PredictNextToken
 
-    words = "--lr 1 --train-iters 1 --data-path - --deepspeed_config - --micro-batch-size 2".split()
-    words += f"--attention-dropout 0 --hidden-dropout 0 --tensor-model-parallel-size {world_size}".split()
+    words = "--lr 1 --train-iters 1 --data-path - --micro-batch-size 2 --attention-dropout 0 --hidden-dropout 0".split()
+    words += ["--tensor-model-parallel-size", str(world_size), *(["--sequence-parallel"] if world_size > 1 else [])]
     words += [word for name, size in SIZES.items() for word in ("--" + name.replace("_", "-"), str(size))]
-    args = parse_arguments([*words, "--sequence-parallel"] if world_size > 1 else words)
-    run = complete_run(args, {}, None, world_size=world_size, on_gpu=False)
+    run = complete(*words, world_size=world_size)
     config = build_transformer_config(run)
     torch.manual_seed(1)
     model = build_model(run.model, config, run.tempo, padded_vocab_size=128)
@@ -42,19 +39,12 @@ def gradients(world_size: int, summed: bool) -> dict[str, torch.Tensor]:
     return {**found, "norm": compute_gradient_norm(model)}
 
 
-@pytest.fixture(scope="module")
-def on_one_rank() -> dict[str, torch.Tensor]:
-    return run_megatron_ranks(gradients, 1, 1, 1, False)[0]
-
-
-def test_sequence_parallel_gradients_equal_those_of_one_rank(on_one_rank: dict[str, torch.Tensor]) -> None:
+def test_sequence_parallel_gradients_equal_those_of_one_rank_once_they_are_summed() -> None:
+    (on_one_rank,) = run_megatron_ranks(gradients, 1, 1, 1, False)
     assert len(on_one_rank) == 2 * 6 + 2 + 1
     for of_rank in run_megatron_ranks(gradients, 2, 2, 2, True):
         for name, expected in on_one_rank.items():
             torch.testing.assert_close(of_rank[name], expected, rtol=1e-5, atol=1e-7)
-
-
-def test_without_the_sum_they_differ(on_one_rank: dict[str, torch.Tensor]) -> None:
-    of_rank = run_megatron_ranks(gradients, 2, 2, 2, False)[0]
+    without_the_sum = run_megatron_ranks(gradients, 2, 2, 2, False)[0]
     for name, expected in on_one_rank.items():
-        assert not torch.allclose(of_rank[name], expected, rtol=1e-2), name
+        assert not torch.allclose(without_the_sum[name], expected, rtol=1e-2), name

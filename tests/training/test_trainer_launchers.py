@@ -1,6 +1,6 @@
 """The script under launchers: the ranks meet, split the work, and a failure has a code.
 
-That deepspeed and torchrun start ranks which train, test_readme.py sees.
+torchrun and deepspeed start ranks that train until they are stopped; in test_readme.py they come to their end.
 """
 
 from __future__ import annotations

@@ -8,21 +8,23 @@ import itertools
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from training_job import Data, Run, run, successful, write_unsealed
+import run_configs
+from run_configs import NEEDED, SIZES
+from training_job import BF16, Data, Run, run, successful, write_unsealed, zero
 
 from tempo_megatron.models.shape import NAMES
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.training.checkpoint import describe_run
+from tempo_megatron.training.checkpoint import check_same_run, describe_run
 from tempo_megatron.training.checkpoint_files.integrity import write_description
 from tempo_megatron.training.config_command import describe_settings
 from tempo_megatron.training.facts import list_settings
 from tempo_megatron.training.run.arguments import parse_arguments
-from tempo_megatron.training.run.deepspeed_config import read_deepspeed_config
 from tempo_megatron.training.run.resume import (
     COMPUTED,
     MAY_CHANGE,
@@ -32,40 +34,19 @@ from tempo_megatron.training.run.resume import (
     describe_changes,
     read_saved_run,
 )
-from tempo_megatron.training.run.run_config import RunConfig, complete_run
+from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.task import Vocabulary
 
-STAGES = {
-    "ZeRO 0": {"zero_optimization": {"stage": 0}},
-    "ZeRO 1": {"zero_optimization": {"stage": 1}},
-    "ZeRO 2": {"zero_optimization": {"stage": 2}},
-    "ZeRO 3": {"zero_optimization": {"stage": 3}},
-    "ZeRO 1, bf16": {
-        "zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"},
-    },
-}  # fmt: skip
-ZERO1 = STAGES["ZeRO 1"]
+STAGES = {**{f"ZeRO {stage}": zero(stage) for stage in range(4)}, "ZeRO 1, bf16": {**zero(1), **BF16}}
+ZERO1 = zero(1)
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def saved(data: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 6 steps, stopped after 3, with settings that are not the defaults; ZeRO 1."""
-    folder = tmp_path_factory.mktemp("saved")
-    successful(first_run(data, folder, ZERO1))
-    return folder / "save"
 
 
 SETTINGS = [
     *("--adam-beta1", "0.8", "--adam-beta2", "0.9", "--adam-eps", "1e-6", "--weight-decay", "0.1"),
     *("--hidden-dropout", "0", "--use-tempo", "--tempo-attention", "off", "--eod-mask-loss"),
+    *("--clip-grad", "0.5", "--lr-decay-style", "cosine", "--min-lr", "1e-5"),
 ]
-
-
-def first_run(data: Data, folder: Path, config: dict[str, Any]) -> Run:
-    options = [*SETTINGS, "--clip-grad", "0.5", "--lr-decay-style", "cosine", "--min-lr", "1e-5"]
-    steps = ["--train-iters", str(STEPS), "--exit-interval", "3", "--save", str(folder / "save")]
-    return run(data, folder, *options, *steps, config=config)
 
 
 def resume(data: Data, folder: Path, saved: Path, *options: str, config: dict[str, Any] = ZERO1) -> Run:
@@ -76,22 +57,44 @@ def in_force(result: Run) -> dict[str, Any]:
     return successful(result).of_kind("run")[-1]["settings"]
 
 
+Stopped = Callable[[str], tuple[Path, Run]]
+
+
 @pytest.fixture(scope="module")
-def as_before(data: Data, saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return successful(resume(data, tmp_path_factory.mktemp("before"), saved))
+def stopped(data: Data, tmp_path_factory: pytest.TempPathFactory) -> Stopped:
+    """The checkpoint of a run of 6 steps with SETTINGS, stopped after 3, and the run that went on from it."""
+    found: dict[str, tuple[Path, Run]] = {}
+
+    def get(name: str) -> tuple[Path, Run]:
+        if name not in found:
+            folder = tmp_path_factory.mktemp("stopped")
+            steps = ["--train-iters", str(STEPS), "--exit-interval", "3", "--save", str(folder / "save")]
+            successful(run(data, folder, *SETTINGS, *steps, config=STAGES[name]))
+            rest = resume(data, folder / "rest", folder / "save", config=STAGES[name])
+            found[name] = folder / "save", successful(rest)
+        return found[name]
+
+    return get
+
+
+@pytest.fixture
+def saved(stopped: Stopped) -> Path:
+    return stopped("ZeRO 1")[0]
+
+
+@pytest.fixture
+def as_before(stopped: Stopped) -> Run:
+    return stopped("ZeRO 1")[1]
 
 
 KEPT = {"adam_betas": [0.8, 0.9], "adam_eps": 1e-6, "weight_decay": 0.1, "clip_grad": 0.5}
 
 
-def test_what_is_left_out_is_as_in_the_checkpoint(data: Data, saved: Path, tmp_path: Path) -> None:
-    result = resume(data, tmp_path, saved)
+def test_what_is_left_out_is_as_in_the_checkpoint(data: Data, as_before: Run, tmp_path: Path) -> None:
+    result = as_before
     assert in_force(result) == KEPT
     rates = [record["learning_rate"] for record in result.of_kind("train")]
-    whole = run(
-        data, tmp_path / "whole", *SETTINGS, "--clip-grad", "0.5", "--lr-decay-style", "cosine", "--min-lr", "1e-5",
-        "--train-iters", str(STEPS), config=ZERO1,
-    )  # fmt: skip
+    whole = run(data, tmp_path, *SETTINGS, "--train-iters", str(STEPS), config=ZERO1)
     assert rates == [record["learning_rate"] for record in whole.of_kind("train")][3:]
     assert result.losses_hex == successful(whole).losses_hex[3:]
     assert "betas 0.8 0.9, eps 1e-06, weight decay 0.1, clipping 0.5" in result.output
@@ -105,77 +108,35 @@ TYPED = {
     "--weight-decay": ("3", {"weight_decay": 3.0}),
     "--clip-grad": ("0.01", {"clip_grad": 0.01}),
 }
+ALL = [word for option, (value, _) in TYPED.items() for word in (option, value)]
+CHANGED = {"adam_betas": [0.5, 0.5], "adam_eps": 1e-2, "weight_decay": 3.0, "clip_grad": 0.01}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("option", "value", "changed"), [(name, *case) for name, case in TYPED.items()], ids=TYPED)
+@pytest.mark.parametrize(
+    ("name", "words", "changed"),
+    [
+        *(("ZeRO 1", [option, value], changed) for option, (value, changed) in TYPED.items()),
+        *((name, ALL, CHANGED) for name in STAGES if name not in ("ZeRO 1", "ZeRO 2")),
+        pytest.param("ZeRO 2", ALL, CHANGED, marks=pytest.mark.exhaustive),  # its optimizer's class is that of ZeRO 1
+    ],
+)
 def test_what_is_typed_takes_effect(
-    data: Data, saved: Path, as_before: Run, tmp_path: Path, option: str, value: str, changed: dict[str, Any]
+    data: Data, stopped: Stopped, tmp_path: Path, name: str, words: list[str], changed: dict[str, Any]
 ) -> None:
-    result = resume(data, tmp_path, saved, option, value)
+    save, as_before = stopped(name)
+    result = resume(data, tmp_path, save, *words, config=STAGES[name])
     assert in_force(result) == {**KEPT, **changed}
     assert result.losses_hex[0] == as_before.losses_hex[0]  # before the first update with it
     assert all(ours != theirs for ours, theirs in zip(result.losses_hex[1:], as_before.losses_hex[1:], strict=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "config",
-    [
-        # The optimizer of stages 1 and 2 is one class, which the test before this one has.
-        pytest.param(config, id=name, marks=pytest.mark.exhaustive if name in ("ZeRO 1", "ZeRO 2") else ())
-        for name, config in STAGES.items()
-    ],
-)
-def test_every_optimizer_takes_what_is_typed(data: Data, tmp_path: Path, config: dict[str, Any]) -> None:
-    successful(first_run(data, tmp_path / "first", config))
-    save = tmp_path / "first" / "save"
-    as_before = successful(resume(data, tmp_path / "before", save, config=config))
-    options = [word for name, (value, _) in TYPED.items() for word in (name, value)]
-    result = resume(data, tmp_path / "typed", save, *options, config=config)
-    assert in_force(result) == {
-        "adam_betas": [0.5, 0.5], "adam_eps": 1e-2, "weight_decay": 3.0, "clip_grad": 0.01,
-    }  # fmt: skip
-    moved = [abs(ours - theirs) for ours, theirs in zip(result.losses[1:], as_before.losses[1:], strict=True)]
-    assert result.losses_hex[0] == as_before.losses_hex[0] and min(moved) > 0
-
-
-def test_the_json_counts_as_typed(data: Data, saved: Path, tmp_path: Path) -> None:
-    result = resume(data, tmp_path, saved, config={**ZERO1, "gradient_clipping": 0.02})
-    assert in_force(result) == {**KEPT, "clip_grad": 0.02}
-
-
-@pytest.fixture(scope="module")
-def finished(data: Data, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
-    folder = tmp_path_factory.mktemp("finished")
-    return folder / "save", successful(run(data, folder, "--train-iters", "4", "--save", str(folder / "save")))
-
-
-@pytest.mark.slow
-def test_a_finished_run_is_extended(data: Data, finished: tuple[Path, Run], tmp_path: Path) -> None:
-    load = ["--load", str(finished[0]), "--train-iters", "8"]
-    zero = run(data, tmp_path / "zero", *load)
-    assert zero.exit_codes == [1]
-    assert "--train-iters 8 goes beyond the 4 steps of the checkpoint's schedule, after which its" in zero.output
-    assert "give --lr-decay-iters 8 with --override-opt-param-scheduler" in zero.output
-    typed = successful(run(data, tmp_path / "typed", *load, "--lr-decay-iters", "4"))
-    assert [record["learning_rate"] for record in typed.of_kind("train")] == [0.0] * 4
-    new = successful(run(data, tmp_path / "new", *load, "--lr-decay-iters", "8", "--override-opt-param-scheduler"))
-    assert [record["iteration"] for record in new.of_kind("train")] == [5, 6, 7, 8]
-    assert [record["learning_rate"] for record in new.of_kind("train")] == pytest.approx(
-        [5e-4, 3.75e-4, 2.5e-4, 1.25e-4]
-    )
-
-
-@pytest.mark.slow
-def test_a_finished_run_is_saved_elsewhere_without_a_step(
-    data: Data, finished: tuple[Path, Run], tmp_path: Path
-) -> None:
-    result = successful(
-        run(data, tmp_path, "--train-iters", "4", "--load", str(finished[0]), "--save", str(tmp_path / "other"))
-    )
-    assert "none of the 4 steps is left to train; raise --train-iters for more" in result.output
-    assert "no loss curve:" in result.output and (tmp_path / "other" / "iter_0000004" / "run.json").is_file()
+def test_a_run_is_extended_with_a_schedule_of_its_own(data: Data, saved: Path, tmp_path: Path) -> None:
+    longer = ["--train-iters", "8", "--lr-decay-iters", "8", "--override-opt-param-scheduler"]
+    steps = successful(resume(data, tmp_path, saved, *longer)).of_kind("train")
+    assert [step["iteration"] for step in steps] == [4, 5, 6, 7, 8]
+    rates = [step["learning_rate"] for step in steps]
+    assert rates == pytest.approx([6.25e-4, 5e-4, 3.75e-4, 2.5e-4, 1.25e-4])
 
 
 @pytest.mark.slow
@@ -187,13 +148,9 @@ def test_an_extended_run_keeps_the_order_of_its_samples(data: Data, tmp_path: Pa
     successful(run(data, tmp_path / "parts", *constant, "--train-iters", "6", "--exit-interval", "2", *save))
     options = [*constant, *save, "--train-iters", "200"]
     longer = successful(run(data, tmp_path / "parts", *options, "--exit-interval", "6"))
-    assert longer.losses_hex == planned.losses_hex
-    afresh = successful(run(data, tmp_path / "afresh", *constant, "--train-iters", "200", "--exit-interval", "6"))
-    assert afresh.losses_hex != planned.losses_hex  # Megatron's order depends on the number of epochs
+    assert longer.losses_hex == planned.losses_hex  # Megatron's order depends on the number of epochs
     parts = json.loads((tmp_path / "save" / "iter_0000006" / "run.json").read_text())["sample_parts"]
     assert parts[0] == 96 and len(parts) == 2
-    shorter = successful(run(data, tmp_path / "parts", *constant, *save, "--train-iters", "8"))
-    assert shorter.losses_hex[:6] == planned.losses_hex and len(shorter.losses) == 8
 
 
 def copied(data: Data, folder: Path) -> Data:
@@ -208,43 +165,36 @@ def test_a_data_set_that_was_moved_is_the_same(data: Data, saved: Path, as_befor
     assert successful(moved).losses_hex == as_before.losses_hex
 
 
-def test_other_data_of_the_same_sizes_is_refused(data: Data, saved: Path, tmp_path: Path) -> None:
-    other = copied(data, tmp_path / "other")
-    tokens = np.fromfile(other.prefix + ".bin", np.uint16)
+def change_a_token(data: Data) -> None:
+    tokens = np.fromfile(data.prefix + ".bin", np.uint16)
     tokens[len(tokens) // 2] ^= 1
-    tokens.tofile(other.prefix + ".bin")
-    result = resume(other, tmp_path, saved)
-    assert result.exit_codes == [1] and "Traceback" not in result.output
-    assert f"was trained on {data.prefix}, and {other.prefix} has another content; change --data-path" in result.output
+    tokens.tofile(data.prefix + ".bin")
 
 
-def test_another_tokenizer_of_the_same_size_is_refused(data: Data, saved: Path, tmp_path: Path) -> None:
-    other = copied(data, tmp_path / "other")
-    vocab = json.loads(Path(other.vocab_file).read_text())
+def swap_two_words(data: Data) -> None:
+    vocab = json.loads(Path(data.vocab_file).read_text())
     first, second = list(vocab)[300:302]
     vocab[first], vocab[second] = vocab[second], vocab[first]
-    Path(other.vocab_file).write_text(json.dumps(vocab))
+    Path(data.vocab_file).write_text(json.dumps(vocab))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (change_a_token, "was trained on {0}, and {1} has another content; change --data-path"),
+        (swap_two_words, "has another tokenizer; change --vocab-file and --merge-file"),
+    ],
+)
+def test_other_data_of_the_same_sizes_is_refused(
+    data: Data, saved: Path, tmp_path: Path, change: Callable[[Data], None], sentence: str
+) -> None:
+    other = copied(data, tmp_path / "other")
+    change(other)
     result = resume(other, tmp_path, saved)
     assert result.exit_codes == [1] and "Traceback" not in result.output
-    assert "has another tokenizer; change --vocab-file and --merge-file" in result.output
+    assert sentence.format(data.prefix, other.prefix) in result.output
 
 
-def test_a_checkpoint_of_another_format_is_refused(data: Data, saved: Path, tmp_path: Path) -> None:
-    shutil.copytree(saved, tmp_path / "old")
-    write_unsealed(tmp_path / "old" / "iter_0000003", format=1)
-    result = resume(data, tmp_path, tmp_path / "old")
-    assert result.exit_codes == [1] and "run.json has format 1, expected 4" in result.output
-
-
-def test_the_metrics_of_an_earlier_run_are_set_aside(data: Data, tmp_path: Path) -> None:
-    first = successful(run(data, tmp_path, "--train-iters", "2"))
-    second = successful(run(data, tmp_path, "--train-iters", "2"))
-    assert second.losses_hex == first.losses_hex and len(second.of_kind("run")) == 1
-    assert f"the metrics of an earlier run are now in {tmp_path / 'metrics.jsonl.1'}" in second.output
-
-
-SIZES = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"]
-NEEDED = ["--micro-batch-size", "2", "--train-iters", "10", "--lr", "1e-3", "--data-path", "text"]
 TEMPO_BLOCK = {"enabled": False, "norm": "auto"}
 # Every field that a run takes from its checkpoint, with another value than its default. BERT has no --eod-mask-loss.
 SAID = {
@@ -266,24 +216,31 @@ SAID = {
 WITHOUT_ANOTHER = {"sample_parts", "vocab_padding_tp"}
 
 
-def decide(folder: Path, words: list[str], family: str, config: dict[str, Any] | None = None) -> RunConfig:
-    """The run of a command line, as main() decides it."""
-    path = folder / "deepspeed.json"
-    zero = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}, "tempo": TEMPO_BLOCK}
-    path.write_text(json.dumps(zero if config is None else config))
-    args = parse_arguments(["--deepspeed_config", str(path), *words], family)
-    return complete_run(args, read_deepspeed_config(str(path)), read_saved_run(args), world_size=1, on_gpu=True)
+def decide(
+    folder: Path, words: list[str], family: str = "gpt", config: dict[str, Any] | None = None, world_size: int = 1
+) -> RunConfig:
+    given = config or {**ZERO1, "bf16": {"enabled": "auto"}, "tempo": TEMPO_BLOCK}
+    return run_configs.decide(folder, *words, config=given, family=family, world_size=world_size, on_gpu=True)
+
+
+def describe(run: RunConfig, rows: int = 512) -> dict[str, Any]:
+    return describe_run(run, Vocabulary(Tokenizer(), 512, rows, {}), zero_stage=1, gelu_form=None)
 
 
 def pretend_to_save(run: RunConfig, folder: Path, iteration: int = 6, **changes: Any) -> list[str]:
     """A checkpoint of `run` without its tensors; the words that load it."""
     checkpoint = folder / f"iter_{iteration:07d}"
     checkpoint.mkdir(parents=True)
-    described = describe_run(run, Vocabulary(Tokenizer(), 512, 512, {}), zero_stage=1, gelu_form=None)
-    content = {**described, "iteration": iteration, "settings": list_settings(run), "sample_parts": [80], **changes}
+    content = {**describe(run), "iteration": iteration, "settings": list_settings(run), "sample_parts": [80], **changes}
     write_description(checkpoint, {name: value for name, value in content.items() if value is not None}, {})
     (folder / "latest").write_text(checkpoint.name)
     return ["--load", str(folder)]
+
+
+def read_saved(load: list[str], family: str = "gpt") -> dict[str, Any]:
+    saved = read_saved_run(parse_arguments(["--deepspeed_config", "-", *load], family))
+    assert saved is not None
+    return saved
 
 
 class Tokenizer:
@@ -305,8 +262,7 @@ def test_every_field_that_is_left_out_is_as_in_the_checkpoint(tmp_path: Path, fa
     for name in {*STAYS, *MAY_CHANGE} - {"sample_parts"}:
         assert getattr(resumed, name) == getattr(run, name), name
     assert resumed.sample_parts == (80,)
-    assert list(describe_changes(read_saved_run(parse_arguments(["--deepspeed_config", "-", *load], family)) or {},
-                                 list_settings(resumed))) == []  # fmt: skip
+    assert list(describe_changes(read_saved(load, family), list_settings(resumed))) == []
 
 
 def test_the_test_above_changes_every_field(tmp_path: Path) -> None:
@@ -321,22 +277,23 @@ def test_the_test_above_changes_every_field(tmp_path: Path) -> None:
 
 
 def test_what_is_typed_or_new_in_the_json_holds(tmp_path: Path) -> None:
-    run = decide(tmp_path, [*SIZES, *NEEDED, "--use-tempo", "--tempo-norm", "off", "--hidden-dropout", "0"], "gpt")
+    run = decide(tmp_path, [*SIZES, *NEEDED, "--use-tempo", "--tempo-norm", "off", "--hidden-dropout", "0"])
     load = pretend_to_save(run, tmp_path / "save")
-    assert decide(tmp_path, [*load, "--hidden-dropout", "0.3"], "gpt").model.hidden_dropout == 0.3
-    assert decide(tmp_path, [*load, "--no-use-tempo"], "gpt").tempo.is_off
-    assert decide(tmp_path, load, "gpt").tempo == TempoConfig(norm="off")
-    assert decide(tmp_path, [*load, "--tempo-loss", "off"], "gpt").tempo == TempoConfig(norm="off", loss="off")
+    assert decide(tmp_path, [*load, "--hidden-dropout", "0.3"]).model.hidden_dropout == 0.3
+    assert decide(tmp_path, load, config={**ZERO1, "gradient_clipping": 0.02}).clip_grad == 0.02
+    assert decide(tmp_path, [*load, "--no-use-tempo"]).tempo.is_off
+    assert decide(tmp_path, load).tempo == TempoConfig(norm="off")
+    assert decide(tmp_path, [*load, "--tempo-loss", "off"]).tempo == TempoConfig(norm="off", loss="off")
     new = {"tempo": {**TEMPO_BLOCK, "attention": "off"}}
     assert decide(tmp_path, load, "gpt", new).tempo == TempoConfig(norm="off", attention="off")
-    stock = pretend_to_save(decide(tmp_path, [*SIZES, *NEEDED], "gpt"), tmp_path / "stock")
-    assert decide(tmp_path, stock, "gpt").tempo.is_off
+    stock = pretend_to_save(decide(tmp_path, [*SIZES, *NEEDED]), tmp_path / "stock")
+    assert decide(tmp_path, stock).tempo.is_off
     assert decide(tmp_path, stock, "gpt", {"tempo": {"enabled": True, "norm": "off"}}).tempo == TempoConfig(norm="off")
-    assert decide(tmp_path, [*stock, "--use-tempo"], "gpt").tempo == TempoConfig()
+    assert decide(tmp_path, [*stock, "--use-tempo"]).tempo == TempoConfig()
     full = [*SIZES, *NEEDED, "--recompute-granularity", "full", "--recompute-method", "block"]
-    full = pretend_to_save(decide(tmp_path, full, "gpt"), tmp_path / "full")
-    assert decide(tmp_path, [*full, "--recompute-granularity", "none"], "gpt").recompute_method is None
-    assert decide(tmp_path, [*full, "--recompute-num-layers", "2"], "gpt").recompute_num_layers == 2
+    full = pretend_to_save(decide(tmp_path, full), tmp_path / "full")
+    assert decide(tmp_path, [*full, "--recompute-granularity", "none"]).recompute_method is None
+    assert decide(tmp_path, [*full, "--recompute-num-layers", "2"]).recompute_num_layers == 2
 
 
 OTHERS = {
@@ -358,14 +315,57 @@ OTHERS = {
 def test_what_a_run_cannot_go_on_with_is_refused_before_it_starts(
     tmp_path: Path, words: list[str], sentence: str
 ) -> None:
-    run = decide(tmp_path, [*SIZES, *NEEDED, "--lr-decay-style", "cosine", "--min-lr", "1e-5"], "gpt")
+    run = decide(tmp_path, [*SIZES, *NEEDED, "--lr-decay-style", "cosine", "--min-lr", "1e-5"])
     load = pretend_to_save(run, tmp_path / "save")
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        decide(tmp_path, [*load, *words], "gpt")
+        decide(tmp_path, [*load, *words])
+
+
+# Family, words, rows of the vocabulary: what shows when a run is built, before it reads the checkpoint's tensors.
+OTHER_DESCRIPTIONS = {
+    "vocabulary": ("gpt", "", 640, "its padded_vocab_size is 512, this run's is 640"),
+    "precision": ("gpt", "--bf16", 512, "its precision is fp32, this run's is bf16"),
+    "batch": ("gpt", "--global-batch-size 6", 512, "its global_batch_size is 2, this run's is 6, so the order"),
+    "seed": ("gpt", "--seed 1", 512, "change --seed"),
+    "masks": ("bert", "--mask-prob 0.2", 512, "its masking is {'mask_prob': 0.15"),
+}
+
+
+@pytest.mark.parametrize(("family", "words", "rows", "sentence"), OTHER_DESCRIPTIONS.values(), ids=OTHER_DESCRIPTIONS)
+def test_a_checkpoint_of_another_run_is_refused(
+    tmp_path: Path, family: str, words: str, rows: int, sentence: str
+) -> None:
+    load = pretend_to_save(decide(tmp_path, [*SIZES, *NEEDED], family), tmp_path / "save")
+    other = decide(tmp_path, [*load, *words.split()], family)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        check_same_run(read_saved(load, family), describe(other, rows), "save")
+
+
+def test_a_checkpoint_of_another_format_and_a_folder_without_one_are_refused(tmp_path: Path) -> None:
+    load = pretend_to_save(decide(tmp_path, [*SIZES, *NEEDED]), tmp_path / "save")
+    write_unsealed(tmp_path / "save" / "iter_0000006", format=1)
+    with pytest.raises(ValueError, match="run.json has format 1, expected 4"):
+        read_saved(load)
+    with pytest.raises(ValueError, match="holds no checkpoint; give a folder with one, or leave --load out"):
+        read_saved(["--load", str(tmp_path / "nothing")])
+
+
+def test_the_global_batch_and_the_schedule_stay_when_they_were_left_out(tmp_path: Path) -> None:
+    """The batch was 2 micro batches of 2; two processes now take one each, and three cannot share it."""
+    config = {"gradient_accumulation_steps": 2, **ZERO1}
+    run = decide(tmp_path, [*SIZES, *NEEDED], config=config)
+    load = pretend_to_save(run, tmp_path / "save")
+    resumed = decide(tmp_path, load, world_size=2)
+    assert (run.global_batch_size, resumed.global_batch_size, resumed.num_micro_batches) == (4, 4, 1)
+    with pytest.raises(ValueError, match="--global-batch-size 4 is not a multiple of micro batch size 2 x data par"):
+        decide(tmp_path, load, world_size=3)
+    beyond = "--train-iters 20 goes beyond the 10 steps of the checkpoint's schedule, .* give --lr-decay-iters 20 with"
+    with pytest.raises(ValueError, match=beyond):
+        decide(tmp_path, [*load, "--train-iters", "20"])
 
 
 def test_config_show_names_the_checkpoint(tmp_path: Path) -> None:
-    run = decide(tmp_path, [*SIZES, *NEEDED, "--use-tempo", "--tempo-norm", "off", "--hidden-dropout", "0"], "gpt")
+    run = decide(tmp_path, [*SIZES, *NEEDED, "--use-tempo", "--tempo-norm", "off", "--hidden-dropout", "0"])
     load = pretend_to_save(run, tmp_path / "save")
     argv = ["--deepspeed_config", str(tmp_path / "deepspeed.json"), *load, "--seed", "1234", "--tempo-loss", "off"]
     rows = {name: (value, source) for name, value, source in describe_settings(argv, "gpt", 1)}
@@ -376,12 +376,10 @@ def test_config_show_names_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_changes_are_said(tmp_path: Path) -> None:
-    load = pretend_to_save(decide(tmp_path, [*SIZES, *NEEDED], "gpt"), tmp_path / "save")
+    load = pretend_to_save(decide(tmp_path, [*SIZES, *NEEDED]), tmp_path / "save")
     config = {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}}
     resumed = decide(tmp_path, [*load, "--hidden-dropout", "0", "--eod-mask-loss"], "gpt", config)
-    saved = read_saved_run(parse_arguments(["--deepspeed_config", "-", *load]))
-    assert saved is not None
-    (line,) = describe_changes(saved, list_settings(resumed))
+    (line,) = describe_changes(read_saved(load), list_settings(resumed))
     changes = line.removeprefix("other than in iter_0000006: ").split(", ")
     assert {"model.hidden_dropout 0.1 -> 0.0", "eod_mask_loss False -> True"} < set(changes)
     assert {"deepspeed.zero_optimization.stage 1 -> 2", "deepspeed.data_types.grad_accum_dtype none -> fp32"} < set(
@@ -392,7 +390,7 @@ def test_changes_are_said(tmp_path: Path) -> None:
 def test_a_checkpoint_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     """Format 3: the settings of the optimizer, and what the description tells."""
     words = [*SIZES, *NEEDED, "--hidden-dropout", "0", "--seed", "7", "--weight-decay", "0.5", "--use-tempo"]
-    run = decide(tmp_path, words, "gpt")
+    run = decide(tmp_path, words)
     kept = ("lr min_lr lr_warmup_iters lr_decay_style lr_decay_iters weight_decay adam_beta1 adam_beta2 adam_eps "
             "clip_grad train_iters").split()  # fmt: skip
     load = pretend_to_save(run, tmp_path / "save")
@@ -402,10 +400,8 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     del content["sha256_of_the_rest"]
     seal = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     path.write_text(json.dumps({**content, "sha256_of_the_rest": seal}))
-    resumed = decide(tmp_path, [*load, "--micro-batch-size", "1"], "gpt")
+    resumed = decide(tmp_path, [*load, "--micro-batch-size", "1"])
     assert (resumed.model.hidden_dropout, resumed.seed, resumed.weight_decay) == (0.0, 7, 0.5)
     assert resumed.global_batch_size == 2 and resumed.train_iters == 10 and resumed.tempo.is_off
-    saved = read_saved_run(parse_arguments(["--deepspeed_config", "-", *load]))
-    assert saved is not None
-    (line, *_) = describe_changes(saved, list_settings(resumed))
+    (line, *_) = describe_changes(read_saved(load), list_settings(resumed))
     assert "is of an earlier version and does not tell" in line and "eod_mask_loss" in line and "tempo" in line
