@@ -47,7 +47,8 @@ def test_what_is_no_text_file_is_refused_where_the_user_named_it(refuse: Refuse,
         packed = file(tmp_path / name, bz2.compress(b'{"text": "a"}\n'))
         refuse(f"{name} is compressed (unpack it first, or compress it with gzip or zstd)", "--input", packed)
     text = file(tmp_path / "text.txt", "text")
-    refuse("--json-key is for .json, .jsonl and .parquet files, and the input has none", "--input", text, "--json-key", "body")
+    no_key = "--json-key is for .json, .jsonl and .parquet files, and the input has none"
+    refuse(no_key, "--input", text, "--json-key", "body")
     refuse("none.txt: No such file or directory; repair it", "--input", tmp_path / "none.txt")
     os.mkfifo(tmp_path / "pipe")
     refuse("pipe is neither a file nor a directory", "--input", tmp_path / "pipe")
