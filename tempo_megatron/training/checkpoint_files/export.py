@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tempo_megatron.data.huggingface_tokenizer import FILES, HuggingFaceTokenizer
 from tempo_megatron.disk import flush_to_disk
 from tempo_megatron.extras import check_installed
 from tempo_megatron.models.huggingface.config import build_config, find_class, find_special_tokens
@@ -215,7 +216,9 @@ def _write_companions(folder: Path, checkpoint: Path, run: Mapping[str, Any], dt
         return
     files = run.get("tokenizer_files", {})
     names = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
-    if config["model_type"] != "gpt2":
+    if run.get("tokenizer_class") == HuggingFaceTokenizer.__name__:
+        names = dict(zip(names, FILES, strict=True))
+    elif config["model_type"] != "gpt2":
         # Beside a config.json AutoTokenizer would choose the model's own tokenizer class, which may split words
         # differently.
         folder = folder / "tokenizer"

@@ -58,6 +58,7 @@ class Vocabulary:
             "padded_vocab_size": self.padded_size,
             "end_of_document": self.tokenizer.eod,
             "tokenizer_files": self.files,
+            "tokenizer_class": self.tokenizer.unique_identifiers["class"],
         }
 
 
