@@ -185,7 +185,10 @@ class Returning(nn.Module):
 
 
 @parametrize_covering(
-    region=REGIONS, checkpoints=CHECKPOINTS, each={"returns": RETURNS, "shared": {"own layers": False, "shared": True}}
+    region=REGIONS,
+    checkpoints=CHECKPOINTS,
+    shared={"own layers": False, "a shared layer": True},
+    each={"returns": RETURNS},
 )
 def test_what_runs_again_draws_the_same_masks(region, checkpoints, returns, shared):
     """After each forward, and after several of them."""
