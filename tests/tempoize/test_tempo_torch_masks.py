@@ -185,7 +185,10 @@ class Returning(nn.Module):
 
 
 @parametrize_covering(
-    region=REGIONS, checkpoints=CHECKPOINTS, each={"returns": RETURNS, "shared": {"own layers": False, "shared": True}}
+    region=REGIONS,
+    checkpoints=CHECKPOINTS,
+    shared={"own layers": False, "a shared layer": True},
+    each={"returns": RETURNS},
 )
 def test_what_runs_again_draws_the_same_masks(region, checkpoints, returns, shared):
     """After each forward, and after several of them."""
@@ -201,6 +204,13 @@ def test_what_runs_again_draws_the_same_masks(region, checkpoints, returns, shar
     assert all(map(equal, alone[:2], alone[2:])) and not equal(alone[0], alone[1])
     for ours, theirs in zip(*together, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
+
+
+def test_a_second_backward_of_one_graph_draws_the_same_masks():
+    model = tempoize(build(shared=True, layers=3), seed=4)
+    model.checkpoints = CHECKPOINTS["without the generator's state"]
+    loss, parameters = model(make_ids()).square().mean(), list(model.parameters())
+    assert equal(*(torch.autograd.grad(loss, parameters, retain_graph=True) for _ in range(2)))
 
 
 def test_a_region_that_does_not_tell_its_call_is_refused():
