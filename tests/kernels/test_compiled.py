@@ -71,13 +71,6 @@ def test_draws_are_compiled_from_where_it_is_known_that_they_will_be_many(monkey
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(masks(), first, strict=True)) and used
 
 
-def test_without_a_compiler_the_function_itself_runs(monkeypatch):
-    monkeypatch.setattr(compiled, "_works", lambda: False)
-    function = compiled.Compiled(lambda x: x + 1)
-    assert torch.equal(function(torch.ones(3)), torch.full((3,), 2.0))
-    assert function._compiled is None
-
-
 def test_tensors_that_are_not_real_run_the_function_itself():
     function = compiled.Compiled(lambda x: x + 1)
     with FakeTensorMode():
@@ -107,15 +100,6 @@ def test_the_compiled_gelu_backward_is_as_exact_as_the_one_in_chunks(dtype, form
         torch.ones_like(special), special, torch.full((4,), 255, dtype=torch.uint8), form
     )
     assert torch.equal(ours.isnan(), special.isnan()) and ours[~special.isnan()].isfinite().all()
-
-
-def test_powers_of_two_are_large_from_the_stated_sizes_on(monkeypatch):
-    monkeypatch.setattr(compiled, "_works", lambda: True)
-    for module in (gelu, cpu_pointwise, cpu_glu, cpu_squared_relu):
-        assert compiled.pays_for(torch.empty(1 << 20), module.COMPILED_ELEMENTS)
-        assert not compiled.pays_for(torch.empty(1 << 19), module.COMPILED_ELEMENTS)
-    assert cpu_compiled.pays_for_backward(torch.empty(1024, 256))
-    assert not cpu_compiled.pays_for_backward(torch.empty(512, 256))
 
 
 def test_large_tensors_take_the_differentiate_compiled(monkeypatch):

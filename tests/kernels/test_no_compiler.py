@@ -136,9 +136,9 @@ exec g++ "$@"
     ("case", "reason"),
     [
         ("no headers", "Python.h: No such file or directory"),
-        ("absent", "is not found"),
-        # As "no headers", from what fails earlier; and as "absent", from torch.
+        # As "no headers", from what fails earlier; as in the test of large tensors above; and as "absent", from torch.
         *exhaustive(
+            ("absent", "is not found"),
             ("no cache", "Not a directory"),
             ("false", "InvalidCxxCompiler"),
             ("broken", "g++: fatal error: no cc1plus"),
@@ -164,6 +164,7 @@ def test_whatever_fails_costs_one_line_and_training_goes_on(case: str, reason: s
 
 @has_compiler
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_processes_that_compile_at_once_into_one_cache_all_succeed(tmp_path: Path) -> None:
     # The trial of the compiler is all that they compile.
     processes = [start(tmp_path, "()") for _ in range(2)]

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 # 64 bits, as derive_key gives them, and signed ones, as a tensor holds them.
-KEYS = [5, 2**62 + 1, 2**63 + 17, 2**64 - 1, 77, -4]
+KEYS = [5, 2**63 + 17, 2**64 - 1, -4]
 DRAWING = ["bias_dropout_add", "attention", "attention keeping its softmax"]
 
 
@@ -85,7 +85,7 @@ def test_one_graph_serves_every_step(name: str, backend: str) -> None:
         # Products around an operation are the compiler's to keep or not.
         assert kept <= kept_eagerly or name in DRAWING
     # The first number is taken for a constant; the second shows torch that it is none.
-    assert graphs[0] == 1 and graphs[1] <= 2 and graphs[1:] == [graphs[1]] * 5
+    assert graphs[0] == 1 and graphs[1] <= 2 and graphs[1:] == [graphs[1]] * 3
 
 
 @pytest.mark.parametrize("name", DRAWING)

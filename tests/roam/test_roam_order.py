@@ -120,6 +120,7 @@ def test_the_least_state_is_the_least_of_all_states_before_an_operation(graph: S
         allowed = [s for s in states if problem.ancestors[place] & ~s == 0 and not s >> place & 1]
         least = find_least_state(problem, place)
         assert least.bytes_before == min(map(count_alive, allowed))
+        assert least.smallest & ~least.largest == 0
         for state in (least.smallest, least.largest):
             assert state in allowed
             assert count_alive(state) == least.bytes_before

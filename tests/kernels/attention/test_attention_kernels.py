@@ -1,4 +1,7 @@
-"""The Triton kernels of attention against their specification: see interpreted.py for where they run."""
+"""The Triton kernels of attention against their specification: see interpreted.py for where they run.
+
+The backward of one walk is that of kernel_heads.py.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ SHAPES = {
     "one token": (1, 1, 1, 1, 1, 32),
     "odd": (37, 37, 2, 3, 3, 32),
     "blocks": (128, 128, 1, 2, 2, 64),
-    "a block and a bit": (257, 257, 1, 1, 1, 64),
+    "a block and a bit": (130, 130, 1, 1, 1, 64),
     "head_dim 80": (70, 70, 1, 2, 2, 80),
     "head_dim 36": (20, 20, 1, 2, 2, 36),
     "head_dim 128": (140, 140, 1, 1, 1, 128),
@@ -41,39 +44,21 @@ def test_attention_does_what_is_specified(shape, dtype):
     check(*random_inputs(*shape, dtype), settings())
 
 
-@kernel_test
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_that_is_not_causal_does_what_is_specified(dtype):
-    check(*random_inputs(70, 150, 1, 4, 2, 64, dtype), settings(False))
+# sq, sk, b, a, g, d; window
+NOT_CAUSAL = {
+    "all keys": ((70, 150, 1, 4, 2, 64), None),
+    "more queries than keys": ((150, 11, 2, 2, 1, 64), None),
+    "queries without a key": ((150, 20, 1, 2, 1, 32), (2, 0)),
+    **{f"window {window}": ((150, 150, 1, 2, 1, 32), window) for window in ((5, 0), (100, 0), (3, 4))},
+    **{f"window {window}": ((40, 200, 1, 2, 1, 32), window) for window in ((-1, 2), (7, -1), (3, 40), (0, 0))},
+}
 
 
 @kernel_test
-@pytest.mark.parametrize("p", [0.0, 0.1])
-def test_attention_of_more_queries_than_keys_does_what_is_specified(p):
-    check(*random_inputs(150, 11, 2, 2, 1, 64, torch.bfloat16), settings(False, p))
-
-
-@kernel_test
-@parametrize_covering(
-    each={"window_size": [(5, 0), (200, 0), (3, 4), (-1, 2), (7, -1)], "lengths": [(270, 270), (40, 300)]}
-)
-def test_a_sliding_window_does_what_is_specified(window_size, lengths):
-    check(*random_inputs(*lengths, 1, 2, 1, 32, torch.bfloat16), settings(False, window_size=window_size))
-
-
-@kernel_test
-@pytest.mark.parametrize("window_size", [(5, 0), (3, 40), (0, 0)])
-def test_a_sliding_window_does_what_is_specified_in_float32(window_size):
-    check(*random_inputs(70, 100, 1, 2, 1, 32, torch.float32), settings(False, window_size=window_size))
-
-
-@kernel_test
-def test_a_window_that_leaves_some_queries_without_a_key_gives_them_zeros():
-    chosen = settings(False, window_size=(2, 0))
-    q, k, v, grad = random_inputs(150, 20, 1, 2, 1, 32, torch.float32)
-    check(q, k, v, grad, chosen)
-    out, grad_q, _, _ = run(attention_kernel, q, k, v, grad, None, None, chosen)
-    assert not out[:130].any() and not grad_q[:130].any() and out[130:].all()
+@parametrize_covering(each={"form": NOT_CAUSAL}, dtype=DTYPES, p=[0.0, 0.1])
+def test_attention_that_is_not_causal_does_what_is_specified(form, dtype, p):
+    shape, window_size = form
+    check(*random_inputs(*shape, dtype), settings(False, p, window_size=window_size))
 
 
 # sq, sk, d, dv, first_row, first_column, causal, window_size
@@ -106,7 +91,7 @@ def test_parts_of_the_keys_make_the_whole(causal, window_size, dtype, p, splits,
     monkeypatch.setattr(blocks, "choose_backend", lambda q, cpu: attention_kernel)
     if dtype != torch.float32:
         monkeypatch.setattr(attention_kernel, "choose_splits", lambda inputs: splits)
-    shapes = (30, 4, 32), (48, 2, 32), (48, 2, dv), (30, 4, dv)
+    shapes = (20, 4, 32), (32, 2, 32), (32, 2, dv), (20, 4, dv)
     q, k, v, grad = (torch.randn(s, 2, heads, size, device=DEVICE).to(dtype) for s, heads, size in shapes)
     chosen = settings(causal, p, window_size=window_size, first_row=6, first_column=0)
 
@@ -194,8 +179,10 @@ def test_the_logsumexp_is_the_specified_one_in_units_of_the_unscaled_scores():
 
 
 @kernel_test
-def test_gradients_are_the_same_bits_every_time():
-    inputs = random_inputs(150, 150, 2, 4, 2, 64, torch.bfloat16)
+@pytest.mark.parametrize(("splits", "size"), [(0, 150), (2, 70)])
+def test_gradients_are_the_same_bits_every_time(splits, size, monkeypatch):
+    monkeypatch.setattr(attention_kernel, "choose_splits", lambda inputs: splits)
+    inputs = random_inputs(size, size, 1, 2, 1, 64, torch.bfloat16)
     first, second = (run(attention_kernel, *inputs, None, None, settings()) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -216,7 +203,7 @@ DRAWS = [(KEY, 2**32 - 1, 0.4), (0x80000000_7FFFFFFF, 2**47, 0.5)]
     ("key", "first_sample", "p"), [*DRAWS, *exhaustive((0, 0, 0.1), (2**64 - 1, 2**32 - 2, 0.9))], ids=str
 )
 def test_every_pass_drops_the_specified_elements_bit_for_bit(first_sample, p, key):
-    sq, sk, b, a = 140, 203, 2, 1
+    sq, sk, b, a = 130, 131, 2, 1
     chosen = settings(False, p, key, first_sample)
     expected = drop_mask(
         key,
@@ -246,6 +233,62 @@ def test_draws_from_device_data_are_the_same_bit_for_bit():
     for form in [(key, first_sample), (2**64 - 5, first_sample), (key, 7)]:
         found = run(attention_kernel, *inputs, None, None, settings(key=form[0], first_sample=form[1]))
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+# sq, sk, b, a, g, d; causal; window
+ONE_WALK = {
+    "odd": ((37, 37, 2, 1, 1, 32), True, None),
+    "blocks": ((130, 130, 1, 1, 1, 64), True, None),
+    "head_dim 128": ((140, 150, 1, 1, 1, 128), True, None),
+    "head_dim 36, grouped": ((70, 80, 1, 2, 1, 36), False, None),
+    "more queries than keys": ((150, 11, 1, 1, 1, 64), False, None),
+    "window": ((150, 150, 1, 1, 1, 64), False, (40, 3)),
+}
+
+
+@kernel_test
+@parametrize_covering(each={"form": ONE_WALK, "splits": [1, 2]})
+def test_one_walk_for_all_gradients_does_what_is_specified(form, splits, monkeypatch):
+    shape, causal, window = form
+    monkeypatch.setattr(attention_kernel, "choose_splits", lambda inputs: splits)
+    check(*random_inputs(*shape, torch.bfloat16), settings(causal, window_size=window))
+
+
+@kernel_test
+def test_one_walk_of_float16_with_a_mask_and_lengths_does_what_is_specified(monkeypatch):
+    monkeypatch.setattr(attention_kernel, "choose_splits", lambda inputs: 2)
+    q, k, v, grad = random_inputs(70, 70, 3, 2, 1, 32, torch.float16)
+    lengths = torch.tensor([70, 50, 0], device=DEVICE)
+    k[50:, 1], v[50:, 1] = float("nan"), float("nan")
+    mask = (torch.rand(3, 2, 70, 70) < 0.4).to(DEVICE)
+    check(q, k, v, grad, settings(False, 0.0), mask, lengths)
+
+
+@kernel_test
+@pytest.mark.parametrize("splits", [1, 2])
+def test_one_walk_drops_the_specified_elements_bit_for_bit(splits, monkeypatch):
+    monkeypatch.setattr(attention_kernel, "choose_splits", lambda inputs: splits)
+    sq, sk, chosen = 100, 125, settings(False, 0.4, first_sample=2**47)
+    where = {"sample": torch.tensor(2**47), "head": torch.tensor(3), "row": torch.arange(sq)}
+    expected = drop_mask(KEY, 0.4, **where, num_columns=sk)
+    for name, found in zip(("forward", "grad_q", "grad_v"), dropped_elements(chosen, sq, sk, 1, 1, 128), strict=True):
+        assert torch.equal(found[0, 0].cpu(), expected), name
+
+
+def test_one_walk_is_chosen_where_it_keeps_the_gpu_busy(monkeypatch):
+    monkeypatch.setattr(attention_kernel, "count_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(attention_kernel, "find_architecture", lambda device: 90)
+
+    def choose(heads, groups, head_dim, sk=2048, dtype=torch.bfloat16):
+        k = torch.empty(sk, 1, groups, head_dim, dtype=dtype)
+        return attention_kernel.choose_splits(Inputs(k.new_empty(sk, 1, heads, head_dim), k, k))
+
+    assert [choose(n, n, 128) for n in (8, 64, 128, 140, 200, 264)] == [0, 2, 1, 2, 1, 1]
+    assert [choose(n, n, 64) for n in (64, 128, 256, 280)] == [0, 2, 1, 2]
+    assert choose(128, 8, 128) == choose(64, 64, 128, sk=64) == 0
+    assert choose(128, 128, 256) == choose(128, 128, 128, dtype=torch.float32) == 0
+    monkeypatch.setattr(attention_kernel, "find_architecture", lambda device: 100)
+    assert choose(128, 128, 128) == 0
 
 
 @pytest.mark.gpu
