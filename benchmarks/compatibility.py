@@ -1,4 +1,5 @@
-"""Runs the grid of models x layouts x Megatron's recomputation x Tempo's choices x dropout x dtype on gloo processes.
+"""Runs the grid of models x layouts x Megatron's recomputation x Tempo's choices x dropout x dtype on gloo processes,
+and a second one of context parallelism and packed rows.
 
     python benchmarks/compatibility.py --pairwise      # a subset in which every pair of values meets: minutes
     python benchmarks/compatibility.py --full          # all that can be: an hour on 4 cores; goes on where it ended
@@ -117,7 +118,7 @@ class _Progress:
 
 
 def run(cases: list[Case], path: Path, jobs: int) -> dict[str, dict[str, Any]]:
-    """Runs the cases that have not passed yet in `jobs` pools of four processes; returns the results of all cases."""
+    """Runs the cases that have not passed yet in `jobs` pools of processes; returns the results of all cases."""
     from grid.pool import run_cases
 
     results = Results(path)
@@ -155,20 +156,21 @@ def main() -> int:
     what.add_argument("--pairwise", action="store_true", help="the subset that runs with the tests")
     what.add_argument("--write-docs", action="store_true", help="write docs/compatibility.md from the results")
     parser.add_argument("--only", default="", metavar="TEXT", help="of these, the cases whose name holds TEXT")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="pools of four processes (default 1)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="pools of four or eight processes (default 1)")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="JSONL", help=f"default {RESULTS.name}")
     args = parser.parse_args()
     if args.jobs < 1:
         parser.error(f"--jobs is {args.jobs}; expected 1 or more")
-    from grid.cases import choose_pairwise, list_cases
+    from grid.cases import choose_pairwise, choose_sequences, list_cases, list_sequence_cases
     from grid.docs import write_docs
 
     if args.write_docs:
         write_docs(ROOT / "docs" / "compatibility.md", read_results(args.output), describe_versions())
         return 0
-    cases = [case for case in (choose_pairwise() if args.pairwise else list_cases()) if args.only in case.key]
+    chosen = (choose_pairwise, choose_sequences) if args.pairwise else (list_cases, list_sequence_cases)
+    cases = {case.key: case for list_part in chosen for case in list_part() if args.only in case.key}
     try:
-        results = run(cases, args.output, args.jobs)
+        results = run([*cases.values()], args.output, args.jobs)
     except ValueError as error:
         parser.error(str(error))
     failed = {key: result for key, result in results.items() if result["status"] == "failed"}

@@ -1,4 +1,8 @@
-"""The grid's cases: its axes, what cannot be and why, and a subset in which every pair of values meets."""
+"""The grid's cases: its axes, what cannot be and why, and subsets in which every pair of values meets.
+
+It has two parts. The first is every model, layout, recomputation and choice, the second context parallelism and packed
+rows, with what `auto` chooses.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,12 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from grid.models import FAMILIES, RECOMPUTE
+from grid.models import FAMILIES, RECOMPUTE, SEQUENCE_FAMILIES
 from tempo_megatron import TempoConfig
 
-WORLD_SIZE = 4
+WORLD_SIZES = (4, 8)
+"""Processes of a pool: 8 for the layouts that need as many."""
+
 CHOICES = ("inplace", "recompute", "auto", "off")
 DROPOUTS = (0.0, 0.1)
 DTYPES = ("fp32", "bf16")
@@ -26,14 +32,24 @@ class Layout:
     virtual: int = 1
     """Chunks of each pipeline stage; more than one is the interleaved schedule."""
 
+    cp: int = 1
+    comm_type: str = ""
+    """Megatron's cp_comm_type; empty where cp is 1."""
+
     def __str__(self) -> str:
         parts = [f"TP {self.tp}" + (" + SP" if self.sequence_parallel else "")]
+        parts += [f"CP {self.cp} {self.comm_type}"] if self.cp > 1 else []
         parts += [f"PP {self.pp}" + (", interleaved" if self.virtual > 1 else "")] if self.pp > 1 else []
         return ", ".join(parts)
 
     @property
     def num_processes(self) -> int:
-        return self.tp * self.pp
+        return self.tp * self.pp * self.cp
+
+    @property
+    def hierarchical_sizes(self) -> list[int] | None:
+        """How many ranks exchange heads, and how many groups of them rows; None where not both are exchanged."""
+        return [2, self.cp // 2] if self.comm_type == "a2a+p2p" else None
 
     @property
     def num_layers(self) -> int:
@@ -47,6 +63,16 @@ LAYOUTS = (
     Layout(1, False, 2, 2),
     Layout(2, True, 2, 2),
 )
+_SPLITS = ((1, False), (2, False), (2, True))
+_COMM_TYPES = ("p2p", "all_gather", "a2a")
+SEQUENCE_LAYOUTS = (
+    *(Layout(*split) for split in _SPLITS),
+    *(Layout(*split, cp=2, comm_type=comm_type) for split in _SPLITS for comm_type in _COMM_TYPES),
+    *(Layout(*split, cp=4, comm_type=comm_type) for split in _SPLITS for comm_type in (*_COMM_TYPES, "a2a+p2p")),
+    *(Layout(cp=8, comm_type=comm_type) for comm_type in (*_COMM_TYPES, "a2a+p2p")),
+    Layout(pp=2),
+    Layout(pp=2, cp=2, comm_type="p2p"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,16 +85,27 @@ class Case:
     choice: str
     dropout: float
     dtype: str
+    documents: str = ""
+    """"packed" in one row, or "alone", each in a row of its own, as packed rows are held against; empty for samples of
+    one length."""
 
     @property
     def key(self) -> str:
         """What names it in the file of results."""
-        return f"{self.family} | {self.layout} | {self.recompute} | {self.choice} | p {self.dropout:g} | {self.dtype}"
+        family = self.family + (f", {self.documents}" if self.documents else "")
+        return f"{family} | {self.layout} | {self.recompute} | {self.choice} | p {self.dropout:g} | {self.dtype}"
 
     @property
     def values(self) -> list[tuple[str, object]]:
         """(axis, value), for pairs."""
         return [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
+
+    @property
+    def sequence_values(self) -> list[tuple[str, object]]:
+        """(axis, value) of the second part, for pairs."""
+        layout = self.layout
+        split = {"tp": (layout.tp, layout.sequence_parallel), "pp": layout.pp, "cp": (layout.cp, layout.comm_type)}
+        return [*split.items(), *((name, value) for name, value in self.values if name != "layout")]
 
     @property
     def tempo(self) -> TempoConfig:
@@ -87,7 +124,7 @@ def choose_tempo(family: str, choice: str) -> TempoConfig:
     if choice == "auto":
         return TempoConfig()
     # The fused loss is a GPTModel's.
-    loss = "fused" if family in ("GPT", "Llama") else "off"
+    loss = "off" if family in ("BERT", "T5") else "fused"
     return TempoConfig(activation=choice, norm=choice, dropout="recompute", attention="flash", loss=loss)
 
 
@@ -108,8 +145,8 @@ RULES = (
     ),
     Rule(
         "b",
-        "needs 8 processes; the grid runs on 1, 2 and 4",
-        lambda case: case.layout.num_processes > WORLD_SIZE,
+        "needs 8 processes, which only layouts with context parallelism get",
+        lambda case: case.layout.num_processes > WORLD_SIZES[case.layout.cp > 1],
     ),
     Rule(
         "c",
@@ -127,22 +164,46 @@ RULES = (
         lambda case: case.choice == "off" and case.recompute == "mlp" and case.family != "Llama",
     ),
 )
+SEQUENCE_RULES = (
+    Rule(
+        "f",
+        "the first part has it, or, of latent attention and of multi-token prediction, only one stage runs here",
+        lambda case: case.layout.pp > 1 and (not case.documents or case.family in ("MLA", "MTP")),
+    ),
+)
 
 
-def find_rule(case: Case) -> Rule | None:
-    """The first rule by which a combination is no case; None where it is one."""
-    return next((rule for rule in RULES if rule.applies(case)), None)
+def find_rule(case: Case, rules: tuple[Rule, ...] = RULES) -> Rule | None:
+    """The first rule of a part by which a combination is no case; None where it is one."""
+    return next((rule for rule in rules if rule.applies(case)), None)
 
 
 def list_product() -> list[Case]:
-    """Every combination, also those that cannot be."""
+    """Every combination of the first part, also those that cannot be."""
     axes = (FAMILIES, LAYOUTS, RECOMPUTE, CHOICES, DROPOUTS, DTYPES)
     return [Case(*values) for values in itertools.product(*axes)]  # type: ignore[arg-type]
 
 
+def list_sequence_product() -> list[Case]:
+    """Every combination of the second part, also those that cannot be: each in bfloat16 without dropout, and in float32
+    with dropout, which under tensor parallelism is drawn again by full recomputation. Stock's ends in an error with
+    packed rows and multi-token prediction."""
+    found = []
+    for family, layout, documents in itertools.product(SEQUENCE_FAMILIES, SEQUENCE_LAYOUTS, ("", "packed")):
+        found.append(Case(family, layout, "none", "auto", 0.0, "bf16", documents))
+        recomputes = layout.tp > 1 and not (family == "MTP" and documents)
+        found.append(Case(family, layout, "full" if recomputes else "none", "auto", 0.1, "fp32", documents))
+    return found
+
+
 def list_cases() -> list[Case]:
-    """Every combination that can be."""
+    """Every combination of the first part that can be."""
     return [case for case in list_product() if find_rule(case) is None]
+
+
+def list_sequence_cases() -> list[Case]:
+    """Every combination of the second part that can be; some are the first part's too."""
+    return [case for case in list_sequence_product() if find_rule(case, SEQUENCE_RULES) is None]
 
 
 def list_pairs(cases: Iterable[Case]) -> set[tuple[tuple[str, object], tuple[str, object]]]:
@@ -155,19 +216,24 @@ def _pairs_of(case: Case) -> list[tuple[tuple[str, object], tuple[str, object]]]
 
 
 def choose_pairwise() -> list[Case]:
-    """A small subset of the cases in which every pair of values that can meet does; the same each time."""
-    return _choose(lambda case: set(_pairs_of(case)))
+    """A small subset of the first part in which every pair of values that can meet does; the same each time."""
+    return _choose(list_cases(), lambda case: set(_pairs_of(case)))
+
+
+def choose_sequences() -> list[Case]:
+    """Such a subset of the second part."""
+    return _choose(list_sequence_cases(), lambda case: set(itertools.combinations(case.sequence_values, 2)))
 
 
 def choose_sample() -> list[Case]:
-    """A smaller one: every layout occurs, and every pair of the other axes' values."""
+    """A smaller one: every layout of the first part occurs, and every pair of the other axes' values."""
     anywhere = {case: dataclasses.replace(case, layout=ONE_PROCESS) for case in list_cases()}
-    return _choose(lambda case: {case.layout, *_pairs_of(anywhere[case])})
+    return _choose(list(anywhere), lambda case: {case.layout, *_pairs_of(anywhere[case])})
 
 
-def _choose(list_wanted: Callable[[Case], set[Any]]) -> list[Case]:
-    """The same few cases each time that have all that `list_wanted` gives of any."""
-    wanted = {case: list_wanted(case) for case in list_cases()}
+def _choose(cases: list[Case], list_wanted: Callable[[Case], set[Any]]) -> list[Case]:
+    """The same few of the cases each time that have all that `list_wanted` gives of any."""
+    wanted = {case: list_wanted(case) for case in cases}
     remaining, chosen = set().union(*wanted.values()), []
     while remaining:
         best = max(wanted, key=lambda case: len(wanted[case] & remaining))

@@ -4,10 +4,12 @@ The rule is the house's: error(ours) <= 2 x error(witness) + 1 ulp of the larges
 tokens and of each parameter's gradient, every one put together from the parts that the ranks hold.
 
 - dropout 0: exact is stock Megatron in float64 on one process, the witness stock Megatron of the same dtype in the same
-  layout, both without recomputation.
+  layout, both without recomputation. Stock has no context parallelism on a CPU: there each context-parallel rank runs
+  the witness alone. It takes no packed rows either: their documents then run one after the other, in rows of their own.
 - dropout 0.1: exact is Tempo in float64 on one process without recomputation, the witness the larger of two: the same
-  choice and dtype on one process, and, for what a layout alone rounds, stock in the same layout at dropout 0. Every
-  mask is, bit for bit, that of the one process. Stock draws masks that depend on the layout: it is only run.
+  choice and dtype on one process, and, for what a layout alone rounds, stock in the same layout at dropout 0. The masks
+  of all ranks together are, bit for bit, those of the one process. Stock draws masks that depend on the layout: it is
+  only run.
 - Models are small, and the largest error of a few numbers is a matter of luck, on both sides. A case that is over its
   limit with one draw of the weights is run with DRAWS of them, and the sum of its errors is held to the sum of the
   limits, in the case's layout only.
@@ -25,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dropout_masks import Masks, compare_masks
 from megatron.core import parallel_state
 from witness import ulp
 
 from grid.cases import ONE_PROCESS, Case
-from grid.run import Found, Masks, agree, run_model
+from grid.run import Found, run_model
 
 # The largest error of GELU' in place, as tempo_kernels.gelu states it.
 GELU_FLOOR = {"fp32": 5.1e-5, "bf16": 1.6e-2}
@@ -42,12 +45,24 @@ Errors = dict[str, tuple[float, float]]
 def name_exact(case: Case) -> Case:
     """The run on one process in float64 that is exact for a case."""
     choice = "off" if case.dropout == 0 else "recompute"
-    return dataclasses.replace(name_one_process(case), choice=choice, dtype="fp64")
+    return dataclasses.replace(_name_alone(name_one_process(case)), choice=choice, dtype="fp64")
 
 
 def name_one_process(case: Case) -> Case:
     """The case itself on one process, without recomputation; its layout says how many layers and micro batches."""
     return dataclasses.replace(case, layout=dataclasses.replace(ONE_PROCESS, pp=case.layout.pp), recompute="none")
+
+
+def _name_alone(case: Case) -> Case:
+    """The case with the documents of a packed row in rows of their own."""
+    return dataclasses.replace(case, documents="alone") if case.documents else case
+
+
+def _name_stock(case: Case) -> Case:
+    """Stock in the case's layout and dtype at dropout 0, without recomputation, packed rows and context parallelism."""
+    layout = dataclasses.replace(case.layout, cp=1, comm_type="")
+    plain = dataclasses.replace(case, layout=layout, recompute="none", choice="off", dropout=0.0)
+    return _name_alone(plain)
 
 
 def find_file(folder: Path, case: Case) -> Path:
@@ -85,7 +100,7 @@ class Judge:
         else:
             ratio, worst = _find_worst(self._compare(case, found))
             result.update(ratio=ratio, worst=worst)
-            if _is_true_somewhere(ratio > 1):
+            if _is_true_somewhere(ratio > 1) and not _needs_one_stage(_name_stock(case)):
                 ratio, worst = _find_worst(self._compare_draws(case))
                 result.update(ratio=ratio, worst=worst, draws=DRAWS)
             complaints += [] if ratio <= 1 else [f"the error of {worst} is {ratio:.2f} of its limit"]
@@ -105,10 +120,11 @@ class Judge:
         return _measure_errors(case, found, exact, witnesses)
 
     def _compare_draws(self, case: Case) -> Errors:
-        """The sums over several draws of the weights; what is exact runs in the case's layout too."""
-        plain = dataclasses.replace(case, recompute="none", choice="off", dropout=0.0)
-        witness, true = plain, dataclasses.replace(plain, dtype="fp64")
-        exact_case = dataclasses.replace(case, recompute="none", choice="recompute", dtype="fp64")
+        """The sums over several draws of the weights; what is exact runs in the case's layout too, without packed rows
+        and context parallelism."""
+        witness = _name_stock(case)
+        true = dataclasses.replace(witness, dtype="fp64")
+        exact_case = dataclasses.replace(true, choice="recompute", dropout=case.dropout)
         sums: dict[str, list[float]] = {}
         for draw in range(DRAWS):
             stock = run_model(true, is_stock=True, records=False, draw=draw)
@@ -128,9 +144,13 @@ class Judge:
 
     def _run_stock(self, case: Case) -> tuple[Found, Found]:
         """(exact, found) of stock in the case's layout and dtype at dropout 0, without recomputation."""
-        stock = dataclasses.replace(case, recompute="none", choice="off", dropout=0.0)
+        stock = _name_stock(case)
         if stock not in self._stock:
-            self._stock[stock] = run_model(stock, is_stock=True, records=False)
+            self._stock[stock] = (
+                self._load(name_one_process(stock))
+                if _needs_one_stage(stock)
+                else run_model(stock, is_stock=True, records=False)
+            )
         return self._load(name_exact(stock)), self._stock[stock]
 
     def _load(self, case: Case) -> Found:
@@ -140,18 +160,17 @@ class Judge:
 
     def _compare_masks(self, case: Case, masks: Masks) -> list[str]:
         """What is wrong with the masks of all ranks together; the same on each."""
-        expected = self._load(name_one_process(case)).masks
-        wrong = [place for place, row in masks.items() if place not in expected or not agree(row, expected[place])]
-        drawn = torch.tensor([place in masks for place in expected], dtype=torch.uint8)
-        counts = torch.tensor([len(wrong)])
-        for tensor in (drawn, counts):
-            torch.distributed.all_reduce(
-                tensor, torch.distributed.ReduceOp.MAX, group=parallel_state.get_model_parallel_group()
-            )
-        complaints = [f"{int(counts)} rows of masks are not those of one process"] if counts else []
+        num_wrong, is_drawn = compare_masks(masks, self._load(name_exact(case)).masks, is_causal=case.family != "BERT")
+        wrong, drawn = _find_largest(torch.tensor([num_wrong])), _find_largest(torch.from_numpy(is_drawn))
+        complaints = [f"{int(wrong)} elements of masks are not those of one process"] if wrong else []
         if not drawn.all():
-            complaints.append(f"{int((drawn == 0).sum())} of {len(expected)} rows of masks are drawn by no rank")
+            complaints.append(f"{int((drawn == 0).sum())} of {len(drawn)} elements of masks are drawn by no rank")
         return complaints
+
+
+def _needs_one_stage(case: Case) -> bool:
+    """Whether a schedule cannot run the case: stages would send documents of several lengths to each other."""
+    return case.documents == "alone" and case.layout.pp > 1
 
 
 def _measure_errors(case: Case, found: Found, exact: Found, witnesses: list[tuple[Found, Found]]) -> Errors:
@@ -179,9 +198,14 @@ def _find_worst(errors: Errors) -> tuple[float, str]:
 
 def _is_true_somewhere(here: bool) -> bool:
     """Whether a rank of the model has True: what they do next, they do together."""
-    flag = torch.tensor([int(here)], dtype=torch.int64)
-    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=parallel_state.get_model_parallel_group())
-    return bool(flag.item())
+    return bool(_find_largest(torch.tensor([int(here)])).item())
+
+
+def _find_largest(tensor: torch.Tensor) -> torch.Tensor:
+    """The largest, element by element, of all ranks of the model."""
+    for group in (parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group()):
+        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group=group)
+    return tensor
 
 
 def _judge_refusal(case: Case) -> dict[str, Any]:
@@ -215,4 +239,6 @@ def list_references(cases: list[Case]) -> list[Case]:
         found[name_exact(case)] = found[name_exact(dataclasses.replace(case, dropout=0.0))] = None
         if case.dropout > 0:
             found[name_one_process(case)] = None
+        if _needs_one_stage(stock := _name_stock(case)):
+            found[name_one_process(stock)] = None
     return list(found)

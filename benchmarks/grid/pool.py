@@ -1,4 +1,4 @@
-"""Four gloo processes that run case after case: where a layout needs fewer, each part of the pool has cases of its own.
+"""Four or eight gloo processes that run case after case: where a layout needs fewer, parts of the pool have their own.
 
 A process that fails takes the pool with it, as the others may wait for it; its case is a failed one, and a fresh pool
 goes on with the rest.
@@ -19,35 +19,35 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from grid.cases import ONE_PROCESS, WORLD_SIZE, Case
+from rank_processes import context, make_process
 
-SILENT_S = 240.0
+from grid.cases import ONE_PROCESS, WORLD_SIZES, Case
+
+SILENT_S = 600.0
 """After which a pool that says nothing is ended."""
-
-_processes = multiprocessing.get_context("spawn")
 
 
 def run_cases(cases: Iterable[Case], report: Callable[[Case, dict[str, Any]], None]) -> None:
     """Run every case and `report` what all its ranks found together, as it comes."""
     remaining = list(dict.fromkeys(cases))
-    while remaining:
-        done: set[Case] = set()
+    done: set[Case] = set()
 
-        def note(case: Case, result: dict[str, Any], done: set[Case] = done) -> None:
-            done.add(case)
-            report(case, result)
+    def note(case: Case, result: dict[str, Any]) -> None:
+        done.add(case)
+        report(case, result)
 
-        _run_pool(remaining, note)
-        remaining = [case for case in remaining if case not in done]
+    for world_size in WORLD_SIZES:
+        while waiting := [case for case in remaining if case.layout.num_processes <= world_size and case not in done]:
+            _run_pool(world_size, waiting, note)
 
 
-def _run_pool(cases: list[Case], note: Callable[[Case, dict[str, Any]], None]) -> None:
+def _run_pool(world_size: int, cases: list[Case], note: Callable[[Case, dict[str, Any]], None]) -> None:
     """Until everything is done, or something failed: then that, and what ran beside it and may hang, is noted too."""
-    messages: Any = _processes.Queue()
+    messages: Any = context.Queue()
     with tempfile.TemporaryDirectory(prefix="grid-") as folder:
         ranks = [
-            _processes.Process(target=_work, args=(rank, folder, cases, messages), daemon=True)
-            for rank in range(WORLD_SIZE)
+            make_process(_work, rank, world_size, folder, cases, messages, preload=("grid.preload",), daemon=True)
+            for rank in range(world_size)
         ]
         for process in ranks:
             process.start()
@@ -116,16 +116,16 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work(rank: int, folder: str, cases: list[Case], messages: Any) -> None:
+def _work(rank: int, world_size: int, folder: str, cases: list[Case], messages: Any) -> None:
     case: Case | None = None
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        import megatron_cpu
         import torch
         from megatron.core import parallel_state
 
+        import grid.preload  # noqa: F401  Where another server was started first.
         from grid.judge import Judge, list_references, save_reference
 
         torch.set_num_threads(1)
@@ -133,12 +133,11 @@ def _work(rank: int, folder: str, cases: list[Case], messages: Any) -> None:
             "gloo",
             init_method=f"file://{folder}/store",
             rank=rank,
-            world_size=WORLD_SIZE,
+            world_size=world_size,
             timeout=timedelta(seconds=SILENT_S),
         )
-        megatron_cpu.install()
         _lay_out(ONE_PROCESS)
-        for case in list_references(cases)[rank::WORLD_SIZE]:
+        for case in list_references(cases)[rank::world_size]:
             messages.put(("start", rank, None, None))
             save_reference(case, Path(folder))
         case = None
@@ -175,6 +174,8 @@ def _lay_out(layout: Any) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        hierarchical_context_parallel_sizes=layout.hierarchical_sizes,
         virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
         create_gloo_process_groups=False,
     )

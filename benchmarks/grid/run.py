@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
+from dropout_masks import Masks, recorded_masks
 from formula_cases import count_stack
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from sequence_parts import join_parts
 
 from grid.cases import Case
 from grid.models import (
-    LLAMA,
+    DOCUMENTS,
+    PACKED_SIZES,
+    SETTINGS,
     LayerRecorder,
     Sizes,
     build_config,
     build_model,
     fill_weights,
     gather_gradients,
+    list_documents,
     make_batch,
+    make_packed_batch,
     name_globally,
     read_losses,
 )
-from tempo_kernels.philox import keep_bits
 from tempo_megatron import TempoConfig
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.choose import choose
@@ -36,7 +42,6 @@ from tempo_megatron.slots.choose import choose
 SIZES = Sizes()
 SEED = 5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-Masks = dict[tuple[int, ...], bytes]
 
 
 @dataclasses.dataclass
@@ -59,13 +64,17 @@ def run_model(case: Case, *, is_stock: bool = False, records: bool = True, draw:
     """The schedule's forwards and backwards of one global batch, in the layout that is initialised.
 
     Args:
-        case: what runs.
+        case: what runs. Without context parallelism each context-parallel rank runs it alone.
         is_stock: Megatron's own specs instead of the case's choice, where Megatron's norms can do the layout.
         records: whether to measure what is kept.
         draw: of the weights.
     """
-    layout = case.layout
-    settings = dict(LLAMA) if case.family == "Llama" else {}
+    with _own_context() if case.layout.cp == 1 else contextlib.nullcontext():
+        return _run_model(case, is_stock, records, draw)
+
+
+def _run_model(case: Case, is_stock: bool, records: bool, draw: int) -> Found:
+    layout, sizes = case.layout, PACKED_SIZES if case.documents else SIZES
     config = build_config(
         dtype=DTYPES[case.dtype],
         dropout=case.dropout,
@@ -74,7 +83,8 @@ def run_model(case: Case, *, is_stock: bool = False, records: bool = True, draw:
         sequence_parallel=layout.sequence_parallel,
         # What marks a parameter as split is a part of Megatron's initialisation.
         perform_initialization=True,
-        **settings,
+        **({"cp_comm_type": layout.comm_type} if layout.cp > 1 else {}),
+        **SETTINGS.get(case.family, {}),
     )
     tempo: TempoConfig | None = case.tempo
     if is_stock:
@@ -82,37 +92,57 @@ def run_model(case: Case, *, is_stock: bool = False, records: bool = True, draw:
     chosen = TempoConfig.off() if tempo is None else choose(config, tempo).config
     model_parallel_cuda_manual_seed(1234)
     stages = range(layout.virtual) if layout.virtual > 1 else [None]
-    chunks = [build_model(case.family, config, tempo, SIZES, stage) for stage in stages]
+    chunks = [build_model(case.family, config, tempo, sizes, stage) for stage in stages]
     for chunk in chunks:
         fill_weights(chunk, draw)
     run = _Run(case, config, chosen, records)
-    masks: Masks = {}
     norm_sums: dict[str, torch.Tensor] = {}
     if case.dtype == "fp64":
         for chunk in chunks:
             _watch_norms(chunk, norm_sums)
-    with _recorded_masks(masks):
+    with recorded_masks() as masks:
         results = get_forward_backward_func()(
             forward_step_func=run.step,
             data_iterator=[iter(range(run.num_micro_batches)) for _ in chunks],
             model=chunks,
             num_microbatches=run.num_micro_batches,
-            seq_length=SIZES.seq_length,
-            micro_batch_size=SIZES.micro_batch_size,
-            decoder_seq_length=SIZES.seq_length,
+            seq_length=sizes.seq_length,
+            micro_batch_size=sizes.micro_batch_size,
+            decoder_seq_length=sizes.seq_length,
             forward_only=False,
         )
     gradients: dict[str, torch.Tensor] = {}
     for key, gradient in itertools.chain.from_iterable(map(gather_gradients, chunks)):
         gradients[key] = gradients[key] + gradient if key in gradients else gradient
     _sum_tied(chunks[0], gradients)
-    losses = torch.cat([result["losses"] for result in results]) if results else None
+    boundaries = DOCUMENTS if case.documents else ()
+    losses = torch.cat([join_parts(result["losses"], boundaries) for result in results]) if results else None
     if layout.sequence_parallel:
         # Each rank has a part of the tokens.
         for total in norm_sums.values():
             torch.distributed.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
     sums = {name: total.max().item() for name, total in norm_sums.items()}
     return Found(losses, gradients, masks, run.kept, sums)
+
+
+@contextlib.contextmanager
+def _own_context() -> Iterator[None]:
+    """This process as the only context-parallel rank."""
+    if parallel_state.get_context_parallel_world_size() == 1:
+        yield
+        return
+    places = {"_CONTEXT_PARALLEL_GROUP": _make_own_group(), "_CONTEXT_PARALLEL_GLOBAL_RANKS": [_find_rank()]}
+    with mock.patch.multiple(parallel_state, **places):
+        yield
+
+
+@functools.cache
+def _make_own_group() -> Any:
+    return torch.distributed.new_group([_find_rank()], use_local_synchronization=True)
+
+
+def _find_rank() -> int:
+    return torch.distributed.get_rank()
 
 
 class _Run:
@@ -124,23 +154,57 @@ class _Run:
         self.kept: dict[str, tuple[int, int]] = {}
 
     def step(self, iterator: Iterator[int], model: Any) -> tuple[Any, Any]:
-        case, first = self._case, next(iterator) * SIZES.micro_batch_size
-        dropout_rng.set_micro_batch(SEED, first)
-        args, kwargs = make_batch(case.family, first, SIZES, gives_mask=self._chosen.attention == "off")
+        case, number = self._case, next(iterator)
+        if case.documents == "alone":
+            return self._run_alone(model, number * len(list_documents())), self._compute_loss
+        if case.documents:
+            args, kwargs = self._announce_packed(number * len(list_documents()))
+        else:
+            dropout_rng.set_micro_batch(SEED, number * SIZES.micro_batch_size)
+            args, kwargs = self._make_batch(number * SIZES.micro_batch_size, SIZES)
         if self._records and not self.kept:
             recorder = LayerRecorder(model)
             with recorder.record():
                 output = model(*args, **kwargs)
             for stack, saved in recorder.list_stacks().items():
-                counted = count_stack(case.family, stack, self._config, self._chosen, SIZES)
+                place = (case.family, stack, self._config, self._chosen)
+                longest = max(sizes.seq_length for sizes in list_documents())
+                counted = (
+                    count_stack(*place, PACKED_SIZES, longest_document=longest)
+                    if case.documents
+                    else count_stack(*place, SIZES)
+                )
                 self.kept[stack] = (sum(each.num_bytes for each in saved), counted)
         else:
             output = model(*args, **kwargs)
         return output, self._compute_loss
 
-    def _compute_loss(self, output: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _make_batch(self, first: int, sizes: Sizes) -> tuple[tuple[Any, ...], Any]:
+        return make_batch(self._case.family, first, sizes, gives_mask=self._chosen.attention == "off")
+
+    def _announce_packed(self, first: int) -> tuple[tuple[Any, ...], Any]:
+        args, kwargs = make_packed_batch(first)
+        cu_seqlens = kwargs["packed_seq_params"].cu_seqlens_q
+        samples = first + torch.arange(len(list_documents()))
+        dropout_rng.set_micro_batch(SEED, first, cu_seqlens=cu_seqlens, document_samples=samples)
+        return args, kwargs
+
+    def _run_alone(self, model: Any, first: int) -> torch.Tensor:
+        """[1, s] losses of the documents of a packed row, each of which ran in a row of its own."""
+        outputs = []
+        for sample, sizes in enumerate(list_documents(), first):
+            dropout_rng.set_micro_batch(SEED, sample)
+            args, kwargs = self._make_batch(sample, sizes)
+            outputs.append(model(*args, **kwargs))
+        return torch.cat(outputs, 1)
+
+    def _compute_loss(self, output: Any) -> tuple[Any, ...]:
         losses = read_losses(self._case.family, output)
-        return losses.mean(), {"losses": losses.detach().clone()}
+        found = {"losses": losses.detach().clone()}
+        if self._config.calculate_per_token_loss:
+            return losses.sum(), torch.tensor(losses.numel(), dtype=torch.int), found
+        # The schedule multiplies by the number of context-parallel ranks, over which gradients are averaged.
+        return losses.mean() / self._case.layout.cp, found
 
 
 def _watch_norms(model: Any, sums: dict[str, torch.Tensor]) -> None:
@@ -168,31 +232,3 @@ def _sum_tied(model: Any, gradients: dict[str, torch.Tensor]) -> None:
     if size > 1 and model.share_embeddings_and_output_weights:
         gradient = gradients["embedding.word_embeddings.weight"]
         torch.distributed.all_reduce(gradient, group=parallel_state.get_embedding_group())
-
-
-@contextlib.contextmanager
-def _recorded_masks(masks: Masks) -> Iterator[None]:
-    """Every row of every mask that is drawn, by (key, sample, head, row); two draws of a place must agree."""
-
-    def record(key: int, p: float, **where: Any) -> torch.Tensor:
-        bits = keep_bits(key, p, **where)
-        indices = [where[name].broadcast_to(bits.shape[:-1]).flatten().tolist() for name in ("sample", "head", "row")]
-        rows = (bits == 0).flatten(0, -2).to(torch.uint8).numpy()
-        for sample, head, number, row in zip(*indices, rows, strict=True):
-            place, drawn = (key, sample, head, number), row.tobytes()
-            known = masks.get(place, b"")
-            # A causal block draws the columns up to its last row only.
-            assert agree(known, drawn), f"two draws of {place} differ"
-            masks[place] = max(known, drawn, key=len)
-        return bits
-
-    with (
-        mock.patch("tempo_kernels.dropout_add.cpu.keep_bits", record),
-        mock.patch("tempo_kernels.attention.cpu.keep_bits", record),
-    ):
-        yield
-
-
-def agree(row: bytes, other: bytes) -> bool:
-    """Whether two draws of a row of a mask say the same, where both say something."""
-    return row.startswith(other) or other.startswith(row)

@@ -181,6 +181,8 @@ def _list_rows_of_stack(stack: str) -> tuple[LedgerRow, ...]:
             *(row(prefix + projection, f"{name}.{projection}") for projection in projections),
             row(f"{prefix}q_layernorm", f"{name}.q_layernorm", "norm"),
             row(f"{prefix}k_layernorm", f"{name}.k_layernorm", "norm"),
+            # Of latent attention, whose q_layernorm is of a latent vector too.
+            row(f"{prefix}kv_layernorm", f"{name}.kv_layernorm", "norm"),
             row(f"{name} (q, k, v)", name, "linear_qkv" if name == "self_attention" else None),
             row(f"{prefix}core_attention", f"{name}.core_attention", "attention"),
             row(f"{prefix}core_attention (s*s)", f"{name}.core_attention", "attention", is_scores=True),
@@ -217,6 +219,7 @@ LEDGER_ROWS = (
     LedgerRow(title="embedding", module="embedding", operation="dropout", is_in_layer=False),
     LedgerRow(title="rotary positions", module="rotary_pos_emb", is_in_layer=False),
     LedgerRow(title=MASK, module=MASK, is_in_layer=False),
+    LedgerRow(title="multi-token prediction", module="mtp", is_in_layer=False),
     LedgerRow(title="lm_head", module="lm_head", is_in_layer=False),
     LedgerRow(title="pooler", module="pooler", is_in_layer=False),
     LedgerRow(title="binary_head", module="binary_head", is_in_layer=False),

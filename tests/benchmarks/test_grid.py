@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
@@ -18,17 +19,22 @@ from grid.cases import (
     CHOICES,
     LAYOUTS,
     RULES,
+    SEQUENCE_LAYOUTS,
+    SEQUENCE_RULES,
     Case,
     Layout,
     choose_pairwise,
     choose_sample,
+    choose_sequences,
     find_rule,
     list_cases,
     list_pairs,
     list_product,
+    list_sequence_cases,
+    list_sequence_product,
 )
 from grid.docs import format_docs
-from grid.models import FAMILIES, RECOMPUTE
+from grid.models import FAMILIES, RECOMPUTE, SEQUENCE_FAMILIES
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "compatibility.py"
@@ -39,11 +45,13 @@ def choose_one_of_each_layout() -> list[Case]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("choose", [choose_one_of_each_layout, *exhaustive([choose_sample], [choose_pairwise])])
+@pytest.mark.parametrize(
+    "choose", [choose_one_of_each_layout, *exhaustive([choose_sample], [choose_pairwise], [choose_sequences])]
+)
 def test_what_is_chosen_holds(choose: Callable[[], list[Case]], tmp_path: Path) -> None:
     found = run(choose(), tmp_path / "grid.jsonl", 1)
     assert {key: result for key, result in found.items() if result["status"] == "failed"} == {}
-    assert {result["status"] for result in found.values()} == {"passed", "refused"}
+    assert {result["status"] for result in found.values()} <= {"passed", "refused"}
     assert max(result.get("bytes_off", 0.0) for result in found.values()) <= 0.01
     # Once more, and nothing is left to run.
     before = (tmp_path / "grid.jsonl").read_text()
@@ -75,6 +83,22 @@ def test_every_combination_is_a_case_or_has_a_rule() -> None:
     assert sum(rule is None for rule in rules) == len(list_cases()) > len(product) / 2
 
 
+def test_every_way_of_context_parallelism_meets_every_model_with_packed_rows_and_without() -> None:
+    product, cases = list_sequence_product(), list_sequence_cases()
+    left_out = [case for case in product if case not in cases]
+    assert {find_rule(case, SEQUENCE_RULES) for case in left_out} == set(SEQUENCE_RULES)
+    assert all(case.layout.pp > 1 for case in left_out)
+    assert {layout.cp for layout in SEQUENCE_LAYOUTS} == {1, 2, 4, 8}
+    for layout in SEQUENCE_LAYOUTS:
+        assert layout.pp > 1 or sum(case.layout == layout for case in cases) == len(SEQUENCE_FAMILIES) * 2 * 2
+    chosen = choose_sequences()
+    assert chosen == choose_sequences() and len(chosen) <= 60
+    met, can_meet = (
+        {pair for case in some for pair in itertools.combinations(case.sequence_values, 2)} for some in (chosen, cases)
+    )
+    assert met == can_meet
+
+
 def test_no_rule_leaves_out_what_tempo_does() -> None:
     """A rule is about a layout of a family, which stock cannot have either, or about stock alone."""
     for rule in RULES:
@@ -101,10 +125,14 @@ def test_results_outlast_a_killed_run(tmp_path: Path) -> None:
     assert read_results(path)[CASE.key] == expected
 
 
-def children_of(process: int) -> set[int]:
-    """Also of its threads, which start the pools."""
-    texts = [path.read_text() for path in Path(f"/proc/{process}/task").glob("*/children")]
-    return {int(word) for text in texts for word in text.split()}
+def descendants_of(process: int) -> set[int]:
+    """Also of its threads, which start the pools, and of the server from which processes are forked."""
+    texts = []
+    for path in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # what has just ended
+            texts.append(path.read_text())
+    children = {int(word) for text in texts for word in text.split()}
+    return children.union(*map(descendants_of, children))
 
 
 def is_alive(process: int) -> bool:
@@ -126,7 +154,7 @@ def test_a_killed_run_leaves_no_process_behind(tmp_path: Path) -> None:
     # The first result: every process of the pool runs.
     while time.monotonic() < deadline and not (output.exists() and len(read_results(output)) > 0):
         assert grid.poll() is None
-        children |= children_of(grid.pid)
+        children |= descendants_of(grid.pid)
         time.sleep(0.5)
     grid.kill()
     grid.wait()
@@ -147,7 +175,9 @@ def test_results_of_other_versions_are_not_added_to(tmp_path: Path) -> None:
 def test_the_table_says_what_holds_fails_is_refused_and_was_not_run() -> None:
     refused = Case("Llama", Layout(), "none", "inplace", 0.0, "fp32")
     failed = Case("BERT", Layout(), "none", "auto", 0.0, "fp32")
+    packed = Case("MLA", Layout(2, True, cp=4, comm_type="a2a+p2p"), "none", "auto", 0.0, "bf16", "packed")
     results = {
+        packed.key: {"status": "passed", "ratio": 0.2, "worst": "the losses", "bytes_off": 0.0},
         CASE.key: {"status": "passed", "ratio": 0.25, "worst": "the losses", "bytes_off": 0.0},
         refused.key: {"status": "refused", "message": "no"},
         failed.key: {"status": "failed", "message": "Traceback\nValueError: why"},
@@ -158,7 +188,8 @@ def test_the_table_says_what_holds_fails_is_refused_and_was_not_run() -> None:
     assert "| TP 1 | R | ." in text.partition("## Llama")[2]
     assert "| TP 1 | . | . | F | ." in text.partition("## BERT")[2].partition("## T5")[0]
     assert f"- {failed.key}: ValueError: why" in text
-    assert "1 failed, " in text and "1 passed, 1 refused" in text and "not run" in text
+    assert "| TP 2 + SP, CP 4 a2a+p2p | . | . | . | . | . | 1 | . | . |" in text
+    assert "1 failed, " in text and "2 passed, 1 refused" in text and "not run" in text
 
 
 @pytest.mark.slow

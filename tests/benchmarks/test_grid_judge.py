@@ -41,8 +41,10 @@ CHANGES: dict[str, Any] = {
     "nothing": None,
     "a gradient": ("grid.judge.run_model", _run_wrongly(1e-3)),
     "a gradient's last bits": ("grid.judge.run_model", _run_wrongly(2e-7)),
-    "kept bytes": ("grid.run.count_stack", lambda *args: round(1.02 * _count(*args))),
+    "kept bytes": ("grid.run.count_stack", lambda *args, **more: round(1.02 * _count(*args, **more))),
     "the sample": ("grid.run.dropout_rng.set_micro_batch", lambda seed, first: _set(seed, first + 1)),
+    # Every rank takes its rows for the first ones.
+    "the rows": ("tempo_megatron.slots.dropout_rng.find_segments", lambda rank, size, rows: [(0, rows)]),
     "a gradient that is none": ("grid.judge.run_model", _run_wrongly(float("nan"))),
 }
 
@@ -76,7 +78,7 @@ def judge(case: Case, changes: list[str]) -> list[dict[str, Any]]:
                 "the error of decoder.final_layernorm.weight is nan",
                 "recomputation changes decoder.final_layernorm.weight",
                 "decoder keeps .* bytes, and the formula says",
-                "rows of masks are not those of one process; .* rows of masks are drawn by no rank",
+                "elements of masks are not those of one process",
             ],
         ),
         (STOCK, ["a gradient that is none", "kept bytes"], ["not finite", "decoder keeps"]),
@@ -89,6 +91,14 @@ def test_what_is_wrong_fails(case: Case, changes: list[str], messages: list[str]
     assert [result["status"] for result in failed] == ["failed"] * len(changes)
     for result, message in zip(failed, messages, strict=True):
         assert re.search(message, result["message"]), result
+
+
+@pytest.mark.slow
+def test_masks_of_context_parallel_ranks_that_are_not_those_of_one_process_fail() -> None:
+    case = Case("GPT", Layout(cp=2, comm_type="all_gather"), "none", "auto", 0.1, "fp32", "packed")
+    for passed, failed in run_megatron_ranks(judge, 2, 1, case, ["the rows"], context_parallel_size=2):
+        assert passed["status"] == "passed", passed
+        assert re.search("the error of .* of its limit; .* elements of masks are drawn by no rank", failed["message"])
 
 
 @pytest.mark.slow

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from formula_cases import Layer, draw_layer, measure_and_count
-from grid.models import LLAMA, Sizes
+from formula_cases import Layer, draw_layer, list_ledger_and_formula, measure_and_count
+from grid.models import LLAMA, SETTINGS, Sizes
 from kept_formula import LayerShape, count_layer_bytes
 
 from tempo_megatron import TempoConfig
@@ -55,6 +55,36 @@ def test_a_setting_that_changes_what_stock_keeps_is_in_the_formula(
     usual = {**LLAMA, **sizes, "kv_channels": 16, "dtype": torch.bfloat16, "dropout": 0.1}
     measured, counted = measure_and_count(Layer("Llama", 1, {**usual, **changes}, tempo, Sizes(32, 2, 8)))["decoder"]
     assert counted == measured
+
+
+@pytest.mark.parametrize(("tp", "dropout"), [(1, 0.1), (2, 0.0)])
+@pytest.mark.parametrize(
+    ("family", "changes", "tempo"),
+    [
+        ("MLA", {}, {}),
+        ("MLA", {"q_lora_rank": None}, {"attention": "recompute"}),
+        ("MLA", {"rope_type": "yarn"}, {"activation": "recompute"}),
+        ("MTP", {}, {}),
+        ("MTP", {"recompute": "full"}, {}),
+    ],
+)
+def test_latent_attention_and_further_predictions_keep_what_the_formula_says(
+    family: str, changes: dict[str, object], tempo: dict[str, str], tp: int, dropout: float
+) -> None:
+    settings = {**SETTINGS[family], **changes, "dropout": dropout, "sequence_parallel": tp > 1, "dtype": torch.bfloat16}
+    layer = Layer(family, tp, settings, TempoConfig(**tempo), Sizes(16, 3, 16))
+    found = measure_and_count(layer)
+    assert set(found) == ({"decoder", "mtp"} if family == "MTP" else {"decoder"})
+    for measured, counted in found.values():
+        assert counted == measured > 0
+
+
+@pytest.mark.parametrize(("tp", "tempo"), [(1, {}), (2, {"attention": "recompute"})])
+def test_the_ledger_of_latent_attention_is_the_formula_row_by_row(tp: int, tempo: dict[str, str]) -> None:
+    settings = {**SETTINGS["MLA"], "dropout": 0.1, "sequence_parallel": tp > 1, "dtype": torch.bfloat16}
+    ledger, formula = list_ledger_and_formula(Layer("MLA", tp, settings, TempoConfig(**tempo), Sizes(16, 3, 16)))
+    assert ledger == formula
+    assert {"q_layernorm", "kv_layernorm", "self_attention (q, k, v)", "core_attention"} <= set(ledger)
 
 
 def test_stock_on_a_gpu_is_the_34_sbh_of_the_paper_and_tempo_20() -> None:

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import Counter
 from typing import Any
 
 import torch
 from grid.models import ACTIVATIONS, RECOMPUTE, LayerRecorder, Sizes, build_config, build_model, make_batch
-from kept_formula import LayerShape, count_layer_bytes, count_stack_bytes
+from kept_formula import (
+    LayerShape,
+    count_layer_bytes,
+    count_prediction_bytes,
+    count_stack_bytes,
+    list_layer_rows,
+)
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, use_cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
+from tempo_megatron.memory.kept.attribution import find_layer, sum_rows
+from tempo_megatron.memory.kept.recorder import SavedStorage
+from tempo_megatron.memory.run import LatentAttention
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.choose import choose
 from tempo_megatron.slots.mlp import name_activation
@@ -96,6 +107,29 @@ def _draw_what_runs_again(draw: random.Random, tempo: TempoConfig, *, keeps_copi
 
 def measure_and_count(layer: Layer) -> dict[str, tuple[int, int]]:
     """Stack -> (bytes that its layers keep, measured; the formula's)."""
+    stacks, config, chosen = _measure(layer)
+    measured = {stack: sum(saved.num_bytes for saved in kept) for stack, kept in stacks.items()}
+    return {
+        stack: (measured[stack], count_stack(layer.family, stack, config, chosen, layer.sizes)) for stack in measured
+    }
+
+
+def list_ledger_and_formula(layer: Layer) -> tuple[dict[str, int], dict[str, int]]:
+    """Row -> bytes of the decoder's first layer, in the ledger and in the formula."""
+    stacks, config, chosen = _measure(layer)
+    saved = [each for each in stacks["decoder"] if find_layer(each.operation) == ("decoder", 0)]
+    activation = name_activation(config)
+    assert activation is not None
+    shape = _make_shape(layer.family, "decoder", config, layer.sizes)
+    formula: Counter[str] = Counter()
+    for row in list_layer_rows(shape, chosen):
+        formula[row.operation] += row.num_bytes
+    ledger = {row.operation: row.num_bytes for row in sum_rows(saved, [layer.sizes.seq_length], activation)}
+    return ledger, dict(formula)
+
+
+def _measure(layer: Layer) -> tuple[dict[str, list[SavedStorage]], Any, TempoConfig]:
+    """(stack -> what its layers keep, the configuration, what was chosen)."""
     use_cpu()
     # Megatron has squared ReLU compiled, for each shape anew; what it keeps is the same.
     with torch.compiler.set_stance("force_eager"), simulate_layout(layer.tp):
@@ -108,20 +142,41 @@ def measure_and_count(layer: Layer) -> dict[str, tuple[int, int]]:
         args, kwargs = make_batch(layer.family, 0, layer.sizes, gives_mask=chosen.attention == "off")
         with recorder.record():
             output = model(*args, **kwargs)
-        measured = {stack: sum(saved.num_bytes for saved in kept) for stack, kept in recorder.list_stacks().items()}
+        stacks = recorder.list_stacks()
         del output
-    return {
-        stack: (measured[stack], count_stack(layer.family, stack, config, chosen, layer.sizes)) for stack in measured
-    }
+    return stacks, config, chosen
 
 
-def count_stack(family: str, stack: str, config: Any, chosen: TempoConfig, sizes: Sizes) -> int:
+def count_stack(
+    family: str,
+    stack: str,
+    config: Any,
+    chosen: TempoConfig,
+    sizes: Sizes,
+    *,
+    longest_document: int | None = None,
+) -> int:
     """What the formula says of one stack of one chunk of the model on this rank."""
+    shape = _make_shape(family, stack, config, sizes, longest_document)
+    if stack == "mtp":
+        return count_prediction_bytes(shape, chosen, config.mtp_num_layers)
+    num_chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+    num_layers = config.num_layers // num_chunks
+    return num_layers * count_layer_bytes(shape, chosen) + count_stack_bytes(shape, chosen)
+
+
+def _make_shape(family: str, stack: str, config: Any, sizes: Sizes, longest_document: int | None = None) -> LayerShape:
     activation = name_activation(config)
     assert activation is not None
     recompute = {"full": {"full"}, "selective": set(config.recompute_modules or ())}
-    shape = LayerShape(
-        seq_length=sizes.seq_length,
+    names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    heads_exchanged = _count_ranks_of_heads(config)
+    return LayerShape(
+        seq_length=sizes.seq_length // config.context_parallel_size,
+        heads_exchanged=heads_exchanged,
+        exchanges_rows=config.context_parallel_size > heads_exchanged,
+        longest_document=longest_document,
+        latent=LatentAttention(**{n: getattr(config, n) for n in names}) if config.multi_latent_attention else None,
         micro_batch_size=sizes.micro_batch_size,
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.ffn_hidden_size,
@@ -142,6 +197,12 @@ def count_stack(family: str, stack: str, config: Any, chosen: TempoConfig, sizes
         encoder_length=sizes.seq_length if (family, stack) == ("T5", "decoder") else None,
         recompute=frozenset(recompute.get(config.recompute_granularity, ())),
     )
-    num_chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
-    num_layers = config.num_layers // num_chunks
-    return num_layers * count_layer_bytes(shape, chosen) + count_stack_bytes(shape, chosen)
+
+
+def _count_ranks_of_heads(config: Any) -> int:
+    """How many context-parallel ranks exchange heads."""
+    if config.context_parallel_size == 1 or config.cp_comm_type not in ("a2a", "a2a+p2p"):
+        return 1
+    if config.cp_comm_type == "a2a":
+        return int(config.context_parallel_size)
+    return int(parallel_state.get_hierarchical_context_parallel_groups()[0].size())

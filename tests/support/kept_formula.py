@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from tempo_megatron.memory.run import Run
+from tempo_megatron.memory.run import LatentAttention, Run
 from tempo_megatron.settings.config import TempoConfig
 
 GATED = ("swiglu", "geglu", "reglu")
@@ -68,6 +68,18 @@ class LayerShape:
 
     bias_activation_fusion: bool = False
     """Megatron's: a local gated activation then keeps its input only."""
+
+    latent: LatentAttention | None = None
+    """Megatron's latent attention with norms of both latent vectors; Tempo's only."""
+
+    heads_exchanged: int = 1
+    """Context-parallel ranks that exchange heads; seq_length is that of one rank."""
+
+    longest_document: int | None = None
+    """Tokens of a packed row's longest document; None where rows are not packed."""
+
+    exchanges_rows: bool = False
+    """Whether keys and values of other context-parallel ranks pass by."""
 
     encoder_length: int | None = None
     """Tokens per sample of the encoder that a decoder's cross attention reads; None without cross attention."""
@@ -129,8 +141,26 @@ def list_layer_rows(
     assert "auto" not in (tempo_config.activation, tempo_config.norm, tempo_config.dropout, tempo_config.attention)
     if "full" in shape.recompute:
         return (KeptRow("checkpoint (layer input)", shape.hidden_bytes),)
+    if shape.latent is not None and (tempo_config.attention not in ("flash", "recompute") or shape.recompute):
+        raise ValueError("latent attention is known as Tempo's alone, without recomputation of modules")
     formula = _Formula(shape, tempo_config, stock == "transformer_engine", stock_attention)
     return tuple(KeptRow(*row) for row in formula.walk() if row[1])
+
+
+def count_prediction_bytes(shape: LayerShape, tempo_config: TempoConfig, num_depths: int) -> int:
+    """What the layers of multi-token prediction keep with Tempo's norms in place. The decoder's final norm keeps what
+    the first one reads.
+
+    Each keeps the input of enorm, whose output, like that of hnorm, Megatron copies; the input of eh_proj, which is
+    both; a layer; and the output of its final norm, which the next depth's hnorm reads. Full recomputation keeps what
+    a depth is given: embeddings, and hidden states of the depth before.
+    """
+    if "full" in shape.recompute:
+        return (2 * num_depths - 1) * shape.hidden_bytes
+    num_statistics = 2 if shape.normalization == "LayerNorm" else 1
+    norms = shape.hidden_bytes + 2 * 4 * num_statistics * shape.rows
+    final = shape.hidden_bytes + 4 * shape.rows + 4 * num_statistics * shape.hidden_size
+    return num_depths * (norms + 2 * shape.hidden_bytes + count_layer_bytes(shape, tempo_config) + final)
 
 
 def count_stack_bytes(shape: LayerShape, tempo_config: TempoConfig) -> int:
@@ -140,7 +170,7 @@ def count_stack_bytes(shape: LayerShape, tempo_config: TempoConfig) -> int:
     if shape.encoder_length is not None and tempo_config.norm != "inplace":
         kept += shape.hidden_bytes // shape.seq_length * shape.encoder_length
     if shape.rotary and "full" in shape.recompute:
-        kept += 4 * shape.seq_length * shape.kv_channels
+        kept += 4 * (shape.longest_document or shape.seq_length) * shape.kv_channels
     return kept
 
 
@@ -156,6 +186,8 @@ class _Formula:
         self._head_bytes = shape.kv_channels * shape.element_bytes
         self._heads = shape.num_attention_heads // shape.tensor_parallel
         self._groups = shape.num_query_groups // shape.tensor_parallel
+        # Of fewer groups than ranks that exchange heads each rank gets a copy; a rank has all its ranks' tokens.
+        self._kept_groups = max(self._groups, shape.heads_exchanged)
 
     def walk(self) -> Iterator[tuple[str, int]]:
         shape = self._shape
@@ -174,16 +206,20 @@ class _Formula:
             yield from self._mlp()
         yield "mlp_bda", self._dropout()
 
-    def _norm(self, name: str, reader: str, is_held: bool = False) -> Iterator[tuple[str, int]]:
+    def _norm(
+        self, name: str, reader: str, is_held: bool = False, size: int | None = None
+    ) -> Iterator[tuple[str, int]]:
         """The norm, and its output where the linear that reads it keeps it.
 
-        is_held: whether a recomputed region takes the output, which then stays whatever the norm could do."""
+        is_held: whether a recomputed region takes the output, which then stays whatever the norm could do.
+        size: of the normalised vectors, if not hidden_size."""
         shape, choice = self._shape, self._config.norm
-        x = y = shape.hidden_bytes
+        size = shape.hidden_size if size is None else size
+        x = y = shape.rows * size * shape.element_bytes
         num_statistics = 2 if shape.normalization == "LayerNorm" else 1
         if choice == "inplace":
             # y, rstd, and gamma and beta of this call.
-            yield name, y + 4 * shape.rows + 4 * num_statistics * shape.hidden_size
+            yield name, y + 4 * shape.rows + 4 * num_statistics * size
         elif choice == "recompute":
             yield name, x + 4 * num_statistics * shape.rows
             yield reader, y if is_held else 0
@@ -204,6 +240,13 @@ class _Formula:
         shape, prefix = self._shape, "cross_attention." if is_cross else ""
         is_recomputed = "core_attn" in shape.recompute
         num_heads = shape.micro_batch_size * self._heads
+        if shape.latent is not None:
+            if shape.latent.q_lora_rank is not None:
+                yield from self._norm("q_layernorm", "linear_q_up_proj", size=shape.latent.q_lora_rank)
+            yield from self._norm("kv_layernorm", "linear_kv_up_proj", size=shape.latent.kv_lora_rank)
+            # Cosines and sines, of queries and of keys.
+            angles = shape.seq_length * shape.latent.qk_pos_emb_head_dim * shape.element_bytes
+            yield "self_attention (q, k, v)", 4 * angles
         if shape.rotary and not self._is_te:
             # Cosines and sines, of q and of k.
             yield f"{prefix}self_attention (q, k, v)", 4 * shape.seq_length * self._head_bytes
@@ -221,13 +264,24 @@ class _Formula:
             if shape.has_window and choice == "off" and not self._is_te:
                 scores += shape.seq_length * kv_length
             yield f"{prefix}core_attention (s*s)", scores
-        context = self._tokens * self._heads * self._head_bytes
+        value_bytes = self._head_bytes if shape.latent is None else shape.latent.v_head_dim * shape.element_bytes
+        context = self._tokens * self._heads * value_bytes
         copies = 1
+        if shape.heads_exchanged > 1 and self._keeps_out() and not is_recomputed:
+            copies = 2  # before heads move back, and behind
         if not is_recomputed and self._config.attention == "recompute":
             copies = 0
         elif not is_recomputed and self._config.attention == "off" and self._is_flash:
             copies = 2
         yield f"{prefix}linear_proj", copies * context
+
+    def _keeps_out(self) -> bool:
+        """Whether attention on a CPU keeps its output, with dropout or without."""
+        shape = self._shape
+        is_torchs = shape.attention_dropout == 0 and shape.element_bytes == 2
+        has_one_size = shape.latent is None or shape.latent.query_size == shape.latent.v_head_dim
+        is_torchs &= has_one_size or shape.longest_document is not None
+        return shape.exchanges_rows or is_torchs
 
     def _may_drop_operands(self) -> bool:
         """Whether core attention keeps q, k and v as they are, and no copies; where it may not, such a layer is
@@ -244,13 +298,16 @@ class _Formula:
         is_grouped = self._groups != self._heads
         if is_cross:
             return q + kv
+        if shape.latent is not None:
+            latent, elements = shape.latent, self._tokens * self._heads * shape.element_bytes
+            return elements * (2 * latent.query_size + latent.v_head_dim)
         if is_recomputed:
             # k and v are views of the whole projection, except that rotary embeddings make q and k anew; of several
             # groups with several heads each, q is a copy.
             copies = q + kv // 2 if shape.rotary else q if is_grouped and self._groups > 1 else 0
             return copies + q + kv
         if self._config.attention != "off" or self._has_fused_attention:
-            return q + kv
+            return q + kv * self._kept_groups // self._groups
         if self._is_te:
             # Keys and values are repeated for each head.
             return 3 * q

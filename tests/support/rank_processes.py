@@ -6,12 +6,12 @@ import functools
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-_context = multiprocessing.get_context("forkserver")
-PRELOAD = [
+context = multiprocessing.get_context("forkserver")
+PRELOAD = (
     "torch",
     "torch.distributed",
     "torch._inductor.compile_fx",
@@ -20,23 +20,28 @@ PRELOAD = [
     "deepspeed",
     "tempo_megatron.training.loop",
     "rank_preload",
-]
+)
 
 
-def make_process(target: Callable[..., Any], *args: Any) -> Any:
-    """A process that will call target(*args), with the environment that this one had when it made the first."""
-    _start_server()
-    return _context.Process(target=target, args=args, daemon=False)
+def make_process(
+    target: Callable[..., Any], *args: Any, preload: tuple[str, ...] = PRELOAD, daemon: bool = False
+) -> Any:
+    """A process that will call target(*args), with the environment that this one had when it made the first.
+
+    preload: the modules that the server imports. Of a process's first call all calls have them.
+    """
+    _start_server(preload)
+    return context.Process(target=target, args=args, daemon=daemon)
 
 
 @functools.cache
-def _start_server() -> None:
-    """With this folder in PYTHONPATH: before Python 3.12.8 and 3.13.1 a server leaves out in silence what it finds only
-    in the sys.path of the process that starts it."""
+def _start_server(preload: tuple[str, ...]) -> None:
+    """With this process's sys.path in PYTHONPATH: before Python 3.12.8 and 3.13.1 a server leaves out in silence what
+    it finds only in the sys.path of the process that starts it."""
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     try:
-        _context.set_forkserver_preload(PRELOAD)
+        context.set_forkserver_preload(list(preload))
         multiprocessing.forkserver.ensure_running()
     finally:
         del os.environ["PYTHONPATH"]
