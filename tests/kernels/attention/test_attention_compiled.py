@@ -161,6 +161,17 @@ def test_other_forms_fit_and_leave_their_loops_almost_without_spills(capability,
         assert len(spills) <= 0.04 * len(body), f"{name}: {len(spills)} of {len(body)}"
 
 
+@pytest.mark.parametrize("head_dim", [*exhaustive([64]), 128, *exhaustive([256])])
+@pytest.mark.parametrize("capability", [80, *exhaustive([90], [100])])
+def test_the_gradient_of_a_bias_keeps_to_registers(capability, head_dim):
+    *_, launch = attention_launches(capability, head_dim, **OTHER_FORMS["bias"]())
+    kernel = compiled(launch, capability)
+    usage, body = resources(kernel.asm["cubin"]), find_body(parse(read_cubin(kernel.asm["cubin"], "-sass")))
+    assert not [one for one in body.instructions if one.name.startswith(("LDL", "STL"))]
+    assert usage["STACK"] <= 32 and usage["LOCAL"] == 0 and kernel.metadata.shared <= SHARED_BYTES[capability]
+    assert capability != 90 or count_serialised_products(kernel.asm["ptx"]) == 0
+
+
 @pytest.mark.parametrize("capability", [90, *exhaustive([80])])
 def test_dropout_of_rows_moves_nothing_between_threads(capability):
     for with_dropout, without in zip(
