@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import pytest
 import torch
-from distributed import run_megatron_ranks, run_megatron_ranks_once
+from distributed import run_megatron_ranks, run_steps
 from gpt import SEQ_LENGTH, assert_equal_to_stock, gradients, losses
 from latent_cases import build_latent
 from megatron.core import parallel_state
@@ -82,11 +83,7 @@ def take_steps(steps):
     return {name: train(tempo_config, **settings) for name, (tempo_config, settings) in steps.items()}
 
 
-def steps_of(tp, cp=1):
-    """By rank, what the steps of this layout gave."""
-    if cp == 1:
-        return run_megatron_ranks_once(take_steps, tp, tp, STEPS[tp, 1])
-    return run_megatron_ranks(take_steps, tp * cp, tp, STEPS[tp, cp], context_parallel_size=cp)
+steps_of = functools.partial(run_steps, take_steps, STEPS)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

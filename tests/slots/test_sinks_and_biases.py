@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from distributed import run_megatron_ranks, run_megatron_ranks_once
+from distributed import run_megatron_ranks, run_megatron_ranks_once, run_steps
 from gpt import assert_equal_to_stock, build_gpt, build_t5, gpt_config, gradients, losses, t5_losses
 from megatron.core import parallel_state
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -59,11 +60,7 @@ def take_steps(steps):
     return found
 
 
-def steps_of(tp, cp=1):
-    """By rank, what the steps of this layout gave."""
-    if cp == 1:
-        return run_megatron_ranks_once(take_steps, tp, tp, STEPS[tp, 1])
-    return run_megatron_ranks(take_steps, tp * cp, tp, STEPS[tp, cp], context_parallel_size=cp)
+steps_of = functools.partial(run_steps, take_steps, STEPS)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -65,6 +65,13 @@ def run_megatron_ranks_once(fn: Callable[..., Any], world_size: int, tp: int, *a
     return _kept[key]
 
 
+def run_steps(fn: Callable[..., Any], steps: dict[tuple[int, int], Any], tp: int, cp: int = 1) -> list[Any]:
+    """By rank, what fn(steps[tp, cp]) returns on tp * cp ranks; without context parallelism run once."""
+    if cp == 1:
+        return run_megatron_ranks_once(fn, tp, tp, steps[tp, 1])
+    return run_megatron_ranks(fn, tp * cp, tp, steps[tp, cp], context_parallel_size=cp)
+
+
 def _with_megatron(fn: Callable[..., Any], sizes: dict[str, Any], seed: int, *args: Any) -> Any:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

@@ -63,11 +63,11 @@ FLOAT32_SHAPES = {
 SHAPES_OF_HEADS = {64: (Shape(64, 64, 4, 2, True), 2), 128: (Shape(128, 64, 8, 2, True), 1)}
 MAX_SPLITS = 2  # each holds 4 bytes per element of q
 
-# The gradient of a bias, on any GPU: {head_dim up to: shape}.
+# The gradient of a bias, on any GPU: {head_dim up to: shape}. Larger tiles spill on sm_80.
 SHAPES_OF_BIAS = {
-    64: Shape(64, 64, 4, 2, False),
-    128: Shape(64, 64, 8, 2, False),
-    256: Shape(64, 32, 8, 1, False),
+    64: Shape(64, 32, 4, 2, False),
+    128: Shape(64, 32, 8, 1, False),
+    256: Shape(32, 64, 8, 1, False),
 }
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
+
+pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
+
+import triton
 from ahead_of_time import compiled, narrow_accesses, record_launches, resources, source_of
 from covering import exhaustive
 from roofline.launches import count_serialised_products, read_cubin
@@ -154,6 +160,42 @@ def test_other_forms_fit_and_leave_their_loops_almost_without_spills(capability,
         spills = [one.name for one in body if one.name.startswith(("LDL", "STL"))]
         assert kernel.metadata.shared <= SHARED_BYTES[capability] and resources(kernel.asm["cubin"])["LOCAL"] == 0
         assert len(spills) <= 0.04 * len(body), f"{name}: {len(spills)} of {len(body)}"
+
+
+SIZES = {
+    "d 128": {"head_dim": 128},
+    "d 192 and 128": {"head_dim": 192, "value_dim": 128},
+    "d 256": {"head_dim": 256},
+    "float32, d 128": {"head_dim": 128, "dtype": torch.float32},
+}
+RECORDED = json.loads(Path(__file__).parents[1].joinpath("kernel_resources.json").read_text(encoding="utf-8"))
+RECORDED = RECORDED["attention_forms"].get(triton.__version__, {})
+
+
+@pytest.mark.parametrize(("name", "capability"), exhaustive(*[(name, c) for name in RECORDED for c in RECORDED[name]]))
+def test_forms_of_all_sizes_spill_no_more_than_what_is_recorded(name, capability):
+    """Main loops' loads and stores of spilled registers; heads of 256 spill in grad_kv in any form."""
+    form, _, size = name.partition(", ")
+    found = {}
+    for launch in attention_launches(int(capability[3:]), **SIZES[size], **{"plain": dict, **OTHER_FORMS}[form]()):
+        kernel = compiled(launch, int(capability[3:]))
+        body = find_body(parse(read_cubin(kernel.asm["cubin"], "-sass"))).instructions
+        spills = sum(one.name.startswith(("LDL", "STL")) for one in body)
+        found[launch.kernel.__name__.strip("_").removesuffix("_kernel")] = spills
+        assert kernel.metadata.shared <= SHARED_BYTES[int(capability[3:])]
+    recorded = {name: one["spills"] for name, one in RECORDED[name][capability].items()}
+    assert found.keys() == recorded.keys() and all(found[name] <= recorded[name] for name in found), found
+
+
+@pytest.mark.parametrize("head_dim", [*exhaustive([64]), 128, *exhaustive([256])])
+@pytest.mark.parametrize("capability", [80, *exhaustive([90], [100])])
+def test_the_gradient_of_a_bias_keeps_to_registers(capability, head_dim):
+    *_, launch = attention_launches(capability, head_dim, **OTHER_FORMS["bias"]())
+    kernel = compiled(launch, capability)
+    usage, body = resources(kernel.asm["cubin"]), find_body(parse(read_cubin(kernel.asm["cubin"], "-sass")))
+    assert not [one for one in body.instructions if one.name.startswith(("LDL", "STL"))]
+    assert usage["STACK"] <= 32 and usage["LOCAL"] == 0 and kernel.metadata.shared <= SHARED_BYTES[capability]
+    assert capability != 90 or count_serialised_products(kernel.asm["ptx"]) == 0
 
 
 @pytest.mark.parametrize("capability", [90, *exhaustive([80])])
