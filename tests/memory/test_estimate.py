@@ -397,6 +397,14 @@ def test_zero_3_has_gradients_where_it_has_states() -> None:
     assert on_device.reduction - offloaded.reduction == 2000
 
 
+def test_weights_elsewhere_are_on_the_device_as_far_as_they_are_needed() -> None:
+    zero = {"stage": 3, "stage3_max_live_parameters": 3000, "offload_param": {"device": "cpu"}}
+    optimizer = OptimizerSettings.from_deepspeed({"zero_optimization": zero})
+    for largest, live in ((1000, 3000), (5000, 5000)):
+        states = count_model_states(8000, torch.bfloat16, optimizer, largest_layer_parameters=largest)
+        assert (states.weights, states.bucket) == (0, 2 * live)
+
+
 def test_a_t5_in_stages_is_refused() -> None:
     with pytest.raises(ValueError, match="--pp is 2, but the model is a T5.*; expected --pp 1"):
         estimate_ranks(Run(model=make_shape(**SMALL, family="t5"), tempo=OFF, pipeline_parallel=2))
@@ -497,9 +505,9 @@ BF16 = {"bf16": {"enabled": True}}
             'the DeepSpeed JSON\'s "train_batch_size" 6 is not 2 times --dp 1 times a micro batch of 2; change',
         ),
         (
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
             [],
-            'the DeepSpeed JSON has "offload_param", and the estimate does not know',
+            'the DeepSpeed JSON has "offload_param", which needs ZeRO 3, and its stage is 2',
         ),
     ],
 )
