@@ -164,6 +164,9 @@ class LatentAttention:
     fuses_rope: bool = False
     """Whether a kernel rotates queries and keys."""
 
+    is_yarn: bool = True
+    """Whether its rotary embeddings are Yarn's (--rope-type)."""
+
     @property
     def query_size(self) -> int:
         """Of one head."""
