@@ -400,6 +400,7 @@ def _read_latent_attention(model_name: str, config: Any, stock: str) -> LatentAt
         v_head_dim=config.v_head_dim,
         # Megatron-LM's arguments.py: validate_args.
         fuses_rope=config.apply_rope_fusion and config.position_embedding_type == "rope",
+        is_yarn=getattr(config, "rope_type", None) != "rope",
     )
 
 

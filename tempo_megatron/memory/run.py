@@ -68,6 +68,9 @@ class OptimizerSettings:
     offloads: bool = False
     """Whether DeepSpeed keeps the optimizer's states off the device."""
 
+    offloads_weights: bool = False
+    """Whether ZeRO 3 keeps the weights there too, of which it copies those that are needed ("offload_param")."""
+
     def __post_init__(self) -> None:
         if self.kind not in OPTIMIZERS:
             raise ValueError(f"the optimizer is {self.kind!r}; expected one of {', '.join(OPTIMIZERS)}")
@@ -94,6 +97,7 @@ class OptimizerSettings:
             accumulates_in_float32=(config.get("data_types") or {}).get("grad_accum_dtype") == "fp32",
             foreach=bool(adam.get("torch_adam")) and adam.get("foreach") is not False,
             offloads=(read("offload_optimizer", None) or {}).get("device", "none") != "none",
+            offloads_weights=(read("offload_param", None) or {}).get("device", "none") != "none",
         )
 
 
@@ -159,6 +163,9 @@ class LatentAttention:
     v_head_dim: int
     fuses_rope: bool = False
     """Whether a kernel rotates queries and keys."""
+
+    is_yarn: bool = True
+    """Whether its rotary embeddings are Yarn's (--rope-type)."""
 
     @property
     def query_size(self) -> int:

@@ -132,9 +132,9 @@ def test_what_cannot_be_is_one_sentence(
             'the DeepSpeed JSON\'s "train_batch_size" 6 is not 2 times --dp 1 times a micro batch of 2; change',
         ),
         (
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
             "",
-            'the DeepSpeed JSON has "offload_param", and the estimate does not know',
+            'the DeepSpeed JSON has "offload_param", which needs ZeRO 3, and its stage is 2',
         ),
     ],
 )

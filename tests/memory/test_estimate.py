@@ -397,6 +397,14 @@ def test_zero_3_has_gradients_where_it_has_states() -> None:
     assert on_device.reduction - offloaded.reduction == 2000
 
 
+def test_weights_elsewhere_are_on_the_device_as_far_as_they_are_needed() -> None:
+    zero = {"stage": 3, "stage3_max_live_parameters": 3000, "offload_param": {"device": "cpu"}}
+    optimizer = OptimizerSettings.from_deepspeed({"zero_optimization": zero})
+    for largest, live in ((1000, 3000), (5000, 5000)):
+        states = count_model_states(8000, torch.bfloat16, optimizer, largest_layer_parameters=largest)
+        assert (states.weights, states.bucket) == (0, 2 * live)
+
+
 @pytest.mark.slow
 def test_the_command_says_what_fits_and_what_does_not(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     command = ["estimate", "--model", "configs/model/gpt2_124m.json", "--micro-batch-size", "8", "--use-tempo"]

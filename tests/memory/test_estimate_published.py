@@ -13,6 +13,7 @@ import torch
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
+from tempo_megatron.memory.estimate.lasting_tensors import count_lasting_tensors
 from tempo_megatron.memory.estimate.muon import count_muon_states
 from tempo_megatron.memory.estimate.rounding import count_rounding
 from tempo_megatron.memory.estimate.workspaces import find_torch_bytes, list_workspaces
@@ -145,6 +146,36 @@ def test_experts_keep_their_inputs_in_float8() -> None:
     tokens = 4 * 64
     # The router keeps what it shares with nothing; each token has two experts with inputs of h and 64.
     assert kept[0] - kept[1] == 512 * tokens + 2 * tokens * (512 + 64)
+
+
+def test_layers_hold_rotary_tables_and_where_tokens_went_between_micro_batches() -> None:
+    """As on the last stage of published runs: MiB of a Mixtral of 8 chunks, and of latent attention with experts."""
+    sizes = {**SMALL, "seq_length": 4096, "num_layers": 16, "position_embedding_type": "rope", "kv_channels": 128}
+    plain = make_run(sizes, micro_batch_size=1, pipeline_parallel=2, layers_per_virtual_stage=1)
+    assert count_lasting_tensors(plain, 1) == 8 * 4096 * 128 * 4
+    assert count_lasting_tensors(make_run(SMALL), 0) == 0
+    experts = Experts(
+        num_experts=32,
+        per_token=4,
+        ffn_hidden_size=64,
+        layers=(False,) + (True,) * 15,
+        dispatcher="alltoall",
+        fuses_permutation=True,
+        router_dtype=torch.float32,
+    )
+    run = dataclasses.replace(plain, experts=experts, layers_per_virtual_stage=None, mtp_num_layers=1)
+    tokens = 4096
+    # Probabilities in float32, a byte for each expert, and the kernel's map; eight layers, and that of a further token.
+    routing = 9 * tokens * (32 * (4 + 1) + 4 * (2 * 32 + 1))
+    assert count_lasting_tensors(run, 1) == routing + tokens * 128 * 4
+    sorted_by_index = dataclasses.replace(experts, fuses_permutation=False, router_dtype=None)
+    by_index = dataclasses.replace(run, experts=sorted_by_index, mtp_num_layers=0)
+    assert count_lasting_tensors(by_index, 0) == 7 * tokens * (32 * 3 + 8 * 4) + tokens * 128 * 4
+    gathered = dataclasses.replace(sorted_by_index, dispatcher="allgather", expert_parallel=4)
+    of_all = dataclasses.replace(by_index, experts=gathered, data_parallel=4)
+    assert count_lasting_tensors(of_all, 0) == 7 * tokens * (4 * 8 + 4 * (2 + 8)) + tokens * 128 * 4
+    latent = dataclasses.replace(plain, latent_attention=_LATENT, layers_per_virtual_stage=None)
+    assert count_lasting_tensors(latent, 1) == 8 * _LATENT.qk_pos_emb_head_dim * (4 + 2 * 2) * 4096
 
 
 def _draw_imbalance(experts: Experts, vocab_size: int, num_layers: int, seed: int) -> float:

@@ -148,19 +148,19 @@ def take_deepspeed(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _read_deepspeed_optimizer(config: Mapping[str, Any], zero_stage: int | None = None) -> OptimizerSettings:
-    """Who holds gradients and states. Raises ValueError where --zero says another stage, or for an offload of weights.
+    """Who holds gradients and states.
+
+    Raises ValueError where --zero says another stage, or the JSON offloads weights that its stage does not divide.
 
     Args:
         config: the JSON; empty where there is none.
         zero_stage: --zero, where it is given.
     """
     zero = _read_block(config, "zero_optimization")
-    if (_read_block(zero, "offload_param")).get("device", "none") != "none":
-        raise ValueError(
-            'the DeepSpeed JSON has "offload_param", and the estimate does not know how much of weights that are '
-            "elsewhere is on the GPU at a time; leave it out"
-        )
+    offload = _read_block(zero, "offload_param").get("device", "none")
     stage = _agree("--zero", zero_stage, '"zero_optimization.stage"', zero.get("stage", 0) if config else None)
+    if offload != "none" and stage != 3:
+        raise ValueError(f'the DeepSpeed JSON has "offload_param", which needs ZeRO 3, and its stage is {stage or 0}')
     return OptimizerSettings.from_deepspeed({**config, "zero_optimization": {**zero, "stage": stage or 0}})
 
 

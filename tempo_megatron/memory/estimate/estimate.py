@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from tempo_megatron.memory.estimate.allocator import simulate_allocator
+from tempo_megatron.memory.estimate.lasting_tensors import count_lasting_tensors
 from tempo_megatron.memory.estimate.model_states import (
     ModelStates,
     count_model_states,
@@ -75,6 +76,7 @@ PART_NAMES = (
     "rounding",
     "placeholder gradients",
     "float8 weights",
+    "lasting tensors",
     "stage inputs",
     "deferred gradients",
     "micro batches",
@@ -93,6 +95,7 @@ _DESCRIPTIONS = {
     "workspaces": "cuBLAS's workspaces",
     "rounding": "rest of the allocator's blocks",
     "deferred gradients": "what the output layer's gradients wait with",
+    "lasting tensors": "rotary tables and experts' routing",
     "stage inputs": "earlier inputs and their gradients",
     "micro batches": "tokens, labels and masks",
     "embedding": "activations of the embedding",
@@ -147,6 +150,8 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
             stage, stages, len(chunks), num_micro_batches, run.micro_batch_group, is_combined=is_combined
         )
         on_gpu = _count_on_gpu(run, chunks, muon and muon[1], has_head=stage == stages - 1)
+        if run.gpu is not None:
+            on_gpu["lasting tensors"] = count_lasting_tensors(run, stage)
         deferred = _count_deferred(run, num_micro_batches) if stage == stages - 1 else 0
         found.append(_estimate_rank(_name(stage, stages), chunks, states, on_gpu, events, deferred, is_combined))
     if simulates_allocator:

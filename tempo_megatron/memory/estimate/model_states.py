@@ -12,12 +12,13 @@ P is the parameters of a rank, e the bytes of one, d the ranks that share optimi
 - "deepspeed": Adam as above, in one of three of its optimizers. Without ZeRO, states are whole on every rank. ZeRO 1 in
   bf16 with "grad_accum_dtype" fp32 is its BF16_Optimizer: gradients in bf16 and float32, and states divided by d. Else
   ZeRO divides the states; a copy of float32 weights is among them. ZeRO 2 divides gradients too, ZeRO 3 weights too, of
-  which up to "stage3_max_live_parameters" stay gathered. ZeRO collects gradients in a buffer of "reduce_bucket_size"
-  elements, with "overlap_comm" in two (ZeRO 3 in one), however small the model is: ZeRO 2 has it from the first
-  gradient to the end of backward, ZeRO 1 from a step's first gradient to its last, ZeRO 3 always. What is full is
-  copied to be reduced. With one micro batch a step there are no gradients before its backward. The optimizer's step
-  flattens the gradients and converts them to float32; without ZeRO, and in the BF16_Optimizer, they are flattened to be
-  reduced.
+  which up to "stage3_max_live_parameters" stay gathered; with "offload_param" those are all that is on the device,
+  where one rank copies them too (deepspeed/runtime/zero/partition_parameters.py: NoGatherCoalescedHandle of 0.19.8).
+  ZeRO collects gradients in a buffer of "reduce_bucket_size" elements, with "overlap_comm" in two (ZeRO 3 in one),
+  however small the model is: ZeRO 2 has it from the first gradient to the end of backward, ZeRO 1 from a step's first
+  gradient to its last, ZeRO 3 always. What is full is copied to be reduced. With one micro batch a step there are no
+  gradients before its backward. The optimizer's step flattens the gradients and converts them to float32; without ZeRO,
+  and in the BF16_Optimizer, they are flattened to be reduced.
 """
 
 from __future__ import annotations
@@ -217,9 +218,10 @@ def _count_zero_3_states(p: int, e: int, d: int, optimizer: OptimizerSettings, l
     # A gradient that no bucket holds is reduced alone.
     alone = 2 * in_largest + _divide(in_largest, d) if largest > optimizer.reduce_bucket_elements else 0
     # A layer is given back only where it is not needed soon again, and in most models it is.
-    gathered = max(largest, min(p, optimizer.max_gathered_elements)) * e if d > 1 else 0
+    is_copied = d > 1 or optimizer.offloads_weights
+    gathered = max(largest, min(p, optimizer.max_gathered_elements)) * e if is_copied else 0
     return ModelStates(
-        weights=_divide(e * p, d),
+        weights=0 if optimizer.offloads_weights else _divide(e * p, d),
         optimizer_states=_divide(_FLOAT32 * (_MOMENTS + 1) * p, d),
         # One bucket, also with "overlap_comm".
         communication_buffers=optimizer.reduce_bucket_elements * e,
