@@ -18,8 +18,8 @@ from tempo_megatron.models.shape import make_shape
 from tempo_megatron.words.argument_types import format_bytes
 
 SIZES = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 8, "seq_length": 256}
-# The quickstart's shape in one process, without dropout, so that stock has the same losses. Of a smaller model the plans
-# for both budgets are the same.
+# The quickstart's shape in one process, without dropout, so that stock has the same losses. A smaller model has
+# one plan for both budgets.
 QUICKSTART = [
     *(word for name, size in SIZES.items() for word in ("--" + name.replace("_", "-"), str(size))),
     *("--micro-batch-size", "8", "--global-batch-size", "8", "--train-iters", "2"),
