@@ -17,9 +17,10 @@ from tempo_megatron.memory.estimate.estimate import estimate_ranks
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.words.argument_types import format_bytes
 
-SIZES = {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 128}
-# In one process, without dropout, so that stock has the same losses.
-SMALL = [
+SIZES = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 8, "seq_length": 256}
+# The quickstart's shape in one process, without dropout, so that stock has the same losses. A smaller model has
+# one plan for both budgets.
+QUICKSTART = [
     *(word for name, size in SIZES.items() for word in ("--" + name.replace("_", "-"), str(size))),
     *("--micro-batch-size", "8", "--global-batch-size", "8", "--train-iters", "2"),
     *("--attention-dropout", "0", "--hidden-dropout", "0"),
@@ -86,14 +87,14 @@ def test_budgets_between_tempo_and_stock_are_kept_and_change_no_loss(
     data: Data, tmp_path: Path, config: dict[str, Any], dtype: torch.dtype
 ) -> None:
     tempo, stock = (estimate(each, config, dtype) for each in (TempoConfig(), TempoConfig.off()))
-    unplanned = successful(run(data, tmp_path / "stock", *SMALL, config=config, before=count_bytes))
+    unplanned = successful(run(data, tmp_path / "stock", *QUICKSTART, config=config, before=count_bytes))
     assert read_count(unplanned) > 0.97 * stock
     plans = []
     for share in (0.0, 0.2) if dtype == torch.float32 else (0.2,):
         budget = int(tempo + share * (stock - tempo))
         block = {"memory_budget": f"{budget}B", "norm": "inplace"}
         planned = successful(
-            run(data, tmp_path / str(share), *SMALL, config={**config, "tempo": block}, before=count_bytes)
+            run(data, tmp_path / str(share), *QUICKSTART, config={**config, "tempo": block}, before=count_bytes)
         )
         (record,) = planned.of_kind("run")
         plan = record["plan"]
@@ -115,7 +116,7 @@ def test_what_the_user_wrote_of_recomputation_stays_and_is_counted(data: Data, t
     config, dtype = CONFIGS["ZeRO 1, fp32"]
     budget = estimate(TempoConfig(), config, dtype)
     written = ["--recompute-granularity", "selective", "--recompute-modules", "mlp"]
-    words = [*SMALL, *written, "--use-tempo", "--tempo-memory-budget", f"{budget}B"]
+    words = [*QUICKSTART, *written, "--use-tempo", "--tempo-memory-budget", f"{budget}B"]
     planned = successful(run(data, tmp_path, *words, config=config, before=fork_beside))
     assert (
         "recompute  selective, mlp\n" in planned.output
@@ -142,7 +143,7 @@ def test_ranks_share_one_plan_and_resume_with_another(data: Data, tmp_path: Path
 
 
 def test_an_impossible_budget_is_one_sentence(data: Data, tmp_path: Path) -> None:
-    words = [*SMALL, "--use-tempo", "--tempo-memory-budget", "50MiB"]
+    words = [*QUICKSTART, "--use-tempo", "--tempo-memory-budget", "50MiB"]
     failed = run(data, tmp_path, *words, config=zero(1), before=fork_beside)
     assert failed.exit_codes == [1]
     (line,) = [line for line in failed.output.splitlines() if line.startswith("error")]
