@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import traceback
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import megatron.core
 import pytest
 from covering import exhaustive
+from distributed import run_megatron_ranks, run_ranks
 from training_job import free_port
+
+from tempo_megatron.cli import main
 
 ROOT = Path(__file__).parents[2]
 # What of megatron.training the launcher takes hold of.
@@ -39,19 +46,6 @@ def make_checkout(folder: Path, script: str) -> Path:
     path = folder / "pretrain_gpt.py"
     path.write_text(script)
     return path
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("error", ["BrokenPipeError", *exhaustive(["ValueError"])])
-def test_what_a_script_raises_ends_in_its_own_traceback(tmp_path: Path, error: str) -> None:
-    script = make_checkout(tmp_path, f'def work():\n    raise {error}("the script\'s own")\n\nwork()\n')
-    # Nor does anything that only data preparation needs stand before it.
-    start = "import sys; sys.modules |= dict.fromkeys(('tokenizers', 'tqdm')); "
-    code = f"{start}from tempo_megatron.cli import main; sys.exit(main())"
-    done = subprocess.run([sys.executable, "-c", code, "run", str(script)], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert f'File "{script}", line 2, in work' in done.stderr
-    assert done.stderr.splitlines()[-1].startswith(f"{error}: ") and "the script's own" in done.stderr
 
 
 _SAY = """
@@ -105,21 +99,14 @@ def test_the_documented_command_works_from_the_checkouts_folder(tmp_path: Path, 
 
 _LOOP = """
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
-from tempo_megatron.cpu import use_cpu
 
-use_cpu()
-torch.distributed.init_process_group("gloo")
-parallel_state.initialize_model_parallel()
-model_parallel_cuda_manual_seed(1)
 sizes = {"num_layers": 2, "hidden_size": 12, "num_attention_heads": 4, "attention_dropout": 0.0}
 config = TransformerConfig(**sizes, use_cpu_initialization=True, masked_softmax_fusion=False)
 model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=100, max_sequence_length=16)
-print("built", flush=True)
+print("built")
 tokens = torch.arange(32).view(2, 16)
 for _ in range(2):
     model(tokens, tokens % 16, None, labels=tokens).mean().backward()
@@ -127,19 +114,39 @@ print("trained", model.embedding.word_embeddings.weight.grad.norm().isfinite().i
 """
 
 
-@pytest.mark.slow
-def test_a_loop_of_ones_own_under_an_installed_megatron_training_has_a_banner_and_a_report(tmp_path: Path) -> None:
-    """Without a checkout, without Megatron's arguments, without its schedules."""
-    make_training(tmp_path / "site")
-    script, report = tmp_path / "loop.py", tmp_path / "report.json"
-    script.write_text(_LOOP)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "tempo_megatron", "run", str(script), "--use-tempo"]
-    command += ["--tempo-report", str(report)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0] == "built" and lines[-1] == "trained True"
+def run_script(text: str, folder: Path, *arguments: str) -> tuple[int | str, str, str]:
+    """Status, or traceback, and what was printed on stdout and stderr, of `tempo-megatron run` and a script of one's
+    own under an installed megatron.training: without a checkout, without Megatron's arguments and its schedules."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # nobody launched it
+        del os.environ[name]
+    make_training(folder / "site")
+    sys.path.append(str(folder / "site"))
+    script = folder / "script.py"
+    script.write_text(text)
+    status: int | str
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            status = main(["run", str(script), *arguments])
+        except Exception:
+            status = traceback.format_exc()
+    return status, out.getvalue(), err.getvalue()
+
+
+@pytest.mark.parametrize("error", ["BrokenPipeError", *exhaustive(["ValueError"])])
+def test_what_a_script_raises_ends_in_its_own_traceback(tmp_path: Path, error: str) -> None:
+    text = f'def work():\n    raise {error}("the script\'s own")\n\nwork()\n'
+    ((told, _, complaints),) = run_ranks(run_script, 1, text, tmp_path)
+    assert f'File "{tmp_path}/script.py", line 2, in work' in told and complaints == ""
+    assert told.splitlines()[-1] == f"{error}: the script's own"
+
+
+def test_a_loop_of_ones_own_has_a_banner_and_a_report(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    arguments = (_LOOP, tmp_path, "--use-tempo", "--tempo-report", str(report))
+    ((status, printed, _),) = run_megatron_ranks(run_script, 1, 1, *arguments)
+    lines = printed.splitlines()
+    assert status == 0 and lines[0] == "built" and lines[-1] == "trained True"
     banner = "\n".join(lines[1:-1])
     assert "slots replaced: activation 2 of 2, norm 5 of 5, dropout 0 of 5, attention 2 of 2, loss 1 of 1" in banner
     assert banner.count("tempo: GPTModel, ") == 1
@@ -150,11 +157,8 @@ def test_a_loop_of_ones_own_under_an_installed_megatron_training_has_a_banner_an
     assert model["tempo"]["dropout"] == "off" and model["tempo"]["attention"] == "flash"
 
 
-@pytest.mark.slow
 def test_use_tempo_that_had_nothing_to_replace_is_said_at_the_scripts_end(tmp_path: Path) -> None:
-    script = make_checkout(tmp_path, "import megatron.core")
-    command = [sys.executable, "-W", "ignore", "-m", "tempo_megatron", "run", str(script), "--use-tempo"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0
-    (line,) = done.stderr.splitlines()
+    ((status, _, complaints),) = run_ranks(run_script, 1, "import megatron.core", tmp_path, "--use-tempo")
+    (line,) = complaints.splitlines()
+    assert status == 0
     assert line.startswith("tempo-megatron run: --use-tempo is given, but this script builds no GPTModel, BertModel,")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_runs import Run, list_items, run_all, with_sample
+from megatron_runs import Run, list_names, run_all_sizes, with_sample
 
 pytestmark = pytest.mark.slow
 
@@ -42,18 +42,10 @@ LAYOUTS = {
     "PP 4": (4, "--pipeline-model-parallel-size 4"),
     "PP 2, DP 2, interleaved": (4, f"--pipeline-model-parallel-size 2 {_VIRTUAL} --micro-batch-size 1"),
 }
-# A wrong sample index must show in both.
-BROKEN = ("micro batch 4", "DP 2")
 # Of every run: other micro batches, recomputed layers, samples on two ranks, rows and heads on two ranks, chunks of the
 # sequence on two ranks, and layers on two stages out of their order, with values of their own. The others are for
 # --exhaustive.
-SAMPLE = (*BROKEN, "full, uniform", "TP 2 + SP", "CP 2", "PP 2, interleaved, single layers")
-
-
-def run_of(name: str, checkpoint: Path, *changes: str) -> Run:
-    layout = LAYOUTS[name.removeprefix("broken ")][1] if name != "one process" else ""
-    load = f"--load {checkpoint} --finetune --no-load-optim --no-load-rng --ckpt-format torch_dist"
-    return Run(name, f"{_DROPOUT} {load} {layout}", changes=("record_masks", *changes))
+SAMPLE = ("micro batch 4", "DP 2", "full, uniform", "TP 2 + SP", "CP 2", "PP 2, interleaved, single layers")
 
 
 @pytest.fixture(scope="module")
@@ -62,19 +54,16 @@ def results(
 ) -> dict[str, list[dict[str, Any]]]:
     """By run and rank, each from the weights of one stock checkpoint at TP 1."""
     checkpoint = tmp_path_factory.mktemp("checkpoint")
-    save = Run("save", f"--train-iters 1 --save {checkpoint} --save-interval 1 --ckpt-format torch_dist")
-    items = list_items(request, megatron_root)
-    chosen = [item.callspec.params["name"] for item in items]
-    broken = [item.callspec.params["name"] for item in items if "wrong" in item.name]
-    found: dict[str, list[dict[str, Any]]] = {}
-    for world_size in (1, 2, 4):
-        runs = [save, run_of("one process", checkpoint)] if world_size == 1 else []
-        names = [name for name in dict.fromkeys(chosen) if LAYOUTS[name][0] == world_size]
-        runs += [run_of(name, checkpoint) for name in names]
-        runs += [run_of(f"broken {name}", checkpoint, "forget_the_rank") for name in names if name in broken]
-        if runs:
-            ranks = run_all(megatron_root, world_size, runs, tmp_path_factory.mktemp(f"world-{world_size}"))
-            found |= {run.name: [rank[run.name] for rank in ranks] for run in runs}
+    load = f"{_DROPOUT} --load {checkpoint} --finetune --no-load-optim --no-load-rng --ckpt-format torch_dist"
+    runs = [(1, Run("save", f"--train-iters 1 --save {checkpoint} --save-interval 1 --ckpt-format torch_dist"))]
+    runs.append((1, Run("one process", load, changes=("record_masks",))))
+    for name in list_names(request, megatron_root, "test_masks"):
+        world_size, arguments = LAYOUTS[name]
+        runs.append((world_size, Run(name, f"{load} {arguments}", changes=("record_masks",))))
+    for name in list_names(request, megatron_root, "test_a_wrong"):
+        changes = ("record_masks", "forget_the_rank")
+        runs.append((LAYOUTS[name][0], Run(f"broken {name}", f"{load} {LAYOUTS[name][1]}", changes=changes)))
+    found = run_all_sizes(megatron_root, runs, tmp_path_factory.mktemp("layouts"))
     assert not found["save"][0]["error"]
     return found
 
@@ -100,7 +89,8 @@ def test_masks_and_losses_are_those_of_one_process(results: dict[str, list[dict[
     assert other[-1]["losses"] == pytest.approx(one[0]["losses"], rel=2.5e-7)
 
 
-@pytest.mark.parametrize("name", BROKEN)
+# Neither the rank nor the size of a micro batch counts there.
+@pytest.mark.parametrize("name", with_sample(("micro batch 4", "DP 2"), ("DP 2",)))
 def test_a_wrong_sample_index_shows(results: dict[str, list[dict[str, Any]]], name: str) -> None:
     one, broken = results["one process"], results[f"broken {name}"]
     assert set().union(*(rank["masks"] for rank in broken)) != set(masks_of(one))

@@ -1,70 +1,78 @@
-"""What a run of the unmodified pretrain_gpt.py says and does, with --use-tempo and without, and the launcher itself."""
+"""What a run of the unmodified pretrain_gpt.py says and does: its banner and report, a memory budget, the ledger."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from megatron_runs import Run, run_all
-from megatron_wheels import SITE
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+Results = dict[str, dict[str, Any]]
+ADAM = "--train-iters 2 --optimizer adam --lr 1e-3 --seq-length 64 --micro-batch-size 4 --global-batch-size 4"
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
+# What a ledger watches, from what keeps least on.
+WAYS = {"tempo": "--use-tempo", "selective": "--recompute-activations", "stock": ""}
 
 
 @pytest.fixture(scope="module")
-def results(megatron_root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def folder(megatron_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In which the runs leave files."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, megatron_root: Path, folder: Path) -> Results:
     """Short runs of one process, by name."""
-    folder = tmp_path_factory.mktemp("runs")
-    report, deepspeed = folder / "report.json", folder / "ds.json"
+    is_exhaustive = request.config.getoption("--exhaustive")
+    deepspeed = folder / "ds.json"
     deepspeed.write_text('{"train_batch_size": 8, "tempo": {"norm": "recompute"}}')
+    watched, tempo = ("keep_what_was_replaced",), "--train-iters 1 --use-tempo"
+    budget = f"{ADAM} --use-tempo --tempo-memory-budget"
+    a_spec = "--spec tempo_megatron.slots.named_specs tempo_layer"
     runs = [
         Run("help", "--help", changes=("mend_help",)),
-        Run("stock", "--train-iters 1", changes=("keep_what_was_replaced",)),
-        Run(
-            "tempo",
-            f"--train-iters 1 --use-tempo --tempo-report {report}",
-            changes=("keep_what_was_replaced",),
-            measures_kept_bytes=True,
-        ),
-        Run("mask given", "--train-iters 1 --use-tempo --reset-attention-mask"),
-        Run("attention off", "--train-iters 1 --use-tempo --tempo-attention off"),
-        Run("deepspeed", f"--train-iters 1 --deepspeed_config {deepspeed} --local_rank=0"),
-        Run("swiglu", "--train-iters 1 --use-tempo --swiglu"),
-        Run(
-            "a second choice",
-            "--train-iters 1 --hidden-dropout 0.1 --attention-dropout 0.1 --use-tempo --tempo-norm off "
-            "--spec tempo_megatron.slots.named_specs tempo_layer",
-        ),
-        Run("swiglu in place", "--train-iters 1 --use-tempo --swiglu --tempo-activation inplace"),
+        Run("stock", "--train-iters 1", changes=watched),
+        Run("tempo", f"{tempo} --tempo-report {folder}/report.json", changes=watched, measures_kept_bytes=True),
+        Run("mask given", f"{tempo} --reset-attention-mask"),
+        Run("deepspeed", f"--train-iters 1 --deepspeed_config {deepspeed} --local_rank=0 --tempo-attention off"),
+        Run("swiglu", f"{tempo} --swiglu"),
+        Run("a second choice", f"{tempo} {DROPOUT} --tempo-norm off {a_spec}"),
+        Run("swiglu in place", f"{tempo} --swiglu --tempo-activation inplace"),
+        Run("unplanned", ADAM),
+        Run("wide", f"{budget} 1GiB"),
+        Run("narrow", f"{budget} 12.3MB --tempo-report {folder}/planned.json"),
+        Run("sgd", f"{tempo} --tempo-memory-budget 1GiB"),
     ]
+    for name in WAYS if is_exhaustive else ("tempo", "stock"):
+        runs.append(Run(f"{name}, not seen", f"{DROPOUT} {WAYS[name]}"))
+        runs.append(Run(f"{name}, seen", f"{DROPOUT} {WAYS[name]} --tempo-ledger {folder}/{name}"))
+    if is_exhaustive:
+        full = "--recompute-granularity full --recompute-method block --recompute-num-layers 2"
+        runs += [Run("recomputed", f"{budget} 1GiB {full}"), Run("impossible", f"{budget} 1MiB")]
     (rank,) = run_all(megatron_root, 1, runs, folder)
-    rank["report"] = json.loads(report.read_text("utf-8"))
     return rank
 
 
-@pytest.mark.slow
-def test_help_lists_the_tempo_group_beside_megatrons(results: dict[str, dict[str, Any]]) -> None:
+def test_help_lists_the_tempo_group_beside_megatrons(results: Results) -> None:
     printed = results["help"]["printed"]
     assert results["help"]["status"] == 0
     for option in ("--num-layers", "--use-tempo", "--tempo-config", "--tempo-report", "--tempo-norm"):
         assert option in printed
 
 
-@pytest.mark.slow
-def test_without_use_tempo_nothing_but_the_argument_parser_is_replaced(results: dict[str, dict[str, Any]]) -> None:
+def test_without_use_tempo_nothing_but_the_argument_parser_is_replaced(results: Results) -> None:
     assert results["stock"]["replaced"] == ["add_megatron_arguments"]
     assert "GPTModel.__init__" in results["tempo"]["replaced"]
     assert "tempo:" not in results["stock"]["printed"]
 
 
-@pytest.mark.slow
-def test_the_banner_and_the_report_say_what_was_replaced(results: dict[str, dict[str, Any]]) -> None:
-    printed, report = results["tempo"]["printed"], results["report"]
+def test_the_banner_and_the_report_say_what_was_replaced(results: Results, folder: Path) -> None:
+    printed, report = results["tempo"]["printed"], json.loads((folder / "report.json").read_text())
     assert f"tempo: Megatron-core {report['megatron_core']} at " in printed
     assert "slots replaced: activation 4 of 4, norm 9 of 9, dropout 9 of 9, attention 4 of 4, loss 1 of 1" in printed
     (model,) = report["models"]
@@ -77,61 +85,102 @@ def test_the_banner_and_the_report_say_what_was_replaced(results: dict[str, dict
     assert f"stock {kept['stock']:,}, Tempo {kept['tempo']:,}" in printed
 
 
-@pytest.mark.slow
-def test_the_block_of_a_deepspeed_json_counts_and_the_deepspeed_launchers_argument_is_taken(
-    results: dict[str, dict[str, Any]],
-) -> None:
+def test_the_block_of_a_deepspeed_json_counts_and_the_deepspeed_launchers_argument_is_taken(results: Results) -> None:
     assert results["deepspeed"]["status"] == 0
     assert "norm=recompute" in results["deepspeed"]["printed"]
 
 
-@pytest.mark.slow
-def test_no_mask_is_made_where_attention_is_tempos_and_causal(results: dict[str, dict[str, Any]]) -> None:
-    sentence = "is given no mask"
-    assert sentence in results["tempo"]["printed"]
-    # A mask that hides more than the future, and stock's attention, stay as they are.
-    assert sentence not in results["mask given"]["printed"]
-    assert sentence not in results["attention off"]["printed"]
+def test_no_mask_is_made_where_attention_is_tempos_and_causal(results: Results) -> None:
+    # A mask that hides more than the future, and one for stock's attention, stay.
+    given = [name for name in ("tempo", "mask given", "deepspeed") if "is given no mask" in results[name]["printed"]]
+    assert given == ["tempo"]
 
 
-@pytest.mark.slow
-def test_what_cannot_be_had_adapts_unless_it_was_written(results: dict[str, dict[str, Any]]) -> None:
+def test_what_cannot_be_had_adapts_unless_it_was_written(results: Results) -> None:
     assert results["swiglu"]["status"] == 0
-    assert "activation=recompute" in results["swiglu"]["printed"]
     assert "activation=recompute: activation is swiglu" in results["swiglu"]["printed"]
-    assert results["swiglu in place"]["status"] == 2
-    (line,) = results["swiglu in place"]["complaints"].splitlines()
-    assert line.startswith("run_megatron.py: --use-tempo: activation is swiglu")
 
 
-@pytest.mark.slow
-def test_values_beside_a_spec_whose_layers_choose_are_refused(results: dict[str, dict[str, Any]]) -> None:
-    assert results["a second choice"]["status"] == 2
-    (line,) = results["a second choice"]["complaints"].splitlines()
-    assert line.startswith(
-        "run_megatron.py: --use-tempo: the spec is one of TempoTransformerLayer, whose layers choose"
-    )
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("swiglu in place", "activation is swiglu"),
+        ("a second choice", "the spec is one of TempoTransformerLayer, whose layers choose"),
+        ("sgd", "memory budget: the run has the optimizer sgd, and what is known is adam; leave the memory budget out"),
+        pytest.param(
+            "impossible",
+            "memory budget: 1.00 MiB a GPU are given, and the least that fits is",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(results: Results, name: str, sentence: str) -> None:
+    assert results[name]["status"] == 2
+    (line,) = results[name]["complaints"].splitlines()
+    assert line.startswith(f"run_megatron.py: --use-tempo: {sentence}")
 
 
-_SCRIPT = """
-import argparse, sys
-import megatron.core
-from megatron.training import arguments
-
-parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-args = parser.parse_args()
-print(__name__, megatron.core.__file__, args.use_tempo, args.num_layers, args.local_rank)
-"""
+def read_plan(printed: str) -> list[str]:
+    return [line.removeprefix("tempo: plan: ") for line in printed.splitlines() if line.startswith("tempo: plan: ")]
 
 
-@pytest.mark.slow
-def test_the_launcher_runs_a_script_as_main_with_the_checkouts_megatron(megatron_root: Path, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(_SCRIPT, encoding="utf-8")
-    command = [sys.executable, str(ROOT / "launch" / "run_megatron.py"), "--local_rank=1"]
-    command += ["--megatron-root", str(megatron_root), str(script), "--num-layers", "7", "--use-tempo"]
-    (tmp_path / "sitecustomize.py").write_text(SITE, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    expected = ["__main__", str(megatron_root / "megatron/core/__init__.py"), "True", "7", "1"]
-    assert found.stdout.split() == expected
+def test_two_budgets_are_two_plans_that_change_no_loss(results: Results) -> None:
+    plans = {name: read_plan(results[name]["printed"]) for name in ("wide", "narrow")}
+    for first, values, recomputed in plans.values():
+        assert re.match(r"budget \S+ [GM]iB, estimated peak \S+ MiB, shortest by the rates of ", first)
+        assert values.startswith("activation=")
+        assert recomputed == "recomputed by Megatron: none, as written: it is not planned here"
+    assert plans["wide"][1] != plans["narrow"][1]
+    for name in plans:
+        assert results[name]["losses"] == pytest.approx(results["unplanned"]["losses"], rel=1e-4)
+        assert f"tempo: GPTModel, {plans[name][1]}" in results[name]["printed"]
+
+
+@pytest.mark.exhaustive
+def test_recomputation_stays_as_written(results: Results) -> None:
+    lines = read_plan(results["recomputed"]["printed"])
+    assert lines[-1].startswith("recomputed by Megatron: the first 2 layers of every stage as a whole, as written")
+
+
+def test_runs_whose_first_steps_are_seen_keep_their_losses(results: Results, folder: Path) -> None:
+    kept = []
+    for name in WAYS:
+        if (seen := results.get(f"{name}, seen")) is None:
+            continue
+        assert seen["error"] is None and seen["status"] == 0
+        assert seen["losses"] == results[f"{name}, not seen"]["losses"]
+        found = json.loads((folder / f"{name}.stage0.json").read_text())
+        kept.append(found["layers"][0]["num_bytes"])
+        assert "ledger of this run's first micro batch, stage 0" in seen["printed"]
+        assert found["stock"] and found["standing"]["gradients"] == found["standing"]["weights"]
+    assert len(kept) >= 2 and kept == sorted({*kept})
+
+
+@pytest.mark.exhaustive
+def test_each_pipeline_stage_has_a_ledger(megatron_root: Path, tmp_path: Path) -> None:
+    way = f"{DROPOUT} --use-tempo --pipeline-model-parallel-size 2 --tempo-ledger {tmp_path}/led"
+    ranks = run_all(megatron_root, 2, [Run("pipeline", way)], tmp_path)
+    found: list[dict[str, Any]] = [json.loads((tmp_path / f"led.stage{n}.json").read_text()) for n in range(2)]
+    assert [rank["pipeline"]["error"] for rank in ranks] == [None, None]
+    assert [[kind["layers"] for kind in each["layers"]] for each in found] == [["0-1"], ["2-3"]]
+    assert not {"output_layer", "final_layernorm"} & {*found[0]["outside"]}
+    assert {"output_layer", "final_layernorm"} <= {*found[1]["outside"]}
+    assert (tmp_path / "led.stage1.timeline.png").exists()
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_runs_out_of_memory_says_what_would_have_fitted(
+    megatron_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    adam = f"{DROPOUT} --optimizer adam --lr 1e-3"
+    runs = [Run("out", adam, changes=("run_out_of_memory",)), Run("sgd", DROPOUT, changes=("run_out_of_memory",))]
+    (rank,) = run_all(megatron_root, 1, runs, tmp_path)
+    out = rank["out"]
+    unknown = "what stood at the peak is not known: the run has the optimizer sgd, and what is known is adam"
+    assert unknown in rank["sgd"]["complaints"]
+    assert out["error"] is None and out["status"] == 1 and list(out["losses"]) == [1]
+    assert out["complaints"].count("out of memory: CUDA out of memory. Tried to allocate 64.00 KiB") == 1
+    assert "kept by core_attention (s*s), 4 layers" in out["complaints"]
+    assert "the smallest change that would have fitted" in out["complaints"] and "Traceback" not in out["complaints"]
+    assert "Traceback" in (tmp_path / "out_of_memory.rank0.txt").read_text()

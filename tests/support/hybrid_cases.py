@@ -6,56 +6,44 @@ of Megatron's Mamba layers needs the kernels of mamba_ssm. Another one stands in
 
 from __future__ import annotations
 
-import te_package
+import te_cases  # isort: skip  # installs the stand-in of Transformer Engine, before anything imports Megatron
 
-te_package.install()
+import dataclasses
+import functools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-import dataclasses  # noqa: E402
-import json  # noqa: E402
-import sys  # noqa: E402
-from pathlib import Path  # noqa: E402
-from types import SimpleNamespace  # noqa: E402
-from typing import Any  # noqa: E402
-
-import torch  # noqa: E402
-from gpt import (  # noqa: E402
-    SEQ_LENGTH,
-    VOCAB_SIZE,
-    gpt_config,
-    gradients,
-    largest_gradient_error_eps,
-    losses,
-    start_rank,
-)
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (  # noqa: E402
+import torch
+from gpt import SEQ_LENGTH, VOCAB_SIZE, gpt_config, gradients, largest_gradient_error_eps
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     gpt_compatible_layer_maps,
     retarget_sharded_state_dict_to_gpt_checkpoint,
 )
-from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec  # noqa: E402
-from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec  # noqa: E402
-from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec  # noqa: E402
-from megatron.core.models.hybrid.hybrid_model import HybridModel  # noqa: E402
-from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
-from megatron.core.transformer.module import MegatronModule  # noqa: E402
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from torch.nn import functional as F
 
-from tempo_megatron import TempoConfig, tempoize, tempoize_embedding, tempoize_hybrid, tempoize_loss  # noqa: E402
-from tempo_megatron.megatron_lm import patches, versions  # noqa: E402
-from tempo_megatron.megatron_lm.report import RunReport  # noqa: E402
-from tempo_megatron.slots.megatron_versions import VERSION  # noqa: E402
-from tempo_megatron.slots.report import report_on  # noqa: E402
+from tempo_megatron import TempoConfig, tempoize, tempoize_embedding, tempoize_hybrid, tempoize_loss
+from tempo_megatron.megatron_lm import patches, versions
+from tempo_megatron.megatron_lm.report import RunReport
+from tempo_megatron.slots.megatron_versions import VERSION
+from tempo_megatron.slots.report import report_on
 
-OFF = TempoConfig.off()
-INPLACE = TempoConfig(activation="inplace", norm="inplace", dropout="recompute", attention="flash", loss="fused")
+OFF, run = te_cases.OFF, te_cases.run_gpt
+INPLACE = dataclasses.replace(te_cases.INPLACE, loss="fused")
 BESIDE_EXPERTS = dataclasses.replace(INPLACE, activation="recompute")
 ALL_RECOMPUTED = dataclasses.replace(INPLACE, activation="recompute", norm="recompute")
 PATTERN = "M*-ME"
 EXPERTS = {"num_moe_experts": 2, "moe_router_topk": 2, "moe_router_load_balancing_type": "none"}
-SWIGLU = {"activation_func": F.silu, "gated_linear_unit": True, "normalization": "RMSNorm"}
 
 
 class Mixer(MegatronModule):
@@ -104,17 +92,10 @@ def build(pattern: str, tempo_config: TempoConfig, *, seed: int = 7, **settings:
 
 
 def build_gpt(tempo_config: TempoConfig, *, seed: int = 7, **settings: Any) -> Any:
-    config = gpt_config(add_bias_linear=False, **settings)
-    spec = tempoize(get_gpt_layer_with_transformer_engine_spec(), config, tempo_config)
-    torch.manual_seed(seed)
-    model = GPTModel(config, spec, VOCAB_SIZE, SEQ_LENGTH, position_embedding_type="none")
-    tempoize_embedding(model, tempo_config)
+    make = functools.partial(GPTModel, gpt_config(add_bias_linear=False, **settings), position_embedding_type="none")
+    model = te_cases.finish(make, get_gpt_layer_with_transformer_engine_spec(), tempo_config, seed)
     tempoize_loss(model, tempo_config)
-    return model.train()
-
-
-def run(model: Any) -> torch.Tensor:
-    return losses(model, 0, 2, gives_mask=False)
+    return model
 
 
 def measure(pattern: str, tempo_config: TempoConfig, **settings: Any) -> dict[str, Any]:
@@ -233,14 +214,12 @@ def what_the_launcher_builds() -> dict[str, Any]:
     return {"counts": built.report.counts, "left": built.report.describe_left(), "draws": built.draws_masks}
 
 
-def main() -> None:
-    store, rank, world_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    start_rank(store, rank, world_size)
+def measure_all(world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {"masks": masks_again()}
     if world_size == 1:
         found["cases"] = {
             "norms in place": measure(PATTERN, BESIDE_EXPERTS, **EXPERTS),
-            "recompute, swiglu and RMSNorm": measure(PATTERN, ALL_RECOMPUTED, **EXPERTS, **SWIGLU),
+            "recompute, swiglu and RMSNorm": measure(PATTERN, ALL_RECOMPUTED, **EXPERTS, **te_cases.SWIGLU),
         }
         full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         found["masks of a full recomputation"] = masks_again(**full)
@@ -248,10 +227,8 @@ def main() -> None:
         found["refusals"] = refusals()
         found["gpt"] = masks_of_gpt()
         found["launcher"] = what_the_launcher_builds()
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    print(json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    te_cases.main(measure_all)

@@ -109,13 +109,10 @@ def _run_step(model: Any, args: Any, request: dict[str, Any]) -> dict[str, Any]:
     losses = []
     step = args.micro_batch_size
     dp_rank, dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-    sp_rank = mpu.get_sequence_parallel_rank() if mpu.get_sequence_parallel_world_size() > 1 else 0
-    length = TOKENS // mpu.get_sequence_parallel_world_size()
-    part = slice(sp_rank * length, (sp_rank + 1) * length)
     kept = 0
     for first in range(dp_rank * step, SAMPLES, dp_size * step):
         rows = slice(first, first + step)
-        batch = tokens[rows, part], positions[rows, part], mask
+        batch = tokens[rows], positions[rows], mask
         recorder = Recorder(model)
         with recorder.record():
             if request.get("pipe"):
@@ -125,7 +122,7 @@ def _run_step(model: Any, args: Any, request: dict[str, Any]) -> dict[str, Any]:
                     logits.transpose(0, 1).reshape(-1, VOCABULARY).float(), labels[rows].reshape(-1), reduction="none"
                 ).view(-1, TOKENS)
             else:
-                out = model(*batch, labels=labels[rows, part])
+                out = model(*batch, labels=labels[rows])
                 loss = out[0] if isinstance(out, tuple) else out
         kept = sum(storage.num_bytes for storage in recorder.list_saved())
         loss.float().mean().backward()

@@ -17,7 +17,6 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 from megatron.core.transformer.spec_utils import import_module
 from megatron.training import argument_utils, arguments, get_args, get_tokenizer, pretrain
 
@@ -68,8 +67,6 @@ def step_forward(data: Any, model: Any) -> Any:
 def choose_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
     if args.spec is not None:
         return import_module(args.spec)
-    if args.heterogeneous_layers_config_encoded_json is not None:
-        return get_gpt_heterogeneous_layer_spec(config, False)
     if args.num_experts:
         return get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization=args.normalization, vp_stage=vp_stage

@@ -88,10 +88,12 @@ def with_sample(names: Iterable[str], sample: Collection[str]) -> list[Any]:
     return [name if name in sample else pytest.param(name, marks=pytest.mark.exhaustive) for name in names]
 
 
-def list_items(request: pytest.FixtureRequest, root: Path) -> list[Any]:
-    """The tests of the file that asks, as far as they are to be run with this Megatron."""
+def list_names(request: pytest.FixtureRequest, root: Path, test: str = "") -> list[str]:
+    """The cases ("name") of the file's tests that are to be run with this Megatron; of one test, where it is given."""
     items: list[Any] = [item for item in request.session.items if item.path == request.path]
-    return [item for item in items if str(root).endswith(item.callspec.params["megatron_root"])]
+    chosen = [item.callspec.params for item in items if item.name.startswith(test)]
+    names = [params["name"] for params in chosen if str(root).endswith(params["megatron_root"])]
+    return list(dict.fromkeys(names))
 
 
 def run_all(root: Path, world_size: int, runs: list[Run], folder: Path, timeout_s: float = 900) -> list[dict[str, Any]]:
@@ -115,6 +117,37 @@ def run_all(root: Path, world_size: int, runs: list[Run], folder: Path, timeout_
             results.update({name: rank[name] for name in finished})
         pending = [run for run in pending if run.name not in finished]
     return found
+
+
+def run_all_sizes(root: Path, runs: Iterable[tuple[int, Run]], folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """By run and rank, the results of (world size, run). The runs of one world size share their processes."""
+    sizes: dict[int, list[Run]] = {}
+    for world_size, run in runs:
+        sizes.setdefault(world_size, []).append(run)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for world_size in sorted(sizes):
+        ranks = run_all(root, world_size, sizes[world_size], folder / f"world-{world_size}")
+        found |= {run.name: [rank[run.name] for rank in ranks] for run in sizes[world_size]}
+    return found
+
+
+def assert_equal_to_stock(tempo: list[dict[str, Any]], stock: list[dict[str, Any]], limit: float) -> None:
+    """Losses as printed by the last rank, and every rank's gradients of three steps.
+
+    limit: of a gradient's difference, as a part of the largest gradient of its step.
+    """
+    assert not stock[0]["error"] and not tempo[0]["error"]
+    assert sorted(stock[-1]["losses"]) == [1, 2, 3]
+    assert tempo[-1]["losses"] == pytest.approx(stock[-1]["losses"], rel=2.5e-7 if limit < 1e-3 else limit)
+    for ours, theirs in zip(tempo, stock, strict=True):
+        assert len(theirs["gradients"]) == 3
+        for found, expected in zip(ours["gradients"], theirs["gradients"], strict=True):
+            assert found.keys() == expected.keys()
+            largest = max(gradient.abs().max().item() for gradient in expected.values())
+            assert largest > 0
+            errors = {name: (found[name] - expected[name]).abs().max().item() / largest for name in expected}
+            worst = max(errors, key=errors.__getitem__)
+            assert errors[worst] <= limit, f"{worst}: {errors[worst]}"
 
 
 def _sound(rank: dict[str, Any]) -> dict[str, Any]:

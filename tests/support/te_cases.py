@@ -79,6 +79,9 @@ GPT_CASES: dict[str, tuple[dict[str, Any], TempoConfig]] = {
         INPLACE,
     ),
 }
+# What ranks of a tensor-parallel group do in ways of their own.
+PARALLEL = ("in place", "recompute", "swiglu and RMSNorm", "full recomputation", "linears again")
+PARALLEL += ("linears again, norms in place", "linears again, with their own norms")
 
 
 def has_fused_mlp() -> bool:
@@ -319,8 +322,9 @@ def what_auto_takes(**settings: Any) -> list[Any]:
 
 def measure_all(world_size: int) -> dict[str, Any]:
     fused = functools.partial(build_gpt, has_op_fuser=True)
+    cases = GPT_CASES if world_size == 1 else {name: GPT_CASES[name] for name in PARALLEL}
     found: dict[str, Any] = {
-        "gpt": {name: measure(build_gpt, run_gpt, *case) for name, case in GPT_CASES.items() if is_known(*case)},
+        "gpt": {name: measure(build_gpt, run_gpt, *case) for name, case in cases.items() if is_known(*case)},
         "latent": {name: measure(build_latent, run_gpt, *case) for name, case in LATENT_CASES.items()},
         "bert": measure(build_bert, bert_losses, {}, INPLACE),
         "op fuser": measure(fused, run_gpt, TE_ACTIVATION, ALL_RECOMPUTED) if has_fused_mlp() else None,
