@@ -18,6 +18,7 @@ from tempo_megatron.training.run.run_config import RunConfig, complete_run
 SIZES = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 100"
 REST = "--micro-batch-size 2 --global-batch-size 16 --train-iters 10 --lr 1e-3 --data-path text"
 TWO, CHUNK = "--pipeline-model-parallel-size 2 ", "--num-layers-per-virtual-pipeline-stage "
+LAYOUT = "--pipeline-model-parallel-layout"
 
 
 def prepared(folder: Path, words: str, config: dict[str, Any], world_size: int) -> RunConfig:
@@ -41,6 +42,13 @@ def test_stages_chunks_and_data_parallel_ranks_are_divided(tmp_path: Path) -> No
         check_weights_fit(run, node_bytes=eight_layers // 4 - 1, node_ranks=1)
 
 
+def test_a_layout_says_which_layers_a_stage_has(tmp_path: Path) -> None:
+    uneven = prepared(tmp_path, f"{TWO} {LAYOUT} Ett,t|t*5L", {}, world_size=2)
+    assert uneven.num_chunks == 1 and read_run(uneven, 128).list_chunks(1) == [range(3, 8)]
+    chunks = prepared(tmp_path, f"{TWO} {LAYOUT} E(t|t)*2t*3|tL", {}, world_size=2)
+    assert chunks.num_chunks == 2 and read_run(chunks, 128).list_chunks(0) == [range(0, 1), range(3, 7)]
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "processes": (
         TWO,
@@ -53,6 +61,32 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str]] = {
         {},
         3,
         "--num-layers 8 is not a multiple of --pipeline-model-parallel-size 3; change one of them",
+    ),
+    "a layout of another model": (
+        f"{TWO} {LAYOUT} Ettt|tL",
+        {},
+        2,
+        "--pipeline-model-parallel-layout Ettt|tL is not E, 8 times t and L, in chunks with | between; correct it",
+    ),
+    "a layout of other stages": (
+        f"{TWO} {LAYOUT} Et*2|t*3|t*3L",
+        {},
+        2,
+        "has 3 chunks, which are not a multiple of --pipeline-model-parallel-size 2; change one of them",
+    ),
+    "a stage without layers": (f"{TWO} {LAYOUT} E|t*8L", {}, 2, "E|t*8L gives stage 0 no layer; give it at"),
+    "a layout of one stage": (f"{LAYOUT} Et*8L", {}, 1, "Et*8L needs --pipeline-model-parallel-size of at least 2"),
+    "a layout and chunks": (
+        f"{TWO} {LAYOUT} Et*4|t*4L {CHUNK} 2",
+        {},
+        2,
+        "Et*4|t*4L are both given; leave one of them",
+    ),
+    "a layout and a budget": (
+        f"{TWO} {LAYOUT} Et*4|t*4L --use-tempo --tempo-memory-budget 1GB",
+        {},
+        2,
+        "with --pipeline-model-parallel-layout Et*4|t*4L, whose chunks the planner does not know",
     ),
     "chunks of one stage": (CHUNK + "2", {}, 1, "needs --pipeline-model-parallel-size of at least 2"),
     "one chunk": (
