@@ -14,6 +14,7 @@ import torch
 from tempo_megatron.memory.run import Experts, LatentAttention, OptimizerSettings, Run, read_recomputation
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.words.pipeline_layout import parse_pipeline_layout
 
 _FAMILIES = {"GPTModel": "gpt", "BertModel": "bert", "T5Model": "t5"}
 # What a TransformerConfig and a ModelShape call by the same name.
@@ -283,28 +284,13 @@ def deal_out_layers(config: Any) -> tuple[int, ...] | None:
 
 
 def split_layout(config: Any) -> list[str]:
-    """The letters of each chunk of --pipeline-model-parallel-layout: E, L, t for a layer and m for a further token's.
+    """The letters of each chunk of --pipeline-model-parallel-layout, as parse_pipeline_layout returns them.
 
-    As transformer/pipeline_parallel_layer_layout.py of megatron-core 0.16.1 reads it. Raises ValueError where it is not
-    of this model.
+    Raises ValueError where it is not of this model.
     """
-    given = config.pipeline_model_parallel_layout
-    text = re.sub(r"\(([^)]+)\)\*(\d+)", lambda found: found[1] * int(found[2]), given.replace(",", ""))
-    text = re.sub(r"(.)\*(\d+)", lambda found: found[1] * int(found[2]), text)
-    chunks, stages, number = text.split("|"), config.pipeline_model_parallel_size, config.mtp_num_layers or 0
-    layers = "".join(chunks)
-    wanted = f"E{'t' * config.num_layers}{'m' * number}L"
-    if layers != wanted:
-        raise ValueError(
-            f"--pipeline-model-parallel-layout {given} is not E, {config.num_layers} times t, {number} times m and L, "
-            "in chunks with | between; correct it"
-        )
-    if len(chunks) % stages:
-        raise ValueError(
-            f"--pipeline-model-parallel-layout {given} has {len(chunks)} chunks, which are not a multiple of "
-            f"--pipeline-model-parallel-size {stages}; change one of them"
-        )
-    if not chunks[-1].endswith(wanted[-1 - number :]):
+    given, number = config.pipeline_model_parallel_layout, config.mtp_num_layers or 0
+    chunks = parse_pipeline_layout(given, config.num_layers, config.pipeline_model_parallel_size, number)
+    if not chunks[-1].endswith(f"{'m' * number}L"):
         raise ValueError(
             f"--pipeline-model-parallel-layout {given} has m apart from L, and the estimate knows multi-token "
             "prediction beside the loss only"

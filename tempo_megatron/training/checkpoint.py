@@ -359,9 +359,12 @@ def set_rng_state(state: dict[str, Any], on_gpu: bool) -> None:
 _MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 _LAYOUT = (
     *(*_MODEL_PARALLEL, "data_parallel_size", "zero_stage"),
-    *("num_layers_per_virtual_pipeline_stage", "optimizer", "offload_device"),
+    *("num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout", "optimizer", "offload_device"),
 )
-_WITHOUT_PIPELINE = {"pipeline_model_parallel_size": 1, "num_layers_per_virtual_pipeline_stage": None}
+_WITHOUT_PIPELINE = {
+    **{"pipeline_model_parallel_size": 1, "num_layers_per_virtual_pipeline_stage": None},
+    "pipeline_model_parallel_layout": None,
+}
 """What a checkpoint means that does not say it: one of an earlier version."""
 
 

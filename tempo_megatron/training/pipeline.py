@@ -196,6 +196,7 @@ def list_settings(run: RunConfig) -> Mapping[str, Any]:
     return {
         "pipeline_model_parallel_size": run.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": run.num_chunks if interleaves else None,
+        "pipeline_model_parallel_layout": run.pipeline_model_parallel_layout,
         # As in Megatron-LM. Two stages that interleave are each other's neighbours on both sides, and a batch of
         # transfers would mix up what goes forward and backward.
         "overlap_p2p_comm": interleaves,

@@ -70,6 +70,7 @@ def read_run(run: RunConfig, padded_vocab_size: int | None) -> Run:
         tensor_parallel=run.tensor_model_parallel_size,
         pipeline_parallel=run.pipeline_model_parallel_size,
         layers_per_virtual_stage=run.num_layers_per_virtual_pipeline_stage,
+        layers_of_chunks=run.layers_of_chunks,
         data_parallel=run.data_parallel_size,
         sequence_parallel=run.sequence_parallel,
         micro_batch_size=run.micro_batch_size,

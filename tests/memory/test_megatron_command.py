@@ -135,7 +135,7 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
         ),
         ("--mtp-standalone", "--mtp-standalone gives the run multi-token prediction in a stage of its own"),
         (f"{LAYOUT} Et*12|L --num-virtual-stages-per-pipeline-rank 1", "are both given"),
-        (f"{LAYOUT} Et*11|L", "is not E, 12 times t, 0 times m and L"),
+        (f"{LAYOUT} Et*11|L", "is not E, 12 times t and L"),
         (f"{LAYOUT} Et*12L", "has 1 chunks, which are not a multiple of --pipeline-model-parallel-size 2"),
         (f"{LAYOUT} Et*12m|L --mtp-num-layers 1", "has m apart from L"),
         (

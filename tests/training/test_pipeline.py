@@ -41,6 +41,7 @@ class Layout:
     unties: bool = False
     more: tuple[str, ...] = ()
     config: tuple[tuple[str, Any], ...] = ()
+    cut: str | None = None
 
     @property
     def world_size(self) -> int:
@@ -49,7 +50,9 @@ class Layout:
     def arguments(self) -> list[str]:
         words = ["--pipeline-model-parallel-size", str(self.pp), "--tensor-model-parallel-size", str(self.tp)]
         words += ["--sequence-parallel"] if self.tp > 1 else []
-        if self.interleaves:  # of four layers on four stages nothing is left to interleave
+        if self.cut is not None:
+            words += ["--pipeline-model-parallel-layout", self.cut]
+        elif self.interleaves:  # of four layers on four stages nothing is left to interleave
             layers = 8 if self.pp == 4 else 4
             words += ["--num-layers-per-virtual-pipeline-stage", str(layers // self.pp // 2)]
         return [*words, *([] if self.tempo else NO_DROPOUT), *self.more]
@@ -140,7 +143,7 @@ FULL = ("--recompute-granularity", "full", "--recompute-method", "block", "--rec
 EVAL = ("--eval-iters", "1", "--eval-interval", "4")
 OFTEN = [
     ("gpt", Layout(pp=4)),
-    ("gpt", Layout(pp=2, tp=2, zero=1, interleaves=True, more=FULL)),
+    ("gpt", Layout(pp=2, tp=2, zero=1, interleaves=True, more=FULL, cut="Et|t*2|t|L")),
     ("bert", Layout(pp=2, interleaves=True, more=(*EVAL, "--recompute-activations"))),
 ]
 GRID = [
@@ -152,6 +155,7 @@ RARELY = [
     *(case for case in GRID if case not in OFTEN),
     *(("bert", layout) for _, layout in GRID if layout.pp == 2 and layout.tp == layout.zero + 1),
     ("gpt", Layout(pp=2, unties=True)),
+    *((family, Layout(pp=2, cut="Ettt|tL")) for family in FAMILIES),
 ]
 
 

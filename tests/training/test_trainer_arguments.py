@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 FULL, SELECTIVE = "--recompute-granularity full ", "--recompute-activations --recompute-modules "
 BLOCK = FULL + "--recompute-method block "
 TWO, CHUNK = "--pipeline-model-parallel-size 2 ", "--num-layers-per-virtual-pipeline-stage "
+LAYOUT = "--pipeline-model-parallel-layout"
 OF_PIPELINE = "--num-layers 8 --vocab-size 100 --global-batch-size 16".split()
 
 
@@ -198,6 +199,12 @@ PIPELINES: list[tuple[int, str, dict[str, Any], str]] = [
     (2, TWO + CHUNK + "2 --use-tempo --tempo-memory-budget 1GB", {}, "chunks the planner does not know"),
     (2, TWO + CHUNK + f"2 {BLOCK} --recompute-num-layers 3", {}, "3 is more than a chunk's 2 layers"),
     (2, TWO + f"{BLOCK} --recompute-num-layers 5", {}, "5 is more than a pipeline stage's 4 layers"),
+    (2, f"{TWO} {LAYOUT} Ettt|tL", {}, f"{LAYOUT} Ettt|tL is not E, 8 times t and L, in chunks with | between"),
+    (2, f"{TWO} {LAYOUT} Et*2|t*3|t*3L", {}, "has 3 chunks, which are not a multiple of"),
+    (2, f"{TWO} {LAYOUT} E|t*8L", {}, "E|t*8L gives stage 0 no layer; give it at"),
+    (1, f"{LAYOUT} Et*8L", {}, "Et*8L needs --pipeline-model-parallel-size of at least 2"),
+    (2, f"{TWO} {LAYOUT} Et*4|t*4L {CHUNK} 2", {}, "Et*4|t*4L are both given; leave one of them"),
+    (2, f"{TWO} {LAYOUT} Et*4|t*4L --use-tempo --tempo-memory-budget 1GB", {}, "whose chunks the planner does not know"),
     (2, TWO, zero(2), "ZeRO 2, which reduces gradients in each of the backward"),
     (2, TWO, zero(3), "set zero_optimization.stage to 0 or 1"),
     (2, TWO, zero(1, overlap_comm=True), "zero_optimization.overlap_comm"),
@@ -212,6 +219,14 @@ def test_a_layout_that_cannot_be_is_one_sentence(
     tmp_path: Path, world_size: int, words: str, config: dict[str, Any], sentence: str
 ) -> None:
     check_refused(tmp_path, sentence, *OF_PIPELINE, *words.split(), config=config, world_size=world_size)
+
+
+def test_a_layout_says_which_layers_a_stage_has(tmp_path: Path) -> None:
+    two = [*OF_PIPELINE, *TWO.split(), LAYOUT]
+    uneven = prepared(tmp_path, *two, "Ett,t|t*5L", world_size=2)
+    assert uneven.num_chunks == 1 and read_run(uneven, 128).list_chunks(1) == [range(3, 8)]
+    chunks = prepared(tmp_path, *two, "E(t|t)*2t*3|tL", world_size=2)
+    assert chunks.num_chunks == 2 and read_run(chunks, 128).list_chunks(0) == [range(0, 1), range(3, 7)]
 
 
 def test_a_pipeline_with_an_older_deepspeed_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -321,6 +321,11 @@ def _add_distributed(parser: argparse.ArgumentParser) -> None:
         help="interleave: each stage has several chunks of this many layers (default: one chunk)",
     )
     group.add_argument(
+        "--pipeline-model-parallel-layout",
+        metavar="LAYOUT",
+        help="which layers each stage or chunk has, as Et*3|t*5L: E the embedding, t a layer, L the loss, | between",
+    )
+    group.add_argument(
         "--sequence-parallel", action="store_true", help="also split norms and dropout over the tensor parallel ranks"
     )
     group.add_argument(

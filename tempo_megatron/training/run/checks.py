@@ -68,31 +68,45 @@ def check_weights_fit(run: RunConfig, node_bytes: int, node_ranks: int) -> None:
 def _check_pipeline(run: RunConfig) -> None:
     stages, per_chunk = run.pipeline_model_parallel_size, run.num_layers_per_virtual_pipeline_stage
     option, num_layers = f"--pipeline-model-parallel-size {stages}", run.model.num_layers
+    layout = run.pipeline_model_parallel_layout
+    cuts = {"--num-layers-per-virtual-pipeline-stage": per_chunk, "--pipeline-model-parallel-layout": layout}
+    given = [f"{name} {value}" for name, value in cuts.items() if value is not None]
     if stages == 1:
-        if per_chunk is not None:
-            raise ValueError(
-                f"--num-layers-per-virtual-pipeline-stage {per_chunk} needs --pipeline-model-parallel-size of at least "
-                "2; remove it or raise that"
-            )
+        if given:
+            raise ValueError(f"{given[0]} needs --pipeline-model-parallel-size of at least 2; remove it or raise that")
         return
-    if num_layers % stages:
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are both given; leave one of them out")
+    if layout is not None:
+        _check_layout_of_pipeline(run, layout)
+    elif num_layers % stages:
         raise ValueError(f"--num-layers {num_layers} is not a multiple of {option}; change one of them")
     if per_chunk is not None and (per_chunk == num_layers // stages or num_layers // stages % per_chunk):
         raise ValueError(
             f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not divide the {num_layers // stages} layers of "
             "a pipeline stage into at least 2 chunks; change it or remove it"
         )
-    if per_chunk is not None and run.num_micro_batches % stages:
+    if run.num_chunks > 1 and run.num_micro_batches % stages:
         raise ValueError(
             f"a step has {run.num_micro_batches} micro batches, which are not a multiple of {option}, as interleaving "
-            "needs; change --global-batch-size, or remove --num-layers-per-virtual-pipeline-stage"
+            f"needs; change --global-batch-size, or remove {given[0]}"
         )
-    if per_chunk is not None and run.memory_budget is not None:
+    if given and run.memory_budget is not None:
         raise ValueError(
-            "a memory budget is given with --num-layers-per-virtual-pipeline-stage, whose chunks the planner does not "
-            "know; remove one of them"
+            f"a memory budget is given with {given[0]}, whose chunks the planner does not know; remove one of them"
         )
     _check_deepspeed_of_pipeline(run, option)
+
+
+def _check_layout_of_pipeline(run: RunConfig, layout: str) -> None:
+    """Raises ValueError for a stage without layers: it would have no norm, and DeepSpeed one parameter group fewer."""
+    sizes, stages = run.layers_of_chunks, run.pipeline_model_parallel_size
+    assert sizes is not None
+    for stage in range(stages):
+        if not sum(sizes[stage::stages]):
+            raise ValueError(
+                f"--pipeline-model-parallel-layout {layout} gives stage {stage} no layer; give it at least one t"
+            )
 
 
 def _check_deepspeed_of_pipeline(run: RunConfig, option: str) -> None:
@@ -193,7 +207,7 @@ def _check_recompute(run: RunConfig) -> None:
     if granularity == "full" and run.recompute_method is None:
         raise ValueError("--recompute-granularity full needs --recompute-method; give uniform or block")
     stages = run.pipeline_model_parallel_size
-    num_layers = run.model.num_layers // (stages * run.num_chunks)
+    num_layers = max(run.layers_of_chunks or (run.model.num_layers // (stages * run.num_chunks),))
     if run.recompute_num_layers is not None and run.recompute_num_layers > num_layers:
         where = "the model's" if stages == 1 else "a pipeline stage's" if run.num_chunks == 1 else "a chunk's"
         raise ValueError(

@@ -66,6 +66,7 @@ OF_EACH_START = {
         (
             *("world_size", "data_parallel_size", "tensor_model_parallel_size", "sequence_parallel", "on_gpu"),
             *("pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"),
+            "pipeline_model_parallel_layout",
         ),
         "the layout: the weights are the same in each",
     ),

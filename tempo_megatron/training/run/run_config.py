@@ -32,6 +32,7 @@ from tempo_megatron.training.run.resume import (
     read_settings,
     take_from_checkpoint,
 )
+from tempo_megatron.words.pipeline_layout import parse_pipeline_layout
 
 _NEEDED = {
     "train_iters": "the steps of the whole run",
@@ -130,6 +131,7 @@ class RunConfig:
     tensor_model_parallel_size: int
     pipeline_model_parallel_size: int
     num_layers_per_virtual_pipeline_stage: int | None
+    pipeline_model_parallel_layout: str | None
     sequence_parallel: bool
     use_cpu_initialization: bool
     distributed_timeout_minutes: int
@@ -148,8 +150,21 @@ class RunConfig:
     """Tempo's arguments as given, for the banner."""
 
     @property
+    def layers_of_chunks(self) -> tuple[int, ...] | None:
+        """Layers of each chunk of the pipeline, in the order of the model, if a layout says them; else None.
+
+        Raises ValueError if it is not of this model.
+        """
+        layout, stages = self.pipeline_model_parallel_layout, self.pipeline_model_parallel_size
+        if layout is None:
+            return None
+        return tuple(chunk.count("t") for chunk in parse_pipeline_layout(layout, self.model.num_layers, stages))
+
+    @property
     def num_chunks(self) -> int:
         """Chunks of the model on each pipeline stage, of a run that was checked; 1 without interleaving."""
+        if self.layers_of_chunks is not None:
+            return len(self.layers_of_chunks) // self.pipeline_model_parallel_size
         per_chunk = self.num_layers_per_virtual_pipeline_stage
         return 1 if per_chunk is None else self.model.num_layers // (self.pipeline_model_parallel_size * per_chunk)
 
