@@ -204,7 +204,7 @@ PIPELINES: list[tuple[int, str, dict[str, Any], str]] = [
     (2, f"{TWO} {LAYOUT} E|t*8L", {}, "E|t*8L gives stage 0 no layer; give it at"),
     (1, f"{LAYOUT} Et*8L", {}, "Et*8L needs --pipeline-model-parallel-size of at least 2"),
     (2, f"{TWO} {LAYOUT} Et*4|t*4L {CHUNK} 2", {}, "Et*4|t*4L are both given; leave one of them"),
-    (2, f"{TWO} {LAYOUT} Et*4|t*4L --use-tempo --tempo-memory-budget 1GB", {}, "whose chunks the planner does not know"),
+    (2, f"{TWO} {LAYOUT} Et*4|t*4L --use-tempo --tempo-memory-budget 1GB", {}, "whose chunks the planner does"),
     (2, TWO, zero(2), "ZeRO 2, which reduces gradients in each of the backward"),
     (2, TWO, zero(3), "set zero_optimization.stage to 0 or 1"),
     (2, TWO, zero(1, overlap_comm=True), "zero_optimization.overlap_comm"),
