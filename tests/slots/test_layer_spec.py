@@ -124,7 +124,11 @@ def train_all(cases, sequence_parallel):
     return found
 
 
-@pytest.mark.parametrize(("cases", "ranks"), [(CASES, 1), (PARALLEL, 2), *exhaustive((PARALLEL, 1))], ids=str)
+@pytest.mark.parametrize(
+    ("cases", "ranks"),
+    [(CASES, 1), (PARALLEL, 2), *exhaustive((PARALLEL, 1))],
+    ids=["one rank", "two ranks", "settings of two ranks on one"],
+)
 def test_loss_and_every_gradient_equal_stock_without_dropout(cases, ranks):
     for found in run_megatron_ranks(train_all, ranks, ranks, cases, ranks > 1):
         for name, ((ours, has_experts), (stock, stock_has_experts)) in found.items():
