@@ -245,7 +245,11 @@ def _find_obstacle_to_chunks(config: Any, run: Any) -> Obstacles:
         return {}
     num_chunks = 2 * count_ranks_of_rows(config, getattr(run, "hierarchical_context_parallel_sizes", None))
     chunk = run.seq_length / num_chunks
-    if num_chunks == 2 or chunk % 8 == 0 or not (torch.cuda.is_available() and torch.empty(0, device="cuda").is_cuda):
+    if (
+        num_chunks == 2
+        or chunk % 8 == 0
+        or not (torch.cuda.is_available() and torch.empty(0, dtype=torch.uint8, device="cuda").is_cuda)
+    ):
         return {}
     reason = (
         f"seq_length {run.seq_length} gives context_parallel_size {config.context_parallel_size} chunks of {chunk:g} "

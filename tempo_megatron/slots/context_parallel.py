@@ -420,7 +420,7 @@ def _split_rows(x: Tensor, size: int, ends: Ends) -> Tensor:
 @functools.lru_cache(maxsize=16)
 def _find_order(ends: tuple[int, ...], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Where each row of a packed row is in the ranks' rows, one rank behind the other; and the inverse."""
-    places = torch.arange(size * ends[-1]).view(size, -1)
+    places = torch.arange(size * ends[-1], dtype=torch.int64).view(size, -1)
     chunks = (places[:, start:end].chunk(2, dim=1) for start, end in pairwise(ends) if start < end)
     order = torch.cat([part.flatten() for first, second in chunks for part in (first, second.flip(0))])
     return order.to(device), order.argsort().to(device)

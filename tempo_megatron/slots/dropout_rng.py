@@ -461,7 +461,7 @@ def _make_document_rows(
     samples = torch.full_like(rows, first_sample)
     start = boundaries[0] // size
     for document, row, count in find_document_segments(boundaries, rank, size):
-        rows[start : start + count] = torch.arange(row, row + count)
+        rows[start : start + count] = torch.arange(row, row + count, dtype=torch.int64)
         samples[start : start + count] = document_samples[document]
         start += count
     return rows, samples

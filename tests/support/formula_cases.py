@@ -18,6 +18,7 @@ from kept_formula import (
 )
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, use_cpu
@@ -131,6 +132,7 @@ def list_ledger_and_formula(layer: Layer) -> tuple[dict[str, int], dict[str, int
 def _measure(layer: Layer) -> tuple[dict[str, list[SavedStorage]], Any, TempoConfig]:
     """(stack -> what its layers keep, the configuration, what was chosen)."""
     use_cpu()
+    MTPLossLoggingHelper.tracker.clear()  # sized by the first model of a process
     # Megatron has squared ReLU compiled, for each shape anew; what it keeps is the same.
     with torch.compiler.set_stance("force_eager"), simulate_layout(layer.tp):
         config = build_config(**layer.settings)

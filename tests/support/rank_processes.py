@@ -28,7 +28,7 @@ def make_process(
 ) -> Any:
     """A process that will call target(*args), with the environment that this one had when it made the first.
 
-    preload: the modules that the server imports. Of a process's first call all calls have them.
+    preload: the modules that the server imports; every call of a process has to give the same.
     """
     _start_server(preload)
     return context.Process(target=target, args=args, daemon=daemon)
@@ -38,6 +38,7 @@ def make_process(
 def _start_server(preload: tuple[str, ...]) -> None:
     """With this process's sys.path in PYTHONPATH: before Python 3.12.8 and 3.13.1 a server leaves out in silence what
     it finds only in the sys.path of the process that starts it."""
+    assert _start_server.cache_info().currsize == 0, "a process has one server, which imports what its first call says"
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import resource
@@ -10,7 +11,6 @@ import threading
 import time
 from pathlib import Path
 
-import pytest
 import torch
 from training_job import Data, run, successful
 
@@ -32,14 +32,13 @@ def write_slowly() -> None:
     files.torch.save = save_slowly  # type: ignore[attr-defined]
 
 
-def kill_rank_1_in_the_second_save() -> None:
+def kill_rank_1_in_the_second_save(folder: Path) -> None:
     write_slowly()
     if os.environ["RANK"] == "1":
-        threading.Thread(target=_wait_and_kill, daemon=True).start()
+        threading.Thread(target=_wait_and_kill, args=(folder,), daemon=True).start()
 
 
-def _wait_and_kill() -> None:
-    folder = Path(os.environ["TEMPO_TEST_SAVE"])
+def _wait_and_kill(folder: Path) -> None:
     while not (folder / "iter_0000008.tmp").exists():
         time.sleep(0.001)
     time.sleep(0.2)
@@ -52,13 +51,10 @@ def limit_files() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
 
-def test_a_kill_while_a_copy_is_written_loses_nothing(
-    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_while_a_copy_is_written_loses_nothing(data: Data, tmp_path: Path) -> None:
     save = tmp_path / "save"
-    monkeypatch.setenv("TEMPO_TEST_SAVE", str(save))
     options = [*OPTIONS, "--save", str(save), "--load", str(save)]
-    before = kill_rank_1_in_the_second_save
+    before = functools.partial(kill_rank_1_in_the_second_save, save)
     killed = run(data, tmp_path, *options, world_size=2, config=ZERO1, before=before)
     assert killed.exit_codes == [1, -9]
     lines = killed.output.splitlines()

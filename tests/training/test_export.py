@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_megatron_ranks
-from huggingface_models import megatron_logits
+from imported_models import megatron_logits
 from safetensors.torch import load_file
 from training_job import ROOT, Data, MaskedData, run, successful, write_unsealed
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_megatron_ranks
-from huggingface_models import MODELS, OFTEN, build, call, megatron_logits_of_all, save
+from imported_models import MODELS, OFTEN, build, call, megatron_logits_of_all, save
 from safetensors.torch import load_file, save_file
 from training_job import Data, run, successful
 

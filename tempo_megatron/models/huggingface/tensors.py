@@ -44,7 +44,7 @@ class Converted:
     @property
     def shapes(self) -> list[Shape]:
         """The shapes of `keys`."""
-        return [tuple(part.shape) for part in self.split(torch.empty(self.shape, device="meta"))]
+        return [tuple(part.shape) for part in self.split(torch.empty(self.shape, dtype=torch.float32, device="meta"))]
 
     def split(self, value: Tensor) -> list[Tensor]:
         """Returns transformers' tensors, as views where possible."""
