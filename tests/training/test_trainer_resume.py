@@ -206,7 +206,8 @@ SAID = {
     "--max-position-embeddings 128 --vocab-size 512 --make-vocab-size-divisible-by 64 --global-batch-size 8 --seed 7 "
     "--min-lr 1e-5 --lr-warmup-iters 2 --lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-wsd-decay-style linear "
     "--lr-decay-iters 9 --weight-decay 0.1 --adam-beta1 0.8 --adam-beta2 0.9 --adam-eps 1e-6 --clip-grad 0.5 "
-    "--split 8,2,2 --test-iters 1 --vocab-file v --merge-file m --eod-mask-loss --eval-interval 5 --eval-iters 3 --recompute-granularity full --recompute-method block --recompute-num-layers 2 "
+    "--split 8,2,2 --test-iters 1 --vocab-file v --merge-file m --eod-mask-loss "
+    "--eval-interval 5 --eval-iters 3 --recompute-granularity full --recompute-method block --recompute-num-layers 2 "
     "--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion --bf16 "
     "--use-tempo --tempo-norm recompute --tempo-memory-budget 3GiB",
     "bert": "--mask-prob 0.3 --short-seq-prob 0.2 --masking tokens --bert-no-binary-head --recompute-granularity "
