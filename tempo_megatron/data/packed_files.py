@@ -77,14 +77,17 @@ def _open_parquet(path: str) -> Any:
 def list_row_groups(path: str) -> list[int]:
     """Returns the offset in a .parquet file of each of its row groups, in order. Raises as read_rows does."""
     with _open_parquet(path) as file:
-        metadata = file.metadata
-        columns = (metadata.row_group(number).column(0) for number in range(metadata.num_row_groups))
-        return [
-            column.data_page_offset
-            if column.dictionary_page_offset is None
-            else min(column.dictionary_page_offset, column.data_page_offset)
-            for column in columns
-        ]
+        return _list_offsets(file.metadata)
+
+
+def _list_offsets(metadata: Any) -> list[int]:
+    columns = (metadata.row_group(number).column(0) for number in range(metadata.num_row_groups))
+    return [
+        column.data_page_offset
+        if column.dictionary_page_offset is None
+        else min(column.dictionary_page_offset, column.data_page_offset)
+        for column in columns
+    ]
 
 
 def read_rows(path: str, key: str, start: int, end: int) -> Iterator[tuple[int, str | None]]:
@@ -93,7 +96,6 @@ def read_rows(path: str, key: str, start: int, end: int) -> Iterator[tuple[int, 
     Raises: DataError (a ValueError) if the file is damaged, has no column `key` or one without text, or if pyarrow is
         missing; OSError if it cannot be read.
     """
-    offsets = list_row_groups(path)
     with _open_parquet(path) as file:
         import pyarrow
 
@@ -106,6 +108,7 @@ def read_rows(path: str, key: str, start: int, end: int) -> Iterator[tuple[int, 
         kind = file.schema_arrow.field(key).type
         if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
             raise DataError(f"the column {key!r} of {path} holds {kind}, not text; see --json-key")
+        offsets = _list_offsets(file.metadata)
         sizes = [file.metadata.row_group(number).num_rows for number in range(len(offsets))]
         groups = [number for number, offset in enumerate(offsets) if start <= offset < end]
         row = sum(sizes[: groups[0]]) if groups else 0

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
-import torch
-
-from tempo_kernels.philox import keep_bits
+import numpy as np
+from dropout_masks import Place, watched_rows
 
 Draws = dict[tuple[int, ...], list[tuple[int, bytes]]]
 
@@ -19,17 +17,10 @@ def recorded_draws() -> Iterator[Draws]:
     """{(key, sample, head, row): [(first column, whether each column is dropped) of each draw]}."""
     drawn: Draws = {}
 
-    def record(key: int, p: float, *, first_column: int = 0, **where: Any) -> torch.Tensor:
-        bits = keep_bits(key, p, first_column=first_column, **where)
-        indices = (where[name].broadcast_to(bits.shape[:-1]).flatten().tolist() for name in ("sample", "head", "row"))
-        for index, columns in zip(zip(*indices, strict=True), (bits == 0).flatten(0, -2).tolist(), strict=True):
-            drawn.setdefault((key, *index), []).append((first_column, bytes(columns)))
-        return bits
+    def note(place: Place, columns: np.ndarray[Any, np.dtype[np.uint8]], first_column: int) -> None:
+        drawn.setdefault(place[1:], []).append((first_column, columns.tobytes()))
 
-    with (
-        mock.patch("tempo_kernels.dropout_add.cpu.keep_bits", record),
-        mock.patch("tempo_kernels.attention.cpu.keep_bits", record),
-    ):
+    with watched_rows(note):
         yield drawn
 
 

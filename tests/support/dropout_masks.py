@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -24,20 +24,27 @@ def recorded_masks() -> Iterator[Masks]:
     """Every row of every mask that attention and bias-dropout-add draw meanwhile on a CPU; two draws of an element
     must agree."""
     masks: Masks = {}
+    with watched_rows(functools.partial(add_row, masks)):
+        yield masks
+
+
+@contextlib.contextmanager
+def watched_rows(note: Callable[[Place, np.ndarray[Any, np.dtype[np.uint8]], int], object]) -> Iterator[None]:
+    """note(place, which columns are dropped, first column) of every row that is drawn meanwhile on a CPU."""
 
     def record(operation: str, key: int, p: float, **where: Any) -> torch.Tensor:
         bits = keep_bits(key, p, **where)
         indices = [where[name].broadcast_to(bits.shape[:-1]).flatten().tolist() for name in ("sample", "head", "row")]
         rows = (bits == 0).flatten(0, -2).to(torch.uint8).numpy()
         for sample, head, number, row in zip(*indices, rows, strict=True):
-            add_row(masks, (operation, key, sample, head, number), row, where.get("first_column", 0))
+            note((operation, key, sample, head, number), row, where.get("first_column", 0))
         return bits
 
     with contextlib.ExitStack() as patches:
         for operation in ("attention", "dropout_add"):
             recorder = functools.partial(record, operation)
             patches.enter_context(mock.patch(f"tempo_kernels.{operation}.cpu.keep_bits", recorder))
-        yield masks
+        yield
 
 
 def add_row(masks: Masks, place: Place, row: np.ndarray[Any, np.dtype[np.uint8]], first_column: int = 0) -> None:

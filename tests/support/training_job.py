@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pkgutil
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -167,6 +168,19 @@ def finished(folder: Path, exit_codes: list[int]) -> Run:
 def successful(result: Run) -> Run:
     assert set(result.exit_codes) == {0}, result.output
     return result
+
+
+@dataclasses.dataclass(frozen=True)
+class FullDisk:
+    """On one rank no file may have more than so many bytes: Python gets an OSError, as on a disk that is full."""
+
+    rank: int
+    size: int
+
+    def __call__(self) -> None:
+        if int(os.environ["RANK"]) == self.rank:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.size))
 
 
 def _rank_main(

@@ -5,19 +5,17 @@ from __future__ import annotations
 import functools
 import io
 import os
-import resource
 import signal
 import threading
 import time
 from pathlib import Path
 
 import torch
-from training_job import Data, run, successful
+from training_job import Data, FullDisk, run, successful, zero
 
 from tempo_megatron.training.checkpoint_files import files
 from tempo_megatron.training.checkpoint_files.host_copy import copy_to_host
 
-ZERO1 = {"zero_optimization": {"stage": 1}}
 OPTIONS = ["--train-iters", "12", "--save-interval", "4", "--async-save", "--heartbeat-seconds", "10"]
 
 
@@ -45,17 +43,11 @@ def _wait_and_kill(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def limit_files() -> None:
-    if os.environ["RANK"] == "1":
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
-
 def test_a_kill_while_a_copy_is_written_loses_nothing(data: Data, tmp_path: Path) -> None:
     save = tmp_path / "save"
     options = [*OPTIONS, "--save", str(save), "--load", str(save)]
     before = functools.partial(kill_rank_1_in_the_second_save, save)
-    killed = run(data, tmp_path, *options, world_size=2, config=ZERO1, before=before)
+    killed = run(data, tmp_path, *options, world_size=2, config=zero(1), before=before)
     assert killed.exit_codes == [1, -9]
     lines = killed.output.splitlines()
     copied, saved = (
@@ -64,17 +56,17 @@ def test_a_kill_while_a_copy_is_written_loses_nothing(data: Data, tmp_path: Path
     )
     assert any(line.startswith("step  5/12") for line in lines[copied:saved])
     assert (save / "latest").read_text() == "iter_0000004\n" and (save / "iter_0000008.tmp").exists()
-    resumed = successful(run(data, tmp_path, *options, world_size=2, config=ZERO1))
+    resumed = successful(run(data, tmp_path, *options, world_size=2, config=zero(1)))
     assert "going on after step 4" in resumed.output
-    whole = successful(run(data, tmp_path / "whole", "--train-iters", "12", world_size=2, config=ZERO1))
+    whole = successful(run(data, tmp_path / "whole", "--train-iters", "12", world_size=2, config=zero(1)))
     assert resumed.losses_hex == whole.losses_hex
 
 
 def test_a_full_disk_ends_the_run_and_the_checkpoint_before_stays(data: Data, tmp_path: Path) -> None:
     save = tmp_path / "save"
     options = [*OPTIONS, "--save", str(save), "--load", str(save)]
-    successful(run(data, tmp_path, *options, "--exit-interval", "4", world_size=2, config=ZERO1))
-    failed = run(data, tmp_path, *options, world_size=2, config=ZERO1, before=limit_files)
+    successful(run(data, tmp_path, *options, "--exit-interval", "4", world_size=2, config=zero(1)))
+    failed = run(data, tmp_path, *options, world_size=2, config=zero(1), before=FullDisk(1, 100_000))
     assert failed.exit_codes == [1, 1] and "Traceback" not in failed.output
     assert "the checkpoint of step 8 cannot be written" in failed.output
     assert [path.name for path in save.glob("iter_*")] == ["iter_0000004"]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
-import resource
 import signal
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from training_job import Data, Run, run, successful, zero
+from training_job import Data, FullDisk, Run, run, successful, zero
 
 from tempo_megatron.training.metrics import read_metrics
 
@@ -76,19 +75,6 @@ def test_a_run_that_is_killed_again_and_again_goes_on_as_if_it_never_was(
     print(f"{len(reached) - 1} kills, {inside} of them inside a save; steps reached: {reached[1:]}")
     assert "no checkpoint that is whole" not in resumed.output and "is damaged" not in resumed.output
     assert Run([0], "", read_metrics(tmp_path / "m.jsonl")).losses_hex == whole.losses_hex
-
-
-@dataclasses.dataclass(frozen=True)
-class FullDisk:
-    """On one rank no file may have more than so many bytes: Python gets an OSError, as on a disk that is full."""
-
-    rank: int
-    size: int
-
-    def __call__(self) -> None:
-        if int(os.environ["RANK"]) == self.rank:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.size))
 
 
 @pytest.mark.slow

@@ -60,6 +60,24 @@ class Config:
         return sorted(self._values.keys() - self._read - _HARMLESS)
 
 
+SIZES = {
+    **{"num_attention_heads": "num_attention_heads", "hidden_size": "hidden_size", "num_layers": "num_hidden_layers"},
+    **{"ffn_hidden_size": "intermediate_size", "max_position_embeddings": "max_position_embeddings"},
+    "vocab_size": "vocab_size",
+}
+"""Field of ModelShape -> its name in the config.json of Llama, BERT and most others, which always has it."""
+
+
+def read_fields(config: Config, names: Mapping[str, str]) -> Fields:
+    """Returns the fields of a table such as SIZES; raises ValueError if the config.json lacks one."""
+    return {field: config.get(name) for field, name in names.items()}
+
+
+def write_fields(run: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Returns what a config.json has of the fields of a table such as SIZES."""
+    return {name: run[field] for field, name in names.items()}
+
+
 GELU_FORMS = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 """transformers' name of a GELU -> its form."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tempo_megatron.models.huggingface.family import GELU_FORMS, Config, Family, Fields
+from tempo_megatron.models.huggingface.family import GELU_FORMS, Config, Family, Fields, read_fields, write_fields
 
 _NAMES = {
     "embedding.word_embeddings": ("transformer.wte",),
@@ -18,6 +18,10 @@ _NAMES = {
     "decoder.layers.*.mlp.linear_fc2": ("transformer.h.*.mlp.c_proj",),
     "decoder.final_layernorm": ("transformer.ln_f",),
     "output_layer": ("lm_head",),
+}
+_SIZES = {
+    **{"num_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head"},
+    **{"max_position_embeddings": "n_positions", "vocab_size": "vocab_size"},
 }
 # What MegatronBert has too.
 GELU_MODEL = {
@@ -32,16 +36,12 @@ def _read_config(config: Config) -> Fields:
     config.check("scale_attn_by_inverse_layer_idx", False, False, scaling)
     config.check("reorder_and_upcast_attn", False, False, scaling)
     config.check("add_cross_attention", False, False, "Megatron's GPT has a decoder only")
-    hidden_size = config.get("n_embd")
+    sizes = read_fields(config, _SIZES)
     config.get("embd_pdrop", 0.1)  # Megatron has one probability for embedding and layers
     return {
         "family": "gpt",
-        "num_layers": config.get("n_layer"),
-        "hidden_size": hidden_size,
-        "num_attention_heads": config.get("n_head"),
-        "ffn_hidden_size": config.get("n_inner", None) or 4 * hidden_size,
-        "max_position_embeddings": config.get("n_positions"),
-        "vocab_size": config.get("vocab_size"),
+        **sizes,
+        "ffn_hidden_size": config.get("n_inner", None) or 4 * sizes["hidden_size"],
         "norm_epsilon": config.get("layer_norm_epsilon", 1e-5),
         "activation": "gelu",
         "gelu_form": config.choose("activation_function", "gelu_new", GELU_FORMS),
@@ -56,11 +56,7 @@ def _build_config(run: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {
         "model_type": "gpt2",
         "architectures": [name],
-        "vocab_size": run["vocab_size"],
-        "n_positions": run["max_position_embeddings"],
-        "n_embd": run["hidden_size"],
-        "n_layer": run["num_layers"],
-        "n_head": run["num_attention_heads"],
+        **write_fields(run, _SIZES),
         "n_inner": run["ffn_hidden_size"],
         "activation_function": {"tanh": "gelu_new", "erf": "gelu"}[run["gelu_form"]],
         "layer_norm_epsilon": run["norm_epsilon"],

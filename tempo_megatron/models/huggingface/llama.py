@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tempo_megatron.models.huggingface.family import GELU_FORMS, Config, Family, Fields
+from tempo_megatron.models.huggingface.family import (
+    GELU_FORMS,
+    SIZES,
+    Config,
+    Family,
+    Fields,
+    read_fields,
+    write_fields,
+)
 
 _LAYER = "model.layers.*"
 _NAMES = {
@@ -35,7 +43,8 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def _read_config(config: Config) -> Fields:
-    kind, heads, hidden_size = (config.get(name) for name in ("model_type", "num_attention_heads", "hidden_size"))
+    kind, sizes = config.get("model_type"), read_fields(config, SIZES)
+    heads, hidden_size = sizes["num_attention_heads"], sizes["hidden_size"]
     has_biases = bool(config.get("attention_bias", False))
     if has_biases != bool(config.get("mlp_bias", False)):
         config.refuse(
@@ -46,14 +55,9 @@ def _read_config(config: Config) -> Fields:
     window = _read_window(config, kind)
     return {
         "family": "gpt",
-        "num_layers": config.get("num_hidden_layers"),
-        "hidden_size": hidden_size,
-        "ffn_hidden_size": config.get("intermediate_size"),
-        "num_attention_heads": heads,
+        **sizes,
         "num_query_groups": config.get("num_key_value_heads", None) or heads,
         "kv_channels": config.get("head_dim", None) or (128 if kind == "qwen3" else hidden_size // heads),
-        "max_position_embeddings": config.get("max_position_embeddings"),
-        "vocab_size": config.get("vocab_size"),
         "normalization": "RMSNorm",
         "norm_epsilon": config.get("rms_norm_eps", 1e-6),
         "activation": activation,
@@ -119,14 +123,9 @@ def _build_config(run: Mapping[str, Any], name: str) -> dict[str, Any]:
     config = {
         "model_type": name.removesuffix("ForCausalLM").lower(),
         "architectures": [name],
-        "vocab_size": run["vocab_size"],
-        "hidden_size": run["hidden_size"],
-        "intermediate_size": run["ffn_hidden_size"],
-        "num_hidden_layers": run["num_layers"],
-        "num_attention_heads": run["num_attention_heads"],
+        **write_fields(run, SIZES),
         "num_key_value_heads": run["num_query_groups"],
         "head_dim": run["kv_channels"],
-        "max_position_embeddings": run["max_position_embeddings"],
         "initializer_range": run["init_method_std"],
         "hidden_act": gate,
         "rms_norm_eps": run["norm_epsilon"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tempo_megatron.models.huggingface.family import Config, Family, Fields
+from tempo_megatron.models.huggingface.family import SIZES, Config, Family, Fields, read_fields, write_fields
 from tempo_megatron.models.huggingface.gpt2 import GELU_MODEL
 
 _LAYER = "bert.encoder.layer.*"
@@ -44,12 +44,7 @@ def _read_config(config: Config) -> Fields:
     kinds = config.get("type_vocab_size", 2)
     return {
         "family": "bert",
-        "num_layers": config.get("num_hidden_layers"),
-        "hidden_size": config.get("hidden_size"),
-        "ffn_hidden_size": config.get("intermediate_size"),
-        "num_attention_heads": config.get("num_attention_heads"),
-        "max_position_embeddings": config.get("max_position_embeddings"),
-        "vocab_size": config.get("vocab_size"),
+        **read_fields(config, SIZES),
         "norm_epsilon": config.get("layer_norm_eps", 1e-12),
         "activation": "gelu",
         "gelu_form": "erf",
@@ -67,12 +62,7 @@ def _build_config(run: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {
         "model_type": "megatron-bert",
         "architectures": [name],
-        "vocab_size": run["vocab_size"],
-        "hidden_size": run["hidden_size"],
-        "intermediate_size": run["ffn_hidden_size"],
-        "num_hidden_layers": run["num_layers"],
-        "num_attention_heads": run["num_attention_heads"],
-        "max_position_embeddings": run["max_position_embeddings"],
+        **write_fields(run, SIZES),
         "initializer_range": run["init_method_std"],
         "type_vocab_size": run["num_tokentypes"] or 1,
         "hidden_act": "gelu",
