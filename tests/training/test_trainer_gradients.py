@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from distributed import run_megatron_ranks
 from megatron.core import parallel_state
@@ -10,7 +12,7 @@ from run_configs import complete
 SIZES = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 128, "num_attention_heads": 4, "seq_length": 16}
 
 
-def gradients(world_size: int, summed: bool) -> dict[str, torch.Tensor]:
+def gradients(world_size: int, summed: bool, sequence_parallel: bool) -> dict[str, torch.Tensor]:
     """Gradients by name of every parameter whose gradient is partial on each rank, on this rank."""
     from tempo_megatron.models.build import build_model
     from tempo_megatron.training.engine import compute_gradient_norm, sum_partial_gradients
@@ -18,7 +20,7 @@ def gradients(world_size: int, summed: bool) -> dict[str, torch.Tensor]:
     from tempo_megatron.training.tasks.next_token import PredictNextToken
 
     words = "--lr 1 --train-iters 1 --data-path - --micro-batch-size 2 --attention-dropout 0 --hidden-dropout 0".split()
-    words += ["--tensor-model-parallel-size", str(world_size), *(["--sequence-parallel"] if world_size > 1 else [])]
+    words += ["--tensor-model-parallel-size", str(world_size), *(["--sequence-parallel"] if sequence_parallel else [])]
     words += ["--qk-layernorm"]
     words += [word for name, size in SIZES.items() for word in ("--" + name.replace("_", "-"), str(size))]
     run = complete(*words, world_size=world_size)
@@ -33,22 +35,23 @@ def gradients(world_size: int, summed: bool) -> dict[str, torch.Tensor]:
     batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": torch.ones(2, 16)}
     PredictNextToken(run, torch.device("cpu"))(model, batch)["loss"].backward()
     chosen = {name: p for name, p in model.named_parameters() if name.endswith(marked)}
-    if run.sequence_parallel:  # the norms of queries and keys see all tokens, of some heads
-        of_heads = ("q_layernorm", "k_layernorm")
-        assert all(p.sequence_parallel for name, p in chosen.items() if name.split(".")[-2] not in of_heads)
+    if run.sequence_parallel:
+        assert all(parameter.sequence_parallel for parameter in chosen.values())
     assert parallel_state.get_tensor_model_parallel_world_size() == world_size
     found = {name: parameter.grad.clone() for name, parameter in chosen.items() if parameter.grad is not None}
     return {**found, "norm": compute_gradient_norm(model)}
 
 
-def test_sequence_parallel_gradients_equal_those_of_one_rank_once_they_are_summed() -> None:
-    (on_one_rank,) = run_megatron_ranks(gradients, 1, 1, 1, False)
+def test_partial_gradients_equal_those_of_one_rank_once_they_are_summed() -> None:
+    (on_one_rank,) = run_megatron_ranks(gradients, 1, 1, 1, False, False)
     assert len(on_one_rank) == 2 * (6 + 4) + 2 + 1
-    for of_rank in run_megatron_ranks(gradients, 2, 2, 2, True):
+    # Without sequence parallelism the norms of queries and keys are partial still: a rank has some of the heads.
+    ranks = [run_megatron_ranks(gradients, 2, 2, 2, True, sequence_parallel) for sequence_parallel in (True, False)]
+    for of_rank in itertools.chain(*ranks):
         for name, expected in on_one_rank.items():
             scale = max(float(torch.as_tensor(expected).abs().max()), 1e-5)  # the gradient of a bias of keys is 0
             torch.testing.assert_close(of_rank[name], expected, rtol=1e-4, atol=1e-4 * scale)
-    without_the_sum = run_megatron_ranks(gradients, 2, 2, 2, False)[0]
+    without_the_sum = run_megatron_ranks(gradients, 2, 2, 2, False, True)[0]
     for name, expected in on_one_rank.items():
         if name.endswith("k_layernorm.bias"):  # 0 but for rounding: a softmax is the same for keys that all move alike
             continue
