@@ -6,24 +6,23 @@ layers. All models of a rank share one engine: the chunks of an interleaved pipe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from megatron.core import parallel_state
 
 from tempo_kernels.offload import (
     MIN_BYTES,
-    CudaDevice,
     Device,
     Engine,
     Moves,
     Offload,
-    ThreadDevice,
     move_all,
     move_nothing,
 )
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import LAYER, OFFLOAD_ROWS, STACKS
+from tempo_megatron.words.argument_types import format_bytes
 
 _REFUSED = {
     "cpu_offloading": "which moves the same tensors",
@@ -38,9 +37,9 @@ class Offloading:
     """The offloading of one rank.
 
     Args:
-        device: makes the copies; None takes streams where the first model is on a GPU, and threads on a CPU.
         num_in_flight: how many forwards of one chunk wait for their backward at once.
-        min_bytes, debug: as of Offload and of Engine.
+        device, debug: as of Engine.
+        min_bytes: as of Offload.
     """
 
     def __init__(
@@ -51,8 +50,8 @@ class Offloading:
         min_bytes: int = MIN_BYTES,
         debug: bool = False,
     ) -> None:
-        self._device, self._num_in_flight, self._min_bytes, self._debug = device, num_in_flight, min_bytes, debug
-        self.engine: Engine | None = None
+        self.engine = Engine(device, debug=debug)
+        self._num_in_flight, self._min_bytes = num_in_flight, min_bytes
         self._offloads: list[Offload] = []
         self.num_layers = 0
         """Layers of this rank that move something."""
@@ -72,9 +71,21 @@ class Offloading:
             if block is None or not moving:
                 continue
             self.num_layers += len(moving)
-            engine = self._find_engine(moving[0])
-            engine.num_groups = self.num_layers * self._num_in_flight
-            self._offloads.append(Offload(block, layers, engine, min_bytes=self._min_bytes))
+            self.engine.num_groups = self.num_layers * self._num_in_flight
+            self._offloads.append(Offload(block, layers, self.engine, min_bytes=self._min_bytes))
+
+    def describe(self) -> str:
+        """One sentence on what is moved, once a step was trained; before, what is going to be."""
+        moves = f"{self.num_layers} layer{'s' if self.num_layers != 1 else ''} of this rank"
+        if not self.engine.moved_bytes:
+            return f"{moves} move what they keep to host memory, which the first step takes"
+        pool = self.engine.pool
+        stalls = self.engine.num_stalls
+        return (
+            f"{moves} move what they keep to {format_bytes(pool.num_bytes)} of host memory, and no more than "
+            f"{format_bytes(self.engine.peak_device_bytes)} of it were on the device at once"
+            + (f"; backward waited for {stalls} tensors that nobody had asked for earlier" if stalls else "")
+        )
 
     def remove(self) -> None:
         """Lets the layers keep everything on the device again."""
@@ -82,18 +93,34 @@ class Offloading:
             offload.remove()
         self._offloads.clear()
 
-    def _find_engine(self, layer: torch.nn.Module) -> Engine:
-        if self.engine is None:
-            is_on_gpu = any(parameter.is_cuda for parameter in layer.parameters())
-            device = self._device or (CudaDevice() if is_on_gpu else ThreadDevice())
-            self.engine = Engine(device, debug=self._debug)
-        return self.engine
+
+def offload_layers(
+    models: Sequence[Any],
+    tempo_config: TempoConfig,
+    *,
+    num_in_flight: int = 1,
+    device: Device | None = None,
+    debug: bool = False,
+) -> Offloading:
+    """Lets the layers of this rank's models, one or the chunks of its pipeline stage, move what `tempo_config` says.
+
+    Args:
+        models: GPTModel, BertModel, T5Model or HybridModel of Megatron's, on their device.
+        tempo_config: its `offload`, and that of its `layers`, say what moves; "off" adds nothing.
+        num_in_flight, device, debug: as of Offloading.
+
+    Raises ValueError for a TransformerConfig with which layers cannot move anything.
+    """
+    offloading = Offloading(device, num_in_flight=num_in_flight, debug=debug)
+    for model in models:
+        offloading.add(model, tempo_config)
+    return offloading
 
 
 def count_in_flight(num_micro_batches: int, num_chunks: int = 1) -> int:
     """Returns how many forwards of one chunk wait for their backward at once on this rank's pipeline stage, at most."""
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    ahead = stages - parallel_state.get_pipeline_model_parallel_rank()
+    stages: int = parallel_state.get_pipeline_model_parallel_world_size()
+    ahead: int = stages - parallel_state.get_pipeline_model_parallel_rank()
     # Interleaved, a stage runs twice as far ahead, and all its chunks share that.
     return min(num_micro_batches, ahead if num_chunks == 1 else 2 * stages)
 

@@ -104,7 +104,7 @@ class CudaDevice:
 
     def has_happened(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> bool:
         stream.synchronize()
-        return event.query()
+        return bool(event.query())
 
 
 class ThreadDevice:

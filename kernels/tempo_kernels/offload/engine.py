@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tempo_kernels.offload.device import Device
+from tempo_kernels.offload.device import CudaDevice, Device, ThreadDevice
 from tempo_kernels.offload.pool import HostPool, Slab, count_ranks_of_host, find_free_host_bytes
 
 _ALIGNMENT = 256
@@ -187,7 +187,7 @@ class Handle:
     def __init__(self, unit: Unit, tensor: Tensor) -> None:
         self.unit = unit
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
-        self.offset = tensor.storage_offset() * tensor.element_size()
+        self.offset = int(tensor.storage_offset()) * tensor.element_size()
         """In bytes, from the storage's beginning."""
 
     def unpack(self) -> Tensor:
@@ -239,15 +239,16 @@ class Engine:
     """Moves groups of units between one device and the host.
 
     Args:
-        device: makes the copies.
+        device: makes the copies; None takes streams where the first tensors are on a GPU, and threads on a CPU.
         num_groups: how many groups may be on the host at once, to tell before the first of them whether the host has
             the memory for all; None does not ask.
         debug: compares each tensor that comes back with a sum of its bytes, and asks before memory is let go whether
             its copy has ended. The host then waits for the device.
     """
 
-    def __init__(self, device: Device, num_groups: int | None = None, *, debug: bool = False) -> None:
-        self.device, self.debug, self.pool = device, debug, HostPool(device)
+    def __init__(self, device: Device | None = None, num_groups: int | None = None, *, debug: bool = False) -> None:
+        self._device, self.debug = device, debug
+        self.pool = HostPool(lambda num_bytes: self.device.allocate_host(num_bytes))
         self.num_groups = num_groups
         self._leaving: list[Group] = []
         self.device_bytes = 0
@@ -257,6 +258,16 @@ class Engine:
         """Copied out since the start."""
         self.num_stalls = 0
         """Tensors that backward asked for before anybody had begun to copy them back."""
+
+    @property
+    def device(self) -> Device:
+        assert self._device is not None, "choose_device comes first"
+        return self._device
+
+    def choose_device(self, tensor: Tensor) -> None:
+        """Takes the device of the first tensor for all, if none was given."""
+        if self._device is None:
+            self._device = CudaDevice() if tensor.is_cuda else ThreadDevice()
 
     def commit(self, group: Group) -> None:
         """Begins to copy a group out. Raises ValueError where the host has too little memory."""
@@ -303,21 +314,23 @@ class Engine:
 
 def _find_bytes(tensor: Tensor) -> tuple[int, int]:
     """Returns where, in its storage, the block with a tensor's first byte begins, and the byte after its last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    first = tensor.storage_offset() * tensor.element_size()
+    last: int = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    first = int(tensor.storage_offset()) * tensor.element_size()
     # Where the first byte lies decides which instructions a kernel may use; so it keeps its place in its block.
     return first - first % _ALIGNMENT, first + (last + 1) * tensor.element_size()
 
 
 def _view_bytes(tensor: Tensor, first: int, end: int) -> Tensor:
-    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return whole.set_(tensor.untyped_storage(), first, (end - first,))
+    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    view.set_(tensor.untyped_storage(), first, (end - first,), (1,))
+    return view
 
 
 def _view_as(tensor: Tensor, handle: Handle, offset: int) -> Tensor:
     """Returns the handle's view of a tensor's storage, `offset` bytes after its beginning."""
     view = torch.empty(0, dtype=handle.dtype, device=tensor.device)
-    return view.set_(tensor.untyped_storage(), offset // view.element_size(), handle.size, handle.stride)
+    view.set_(tensor.untyped_storage(), offset // view.element_size(), handle.size, handle.stride)
+    return view
 
 
 def _sum_up(data: Tensor) -> Tensor:

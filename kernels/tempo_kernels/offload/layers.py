@@ -217,6 +217,7 @@ class Offload:
         given = [tensor for tensor in pytree.tree_leaves((first, args, kwargs)) if isinstance(tensor, Tensor)]
         if not given or type(given[0]) is not Tensor:  # fake tensors have no bytes to move
             return
+        self.engine.choose_device(given[0])
         x, storage = given[0], given[0].untyped_storage()
         others = [tensor for tensor in given if tensor is not x]
         moves = self._layers[layer]

@@ -10,12 +10,11 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-
-from tempo_kernels.offload.device import Device
 
 
 @dataclasses.dataclass(eq=False)
@@ -33,11 +32,11 @@ class HostPool:
     """The slabs of one engine.
 
     Args:
-        device: pins them.
+        allocate: returns that many bytes of pinned memory.
     """
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, allocate: Callable[[int], Tensor]) -> None:
+        self._allocate = allocate
         self._unused: list[Slab] = []  # by size
         self.num_bytes = 0
         """Of all slabs."""
@@ -51,7 +50,7 @@ class HostPool:
         if place < len(self._unused):
             slab = self._unused.pop(place)
         else:
-            slab = Slab(self._device.allocate_host(num_bytes))
+            slab = Slab(self._allocate(num_bytes))
             self.num_bytes += num_bytes
             self.num_allocations += 1
         self.num_bytes_in_use += slab.memory.numel()

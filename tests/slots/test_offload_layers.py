@@ -153,9 +153,9 @@ def test_no_delay_changes_a_bit(case: str) -> None:
 @pytest.mark.parametrize(
     ("tp", "pp", "cases"),
     [
-        (2, 1, ["in place", "llama", "bert", "linears again", "two layers again", "attention again"]),
+        (2, 1, ["in place", "llama", "linears again", "two layers again", "attention again"]),
         (1, 2, ["in place", "llama", "bert", "all layers again"]),
-        pytest.param(2, 2, ["stock", "in place", "llama", "bert", "all layers again"], marks=pytest.mark.exhaustive),
+        pytest.param(2, 2, ["stock", "in place", "llama", "all layers again"], marks=pytest.mark.exhaustive),
     ],
     ids=["TP 2 + SP", "PP 2", "TP 2 + SP, PP 2"],
 )
