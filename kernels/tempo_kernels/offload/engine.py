@@ -259,6 +259,10 @@ class Engine:
         self.num_stalls = 0
         """Tensors that backward asked for before anybody had begun to copy them back."""
 
+    def __reduce__(self) -> Any:
+        # A copy of a model has moved nothing yet.
+        return _make_engine, (self.num_groups, self.debug)
+
     @property
     def device(self) -> Device:
         assert self._device is not None, "choose_device comes first"
@@ -310,6 +314,10 @@ class Engine:
                 f"{_write_size(free)} are free for all of them; offload fewer layers or rows, or keep less by "
                 "recomputation"
             )
+
+
+def _make_engine(num_groups: int | None, debug: bool) -> Engine:
+    return Engine(num_groups=num_groups, debug=debug)
 
 
 def _find_bytes(tensor: Tensor) -> tuple[int, int]:

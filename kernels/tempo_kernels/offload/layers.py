@@ -6,12 +6,14 @@ weight's place, without the attributes that Megatron's linear looks for, and a w
 stay. What `drop` has promised to make again has hooks already, and so has what a checkpointed region keeps; both stay
 as they are.
 
-Between the layers, where a checkpointed region keeps its inputs, whichever package does (torch keeps them in no node of
-the graph), hooks around it do see them; a layer's input is moved there, and everything else stays.
+A region that torch.utils.checkpoint runs again keeps its inputs in no node of the graph. Hooks around the forward see
+them, whether a region has several layers, or one, or a layer makes one of its own forward. So such hooks are there from
+the end of each layer to the call of the first module in the next one. A layer's input is moved by them, and everything
+else stays.
 
 Never moved are parameters, buffers, the layers' other arguments (masks, rotary positions, an encoder's output), which
 the next layer needs as well, and tensors that are too small. A layer's output that the layer keeps is moved with the
-next layer, whose input it is.
+next layer, whose input it is; the last one's stays.
 
 The backward is followed by hooks on the layers' inputs: a gradient of one is complete when its layer's backward ends,
 and the backward of the layer before begins.
@@ -65,21 +67,27 @@ class _KeptBetween(Kept):
 
 
 class _Pass:
-    """One forward of the model, and its backward."""
+    """One forward of the model, and its backward.
 
-    def __init__(self) -> None:
+    Args:
+        context: the hooks on what is kept between the layers.
+    """
+
+    def __init__(self, context: torch.autograd.graph.saved_tensors_hooks) -> None:
+        self.context = context
         self.groups: list[Group] = []
         """One for each call of a layer."""
         self.pending: dict[int, tuple[StorageWeakRef, Unit]] = {}
         """Units of the last group, which is not committed yet, by storage."""
         self.inputs: dict[int, StorageWeakRef] = {}
         """Of the layers so far, by storage."""
+        self.outputs: tuple[int, ...] = ()
+        """Storages of the last layer's outputs."""
         self.between: dict[int, list[weakref.ref[Kept]]] = {}
         """What was kept between the layers so far, by storage."""
         self.moves: Moves = move_all
         """Of the last layer."""
         self.device: torch.device | None = None
-        self.context: torch.autograd.graph.saved_tensors_hooks | None = None
         self.units: dict[int, weakref.ref[Unit]] = {}
         """Every unit, by storage."""
         self.storages: dict[int, StorageWeakRef] = {}
@@ -97,7 +105,7 @@ class _Call:
         self.held: list[tuple[int, Kept]] = []
         self.notes = contextlib.ExitStack()
         self.notes.enter_context(follow_held(self._note))
-        self.had_context = False
+        self.has_left_context = False
 
     def _note(self, held: Kept) -> None:
         self.held.append((torch._C._autograd._get_sequence_nr(), held))
@@ -152,11 +160,10 @@ class Offload:
             root.register_forward_pre_hook(self._begin_pass),
             root.register_forward_hook(self._end_pass, always_call=True),
         ]
-        for layer, moves in layers.items():
+        for layer in layers:
             self._hooks.append(layer.register_forward_pre_hook(self._begin, with_kwargs=True))
             self._hooks.append(layer.register_forward_hook(self._end, always_call=True))
-            if moves is not move_all:
-                self._hooks.extend(self._follow(layer))
+            self._hooks.extend(self._follow(layer))
 
     def remove(self) -> None:
         """Lets the model keep everything again; what has been moved comes back when it is needed."""
@@ -166,28 +173,35 @@ class Offload:
 
     def _follow(self, layer: nn.Module) -> Iterator[Any]:
         """Hooks the modules in a layer to know which one saves a tensor."""
-
-        def enter(name: str) -> None:
-            if self._pass is not None and self._pass.call is not None:
-                self._pass.call.enter(name)
-
-        def leave() -> None:
-            if self._pass is not None and self._pass.call is not None:
-                self._pass.call.leave()
-
         for name, module in layer.named_modules():
             if name:
-                yield module.register_forward_pre_hook(lambda *_, name=name: enter(name))
-                yield module.register_forward_hook(lambda *_: leave(), always_call=True)
+                scope = _Scope(self, name)
+                yield module.register_forward_pre_hook(scope.enter)
+                yield module.register_forward_hook(scope.leave, always_call=True)
+
+    def enter(self, name: str) -> None:
+        """Notes that a module in a layer is called."""
+        if self._pass is None or self._pass.call is None or _is_in_backward():
+            return
+        call, context = self._pass.call, self._pass.context
+        call.enter(name)
+        if not call.has_left_context and _is_on_top(context):
+            context.__exit__()
+            call.has_left_context = True
+
+    def leave(self) -> None:
+        """Notes that it returns."""
+        if self._pass is not None and self._pass.call is not None and not _is_in_backward():
+            self._pass.call.leave()
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _begin_pass(self, root: nn.Module, args: Any) -> None:
         if self._pass is not None or not torch.is_grad_enabled() or _is_in_backward():
             return
-        now = self._pass = _Pass()
+        context = torch.autograd.graph.saved_tensors_hooks(self._keep_between, _KeptBetween.unpack)
+        self._pass = _Pass(context)
         self.engine.release()
-        now.context = torch.autograd.graph.saved_tensors_hooks(self._keep_between, _KeptBetween.unpack)
-        now.context.__enter__()
+        context.__enter__()
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _end_pass(self, root: nn.Module, args: Any, output: Any) -> None:
@@ -197,10 +211,12 @@ class Offload:
         self._pass = None
         if now.call is not None:  # something that is no Exception has left it
             now.call.notes.close()
-        elif now.context is not None and _is_on_top(now.context):
+        if _is_on_top(now.context):
             now.context.__exit__()
         if output is None:  # an exception leaves the model
             return
+        for key in now.outputs:  # what comes after the layers needs them
+            now.pending.pop(key, None)
         self._commit(now)
         # What leaves last is needed first, so it stays until another forward takes the memory.
         last = len(now.groups) - 1
@@ -236,9 +252,6 @@ class Offload:
             for reference in now.between.pop(storage._cdata, ()):
                 if (kept := reference()) is not None and kept.tensor is not None:
                     self._replace(now, kept)
-        if now.context is not None and _is_on_top(now.context):
-            now.context.__exit__()
-            now.call.had_context = True
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _end(self, layer: nn.Module, args: Any, output: Any) -> None:
@@ -247,11 +260,12 @@ class Offload:
             return
         call, now.call = now.call, None
         call.notes.close()
-        if call.had_context and now.context is not None:
+        if call.has_left_context:
             now.context.__enter__()
         if output is None or not torch.is_grad_enabled():
             return
         outputs = [tensor for tensor in pytree.tree_leaves(output) if isinstance(tensor, Tensor)]
+        now.outputs = tuple(tensor.untyped_storage()._cdata for tensor in outputs)
         nodes = sorted(find_nodes_since(call.first_node, outputs), key=lambda node: node._sequence_nr())
         for node in nodes:
             self._move_saved(now, call, node)
@@ -324,7 +338,7 @@ class Offload:
     def _keep_between(self, tensor: Tensor) -> Kept:
         """Keeps a tensor that is saved between the layers."""
         kept, now = _KeptBetween(tensor), self._pass
-        if now is None or now.call is not None or type(tensor) is not Tensor:
+        if now is None or type(tensor) is not Tensor:
             return kept
         key = tensor.untyped_storage()._cdata
         reference = now.inputs.get(key)
@@ -348,6 +362,21 @@ class Offload:
                     left -= 1
 
         tensor.register_hook(reach)
+
+
+class _Scope:
+    """Hooks around the forward of a module in a layer."""
+
+    def __init__(self, offload: Offload, name: str) -> None:
+        self._offload, self._name = offload, name
+
+    def enter(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._offload.enter(self._name)
+
+    def leave(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._offload.leave()
 
 
 def move_nothing(_: str) -> bool:
