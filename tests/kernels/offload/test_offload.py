@@ -76,7 +76,8 @@ def test_each_storage_moves_once_and_arguments_and_weights_never(stack: Stack) -
     # The last layer's output stays: it would be the next one's input.
     per_layer = ACTIVATION * (1 + 3 + 1 + 1 + 1)
     assert found.moved_bytes == NUM_LAYERS * per_layer
-    assert found.peak_device_bytes == 2 * per_layer and found.device_bytes == 0 == found.num_stalls
+    # In backward a layer's tanh still needs the input of the layer after it.
+    assert found.peak_device_bytes == 2 * per_layer + ACTIVATION and found.device_bytes == 0 == found.num_stalls
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
@@ -86,7 +87,7 @@ def test_ahead_is_how_many_layers_more_are_on_the_device_in_backward(stack: Stac
     forward = found.peak_device_bytes
     found.peak_device_bytes = 0
     loss.backward()
-    assert found.peak_device_bytes == (1 + ahead) * forward // 2 and found.num_stalls == 0
+    assert found.peak_device_bytes == (1 + ahead) * forward // 2 + ACTIVATION and found.num_stalls == 0
 
 
 def test_names_choose_and_a_layer_between_may_keep_everything(stack: Stack) -> None:
