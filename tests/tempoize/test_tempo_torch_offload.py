@@ -28,6 +28,12 @@ MODELS = {
 TOKENS, INPUT_BYTES = torch.arange(64).view(2, 32) * 7 % 96, 2 * 32 * 64 * 4
 
 
+def build(name: str) -> Any:
+    kind, config = MODELS[name]
+    torch.manual_seed(0)
+    return kind(copy.deepcopy(config)).train()
+
+
 def step(model: nn.Module) -> list[Tensor]:
     model.zero_grad()
     torch.manual_seed(0)
@@ -46,24 +52,20 @@ def find_engine(model: nn.Module) -> Engine:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("recompute", ["nothing", "layers", "layers, reentrant"])
 def test_no_bit_changes_and_layers_move_what_they_keep(name: str, recompute: str) -> None:
-    kind, config = MODELS[name]
-    torch.manual_seed(0)
-    model = kind(config).train()
-    if recompute != "nothing":
+    kept, moved = build(name), build(name)
+    for model in (kept, moved) if recompute != "nothing" else ():
         # Its name before transformers 5.22, with whose successor an older one would not do.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(
             {"use_reentrant": recompute != "layers"}
         )
-    kept, moved = tempoize(copy.deepcopy(model), seed=1), tempoize(model, seed=1, offload="all")
+    tempoize(kept, seed=1)
+    tempoize(moved, seed=1, offload="all")
     engine = find_engine(moved)
-    expected = step(kept)
     for _ in range(2):
-        kept_step = step(moved)
-        assert all(map(torch.equal, kept_step[1:], expected[1:])) or name == "bert"
-        expected = kept_step if name == "bert" else expected
+        assert all(map(torch.equal, step(moved), step(kept)))
     assert engine.num_stalls == engine.device_bytes == 0
     if recompute == "nothing":
-        assert engine.moved_bytes > 2 * 3 * 8 * INPUT_BYTES
+        assert engine.moved_bytes >= 2 * 3 * 8 * INPUT_BYTES
     else:
         assert engine.moved_bytes == 2 * 3 * INPUT_BYTES
     before = engine.moved_bytes
@@ -72,8 +74,7 @@ def test_no_bit_changes_and_layers_move_what_they_keep(name: str, recompute: str
 
 
 def test_names_move_what_their_modules_keep() -> None:
-    kind, config = MODELS["llama"]
-    model = tempoize(kind(config).train(), seed=1, offload="mlp.down_proj+input")
+    model = tempoize(build("llama"), seed=1, offload="mlp.down_proj+input")
     engine = find_engine(model)
     step(model)
     assert engine.moved_bytes == 0, "the product before down_proj is made again"
@@ -87,7 +88,7 @@ def test_names_move_what_their_modules_keep() -> None:
 @pytest.mark.parametrize(
     ("model", "value", "message"),
     [
-        (lambda: MODELS["llama"][0](MODELS["llama"][1]), "mlp.down", 'offload has "mlp.down", which is no module'),
+        (lambda: build("llama"), "mlp.down", 'offload has "mlp.down", which is no module'),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), "all", "Sequential has no nn.ModuleList of several"),
     ],
     ids=["a wrong name", "no layers"],
