@@ -17,7 +17,7 @@ from slow_links import Careless, SlowLink
 from tempo_kernels.offload import Device
 from tempo_megatron import TempoConfig
 from tempo_megatron.slots import dropout_rng
-from tempo_megatron.slots.offload import Offloading, count_in_flight
+from tempo_megatron.slots.offload import Offloading, count_in_flight, offload_layers
 
 ONE_RANK = pytest.mark.usefixtures("one_rank")
 OFF = TempoConfig.off()
@@ -192,3 +192,13 @@ def test_the_checks_find_nothing_where_nothing_is_wrong() -> None:
     model.offload(device, debug=True)
     device.begin_pattern(3)
     assert all(map(torch.equal, model.step(0), expected))
+
+
+@ONE_RANK
+@pytest.mark.parametrize("name", ["cpu_offloading", "distribute_saved_activations", "enable_cuda_graph"])
+def test_what_stands_in_the_way_is_refused_by_name(name: str) -> None:
+    model = Model("stock", False).model
+    setattr(model.config, name, True)
+    with pytest.raises(ValueError, match=f"tempo.offload is given and {name} is on, .* leave {name} out"):
+        offload_layers([model], TempoConfig(layers={"3": {"offload": "mlp"}}))
+    assert offload_layers([model], TempoConfig()).num_layers == 0
