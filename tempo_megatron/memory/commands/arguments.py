@@ -114,6 +114,19 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="what Megatron may recompute: any of core_attn, mlp and full, or nothing (default all of them)",
     )
     parser.add_argument(
+        "--host-memory",
+        type=parse_memory,
+        metavar="SIZE",
+        help="what a node's memory has for activations, such as 1TiB: layers may send there what the link to it takes "
+        "while the next layer runs (default: none does)",
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        type=parse_positive,
+        metavar="N",
+        help="GPUs that share --host-memory (default 8, or all of the run where it has fewer)",
+    )
+    parser.add_argument(
         "--json",
         metavar="FILE",
         type=parse_output,
