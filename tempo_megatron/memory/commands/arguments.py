@@ -20,7 +20,7 @@ from tempo_megatron.words.argument_types import (
 )
 
 _RECOMPUTE = ("core_attn", "mlp", "full")
-_GPUS = "a100, b200, h100, h200, rtx4090, or a file such as configs/gpu/h100.json"
+_GPUS = "a100, b200, gb200, gh200, h100, h200, rtx4090, or a file such as configs/gpu/h100.json"
 
 
 def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +64,13 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FACTOR",
         help="tokens that the fullest rank's experts get, over an equal share; 1 divides them evenly (default: what "
         "random routers give tokens as frequent as those of text)",
+    )
+    group.add_argument(
+        "--long-sequence",
+        nargs="*",
+        metavar="PIECE",
+        help="estimate one sample of --seq-length tokens, which --dp ranks of Ulysses divide, under ZeRO 3, with every "
+        "layer recomputed: as transformers runs it, or with pieces such as liger host_checkpoints (docs/estimate.md)",
     )
     group.add_argument("--all-ranks", action="store_true", help="a column for every pipeline stage")
     group.add_argument(
