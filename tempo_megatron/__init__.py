@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         log_probs,
         tempoize_loss,
     )
+    from tempo_megatron.slots.offload import offload_layers
     from tempo_megatron.slots.report import TempoReport, report_on
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "fused_gpt_class",
     "initialize",
     "log_probs",
+    "offload_layers",
     "report_on",
     "set_micro_batch",
     "tempo_block_spec",
@@ -62,6 +64,7 @@ _HOMES = {
     "fused_gpt_class": "slots.loss",
     "initialize": "deepspeed_initialize",
     "log_probs": "slots.loss",
+    "offload_layers": "slots.offload",
     "report_on": "slots.report",
     "set_micro_batch": "slots.dropout_rng",
     "tempo_block_spec": "slots.layer_spec",

@@ -142,6 +142,11 @@ def read_tempo_of_run(
     fields = {name: value for name, value in (block or {}).items() if name != "enabled"} | given
     budget = fields.pop(BUDGET, None)
     config = TempoConfig(**fields)
+    if budget is not None and config.offloads:
+        raise ValueError(
+            "tempo.offload and tempo.memory_budget are both given, and the plan of a budget says what layers keep, not "
+            "what they move; leave one of them out"
+        )
     if budget is not None and config.layers:
         raise ValueError(
             "tempo.layers and tempo.memory_budget are both given, and a budget gives the layers their values; leave "
