@@ -2,8 +2,8 @@
 
 Of a step of one sample only three moments can be the highest: the loss, the backward of an MLP, and that of attention.
 Each is a sum of terms, so many bytes a token or in all; a term names its tensors and, where that is not plain, their
-source. Nothing is fitted. The trainer is `transformers` 4.51.3 with gradient checkpointing, as ArcticTraining runs it, or
-that trainer with pieces in place of parts of it (PIECES). Pieces are counted as kernels whose tiles are small.
+source. Nothing is fitted. The trainer is `transformers` 4.51.3 with gradient checkpointing, as ArcticTraining runs it,
+or that trainer with pieces in place of parts of it (PIECES). Pieces are counted as kernels whose tiles are small.
 
 It counts what torch allocates: CUDA's context, NCCL and what the allocator reserves beyond what it has given come on
 top. So published figures of nvidia-smi, which have all that, are higher (docs/estimate.md has them side by side).
