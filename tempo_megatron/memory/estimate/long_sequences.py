@@ -216,7 +216,9 @@ class LongSequence:
     def _list_made_again(self) -> Iterator[Term]:
         """Of a layer's recomputed forward, without its MLP and attention."""
         h, has_kernels = self.model.hidden_size, bool(self.pieces & {"liger", "tempo"})
-        yield Term("layer's input", _BF16 * h)
+        if "host_checkpoints" in self.pieces:
+            # Else it is one of the inputs that stand there.
+            yield Term("layer's input", _BF16 * h)
         if not has_kernels:
             yield Term(
                 "norms in float32 and normalised",
