@@ -250,12 +250,14 @@ class LongSequence:
             yield Term("gradient of the MLP's input", _BF16 * h)
             return
         yield Term("layer's output", _BF16 * h, source="torch/utils/checkpoint.py: holds what it ran again")
-        is_fused = bool(self.pieces & {"liger"})
         width = _BF16 * m.ffn_hidden_size
-        if is_fused:
-            yield Term("gate, up and their product", 3 * width, source="liger_kernel/ops/swiglu.py saves gate and up")
+        # The product goes where its linear's backward has read it; an activation in place has no more than that moment.
+        if "liger" in self.pieces:
+            yield Term("gate, up and their product", 3 * width, source="liger_kernel/ops/swiglu.py writes in place")
+        elif "tempo" in self.pieces:
+            yield Term("gate, up and their gradients", 4 * width, source="tempo_kernels/glu/function.py")
         else:
-            yield Term("gate, its activation, up and their product", 4 * width, source="transformers: LlamaMLP")
+            yield Term("gate, its activation, up, gradients of both", 5 * width, source="transformers: LlamaMLP")
         yield Term("gradient of the product", width)
 
     def _list_of_attention(self) -> Iterator[Term]:
