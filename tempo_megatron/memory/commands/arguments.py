@@ -20,7 +20,7 @@ from tempo_megatron.words.argument_types import (
 )
 
 _RECOMPUTE = ("core_attn", "mlp", "full")
-_GPUS = "a100, b200, h100, h200, rtx4090, or a file such as configs/gpu/h100.json"
+_GPUS = "a100, b200, gb200, gh200, h100, h200, rtx4090, or a file such as configs/gpu/h100.json"
 
 
 def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +64,13 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FACTOR",
         help="tokens that the fullest rank's experts get, over an equal share; 1 divides them evenly (default: what "
         "random routers give tokens as frequent as those of text)",
+    )
+    group.add_argument(
+        "--long-sequence",
+        nargs="*",
+        metavar="PIECE",
+        help="estimate one sample of --seq-length tokens, which --dp ranks of Ulysses divide, under ZeRO 3, with every "
+        "layer recomputed: as transformers runs it, or with pieces such as liger host_checkpoints (docs/estimate.md)",
     )
     group.add_argument("--all-ranks", action="store_true", help="a column for every pipeline stage")
     group.add_argument(
@@ -112,6 +119,19 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(_RECOMPUTE),
         metavar="WHAT",
         help="what Megatron may recompute: any of core_attn, mlp and full, or nothing (default all of them)",
+    )
+    parser.add_argument(
+        "--host-memory",
+        type=parse_memory,
+        metavar="SIZE",
+        help="what a node's memory has for activations, such as 1TiB: layers may send there what the link to it takes "
+        "while the next layer runs (default: none does)",
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        type=parse_positive,
+        metavar="N",
+        help="GPUs that share --host-memory (default 8, or all of the run where it has fewer)",
     )
     parser.add_argument(
         "--json",

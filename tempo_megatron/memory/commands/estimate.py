@@ -20,6 +20,7 @@ from tempo_megatron.memory.commands.module_tree import describe_tree, format_tre
 from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run, take_deepspeed
 from tempo_megatron.memory.commands.training_command import Command, take_command
 from tempo_megatron.memory.estimate.estimate import PART_NAMES, RankEstimate, describe_part, estimate_ranks
+from tempo_megatron.memory.estimate.long_sequences import MISSING, LongSequence
 from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory
@@ -46,6 +47,10 @@ def run_estimate(args: argparse.Namespace) -> int:
     command = take_command(args, add_estimate_arguments)
     warnings: list[str] = []
     is_asked = True
+    if args.long_sequence is not None:
+        if command is not None:
+            raise ValueError("--long-sequence is given beside a command of Megatron-LM; describe the model by --hf")
+        return _estimate_long_sequence(args)
     if command is None:
         config = take_deepspeed(args)
         run, title = read_requested_run(args, tempo_config_from(args, config or {}), config), name_model(args)
@@ -97,6 +102,40 @@ def run_estimate(args: argparse.Namespace) -> int:
     if command is not None and "Tempo" in found:
         print(f"with Tempo: {write_command(command, _add_tempo(command, args), run, args.vocab_size)}")
     return 0 if fits else 1
+
+
+def _estimate_long_sequence(args: argparse.Namespace) -> int:
+    """Print the terms of the highest moment; the exit status is 1 where it does not fit."""
+    run = read_requested_run(args, TempoConfig.off(), take_deepspeed(args))
+    if run.tensor_parallel * run.pipeline_parallel > 1 or run.model.seq_length % run.data_parallel:
+        raise ValueError(
+            f"--long-sequence divides --seq-length {run.model.seq_length} by --dp {run.data_parallel}, and knows no "
+            "other layout; give a multiple of --dp, and leave --tp and --pp out"
+        )
+    pieces = frozenset(args.long_sequence)
+    asked = LongSequence(run.model, run.optimizer, pieces, run.data_parallel)
+    tokens = run.model.seq_length // run.data_parallel
+    moment, terms, peak = asked.find_peak(tokens)
+    print(
+        f"{name_model(args)}, s {run.model.seq_length}, {tokens} tokens a GPU, all layers recomputed, DeepSpeed ZeRO 3"
+    )
+    print(f"pieces: {', '.join(sorted(pieces)) or 'those of transformers'}")
+    if missing := [name for name in MISSING if name in pieces and "liger" not in pieces]:
+        print(f"Tempo does not have {', '.join(missing)}: this is what it would bring")
+    width = max(len(term.name) for term in terms)
+    for term in terms:
+        print(f"{term.name:<{width}}{term.count(tokens) / 2**30:>10.3f} GiB  {term.source}".rstrip())
+    print(f"{f'peak, in the {moment}':<{width}}{peak / 2**30:>10.3f} GiB of torch, an estimate")
+    print(f"on the host, for each GPU: {format_bytes(asked.count_host_bytes(tokens))}")
+    if args.json:
+        figures = {"moment": moment, "peak_bytes": peak, "host_bytes": asked.count_host_bytes(tokens)}
+        figures["terms"] = {term.name: round(term.count(tokens)) for term in terms}
+        Path(args.json).write_text(json.dumps({**figures, "arguments": vars(args)}, indent=2) + "\n", encoding="utf-8")
+    if args.gpu_memory is None:
+        return 0
+    most = asked.find_most_tokens(args.gpu_memory) * run.data_parallel
+    print(f"{format_bytes(args.gpu_memory)} a GPU hold {most:,} tokens, by this estimate")
+    return 0 if peak <= args.gpu_memory else 1
 
 
 def _set_imbalance(run: Run, factor: float) -> Run:
@@ -220,6 +259,8 @@ def format_estimates(found: dict[str, tuple[RankEstimate, ...]], *, shows_all: b
         if all(getattr(rank, name) is not None for *_, rank in columns):
             lines.append(f"{title:<{_WIDTH}}" + "".join(f"{getattr(r, name) / 2**30:>16.3f}" for *_, r in columns))
     lines.append(f"{'parameters':<{_WIDTH}}" + "".join(f"{rank.num_parameters:>16,}" for *_, rank in columns))
+    if any(rank.host_bytes for *_, rank in columns):
+        lines.append(f"{'on the host':<{_WIDTH}}" + "".join(f"{r.host_bytes / 2**30:>16.3f}" for *_, r in columns))
     lines += [f"{name}, {rank.name}: the peak is in the {rank.moment}" for _, name, rank in columns]
     return "\n".join(lines)
 
@@ -271,6 +312,7 @@ def _list_figures(rank: RankEstimate) -> dict[str, Any]:
         "peak_bytes": rank.peak_bytes,
         "rounded_bytes": rank.rounded_bytes,
         "reserved_bytes": rank.reserved_bytes,
+        "host_bytes": rank.host_bytes,
         "bytes_at_the_peak": {describe_part(part): rank.parts[part] for part in PART_NAMES},
     }
 

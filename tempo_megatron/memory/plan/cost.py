@@ -5,11 +5,18 @@ Tempo's operations only linears and attention that run again have some, as Megat
 compute elementwise results again, or read one tensor instead of another: their time is that of the bytes which they
 read and write. A choice that moves fewer bytes than stock counts as free, never as a gain. Collectives that are
 repeated under tensor parallelism are not counted.
+
+What a layer sends to the host has to be there when the next layer's forward ends, and to be back when the next layer's
+backward does, or they would wait. These windows are the time of the products alone, so with rates of a data sheet,
+which no program reaches, they are shorter than they will be. A copy out also reads the GPU's memory, and a copy back
+writes it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Mapping
 
 import torch
 
@@ -17,6 +24,7 @@ from tempo_megatron.memory.plan.gpu import Gpu
 from tempo_megatron.memory.run import Run
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.settings.operations import INPUT, OFFLOAD_ROWS
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FEMTO = 10**15
@@ -132,6 +140,40 @@ def count_weight_bytes(num_weights: int, element_bytes: int) -> int:
     """Bytes that a micro batch of any size moves: forward and backward read each weight, and backward adds its gradient
     to a float32 sum."""
     return num_weights * (2 * element_bytes + 2 * 4)
+
+
+def count_window_bytes(gpu: Gpu, dtype: torch.dtype, layer_flops: int) -> int:
+    """The bytes that a layer can send to the host in the next layer's forward, and get back in its backward, which
+    computes two products for each of forward's, while all GPUs that share an uplink copy.
+
+    Raises ValueError where nothing says how fast the link is.
+    """
+    if gpu.host_link is None:
+        raise ValueError(
+            f"--host-memory is given, and the file of {gpu.title} has no host_link, the rates to the host's memory; "
+            "write it as in configs/gpu/h100.json, or measure it with tempo-megatron bench --calibrate"
+        )
+    seconds = layer_flops / gpu.matmul_flops_per_second[_DTYPE_NAMES[dtype]]
+    to_host, to_gpu = gpu.host_link.share()
+    return int(min(seconds * to_host, 2 * seconds * to_gpu))
+
+
+def choose_rows_to_move(rows: Mapping[str, int], window_bytes: int) -> dict[str, int]:
+    """Values of `offload` -> what a layer with these movable rows sends: the largest sets of rows that fit the window,
+    half of it and a quarter of it; none of 0 bytes, and no size twice.
+
+    Of sets of one size the one with fewer rows, the larger rows first, is taken.
+    """
+    names = sorted((name for name in rows if rows[name]), key=lambda name: (-rows[name], OFFLOAD_ROWS.index(name)))
+    sets: dict[int, tuple[str, ...]] = {}
+    for number in range(1, len(names) + 1):
+        for chosen in itertools.combinations(names, number):
+            sets.setdefault(sum(rows[name] for name in chosen), chosen)
+    found = {}
+    for size in sorted({max((s for s in sets if s <= window_bytes // part), default=0) for part in (1, 2, 4)} - {0}):
+        is_all = len(sets[size]) == len(names) and sets[size] != (INPUT,)
+        found["all" if is_all else "+".join(sorted(sets[size], key=OFFLOAD_ROWS.index))] = size
+    return found
 
 
 def convert_to_femtoseconds(gpu: Gpu, dtype: torch.dtype, *, flops: int = 0, moved_bytes: int = 0) -> int:

@@ -10,18 +10,19 @@ on; in the worst case every choice is measured.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from tempo_megatron.memory.kept.attribution import sum_rows
+from tempo_megatron.memory.kept.attribution import name_row, sum_rows
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import STACKS_OF_FAMILIES, record_chunk
 from tempo_megatron.models.build import build_transformer_config
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
-from tempo_megatron.settings.operations import CHOICES
+from tempo_megatron.settings.operations import CHOICES, LEDGER_ROWS, find_offload_row
 from tempo_megatron.slots.choose import find_refusal
 from tempo_megatron.slots.layer_spec import keeps_copies
 
@@ -44,6 +45,16 @@ class KeptRows:
     """What the layers of a stage keep together: with full recomputation the angles of rotary embeddings."""
     measured: frozenset[Values]
     """The choices that were measured; the others are predicted."""
+    movable: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Row of the ledger -> its name among OFFLOAD_ROWS, if it can go to the host."""
+
+    def list_movable(self, values: Values) -> dict[str, int]:
+        """One of OFFLOAD_ROWS -> the bytes that a layer with these values can send to the host by that name."""
+        found: collections.Counter[str] = collections.Counter()
+        for title, num_bytes in self.rows[values].items():
+            if title in self.movable:
+                found[self.movable[title]] += num_bytes
+        return dict(found)
 
     def count(self, config: TempoConfig) -> int:
         """Bytes of a layer with the values of `config`.
@@ -116,7 +127,13 @@ def _measure_rows(run: Run) -> KeptRows:
         return found
 
     rows, measured = complete(possible, measure)
-    return KeptRows(rows, stack_bytes, measured)
+    (stack,) = STACKS_OF_FAMILIES[run.model.family]
+    movable = {
+        name_row(row, run.model.activation): name
+        for row in LEDGER_ROWS
+        if row.stack == stack and (name := find_offload_row(row)) is not None
+    }
+    return KeptRows(rows, stack_bytes, measured, movable)
 
 
 def _keeps_copies(run: Run, choice: Values) -> bool:
