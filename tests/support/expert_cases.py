@@ -170,6 +170,10 @@ def measure(
     model = build(config_of(**settings), tempo_config, kind)
     if "qk_layernorm" in settings:
         fill(model)
+    if "moe_router_enable_expert_bias" in settings:
+        for module in model.modules():
+            if getattr(module, "expert_bias", None) is not None:
+                module.expert_bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))
     total = 0.0
     recorder = Recorder(model)
     for first_sample in (0, 2):
@@ -186,6 +190,7 @@ def measure(
 
 HALF = {"bf16": True, "params_dtype": torch.bfloat16}
 PERMUTE = dataclasses.replace(ACTIVATION, moe_permute="recompute")
+REPEAT = dataclasses.replace(ACTIVATION, moe_permute="repeat", norm="recompute")
 PERMUTED: dict[str, tuple[dict[str, Any], TempoConfig, str]] = {
     "gathered, experts of stock": (SWIGLU, dataclasses.replace(PERMUTE, activation="off"), "sequential"),
     "all-to-all, norms recomputed": (
@@ -215,15 +220,30 @@ def unpermute_in_one(copies: Tensor, rows: Tensor, merging_probs: None, restore_
     return found
 
 
+EP_2 = {"expert_model_parallel_size": 2}
+# Both experts of each token are on the first rank.
+ONE_SIDED = {**SWIGLU, **ALL_TO_ALL, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "EP 2": ({"expert_model_parallel_size": 2}, {**SWIGLU, **SHARED}),
-    "EP 2, all-to-all": ({"expert_model_parallel_size": 2}, {**FUSED, **ALL_TO_ALL}),
+    "EP 2": (EP_2, {**SWIGLU, **SHARED}),
+    "EP 2, all-to-all": (EP_2, {**FUSED, **ALL_TO_ALL, **SHARED}),
+    "EP 2, all-to-all, dropped and padded": (EP_2, CASES["tokens dropped and padded"]),
+    "EP 2, all-to-all, a rank without tokens": (EP_2, ONE_SIDED),
+    "EP 2, all-to-all, recomputed": (EP_2, {**CASES["the layer recomputed"], **ALL_TO_ALL}),
     "TP 2, SP, experts split": ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}, SQUARED),
+    "TP 2, SP, experts split, all-to-all": (
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+        {**SQUARED, **ALL_TO_ALL},
+    ),
     "TP 2, SP, EP 2": (
-        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2},
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, **EP_2},
         {**SQUARED, **SHARED},
     ),
+    "TP 2, SP, EP 2, all-to-all": (
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, **EP_2},
+        {**SQUARED, **SHARED, **ALL_TO_ALL},
+    ),
 }
+REPEATED = tuple(name for name in LAYOUTS if "all-to-all" in name)
 OF_EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
@@ -235,8 +255,9 @@ def compare_layouts() -> dict[str, Any]:
         initialize(sizes)
         split = {key: sizes[key] for key in OF_EXPERTS if key in sizes}
         settings = {**settings, **split, "sequence_parallel": sizes.get("tensor_model_parallel_size", 1) > 1}
+        repeats = (REPEAT,) if name in REPEATED else ()
         found[name] = {
-            "measured": [measure(settings, each) for each in (TempoConfig.off(), ACTIVATION)],
+            "measured": [measure(settings, each) for each in (TempoConfig.off(), ACTIVATION, *repeats)],
             "dropped": find_dropped_loss(settings),
         }
         parallel_state.destroy_model_parallel()
