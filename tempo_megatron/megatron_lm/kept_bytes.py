@@ -192,7 +192,8 @@ def measure_layers(run: Any) -> KeptBytes:
         )
         by_layer, _ = record_chunk(one_each)
         saved = [sum(each.num_bytes for each in by_layer["decoder", place]) for place in range(len(kinds))]
-        return sum(map(operator.mul, saved, kinds.values())) / len(has_experts)
+        total: int = sum(map(operator.mul, saved, kinds.values()))
+        return total / len(has_experts)
 
     return KeptBytes(stock=round(count(TempoConfig.off())), tempo=round(count(run.tempo)))
 
