@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 from tempo_megatron import TempoConfig, tempoize
 from tempo_megatron.cpu import use_cpu
 from tempo_megatron.memory.kept.recorder import Recorder
+from tempo_megatron.slots.slot_content import find_class, find_submodules, put_submodules
 
 SWIGLU = {"activation_func": F.silu, "gated_linear_unit": True, "add_bias_linear": False}
 FUSED = {**SWIGLU, "bias_activation_fusion": True}
@@ -141,14 +143,16 @@ def put_grouped(spec: Any, kind: str) -> Any:
         experts.gg.assert_grouped_gemm_is_available = lambda: None
         slot = ModuleSpec(experts.GroupedMLP)
     else:
-        slot = ModuleSpec(
-            experts.TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
-        )
+        # Since 0.18 they have submodules of their own, and the spec is a function.
+        submodules = getattr(experts, "GroupedMLPSubmodules", MLPSubmodules)
+        linears = submodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+        is_function = submodules is not MLPSubmodules
+        slot = (functools.partial if is_function else ModuleSpec)(experts.TEGroupedMLP, submodules=linears)
     layers = []
     for layer in spec.layer_specs:
         mlp = layer.submodules.mlp
-        if hasattr(mlp.submodules, "experts"):
-            mlp = dataclasses.replace(mlp, submodules=dataclasses.replace(mlp.submodules, experts=slot))
+        if hasattr(submodules := find_submodules(mlp), "experts"):
+            mlp = put_submodules(mlp, find_class(mlp), dataclasses.replace(submodules, experts=slot))
         layers.append(dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules, mlp=mlp)))
     return dataclasses.replace(spec, layer_specs=layers)
 
@@ -188,6 +192,7 @@ def measure(
     return {"found": (total, found), "kept": kept}
 
 
+KINDS = ("grouped", "legacy") if hasattr(experts, "GroupedMLP") else ("grouped",)  # until 0.16
 HALF = {"bf16": True, "params_dtype": torch.bfloat16}
 PERMUTE = dataclasses.replace(ACTIVATION, moe_permute="recompute")
 REPEAT = dataclasses.replace(ACTIVATION, moe_permute="repeat", norm="recompute")
@@ -200,7 +205,7 @@ PERMUTED: dict[str, tuple[dict[str, Any], TempoConfig, str]] = {
     ),
     "dropped and padded": (CASES["tokens dropped and padded"], PERMUTE, "sequential"),
     "probabilities on the input": (CASES["probabilities on the input"], PERMUTE, "grouped"),
-    "one kernel": ({**SWIGLU, **HALF, "moe_permute_fusion": True}, PERMUTE, "legacy"),
+    "one kernel": ({**SWIGLU, **HALF, "moe_permute_fusion": True}, PERMUTE, KINDS[-1]),
 }
 
 
@@ -211,7 +216,7 @@ RECOMPUTED = TempoConfig(activation="recompute", norm="recompute", moe_permute="
 
 def permute_in_one(tokens: Tensor, routing_map: Tensor, num_out_tokens: int) -> tuple[Tensor, Tensor]:
     """Stands in for Transformer Engine's permutation; its map is not one of rows."""
-    copies, _, index = moe_utils.permute(tokens, routing_map, num_out_tokens=num_out_tokens)
+    copies, _, index, *_ = moe_utils.permute(tokens, routing_map, num_out_tokens=num_out_tokens)
     return copies, torch.stack([index, index])
 
 
@@ -315,7 +320,7 @@ def compare_all() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, settings in CASES.items():
         found[name] = [measure(settings, each) for each in (TempoConfig.off(), ACTIVATION)]
-    for kind in ("grouped", "legacy"):
+    for kind in KINDS:
         for name, settings in GROUPED.items():
             if kind == "legacy":
                 settings = {**settings, **HALF, "add_bias_linear": False}
