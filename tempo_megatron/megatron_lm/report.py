@@ -86,8 +86,11 @@ class RunReport:
 
         run: Megatron's arguments, or None.
         """
-        if self._is_first_rank and not self.models and model.name == "GPTModel" and not model.has_transformer_engine:
-            model.kept_bytes = start_measuring(config, model.tempo_config, run)
+        if self._is_first_rank and not self.models and model.name == "GPTModel":
+            has_transformer_engine = model.has_transformer_engine
+            model.kept_bytes = start_measuring(
+                config, model.tempo_config, run, has_transformer_engine=has_transformer_engine
+            )
         self.models.append(model)
 
     def publish_once(self) -> None:
@@ -103,7 +106,7 @@ class RunReport:
         if not self._is_first_rank:
             return
         wait = self.models[0].kept_bytes
-        self._kept_bytes = wait() if wait else KeptBytes(unknown="the ledger measures a GPT's local layers")
+        self._kept_bytes = wait() if wait else KeptBytes(unknown="what is measured are the layers of a GPTModel")
         print(self.describe(), flush=True)
         if self._file:
             Path(self._file).write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")

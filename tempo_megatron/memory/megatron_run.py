@@ -34,15 +34,13 @@ _SAME = (
 )
 
 KNOWN_IN_COMMANDS = (
-    *("num_moe_experts", "multi_latent_attention", "mtp_num_layers", "pipeline_model_parallel_layout"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "fp8"),
+    *("mtp_num_layers", "pipeline_model_parallel_layout", "fp8"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
 """Of the next two, what the estimate of a command knows, and the plan of a run does not."""
 
 UNKNOWN_IN_LAYERS = {
     "heterogeneous_block_specs": "layers of several kinds",
-    "num_moe_experts": "layers of experts",
-    "multi_latent_attention": "latent attention",
     "fp8": "float8",
     "fp4": "float4",
     "fp32_residual_connection": "a float32 residual stream",

@@ -126,10 +126,11 @@ OPERATIONS = {
         ),
         Operation(
             name="moe_permute",
-            choices=("auto", "off", "recompute"),
+            choices=("auto", "off", "recompute", "repeat"),
             preference=("off",),
             help="recompute: a mixture of experts on one rank keeps its tokens instead of a copy for each of their "
-            "experts, and gathers them again in backward; auto is off",
+            "experts, and gathers them again in backward; repeat: experts on several ranks do not keep the tokens that "
+            "they were sent, which are sent again in backward by another all-to-all; auto is off",
             slots=("mlp",),
         ),
         Operation(

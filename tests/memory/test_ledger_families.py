@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from covering import parametrize_covering
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.kept.ledger import Ledger, build_ledger_config, measure, measure_run
-from tempo_megatron.memory.run import Experts, Run
+from tempo_megatron.memory.run import Experts, LatentAttention, Run
 from tempo_megatron.memory.simulated.chunk import record_chunk
 from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
 
@@ -160,3 +161,36 @@ def test_a_layer_of_qwen3_30b_a3b_keeps_less_without_another_product_or_collecti
 
     # Of the experts; of the projection, the norms and core attention; of all.
     assert (sbh("mlp.experts"), sbh("self_attention"), sbh("")) == (experts, attention, everything)
+
+
+DEEPSEEK_V3 = dataclasses.replace(
+    QWEN3_30B_A3B, hidden_size=7168, ffn_hidden_size=18432, num_attention_heads=128, num_query_groups=128
+)
+DEEPSEEK_EXPERTS = dataclasses.replace(
+    EXPERTS, num_experts=256, ffn_hidden_size=2048, shared_ffn_hidden_size=2048, score_function="sigmoid",
+    has_bias=True, num_groups=8, group_topk=4, router_dtype=torch.float32, expert_parallel=64,
+)  # fmt: skip
+DEEPSEEK_ATTENTION = LatentAttention(
+    q_lora_rank=1536, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128, fuses_rope=True
+)
+
+
+@pytest.mark.filterwarnings("ignore:Using a large number of experts")
+@pytest.mark.parametrize(
+    ("tempo", "recompute", "experts", "everything"),
+    [
+        ({}, (), 29.7, 63.9),
+        ({"activation": "recompute", "norm": "recompute"}, ("mla_up_proj",), 25.1, 35.8),
+        ({"activation": "recompute", "norm": "recompute", "moe_permute": "repeat"}, ("mla_up_proj",), 9.1, 19.8),
+    ],
+)
+def test_a_layer_of_deepseek_v3_with_experts_keeps_less_than_by_megatrons_recomputation(
+    tempo: dict[str, Any], recompute: tuple[str, ...], experts: float, everything: float
+) -> None:
+    run = Run(
+        model=DEEPSEEK_V3, tempo=dataclasses.replace(TempoConfig.off(), **tempo), stock="transformer_engine",
+        experts=DEEPSEEK_EXPERTS, latent_attention=DEEPSEEK_ATTENTION, recompute=recompute,
+    )  # fmt: skip
+    saved = record_chunk(run)[0]["decoder", 0]
+    found = [sum(s.num_bytes for s in saved if name in s.operation) / (4096 * 7168) for name in ("mlp.experts", "")]
+    assert [round(each, 1) for each in found] == [experts, everything]

@@ -20,6 +20,7 @@ from tempo_megatron.words.argument_types import (
 )
 
 _RECOMPUTE = ("core_attn", "mlp", "full")
+_RECOMPUTE_ALLOWED = ("core_attn", "mlp", "moe", "mla_up_proj", "full")
 _GPUS = "a100, b200, gb200, gh200, h100, h200, rtx4090, or a file such as configs/gpu/h100.json"
 
 
@@ -115,10 +116,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recompute-allowed",
         nargs="*",
-        choices=_RECOMPUTE,
-        default=list(_RECOMPUTE),
+        choices=_RECOMPUTE_ALLOWED,
+        default=list(_RECOMPUTE_ALLOWED),
         metavar="WHAT",
-        help="what Megatron may recompute: any of core_attn, mlp and full, or nothing (default all of them)",
+        help="what Megatron may recompute: any of core_attn, mlp, moe, mla_up_proj and full, or nothing (default all)",
     )
     parser.add_argument(
         "--host-memory",

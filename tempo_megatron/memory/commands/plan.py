@@ -40,7 +40,7 @@ _PLANNED = (
 _KNOWN = (
     *("model", "tempo", "optimizer", "tensor_parallel", "pipeline_parallel", "data_parallel", "sequence_parallel"),
     *("micro_batch_size", "num_micro_batches", "dtype", "recompute", "recompute_num_layers"),
-    *("stock", "stock_attention", "masked_softmax_fusion"),
+    *("stock", "stock_attention", "masked_softmax_fusion", "experts", "latent_attention"),
     # Of what stands around the layers, where the estimate counts it.
     *("fuses_cross_entropy", "fuses_gradient_accumulation", "data_has_masks"),
     *("gpu", "deterministic", "cublas_workspace_bytes"),
@@ -180,6 +180,8 @@ def _write_planned_command(command: Command, run: Run, plan: MemoryPlan, vocab_s
             recomputed.recompute_method,
             recomputed.recompute_num_layers,
             recomputed.recompute_modules,
+            has_experts=run.experts is not None,
+            has_latent_attention=run.latent_attention is not None,
         ),
     )
     words = ["--use-tempo"]

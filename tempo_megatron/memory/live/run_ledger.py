@@ -170,7 +170,10 @@ class RunLedger:
         if sum(hasattr(model, stack) for stack in STACKS) > 1:
             return {}, "the model has two stacks of layers"
         try:
-            found = Beside("tempo_megatron.memory.plan.kept_rows:measure_stock_layer", self._read_run(model)).wait()
+            run = self._read_run(model)
+            if run.experts is not None and not all(run.experts.layers):
+                return {}, "some layers have experts and others not"
+            found = Beside("tempo_megatron.memory.plan.kept_rows:measure_stock_layer", run).wait()
         except ValueError as error:
             return {}, str(error)
         return dict(found), ""

@@ -39,10 +39,16 @@ class LayerFlops:
     core_attention: int
     linear_fc1: int
     linear_fc2: int
+    router: int = 0
+    up_projections: int = 0
+    """Of latent attention: the part of `linear_qkv` that begins with latent vectors."""
+
+    more_weights: int = 0
+    """Weights of the rank's experts beyond those that the products of one token read; perhaps fewer, below 0."""
 
     @property
     def mlp(self) -> int:
-        return self.linear_fc1 + self.linear_fc2
+        return self.linear_fc1 + self.linear_fc2 + self.router
 
     @property
     def total(self) -> int:
@@ -67,14 +73,46 @@ def count_layer_flops(run: Run, *, is_causal: bool, skips_masked: bool) -> Layer
     tokens = s * b
     num_scores = s * (s + 1) // 2 if is_causal and skips_masked else s * s
     head_flops = 2 * tokens * shape.hidden_size * shape.kv_channels
-    linear_fc2 = 2 * tokens * shape.hidden_size * shape.ffn_hidden_size // t
-    return LayerFlops(
+    linear_fc2 = 2 * tokens * shape.hidden_size * _count_inner(run)
+    flops = LayerFlops(
         linear_qkv=(heads + 2 * groups) * head_flops,
         linear_proj=heads * head_flops,
         core_attention=2 * 2 * b * heads * num_scores * shape.kv_channels,
         linear_fc1=2 * linear_fc2 if shape.is_gated else linear_fc2,
         linear_fc2=linear_fc2,
     )
+    if run.experts is not None:
+        experts = run.experts
+        local = experts.num_experts // experts.expert_parallel * experts.ffn_hidden_size // experts.tensor_parallel
+        routed = experts.per_token * experts.ffn_hidden_size // t
+        flops = dataclasses.replace(
+            flops,
+            router=2 * tokens // t * shape.hidden_size * experts.num_experts,
+            more_weights=(3 if shape.is_gated else 2) * shape.hidden_size * (local - routed),
+        )
+    if (latent := run.latent_attention) is not None:
+        # Down projections are on every rank, of its own tokens under sequence parallelism.
+        own = tokens // (t if run.sequence_parallel else 1)
+        down = latent.kv_lora_rank + latent.qk_pos_emb_head_dim + (latent.q_lora_rank or 0)
+        up = (latent.q_lora_rank or shape.hidden_size) * latent.query_size
+        up += latent.kv_lora_rank * (latent.qk_head_dim + latent.v_head_dim)
+        up_projections = 2 * tokens * heads * up
+        flops = dataclasses.replace(
+            flops,
+            linear_qkv=2 * own * shape.hidden_size * down + up_projections,
+            linear_proj=2 * tokens * shape.hidden_size * heads * latent.v_head_dim,
+            core_attention=2 * b * heads * num_scores * (latent.query_size + latent.v_head_dim),
+            up_projections=up_projections,
+        )
+    return flops
+
+
+def _count_inner(run: Run) -> int:
+    """Elements between the two linears of an MLP on one rank, per token of the sequence; of experts an equal share."""
+    if run.experts is None:
+        return run.model.ffn_hidden_size // run.tensor_parallel
+    routed = run.experts.per_token * run.experts.ffn_hidden_size
+    return (routed + (run.experts.shared_ffn_hidden_size or 0)) // run.tensor_parallel
 
 
 def count_recomputed_flops(flops: LayerFlops, recompute: frozenset[str], config: TempoConfig) -> int:
@@ -83,7 +121,8 @@ def count_recomputed_flops(flops: LayerFlops, recompute: frozenset[str], config:
         return flops.total
     found = flops.linear_qkv * (config.linear_qkv == "recompute")
     found += flops.core_attention * ("core_attn" in recompute or config.attention == "recompute")
-    return found + (flops.mlp if "mlp" in recompute else flops.linear_fc1 * (config.linear_fc1 == "recompute"))
+    found += flops.up_projections * ("mla_up_proj" in recompute)
+    return found + (flops.mlp if recompute & {"mlp", "moe"} else flops.linear_fc1 * (config.linear_fc1 == "recompute"))
 
 
 def count_moved_bytes(run: Run, config: TempoConfig, recompute: frozenset[str]) -> int:
@@ -98,7 +137,7 @@ def count_moved_bytes(run: Run, config: TempoConfig, recompute: frozenset[str]) 
     t, tokens, element_bytes = run.tensor_parallel, shape.seq_length * run.micro_batch_size, run.dtype.itemsize
     # With sequence parallelism a rank has only its part of the tokens outside of attention and MLP.
     hidden = tokens // (t if run.sequence_parallel else 1) * shape.hidden_size * element_bytes
-    num_elements = tokens * shape.ffn_hidden_size // t
+    num_elements = tokens * _count_inner(run)
     y = num_elements * element_bytes
     x = 2 * y if shape.is_gated else y
     moved = 0
@@ -106,10 +145,14 @@ def count_moved_bytes(run: Run, config: TempoConfig, recompute: frozenset[str]) 
         # A recomputed MLP is counted below.
         moved += 0 if recompute & {"mlp", "full"} else x + y
     elif config.activation == "recompute":
-        moved += x + y
+        moved += 0 if "moe" in recompute else x + y
     elif config.activation == "inplace" and shape.activation == "gelu":
         # A bit per element is written and read. The output is read instead of the input, which costs nothing more.
         moved += 2 * (-(-num_elements // 8))
+    # Each of a token's experts has a copy of it.
+    copies = run.experts.per_token * hidden if run.experts is not None else 0
+    if config.moe_permute != "off" and not recompute & {"moe", "full"}:
+        moved += 2 * copies
     if config.norm == "recompute":
         moved += 2 * (2 * hidden)
     elif config.norm == "inplace":
@@ -130,9 +173,10 @@ def count_moved_bytes(run: Run, config: TempoConfig, recompute: frozenset[str]) 
     # Elementwise work that runs again with the products around it.
     if "full" in recompute:
         # Two norms, and two sums of an output and the residual.
-        moved += 2 * (2 * hidden) + 2 * (3 * hidden) + x + y
-    elif "mlp" in recompute:
-        moved += x + y
+        moved += 2 * (2 * hidden) + 2 * (3 * hidden) + x + y + 2 * 2 * copies
+    elif recompute & {"mlp", "moe"}:
+        # Copies are made, and added up again.
+        moved += x + y + 2 * 2 * copies
     return moved
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 from tempo_megatron.memory.kept.attribution import name_row, sum_rows
 from tempo_megatron.memory.run import Run
-from tempo_megatron.memory.simulated.chunk import STACKS_OF_FAMILIES, record_chunk
+from tempo_megatron.memory.simulated.chunk import STACKS_OF_FAMILIES, describe_parts, record_chunk
 from tempo_megatron.models.build import build_transformer_config
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
@@ -69,13 +69,20 @@ class KeptRows:
 
 
 def list_values(run: Run) -> dict[str, Values]:
-    """Operation -> the values that a model can have, "off" first."""
-    config = build_transformer_config(run.model, dtype=run.dtype)
+    """Operation -> the values among which a plan chooses, "off" first: those that a model can have, and that the
+    estimate knows. Without a rate of the network tokens are sent again only where that is written."""
+    config = describe_parts(build_transformer_config(run.model, dtype=run.dtype), run)
+    is_unknown = {"attention": run.latent_attention is not None, "linear_fc1": run.experts is not None}
     return {
         name: tuple(
             value
             for value in sorted(choices, key=lambda value: value != "off")
-            if value != "auto" and find_refusal(name, value, config) is None
+            if value == "off"
+            or (
+                value not in ("auto", "repeat")
+                and not is_unknown.get(name)
+                and find_refusal(name, value, config) is None
+            )
         )
         for name, choices in CHOICES.items()
     }
@@ -83,6 +90,8 @@ def list_values(run: Run) -> dict[str, Values]:
 
 def measure_rows(run: Run, recompute: Iterable[str]) -> KeptRows:
     """Measure what a layer of a run's model keeps on one rank, with this recomputation by Megatron.
+
+    In a model of experts it is a layer with them.
 
     Raises ValueError where torch.distributed is already initialised.
     """
@@ -100,9 +109,13 @@ def measure_stock_layer(run: Run) -> Rows:
 
 def _keep_layer(run: Run, recompute: Iterable[str]) -> Run:
     """A Run of the fields on which the bytes of a layer depend, so that runs with equal layers are equal."""
+    written = run.tempo.moe_permute == "repeat"
     return Run(
         model=dataclasses.replace(run.model, num_layers=1, vocab_size=1),
-        tempo=TempoConfig.off(),
+        # The only value that a plan does not choose by itself.
+        tempo=dataclasses.replace(TempoConfig.off(), moe_permute="repeat" if written else "off"),
+        experts=run.experts and dataclasses.replace(run.experts, layers=(True,)),
+        latent_attention=run.latent_attention,
         tensor_parallel=run.tensor_parallel,
         sequence_parallel=run.sequence_parallel,
         micro_batch_size=run.micro_batch_size,
@@ -117,6 +130,8 @@ def _keep_layer(run: Run, recompute: Iterable[str]) -> Run:
 @functools.lru_cache(maxsize=64)
 def _measure_rows(run: Run) -> KeptRows:
     values = list_values(run)
+    if run.tempo.moe_permute == "repeat":
+        values["moe_permute"] += ("repeat",)
     choices = itertools.product(*(values[name] for name in LAYER_OPERATIONS))
     possible = [choice for choice in choices if not _keeps_copies(run, choice)]
     stack_bytes = 0
@@ -147,9 +162,9 @@ def _measure_layers(run: Run, choices: Sequence[Values]) -> tuple[list[Rows], in
     """The rows of one layer of each choice, and the bytes that the layers keep together."""
     layers = {str(place): dict(zip(LAYER_OPERATIONS, choice, strict=True)) for place, choice in enumerate(choices)}
     model = dataclasses.replace(run.model, num_layers=len(choices))
-    by_layer, rest = record_chunk(
-        dataclasses.replace(run, model=model, tempo=dataclasses.replace(run.tempo, layers=layers))
-    )
+    experts = run.experts and dataclasses.replace(run.experts, layers=(True,) * len(choices))
+    tempo = dataclasses.replace(TempoConfig.off(), layers=layers)
+    by_layer, rest = record_chunk(dataclasses.replace(run, model=model, experts=experts, tempo=tempo))
     (stack,) = STACKS_OF_FAMILIES[model.family]
     found: list[Rows] = []
     for place in range(len(choices)):

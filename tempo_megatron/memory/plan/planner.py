@@ -1,9 +1,11 @@
 """Plans what each layer keeps, so that every pipeline stage fits into its memory and a step is as short as possible.
 
 A layer may have any values of the operations that its model can have. Megatron's recomputation is the whole model's:
-none; `core_attn`, `mlp` or both in every layer; or the first N layers of every stage as a whole (`--recompute-method
-block`). Within each of these modes the choice is exact (`solver`). The loss head takes the form that needs less at the
-peak of the last stage, because neither form computes a product twice.
+none; `core_attn`, `mlp` or both in every layer (`mla_up_proj` with latent attention, `moe` with experts); or the first
+N layers of every stage as a whole (`--recompute-method block`). Where some layers have experts and others not, all
+count as layers with experts; the estimate, which knows each, tells by how much a plan is off (`verify`). Within each
+of these modes the choice is exact (`solver`). The loss head takes the form that needs less at the peak of the last
+stage, because neither form computes a product twice.
 """
 
 from __future__ import annotations
@@ -33,9 +35,8 @@ from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, OFFLOAD, write_layers
 from tempo_megatron.words.argument_types import format_bytes
 
-RECOMPUTED = frozenset(("core_attn", "mlp", "full"))
+RECOMPUTED = frozenset(("core_attn", "mlp", "moe", "mla_up_proj", "full"))
 """Every name of Megatron's recomputation that the planner knows."""
-RECOMPUTE_MODES = ((), ("core_attn",), ("mlp",), ("core_attn", "mlp"), ("full",))
 _FEMTO = 1e15
 
 
@@ -245,7 +246,14 @@ def list_modes(problem: PlanProblem) -> list[tuple[str, ...]]:
     """What Megatron may recompute together in a plan, each time sorted."""
     if problem.recompute is None:
         return [tuple(sorted(problem.run.recompute))]
-    return [each for each in RECOMPUTE_MODES if problem.may_recompute(each)]
+    return [each for each in list_recomputations(problem.run) if problem.may_recompute(each)]
+
+
+def list_recomputations(run: Run) -> list[tuple[str, ...]]:
+    """What Megatron may recompute together in a model: modules that have one in each layer, or whole layers."""
+    attention = "core_attn" if run.latent_attention is None else "mla_up_proj"
+    mlp = "mlp" if run.experts is None else "moe"
+    return [(), (attention,), (mlp,), (attention, mlp), ("full",)]
 
 
 class Planner:
@@ -323,6 +331,7 @@ class Planner:
         # The products of a linear are two operations a token and weight.
         tokens = problem.run.model.seq_length * problem.run.micro_batch_size
         num_weights = (num_layers * self._flops.linears + head_flops) // (2 * tokens)
+        num_weights += num_layers * self._flops.more_weights
         in_flight = count_in_flight(problem.run, index)
         fixed = problem.fixed_bytes[self._loss][index]
         correction = problem.corrections[index] if problem.corrections else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tempo_megatron.memory.plan.planner import RECOMPUTE_MODES, MemoryPlan, Planner, PlanProblem, plan_alike
+from tempo_megatron.memory.plan.planner import MemoryPlan, Planner, PlanProblem, list_recomputations, plan_alike
 from tempo_megatron.plots import COLOURS, INK, import_pyplot, save, tidy
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
 from tempo_megatron.settings.operations import OPERATIONS
@@ -46,7 +46,7 @@ def list_switches(problem: PlanProblem) -> dict[str, MemoryPlan]:
             values["activation"] = ("off",)
         plans[name] = plan_alike(problem, values, ())
     off = dict.fromkeys(LAYER_OPERATIONS, ("off",))
-    for modules in RECOMPUTE_MODES[1:]:
+    for modules in list_recomputations(problem.run)[1:]:
         if problem.may_recompute(modules):
             plans[f"stock + {' '.join(modules)}"] = plan_alike(problem, off, modules)
     return plans

@@ -28,6 +28,7 @@ from tempo_megatron.memory.plan.planner import (
     raise_impossible,
 )
 from tempo_megatron.memory.run import Run
+from tempo_megatron.memory.simulated.chunk import describe_parts
 from tempo_megatron.models.build import build_transformer_config
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import CHOICES
@@ -207,7 +208,7 @@ def make_problem(
         raise ValueError(
             "tempo.layers is given, and a plan gives the layers their values; leave it out, or leave the budget out"
         )
-    refuse_written(build_transformer_config(run.model, dtype=run.dtype), run.tempo)
+    refuse_written(describe_parts(build_transformer_config(run.model, dtype=run.dtype), run), run.tempo)
     written = {name: getattr(run.tempo, name) for name in CHOICES}
     # Stock comes first: of two values with the same bytes and cost the first is taken.
     values = {name: found if written[name] == "auto" else (written[name],) for name, found in list_values(run).items()}

@@ -62,6 +62,7 @@ from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
 from tempo_megatron.slots import dropout_rng
+from tempo_megatron.slots.choose import Choices
 
 _Counter = TypeVar("_Counter", bound=PeakBytes)
 STACKS_OF_MODULES = ("local", "transformer_engine", "cpu")
@@ -173,13 +174,25 @@ def _fuse_attention(config: TempoConfig) -> TempoConfig:
     return dataclasses.replace(config, attention=fuse({"attention": config.attention})["attention"], layers=layers)
 
 
-def _describe_parts(config: TransformerConfig, run: Run) -> TransformerConfig:
+def describe_parts(config: TransformerConfig, run: Run) -> TransformerConfig:
     """What decides which of Tempo's operations a run can have that has parts beside those of `config`."""
     if run.experts is not None:
         config = _configure_experts(config, run.experts, run.experts.layers)
-    return dataclasses.replace(
+    config = dataclasses.replace(
         config, multi_latent_attention=run.latent_attention is not None, mtp_num_layers=run.mtp_num_layers or None
     )
+    if run.experts is not None:
+        # Set behind Megatron's own checks, which ask for what is not installed here.
+        config.expert_model_parallel_size = run.experts.expert_parallel
+        config.expert_tensor_parallel_size = run.experts.tensor_parallel
+        config.moe_token_dispatcher_type = run.experts.dispatcher
+        config.overlap_moe_expert_parallel_comm = run.experts.overlaps
+    return config
+
+
+def _take_as_chosen(config: TempoConfig) -> Choices:
+    """`config` for a model in which all experts are on one rank, which could not have all that the run can."""
+    return Choices(config=config, written=config, reasons={})
 
 
 def _leave_latent_attention(run: Run) -> TempoConfig:
@@ -239,7 +252,7 @@ class _Chunk:
             recompute=tuple(name for name in run.recompute if name not in _OF_STAND_INS),
             fuse_swiglu=run.stock == "transformer_engine",
         )
-        asked = chosen = choose_for_model(shape, _describe_parts(config, run), _leave_latent_attention(run)).config
+        asked = chosen = choose_for_model(shape, describe_parts(config, run), _leave_latent_attention(run)).config
         attention = choose_attention(run) if run.stock == "transformer_engine" else "unfused"
         if attention != "unfused":
             chosen = _fuse_attention(chosen)
@@ -267,14 +280,14 @@ class _Chunk:
         self._model = build_model(
             self._shape,
             dataclasses.replace(config, num_layers=len(rows)),
-            self._tempo,
+            _take_as_chosen(self._tempo),
             run.padded_vocab_size,
             pre_process=pre_process,
             post_process=post_process,
         ).train()
         if predicts_more:
             of_all = dataclasses.replace(chosen, layers={})
-            spec = make_specs(self._shape, self._model.config, of_all)["decoder"].layer_specs[-1]
+            spec = make_specs(self._shape, self._model.config, _take_as_chosen(of_all))["decoder"].layer_specs[-1]
             put_multi_token_prediction(self._model, spec, run, of_all)
             self._model.train()
         if run.latent_attention is not None:

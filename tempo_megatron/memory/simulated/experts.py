@@ -255,15 +255,15 @@ class _Dispatcher:
     def _permute(self, x: Tensor, num_rows: int) -> Tensor:
         """`index_select` by a kept index, or a kernel's map of as many rows."""
         index = x.new_empty(num_rows, dtype=torch.int64)
-        if num_rows > x.size(0):
-            # By Megatron's name, for a layer that permutes again.
-            self.reversed_local_input_permutation_mapping = index
+        # By Megatron's name, for a layer that permutes again.
+        self.reversed_local_input_permutation_mapping = index
         return _resize(x, num_rows, index)
 
     def _unpermute(self, x: Tensor, num_rows: int) -> Tensor:
         """`scatter_add_`; deterministic, `index_add_`, of which torch keeps what is added (moe_utils.py: unpermute)."""
+        found = self._permute(_KeepInput.apply(x) if self._adds_by_index else x, num_rows)
         self.reversed_local_input_permutation_mapping = None  # behind the experts nobody reads it
-        return self._permute(_KeepInput.apply(x) if self._adds_by_index else x, num_rows)
+        return found
 
 
 class _AllToAll(_Dispatcher):
@@ -272,7 +272,7 @@ class _AllToAll(_Dispatcher):
     def dispatch_preprocess(self, x: Tensor, routing_map: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         self._shape, self._dtype = x.shape, probabilities.dtype
         self._num_tokens = x.size(0) * x.size(1)
-        self._num_sent = self._num_tokens * self._experts.per_token
+        self._num_sent = self.num_out_tokens = self._num_tokens * self._experts.per_token
         # masked_select keeps the mask and what it selects from.
         chosen = probabilities.T.contiguous()
         chosen = _resize(chosen.view(-1), self._num_sent, routing_map.T.contiguous())
