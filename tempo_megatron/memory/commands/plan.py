@@ -120,7 +120,20 @@ def read_request(args: argparse.Namespace, gpu: Gpu) -> tuple[PlanRequest, int |
         recompute=frozenset(args.recompute_allowed),
         fixed_sizes=tuple(args.fixed_memory or ()),
     )
+    _refuse_unknown(request.run, "the model has")
     return request, samples
+
+
+def _refuse_unknown(run: Run, who: str) -> None:
+    """Raise ValueError for what the planner does not know, and `who` gives."""
+    fields = (each for each in dataclasses.fields(run) if each.name not in _KNOWN)
+    given = {each.name: value for each in fields if (value := getattr(run, each.name)) != each.default}
+    if given:
+        name, value = next(iter(given.items()))
+        value = "" if dataclasses.is_dataclass(value) else f" {value}"
+        raise ValueError(
+            f"{who} {name.replace('_', ' ')}{value}, which the planner does not know; ask tempo-megatron estimate"
+        )
 
 
 def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gpu) -> tuple[PlanRequest, list[str]]:
@@ -129,15 +142,7 @@ def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gp
     Raises ValueError for pipelines that the planner does not know.
     """
     run, _, warnings = read_run_of_command(args, command)
-    fields = (each for each in dataclasses.fields(run) if each.name not in _KNOWN)
-    given = {each.name: value for each in fields if (value := getattr(run, each.name)) != each.default}
-    if given:
-        name, value = next(iter(given.items()))
-        value = "" if dataclasses.is_dataclass(value) else f" {value}"
-        raise ValueError(
-            f"the command gives {name.replace('_', ' ')}{value}, which the planner does not know; ask tempo-megatron "
-            "estimate"
-        )
+    _refuse_unknown(run, "the command gives")
     if run.optimizer.muon is not None:
         raise ValueError("the command gives Muon, which the planner does not know; ask tempo-megatron estimate")
     if run.tempo.is_off:

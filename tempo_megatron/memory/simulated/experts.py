@@ -178,6 +178,8 @@ class LocalExperts(torch.nn.Module):
         super().__init__()
         self._recomputes_activation = recomputes_activation
         self._activation, self._is_gated = config.activation_func, config.gated_linear_unit
+        self._largest = getattr(config, "activation_func_clamp_value", None)
+        self._offset = getattr(config, "glu_linear_offset", 0.0)
         self._is_fused, self._is_grouped = is_fused and self._is_gated, experts.grouped
         local = experts.num_experts // experts.expert_parallel
         inner = experts.ffn_hidden_size // experts.tensor_parallel
@@ -214,7 +216,9 @@ class LocalExperts(torch.nn.Module):
         dtype = x.dtype
         if self._is_gated:
             gate, up = torch.chunk(x, 2, dim=-1)
-            x = self._activation(gate) * up
+            if self._largest is not None:
+                gate, up = gate.clamp(max=self._largest), up.clamp(-self._largest, self._largest)
+            x = self._activation(gate) * (up + self._offset)
         else:
             x = self._activation(x)
         return (x * probabilities).to(dtype)
