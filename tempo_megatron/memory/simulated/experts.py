@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 from torch import Tensor
 
 from tempo_megatron.memory.run import Experts
+from tempo_megatron.memory.simulated.device import LastingBuffer
 from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
 from tempo_megatron.slots.experts import KeepsActivationInput
 
@@ -145,12 +146,17 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, num_rows: int) -> Tensor:
         ctx.shape = x.shape
-        found: Tensor = get_global_memory_buffer().lend([num_rows, *x.shape[1:]], x.dtype, "mpu")
-        return found
+        return _lend([num_rows, *x.shape[1:]], x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return get_global_memory_buffer().lend(list(ctx.shape), grad.dtype, "mpu"), None
+        return _lend(list(ctx.shape), grad.dtype), None
+
+
+def _lend(size: list[int], dtype: torch.dtype) -> Tensor:
+    buffer = get_global_memory_buffer()
+    found: Tensor = (buffer.lend if isinstance(buffer, LastingBuffer) else buffer.get_tensor)(size, dtype, "mpu")
+    return found
 
 
 class _WeightedSwiglu(torch.autograd.Function):
