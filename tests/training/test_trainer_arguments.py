@@ -312,6 +312,24 @@ def test_a_name_of_the_users_own_is_not_refused(tmp_path: Path) -> None:
 BOOLEANS = {"true": True, "yes": True, 1: True, "1": True, "on": True, "false": False, 0: False, "No": False}
 
 
+WRONG_PARTS = [
+    (["--tensor-model-parallel-size", "2"], "which Megatron trains with --sequence-parallel only; add it"),
+    (["--pipeline-model-parallel-size", "2"], "which the trainer has in one stage only"),
+    (["--no-disable-bias-linear"], "biases of linears (without --disable-bias-linear), which the trainer does not"),
+    (
+        ["--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"],
+        "experts with --moe-router-enable-expert-bias, which the trainer does not know",
+    ),
+    (["--moe-expert-capacity-factor", "1"], "experts with --moe-expert-capacity-factor"),
+    (["--use-tempo", "--tempo-memory-budget", "1GiB"], "a memory budget is given, and the planner does not know exp"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), WRONG_PARTS, ids=shorten)
+def test_what_experts_cannot_have_is_one_sentence(tmp_path: Path, words: list[str], sentence: str) -> None:
+    check_refused(tmp_path, sentence, "--num-experts", "4", "--disable-bias-linear", *words, world_size=2)
+
+
 @pytest.mark.parametrize(("value", "enabled"), BOOLEANS.items(), ids=repr)
 def test_booleans_of_the_json_are_read_as_deepspeed_reads_them(tmp_path: Path, value: Any, enabled: bool) -> None:
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config
