@@ -242,7 +242,8 @@ class ModelShape:
         if self.qk_layernorm:
             words.append("norms of q and k")
         if self.window_size is not None:
-            skipped = "" if self.window_attn_skip_freq is None else f" but in each {self.window_attn_skip_freq}th layer"
+            every = self.window_attn_skip_freq
+            skipped = "" if every is None else f" (one layer of {every} without)"
             words.append(f"window {self.window_size[0]},{self.window_size[1]}{skipped}")
         if self.multi_latent_attention:
             words.append(f"latent attention of rank {self.kv_lora_rank}")

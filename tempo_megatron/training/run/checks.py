@@ -52,7 +52,8 @@ def check_weights_fit(run: RunConfig, node_bytes: int, node_ranks: int) -> None:
         return
     model = run.model
     attention = 2 * model.kv_channels * (model.num_attention_heads + model.num_query_groups)
-    mixed, products = sum(model.layers_with_experts), 3 if model.is_gated else 2
+    mixed = 0 if model.num_experts is None else sum(model.layers_with_experts)
+    products = 3 if model.is_gated else 2
     mlp = products * ((model.num_layers - mixed) * model.ffn_hidden_size)
     mlp += products * mixed * (model.num_experts or 0) * model.expert_size
     elements = model.hidden_size * (model.num_layers * attention + mlp)
