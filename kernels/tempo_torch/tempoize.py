@@ -16,6 +16,7 @@ from tempo_torch.activation import IN_PLACE, Activation, is_activation, name_act
 from tempo_torch.alibi import AlibiAttention, find_alibi
 from tempo_torch.attention import NAME, PLACE, AttentionPlace, find_ranks, give_back_attention, use_attention
 from tempo_torch.dropout import RedrawnDropout
+from tempo_torch.experts import RecomputesExperts, find_experts_refusal, is_experts
 from tempo_torch.functional import RedirectsFunctions, find_functions, redirect
 from tempo_torch.linear import DropsInput
 from tempo_torch.loss import FusedLoss, is_language_model, use_fused_loss
@@ -393,6 +394,18 @@ def _replace_activation(name: str, module: nn.Module, choices: dict[str, str], _
     return Entry(name, kind, "activation", value, stock_bytes=stock, tempo_bytes=2.0 if keep == "input" else bits)
 
 
+def _replace_experts(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Entry | None:
+    if choices["activation"] == "off" or not is_experts(module):
+        return None
+    kind, why = type(module).__name__, find_experts_refusal(module)
+    if why is None and choices["activation"] == "inplace":
+        why = "a gated activation cannot be computed from its output"
+    if why is not None:
+        return Entry(name, kind, "activation", None, why)
+    change_class(module, RecomputesExperts)
+    return Entry(name, kind, "activation", "recompute", stock_bytes=1.0)
+
+
 def _replace_dropout(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> Entry | None:
     kind = type(module).__name__
     if choices["dropout"] == "off":
@@ -473,6 +486,7 @@ def _replace_functions(name: str, module: nn.Module, choices: dict[str, str], pa
 
 _REPLACEMENTS = (
     _replace_norm,
+    _replace_experts,
     _replace_activation,
     _replace_dropout,
     _replace_linear,

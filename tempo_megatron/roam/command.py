@@ -45,6 +45,11 @@ def run_order(args: argparse.Namespace) -> int:
         check_installed("--plot", "train", "matplotlib")
     tempo_config = tempo_config_from(args, read_object(args.deepspeed_config) if args.deepspeed_config else {})
     shape = read_requested_shape(args)
+    if shape.num_experts is not None:
+        raise ValueError(
+            f"--model {args.model} has experts, whose tokens differ from step to step, and an order is of one graph; "
+            "give a model without"
+        )
     title = f"{Path(args.model).stem}, {args.dtype}, s {shape.seq_length}, b {args.micro_batch_size}, {args.optimizer}"
     start = time.perf_counter()
     captured = capture_megatron_step(shape, tempo_config, args)

@@ -114,6 +114,12 @@ def write_layers(layers: Sequence[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
+def read_layers(written: str) -> list[int]:
+    """The numbers that `write_layers` wrote."""
+    ends = [[int(end) for end in span.split("-")] for span in written.split(",")]
+    return [layer for span in ends for layer in range(span[0], span[-1] + 1)]
+
+
 def read_range(key: object) -> LayerRange:
     """The layers that a key of `"layers"` names.
 

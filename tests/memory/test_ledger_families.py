@@ -15,7 +15,7 @@ from covering import parametrize_covering
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.kept.ledger import Ledger, build_ledger_config, measure, measure_run
-from tempo_megatron.memory.run import Experts, LatentAttention, Run
+from tempo_megatron.memory.run import Experts, LatentAttention, Run, take_parts
 from tempo_megatron.memory.simulated.chunk import record_chunk
 from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
 
@@ -32,6 +32,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "Llama": {**LLAMA, "num_query_groups": 2, "untie_embeddings_and_output_weights": True},
     "norms of q and k, a window": {**LLAMA, "qk_layernorm": True, "window_size": (16, 0)},
     "geglu": {"activation": "geglu", "hidden_dropout": 0.0},
+    "experts, top 2, shared ones": {
+        **LLAMA,
+        **{"num_experts": 4, "moe_ffn_hidden_size": 96, "moe_shared_expert_intermediate_size": 64},
+        **{"moe_router_pre_softmax": True, "moe_aux_loss_coeff": 0.01},
+    },
+    "latent attention": {
+        **{**LLAMA, "position_embedding_type": "yarn"},
+        **{"multi_latent_attention": True, "qk_layernorm": True, "q_lora_rank": 64, "kv_lora_rank": 32},
+        **{"qk_head_dim": 32, "qk_pos_emb_head_dim": 16, "v_head_dim": 24},
+    },
     "squared relu": {"activation": "squared_relu"},
     "BERT": {"family": "bert", "num_tokentypes": 2, "add_binary_head": True},
     "T5": {"family": "t5"},
@@ -43,12 +53,13 @@ def measure_fake(shape: ModelShape, tempo_config: TempoConfig, tp: int, micro_ba
     """On tensors without memory, bf16."""
     return measure_run(
         Run(
-            model=shape,
+            **take_parts(shape, stock="cpu", tensor_parallel=tp),
             tempo=tempo_config,
             tensor_parallel=tp,
             sequence_parallel=tp > 1,
             micro_batch_size=micro_batch_size,
-        )
+        ),
+        shape,
     )
 
 
@@ -56,10 +67,12 @@ def ledgers(values: dict[str, Any], tempo_config: TempoConfig, tp: int) -> list[
     """Measured on real tensors, and on fake ones."""
     cpu.use_cpu()
     shape = make_shape(**{**SIZES, **values})
+    experts = take_parts(shape, stock="cpu", tensor_parallel=tp).get("experts")
     with simulate_layout(tp):
         config = build_ledger_config(shape, sequence_parallel=tp > 1, dtype=torch.bfloat16, recompute=())
         sizes: dict[str, Any] = {"shape": shape, "seq_length": 96, "vocab_size": 512, "micro_batch_size": 2}
-        return [measure(config, tempo_config, on_fake_tensors=is_fake, **sizes) for is_fake in (False, True)]
+        real = measure(config, tempo_config, **sizes)
+        return [real, measure(config, tempo_config, on_fake_tensors=True, experts=experts, **sizes)]
 
 
 # Megatron compiles its squared relu, on a CPU too, and Dynamo looks at what autograd warns of.
@@ -96,7 +109,9 @@ def test_every_model_has_a_ledger_in_seconds_and_without_its_memory(file: Path) 
     tp = 8 if shape.num_attention_heads % 8 == 0 else 1
     stock, tempo = (measure_fake(shape, choice, tp, micro_batch_size=4) for choice in TEMPO.values())
     assert 0 < tempo.layer_bytes < 0.35 * stock.layer_bytes
-    assert tempo.mean_layer_bytes == tempo.layer_bytes and tempo.num_layers == shape.num_layers
+    is_mixed = len({*shape.layers_with_experts}) == 2
+    assert len(tempo.layer_kinds) == len(stock.layer_kinds) == 1 + is_mixed
+    assert (tempo.mean_layer_bytes < tempo.layer_bytes) == is_mixed and tempo.num_layers == shape.num_layers
     assert time.process_time() - start < 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
 

@@ -44,6 +44,19 @@ def test_the_papers_columns_come_out_to_the_printed_digit(name: str) -> None:
         assert low - 0.05 <= expected <= high + 0.05
 
 
+@pytest.mark.parametrize(
+    ("name", "active"),
+    # As the models' reports have it, with the output layer and without the embedding.
+    [("qwen3_30b_a3b", 3.0e9), ("mixtral_8x7b", 12.7e9), ("deepseek_v3", 36.6e9), ("moonlight_16b", 2.6e9)],
+)
+def test_of_experts_those_count_that_a_token_goes_to(name: str, active: float) -> None:
+    shape = make_shape(**read_shape_file(f"configs/model/{name}.json"))
+    assert shape.vocab_size is not None
+    forward = count_forward_flops(shape, 1, shape.vocab_size)
+    weights = (forward.projections + forward.mlp + forward.head) / (2 * shape.seq_length)
+    assert weights == pytest.approx(active, rel=0.02)
+
+
 def test_recomputation_adds_what_runs_again() -> None:
     shape = make_shape(**read_shape_file("configs/model/llama3_8b.json"))
     forward = count_forward_flops(shape, 2, shape.vocab_size or V)

@@ -20,6 +20,7 @@ from tempo_megatron.words.argument_types import (
 )
 
 _RECOMPUTE = ("core_attn", "mlp", "full")
+_OF_PARTS = ("layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj")
 _RECOMPUTE_ALLOWED = ("core_attn", "mlp", "moe", "mla_up_proj", "full")
 _GPUS = "a100, b200, gb200, gh200, h100, h200, rtx4090, or a file such as configs/gpu/h100.json"
 
@@ -275,10 +276,11 @@ def _add_shape(parser: Any, *, reads_deepspeed: bool = False) -> None:
     parser.add_argument(
         "--recompute",
         nargs="+",
-        choices=_RECOMPUTE,
+        choices=(*_RECOMPUTE, *_OF_PARTS),
         default=[],
         metavar="WHAT",
-        help="Megatron's recomputation: full, or any of core_attn and mlp",
+        help="Megatron's recomputation: full, or any of core_attn and mlp, with experts of moe, moe_act and "
+        "shared_experts, with latent attention of mla_up_proj, and with either of layernorm",
     )
 
 
@@ -297,6 +299,12 @@ def _add_dropout(parser: Any) -> None:
 
 def _add_estimate_layout(group: Any) -> None:
     _add_sizes(group, tp="tensor", pp="pipeline", dp="data")
+    group.add_argument(
+        "--ep",
+        type=parse_positive,
+        metavar="N",
+        help="expert parallel size: ranks of --tp and --dp that share the experts (default 1)",
+    )
     _add_sequence_parallel(group)
     group.add_argument(
         "--num-layers-per-virtual-pipeline-stage",

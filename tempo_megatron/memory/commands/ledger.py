@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tempo_megatron.memory.commands.requested_run import read_requested_run
+from tempo_megatron.memory.commands.requested_run import read_requested_run, read_requested_shape
 from tempo_megatron.memory.kept.attribution import Row
 from tempo_megatron.memory.kept.ledger import Ledger, measure_run
 from tempo_megatron.memory.kept.plots import plot_kept, plot_timeline
@@ -16,6 +16,7 @@ from tempo_megatron.memory.kept.timeline import format_timeline
 from tempo_megatron.memory.simulated.chunk import simulate_step
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.settings.layer_values import read_layers
 from tempo_megatron.words.json_text import read_object
 
 _WIDTH = 34
@@ -24,7 +25,13 @@ _WIDTH = 34
 def run_ledger(args: argparse.Namespace) -> int:
     """Measure stock and Tempo and print one table. Raises ValueError for what cannot be measured."""
     run = read_requested_run(args, _read_tempo_config(args))
-    stock, tempo = (measure_run(each) for each in (dataclasses.replace(run, tempo=TempoConfig.off()), run))
+    shape = read_requested_shape(args)
+    if args.timeline and (run.experts is not None or run.latent_attention is not None):
+        raise ValueError(
+            f"--timeline {args.timeline} is given, and the model has experts or latent attention, which it does not "
+            "follow; leave it out: tempo-megatron estimate says what stands at the peak"
+        )
+    stock, tempo = (measure_run(each, shape) for each in (dataclasses.replace(run, tempo=TempoConfig.off()), run))
     title = (
         f"{Path(args.model).stem}, {args.dtype}, s {stock.seq_length}, b {stock.micro_batch_size}, "
         f"dropout {args.dropout:g}, {format_layout(args.tp, args.sequence_parallel)}"
@@ -89,7 +96,8 @@ def format_table(stock: Ledger, tempo: Ledger) -> str:
     if len(tempo.layer_kinds) < 2:
         lines.append(format_line("one layer", stock.layer_bytes, tempo.layer_bytes))
     for kind in tempo.layer_kinds if len(tempo.layer_kinds) > 1 else ():
-        lines.append(format_line(f"each of layers {kind.layers}", stock.layer_bytes, kind.layer_bytes))
+        of_stock = stock.count_layer(read_layers(kind.layers)[0])
+        lines.append(format_line(f"each of layers {kind.layers}", of_stock, kind.layer_bytes))
     lines += [rule, *format_rows("outside_rows"), rule]
     lines.append(format_line(f"model, {stock.num_layers} layers", stock.model_bytes, tempo.model_bytes))
     lines.append(

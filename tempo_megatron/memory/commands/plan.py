@@ -125,6 +125,7 @@ def read_request(args: argparse.Namespace, gpu: Gpu) -> tuple[PlanRequest, int |
         fixed_sizes=tuple(args.fixed_memory or ()),
         host_bytes=_share_host(args, run),
     )
+    _refuse_unknown(request.run, "the model has")
     return request, samples
 
 
@@ -139,21 +140,25 @@ def _share_host(args: argparse.Namespace, run: Run) -> int:
     return int(args.host_memory) // (args.gpus_per_node or min(8, run.world_size))
 
 
-def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gpu) -> tuple[PlanRequest, list[str]]:
-    """What a command of Megatron-LM asks, whatever it says of recomputation, and warnings.
-
-    Raises ValueError for pipelines that the planner does not know.
-    """
-    run, _, warnings = read_run_of_command(args, command)
+def _refuse_unknown(run: Run, who: str) -> None:
+    """Raise ValueError for what the planner does not know, and `who` gives."""
     fields = (each for each in dataclasses.fields(run) if each.name not in _KNOWN)
     given = {each.name: value for each in fields if (value := getattr(run, each.name)) != each.default}
     if given:
         name, value = next(iter(given.items()))
         value = "" if dataclasses.is_dataclass(value) else f" {value}"
         raise ValueError(
-            f"the command gives {name.replace('_', ' ')}{value}, which the planner does not know; ask tempo-megatron "
-            "estimate"
+            f"{who} {name.replace('_', ' ')}{value}, which the planner does not know; ask tempo-megatron estimate"
         )
+
+
+def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gpu) -> tuple[PlanRequest, list[str]]:
+    """What a command of Megatron-LM asks, whatever it says of recomputation, and warnings.
+
+    Raises ValueError for pipelines that the planner does not know.
+    """
+    run, _, warnings = read_run_of_command(args, command)
+    _refuse_unknown(run, "the command gives")
     if run.optimizer.muon is not None:
         raise ValueError("the command gives Muon, which the planner does not know; ask tempo-megatron estimate")
     if run.tempo.is_off:

@@ -227,6 +227,7 @@ def _configure_experts(config: TransformerConfig, experts: Experts, layers: Sequ
         moe_router_group_topk=experts.group_topk,
         moe_router_dtype={None: None, torch.float32: "fp32", torch.float64: "fp64"}[experts.router_dtype],
         moe_token_dispatcher_type="allgather",
+        expert_tensor_parallel_size=1,
     )
 
 

@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 from torch import Tensor
 
 from tempo_megatron.memory.run import Experts
+from tempo_megatron.memory.simulated.device import LastingBuffer
 from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
 from tempo_megatron.slots.experts import KeepsActivationInput
 
@@ -145,12 +146,17 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, num_rows: int) -> Tensor:
         ctx.shape = x.shape
-        found: Tensor = get_global_memory_buffer().lend([num_rows, *x.shape[1:]], x.dtype, "mpu")
-        return found
+        return _lend([num_rows, *x.shape[1:]], x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return get_global_memory_buffer().lend(list(ctx.shape), grad.dtype, "mpu"), None
+        return _lend(list(ctx.shape), grad.dtype), None
+
+
+def _lend(size: list[int], dtype: torch.dtype) -> Tensor:
+    buffer = get_global_memory_buffer()
+    found: Tensor = (buffer.lend if isinstance(buffer, LastingBuffer) else buffer.get_tensor)(size, dtype, "mpu")
+    return found
 
 
 class _WeightedSwiglu(torch.autograd.Function):
@@ -178,6 +184,8 @@ class LocalExperts(torch.nn.Module):
         super().__init__()
         self._recomputes_activation = recomputes_activation
         self._activation, self._is_gated = config.activation_func, config.gated_linear_unit
+        self._largest = getattr(config, "activation_func_clamp_value", None)
+        self._offset = getattr(config, "glu_linear_offset", 0.0)
         self._is_fused, self._is_grouped = is_fused and self._is_gated, experts.grouped
         local = experts.num_experts // experts.expert_parallel
         inner = experts.ffn_hidden_size // experts.tensor_parallel
@@ -214,7 +222,9 @@ class LocalExperts(torch.nn.Module):
         dtype = x.dtype
         if self._is_gated:
             gate, up = torch.chunk(x, 2, dim=-1)
-            x = self._activation(gate) * up
+            if self._largest is not None:
+                gate, up = gate.clamp(max=self._largest), up.clamp(-self._largest, self._largest)
+            x = self._activation(gate) * (up + self._offset)
         else:
             x = self._activation(x)
         return (x * probabilities).to(dtype)

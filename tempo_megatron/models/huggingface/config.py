@@ -93,6 +93,9 @@ def _list_differences(family: Family, name: str, run: Mapping[str, Any]) -> Iter
     if family is not llama.FAMILY:
         heads = run["num_attention_heads"]
         expected |= {"num_query_groups": heads, "kv_channels": run["hidden_size"] // heads}
+    for field, value in {"num_experts": None, "multi_latent_attention": False, "softmax_type": "vanilla"}.items():
+        if run.get(field, value) != value:
+            yield field, value
     for field, values in expected.items():
         if run[field] not in (values if isinstance(values, tuple) else (values,)):
             yield field, " or ".join(map(str, values)) if isinstance(values, tuple) else values
