@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tempo_megatron import cpu
 from tempo_megatron.extras import check_installed
+from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.commands.requested_run import read_requested_shape
 from tempo_megatron.memory.fake_tensors import simulate_layout, use_megatron_fakes
 from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_parameters
@@ -43,6 +44,8 @@ def run_order(args: argparse.Namespace) -> int:
     """Captures, orders and places one step, and prints the gain. Raises ValueError for what cannot be captured."""
     if args.plot:
         check_installed("--plot", "train", "matplotlib")
+    if args.html:
+        check_installed("--html", "train", "plotly")
     tempo_config = tempo_config_from(args, read_object(args.deepspeed_config) if args.deepspeed_config else {})
     shape = read_requested_shape(args)
     if shape.num_experts is not None:
@@ -68,11 +71,22 @@ def run_order(args: argparse.Namespace) -> int:
         "layout": time.perf_counter() - ordered_at,
     }
     print(title)
-    print(format_order(captured, plan, placement, seconds))
+    table = format_order(captured, plan, placement, seconds)
+    print(table)
+    given, planned = captured.count_eager_bytes(), count_bytes(captured.graph, plan.order)
     if args.plot:
-        plot_order(
-            captured.count_eager_bytes(), count_bytes(captured.graph, plan.order), plan.lower_bound, args.plot, title
+        plot_order(given, planned, plan.lower_bound, args.plot, title)
+    if args.html:
+        report = HtmlReport(title)
+        report.add_text(table)
+        curves = {"eager mode": given, "this plan": planned}
+        report.add_curves(
+            "alive while each operation runs",
+            {name: (list(range(len(sizes))), [size / 2**20 for size in sizes]) for name, sizes in curves.items()},
+            ("operation", "MiB"),
+            line=("no order's peak is lower", plan.lower_bound / 2**20),
         )
+        report.save(args.html)
     if args.json:
         figures = list_figures(captured, plan, placement, seconds)
         Path(args.json).write_text(json.dumps({"title": title, **figures}, indent=2) + "\n", encoding="utf-8")

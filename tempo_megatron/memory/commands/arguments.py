@@ -37,7 +37,20 @@ def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeline",
         metavar="PNG",
+        type=parse_png,
         help="also follow forward and backward of all layers with Tempo, say what stands at the peak, and draw it",
+    )
+    parser.add_argument(
+        "--trace",
+        metavar="JSON",
+        type=parse_output,
+        help="write what is followed as a Chrome trace, for ui.perfetto.dev",
+    )
+    parser.add_argument(
+        "--snapshot",
+        metavar="PICKLE",
+        type=parse_output,
+        help="write what is followed as a memory snapshot of torch, for pytorch.org/memory_viz",
     )
     add_tempo_arguments(parser)
 
@@ -144,6 +157,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot", metavar="PNG", type=parse_png, help="draw the best step time of every budget, and single switches"
     )
+    _add_html(parser)
     parser.set_defaults(recompute=[])
 
 
@@ -190,6 +204,7 @@ def add_order_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot", metavar="PNG", type=parse_png, help="also draw the memory of each operation, before and after"
     )
+    _add_html(parser)
     add_tempo_arguments(parser)
 
 
@@ -245,6 +260,13 @@ def _add_sequence_parallel(parser: Any) -> None:
 def _add_outputs(parser: Any, plot: str) -> None:
     parser.add_argument("--json", metavar="FILE", type=parse_output, help="also write the figures to FILE")
     parser.add_argument("--plot", metavar="PNG", type=parse_png, help=f"also draw {plot} to PNG")
+    _add_html(parser)
+
+
+def _add_html(parser: Any) -> None:
+    parser.add_argument(
+        "--html", metavar="FILE", type=parse_output, help="also write the table and plots to zoom into as one HTML file"
+    )
 
 
 def _add_text(parser: Any, *, reads_deepspeed: bool = False) -> None:

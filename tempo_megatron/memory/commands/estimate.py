@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.commands.arguments import add_estimate_arguments
 from tempo_megatron.memory.commands.megatron_command import read_command, write_command
 from tempo_megatron.memory.commands.megatron_options import VERSION
@@ -74,7 +75,9 @@ def run_estimate(args: argparse.Namespace) -> int:
                 raise
             warnings.append(f"Tempo cannot have this run: {error}")
     print_notes(command, warnings)
-    print(f"{title}, {describe_run(run)}")
+    title = f"{title}, {describe_run(run)}"
+    report = HtmlReport(title) if args.html else None
+    print(title)
     if estimated.experts is not None and estimated.experts.expert_parallel > 1:
         print(_describe_routing(estimated))
     print(format_estimates(found, shows_all=args.all_ranks))
@@ -98,7 +101,14 @@ def run_estimate(args: argparse.Namespace) -> int:
         figures.setdefault("tempo", [])
         Path(args.json).write_text(json.dumps({**figures, "arguments": vars(args)}, indent=2) + "\n", encoding="utf-8")
     if args.plot:
-        plot_estimates({name: choose_ranks(ranks) for name, ranks in found.items()}, args.plot, args.gpu_memory)
+        plot_estimates(found, args.plot, args.gpu_memory)
+    if report is not None:
+        report.add_text(format_estimates(found, shows_all=args.all_ranks))
+        limit = None if args.gpu_memory is None else ("memory of a device", args.gpu_memory / 2**30)
+        report.add_bars(
+            "at the peak", list_bars(found), "GiB", dict(zip(PART_NAMES, _PART_COLOURS, strict=True)), limit
+        )
+        report.save(args.html)
     if command is not None and "Tempo" in found:
         print(f"with Tempo: {write_command(command, _add_tempo(command, args), run, args.vocab_size)}")
     return 0 if fits else 1
@@ -317,32 +327,38 @@ def _list_figures(rank: RankEstimate) -> dict[str, Any]:
     }
 
 
+def list_bars(found: Mapping[str, Sequence[RankEstimate]]) -> dict[str, dict[str, float]]:
+    """A bar for each kind of rank, stock beside Tempo: part -> GiB."""
+    chosen = {label: choose_ranks(ranks) for label, ranks in found.items()}
+    return {
+        f"{ranks[place].name}\n{label}": {part: ranks[place].parts[part] / 2**30 for part in PART_NAMES}
+        for place in range(len(next(iter(chosen.values()))))
+        for label, ranks in chosen.items()
+    }
+
+
 def plot_estimates(found: Mapping[str, Sequence[RankEstimate]], png: str | Path, memory: int | None = None) -> None:
     """Write a PNG.
 
     Args:
-        found: label ("stock", "Tempo") -> kinds of ranks, the same for each label.
+        found: label ("stock", "Tempo") -> every rank, as many for each label.
         png: the file.
         memory: bytes of a device, drawn as a line.
 
     Raises MissingExtraError where matplotlib is missing.
     """
     pyplot = import_pyplot()
-    bars = [
-        (f"{ranks[i].name}\n{label}", ranks[i])
-        for i in range(len(next(iter(found.values()))))
-        for label, ranks in found.items()
-    ]
+    bars = list_bars(found)
     figure, axes = pyplot.subplots(figsize=(2.5 + 1.1 * len(bars), 4.5), layout="constrained")
     bottom = [0.0] * len(bars)
     for part, colour in zip(PART_NAMES, _PART_COLOURS, strict=True):
-        heights = [rank.parts[part] / 2**30 for _, rank in bars]
+        heights = [bar[part] for bar in bars.values()]
         if any(heights):
             axes.bar(range(len(bars)), heights, bottom=bottom, color=colour, label=part, width=0.7)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     if memory is not None:
         axes.axhline(memory / 2**30, color=INK, linestyle="--", linewidth=1, label="memory of a device")
-    axes.set_xticks(range(len(bars)), [name for name, _ in bars], color=INK)
+    axes.set_xticks(range(len(bars)), list(bars), color=INK)
     axes.set_ylabel("GiB at the peak")
     tidy(axes)
     handles, labels = axes.get_legend_handles_labels()

@@ -56,6 +56,8 @@ def run_plan(args: argparse.Namespace) -> int:
     )
     if args.plot:
         check_installed("--plot", "train", "matplotlib")
+    if args.html:
+        check_installed("--html", "train", "plotly")
     command = take_command(args, add_plan_arguments)
     warnings: list[str] = []
     if command is None:
@@ -79,7 +81,8 @@ def run_plan(args: argparse.Namespace) -> int:
     print(f"{layout}, PP {run.pipeline_parallel}, {format_bytes(args.gpu_memory)} a GPU")
     print(f"{gpu.title}: {'measured' if gpu.calibrated else 'data-sheet (uncalibrated)'} rates")
     print(f"stock modules, where a value is off: {describe_stock(run)}\n")
-    print(format_plan(problem, plan))
+    table = format_plan(problem, plan)
+    print(table)
     if problem.host_bytes:
         print(describe_offload(problem, plan))
     for each in trials:
@@ -103,6 +106,14 @@ def run_plan(args: argparse.Namespace) -> int:
         from tempo_megatron.memory.plan.plots import plot_plan
 
         plot_plan(problem, plan, args.gpu_memory, args.plot, f"{title} on {gpu.title}")
+    if args.html:
+        from tempo_megatron.html_report import HtmlReport
+        from tempo_megatron.memory.plan.plots import add_plan
+
+        report = HtmlReport(f"{title} on {gpu.title}, {format_bytes(args.gpu_memory)}")
+        report.add_text(table)
+        add_plan(report, problem, plan, args.gpu_memory)
+        report.save(args.html)
     return 0
 
 

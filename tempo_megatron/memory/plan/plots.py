@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.plan.planner import MemoryPlan, Planner, PlanProblem, list_recomputations, plan_alike
 from tempo_megatron.plots import COLOURS, INK, import_pyplot, save, tidy
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
@@ -50,6 +51,22 @@ def list_switches(problem: PlanProblem) -> dict[str, MemoryPlan]:
         if problem.may_recompute(modules):
             plans[f"stock + {' '.join(modules)}"] = plan_alike(problem, off, modules)
     return plans
+
+
+def add_plan(report: HtmlReport, problem: PlanProblem, plan: MemoryPlan, budget: int) -> None:
+    """Add the same line and dots to a report, in GiB and ms."""
+
+    def place(each: MemoryPlan) -> tuple[float, float]:
+        return each.peak_bytes / 2**30, each.seconds * 1e3
+
+    curve = [place(each) for each in list_plans(problem, _NUM_BUDGETS)]
+    report.add_curves(
+        "the best plan of every budget, and single switches",
+        {"best plan of every budget": ([x for x, _ in curve], [y for _, y in curve])},
+        ("peak of the fullest GPU, GiB", "slowest stage, ms per micro batch"),
+        {name: place(each) for name, each in {**list_switches(problem), "this plan": plan}.items()},
+        ("--gpu-memory", budget / 2**30),
+    )
 
 
 def plot_plan(problem: PlanProblem, plan: MemoryPlan, budget: int, png: str | Path, title: str) -> None:
