@@ -21,10 +21,10 @@ from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.settings.activations import ACTIVATIONS
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.block_slots import TempoBlockSubmodules
-from tempo_megatron.slots.choose import Choices, Refusal, choose
+from tempo_megatron.slots.choose import Choices, choose
 from tempo_megatron.slots.dropout import tempoize_embedding
 from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize
-from tempo_megatron.slots.loss import TempoBertModel, TempoGPTModel
+from tempo_megatron.slots.loss import TempoBertModel, TempoGPTModel, TempoT5Model
 from tempo_megatron.slots.mlp import FUNCTIONS
 from tempo_megatron.slots.norm import TorchLayerNorm
 
@@ -95,15 +95,6 @@ def build_transformer_config(
     )
 
 
-def choose_for_model(shape: ModelShape, config: TransformerConfig, tempo_config: TempoConfig) -> Choices:
-    """The Choices of `build_model`: a value for each "auto", and why it is not the first choice.
-
-    Raises ValueError where a value that is not "auto" cannot be had.
-    """
-    why = "the model is a T5Model, and the fused loss is for GPTModel, BertModel and HybridModel"
-    return choose(config, tempo_config, {"loss": Refusal(why, "train a GPT or a BERT")} if shape.family == "t5" else {})
-
-
 def make_specs(
     shape: ModelShape, config: TransformerConfig, tempo_config: TempoConfig | Choices, *, vp_stage: int | None = None
 ) -> dict[str, TempoBlockSubmodules]:
@@ -134,13 +125,13 @@ def build_model(
     Args:
         shape: the model.
         config: of build_transformer_config, perhaps with changes.
-        tempo_config: "auto" becomes what choose_for_model says. May also be what it returned for this model.
+        tempo_config: "auto" becomes what `choose` says. May also be what it returned for this model.
         padded_vocab_size: rows of the embedding.
         pre_process, post_process, vp_stage: of its pipeline stage, as GPTModel's arguments of these names.
 
     Raises ValueError where a value that is not "auto" cannot be had.
     """
-    choices = tempo_config if isinstance(tempo_config, Choices) else choose_for_model(shape, config, tempo_config)
+    choices = tempo_config if isinstance(tempo_config, Choices) else choose(config, tempo_config)
     common: dict[str, Any] = {
         "vocab_size": padded_vocab_size,
         "max_sequence_length": shape.max_position_embeddings,
@@ -198,7 +189,7 @@ def _list_own_arguments(
 
 
 # Megatron's class, and the one with the fused loss.
-_CLASSES = {"gpt": (GPTModel, TempoGPTModel), "bert": (BertModel, TempoBertModel), "t5": (T5Model, T5Model)}
+_CLASSES = {"gpt": (GPTModel, TempoGPTModel), "bert": (BertModel, TempoBertModel), "t5": (T5Model, TempoT5Model)}
 
 
 @contextlib.contextmanager

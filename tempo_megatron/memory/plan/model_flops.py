@@ -41,26 +41,28 @@ class HardwareFlops:
 
 
 def count_forward_flops(shape: ModelShape, num_samples: int, vocab_size: int) -> ForwardFlops:
-    """One forward of `num_samples` through a GPT or a BERT.
+    """One forward of `num_samples` through a GPT, a BERT or a T5.
 
     Args:
         shape: the model; its window of attention, if any, is not looked at.
-        num_samples: B, of seq_length tokens each.
+        num_samples: B, of seq_length tokens each; in a T5's decoder of decoder_seq_length.
         vocab_size: v, rows of the output layer with their padding.
-
-    Raises ValueError for a T5.
     """
-    if shape.family == "t5":
-        raise ValueError("the model is a T5, whose FLOPs are not counted; expected a GPT or a BERT")
     tokens, h = num_samples * shape.seq_length, shape.hidden_size
     width = shape.num_attention_heads * shape.kv_channels
     kv_width = shape.num_query_groups * shape.kv_channels
     dense = h * h if shape.family == "bert" else 0
+    # Of each attention: tokens of its queries and of its keys, and keys that a query meets.
+    attentions, of_mlp, of_head = [(tokens, tokens, shape.seq_length)], tokens, tokens
+    if shape.decoder_seq_length is not None:
+        of_head = num_samples * shape.decoder_seq_length
+        of_mlp += of_head
+        attentions += [(of_head, of_head, shape.decoder_seq_length), (of_head, tokens, shape.seq_length)]
     return ForwardFlops(
-        projections=shape.num_layers * 2 * tokens * h * (2 * width + 2 * kv_width),
-        core_attention=shape.num_layers * 2 * 2 * tokens * shape.seq_length * width,
-        mlp=shape.num_layers * 2 * tokens * h * shape.ffn_hidden_size * (3 if shape.is_gated else 2),
-        head=2 * tokens * (h * vocab_size + dense),
+        projections=shape.num_layers * 2 * h * sum(2 * q * width + 2 * k * kv_width for q, k, _ in attentions),
+        core_attention=shape.num_layers * 2 * 2 * width * sum(q * met for q, _, met in attentions),
+        mlp=shape.num_layers * 2 * of_mlp * h * shape.ffn_hidden_size * (3 if shape.is_gated else 2),
+        head=2 * of_head * (h * vocab_size + dense),
     )
 
 
