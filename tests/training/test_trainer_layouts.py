@@ -83,7 +83,7 @@ OFTEN: list[tuple[str, int, str, dict[str, Any]]] = [
     ("BERT", 2, SP, zero(1)),
     ("BERT", 2, "", zero(3)),
     ("T5", 2, SP, zero(1)),
-    ("T5", 2, "--micro-batch-size 1", zero(3)),
+    ("T5", 2, "", zero(3)),
 ]
 RARELY: list[tuple[str, int, str, dict[str, Any]]] = [
     ("stock", 1, "", zero(1)),
