@@ -91,6 +91,7 @@ setup(
             "tempo-megatron = tempo_megatron.cli:main",
             "tempo-pretrain-bert = tempo_megatron.cli:pretrain_bert",
             "tempo-pretrain-gpt = tempo_megatron.cli:pretrain_gpt",
+            "tempo-pretrain-t5 = tempo_megatron.cli:pretrain_t5",
         ],
         # Names that torch.compile(backend=...) knows.
         "torch_dynamo_backends": ["tempo_order = tempo_megatron.roam.inductor:compile_ordered"],

@@ -27,10 +27,10 @@ from tempo_megatron.models.shape import QUICK_GEGLU, ModelShape
 from tempo_megatron.settings.activations import ACTIVATIONS
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.block_slots import TempoBlockSubmodules
-from tempo_megatron.slots.choose import Choices, Refusal, choose
+from tempo_megatron.slots.choose import Choices, choose
 from tempo_megatron.slots.dropout import tempoize_embedding
 from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize
-from tempo_megatron.slots.loss import TempoBertModel, TempoGPTModel
+from tempo_megatron.slots.loss import TempoBertModel, TempoGPTModel, TempoT5Model
 from tempo_megatron.slots.mlp import FUNCTIONS
 from tempo_megatron.slots.norm import TorchLayerNorm
 from tempo_megatron.slots.slot_content import find_class
@@ -172,15 +172,6 @@ def _configure_parts(shape: ModelShape, num_layers: int) -> tuple[Any, dict[str,
     return TransformerConfig, found
 
 
-def choose_for_model(shape: ModelShape, config: TransformerConfig, tempo_config: TempoConfig) -> Choices:
-    """The Choices of `build_model`: a value for each "auto", and why it is not the first choice.
-
-    Raises ValueError where a value that is not "auto" cannot be had.
-    """
-    why = "the model is a T5Model, and the fused loss is for GPTModel, BertModel and HybridModel"
-    return choose(config, tempo_config, {"loss": Refusal(why, "train a GPT or a BERT")} if shape.family == "t5" else {})
-
-
 def make_specs(
     shape: ModelShape, config: TransformerConfig, tempo_config: TempoConfig | Choices, *, vp_stage: int | None = None
 ) -> dict[str, TempoBlockSubmodules]:
@@ -234,13 +225,13 @@ def build_model(
     Args:
         shape: the model.
         config: of build_transformer_config, perhaps with changes.
-        tempo_config: "auto" becomes what choose_for_model says. May also be what it returned for this model.
+        tempo_config: "auto" becomes what `choose` says. May also be what it returned for this model.
         padded_vocab_size: rows of the embedding.
         pre_process, post_process, vp_stage: of its pipeline stage, as GPTModel's arguments of these names.
 
     Raises ValueError where a value that is not "auto" cannot be had.
     """
-    choices = tempo_config if isinstance(tempo_config, Choices) else choose_for_model(shape, config, tempo_config)
+    choices = tempo_config if isinstance(tempo_config, Choices) else choose(config, tempo_config)
     common: dict[str, Any] = {
         "vocab_size": padded_vocab_size,
         "max_sequence_length": shape.max_position_embeddings,
@@ -302,7 +293,7 @@ def _list_own_arguments(
 
 
 # Megatron's class, and the one with the fused loss.
-_CLASSES = {"gpt": (GPTModel, TempoGPTModel), "bert": (BertModel, TempoBertModel), "t5": (T5Model, T5Model)}
+_CLASSES = {"gpt": (GPTModel, TempoGPTModel), "bert": (BertModel, TempoBertModel), "t5": (T5Model, TempoT5Model)}
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.commands.requested_run import read_requested_shape
 from tempo_megatron.memory.fake_tensors import simulate_layout, use_megatron_fakes
 from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_parameters
-from tempo_megatron.models.build import DTYPES, build_model, choose_for_model, make_inputs
+from tempo_megatron.models.build import DTYPES, build_model, make_inputs
 from tempo_megatron.models.shape import ModelShape, pad_vocab_size
 from tempo_megatron.plots import COLOURS, import_pyplot, save, tidy
 from tempo_megatron.roam.capture import capture_step
@@ -32,6 +32,7 @@ from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import STACKS
 from tempo_megatron.slots import dropout_rng
+from tempo_megatron.slots.choose import choose
 from tempo_megatron.words.argument_types import format_bytes
 from tempo_megatron.words.json_text import read_object
 
@@ -102,7 +103,7 @@ def capture_megatron_step(shape: ModelShape, tempo_config: TempoConfig, args: ar
         with use_megatron_fakes():
             dtype, recompute = DTYPES[args.dtype], tuple(args.recompute)
             config = build_ledger_config(shape, sequence_parallel=False, dtype=dtype, recompute=recompute)
-            chosen = choose_for_model(shape, config, tempo_config).config
+            chosen = choose(config, tempo_config).config
             vocab_size = pad_vocab_size(shape.vocab_size or 0, shape.make_vocab_size_divisible_by, 1)
             model = build_model(shape, config, chosen, vocab_size)
             convert_parameters(model, dtype)

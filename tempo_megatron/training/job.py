@@ -11,8 +11,9 @@ from typing import Any
 import torch.distributed as dist
 
 from tempo_megatron.cpu import use_cpu
-from tempo_megatron.models.build import build_model, choose_for_model
+from tempo_megatron.models.build import build_model
 from tempo_megatron.models.stage import list_chunks
+from tempo_megatron.slots.choose import choose
 from tempo_megatron.slots.offload import count_in_flight, offload_layers
 from tempo_megatron.training import checkpoint, engine, metrics, model, pipeline
 from tempo_megatron.training.banner import find_versions, write_banner
@@ -33,11 +34,15 @@ Decide = Callable[[Mapping[str, str]], tuple[RunConfig, dict[str, Any] | None]]
 
 
 def find_task(family: str) -> Task:
-    """Returns the Task of a family of models, gpt or bert."""
+    """Returns the Task of a family of models."""
     if family == "bert":
         from tempo_megatron.training.tasks.masked import MaskedTask
 
         return MaskedTask()
+    if family == "t5":
+        from tempo_megatron.training.tasks.spans import SpanTask
+
+        return SpanTask()
     assert family == "gpt"
     from tempo_megatron.training.tasks.next_token import NextTokenTask
 
@@ -91,7 +96,7 @@ class Job:
         run, self.plan = plan_memory(run, self.vocabulary.padded_size)
         seed_all(run.seed)
         transformer_config = model.build_transformer_config(run)
-        self.choices = choose_for_model(run.model, transformer_config, run.tempo)
+        self.choices = choose(transformer_config, run.tempo)
         # From here on run.tempo holds no "auto".
         self.run = run = dataclasses.replace(run, tempo=self.choices.config)
         transformer_config = dataclasses.replace(

@@ -93,6 +93,7 @@ class Trainer:
                 micro_batch_size=run.micro_batch_size,
                 seq_length=run.model.seq_length,
                 read_run=lambda _: read_run(run, None),
+                decoder_seq_length=run.model.decoder_seq_length,
             ).step
 
     def train(self) -> str:

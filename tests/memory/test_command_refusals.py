@@ -104,7 +104,6 @@ def refuse(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None
         ("bench --calibrate --output nowhere/mine.json", "lies in a folder that does not exist"),
         ("bench --calibrate --output mine.json --device cuda", "torch sees no CUDA device"),
         ("flops --model configs/model/gpt3_175b.json --tp 8 --step-seconds 3", "give both or neither"),
-        ("flops --model configs/model/t5_base.json", "expected a GPT or a BERT"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(

@@ -23,13 +23,13 @@ from tempo_megatron.memory.kept.attribution import LayerKind, Row, attribute_all
 from tempo_megatron.memory.kept.recorder import Recorder, SavedStorage
 from tempo_megatron.memory.run import Experts, Run
 from tempo_megatron.memory.simulated.experts import put_experts
-from tempo_megatron.models.build import build_model, build_transformer_config, choose_for_model, make_inputs, make_specs
+from tempo_megatron.models.build import build_model, build_transformer_config, make_inputs, make_specs
 from tempo_megatron.models.shape import ModelShape, make_shape
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, read_layers, write_layers
 from tempo_megatron.settings.operations import STACKS
 from tempo_megatron.slots import dropout_rng
-from tempo_megatron.slots.choose import Choices
+from tempo_megatron.slots.choose import Choices, choose
 from tempo_megatron.slots.mlp import describe_activation
 from tempo_megatron.slots.report import TempoReport, report_on
 
@@ -166,7 +166,7 @@ def measure(
         assert seq_length is not None, "give seq_length or shape"
         shape = _make_gpt_shape(whole, seq_length)
     seq_length = seq_length or shape.seq_length
-    choices, specs = choose_for_model(shape, whole, tempo_config), make_specs(shape, whole, tempo_config)
+    choices, specs = choose(whole, tempo_config), make_specs(shape, whole, tempo_config)
     kinds: dict[tuple[bool, tuple[TempoConfig, ...]], list[int]] = {}
     mixed = shape.layers_with_experts if shape.num_experts else [False] * whole.num_layers
     # The first kind is the one that most layers are of, of equally many the first.
@@ -226,7 +226,8 @@ def _list_saved(
     inputs = make_inputs(shape, vocab_size, micro_batch_size, seq_length=seq_length, causal_mask=gives_mask)
     if shape.family == "gpt" or tempo_config.loss == "fused":
         # As in training: the loss head knows which losses count, and may compute gradients in forward.
-        inputs["loss_mask"] = torch.ones(inputs["input_ids"].shape, dtype=torch.float32)
+        labels = inputs["labels" if shape.family == "gpt" else "lm_labels"]
+        inputs["loss_mask"] = torch.ones(labels.shape, dtype=torch.float32)
     recorder = Recorder(model, exclude=tuple(value for value in inputs.values() if value is not None))
     with attribute_all(recorder, model), recorder.record():
         outputs = model(**inputs)

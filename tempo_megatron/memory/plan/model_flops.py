@@ -41,26 +41,30 @@ class HardwareFlops:
 
 
 def count_forward_flops(shape: ModelShape, num_samples: int, vocab_size: int) -> ForwardFlops:
-    """One forward of `num_samples` through a GPT or a BERT.
+    """One forward of `num_samples` through a GPT, a BERT or a T5.
 
     Args:
         shape: the model; its window of attention, if any, is not looked at. Of experts those count that a token goes
             to, and of latent attention the projections to and from latent vectors.
-        num_samples: B, of seq_length tokens each.
+        num_samples: B, of seq_length tokens each; in a T5's decoder of decoder_seq_length.
         vocab_size: v, rows of the output layer with their padding.
-
-    Raises ValueError for a T5.
     """
-    if shape.family == "t5":
-        raise ValueError("the model is a T5, whose FLOPs are not counted; expected a GPT or a BERT")
     tokens, h = num_samples * shape.seq_length, shape.hidden_size
     dense = h * h if shape.family == "bert" else 0
     per_token, widths = _count_attention_weights(shape)
+    through_weights, met, of_mlp, of_head = tokens * per_token, tokens * shape.seq_length, tokens, tokens
+    if shape.decoder_seq_length is not None:
+        of_head = num_samples * shape.decoder_seq_length
+        of_mlp += of_head
+        met += of_head * (shape.decoder_seq_length + shape.seq_length)
+        # Cross attention has queries of the decoder, and keys and values of the encoder.
+        of_queries, of_keys = shape.num_attention_heads * shape.kv_channels, shape.num_query_groups * shape.kv_channels
+        through_weights += of_head * per_token + 2 * h * (of_head * of_queries + tokens * of_keys)
     return ForwardFlops(
-        projections=shape.num_layers * 2 * tokens * per_token,
-        core_attention=shape.num_layers * 2 * tokens * shape.seq_length * widths,
-        mlp=2 * tokens * count_active_mlp_weights(shape),
-        head=2 * tokens * (h * vocab_size + dense),
+        projections=shape.num_layers * 2 * through_weights,
+        core_attention=shape.num_layers * 2 * met * widths,
+        mlp=2 * of_mlp * count_active_mlp_weights(shape),
+        head=2 * of_head * (h * vocab_size + dense),
     )
 
 

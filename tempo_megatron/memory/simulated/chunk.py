@@ -57,12 +57,12 @@ from tempo_megatron.memory.simulated.transformer_engine import (
     recompute_norms,
 )
 from tempo_megatron.memory.storages import AllocationTrace, PeakBytes, count_storage_bytes, find_storages
-from tempo_megatron.models.build import build_model, choose_for_model, make_inputs, make_specs
+from tempo_megatron.models.build import build_model, make_inputs, make_specs
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
 from tempo_megatron.slots import dropout_rng
-from tempo_megatron.slots.choose import Choices
+from tempo_megatron.slots.choose import Choices, choose
 
 _Counter = TypeVar("_Counter", bound=PeakBytes)
 STACKS_OF_MODULES = ("local", "transformer_engine", "cpu")
@@ -253,7 +253,7 @@ class _Chunk:
             recompute=tuple(name for name in run.recompute if name not in _OF_STAND_INS),
             fuse_swiglu=run.stock == "transformer_engine",
         )
-        asked = chosen = choose_for_model(shape, describe_parts(config, run), _leave_latent_attention(run)).config
+        asked = chosen = choose(describe_parts(config, run), _leave_latent_attention(run)).config
         attention = choose_attention(run) if run.stock == "transformer_engine" else "unfused"
         if attention != "unfused":
             chosen = _fuse_attention(chosen)
@@ -646,7 +646,7 @@ def simulate_step(run: Run, *, title: str) -> Timeline:
         config = build_ledger_config(
             shape, sequence_parallel=run.sequence_parallel, dtype=run.dtype, recompute=run.recompute
         )
-        chosen = choose_for_model(shape, config, run.tempo).config
+        chosen = choose(config, run.tempo).config
         model = build_model(shape, config, chosen, vocab_size).train()
         convert_parameters(model, run.dtype)
         batch = make_inputs(shape, vocab_size, run.micro_batch_size, causal_mask=_reads_mask(chosen, shape))

@@ -35,7 +35,7 @@ def check_run(run: RunConfig) -> None:
     _check_recompute(run)
     _check_data(run)
     if run.masking is not None:
-        check_masking(run.masking, run.model.seq_length)
+        check_masking(run.masking, run.model)
     _check_output(run)
     _check_packages(run)
 
@@ -110,6 +110,11 @@ def _check_pipeline(run: RunConfig) -> None:
         if given:
             raise ValueError(f"{given[0]} needs --pipeline-model-parallel-size of at least 2; remove it or raise that")
         return
+    if run.model.family == "t5":
+        raise ValueError(
+            f"{option} is given, but encoder and decoder of Megatron's T5 stand in one process; leave it out, and "
+            "divide the model by --tensor-model-parallel-size or ZeRO"
+        )
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} are both given; leave one of them out")
     if layout is not None:
