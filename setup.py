@@ -19,13 +19,15 @@ CONFIGS = Path("configs")
 # the latest; on 3.12 pip brings 0.19, which says that GPTModel is deprecated, and in which it works as before.
 MEGATRON = ["megatron-core>=0.14,<0.21"]
 DEEPSPEED = ["deepspeed>=0.16"]
-TRAIN = [*MEGATRON, *DEEPSPEED, "tokenizers", "safetensors", "tensorboard", "matplotlib", "tqdm", "pyyaml"]
+TRAIN = [*MEGATRON, *DEEPSPEED, "tokenizers", "safetensors", "tensorboard", "matplotlib", "plotly", "tqdm", "pyyaml"]
+DOCS = ["mkdocs-material>=9.6,<10", "mkdocstrings-python"]  # the site; docs/site/mkdocs.yml says why these
 DATA = ["pyarrow", "zstandard"]
 GPU = ["triton>=3.2; sys_platform == 'linux'"]
 MPI = ["mpi4py"]
 TEST = [
     *TRAIN,
     *DATA,
+    *DOCS,
     "pytest>=8",
     "pytest-xdist>=3.5",
     "hypothesis",
@@ -80,6 +82,7 @@ setup(
         "data": DATA,
         "gpu": GPU,
         "mpi": MPI,
+        "docs": DOCS,
         "test": TEST,
         "all": [*TRAIN, *DATA, *GPU, *MPI],
     },
@@ -88,6 +91,7 @@ setup(
             "tempo-megatron = tempo_megatron.cli:main",
             "tempo-pretrain-bert = tempo_megatron.cli:pretrain_bert",
             "tempo-pretrain-gpt = tempo_megatron.cli:pretrain_gpt",
+            "tempo-pretrain-t5 = tempo_megatron.cli:pretrain_t5",
         ],
         # Names that torch.compile(backend=...) knows.
         "torch_dynamo_backends": ["tempo_order = tempo_megatron.roam.inductor:compile_ordered"],

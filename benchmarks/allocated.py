@@ -20,6 +20,12 @@ def measure_allocated(function: Callable[[], _Result]) -> tuple[_Result, int]:
     Every allocation counts, even those that an operation makes and frees inside itself. Blocks that existed before and
     are freed inside do not count: torch knows their size only if an earlier profile saw their address.
     """
+    result, most, _ = measure_held(function)
+    return result, most
+
+
+def measure_held(function: Callable[[], _Result]) -> tuple[_Result, int, int]:
+    """Returns what measure_allocated does, and the bytes that it allocated and still holds at its end."""
     torch.empty(1, dtype=torch.float32)
     with _keep_garbage(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         result = function()
@@ -32,7 +38,7 @@ def measure_allocated(function: Callable[[], _Result]) -> tuple[_Result, int]:
             most = max(most, alive)
         else:
             alive -= held.pop(address, 0)
-    return result, most
+    return result, most, alive
 
 
 def _read_allocations(found: profile) -> list[tuple[int, int]]:

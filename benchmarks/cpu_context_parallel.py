@@ -1,6 +1,6 @@
 """Measures the CPU seconds of attention with dropout over two context-parallel ranks beside those of one.
 
-python benchmarks/cpu_context_parallel.py     # s 1024, b 1: appends to benchmarks/results/cpu_context_parallel.jsonl
+python benchmarks/cpu_context_parallel.py     # s 1024, b 1: appends to benchmarks/results/cpu/context_parallel.jsonl
 
 Both run forward and backward of the same sequence, in turns, in two processes on one thread each. What counts is the
 processor's time, summed over the processes, so that a busy machine changes little: 1.0 means that the ranks together do
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--micro-batch-size", type=int, default=1, help="default %(default)s")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="default %(default)s")
     parser.add_argument("--dropout", type=float, default=0.1, help="default %(default)s")
-    record_measurement(parser, measure, RESULTS / "cpu_context_parallel.jsonl", rounds=5)
+    record_measurement(parser, measure, RESULTS / "cpu" / "context_parallel.jsonl", rounds=5)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Times each operation on the CPU, forward and backward, beside the torch operations that it replaces.
 
-python benchmarks/cpu_operations.py        # appends to benchmarks/results/cpu_operations.jsonl
+python benchmarks/cpu_operations.py        # appends to benchmarks/results/cpu/operations.jsonl
 
 Both sides alternate in one process; the result is the ratio of the medians, where 1 is torch's time. Compilation is not
 timed. The loss head runs beside Megatron's: its linear layer and vocab_parallel_cross_entropy. On a busy machine use
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="default %(default)s")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="default %(default)s")
     parser.add_argument("--note", default="", help="what else the machine was doing")
-    add_output_argument(parser, RESULTS / "cpu_operations.jsonl")
+    add_output_argument(parser, RESULTS / "cpu" / "operations.jsonl")
     args = parser.parse_args()
     if args.clock == "thread" and args.threads != [1]:
         parser.error(f"--clock thread with --threads {args.threads} leaves threads out; expected --threads 1")

@@ -1,6 +1,6 @@
 """Times a training step on the CPU, stock beside Tempo: forward, backward and AdamW of the same GPT and batch.
 
-python benchmarks/cpu_step.py                           # gpt2_124m, s 512: appends to benchmarks/results/cpu_step.jsonl
+python benchmarks/cpu_step.py                           # gpt2_124m, s 512: appends to benchmarks/results/cpu/step.jsonl
 python benchmarks/cpu_step.py --stock-attention sdpa    # stock with torch's scaled_dot_product_attention in its slot
 
 Both models live in one process and their steps alternate; the ratio of the medians is the result.
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--num-layers", type=int, help="fewer layers, for a quick look (default the model's)")
     parser.add_argument("--dropout", type=float, default=0.1, help="default %(default)s")
     parser.add_argument("--stock-attention", choices=("unfused", "sdpa"), default="unfused", help="default %(default)s")
-    record_measurement(parser, measure, RESULTS / "cpu_step.jsonl", rounds=5)
+    record_measurement(parser, measure, RESULTS / "cpu" / "step.jsonl", rounds=5)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 python benchmarks/loss_head.py             # gpt2_124m, 8 x 512 tokens: appends to benchmarks/results/loss_head.jsonl
 python benchmarks/loss_head.py --log-prob --softcap 30 --entropy     # log-probabilities and entropies of the labels
+python benchmarks/loss_head.py --peaks     # what it makes on a GPU, at sizes that need one: loss_head_peaks.jsonl
 
 Stock is ColumnParallelLinear and vocab_parallel_cross_entropy; the fused head runs in both of its forms. With
 --log-prob, linear_log_prob runs beside the full computation, log_softmax of all logits in float32. All of them
@@ -19,15 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measurements import DTYPES, RESULTS, add_model_arguments, describe_cpu_run, record_measurement
+from measurements import DTYPES, RESULTS, add_model_arguments, append_records, describe_cpu_run, record_measurement
 from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from tqdm import tqdm
 
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 from tempo_megatron import cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
+from tempo_megatron.memory.simulated.device import on_device
 from tempo_megatron.memory.storages import PeakBytes
 from tempo_megatron.models.build import build_transformer_config
 from tempo_megatron.models.shape import make_shape, read_shape_file
@@ -151,6 +154,25 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def find_peak(tokens: int, rows: int, hidden_size: int = 2048) -> dict[str, int]:
+    """What the head makes at most on a GPU in forward and backward of `rows` of a bfloat16 weight, followed on tensors
+    without memory; and its inputs, which are there anyway."""
+    with FakeTensorMode(), on_device("te"):
+        hidden = torch.empty(tokens, 1, hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(rows, hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.empty(1, tokens, dtype=torch.int64)
+        inputs = hidden, weight, labels
+        with PeakBytes(*inputs) as seen:
+            linear_cross_entropy(*inputs).sum().backward()
+    return {"tokens": tokens, "rows": rows, "made_bytes": seen.peak, "input_bytes": sum(t.nbytes for t in inputs)}
+
+
+def record_peaks(path: Path = RESULTS / "loss_head_peaks.jsonl") -> None:
+    """SkyRL's shapes: a quarter of Qwen3.6's vocabulary, and all of it; and 2**18 rows."""
+    path.unlink(missing_ok=True)
+    append_records(path, [find_peak(t, v) for v in (62080, 248320, 262144) for t in (8192, 32768, 262144)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add_model_arguments(parser, micro_batch_size=8)
@@ -160,6 +182,10 @@ def main() -> None:
     parser.add_argument("--softcap", type=float, help="of --log-prob; default none")
     parser.add_argument("--entropy", action="store_true", help="of --log-prob: the entropies too")
     parser.add_argument("--shared", action="store_true", help="note that other work ran on the machine")
+    parser.add_argument("--peaks", action="store_true", help="only follow what the head makes on a GPU")
+    if parser.parse_known_args()[0].peaks:
+        record_peaks()
+        return
     record_measurement(parser, measure, RESULTS / "loss_head.jsonl", rounds=3)
 
 

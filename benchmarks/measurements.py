@@ -16,6 +16,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DESCRIBED = ("commit", "device", "versions")
 
 
 def describe_software() -> dict[str, Any]:
@@ -100,3 +101,24 @@ def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
         for record in records:
             stream.write(json.dumps(record) + "\n")
             stream.flush()
+
+
+def measure_missing(
+    path: Path, cases: Iterable[str], measure: Callable[[str], Mapping[str, Any]], *, again: bool = False
+) -> None:
+    """Appends a record for each case that the file does not have yet, so that a run which ended early goes on.
+
+    Args:
+        path: the JSON-lines file; every record has its case.
+        cases: names.
+        measure: returns the figures of a case.
+        again: begin with an empty file.
+    """
+    if again:
+        path.unlink(missing_ok=True)
+    there = {record["case"] for record in read_records(path)}
+    for case in cases:
+        if case not in there:
+            record = {"case": case, **measure(case), **describe_cpu_run()}
+            append_records(path, [record])
+            print(json.dumps({name: value for name, value in record.items() if name not in DESCRIBED}), flush=True)

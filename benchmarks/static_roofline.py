@@ -3,13 +3,14 @@
 python benchmarks/static_roofline.py                          # sm_90; about a minute
 python benchmarks/static_roofline.py --capability 80 90 100   # all that are compiled ahead of time
 python benchmarks/static_roofline.py --triton 3.6.0           # with another Triton, installed beside this one
+python benchmarks/static_roofline.py --page                   # compiles nothing: docs/performance.md from the records
 
 Every kernel is compiled with the arguments that its launcher gives it, for 8192 tokens of bfloat16 and h 4096 (MLP
 16384, gated 11008, vocabulary 50304), and disassembled. The tables show instructions per element of the main loop (or
-of the program, where it has no loop), programs per multiprocessor, and the model of roofline/model.py: the share of
-the time that a copy of the same bytes takes, and what launches behind the pass, or a last program that adds up, leave
-of it; where that is below GOAL, what stands in the way. Attention is in cycles of a
-multiprocessor for 8192 scores: those that issue instructions and those of the tensor cores.
+of the program, where it has no loop), programs per multiprocessor, and what the model of roofline/model.py makes of
+them: the share of the time that a copy of the same bytes takes; where that is below GOAL, what stands in the way.
+Attention is in cycles of a multiprocessor for 8192 scores: those that issue instructions and those of the tensor cores.
+docs/performance.md has the same with error bars, attention's speed and rivals.
 
 --triton installs that version with pip into a folder (--folder) and runs this script with it; everything else stays.
 Tests run with it too: PYTHONPATH=FOLDER python -m pytest tests/kernels/test_kernels_compiled.py
@@ -27,9 +28,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from measurements import RESULTS, ROOT, append_records, find_commit, find_version
+from measurements import RESULTS, ROOT, append_records, find_commit, find_version, read_records
 
-SCORES = 8192
+PAGE = ROOT / "docs" / "performance.md"
 GOAL = 0.92
 """The share of a copy's bandwidth that a pass is to reach."""
 
@@ -42,7 +43,11 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where --triton installs (default: a temporary one)")
     parser.add_argument("--limits", action="store_true", help="write tests/kernels/kernel_resources.json's limits anew")
     parser.add_argument("--output", type=Path, default=RESULTS / "static_roofline.jsonl", help="JSON-lines file")
+    parser.add_argument("--page", action="store_true", help="write docs/performance.md from what was recorded")
     args = parser.parse_args()
+    if args.page:
+        PAGE.write_text(draw_page(args.output), encoding="utf-8")
+        return 0
     if args.triton and args.triton != find_version("triton"):
         return run_with(args.triton, args.folder or Path(tempfile.gettempdir()) / f"triton-{args.triton}")
     for capability in args.capability:
@@ -56,12 +61,19 @@ def main() -> int:
             write_limits(records)
         print(f"sm_{capability}, triton {find_version('triton')}")
         print(draw_table([one for one in records if one["kind"] == "pass"], PASS_COLUMNS))
-        attention = [one for one in records if one["kind"] == "attention"]
-        print(draw_table(attention, ATTENTION_COLUMNS))
-        if capability == 90:
-            print(draw_table(list(sum_attention(attention)), SUM_COLUMNS))
-            print(SUM_NOTE if attention else "")
+        print(draw_table([one for one in records if one["kind"] == "attention"], ATTENTION_COLUMNS))
     return 0
+
+
+def draw_page(results: Path = RESULTS / "static_roofline.jsonl") -> str:
+    """docs/performance.md from the last records of each Triton for sm_90."""
+    from roofline import page
+
+    of_triton: dict[str, dict[str, Any]] = {}
+    for one in read_records(results):
+        if one["capability"] == 90 and "around" in one:
+            of_triton.setdefault(one["triton"], {})[one["name"]] = one
+    return page.draw(of_triton, read_records(RESULTS / "loss_head_peaks.jsonl"))
 
 
 def write_limits(records: Sequence[Mapping[str, Any]]) -> None:
@@ -137,6 +149,10 @@ def measure_code(launch: Any, capability: int) -> tuple[dict[str, Any], Any]:
         "in_loop": body.is_loop,
         "instructions": dict(body.by_pipe),
         "issued": body.issued,
+        "others": body.others,
+        "around": body.around,
+        "barriers": body.barriers,
+        "waits": body.waits,
         "cycles": cycles,
         "busiest": busiest,
     }, body
@@ -148,68 +164,63 @@ def measure_pass(one: Any, capability: int) -> dict[str, Any]:
     fields, body = measure_code(one.launch, capability)
     elements = model.find_elements(one.launch, body, one.num_elements, one.stored_bytes)
     assert elements > 0, f"{one.name}: its main loop was not found"
-    per_element = fields["cycles"] / elements
-    shares = {}
-    for name, device in model.DEVICES.items():
-        if device.capability == capability:
-            given = (per_element, one.num_elements, one.num_bytes, device)
-            alone, whole = (
-                model.find_share_of_copy(*given, *tail)
-                for tail in ((), (one.tail_launches, one.tail_bytes, one.last_bytes))
-            )
-            shares[name] = {"pass": round(alone, 3), "with_tail": round(whole, 3)}
-    return {
-        **fields,
-        "per_element": round(fields["issued"] / elements, 2),
-        "cycles_per_element": round(per_element, 2),
+    in_program = one.num_elements / (fields["programs"] * fields["warps"] * model.WARP)
+    fields |= {
+        "trips": max(1.0, in_program / elements),
+        "num_bytes": one.num_bytes,
         "tail_launches": one.tail_launches,
         "tail_bytes": one.tail_bytes,
         "last_bytes": one.last_bytes,
-        "share_of_copy": shares,
-        "obstacle": find_obstacle(one, fields, elements, shares),
+        "per_element": round(fields["issued"] / elements, 2),
+        "cycles_per_element": round(fields["cycles"] / elements, 2),
+        "by_pipe": {pipe: round(number / elements, 1) for pipe, number in fields["instructions"].items()},
+    }
+    devices = {name: device for name, device in model.DEVICES.items() if device.capability == capability}
+    return {
+        **fields,
+        "share_of_copy": {name: round(model.find_share_of_copy(fields, device), 3) for name, device in devices.items()},
+        "obstacle": find_obstacle(fields, max(devices.values(), key=lambda device: device.copy_bytes_per_s)),
     }
 
 
-def find_obstacle(one: Any, fields: Mapping[str, Any], elements: float, shares: Mapping[str, Any]) -> str:
-    """What keeps a pass below GOAL on the fastest GPU: what is behind it, or the instructions that it issues."""
-    share = min(shares.values(), key=lambda found: found["with_tail"])
-    if share["with_tail"] >= GOAL:
+def find_obstacle(one: Mapping[str, Any], device: Any) -> str:
+    """What keeps a pass below GOAL on the fastest GPU: what is behind it, waiting, or the instructions it issues."""
+    from roofline import model
+
+    if model.find_share_of_copy(one, device) >= GOAL:
         return ""
-    if 1 / share["with_tail"] - 1 / share["pass"] > 1 / share["pass"] - 1:
-        return f"{one.tail_launches} launches behind it" if one.tail_launches else "its last program"
-    pipes = sorted(fields["instructions"].items(), key=lambda pipe: -pipe[1])[:3]
-    return f"{fields['busiest']}: " + " + ".join(f"{number / elements:.1f} {pipe}" for pipe, number in pipes)
+    time = model.find_time(one, device, model.CENTRAL)
+    copy_s = one["num_bytes"] / device.copy_bytes_per_s
+    if time.tail > time.total - time.tail - copy_s:
+        return f"{one['tail_launches']} launches behind it" if one["tail_launches"] else "its last program"
+    if time.memory - copy_s > time.total - time.tail - time.memory:
+        return f"its last round of {one['programs']} programs"
+    if time.latency > time.issue:
+        return f"waiting: {one['trips']:.0f} ways through the loop, {one['barriers']} barriers each"
+    pipes = sorted(one["by_pipe"].items(), key=lambda pipe: -pipe[1])[:3]
+    return f"{one['busiest']}: " + " + ".join(f"{number} {pipe}" for pipe, number in pipes)
 
 
 def measure_attention(one: Any, capability: int) -> dict[str, Any]:
     """Cycles of a multiprocessor for SCORES scores; a scheduler has a quarter of a program's warps."""
     from roofline import model
+    from roofline.walks import PRODUCTS, SCORES
 
     fields, _ = measure_code(one.launch, capability)
     tiles = SCORES / (one.tile[0] * one.tile[1])
     per_cycle = tiles * one.launch.num_warps / model.SCHEDULERS
-    flops = 2 * SCORES * one.head_dim * one.products
+    flops = 2 * SCORES * one.head_dim * PRODUCTS[one.walk]
     return {
         **fields,
+        "walk": one.walk,
+        "head_dim": one.head_dim,
+        "p": one.p,
+        "splits": one.launch.arguments.get("NUM_SPLITS", 1),
         "tile": list(one.tile),
         "issue_cycles": round(fields["issued"] * per_cycle),
         "pipe_cycles": round(fields["cycles"] * per_cycle),
         "tensor_cycles": round(flops / model.ARCHITECTURES[capability].product_flops),
     }
-
-
-def sum_attention(records: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Forward and backward together beside another attention, for each way through backward."""
-    from roofline.cases import RIVALS
-
-    cycles = {one["name"]: one["issue_cycles"] + one["tensor_cycles"] for one in records}
-    for p, (rival, cycles_of_rival) in RIVALS.items():
-        for head_dim, theirs in cycles_of_rival.items():
-            for way, passes in (("one walk", ["backward"]), ("two walks", ["grad_q", "grad_kv"])):
-                names = [f"attention {name}, d {head_dim}, p {p:g}" for name in ("forward", *passes)]
-                if all(name in cycles for name in names):
-                    ours = sum(cycles[name] for name in names)
-                    yield {"name": f"d {head_dim}, p {p:g}, {way}", "ours": ours, "rival": rival, "theirs": theirs}
 
 
 PASS_COLUMNS = {
@@ -220,8 +231,7 @@ PASS_COLUMNS = {
     "of file": lambda one: f"{one['register_file']:.0%}",
     "limit": lambda one: one["occupancy_limit"],
     "narrow": lambda one: str(one["narrow_accesses"]),
-    "% of copy": lambda one: "  ".join(f"{n} {100 * s['pass']:.0f}" for n, s in one["share_of_copy"].items()),
-    "with tail": lambda one: "  ".join(f"{n} {100 * s['with_tail']:.0f}" for n, s in one["share_of_copy"].items()),
+    "% of copy": lambda one: "  ".join(f"{name} {100 * share:.0f}" for name, share in one["share_of_copy"].items()),
     "launches": lambda one: f"+{one['tail_launches']}",
     "in the way": lambda one: one["obstacle"],
     "last reads": lambda one: f"{one['last_bytes'] / 1024:.0f} KiB" if one["last_bytes"] else "",
@@ -235,19 +245,6 @@ ATTENTION_COLUMNS = {
     "limit": lambda one: one["occupancy_limit"],
     "products": lambda one: "serialised" if one["serialised"] else "overlap",
 }
-
-SUM_COLUMNS = {
-    "attention forward + backward": lambda one: one["name"],
-    "ours": lambda one: str(one["ours"]),
-    "other": lambda one: f"{one['rival']} {one['theirs']}",
-    "speed": lambda one: f"{one['theirs'] / one['ours']:.2f}x",
-}
-SUM_NOTE = """One walk runs where there are enough heads (choose_splits in attention/kernel.py). A third of its
-instructions, and nearly half of forward's, draw masks and apply them: 7 rounds of Philox are 20 multiplications and
-logic operations for 8 scores, and each score is compared and selected. Two walks make 7 products where 5 would do and
-draw every mask once more. Not counted, on either side: delta before backward, grad_q's last conversion behind it, and
-what waits for memory.
-"""
 
 
 def draw_table(records: Sequence[Mapping[str, Any]], columns: Mapping[str, Any]) -> str:

@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from tempo_megatron.slots.loss import (
         TempoBertModel,
         TempoGPTModel,
+        TempoT5Model,
         fused_bert_class,
         fused_gpt_class,
+        fused_t5_class,
         log_probs,
         tempoize_loss,
     )
+    from tempo_megatron.slots.offload import offload_layers
     from tempo_megatron.slots.report import TempoReport, report_on
 
 __all__ = [
@@ -35,12 +38,15 @@ __all__ = [
     "TempoConfig",
     "TempoGPTModel",
     "TempoReport",
+    "TempoT5Model",
     "__version__",
     "add_tempo_arguments",
     "fused_bert_class",
     "fused_gpt_class",
+    "fused_t5_class",
     "initialize",
     "log_probs",
+    "offload_layers",
     "report_on",
     "set_micro_batch",
     "tempo_block_spec",
@@ -57,11 +63,14 @@ _HOMES = {
     "TempoConfig": "settings.config",
     "TempoGPTModel": "slots.loss",
     "TempoReport": "slots.report",
+    "TempoT5Model": "slots.loss",
     "add_tempo_arguments": "settings.arguments",
     "fused_bert_class": "slots.loss",
     "fused_gpt_class": "slots.loss",
+    "fused_t5_class": "slots.loss",
     "initialize": "deepspeed_initialize",
     "log_probs": "slots.loss",
+    "offload_layers": "slots.offload",
     "report_on": "slots.report",
     "set_micro_batch": "slots.dropout_rng",
     "tempo_block_spec": "slots.layer_spec",

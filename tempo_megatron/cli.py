@@ -1,4 +1,4 @@
-"""The console commands: `tempo-megatron`, also `python -m tempo_megatron`, and `tempo-pretrain-gpt` and `-bert`."""
+"""The console commands: `tempo-megatron`, also `python -m tempo_megatron`, and `tempo-pretrain-gpt`, `-bert`, `-t5`."""
 
 from __future__ import annotations
 
@@ -147,6 +147,11 @@ def pretrain_gpt() -> int:
 def pretrain_bert() -> int:
     """`tempo-pretrain-bert` and launch/pretrain_bert.py, likewise."""
     return _train("bert")
+
+
+def pretrain_t5() -> int:
+    """`tempo-pretrain-t5` and launch/pretrain_t5.py, likewise."""
+    return _train("t5")
 
 
 def _train(family: str) -> int:

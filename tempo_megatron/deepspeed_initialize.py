@@ -13,7 +13,7 @@ from torch import nn
 from tempo_megatron.words.json_text import find_near_name, read_json
 from tempo_torch import CHOICES, tempoize
 
-_KEYS = ("enabled", "seed", *CHOICES)
+_KEYS = ("enabled", "seed", *CHOICES, "offload")
 
 
 def initialize(

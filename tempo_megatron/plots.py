@@ -18,7 +18,7 @@ def import_pyplot(option: str = "--plot") -> Any:
 
     Raises MissingExtraError, which names `option`, where matplotlib is missing.
     """
-    check_installed(option, "plot", "matplotlib")
+    check_installed(option, "train", "matplotlib")
     import matplotlib
 
     matplotlib.use("Agg")

@@ -69,7 +69,7 @@ LACKING = [
     ("import tempo_megatron.training.main", "the trainer", "train"),
 ]
 COMMANDS = [["ledger", "--model", "gpt.json"], ["prepare-data"], ["export"]]
-SCRIPTS = ["prepare_data", "pretrain_gpt", "pretrain_bert"]
+SCRIPTS = ["prepare_data", "pretrain_gpt", "pretrain_bert", "pretrain_t5"]
 RUN_COMMAND = "from tempo_megatron.cli import main; sys.exit(main())"
 RUN_TRAINER = "from tempo_megatron.cli import pretrain_gpt; sys.exit(pretrain_gpt())"
 

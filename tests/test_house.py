@@ -69,7 +69,17 @@ ROOMS_BELOW: dict[str, tuple[str, ...]] = {
 DEEPSPEED_HOMES = ("tempo_megatron/training/", "tempo_megatron/deepspeed_initialize.py", "launch/")
 FILES = sorted(path for folder in FLOORS for path in (ROOT / folder).rglob("*.py"))
 SHARED_ROOMS = ("philox", "pointwise")
-SHARED_MODULES = ("backend", "compiled", "derivative", "fakes", "kernel_launch", "opaque", "refill", "transforms")
+SHARED_MODULES = (
+    "backend",
+    "compiled",
+    "derivative",
+    "fakes",
+    "kernel_launch",
+    "opaque",
+    "refill",
+    "saved",
+    "transforms",
+)
 
 
 @functools.cache

@@ -32,7 +32,7 @@ from megatron.core import parallel_state
 from witness import ulp
 
 from grid.cases import ONE_PROCESS, Case
-from grid.run import Found, run_model
+from grid.run_model import Found, run_model
 
 # The largest error of GELU' in place, as tempo_kernels.gelu states it.
 GELU_FLOOR = {"fp32": 5.1e-5, "bf16": 1.6e-2}

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roofline.launches import Launch, record_launches
+from roofline.walks import PRODUCTS
 from tempo_kernels.attention import kernel as attention_kernel
 from tempo_kernels.attention import kernel_columns, kernel_heads, kernel_rows
 from tempo_kernels.attention.settings import Inputs, Kept, Settings
@@ -36,14 +37,6 @@ SIZES = Sizes(s=2048, b=4, h=4096, ffn=16384, gated_ffn=11008, p=0.1, dtype=torc
 POINTWISE = [dropout_add, gelu, glu, pointwise, squared_relu]
 POINTWISE += [norm_rows, kernel_whole_rows, kernel_long_rows, kernel_lost_channels]
 VOCABULARY, CHUNK_ROWS = 50304, 4096
-RIVALS = {
-    0.1: ("FlashAttention-2", {64: 5984, 128: 10020}),
-    0.0: ("Triton's tutorial", {64: 4004, 128: 7426}),
-}
-"""{dropout: (whose attention, {head_dim: cycles of forward and backward})}, counted as ours are. FlashAttention-2: the
-machine code of torch 2.11. The tutorial: python/tutorials/06-fused-attention.py of triton-lang/triton at 003da478 by
-triton 3.6, float16, blocks of 128 x 64 in forward and of 32 x 128 in backward."""
-PRODUCTS = {"forward": 2, "grad_q": 3, "grad_kv": 4, "backward": 5}
 
 
 class Pass(NamedTuple):
@@ -64,9 +57,11 @@ class Pass(NamedTuple):
 
 class AttentionPass(NamedTuple):
     name: str
+    walk: str
+    """One of walks.PRODUCTS."""
     launch: Launch
     head_dim: int
-    products: int
+    p: float
     tile: tuple[int, int]
     """Queries by keys."""
 
@@ -117,7 +112,7 @@ def find_attention_passes(capability: int, head_dim: int, p: float) -> Iterator[
         _, found["backward"], _ = chosen_way
     for name, launch in found.items():
         tile = (launch.arguments["BLOCK_QUERIES"], launch.arguments["BLOCK_KEYS"])
-        yield AttentionPass(f"attention {name}, d {head_dim}, p {p:g}", launch, head_dim, PRODUCTS[name], tile)
+        yield AttentionPass(f"attention {name}, d {head_dim}, p {p:g}", name, launch, head_dim, p, tile)
 
 
 def _record(

@@ -65,6 +65,21 @@ class Body(NamedTuple):
 
     instructions: list[Instruction]
     is_loop: bool
+    others: int = 0
+    """Instructions of the loop that the path jumps over, as the code for a tile that lies across the diagonal."""
+    around: int = 0
+    """Instructions that a program executes before and behind the loop."""
+
+    @property
+    def barriers(self) -> int:
+        """How often the warps of a program wait for one another."""
+        return sum(one.name.startswith("BAR") for one in self.instructions)
+
+    @property
+    def waits(self) -> int:
+        """1 if registers are loaded from global memory, so that each way through waits for it; asynchronous copies to
+        shared memory are ahead by a stage or more."""
+        return int(any(one.name.startswith("LDG.") for one in self.instructions))
 
     @property
     def issued(self) -> int:
@@ -104,11 +119,20 @@ def find_body(instructions: list[Instruction]) -> Body:
     the one for subnormal numbers.
     """
     loops = [(one.target, one.address) for one in instructions if one.target is not None and one.target < one.address]
-    bodies = [Body(_find_path(instructions, start, end), True) for start, end in loops]
     whole = Body(_find_path(instructions, instructions[0].address, None), False)
+    bodies = [_make_loop(instructions, start, end) for start, end in loops]
     best = max(bodies, key=_rank, default=whole)
     is_main = best.products or best.stored_bytes or (best.loaded_bytes and not whole.stored_bytes)
     return best if is_main else whole
+
+
+def _make_loop(instructions: list[Instruction], start: int, end: int) -> Body:
+    once = _find_path(instructions, start, end)
+    inside = [index for index, one in enumerate(instructions) if start <= one.address <= end]
+    before = len(_find_path(instructions, instructions[0].address, start)) - 1
+    behind = instructions[inside[-1] + 1 :]
+    around = max(0, before) + (len(_find_path(instructions, behind[0].address, None)) if behind else 0)
+    return Body(once, True, len(inside) - len(once), around)
 
 
 def _rank(body: Body) -> tuple[int, int, int]:

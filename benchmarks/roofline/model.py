@@ -1,29 +1,58 @@
-"""From instructions to time: how many programs share a multiprocessor, and what share of its copy bandwidth is left.
+"""From instructions to time: how many programs share a multiprocessor, and what of a copy's bandwidth a pass reaches.
 
-A scheduler of a multiprocessor issues one instruction of a warp per cycle; a pipe narrower than a warp takes several
-cycles for each. A pass lasts as long as its memory traffic or its busiest pipe, whichever is longer, and somewhat more
-where both are near: (memory**N + issue**N)**(1/N). N is chosen, not measured.
+Three things can bound a pass. The longer of the last two does not hide wholly behind the first, nor that behind it:
+(memory**N + max(issue, latency)**N)**(1/N).
+
+memory   Its bytes at the bandwidth of a large copy, and what the last round loses: programs come in rounds of as many
+         as run at once, and where the last has few, a program's own time is longer than the copying of their bytes.
+issue    A scheduler of a multiprocessor issues one instruction of a warp per cycle; a pipe narrower than a warp takes
+         several cycles for each. What a program does before and behind its loop counts too.
+latency  The rounds, each as long as a program alone: it starts, waits for its parameters and first tile, and on every
+         way through its loop for barriers and, unless copies run ahead of it, for memory.
 
 Added to that are launches behind the pass, the partial sums that it writes and they read, at the bandwidth of a copy,
-and, where the last program of a strip adds the partial sums up itself, the time that it alone takes: LAST_US for what
-follows one after another, and its reads from the L2 cache at a single multiprocessor's rate. LAST_US is reckoned, not
-measured: a barrier and a fence (about 700 cycles), an atomic addition and a first read that each go to the L2 cache and
-back (about 600 and 300), and the last store.
+and, where the last program of a strip adds the partial sums up itself, the time that it alone takes: for what follows
+one after another, and its reads from the L2 cache at a single multiprocessor's rate.
+
+What is chosen and not measured is in Chosen. The model is evaluated for three choices, and the slow and the fast one
+are the error bar of a row.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from roofline.launches import Launch
 from roofline.machine_code import Body
 
-OVERLAP = 3.3
-LAUNCH_US = 2.6
-LAST_US = 1.0
 L2_BYTES_PER_CYCLE = 64  # of one multiprocessor
 WARP, SCHEDULERS = 32, 4
 REGISTERS, PROGRAMS, RESERVED_SHARED_BYTES = 65536, 32, 1024
+
+
+class Chosen(NamedTuple):
+    """What no document says for certain."""
+
+    overlap: float
+    """N."""
+    latency_cycles: float
+    """From a load to its data from memory. Idle, an H100 takes 480 cycles (Luo et al., arXiv 2402.13499); QuACK's
+    authors reckon with 400 ns, which is 730."""
+    barrier_cycles: float
+    start_cycles: float
+    """Until a program's first instruction has its arguments."""
+    launch_us: float
+    """From the end of a kernel to the start of the next on the same stream."""
+    last_us: float
+    """What follows one after another in the last program of a strip: a barrier and a fence, an atomic addition and a
+    first read that each go to the L2 cache and back, and the last store."""
+
+
+CENTRAL = Chosen(3.3, 730, 30, 500, 2.6, 1.0)
+SLOW = Chosen(2.0, 1000, 60, 1000, 4.0, 2.0)
+FAST = Chosen(8.0, 480, 20, 300, 1.5, 0.5)
 
 
 class Architecture(NamedTuple):
@@ -48,14 +77,15 @@ class Device(NamedTuple):
     capability: int
     multiprocessors: int
     clock_hz: float
+    """The one at which the data sheet's dense 16-bit FLOP/s are reckoned: 989.4e12 on an H100 SXM."""
     copy_bytes_per_s: float
     """Of a large copy, read and write together."""
 
 
 DEVICES = {
     "A100": Device(80, 108, 1.41e9, 1.7e12),
-    "H100": Device(90, 132, 1.755e9, 3.0e12),
-    "H200": Device(90, 132, 1.755e9, 4.3e12),
+    "H100": Device(90, 132, 1.83e9, 3.0e12),
+    "H200": Device(90, 132, 1.83e9, 4.3e12),
     "B200": Device(100, 148, 1.85e9, 7.2e12),
 }
 
@@ -66,6 +96,21 @@ class Occupancy(NamedTuple):
     limit: str
     register_share: float
     """Of the register file that those programs hold."""
+
+
+class Time(NamedTuple):
+    """Seconds of a pass by what takes them, and their sum as the module's docstring joins them."""
+
+    memory: float
+    issue: float
+    latency: float
+    tail: float
+    total: float
+
+    @property
+    def bound(self) -> str:
+        """What takes longest of the pass itself."""
+        return max(("memory", "issue", "latency"), key=lambda name: getattr(self, name))
 
 
 def find_occupancy(registers: int, num_warps: int, shared_bytes: int, capability: int) -> Occupancy:
@@ -101,22 +146,24 @@ def find_elements(launch: Launch, body: Body, num_elements: int, bytes_each: int
     return (body.stored_bytes or body.loaded_bytes) / bytes_each
 
 
-def find_share_of_copy(
-    cycles_per_element: float,
-    num_elements: int,
-    num_bytes: int,
-    device: Device,
-    launches: int = 0,
-    tail_bytes: int = 0,
-    last_bytes: int = 0,
-) -> float:
-    """The time of a copy of num_bytes as a share of this pass's, with so many launches more behind it, and the last
-    program's reading of last_bytes."""
-    lanes = device.multiprocessors * SCHEDULERS * WARP
-    issue_s = cycles_per_element * num_elements / (lanes * device.clock_hz)
-    memory_s = num_bytes / device.copy_bytes_per_s
-    pass_s = (memory_s**OVERLAP + issue_s**OVERLAP) ** (1 / OVERLAP)
-    tail_s = launches * LAUNCH_US * 1e-6 + tail_bytes / device.copy_bytes_per_s
-    if last_bytes:
-        tail_s += LAST_US * 1e-6 + last_bytes / (L2_BYTES_PER_CYCLE * device.clock_hz)
-    return memory_s / (pass_s + tail_s)
+def find_time(one: Mapping[str, Any], device: Device, chosen: Chosen) -> Time:
+    """Of the pass that a record of static_roofline.py describes."""
+    clock, programs, slots = device.clock_hz, one["programs"], device.multiprocessors * one["programs_per_sm"]
+    busy = (one["around"] + one["trips"] * one["cycles"]) * one["warps"] / SCHEDULERS
+    waits = one["trips"] * (one["waits"] * chosen.latency_cycles + one["barriers"] * chosen.barrier_cycles)
+    program_s = (chosen.start_cycles + chosen.latency_cycles + busy + waits) / clock
+    rounds = math.ceil(programs / slots)
+    copy_s = one["num_bytes"] / device.copy_bytes_per_s
+    last_s = copy_s * (1 - (rounds - 1) * slots / programs)
+    memory_s = copy_s + (max(0.0, program_s - last_s) if rounds > 1 else 0.0)
+    issue_s, latency_s = programs * busy / (device.multiprocessors * clock), rounds * program_s
+    joined = (memory_s**chosen.overlap + max(issue_s, latency_s) ** chosen.overlap) ** (1 / chosen.overlap)
+    tail_s = one["tail_launches"] * chosen.launch_us * 1e-6 + one["tail_bytes"] / device.copy_bytes_per_s
+    if one["last_bytes"]:
+        tail_s += chosen.last_us * 1e-6 + one["last_bytes"] / (L2_BYTES_PER_CYCLE * clock)
+    return Time(memory_s, issue_s, latency_s, tail_s, joined + tail_s)
+
+
+def find_share_of_copy(one: Mapping[str, Any], device: Device, chosen: Chosen = CENTRAL) -> float:
+    """The time of a copy of the bytes that the pass must move, as a share of the pass's."""
+    return one["num_bytes"] / device.copy_bytes_per_s / find_time(one, device, chosen).total

@@ -11,15 +11,18 @@ import torch
 from torch import nn
 
 from tempo_kernels import KEEPS
+from tempo_kernels.offload import Offload
 from tempo_torch.activation import IN_PLACE, Activation, is_activation, name_activation
 from tempo_torch.alibi import AlibiAttention, find_alibi
 from tempo_torch.attention import NAME, PLACE, AttentionPlace, find_ranks, give_back_attention, use_attention
 from tempo_torch.dropout import RedrawnDropout
+from tempo_torch.experts import RecomputesExperts, find_experts_refusal, is_experts
 from tempo_torch.functional import RedirectsFunctions, find_functions, redirect
 from tempo_torch.linear import DropsInput
 from tempo_torch.loss import FusedLoss, is_language_model, use_fused_loss
 from tempo_torch.multihead import MultiheadAttention
 from tempo_torch.norm import find_norm
+from tempo_torch.offload import offload_layers
 from tempo_torch.position import Passes
 from tempo_torch.probe import Call, Seen, make_inputs, probe
 from tempo_torch.replace import Replaced, change_class, give_class_back
@@ -51,6 +54,7 @@ class _State:
 
     def __init__(self, passes: Passes, choices: dict[str, str], made: list[Entry], given: tuple[Any, ...] = ()) -> None:
         self.passes, self.choices, self.made, self.given = passes, choices, made, given
+        self.offloads: list[Offload] = []
         self.seen: Seen | str = "its inputs are not; the first one tells"
         self._is_settled = False
 
@@ -145,6 +149,7 @@ def tempoize(
     dropout: str = "recompute",
     attention: str = "auto",
     loss: str = "auto",
+    offload: str = "off",
     rank: int | None = None,
     num_ranks: int | None = None,
 ) -> Model:
@@ -166,6 +171,10 @@ def tempoize(
         attention: "flash" (and "auto") gives attention with dropout a mask by position and no s*s tensor, in
             nn.MultiheadAttention and in models of transformers on "sdpa", and in BLOOM and MPT.
         loss: "fused" (and "auto") makes the logits of a causal language model a chunk of tokens at a time.
+        offload: "all" moves what the layers keep to pinned host memory after their forward, and back before their
+            backward; so do, for themselves, names of modules in a layer joined by "+", such as "mlp.down_proj", and
+            "input", the input of a layer that torch.utils.checkpoint runs again. Layers are the modules of the
+            outermost nn.ModuleLists.
         rank, num_ranks: this process among those that train on different samples. By default those of
             torch.distributed, and of the mesh of a model that transformers distributed; give them if processes share
             samples in another way.
@@ -181,7 +190,7 @@ def tempoize(
     ranks = find_ranks(model)
     if rank is None and ranks:
         rank, num_ranks = ranks["samples"]
-    given = (seed, choices, rank, num_ranks)
+    given = (seed, choices, offload, rank, num_ranks)
     before = _take_before(model, given)
     passes, entries = before or (Passes(seed, rank, num_ranks), [])
     for name, module in list(model.named_modules()):
@@ -204,6 +213,7 @@ def tempoize(
     if call is not None:
         state.watch(model, call)
     _check_applied(state.report(model), choices)
+    state.offloads = offload_layers(model, offload)
     watch = model.register_forward_pre_hook(state.watch_first, with_kwargs=True)  # behind hooks that change the inputs
     passes.handles.append(watch)
     return model
@@ -223,6 +233,7 @@ def _take_before(model: nn.Module, given: tuple[Any, ...]) -> tuple[Passes, list
         )
     del module.__dict__[_ATTRIBUTE]
     state.passes.leave()
+    _stop_offload(state)
     names = {each for each, _ in model.named_modules()}
     prefix = f"{name}." if name else ""
     moved = [dataclasses.replace(entry, name=f"{prefix}{entry.name}".rstrip(".")) for entry in state.made]
@@ -231,13 +242,21 @@ def _take_before(model: nn.Module, given: tuple[Any, ...]) -> tuple[Passes, list
     return state.passes, [entry for entry in stays if entry.name in names]
 
 
+def _stop_offload(state: _State) -> None:
+    for offload in state.offloads:
+        offload.remove()
+    state.offloads = []
+
+
 def restore(model: Model) -> Model:
     """Undoes `tempoize` in place: modules get their own classes back, the model its attention and its loss.
 
     Parameters stay the same objects under the same names. Raises ValueError for a model that was not given to tempoize,
     and if FSDP2 has changed the classes of modules since.
     """
-    _find(model)[1].passes.leave()
+    state = _find(model)[1]
+    state.passes.leave()
+    _stop_offload(state)
     for module in model.modules():
         give_class_back(module)
         module.__dict__.pop(_ATTRIBUTE, None)
@@ -375,6 +394,18 @@ def _replace_activation(name: str, module: nn.Module, choices: dict[str, str], _
     return Entry(name, kind, "activation", value, stock_bytes=stock, tempo_bytes=2.0 if keep == "input" else bits)
 
 
+def _replace_experts(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Entry | None:
+    if choices["activation"] == "off" or not is_experts(module):
+        return None
+    kind, why = type(module).__name__, find_experts_refusal(module)
+    if why is None and choices["activation"] == "inplace":
+        why = "a gated activation cannot be computed from its output"
+    if why is not None:
+        return Entry(name, kind, "activation", None, why)
+    change_class(module, RecomputesExperts)
+    return Entry(name, kind, "activation", "recompute", stock_bytes=1.0)
+
+
 def _replace_dropout(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> Entry | None:
     kind = type(module).__name__
     if choices["dropout"] == "off":
@@ -455,6 +486,7 @@ def _replace_functions(name: str, module: nn.Module, choices: dict[str, str], pa
 
 _REPLACEMENTS = (
     _replace_norm,
+    _replace_experts,
     _replace_activation,
     _replace_dropout,
     _replace_linear,

@@ -1,12 +1,16 @@
 """Measures, for a run's banner, what one of its layers keeps for backward, stock and with Tempo.
 
-The ledger needs its own model parallel groups and draws random numbers, so it runs in a separate process on the CPU,
-while the run's model is built.
+A layer of Megatron's local modules is built as the run's configuration says, and measured by the ledger. Layers with
+experts, latent attention or Transformer Engine's modules are measured as the estimate simulates them. Both need model
+parallel groups of their own and draw random numbers, so they run in a separate process on the CPU, while the run's
+model is built.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import operator
 import pickle
 import subprocess
 from collections.abc import Callable
@@ -14,6 +18,7 @@ from typing import Any
 
 from tempo_megatron.beside import Beside
 from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
 
 _SECONDS = 60
 
@@ -55,17 +60,29 @@ class KeptBytes:
         return f"stock {self.stock:,}, Tempo {self.tempo:,}, {self.tempo / self.stock:.3f} of stock"
 
 
-def start_measuring(config: Any, tempo_config: TempoConfig, run: Any) -> Callable[[], KeptBytes]:
+def start_measuring(
+    config: Any, tempo_config: TempoConfig, run: Any, *, has_transformer_engine: bool = False
+) -> Callable[[], KeptBytes]:
     """Begin to measure a GPT's layer of this TransformerConfig. Returns a function that waits for the figures.
 
     Args:
         config: the run's TransformerConfig.
         tempo_config: without "auto".
         run: Megatron's arguments, or None.
+        has_transformer_engine: whether the layers have modules of Transformer Engine.
     """
-    obstacle = _find_obstacle(config)
     if run is None:
-        obstacle = "Megatron's arguments, which say how long samples are, are not initialized in this script"
+        unknown = "Megatron's arguments, which say how long samples are, are not initialized in this script"
+        return lambda: KeptBytes(unknown=unknown)
+    if has_transformer_engine or config.num_moe_experts or config.multi_latent_attention:
+        try:
+            layers = _read_layers(config, tempo_config, run, has_transformer_engine)
+        except ValueError as error:
+            unknown = str(error)
+            return lambda: KeptBytes(unknown=unknown)
+        simulated = Beside("tempo_megatron.megatron_lm.kept_bytes:measure_layers", layers)
+        return lambda: _wait(simulated)
+    obstacle = _find_obstacle(config)
     if obstacle is not None:
         return lambda: KeptBytes(unknown=obstacle)
     order = {
@@ -94,13 +111,43 @@ def _find_obstacle(config: Any) -> str | None:
     """Why the ledger, which measures one layer of a dense GPT, does not know this run's layers."""
     if type(config).__name__ != "TransformerConfig":
         return f"layers of a {type(config).__name__} are not alike or not known to the ledger"
-    if config.num_moe_experts:
-        return "the ledger does not know which tokens an expert gets"
     if config.context_parallel_size > 1:
         return "the ledger does not know context parallelism"
     if not _is_portable(config.activation_func):
         return "the activation is a function that another process cannot be given"
     return None
+
+
+def _read_layers(config: Any, tempo_config: TempoConfig, run: Any, has_transformer_engine: bool) -> Any:
+    """The Run of these layers, as on a GPU. Raises ValueError for what the estimate does not know."""
+    from tempo_megatron.memory.megatron_run import find_unknown_in_layers, read_run
+    from tempo_megatron.slots.mlp import describe_activation
+
+    ranks = config.context_parallel_size
+    unknown = find_unknown_in_layers("GPTModel", dataclasses.replace(config, context_parallel_size=1))
+    if unknown is not None:
+        raise ValueError(f"the run has {unknown}")
+    if config.multi_latent_attention and tempo_config.values_of("attention") <= {"off", "flash"}:
+        # Both keep what Transformer Engine's attention keeps, the only one of latent vectors that is simulated.
+        of_layers = {key: {**values, "attention": "off"} for key, values in tempo_config.layers.items()}
+        tempo_config = dataclasses.replace(tempo_config, attention="off", layers=of_layers)
+    arguments = {
+        # Of the model around the layers.
+        **{"vocab_size": 128, "max_sequence_length": run.seq_length, "share_embeddings_and_output_weights": True},
+        "position_embedding_type": run.position_embedding_type,
+    }
+    is_engine = has_transformer_engine or config.multi_latent_attention
+    found = read_run(
+        "GPTModel",
+        config,
+        arguments,
+        run,
+        tempo_config,
+        activation=describe_activation(config),
+        stock="transformer_engine" if is_engine else "local",
+    )
+    model = dataclasses.replace(found.model, seq_length=found.model.seq_length // ranks)
+    return dataclasses.replace(found, model=model, context_parallel=1)
 
 
 def _is_portable(value: Any) -> bool:
@@ -120,6 +167,35 @@ def _portable_fields(config: Any) -> dict[str, Any]:
         if field.init and not is_function and _is_portable(value):
             fields[field.name] = value
     return {**fields, **{name: value for name, value in _OVERRIDES.items() if name in fields}}
+
+
+def measure_layers(run: Any) -> KeptBytes:
+    """The figures of a Run whose layers `start_measuring` has read."""
+    from tempo_megatron.memory.simulated.chunk import record_chunk
+
+    has_experts = run.experts.layers if run.experts else (False,) * run.model.num_layers
+
+    def count(tempo_config: TempoConfig) -> float:
+        kinds = collections.Counter(
+            (tempo_config.for_layer(layer, "decoder"), has) for layer, has in enumerate(has_experts)
+        )
+        values = {
+            str(place): {name: getattr(config, name) for name in LAYER_OPERATIONS}
+            for place, (config, _) in enumerate(kinds)
+        }
+        one_each = dataclasses.replace(
+            run,
+            model=dataclasses.replace(run.model, num_layers=len(kinds)),
+            tempo=dataclasses.replace(tempo_config, layers=values),
+            experts=run.experts and dataclasses.replace(run.experts, layers=tuple(has for _, has in kinds)),
+            recompute_num_layers=None,
+        )
+        by_layer, _ = record_chunk(one_each)
+        saved = [sum(each.num_bytes for each in by_layer["decoder", place]) for place in range(len(kinds))]
+        total: int = sum(map(operator.mul, saved, kinds.values()))
+        return total / len(has_experts)
+
+    return KeptBytes(stock=round(count(TempoConfig.off())), tempo=round(count(run.tempo)))
 
 
 def measure_kept_bytes(order: dict[str, Any]) -> KeptBytes:

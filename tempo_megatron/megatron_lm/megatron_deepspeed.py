@@ -120,6 +120,11 @@ def choose(args: argparse.Namespace, tempo_config: TempoConfig) -> tuple[TempoCo
             "tempo.layers is given, and Tempo replaces Megatron-DeepSpeed's functions for all layers at once; "
             "expected one value for each operation; leave layers out"
         )
+    if tempo_config.offloads:
+        raise ValueError(
+            f"tempo.offload is {tempo_config.offload}, and it moves what Megatron-core's layers keep, not those of "
+            "Megatron-DeepSpeed; leave offload out"
+        )
     chosen: dict[str, Any] = {}
     reasons = {}
     for name, operation in OPERATIONS.items():

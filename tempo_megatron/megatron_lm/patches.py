@@ -101,6 +101,8 @@ def _announce_micro_batches(begin: Callable[..., Any], get_args: Callable[[], An
     @functools.wraps(begin)
     def announce(model: Any, microbatch_id: int) -> Any:
         report.publish_once()
+        if microbatch_id == 0:
+            report.say_what_moves()
         # Where no model draws masks, Megatron's tracker holds its own states only.
         if any(built.draws_masks for built in report.models):
             announce_micro_batch(get_args(), microbatch_id)
@@ -150,6 +152,7 @@ def _wrap_constructor(
             found = _replace_specs(model, given.arguments, tempo_config, run)
             construct(*given.args, **given.kwargs)
             _finish_model(self, found, tempo_config)
+            _offload(self, tempo_config, run, report)
         except ValueError as error:
             raise LaunchError(f"--use-tempo: {error}") from error
         if model.has_causal_mask and found.knows_its_mask:
@@ -210,6 +213,21 @@ def _finish_model(model: Any, found: BuiltModel, tempo_config: TempoConfig) -> N
         found.reasons["loss"] = reason
     tempoize_loss(model, found.tempo_config)
     found.report = report_on(model)
+
+
+def _offload(model: Any, tempo_config: TempoConfig, run: Any, report: RunReport) -> None:
+    """Let the layers of a model move what they keep to the host."""
+    if not tempo_config.offloads:
+        return
+    if report.offloading is None:
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        from tempo_megatron.slots.offload import Offloading, count_in_flight
+
+        num_chunks = getattr(run, "virtual_pipeline_model_parallel_size", None) or 1
+        number = 1 if run is None else count_in_flight(get_num_microbatches(), num_chunks)
+        report.offloading = Offloading(num_in_flight=number)
+    report.offloading.add(model, tempo_config)
 
 
 def _find_obstacles_to_masks(config: Any, run: Any) -> Obstacles:

@@ -7,11 +7,14 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tempo_megatron.megatron_lm.kept_bytes import KeptBytes, start_measuring
 from tempo_megatron.megatron_lm.versions import LaunchError
 from tempo_megatron.settings.config import TempoConfig
+
+if TYPE_CHECKING:
+    from tempo_megatron.slots.offload import Offloading
 
 NOTHING_TO_REPLACE = (
     "--use-tempo is given, but this script builds no GPTModel, BertModel, T5Model or HybridModel of megatron.core, "
@@ -72,6 +75,9 @@ class RunReport:
         self._is_published = False
         self.plan: str | None = None
         """What was planned for a memory budget, in lines."""
+        self.offloading: Offloading | None = None
+        """Of this rank's layers."""
+        self._has_said_what_moves = False
         self._is_first_rank = int(os.environ.get("RANK", "0")) == 0
         self._kept_bytes = KeptBytes(unknown="no model is built")
 
@@ -80,8 +86,11 @@ class RunReport:
 
         run: Megatron's arguments, or None.
         """
-        if self._is_first_rank and not self.models and model.name == "GPTModel" and not model.has_transformer_engine:
-            model.kept_bytes = start_measuring(config, model.tempo_config, run)
+        if self._is_first_rank and not self.models and model.name == "GPTModel":
+            has_transformer_engine = model.has_transformer_engine
+            model.kept_bytes = start_measuring(
+                config, model.tempo_config, run, has_transformer_engine=has_transformer_engine
+            )
         self.models.append(model)
 
     def publish_once(self) -> None:
@@ -97,10 +106,18 @@ class RunReport:
         if not self._is_first_rank:
             return
         wait = self.models[0].kept_bytes
-        self._kept_bytes = wait() if wait else KeptBytes(unknown="the ledger measures a GPT's local layers")
+        self._kept_bytes = wait() if wait else KeptBytes(unknown="what is measured are the layers of a GPTModel")
         print(self.describe(), flush=True)
         if self._file:
             Path(self._file).write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+
+    def say_what_moves(self) -> None:
+        """Print on rank 0 what the layers have moved to the host, once the first step has been trained."""
+        if self._has_said_what_moves or self.offloading is None or not self.offloading.engine.moved_bytes:
+            return
+        self._has_said_what_moves = True
+        if self._is_first_rank:
+            print(f"tempo: offload: {self.offloading.describe()}", flush=True)
 
     def as_dict(self) -> dict[str, Any]:
         """What `--tempo-report` writes."""
@@ -126,6 +143,8 @@ class RunReport:
         """The banner."""
         lines = [f"tempo: Megatron-core {self.megatron_version} at {self.megatron_root}"]
         lines += [f"tempo: plan: {line}" for line in (self.plan or "").splitlines()]
+        if self.offloading is not None:
+            lines.append(f"tempo: offload: {self.offloading.describe()}")
         for model in self.models:
             lines.append(f"tempo: {model.name}, {model.tempo_config.describe()}")
             lines.append(f"tempo:   slots replaced: {model.report.describe_counts()}")

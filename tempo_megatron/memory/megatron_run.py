@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from tempo_megatron.memory.run import Experts, LatentAttention, OptimizerSettings, Run, read_recomputation
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.words.expert_layers import parse_layer_frequency
 from tempo_megatron.words.pipeline_layout import parse_pipeline_layout
 
 _FAMILIES = {"GPTModel": "gpt", "BertModel": "bert", "T5Model": "t5"}
@@ -34,15 +34,13 @@ _SAME = (
 )
 
 KNOWN_IN_COMMANDS = (
-    *("num_moe_experts", "multi_latent_attention", "mtp_num_layers", "pipeline_model_parallel_layout"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "fp8"),
+    *("mtp_num_layers", "pipeline_model_parallel_layout", "fp8"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
 """Of the next two, what the estimate of a command knows, and the plan of a run does not."""
 
 UNKNOWN_IN_LAYERS = {
     "heterogeneous_block_specs": "layers of several kinds",
-    "num_moe_experts": "layers of experts",
-    "multi_latent_attention": "latent attention",
     "fp8": "float8",
     "fp4": "float4",
     "fp32_residual_connection": "a float32 residual stream",
@@ -329,7 +327,7 @@ def _read_experts(config: Any, run: Any) -> Experts:
         num_experts=number,
         per_token=config.moe_router_topk,
         ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size,
-        layers=_find_layers_with_experts(config.moe_layer_freq, config.num_layers),
+        layers=parse_layer_frequency(config.moe_layer_freq, config.num_layers),
         shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size,
         expert_parallel=parallel,
         tensor_parallel=split,
@@ -388,22 +386,3 @@ def _read_latent_attention(model_name: str, config: Any, stock: str) -> LatentAt
         fuses_rope=config.apply_rope_fusion and config.position_embedding_type == "rope",
         is_yarn=getattr(config, "rope_type", None) != "rope",
     )
-
-
-def _find_layers_with_experts(frequency: Any, num_layers: int) -> tuple[bool, ...]:
-    """Of --moe-layer-freq: every n-th layer, or a list such as ([0]*1+[1]*15), as Megatron-LM's arguments.py reads it.
-
-    Raises ValueError where it is neither.
-    """
-    text = str(frequency)
-    if text.isdecimal() and int(text):
-        return tuple(layer % int(text) == 0 for layer in range(num_layers))
-    found: list[bool] = []
-    for part in re.sub(r"[()\s]", "", text).split("+"):
-        match = re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d+))?", part)
-        if match is None:
-            raise ValueError(f"--moe-layer-freq is {frequency}; expected a number, or lists such as ([0]*1+[1]*15)")
-        found += [number == "1" for number in match[1].split(",")] * int(match[2] or 1)
-    if len(found) != num_layers:
-        raise ValueError(f"--moe-layer-freq {frequency} names {len(found)} layers, and there are {num_layers}")
-    return tuple(found)

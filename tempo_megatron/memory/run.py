@@ -381,6 +381,68 @@ class Run:
         self.list_chunks(0)
 
 
+def take_parts(
+    shape: ModelShape, *, stock: str, tensor_parallel: int = 1, expert_parallel: int | None = None
+) -> dict[str, Any]:
+    """The fields of a Run that say what is trained: the model without its parts, its experts, its latent attention.
+
+    Experts of Transformer Engine run in grouped products. Where they are divided, tokens are sent by all-to-all; else
+    Megatron's default, all-gather, brings them.
+
+    Args:
+        shape: the model.
+        stock: of the Run.
+        tensor_parallel: of the Run; an expert is split as the layers are, but for one with biases.
+        expert_parallel: ranks that share the experts; None is 1.
+
+    Raises ValueError where the experts do not divide, or have what the estimate does not know.
+    """
+    found: dict[str, Any] = {"model": shape.leave_parts()}
+    number, parallel = shape.num_experts, expert_parallel or 1
+    if number is None:
+        if expert_parallel is not None:
+            raise ValueError(f"--ep {parallel} is given, and the model has no experts; leave it out")
+    else:
+        for name in ("moe_expert_capacity_factor", "moe_z_loss_coeff"):
+            if (value := getattr(shape, name)) is not None:
+                raise ValueError(
+                    f"{name} is {value}, which the estimate does not know; expected null: leave it out of the model"
+                )
+        if number % parallel:
+            raise ValueError(f"--ep {parallel} does not divide the model's {number} experts; change it")
+        found["experts"] = Experts(
+            num_experts=number,
+            per_token=shape.moe_router_topk,
+            ffn_hidden_size=shape.expert_size,
+            layers=shape.layers_with_experts,
+            shared_ffn_hidden_size=shape.moe_shared_expert_intermediate_size,
+            expert_parallel=parallel,
+            tensor_parallel=1 if shape.add_bias_linear else tensor_parallel,
+            dispatcher="allgather" if parallel == 1 else "alltoall",
+            grouped=stock == "transformer_engine",
+            routing=shape.moe_router_load_balancing_type,
+            aux_loss_coefficient=shape.moe_aux_loss_coeff,
+            score_function=shape.moe_router_score_function,
+            has_bias=shape.moe_router_enable_expert_bias,
+            pre_softmax=shape.moe_router_pre_softmax,
+            num_groups=shape.moe_router_num_groups,
+            group_topk=shape.moe_router_group_topk,
+            router_dtype={None: None, "fp32": torch.float32, "fp64": torch.float64}[shape.moe_router_dtype],
+        )
+    if shape.multi_latent_attention:
+        sizes = shape.kv_lora_rank, shape.qk_head_dim, shape.qk_pos_emb_head_dim, shape.v_head_dim
+        kv_lora_rank, qk_head_dim, qk_pos_emb_head_dim, v_head_dim = (size or 0 for size in sizes)
+        found["latent_attention"] = LatentAttention(
+            q_lora_rank=shape.q_lora_rank,
+            kv_lora_rank=kv_lora_rank,
+            qk_head_dim=qk_head_dim,
+            qk_pos_emb_head_dim=qk_pos_emb_head_dim,
+            v_head_dim=v_head_dim,
+            is_yarn=shape.position_embedding_type == "yarn",
+        )
+    return found
+
+
 def read_recomputation(
     granularity: str | None,
     method: str | None,

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from tempo_megatron.models.shape import CHOICES, NAMES, read_shape_file
+from tempo_megatron.models.shape import CHOICES, NAMES, QUICK_GEGLU, read_shape_file
 from tempo_megatron.settings.activations import ACTIVATIONS
 from tempo_megatron.words.argument_types import (
     parse_fraction,
@@ -61,6 +61,38 @@ _LAYER: dict[str, tuple[Any, str]] = {
     "--group-query-attention": (bool, "groups of query heads share a head of keys and values"),
     "--num-query-groups": (parse_positive, "with --group-query-attention: how many (default 1)"),
     "--window-size": (parse_window, "N,0: attention sees the token itself and N before it (default all)"),
+    "--window-attn-skip-freq": (parse_positive, "with --window-size: every N-th layer sees all tokens"),
+    "--softmax-type": (CHOICES["softmax_type"], "learnable: a sink beside each head's scores (default vanilla)"),
+    "--quick-geglu": (bool, "gated MLP: x sigmoid(1.702 x) of one half times the other, instead of gelu"),
+    "--activation-func-clamp-value": (parse_positive_float, "with --quick-geglu: clamp both halves"),
+    "--glu-linear-offset": (parse_positive_float, "with --quick-geglu: add this to the half that is weighted"),
+}
+_EXPERTS: dict[str, tuple[Any, str]] = {
+    "--num-experts": (parse_positive, "experts of a layer (default: none)"),
+    "--moe-layer-freq": (str, "layers with experts: every N-th, or lists such as ([0]*1+[1]*15) (default all)"),
+    "--moe-router-topk": (parse_positive, "experts of a token (default 2)"),
+    "--moe-ffn-hidden-size": (parse_positive, "inner size of an expert (default --ffn-hidden-size)"),
+    "--moe-shared-expert-intermediate-size": (parse_positive, "inner size of experts that every token goes to"),
+    "--moe-router-score-function": (CHOICES["moe_router_score_function"], "default softmax"),
+    "--moe-router-pre-softmax": (bool, "score all experts, not those of the token alone"),
+    "--moe-router-num-groups": (parse_positive, "groups of experts"),
+    "--moe-router-group-topk": (parse_positive, "of which a token's experts are in so many"),
+    "--moe-router-topk-scaling-factor": (parse_positive_float, "what scores are multiplied by"),
+    "--moe-router-enable-expert-bias": (bool, "balance experts by biases that no gradient changes"),
+    "--moe-router-load-balancing-type": (CHOICES["moe_router_load_balancing_type"], "default aux_loss"),
+    "--moe-aux-loss-coeff": (parse_positive_float, "weight of the auxiliary loss (default 0)"),
+    "--moe-z-loss-coeff": (parse_positive_float, "weight of the router's z-loss (default 0)"),
+    "--moe-expert-capacity-factor": (parse_positive_float, "drop an expert's tokens beyond so many equal shares"),
+    "--moe-pad-expert-input-to-capacity": (bool, "pad an expert's tokens to its capacity"),
+    "--moe-router-dtype": (CHOICES["moe_router_dtype"], "of the router's scores (default the model's)"),
+}
+_LATENT: dict[str, tuple[Any, str]] = {
+    "--multi-latent-attention": (bool, "project queries, keys and values from latent vectors"),
+    "--q-lora-rank": (parse_positive, "size of the queries' (default: projected from hidden states)"),
+    "--kv-lora-rank": (parse_positive, "size of that of keys and values"),
+    "--qk-head-dim": (parse_positive, "channels of a head of queries and keys without positions"),
+    "--qk-pos-emb-head-dim": (parse_positive, "and with"),
+    "--v-head-dim": (parse_positive, "channels of a head of values"),
 }
 _POSITIONS: dict[str, tuple[Any, str]] = {
     "--position-embedding-type": (CHOICES["position_embedding_type"], "default learned_absolute"),
@@ -69,6 +101,13 @@ _POSITIONS: dict[str, tuple[Any, str]] = {
     "--rotary-percent": (parse_share, "share of a head that rope rotates (default 1)"),
     "--use-rope-scaling": (bool, "scale rope's frequencies as Llama 3.1 does"),
     "--rope-scaling-factor": (parse_positive_float, "with --use-rope-scaling: factor (default 8)"),
+    "--rotary-scaling-factor": (parse_positive_float, "of yarn (default 40)"),
+    "--original-max-position-embeddings": (parse_positive, "of yarn: positions before scaling (default 4096)"),
+    "--beta-fast": (parse_positive_float, "of yarn (default 32)"),
+    "--beta-slow": (parse_positive_float, "of yarn (default 1)"),
+    "--mscale": (parse_positive_float, "of yarn"),
+    "--mscale-all-dim": (parse_positive_float, "of yarn"),
+    "--yarn-correction-range-round-to-int": (bool, "of yarn: interpolate between whole channels (default)"),
 }
 _WEIGHTS: dict[str, tuple[Any, str]] = {
     "--init-method-std": (parse_positive_float, "deviation of the first weights (default 0.02)"),
@@ -89,6 +128,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     of_file = "what GPT-2 has is the default; --no-NAME takes back what the file of --model says"
     _add(parser.add_argument_group("layer", of_file), _LAYER)
     _add(parser.add_argument_group("positions"), _POSITIONS)
+    _add(parser.add_argument_group("mixture of experts"), _EXPERTS)
+    _add(parser.add_argument_group("latent attention"), _LATENT)
     _add(parser.add_argument_group("weights and dropout"), _WEIGHTS)
 
 
@@ -133,10 +174,10 @@ def read_given_model(
 
 
 def _take_activation(args: argparse.Namespace, in_file: dict[str, Any]) -> dict[str, Any]:
-    given = {activation.name: getattr(args, activation.name) for activation in _ACTIVATIONS}
+    given = {name: getattr(args, name) for name in (*(each.name for each in _ACTIVATIONS), QUICK_GEGLU)}
     wanted = [name for name, value in given.items() if value]
     if len(wanted) > 1:
-        options = [ACTIVATIONS[name].option for name in wanted]
+        options = [f"--{name.replace('_', '-')}" for name in wanted]
         raise ValueError(f"{' and '.join(options)} are both given; an MLP has one activation: leave one out")
     if wanted:
         return {"activation": wanted[0]}

@@ -3,31 +3,48 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core import __version__ as MEGATRON_VERSION
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.bert import bert_lm_head
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from tempo_megatron.models.shape import ModelShape
+from tempo_megatron.models.shape import QUICK_GEGLU, ModelShape
 from tempo_megatron.settings.activations import ACTIVATIONS
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.block_slots import TempoBlockSubmodules
-from tempo_megatron.slots.choose import Choices, Refusal, choose
+from tempo_megatron.slots.choose import Choices, choose
 from tempo_megatron.slots.dropout import tempoize_embedding
 from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize
-from tempo_megatron.slots.loss import TempoBertModel, TempoGPTModel
+from tempo_megatron.slots.loss import TempoBertModel, TempoGPTModel, TempoT5Model
 from tempo_megatron.slots.mlp import FUNCTIONS
 from tempo_megatron.slots.norm import TorchLayerNorm
+from tempo_megatron.slots.slot_content import find_class
 
+_SAME = (
+    *("moe_router_topk", "moe_shared_expert_intermediate_size", "moe_router_score_function"),
+    *("moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"),
+    *("moe_router_enable_expert_bias", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+    *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_router_dtype"),
+)
+"""Of a mixture of experts, what ModelShape and TransformerConfig call by the same name."""
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+# Fields of TransformerConfig that megatron-core 0.16 has, and an older version perhaps not.
+_YOUNG = ("softmax_type", "activation_func_clamp_value", "glu_linear_offset", "window_attn_skip_freq")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -53,15 +70,19 @@ def build_transformer_config(
         settings: more fields of TransformerConfig: pipeline, recomputation, initialisation, fusions. By default there
             are no fusions that need a GPU or an extension.
 
-    Raises ValueError where the fused GELU has no bias to add.
+    Raises ValueError where the fused GELU has no bias to add, and for what this version of Megatron does not have.
     """
     fuses = {"swiglu": fuse_swiglu, "gelu": fuse_gelu, "geglu": fuse_gelu}.get(shape.activation, False)
+    # Megatron's fused functions weight the outputs of experts for these alone.
+    fuses &= shape.num_experts is None or shape.activation == "swiglu"
     if fuses and shape.activation == "gelu" and not shape.add_bias_linear:
         raise ValueError(
             "--disable-bias-linear leaves nothing for the fused GELU to add, which Megatron refuses; add "
             "--no-bias-gelu-fusion for the unfused one, which is the erf form"
         )
-    return TransformerConfig(
+    config_class, parts = _configure_parts(shape, settings.get("num_layers", shape.num_layers))
+    is_quick = shape.activation == QUICK_GEGLU
+    found: TransformerConfig = config_class(
         **{
             "num_layers": shape.num_layers,
             "hidden_size": shape.hidden_size,
@@ -71,7 +92,7 @@ def build_transformer_config(
             "kv_channels": shape.kv_channels,
             "normalization": shape.normalization,
             "layernorm_epsilon": shape.norm_epsilon,
-            "activation_func": FUNCTIONS[ACTIVATIONS[shape.activation].formula],
+            "activation_func": quick_gelu if is_quick else FUNCTIONS[ACTIVATIONS[shape.activation].formula],
             "gated_linear_unit": shape.is_gated,
             "bias_activation_fusion": fuses,
             "qk_layernorm": shape.qk_layernorm,
@@ -90,18 +111,65 @@ def build_transformer_config(
             "use_cpu_initialization": True,
             "masked_softmax_fusion": False,
             "gradient_accumulation_fusion": False,
+            **parts,
             **settings,
         }
     )
+    return found
 
 
-def choose_for_model(shape: ModelShape, config: TransformerConfig, tempo_config: TempoConfig) -> Choices:
-    """The Choices of `build_model`: a value for each "auto", and why it is not the first choice.
+@dataclasses.dataclass
+class YarnTransformerConfig(TransformerConfig):  # type: ignore[misc,unused-ignore]
+    """With the fields that a GPTModel of "yarn" looks for, and no TransformerConfig has (models/gpt/gpt_model.py)."""
 
-    Raises ValueError where a value that is not "auto" cannot be had.
+    yarn_rotary_scaling_factor: float = 40.0
+    yarn_original_max_position_embeddings: int = 4096
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_mscale: float | None = None
+    yarn_mscale_all_dim: float | None = None
+    yarn_correction_range_round_to_int: bool = True
+
+
+def _configure_parts(shape: ModelShape, num_layers: int) -> tuple[Any, dict[str, Any]]:
+    """The class of the configuration, and its fields for experts, latent attention, Yarn, sinks and clamps.
+
+    Raises ValueError for what this version of Megatron does not have.
     """
-    why = "the model is a T5Model, and the fused loss is for GPTModel, BertModel and HybridModel"
-    return choose(config, tempo_config, {"loss": Refusal(why, "train a GPT or a BERT")} if shape.family == "t5" else {})
+    found: dict[str, Any] = {}
+    known = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
+    for name in _YOUNG:
+        value = getattr(shape, name)
+        if name in known:
+            found[name] = value
+        elif value not in (None, 0.0, "vanilla"):
+            raise ValueError(
+                f"--{name.replace('_', '-')} {value} is given, which megatron-core {MEGATRON_VERSION} does not have; "
+                "install megatron-core 0.16, or leave it out"
+            )
+    if shape.num_experts is not None:
+        found |= {name: getattr(shape, name) for name in _SAME}
+        found |= {"num_moe_experts": shape.num_experts, "moe_ffn_hidden_size": shape.expert_size}
+        found["expert_tensor_parallel_size"] = 1 if shape.add_bias_linear else None
+        has = [int(each) for each in shape.layers_with_experts]
+        # Of fewer layers, those of the first.
+        found["moe_layer_freq"] = has[:num_layers] + has[-1:] * (num_layers - len(has))
+    if shape.multi_latent_attention:
+        found |= {name: getattr(shape, name) for name in _LATENT}
+        found |= {"rope_type": shape.position_embedding_type, "rotary_base": shape.rotary_base}
+        names = ("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+        found |= {name: getattr(shape, name) for name in names}
+        # What stands for both being left out, 0.1 log(factor) + 1, is that of 1 and 0.
+        found |= {
+            "mscale": 1.0 if shape.mscale is None else shape.mscale,
+            "mscale_all_dim": shape.mscale_all_dim or 0.0,
+        }
+        return MLATransformerConfig, found
+    if shape.position_embedding_type == "yarn":
+        fields = [field.name for field in dataclasses.fields(YarnTransformerConfig) if field.name.startswith("yarn_")]
+        own = {name: name if hasattr(shape, name) else name.removeprefix("yarn_") for name in fields}
+        return YarnTransformerConfig, found | {name: getattr(shape, of) for name, of in own.items()}
+    return TransformerConfig, found
 
 
 def make_specs(
@@ -112,11 +180,34 @@ def make_specs(
     Raises ValueError where a value that is not "auto" cannot be had.
     """
     if shape.family == "gpt":
-        return {"decoder": tempo_block_spec(config, tempo_config, vp_stage=vp_stage)}
+        spec = tempo_block_spec(config, tempo_config, vp_stage=vp_stage)
+        if shape.multi_latent_attention:
+            _put_latent_core_attention(spec)
+        return {"decoder": spec}
     stock = {"encoder": bert_layer_local_spec}
     if shape.family == "t5":
         stock = {"encoder": encoder_model_with_local_spec(), "decoder": decoder_model_with_local_spec()}
     return {stack: tempoize(spec, config, tempo_config, vp_stage=vp_stage) for stack, spec in stock.items()}
+
+
+class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc,unused-ignore]
+    """Megatron's own core attention with values of another size than keys, which latent attention tells of and the
+    stock constructor does not take (transformer/multi_latent_attention.py:214 of megatron-core 0.16.1).
+
+    Keeps for backward what the stock class does: q, k, v and the s*s tensors of scores.
+    """
+
+    def __init__(self, config: Any, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
+
+
+def _put_latent_core_attention(spec: TempoBlockSubmodules) -> None:
+    """Let layers whose core attention is Megatron's own have LatentDotProductAttention."""
+    for layer in spec.layer_specs:
+        submodules = layer.submodules.self_attention.submodules
+        if find_class(submodules.core_attention) is DotProductAttention:
+            submodules.core_attention = LatentDotProductAttention
 
 
 def build_model(
@@ -134,13 +225,13 @@ def build_model(
     Args:
         shape: the model.
         config: of build_transformer_config, perhaps with changes.
-        tempo_config: "auto" becomes what choose_for_model says. May also be what it returned for this model.
+        tempo_config: "auto" becomes what `choose` says. May also be what it returned for this model.
         padded_vocab_size: rows of the embedding.
         pre_process, post_process, vp_stage: of its pipeline stage, as GPTModel's arguments of these names.
 
     Raises ValueError where a value that is not "auto" cannot be had.
     """
-    choices = tempo_config if isinstance(tempo_config, Choices) else choose_for_model(shape, config, tempo_config)
+    choices = tempo_config if isinstance(tempo_config, Choices) else choose(config, tempo_config)
     common: dict[str, Any] = {
         "vocab_size": padded_vocab_size,
         "max_sequence_length": shape.max_position_embeddings,
@@ -148,12 +239,16 @@ def build_model(
         "post_process": post_process,
         "parallel_output": True,
         "share_embeddings_and_output_weights": not shape.untie_embeddings_and_output_weights,
-        "position_embedding_type": shape.position_embedding_type,
+        # Latent attention rotates its own heads, and a GPTModel leaves that to it for "rope".
+        "position_embedding_type": "rope" if shape.multi_latent_attention else shape.position_embedding_type,
         "rotary_percent": shape.rotary_percent,
     }
     specs = make_specs(shape, config, choices, vp_stage=vp_stage)
+    if shape.num_experts is not None and not hasattr(moe_utils, "te_general_gemm"):
+        # Without Transformer Engine the router looks for a name that nobody defines (moe_utils.py:1192 of 0.16.1).
+        moe_utils.te_general_gemm = None
     model_class = _CLASSES[shape.family][choices.config.loss == "fused"]
-    with _norm_of_the_head():
+    with _norm_of_the_head(), _linear_of_latent_attention():
         model = model_class(config=config, **_list_own_arguments(shape, config, specs, vp_stage), **common)
     tempoize_embedding(model, choices.config)
     for stack in specs:
@@ -198,7 +293,7 @@ def _list_own_arguments(
 
 
 # Megatron's class, and the one with the fused loss.
-_CLASSES = {"gpt": (GPTModel, TempoGPTModel), "bert": (BertModel, TempoBertModel), "t5": (T5Model, T5Model)}
+_CLASSES = {"gpt": (GPTModel, TempoGPTModel), "bert": (BertModel, TempoBertModel), "t5": (T5Model, TempoT5Model)}
 
 
 @contextlib.contextmanager
@@ -215,6 +310,25 @@ def _norm_of_the_head() -> Iterator[None]:
         yield
     finally:
         bert_lm_head.LNImpl = WrappedTorchNorm
+
+
+@contextlib.contextmanager
+def _linear_of_latent_attention() -> Iterator[None]:
+    """Inside the context Megatron's latent attention can ask whether a linear is Transformer Engine's. Where that is
+    not installed, the name is no class (transformer/multi_latent_attention.py:185 of megatron-core 0.16.1)."""
+    stock = getattr(multi_latent_attention, "TELinear", _NoLinear)
+    if isinstance(stock, type):
+        yield
+        return
+    multi_latent_attention.TELinear = _NoLinear
+    try:
+        yield
+    finally:
+        multi_latent_attention.TELinear = stock
+
+
+class _NoLinear(torch.nn.Module):
+    """What no module is."""
 
 
 def _hand_out_a_view_of_the_bias(

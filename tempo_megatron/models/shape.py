@@ -6,20 +6,33 @@ import dataclasses
 import difflib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tempo_megatron.settings.activations import ACTIVATIONS, GATED
+from tempo_megatron.words.expert_layers import parse_layer_frequency
 from tempo_megatron.words.json_text import read_object
 
+QUICK_GEGLU = "quick_geglu"
+"""A gated x * sigmoid(1.702 x), perhaps clamped. Tempo has no operation for it: experts run Megatron's own code again,
+and a dense MLP of it is stock."""
 CHOICES = {
     "family": ("gpt", "bert", "t5"),
     "normalization": ("LayerNorm", "RMSNorm"),
-    "activation": tuple(ACTIVATIONS),
-    "position_embedding_type": ("learned_absolute", "rope", "none"),
+    "activation": (*ACTIVATIONS, QUICK_GEGLU),
+    "position_embedding_type": ("learned_absolute", "rope", "yarn", "none"),
+    "softmax_type": ("vanilla", "off-by-one", "learnable"),
+    "moe_router_score_function": ("softmax", "sigmoid"),
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
+    "moe_router_dtype": ("fp32", "fp64"),
 }
 _SWITCHES = (
+    "yarn_correction_range_round_to_int",
+    "moe_router_pre_softmax",
+    "moe_router_enable_expert_bias",
+    "moe_pad_expert_input_to_capacity",
+    "multi_latent_attention",
     "use_rope_scaling",
     "qk_layernorm",
     "add_bias_linear",
@@ -28,10 +41,28 @@ _SWITCHES = (
     "add_binary_head",
 )
 _PROBABILITIES = ("attention_dropout", "hidden_dropout")
-_POSITIVE = ("norm_epsilon", "init_method_std", "rope_scaling_factor")
-_OPTIONAL = ("vocab_size", "decoder_seq_length", "window_size")
+_POSITIVE = (
+    *("norm_epsilon", "init_method_std", "rope_scaling_factor", "rotary_scaling_factor", "beta_fast", "beta_slow"),
+    *("activation_func_clamp_value", "moe_router_topk_scaling_factor", "moe_expert_capacity_factor"),
+)
+_FROM_ZERO = ("mscale", "mscale_all_dim", "glu_linear_offset", "moe_aux_loss_coeff", "moe_z_loss_coeff")
 # Arguments that nothing but rope reads, and the values they have without it.
 _ROPE = {"rotary_base": 10000, "rotary_percent": 1.0, "use_rope_scaling": False, "rope_scaling_factor": 8.0}
+# Likewise what nothing but Yarn's scaling of rope, a mixture of experts, or latent attention reads.
+_YARN = {
+    **{"rotary_scaling_factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0},
+    **{"mscale": None, "mscale_all_dim": None, "yarn_correction_range_round_to_int": True},
+}
+_EXPERTS = {
+    **{"moe_layer_freq": "1", "moe_router_topk": 2, "moe_ffn_hidden_size": None},
+    **{"moe_shared_expert_intermediate_size": None, "moe_router_score_function": "softmax"},
+    **{"moe_router_pre_softmax": False, "moe_router_num_groups": None, "moe_router_group_topk": None},
+    **{"moe_router_topk_scaling_factor": None, "moe_router_enable_expert_bias": False, "moe_router_dtype": None},
+    **{"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None},
+    **{"moe_expert_capacity_factor": None, "moe_pad_expert_input_to_capacity": False},
+}
+_LATENT_SIZES = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_LATENT = {"q_lora_rank": None, **dict.fromkeys(_LATENT_SIZES)}
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
 
@@ -66,16 +97,37 @@ class ModelShape:
     norm_epsilon: float = 1e-5
     activation: str = "gelu"
     """A name of `tempo_megatron.settings.activations`."""
+    activation_func_clamp_value: float | None = None
+    """quick_geglu only: the gate is at most this, the other half lies between its negative and this."""
+    glu_linear_offset: float = 0.0
+    """quick_geglu only: added to the half that the gate weights."""
     position_embedding_type: str = "learned_absolute"
-    """learned_absolute, rope or none."""
+    """learned_absolute, rope, yarn or none."""
     rotary_base: int = 10000
     rotary_percent: float = 1.0
     use_rope_scaling: bool = False
     """Llama 3's scaling of rope's frequencies."""
     rope_scaling_factor: float = 8.0
+    rotary_scaling_factor: float = 40.0
+    """Yarn's: how many times longer than original_max_position_embeddings samples may be."""
+    original_max_position_embeddings: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    """Yarn rotates a channel as rope does that turns beta_fast times or more over the original positions; it slows down
+    one that turns at most beta_slow times."""
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    """Yarn multiplies queries and keys by (0.1 mscale log(factor) + 1) / (0.1 mscale_all_dim log(factor) + 1), or,
+    without both, by 0.1 log(factor) + 1."""
+    yarn_correction_range_round_to_int: bool = True
+    """Whether the channels between which Yarn interpolates are whole numbers."""
     qk_layernorm: bool = False
     window_size: tuple[int, int] | None = None
     """Tokens to the left and to the right that attention sees; -1 is all of them."""
+    window_attn_skip_freq: int | None = None
+    """Every n-th layer sees all tokens, whatever window_size is."""
+    softmax_type: str = "vanilla"
+    """Of attention's probabilities: learnable adds a learned logit of each head, a sink, and off-by-one one of 0."""
     add_bias_linear: bool = True
     add_qkv_bias: bool = False
     untie_embeddings_and_output_weights: bool = False
@@ -87,12 +139,84 @@ class ModelShape:
     add_binary_head: bool = False
     """BERT only: the head that predicts whether two segments follow one another."""
 
+    num_experts: int | None = None
+    """Of a layer with experts; None is a model without."""
+    moe_layer_freq: str = "1"
+    """Which layers have experts: every n-th from the first, or lists such as ([0]*3+[1]*58)."""
+    moe_router_topk: int = 2
+    """How many experts a token goes to."""
+    moe_ffn_hidden_size: int | None = None
+    """Inner size of an expert; None is ffn_hidden_size."""
+    moe_shared_expert_intermediate_size: int | None = None
+    """Inner size of the experts that every token goes to, together."""
+    moe_router_score_function: str = "softmax"
+    moe_router_pre_softmax: bool = False
+    """Whether scores are those of all experts; else those of the chosen ones add up to 1."""
+    moe_router_num_groups: int | None = None
+    moe_router_group_topk: int | None = None
+    """A token's experts are of so many of the groups."""
+    moe_router_topk_scaling_factor: float | None = None
+    """What scores are multiplied by."""
+    moe_router_enable_expert_bias: bool = False
+    """Whether a bias of each expert, which no gradient changes, balances them."""
+    moe_router_load_balancing_type: str = "aux_loss"
+    moe_aux_loss_coeff: float = 0.0
+    moe_z_loss_coeff: float | None = None
+    moe_expert_capacity_factor: float | None = None
+    """Tokens that an expert takes at most, over an equal share; None drops none."""
+    moe_pad_expert_input_to_capacity: bool = False
+    moe_router_dtype: str | None = None
+    """fp32 or fp64; None is the model's."""
+
+    multi_latent_attention: bool = False
+    """Whether queries, keys and values are projected from latent vectors; then a head has the following sizes."""
+    q_lora_rank: int | None = None
+    """None projects queries from the hidden states."""
+    kv_lora_rank: int | None = None
+    qk_head_dim: int | None = None
+    qk_pos_emb_head_dim: int | None = None
+    """Rotated channels of a head, beside qk_head_dim."""
+    v_head_dim: int | None = None
+
     def __post_init__(self) -> None:
         check_shape(self)
 
     @property
     def is_gated(self) -> bool:
-        return self.activation in GATED
+        return self.activation in (*GATED, QUICK_GEGLU)
+
+    @property
+    def layers_with_experts(self) -> tuple[bool, ...]:
+        """Which layers have experts."""
+        if self.num_experts is None:
+            return (False,) * self.num_layers
+        return parse_layer_frequency(self.moe_layer_freq, self.num_layers)
+
+    @property
+    def expert_size(self) -> int:
+        """Inner size of one expert."""
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size
+
+    def take_layers(self, layers: Sequence[int]) -> ModelShape:
+        """A model of these layers only, counted from 0."""
+        has = [int(self.layers_with_experts[layer]) for layer in layers]
+        freq: dict[str, Any] = {"moe_layer_freq": str(has).replace(" ", "")} if any(has) else {}
+        if not any(has):
+            freq = {"num_experts": None, **_EXPERTS}
+        return dataclasses.replace(self, num_layers=len(layers), **freq)
+
+    def leave_parts(self) -> ModelShape:
+        """The model with a dense MLP for experts, ordinary attention for latent attention, and rope for Yarn's."""
+        rope = {"position_embedding_type": "rope"} if self.position_embedding_type == "yarn" else {}
+        plain: dict[str, Any] = {
+            "num_experts": None,
+            "multi_latent_attention": False,
+            **_EXPERTS,
+            **_LATENT,
+            **_YARN,
+            **rope,
+        }
+        return dataclasses.replace(self, **plain)
 
     def describe(self) -> dict[str, Any]:
         """Every field, as JSON has them."""
@@ -110,14 +234,23 @@ class ModelShape:
         if self.decoder_seq_length is not None:
             words.append(f"{self.decoder_seq_length} in the decoder")
         if self.position_embedding_type != "learned_absolute":
-            positions = {"rope": f"rope of base {self.rotary_base}", "none": "no positions"}
+            base = f"of base {self.rotary_base}"
+            positions = {"rope": f"rope {base}", "yarn": f"Yarn's rope {base}", "none": "no positions"}
             words.append(positions[self.position_embedding_type])
         if self.normalization != "LayerNorm":
             words.append(self.normalization)
         if self.qk_layernorm:
             words.append("norms of q and k")
         if self.window_size is not None:
-            words.append(f"window {self.window_size[0]},{self.window_size[1]}")
+            every = self.window_attn_skip_freq
+            skipped = "" if every is None else f" (one layer of {every} without)"
+            words.append(f"window {self.window_size[0]},{self.window_size[1]}{skipped}")
+        if self.multi_latent_attention:
+            words.append(f"latent attention of rank {self.kv_lora_rank}")
+        if self.num_experts is not None:
+            number = sum(self.layers_with_experts)
+            words.append(f"{self.num_experts} experts of {self.expert_size} in {number} layers, {self.moe_router_topk}")
+            words[-1] += " of them a token"
         if not self.add_bias_linear:
             words.append("no bias but of q, k and v" if self.add_qkv_bias else "no biases")
         if self.untie_embeddings_and_output_weights:
@@ -144,12 +277,100 @@ def check_shape(shape: ModelShape) -> None:
             "--disable-bias-linear"
         )
     _check_window(shape)
+    _check_gate(shape)
+    _check_experts(shape)
+    _check_latent_attention(shape)
     _check_family(shape)
+
+
+def _refuse_without(shape: ModelShape, of: str, defaults: Mapping[str, Any]) -> None:
+    """Raise ValueError for a value of what `of`, which is not given, alone reads."""
+    for name, default in defaults.items():
+        if (value := getattr(shape, name)) != default:
+            raise ValueError(f"{_name(name)} {value} is given without {of}; give both or none")
+
+
+def _name(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _check_gate(shape: ModelShape) -> None:
+    if shape.activation != QUICK_GEGLU:
+        of = {"activation_func_clamp_value": None, "glu_linear_offset": 0.0}
+        _refuse_without(shape, "--quick-geglu", of)
+
+
+def _check_experts(shape: ModelShape) -> None:
+    number, topk = shape.num_experts, shape.moe_router_topk
+    if number is None:
+        _refuse_without(shape, "--num-experts", _EXPERTS)
+        return
+    if not any(shape.layers_with_experts):
+        raise ValueError(f"--moe-layer-freq {shape.moe_layer_freq} gives no layer experts; leave --num-experts out")
+    if topk > number:
+        raise ValueError(f"--moe-router-topk {topk} is more than --num-experts {number}; change one of them")
+    is_softmax, routing = shape.moe_router_score_function == "softmax", shape.moe_router_load_balancing_type
+    if topk == 1 and is_softmax and not shape.moe_router_pre_softmax and routing != "sinkhorn":
+        raise ValueError(
+            "--moe-router-topk 1 makes each token's one score 1, whatever the router says; add --moe-router-pre-softmax"
+        )
+    if shape.moe_router_enable_expert_bias and is_softmax:
+        raise ValueError(
+            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid; change one of them"
+        )
+    groups, chosen = shape.moe_router_num_groups, shape.moe_router_group_topk
+    if (groups is None) != (chosen is None):
+        raise ValueError("--moe-router-num-groups and --moe-router-group-topk are needed together; give both or none")
+    if groups is not None and chosen is not None and (number % groups or chosen > groups or topk % chosen):
+        raise ValueError(
+            f"--moe-router-group-topk {chosen} of --moe-router-num-groups {groups} do not divide "
+            f"--moe-router-topk {topk} and --num-experts {number}; change one of them"
+        )
+    if shape.moe_expert_capacity_factor is not None and routing in ("sinkhorn", "global_aux_loss"):
+        raise ValueError(
+            f"--moe-expert-capacity-factor is given with --moe-router-load-balancing-type {routing}, which drops no "
+            "tokens; leave it out, or balance by aux_loss, seq_aux_loss or none"
+        )
+    if shape.moe_pad_expert_input_to_capacity and shape.moe_expert_capacity_factor is None:
+        raise ValueError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor; give both or none")
+
+
+def _check_latent_attention(shape: ModelShape) -> None:
+    if not shape.multi_latent_attention:
+        _refuse_without(shape, "--multi-latent-attention", _LATENT)
+        return
+    for name in _LATENT_SIZES:
+        if getattr(shape, name) is None:
+            raise ValueError(f"--multi-latent-attention is given without {_name(name)}; give it")
+    if shape.qk_pos_emb_head_dim is not None and shape.qk_pos_emb_head_dim % 2:
+        raise ValueError(f"--qk-pos-emb-head-dim {shape.qk_pos_emb_head_dim} cannot be rotated; give an even number")
+    refused = {
+        "--group-query-attention": shape.num_query_groups != shape.num_attention_heads,
+        "--add-qkv-bias": shape.add_qkv_bias,
+        "--window-size": shape.window_size is not None,
+        f"--softmax-type {shape.softmax_type}": shape.softmax_type != "vanilla",
+        "--use-rope-scaling": shape.use_rope_scaling,
+        f"--rotary-percent {shape.rotary_percent}": shape.rotary_percent != 1,
+    }
+    for option, is_given in refused.items():
+        if is_given:
+            raise ValueError(f"{option} is given with --multi-latent-attention, which has no such thing; leave it out")
+    if shape.position_embedding_type not in ("rope", "yarn"):
+        raise ValueError(
+            f"--position-embedding-type is {shape.position_embedding_type} with --multi-latent-attention, which "
+            "rotates a part of each head; give rope or yarn"
+        )
 
 
 def _check_positions(shape: ModelShape) -> None:
     kind = shape.position_embedding_type
-    if kind == "rope":
+    if kind != "yarn":
+        _refuse_without(shape, "--position-embedding-type yarn", _YARN)
+    elif (shape.mscale is None) != (shape.mscale_all_dim is None):
+        raise ValueError("--mscale and --mscale-all-dim are needed together; give both or none")
+    if kind in ("rope", "yarn"):
+        if kind == "yarn" and shape.use_rope_scaling:
+            raise ValueError("--use-rope-scaling is Llama's, and --position-embedding-type is yarn; leave one out")
         rotated = int(shape.kv_channels * shape.rotary_percent)
         if rotated < 2 or rotated % 2:
             raise ValueError(
@@ -176,6 +397,7 @@ def _check_positions(shape: ModelShape) -> None:
 
 def _check_window(shape: ModelShape) -> None:
     if shape.window_size is None:
+        _refuse_without(shape, "--window-size", {"window_attn_skip_freq": None})
         return
     left, right = shape.window_size
     if right != 0:
@@ -207,6 +429,11 @@ def _check_family(shape: ModelShape) -> None:
         "--position-embedding-type none": shape.position_embedding_type == "none",
         f"--rotary-base {shape.rotary_base}": shape.rotary_base != _ROPE["rotary_base"],
         "--use-rope-scaling": shape.use_rope_scaling,
+        "--position-embedding-type yarn": shape.position_embedding_type == "yarn",
+        f"--softmax-type {shape.softmax_type}": shape.softmax_type != "vanilla",
+        f"--num-experts {shape.num_experts}": shape.num_experts is not None,
+        "--multi-latent-attention": shape.multi_latent_attention,
+        "--quick-geglu": shape.activation == QUICK_GEGLU,
         "--group-query-attention": family == "t5" and shape.num_query_groups != shape.num_attention_heads,
         "--disable-bias-linear": family == "bert" and not shape.add_bias_linear,
     }
@@ -227,6 +454,9 @@ def check_layout(
         if (value := getattr(shape, name)) % tp:
             of = "--" + name.replace("_", "-")
             raise ValueError(f"{of} {value} is not a multiple of {option} {tp}; change one of them")
+    for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+        if (value := getattr(shape, name)) is not None and value % tp:
+            raise ValueError(f"{_name(name)} {value} is not a multiple of {option} {tp}; change one of them")
     groups = shape.num_query_groups
     if groups % tp and tp % groups:
         raise ValueError(f"--num-query-groups {groups} and {option} {tp} do not divide one another; change one of them")
@@ -243,6 +473,7 @@ def check_layout(
 
 
 NAMES = tuple(field.name for field in dataclasses.fields(ModelShape))
+_OPTIONAL = tuple(field.name for field in dataclasses.fields(ModelShape) if field.default is None)
 
 
 def make_shape(**values: Any) -> ModelShape:
@@ -264,7 +495,7 @@ def make_shape(**values: Any) -> ModelShape:
             f"--hidden-size {hidden_size} is not a multiple of --num-attention-heads {heads}; change one of them, or "
             "give --kv-channels"
         )
-    is_gated = given.get("activation") in GATED
+    is_gated = given.get("activation") in (*GATED, QUICK_GEGLU)
     completed = {
         "family": "gpt",
         "ffn_hidden_size": hidden_size * 8 // 3 // 64 * 64 if is_gated else 4 * hidden_size,
@@ -277,6 +508,8 @@ def make_shape(**values: Any) -> ModelShape:
         completed.setdefault("decoder_seq_length", given["seq_length"])
     if "window_size" in completed:
         completed["window_size"] = tuple(completed["window_size"])
+    if "moe_layer_freq" in completed:
+        completed["moe_layer_freq"] = str(completed["moe_layer_freq"])
     return ModelShape(**completed)
 
 
@@ -337,15 +570,19 @@ def check_value(name: str, value: Any) -> str | None:
         return None if value in CHOICES[name] else f"one of {', '.join(CHOICES[name])}"
     if name in _SWITCHES:
         return None if isinstance(value, bool) else "true or false"
+    if name == "moe_layer_freq":
+        return None if isinstance(value, str) or _is_whole(value) else "a number, or lists such as ([0]*1+[1]*15)"
     if name == "window_size":
         is_pair = isinstance(value, list) and len(value) == 2 and all(_is_whole(n) and n >= -1 for n in value)
         return None if is_pair else "two whole numbers from -1, such as [128, 0]"
-    if name in (*_PROBABILITIES, *_POSITIVE, "rotary_percent"):
+    if name in (*_PROBABILITIES, *_POSITIVE, *_FROM_ZERO, "rotary_percent"):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         if name in _PROBABILITIES:
             return None if is_number and 0 <= value < 1 else "a probability in [0, 1)"
         if name == "rotary_percent":
             return None if is_number and 0 < value <= 1 else "a number in (0, 1]"
+        if name in _FROM_ZERO:
+            return None if is_number and value >= 0 else "a number from 0"
         return None if is_number and value > 0 else "a positive number"
     least = 0 if name == "num_tokentypes" else 1
     words = "a whole number from 0" if least == 0 else "a positive whole number"

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from tempo_megatron import cpu
 from tempo_megatron.extras import check_installed
+from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.commands.requested_run import read_requested_shape
 from tempo_megatron.memory.fake_tensors import simulate_layout, use_megatron_fakes
 from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_parameters
-from tempo_megatron.models.build import DTYPES, build_model, choose_for_model, make_inputs
+from tempo_megatron.models.build import DTYPES, build_model, make_inputs
 from tempo_megatron.models.shape import ModelShape, pad_vocab_size
 from tempo_megatron.plots import COLOURS, import_pyplot, save, tidy
 from tempo_megatron.roam.capture import capture_step
@@ -31,6 +32,7 @@ from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import STACKS
 from tempo_megatron.slots import dropout_rng
+from tempo_megatron.slots.choose import choose
 from tempo_megatron.words.argument_types import format_bytes
 from tempo_megatron.words.json_text import read_object
 
@@ -43,8 +45,15 @@ def run_order(args: argparse.Namespace) -> int:
     """Captures, orders and places one step, and prints the gain. Raises ValueError for what cannot be captured."""
     if args.plot:
         check_installed("--plot", "train", "matplotlib")
+    if args.html:
+        check_installed("--html", "train", "plotly")
     tempo_config = tempo_config_from(args, read_object(args.deepspeed_config) if args.deepspeed_config else {})
     shape = read_requested_shape(args)
+    if shape.num_experts is not None:
+        raise ValueError(
+            f"--model {args.model} has experts, whose tokens differ from step to step, and an order is of one graph; "
+            "give a model without"
+        )
     title = f"{Path(args.model).stem}, {args.dtype}, s {shape.seq_length}, b {args.micro_batch_size}, {args.optimizer}"
     start = time.perf_counter()
     captured = capture_megatron_step(shape, tempo_config, args)
@@ -63,11 +72,22 @@ def run_order(args: argparse.Namespace) -> int:
         "layout": time.perf_counter() - ordered_at,
     }
     print(title)
-    print(format_order(captured, plan, placement, seconds))
+    table = format_order(captured, plan, placement, seconds)
+    print(table)
+    given, planned = captured.count_eager_bytes(), count_bytes(captured.graph, plan.order)
     if args.plot:
-        plot_order(
-            captured.count_eager_bytes(), count_bytes(captured.graph, plan.order), plan.lower_bound, args.plot, title
+        plot_order(given, planned, plan.lower_bound, args.plot, title)
+    if args.html:
+        report = HtmlReport(title)
+        report.add_text(table)
+        curves = {"eager mode": given, "this plan": planned}
+        report.add_curves(
+            "alive while each operation runs",
+            {name: (list(range(len(sizes))), [size / 2**20 for size in sizes]) for name, sizes in curves.items()},
+            ("operation", "MiB"),
+            line=("no order's peak is lower", plan.lower_bound / 2**20),
         )
+        report.save(args.html)
     if args.json:
         figures = list_figures(captured, plan, placement, seconds)
         Path(args.json).write_text(json.dumps({"title": title, **figures}, indent=2) + "\n", encoding="utf-8")
@@ -83,7 +103,7 @@ def capture_megatron_step(shape: ModelShape, tempo_config: TempoConfig, args: ar
         with use_megatron_fakes():
             dtype, recompute = DTYPES[args.dtype], tuple(args.recompute)
             config = build_ledger_config(shape, sequence_parallel=False, dtype=dtype, recompute=recompute)
-            chosen = choose_for_model(shape, config, tempo_config).config
+            chosen = choose(config, tempo_config).config
             vocab_size = pad_vocab_size(shape.vocab_size or 0, shape.make_vocab_size_divisible_by, 1)
             model = build_model(shape, config, chosen, vocab_size)
             convert_parameters(model, dtype)

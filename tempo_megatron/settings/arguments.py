@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from tempo_megatron.settings.config import BUDGET, TempoConfig, check_block
-from tempo_megatron.settings.layer_values import freeze_layers
-from tempo_megatron.settings.operations import CHOICES, OPERATIONS, RENAMED
+from tempo_megatron.settings.layer_values import OFFLOAD, freeze_layers
+from tempo_megatron.settings.operations import CHOICES, OFFLOAD_ROWS, OPERATIONS, RENAMED, check_offload
 from tempo_megatron.words.argument_types import parse_memory
 from tempo_megatron.words.json_text import parse_json
 
@@ -47,6 +47,13 @@ def add_tempo_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     for operation in OPERATIONS.values():
         group.add_argument(operation.argument, choices=operation.choices, default=None, help=operation.help)
     group.add_argument(
+        "--tempo-offload",
+        type=_read_offload,
+        metavar="ROWS",
+        help="which of the tensors that each layer keeps go to the host after the forward and come back before the "
+        f"backward: off, all, or some of {', '.join(OFFLOAD_ROWS)}, joined by + (docs/offload.md)",
+    )
+    group.add_argument(
         "--tempo-layers",
         type=_read_layers,
         metavar="JSON",
@@ -71,11 +78,21 @@ def describe_tempo_arguments(args: argparse.Namespace) -> str:
     words = {None: [], True: ["--use-tempo"], False: ["--no-use-tempo"]}[args.use_tempo]
     given = {name: getattr(args, f"tempo_{name}") for name in CHOICES}
     words = words + [f"{OPERATIONS[name].argument} {value}" for name, value in given.items() if value]
+    if args.tempo_offload is not None:
+        words.append(f"--tempo-offload {args.tempo_offload}")
     if args.tempo_layers is not None:
         words.append(f"--tempo-layers '{json.dumps(args.tempo_layers)}'")
     if args.tempo_memory_budget is not None:
         words.append(f"--tempo-memory-budget {args.tempo_memory_budget}")
     return " ".join(words) or "none"
+
+
+def _read_offload(text: str) -> str:
+    try:
+        check_offload("--tempo-", text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def _read_layers(text: str) -> Mapping[str, Any]:
@@ -111,7 +128,7 @@ def read_tempo_of_run(
 ) -> tuple[TempoConfig, int | None]:
     """(As `tempo_config_from`, the bytes that a rank of the run may hold or None where no budget is given)."""
     block = check_block(deepspeed_config["tempo"]) if deepspeed_config and "tempo" in deepspeed_config else None
-    names = (*CHOICES, "layers", BUDGET)
+    names = (*CHOICES, OFFLOAD, "layers", BUDGET)
     given = {name: value for name in names if (value := getattr(args, f"tempo_{name}")) is not None}
     enabled = args.use_tempo
     if enabled is None:
@@ -125,6 +142,11 @@ def read_tempo_of_run(
     fields = {name: value for name, value in (block or {}).items() if name != "enabled"} | given
     budget = fields.pop(BUDGET, None)
     config = TempoConfig(**fields)
+    if budget is not None and config.offloads:
+        raise ValueError(
+            "tempo.offload and tempo.memory_budget are both given, and the plan of a budget says what layers keep, not "
+            "what they move; leave one of them out"
+        )
     if budget is not None and config.layers:
         raise ValueError(
             "tempo.layers and tempo.memory_budget are both given, and a budget gives the layers their values; leave "

@@ -11,13 +11,14 @@ from typing import Any
 
 from tempo_megatron.settings.layer_values import (
     LAYER_OPERATIONS,
+    OFFLOAD,
     FrozenDict,
     freeze_layers,
     read_range,
     write_key,
     write_layers,
 )
-from tempo_megatron.settings.operations import CHOICES, OPERATIONS, RENAMED, check_value
+from tempo_megatron.settings.operations import CHOICES, OPERATIONS, RENAMED, check_offload, check_value
 from tempo_megatron.words.argument_types import parse_memory
 from tempo_megatron.words.json_text import read_object
 
@@ -67,6 +68,11 @@ class TempoConfig:
     loss: str = "auto"
     """"fused" computes the output layer and the cross entropy one chunk of tokens at a time, without all logits."""
 
+    offload: str = "off"
+    """What goes to the host after the forward and comes back before the backward, in every layer: "all" that the layer
+    keeps, whatever its operations keep, or some rows of the ledger by their modules' names, joined by "+":
+    "input_layernorm+mlp.linear_fc2". See `tempo_kernels.offload`."""
+
     layers: Mapping[str, Mapping[str, str]] = FrozenDict()
     """Range of layers -> operation -> value: `{"0-11": {"activation": "recompute", "attention": "off"}, "20-": {...}}`.
     Layers are numbered from 0 over the whole model, across all pipeline stages, and ranges include both ends; see
@@ -76,6 +82,7 @@ class TempoConfig:
     def __post_init__(self) -> None:
         for name in CHOICES:
             check_value("tempo.", name, getattr(self, name), tuple(CHOICES))
+        check_offload("tempo.", self.offload)
         object.__setattr__(self, "layers", freeze_layers(self.layers))
 
     @classmethod
@@ -86,10 +93,15 @@ class TempoConfig:
 
     @property
     def is_off(self) -> bool:
-        """Whether every operation is stock by its value, in every layer; "auto" counts as stock only for operations
-        whose "auto" is always "off"."""
+        """Whether every operation is stock by its value, in every layer, and nothing is offloaded; "auto" counts as
+        stock only for operations whose "auto" is always "off"."""
         stock = {name: {"off", *(("auto",) if OPERATIONS[name].is_opt_in else ())} for name in CHOICES}
-        return all(self.values_of(name) <= stock[name] for name in CHOICES)
+        return not self.offloads and all(self.values_of(name) <= stock[name] for name in CHOICES)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether any layer's tensors go to the host."""
+        return self.values_of(OFFLOAD) != {"off"}
 
     def values_of(self, operation: str) -> set[str]:
         """The values that an operation has in the layers and outside of them."""
@@ -123,7 +135,7 @@ class TempoConfig:
         for stack in stacks:
             values = [self.for_layer(layer, stack) for layer in layers]
             for each, group in itertools.groupby(range(len(values)), key=values.__getitem__):
-                pairs = ((name, getattr(each, name)) for name in LAYER_OPERATIONS)
+                pairs = ((name, getattr(each, name)) for name in (*LAYER_OPERATIONS, OFFLOAD))
                 if own := {name: value for name, value in pairs if value != getattr(self, name)}:
                     found[f"{stack} {write_layers(list(group))}" if len(stacks) > 1 else write_layers(list(group))] = (
                         own
@@ -141,7 +153,7 @@ class TempoConfig:
             return {name: values.get(name, value) if value == "auto" else value for name, value in block.items()}
 
         layers = {key: fill(block) for key, block in self.layers.items()}
-        return TempoConfig(**fill({name: getattr(self, name) for name in CHOICES}), layers=layers)
+        return dataclasses.replace(self, **fill({name: getattr(self, name) for name in CHOICES}), layers=layers)
 
     def check_layers(self, stack: str, num_layers: int) -> None:
         """Raise ValueError where `layers` names layers that a stack, "encoder" or "decoder", does not have."""
@@ -194,8 +206,13 @@ class TempoConfig:
         """One line: `activation=inplace norm=auto dropout=recompute attention=flash loss=auto`, and of single layers
         ` layers 0-11: activation=recompute attention=off, 12: norm=off`."""
         return " ".join(
-            [f"{name}={getattr(self, name)}" for name in self.list_mentioned()] + [self.describe_layers()]
-        ).rstrip()
+            [f"{name}={getattr(self, name)}" for name in self.list_mentioned()]
+            + list(filter(None, (self.describe_offload(), self.describe_layers())))
+        )
+
+    def describe_offload(self) -> str:
+        """`offload=all`, or nothing."""
+        return "" if self.offload == "off" else f"{OFFLOAD}={self.offload}"
 
     def list_mentioned(self) -> list[str]:
         """The operations that banners and reports mention: all except opt-in ones that nobody set."""
@@ -217,7 +234,7 @@ class TempoConfig:
 BUDGET = "memory_budget"
 """The key of a block that says what a rank of a run may hold; the run plans its operations by it."""
 
-_KEYS = ("enabled", *CHOICES, "layers", BUDGET)
+_KEYS = ("enabled", *CHOICES, OFFLOAD, "layers", BUDGET)
 
 
 def check_block(block: object) -> dict[str, Any]:
@@ -231,6 +248,8 @@ def check_block(block: object) -> dict[str, Any]:
     checked = dict(block)
     if BUDGET in checked:
         checked[BUDGET] = _read_budget(checked[BUDGET])
+    if OFFLOAD in checked:
+        check_offload("tempo.", checked[OFFLOAD])
     if "layers" in checked:
         checked["layers"] = freeze_layers(checked["layers"])
     return checked

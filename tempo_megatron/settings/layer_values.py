@@ -14,10 +14,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, cast
 
-from tempo_megatron.settings.operations import CHOICES, OPERATIONS, check_value
+from tempo_megatron.settings.operations import CHOICES, OPERATIONS, check_offload, check_value
 
 LAYER_OPERATIONS = tuple(operation.name for operation in OPERATIONS.values() if operation.slots)
 """The operations that a layer has; the loss head belongs to the model."""
+
+OFFLOAD = "offload"
+"""The key that says which of the tensors that a layer keeps go to the host, whatever its operations keep."""
+
+_KEYS_OF_LAYER = (*LAYER_OPERATIONS, OFFLOAD)
 
 _KEY = re.compile(r"(?:(encoder|decoder) )?(\d+)(?:(-)(\d+)?)?")
 
@@ -109,6 +114,12 @@ def write_layers(layers: Sequence[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
+def read_layers(written: str) -> list[int]:
+    """The numbers that `write_layers` wrote."""
+    ends = [[int(end) for end in span.split("-")] for span in written.split(",")]
+    return [layer for span in ends for layer in range(span[0], span[-1] + 1)]
+
+
 def read_range(key: object) -> LayerRange:
     """The layers that a key of `"layers"` names.
 
@@ -136,7 +147,9 @@ def _check_values(key: object, values: object) -> FrozenDict:
             raise ValueError(f'{where}.enabled is given; expected operations; set each one to "off" in these layers')
         if name in CHOICES and name not in LAYER_OPERATIONS:
             raise ValueError(
-                f"{where}.{name} is given; expected what a layer has, {', '.join(LAYER_OPERATIONS)}; set tempo.{name}"
+                f"{where}.{name} is given; expected what a layer has, {', '.join(_KEYS_OF_LAYER)}; set tempo.{name}"
             )
-        check_value(f"{where}.", name, value, LAYER_OPERATIONS)
-    return FrozenDict({name: values[name] for name in LAYER_OPERATIONS if name in values})
+        check_value(f"{where}.", name, value, _KEYS_OF_LAYER)
+        if name == OFFLOAD:
+            check_offload(f"{where}.", value)
+    return FrozenDict({name: values[name] for name in _KEYS_OF_LAYER if name in values})

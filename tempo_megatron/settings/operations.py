@@ -126,10 +126,11 @@ OPERATIONS = {
         ),
         Operation(
             name="moe_permute",
-            choices=("auto", "off", "recompute"),
+            choices=("auto", "off", "recompute", "repeat"),
             preference=("off",),
             help="recompute: a mixture of experts on one rank keeps its tokens instead of a copy for each of their "
-            "experts, and gathers them again in backward; auto is off",
+            "experts, and gathers them again in backward; repeat: experts on several ranks do not keep the tokens that "
+            "they were sent, which are sent again in backward by another all-to-all; auto is off",
             slots=("mlp",),
         ),
         Operation(
@@ -166,6 +167,10 @@ ACTIVATION = "activation"
 """Stands in LEDGER_ROWS for the name of the activation that was measured: gelu, swiglu, ..."""
 MASK = "attention mask"
 """Takes the place of a module in the row of masks, which a model makes once, outside of its modules."""
+LAYER = "layer"
+"""Names, among OFFLOAD_ROWS, what a layer keeps outside of its modules, such as the masks of stock dropout."""
+INPUT = "input"
+"""Names, among OFFLOAD_ROWS, the input of a layer that is recomputed as a whole."""
 
 
 def _list_rows_of_stack(stack: str) -> tuple[LedgerRow, ...]:
@@ -226,3 +231,37 @@ LEDGER_ROWS = (
     LedgerRow(title="output_layer", module="output_layer", operation="loss", is_in_layer=False),
     LedgerRow(title="loss", module="", operation="loss", is_in_layer=False),
 )
+
+
+def find_offload_row(row: LedgerRow) -> str | None:
+    """The name by which `offload` moves a row of the ledger; None for a row of what no layer keeps.
+
+    It is the module's name in the layer: `input_layernorm`, `self_attention.core_attention`, `mlp`.
+    """
+    stack, _, rest = row.module.partition(".layers.0")
+    if row.module == row.stack:
+        return INPUT
+    if not row.is_in_layer or stack != row.stack:
+        return None
+    # Additions with dropout are functions of the layer's, not modules.
+    return LAYER if row.operation == "dropout" else rest.removeprefix(".") or LAYER
+
+
+OFFLOAD_ROWS = tuple(dict.fromkeys(name for row in LEDGER_ROWS if (name := find_offload_row(row)) is not None))
+"""What `offload` can move of a layer, in the order of the ledger."""
+
+
+def check_offload(where: str, value: object) -> None:
+    """Raise ValueError where `value` is not "off", "all" or some of OFFLOAD_ROWS joined by "+"."""
+    expected = '"off", "all", or names of rows joined by "+", such as "input_layernorm+mlp.linear_fc2"'
+    if not isinstance(value, str):
+        raise ValueError(f"{where}offload is {value!r}; expected {expected}")
+    if value in ("off", "all"):
+        return
+    names = value.split("+")
+    for name in names:
+        if name not in OFFLOAD_ROWS:
+            near = difflib.get_close_matches(name, ("off", "all", *OFFLOAD_ROWS), n=1, cutoff=0.0)[0]
+            raise ValueError(f'{where}offload has {name!r}; expected {expected}; the nearest known name is "{near}"')
+    if len(set(names)) < len(names):
+        raise ValueError(f"{where}offload is {value!r}, which names a row twice; leave one out")

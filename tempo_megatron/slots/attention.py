@@ -14,13 +14,14 @@ from megatron.core import parallel_state
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 from tempo_kernels.attention import attention
 from tempo_kernels.recompute import drop, hold, recompute
 from tempo_megatron.slots import context_parallel
 from tempo_megatron.slots.dropout_rng import Site, Stack, find_key_and_sample, read_document_samples
-from tempo_megatron.slots.linear import Function, LinearCall, Return, is_in_backward, replace_modules
+from tempo_megatron.slots.linear import DropsInput, Function, LinearCall, Return, is_in_backward, replace_modules
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -360,6 +361,13 @@ class TempoNormedSelfAttention(SelfAttention):
             return [*inputs, *core_attention.take_unwritten_inputs(3)]
 
         return functools.partial(SelfAttention.forward, attention), take
+
+
+class TempoMLASelfAttention(DropsInput, MLASelfAttention):
+    """Latent attention that does not keep its input, which its down projections read; see DropsInput.
+
+    Megatron makes its down projections according to their classes, and refuses those that it does not know.
+    """
 
 
 class _Watched(torch.nn.Module):

@@ -1,5 +1,5 @@
 """Megatron's mixtures of experts: an activation that keeps its input only, the first linear's output, and copies of
-tokens that are gathered again.
+tokens that are gathered or sent again.
 
 Stock keeps that and the input of the second linear, the activation times the router's probability. Here the second is
 dropped after use and made again for backward by Megatron's own code, whatever the activation and its options are: a
@@ -9,6 +9,7 @@ divide by probabilities, which are 0 where a token was dropped or padded.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -166,57 +167,114 @@ class TempoMoELayer(MoELayer):
     Exact, without a product and without communication: the tokens of this rank's experts are this rank's own.
     """
 
+    value: ClassVar[str] = "recompute"
+    """The value of the switch `moe_permute` that selects this class."""
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As MoELayer."""
         if not torch.is_grad_enabled() or is_in_backward():
             return super().forward(hidden_states, *args, **kwargs)
-        take_tokens = hold(hidden_states)
-
-        def run_experts(copies: Tensor, *inputs: Any) -> Any:
-            result = self.experts(copies, *inputs)
-            drop(copies, after=result[0], make=_gather_again(take_tokens, copies, self.token_dispatcher))
-            return result
-
+        run_experts = functools.partial(self._run_experts, hold(hidden_states))
         return MoELayer.forward(replace_modules(self, experts=Function(run_experts)), hidden_states, *args, **kwargs)
 
+    def _run_experts(self, take_tokens: Callable[[], Tensor], copies: Tensor, *inputs: Any) -> Any:
+        permute = _permute_again(copies.size(), self.token_dispatcher)
+        result = self.experts(copies, *inputs)
+        drop(copies, after=result[0], make=lambda: (permute(take_tokens()),))
+        return result
 
-def _gather_again(take_tokens: Callable[[], Tensor], copies: Tensor, dispatcher: Any) -> Callable[[], tuple[Tensor]]:
-    """A function that permutes the tokens as the dispatcher has just done. On one rank they are sorted by expert then:
-    what the dispatcher does between permuting and the experts changes nothing."""
-    size = copies.size()
+
+class TempoRepeatMoELayer(TempoMoELayer):
+    """A mixture whose tokens come from other ranks, which send them once more in backward, by the same collectives.
+
+    Exact, without a product. Every rank of the group sends at the same place of backward, where the gradient of the
+    experts' output is there, whether or not its own experts have got tokens: a rank that waited until its first linear
+    asks for its input would never send if it has none.
+    """
+
+    value = "repeat"
+
+    def _run_experts(self, take_tokens: Callable[[], Tensor], copies: Tensor, *inputs: Any) -> Any:
+        dispatch = _dispatch_again(self.token_dispatcher)
+        found: list[Tensor] = []
+        output, bias = self.experts(copies, *inputs)
+        drop(copies, after=output, make=lambda: (found.pop(),))
+        return _CallInBackward.apply(output, lambda: found.append(dispatch(take_tokens()))), bias
+
+
+class _CallInBackward(torch.autograd.Function):
+    """Returns x; backward calls a function before the gradient goes on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[], None]) -> Tensor:
+        ctx.function = function
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        with torch.no_grad():
+            ctx.function()
+        return grad, None
+
+
+def _permute_again(size: torch.Size, dispatcher: Any) -> Callable[[Tensor], Tensor]:
+    """A function that permutes tokens as the dispatcher has just done, into `size`. On one rank they are sorted by
+    expert then: what the dispatcher does between permuting and the experts changes nothing."""
     if not dispatcher.config.moe_permute_fusion:
         index = dispatcher.reversed_local_input_permutation_mapping
-
-        def gather() -> tuple[Tensor]:
-            return (take_tokens().view(-1, size[-1]).index_select(0, index),)
-
-        return gather
+        return lambda tokens: tokens.view(-1, size[-1]).index_select(0, index)
     # The all-gather dispatcher lets go of the map of all ranks' tokens, which is that of its own here.
     is_gathered = isinstance(dispatcher, MoEAllGatherTokenDispatcher)
     routing_map = dispatcher.local_map if is_gathered else dispatcher.routing_map
 
-    def permute_again() -> tuple[Tensor]:
-        tokens = take_tokens().view(-1, size[-1])
-        return (moe_utils.permute(tokens, routing_map, num_out_tokens=size[0], fused=True)[0],)
+    def permute(tokens: Tensor) -> Tensor:
+        found: Tensor = moe_utils.permute(tokens.view(-1, size[-1]), routing_map, num_out_tokens=size[0], fused=True)[0]
+        return found
 
-    return permute_again
+    return permute
+
+
+def _dispatch_again(dispatcher: Any) -> Callable[[Tensor], Tensor]:
+    """A function that sends tokens as the all-to-all dispatcher has just done, by the dispatcher's own code."""
+    state = copy.copy(dispatcher)
+    # With it all of the router's graph would stay, and it is sent no more.
+    state.probs = None
+    num_sent = state.num_out_tokens
+
+    def dispatch(tokens: Tensor) -> Tensor:
+        again = copy.copy(state)
+        sent = _permute_again(torch.Size((int(num_sent), tokens.size(-1))), again)(tokens)
+        # The dispatcher sends a number with each token.
+        numbers = sent.new_zeros(sent.size(0), dtype=torch.float32)
+        received: Tensor = again.dispatch_postprocess(*again.token_dispatch(sent, numbers))[0]
+        return received
+
+    return dispatch
 
 
 def find_permute_refusal(config: TransformerConfig, choice: str) -> str | None:
-    """Why a mixture cannot gather its tokens again in backward (tempo.moe_permute); None where it can."""
+    """Why a mixture cannot have its tokens again in backward (tempo.moe_permute); None where it can."""
     if not config.num_moe_experts:
         return "the model has no experts (num_moe_experts)"
     split = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
-    for name, size in (
-        ("expert_model_parallel_size", config.expert_model_parallel_size),
-        ("expert_tensor_parallel_size", split),
-    ):
-        if size > 1:
+    sizes = {"expert_model_parallel_size": config.expert_model_parallel_size, "expert_tensor_parallel_size": split}
+    for name, size in sizes.items():
+        if size > 1 and choice == "recompute":
             return f"{name} is {size}, and tokens that other ranks sent cannot be gathered again without communication"
-    if config.moe_token_dispatcher_type == "flex":
+    dispatcher = config.moe_token_dispatcher_type
+    if dispatcher == "flex":
         return "moe_token_dispatcher_type is flex, which permutes and sends tokens in one operation of its own"
+    if choice == "repeat":
+        if max(sizes.values()) == 1:
+            return "all experts are on one rank, to which no tokens are sent"
+        if dispatcher != "alltoall":
+            return f"moe_token_dispatcher_type is {dispatcher}, and Tempo repeats alltoall only"
+        if (graphs := getattr(config, "cuda_graph_impl", "none")) != "none":
+            return f"cuda_graph_impl is {graphs}, whose graphs hold a part of what would be repeated"
     for name, why in (
         ("moe_shared_expert_overlap", "which changes the order of backward"),
+        ("overlap_moe_expert_parallel_comm", "which changes the order of backward"),
+        ("delay_wgrad_compute", "by which linears hold their inputs beyond backward"),
         ("moe_latent_size", "by which experts get other tokens than the layer's"),
         ("cpu_offloading", "which moves what a layer keeps to the host"),
         ("fine_grained_activation_offloading", "which moves what a layer keeps to the host"),
@@ -224,6 +282,10 @@ def find_permute_refusal(config: TransformerConfig, choice: str) -> str | None:
         if value := getattr(config, name, None):
             return f"{name} is {'on' if value is True else value}, {why}"
     return None
+
+
+MIXTURES: dict[str, Any] = {layer.value: layer for layer in (TempoMoELayer, TempoRepeatMoELayer)}
+"""Value of the switch `moe_permute` -> the class that takes MoELayer's place."""
 
 
 def is_mixture(slot: Any) -> bool:

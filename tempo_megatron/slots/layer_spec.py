@@ -37,6 +37,7 @@ from tempo_megatron.slots import hybrid
 from tempo_megatron.slots import transformer_engine as te
 from tempo_megatron.slots.attention import (
     TempoDotProductAttention,
+    TempoMLASelfAttention,
     TempoNormedSelfAttention,
     TempoRecomputeDotProductAttention,
     TempoSelfAttention,
@@ -55,7 +56,7 @@ from tempo_megatron.slots.block_slots import (
 from tempo_megatron.slots.choose import Choices, Obstacles, Refusal, choose
 from tempo_megatron.slots.dropout import tempo_bias_dropout_add
 from tempo_megatron.slots.dropout_rng import Site, Stack
-from tempo_megatron.slots.experts import TempoMoELayer, is_mixture, replace_experts
+from tempo_megatron.slots.experts import MIXTURES, is_mixture, replace_experts
 from tempo_megatron.slots.linear import TempoColumnParallelLinear, TempoRowParallelLinear
 from tempo_megatron.slots.mlp import LinearRecomputeMLP, TempoLinearRecomputeMLP, TempoMLP, TempoRecomputeMLP
 from tempo_megatron.slots.norm import (
@@ -451,6 +452,8 @@ def _replace_attention(
         pins = drops_projection or any(getattr(norm, "keep", "input") == "input" for norm in norms)
         core_attention = (te.ATTENTIONS if is_te else _ATTENTIONS)[tempo_config.attention]
         changes["core_attention"] = ModuleSpec(core_attention, {"stack": stack, "has_pinned_projection": pins})
+    if is_latent and tempo_config.norm == "recompute":
+        slot = dataclasses.replace(slot, module=TempoMLASelfAttention)
     if drops_projection:
         _refuse_kept_operands(stock_attention, transformer_config, "core_attention" in changes)
         slot = dataclasses.replace(slot, module=TempoSelfAttention)
@@ -507,7 +510,7 @@ def _replace_mlp(slot: Any, transformer_config: TransformerConfig, tempo_config:
             submodules = dataclasses.replace(
                 submodules, shared_experts=put_submodules(shared, find_class(shared), linears)
             )
-        module = TempoMoELayer if stock is MoELayer and tempo_config.moe_permute == "recompute" else stock
+        module = MIXTURES.get(tempo_config.moe_permute, stock) if stock is MoELayer else stock
         return put_submodules(slot, module, submodules)
     module = te.replace_mlp_class(stock, tempo_config)
     if stock is MLP and tempo_config.linear_fc1 == "recompute":

@@ -14,9 +14,10 @@ from tempo_kernels.recompute import can_refill, drop, hold
 
 
 class DropsInput:
-    """A base of parallel linears that do not keep an input which the norm or attention before them can make again.
+    """A base of parallel linears, and of modules of several, that do not keep an input which the norm or attention
+    before them can make again.
 
-    The input is made again for this linear's backward, before the all-gather of sequence parallelism. Its memory is
+    The input is made again for the linear's backward, before the all-gather of sequence parallelism. Its memory is
     free from the moment when Megatron's layer releases it, at the end of its attention or MLP. If something else holds
     the input, such as a forward hook that stores it, it stays in memory and nothing is saved.
     """

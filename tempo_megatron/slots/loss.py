@@ -1,5 +1,5 @@
-"""Gives Megatron's GPTModel, BertModel and HybridModel the fused loss head: labels in, losses out, and no logits of all
-tokens.
+"""Gives Megatron's GPTModel, BertModel, T5Model and HybridModel the fused loss head: labels in, losses out, no logits
+of all tokens.
 
 The models compute logits in their output layer and pass them to compute_language_model_loss. A fused output layer that
 has labels computes the losses inside its own forward, so that hooks which gather and release its weight (ZeRO-3's) run
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.utils import get_attr_wrapped_model, get_pg_rank, get_pg_size
@@ -287,6 +288,30 @@ def fused_bert_class(cls: Any = BertModel) -> Any:
 
 
 @functools.cache
+def fused_t5_class(cls: Any = T5Model) -> Any:
+    """As fused_bert_class, of T5Model or a class that derives from it; labels and loss_mask are the decoder's."""
+
+    class FusedT5Model(_with_fused_head(cls)):  # type: ignore[misc]
+        def forward(
+            self,
+            encoder_input_ids: Tensor,
+            decoder_input_ids: Tensor,
+            encoder_attn_mask: Any,
+            decoder_attn_mask: Any,
+            encoder_decoder_attn_mask: Any,
+            lm_labels: Any = None,
+            *args: Any,
+            loss_mask: Any = None,
+            **kwargs: Any,
+        ) -> Any:
+            masks = encoder_attn_mask, decoder_attn_mask, encoder_decoder_attn_mask
+            with _telling_head(self, lm_labels, loss_mask):
+                return cls.forward(self, encoder_input_ids, decoder_input_ids, *masks, lm_labels, *args, **kwargs)
+
+    return _name_after(FusedT5Model, cls)
+
+
+@functools.cache
 def fused_hybrid_class(cls: Any) -> Any:
     """As fused_gpt_class, of HybridModel or a class that derives from it."""
 
@@ -335,11 +360,12 @@ def _name_after(fused: Any, cls: Any) -> Any:
     return fused
 
 
-TempoGPTModel, TempoBertModel = fused_gpt_class(), fused_bert_class()
+TempoGPTModel, TempoBertModel, TempoT5Model = fused_gpt_class(), fused_bert_class(), fused_t5_class()
 # Each kind of model that can have the head, the function that makes its class, and the methods that this class changes.
 _KINDS = (
     (GPTModel, fused_gpt_class, ("_postprocess", "_scale_logits", "compute_language_model_loss")),
     (BertModel, fused_bert_class, ("forward", "compute_language_model_loss")),
+    (T5Model, fused_t5_class, ("forward", "compute_language_model_loss")),
 )
 _HYBRID_METHODS = ("forward", "_scale_logits", "compute_language_model_loss")
 
@@ -352,13 +378,13 @@ def _find_kind(model: Any) -> tuple[Any, tuple[str, ...]] | None:
 
 
 def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
-    """Give a built GPTModel, BertModel or HybridModel the fused loss head, if `choose_loss` says so and the model has
-    an output layer.
+    """Give a built GPTModel, BertModel, T5Model or HybridModel the fused loss head, if `choose_loss` says so and the
+    model has an output layer.
 
     It replaces methods of this one model and the forward of its output layer by attributes of the two objects. Both
     keep their class. No module, parameter, hook or checkpoint key changes, and ZeRO-3 gathers the output layer's weight
     around its forward as before. A copy.deepcopy is a model with a head of its own. If you can choose the class, build
-    a `TempoGPTModel` or a `TempoBertModel` instead.
+    a `TempoGPTModel`, a `TempoBertModel` or a `TempoT5Model` instead.
 
     Called with labels, the model returns losses [b, s] in float32 and keeps no logits; called without, it returns
     logits. A label outside of the vocabulary has loss 0. With an `output_processor` everything is as in Megatron. If
@@ -440,7 +466,8 @@ def choose_loss(model: Any, tempo_config: TempoConfig) -> tuple[str, str | None]
 def _find_obstacle(model: Any) -> str | None:
     """Why a built model cannot have the fused head; None where it can."""
     if _find_kind(model) is None:
-        return f"the model is a {type(model).__name__}, and the fused loss is for GPTModel, BertModel and HybridModel"
+        known = "GPTModel, BertModel, T5Model and HybridModel"
+        return f"the model is a {type(model).__name__}, and the fused loss is for {known}"
     if getattr(model, "mtp_num_depths", 0):  # of a HybridModel's pattern
         return "the layer pattern has layers of multi-token prediction, which need logits of their own"
     refusal = find_refusal("loss", "fused", model.config)

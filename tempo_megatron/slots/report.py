@@ -16,6 +16,7 @@ from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import write_layers
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots import transformer_engine as te
+from tempo_megatron.slots.attention import TempoMLASelfAttention
 from tempo_megatron.slots.block_slots import (
     BUILT_NAMES,
     Slot,
@@ -184,7 +185,8 @@ def _explain(slot: Slot, layer: int | None, stack: str, choices: Choices) -> str
     module, holder = find_class(slot.content), find_class(slot.holder)
     if slot.operation == "linear_fc1" and is_mixture(slot.content):
         return "mixture of experts"
-    if isinstance(holder, type) and issubclass(holder, MultiLatentAttention) and holder is not MLASelfAttention:
+    is_latent = isinstance(holder, type) and issubclass(holder, MultiLatentAttention)
+    if is_latent and holder not in (MLASelfAttention, TempoMLASelfAttention):
         return f"{holder.__name__} is a latent attention that Tempo does not know"
     found = choices.config if layer is None else choices.config.for_layer(layer, stack)
     if getattr(found, slot.operation) == "off":

@@ -15,6 +15,7 @@ from tempo_megatron.extras import is_installed
 from tempo_megatron.memory.live.aside import RunPlan
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots.choose import Choices
+from tempo_megatron.slots.offload import Offloading
 from tempo_megatron.slots.report import TempoReport
 from tempo_megatron.training.run.deepspeed_config import find_unknown_keys, offloads_optimizer, read_zero_stage
 from tempo_megatron.training.run.run_config import RunConfig
@@ -43,6 +44,7 @@ def write_banner(
     settings: Mapping[str, Any],
     activation: str,
     plan: RunPlan | None = None,
+    offloading: Offloading | None = None,
 ) -> str:
     """Returns one line per subject, from the packages to Tempo.
 
@@ -58,6 +60,7 @@ def write_banner(
         settings: of the optimizer, read from it.
         activation: name and form of the MLP's activation.
         plan: of the run's memory budget.
+        offloading: of this rank's layers.
     """
     tp, dp = run.tensor_model_parallel_size, run.data_parallel_size
     parallel = f"TP {tp}{' + SP' if run.sequence_parallel else ''}, {_describe_pipeline(run)}DP {dp}"
@@ -77,6 +80,8 @@ def write_banner(
         "data": " ".join(run.data_path),
         "tempo": _describe_tempo(run, choices),
     }
+    if offloading is not None and offloading.num_layers:
+        rows["offload"] = offloading.describe()
     if plan is not None:
         rows["plan"] = plan.describe()
     if not run.tempo.is_off or choices.reasons:

@@ -36,11 +36,11 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Print the settings of a training run, one per line, and where each value comes from.",
-        epilog="Every other argument is one of tempo-pretrain-gpt or, with --family bert, of tempo-pretrain-bert.",
+        epilog="Every other argument is one of tempo-pretrain-gpt or, with --family bert or t5, of that one's trainer.",
         allow_abbrev=False,
     )
     parser.add_argument("--show", action="store_true", required=True, help="print the effective values")
-    parser.add_argument("--family", choices=("gpt", "bert"), default="gpt", help="default %(default)s")
+    parser.add_argument("--family", choices=("gpt", "bert", "t5"), default="gpt", help="default %(default)s")
     parser.add_argument("--world-size", type=parse_positive, help="processes of the run (default: as few as it needs)")
     own, training = parser.parse_known_args(argv)
     lines = list(describe_settings(training, own.family, own.world_size))

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
 from tempo_megatron.models.stage import PipelineStage
@@ -208,6 +209,7 @@ class Engine:
         self._computes_norm = self.zero_stage == 0 and run.precision == "fp32"
         self._clip_grad = run.clip_grad
         self._grad_norm: Tensor | None = None
+        self._num_weighted = None if run.model.num_experts is None else run.num_micro_batches
         if run.tensor_model_parallel_size > 1:
             sum_partial_gradients(model)
         given = copy_deepspeed_config(config)
@@ -234,6 +236,10 @@ class Engine:
 
     def backward_and_step(self, loss: Tensor) -> None:
         """Runs backward of one micro batch and, after the last one of a step, updates weights and schedule."""
+        if self._num_weighted is not None:
+            # Routers' losses join in backward; as in Megatron's schedules, each micro batch has its share of a step.
+            weight = (self.loss_scale or 1.0) / self._num_weighted
+            MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(weight, dtype=torch.float32, device=loss.device))
         self.deepspeed.backward(loss)
         is_last = self.deepspeed.is_gradient_accumulation_boundary()
         if is_last and self._computes_norm:

@@ -11,7 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 from tempo_megatron.cpu import use_cpu
-from tempo_megatron.models.build import build_model, choose_for_model
+from tempo_megatron.models.build import build_model
+from tempo_megatron.models.stage import list_chunks
+from tempo_megatron.slots.choose import choose
+from tempo_megatron.slots.offload import count_in_flight, offload_layers
 from tempo_megatron.training import checkpoint, engine, metrics, model, pipeline
 from tempo_megatron.training.banner import find_versions, write_banner
 from tempo_megatron.training.checkpoint import describe_run, seed_all
@@ -31,11 +34,15 @@ Decide = Callable[[Mapping[str, str]], tuple[RunConfig, dict[str, Any] | None]]
 
 
 def find_task(family: str) -> Task:
-    """Returns the Task of a family of models, gpt or bert."""
+    """Returns the Task of a family of models."""
     if family == "bert":
         from tempo_megatron.training.tasks.masked import MaskedTask
 
         return MaskedTask()
+    if family == "t5":
+        from tempo_megatron.training.tasks.spans import SpanTask
+
+        return SpanTask()
     assert family == "gpt"
     from tempo_megatron.training.tasks.next_token import NextTokenTask
 
@@ -89,7 +96,7 @@ class Job:
         run, self.plan = plan_memory(run, self.vocabulary.padded_size)
         seed_all(run.seed)
         transformer_config = model.build_transformer_config(run)
-        self.choices = choose_for_model(run.model, transformer_config, run.tempo)
+        self.choices = choose(transformer_config, run.tempo)
         # From here on run.tempo holds no "auto".
         self.run = run = dataclasses.replace(run, tempo=self.choices.config)
         transformer_config = dataclasses.replace(
@@ -104,6 +111,11 @@ class Job:
         self.tempo_report = pipeline.report_on_all(built, self.choices)
         self.parameters = pipeline.count_all_parameters(built, run.tensor_model_parallel_size)
         self.engine = engine.Engine(built, run)
+        self.offloading = offload_layers(
+            list_chunks(self.engine.deepspeed.module),
+            run.tempo,
+            num_in_flight=count_in_flight(run.num_micro_batches, run.num_chunks),
+        )
         self.description = describe_run(
             run,
             self.vocabulary,
@@ -147,6 +159,7 @@ class Job:
             settings=self.engine.read_settings(),
             activation=model.describe_activation(run.model, self.description["gelu_form"]),
             plan=self.plan,
+            offloading=self.offloading,
         )
         self.log.say(banner)
         if saved is not None:
@@ -202,6 +215,7 @@ class Job:
             self.log,
             Throughput(run, self.vocabulary.padded_size, self.device),
             self.device,
+            self.offloading,
         )
         reason = trainer.evaluate() if run.eval_only else trainer.train()
         self.log.say(f"{reason} after step {self.progress.iteration}")

@@ -18,6 +18,7 @@ from tempo_kernels.philox import foresee
 from tempo_megatron.memory.live.run_ledger import RunObserver
 from tempo_megatron.models.stage import PipelineStage, list_chunks
 from tempo_megatron.slots.dropout_rng import draws_masks, set_micro_batch
+from tempo_megatron.slots.offload import Offloading
 from tempo_megatron.training.checkpoint import Checkpoints, Progress
 from tempo_megatron.training.engine import REMEDY, Engine
 from tempo_megatron.training.metrics import RunLog, StepTimer, average_over, measure_peak
@@ -45,6 +46,7 @@ class Trainer:
         log: shown to the user.
         throughput: computes the figures of a log interval.
         device: of this rank.
+        offloading: of its layers.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class Trainer:
         log: RunLog,
         throughput: Throughput,
         device: torch.device,
+        offloading: Offloading,
     ) -> None:
+        self.offloading = offloading
         self.run, self.engine, self.forward_step = run, engine, forward_step
         self.progress, self.checkpoints, self.log, self.device = progress, checkpoints, log, device
         self.datasets, self.collate, self.throughput = datasets, collate, throughput
@@ -89,6 +93,7 @@ class Trainer:
                 micro_batch_size=run.micro_batch_size,
                 seq_length=run.model.seq_length,
                 read_run=lambda _: read_run(run, None),
+                decoder_seq_length=run.model.decoder_seq_length,
             ).step
 
     def train(self) -> str:
@@ -104,6 +109,8 @@ class Trainer:
                     self._step()
                 if progress.iteration == first:
                     foresee(run.train_iters - first)
+                    if self.offloading.num_layers:
+                        self.log.say(f"offload: {self.offloading.describe()}")
                 self.log.advance()
                 iteration = progress.iteration
                 if iteration % run.log_interval == 0:

@@ -1,4 +1,4 @@
-"""Trains a model from a command line, for `tempo-pretrain-gpt` and `tempo-pretrain-bert`; an error is one sentence.
+"""Trains a model from a command line, for `tempo-pretrain-gpt`, `-bert` and `-t5`; an error is one sentence.
 
 An error in the command line itself is reported before torch and deepspeed are imported.
 """

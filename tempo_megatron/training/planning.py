@@ -10,7 +10,7 @@ import torch
 from tempo_megatron.memory.live.aside import RunPlan, plan_for_all_ranks
 from tempo_megatron.memory.plan.gpu import find_gpu
 from tempo_megatron.memory.plan.planner import RECOMPUTED, PlanRequest
-from tempo_megatron.memory.run import OptimizerSettings, Run, read_recomputation
+from tempo_megatron.memory.run import OptimizerSettings, Run, read_recomputation, take_parts
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.training.model import has_fused_softmax
 from tempo_megatron.training.run.run_config import RunConfig
@@ -63,8 +63,10 @@ def read_run(run: RunConfig, padded_vocab_size: int | None) -> Run:
     model = run.model
     if padded_vocab_size is not None:
         model = dataclasses.replace(model, vocab_size=padded_vocab_size, make_vocab_size_divisible_by=1)
+    stock = "local" if run.on_gpu else "cpu"
+    parts = take_parts(model, stock=stock, tensor_parallel=run.tensor_model_parallel_size)
     return Run(
-        model=model,
+        **parts,
         tempo=run.tempo,
         optimizer=OptimizerSettings.from_deepspeed(run.deepspeed),
         tensor_parallel=run.tensor_model_parallel_size,
@@ -76,9 +78,14 @@ def read_run(run: RunConfig, padded_vocab_size: int | None) -> Run:
         micro_batch_size=run.micro_batch_size,
         num_micro_batches=run.num_micro_batches,
         dtype=DTYPES[run.precision],
-        stock="local" if run.on_gpu else "cpu",
+        stock=stock,
         masked_softmax_fusion=run.masked_softmax_fusion and has_fused_softmax(),
         **read_recomputation(
-            run.recompute_granularity, run.recompute_method, run.recompute_num_layers, run.recompute_modules
+            run.recompute_granularity,
+            run.recompute_method,
+            run.recompute_num_layers,
+            run.recompute_modules,
+            has_experts="experts" in parts,
+            has_latent_attention="latent_attention" in parts,
         ),
     )

@@ -25,7 +25,7 @@ class Throughput:
     """
 
     def __init__(self, run: RunConfig, padded_vocab_size: int, device: torch.device) -> None:
-        self._tokens = run.global_batch_size * run.model.seq_length
+        self._tokens = run.global_batch_size * (run.model.seq_length + (run.model.decoder_seq_length or 0))
         self._flops = count_model_flops(count_forward_flops(run.model, run.global_batch_size, padded_vocab_size))
         self._world_size, self._peak = run.world_size, None
         if device.type == "cuda" and (gpu := recognise_gpu(torch.cuda.get_device_name(device))):

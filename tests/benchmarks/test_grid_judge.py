@@ -13,7 +13,7 @@ import megatron_cpu
 import pytest
 from distributed import run_megatron_ranks
 from grid import judge as grid_judge
-from grid import run as grid_run
+from grid import run_model as grid_run
 from grid.cases import Case, Layout
 
 from tempo_megatron.slots import dropout_rng
@@ -41,8 +41,8 @@ CHANGES: dict[str, Any] = {
     "nothing": None,
     "a gradient": ("grid.judge.run_model", _run_wrongly(1e-3)),
     "a gradient's last bits": ("grid.judge.run_model", _run_wrongly(2e-7)),
-    "kept bytes": ("grid.run.count_stack", lambda *args, **more: round(1.02 * _count(*args, **more))),
-    "the sample": ("grid.run.dropout_rng.set_micro_batch", lambda seed, first: _set(seed, first + 1)),
+    "kept bytes": ("grid.run_model.count_stack", lambda *args, **more: round(1.02 * _count(*args, **more))),
+    "the sample": ("grid.run_model.dropout_rng.set_micro_batch", lambda seed, first: _set(seed, first + 1)),
     # Every rank takes its rows for the first ones.
     "the rows": ("tempo_megatron.slots.dropout_rng.find_segments", lambda rank, size, rows: [(0, rows)]),
     "a gradient that is none": ("grid.judge.run_model", _run_wrongly(float("nan"))),

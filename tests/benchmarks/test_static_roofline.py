@@ -10,10 +10,12 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
 
+import loss_head
 import static_roofline
 import triton
 from covering import exhaustive
-from roofline import cases, launches, machine_code, model
+from measurements import RESULTS, read_records
+from roofline import cases, launches, machine_code, model, walks
 
 RESOURCES = Path(__file__).parents[1] / "kernels" / "kernel_resources.json"
 LIMITS = json.loads(RESOURCES.read_text(encoding="utf-8"))["roofline"]
@@ -41,6 +43,7 @@ def test_the_main_loop_is_found_and_its_shortest_way_counted_by_pipe():
     assert body.is_loop and [one.address for one in body.instructions] == [0x20, 0x30, 0x60, 0x70, 0x80, 0x90]
     assert body.by_pipe == {"memory": 2, "control": 2, "fma": 1, "alu": 1}
     assert body.stored_bytes == body.loaded_bytes == 16
+    assert (body.others, body.around, body.waits, body.barriers) == (2, 3, 1, 0)
 
 
 def test_packing_two_floats_into_16_bits_is_the_alus_work_and_other_conversions_are_not():
@@ -76,19 +79,89 @@ def test_occupancy_is_that_of_the_programming_guide(registers, warps, shared_byt
     assert model.find_occupancy(registers, warps, shared_bytes, capability) == expected
 
 
+COPY_S = 300e-6
+
+
+def make_pass(device, **changed):
+    """One that copies for COPY_S and has next to nothing else to do, in one full round."""
+    slots = device.multiprocessors * 4
+    given = {"programs": slots, "programs_per_sm": 4, "warps": 4, "trips": 1.0, "around": 0, "cycles": 1.0, "waits": 0}
+    given |= {"num_bytes": COPY_S * device.copy_bytes_per_s, "barriers": 0}
+    return given | {"tail_launches": 0, "tail_bytes": 0, "last_bytes": 0} | changed
+
+
 def test_a_pass_is_as_long_as_what_it_waits_for_and_its_tail():
+    device, chosen = model.DEVICES["H100"], model.CENTRAL
+
+    def find_share(**changed):
+        return model.find_share_of_copy(make_pass(device, **changed), device)
+
+    assert find_share() == pytest.approx(1.0, abs=1e-4)
+    # As much of issuing as of copying: longer than either by the factor that model.py states.
+    cycles = COPY_S * device.clock_hz / 4
+    assert find_share(cycles=cycles) == pytest.approx(2 ** (-1 / 3.3), rel=0.01)
+    num_bytes = round(3e-6 * device.copy_bytes_per_s)
+    share = find_share(tail_launches=2, tail_bytes=num_bytes)
+    assert share == pytest.approx(300 / (300 + 2 * chosen.launch_us + 3), abs=1e-4)
+    last_us = chosen.last_us + (1 << 20) / 64 / (device.clock_hz / 1e6)
+    assert find_share(last_bytes=1 << 20) == pytest.approx(300 / (300 + last_us), abs=1e-4)
+
+
+def test_a_last_round_of_one_program_and_barriers_and_waits_in_a_loop_cost_time():
     device = model.DEVICES["H100"]
-    share = model.find_share_of_copy(0.001, 1 << 20, 1 << 30, device)
-    assert share == pytest.approx(1.0, abs=1e-4)
-    # 300 us of copying, and as much of issuing: longer than either by the factor that model.py states.
-    elements, num_bytes = 1 << 27, round(300e-6 * device.copy_bytes_per_s)
-    per_element = 300e-6 * 132 * 128 * device.clock_hz / elements
-    assert model.find_share_of_copy(per_element, elements, num_bytes, device) == pytest.approx(2 ** (-1 / 3.3))
-    with_tail = model.find_share_of_copy(1e-9, elements, num_bytes, device, 2, round(3e-6 * device.copy_bytes_per_s))
-    assert with_tail == pytest.approx(300 / (300 + 2 * model.LAUNCH_US + 3))
-    with_last = model.find_share_of_copy(1e-9, elements, num_bytes, device, 0, 0, 1 << 20)
-    last_us = model.LAST_US + (1 << 20) / 64 / (device.clock_hz / 1e6)
-    assert with_last == pytest.approx(300 / (300 + last_us))
+    slots = device.multiprocessors * 4
+    full, ragged = (make_pass(device, programs=n, cycles=2e5) for n in (slots, slots + 1))
+    program_s = (model.CENTRAL.start_cycles + model.CENTRAL.latency_cycles + 2e5) / device.clock_hz
+    times = [model.find_time(one, device, model.CENTRAL) for one in (full, ragged)]
+    assert times[0].memory == COPY_S and times[1].memory == pytest.approx(COPY_S + program_s, rel=0.01)
+    assert times[1].latency == pytest.approx(2 * program_s)
+    looped = make_pass(device, trips=1000.0, cycles=0.0, waits=1, barriers=2)
+    time = model.find_time(looped, device, model.CENTRAL)
+    assert time.latency > 1000 * (model.CENTRAL.latency_cycles + 2 * model.CENTRAL.barrier_cycles) / device.clock_hz
+    assert time.bound == "latency"
+    shares = [model.find_share_of_copy(looped, device, chosen) for chosen in (model.SLOW, model.CENTRAL, model.FAST)]
+    assert shares == sorted(shares)
+
+
+@pytest.mark.parametrize(
+    ("name", "tile", "splits", "num_programs"),
+    [
+        ("forward", (128, 64), 1, 16),
+        ("grad_kv", (32, 128), 1, 16),
+        ("backward", (64, 64), 1, 1),
+        ("backward", (128, 64), 2, 2),
+    ],
+)
+def test_programs_of_a_causal_walk_have_the_tiles_that_reach_the_diagonal(name, tile, splits, num_programs):
+    queries, keys = tile
+    found = walks.list_programs(name, tile, splits, True, 3)
+    blocks = [(q, k) for q in range(0, walks.LENGTH, queries) for k in range(0, walks.LENGTH, keys)]
+    seen = sum(q + queries > k for q, k in blocks)
+    across = sum(q + queries > k and k + keys > q + 1 for q, k in blocks)
+    assert sum(one.tiles for one in found) == 3 * seen and sum(one.edges for one in found) == 3 * across
+    assert sum(one.tiles for one in walks.list_programs(name, tile, splits, False, 1)) == len(blocks)
+    assert len(found) == 3 * num_programs
+
+
+def test_the_time_of_a_walk_is_that_of_its_tiles_and_of_what_no_multiprocessor_shares_out():
+    device = model.DEVICES["H100"]
+    one = {"walk": "forward", "head_dim": 128, "splits": 1, "tile": (128, 64), "warps": 4, "programs_per_sm": 1}
+    one |= {"issued": 1000, "others": 100, "around": 0}
+    per_tile = 1000 + 2 * 128 * 64 * 128 * 2 / 4096
+    found = walks.find_walk(one, device, True)
+    tiles = 128 * sum(range(2, 33, 2))
+    assert found.tiles == pytest.approx(tiles * per_tile / 132 / device.clock_hz)
+    assert found.tiles < found.total < 1.25 * found.tiles and found.bound == "issue and tensor cores"
+    assert walks.find_walk(one, device, True, model.CENTRAL, 0.5).tiles == pytest.approx(2 * found.tiles)
+
+
+def test_the_loss_heads_peaks_are_what_is_followed():
+    recorded = read_records(RESULTS / "loss_head_peaks.jsonl")
+    assert recorded[0] == loss_head.find_peak(8192, 62080) and len(recorded) == 9
+
+
+def test_the_page_is_what_the_records_say():
+    assert static_roofline.PAGE.read_text(encoding="utf-8") == static_roofline.draw_page()
 
 
 def test_behind_a_norms_backward_is_one_launch_and_all_that_it_reads_counts():
@@ -100,19 +173,20 @@ def test_behind_a_norms_backward_is_one_launch_and_all_that_it_reads_counts():
 
 
 @pytest.mark.parametrize(
-    ("alone", "with_tail", "launches", "obstacle"),
+    ("changed", "obstacle"),
     [
-        (0.97, 0.93, 2, ""),
-        (0.97, 0.80, 2, "2 launches behind it"),
-        (0.97, 0.90, 0, "its last program"),
-        (0.90, 0.89, 0, "issue: 12.0 fma + 8.0 alu + 1.0 xu"),
+        ({}, ""),
+        ({"tail_launches": 12}, "12 launches behind it"),
+        ({"last_bytes": 1 << 24}, "its last program"),
+        ({"cycles": 1e5}, "issue: 12.0 fma + 8.0 alu + 1.0 xu"),
+        ({"trips": 500.0, "barriers": 9, "waits": 1}, "waiting: 500 ways through the loop, 9 barriers each"),
+        ({"programs": 529, "around": 1e5}, "its last round of 529 programs"),
     ],
 )
-def test_what_stands_in_the_way_is_what_costs_most(alone, with_tail, launches, obstacle):
-    fields = {"busiest": "issue", "instructions": {"alu": 80, "fma": 120, "xu": 10, "control": 1}}
-    one = cases.Pass("a pass", None, 1, 1, 1, launches)
-    shares = {"H100": {"pass": 0.99, "with_tail": 0.98}, "H200": {"pass": alone, "with_tail": with_tail}}
-    assert static_roofline.find_obstacle(one, fields, 10, shares) == obstacle
+def test_what_stands_in_the_way_is_what_costs_most(changed, obstacle):
+    device = model.DEVICES["H200"]
+    one = make_pass(device, **{"busiest": "issue", "by_pipe": {"alu": 8.0, "fma": 12.0, "xu": 1.0, "control": 0.1}})
+    assert static_roofline.find_obstacle(one | changed, device) == obstacle
 
 
 @pytest.mark.slow

@@ -195,6 +195,49 @@ def _kept_and_measured() -> tuple[Any, int, int]:
     return found, *ours
 
 
+@pytest.mark.slow
+def test_kept_bytes_of_experts_and_latent_attention_are_a_mean_over_layers() -> None:
+    (found,) = run_ranks(_kept_by_kinds_of_layers, 1)
+    tokens, ffn, routed = 448 * 3, 96, 2 * 48
+    # Between its linears a layer keeps the input of the activation, but not its result, of 2 bytes an element.
+    assert found["experts"] == (tokens * 2 * (ffn + routed)) // 2
+    # So do norms: in front of attention, of the vectors of queries and keys, and in front of MLP and experts.
+    assert found["latent"] == found["experts"] + tokens * 2 * (64 + 32 + 8 + 64)
+
+
+def _kept_by_kinds_of_layers() -> dict[str, int]:
+    import torch
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+    from torch.nn import functional as F
+
+    from tempo_megatron.megatron_lm.kept_bytes import _read_layers, measure_layers
+
+    torch.distributed.destroy_process_group()
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 96, "bf16": True}
+    sizes |= {"activation_func": F.silu, "gated_linear_unit": True, "add_bias_linear": False, "qk_layernorm": True}
+    sizes |= {"normalization": "RMSNorm", "params_dtype": torch.bfloat16, "hidden_dropout": 0.0}
+    sizes |= {"num_moe_experts": 4, "moe_ffn_hidden_size": 48, "moe_layer_freq": [0, 1], "attention_dropout": 0.0}
+    run = SimpleNamespace(seq_length=448, micro_batch_size=3, global_batch_size=3, data_parallel_size=1)
+    run.use_distributed_optimizer, run.position_embedding_type = True, "rope"
+    ranks = {"q_lora_rank": 32, "kv_lora_rank": 8, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+    off = TempoConfig.off()
+    found = {}
+    for name, config, tempo in (
+        ("experts", TransformerConfig(**sizes), dataclasses.replace(off, activation="recompute")),
+        (
+            "latent",
+            MLATransformerConfig(**sizes, **ranks),
+            dataclasses.replace(off, activation="recompute", norm="recompute"),
+        ),
+    ):
+        kept = measure_layers(_read_layers(config, tempo, run, True))
+        found[name] = (kept.stock or 0) - (kept.tempo or 0)
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)  # the rank leaves it
+    return found
+
+
 def test_a_script_that_builds_none_of_the_models_is_refused() -> None:
     report = RunReport("0.16.1", ROOT, None)
     with pytest.raises(LaunchError, match="builds no GPTModel, BertModel, T5Model or HybridModel"):

@@ -44,6 +44,8 @@ def results(request: pytest.FixtureRequest, megatron_root: Path, folder: Path) -
         Run("a second choice", f"{tempo} {DROPOUT} --tempo-norm off {a_spec}"),
         Run("swiglu in place", f"{tempo} --swiglu --tempo-activation inplace"),
         Run("unplanned", ADAM),
+        Run("kept", f"{ADAM} {DROPOUT} --use-tempo"),
+        Run("offloaded", f"{ADAM} {DROPOUT} --use-tempo --tempo-offload all"),
         Run("wide", f"{budget} 1GiB"),
         Run("narrow", f"{budget} 12.3MB --tempo-report {folder}/planned.json"),
         Run("sgd", f"{tempo} --tempo-memory-budget 1GiB"),
@@ -140,6 +142,13 @@ def test_two_budgets_are_two_plans_that_change_no_loss(results: Results) -> None
 def test_recomputation_stays_as_written(results: Results) -> None:
     lines = read_plan(results["recomputed"]["printed"])
     assert lines[-1].startswith("recomputed by Megatron: the first 2 layers of every stage as a whole, as written")
+
+
+def test_layers_that_offload_have_the_losses_of_those_that_keep(results: Results) -> None:
+    offloaded = results["offloaded"]
+    assert offloaded["losses"] == results["kept"]["losses"] and len(offloaded["losses"]) == 2
+    assert "tempo: offload: 4 layers of this rank move what they keep to host memory, which the" in offloaded["printed"]
+    assert re.search(r"to [\d.]+ [KM]iB of host memory, and no more than [\d.]+ [KM]iB of it", offloaded["printed"])
 
 
 def test_runs_whose_first_steps_are_seen_keep_their_losses(results: Results, folder: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from tempo_megatron.cli import main
 
 TINY, GPT2 = "--model configs/model/gpt2_tiny.json", "--model configs/model/gpt2_124m.json"
+MIXTRAL = "--model configs/model/mixtral_8x7b.json"
 PLAN = "--model configs/model/gpt2_345m.json --gpu a100 --gpu-memory 16GB --fixed-memory 6GB --micro-batch-size 8"
 BF16 = {"bf16": {"enabled": True}}
 
@@ -31,6 +32,12 @@ def refuse(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None
         (f"ledger {GPT2} --sequence-parallel", "--sequence-parallel needs --tp of at least 2"),
         (f"ledger {GPT2} --recompute full mlp", "--recompute full already recomputes everything"),
         (f"ledger {GPT2} --no-use-tempo", "--no-use-tempo is given"),
+        (f"ledger {GPT2} --recompute moe_act", "--recompute-modules is moe_act, and the estimate knows core_attn, mlp"),
+        (f"ledger {MIXTRAL} --timeline step.png", "has experts or latent attention, which it does not follow"),
+        (f"order {MIXTRAL}", "has experts, whose tokens differ from step to step"),
+        (f"estimate {GPT2} --ep 2", "--ep 2 is given, and the model has no experts; leave it out"),
+        (f"estimate {MIXTRAL} --ep 3 --dp 3", "--ep 3 does not divide the model's 8 experts"),
+        (f"estimate {MIXTRAL} --ep 2", "does not divide the 1 ranks of a pipeline stage"),
         (
             f"""ledger {TINY} --tempo-layers '{{"3-4": {{"norm": "off"}}}}'""",
             'tempo.layers["3-4"] goes beyond the decoder\'s 4 layers',
@@ -97,7 +104,6 @@ def refuse(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None
         ("bench --calibrate --output nowhere/mine.json", "lies in a folder that does not exist"),
         ("bench --calibrate --output mine.json --device cuda", "torch sees no CUDA device"),
         ("flops --model configs/model/gpt3_175b.json --tp 8 --step-seconds 3", "give both or neither"),
-        ("flops --model configs/model/t5_base.json", "expected a GPT or a BERT"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(

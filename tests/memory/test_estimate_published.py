@@ -296,8 +296,8 @@ _MIXTURE = make_run(
     [
         # The activation's result, of each layer with experts.
         (("moe_act",), 3 * _TOKENS * 2 * 256 * 2),
-        # Queries, keys and values of 8 heads; the positions stay, in the memory of the down projection's result.
-        (("mla_up_proj",), _LAYERS * _TOKENS * (8 * (96 + 96 + 48) - (32 + 32)) * 2),
+        # Queries, keys and values of 8 heads; the down projection's result, 32 + 32, stays in place of a copy of 32.
+        (("mla_up_proj",), _LAYERS * _TOKENS * (8 * (96 + 96 + 48) - 32) * 2),
         # Norms before latent attention, and before experts, with one float32 a token.
         (("layernorm",), (_LAYERS + 3) * _TOKENS * (512 * 2 + 4)),
     ],

@@ -42,28 +42,46 @@ def test_a_gpu_is_measured_at_less_than_its_data_sheet(tmp_path: Path) -> None:
     measured, peak = read_gpu(str(path)), read_gpu("h200")
     assert measured.bytes_per_second < peak.bytes_per_second * 1.02
     assert measured.matmul_flops_per_second["bf16"] < peak.matmul_flops_per_second["bf16"]
+    assert measured.host_link is not None and peak.host_link is not None
+    assert 1e9 < measured.host_link.to_gpu_bytes_per_second < peak.host_link.to_gpu_bytes_per_second
 
 
 def test_every_file_is_a_gpu_that_says_where_its_rates_are_from() -> None:
     names = sorted(path.stem for path in FOLDER.iterdir())
-    assert names == ["a100", "b200", "h100", "h200", "rtx4090"]
+    assert names == ["a100", "b200", "gb200", "gh200", "h100", "h200", "rtx4090"]
     for name in names:
         gpu = read_gpu(name)
         assert not gpu.calibrated and "NVIDIA" in gpu.source
         assert gpu.matmul_flops_per_second["bf16"] > gpu.matmul_flops_per_second["fp32"] > gpu.bytes_per_second
+        assert gpu.host_link is not None and gpu.bytes_per_second > max(gpu.host_link.share())
+        assert "NVIDIA" in gpu.host_link.source and "both directions" in gpu.host_link.source
+    link = read_gpu("gb200").host_link
+    assert link is not None and link.share() == (225e9, 225e9)
     assert read_gpu("H100") == read_gpu(str(FOLDER / "h100.json"))
 
 
 def test_a_gpu_that_is_none_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--gpu h10 is unknown; the nearest known one is h100: give a100, b200, h100"):
+    with pytest.raises(
+        ValueError, match="--gpu h10 is unknown; the nearest known one is h100: give a100, b200, gb200, gh200, h100"
+    ):
         read_gpu("h10")
     content = json.loads((FOLDER / "h100.json").read_text())
+    link = content["host_link"]
     wrong = tmp_path / "wrong.json"
     for change, message in (
         ("no json", "is not valid JSON"),
         (json.dumps([1]), "does not describe a GPU; expected an object of title, calibrated"),
         (json.dumps({**content, "bandwidth": 1}), "does not describe a GPU"),
         (json.dumps({**content, "bytes_per_second": 0}), "bytes_per_second is 0; expected a positive number"),
+        (
+            json.dumps({**content, "host_link": {**link, "to_gpu_bytes_per_second": 0}}),
+            "host_link.to_gpu_.* is 0; expected",
+        ),
+        (json.dumps({**content, "host_link": {**link, "gpus_per_uplink": 1.5}}), "is 1.5; expected a whole number"),
+        (
+            json.dumps({**content, "host_link": 64e9}),
+            "host_link is 64000000000.0; expected an object of title, to_host",
+        ),
         (json.dumps({**content, "bytes_per_second": True}), "bytes_per_second is True; expected a positive number"),
         (json.dumps({**content, "matmul_flops_per_second": {"bf16": 1}}), "expected rates of bf16, fp16, fp32"),
     ):

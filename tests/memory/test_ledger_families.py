@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from covering import parametrize_covering
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.kept.ledger import Ledger, build_ledger_config, measure, measure_run
-from tempo_megatron.memory.run import Experts, Run
+from tempo_megatron.memory.run import Experts, LatentAttention, Run, take_parts
 from tempo_megatron.memory.simulated.chunk import record_chunk
 from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
 
@@ -31,6 +32,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "Llama": {**LLAMA, "num_query_groups": 2, "untie_embeddings_and_output_weights": True},
     "norms of q and k, a window": {**LLAMA, "qk_layernorm": True, "window_size": (16, 0)},
     "geglu": {"activation": "geglu", "hidden_dropout": 0.0},
+    "experts, top 2, shared ones": {
+        **LLAMA,
+        **{"num_experts": 4, "moe_ffn_hidden_size": 96, "moe_shared_expert_intermediate_size": 64},
+        **{"moe_router_pre_softmax": True, "moe_aux_loss_coeff": 0.01},
+    },
+    "latent attention": {
+        **{**LLAMA, "position_embedding_type": "yarn"},
+        **{"multi_latent_attention": True, "qk_layernorm": True, "q_lora_rank": 64, "kv_lora_rank": 32},
+        **{"qk_head_dim": 32, "qk_pos_emb_head_dim": 16, "v_head_dim": 24},
+    },
     "squared relu": {"activation": "squared_relu"},
     "BERT": {"family": "bert", "num_tokentypes": 2, "add_binary_head": True},
     "T5": {"family": "t5"},
@@ -42,12 +53,13 @@ def measure_fake(shape: ModelShape, tempo_config: TempoConfig, tp: int, micro_ba
     """On tensors without memory, bf16."""
     return measure_run(
         Run(
-            model=shape,
+            **take_parts(shape, stock="cpu", tensor_parallel=tp),
             tempo=tempo_config,
             tensor_parallel=tp,
             sequence_parallel=tp > 1,
             micro_batch_size=micro_batch_size,
-        )
+        ),
+        shape,
     )
 
 
@@ -55,10 +67,12 @@ def ledgers(values: dict[str, Any], tempo_config: TempoConfig, tp: int) -> list[
     """Measured on real tensors, and on fake ones."""
     cpu.use_cpu()
     shape = make_shape(**{**SIZES, **values})
+    experts = take_parts(shape, stock="cpu", tensor_parallel=tp).get("experts")
     with simulate_layout(tp):
         config = build_ledger_config(shape, sequence_parallel=tp > 1, dtype=torch.bfloat16, recompute=())
         sizes: dict[str, Any] = {"shape": shape, "seq_length": 96, "vocab_size": 512, "micro_batch_size": 2}
-        return [measure(config, tempo_config, on_fake_tensors=is_fake, **sizes) for is_fake in (False, True)]
+        real = measure(config, tempo_config, **sizes)
+        return [real, measure(config, tempo_config, on_fake_tensors=True, experts=experts, **sizes)]
 
 
 # Megatron compiles its squared relu, on a CPU too, and Dynamo looks at what autograd warns of.
@@ -95,7 +109,9 @@ def test_every_model_has_a_ledger_in_seconds_and_without_its_memory(file: Path) 
     tp = 8 if shape.num_attention_heads % 8 == 0 else 1
     stock, tempo = (measure_fake(shape, choice, tp, micro_batch_size=4) for choice in TEMPO.values())
     assert 0 < tempo.layer_bytes < 0.35 * stock.layer_bytes
-    assert tempo.mean_layer_bytes == tempo.layer_bytes and tempo.num_layers == shape.num_layers
+    is_mixed = len({*shape.layers_with_experts}) == 2
+    assert len(tempo.layer_kinds) == len(stock.layer_kinds) == 1 + is_mixed
+    assert (tempo.mean_layer_bytes < tempo.layer_bytes) == is_mixed and tempo.num_layers == shape.num_layers
     assert time.process_time() - start < 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
 
@@ -160,3 +176,36 @@ def test_a_layer_of_qwen3_30b_a3b_keeps_less_without_another_product_or_collecti
 
     # Of the experts; of the projection, the norms and core attention; of all.
     assert (sbh("mlp.experts"), sbh("self_attention"), sbh("")) == (experts, attention, everything)
+
+
+DEEPSEEK_V3 = dataclasses.replace(
+    QWEN3_30B_A3B, hidden_size=7168, ffn_hidden_size=18432, num_attention_heads=128, num_query_groups=128
+)
+DEEPSEEK_EXPERTS = dataclasses.replace(
+    EXPERTS, num_experts=256, ffn_hidden_size=2048, shared_ffn_hidden_size=2048, score_function="sigmoid",
+    has_bias=True, num_groups=8, group_topk=4, router_dtype=torch.float32, expert_parallel=64,
+)  # fmt: skip
+DEEPSEEK_ATTENTION = LatentAttention(
+    q_lora_rank=1536, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128, fuses_rope=True
+)
+
+
+@pytest.mark.filterwarnings("ignore:Using a large number of experts")
+@pytest.mark.parametrize(
+    ("tempo", "recompute", "experts", "everything"),
+    [
+        ({}, (), 29.7, 63.9),
+        ({"activation": "recompute", "norm": "recompute"}, ("mla_up_proj",), 25.1, 35.8),
+        ({"activation": "recompute", "norm": "recompute", "moe_permute": "repeat"}, ("mla_up_proj",), 9.1, 19.8),
+    ],
+)
+def test_a_layer_of_deepseek_v3_with_experts_keeps_less_than_by_megatrons_recomputation(
+    tempo: dict[str, Any], recompute: tuple[str, ...], experts: float, everything: float
+) -> None:
+    run = Run(
+        model=DEEPSEEK_V3, tempo=dataclasses.replace(TempoConfig.off(), **tempo), stock="transformer_engine",
+        experts=DEEPSEEK_EXPERTS, latent_attention=DEEPSEEK_ATTENTION, recompute=recompute,
+    )  # fmt: skip
+    saved = record_chunk(run)[0]["decoder", 0]
+    found = [sum(s.num_bytes for s in saved if name in s.operation) / (4096 * 7168) for name in ("mlp.experts", "")]
+    assert [round(each, 1) for each in found] == [experts, everything]

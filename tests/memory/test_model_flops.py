@@ -44,6 +44,28 @@ def test_the_papers_columns_come_out_to_the_printed_digit(name: str) -> None:
         assert low - 0.05 <= expected <= high + 0.05
 
 
+@pytest.mark.parametrize(
+    ("name", "active"),
+    # As the models' reports have it, with the output layer and without the embedding.
+    [("qwen3_30b_a3b", 3.0e9), ("mixtral_8x7b", 12.7e9), ("deepseek_v3", 36.6e9), ("moonlight_16b", 2.6e9)],
+)
+def test_of_experts_those_count_that_a_token_goes_to(name: str, active: float) -> None:
+    shape = make_shape(**read_shape_file(f"configs/model/{name}.json"))
+    assert shape.vocab_size is not None
+    forward = count_forward_flops(shape, 1, shape.vocab_size)
+    weights = (forward.projections + forward.mlp + forward.head) / (2 * shape.seq_length)
+    assert weights == pytest.approx(active, rel=0.02)
+
+
+def test_a_t5_counts_each_stack_by_its_own_tokens_and_cross_attention_by_both() -> None:
+    shape = make_shape(family="t5", num_layers=3, hidden_size=8, num_attention_heads=2, seq_length=16,
+                       decoder_seq_length=4)  # fmt: skip
+    found, h, s, d = count_forward_flops(shape, 5, 32), 8, 16, 4
+    assert found.projections == 3 * 5 * 2 * h * h * (4 * s + 4 * d + 2 * d + 2 * s)
+    assert found.core_attention == 3 * 5 * 4 * h * (s * s + d * d + d * s)
+    assert found.mlp == 3 * 5 * 16 * h * h * (s + d) and found.head == 5 * 2 * d * h * 32
+
+
 def test_recomputation_adds_what_runs_again() -> None:
     shape = make_shape(**read_shape_file("configs/model/llama3_8b.json"))
     forward = count_forward_flops(shape, 2, shape.vocab_size or V)

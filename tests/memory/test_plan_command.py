@@ -118,3 +118,43 @@ def test_models_of_other_shapes(model: str, tmp_path: Path, capsys: pytest.Captu
     assert main([*arguments, "--gpu-memory=20GiB", "--micro-batch-size=2", f"--plot={png}"]) == 0
     assert png.read_bytes().startswith(b"\x89PNG")
     assert "recomputed" in capsys.readouterr().out
+
+
+MIXTURE = (
+    "pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 512 "
+    "--max-position-embeddings 512 --micro-batch-size 2 --global-batch-size 16 --bf16 --swiglu --disable-bias-linear "
+    "--normalization RMSNorm --qk-layernorm --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 "
+    "--vocab-size 1000 --tokenizer-type NullTokenizer --use-distributed-optimizer --moe-grouped-gemm --num-experts 8 "
+    "--moe-router-topk 4 --moe-ffn-hidden-size 192 --moe-token-dispatcher-type alltoall"
+)
+LATENT = (
+    "--multi-latent-attention --kv-lora-rank 64 --qk-head-dim 64 --v-head-dim 64 --qk-pos-emb-head-dim 32 "
+    "--moe-layer-freq [0,1,1,1] --pipeline-model-parallel-size 2"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "asked", "budget", "found"),
+    [
+        (
+            f"--expert-model-parallel-size 2 {LATENT}",
+            ["--world-size=4"],
+            64 << 20,
+            "--recompute-granularity selective --recompute-modules mla_up_proj",
+        ),
+        *exhaustive(("", ["--world-size=1", "--recompute-allowed"], 132 << 20, "without --recompute-granularity")),
+    ],
+)
+def test_layers_with_experts_and_latent_attention_fit_by_the_estimate(
+    words: str, asked: list[str], budget: int, found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    command = [*MIXTURE.split(), *words.split(), "--use-tempo"]
+    assert main(["plan", "--gpu=h100", f"--gpu-memory={budget}", f"--json={file}", *asked, "--", *command]) == 0
+    assert found in capsys.readouterr().out.splitlines()
+    figures = json.loads(file.read_text())
+    assert budget * 0.9 < max(stage["peak_bytes"] for stage in figures["stages"]) <= budget
+    # Tokens of other ranks are not sent again unasked; one rank's own are gathered again.
+    of_layers = [figures["tempo"], *figures["tempo"].get("layers", {}).values()]
+    assert {values.get("moe_permute", "off") for values in of_layers} == {"off" if words else "recompute"}

@@ -17,20 +17,34 @@ def draw_problem(seed: int) -> tuple[list[RecomputeMode[str]], int]:
     top = draw.choice((4, 30, 1000))
 
     def draw_options(num: int, has_replay: bool) -> tuple[LayerOption[str], ...]:
-        return tuple(
-            LayerOption(f"k{index}", draw.randrange(top), draw.randrange(top), draw.randrange(top) if has_replay else 0)
-            for index in range(num)
-        )
+        found = []
+        for index in range(num):
+            replay = draw.randrange(top) if has_replay else 0
+            kept, cost = draw.randrange(top), draw.randrange(top)
+            found.append(LayerOption(f"k{index}", kept, cost, replay))
+            if offloads and draw.random() < 0.7:
+                # The host's largest option stands for each: of unequal ones some would be left out.
+                moved = min(kept, size)
+                found.append(LayerOption(f"m{index}", kept - moved, cost + 1, replay, moved, found[-1]))
+        return tuple(found)
+
+    offloads, size = draw.random() < 0.7, draw.randrange(1, top)
 
     def draw_stages() -> tuple[BareStage, ...]:
         return tuple(
             BareStage(
-                num_layers, num_stages - index, draw.randrange(top), base_cost, draw.choice((0, draw.randrange(top)))
+                num_layers,
+                # What two layers send counts on the device, so that with few in flight little is gained.
+                num_stages - index + 3 * offloads,
+                draw.randrange(top),
+                base_cost,
+                draw.choice((0, draw.randrange(top))),
+                host,
             )
             for index, (num_layers, base_cost) in enumerate(sizes)
         )
 
-    num_stages = draw.randint(1, 3)
+    num_stages, host = draw.randint(1, 3), draw.choice((0, 6, 60)) * size
     sizes = [(draw.randint(1, 3), draw.randrange(top)) for _ in range(num_stages)]
     modes = [RecomputeMode(draw_options(draw.randint(1, 4), draw.random() < 0.5), draw_stages())]
     modes.append(RecomputeMode(draw_options(draw.randint(1, 3), True), draw_stages()))
@@ -54,7 +68,9 @@ def try_everything(modes: list[RecomputeMode[str]], budget: int) -> tuple[int, i
                     for full in (mode.full_options if n else (None,))
                     for others in itertools.product(mode.options, repeat=stage.num_layers - n)
                     for options in [[full] * n + list(others)]
-                    if count_peak(stage, options, n) <= budget
+                    if not options[-1].moved_bytes or (n == len(options) and options[-1].resident)
+                    for options in [[*options[:-1], options[-1].resident or options[-1]]]
+                    if count_peak(stage, options, n) <= budget and _count_room(stage, options, n) <= stage.host_bytes
                 ]
                 costs.append(min(fitting, default=None))
             if None not in costs:
@@ -63,13 +79,19 @@ def try_everything(modes: list[RecomputeMode[str]], budget: int) -> tuple[int, i
     return best
 
 
+def _count_room(stage: BareStage, options: list[LayerOption[str]], num_full: int) -> int:
+    """What the host needs where each layer that sends has room for the largest group of those behind the full ones."""
+    full, others = ([option.moved_bytes for option in part] for part in (options[:num_full], options[num_full:]))
+    return stage.in_flight * (sum(full) + sum(map(bool, others)) * max(others, default=0))
+
+
 def weigh(found: Solution[str]) -> tuple[int, int]:
     return found.cost, sum(stage.cost for stage in found.stages)
 
 
 @pytest.mark.parametrize("first", range(0, 600, 100))
 def test_the_solution_is_that_of_trying_everything(first: int) -> None:
-    num_solved = 0
+    num_solved = num_moving = 0
     for seed in range(first, first + 100):
         modes, budget = draw_problem(seed)
         found, expected = Solver(modes).solve(budget), try_everything(modes, budget)
@@ -77,8 +99,11 @@ def test_the_solution_is_that_of_trying_everything(first: int) -> None:
         if found is not None:
             num_solved += 1
             assert found.peak_bytes <= budget
+            num_moving += any(stage.host_bytes for stage in found.stages)
+            for stage, bare in zip(found.stages, modes[0].stages, strict=True):
+                assert stage.host_bytes <= bare.host_bytes and stage.names[-1][0] == "k"
             assert [len(stage.names) for stage in found.stages] == [stage.num_layers for stage in modes[0].stages]
-    assert 30 < num_solved < 100
+    assert 30 < num_solved < 100 and num_moving
 
 
 def test_the_smallest_solution_fits_its_own_size_and_nothing_fits_a_byte_less() -> None:

@@ -40,6 +40,10 @@ def observe(data: Any, folder: Path, *extra: str, beside_plain: bool = False, **
     assert f"{found['kept_bytes']:,}" in seen.output
     step = json.loads((folder / "found" / "led.stage0.timeline.json").read_text())
     assert (folder / "found" / "led.stage0.timeline.png").stat().st_size > 10_000
+    assert "memory at the peak" in (folder / "found" / "led.stage0.timeline.html").read_text()
+    assert "kept for backward, one layer" in (folder / "found" / "led.stage0.html").read_text()
+    for name in ("trace.json", "snapshot.pickle"):
+        assert (folder / "found" / f"led.stage0.timeline.{name}").stat().st_size > 1000
     assert step["peak_bytes"] == max(map(sum, zip(*step["levels"].values(), strict=True)))
     assert f"{step['peak_bytes']:,}" in seen.output and found["kept_bytes"] < step["peak_bytes"]
     return found

@@ -22,6 +22,13 @@ PUBLISHED = {
     "llama3_8b": (8_030_261_248, 0),
     "llama3.2_1b": (1_235_814_400, 0),
     "qwen3_0.6b": (596_049_920, 0),
+    "qwen3_8b": (8_190_735_360, 0),
+    "qwen3_30b_a3b": (30_532_122_624, 0),
+    "mixtral_8x7b": (46_702_792_704, 0),
+    # Less the biases that balance experts, buffers in Megatron, and the layer of multi-token prediction.
+    "deepseek_v3": (671_026_419_200 - 58 * 256, 0),
+    "moonlight_16b": (15_960_110_208 - 26 * 64, 0),
+    "gpt_oss_20b": (20_914_757_184, 0),
     # BertForPreTraining: Megatron's pre-norm BERT has a final norm instead of one after the embedding.
     "bert_base": (110_106_428, 0),
     "bert_large": (336_226_108, 0),
@@ -37,20 +44,26 @@ PUBLISHED = {
     "gpt3_1t": (1e12, 0.01),
     "gpt2_tiny": (3_225_088 + 512 * 256, 0),
     "bert_tiny": (3_325_442 + 512 * 257, 0),
+    "t5_tiny": (7_406_592 + 512 * 257, 0),
 }
 
 
 def count(name: str) -> int:
-    """Of the real modules on the meta device, at two depths: every layer is like the next."""
+    """Of the real modules on the meta device, two layers of each kind: every other one is like the second."""
     values = read_shape_file(FOLDER / f"{name}.json")
     shape = make_shape(**{"vocab_size": 512, **values})
-    assert shape.vocab_size is not None and shape.family == values["family"]
-    found = []
-    for layers in (1, 2):
-        config = build_transformer_config(shape, num_layers=layers, perform_initialization=False)
+    assert shape.family == values["family"]
+
+    def count_layers(*layers: int) -> int:
+        part = shape.take_layers(layers)
+        config = build_transformer_config(part, perform_initialization=False)
         with torch.device("meta"):
-            found.append(count_parameters(build_model(shape, config, TempoConfig.off(), shape.vocab_size)))
-    return found[0] + (shape.num_layers - 1) * (found[1] - found[0])
+            return count_parameters(build_model(part, config, TempoConfig.off(), shape.vocab_size or 0))
+
+    last = shape.num_layers - 1
+    one, number = count_layers(last), shape.layers_with_experts.index(True) if shape.num_experts else 0
+    of_first = count_layers(0, last) - one if number else 0
+    return one + (last - number) * (count_layers(last, last) - one) + number * of_first
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)

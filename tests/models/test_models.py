@@ -21,6 +21,8 @@ from tempo_megatron.models.shape import (
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
 TYPED = [word for name, size in SIZES.items() for word in ("--" + name.replace("_", "-"), str(size))]
+EXPERTS = ["--num-experts", "4"]
+LATENT = "--multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8".split()
 ROPE = ["--position-embedding-type", "rope"]
 
 
@@ -92,6 +94,24 @@ WRONG_ARGUMENTS = {
     "the future": (["--window-size", "8,1"], "lets a token see 1 of those after it"),
     "no window": (["--window-size", "-1,0"], "is no window"),
     "heads": (["--hidden-size", "66"], "--hidden-size 66 is not a multiple of --num-attention-heads 4"),
+    "Yarn's factor": ([*ROPE, "--rotary-scaling-factor", "4"], "is given without --position-embedding-type yarn"),
+    "experts' sizes": (["--moe-ffn-hidden-size", "8"], "--moe-ffn-hidden-size 8 is given without --num-experts"),
+    "too many experts": ([*EXPERTS, "--moe-router-topk", "5"], "--moe-router-topk 5 is more than --num-experts 4"),
+    "one expert": ([*EXPERTS, "--moe-router-topk", "1"], "add --moe-router-pre-softmax"),
+    "a bias": ([*EXPERTS, "--moe-router-enable-expert-bias"], "needs --moe-router-score-function sigmoid"),
+    "groups of experts": ([*EXPERTS, "--moe-router-num-groups", "2"], "are needed together"),
+    "divided groups": (
+        [*EXPERTS, "--moe-router-num-groups", "3", "--moe-router-group-topk", "1"],
+        "do not divide --moe-router-topk 2 and --num-experts 4",
+    ),
+    "no layer": ([*EXPERTS, "--moe-layer-freq", "[0]*2"], "gives no layer experts"),
+    "three layers": ([*EXPERTS, "--moe-layer-freq", "[0,1,1]"], "names 3 layers, and there are 2"),
+    "latent sizes": ([*ROPE, "--multi-latent-attention"], "is given without --kv-lora-rank"),
+    "a latent size": (["--v-head-dim", "8"], "--v-head-dim 8 is given without --multi-latent-attention"),
+    "latent groups": ([*ROPE, *LATENT, "--group-query-attention"], "which has no such thing"),
+    "latent positions": (LATENT, "--position-embedding-type is learned_absolute with --multi-latent-attention"),
+    "a clamp": (["--activation-func-clamp-value", "7"], "is given without --quick-geglu"),
+    "a window's layers": (["--window-attn-skip-freq", "2"], "is given without --window-size"),
     "positions": (["--max-position-embeddings", "8"], "--seq-length 32 is more than the 8 learned positions"),
 }
 

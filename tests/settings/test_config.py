@@ -3,6 +3,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,7 @@ def test_the_argument_wins_over_the_block_field_by_field(argv, block, expected):
 
 
 def test_auto_is_the_value_of_every_field_and_is_not_off():
-    assert dataclasses.asdict(TempoConfig()) == {**dict.fromkeys(OPERATIONS, "auto"), "layers": {}}
+    assert dataclasses.asdict(TempoConfig()) == {**dict.fromkeys(OPERATIONS, "auto"), "offload": "off", "layers": {}}
     assert TempoConfig.from_dict({}) == TempoConfig.from_dict(dict.fromkeys(OPERATIONS, "auto")) == TempoConfig()
     assert not TempoConfig().is_off and not TempoConfig(**{**dict.fromkeys(OPERATIONS, "off"), "norm": "auto"}).is_off
     assert TempoConfig(norm="off").describe() == "activation=auto norm=off dropout=auto attention=auto loss=auto"
@@ -122,7 +123,37 @@ def test_the_former_name_of_the_activation_is_refused_with_the_new_one(capsys: p
 
 
 def test_the_table_of_operations_names_every_switch_and_no_other() -> None:
-    assert [field.name for field in dataclasses.fields(TempoConfig)] == [*OPERATIONS, "layers"]
+    assert [field.name for field in dataclasses.fields(TempoConfig)] == [*OPERATIONS, "offload", "layers"]
     # The ledger's models have no experts.
     assert {row.operation for row in LEDGER_ROWS} - {None} == set(OPERATIONS) - {"moe_permute"}
     assert len({(row.module, row.is_scores) for row in LEDGER_ROWS}) == len(LEDGER_ROWS)
+
+
+@pytest.mark.parametrize("where", ["field", "layer", "argument"])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("mlp.linear_fc3", r'offload has .mlp.linear_fc3.; expected .*; the nearest known name is "mlp.linear_fc2"'),
+        ("", "offload has ''; expected"),
+        ("mlp+mlp", "names a row twice"),
+    ],
+)
+def test_a_row_that_no_layer_has_is_not_offloaded(where, value, message, capsys):
+    if where == "argument":
+        parser = add_tempo_arguments(argparse.ArgumentParser())
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--tempo-offload", value])
+        assert re.search(message, capsys.readouterr().err)
+        return
+    block = {"offload": value} if where == "field" else {"layers": {"3-": {"offload": value}}}
+    with pytest.raises(ValueError, match=message):
+        TempoConfig.from_dict(block)
+
+
+def test_offload_alone_is_not_off_and_is_a_layers_own():
+    config = TempoConfig.from_dict({"offload": "all", "layers": {"2-": {"offload": "off"}, "1": {"offload": "input"}}})
+    assert [config.for_layer(layer).offload for layer in range(4)] == ["all", "input", "off", "off"]
+    assert config.describe().endswith("loss=auto offload=all layers 1: offload=input, 2-: offload=off")
+    off = dataclasses.replace(TempoConfig.off(), layers={"0": {"offload": "mlp+layer"}})
+    assert off.offloads and not off.is_off and TempoConfig.off().is_off
+    assert off.fill_auto({}) == off and off.for_layers(range(1), ("decoder",)).layers == off.layers

@@ -13,7 +13,7 @@ from covering import exhaustive
 from distributed import run_megatron_ranks
 from gpt import gpt_config
 from grid.cases import Case, Layout
-from grid.run import run_model
+from grid.run_model import run_model
 from linear_cases import AGAIN, CASES, RECOMPUTE, Difference, compare, count_alive, list_calls
 from megatron.core import parallel_state
 

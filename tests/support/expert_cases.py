@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 from tempo_megatron import TempoConfig, tempoize
 from tempo_megatron.cpu import use_cpu
 from tempo_megatron.memory.kept.recorder import Recorder
+from tempo_megatron.slots.slot_content import find_class, find_submodules, put_submodules
 
 SWIGLU = {"activation_func": F.silu, "gated_linear_unit": True, "add_bias_linear": False}
 FUSED = {**SWIGLU, "bias_activation_fusion": True}
@@ -141,14 +143,16 @@ def put_grouped(spec: Any, kind: str) -> Any:
         experts.gg.assert_grouped_gemm_is_available = lambda: None
         slot = ModuleSpec(experts.GroupedMLP)
     else:
-        slot = ModuleSpec(
-            experts.TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
-        )
+        # Since 0.18 they have submodules of their own, and the spec is a function.
+        submodules = getattr(experts, "GroupedMLPSubmodules", MLPSubmodules)
+        linears = submodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+        is_function = submodules is not MLPSubmodules
+        slot = (functools.partial if is_function else ModuleSpec)(experts.TEGroupedMLP, submodules=linears)
     layers = []
     for layer in spec.layer_specs:
         mlp = layer.submodules.mlp
-        if hasattr(mlp.submodules, "experts"):
-            mlp = dataclasses.replace(mlp, submodules=dataclasses.replace(mlp.submodules, experts=slot))
+        if hasattr(submodules := find_submodules(mlp), "experts"):
+            mlp = put_submodules(mlp, find_class(mlp), dataclasses.replace(submodules, experts=slot))
         layers.append(dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules, mlp=mlp)))
     return dataclasses.replace(spec, layer_specs=layers)
 
@@ -170,6 +174,10 @@ def measure(
     model = build(config_of(**settings), tempo_config, kind)
     if "qk_layernorm" in settings:
         fill(model)
+    if "moe_router_enable_expert_bias" in settings:
+        for module in model.modules():
+            if getattr(module, "expert_bias", None) is not None:
+                module.expert_bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))
     total = 0.0
     recorder = Recorder(model)
     for first_sample in (0, 2):
@@ -184,8 +192,10 @@ def measure(
     return {"found": (total, found), "kept": kept}
 
 
+KINDS = ("grouped", "legacy") if hasattr(experts, "GroupedMLP") else ("grouped",)  # until 0.16
 HALF = {"bf16": True, "params_dtype": torch.bfloat16}
 PERMUTE = dataclasses.replace(ACTIVATION, moe_permute="recompute")
+REPEAT = dataclasses.replace(ACTIVATION, moe_permute="repeat", norm="recompute")
 PERMUTED: dict[str, tuple[dict[str, Any], TempoConfig, str]] = {
     "gathered, experts of stock": (SWIGLU, dataclasses.replace(PERMUTE, activation="off"), "sequential"),
     "all-to-all, norms recomputed": (
@@ -195,7 +205,7 @@ PERMUTED: dict[str, tuple[dict[str, Any], TempoConfig, str]] = {
     ),
     "dropped and padded": (CASES["tokens dropped and padded"], PERMUTE, "sequential"),
     "probabilities on the input": (CASES["probabilities on the input"], PERMUTE, "grouped"),
-    "one kernel": ({**SWIGLU, **HALF, "moe_permute_fusion": True}, PERMUTE, "legacy"),
+    "one kernel": ({**SWIGLU, **HALF, "moe_permute_fusion": True}, PERMUTE, KINDS[-1]),
 }
 
 
@@ -206,7 +216,7 @@ RECOMPUTED = TempoConfig(activation="recompute", norm="recompute", moe_permute="
 
 def permute_in_one(tokens: Tensor, routing_map: Tensor, num_out_tokens: int) -> tuple[Tensor, Tensor]:
     """Stands in for Transformer Engine's permutation; its map is not one of rows."""
-    copies, _, index = moe_utils.permute(tokens, routing_map, num_out_tokens=num_out_tokens)
+    copies, _, index, *_ = moe_utils.permute(tokens, routing_map, num_out_tokens=num_out_tokens)
     return copies, torch.stack([index, index])
 
 
@@ -215,15 +225,30 @@ def unpermute_in_one(copies: Tensor, rows: Tensor, merging_probs: None, restore_
     return found
 
 
+EP_2 = {"expert_model_parallel_size": 2}
+# Both experts of each token are on the first rank.
+ONE_SIDED = {**SWIGLU, **ALL_TO_ALL, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "EP 2": ({"expert_model_parallel_size": 2}, {**SWIGLU, **SHARED}),
-    "EP 2, all-to-all": ({"expert_model_parallel_size": 2}, {**FUSED, **ALL_TO_ALL}),
+    "EP 2": (EP_2, {**SWIGLU, **SHARED}),
+    "EP 2, all-to-all": (EP_2, {**FUSED, **ALL_TO_ALL, **SHARED}),
+    "EP 2, all-to-all, dropped and padded": (EP_2, CASES["tokens dropped and padded"]),
+    "EP 2, all-to-all, a rank without tokens": (EP_2, ONE_SIDED),
+    "EP 2, all-to-all, recomputed": (EP_2, {**CASES["the layer recomputed"], **ALL_TO_ALL}),
     "TP 2, SP, experts split": ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}, SQUARED),
+    "TP 2, SP, experts split, all-to-all": (
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+        {**SQUARED, **ALL_TO_ALL},
+    ),
     "TP 2, SP, EP 2": (
-        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2},
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, **EP_2},
         {**SQUARED, **SHARED},
     ),
+    "TP 2, SP, EP 2, all-to-all": (
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, **EP_2},
+        {**SQUARED, **SHARED, **ALL_TO_ALL},
+    ),
 }
+REPEATED = tuple(name for name in LAYOUTS if "all-to-all" in name)
 OF_EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
@@ -235,8 +260,9 @@ def compare_layouts() -> dict[str, Any]:
         initialize(sizes)
         split = {key: sizes[key] for key in OF_EXPERTS if key in sizes}
         settings = {**settings, **split, "sequence_parallel": sizes.get("tensor_model_parallel_size", 1) > 1}
+        repeats = (REPEAT,) if name in REPEATED else ()
         found[name] = {
-            "measured": [measure(settings, each) for each in (TempoConfig.off(), ACTIVATION)],
+            "measured": [measure(settings, each) for each in (TempoConfig.off(), ACTIVATION, *repeats)],
             "dropped": find_dropped_loss(settings),
         }
         parallel_state.destroy_model_parallel()
@@ -294,7 +320,7 @@ def compare_all() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, settings in CASES.items():
         found[name] = [measure(settings, each) for each in (TempoConfig.off(), ACTIVATION)]
-    for kind in ("grouped", "legacy"):
+    for kind in KINDS:
         for name, settings in GROUPED.items():
             if kind == "legacy":
                 settings = {**settings, **HALF, "add_bias_linear": False}

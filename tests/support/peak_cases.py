@@ -16,9 +16,10 @@ from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.kept.ledger import build_ledger_config
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.storages import PeakBytes, count_storage_bytes
-from tempo_megatron.models.build import build_model, choose_for_model, make_inputs
+from tempo_megatron.models.build import build_model, make_inputs
 from tempo_megatron.models.shape import ModelShape, make_shape
 from tempo_megatron.slots import dropout_rng
+from tempo_megatron.slots.choose import choose
 
 OFF, AUTO = TempoConfig.off(), TempoConfig()
 RECOMPUTE = TempoConfig(activation="recompute", norm="recompute")
@@ -103,7 +104,7 @@ def build(step: Step, device: str = "cpu") -> tuple[torch.nn.Module, Callable[[]
     config = build_ledger_config(shape, sequence_parallel=step.sp, dtype=step.dtype, recompute=step.recompute)
     if step.num_full is not None:
         config = dataclasses.replace(config, recompute_method="block", recompute_num_layers=step.num_full)
-    chosen = choose_for_model(shape, config, step.tempo).config
+    chosen = choose(config, step.tempo).config
     assert shape.vocab_size is not None
     vocab_size = -(-shape.vocab_size // (128 * step.tp)) * 128 * step.tp
     dropout_rng.set_micro_batch(5, 0)

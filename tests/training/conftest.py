@@ -15,5 +15,10 @@ def bert_data(tmp_path_factory: pytest.TempPathFactory) -> MaskedData:
 
 
 @pytest.fixture(scope="session")
+def t5_data(bert_data: MaskedData) -> MaskedData:
+    return MaskedData(bert_data.prefix, "t5")
+
+
+@pytest.fixture(scope="session")
 def roberta_data(tmp_path_factory: pytest.TempPathFactory) -> MaskedData:
     return make_masked_data(tmp_path_factory.mktemp("roberta"), "RobertaBPETokenizer")

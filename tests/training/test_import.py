@@ -217,7 +217,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "BERT": (change_config(model_type="bert"), "(its norms come after attention and MLP, and those of Megatron's BERT"),
     "RoBERTa": (change_config(model_type="roberta"), "'roberta', which is no model of the trainer (its norms come"),
-    "T5": (change_config(model_type="t5"), "(the trainer does not train a T5); expected one of gpt2, llama, mistral"),
+    "T5": (change_config(model_type="t5"), "(its scores are not scaled and have a bias by relative position"),
     "an unknown family": (change_config(model_type="mamba"), "is of model_type 'mamba', which is no model of the"),
     "an activation": (change_config(hidden_act="relu"), "hidden_act is 'relu'; expected one of silu, gelu, gelu_new,"),
     "biases": (change_config(attention_bias=True), "attention_bias is True; mlp_bias is another, and Megatron has"),

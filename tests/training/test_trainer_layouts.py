@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_job import BF16, Data, MaskedData, Run, run, successful, zero
+from training_job import BF16, Data, Run, run, successful, zero
 
 STEPS = 6
 COMMON = ["--global-batch-size", "4", "--train-iters", str(STEPS), "--clip-grad", "0.5"]
@@ -25,6 +25,7 @@ SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn "
 KEEP_INPUTS = "--tempo-activation recompute --tempo-norm recompute "
 LAYERS = '--tempo-layers {"0":{"activation":"recompute","attention":"softmax"},"1-":{"norm":"recompute"}} '
 ROBERTA = ["--bert-no-binary-head", "--masking", "tokens", "--short-seq-prob", "0"]
+T5 = ["--decoder-seq-length", "32"]
 # Kind -> data, arguments, how far losses may be from those of one process, relative to them. fp32 sums in another order
 # differ by about 1e-7 at each of the few hundred additions behind a loss. A learning rate of 2.01e-3 instead of 1e-3
 # makes a difference of 3e-3 in step 2.
@@ -33,6 +34,8 @@ KINDS: dict[str, tuple[str, list[str], float]] = {
     "Tempo": ("data", TEMPO, 1e-4),
     "stock BERT": ("bert_data", NO_DROPOUT, 5e-6),
     "BERT": ("bert_data", TEMPO, 5e-6),
+    "stock T5": ("t5_data", [*T5, *NO_DROPOUT], 5e-6),
+    "T5": ("t5_data", [*T5, *TEMPO], 5e-6),
 }
 References = Callable[[str], Run]
 
@@ -79,6 +82,8 @@ OFTEN: list[tuple[str, int, str, dict[str, Any]]] = [
     ("stock BERT", 2, SP, zero(0)),
     ("BERT", 2, SP, zero(1)),
     ("BERT", 2, "", zero(3)),
+    ("T5", 2, SP, zero(1)),
+    ("T5", 2, "", zero(3)),
 ]
 RARELY: list[tuple[str, int, str, dict[str, Any]]] = [
     ("stock", 1, "", zero(1)),
@@ -95,6 +100,9 @@ RARELY: list[tuple[str, int, str, dict[str, Any]]] = [
     ("Tempo", 2, SP + SELECTIVE + LAYERS, zero(0)),
     ("BERT", 2, TP2, zero(0)),
     ("BERT", 2, "", zero(1)),
+    ("stock T5", 2, SP, zero(0)),
+    ("T5", 2, TP2 + FULL, zero(0)),
+    ("T5", 4, SP, zero(2)),
 ]
 
 
@@ -148,20 +156,22 @@ def test_berts_two_losses_are_reported_and_begin_where_a_fresh_model_does(refere
     assert " | lm loss " in reference.output and " | sop loss " in reference.output
 
 
-def test_a_bert_with_tempo_has_stocks_losses_without_dropout(
-    bert_data: MaskedData, references: References, tmp_path: Path
+@pytest.mark.parametrize(("kind", "names"), [("BERT", ("loss", "lm_loss", "sop_loss")), ("T5", ("loss",))])
+def test_a_bert_and_a_t5_with_tempo_have_stocks_losses_without_dropout(
+    request: Any, references: References, tmp_path: Path, kind: str, names: tuple[str, ...]
 ) -> None:
-    stock = references("stock BERT")
-    found = successful(run(bert_data, tmp_path, *NO_DROPOUT, *COMMON, *TEMPO))
+    stock = references(f"stock {kind}")
+    data, words, _ = KINDS[f"stock {kind}"]
+    found = successful(run(request.getfixturevalue(data), tmp_path, *words, *COMMON, *TEMPO))
     assert "loss=fused" in found.output and "loss=fused" not in stock.output
-    for name in ("loss", "lm_loss", "sop_loss"):
+    for name in names:
         ours, theirs = ([record[name] for record in result.of_kind("train")] for result in (found, stock))
         assert ours == pytest.approx(theirs, rel=2e-5), name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bert", "roberta"])
-def test_a_resumed_bert_is_the_one_that_was_not_stopped(kind: str, request: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["bert", "roberta", "t5"])
+def test_a_resumed_bert_or_t5_is_the_one_that_was_not_stopped(kind: str, request: Any, tmp_path: Path) -> None:
     data = request.getfixturevalue(f"{kind}_data")
     options = [*COMMON, *TEMPO, *(ROBERTA if kind == "roberta" else [])]
     save = ["--save", str(tmp_path / "save")]
@@ -169,6 +179,16 @@ def test_a_resumed_bert_is_the_one_that_was_not_stopped(kind: str, request: Any,
     (tmp_path / "save" / "latest").write_text("iter_0000003")
     rest = successful(run(data, tmp_path / "rest", *options, "--load", save[1]))
     assert rest.losses_hex == whole.losses_hex[3:] and len(rest.losses) == 3
+    if kind == "t5":
+        layout: dict[str, Any] = {"world_size": 2, "config": zero(1)}
+        moved = successful(run(data, tmp_path / "moved", *options, *SP.split(), "--load", save[1], *save, **layout))
+        assert moved.losses == pytest.approx(whole.losses[3:], rel=5e-6)
+        evaluate = ["--eval-only", "--eval-iters", "2", "--load", save[1]]
+        one, two = (
+            successful(run(data, tmp_path / name, *options, *words, *evaluate, **settings)).of_kind("validation")
+            for name, words, settings in (("one", [], {}), ("two", SP.split(), layout))
+        )
+        assert one[0]["loss"] == pytest.approx(two[0]["loss"], rel=5e-6)
     assert ("sop_loss" in whole.of_kind("train")[0]) == (kind == "bert")
 
 

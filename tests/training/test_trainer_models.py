@@ -15,7 +15,14 @@ GROUPS = ["--group-query-attention", "--num-query-groups", "2"]
 NO_BIAS = ["--disable-bias-linear", "--untie-embeddings-and-output-weights"]
 LLAMA = [*ROPE, *GROUPS, *NO_BIAS, "--swiglu", "--normalization", "RMSNorm", "--norm-epsilon", "1e-6"]
 QWEN3 = [*LLAMA, "--qk-layernorm", "--kv-channels", "32", "--rotary-base", "1000000"]
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.1".split()
+LATENT = "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 8".split()
 MODELS = {
+    "latent attention, shared experts beside a dense layer": [
+        *["--position-embedding-type", "yarn", *NO_BIAS, "--swiglu", "--normalization", "RMSNorm", "--qk-layernorm"],
+        *[*LATENT, "--v-head-dim", "12", *EXPERTS, "--moe-layer-freq", "[0,1]"],
+        *["--moe-shared-expert-intermediate-size", "32"],
+    ],
     "Llama": LLAMA,
     "Llama 3.1's rope": [*LLAMA, "--rotary-base", "500000", "--use-rope-scaling"],
     "Qwen 2, biases of q, k and v": [*LLAMA, "--add-qkv-bias"],
@@ -25,7 +32,13 @@ MODELS = {
     "squared relu": ["--squared-relu", "--position-embedding-type", "none", "--normalization", "RMSNorm"],
     "one group": ["--group-query-attention", "--swiglu"],
 }
-OFTEN = ("Qwen 3, norms of q and k", "Mistral, a window", "geglu", "one group")
+OFTEN = (
+    "latent attention, shared experts beside a dense layer",
+    "Qwen 3, norms of q and k",
+    "Mistral, a window",
+    "geglu",
+    "one group",
+)
 
 
 def train(data: Data, folder: Path, *words: str, **settings: Any) -> Run:
@@ -68,3 +81,24 @@ def test_masks_of_a_llama_are_the_same_on_two_processes_and_it_resumes_bit_for_b
     (folder / "save" / "latest").write_text("iter_0000002")
     again = train(data, tmp_path / "again", *words, "--load", str(folder / "save"), **layout)
     assert again.losses_hex == two.losses_hex[2:]
+
+
+@pytest.mark.slow
+def test_experts_train_as_stock_in_each_layout_and_resume(data: Data, tmp_path: Path) -> None:
+    words = [*QWEN3, *EXPERTS, *NO_DROPOUT]
+    stock = train(data, tmp_path / "stock", *words, config=zero(1))
+    # Without the routers' losses other weights come out.
+    alone = train(data, tmp_path / "alone", *words, "--moe-aux-loss-coeff", "1e-9", config=zero(1))
+    assert abs(alone.losses[-1] - stock.losses[-1]) > 1e-6 * stock.losses[-1]
+    # One micro batch a step on each of two processes: a micro batch's share of a step is another.
+    whole = train(data, tmp_path / "whole", *words, "--use-tempo", world_size=2, config=zero(3))
+    assert whole.losses == pytest.approx(stock.losses, rel=1e-6)
+    folder, two = tmp_path / "two", {"world_size": 2, "config": zero(1)}
+    save = ["--save", str(folder / "save"), "--save-interval", "2"]
+    divided = train(data, folder, *words, *SP, *save, "--use-tempo", **two)
+    assert divided.losses == pytest.approx(stock.losses, rel=1e-6)
+    (folder / "save" / "latest").write_text("iter_0000002")
+    load = ["--load", str(folder / "save")]
+    assert train(data, tmp_path / "again", *load, *SP, **two).losses_hex == divided.losses_hex[2:]
+    one = train(data, tmp_path / "one", *load, "--tensor-model-parallel-size", "1", config=zero(2))
+    assert one.losses == pytest.approx(divided.losses[2:], rel=1e-6)

@@ -81,11 +81,14 @@ def make_settings(
     has_entropy: bool = False,
     *,
     sums_weight: bool,
+    knows_statistics: bool = True,
 ) -> Settings:
     """Builds the settings from numbers; raises ValueError where they do not fit.
 
     sums_weight: whether several chunks need memory to sum their gradients of weight.
+    knows_statistics: whether the gradient is made when every token's statistics are known, as in a backward.
     """
+    chunk_rows, chunk_columns = _find_chunks(chunk_tokens, hidden, weight, shards, sums_weight, knows_statistics)
     num_rows = weight.size(0) * shards.size
     if vocab_size is not None and not 1 <= vocab_size <= num_rows:
         raise ValueError(
@@ -113,7 +116,8 @@ def make_settings(
         softcap=0.0 if softcap is None else float(softcap),
         temperature=float(temperature),
         has_entropy=has_entropy,
-        chunk_rows=_find_chunk_rows(chunk_tokens, hidden, weight, shards, sums_weight),
+        chunk_rows=chunk_rows,
+        chunk_columns=chunk_columns,
     )
 
 
@@ -141,29 +145,41 @@ def check_main_grad(weight: Tensor) -> bool:
     return True
 
 
-def _find_chunk_rows(
-    chunk_tokens: int | None, hidden: Tensor, weight: Tensor, shards: Shards, sums_weight: bool
-) -> int:
-    """Returns the rows of hidden per chunk: chunk_tokens / num_segments, by default the number that needs least memory.
+def _find_chunks(
+    chunk_tokens: int | None,
+    hidden: Tensor,
+    weight: Tensor,
+    shards: Shards,
+    sums_weight: bool,
+    knows_statistics: bool,
+) -> tuple[int, int]:
+    """Returns the rows of hidden per chunk, chunk_tokens / num_segments, and the columns per chunk of backward or 0. By
+    default they are those that need least memory.
 
-    Several chunks sum a 16-bit weight's gradient in float32 and round it at the end; a single chunk needs no such sum.
-    With few tokens the logits of all of them take less memory than the sum.
+    Several chunks of rows sum a 16-bit weight's gradient in float32 and round it at the end. A single chunk needs no
+    such sum: with few tokens the logits of all of them take less memory. Nor do chunks of columns, which sum hidden's
+    gradient instead: smaller than weight's where there are fewer tokens than rows of the vocabulary.
     """
     if chunk_tokens is not None:
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens is {chunk_tokens}; expected at least 1, or None")
-        return max(1, chunk_tokens // shards.num_segments)
+        return max(1, chunk_tokens // shards.num_segments), 0
     num_rows, element_bytes = hidden.size(0) * hidden.size(1), weight.element_size()
     logit_bytes = weight.size(0) * element_bytes
     chunk_bytes = _chunk_bytes or CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"]
-    if sums_weight:
-        # Under sequence parallelism a chunk also holds the gathered tokens of all ranks and their gradients.
-        token_bytes = logit_bytes + (2 * hidden.size(2) * element_bytes if shards.num_segments > 1 else 0)
-        sum_bytes = torch.promote_types(weight.dtype, torch.float32).itemsize * weight.numel()
-        copy_bytes = element_bytes * weight.numel()
-        at_once = num_rows * shards.num_segments * token_bytes + copy_bytes
-        in_chunks = max(chunk_bytes + sum_bytes, sum_bytes + copy_bytes if sum_bytes != copy_bytes else 0)
-        if at_once <= in_chunks:
-            return max(1, num_rows)
     # Matrix products are fast for multiples of 16.
-    return max(1, max(16, chunk_bytes // logit_bytes // 16 * 16) // shards.num_segments)
+    chunk_rows = max(1, max(16, chunk_bytes // logit_bytes // 16 * 16) // shards.num_segments)
+    if not sums_weight:
+        return chunk_rows, 0
+    # Under sequence parallelism a chunk also holds the gathered tokens of all ranks and their gradients.
+    token_bytes = logit_bytes + (2 * hidden.size(2) * element_bytes if shards.num_segments > 1 else 0)
+    sum_itemsize = torch.promote_types(weight.dtype, torch.float32).itemsize
+    sum_bytes, copy_bytes = sum_itemsize * weight.numel(), element_bytes * weight.numel()
+    at_once = num_rows * shards.num_segments * token_bytes + copy_bytes
+    by_rows = max(chunk_bytes + sum_bytes, sum_bytes + copy_bytes if sum_bytes != copy_bytes else 0)
+    by_columns = chunk_bytes + copy_bytes + num_rows * hidden.size(2) * sum_itemsize
+    if at_once <= min(by_rows, by_columns):
+        return max(1, num_rows), 0
+    if by_columns < by_rows and knows_statistics and shards.num_segments == 1:
+        return chunk_rows, max(128, chunk_bytes // (num_rows * element_bytes) // 128 * 128)
+    return chunk_rows if by_rows < at_once else max(1, num_rows), 0

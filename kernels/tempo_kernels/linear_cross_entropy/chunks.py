@@ -1,5 +1,7 @@
 """Runs the loss head one chunk of tokens at a time: products, statistics over the shards, and gradients.
 
+With fewer tokens than rows of the weight, backward goes through it one chunk of the weight's rows at a time instead.
+
 A chunk's logits are one matrix product. The backend (cpu.py or kernel.py) computes their statistics, or overwrites them
 with their gradient. Two more products turn this gradient into those of the hidden states and of the weight.
 """
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.fakes import skip_alike
-from tempo_kernels.linear_cross_entropy.settings import Rows, Settings
+from tempo_kernels.linear_cross_entropy.settings import Rows, Settings, Shares
 from tempo_kernels.linear_cross_entropy.shards import take
 
 ROW_BLOCK_BYTES = 1 << 25
@@ -46,6 +48,21 @@ class Head(NamedTuple):
                 else:
                     torch.addmm(take(self.bias, block), tokens, weight, out=out)
             yield rows, tokens, logits
+
+    def make_columns(self, settings: Settings) -> Iterator[tuple[slice, Tensor]]:
+        """Yields per chunk the slice of columns, and logits [m, n] in a shared buffer."""
+        num_rows, num_columns = self.hidden.size(0), self.weight.size(0)
+        memory = self.hidden.new_empty(num_rows * min(num_columns, settings.chunk_columns))
+        starts = range(0, num_columns, settings.chunk_columns)
+        blocks = [slice(start, min(start + settings.chunk_columns, num_columns)) for start in starts]
+        for block in skip_alike(blocks, memory):
+            size = block.stop - block.start
+            logits, weight = memory[: num_rows * size].view(num_rows, size), take(self.weight, block).t()
+            if self.bias is None:
+                torch.mm(self.hidden, weight, out=logits)
+            else:
+                torch.addmm(take(self.bias, block), self.hidden, weight, out=logits)
+            yield block, logits
 
     def find_targets(self, rows: slice, settings: Settings) -> tuple[Tensor, Tensor]:
         """Returns the labels [n] of a chunk, and the same labels as columns of this shard."""
@@ -85,11 +102,24 @@ def backward(
     """Returns the gradients of hidden, weight and bias from those of the losses and, if not None, of the entropies
     [t, m]. It computes each chunk's logits again."""
     gradients = Gradients(head, has_grads, total, settings)
+    shares = settings.find_shares(head.weight.size(0))
+    if settings.chunk_columns:
+        assert total is None
+        whole = slice(0, head.hidden.size(0))
+        labels, columns = head.find_targets(whole, settings)
+        of_losses, of_entropies = (None if t is None else t.flatten() for t in grads)
+        assert of_losses is not None
+        for block, logits in head.make_columns(settings):
+            num_real = min(max(shares.num_real - block.start, 0), logits.size(1))
+            chunk = _Chunk(logits, columns - block.start, labels, shares._replace(num_real=num_real))
+            _write_gradient(chunk, of_losses, of_entropies, kept.flatten(1), settings, backend)
+            gradients.add_columns(block, logits)
+        return gradients.finish()
     for rows, tokens, logits in head.make_logits(settings):
         labels, columns = head.find_targets(rows, settings)
         kept_of_chunk, grad = take(kept, rows, 2).flatten(1), take(grads[0], rows, 1).flatten()
         grad_entropy = None if grads[1] is None else take(grads[1], rows, 1).flatten()
-        _write_gradient(_Chunk(logits, columns, labels), grad, grad_entropy, kept_of_chunk, settings, backend)
+        _write_gradient(_Chunk(logits, columns, labels, shares), grad, grad_entropy, kept_of_chunk, settings, backend)
         gradients.add(rows, tokens, logits)
     return gradients.finish()
 
@@ -108,7 +138,7 @@ def forward_with_gradients(
         results, kept = _find_results(found, labels, settings)
         take(losses, rows, 1).copy_(results.view(losses.size(0), -1))
         grad = take(token_weights, rows, 1).reshape(-1)
-        _write_gradient(_Chunk(logits, columns, labels), grad, None, kept, settings, backend)
+        _write_gradient(_Chunk(logits, columns, labels, shares), grad, None, kept, settings, backend)
         gradients.add(rows, tokens, logits)
     return losses, gradients.finish()
 
@@ -170,11 +200,12 @@ def _find_results(found: _Statistics, labels: Tensor, settings: Settings) -> tup
 
 
 class _Chunk(NamedTuple):
-    """A chunk's logits [n, v/p], and its tokens' labels [n] as columns of this shard and as they are."""
+    """A chunk's logits [n, its columns], its tokens' labels [n] as columns of it and as they are, and its shares."""
 
     logits: Tensor
     columns: Tensor
     labels: Tensor
+    shares: Shares
 
 
 def _write_gradient(
@@ -193,7 +224,7 @@ def _write_gradient(
         slope = (-grad_entropy / total).masked_fill(grad_entropy == 0, 0.0)
         scale = scale - slope * expected[0]
     rows = Rows(chunk.columns, top, scale, grad, slope)
-    backend.write_gradient_(chunk.logits, rows, settings.find_shares(chunk.logits.size(1)))
+    backend.write_gradient_(chunk.logits, rows, chunk.shares)
 
 
 def _weigh(grad: Tensor, is_ignored: Tensor, settings: Settings) -> Tensor:
@@ -215,9 +246,11 @@ class Gradients:
 
     def __init__(self, head: Head, has_grads: tuple[bool, ...], total: Tensor | None, settings: Settings) -> None:
         compute_dtype = torch.promote_types(head.weight.dtype, torch.float32)
-        self._shards, self._head_weight = settings.shards, head.weight
+        self._shards, self._head = settings.shards, head
         self._works: list[tuple[Any, Tensor]] = []
-        self.hidden = torch.empty_like(head.hidden) if has_grads[0] else None
+        self._sums_hidden = settings.chunk_columns > 0
+        dtype = compute_dtype if self._sums_hidden else head.hidden.dtype
+        self.hidden = torch.empty_like(head.hidden, dtype=dtype) if has_grads[0] else None
         self.weight = total
         if has_grads[1] and total is None:
             dtype = settings.find_weight_dtype(head.weight.dtype, head.hidden.size(0))
@@ -230,23 +263,37 @@ class Gradients:
         if self.hidden is not None:
             self._add_hidden(take(self.hidden, rows), grad_logits)
         if self.weight is not None:
-            _accumulate(self.weight, grad_logits, tokens, self._weight_is_empty)
+            _accumulate(self.weight, grad_logits.t(), tokens, self._weight_is_empty)
             self._weight_is_empty = False
         if self.bias is not None:
             self.bias += grad_logits.sum(0, dtype=self.bias.dtype)
 
+    def add_columns(self, block: slice, grad_logits: Tensor) -> None:
+        """Adds the part of a chunk of columns: all of these rows of weight's gradient, and a part of hidden's."""
+        if self.hidden is not None:
+            _accumulate(self.hidden, grad_logits, take(self._head.weight, block), block.start == 0)
+        if self.weight is not None:
+            torch.mm(grad_logits.t(), self._head.hidden, out=take(self.weight, block))
+            self._weight_is_empty = False
+        if self.bias is not None:
+            take(self.bias, block).copy_(grad_logits.sum(0, dtype=self.bias.dtype))
+
     def _add_hidden(self, out: Tensor, grad_logits: Tensor) -> None:
         if self._shards.num_segments == 1:
-            torch.mm(grad_logits, self._head_weight, out=out)
+            torch.mm(grad_logits, self._head.weight, out=out)
             if self._shards.size > 1:
                 self._works.append((self._shards.reduce(out), out))
             return
-        part = torch.mm(grad_logits, self._head_weight)
+        part = torch.mm(grad_logits, self._head.weight)
         self._wait()  # for the previous chunk's reduction, so that at most two parts are alive
         self._works.append((self._shards.reduce_scatter(part, out), part))
 
     def finish(self) -> Gradients:
         """Waits for the ranks' sums and returns self."""
+        if self._sums_hidden and self.hidden is not None:
+            self.hidden = self.hidden.to(self._head.hidden.dtype)
+            if self._shards.size > 1:
+                self._works.append((self._shards.reduce(self.hidden), self.hidden))
         self._wait()
         if self.weight is not None and self._weight_is_empty:
             self.weight.zero_()  # there are no tokens
@@ -257,22 +304,22 @@ class Gradients:
             self._works.pop()[0].wait()
 
 
-def _accumulate(total: Tensor, grad_logits: Tensor, tokens: Tensor, is_empty: bool) -> None:
-    """Adds grad_logits^T tokens to total [v/p, h], or writes it there if total is empty."""
+def _accumulate(total: Tensor, left: Tensor, right: Tensor, is_empty: bool) -> None:
+    """Adds left right to total, or writes it there if total is empty."""
     beta = 0 if is_empty else 1
-    if total.dtype == grad_logits.dtype:
-        torch.addmm(total, grad_logits.t(), tokens, beta=beta, out=total)
+    if total.dtype == right.dtype:
+        torch.addmm(total, left, right, beta=beta, out=total)
         return
     if _multiplies_into(total):
-        torch.addmm(total, grad_logits.t(), tokens, out_dtype=total.dtype, beta=beta, out=total)
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
         return
     # A product of 16-bit matrices is rounded to 16 bits, once per chunk; the sum over chunks stays in float32.
-    step = max(1, ROW_BLOCK_BYTES // (total.size(1) * tokens.element_size()))
+    step = max(1, ROW_BLOCK_BYTES // (total.size(1) * right.element_size()))
     for start in range(0, total.size(0), step):
         block = slice(start, start + step)
         part = total[block]
         # Written in one expression, so that no name keeps the product alive while the next one is made.
-        (part.copy_ if is_empty else part.add_)(grad_logits[:, block].t() @ tokens)
+        (part.copy_ if is_empty else part.add_)(left[block] @ right)
 
 
 def _multiplies_into(total: Tensor) -> bool:

@@ -57,9 +57,10 @@ def linear_cross_entropy(
         vocab_start: index of this rank's first row: its rank in the group times v/p.
         group: the ranks that share the vocabulary, each with v/p rows; None for one.
         sequence_parallel: hidden is split over the group too: gathered, and its gradient scattered, chunk by chunk.
-        chunk_tokens: tokens per chunk, at least one of each rank. By default their logits fill checks.CHUNK_BYTES; with
-            a 16-bit weight one chunk takes all tokens if their logits are smaller than the float32 sum of the weight's
-            gradient that several chunks would need.
+        chunk_tokens: tokens per chunk, at least one of each rank. By default their logits fill checks.CHUNK_BYTES. With
+            a 16-bit weight several chunks need a float32 sum of its gradient. If that is more, one chunk takes all
+            tokens, or backward's chunks take all tokens and some rows of weight each (not with sequence_parallel or
+            token_weights).
         token_weights: [b, s]. Forward then computes the gradients too, chunk by chunk, and no logits are made twice.
         gradient_accumulation_fusion: weight's gradient is added to `weight.main_grad`, as Megatron's linears do.
 
@@ -86,8 +87,11 @@ def linear_cross_entropy(
     numbers = (vocab_size, vocab_start, ignore_index, label_smoothing, z_loss, chunk_tokens)
     fused = gradient_accumulation_fusion and check_main_grad(weight)
     sums_weight = _sums_weight(weight, fused and token_weights is None)
-    settings = make_settings(hidden, weight, shards, *numbers, sums_weight=sums_weight)
-    if token_weights is None or not torch.is_grad_enabled():
+    knows_statistics = token_weights is None or not torch.is_grad_enabled()
+    settings = make_settings(
+        hidden, weight, shards, *numbers, sums_weight=sums_weight, knows_statistics=knows_statistics
+    )
+    if knows_statistics:
         losses = _LinearCrossEntropy.apply(hidden, weight, bias, labels, settings, fused)
         return losses if token_weights is None else ((token_weights * losses).sum(), losses)
     link = _Link.apply(hidden, weight, bias)

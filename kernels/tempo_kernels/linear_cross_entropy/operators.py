@@ -22,7 +22,7 @@ _HAS_GRADS = "bool has_grad_hidden, bool has_grad_weight, bool has_grad_bias"
 _SETTINGS = (
     "str group, bool sequence_parallel, SymInt vocab_size, SymInt vocab_start, SymInt ignore_index, "
     "float label_smoothing, float z_loss, bool excludes_padding, float softcap, float temperature, bool has_entropy, "
-    "SymInt chunk_rows"
+    "SymInt chunk_rows, SymInt chunk_columns"
 )
 
 

@@ -65,6 +65,8 @@ class Settings(NamedTuple):
     temperature: float
     has_entropy: bool
     chunk_rows: int
+    chunk_columns: int = 0
+    """Columns per chunk of backward; 0 where its chunks are rows, as those of forward always are."""
 
     @property
     def other_share(self) -> float:
@@ -75,9 +77,10 @@ class Settings(NamedTuple):
         return 1.0 - self.vocab_size * self.other_share
 
     def find_weight_dtype(self, dtype: torch.dtype, num_rows: int) -> torch.dtype:
-        """Returns the dtype for the gradient of a weight of `dtype`: its own if one chunk holds all num_rows of hidden,
-        so that there is nothing to sum, else at least float32."""
-        return dtype if num_rows <= self.chunk_rows else torch.promote_types(dtype, torch.float32)
+        """Returns the dtype for the gradient of a weight of `dtype`: its own if each chunk holds all num_rows of
+        hidden, so that there is nothing to sum, else at least float32."""
+        has_all = num_rows <= self.chunk_rows or self.chunk_columns
+        return dtype if has_all else torch.promote_types(dtype, torch.float32)
 
     def find_shares(self, num_columns: int) -> Shares:
         """Returns the shares of this rank's shard of num_columns columns."""

@@ -24,32 +24,7 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.refill import Refillable, can_refill, check_version, find_version
-
-# torch 2.6 does not say whether hooks keep a saved tensor.
-_CAN_ASK_FOR_HOOKS = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
-
-
-class Kept:
-    """The object that a pack hook returns in a tensor's place for `drop` to work; the unpack hook calls `unpack`.
-
-    Under other hooks (torch.utils.checkpoint, save_on_cpu) nothing is dropped: they decide what is kept.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        # Detached: a saved output that pointed back at its own node would never be freed.
-        self.tensor: Tensor | None = tensor.detach()
-        self._make: Callable[[], Tensor] | None = None
-
-    def unpack(self) -> Tensor:
-        """Returns the tensor, recomputed if it was dropped."""
-        if self.tensor is not None:
-            return self.tensor
-        assert self._make is not None
-        return self._make()
-
-    def replace(self, make: Callable[[], Tensor]) -> None:
-        """Lets go of the tensor; `make` returns an equal one."""
-        self.tensor, self._make = None, make
+from tempo_kernels.saved import CAN_ASK_FOR_HOOKS, Kept, find_nodes_since, find_saved_tensors, note_held
 
 
 def drop(
@@ -84,7 +59,7 @@ def drop(
     first = outputs[0].grad_fn
     if first is None or not torch.is_grad_enabled():
         return
-    if not (_CAN_ASK_FOR_HOOKS or _saves_without_hooks()):
+    if not (CAN_ASK_FOR_HOOKS or _saves_without_hooks()):
         _warn_of_hooks()
         return
     promise = _find_promise(outputs[0]) if make is None else _Promise(outputs, make)
@@ -114,7 +89,9 @@ def hold(y: Tensor) -> Callable[[], Tensor]:
     a y that it holds was written to since.
     """
     if not can_refill(y):
-        return functools.partial(_take_held, y.detach(), find_version(y))
+        held = Kept(y)
+        note_held(held)
+        return functools.partial(_take_held, held, find_version(y))
     check_version(y)
     promise = _find_promise(y)
     whole = promise.find_part(y)
@@ -124,8 +101,9 @@ def hold(y: Tensor) -> Callable[[], Tensor]:
     return functools.partial(promise.make, whole)
 
 
-def _take_held(y: Tensor, version: int | None) -> Tensor:
-    if find_version(y) != version:
+def _take_held(held: Kept, version: int | None) -> Tensor:
+    y = held.unpack()
+    if held.tensor is not None and find_version(y) != version:
         raise RuntimeError(
             f"a tensor of shape {list(y.shape)}, from which a dropped tensor is made again, was written to in place "
             "since it was used; expected it as it was; write to a copy, or leave the operation to stock"
@@ -261,34 +239,7 @@ def is_about_to_run(node: Any) -> bool:
 
 def _find_nodes_between(producer: Any, outputs: tuple[Tensor, ...]) -> Iterator[Any]:
     """Yields the nodes of the graph between producer and outputs: those younger than producer."""
-    pending, seen = [output.grad_fn for output in outputs], {producer}
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen or node._sequence_nr() < producer._sequence_nr():
-            continue
-        seen.add(node)
-        yield node
-        pending.extend(parent for parent, _ in node.next_functions)
-
-
-def find_saved_tensors(node: Any) -> Iterator[tuple[Any, Tensor | Kept]]:
-    """Yields (SavedTensor, the tensor or Kept in it) of a node, except those that other hooks keep."""
-    is_python = isinstance(node, torch.autograd.function.BackwardCFunction)
-    for name in ("_raw_saved_tensors",) if is_python else _list_saved_names(cast(Any, type(node))):
-        saved = getattr(node, name)
-        saved = saved if isinstance(saved, tuple) else (saved,)
-        if _CAN_ASK_FOR_HOOKS:
-            # .data skips the check for writes to the tensor; autograd makes it in backward.
-            kept = [one.data if one.unpack_hook is None or isinstance(one.data, Kept) else None for one in saved]
-        else:
-            value = node.saved_tensors if is_python else getattr(node, name.removeprefix("_raw"))
-            kept = list(value) if isinstance(value, tuple) else [value]
-        yield from ((one, held) for one, held in zip(saved, kept, strict=True) if isinstance(held, Tensor | Kept))
-
-
-@functools.cache
-def _list_saved_names(node_type: Any) -> list[str]:
-    return [name for name in dir(node_type) if name.startswith("_raw_saved_")]
+    return (node for node in find_nodes_since(producer._sequence_nr(), outputs) if node is not producer)
 
 
 def _warn_of_hooks() -> None:

@@ -20,7 +20,9 @@ from tempo_megatron.words.argument_types import (
 )
 
 _RECOMPUTE = ("core_attn", "mlp", "full")
-_GPUS = "a100, b200, h100, h200, rtx4090, or a file such as configs/gpu/h100.json"
+_OF_PARTS = ("layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj")
+_RECOMPUTE_ALLOWED = ("core_attn", "mlp", "moe", "mla_up_proj", "full")
+_GPUS = "a100, b200, gb200, gh200, h100, h200, rtx4090, or a file such as configs/gpu/h100.json"
 
 
 def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +37,20 @@ def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeline",
         metavar="PNG",
+        type=parse_png,
         help="also follow forward and backward of all layers with Tempo, say what stands at the peak, and draw it",
+    )
+    parser.add_argument(
+        "--trace",
+        metavar="JSON",
+        type=parse_output,
+        help="write what is followed as a Chrome trace, for ui.perfetto.dev",
+    )
+    parser.add_argument(
+        "--snapshot",
+        metavar="PICKLE",
+        type=parse_output,
+        help="write what is followed as a memory snapshot of torch, for pytorch.org/memory_viz",
     )
     add_tempo_arguments(parser)
 
@@ -64,6 +79,13 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FACTOR",
         help="tokens that the fullest rank's experts get, over an equal share; 1 divides them evenly (default: what "
         "random routers give tokens as frequent as those of text)",
+    )
+    group.add_argument(
+        "--long-sequence",
+        nargs="*",
+        metavar="PIECE",
+        help="estimate one sample of --seq-length tokens, which --dp ranks of Ulysses divide, under ZeRO 3, with every "
+        "layer recomputed: as transformers runs it, or with pieces such as liger host_checkpoints (docs/estimate.md)",
     )
     group.add_argument("--all-ranks", action="store_true", help="a column for every pipeline stage")
     group.add_argument(
@@ -108,10 +130,23 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recompute-allowed",
         nargs="*",
-        choices=_RECOMPUTE,
-        default=list(_RECOMPUTE),
+        choices=_RECOMPUTE_ALLOWED,
+        default=list(_RECOMPUTE_ALLOWED),
         metavar="WHAT",
-        help="what Megatron may recompute: any of core_attn, mlp and full, or nothing (default all of them)",
+        help="what Megatron may recompute: any of core_attn, mlp, moe, mla_up_proj and full, or nothing (default all)",
+    )
+    parser.add_argument(
+        "--host-memory",
+        type=parse_memory,
+        metavar="SIZE",
+        help="what a node's memory has for activations, such as 1TiB: layers may send there what the link to it takes "
+        "while the next layer runs (default: none does)",
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        type=parse_positive,
+        metavar="N",
+        help="GPUs that share --host-memory (default 8, or all of the run where it has fewer)",
     )
     parser.add_argument(
         "--json",
@@ -122,6 +157,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot", metavar="PNG", type=parse_png, help="draw the best step time of every budget, and single switches"
     )
+    _add_html(parser)
     parser.set_defaults(recompute=[])
 
 
@@ -168,6 +204,7 @@ def add_order_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot", metavar="PNG", type=parse_png, help="also draw the memory of each operation, before and after"
     )
+    _add_html(parser)
     add_tempo_arguments(parser)
 
 
@@ -223,6 +260,13 @@ def _add_sequence_parallel(parser: Any) -> None:
 def _add_outputs(parser: Any, plot: str) -> None:
     parser.add_argument("--json", metavar="FILE", type=parse_output, help="also write the figures to FILE")
     parser.add_argument("--plot", metavar="PNG", type=parse_png, help=f"also draw {plot} to PNG")
+    _add_html(parser)
+
+
+def _add_html(parser: Any) -> None:
+    parser.add_argument(
+        "--html", metavar="FILE", type=parse_output, help="also write the table and plots to zoom into as one HTML file"
+    )
 
 
 def _add_text(parser: Any, *, reads_deepspeed: bool = False) -> None:
@@ -254,10 +298,11 @@ def _add_shape(parser: Any, *, reads_deepspeed: bool = False) -> None:
     parser.add_argument(
         "--recompute",
         nargs="+",
-        choices=_RECOMPUTE,
+        choices=(*_RECOMPUTE, *_OF_PARTS),
         default=[],
         metavar="WHAT",
-        help="Megatron's recomputation: full, or any of core_attn and mlp",
+        help="Megatron's recomputation: full, or any of core_attn and mlp, with experts of moe, moe_act and "
+        "shared_experts, with latent attention of mla_up_proj, and with either of layernorm",
     )
 
 
@@ -276,6 +321,12 @@ def _add_dropout(parser: Any) -> None:
 
 def _add_estimate_layout(group: Any) -> None:
     _add_sizes(group, tp="tensor", pp="pipeline", dp="data")
+    group.add_argument(
+        "--ep",
+        type=parse_positive,
+        metavar="N",
+        help="expert parallel size: ranks of --tp and --dp that share the experts (default 1)",
+    )
     _add_sequence_parallel(group)
     group.add_argument(
         "--num-layers-per-virtual-pipeline-stage",

@@ -1,8 +1,8 @@
 """The `tempo-megatron bench` command: measures this GPU's rates and writes them as a file of configs/gpu.
 
 The rates are what the planner reckons with: of dense products at the sizes of a transformer layer's linears, and of
-elementwise work that reads one tensor and writes another. Each is the median of rounds, after a warm-up; the calls take
-turns over their operands, which together are larger than a cache.
+elementwise work that reads one tensor and writes another, and of copies between pinned memory and the GPU. Each is the
+median of rounds, after a warm-up; the calls take turns over their operands, which together are larger than a cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tempo_megatron.memory.plan.gpu import DTYPES, Gpu
+from tempo_megatron.memory.plan.gpu import DTYPES, Gpu, HostLink
 from tempo_megatron.words.argument_types import parse_positive
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -30,6 +30,7 @@ _PRODUCTS = ((2, 3, 1), (2, 1, 1), (2, 4, 1), (2, 1, 4))
 _HIDDEN_SIZES = {"cuda": 4096, "cpu": 256}
 _COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 _OPERAND_SETS = 3
+_LINK_BYTES = 1 << 28
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,6 +67,9 @@ def run_bench(args: argparse.Namespace) -> int:
     for name, rate in gpu.matmul_flops_per_second.items():
         print(f"{name} products   {rate / 1e12:10.3f} TFLOP/s")
     print(f"memory          {gpu.bytes_per_second / 1e9:10.3f} GB/s")
+    if gpu.host_link is not None:
+        print(f"to the host     {gpu.host_link.to_host_bytes_per_second / 1e9:10.3f} GB/s")
+        print(f"to the GPU      {gpu.host_link.to_gpu_bytes_per_second / 1e9:10.3f} GB/s")
     print(f"wrote {output}: tempo-megatron plan --gpu {output}")
     return 0
 
@@ -85,6 +89,7 @@ def measure_gpu(device: str, hidden_size: int, round_ms: float) -> Gpu:
         rates[name] = _measure_products(device, _DTYPES[name], hidden_size, round_ms)
     _show("memory")
     bytes_per_second = _measure_copies(device, round_ms)
+    link = _measure_host_link(round_ms) if device == "cuda" else None
     title = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU, {_count_threads()}"
     return Gpu(
         title=title,
@@ -93,6 +98,7 @@ def measure_gpu(device: str, hidden_size: int, round_ms: float) -> Gpu:
         f"{time.strftime('%Y-%m-%d')}",
         matmul_flops_per_second=rates,
         bytes_per_second=bytes_per_second,
+        host_link=link,
     )
 
 
@@ -127,6 +133,24 @@ def _measure_copies(device: str, round_ms: float) -> float:
     out = torch.empty_like(sources[0])
     calls: list[Callable[[], Tensor]] = [lambda x=x: torch.mul(x, 0.5, out=out) for x in sources]  # type: ignore[misc]
     return 2 * 2 * num_elements * _OPERAND_SETS / _time(calls, device, round_ms)
+
+
+def _measure_host_link(round_ms: float) -> HostLink:
+    """Bytes per second of copies between pinned memory and the GPU, each direction alone, while other GPUs rest.
+
+    How many GPUs share an uplink cannot be seen from one GPU: the file says 1, and its source says so.
+    """
+    pinned = torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    on_gpu = torch.empty(_LINK_BYTES, dtype=torch.uint8, device="cuda")
+    out = _time([lambda: pinned.copy_(on_gpu, non_blocking=True)], "cuda", round_ms)
+    back = _time([lambda: on_gpu.copy_(pinned, non_blocking=True)], "cuda", round_ms)
+    return HostLink(
+        title="measured",
+        to_host_bytes_per_second=_LINK_BYTES / out,
+        to_gpu_bytes_per_second=_LINK_BYTES / back,
+        gpus_per_uplink=1,
+        source="pinned memory, one GPU copying; set gpus_per_uplink to the GPUs behind one switch (nvidia-smi topo -m)",
+    )
 
 
 def _time(calls: Sequence[Callable[[], Tensor]], device: str, round_ms: float) -> float:

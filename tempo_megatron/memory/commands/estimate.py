@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.commands.arguments import add_estimate_arguments
 from tempo_megatron.memory.commands.megatron_command import read_command, write_command
 from tempo_megatron.memory.commands.megatron_options import VERSION
@@ -20,6 +21,7 @@ from tempo_megatron.memory.commands.module_tree import describe_tree, format_tre
 from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run, take_deepspeed
 from tempo_megatron.memory.commands.training_command import Command, take_command
 from tempo_megatron.memory.estimate.estimate import PART_NAMES, RankEstimate, describe_part, estimate_ranks
+from tempo_megatron.memory.estimate.long_sequences import MISSING, LongSequence
 from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory
@@ -46,6 +48,10 @@ def run_estimate(args: argparse.Namespace) -> int:
     command = take_command(args, add_estimate_arguments)
     warnings: list[str] = []
     is_asked = True
+    if args.long_sequence is not None:
+        if command is not None:
+            raise ValueError("--long-sequence is given beside a command of Megatron-LM; describe the model by --hf")
+        return _estimate_long_sequence(args)
     if command is None:
         config = take_deepspeed(args)
         run, title = read_requested_run(args, tempo_config_from(args, config or {}), config), name_model(args)
@@ -69,7 +75,9 @@ def run_estimate(args: argparse.Namespace) -> int:
                 raise
             warnings.append(f"Tempo cannot have this run: {error}")
     print_notes(command, warnings)
-    print(f"{title}, {describe_run(run)}")
+    title = f"{title}, {describe_run(run)}"
+    report = HtmlReport(title) if args.html else None
+    print(title)
     if estimated.experts is not None and estimated.experts.expert_parallel > 1:
         print(_describe_routing(estimated))
     print(format_estimates(found, shows_all=args.all_ranks))
@@ -93,10 +101,51 @@ def run_estimate(args: argparse.Namespace) -> int:
         figures.setdefault("tempo", [])
         Path(args.json).write_text(json.dumps({**figures, "arguments": vars(args)}, indent=2) + "\n", encoding="utf-8")
     if args.plot:
-        plot_estimates({name: choose_ranks(ranks) for name, ranks in found.items()}, args.plot, args.gpu_memory)
+        plot_estimates(found, args.plot, args.gpu_memory)
+    if report is not None:
+        report.add_text(format_estimates(found, shows_all=args.all_ranks))
+        limit = None if args.gpu_memory is None else ("memory of a device", args.gpu_memory / 2**30)
+        report.add_bars(
+            "at the peak", list_bars(found), "GiB", dict(zip(PART_NAMES, _PART_COLOURS, strict=True)), limit
+        )
+        report.save(args.html)
     if command is not None and "Tempo" in found:
         print(f"with Tempo: {write_command(command, _add_tempo(command, args), run, args.vocab_size)}")
     return 0 if fits else 1
+
+
+def _estimate_long_sequence(args: argparse.Namespace) -> int:
+    """Print the terms of the highest moment; the exit status is 1 where it does not fit."""
+    run = read_requested_run(args, TempoConfig.off(), take_deepspeed(args))
+    if run.tensor_parallel * run.pipeline_parallel > 1 or run.model.seq_length % run.data_parallel:
+        raise ValueError(
+            f"--long-sequence divides --seq-length {run.model.seq_length} by --dp {run.data_parallel}, and knows no "
+            "other layout; give a multiple of --dp, and leave --tp and --pp out"
+        )
+    pieces = frozenset(args.long_sequence)
+    asked = LongSequence(run.model, run.optimizer, pieces, run.data_parallel)
+    tokens = run.model.seq_length // run.data_parallel
+    moment, terms, peak = asked.find_peak(tokens)
+    print(
+        f"{name_model(args)}, s {run.model.seq_length}, {tokens} tokens a GPU, all layers recomputed, DeepSpeed ZeRO 3"
+    )
+    print(f"pieces: {', '.join(sorted(pieces)) or 'those of transformers'}")
+    if missing := [name for name in MISSING if name in pieces and "liger" not in pieces]:
+        print(f"Tempo does not have {', '.join(missing)}: this is what it would bring")
+    width = max(len(term.name) for term in terms)
+    for term in terms:
+        print(f"{term.name:<{width}}{term.count(tokens) / 2**30:>10.3f} GiB  {term.source}".rstrip())
+    print(f"{f'peak, in the {moment}':<{width}}{peak / 2**30:>10.3f} GiB of torch, an estimate")
+    print(f"on the host, for each GPU: {format_bytes(asked.count_host_bytes(tokens))}")
+    if args.json:
+        figures = {"moment": moment, "peak_bytes": peak, "host_bytes": asked.count_host_bytes(tokens)}
+        figures["terms"] = {term.name: round(term.count(tokens)) for term in terms}
+        Path(args.json).write_text(json.dumps({**figures, "arguments": vars(args)}, indent=2) + "\n", encoding="utf-8")
+    if args.gpu_memory is None:
+        return 0
+    most = asked.find_most_tokens(args.gpu_memory) * run.data_parallel
+    print(f"{format_bytes(args.gpu_memory)} a GPU hold {most:,} tokens, by this estimate")
+    return 0 if peak <= args.gpu_memory else 1
 
 
 def _set_imbalance(run: Run, factor: float) -> Run:
@@ -220,6 +269,8 @@ def format_estimates(found: dict[str, tuple[RankEstimate, ...]], *, shows_all: b
         if all(getattr(rank, name) is not None for *_, rank in columns):
             lines.append(f"{title:<{_WIDTH}}" + "".join(f"{getattr(r, name) / 2**30:>16.3f}" for *_, r in columns))
     lines.append(f"{'parameters':<{_WIDTH}}" + "".join(f"{rank.num_parameters:>16,}" for *_, rank in columns))
+    if any(rank.host_bytes for *_, rank in columns):
+        lines.append(f"{'on the host':<{_WIDTH}}" + "".join(f"{r.host_bytes / 2**30:>16.3f}" for *_, r in columns))
     lines += [f"{name}, {rank.name}: the peak is in the {rank.moment}" for _, name, rank in columns]
     return "\n".join(lines)
 
@@ -271,7 +322,18 @@ def _list_figures(rank: RankEstimate) -> dict[str, Any]:
         "peak_bytes": rank.peak_bytes,
         "rounded_bytes": rank.rounded_bytes,
         "reserved_bytes": rank.reserved_bytes,
+        "host_bytes": rank.host_bytes,
         "bytes_at_the_peak": {describe_part(part): rank.parts[part] for part in PART_NAMES},
+    }
+
+
+def list_bars(found: Mapping[str, Sequence[RankEstimate]]) -> dict[str, dict[str, float]]:
+    """A bar for each kind of rank, stock beside Tempo: part -> GiB."""
+    chosen = {label: choose_ranks(ranks) for label, ranks in found.items()}
+    return {
+        f"{ranks[place].name}\n{label}": {part: ranks[place].parts[part] / 2**30 for part in PART_NAMES}
+        for place in range(len(next(iter(chosen.values()))))
+        for label, ranks in chosen.items()
     }
 
 
@@ -279,28 +341,24 @@ def plot_estimates(found: Mapping[str, Sequence[RankEstimate]], png: str | Path,
     """Write a PNG.
 
     Args:
-        found: label ("stock", "Tempo") -> kinds of ranks, the same for each label.
+        found: label ("stock", "Tempo") -> every rank, as many for each label.
         png: the file.
         memory: bytes of a device, drawn as a line.
 
     Raises MissingExtraError where matplotlib is missing.
     """
     pyplot = import_pyplot()
-    bars = [
-        (f"{ranks[i].name}\n{label}", ranks[i])
-        for i in range(len(next(iter(found.values()))))
-        for label, ranks in found.items()
-    ]
+    bars = list_bars(found)
     figure, axes = pyplot.subplots(figsize=(2.5 + 1.1 * len(bars), 4.5), layout="constrained")
     bottom = [0.0] * len(bars)
     for part, colour in zip(PART_NAMES, _PART_COLOURS, strict=True):
-        heights = [rank.parts[part] / 2**30 for _, rank in bars]
+        heights = [bar[part] for bar in bars.values()]
         if any(heights):
             axes.bar(range(len(bars)), heights, bottom=bottom, color=colour, label=part, width=0.7)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     if memory is not None:
         axes.axhline(memory / 2**30, color=INK, linestyle="--", linewidth=1, label="memory of a device")
-    axes.set_xticks(range(len(bars)), [name for name, _ in bars], color=INK)
+    axes.set_xticks(range(len(bars)), list(bars), color=INK)
     axes.set_ylabel("GiB at the peak")
     tidy(axes)
     handles, labels = axes.get_legend_handles_labels()

@@ -8,14 +8,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tempo_megatron.memory.commands.requested_run import read_requested_run
+from tempo_megatron.html_report import HtmlReport
+from tempo_megatron.memory.commands.requested_run import read_requested_run, read_requested_shape
 from tempo_megatron.memory.kept.attribution import Row
 from tempo_megatron.memory.kept.ledger import Ledger, measure_run
-from tempo_megatron.memory.kept.plots import plot_kept, plot_timeline
+from tempo_megatron.memory.kept.plots import Bars, add_kept, add_timeline, plot_kept, plot_timeline
 from tempo_megatron.memory.kept.timeline import format_timeline
+from tempo_megatron.memory.kept.timeline_files import write_snapshot, write_trace
 from tempo_megatron.memory.simulated.chunk import simulate_step
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.settings.layer_values import read_layers
 from tempo_megatron.words.json_text import read_object
 
 _WIDTH = 34
@@ -24,22 +27,43 @@ _WIDTH = 34
 def run_ledger(args: argparse.Namespace) -> int:
     """Measure stock and Tempo and print one table. Raises ValueError for what cannot be measured."""
     run = read_requested_run(args, _read_tempo_config(args))
-    stock, tempo = (measure_run(each) for each in (dataclasses.replace(run, tempo=TempoConfig.off()), run))
+    shape = read_requested_shape(args)
+    if args.timeline and (run.experts is not None or run.latent_attention is not None):
+        raise ValueError(
+            f"--timeline {args.timeline} is given, and the model has experts or latent attention, which it does not "
+            "follow; leave it out: tempo-megatron estimate says what stands at the peak"
+        )
+    stock, tempo = (measure_run(each, shape) for each in (dataclasses.replace(run, tempo=TempoConfig.off()), run))
     title = (
         f"{Path(args.model).stem}, {args.dtype}, s {stock.seq_length}, b {stock.micro_batch_size}, "
         f"dropout {args.dropout:g}, {format_layout(args.tp, args.sequence_parallel)}"
         f"{', recompute ' + ' '.join(args.recompute) if args.recompute else ''}"
     )
+    report = HtmlReport(title) if args.html else None
     print(title)
     print(f"tempo: {tempo.choices.describe()}")
     print("".join(f"left: {line}\n" for line in tempo.report.describe_left()))
-    print(format_table(stock, tempo))
+    table = format_table(stock, tempo)
+    print(table)
+    layers, outside = (_list_bars(stock, tempo, part) for part in ("layer_rows", "outside_rows"))
     if args.plot:
-        _plot(stock, tempo, args.plot, title)
-    if args.timeline:
+        plot_kept(layers, outside, args.plot, title, stock.sbh_bytes)
+    if args.timeline or args.html or args.trace or args.snapshot:
         timeline = simulate_step(run, title=title)
-        print(format_timeline(timeline))
-        plot_timeline(timeline, args.timeline)
+        found = format_timeline(timeline)
+        print(found)
+        if args.timeline:
+            plot_timeline(timeline, args.timeline)
+        if args.trace:
+            write_trace(timeline, args.trace)
+        if args.snapshot:
+            write_snapshot(timeline, args.snapshot)
+        if report is not None:
+            report.add_text(table)
+            add_kept(report, layers, outside)
+            add_timeline(report, timeline)
+            report.add_text(found)
+            report.save(args.html)
     if args.json:
         figures = {
             "stock": _list_figures(stock),
@@ -50,13 +74,11 @@ def run_ledger(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plot(stock: Ledger, tempo: Ledger, png: str, title: str) -> None:
-    ledgers = {"stock": stock, "Tempo": tempo}
-    layers, outside = (
-        {name: {row.operation: row.num_bytes for row in getattr(ledger, part)} for name, ledger in ledgers.items()}
-        for part in ("layer_rows", "outside_rows")
-    )
-    plot_kept(layers, outside, png, title, stock.sbh_bytes)
+def _list_bars(stock: Ledger, tempo: Ledger, part: str) -> Bars:
+    return {
+        name: {row.operation: row.num_bytes for row in getattr(ledger, part)}
+        for name, ledger in {"stock": stock, "Tempo": tempo}.items()
+    }
 
 
 def format_table(stock: Ledger, tempo: Ledger) -> str:
@@ -89,7 +111,8 @@ def format_table(stock: Ledger, tempo: Ledger) -> str:
     if len(tempo.layer_kinds) < 2:
         lines.append(format_line("one layer", stock.layer_bytes, tempo.layer_bytes))
     for kind in tempo.layer_kinds if len(tempo.layer_kinds) > 1 else ():
-        lines.append(format_line(f"each of layers {kind.layers}", stock.layer_bytes, kind.layer_bytes))
+        of_stock = stock.count_layer(read_layers(kind.layers)[0])
+        lines.append(format_line(f"each of layers {kind.layers}", of_stock, kind.layer_bytes))
     lines += [rule, *format_rows("outside_rows"), rule]
     lines.append(format_line(f"model, {stock.num_layers} layers", stock.model_bytes, tempo.model_bytes))
     lines.append(

@@ -24,6 +24,7 @@ from tempo_megatron.memory.commands.requested_run import describe_stock, read_re
 from tempo_megatron.memory.commands.training_command import Command, drop_options, take_command
 from tempo_megatron.memory.plan.gpu import Gpu, find_gpu, read_gpu
 from tempo_megatron.memory.plan.planner import MemoryPlan, PlanProblem, PlanRequest, StagePlan
+from tempo_megatron.memory.plan.step_simulation import simulate_stage
 from tempo_megatron.memory.plan.verify import choose_trial, plan_memory, try_micro_batches
 from tempo_megatron.memory.run import Run, read_recomputation
 from tempo_megatron.settings.config import TempoConfig
@@ -32,14 +33,14 @@ from tempo_megatron.words.argument_types import format_bytes
 
 # Options of a command in whose place a plan's stand, by their beginnings.
 _PLANNED = (
-    *("--recompute-", "--use-tempo", "--tempo-config", "--tempo-layers", "--tempo-memory-budget"),
+    *("--recompute-", "--use-tempo", "--tempo-config", "--tempo-layers", "--tempo-memory-budget", "--tempo-offload"),
     *(operation.argument for operation in OPERATIONS.values()),
 )
 # Fields of a Run that the planner knows.
 _KNOWN = (
     *("model", "tempo", "optimizer", "tensor_parallel", "pipeline_parallel", "data_parallel", "sequence_parallel"),
     *("micro_batch_size", "num_micro_batches", "dtype", "recompute", "recompute_num_layers"),
-    *("stock", "stock_attention", "masked_softmax_fusion"),
+    *("stock", "stock_attention", "masked_softmax_fusion", "experts", "latent_attention"),
     # Of what stands around the layers, where the estimate counts it.
     *("fuses_cross_entropy", "fuses_gradient_accumulation", "data_has_masks"),
     *("gpu", "deterministic", "cublas_workspace_bytes"),
@@ -55,6 +56,8 @@ def run_plan(args: argparse.Namespace) -> int:
     )
     if args.plot:
         check_installed("--plot", "train", "matplotlib")
+    if args.html:
+        check_installed("--html", "train", "plotly")
     command = take_command(args, add_plan_arguments)
     warnings: list[str] = []
     if command is None:
@@ -78,7 +81,10 @@ def run_plan(args: argparse.Namespace) -> int:
     print(f"{layout}, PP {run.pipeline_parallel}, {format_bytes(args.gpu_memory)} a GPU")
     print(f"{gpu.title}: {'measured' if gpu.calibrated else 'data-sheet (uncalibrated)'} rates")
     print(f"stock modules, where a value is off: {describe_stock(run)}\n")
-    print(format_plan(problem, plan))
+    table = format_plan(problem, plan)
+    print(table)
+    if problem.host_bytes:
+        print(describe_offload(problem, plan))
     for each in trials:
         rate = args.dp / each.seconds_per_sample
         print(f"b {each.micro_batch_size}: {rate:.1f} samples/s, peak {format_bytes(each.plan.peak_bytes)}")
@@ -100,6 +106,14 @@ def run_plan(args: argparse.Namespace) -> int:
         from tempo_megatron.memory.plan.plots import plot_plan
 
         plot_plan(problem, plan, args.gpu_memory, args.plot, f"{title} on {gpu.title}")
+    if args.html:
+        from tempo_megatron.html_report import HtmlReport
+        from tempo_megatron.memory.plan.plots import add_plan
+
+        report = HtmlReport(f"{title} on {gpu.title}, {format_bytes(args.gpu_memory)}")
+        report.add_text(table)
+        add_plan(report, problem, plan, args.gpu_memory)
+        report.save(args.html)
     return 0
 
 
@@ -114,13 +128,39 @@ def read_request(args: argparse.Namespace, gpu: Gpu) -> tuple[PlanRequest, int |
     samples = None if args.global_batch_size is None else args.global_batch_size // args.dp
     if samples is not None and args.micro_batch_size != "auto":
         args.num_micro_batches = samples // args.micro_batch_size
+    run = read_requested_run(args, TempoConfig(), config)
     request = PlanRequest(
-        run=read_requested_run(args, TempoConfig(), config),
+        run=run,
         gpu=gpu,
         recompute=frozenset(args.recompute_allowed),
         fixed_sizes=tuple(args.fixed_memory or ()),
+        host_bytes=_share_host(args, run),
     )
+    _refuse_unknown(request.run, "the model has")
     return request, samples
+
+
+def _share_host(args: argparse.Namespace, run: Run) -> int:
+    """What the host has for each GPU of a node. Raises ValueError where GPUs share no memory."""
+    if args.host_memory is None:
+        if args.gpus_per_node is not None:
+            raise ValueError(
+                f"--gpus-per-node {args.gpus_per_node} is given without --host-memory, which they share; give that too"
+            )
+        return 0
+    return int(args.host_memory) // (args.gpus_per_node or min(8, run.world_size))
+
+
+def _refuse_unknown(run: Run, who: str) -> None:
+    """Raise ValueError for what the planner does not know, and `who` gives."""
+    fields = (each for each in dataclasses.fields(run) if each.name not in _KNOWN)
+    given = {each.name: value for each in fields if (value := getattr(run, each.name)) != each.default}
+    if given:
+        name, value = next(iter(given.items()))
+        value = "" if dataclasses.is_dataclass(value) else f" {value}"
+        raise ValueError(
+            f"{who} {name.replace('_', ' ')}{value}, which the planner does not know; ask tempo-megatron estimate"
+        )
 
 
 def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gpu) -> tuple[PlanRequest, list[str]]:
@@ -129,15 +169,7 @@ def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gp
     Raises ValueError for pipelines that the planner does not know.
     """
     run, _, warnings = read_run_of_command(args, command)
-    fields = (each for each in dataclasses.fields(run) if each.name not in _KNOWN)
-    given = {each.name: value for each in fields if (value := getattr(run, each.name)) != each.default}
-    if given:
-        name, value = next(iter(given.items()))
-        value = "" if dataclasses.is_dataclass(value) else f" {value}"
-        raise ValueError(
-            f"the command gives {name.replace('_', ' ')}{value}, which the planner does not know; ask tempo-megatron "
-            "estimate"
-        )
+    _refuse_unknown(run, "the command gives")
     if run.optimizer.muon is not None:
         raise ValueError("the command gives Muon, which the planner does not know; ask tempo-megatron estimate")
     if run.tempo.is_off:
@@ -147,6 +179,7 @@ def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gp
         gpu=gpu,
         recompute=frozenset(args.recompute_allowed),
         fixed_sizes=tuple(args.fixed_memory or ()),
+        host_bytes=_share_host(args, run),
     )
     return request, warnings
 
@@ -163,12 +196,14 @@ def _write_planned_command(command: Command, run: Run, plan: MemoryPlan, vocab_s
             recomputed.recompute_method,
             recomputed.recompute_num_layers,
             recomputed.recompute_modules,
+            has_experts=run.experts is not None,
+            has_latent_attention=run.latent_attention is not None,
         ),
     )
     words = ["--use-tempo"]
     for name, value in plan.block.items():
         if name != "layers":
-            words += [OPERATIONS[name].argument, str(value)]
+            words += [OPERATIONS[name].argument if name in OPERATIONS else f"--tempo-{name}", str(value)]
     if "layers" in plan.block:
         words += ["--tempo-layers", json.dumps(plan.block["layers"])]
     options = [*drop_options(command.options, _PLANNED), *plan.megatron_arguments, *words]
@@ -216,12 +251,30 @@ def format_plan(problem: PlanProblem, plan: MemoryPlan) -> str:
     return "\n".join(lines)
 
 
+def describe_offload(problem: PlanProblem, plan: MemoryPlan) -> str:
+    """What goes to the host, the memory that this takes there, and how fast the link is."""
+    link = problem.gpu.host_link
+    assert link is not None
+    shared = f", {link.gpus_per_uplink} GPUs share it" if link.gpus_per_uplink > 1 else ""
+    moved = ", ".join(format_bytes(stage.moved_bytes) for stage in plan.stages)
+    steps = [simulate_stage(problem, number, stage) for number, stage in enumerate(plan.stages)]
+    waiting = max(step.waiting_seconds for step in steps)
+    return (
+        f"to the host, of each micro batch by stage: {moved}; at most {format_bytes(plan.host_bytes)} a GPU of "
+        f"{format_bytes(problem.host_bytes)} there, pinned ({link.title}, {link.to_host_bytes_per_second / 1e9:g} GB/s "
+        f"out and {link.to_gpu_bytes_per_second / 1e9:g} back{shared})\n"
+        f"simulated event by event, which is a model: a step waits {waiting * 1e3:.3f} ms at most for copies"
+    )
+
+
 def _list_figures(stage: StagePlan) -> dict[str, Any]:
     return {
         "layers": [stage.layers[0], stage.layers[-1]],
         "in_flight": stage.in_flight,
         "peak_bytes": stage.peak_bytes,
         "kept_bytes": stage.kept_bytes,
+        "moved_bytes": stage.moved_bytes,
+        "host_bytes": stage.host_bytes,
         "recomputed_flops": stage.recomputed_flops,
         "seconds": stage.seconds,
         "added_seconds": stage.added_seconds,

@@ -8,10 +8,10 @@ argument may say what the file leaves to "auto", and otherwise nothing else than
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tempo_megatron.memory.run import OptimizerSettings, Run
+from tempo_megatron.memory.run import Experts, OptimizerSettings, Run, read_recomputation, take_parts
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.models.huggingface.config import read_config
 from tempo_megatron.models.shape import ModelShape, check_layout, make_shape, read_shape_file
@@ -47,15 +47,44 @@ def read_requested_run(args: argparse.Namespace, tempo: TempoConfig, deepspeed: 
     shape = read_requested_shape(args)
     check_layout(shape, args.tp, args.sequence_parallel, option="--tp")
     given = {field: getattr(args, name, None) for name, field in _FIELDS.items()}
+    of_stock = _read_stock(args) if hasattr(args, "stock") else {}
+    parts = take_parts(
+        shape, stock=of_stock.get("stock", "cpu"), tensor_parallel=args.tp, expert_parallel=getattr(args, "ep", None)
+    )
+    _check_layout_of_experts(args, parts.get("experts"))
+    _check_recomputation(args.recompute, parts)
     return Run(
-        model=shape,
+        **parts,
         tempo=tempo,
         optimizer=_read_optimizer(args, deepspeed),
         dtype=DTYPES[args.dtype],
         recompute=tuple(args.recompute),
         **{field: value for field, value in given.items() if value not in (None, "auto")},
-        **(_read_stock(args) if hasattr(args, "stock") else {}),
+        **of_stock,
     )
+
+
+def _check_layout_of_experts(args: argparse.Namespace, experts: Experts | None) -> None:
+    if experts is None:
+        return
+    ranks, needed = args.tp * getattr(args, "dp", 1), experts.expert_parallel * experts.tensor_parallel
+    if ranks % needed:
+        raise ValueError(
+            f"--ep {experts.expert_parallel} times {experts.tensor_parallel}, over which an expert is split, does not "
+            f"divide the {ranks} ranks of a pipeline stage; change --ep, --tp or --dp"
+        )
+
+
+def _check_recomputation(recompute: Sequence[str], parts: Mapping[str, Any]) -> None:
+    if recompute and "full" not in recompute:
+        read_recomputation(
+            "selective",
+            None,
+            None,
+            recompute,
+            has_experts="experts" in parts,
+            has_latent_attention="latent_attention" in parts,
+        )
 
 
 def read_requested_shape(args: argparse.Namespace) -> ModelShape:

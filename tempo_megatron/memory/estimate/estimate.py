@@ -23,6 +23,7 @@ from tempo_megatron.memory.estimate.model_states import (
     makes_gradients,
 )
 from tempo_megatron.memory.estimate.muon import Piece, count_muon_states
+from tempo_megatron.memory.estimate.offload import count_moved_of_layers, drop_offload, offload_layers
 from tempo_megatron.memory.estimate.rounding import count_rounding
 from tempo_megatron.memory.estimate.workspaces import list_workspaces
 from tempo_megatron.memory.routing import assume_routing
@@ -56,6 +57,9 @@ class RankEstimate:
 
     reserved_bytes: int | None = None
     """And what it takes from the device, fragments that nothing fits among it."""
+
+    host_bytes: int = 0
+    """What layers have sent to the host at most, of all micro batches in flight."""
 
     @property
     def peak_bytes(self) -> int:
@@ -133,9 +137,11 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
     for stage in range(stages):
         layers = run.list_chunks(stage)
         of_stage = assume_routing(run, stage)
+        moved = [count_moved_of_layers(of_stage, each) for each in layers]
+        here = dataclasses.replace(of_stage, tempo=drop_offload(run.tempo)) if run.tempo.offloads else of_stage
         chunks = [
             simulate_chunk(
-                of_stage,
+                here,
                 each,
                 pre_process=stage == place == 0,
                 post_process=stage == stages - 1 and place == len(layers) - 1,
@@ -143,6 +149,8 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
             )
             for place, each in enumerate(layers)
         ]
+        if run.tempo.offloads:
+            chunks = [offload_layers(chunk, each) for chunk, each in zip(chunks, moved, strict=True)]
         muon = None if optimizer.muon is None else _count_muon(run, chunks, optimizer.muon)
         states = _count_states(run, chunks, accumulates=num_micro_batches > 1) if muon is None else muon[0]
         is_combined = run.experts is not None and run.experts.overlaps and num_micro_batches > 1
@@ -153,7 +161,10 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
         if run.gpu is not None:
             on_gpu["lasting tensors"] = count_lasting_tensors(run, stage)
         deferred = _count_deferred(run, num_micro_batches) if stage == stages - 1 else 0
-        found.append(_estimate_rank(_name(stage, stages), chunks, states, on_gpu, events, deferred, is_combined))
+        of_host = [sum(each) for each in moved]
+        found.append(
+            _estimate_rank(_name(stage, stages), chunks, states, on_gpu, events, of_host, deferred, is_combined)
+        )
     if simulates_allocator:
         allocator = simulate_allocator(
             trace_chunk(assume_routing(run, 0), has_gradients=has_gradients),
@@ -292,17 +303,21 @@ def _estimate_rank(
     states: ModelStates,
     on_gpu: dict[str, int],
     events: Iterable[Event],
+    moved: Sequence[int],
     deferred: int = 0,
     is_combined: bool = False,
 ) -> RankEstimate:
-    """Follow a step's events; `waiting` counts, chunk by chunk, the micro batches between forward and backward."""
+    """Follow a step's events; `waiting` counts, chunk by chunk, the micro batches between forward and backward.
+
+    moved: what a micro batch sends to the host, chunk by chunk.
+    """
     highest: dict[tuple[int, bool], tuple[Moment, int]] = {}
     for chunk, memory in enumerate(chunks):
         for is_forward in (True, False):
             moments = memory.list_moments(in_backward=not is_forward, is_combined=is_combined)
             with_buckets = ((moment, states.count_buckets(moment)) for moment in moments)
             highest[chunk, is_forward] = max(with_buckets, key=lambda each: each[0].num_bytes + each[1])
-    waiting, follows_backward = [0] * len(chunks), False
+    waiting, follows_backward, host_bytes = [0] * len(chunks), False, 0
     candidates: dict[tuple[tuple[int, ...], int, bool, bool], int] = {}
     for event in events:
         waiting[event.chunk] -= 0 if event.is_forward else 1
@@ -313,6 +328,7 @@ def _estimate_rank(
             earlier = _count_earlier_inputs(chunks, *key)
             candidates[key] = in_flight + chunks[event.chunk].micro_batch_bytes + moment.num_bytes + buckets + earlier
         waiting[event.chunk] += 1 if event.is_forward else 0
+        host_bytes = max(host_bytes, sum(n * each for n, each in zip(waiting, moved, strict=True)))
         follows_backward |= not event.is_forward
     others, chunk, is_forward, follows_backward = max(candidates, key=lambda key: candidates[key])
     moment, buckets = highest[chunk, is_forward]
@@ -342,7 +358,7 @@ def _estimate_rank(
         "optimizer step": at_rest | {"gradients": states.gradients, "transients": states.step_transient},
     }
     name_of_moment = max(ends, key=lambda each: sum(ends[each].values()))
-    return RankEstimate(name, num_parameters, name_of_moment, ends[name_of_moment], at_rest)
+    return RankEstimate(name, num_parameters, name_of_moment, ends[name_of_moment], at_rest, host_bytes=host_bytes)
 
 
 def _count_own_input(chunk: ChunkMemory) -> int:

@@ -21,14 +21,15 @@ from tempo_megatron import cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout, use_fake_tensors
 from tempo_megatron.memory.kept.attribution import LayerKind, Row, attribute_all, sum_rows
 from tempo_megatron.memory.kept.recorder import Recorder, SavedStorage
-from tempo_megatron.memory.run import Run
-from tempo_megatron.models.build import build_model, build_transformer_config, choose_for_model, make_inputs, make_specs
+from tempo_megatron.memory.run import Experts, Run
+from tempo_megatron.memory.simulated.experts import put_experts
+from tempo_megatron.models.build import build_model, build_transformer_config, make_inputs, make_specs
 from tempo_megatron.models.shape import ModelShape, make_shape
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, write_layers
+from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, read_layers, write_layers
 from tempo_megatron.settings.operations import STACKS
 from tempo_megatron.slots import dropout_rng
-from tempo_megatron.slots.choose import Choices
+from tempo_megatron.slots.choose import Choices, choose
 from tempo_megatron.slots.mlp import describe_activation
 from tempo_megatron.slots.report import TempoReport, report_on
 
@@ -82,6 +83,10 @@ class Ledger:
         """One layer of the first kind without its s*s tensors, in sbh."""
         return self.convert_to_sbh(self.layer_bytes - self.scores_bytes)
 
+    def count_layer(self, layer: int) -> int:
+        """Bytes of one layer, counted from 0."""
+        return next(kind.layer_bytes for kind in self.layer_kinds if layer in read_layers(kind.layers))
+
     @property
     def num_layers(self) -> int:
         return sum(kind.num_layers for kind in self.layer_kinds)
@@ -97,20 +102,28 @@ class Ledger:
         return round(self.num_layers * self.mean_layer_bytes) + sum(row.num_bytes for row in self.outside_rows)
 
 
-def measure_run(run: Run) -> Ledger:
+def measure_run(run: Run, shape: ModelShape | None = None) -> Ledger:
     """The ledger of a run on rank 0 of a simulated tensor-parallel group, with Megatron's local modules on a CPU.
+
+    Experts share their tokens equally, as a rank of one that has all experts sees them whatever its router says.
+
+    Args:
+        run: of no shape with experts or latent attention, unless there is a shape.
+        shape: the model with its parts; None is that of the run.
 
     Raises ValueError as `measure`.
     """
     cpu.use_cpu()
+    shape = shape or run.model
     with simulate_layout(run.tensor_parallel):
         config = build_ledger_config(
-            run.model, sequence_parallel=run.sequence_parallel, dtype=run.dtype, recompute=run.recompute
+            shape, sequence_parallel=run.sequence_parallel, dtype=run.dtype, recompute=run.recompute
         )
         return measure(
             config,
             run.tempo,
-            shape=run.model,
+            shape=shape,
+            experts=run.experts,
             vocab_size=run.padded_vocab_size,
             micro_batch_size=run.micro_batch_size,
             on_fake_tensors=True,
@@ -126,6 +139,7 @@ def measure(
     micro_batch_size: int = 1,
     num_layers: int | None = None,
     shape: ModelShape | None = None,
+    experts: Experts | None = None,
     on_fake_tensors: bool = False,
 ) -> Ledger:
     """Run one layer of each kind forward in training mode and count what autograd holds.
@@ -138,6 +152,7 @@ def measure(
         seq_length, micro_batch_size: s (default: the shape's) and b; a T5's decoder has at most s tokens.
         num_layers: layers of the whole model (default: transformer_config.num_layers).
         shape: what `transformer_config` does not say: family, positions, heads (default: those of a GPT-2).
+        experts: of a shape with experts, on fake tensors, whose router cannot say which tokens an expert gets.
         on_fake_tensors: measure on fake tensors, in seconds at any size. The result is the same, except that the
             in-place norm keeps slightly more where a gamma is nearly 0.
 
@@ -151,16 +166,20 @@ def measure(
         assert seq_length is not None, "give seq_length or shape"
         shape = _make_gpt_shape(whole, seq_length)
     seq_length = seq_length or shape.seq_length
-    choices, specs = choose_for_model(shape, whole, tempo_config), make_specs(shape, whole, tempo_config)
-    kinds: dict[tuple[TempoConfig, ...], list[int]] = {}
-    for layer in range(whole.num_layers):
-        kinds.setdefault(tuple(choices.config.for_layer(layer, stack) for stack in specs), []).append(layer)
-    one_layer = dataclasses.replace(transformer_config, num_layers=1)
+    choices, specs = choose(whole, tempo_config), make_specs(shape, whole, tempo_config)
+    kinds: dict[tuple[bool, tuple[TempoConfig, ...]], list[int]] = {}
+    mixed = shape.layers_with_experts if shape.num_experts else [False] * whole.num_layers
+    # The first kind is the one that most layers are of, of equally many the first.
+    for layer in sorted(range(whole.num_layers), key=lambda layer: sum(mixed) * 2 > len(mixed) and not mixed[layer]):
+        values_of_layer = tuple(choices.config.for_layer(layer, stack) for stack in specs)
+        kinds.setdefault((mixed[layer], values_of_layer), []).append(layer)
     num_positions = max(shape.max_position_embeddings, seq_length)
-    of_one_layer = dataclasses.replace(shape, num_layers=1, max_position_embeddings=num_positions)
     lengths = seq_length, min(seq_length, shape.decoder_seq_length or seq_length)
     measured: list[tuple[Row, ...]] = []
-    for kind in kinds:
+    for (_, kind), (layer, *_) in kinds.items():
+        of_one_layer = dataclasses.replace(shape.take_layers([layer]), max_position_embeddings=num_positions)
+        freq = {} if shape.num_experts is None else {"moe_layer_freq": [int(mixed[layer])]}
+        one_layer = dataclasses.replace(transformer_config, num_layers=1, **freq)
         # The model around the layer has the values of the fields, whatever those of the layer are.
         values = {
             f"{stack} 0": {name: getattr(config, name) for name in LAYER_OPERATIONS}
@@ -171,7 +190,7 @@ def measure(
         model_parallel_cuda_manual_seed(1234)
         dropout_rng.set_micro_batch(1234, 0)
         with use_fake_tensors() if on_fake_tensors else contextlib.nullcontext():
-            saved = _list_saved(of_one_layer, one_layer, config, vocab_size, micro_batch_size, seq_length)
+            saved = _list_saved(of_one_layer, one_layer, config, experts, vocab_size, micro_batch_size, seq_length)
         measured.append(sum_rows(saved, lengths, describe_activation(one_layer)))
     return Ledger(
         layer_kinds=tuple(
@@ -191,12 +210,15 @@ def _list_saved(
     shape: ModelShape,
     one_layer: TransformerConfig,
     tempo_config: TempoConfig,
+    experts: Experts | None,
     vocab_size: int,
     micro_batch_size: int,
     seq_length: int,
 ) -> list[SavedStorage]:
     """What autograd holds after the forward of a model with one layer in each stack."""
     model = build_model(shape, one_layer, tempo_config, vocab_size)
+    if experts is not None:
+        put_experts(model, experts, is_fused=False)
     convert_parameters(model, one_layer.params_dtype)
     model.train()
     # Stock attention on a CPU needs the causal mask as an input.
@@ -204,7 +226,8 @@ def _list_saved(
     inputs = make_inputs(shape, vocab_size, micro_batch_size, seq_length=seq_length, causal_mask=gives_mask)
     if shape.family == "gpt" or tempo_config.loss == "fused":
         # As in training: the loss head knows which losses count, and may compute gradients in forward.
-        inputs["loss_mask"] = torch.ones(inputs["input_ids"].shape, dtype=torch.float32)
+        labels = inputs["labels" if shape.family == "gpt" else "lm_labels"]
+        inputs["loss_mask"] = torch.ones(labels.shape, dtype=torch.float32)
     recorder = Recorder(model, exclude=tuple(value for value in inputs.values() if value is not None))
     with attribute_all(recorder, model), recorder.record():
         outputs = model(**inputs)

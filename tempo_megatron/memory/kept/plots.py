@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.kept.timeline import LOSS_HEAD, OTHERS, STANDING, TRANSIENTS, Timeline
 from tempo_megatron.plots import GRID, INK, import_pyplot, save, tidy
 
@@ -66,6 +67,30 @@ def plot_kept(layers: Bars, outside: Bars, png: str | Path, title: str, sbh_byte
     _draw_legend(figure, handles, list(colours))
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=13, fontweight="bold")
     save(figure, png)
+
+
+def add_kept(report: HtmlReport, layers: Bars, outside: Bars) -> None:
+    """Add the same panels to a report, in MiB."""
+    for name, bars in list_panels(layers, outside).items():
+        sizes = {label: {part: num_bytes / 2**20 for part, num_bytes in bar.items()} for label, bar in bars.items()}
+        report.add_bars(f"kept for backward, {name}", sizes, "MiB")
+
+
+def add_timeline(report: HtmlReport, timeline: Timeline) -> None:
+    """Add the stacked categories to a report, with every event that is drawn and the peak."""
+    levels = _order_levels(timeline)
+    events = _choose_events(sum(levels.values()))
+    report.add_areas(
+        "alive during a step",
+        events.tolist(),
+        {name: (level[events] / 2**20).round(3).tolist() for name, level in levels.items()},
+        ("operation of the step that makes memory", "MiB"),
+        _CATEGORY_COLOURS,
+        [
+            *(timeline.marks if len(timeline.marks) <= _MOST_MARKS else ()),
+            (timeline.peak_event, f"peak {_format_mib(timeline.peak_bytes / 2**20)}"),
+        ],
+    )
 
 
 def _draw_bars(axes: Any, bars: Bars, colours: Mapping[str, Any], sbh_bytes: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tempo_kernels.recompute import Kept, find_saved_tensors
+from tempo_kernels.saved import CAN_ASK_FOR_HOOKS, Kept, find_nodes_since, find_saved_tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +150,7 @@ class GraphReader(Scopes):
     """
 
     def __init__(self, model: torch.nn.Module, exclude: tuple[Tensor, ...] = ()) -> None:
-        if not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"):
+        if not CAN_ASK_FOR_HOOKS:
             raise ValueError(
                 f"torch is {torch.__version__}, which does not say what a saved tensor holds; expected 2.7 or later; "
                 "leave --tempo-ledger out"
@@ -159,20 +159,10 @@ class GraphReader(Scopes):
 
     def list_saved(self, outputs: Iterable[Tensor]) -> list[SavedStorage]:
         """The distinct storages that the graph behind `outputs` holds, in the order of its nodes."""
-        nodes = sorted(_list_nodes(outputs), key=lambda node: node._sequence_nr())
+        nodes = sorted(find_nodes_since(0, outputs), key=lambda node: node._sequence_nr())
         return self._list_distinct(
             (self.find_operation(node), held)
             for node in nodes
             for _, held in find_saved_tensors(node)
             if isinstance(held, Tensor) and not isinstance(held, torch.nn.Parameter)
         )
-
-
-def _list_nodes(outputs: Iterable[Tensor]) -> list[Any]:
-    pending, seen = [t.grad_fn for t in outputs], set()
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            pending.extend(parent for parent, _ in node.next_functions)
-    return list(seen)

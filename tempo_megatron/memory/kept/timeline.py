@@ -59,6 +59,21 @@ class PeakPart:
 
 
 @dataclasses.dataclass(frozen=True)
+class LivedStorage:
+    """One storage of the step."""
+
+    category: str
+    """As in PeakPart."""
+    made_by: str
+    """The operation that made it, as in PeakPart."""
+    num_bytes: int
+    start: int
+    """The event that makes it."""
+    end: int | None
+    """The event from which it is no longer there; None where the step leaves it."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Timeline:
     """One step of one rank."""
 
@@ -72,6 +87,10 @@ class Timeline:
     """What ran at the peak: `backward of the loss head`."""
     at_peak: tuple[PeakPart, ...]
     """The largest first."""
+    standing: dict[str, int] = dataclasses.field(default_factory=dict)
+    """One of STANDING -> bytes that are there before the step."""
+    storages: tuple[LivedStorage, ...] = ()
+    """What the step makes."""
 
     @property
     def peak_bytes(self) -> int:
@@ -149,15 +168,19 @@ class StepTimeline(StorageFollower):
             (kind, "there before the step"): num_bytes for kind, num_bytes in self._standing.items() if num_bytes
         }
         moment = ""
+        storages = []
         for made in self._made:
+            key = (self._categorize(made), _describe(made.phase, self._name(made.operation)))
+            storages.append(LivedStorage(*key, made.num_bytes, made.start, made.end))
             if made.start <= peak and (made.end is None or made.end > peak):
-                key = (self._categorize(made), _describe(made.phase, self._name(made.operation)))
                 at_peak[key] = at_peak.get(key, 0) + made.num_bytes
             if made.start == peak:
-                moment = _describe(made.phase, self._name(made.operation))
+                moment = key[1]
         found = [PeakPart(*key, num_bytes) for key, num_bytes in at_peak.items()]
         found.sort(key=lambda each: -each.num_bytes)
-        return Timeline(title, levels, tuple(self._marks), peak, moment, tuple(found))
+        return Timeline(
+            title, levels, tuple(self._marks), peak, moment, tuple(found), dict(self._standing), tuple(storages)
+        )
 
     def _begin_forward(self, scopes: Scopes) -> None:
         if self._running is None and torch._C._current_autograd_node() is None:

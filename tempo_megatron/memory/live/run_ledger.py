@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tempo_megatron.beside import Beside
+from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.kept.attribution import LayerKind, Row, attribute_all, divide_by_layer, sum_rows
-from tempo_megatron.memory.kept.plots import plot_kept, plot_timeline
+from tempo_megatron.memory.kept.plots import Bars, add_kept, add_timeline, plot_kept, plot_timeline
 from tempo_megatron.memory.kept.recorder import GraphReader, SavedStorage
 from tempo_megatron.memory.kept.timeline import (
     StandingBytes,
@@ -29,6 +30,7 @@ from tempo_megatron.memory.kept.timeline import (
     describe_timeline,
     format_timeline,
 )
+from tempo_megatron.memory.kept.timeline_files import write_snapshot, write_trace
 from tempo_megatron.memory.run import Run
 from tempo_megatron.settings.layer_values import write_layers
 from tempo_megatron.settings.operations import STACKS
@@ -170,7 +172,10 @@ class RunLedger:
         if sum(hasattr(model, stack) for stack in STACKS) > 1:
             return {}, "the model has two stacks of layers"
         try:
-            found = Beside("tempo_megatron.memory.plan.kept_rows:measure_stock_layer", self._read_run(model)).wait()
+            run = self._read_run(model)
+            if run.experts is not None and not all(run.experts.layers):
+                return {}, "some layers have experts and others not"
+            found = Beside("tempo_megatron.memory.plan.kept_rows:measure_stock_layer", run).wait()
         except ValueError as error:
             return {}, str(error)
         return dict(found), ""
@@ -290,25 +295,41 @@ class RunObserver:
         if found is None:
             print("--tempo-ledger: no model of this rank ran forward in training in the first step", flush=True)
             return
-        print(format_measured(found), flush=True)
+        table = format_measured(found)
+        print(table, flush=True)
         name = f"{self._prefix}.stage{found.stage}"
         write_json(describe_measured(found), f"{name}.json")
-        plot_measured(found, f"{name}.png")
-        print(f"the ledger is in {name}.json and {name}.png", flush=True)
+        layers, outside = list_bars(found)
+        plot_kept(layers, outside, f"{name}.png", found.title, found.sbh_bytes)
+        report = HtmlReport(found.title, "--tempo-ledger")
+        report.add_text(table)
+        add_kept(report, layers, outside)
+        report.save(f"{name}.html")
+        print(f"the ledger is in {name}.json, .png and .html", flush=True)
 
     def _publish_timeline(self, timeline: Timeline) -> None:
-        print(format_timeline(timeline), flush=True)
+        table = format_timeline(timeline)
+        print(table, flush=True)
         name = f"{self._prefix}.stage{find_stage()}.timeline"
         write_json(describe_timeline(timeline), f"{name}.json")
         plot_timeline(timeline, f"{name}.png")
-        print(f"the step's memory is in {name}.json and {name}.png", flush=True)
+        report = HtmlReport(timeline.title, "--tempo-ledger")
+        report.add_text(table)
+        add_timeline(report, timeline)
+        report.save(f"{name}.html")
+        write_trace(timeline, f"{name}.trace.json")
+        write_snapshot(timeline, f"{name}.snapshot.pickle")
+        print(
+            f"the step's memory is in {name}.json, .png and .html, in {name}.trace.json for ui.perfetto.dev, and in "
+            f"{name}.snapshot.pickle for pytorch.org/memory_viz",
+            flush=True,
+        )
 
 
-def plot_measured(found: Measured, png: str) -> None:
-    """Draw a run's kinds of layers, with a stock layer first."""
-    layers = {"stock": found.stock} if found.stock else {}
+def list_bars(found: Measured) -> tuple[Bars, Bars]:
+    """A run's kinds of layers, with a stock layer first, and what is around them."""
+    layers: dict[str, Mapping[str, int]] = {"stock": found.stock} if found.stock else {}
     for kind in found.layers:
         label = "this run" if len(found.layers) == 1 else f"layers\n{kind.layers}"
         layers[label] = {row.operation: row.num_bytes for row in kind.rows}
-    outside = {"this run": {row.operation: row.num_bytes for row in found.outside}}
-    plot_kept(layers, outside, png, found.title, found.sbh_bytes)
+    return layers, {"this run": {row.operation: row.num_bytes for row in found.outside}}

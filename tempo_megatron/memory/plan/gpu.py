@@ -20,6 +20,28 @@ _UNKNOWN_DEVICE = "h100"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class HostLink:
+    """What joins a GPU to its host's memory."""
+
+    title: str
+    to_host_bytes_per_second: float
+    """Of one GPU that copies alone, while it may copy the other way too."""
+
+    to_gpu_bytes_per_second: float
+    gpus_per_uplink: int
+    """GPUs behind one switch, or at one CPU's link, that together get no more than one alone; 1 where none share."""
+
+    source: str
+
+    def share(self) -> tuple[float, float]:
+        """Bytes per second to the host and to the GPU while all GPUs that share the uplink copy."""
+        return (
+            self.to_host_bytes_per_second / self.gpus_per_uplink,
+            self.to_gpu_bytes_per_second / self.gpus_per_uplink,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
     """Rates of one GPU."""
 
@@ -31,6 +53,9 @@ class Gpu:
     """dtype, one of DTYPES -> floating-point operations per second of dense products, two per multiply-add."""
     bytes_per_second: float
     """The bandwidth of the GPU's memory."""
+
+    host_link: HostLink | None = None
+    """None where a file says nothing of it: then no plan offloads."""
 
 
 def list_gpus() -> dict[str, Path]:
@@ -45,7 +70,8 @@ def find_gpu(device_name: str | None) -> Gpu:
 
 def recognise_gpu(device_name: str) -> Gpu | None:
     """The rates of the device with this name of torch's; None where no file fits."""
-    for name in list_gpus():
+    # A GB200 is no B200.
+    for name in sorted(list_gpus(), key=len, reverse=True):
         if name in device_name.lower().replace(" ", ""):
             return read_gpu(name)
     return None
@@ -67,16 +93,28 @@ def read_gpu(name: str) -> Gpu:
     except ValueError as error:
         raise ValueError(f"--gpu {path} is not valid JSON ({error}); correct it") from error
     _check_content(path, content)
-    return Gpu(**content)
+    link = content.get("host_link")
+    return Gpu(**{**content, "host_link": link and HostLink(**link)})
 
 
 def _check_content(path: Path, content: Any) -> None:
     names = [field.name for field in dataclasses.fields(Gpu)]
-    if not isinstance(content, dict) or sorted(content) != sorted(names):
+    if not isinstance(content, dict) or sorted({"host_link": None, **content}) != sorted(names):
         raise ValueError(f"--gpu {path} does not describe a GPU; expected an object of {', '.join(names)}")
     rates = content["matmul_flops_per_second"]
     if not isinstance(rates, dict) or sorted(rates) != sorted(DTYPES):
         raise ValueError(f"--gpu {path}: matmul_flops_per_second is {rates!r}; expected rates of {', '.join(DTYPES)}")
-    for name, rate in {**rates, "bytes_per_second": content["bytes_per_second"]}.items():
+    link = content.get("host_link")
+    figures = {**rates, "bytes_per_second": content["bytes_per_second"]}
+    if link is not None:
+        names = [field.name for field in dataclasses.fields(HostLink)]
+        if not isinstance(link, dict) or sorted(link) != sorted(names):
+            raise ValueError(f"--gpu {path}: host_link is {link!r}; expected an object of {', '.join(names)}, or null")
+        figures |= {f"host_link.{name}": link[name] for name in names if name not in ("title", "source")}
+    for name, rate in figures.items():
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < float("inf"):
             raise ValueError(f"--gpu {path}: {name} is {rate!r}; expected a positive number")
+    if link is not None and not isinstance(link["gpus_per_uplink"], int):
+        raise ValueError(
+            f"--gpu {path}: host_link.gpus_per_uplink is {link['gpus_per_uplink']!r}; expected a whole number of GPUs"
+        )

@@ -10,18 +10,19 @@ on; in the worst case every choice is measured.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from tempo_megatron.memory.kept.attribution import sum_rows
+from tempo_megatron.memory.kept.attribution import name_row, sum_rows
 from tempo_megatron.memory.run import Run
-from tempo_megatron.memory.simulated.chunk import STACKS_OF_FAMILIES, record_chunk
+from tempo_megatron.memory.simulated.chunk import STACKS_OF_FAMILIES, describe_parts, record_chunk
 from tempo_megatron.models.build import build_transformer_config
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
-from tempo_megatron.settings.operations import CHOICES
+from tempo_megatron.settings.operations import CHOICES, LEDGER_ROWS, find_offload_row
 from tempo_megatron.slots.choose import find_refusal
 from tempo_megatron.slots.layer_spec import keeps_copies
 
@@ -44,6 +45,16 @@ class KeptRows:
     """What the layers of a stage keep together: with full recomputation the angles of rotary embeddings."""
     measured: frozenset[Values]
     """The choices that were measured; the others are predicted."""
+    movable: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Row of the ledger -> its name among OFFLOAD_ROWS, if it can go to the host."""
+
+    def list_movable(self, values: Values) -> dict[str, int]:
+        """One of OFFLOAD_ROWS -> the bytes that a layer with these values can send to the host by that name."""
+        found: collections.Counter[str] = collections.Counter()
+        for title, num_bytes in self.rows[values].items():
+            if title in self.movable:
+                found[self.movable[title]] += num_bytes
+        return dict(found)
 
     def count(self, config: TempoConfig) -> int:
         """Bytes of a layer with the values of `config`.
@@ -58,13 +69,20 @@ class KeptRows:
 
 
 def list_values(run: Run) -> dict[str, Values]:
-    """Operation -> the values that a model can have, "off" first."""
-    config = build_transformer_config(run.model, dtype=run.dtype)
+    """Operation -> the values among which a plan chooses, "off" first: those that a model can have, and that the
+    estimate knows. Without a rate of the network tokens are sent again only where that is written."""
+    config = describe_parts(build_transformer_config(run.model, dtype=run.dtype), run)
+    is_unknown = {"attention": run.latent_attention is not None, "linear_fc1": run.experts is not None}
     return {
         name: tuple(
             value
             for value in sorted(choices, key=lambda value: value != "off")
-            if value != "auto" and find_refusal(name, value, config) is None
+            if value == "off"
+            or (
+                value not in ("auto", "repeat")
+                and not is_unknown.get(name)
+                and find_refusal(name, value, config) is None
+            )
         )
         for name, choices in CHOICES.items()
     }
@@ -72,6 +90,8 @@ def list_values(run: Run) -> dict[str, Values]:
 
 def measure_rows(run: Run, recompute: Iterable[str]) -> KeptRows:
     """Measure what a layer of a run's model keeps on one rank, with this recomputation by Megatron.
+
+    In a model of experts it is a layer with them.
 
     Raises ValueError where torch.distributed is already initialised.
     """
@@ -89,9 +109,13 @@ def measure_stock_layer(run: Run) -> Rows:
 
 def _keep_layer(run: Run, recompute: Iterable[str]) -> Run:
     """A Run of the fields on which the bytes of a layer depend, so that runs with equal layers are equal."""
+    written = run.tempo.moe_permute == "repeat"
     return Run(
         model=dataclasses.replace(run.model, num_layers=1, vocab_size=1),
-        tempo=TempoConfig.off(),
+        # The only value that a plan does not choose by itself.
+        tempo=dataclasses.replace(TempoConfig.off(), moe_permute="repeat" if written else "off"),
+        experts=run.experts and dataclasses.replace(run.experts, layers=(True,)),
+        latent_attention=run.latent_attention,
         tensor_parallel=run.tensor_parallel,
         sequence_parallel=run.sequence_parallel,
         micro_batch_size=run.micro_batch_size,
@@ -106,6 +130,8 @@ def _keep_layer(run: Run, recompute: Iterable[str]) -> Run:
 @functools.lru_cache(maxsize=64)
 def _measure_rows(run: Run) -> KeptRows:
     values = list_values(run)
+    if run.tempo.moe_permute == "repeat":
+        values["moe_permute"] += ("repeat",)
     choices = itertools.product(*(values[name] for name in LAYER_OPERATIONS))
     possible = [choice for choice in choices if not _keeps_copies(run, choice)]
     stack_bytes = 0
@@ -116,7 +142,13 @@ def _measure_rows(run: Run) -> KeptRows:
         return found
 
     rows, measured = complete(possible, measure)
-    return KeptRows(rows, stack_bytes, measured)
+    (stack,) = STACKS_OF_FAMILIES[run.model.family]
+    movable = {
+        name_row(row, run.model.activation): name
+        for row in LEDGER_ROWS
+        if row.stack == stack and (name := find_offload_row(row)) is not None
+    }
+    return KeptRows(rows, stack_bytes, measured, movable)
 
 
 def _keeps_copies(run: Run, choice: Values) -> bool:
@@ -130,9 +162,9 @@ def _measure_layers(run: Run, choices: Sequence[Values]) -> tuple[list[Rows], in
     """The rows of one layer of each choice, and the bytes that the layers keep together."""
     layers = {str(place): dict(zip(LAYER_OPERATIONS, choice, strict=True)) for place, choice in enumerate(choices)}
     model = dataclasses.replace(run.model, num_layers=len(choices))
-    by_layer, rest = record_chunk(
-        dataclasses.replace(run, model=model, tempo=dataclasses.replace(run.tempo, layers=layers))
-    )
+    experts = run.experts and dataclasses.replace(run.experts, layers=(True,) * len(choices))
+    tempo = dataclasses.replace(TempoConfig.off(), layers=layers)
+    by_layer, rest = record_chunk(dataclasses.replace(run, model=model, experts=experts, tempo=tempo))
     (stack,) = STACKS_OF_FAMILIES[model.family]
     found: list[Rows] = []
     for place in range(len(choices)):

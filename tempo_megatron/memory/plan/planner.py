@@ -1,9 +1,11 @@
 """Plans what each layer keeps, so that every pipeline stage fits into its memory and a step is as short as possible.
 
 A layer may have any values of the operations that its model can have. Megatron's recomputation is the whole model's:
-none; `core_attn`, `mlp` or both in every layer; or the first N layers of every stage as a whole (`--recompute-method
-block`). Within each of these modes the choice is exact (`solver`). The loss head takes the form that needs less at the
-peak of the last stage, because neither form computes a product twice.
+none; `core_attn`, `mlp` or both in every layer (`mla_up_proj` with latent attention, `moe` with experts); or the first
+N layers of every stage as a whole (`--recompute-method block`). Where some layers have experts and others not, all
+count as layers with experts; the estimate, which knows each, tells by how much a plan is off (`verify`). Within each
+of these modes the choice is exact (`solver`). The loss head takes the form that needs less at the peak of the last
+stage, because neither form computes a product twice.
 """
 
 from __future__ import annotations
@@ -12,28 +14,29 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from tempo_megatron.memory.plan.cost import (
     LayerFlops,
+    choose_rows_to_move,
     convert_to_femtoseconds,
     count_layer_flops,
     count_moved_bytes,
     count_recomputed_flops,
     count_weight_bytes,
+    count_window_bytes,
 )
 from tempo_megatron.memory.plan.gpu import Gpu
 from tempo_megatron.memory.plan.kept_rows import measure_rows
 from tempo_megatron.memory.plan.solver import BareStage, LayerOption, RecomputeMode, Solution, Solver, StageChoice
 from tempo_megatron.memory.run import Run
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, write_layers
+from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, OFFLOAD, write_layers
 from tempo_megatron.words.argument_types import format_bytes
 
-RECOMPUTED = frozenset(("core_attn", "mlp", "full"))
+RECOMPUTED = frozenset(("core_attn", "mlp", "moe", "mla_up_proj", "full"))
 """Every name of Megatron's recomputation that the planner knows."""
-RECOMPUTE_MODES = ((), ("core_attn",), ("mlp",), ("core_attn", "mlp"), ("full",))
 _FEMTO = 1e15
 
 
@@ -58,6 +61,8 @@ class LayerChoice:
     """The value of each of LAYER_OPERATIONS."""
     recompute: frozenset[str]
     """What Megatron recomputes of the layer."""
+    offload: str = "off"
+    """Which of its rows go to the host: "all", or names of OFFLOAD_ROWS joined by "+"."""
 
     def list_values(self) -> dict[str, str]:
         return dict(zip(LAYER_OPERATIONS, self.values, strict=True))
@@ -79,6 +84,8 @@ class PlanRequest:
     """What a user can do where nothing fits."""
     fixed_sizes: tuple[int, ...] = ()
     """What a GPU holds whatever its layers keep, one size or one for each stage; empty: it is estimated."""
+    host_bytes: int = 0
+    """What the host has for what the layers of one GPU send there; 0: nothing is sent."""
 
     def __post_init__(self) -> None:
         num_layers, num_stages = self.run.model.num_layers, self.run.pipeline_parallel
@@ -142,6 +149,10 @@ class StagePlan:
     """The time of all matrix products of forward and backward, and of what the choices add."""
     added_seconds: float
     """What the choices add."""
+    moved_bytes: int = 0
+    """What the layers send to the host, not among `kept_bytes`."""
+    host_bytes: int = 0
+    """What of it is there at most, of all micro batches in flight."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,6 +176,11 @@ class MemoryPlan:
     @property
     def peak_bytes(self) -> int:
         return max(stage.peak_bytes for stage in self.stages)
+
+    @property
+    def host_bytes(self) -> int:
+        """What the fullest GPU has on its host."""
+        return max(stage.host_bytes for stage in self.stages)
 
     @property
     def seconds(self) -> float:
@@ -230,7 +246,14 @@ def list_modes(problem: PlanProblem) -> list[tuple[str, ...]]:
     """What Megatron may recompute together in a plan, each time sorted."""
     if problem.recompute is None:
         return [tuple(sorted(problem.run.recompute))]
-    return [each for each in RECOMPUTE_MODES if problem.may_recompute(each)]
+    return [each for each in list_recomputations(problem.run) if problem.may_recompute(each)]
+
+
+def list_recomputations(run: Run) -> list[tuple[str, ...]]:
+    """What Megatron may recompute together in a model: modules that have one in each layer, or whole layers."""
+    attention = "core_attn" if run.latent_attention is None else "mla_up_proj"
+    mlp = "mlp" if run.experts is None else "moe"
+    return [(), (attention,), (mlp,), (attention, mlp), ("full",)]
 
 
 class Planner:
@@ -275,16 +298,20 @@ class Planner:
         self, number: int, recompute: frozenset[str], stage: BareStage, found: StageChoice[LayerChoice]
     ) -> StagePlan:
         configs = [(choice.recompute, choice.make_config()) for choice in found.names]
+        moved = found.host_bytes // stage.in_flight
         return StagePlan(
             layers=range(number * stage.num_layers, (number + 1) * stage.num_layers),
             choices=found.names,
             in_flight=stage.in_flight,
             peak_bytes=found.peak_bytes,
             kept_bytes=self._measure_rows(recompute).stack_bytes
-            + sum(self._measure_rows(of_layer).count(config) for of_layer, config in configs),
+            + sum(self._measure_rows(of_layer).count(config) for of_layer, config in configs)
+            - moved,
             recomputed_flops=sum(count_recomputed_flops(self._flops, *each) for each in configs),
             seconds=found.cost / _FEMTO,
             added_seconds=(found.cost - stage.base_cost) / _FEMTO,
+            moved_bytes=moved,
+            host_bytes=found.host_bytes,
         )
 
     def _make_mode(self, recompute: frozenset[str]) -> RecomputeMode[LayerChoice]:
@@ -304,6 +331,7 @@ class Planner:
         # The products of a linear are two operations a token and weight.
         tokens = problem.run.model.seq_length * problem.run.micro_batch_size
         num_weights = (num_layers * self._flops.linears + head_flops) // (2 * tokens)
+        num_weights += num_layers * self._flops.more_weights
         in_flight = count_in_flight(problem.run, index)
         fixed = problem.fixed_bytes[self._loss][index]
         correction = problem.corrections[index] if problem.corrections else 0
@@ -318,13 +346,35 @@ class Planner:
                 moved_bytes=count_weight_bytes(num_weights, problem.run.dtype.itemsize),
             ),
             head_bytes=max(0, fixed.at_head - fixed.in_layers),
+            host_bytes=problem.host_bytes,
         )
 
     def _list_options(self, recompute: frozenset[str]) -> tuple[LayerOption[LayerChoice], ...]:
         values = (self._problem.values.get(name, ("off",)) for name in LAYER_OPERATIONS)
         possible = self._measure_rows(recompute).rows
         choices = (each for each in itertools.product(*values) if each in possible)
-        return tuple(self._make_option(LayerChoice(each, recompute)) for each in choices)
+        return tuple(
+            option for each in choices for option in self._add_moving(self._make_option(LayerChoice(each, recompute)))
+        )
+
+    def _add_moving(self, option: LayerOption[LayerChoice]) -> Iterator[LayerOption[LayerChoice]]:
+        """The option, and the same layer with some of its rows on the host."""
+        yield option
+        problem, choice = self._problem, option.name
+        if not problem.host_bytes:
+            return
+        window = count_window_bytes(problem.gpu, problem.run.dtype, self._flops.total)
+        rows = self._measure_rows(choice.recompute).list_movable(choice.values)
+        for offload, num_bytes in choose_rows_to_move(rows, window).items():
+            moved = convert_to_femtoseconds(problem.gpu, problem.run.dtype, moved_bytes=2 * num_bytes)
+            yield dataclasses.replace(
+                option,
+                name=dataclasses.replace(choice, offload=offload),
+                kept_bytes=option.kept_bytes - num_bytes,
+                cost=option.cost + moved,
+                moved_bytes=num_bytes,
+                resident=option,
+            )
 
     def _make_option(self, choice: LayerChoice) -> LayerOption[LayerChoice]:
         problem, config = self._problem, choice.make_config()
@@ -352,10 +402,15 @@ def _write_block(layers: Sequence[LayerChoice], loss: str) -> dict[str, Any]:
     kept = [choice for choice in layers if "full" not in choice.recompute] or layers
     counts = collections.Counter(choice.values for choice in kept)
     common = dict(zip(LAYER_OPERATIONS, counts.most_common(1)[0][0], strict=True))
+    offload = collections.Counter(choice.offload for choice in layers).most_common(1)[0][0]
     block: dict[str, Any] = {**common, "loss": loss}
+    if any(choice.offload != "off" for choice in layers):
+        block[OFFLOAD] = common[OFFLOAD] = offload
     ranges = {}
-    for values, group in itertools.groupby(enumerate(layers), key=lambda each: each[1].list_values()):
-        others = {name: value for name, value in values.items() if value != common[name]}
+    for values, group in itertools.groupby(
+        enumerate(layers), key=lambda each: {**each[1].list_values(), OFFLOAD: each[1].offload}
+    ):
+        others = {name: value for name, value in values.items() if value != common.get(name, "off")}
         if others:
             ranges[write_layers([layer for layer, _ in group])] = others
     return {**block, "layers": ranges} if ranges else block

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tempo_megatron.memory.plan.planner import RECOMPUTE_MODES, MemoryPlan, Planner, PlanProblem, plan_alike
+from tempo_megatron.html_report import HtmlReport
+from tempo_megatron.memory.plan.planner import MemoryPlan, Planner, PlanProblem, list_recomputations, plan_alike
 from tempo_megatron.plots import COLOURS, INK, import_pyplot, save, tidy
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
 from tempo_megatron.settings.operations import OPERATIONS
@@ -46,10 +47,26 @@ def list_switches(problem: PlanProblem) -> dict[str, MemoryPlan]:
             values["activation"] = ("off",)
         plans[name] = plan_alike(problem, values, ())
     off = dict.fromkeys(LAYER_OPERATIONS, ("off",))
-    for modules in RECOMPUTE_MODES[1:]:
+    for modules in list_recomputations(problem.run)[1:]:
         if problem.may_recompute(modules):
             plans[f"stock + {' '.join(modules)}"] = plan_alike(problem, off, modules)
     return plans
+
+
+def add_plan(report: HtmlReport, problem: PlanProblem, plan: MemoryPlan, budget: int) -> None:
+    """Add the same line and dots to a report, in GiB and ms."""
+
+    def place(each: MemoryPlan) -> tuple[float, float]:
+        return each.peak_bytes / 2**30, each.seconds * 1e3
+
+    curve = [place(each) for each in list_plans(problem, _NUM_BUDGETS)]
+    report.add_curves(
+        "the best plan of every budget, and single switches",
+        {"best plan of every budget": ([x for x, _ in curve], [y for _, y in curve])},
+        ("peak of the fullest GPU, GiB", "slowest stage, ms per micro batch"),
+        {name: place(each) for name, each in {**list_switches(problem), "this plan": plan}.items()},
+        ("--gpu-memory", budget / 2**30),
+    )
 
 
 def plot_plan(problem: PlanProblem, plan: MemoryPlan, budget: int, png: str | Path, title: str) -> None:

@@ -4,12 +4,18 @@ The layers of a stage are interchangeable, so a choice is a number of layers for
 number of layers, all sums of kept bytes and cost that no other sum beats in both. It grows by one layer at a time, and
 drops no sum that could be part of a best one. All numbers are whole: the solution is the one that trying everything
 would find, and the same on every machine.
+
+An option may send bytes to the host. Of a stage's layers so many may do so that the host has room for the largest such
+option in each of them, and never the last one, which has no layer behind it to run meanwhile. What two layers send is
+on the device at a time, so the largest counts twice. For each largest option there is a front of the layers that may
+send, and one of those that do not.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
@@ -30,6 +36,10 @@ class LayerOption(Generic[Name]):
     """The time of one micro batch."""
     replay_bytes: int = 0
     """Bytes that its recomputation has made again when its backward begins."""
+    moved_bytes: int = 0
+    """Bytes beside `kept_bytes` that are on the host from forward to backward, for each micro batch in flight."""
+    resident: LayerOption[Name] | None = None
+    """Of one that moves bytes: the same layer, if it moves none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +55,8 @@ class BareStage:
     """The cost of one micro batch without that of the options."""
     head_bytes: int = 0
     """Bytes that the loss head makes beside all kept bytes, before any recomputation begins."""
+    host_bytes: int = 0
+    """What the host has for what the layers send."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +80,8 @@ class StageChoice(Generic[Name]):
     peak_bytes: int
     cost: int
     """The stage's base_cost and that of the options."""
+    host_bytes: int = 0
+    """Of all micro batches in flight."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +106,8 @@ class Solution(Generic[Name]):
 def _prune(options: Sequence[LayerOption[Name]]) -> list[LayerOption[Name]]:
     """Drop every option that another one matches or beats in all figures. Of equal options the first stays."""
 
-    def list_figures(option: LayerOption[Name]) -> tuple[int, int, int]:
-        return option.cost, option.kept_bytes, option.replay_bytes
+    def list_figures(option: LayerOption[Name]) -> tuple[int, int, int, int]:
+        return option.cost, option.kept_bytes, option.replay_bytes, option.moved_bytes
 
     kept = list[LayerOption[Name]]()
     for option in sorted(options, key=list_figures):
@@ -110,8 +124,8 @@ class _Point:
     cost: int
     peak_bytes: int
     full: LayerOption[Any] | None
-    front: _Front
-    index: int
+    parts: tuple[tuple[_Front, int, int], ...]
+    """Front, number of layers, place there; together the layers behind those of `full`, in their order."""
 
 
 def _weigh(points: Sequence[_Point]) -> tuple[int, int, int]:
@@ -158,6 +172,23 @@ class _Front:
         return [self.options[index] for index in sorted(used)]
 
 
+@functools.lru_cache(maxsize=256)
+def _make_front(options: tuple[LayerOption[Any], ...], num_layers: int) -> _Front:
+    """The planner asks for the same ones again, with other fixed bytes."""
+    return _Front(options, num_layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fronts:
+    """The fronts of options within two limits."""
+
+    replay_bytes: int
+    moved_bytes: int
+    moving: _Front
+    """Of layers that may send something to the host; the same as `staying` where `moved_bytes` is 0."""
+    staying: _Front
+
+
 class _Table(Generic[Name]):
     """Finds the points of single stages in one mode."""
 
@@ -165,11 +196,19 @@ class _Table(Generic[Name]):
         options, self._full_options, self.stages = _prune(mode.options), _prune(mode.full_options), mode.stages
         self._num_full = mode.num_full
         self._num_layers = num_layers = max(stage.num_layers for stage in mode.stages)
-        # Only one layer is recomputed at a time, so replay_bytes count once: those of the option with most. A front for
-        # each possible limit holds the options that do not exceed it.
-        limits = sorted({option.replay_bytes for option in options})
-        allowed = ([option for option in options if option.replay_bytes <= limit] for limit in limits)
-        self._fronts = [(limit, _Front(options, num_layers)) for limit, options in zip(limits, allowed, strict=True)]
+        # Only one layer is recomputed at a time, so replay_bytes count once: those of the option with most; and what is
+        # sent to the host counts twice. Fronts for each possible pair of limits hold the options that do not exceed it.
+        self._fronts = list[_Fronts]()
+        for most in sorted({option.moved_bytes for option in options} | {0}):
+            within = [option for option in options if option.moved_bytes <= most]
+            for limit in sorted({option.replay_bytes for option in within}):
+                allowed = [option for option in within if option.replay_bytes <= limit]
+                # What sends more than another one is of no use where both may.
+                alike = [LayerOption(each, each.kept_bytes, each.cost, each.replay_bytes) for each in allowed]
+                staying = tuple(option for option in allowed if not option.moved_bytes)
+                if staying:
+                    fronts = (tuple(each.name for each in _prune(alike)) if most else staying), staying
+                    self._fronts.append(_Fronts(limit, most, *(_make_front(each, num_layers) for each in fronts)))
 
     def list_numbers_of_full(self) -> range:
         """The numbers of layers of a stage that may have a full option."""
@@ -183,51 +222,116 @@ class _Table(Generic[Name]):
         rest = budget - stage.fixed_bytes
         found = list[_Point]()
         for full in self._list_full(num_full):
-            for limit, front in self._fronts:
-                left = rest - m * num_full * (full.kept_bytes if full else 0)
-                kept = (left - max(limit, stage.head_bytes)) // m
-                if full and m > 1:
-                    kept = min(kept, (left - full.replay_bytes) // (m - 1))
-                elif full and left < full.replay_bytes:
+            for fronts in self._fronts:
+                num_moving = self._count_moving(stage, num_full, full, fronts)
+                if num_moving is None:
                     continue
-                index = front.find(stage.num_layers - num_full, kept)
-                if index is not None:
-                    found.append(self._make_point(stage, num_full, full, limit, front, index))
+                left = rest - m * _keep_full(stage, num_full, full)
+                staging = _count_staging(fronts, _list_full_layers(stage, num_full, full), num_moving)
+                limit = fronts.replay_bytes if num_full < stage.num_layers else 0
+                kept = (left - max(limit + staging, stage.head_bytes)) // m
+                if full and m > 1:
+                    kept = min(kept, (left - full.replay_bytes - staging) // (m - 1))
+                elif full and left < full.replay_bytes + staging:
+                    continue
+                indices = _find_pair(fronts, num_moving, stage.num_layers - num_full, kept)
+                if indices is not None:
+                    found.append(self._make_point(stage, num_full, full, fronts, num_moving, indices))
         return min(found, key=lambda point: (point.cost, point.peak_bytes), default=None)
 
     def find_smallest(self, stage: BareStage, num_full: int) -> _Point:
         """The choice that needs least."""
         num_full = min(num_full, stage.num_layers)
         found = (
-            self._make_point(stage, num_full, full, limit, front, 0)
+            self._make_point(stage, num_full, full, fronts, num_moving, (0, 0))
             for full in self._list_full(num_full)
-            for limit, front in self._fronts
+            for fronts in self._fronts
+            if (num_moving := self._count_moving(stage, num_full, full, fronts)) is not None
         )
         return min(found, key=lambda point: (point.peak_bytes, point.cost))
 
     def describe(self, stage: BareStage, num_full: int, point: _Point) -> StageChoice[Name]:
         """The options of a point, and its exact peak."""
         num_full = min(num_full, stage.num_layers)
-        others = point.front.read(stage.num_layers - num_full, point.index)
-        options = [point.full] * num_full + others if point.full else others
+        others = [option for front, number, index in point.parts for option in front.read(number, index)]
+        options = _list_full_layers(stage, num_full, point.full) + others
         peak = count_peak(stage, options, num_full)
-        return StageChoice(tuple(option.name for option in options), peak, point.cost)
+        moved = stage.in_flight * sum(option.moved_bytes for option in options)
+        return StageChoice(tuple(option.name for option in options), peak, point.cost, moved)
 
     def _list_full(self, num_full: int) -> Sequence[LayerOption[Name] | None]:
         return self._full_options if num_full else (None,)
 
+    def _count_moving(
+        self, stage: BareStage, num_full: int, full: LayerOption[Name] | None, fronts: _Fronts
+    ) -> int | None:
+        """How many layers behind the full ones may send something to the host; None where the host has no room."""
+        moved_by_full = sum(option.moved_bytes for option in _list_full_layers(stage, num_full, full))
+        room = stage.host_bytes // stage.in_flight - moved_by_full
+        if room < 0:
+            return None
+        if not fronts.moved_bytes:
+            return 0
+        return max(0, min(stage.num_layers - num_full - 1, room // fronts.moved_bytes))
+
     def _make_point(
-        self, stage: BareStage, num_full: int, full: LayerOption[Name] | None, limit: int, front: _Front, index: int
+        self,
+        stage: BareStage,
+        num_full: int,
+        full: LayerOption[Name] | None,
+        fronts: _Fronts,
+        num_moving: int,
+        indices: tuple[int, int],
     ) -> _Point:
         num_others = stage.num_layers - num_full
-        m, kept = stage.in_flight, int(front.kept[num_others][index])
-        cost = stage.base_cost + int(front.costs[num_others][index])
-        peak = m * kept + max(limit if num_others else 0, stage.head_bytes)
+        m = stage.in_flight
+        parts = (
+            (fronts.moving, num_moving, indices[0]),
+            (fronts.staying, num_others - num_moving, indices[1]),
+        )
+        kept = sum(int(front.kept[number][index]) for front, number, index in parts)
+        cost = stage.base_cost + sum(int(front.costs[number][index]) for front, number, index in parts)
+        staging = _count_staging(fronts, _list_full_layers(stage, num_full, full), num_moving)
+        peak = m * kept + max(fronts.replay_bytes + staging if num_others else 0, stage.head_bytes)
         if full:
-            of_full = num_full * full.kept_bytes
-            cost += num_full * full.cost
-            peak = max(peak + m * of_full, (m - 1) * kept + m * of_full + full.replay_bytes)
-        return _Point(cost, stage.fixed_bytes + peak, full, front, index)
+            of_full = _keep_full(stage, num_full, full)
+            cost += sum(option.cost for option in _list_full_layers(stage, num_full, full))
+            peak = max(peak + m * of_full, (m - 1) * kept + m * of_full + full.replay_bytes + staging)
+        return _Point(cost, stage.fixed_bytes + peak, full, parts)
+
+
+def _list_full_layers(stage: BareStage, num_full: int, full: LayerOption[Name] | None) -> list[LayerOption[Name]]:
+    """The options of the layers with a full one; the last layer of a stage sends nothing to the host."""
+    if full is None:
+        return []
+    last = full.resident if full.resident is not None and num_full == stage.num_layers else full
+    return [full] * (num_full - 1) + [last]
+
+
+def _keep_full(stage: BareStage, num_full: int, full: LayerOption[Name] | None) -> int:
+    return sum(option.kept_bytes for option in _list_full_layers(stage, num_full, full))
+
+
+def _count_staging(fronts: _Fronts, full_layers: Sequence[LayerOption[Any]], num_moving: int) -> int:
+    """What two layers send to the host, which is on the device at a time."""
+    return 2 * max(fronts.moved_bytes if num_moving else 0, *(option.moved_bytes for option in full_layers), 0)
+
+
+def _find_pair(fronts: _Fronts, num_moving: int, num_layers: int, kept_bytes: int) -> tuple[int, int] | None:
+    """The cheapest points of layers that may send something to the host, and of the rest, that keep at most
+    `kept_bytes` together; None where there are none."""
+    if not num_moving:
+        index = fronts.staying.find(num_layers, kept_bytes)
+        return None if index is None else (0, index)
+    kept, costs = fronts.moving.kept[num_moving], fronts.moving.costs[num_moving]
+    others = num_layers - num_moving
+    indices = np.searchsorted(fronts.staying.kept[others], kept_bytes - kept, side="right") - 1
+    if (indices < 0).all():
+        return None
+    # Where nothing fits, the sum is beyond all others.
+    sums = np.where(indices < 0, np.iinfo(np.int64).max, costs + fronts.staying.costs[others][indices])
+    place = int(np.argmin(sums))
+    return place, int(indices[place])
 
 
 class Solver(Generic[Name]):
@@ -279,13 +383,14 @@ def count_peak(stage: BareStage, options: Sequence[LayerOption[Name]], num_full:
     """The peak of a stage: the highest of three moments.
 
     The first is the loss head. The second is the begin of the last layer's backward, with what its recomputation makes
-    again. The third is the begin of the backward of the last layer that is recomputed as a whole; by then the layers
-    behind it have freed what they kept of this micro batch.
+    again and what two layers send to the host. The third is the begin of the backward of the last layer that is
+    recomputed as a whole; by then the layers behind it have freed what they kept of this micro batch.
     """
     m, kept = stage.in_flight, sum(option.kept_bytes for option in options)
-    peak = m * kept + max((option.replay_bytes for option in options[num_full:]), default=0)
-    peak = max(peak, m * kept + stage.head_bytes)
+    staging = 2 * max(option.moved_bytes for option in options)
+    replay = max((option.replay_bytes for option in options[num_full:]), default=0)
+    peak = m * kept + max(replay + staging if num_full < len(options) else 0, stage.head_bytes)
     if num_full:
         of_full = sum(option.kept_bytes for option in options[:num_full])
-        peak = max(peak, (m - 1) * kept + of_full + options[0].replay_bytes)
+        peak = max(peak, (m - 1) * kept + of_full + options[0].replay_bytes + staging)
     return stage.fixed_bytes + peak

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
+from tempo_megatron.memory.estimate.offload import count_moved
 from tempo_megatron.memory.plan.kept_rows import list_values, measure_rows
 from tempo_megatron.memory.plan.planner import (
     FixedBytes,
@@ -27,6 +28,7 @@ from tempo_megatron.memory.plan.planner import (
     raise_impossible,
 )
 from tempo_megatron.memory.run import Run
+from tempo_megatron.memory.simulated.chunk import describe_parts
 from tempo_megatron.models.build import build_transformer_config
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import CHOICES
@@ -206,7 +208,7 @@ def make_problem(
         raise ValueError(
             "tempo.layers is given, and a plan gives the layers their values; leave it out, or leave the budget out"
         )
-    refuse_written(build_transformer_config(run.model, dtype=run.dtype), run.tempo)
+    refuse_written(describe_parts(build_transformer_config(run.model, dtype=run.dtype), run), run.tempo)
     written = {name: getattr(run.tempo, name) for name in CHOICES}
     # Stock comes first: of two values with the same bytes and cost the first is taken.
     values = {name: found if written[name] == "auto" else (written[name],) for name, found in list_values(run).items()}
@@ -280,18 +282,22 @@ class PlanEstimates:
         found = []
         for number, stage in enumerate(plan.stages):
             configs = [choice.make_config() for choice in stage.choices]
-            kept = [
-                self._measure_rows(choice.recompute).count(each)
-                for choice, each in zip(stage.choices, configs, strict=True)
+            rows = [self._measure_rows(choice.recompute) for choice in stage.choices]
+            moved = [
+                count_moved(each.list_movable(choice.values), choice.offload)
+                for each, choice in zip(rows, stage.choices, strict=True)
             ]
+            kept = [each.count(config) - of_host for each, config, of_host in zip(rows, configs, moved, strict=True)]
             peaks = []
             if plain is not None:
                 without = sum(self._measure_rows(()).count(each) for each in configs[:num_full])
+                # Of what goes to the host the estimate has that of the other layers.
                 saved = without - sum(kept[:num_full]) - together
-                peaks.append(plain[number].peak_bytes - stage.in_flight * saved)
+                staging = 2 * max(moved[:num_full], default=0)
+                peaks.append(plain[number].peak_bytes - stage.in_flight * saved + staging)
             if full is not None:
                 # A stage whose layers are all recomputed keeps as much of each layer as of its first.
-                more = sum(kept[num_full:]) - len(kept[num_full:]) * kept[0]
+                more = sum(kept[num_full:]) - len(kept[num_full:]) * (kept[0] + moved[0])
                 peaks.append(full[number].peak_bytes + (stage.in_flight - 1) * more)
             found.append(max(peaks))
         return found

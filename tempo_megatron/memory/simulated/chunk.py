@@ -57,11 +57,12 @@ from tempo_megatron.memory.simulated.transformer_engine import (
     recompute_norms,
 )
 from tempo_megatron.memory.storages import AllocationTrace, PeakBytes, count_storage_bytes, find_storages
-from tempo_megatron.models.build import build_model, choose_for_model, make_inputs, make_specs
+from tempo_megatron.models.build import build_model, make_inputs, make_specs
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
 from tempo_megatron.slots import dropout_rng
+from tempo_megatron.slots.choose import Choices, choose
 
 _Counter = TypeVar("_Counter", bound=PeakBytes)
 STACKS_OF_MODULES = ("local", "transformer_engine", "cpu")
@@ -173,13 +174,25 @@ def _fuse_attention(config: TempoConfig) -> TempoConfig:
     return dataclasses.replace(config, attention=fuse({"attention": config.attention})["attention"], layers=layers)
 
 
-def _describe_parts(config: TransformerConfig, run: Run) -> TransformerConfig:
+def describe_parts(config: TransformerConfig, run: Run) -> TransformerConfig:
     """What decides which of Tempo's operations a run can have that has parts beside those of `config`."""
     if run.experts is not None:
         config = _configure_experts(config, run.experts, run.experts.layers)
-    return dataclasses.replace(
+    config = dataclasses.replace(
         config, multi_latent_attention=run.latent_attention is not None, mtp_num_layers=run.mtp_num_layers or None
     )
+    if run.experts is not None:
+        # Set behind Megatron's own checks, which ask for what is not installed here.
+        config.expert_model_parallel_size = run.experts.expert_parallel
+        config.expert_tensor_parallel_size = run.experts.tensor_parallel
+        config.moe_token_dispatcher_type = run.experts.dispatcher
+        config.overlap_moe_expert_parallel_comm = run.experts.overlaps
+    return config
+
+
+def _take_as_chosen(config: TempoConfig) -> Choices:
+    """`config` for a model in which all experts are on one rank, which could not have all that the run can."""
+    return Choices(config=config, written=config, reasons={})
 
 
 def _leave_latent_attention(run: Run) -> TempoConfig:
@@ -214,6 +227,7 @@ def _configure_experts(config: TransformerConfig, experts: Experts, layers: Sequ
         moe_router_group_topk=experts.group_topk,
         moe_router_dtype={None: None, torch.float32: "fp32", torch.float64: "fp64"}[experts.router_dtype],
         moe_token_dispatcher_type="allgather",
+        expert_tensor_parallel_size=1,
     )
 
 
@@ -239,7 +253,7 @@ class _Chunk:
             recompute=tuple(name for name in run.recompute if name not in _OF_STAND_INS),
             fuse_swiglu=run.stock == "transformer_engine",
         )
-        asked = chosen = choose_for_model(shape, _describe_parts(config, run), _leave_latent_attention(run)).config
+        asked = chosen = choose(describe_parts(config, run), _leave_latent_attention(run)).config
         attention = choose_attention(run) if run.stock == "transformer_engine" else "unfused"
         if attention != "unfused":
             chosen = _fuse_attention(chosen)
@@ -267,14 +281,14 @@ class _Chunk:
         self._model = build_model(
             self._shape,
             dataclasses.replace(config, num_layers=len(rows)),
-            self._tempo,
+            _take_as_chosen(self._tempo),
             run.padded_vocab_size,
             pre_process=pre_process,
             post_process=post_process,
         ).train()
         if predicts_more:
             of_all = dataclasses.replace(chosen, layers={})
-            spec = make_specs(self._shape, self._model.config, of_all)["decoder"].layer_specs[-1]
+            spec = make_specs(self._shape, self._model.config, _take_as_chosen(of_all))["decoder"].layer_specs[-1]
             put_multi_token_prediction(self._model, spec, run, of_all)
             self._model.train()
         if run.latent_attention is not None:
@@ -632,7 +646,7 @@ def simulate_step(run: Run, *, title: str) -> Timeline:
         config = build_ledger_config(
             shape, sequence_parallel=run.sequence_parallel, dtype=run.dtype, recompute=run.recompute
         )
-        chosen = choose_for_model(shape, config, run.tempo).config
+        chosen = choose(config, run.tempo).config
         model = build_model(shape, config, chosen, vocab_size).train()
         convert_parameters(model, run.dtype)
         batch = make_inputs(shape, vocab_size, run.micro_batch_size, causal_mask=_reads_mask(chosen, shape))

@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 from torch import Tensor
 
 from tempo_megatron.memory.run import Experts
+from tempo_megatron.memory.simulated.device import LastingBuffer
 from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
 from tempo_megatron.slots.experts import KeepsActivationInput
 
@@ -145,12 +146,17 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, num_rows: int) -> Tensor:
         ctx.shape = x.shape
-        found: Tensor = get_global_memory_buffer().lend([num_rows, *x.shape[1:]], x.dtype, "mpu")
-        return found
+        return _lend([num_rows, *x.shape[1:]], x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return get_global_memory_buffer().lend(list(ctx.shape), grad.dtype, "mpu"), None
+        return _lend(list(ctx.shape), grad.dtype), None
+
+
+def _lend(size: list[int], dtype: torch.dtype) -> Tensor:
+    buffer = get_global_memory_buffer()
+    found: Tensor = (buffer.lend if isinstance(buffer, LastingBuffer) else buffer.get_tensor)(size, dtype, "mpu")
+    return found
 
 
 class _WeightedSwiglu(torch.autograd.Function):
@@ -178,6 +184,8 @@ class LocalExperts(torch.nn.Module):
         super().__init__()
         self._recomputes_activation = recomputes_activation
         self._activation, self._is_gated = config.activation_func, config.gated_linear_unit
+        self._largest = getattr(config, "activation_func_clamp_value", None)
+        self._offset = getattr(config, "glu_linear_offset", 0.0)
         self._is_fused, self._is_grouped = is_fused and self._is_gated, experts.grouped
         local = experts.num_experts // experts.expert_parallel
         inner = experts.ffn_hidden_size // experts.tensor_parallel
@@ -214,7 +222,9 @@ class LocalExperts(torch.nn.Module):
         dtype = x.dtype
         if self._is_gated:
             gate, up = torch.chunk(x, 2, dim=-1)
-            x = self._activation(gate) * up
+            if self._largest is not None:
+                gate, up = gate.clamp(max=self._largest), up.clamp(-self._largest, self._largest)
+            x = self._activation(gate) * (up + self._offset)
         else:
             x = self._activation(x)
         return (x * probabilities).to(dtype)
@@ -255,15 +265,15 @@ class _Dispatcher:
     def _permute(self, x: Tensor, num_rows: int) -> Tensor:
         """`index_select` by a kept index, or a kernel's map of as many rows."""
         index = x.new_empty(num_rows, dtype=torch.int64)
-        if num_rows > x.size(0):
-            # By Megatron's name, for a layer that permutes again.
-            self.reversed_local_input_permutation_mapping = index
+        # By Megatron's name, for a layer that permutes again.
+        self.reversed_local_input_permutation_mapping = index
         return _resize(x, num_rows, index)
 
     def _unpermute(self, x: Tensor, num_rows: int) -> Tensor:
         """`scatter_add_`; deterministic, `index_add_`, of which torch keeps what is added (moe_utils.py: unpermute)."""
+        found = self._permute(_KeepInput.apply(x) if self._adds_by_index else x, num_rows)
         self.reversed_local_input_permutation_mapping = None  # behind the experts nobody reads it
-        return self._permute(_KeepInput.apply(x) if self._adds_by_index else x, num_rows)
+        return found
 
 
 class _AllToAll(_Dispatcher):
@@ -272,7 +282,7 @@ class _AllToAll(_Dispatcher):
     def dispatch_preprocess(self, x: Tensor, routing_map: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         self._shape, self._dtype = x.shape, probabilities.dtype
         self._num_tokens = x.size(0) * x.size(1)
-        self._num_sent = self._num_tokens * self._experts.per_token
+        self._num_sent = self.num_out_tokens = self._num_tokens * self._experts.per_token
         # masked_select keeps the mask and what it selects from.
         chosen = probabilities.T.contiguous()
         chosen = _resize(chosen.view(-1), self._num_sent, routing_map.T.contiguous())

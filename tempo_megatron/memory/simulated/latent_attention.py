@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tempo_megatron.memory.run import LatentAttention
 from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
-from tempo_megatron.slots.norm import TorchLayerNorm, TorchRMSNorm
+from tempo_megatron.slots.linear import DropsInput, TempoColumnParallelLinear
 
 
 def put_latent_attention(
@@ -38,14 +38,22 @@ def put_latent_attention(
     """
     for layer in model.modules():
         if hasattr(layer, "self_attention"):
-            layer.self_attention = _LatentAttention(config, latent, is_fused, recomputes_up)
+            norm: Any = type(layer.input_layernorm)
+            attention = _InputDroppingAttention if getattr(norm, "keep", "") == "input" else _LatentAttention
+            layer.self_attention = attention(config, latent, norm, is_fused, recomputes_up)
 
 
 class _LatentAttention(torch.nn.Module):
     """transformer/multi_latent_attention.py: MLASelfAttention with the modules of models/gpt/gpt_layer_specs.py:
-    get_gpt_layer_with_transformer_engine_spec. Where queries and keys are normalised, the up projections do it."""
+    get_gpt_layer_with_transformer_engine_spec. Where queries and keys are normalised, the up projections do it.
 
-    def __init__(self, config: Any, latent: LatentAttention, is_fused: bool, recomputes_up: bool) -> None:
+    Args, beside those of `put_latent_attention`:
+        norm: class of the layer's norms, which is Tempo's or stock.
+    """
+
+    up_projection: ClassVar[Any] = ColumnParallelLinear
+
+    def __init__(self, config: Any, latent: LatentAttention, norm: Any, is_fused: bool, recomputes_up: bool) -> None:
         super().__init__()
         self._latent, self._recomputes_up = latent, recomputes_up
         # Queries and keys are rotated by pairs of neighbours.
@@ -60,12 +68,15 @@ class _LatentAttention(torch.nn.Module):
             return _make_linear(one_rank, hidden, size, tp_group=group_of_one)
 
         if q_rank is not None:
-            self.linear_q_down_proj, self.q_layernorm = down(q_rank), _make_norm(config, q_rank)
-        self.linear_q_up_proj = _make_linear(config, q_rank or hidden, heads * latent.query_size)
+            self.linear_q_down_proj, self.q_layernorm = down(q_rank), _make_norm(norm, config, q_rank)
+        # Attention drops its own input.
+        up = self.up_projection if q_rank is not None and config.qk_layernorm else ColumnParallelLinear
+        self.linear_q_up_proj = _make_linear(config, q_rank or hidden, heads * latent.query_size, up)
         self.linear_kv_down_proj = down(latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
-        self.kv_layernorm = _make_norm(config, latent.kv_lora_rank)
+        self.kv_layernorm = _make_norm(norm, config, latent.kv_lora_rank)
+        up = self.up_projection if config.qk_layernorm else ColumnParallelLinear
         self.linear_kv_up_proj = _make_linear(
-            config, latent.kv_lora_rank, heads * (latent.qk_head_dim + latent.v_head_dim)
+            config, latent.kv_lora_rank, heads * (latent.qk_head_dim + latent.v_head_dim), up
         )
         self.core_attention: torch.nn.Module = (
             _FusedAttention() if is_fused else _make_unfused_attention(config, latent, self._num_heads)
@@ -84,14 +95,12 @@ class _LatentAttention(torch.nn.Module):
         latent, config = self._latent, self._config
         q = x
         if latent.q_lora_rank is not None:
-            q = self.q_layernorm(self.linear_q_down_proj(x)[0])
+            q = self.linear_q_down_proj(x)[0]
         kv, positions = torch.split(
             self.linear_kv_down_proj(x)[0], [latent.kv_lora_rank, latent.qk_pos_emb_head_dim], dim=-1
         )
         if config.sequence_parallel:
             positions = tensor_parallel.gather_from_sequence_parallel_region(positions)
-        # Transformer Engine copies an input that is a view (pytorch/module/base.py: prepare_forward).
-        kv = self.kv_layernorm(kv.contiguous())
         up = DroppedOutput() if self._recomputes_up else None
         q, k, v = self._project_up(q, kv, positions) if up is None else up.run(self._project_up, q, kv, positions)
         del kv, positions
@@ -108,9 +117,10 @@ class _LatentAttention(torch.nn.Module):
 
     def _project_up(self, q: Tensor, kv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         latent = self._latent
-        q = self.linear_q_up_proj(q)[0]
+        q = self.linear_q_up_proj(q if latent.q_lora_rank is None else self.q_layernorm(q))[0]
         q = q.view(*q.shape[:-1], self._num_heads, latent.query_size)
-        kv = self.linear_kv_up_proj(kv)[0]
+        # Transformer Engine copies an input that is a view (pytorch/module/base.py: prepare_forward).
+        kv = self.linear_kv_up_proj(self.kv_layernorm(kv.contiguous()))[0]
         kv = kv.view(*kv.shape[:-1], self._num_heads, latent.qk_head_dim + latent.v_head_dim)
         positions = positions.unsqueeze(-2)
         if latent.fuses_rope:
@@ -133,8 +143,16 @@ class _LatentAttention(torch.nn.Module):
         return found
 
 
-def _make_linear(config: Any, num_inputs: int, num_outputs: int, **group: Any) -> ColumnParallelLinear:
-    return ColumnParallelLinear(
+class _InputDroppingAttention(DropsInput, _LatentAttention):
+    """With norms that can make their outputs again, as TempoMLASelfAttention."""
+
+    up_projection = TempoColumnParallelLinear
+
+
+def _make_linear(
+    config: Any, num_inputs: int, num_outputs: int, linear: Any = ColumnParallelLinear, **group: Any
+) -> ColumnParallelLinear:
+    found: ColumnParallelLinear = linear(
         num_inputs,
         num_outputs,
         config=config,
@@ -143,13 +161,14 @@ def _make_linear(config: Any, num_inputs: int, num_outputs: int, **group: Any) -
         gather_output=False,
         **group,
     )
+    return found
 
 
-def _make_norm(config: Any, size: int) -> torch.nn.Module:
+def _make_norm(norm: Any, config: Any, size: int) -> torch.nn.Module:
     if not config.qk_layernorm:
         return torch.nn.Identity()
-    norm = TorchRMSNorm if config.normalization == "RMSNorm" else TorchLayerNorm
-    return norm(config=config, hidden_size=size, eps=config.layernorm_epsilon)
+    found: torch.nn.Module = norm(config=config, hidden_size=size, eps=config.layernorm_epsilon)
+    return found
 
 
 def _make_unfused_attention(config: Any, latent: LatentAttention, num_heads: int) -> DotProductAttention:

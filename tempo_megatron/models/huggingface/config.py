@@ -13,7 +13,10 @@ from tempo_megatron.models.huggingface.family import Config, Family, Fields
 _FAMILIES = (gpt2.FAMILY, llama.FAMILY, megatron_bert.FAMILY)
 _NORMS = "its norms come after attention and MLP, and those of Megatron's BERT before them; megatron-bert has them so"
 _POSITIONS = "its embedding has a norm, which Megatron's BERT lacks; megatron-bert has none"
-_T5 = "the trainer does not train a T5"
+_T5 = (
+    "its scores are not scaled and have a bias by relative position, its norms are RMSNorm and no linear has a bias; "
+    "Megatron's T5, as the trainer builds it, scales them and has learned positions, LayerNorm and biases"
+)
 # Model types that people will try, and why there is no table for them.
 _REFUSED = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "albert", "electra"), _NORMS),
@@ -93,6 +96,9 @@ def _list_differences(family: Family, name: str, run: Mapping[str, Any]) -> Iter
     if family is not llama.FAMILY:
         heads = run["num_attention_heads"]
         expected |= {"num_query_groups": heads, "kv_channels": run["hidden_size"] // heads}
+    for field, value in {"num_experts": None, "multi_latent_attention": False, "softmax_type": "vanilla"}.items():
+        if run.get(field, value) != value:
+            yield field, value
     for field, values in expected.items():
         if run[field] not in (values if isinstance(values, tuple) else (values,)):
             yield field, " or ".join(map(str, values)) if isinstance(values, tuple) else values

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from tempo_megatron import __version__
 from tempo_megatron.models.arguments import add_model_arguments
 from tempo_megatron.settings.arguments import add_ledger_argument, add_tempo_arguments
-from tempo_megatron.training.run.masking import MASKING_DEFAULTS, add_masking_arguments
+from tempo_megatron.training.run.masking import MASKING_DEFAULTS, SPAN_DEFAULTS, add_masking_arguments
 from tempo_megatron.words.argument_types import (
     parse_fraction,
     parse_heartbeat,
@@ -40,6 +40,7 @@ DEFAULTS = {
     "split": "969,30,1",
     "eod_mask_loss": False,
     **MASKING_DEFAULTS,
+    **SPAN_DEFAULTS,
     "eval_interval": 1000,
     "eval_iters": 100,
     "test_iters": 0,
@@ -90,7 +91,7 @@ def parse_arguments(argv: Sequence[str] | None = None, family: str = "gpt") -> a
 
     Args:
         argv: the arguments; None means those of the process.
-        family: gpt or bert, the program's.
+        family: gpt, bert or t5, the program's.
 
     Raises ValueError for an unknown or malformed argument.
     """
@@ -111,7 +112,7 @@ def _check_words(args: argparse.Namespace) -> None:
 
 
 def build_parser(family: str) -> argparse.ArgumentParser:
-    models = {"gpt": "GPT", "bert": "BERT or a RoBERTa"}
+    models = {"gpt": "GPT", "bert": "BERT or a RoBERTa", "t5": "T5"}
     parser = _Parser(
         prog=f"tempo-pretrain-{family}",
         description=f"Pretrain a {models[family]} with megatron-core and DeepSpeed, stock or with Tempo.",
@@ -123,10 +124,14 @@ def build_parser(family: str) -> argparse.ArgumentParser:
     _add_training(parser)
     _add_optimizer(parser)
     data = _add_data(parser)
-    file = "vocab.txt or vocab.json" if family == "bert" else "GPT-2 vocab.json"
+    file = "GPT-2 vocab.json" if family == "gpt" else "vocab.txt or vocab.json"
     data.add_argument("--vocab-file", help=f"{file} (default: the tokenizer stored beside the data)")
-    if family == "bert":
-        add_masking_arguments(parser)
+    if family == "t5":
+        data.add_argument(
+            "--decoder-seq-length", type=parse_positive, help="tokens of the decoder (default --seq-length)"
+        )
+    if family != "gpt":
+        add_masking_arguments(parser, family)
     else:
         data.add_argument(
             "--eod-mask-loss",

@@ -16,7 +16,7 @@ from tempo_megatron.words.argument_types import format_bytes
 
 _REFUSED_MODULES = {
     "layernorm": "without Transformer Engine megatron-core stops in it with a NameError",
-    **dict.fromkeys(("moe_act", "moe", "shared_experts", "mla_up_proj"), "the model has no such module: it is dense"),
+    **dict.fromkeys(("moe_act", "moe", "shared_experts", "mla_up_proj"), "the trainer does not recompute it"),
 }
 
 # From here on hooks of DeepSpeed's optimizers add up the gradients of micro batches that its engine does not see.
@@ -28,13 +28,14 @@ _OF_MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_
 def check_run(run: RunConfig) -> None:
     """Raises ValueError for the first combination that cannot train."""
     check_layout(run.model, run.tensor_model_parallel_size, run.sequence_parallel)
+    _check_parts(run)
     _check_pipeline(run)
     _check_precision(run)
     _check_schedule(run)
     _check_recompute(run)
     _check_data(run)
     if run.masking is not None:
-        check_masking(run.masking, run.model.seq_length)
+        check_masking(run.masking, run.model)
     _check_output(run)
     _check_packages(run)
 
@@ -51,8 +52,11 @@ def check_weights_fit(run: RunConfig, node_bytes: int, node_ranks: int) -> None:
         return
     model = run.model
     attention = 2 * model.kv_channels * (model.num_attention_heads + model.num_query_groups)
-    mlp = (3 if model.is_gated else 2) * model.ffn_hidden_size
-    elements = model.num_layers * model.hidden_size * (attention + mlp)
+    mixed = 0 if model.num_experts is None else sum(model.layers_with_experts)
+    products = 3 if model.is_gated else 2
+    mlp = products * ((model.num_layers - mixed) * model.ffn_hidden_size)
+    mlp += products * mixed * (model.num_experts or 0) * model.expert_size
+    elements = model.hidden_size * (model.num_layers * attention + mlp)
     shares = run.tensor_model_parallel_size * run.pipeline_model_parallel_size
     if read_zero_stage(run.deepspeed) == 3:
         shares *= run.data_parallel_size
@@ -65,6 +69,37 @@ def check_weights_fit(run: RunConfig, node_bytes: int, node_ranks: int) -> None:
         )
 
 
+def _check_parts(run: RunConfig) -> None:
+    """Raises ValueError for what a model with experts or latent attention cannot have here."""
+    model, tp = run.model, run.tensor_model_parallel_size
+    what = "latent attention" if model.num_experts is None else "experts"
+    if run.memory_budget is not None and (model.num_experts is not None or model.multi_latent_attention):
+        raise ValueError(f"a memory budget is given, and the planner does not know {what}; leave the budget out")
+    if model.num_experts is None:
+        return
+    if tp > 1 and not run.sequence_parallel:
+        raise ValueError(
+            f"--tensor-model-parallel-size is {tp} and the model has experts, which Megatron trains with "
+            "--sequence-parallel only; add it"
+        )
+    if run.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            f"--pipeline-model-parallel-size is {run.pipeline_model_parallel_size}, and the model has experts, which "
+            "the trainer has in one stage only; expected 1: remove it, or train with Megatron-LM (tempo-megatron run)"
+        )
+    refused = {
+        "--moe-expert-capacity-factor": model.moe_expert_capacity_factor is not None,
+        "--moe-router-enable-expert-bias": model.moe_router_enable_expert_bias,
+        "biases of linears (without --disable-bias-linear)": model.add_bias_linear,
+    }
+    for option, is_given in refused.items():
+        if is_given:
+            raise ValueError(
+                f"the model has experts with {option}, which the trainer does not know; remove it from the model, or "
+                "train with Megatron-LM (tempo-megatron run)"
+            )
+
+
 def _check_pipeline(run: RunConfig) -> None:
     stages, per_chunk = run.pipeline_model_parallel_size, run.num_layers_per_virtual_pipeline_stage
     option, num_layers = f"--pipeline-model-parallel-size {stages}", run.model.num_layers
@@ -75,6 +110,11 @@ def _check_pipeline(run: RunConfig) -> None:
         if given:
             raise ValueError(f"{given[0]} needs --pipeline-model-parallel-size of at least 2; remove it or raise that")
         return
+    if run.model.family == "t5":
+        raise ValueError(
+            f"{option} is given, but encoder and decoder of Megatron's T5 stand in one process; leave it out, and "
+            "divide the model by --tensor-model-parallel-size or ZeRO"
+        )
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} are both given; leave one of them out")
     if layout is not None:

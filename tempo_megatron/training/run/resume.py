@@ -9,7 +9,6 @@ included. The layout (TP, DP, ZeRO stage) and the outputs are not taken from the
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -29,7 +28,7 @@ from tempo_megatron.training.checkpoint_files.integrity import (
 )
 from tempo_megatron.training.differences import flatten
 from tempo_megatron.training.run.deepspeed_config import BATCH_KEYS, decides_batch_size, is_given
-from tempo_megatron.training.run.masking import Masking
+from tempo_megatron.training.run.masking import MASKING_DEFAULTS, SPAN_DEFAULTS
 
 _RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 SCHEDULE = (
@@ -108,7 +107,7 @@ PRETRAINED_MAY_CHANGE = ("seq_length", "rotary_base", "use_rope_scaling", "rope_
 """Fields of ModelShape that may also have another value where a run begins with weights of another run."""
 # The fields of ModelShape that change the weights, or what is computed from them.
 MODEL_FIELDS = tuple(name for name in NAMES if name not in MODEL_MAY_CHANGE)
-_MASKING = tuple(field.name for field in dataclasses.fields(Masking))
+_MASKING = tuple({**MASKING_DEFAULTS, **SPAN_DEFAULTS})
 # Field of a description -> what a user changes to make it match.
 REMEDIES = {
     **{name: name_option(name) for name in MODEL_FIELDS},
@@ -118,7 +117,7 @@ REMEDIES = {
     "global_batch_size": "--global-batch-size",
     "seed": "--seed",
     "split": "--split",
-    "masking": "--mask-prob, --short-seq-prob and --masking",
+    "masking": "--mask-prob, --short-seq-prob, --masking and --vocab-extra-ids",
     "tokenizer": "--vocab-file and --merge-file",
     "data": "--data-path",
 }

@@ -22,7 +22,7 @@ from tempo_megatron.training.run.deepspeed_config import (
     freeze_deepspeed_config,
     read_precision,
 )
-from tempo_megatron.training.run.masking import MASKING_DEFAULTS, Masking, take_segments
+from tempo_megatron.training.run.masking import Masking, SpanMasking, read_masking, take_segments
 from tempo_megatron.training.run.resume import (
     PRETRAINED_MAY_CHANGE,
     check_given_model,
@@ -88,7 +88,7 @@ class RunConfig:
     vocab_file: str | None
     merge_file: str | None
     eod_mask_loss: bool
-    masking: Masking | None
+    masking: Masking | SpanMasking | None
     """None for GPT."""
     num_workers: int
     eval_interval: int
@@ -216,7 +216,7 @@ def complete_run(
     values.setdefault("eod_mask_loss", False)
     first = saved or pretrained
     values |= {
-        "masking": Masking(**{name: values[name] for name in MASKING_DEFAULTS}) if args.family == "bert" else None,
+        "masking": read_masking(args.family, values),
         "micro_batch_size": completed["train_micro_batch_size_per_gpu"],
         "global_batch_size": completed["train_batch_size"],
         "num_micro_batches": completed["gradient_accumulation_steps"],

@@ -36,6 +36,7 @@ def load_vocabulary(run: RunConfig, task: Task) -> Vocabulary:
             raise ValueError(
                 f"{prefix} was made with another tokenizer than {prefixes[0]}; prepare both with the same one"
             )
+    tokenizer = task.extend_tokenizer(tokenizer, run)
     vocab_size = run.model.vocab_size or tokenizer.vocab_size
     if vocab_size < tokenizer.vocab_size:
         raise ValueError(

@@ -21,9 +21,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch import Tensor
 from torch.nn import functional as F
 
-from tempo_megatron.data.masked_tokenizers import RobertaTokenizer, WordPieceTokenizer
 from tempo_megatron.data.sentences import LONGEST_SENTENCE
 from tempo_megatron.data.tokenizer_types import MASKED_TYPES
+from tempo_megatron.training.run.masking import Masking
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.task import (
     LOSS,
@@ -52,26 +52,17 @@ class MaskedTask:
     dataset_class = BERTMaskedWordPieceDataset
     tokenizer_types = MASKED_TYPES
 
+    def extend_tokenizer(self, tokenizer: Any, run: RunConfig) -> Any:
+        return tokenizer
+
     def check_split(self, prefix: str, parts: Mapping[str, tuple[float, float]], run: RunConfig) -> None:
-        """Raises ValueError if a part holds no sample: Megatron, which splits by documents, would search for ever."""
-        least = 2 if run.model.add_binary_head else 1
-        dataset = IndexedDataset(prefix)  # unmaps the lengths when it is freed
-        borders = np.asarray(dataset.document_indices)
-        is_usable = find_usable_documents(borders, np.asarray(dataset.sequence_lengths), least)
-        for name, (start, end) in parts.items():
-            first, last = round(start * len(is_usable)), round(end * len(is_usable))
-            if not is_usable[first:last].any():
-                raise ValueError(
-                    f"{describe_share(prefix, run, name, last - first, len(is_usable))}, none of which has "
-                    f"{'two sentences' if least == 2 else 'a sentence'} or more and none over {LONGEST_SENTENCE} "
-                    "tokens; change --split, or prepare more data with --split-sentences"
-                )
+        check_usable_documents(prefix, parts, run, least=2 if run.model.add_binary_head else 1)
 
     def make_dataset_config(
         self, run: RunConfig, tokenizer: Any, seed: int, **settings: Any
     ) -> BERTMaskedWordPieceDatasetConfig:
         masking = run.masking
-        assert masking is not None
+        assert isinstance(masking, Masking)
         return BERTMaskedWordPieceDatasetConfig(
             random_seed=seed % 2**31,  # what Megatron's sample index takes
             sequence_length=run.model.seq_length,
@@ -94,6 +85,22 @@ class MaskedTask:
         return PredictMasked(has_segments=run.model.num_tokentypes > 0, fuses_loss=run.tempo.loss == "fused")
 
 
+def check_usable_documents(prefix: str, parts: Mapping[str, tuple[float, float]], run: RunConfig, least: int) -> None:
+    """Raises ValueError if a part holds no document of `least` sentences or more: Megatron, which splits by documents,
+    would search for ever."""
+    dataset = IndexedDataset(prefix)  # unmaps the lengths when it is freed
+    borders = np.asarray(dataset.document_indices)
+    is_usable = find_usable_documents(borders, np.asarray(dataset.sequence_lengths), least)
+    for name, (start, end) in parts.items():
+        first, last = round(start * len(is_usable)), round(end * len(is_usable))
+        if not is_usable[first:last].any():
+            raise ValueError(
+                f"{describe_share(prefix, run, name, last - first, len(is_usable))}, none of which has "
+                f"{'two sentences' if least == 2 else 'a sentence'} or more and none over {LONGEST_SENTENCE} "
+                "tokens; change --split, or prepare more data with --split-sentences"
+            )
+
+
 def find_usable_documents(borders: np.ndarray, lengths: np.ndarray, least: int) -> np.ndarray:
     """Tells which documents Megatron's sample index uses: `least` sentences or more and, of several, none too long."""
     counts = np.diff(borders)
@@ -108,7 +115,7 @@ class DatasetTokenizer:
 
     pad = _PADDING
 
-    def __init__(self, tokenizer: WordPieceTokenizer | RobertaTokenizer) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self.cls, self.sep, self.mask = tokenizer.cls, tokenizer.sep, tokenizer.mask
         self.unique_identifiers = tokenizer.unique_identifiers
         # Megatron draws random tokens by their place here, so the order of the ids matters.

@@ -31,6 +31,9 @@ class NextTokenTask:
     dataset_class = GPTDataset
     tokenizer_types: tuple[str, ...] = (GPT2_BPE, HUGGING_FACE)
 
+    def extend_tokenizer(self, tokenizer: Any, run: RunConfig) -> Any:
+        return tokenizer
+
     def check_split(self, prefix: str, parts: Mapping[str, tuple[float, float]], run: RunConfig) -> None:
         """Raises ValueError if a part holds less than one sample; Megatron splits by sequences."""
         dataset = IndexedDataset(prefix)  # unmaps the lengths when it is freed

@@ -70,6 +70,9 @@ class Task(Protocol):
     tokenizer_types: tuple[str, ...]
     """The types of tokenizer that its data may have; see data/tokenizer_types.py."""
 
+    def extend_tokenizer(self, tokenizer: Any, run: RunConfig) -> Any:
+        """Returns the tokenizer of the data, with the tokens besides that the task needs."""
+
     def check_split(self, prefix: str, parts: Mapping[str, tuple[float, float]], run: RunConfig) -> None:
         """Raises ValueError if a part of a data set (name -> borders as fractions) has no sample."""
 

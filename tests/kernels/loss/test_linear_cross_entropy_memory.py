@@ -70,6 +70,19 @@ def test_at_most_one_chunk_of_logits_is_alive(case, dtype, monkeypatch):
     assert seen.peak_bytes <= peak < s * b * v * dtype.itemsize
 
 
+def test_with_fewer_tokens_than_rows_of_weight_backward_sums_in_neither_weights_gradient_nor_chunks(monkeypatch):
+    tokens, h, v = 64, 256, 4000
+    monkeypatch.setitem(checks.CHUNK_BYTES, "cpu", tokens * 512 * 2)
+    hidden, weight = (torch.randn(shape).bfloat16().requires_grad_() for shape in ((tokens, 1, h), (v, h)))
+    labels = torch.randint(v, (1, tokens))
+    peak, chunked = (
+        measure_peak(lambda n=n: linear_cross_entropy(hidden, weight, labels, chunk_tokens=n).sum(), hidden, weight)
+        for n in (None, 16)
+    )
+    assert weight.grad.dtype == torch.bfloat16 and chunked > 3 * weight.nbytes  # a sum in float32, and its copy
+    assert peak < weight.nbytes + 4 * tokens * h * 4 + checks.CHUNK_BYTES["cpu"] + (1 << 19)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("has_weights", [False, True])
 def test_on_a_gpu_at_most_one_chunk_of_logits_is_alive(has_weights):
@@ -310,7 +323,7 @@ def test_on_a_gpu_each_chunks_product_is_added_to_the_weights_gradient_unrounded
     grad_logits, tokens = torch.randn(4, 16, V).bfloat16(), torch.randn(4, 16, H).bfloat16()
     total = torch.full((V, H), float("nan"))
     for number in range(4):
-        chunks._accumulate(total, grad_logits[number], tokens[number], is_empty=number == 0)
+        chunks._accumulate(total, grad_logits[number].t(), tokens[number], is_empty=number == 0)
     assert calls == [0, 1, 1, 1]
     exact = (grad_logits.double().flatten(0, 1).t() @ tokens.double().flatten(0, 1)).float()
     torch.testing.assert_close(total, exact, rtol=1e-5, atol=1e-5)

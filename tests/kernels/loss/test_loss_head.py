@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from witness import assert_three_witnesses, kept_storages, outputs_and_gradients, ulp
 
-from tempo_kernels.linear_cross_entropy import cpu, linear_cross_entropy, linear_log_prob
+from tempo_kernels.linear_cross_entropy import checks, chunks, cpu, linear_cross_entropy, linear_log_prob
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAN, INF = float("nan"), float("inf")
@@ -46,6 +47,20 @@ def test_results_and_gradients_are_right_by_the_three_witnesses(case, dtype, chu
         for more in ({}, {"return_entropy": False}) if head is LOG_PROBS else ({},):
             inputs = head_inputs(has_bias)
             assert_right(head, inputs, random_labels(v=90), dtype, chunk_tokens=chunk_tokens, **settings, **more)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@both_heads
+def test_gradients_of_chunks_of_columns_are_right_by_the_three_witnesses(head, dtype, monkeypatch):
+    """The last of four chunks has padding only, and the third some."""
+    v = 400
+    monkeypatch.setitem(checks.CHUNK_BYTES, "cpu", 4096)
+    make_columns = Mock(side_effect=chunks.Head.make_columns)
+    monkeypatch.setattr(chunks.Head, "make_columns", lambda *inputs: make_columns(*inputs))
+    for has_bias in (False, True):
+        settings = head.cases["everything"] | {"vocab_size": 300}
+        assert_right(head, head_inputs(has_bias, v=v), random_labels(v=300), dtype, **settings)
+    assert [call.args[1].chunk_columns for call in make_columns.mock_calls] == [128, 128]
 
 
 @parametrize_covering(case=LOSSES.cases, dtype=DTYPES, chunk_tokens=[1, 4, 1000])

@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tempo_kernels import saved
 from tempo_kernels.gelu import gelu
 from tempo_kernels.norm import layer_norm, rms_norm
 from tempo_kernels.recompute import drop, graph, hold, recompute
@@ -139,7 +140,8 @@ def test_a_checkpoint_which_drops_it_all_is_no_reason_to_warn():
 
 
 def test_without_a_way_to_ask_for_hooks_as_in_torch_2_6_the_same_is_dropped_and_the_same_left(monkeypatch):
-    monkeypatch.setattr(graph, "_CAN_ASK_FOR_HOOKS", False)
+    for module in (graph, saved):
+        monkeypatch.setattr(module, "CAN_ASK_FOR_HOOKS", False)
     inputs, linear = leaves(), linear_of()
     out, memory = dropping(bias_gelu, linear)(*inputs)
     assert memory.expired()

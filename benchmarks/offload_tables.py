@@ -1,0 +1,188 @@
+"""Plans that send rows to the host, and long sequences: writes the tables of docs/plan.md and docs/estimate.md.
+
+All figures are estimates and simulations, on rates of data sheets; none is measured but those that others published.
+
+python benchmarks/offload_tables.py            # both
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from measurements import ROOT
+
+from tempo_megatron.memory.commands.arguments import add_plan_arguments
+from tempo_megatron.memory.commands.plan import read_request
+from tempo_megatron.memory.estimate.long_sequences import MISSING, LongSequence
+from tempo_megatron.memory.plan.gpu import read_gpu
+from tempo_megatron.memory.plan.planner import MemoryPlan, Planner, PlanProblem
+from tempo_megatron.memory.plan.step_simulation import list_recomputed_layers, simulate_stage, simulate_step
+from tempo_megatron.memory.plan.verify import make_problem
+from tempo_megatron.memory.run import OptimizerSettings, Run
+from tempo_megatron.models.shape import make_shape, read_shape_file
+from tempo_megatron.settings.config import TempoConfig
+
+MODELS = ("gpt3_22b", "llama3_8b")
+LONG_MODEL = "configs/model/llama3_8b.json"
+GIB = 2**30
+NUM_BUDGETS = 6
+
+# Tokens, pieces, GiB that nvidia-smi showed: projects/sequence-parallelism of ArcticTraining, one H200.
+PUBLISHED = (
+    (65_000, (), 137.36),
+    (300_000, ("liger",), 134.96),
+    (650_000, ("liger", "host_checkpoints", "one_group"), 126.81),
+    (1_200_000, ("liger", "host_checkpoints", "one_group", "tiled_mlp"), 136.15),
+)
+# GPUs, of each what torch may have, ranks, the tokens that are wanted.
+GOALS = (
+    ("one H100 80 GB", 78, 1, 1_000_000),
+    ("one H200", 139, 1, 2_400_000),
+    ("8 x H100 80 GB, Ulysses", 78, 8, 7_600_000),
+)
+OWN = (
+    ("tempo", "host_checkpoints"),
+    ("tempo", "host_checkpoints", "host_attention"),
+    ("tempo", "host_checkpoints", "host_attention", "tiled_mlp"),
+    ("tempo", "host_checkpoints", "host_attention", "tiled_mlp", "one_group"),
+    ("tempo", "host_checkpoints", "host_attention", "tiled_mlp", "one_group", "tiled_norms"),
+)
+
+
+def read_problem(model: str, *words: str) -> PlanProblem:
+    parser = argparse.ArgumentParser()
+    add_plan_arguments(parser)
+    path = ROOT / "configs" / "model" / f"{model}.json"
+    options = f"--model={path} --seq-length=8192 --tp=8 --sequence-parallel --gpu-memory=80GB".split()
+    return make_problem(read_request(parser.parse_args([*options, *words]), read_gpu("h100"))[0])[0]
+
+
+def write_plans() -> Iterator[str]:
+    """A row for each budget between the least of a plan without the host and what keeps everything."""
+    yield "| | budget, GiB | keep or recompute, ms | again, % | or the host, ms | again, % | sent, GiB | waits, ms |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for model in MODELS:
+        problem = read_problem(model)
+        with_host = dataclasses.replace(problem, host_bytes=128 * GIB)
+        alone, planner = Planner(problem), Planner(with_host)
+        least, all_kept = alone.find_smallest(), alone.find(10**15)
+        assert all_kept is not None
+        lowest = planner.find_smallest().peak_bytes
+        sizes = [
+            lowest,
+            *(
+                least.peak_bytes + (all_kept.peak_bytes - least.peak_bytes) * part // (NUM_BUDGETS - 1)
+                for part in range(NUM_BUDGETS)
+            ),
+        ]
+        flops = problem.flops.total * problem.run.model.num_layers
+        for size in sizes:
+            without, plan = alone.find(size), planner.find(size)
+            assert plan is not None
+            stage = plan.stages[0]
+            waits = simulate_stage(with_host, 0, stage).waiting_seconds
+            assert without is None or plan.seconds <= without.seconds
+            old = ("none", "") if without is None else (f"{without.seconds * 1e3:.1f}", _share(without, flops))
+            yield (
+                f"| {model} | {size / GIB:.2f} | {old[0]} | {old[1]} | {plan.seconds * 1e3:.1f} | "
+                f"{_share(plan, flops)} | {stage.moved_bytes / GIB:.2f} | {waits * 1e3:.1f} |"
+            )
+
+
+def _share(plan: MemoryPlan, flops: int) -> str:
+    return f"{100 * plan.recomputed_flops / flops:.1f}"
+
+
+def make_long(pieces: tuple[str, ...], num_gpus: int = 1) -> LongSequence:
+    # A rank of several has its part of the weights on the GPU, as the published runs of 8 do.
+    optimizer = OptimizerSettings(kind="deepspeed", zero_stage=3, offloads=True, offloads_weights=num_gpus == 1)
+    model = make_shape(**read_shape_file(ROOT / LONG_MODEL))
+    return LongSequence(model, optimizer, frozenset(pieces), num_gpus)
+
+
+def write_published() -> Iterator[str]:
+    yield "| tokens, one H200 | pieces | highest in the | published, nvidia-smi, GiB | estimated, torch, GiB | |"
+    yield "| ---: | --- | --- | ---: | ---: | ---: |"
+    for tokens, pieces, published in PUBLISHED:
+        moment, _, peak = make_long(pieces).find_peak(tokens)
+        found = peak / GIB
+        yield (
+            f"| {tokens:,} | {_name(pieces)} | {moment} | {published:.2f} | {found:.2f} | "
+            f"{100 * (found / published - 1):+.1f} % |"
+        )
+
+
+def _name(pieces: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in pieces) or "none"
+
+
+def write_terms() -> Iterator[str]:
+    """The terms of the published rows that are most of them."""
+    yield "| tokens | term | GiB | made by |"
+    yield "| ---: | --- | ---: | --- |"
+    for tokens, pieces, _ in PUBLISHED:
+        _, terms, _ = make_long(pieces).find_peak(tokens)
+        for term in sorted(terms, key=lambda each: -each.count(tokens)):
+            if term.count(tokens) >= GIB:
+                yield f"| {tokens:,} | {term.name} | {term.count(tokens) / GIB:.2f} | {term.source} |"
+
+
+def write_goals() -> Iterator[str]:
+    yield "| pieces | " + " | ".join(f"{name}, {size} GiB" for name, size, _, _ in GOALS) + " |"
+    yield "| --- |" + " ---: |" * len(GOALS)
+    yield "| wanted | " + " | ".join(f"{tokens:,}" for *_, tokens in GOALS) + " |"
+    for pieces in OWN:
+        cells = []
+        for _, size, num_gpus, _ in GOALS:
+            long = make_long(pieces, num_gpus)
+            tokens = long.find_most_tokens(size * GIB)
+            host = num_gpus * long.count_host_bytes(tokens) / GIB
+            cells.append(f"{num_gpus * tokens:,} (host {host:,.0f} GiB)")
+        lacking = ", ".join(name for name in pieces if name in MISSING)
+        lacking = f"; not there: {lacking}" if lacking else ""
+        yield f"| {_name(pieces)}{lacking} | " + " | ".join(cells) + " |"
+
+
+def write_steps() -> Iterator[str]:
+    yield "| tokens | full recomputation, inputs on the host, s | attention's output there too, s | | waits, s |"
+    yield "| ---: | ---: | ---: | ---: | ---: |"
+    model, gpu = make_shape(**read_shape_file(ROOT / LONG_MODEL)), read_gpu("h100")
+    assert gpu.host_link is not None
+    for thousands in (32, 128, 512, 1024):
+        tokens = thousands * 1024
+        shape = dataclasses.replace(model, seq_length=tokens, max_position_embeddings=tokens)
+        run = Run(model=shape, tempo=TempoConfig.off(), dtype=torch.bfloat16)
+        full, kept = (
+            simulate_step(list_recomputed_layers(run, gpu, keeps_attention=keeps), gpu.host_link)
+            for keeps in (False, True)
+        )
+        yield (
+            f"| {tokens:,} | {full.seconds:.2f} | {kept.seconds:.2f} | {full.seconds / kept.seconds:.2f}x | "
+            f"{full.waiting_seconds:.2f} and {kept.waiting_seconds:.2f} |"
+        )
+
+
+def replace(document: str, name: str, lines: Iterator[str]) -> None:
+    """Put lines between the marks of this name. Raises ValueError where the document has none."""
+    path = ROOT / "docs" / document
+    text = path.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(f"<!-- {name}: begin -->\n")
+    _, end, after = rest.partition(f"<!-- {name}: end -->")
+    if not (begin and end):
+        raise ValueError(f"{path} has no <!-- {name}: begin --> and <!-- {name}: end -->")
+    path.write_text(before + begin + "\n".join(lines) + "\n" + end + after, encoding="utf-8")
+
+
+def main() -> None:
+    replace("estimate.md", "long published", write_published())
+    replace("estimate.md", "long terms", write_terms())
+    replace("estimate.md", "long goals", write_goals())
+    replace("estimate.md", "long steps", write_steps())
+    replace("plan.md", "offload plans", write_plans())
+
+
+if __name__ == "__main__":
+    main()

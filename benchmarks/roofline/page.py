@@ -1,0 +1,209 @@
+"""Draws docs/performance.md from records of static_roofline.py and of the loss head's peaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+
+from roofline import figures, walks
+from roofline.model import CENTRAL, DEVICES, FAST, SLOW, find_share_of_copy, find_time
+from tempo_kernels.attention.kernel import _choose_splits
+
+Records = Mapping[str, Mapping[str, Any]]
+"""The last record of each pass, by name, of one Triton for sm_90."""
+
+H100 = DEVICES["H100"]
+WAYS = {"one walk": ("forward", "backward"), "two walks": ("forward", "grad_q", "grad_kv")}
+SHARE_GOAL = 0.92
+HEAD = """# How fast the kernels can be
+
+No GPU was at hand: nothing on this page about a GPU was measured. `python benchmarks/static_roofline.py --page` writes
+it from the machine code that Triton makes for sm_90 and from the model of `benchmarks/roofline/`, whose files derive
+it. Where there is a GPU, `python benchmarks/gpu_suite.py` measures every row.
+
+A figure is the model's, and behind it in brackets its error bar: the same model with a slow and with a fast choice of
+what no document says for certain. Rivals have the figures that they published.
+"""
+
+
+class Range(NamedTuple):
+    central: float
+    least: float
+    most: float
+
+    def show(self, form: str = ".0f", factor: float = 1.0) -> str:
+        return f"{factor * self.central:{form}} ({factor * self.least:{form}} to {factor * self.most:{form}})"
+
+    def over(self, other: float) -> Range:
+        return Range(*(value / other for value in self))
+
+
+def draw(of_triton: Mapping[str, Records], peaks: Sequence[Mapping[str, Any]]) -> str:
+    """The page, from {version of Triton: records}; the newest version gives the tables."""
+    version = max(of_triton, key=lambda name: [int(part) for part in name.split(".")])
+    records = of_triton[version]
+    parts = [
+        HEAD,
+        "## Goals\n",
+        _draw_table(("goal", "model", ""), _list_goals(records, of_triton, peaks)),
+        f"## Attention\n\n{_describe_attention(version)}",
+        _draw_table(
+            ("head dim, dropout, backward", "TFLOP/s", "causal", "bound by", "FlashAttention-2", "FlashAttention-3"),
+            _list_attention(records),
+        ),
+        _draw_table(("published, H100 SXM", "d", "forward", "causal", "backward", "both"), _list_published()),
+        _describe_rivals(),
+        f"## Everything else\n\n{POINTWISE_NOTE}",
+        _draw_table(("pass", "H100, % of a copy", "H200", "bound by", "in the way on an H200"), _list_passes(records)),
+        _draw_table(("rival", "kernels", "H100", "source"), figures.POINTWISE),
+        "## Spilled registers\n",
+        _draw_table(("attention", *(f"triton {name}" for name in of_triton)), _list_spills(of_triton)),
+        f"## The loss head's memory\n\n{PEAK_NOTE}",
+        _draw_table(("tokens", "rows of weight", "the head makes", "with its inputs", "SkyRL"), _list_peaks(peaks)),
+    ]
+    return "\n".join(parts)
+
+
+def find_range(records: Sequence[Mapping[str, Any]], causal: bool) -> Range:
+    """TFLOP/s of attention's passes together."""
+    found = walks.find_efficiencies(H100)
+    choices = zip((CENTRAL, SLOW, FAST), found, strict=True)
+    return Range(*(walks.find_speed(list(records), H100, causal, *choice) for choice in choices))
+
+
+def _find_ways(records: Records) -> Iterator[tuple[int, float, str, list[Mapping[str, Any]]]]:
+    for head_dim in (64, 128):
+        for p in (0.1, 0.0):
+            for way, names in WAYS.items():
+                passes = [records[f"attention {name}, d {head_dim}, p {p:g}"] for name in names]
+                yield head_dim, p, way, passes
+
+
+def _list_goals(
+    records: Records, of_triton: Mapping[str, Records], peaks: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, ...]]:
+    for head_dim, p, way, passes in _find_ways(records):
+        if way == "one walk":
+            rival, wanted = ("FlashAttention-2", 1.3) if p else ("FlashAttention-3", 0.8)
+            speed = figures.ATTENTION[rival][head_dim].both
+            assert speed is not None
+            found = find_range(passes, False).over(speed)
+            what = "the published speed without dropout, which bounds that with dropout" if p else "the published speed"
+            goal = f"attention, d {head_dim}, p {p:g}: at least {wanted}x {rival} ({what})"
+            yield goal, found.show(".2f"), _judge(found.central >= wanted)
+    fewest = ", ".join(f"{_find_fewest_heads(head_dim)} at d {head_dim}" for head_dim in (64, 128))
+    yield "attention: one walk where batch x KV heads is 4 or more", f"from {fewest}", "**missed**"
+    spilling = sum(one["spilled_bytes"] > 0 for found in of_triton.values() for one in found.values())
+    yield "no kernel spills registers", f"{spilling} of {sum(map(len, of_triton.values()))} spill", _judge(not spilling)
+    for name, one in records.items():
+        if "norm backward" in name:
+            shares = {device: _find_shares(one, device) for device in ("H100", "H200")}
+            shown = ", ".join(f"{device} {share.show(factor=100)} %" for device, share in shares.items())
+            yield f"{name}: 92 % of a copy, tails included", shown, _judge(shares["H200"].central >= SHARE_GOAL)
+    for one in peaks:
+        if one["tokens"] == 262144 and one["rows"] == 62080:
+            goal = "loss head at SkyRL's shape: makes at most 2.5 GB"
+            yield goal, f"{one['made_bytes'] / 1e9:.2f} GB", _judge(one["made_bytes"] <= 2.5e9)
+
+
+def _find_fewest_heads(head_dim: int) -> int:
+    """The fewest samples x key-value heads from which on backward takes one walk."""
+    shapes = (torch.Size((walks.LENGTH, 1, heads, head_dim)) for heads in count(1))
+    return next(shape[2] for shape in shapes if _choose_splits(head_dim, shape, H100.multiprocessors))
+
+
+def _judge(is_met: bool) -> str:
+    return "met" if is_met else "**missed**"
+
+
+def _describe_attention(version: str) -> str:
+    mean, least, most = walks.find_efficiencies(H100)
+    scale = f"{mean:.2f} ({least:.2f} to {most:.2f})"
+    shape = f"{walks.LENGTH} tokens, {walks.HEADS} / d heads times samples"
+    return f"""bfloat16, {shape}, triton {version}, an H100 SXM at 1.83 GHz.
+TFLOP/s are those of forward and backward together and count 2 products of forward and 5 of backward, as the published
+figures do. The model counts the tiles of every program, with the half of the diagonal that is for nothing, the order in
+which multiprocessors take programs, waits before a program's first tile, additions in the L2 cache, and launches around
+the walk. A tile's products and its other instructions follow one another. All of that is scaled by {scale}:
+what was measured of Triton's tutorial, over what the same model says of its machine code. One walk runs on sm_90 where
+heads fill 0.7 of the GPU (`choose_splits` in attention/kernel.py), two walks elsewhere.
+"""
+
+
+def _list_attention(records: Records) -> Iterator[tuple[str, ...]]:
+    for head_dim, p, way, passes in _find_ways(records):
+        speed, causal = find_range(passes, False), find_range(passes, True)
+        efficiency = walks.find_efficiencies(H100)[0]
+        found = [(one["walk"], walks.find_walk(one, H100, False, CENTRAL, efficiency)) for one in passes]
+        longest, walk = max(found, key=lambda pair: pair[1].total)
+        both = [figures.ATTENTION[name][head_dim].both for name in ("FlashAttention-2", "FlashAttention-3")]
+        assert both[0] is not None and both[1] is not None
+        ratios = (f"{speed.central / other:.2f}x" for other in both)
+        yield f"{head_dim}, {p:g}, {way}", speed.show(), causal.show(), f"{walk.bound} ({longest})", *ratios
+
+
+def _list_published() -> Iterator[tuple[str, ...]]:
+    for name, of_dim in figures.ATTENTION.items():
+        for head_dim, speeds in of_dim.items():
+            both = "" if speeds.both is None else f"{speeds.both:.0f}"
+            yield name, str(head_dim), str(speeds.forward), str(speeds.causal_forward), str(speeds.backward or ""), both
+
+
+def _describe_rivals() -> str:
+    lines = [f"Source: {figures.FLASH_ATTENTION_3}. No causal backward is published there. On a B200, TFLOP/s:"]
+    lines += [f"{name}: {causal} causal, {full} not;" for name, (causal, full) in figures.BLACKWELL.items()]
+    lines += [
+        "pull request 2280 of Dao-AILab/flash-attention. Our kernels for sm_100 are compiled, and not modelled.\n"
+    ]
+    return "\n".join(lines)
+
+
+POINTWISE_NOTE = """8192 tokens, bfloat16, h 4096, MLP 16384, gated 11008, vocabulary 50304. What bounds a pass is the
+largest of its bytes, its instructions and its rounds of waiting programs. In the way is what keeps it under 92 % of a
+copy.
+"""
+PEAK_NOTE = """Followed on tensors without memory, as `tempo-megatron estimate` does: hidden states of 2048, bfloat16,
+forward and backward, one GPU's rows of the vocabulary, in GB. SkyRL's figures are those of its fused head, from pull
+request 1841 of NovaSky-AI/SkyRL; they grow with the tokens as if they held the inputs, too.
+"""
+SKYRL = {(8192, 62080): 2.1, (262144, 62080): 4.0}
+
+
+def _find_shares(one: Mapping[str, Any], device: str) -> Range:
+    return Range(*(find_share_of_copy(one, DEVICES[device], chosen) for chosen in (CENTRAL, SLOW, FAST)))
+
+
+def _list_passes(records: Records) -> Iterator[tuple[str, ...]]:
+    for name, one in records.items():
+        if one["kind"] == "pass":
+            shares = (_find_shares(one, device).show(factor=100) for device in ("H100", "H200"))
+            yield name, *shares, find_time(one, DEVICES["H200"], CENTRAL).bound, one["obstacle"]
+
+
+def _list_spills(of_triton: Mapping[str, Records]) -> Iterator[tuple[str, ...]]:
+    names = dict.fromkeys(name for records in of_triton.values() for name, one in records.items())
+    for name in names:
+        found = [records[name]["spilled_bytes"] if name in records else None for records in of_triton.values()]
+        if any(found):
+            yield name.removeprefix("attention "), *("" if one is None else f"{one} B" for one in found)
+
+
+def _list_peaks(peaks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    for one in peaks:
+        made, inputs = one["made_bytes"] / 1e9, one["input_bytes"] / 1e9
+        skyrl = SKYRL.get((one["tokens"], one["rows"]))
+        yield (
+            str(one["tokens"]),
+            str(one["rows"]),
+            f"{made:.2f}",
+            f"{made + inputs:.2f}",
+            "" if skyrl is None else str(skyrl),
+        )
+
+
+def _draw_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

@@ -1,0 +1,134 @@
+"""From the counts of attention's loops to the time of a pass: tiles of every program, and the order in which they run.
+
+A program walks over tiles of queries by keys. A tile takes the cycles that issue its instructions and those of the
+tensor cores, one after the other, divided by EFFICIENCY; across the diagonal it takes the code that masks, too, and
+half of its scores are for nothing. Before its first tile, and before each block of keys of the walk for all gradients,
+a program waits for memory twice, for its own rows and for the first of the others'. Multiprocessors take the programs
+in the order of the launch, each as soon as it is free.
+
+EFFICIENCY comes from outside: Triton's tutorial, counted in the same way, against what was measured of it. Nothing of
+ours was measured, so its spread is in a row's error bar.
+
+The walk for all gradients adds its part of grad_q to the L2 cache, and needs a launch before it that zeroes those sums
+and finds delta, and one behind it that converts them. Their bytes count at the bandwidth of a copy.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from roofline import figures
+from roofline.model import ARCHITECTURES, CENTRAL, FAST, SCHEDULERS, SLOW, Chosen, Device
+
+SCORES = 8192
+LENGTH, HEADS = 2048, 16384
+"""Tokens of a sample, and samples x heads x head_dim: those of cases.py and of the published figures."""
+PRODUCTS = {"forward": 2, "grad_q": 3, "grad_kv": 4, "backward": 5}
+ATOMIC_BYTES_PER_S = {CENTRAL: 2.8e12, SLOW: 1.75e12, FAST: 5.6e12}
+"""Additions in the L2 cache. Reckoned: half, and all, of the cache's bandwidth for reading, as an H100 PCIe has it
+(Chips and Cheese, 2 July 2023); and what FlashAttention-3's backward adds at its published speed, 4 bytes a score."""
+
+
+class Program(NamedTuple):
+    blocks: int
+    """How often it loads rows of its own."""
+    tiles: int
+    edges: int
+    """Tiles across the diagonal."""
+
+
+class Walk(NamedTuple):
+    """Seconds of a pass."""
+
+    tiles: float
+    """The tiles of all programs, evenly shared out."""
+    atomics: float
+    others: float
+    """Launches around it."""
+    total: float
+
+    @property
+    def bound(self) -> str:
+        found = {"issue and tensor cores": self.tiles, "additions in the L2 cache": self.atomics}
+        found["waits and the last programs"] = self.total - self.others - max(self.tiles, self.atomics)
+        found["launches around it"] = self.others
+        return max(found, key=lambda name: found[name])
+
+
+def list_programs(name: str, tile: tuple[int, int], splits: int, causal: bool, heads: int) -> list[Program]:
+    """All programs in the order of their launch, of square attention over LENGTH tokens."""
+    queries, keys = tile
+    key_blocks = LENGTH // keys
+
+    def find_column(block: int) -> Program:
+        first = block * keys // queries * queries if causal else 0
+        return Program(1, (LENGTH - first) // queries, max(1, keys // queries) if causal else 0)
+
+    if name in ("forward", "grad_q"):
+        stops = range(LENGTH, 0, -queries)  # the last block of queries goes first
+        rows = [Program(1, (stop if causal else LENGTH) // keys, max(1, queries // keys) * causal) for stop in stops]
+        return rows * heads
+    if name == "grad_kv":
+        return [find_column(block) for block in range(key_blocks)] * heads
+    shares = []
+    for split in range(splits):
+        # As _find_block in attention/kernel_heads.py.
+        turns = (split if step % 2 == 0 else splits - 1 - split for step in range(key_blocks // splits))
+        columns = [find_column(step * splits + turn) for step, turn in enumerate(turns)]
+        shares.append(Program(*(sum(numbers) for numbers in zip(*columns, strict=True))))
+    return shares * heads
+
+
+def find_walk(
+    one: Mapping[str, Any], device: Device, causal: bool, chosen: Chosen = CENTRAL, efficiency: float = 1.0
+) -> Walk:
+    """Of the pass that a record of static_roofline.py describes: one of PRODUCTS, with its counts."""
+    queries, keys = one["tile"]
+    head_dim, name, splits = one["head_dim"], one["walk"], one["splits"]
+    heads, share = HEADS // head_dim, one["warps"] / SCHEDULERS
+    tensor = 2 * queries * keys * head_dim * PRODUCTS[name] / ARCHITECTURES[device.capability].product_flops
+    per_tile, per_edge = (one["issued"] * share + tensor) / efficiency, one["others"] * share / efficiency
+    per_block = 2 * chosen.latency_cycles + one["around"] * share
+    # Programs that share a multiprocessor share its cycles.
+    cycles = [
+        chosen.start_cycles + p.blocks * per_block + one["programs_per_sm"] * (p.tiles * per_tile + p.edges * per_edge)
+        for p in list_programs(name, (queries, keys), splits, causal, heads)
+    ]
+    total_tiles = sum(p.tiles for p in list_programs(name, (queries, keys), splits, causal, heads))
+    slots = [0.0] * (device.multiprocessors * one["programs_per_sm"])
+    for length in cycles:
+        heapq.heapreplace(slots, slots[0] + length)
+    tiles_s = total_tiles * per_tile / device.multiprocessors / device.clock_hz
+    atomics_s = others_s = 0.0
+    if name == "backward":
+        elements = HEADS * LENGTH
+        atomics_s = total_tiles * queries * head_dim * 4 / ATOMIC_BYTES_PER_S[chosen]
+        # Before: out and grad_out, zeros in float32. Behind: those sums, and grad_q.
+        others_s = elements * (2 * 2 + 4 * splits + 4 * splits + 2) / device.copy_bytes_per_s
+        others_s += 2 * chosen.launch_us * 1e-6
+    if name == "grad_kv":
+        others_s += chosen.launch_us * 1e-6
+    walk_s = max(max(slots) / device.clock_hz, atomics_s)
+    return Walk(tiles_s, atomics_s, others_s, walk_s + others_s)
+
+
+def find_speed(records: list[Mapping[str, Any]], device: Device, causal: bool, *choice: Any) -> float:
+    """TFLOP/s of passes one after the other, by the convention of the published figures: 2 products of forward and 5 of
+    backward, however many are made, and half of them where attention is causal."""
+    products = sum({"forward": 2, "grad_q": 0, "grad_kv": 5, "backward": 5}[one["walk"]] for one in records)
+    seconds = sum(find_walk(one, device, causal, *choice).total for one in records)
+    return products * 2 * LENGTH**2 * HEADS / (2 if causal else 1) / seconds / 1e12
+
+
+def find_efficiencies(device: Device) -> tuple[float, float, float]:
+    """What was measured of Triton's tutorial over what the model says at an efficiency of 1: (mean, least, most)."""
+    found = []
+    for head_dim, counts in figures.TUTORIAL.items():
+        one = {"walk": "forward", "head_dim": head_dim, "splits": 1, "others": 0, **counts}
+        published = figures.ATTENTION["Triton's tutorial"][head_dim]
+        for causal, speed in ((False, published.forward), (True, published.causal_forward)):
+            found.append(speed / find_speed([one], device, causal))
+    return math.prod(found) ** (1 / len(found)), min(found), max(found)

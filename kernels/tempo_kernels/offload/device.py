@@ -1,0 +1,157 @@
+"""What the engine asks of a device: memory, the order of its work, and copies between device and host.
+
+`CudaDevice` is streams and events. `ThreadDevice` is the same on a CPU: two pools of ordinary memory, and a thread for
+each direction that copies as late as a test says. Both run the same engine, so that its order can be proved without a
+GPU: a wait that the engine forgets is a wait that no thread makes.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Direction = Literal["out", "in"]
+
+
+class Device(Protocol):
+    """A device with one order of work that computes, and one for the copies of each direction."""
+
+    def get_stream(self) -> Any:
+        """Returns the order in which what is called now computes."""
+        ...
+
+    def mark(self, stream: Any) -> Any:
+        """Returns an event that has happened once everything that the stream was given until now has run."""
+        ...
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """Lets what the stream is given from now on run after the event. On a GPU the host does not wait."""
+        ...
+
+    def copy(self, direction: Direction, source: Tensor, target: Tensor, after: Sequence[Any]) -> Any:
+        """Copies bytes after all these events and all earlier copies of this direction; returns the event of its end.
+
+        The caller keeps both tensors until then.
+        """
+        ...
+
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        """Returns uint8 [num_bytes] on the device, in the order of the stream of now."""
+        ...
+
+    def allocate_host(self, num_bytes: int) -> Tensor:
+        """Returns uint8 [num_bytes] of the host, pinned. Raises ValueError where the system refuses."""
+        ...
+
+    def lend(self, tensor: Tensor, stream: Any) -> None:
+        """Keeps the memory of a tensor, which another stream owns, until `stream` has run what it was given."""
+        ...
+
+    def has_happened(self, stream: Any, event: Any) -> bool:
+        """Waits on the host for the stream; returns whether the event has happened by then. For checks."""
+        ...
+
+
+class CudaDevice:
+    """The current CUDA device, with two streams of its own for the copies."""
+
+    def __init__(self) -> None:
+        self._streams = {"out": torch.cuda.Stream(), "in": torch.cuda.Stream()}
+
+    def get_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream()
+
+    def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        stream.wait_event(event)
+
+    def copy(self, direction: Direction, source: Tensor, target: Tensor, after: Sequence[Any]) -> torch.cuda.Event:
+        stream = self._streams[direction]
+        for event in after:
+            stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return self.mark(stream)
+
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def allocate_host(self, num_bytes: int) -> Tensor:
+        # Registered rather than allocated pinned: torch's pinned allocator rounds up to a power of two.
+        host = torch.empty(num_bytes, dtype=torch.uint8)
+        status = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), num_bytes, 0)
+        if int(status) != 0:
+            raise ValueError(
+                f"CUDA refuses to pin {num_bytes / 2**30:.2f} GiB of host memory for offload (error {int(status)}); "
+                "expected pages that can be locked; raise the limit (ulimit -l, --ulimit memlock=-1 of a container), "
+                "or move fewer layers"
+            )
+        weakref.finalize(host, torch.cuda.cudart().cudaHostUnregister, host.data_ptr())
+        return host
+
+    def lend(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
+        tensor.record_stream(stream)
+
+    def has_happened(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> bool:
+        stream.synchronize()
+        return bool(event.query())
+
+
+class ThreadDevice:
+    """A CPU as if it was a device: computing is the order of the program, and each direction copies in a thread.
+
+    Args:
+        delay: is called in the thread with (direction, bytes) before each copy and returns the seconds to wait; None
+            copies at once.
+    """
+
+    def __init__(self, delay: Callable[[Direction, int], float] | None = None) -> None:
+        self._delay = delay
+        self._threads = {
+            direction: concurrent.futures.ThreadPoolExecutor(1, f"offload-{direction}") for direction in ("out", "in")
+        }
+
+    def get_stream(self) -> None:
+        return None
+
+    def mark(self, stream: None) -> concurrent.futures.Future[None]:
+        event: concurrent.futures.Future[None] = concurrent.futures.Future()
+        event.set_result(None)
+        return event
+
+    def wait(self, stream: None, event: concurrent.futures.Future[None]) -> None:
+        event.result()
+
+    def copy(
+        self, direction: Direction, source: Tensor, target: Tensor, after: Sequence[Any]
+    ) -> concurrent.futures.Future[None]:
+        def run() -> None:
+            for event in after:
+                event.result()
+            if self._delay is not None:
+                time.sleep(self._delay(direction, source.numel()))
+            target.copy_(source)
+
+        return self._threads[direction].submit(run)
+
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def allocate_host(self, num_bytes: int) -> Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def lend(self, tensor: Tensor, stream: None) -> None:
+        pass
+
+    def has_happened(self, stream: None, event: concurrent.futures.Future[None]) -> bool:
+        return event.done()

@@ -1,0 +1,351 @@
+"""Moves what layers keep for backward to the host and back: the protocol, whatever finds the tensors.
+
+What moves is a *unit*: one storage that autograd keeps, or the part of it that its users see. q, k and v, which are
+views of one buffer, move once, and so does a norm's output that the next linear keeps as its input; all their users get
+views of one new storage back. The units of one layer in one forward are a *group*. A unit is in one of five places:
+
+    RESIDENT --commit--> LEAVING --release--> HOST --load--> COMING --unpack--> BACK
+
+C is the stream that computes, O the one that copies out, I the one that copies in. An arrow `A -> B` is an event.
+
+commit   When the layer's forward ends, each unit gets a place in a slab of the host pool. O waits for C (the unit is
+         computed) and for the slab (its last reader has read), and copies; `out` is the event of the copy's end.
+release  When the next layer's forward ends, C waits for `out` and the engine lets go of the device's memory. It belongs
+         to C, so whatever C is given next may have it: C's own order says that the copy has ended. No record_stream is
+         needed, which would free the memory whenever an event happened to be polled. And where the link is too slow, C
+         waits: copies never pile up, and no more than two groups are on the device, however slow the link is.
+load     When the backward reaches the layer after it, memory is taken in C's order. I waits for C (whoever had the
+         memory before is done), and for `out`: a reload that starts before its copy-out has ended reads what the host
+         memory held before (Megatron-LM issue 7398). `in` is the event of this copy's end.
+unpack   When a node of the backward asks for the tensor, C waits for `in`. A unit that is still RESIDENT or LEAVING is
+         simply taken; one that is on the HOST, because nobody foresaw this backward, is loaded now.
+the end  When the last user of a unit is gone (autograd frees what a node kept once it has run), C waits for `out` if
+         the unit is still LEAVING, and lets go. The slab is free for the next forward once all its units are gone.
+
+The host never waits for a copy. Several forwards may be under way (1F1B): each has groups of its own, and a graph that
+is never run backward gives its units back when it is freed. A retained graph may run backward again: its units stay
+BACK.
+
+Autograd checks that a saved tensor was not written to in place since, but not one that hooks keep. So the engine does:
+the tensor's version must not change until its copy-out has ended.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tempo_kernels.offload.device import CudaDevice, Device, ThreadDevice
+from tempo_kernels.offload.pool import HostPool, Slab, count_ranks_of_host, find_free_host_bytes
+
+_ALIGNMENT = 256
+"""Bytes of a block; units begin at the beginning of one."""
+
+
+class Place(enum.Enum):
+    """Where a unit is."""
+
+    RESIDENT = enum.auto()
+    LEAVING = enum.auto()
+    HOST = enum.auto()
+    COMING = enum.auto()
+    BACK = enum.auto()
+
+
+class Unit:
+    """A storage, or a part of one, that a layer keeps; Handles hold it, and its death ends its copies."""
+
+    def __init__(self, engine: Engine, tensor: Tensor) -> None:
+        self._engine = engine
+        self.device, self.version = tensor.device, tensor._version
+        self._tensor: Tensor | None = tensor.detach()
+        self.place = Place.RESIDENT
+        self.first, self.end = _find_bytes(tensor)
+        """The bytes of the storage that its users see."""
+        self._bytes: Tensor | None = None
+        """The unit's bytes on the device, uint8."""
+        self._host: Tensor | None = None
+        self._slab: _SlabOfGroup | None = None
+        self._out: Any = None
+        self._in: Any = None
+        self._stream: Any = None
+        """The stream that owns the device's memory."""
+        self._checksum: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.first
+
+    def include(self, tensor: Tensor) -> bool:
+        """Returns whether the unit moves a tensor of its storage too; until it is committed it does, unless the tensor
+        was written to since the unit was made."""
+        if self.version != tensor._version:
+            return False
+        first, end = _find_bytes(tensor)
+        if self.place is Place.RESIDENT:
+            self.first, self.end = min(first, self.first), max(end, self.end)
+        return self.first <= first and end <= self.end
+
+    def commit(self, slab: _SlabOfGroup, offset: int, ready: Any) -> None:
+        """RESIDENT -> LEAVING: begins to copy to a place in a slab."""
+        engine = self._engine
+        assert self.place is Place.RESIDENT
+        self._bytes = _view_bytes(self._check_version(), self.first, self.end)
+        self._slab, self._host = slab, slab.slab.memory[offset : offset + self.num_bytes]
+        self._stream = engine.device.get_stream()
+        if engine.debug:
+            self._checksum = _sum_up(self._bytes)
+        self._out = engine.device.copy("out", self._bytes, self._host, [ready, *slab.slab.free])
+        self.place = Place.LEAVING
+        engine.note_device_bytes(self.num_bytes)
+
+    def release(self) -> None:
+        """LEAVING -> HOST: lets go of the device's memory once the copy has ended."""
+        if self.place is Place.LEAVING:
+            self._check_version()
+            self._wait_until_out()
+            if self._engine.debug and not self._engine.device.has_happened(self._stream, self._out):
+                raise RuntimeError(
+                    f"a tensor of {self.num_bytes} bytes would be freed before its copy to the host has ended; this "
+                    "is an error of the engine; leave offload off, and report it"
+                )
+            self.place = Place.HOST
+            self._let_go()
+
+    def load(self) -> None:
+        """HOST -> COMING: begins to copy back."""
+        if self.place is not Place.HOST:
+            return
+        device = self._engine.device
+        self._stream = device.get_stream()
+        self._bytes = device.allocate(self.num_bytes, self.device)
+        assert self._host is not None
+        self._in = device.copy("in", self._host, self._bytes, [device.mark(self._stream), self._out])
+        self.place = Place.COMING
+        self._engine.note_device_bytes(self.num_bytes)
+
+    def take(self, handle: Handle) -> Tensor:
+        """Returns a user's tensor, on the device, in the order of the stream of now."""
+        if self.place is Place.HOST:
+            self._engine.num_stalls += 1
+            self.load()
+        if self.place in (Place.RESIDENT, Place.LEAVING):
+            return _view_as(self._check_version(), handle, handle.offset)
+        device = self._engine.device
+        stream = device.get_stream()
+        device.wait(stream, self._in)
+        assert self._bytes is not None
+        if self.place is Place.COMING:
+            self.place = Place.BACK
+            self._compare(self._bytes)
+        if stream != self._stream:
+            device.lend(self._bytes, stream)
+        return _view_as(self._bytes, handle, handle.offset - self.first)
+
+    def __del__(self) -> None:
+        if self._slab is None:
+            return
+        if self.place is Place.LEAVING:
+            self._wait_until_out()
+        if self.place is not Place.HOST:
+            self._let_go()
+        self._slab.give_back(self._in if self._in is not None else self._out)
+
+    def _wait_until_out(self) -> None:
+        self._engine.device.wait(self._stream, self._out)
+
+    def _let_go(self) -> None:
+        self._bytes = self._tensor = None
+        self._engine.note_device_bytes(-self.num_bytes)
+
+    def _check_version(self) -> Tensor:
+        assert self._tensor is not None
+        if self._tensor._version != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {list(self._tensor.shape)}, which a layer keeps for backward and offload moves, "
+                "was written to in place since; expected it as it was; write to a copy, or leave offload off in this "
+                "layer"
+            )
+        return self._tensor
+
+    def _compare(self, came: Tensor) -> None:
+        if self._checksum is not None and not torch.equal(_sum_up(came), self._checksum):
+            raise RuntimeError(
+                f"a tensor of {self.num_bytes} bytes came back from the host as another: it was copied back before its "
+                "copy to the host had ended; this is an error of the engine; leave offload off, and report it"
+            )
+
+
+class Handle:
+    """What autograd keeps in place of a saved tensor: where it lies in its unit."""
+
+    def __init__(self, unit: Unit, tensor: Tensor) -> None:
+        self.unit = unit
+        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
+        self.offset = int(tensor.storage_offset()) * tensor.element_size()
+        """In bytes, from the storage's beginning."""
+
+    def unpack(self) -> Tensor:
+        """Returns the tensor."""
+        return self.unit.take(self)
+
+
+class Group:
+    """The units that one layer moves in one forward."""
+
+    def __init__(self) -> None:
+        self._units: list[weakref.ref[Unit]] = []
+
+    def add(self, unit: Unit) -> None:
+        """Adds a unit that is still RESIDENT."""
+        self._units.append(weakref.ref(unit))
+
+    def list_units(self) -> list[Unit]:
+        """Lists the units that somebody still needs."""
+        return [unit for reference in self._units if (unit := reference()) is not None]
+
+    def release(self) -> None:
+        """Lets go of the device's memory of what was copied out."""
+        for unit in self.list_units():
+            unit.release()
+
+    def load(self) -> None:
+        """Begins to copy back, what backward needs first first: what was kept last."""
+        for unit in reversed(self.list_units()):
+            unit.load()
+
+
+class _SlabOfGroup:
+    """A slab until the last of a group's units is gone."""
+
+    def __init__(self, pool: HostPool, slab: Slab, num_units: int) -> None:
+        self.slab = slab
+        self._pool, self._num_units, self._events = pool, num_units, list[Any]()
+
+    def give_back(self, event: Any) -> None:
+        self._num_units -= 1
+        self._events.append(event)
+        if self._num_units == 0:
+            self.slab.free = self._events
+            self._pool.give_back(self.slab)
+
+
+class Engine:
+    """Moves groups of units between one device and the host.
+
+    Args:
+        device: makes the copies; None takes streams where the first tensors are on a GPU, and threads on a CPU.
+        num_groups: how many groups may be on the host at once, to tell before the first of them whether the host has
+            the memory for all; None does not ask.
+        debug: compares each tensor that comes back with a sum of its bytes, and asks before memory is let go whether
+            its copy has ended. The host then waits for the device.
+    """
+
+    def __init__(self, device: Device | None = None, num_groups: int | None = None, *, debug: bool = False) -> None:
+        self._device, self.debug = device, debug
+        self.pool = HostPool(lambda num_bytes: self.device.allocate_host(num_bytes))
+        self.num_groups = num_groups
+        self._leaving: list[Group] = []
+        self.device_bytes = 0
+        """Of units that are on the device, from the end of their layer's forward on."""
+        self.peak_device_bytes = 0
+        self.moved_bytes = 0
+        """Copied out since the start."""
+        self.num_stalls = 0
+        """Tensors that backward asked for before anybody had begun to copy them back."""
+
+    def __reduce__(self) -> Any:
+        # A copy of a model has moved nothing yet.
+        return _make_engine, (self.num_groups, self.debug)
+
+    @property
+    def device(self) -> Device:
+        assert self._device is not None, "choose_device comes first"
+        return self._device
+
+    def choose_device(self, tensor: Tensor) -> None:
+        """Takes the device of the first tensor for all, if none was given."""
+        if self._device is None:
+            self._device = CudaDevice() if tensor.is_cuda else ThreadDevice()
+
+    def commit(self, group: Group) -> None:
+        """Begins to copy a group out. Raises ValueError where the host has too little memory."""
+        units = group.list_units()
+        if not units:
+            return
+        offsets, num_bytes = [], 0
+        for unit in units:
+            offsets.append(num_bytes)
+            num_bytes += -(-unit.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self._check_host(num_bytes)
+        slab = _SlabOfGroup(self.pool, self.pool.take(num_bytes), len(units))
+        ready = self.device.mark(self.device.get_stream())
+        for unit, offset in zip(units, offsets, strict=True):
+            unit.commit(slab, offset, ready)
+        self.moved_bytes += num_bytes
+        self._leaving.append(group)
+
+    def release(self, but: Iterable[Group] = ()) -> None:
+        """Lets go of the device's memory of all groups that are leaving, except these."""
+        kept = set(map(id, but))
+        for group in self._leaving:
+            if id(group) not in kept:
+                group.release()
+        self._leaving = [group for group in self._leaving if id(group) in kept]
+
+    def note_device_bytes(self, change: int) -> None:
+        """Counts memory of the device that a unit takes or gives back."""
+        self.device_bytes += change
+        self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
+
+    def _check_host(self, num_bytes: int) -> None:
+        if self.num_groups is None or (free := find_free_host_bytes()) is None:
+            return
+        num_groups, num_ranks, self.num_groups = self.num_groups, count_ranks_of_host(), None
+        if num_groups * num_bytes * num_ranks > free:
+            raise ValueError(
+                f"a layer offloads {_write_size(num_bytes)}, so {num_groups} layers that are on the host at once need "
+                f"{_write_size(num_groups * num_bytes)} of it on each of its {num_ranks} ranks, and "
+                f"{_write_size(free)} are free for all of them; offload fewer layers or rows, or keep less by "
+                "recomputation"
+            )
+
+
+def _make_engine(num_groups: int | None, debug: bool) -> Engine:
+    return Engine(num_groups=num_groups, debug=debug)
+
+
+def _find_bytes(tensor: Tensor) -> tuple[int, int]:
+    """Returns where, in its storage, the block with a tensor's first byte begins, and the byte after its last."""
+    last: int = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    first = int(tensor.storage_offset()) * tensor.element_size()
+    # Where the first byte lies decides which instructions a kernel may use; so it keeps its place in its block.
+    return first - first % _ALIGNMENT, first + (last + 1) * tensor.element_size()
+
+
+def _view_bytes(tensor: Tensor, first: int, end: int) -> Tensor:
+    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    view.set_(tensor.untyped_storage(), first, (end - first,), (1,))
+    return view
+
+
+def _view_as(tensor: Tensor, handle: Handle, offset: int) -> Tensor:
+    """Returns the handle's view of a tensor's storage, `offset` bytes after its beginning."""
+    view = torch.empty(0, dtype=handle.dtype, device=tensor.device)
+    view.set_(tensor.untyped_storage(), offset // view.element_size(), handle.size, handle.stride)
+    return view
+
+
+def _sum_up(data: Tensor) -> Tensor:
+    """Returns a number that depends on the bytes and their order."""
+    places = torch.arange(data.numel(), device=data.device).remainder_(8191).add_(1)
+    return (data.to(torch.int64) * places).sum()
+
+
+def _write_size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.2f} MiB"

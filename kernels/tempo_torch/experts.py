@@ -1,0 +1,89 @@
+"""Experts of transformers' mixtures: what they keep is the first product's output, not their activation.
+
+Stock keeps the output of the gate's function, its product with the other half, and what the gate clamps. Each is as
+large as the tokens of all experts. Here the second product keeps a promise in place of the first's gated output, which
+the model's own code makes again just before backward needs it. This is done in the implementations "grouped_mm",
+"batched_mm" and "eager" of transformers/integrations/moe.py (5.24); in any other, stock runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from tempo_kernels.recompute import drop, recompute
+from tempo_torch.linear import drop_input
+from tempo_torch.replace import Replaced
+
+IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
+"""Values of a configuration's `_experts_implementation` in which the activation is recomputed."""
+
+
+class RecomputesExperts(Replaced):
+    """Experts whose gated activation is recomputed.
+
+    Keeps for backward: of the activation its input, the output of gate_up_proj.
+    Error: none in the output, since stock code runs again; gradients are those of its activation module, which is
+    Tempo's where that has its function.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The experts' weighted outputs [t, h] of tokens [t, h], as stock."""
+        stock: Any = self.stock_class
+        is_plain = torch.compiler.is_compiling() or not torch.is_grad_enabled()
+        if is_plain or read_implementation(self) not in IMPLEMENTATIONS:
+            return stock.forward(self, *args, **kwargs)
+        made: list[Tensor] = []
+
+        def apply_gate(x: Tensor) -> Tensor:
+            y = recompute(stock._apply_gate, self, x) if x.requires_grad else stock._apply_gate(self, x)
+            made.append(y)
+            return y
+
+        # The stock forward runs on a shallow copy, so that threads do not see one another's `made`.
+        stand_in: Any = copy.copy(self)
+        stand_in.__class__ = stock
+        stand_in.__dict__["_apply_gate"] = apply_gate
+        with _DropsInputs():
+            out = stock.forward(stand_in, *args, **kwargs)
+        while made:
+            drop(made.pop(), after=out)
+        return out
+
+
+class _DropsInputs(TorchFunctionMode):
+    """Lets each linear inside drop an input that can be recomputed: eager forwards may write the gate's product out
+    instead of calling `_apply_gate`."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if function is F.linear:
+            drop_input(args[0], out)
+        return out
+
+
+def read_implementation(module: Any) -> Any:
+    """Which implementation of transformers the experts run in."""
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module was made by transformers' `use_experts_implementation` (5.0 and later)."""
+    moe: Any = sys.modules.get("transformers.integrations.moe")
+    return moe is not None and hasattr(module, "is_concatenated") and hasattr(type(module), "_apply_gate")
+
+
+def find_experts_refusal(module: Any) -> str | None:
+    """Why experts stay as they are; None where their activation can be recomputed."""
+    if not module.has_gate:
+        return "its experts have no gate"
+    implementation = read_implementation(module)
+    if implementation not in IMPLEMENTATIONS:
+        return f"its experts run in {implementation}, and Tempo has {', '.join(IMPLEMENTATIONS)}"
+    return None

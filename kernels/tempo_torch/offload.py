@@ -1,0 +1,68 @@
+"""Finds the layers of a model, which move what they keep for backward to the host, for the `offload` of `tempoize`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from tempo_kernels.offload import INPUT, Engine, Moves, Offload, move_all
+
+_LAYER = "layer"
+"""Names what a layer keeps outside of its modules."""
+
+
+def offload_layers(model: nn.Module, value: str) -> list[Offload]:
+    """Lets the layers of a model move what `value` says; returns what moves it.
+
+    Layers are the modules of the outermost nn.ModuleLists that hold several, as models of transformers have them.
+
+    Raises ValueError for a model without such layers, and for a name that none of them has.
+    """
+    if value == "off":
+        return []
+    stacks = list(_find_stacks(model))
+    if not stacks:
+        raise ValueError(
+            f'offload is "{value}", and {type(model).__name__} has no nn.ModuleList of several layers; expected one; '
+            'set offload to "off"'
+        )
+    moves: Moves = move_all if value == "all" else _read_names(value, stacks)
+    engine = Engine(num_groups=sum(len(layers) for _, layers in stacks))
+    return [Offload(root, dict.fromkeys(layers, moves), engine) for root, layers in stacks]
+
+
+class _MovesSome:
+    """Moves what modules with these names, or modules inside them, save first."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+
+    def __call__(self, name: str) -> bool:
+        name = name or _LAYER
+        return any(name == each or name.startswith(f"{each}.") for each in self._names)
+
+
+def _read_names(value: str, stacks: list[tuple[nn.Module, list[nn.Module]]]) -> _MovesSome:
+    names = frozenset(str(value).split("+"))
+    known = {name for _, layers in stacks for layer in layers for name, _ in layer.named_modules() if name}
+    for name in sorted(names - {INPUT, _LAYER} - known):
+        raise ValueError(
+            f'offload has "{name}", which is no module of a layer; expected "off", "all", or names joined by "+", '
+            f"such as {', '.join(sorted(known)[:3])}, {INPUT} (of a checkpointed layer) or {_LAYER} (outside of its "
+            "modules)"
+        )
+    return _MovesSome(names)
+
+
+def _find_stacks(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """Yields (the module that calls them, layers) of the outermost lists of layers."""
+    for child in module.children():
+        if (
+            isinstance(child, nn.ModuleList)
+            and len(child) > 1
+            and all(any(True for _ in layer.parameters()) for layer in child)
+        ):
+            yield module, list(child)
+        else:
+            yield from _find_stacks(child)

@@ -1,0 +1,123 @@
+"""Counts what the layers of a run send to the host, and what of it is on the device at a time.
+
+The engine's order (`tempo_kernels.offload`): what layer n sends leaves while layer n + 1 runs forward, and is freed
+when that ends; it comes back while layer n + 1 runs backward. So two layers' groups are on the device at a time. The
+last layer of a chunk has nothing behind it to run meanwhile, so what it keeps stays where it is.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from tempo_megatron.memory.kept.attribution import find_row
+from tempo_megatron.memory.kept.recorder import SavedStorage
+from tempo_megatron.memory.run import OptimizerSettings, Run
+from tempo_megatron.memory.simulated.chunk import STACKS_OF_FAMILIES, record_chunk
+from tempo_megatron.memory.simulated.phases import LAYERS, ChunkMemory, Phase
+from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, OFFLOAD
+from tempo_megatron.settings.operations import find_offload_row
+
+
+def drop_offload(config: TempoConfig) -> TempoConfig:
+    """The same operations, of which nothing goes to the host."""
+    layers = {
+        key: {name: value for name, value in values.items() if name != OFFLOAD}
+        for key, values in config.layers.items()
+        if values.keys() - {OFFLOAD}
+    }
+    return dataclasses.replace(config, offload="off", layers=layers)
+
+
+def sum_movable_rows(saved: Iterable[SavedStorage], seq_length: int) -> dict[str, int]:
+    """One of OFFLOAD_ROWS -> the bytes of a layer that go to the host by that name."""
+    found: collections.Counter[str] = collections.Counter()
+    for storage in saved:
+        name = find_offload_row(find_row(storage.operation, storage.shape, (seq_length,)))
+        if name is not None:
+            found[name] += storage.num_bytes
+    return dict(found)
+
+
+def count_moved(rows: Mapping[str, int], offload: str) -> int:
+    """The bytes that a layer with these movable rows sends to the host with a value of `offload`."""
+    if offload == "all":
+        return sum(rows.values())
+    return sum(rows.get(name, 0) for name in offload.split("+"))
+
+
+def count_moved_of_layers(run: Run, layers: range) -> tuple[int, ...]:
+    """For each layer of a chunk, counted from 0 over the whole model, the bytes that one micro batch sends to the host.
+
+    Raises ValueError for a T5 and for multi-token prediction, whose layers the engine does not know.
+    """
+    if not layers or not run.tempo.offloads:
+        return (0,) * len(layers)
+    if run.model.family == "t5" or run.mtp_num_layers:
+        what = "a T5" if run.model.family == "t5" else "a model with multi-token prediction"
+        raise ValueError(f"tempo.offload is given for {what}, which offload does not know; leave it out")
+    (stack,) = STACKS_OF_FAMILIES[run.model.family]
+    has_experts = run.experts.layers if run.experts is not None else (False,) * run.model.num_layers
+    kinds = [
+        (run.tempo.for_layer(layer, stack), run.find_recomputed(layer - layers.start), has_experts[layer])
+        for layer in layers
+    ]
+    distinct = list(dict.fromkeys(kinds))
+    values = {
+        str(place): {name: getattr(config, name) for name in LAYER_OPERATIONS}
+        for place, (config, _, _) in enumerate(distinct)
+    }
+    seq_length = run.model.seq_length // run.context_parallel
+    by_layer, _ = record_chunk(
+        dataclasses.replace(
+            run,
+            model=dataclasses.replace(run.model, num_layers=len(distinct), seq_length=seq_length),
+            tempo=dataclasses.replace(drop_offload(run.tempo), layers=values),
+            experts=run.experts
+            and dataclasses.replace(run.experts, layers=tuple(has_experts for _, _, has_experts in distinct)),
+            optimizer=OptimizerSettings(),
+            pipeline_parallel=1,
+            data_parallel=1,
+            layers_per_virtual_stage=None,
+            layers_of_chunks=None,
+            first_stage_layers=None,
+            last_stage_layers=None,
+            num_micro_batches=None,
+            # Those that are recomputed as a whole are the first ones of the chunk, and so of its kinds.
+            recompute_num_layers=run.recompute_num_layers
+            and sum("full" in recomputed for _, recomputed, _ in distinct),
+        )
+    )
+    moved = {
+        kind: count_moved(sum_movable_rows(by_layer[stack, place], seq_length), kind[0].offload)
+        for place, kind in enumerate(distinct)
+    }
+    return (*(moved[kind] for kind in kinds[:-1]), 0)
+
+
+def offload_layers(memory: ChunkMemory, moved: Sequence[int]) -> ChunkMemory:
+    """A chunk whose layers send these bytes to the host, and get them back."""
+
+    def change(phases: Sequence[Phase], behind: Sequence[int], *, comes: bool) -> tuple[Phase, ...]:
+        """behind: what leaves, or comes, while each layer runs, in the order of `phases`."""
+        rest = iter(behind)
+        changed = []
+        for phase in phases:
+            if phase.part == LAYERS:
+                num_bytes = next(rest)
+                # It is freed when the layer's forward ends, and there from the begin of its backward.
+                rise, growth = (num_bytes, num_bytes) if comes else (0, -num_bytes)
+                changed.append(dataclasses.replace(phase, rise=phase.rise + rise, growth=phase.growth + growth))
+            else:
+                changed.append(phase)
+        return tuple(changed)
+
+    # While a layer runs, what the layer before it sent leaves, or comes back.
+    before = [0, *moved[:-1]]
+    return dataclasses.replace(
+        memory,
+        forward=change(memory.forward, before, comes=False),
+        backward=change(memory.backward, before[::-1], comes=True),
+    )

@@ -1,0 +1,130 @@
+"""No figure stands alone: cards and docs/benchmarks.md are what the results say, and documents lead to them.
+
+What is checked of prose is this: a section of README.md or docs/ that gives a figure with a unit of measurement (sbh,
+bytes, seconds, a percentage, a multiple), outside of what a script has written, names where it comes from: a card, a
+script or results file of benchmarks/, a test, or somebody else's page. Whether that place says the same number, only
+the blocks that scripts write can know.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import warnings
+from pathlib import Path
+
+import estimated_models
+import layer_rivals
+import pytest
+import report
+import run
+import torch
+from measurements import measure_missing, read_records
+
+import cards
+from tempo_megatron import cpu
+from tempo_megatron.memory.fake_tensors import simulate_layout
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FIGURE = re.compile(r"(?<![\w.-])\d[\d,.]*\s?(?:%|(?:sbh|[KMGT]i?B|ms|us|s|times|MFU)\b)")
+EVIDENCE = re.compile(r"cards/\w|benchmarks/\w|tests/\w|arXiv \d|https?://")
+BLOCK = re.compile(r"<!-- (.*?)(?:: begin| begins) -->.*?<!-- \1(?:: end| ends) -->", re.DOTALL)
+FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`[^`\n]*`")
+
+
+def list_unsupported(text: str) -> list[str]:
+    """The sections that give a figure and no place where it comes from."""
+    if text.startswith("<!-- Written by"):
+        return []
+    found = []
+    for section in re.split(r"^(?=#+ )", FENCE.sub("", BLOCK.sub("", text)), flags=re.MULTILINE):
+        if FIGURE.search(INLINE.sub("", section)) and not EVIDENCE.search(section):
+            found.append(section.partition("\n")[0])
+    return found
+
+
+def test_cards_and_the_page_of_benchmarks_are_what_the_results_say() -> None:
+    texts = {**cards.list_texts(), report.PAGE: report.write_page()}
+    assert set(texts) == {*(ROOT / "cards").glob("*.md"), report.PAGE}
+    for path, text in texts.items():
+        assert path.read_text(encoding="utf-8") == text, f"{path}: run python benchmarks/report.py"
+    assert all(plot.is_file() for plot in report.PLOTS.values())
+
+
+def test_goals_that_are_missed_and_rows_of_others_that_are_better_are_printed_as_such() -> None:
+    page = report.PAGE.read_text(encoding="utf-8")
+    for goal in report.list_goals():
+        assert f"| {goal.text} | {goal.found} | {'met' if goal.is_met else '**missed**'} |" in page
+    found = {record["case"]: record["kept_sbh"] for record in read_records(layer_rivals.OUTPUT)}
+    assert found.keys() == layer_rivals.list_rivals().keys()
+    better = page.partition("## Where something else is better")[2].partition("## Goals")[0]
+    for case, kept in found.items():
+        is_better = kept < found["Tempo, in place"] - 0.01 and not case.startswith("Tempo")
+        assert (f"- {case} keeps" in better) is is_better
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_section_with_a_figure_says_where_it_comes_from(page: Path) -> None:
+    assert list_unsupported(page.read_text(encoding="utf-8")) == []
+
+
+def test_a_figure_without_a_source_is_found() -> None:
+    assert list_unsupported("# A\nIt keeps 20 sbh.\n## B\n3 % ([card](../cards/x.md))\n## C\nRank 3\n") == ["# A"]
+
+
+def test_the_results_of_a_suite_are_there_and_named_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--suite", "cpu", "estimate", "gpu", "--list"]) == 0
+    listed = capsys.readouterr().out
+    for name, benchmark in run.BENCHMARKS.items():
+        script = benchmark.command.split()[0]
+        assert re.search(rf"^{name} +{benchmark.suite} +python benchmarks/{script}", listed, re.MULTILINE)
+        assert (ROOT / "benchmarks" / script).is_file()
+        assert benchmark.output is None or read_records(benchmark.output), name
+
+
+def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    path, measured = tmp_path / "folder" / "results.jsonl", []
+
+    def measure(case: str) -> dict[str, str]:
+        measured.append(case)
+        if case == "c" and measured.count("c") == 1:
+            raise RuntimeError("out of time")
+        return {"value": case.upper()}
+
+    with pytest.raises(RuntimeError):
+        measure_missing(path, "abcd", measure)
+    measure_missing(path, "abcd", measure)
+    assert measured == list("abc") + list("cd")
+    assert [record["value"] for record in map(json.loads, path.read_text().splitlines())] == list("ABCD")
+    measure_missing(path, "a", measure, again=True)
+    assert len(read_records(path)) == 1 and "commit" in read_records(path)[0]
+
+
+@pytest.mark.parametrize("slope", [1, 7, 1000])
+def test_the_largest_batch_fits_and_the_next_one_does_not(slope: int) -> None:
+    """Whatever bends the line: what an optimizer's step needs, blocks, a jump."""
+    for limit in range(1, 30 * slope, max(1, slope // 3)):
+
+        def find_peak(batch: int) -> int:
+            return max(5 * slope, slope * batch + 3 * (batch // 4) + (slope if batch > 9 else 0))
+
+        found = estimated_models.find_largest(find_peak, limit)
+        assert (find_peak(found) <= limit if found else find_peak(1) > limit) and find_peak(found + 1) > limit
+
+
+@pytest.mark.slow
+def test_rivals_keep_what_is_known_of_them() -> None:
+    """Small, in bf16: s 64, h 128. In place 20.5, and rstd and logsumexp; a checkpoint has 5 KB of random state."""
+    sizes = layer_rivals.Sizes(64, 1, 128, torch.bfloat16, 1)
+    cpu.use_cpu()
+    expected = {"Tempo, in place": 20.5, "Tempo, recompute": 20.0, "checkpoint": 2.0, "stock, SDPA": 36.0}
+    with simulate_layout(1), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer_rivals.tensor_parallel.model_parallel_cuda_manual_seed(1234)
+        found = {case: functools.partial(layer_rivals.measure, sizes=sizes)(case) for case in expected}
+    for case, least in expected.items():
+        assert least <= found[case]["kept_sbh"] <= least + 1.2, case
+        assert found[case]["gradient_error"] < 0.05, case

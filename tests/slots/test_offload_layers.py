@@ -1,0 +1,204 @@
+"""Megatron's layers with offload: whatever the link's delays, results are bit for bit those without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_megatron_ranks
+from gpt import RECOMPUTE, SEQ_LENGTH, WRITTEN, build_bert, build_gpt, build_t5, gpt_config, t5_losses, tokens_of
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from slow_links import Careless, SlowLink
+
+from tempo_kernels.offload import Device
+from tempo_megatron import TempoConfig
+from tempo_megatron.slots import dropout_rng
+from tempo_megatron.slots.offload import Offloading, count_in_flight, offload_layers
+
+ONE_RANK = pytest.mark.usefixtures("one_rank")
+OFF = TempoConfig.off()
+LLAMA = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+    "num_query_groups": 2,
+}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
+CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+REPEATED = TempoConfig(linear_fc1="recompute", linear_qkv="recompute")
+NUM_LAYERS = 4
+
+# Name -> (family, values, what moves, further settings).
+CASES: dict[str, tuple[str, TempoConfig, str, dict[str, Any]]] = {
+    "stock": ("gpt", OFF, "all", {}),
+    "in place": ("gpt", WRITTEN, "all", {}),
+    "recompute": ("gpt", RECOMPUTE, "all", {}),
+    "linears again": ("gpt", REPEATED, "all", {}),
+    "llama": ("llama", TempoConfig(), "all", LLAMA),
+    "llama, rows": ("llama", TempoConfig(), "pre_mlp_layernorm+mlp.linear_fc1+mlp+self_attention", LLAMA),
+    "bert": ("bert", WRITTEN, "all", {}),
+    "t5": ("t5", WRITTEN, "all", {}),
+    "all layers again": ("gpt", WRITTEN, "input", {**FULL, "recompute_num_layers": 1}),
+    "pairs of layers again": ("gpt", OFF, "all", {**FULL, "recompute_num_layers": 2}),
+    "two layers again": (
+        "gpt",
+        TempoConfig(),
+        "all",
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+    ),
+    "attention again": ("llama", TempoConfig(), "all", LLAMA | CORE),
+}
+
+
+class Model:
+    """A small model of a case, with what runs a training step of three micro batches on it."""
+
+    def __init__(self, case: str, sequence_parallel: bool) -> None:
+        self.family, values, self.moves, settings = CASES[case]
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        if stages > 1:
+            settings = {**settings, "pipeline_model_parallel_size": stages, "pipeline_dtype": torch.float32}
+        self.config = gpt_config(
+            num_layers=NUM_LAYERS, sequence_parallel=sequence_parallel, dropout=0.1, **settings, batch_p2p_sync=False
+        )
+        where = {
+            "pre_process": parallel_state.is_pipeline_first_stage(),
+            "post_process": parallel_state.is_pipeline_last_stage(),
+        }
+        build = {"bert": build_bert, "t5": build_t5}.get(self.family, build_gpt)
+        rotary = {"position_embedding_type": "rope"} if self.family == "llama" else {}
+        self.model = build(self.config, values, **rotary, **(where if stages > 1 else {}))
+
+    def forward(self, first_sample: int) -> torch.Tensor:
+        if self.family == "t5":
+            return t5_losses(self.model)
+        dropout_rng.set_micro_batch(5, first_sample)
+        tokens = tokens_of(first_sample, 2)
+        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        if self.family == "bert":
+            padding = torch.ones(2, SEQ_LENGTH)
+            padding[1, 10:] = 0
+            found = self.model(inputs, padding, lm_labels=labels)
+            return found[0] if isinstance(found, tuple) else found
+        mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1)
+        return self.model(inputs, torch.arange(SEQ_LENGTH).expand(2, -1), mask, labels=labels)
+
+    def step(self, data: int) -> list[torch.Tensor]:
+        """Losses and gradients of a step: 1F1B, or three accumulated micro batches of which two wait at once."""
+        self.model.zero_grad()
+        # Stock draws its masks from these.
+        torch.manual_seed(data)
+        model_parallel_cuda_manual_seed(data)
+        first_samples = [6 * data + 2 * number for number in range(3)]
+        if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+            losses = [self.forward(first) for first in first_samples[:2]]
+            for loss in reversed(losses):
+                loss.mean().backward()
+            losses.append(self.forward(first_samples[2]))
+            losses[2].mean().backward()
+        else:
+
+            def run_one(samples: Iterator[int], _: Any) -> Any:
+                return self.forward(next(samples)), lambda out: (out.mean(), {"loss": out.detach()})
+
+            found = get_forward_backward_func()(
+                forward_step_func=run_one,
+                data_iterator=iter(first_samples),
+                model=self.model,
+                num_microbatches=3,
+                seq_length=SEQ_LENGTH,
+                micro_batch_size=2,
+                forward_only=False,
+            )
+            losses = [each["loss"] for each in found]
+        grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return [tensor.detach().clone() for tensor in (*losses, *grads)]
+
+    def offload(self, device: Device, **settings: Any) -> Offloading:
+        offloading = Offloading(device, num_in_flight=count_in_flight(3), min_bytes=512, **settings)
+        offloading.add(self.model, TempoConfig(offload=self.moves))
+        return offloading
+
+
+def run_patterns(cases: list[str], num_patterns: int, sequence_parallel: bool = False) -> None:
+    """Holds steps of each case under that many patterns of delays against those without offload."""
+    for case in cases:
+        model = Model(case, sequence_parallel)
+        expected = [model.step(data) for data in range(2)]
+        device = SlowLink()
+        offloading = model.offload(device)
+        for seed in range(num_patterns):
+            device.begin_pattern(seed)
+            found = model.step(seed % 2)
+            assert all(map(torch.equal, found, expected[seed % 2])), f"{case}, pattern {seed}"
+            if seed == 0:
+                num_allocations = offloading.engine.pool.num_allocations
+        engine = offloading.engine
+        assert engine.moved_bytes > 0 and engine.device_bytes == engine.pool.num_bytes_in_use == 0
+        assert engine.pool.num_allocations == num_allocations, "nothing is allocated after the first step"
+
+
+@ONE_RANK
+@pytest.mark.parametrize("case", CASES)
+def test_no_delay_changes_a_bit(case: str) -> None:
+    run_patterns([case], 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tp", "pp", "cases"),
+    [
+        (2, 1, ["in place", "llama", "linears again", "two layers again", "attention again"]),
+        (1, 2, ["in place", "llama", "bert", "all layers again"]),
+        pytest.param(2, 2, ["stock", "in place", "llama", "all layers again"], marks=pytest.mark.exhaustive),
+    ],
+    ids=["TP 2 + SP", "PP 2", "TP 2 + SP, PP 2"],
+)
+def test_no_delay_changes_a_bit_beside_other_ranks(tp: int, pp: int, cases: list[str]) -> None:
+    run_megatron_ranks(run_patterns, tp * pp, tp, cases, 5, tp > 1, pipeline_model_parallel_size=pp)
+
+
+@ONE_RANK
+@pytest.mark.parametrize(
+    ("forgets", "message"),
+    [
+        (("in",), "came back from the host as another"),
+        (("out",), "would be freed before its copy to the host has ended"),
+    ],
+    ids=["unpack does not wait for the reload", "the reload does not wait for the copy out"],
+)
+def test_a_wait_that_is_missing_changes_gradients_and_is_found(forgets: Any, message: str) -> None:
+    model = Model("in place", False)
+    expected = model.step(0)
+    offloading = model.offload(Careless(forgets))
+    assert not all(map(torch.equal, model.step(0), expected))
+    offloading.remove()
+    offloading = model.offload(Careless(forgets), debug=True)
+    with pytest.raises(RuntimeError, match=message):
+        model.step(0)
+    offloading.remove()
+
+
+@ONE_RANK
+def test_the_checks_find_nothing_where_nothing_is_wrong() -> None:
+    model = Model("in place", False)
+    expected = model.step(0)
+    device = SlowLink()
+    model.offload(device, debug=True)
+    device.begin_pattern(3)
+    assert all(map(torch.equal, model.step(0), expected))
+
+
+@ONE_RANK
+@pytest.mark.parametrize("name", ["cpu_offloading", "distribute_saved_activations", "enable_cuda_graph"])
+def test_what_stands_in_the_way_is_refused_by_name(name: str) -> None:
+    model = Model("stock", False).model
+    setattr(model.config, name, True)
+    with pytest.raises(ValueError, match=f"tempo.offload is given and {name} is on, .* leave {name} out"):
+        offload_layers([model], TempoConfig(layers={"3": {"offload": "mlp"}}))
+    assert offload_layers([model], TempoConfig()).num_layers == 0

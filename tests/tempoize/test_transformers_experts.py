@@ -1,0 +1,87 @@
+"""Experts of transformers in each of its implementations: stock's loss and gradients, and a gated output less."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from tempo_megatron.memory.kept.recorder import GraphReader
+from tempo_torch import report_on, restore, tempoize
+
+if not hasattr(transformers.PreTrainedModel, "set_experts_implementation"):
+    pytest.skip(f"transformers {transformers.__version__} has no experts implementations", allow_module_level=True)
+
+TOKENS, TOP, INNER = 32, 2, 24
+SIZES = {
+    **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96},
+    **{"num_key_value_heads": 4, "num_experts_per_tok": TOP, "use_cache": False},
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4, "intermediate_size": INNER},
+    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": INNER},
+    "GptOss": {"num_local_experts": 4, "intermediate_size": INNER, "head_dim": 8},
+    "DeepseekV3": {
+        **{"n_routed_experts": 4, "moe_intermediate_size": INNER, "n_group": 2, "topk_group": 1, "q_lora_rank": 8},
+        **{"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8},
+        **{"first_k_dense_replace": 0, "n_shared_experts": TOP},
+    },
+}
+OTHERS = {"norm": "off", "dropout": "off", "attention": "off", "loss": "off"}
+
+
+def build(name: str, implementation: str) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SIZES, **MODELS[name])
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model.set_experts_implementation(implementation)
+    return model.train()
+
+
+def train(model: Any) -> tuple[Tensor, dict[str, Tensor | None], int]:
+    """The loss, gradients by name, and the bytes that autograd holds after the forward."""
+    ids = torch.arange(TOKENS).view(2, -1) * 7 % 90
+    reader = GraphReader(model)
+    with reader.follow():
+        loss = model(input_ids=ids, labels=ids).loss
+    kept = sum(saved.num_bytes for saved in reader.list_saved([loss]))
+    loss.backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}, kept
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_gated_output_is_made_again(name: str, implementation: str) -> None:
+    loss, gradients, kept = train(build(name, implementation))
+    model = tempoize(build(name, implementation), activation="recompute", **OTHERS)
+    own_loss, own_gradients, own_kept = train(model)
+    assert torch.equal(own_loss, loss) and own_gradients.keys() == gradients.keys()
+    for parameter, gradient in gradients.items():
+        own = own_gradients[parameter]
+        assert (own is None) == (gradient is None)
+        if gradient is not None and own is not None:
+            # The derivative of Tempo's silu rounds otherwise than torch's; gpt-oss writes its own function out.
+            near = 0.0 if name == "GptOss" else 1e-6 * gradient.abs().max().item()
+            torch.testing.assert_close(own, gradient, rtol=0, atol=near)
+    # The function of the gate and the product, in float32; gpt-oss keeps what it clamps and adds besides, and DeepSeek
+    # has as many shared experts, whose linears are modules.
+    fewest = 2 * SIZES["num_hidden_layers"] * TOKENS * TOP * INNER * 4 * (1 + (name == "DeepseekV3"))
+    assert kept - own_kept == fewest if name != "GptOss" else kept - own_kept >= 2 * fewest
+    replaced = [entry for entry in report_on(model).replaced if entry.module.endswith("Experts")]
+    assert len(replaced) == SIZES["num_hidden_layers"]
+    restored, _, stock_kept = train(restore(model))
+    assert torch.equal(restored, loss) and stock_kept == kept
+
+
+def test_what_cannot_be_recomputed_is_reported() -> None:
+    model = build("Qwen3Moe", "grouped_mm")
+    model.config._experts_implementation = "sonicmoe"
+    why = {entry.why for entry in report_on(tempoize(model, **OTHERS)).left if entry.module == "Qwen3MoeExperts"}
+    assert why == {"its experts run in sonicmoe, and Tempo has eager, grouped_mm, batched_mm"}
+    model = tempoize(build("GptOss", "grouped_mm"), activation="auto", **OTHERS)
+    model.set_experts_implementation("eager")
+    # One that is chosen later is followed.
+    assert train(model)[2] < train(build("GptOss", "eager"))[2]
