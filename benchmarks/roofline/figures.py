@@ -43,11 +43,12 @@ TUTORIAL = {
     128: {"tile": (128, 64), "warps": 4, "programs_per_sm": 1, "issued": 633, "around": 900},
 }
 """Forward of python/tutorials/06-fused-attention.py of triton-lang/triton at 003da478 (without descriptors) by triton
-3.6, float16: the counts by which the model is held against ATTENTION."""
+3.6, float16: the counts by which the model is held against ATTENTION. `around`, the instructions before and after the
+loop, is an estimate, the others are counted."""
 
 POINTWISE = (
     ("QuACK", "RMSNorm, softmax and cross entropy forward, rows from 4096 on", "3.0 TB/s", "Dao-AILab/quack, "
      "media/2025-07-10-membound-sol.md: 90 % of 3.35 TB/s"),
-    ("Liger, torch.compile", "the same kernels", "about 2.0 TB/s from rows of 65536 on", "the same page"),
+    ("Liger, torch.compile", "softmax forward", "about 2.0 TB/s from rows of 65536 on", "the same page"),
     ("Transformer Engine", "LayerNorm, RMSNorm, GELU", "none found", "-"),
 )  # fmt: skip
