@@ -109,6 +109,9 @@ _COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit status. A user's mistake is one sentence on stderr and status 2."""
+    if argv is None and sys.argv[1:2] == ["estimate"]:
+        # Nothing is compiled on tensors without memory, and Megatron-core's import of torch's compiler takes seconds.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[1:2] == ["run"] and argv[0].startswith("--local_rank="):
         # `deepspeed --module tempo_megatron run ...` puts it first.

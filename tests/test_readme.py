@@ -205,7 +205,7 @@ def test_every_command_runs_in_order_as_printed_in_a_fresh_clone(fresh_clone: Pa
     check_quickstart(fresh_clone / "runs" / "quickstart", done.stdout)
     for said in ("1 x CPU", "2 x CPU (1 threads) by torchrun: ", "2 x CPU (1 threads) by deepspeed: TP 2 + SP, DP 1"):
         assert torch.cuda.is_available() or said in done.stdout
-    assert done.stdout.count("step 3/3 | loss ") == 6  # each of the commands of docs/training.md that train
+    assert done.stdout.count("step 3/3 | loss ") == 7  # each of the commands of docs/training.md that train
     for check in EXAMPLES.values():
         check(done.stdout)
     assert (fresh_clone / "runs/mine/weights.safetensors").stat().st_size > 1_000_000

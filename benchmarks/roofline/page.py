@@ -18,7 +18,9 @@ Records = Mapping[str, Mapping[str, Any]]
 H100 = DEVICES["H100"]
 WAYS = {"one walk": ("forward", "backward"), "two walks": ("forward", "grad_q", "grad_kv")}
 SHARE_GOAL = 0.92
-HEAD = """# How fast the kernels can be
+HEAD = """<!-- Written by `python benchmarks/static_roofline.py --page`; not to be edited. -->
+
+# How fast the kernels can be
 
 No GPU was at hand: nothing on this page about a GPU was measured. `python benchmarks/static_roofline.py --page` writes
 it from the machine code that Triton makes for sm_90 and from the model of `benchmarks/roofline/`, whose files derive

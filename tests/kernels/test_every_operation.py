@@ -236,7 +236,7 @@ PUBLIC: dict[str, Callable[[Tensor], Tensor]] = {
     "recompute": lambda x: recompute(torch.sin, x),
 }
 every_public_operation = pytest.mark.parametrize("name", PUBLIC)
-SHARED_ROOMS = {"philox", "pointwise"}
+SHARED_ROOMS = {"philox", "pointwise", "offload"}
 BESIDE_OPERATIONS = {"describe", "find_backend", "Draw", "Kept", "Refillable"}
 BESIDE_OPERATIONS |= {"adopt", "can_refill", "drop", "find_saved_tensors", "hold"}
 # Without autograd: their caller is an operation.

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from tempo_megatron import TempoConfig
+from tempo_megatron.memory.estimate.allocator import Allocations, CachingAllocator
 from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.estimate.lasting_tensors import count_lasting_tensors
 from tempo_megatron.memory.estimate.muon import count_muon_states
-from tempo_megatron.memory.estimate.rounding import count_rounding
+from tempo_megatron.memory.estimate.rounding import count_rounding, count_rounding_of_step
 from tempo_megatron.memory.estimate.workspaces import find_torch_bytes, list_workspaces
 from tempo_megatron.memory.routing import assume_routing, expect_imbalance
 from tempo_megatron.memory.run import Experts, LatentAttention, OptimizerSettings, Run
@@ -79,10 +80,25 @@ def test_blocks_that_are_not_split_count_whole() -> None:
     """Less than 1 MiB that is left of a segment counts with the tensor in it."""
     large = Parameter((19 * MIB // 4,), is_matrix=False)
     # In bf16 9.5 MiB, in a segment of 20 MiB that is split; gradients, copy and two moments of 19 MiB in 20 MiB each.
-    assert count_rounding([[large]], torch.bfloat16, [], WHOLE, parts=(1, 1)) == 4 * MIB
+    assert count_rounding([[large]], torch.bfloat16, [], WHOLE, parts=(1, 1))[1] == 4 * MIB
     # Weights of 9.5 MiB and the buffer that replaces them share a segment, the copy takes their place, and the moments
     # share another: the second of each pair has 1 MiB too much, and so have the gradients.
-    assert count_rounding([[large]], torch.bfloat16, [], DISTRIBUTED, parts=(2, 2)) == 3 * MIB
+    assert count_rounding([[large]], torch.bfloat16, [], DISTRIBUTED, parts=(2, 2))[1] == 3 * MIB
+
+
+def test_tensors_of_a_step_take_holes_that_are_too_large() -> None:
+    """What is not split counts once for each micro batch in flight, and not at all where the peak is before it."""
+    sizes = [(1, 4 * MIB), (2, 4 * MIB), (1, -1), (3, 3 * MIB), (4, 4 * MIB), (2, -1), (3, -1), (4, -1)]
+
+    def count(*events: tuple[bool, int, int], forward: int = 5) -> int:
+        trace = Allocations((), (), 0, tuple(sizes), forward)
+        return count_rounding_of_step(CachingAllocator(), [trace], events)
+
+    # The third tensor takes the first one's place, 1 MiB of which is left: 12 MiB for 11.
+    assert count((True, 0, 0), (False, 0, 0)) == MIB
+    assert count((True, 0, 0), (True, 1, 0), (False, 0, 0), (False, 1, 0)) == 2 * MIB
+    assert count((True, 0, 0), (False, 0, 0), (True, 1, 0), (False, 1, 0)) == MIB
+    assert count((True, 0, 0), forward=3) == 0
 
 
 def test_deterministic_experts_keep_what_they_hand_back_and_local_routers_have_a_workspace() -> None:
@@ -229,7 +245,7 @@ def test_copies_and_moments_of_experts_lie_behind_those_of_all_else() -> None:
     in_turn = [each for pair in zip(others, experts, strict=False) for each in pair] + others[10:]
 
     def count(parameters: list[Parameter]) -> int:
-        return count_rounding([parameters], torch.bfloat16, [], WHOLE, parts=(1, 1))
+        return count_rounding([parameters], torch.bfloat16, [], WHOLE, parts=(1, 1))[1]
 
     assert count(in_turn) == count([*others, *experts])
     assert count([dataclasses.replace(each, is_expert=False) for each in in_turn]) > count(in_turn)

@@ -123,7 +123,9 @@ def steps_of_megatrons_graph(monkeypatch: pytest.MonkeyPatch, **settings: Any) -
     monkeypatch.setattr("megatron.core.parallel_state.get_data_parallel_rank", lambda: 0)
     model = build(**settings)
     args = SimpleNamespace(seed=5, consumed_train_samples=0, micro_batch_size=2, data_parallel_size=1)
-    report: Any = SimpleNamespace(models=[SimpleNamespace(draws_masks=True)], publish_once=lambda: None)
+    report: Any = SimpleNamespace(
+        models=[SimpleNamespace(draws_masks=True)], publish_once=lambda: None, say_what_moves=lambda: None
+    )
     begin = _announce_micro_batches(lambda model, index: None, lambda: args, report)
     model.zero_grad()
     weight = model.embedding.word_embeddings.weight

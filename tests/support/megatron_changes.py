@@ -137,5 +137,5 @@ def measure_no_kept_bytes(undo: contextlib.ExitStack, result: dict[str, Any]) ->
     from tempo_megatron.megatron_lm import report
 
     start = report.start_measuring
-    report.start_measuring = lambda *_: lambda: report.KeptBytes(unknown="left out")
+    report.start_measuring = lambda *_, **__: lambda: report.KeptBytes(unknown="left out")
     undo.callback(setattr, report, "start_measuring", start)

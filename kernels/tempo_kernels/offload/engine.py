@@ -343,7 +343,7 @@ def _view_as(tensor: Tensor, handle: Handle, offset: int) -> Tensor:
 
 def _sum_up(data: Tensor) -> Tensor:
     """Returns a number that depends on the bytes and their order."""
-    places = torch.arange(data.numel(), device=data.device).remainder_(8191).add_(1)
+    places = torch.arange(data.numel(), dtype=torch.int64, device=data.device).remainder_(8191).add_(1)
     return (data.to(torch.int64) * places).sum()
 
 

@@ -41,6 +41,9 @@ class Allocations:
     events: tuple[tuple[int, int], ...]
     """(number, bytes) where a storage is made, (number, -1) where it is freed."""
 
+    num_forward_events: int
+    """How many of them belong to the forward."""
+
 
 @dataclasses.dataclass(eq=False)
 class Block:

@@ -5,17 +5,18 @@ pipeline's schedule, and then the optimizer's step. The estimate is the highest 
 from the real modules on fake tensors (`tempo_megatron.memory.simulated.chunk`); nothing in the sum is fitted.
 
 Not in it: memory that an operation takes and gives back inside itself (but for Tempo's on a CPU), what an allocator
-rounds up or keeps, CUDA's context, NCCL's buffers, cuBLAS's workspaces where no GPU is named, and on a CPU the 512 KiB
-of tables that the in-place GELU of 16 bits makes once in a process.
+keeps free, CUDA's context, NCCL's buffers, what an allocator rounds up and cuBLAS's workspaces where no GPU is named,
+and on a CPU the 512 KiB of tables that the in-place GELU of 16 bits makes once in a process.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from tempo_megatron.memory.estimate.allocator import simulate_allocator
+from tempo_megatron.memory.estimate.allocator import CachingAllocator, simulate_allocator
 from tempo_megatron.memory.estimate.lasting_tensors import count_lasting_tensors
 from tempo_megatron.memory.estimate.model_states import (
     ModelStates,
@@ -24,7 +25,7 @@ from tempo_megatron.memory.estimate.model_states import (
 )
 from tempo_megatron.memory.estimate.muon import Piece, count_muon_states
 from tempo_megatron.memory.estimate.offload import count_moved_of_layers, drop_offload, offload_layers
-from tempo_megatron.memory.estimate.rounding import count_rounding
+from tempo_megatron.memory.estimate.rounding import count_rounding, count_rounding_of_step
 from tempo_megatron.memory.estimate.workspaces import list_workspaces
 from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import Run
@@ -139,35 +140,40 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
         of_stage = assume_routing(run, stage)
         moved = [count_moved_of_layers(of_stage, each) for each in layers]
         here = dataclasses.replace(of_stage, tempo=drop_offload(run.tempo)) if run.tempo.offloads else of_stage
+        ends = [(stage == place == 0, stage == stages - 1 and place == len(layers) - 1) for place in range(len(layers))]
         chunks = [
-            simulate_chunk(
-                here,
-                each,
-                pre_process=stage == place == 0,
-                post_process=stage == stages - 1 and place == len(layers) - 1,
-                has_gradients=has_gradients,
-            )
-            for place, each in enumerate(layers)
+            simulate_chunk(here, each, pre_process=first, post_process=last, has_gradients=has_gradients)
+            for each, (first, last) in zip(layers, ends, strict=True)
         ]
         if run.tempo.offloads:
             chunks = [offload_layers(chunk, each) for chunk, each in zip(chunks, moved, strict=True)]
         muon = None if optimizer.muon is None else _count_muon(run, chunks, optimizer.muon)
         states = _count_states(run, chunks, accumulates=num_micro_batches > 1) if muon is None else muon[0]
         is_combined = run.experts is not None and run.experts.overlaps and num_micro_batches > 1
-        events = list_events(
-            stage, stages, len(chunks), num_micro_batches, run.micro_batch_group, is_combined=is_combined
-        )
-        on_gpu = _count_on_gpu(run, chunks, muon and muon[1], has_head=stage == stages - 1)
+        events = [
+            *list_events(stage, stages, len(chunks), num_micro_batches, run.micro_batch_group, is_combined=is_combined)
+        ]
+        on_gpu, allocator = _count_on_gpu(run, chunks, muon and muon[1], has_head=stage == stages - 1)
         if run.gpu is not None:
             on_gpu["lasting tensors"] = count_lasting_tensors(run, stage)
+        rounding = 0
+        # The blocks of tensors that leave for the host are others' meanwhile; their rounding is not counted.
+        if allocator is not None and not run.tempo.offloads:
+            traces = [
+                trace_chunk(of_stage, each, pre_process=first, post_process=last, has_gradients=has_gradients)
+                for each, (first, last) in zip(layers, ends, strict=True)
+            ]
+            rounding = count_rounding_of_step(allocator, traces, _list_until_full(events))
         deferred = _count_deferred(run, num_micro_batches) if stage == stages - 1 else 0
         of_host = [sum(each) for each in moved]
         found.append(
-            _estimate_rank(_name(stage, stages), chunks, states, on_gpu, events, of_host, deferred, is_combined)
+            _estimate_rank(
+                *(_name(stage, stages), chunks, states, on_gpu, events, of_host, deferred, rounding, is_combined)
+            )
         )
     if simulates_allocator:
         allocator = simulate_allocator(
-            trace_chunk(assume_routing(run, 0), has_gradients=has_gradients),
+            trace_chunk(assume_routing(run, 0), range(run.model.num_layers), has_gradients=has_gradients),
             states,
             has_flat_gradients=optimizer.kind == "megatron",
             num_micro_batches=num_micro_batches,
@@ -176,6 +182,17 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
             found[0], rounded_bytes=allocator.peak_allocated, reserved_bytes=allocator.reserved
         )
     return tuple(found)
+
+
+def _list_until_full(events: Sequence[Event]) -> Iterator[tuple[bool, int, int]]:
+    """The events until a step has twice had as many micro batches in flight as it ever has.
+
+    Later ones repeat them, with the same blocks.
+    """
+    levels = list(itertools.accumulate(1 if event.is_forward else -1 for event in events))
+    full = [place for place, level in enumerate(levels) if level == max(levels)]
+    for event in events[: full[:2][-1] + 2]:
+        yield event.is_forward, event.micro_batch, event.chunk
 
 
 def _count_states(run: Run, chunks: Sequence[ChunkMemory], *, accumulates: bool) -> ModelStates:
@@ -237,21 +254,23 @@ def _name(stage: int, num_stages: int) -> str:
 
 def _count_on_gpu(
     run: Run, chunks: Sequence[ChunkMemory], pieces: Sequence[Piece] | None, *, has_head: bool
-) -> dict[str, int]:
+) -> tuple[dict[str, int], CachingAllocator | None]:
     """The parts of a rank at rest that depend on the GPU and its libraries; none where nothing says which GPU it is.
+
+    Beside them the allocator with what stays, where the tensors of the optimizer are known.
 
     pieces: of Muon's states.
     """
     if run.gpu is None:
-        return {}
+        return {}, None
     workspaces, optimizer = list_workspaces(run, has_head=has_head), run.optimizer
     inputs = [chunk.input_bytes for chunk in chunks for _ in range(2)]
     placeholders = _list_placeholder_gradients(run, chunks)
     buffer = max(each.global_buffer_bytes for each in chunks)
-    rounding = 0
+    rounding, allocator = 0, None
     if optimizer.kind == "megatron":
         sharing = _count_sharing(run)
-        rounding = count_rounding(
+        allocator, rounding = count_rounding(
             [chunk.parameters for chunk in chunks],
             run.dtype,
             [*workspaces, *inputs, buffer, *placeholders],
@@ -267,7 +286,7 @@ def _count_on_gpu(
         "rounding": rounding,
         "placeholder gradients": sum(placeholders),
         "float8 weights": float8,
-    }
+    }, allocator
 
 
 def _list_placeholder_gradients(run: Run, chunks: Sequence[ChunkMemory]) -> list[int]:
@@ -305,11 +324,13 @@ def _estimate_rank(
     events: Iterable[Event],
     moved: Sequence[int],
     deferred: int = 0,
+    rounding: int = 0,
     is_combined: bool = False,
 ) -> RankEstimate:
     """Follow a step's events; `waiting` counts, chunk by chunk, the micro batches between forward and backward.
 
     moved: what a micro batch sends to the host, chunk by chunk.
+    rounding: what the allocator adds to the tensors of micro batches.
     """
     highest: dict[tuple[int, bool], tuple[Moment, int]] = {}
     for chunk, memory in enumerate(chunks):
@@ -346,6 +367,7 @@ def _estimate_rank(
         **moment.standing,
         "transients": moment.rise,
     }
+    parts["rounding"] += rounding
     num_parameters = sum(memory.num_parameters for memory in chunks)
     at_rest = lasting | {
         "gradients": states.gradients_at_rest,

@@ -109,13 +109,22 @@ def list_modules(run: Run, layers: range, *, pre_process: bool = True, post_proc
         return chunk.list_modules(layers.start)
 
 
-def trace_chunk(run: Run, *, has_gradients: bool = False) -> Allocations:
-    """Every allocation of one micro batch of a run of one stage, of which every layer runs.
+def trace_chunk(
+    run: Run, layers: range, *, pre_process: bool = True, post_process: bool = True, has_gradients: bool = False
+) -> Allocations:
+    """Every allocation of one micro batch of a chunk, of which every layer runs; arguments as for `simulate_chunk`."""
+    return _trace_chunk(_cut(run, layers), pre_process, post_process, has_gradients, not layers)
 
-    Raises ValueError as `simulate_chunk`.
-    """
+
+@functools.lru_cache(maxsize=256)
+def _trace_chunk(
+    run: Run, pre_process: bool, post_process: bool, has_gradients: bool, is_without_layers: bool
+) -> Allocations:
     with _simulate(run):
-        return _Chunk(run, True, True, has_gradients, longest_row=run.model.num_layers).trace()
+        chunk = _Chunk(run, pre_process, post_process, has_gradients, longest_row=run.model.num_layers)
+        if is_without_layers:
+            chunk.drop_layers()
+        return chunk.trace()
 
 
 def _cut(run: Run, layers: range) -> Run:
@@ -339,6 +348,7 @@ class _Chunk:
         self._levels: list[tuple[tuple[str, int | None, bool], Phase]] = []
         # Since the phase began, and before it.
         self._num_gradients = self._num_gradients_before = 0
+        self._num_forward_events = 0
 
     def drop_layers(self) -> None:
         """Leave the embedding and the head alone: no ModelShape is without layers."""
@@ -410,7 +420,8 @@ class _Chunk:
         seen.drop_freed()
         storages = find_storages(value for value in batch.values() if isinstance(value, Tensor))
         parameters = tuple(_count([parameter], in_bytes=True) for parameter in self._model.parameters())
-        return Allocations(parameters, tuple(storages.values()), self._buffer.count_bytes(), tuple(seen.events))
+        buffer = self._buffer.count_bytes()
+        return Allocations(parameters, tuple(storages.values()), buffer, tuple(seen.events), self._num_forward_events)
 
     def record(self) -> tuple[dict[tuple[str, int], list[SavedStorage]], list[SavedStorage]]:
         # With a mask whatever the layers are: what a layer keeps must not depend on its neighbours.
@@ -455,6 +466,9 @@ class _Chunk:
     def _run_micro_batch(self, batch: dict[str, Any]) -> None:
         edge = self._run_to_loss(batch)
         self._is_backward = True
+        if isinstance(self._seen, AllocationTrace):
+            self._seen.drop_freed()
+            self._num_forward_events = len(self._seen.events)
         if self._post_process or not self._layers:
             self._mark(HEAD if self._post_process else EMBEDDING, None)
         else:
