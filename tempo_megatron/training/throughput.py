@@ -34,12 +34,12 @@ class Throughput:
 
     def compute(self, step_seconds: float, samples: float) -> dict[str, float]:
         """Returns the figures by their key in the metrics, from the seconds and the samples of one step."""
-        share = samples / self._samples
+        full_step_seconds = step_seconds * self._samples / samples
         figures = {
-            "tokens_per_s": share * self._tokens / step_seconds,
+            "tokens_per_s": self._tokens / full_step_seconds,
             "step_ms": step_seconds * 1e3,
-            TFLOPS: find_utilisation(share * self._flops, step_seconds, self._world_size, 1e12),
+            TFLOPS: find_utilisation(self._flops, full_step_seconds, self._world_size, 1e12),
         }
         if self._peak is not None:
-            figures[MFU] = find_utilisation(share * self._flops, step_seconds, self._world_size, self._peak)
+            figures[MFU] = find_utilisation(self._flops, full_step_seconds, self._world_size, self._peak)
         return figures
