@@ -116,15 +116,18 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str, int]] = {
 def test_a_ramp_trains_as_runs_that_go_on_by_hand(data: Data, tmp_path: Path, layout: str) -> None:
     config, more, world_size = LAYOUTS[layout]
     words, how = f"{CONSTANT_RATE} {more}".split(), {"config": config, "world_size": world_size}
-    save = ["--save", str(tmp_path / "save"), "--train-iters", "7"]
-    parts: list[Run] = [
-        successful(run(data, tmp_path / "first", *words, *RAMP.split(), *save, "--exit-interval", "4", **how)),
-        successful(run(data, tmp_path / "rest", *words, *save, "--load", str(tmp_path / "save"), **how)),
-    ]
+    # DeepSpeed's Adam on the CPU rounds powers of beta in another way in the first step after a resume.
+    cuts = (3, 5, 7) if "offloaded" in layout else (4, 7)
+    save = ["--save", str(tmp_path / "save"), "--load", str(tmp_path / "save"), "--train-iters", "7"]
+    parts: list[Run] = []
+    for until in cuts:
+        first = [] if parts else RAMP.split()
+        words_of_part = [*words, *first, *save, "--exit-interval", str(until)]
+        parts.append(successful(run(data, tmp_path / str(until), *words_of_part, **how)))
+        assert "2 at first, 2 more at a time over 12 samples" in parts[-1].output
     steps = [record for part in parts for record in part.of_kind("train")]
     assert [step["batch_size"] for step in steps] == SIZES_OF_STEPS
     assert [step["consumed_samples"] for step in steps] == list(itertools.accumulate(SIZES_OF_STEPS))
-    assert "2 at first, 2 more at a time over 12 samples" in parts[1].output
-    assert "| batch 2 |" in parts[0].output and re.search(r"step 6/7 .*", parts[1].output)
-    assert "batch" not in re.findall(r"step 6/7 .*", parts[1].output)[0]
-    assert parts[0].losses_hex + parts[1].losses_hex == go_on_by_hand(data, tmp_path / "by hand", words, **how)
+    assert "| batch 2 |" in parts[0].output and "batch" not in re.findall(r"step 6/7 .*", parts[-1].output)[0]
+    losses = [loss for part in parts for loss in part.losses_hex]
+    assert losses == go_on_by_hand(data, tmp_path / "by hand", words, **how)
