@@ -71,7 +71,7 @@ def write_banner(
         "model": f"{parameters:,} parameters, {run.model.summarize()}, vocabulary {padded_vocab_size}, {activation}",
         "dropout": f"attention {run.model.attention_dropout:g}, hidden {run.model.hidden_dropout:g}",
         "batch": f"global {run.global_batch_size} = micro {run.micro_batch_size} x DP {dp} x "
-        f"{run.num_micro_batches} accumulated",
+        f"{run.num_micro_batches} accumulated{_describe_batch_ramp(run)}",
         "deepspeed": _describe_deepspeed(run, optimizer_name),
         "optimizer": f"AdamW, betas {' '.join(f'{beta:g}' for beta in settings['adam_betas'])}, "
         f"eps {settings['adam_eps']:g}, weight decay {settings['weight_decay']:g}, clipping {settings['clip_grad']:g}",
@@ -115,6 +115,13 @@ def _describe_pipeline(run: RunConfig) -> str:
         return ""
     chunks = f" x {run.num_chunks} chunks" if run.num_chunks > 1 else ""
     return f"PP {run.pipeline_model_parallel_size}{chunks}, "
+
+
+def _describe_batch_ramp(run: RunConfig) -> str:
+    if run.rampup_batch_size is None:
+        return ""
+    start, increment, samples = run.rampup_batch_size
+    return f"; {start} at first, {increment} more at a time over {samples} samples"
 
 
 def _describe_schedule(run: RunConfig) -> str:

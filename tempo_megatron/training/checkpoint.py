@@ -407,4 +407,8 @@ def describe_run(run: RunConfig, vocabulary: Vocabulary, **more: Any) -> dict[st
         del described["masking"]
     else:
         described["masking"] = dataclasses.asdict(run.masking)
+    if run.rampup_batch_size is None:
+        del described["rampup_batch_size"]
+    else:
+        described["rampup_batch_size"] = list(run.rampup_batch_size)
     return {**described, "format": FORMAT, "data_path": list(run.data_path), **more}

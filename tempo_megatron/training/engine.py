@@ -170,17 +170,21 @@ def build_optimizer(model: torch.nn.Module, run: RunConfig) -> torch.optim.Optim
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, run: RunConfig) -> OptimizerParamScheduler:
-    """Builds Megatron's learning rate schedule, which counts samples."""
-    samples = run.global_batch_size
+    """Builds Megatron's learning rate schedule, which counts samples: those of the steps that the run gives."""
+    count_samples = run.batch_sizes.count_samples
+    warmup, decay = count_samples(run.lr_warmup_iters), count_samples(run.lr_decay_iters)
+    wsd_decay = None
+    if run.lr_wsd_decay_iters is not None:  # the last of the steps of decay
+        wsd_decay = decay - count_samples(run.lr_decay_iters - run.lr_wsd_decay_iters)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=run.lr,
         min_lr=run.min_lr,
-        lr_warmup_steps=run.lr_warmup_iters * samples,
-        lr_decay_steps=run.lr_decay_iters * samples,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
         lr_decay_style=run.lr_decay_style,
-        wsd_decay_steps=None if run.lr_wsd_decay_iters is None else run.lr_wsd_decay_iters * samples,
+        wsd_decay_steps=wsd_decay,
         lr_wsd_decay_style=run.lr_wsd_decay_style,
         start_wd=run.weight_decay,
         end_wd=run.weight_decay,
@@ -209,7 +213,8 @@ class Engine:
         self._computes_norm = self.zero_stage == 0 and run.precision == "fp32"
         self._clip_grad = run.clip_grad
         self._grad_norm: Tensor | None = None
-        self._num_weighted = None if run.model.num_experts is None else run.num_micro_batches
+        self._has_routers = run.model.num_experts is not None
+        self._num_micro_batches = run.num_micro_batches
         if run.tensor_model_parallel_size > 1:
             sum_partial_gradients(model)
         given = copy_deepspeed_config(config)
@@ -234,11 +239,21 @@ class Engine:
         self.optimizer_name = type(optimizer).__name__
         self.scheduler = build_scheduler(optimizer, run)
 
+    def begin_step(self, samples: int, num_micro_batches: int) -> None:
+        """Takes the global batch size of the step that follows, and the micro batches of one rank in it."""
+        self._samples_per_step, self._num_micro_batches = samples, num_micro_batches
+        if isinstance(self.deepspeed.module, PipelineStage):  # its whole step is one micro batch of DeepSpeed's
+            self.deepspeed.set_train_micro_batch_size(samples // self.deepspeed.dp_world_size)
+        else:
+            self.deepspeed.set_train_batch_size(samples)
+            # DeepSpeed takes the number of all micro batches so far modulo those of a step.
+            self.deepspeed.micro_steps = 0
+
     def backward_and_step(self, loss: Tensor) -> None:
         """Runs backward of one micro batch and, after the last one of a step, updates weights and schedule."""
-        if self._num_weighted is not None:
+        if self._has_routers:
             # Routers' losses join in backward; as in Megatron's schedules, each micro batch has its share of a step.
-            weight = (self.loss_scale or 1.0) / self._num_weighted
+            weight = (self.loss_scale or 1.0) / self._num_micro_batches
             MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(weight, dtype=torch.float32, device=loss.device))
         self.deepspeed.backward(loss)
         is_last = self.deepspeed.is_gradient_accumulation_boundary()

@@ -67,7 +67,9 @@ class Trainer:
         self.run, self.engine, self.forward_step = run, engine, forward_step
         self.progress, self.checkpoints, self.log, self.device = progress, checkpoints, log, device
         self.datasets, self.collate, self.throughput = datasets, collate, throughput
-        self.stream = self._open_stream(datasets.train, progress.consumed_samples, run.train_iters)
+        self._num_micro_batches = run.num_micro_batches  # of the step under way
+        samples = run.batch_sizes.count_samples(run.train_iters)
+        self.stream = self._open_stream(datasets.train, progress.consumed_samples, samples)
         self.group = parallel_state.get_data_parallel_group()
         self._draws_masks = draws_masks(run.model, run.tempo)
         self._pending: list[dict[str, Any]] = []
@@ -153,14 +155,14 @@ class Trainer:
     def _name_step(self, number: int) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._profile is None else self._profile.step(number)
 
-    def _open_stream(self, dataset: Any, consumed_samples: int, iterations: int) -> BatchStream:
+    def _open_stream(self, dataset: Any, consumed_samples: int, num_samples: int) -> BatchStream:
         return BatchStream(
             dataset,
             self.run,
             self.collate,
             self.device,
             consumed_samples=consumed_samples,
-            num_samples=iterations * self.run.global_batch_size,
+            num_samples=num_samples,
             rank=parallel_state.get_data_parallel_rank(),
             data_parallel_size=parallel_state.get_data_parallel_world_size(),
         )
@@ -168,18 +170,22 @@ class Trainer:
     def _step(self) -> None:
         run, engine, progress = self.run, self.engine, self.progress
         learning_rate, skipped_before = engine.learning_rate, engine.skipped_steps
+        samples = run.batch_sizes.find(progress.consumed_samples)
+        self._num_micro_batches = samples // (run.micro_batch_size * run.data_parallel_size)
+        engine.begin_step(samples, self._num_micro_batches)
         if self._schedule is None:
             totals = _add_up(self._train_micro_batches())
         else:
-            totals = _add_up(self._schedule.train(self._read_batches(), run.num_micro_batches, self._announce))
+            totals = _add_up(self._schedule.train(self._read_batches(), self._num_micro_batches, self._announce))
             engine.step_after_schedule()
         progress.iteration += 1
-        progress.consumed_samples += run.global_batch_size
-        self._losses.append({name: total / run.num_micro_batches for name, total in totals.items()})
+        progress.consumed_samples += samples
+        self._losses.append({name: total / self._num_micro_batches for name, total in totals.items()})
         self._pending.append(
             {
                 "iteration": progress.iteration,
                 "consumed_samples": progress.consumed_samples,
+                "batch_size": samples,
                 "learning_rate": learning_rate,
                 "grad_norm": engine.grad_norm,
                 "skipped": engine.skipped_steps - skipped_before,
@@ -195,7 +201,7 @@ class Trainer:
 
     def _read_batches(self) -> Iterator[Batch]:
         """Yields the micro batches of a step."""
-        for _ in range(self.run.num_micro_batches):
+        for _ in range(self._num_micro_batches):
             self._last_batch = self.stream.take_next()
             yield self._last_batch
 
@@ -216,13 +222,14 @@ class Trainer:
             return
         losses = self._average(self._losses)
         seconds = self.timer.end_interval() / len(losses)
+        samples = sum(step["batch_size"] for step in self._pending) / len(losses)
         for step, loss in zip(self._pending, losses, strict=True):
             step |= loss
             step["grad_norm"] = None if step["grad_norm"] is None else float(step["grad_norm"])
         self.log.log_steps(
             self._pending,
             {
-                **self.throughput.compute(seconds),
+                **self.throughput.compute(seconds, samples),
                 **measure_peak(self.device),
                 "loss_scale": self.engine.loss_scale,
             },
@@ -255,7 +262,7 @@ class Trainer:
         """Logs the mean loss, without dropout, over that many global batches, which are the same each time."""
         self._flush()
         start = time.perf_counter()
-        stream = self._open_stream(dataset, 0, iterations)
+        stream = self._open_stream(dataset, 0, iterations * self.run.global_batch_size)
         number = iterations * self.run.num_micro_batches
         mean = self._compute_losses_without_dropout((stream.take_next() for _ in range(number)), number)
         self.log.log_evaluation(part, self.progress.iteration, self.progress.consumed_samples, mean)

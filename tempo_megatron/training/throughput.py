@@ -25,19 +25,21 @@ class Throughput:
     """
 
     def __init__(self, run: RunConfig, padded_vocab_size: int, device: torch.device) -> None:
+        self._samples = run.global_batch_size
         self._tokens = run.global_batch_size * (run.model.seq_length + (run.model.decoder_seq_length or 0))
         self._flops = count_model_flops(count_forward_flops(run.model, run.global_batch_size, padded_vocab_size))
         self._world_size, self._peak = run.world_size, None
         if device.type == "cuda" and (gpu := recognise_gpu(torch.cuda.get_device_name(device))):
             self._peak = gpu.matmul_flops_per_second[run.precision]
 
-    def compute(self, step_seconds: float) -> dict[str, float]:
-        """Returns the figures by their key in the metrics, from the seconds of one step."""
+    def compute(self, step_seconds: float, samples: float) -> dict[str, float]:
+        """Returns the figures by their key in the metrics, from the seconds and the samples of one step."""
+        full_step_seconds = step_seconds * self._samples / samples
         figures = {
-            "tokens_per_s": self._tokens / step_seconds,
+            "tokens_per_s": self._tokens / full_step_seconds,
             "step_ms": step_seconds * 1e3,
-            TFLOPS: find_utilisation(self._flops, step_seconds, self._world_size, 1e12),
+            TFLOPS: find_utilisation(self._flops, full_step_seconds, self._world_size, 1e12),
         }
         if self._peak is not None:
-            figures[MFU] = find_utilisation(self._flops, step_seconds, self._world_size, self._peak)
+            figures[MFU] = find_utilisation(self._flops, full_step_seconds, self._world_size, self._peak)
         return figures

@@ -23,6 +23,7 @@ from training_job import Data, Run, arguments, run, successful
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.training.metrics import MonitorBuffer, RunLog, read_metrics
 from tempo_megatron.training.run.arguments import parse_arguments
+from tempo_megatron.training.run.batch_sizes import BatchSizes
 from tempo_megatron.training.run.checks import check_run
 from tempo_megatron.training.run.run_config import complete_run
 from tempo_megatron.training.throughput import Throughput
@@ -185,22 +186,30 @@ def test_the_share_of_the_peak_is_that_of_the_flops_command(monkeypatch: pytest.
     settings: Any = SimpleNamespace(
         model=make_shape(**sizes), global_batch_size=64, world_size=64, precision="bf16", train_iters=100
     )
-    on_gpu = Throughput(settings, 51200, torch.device("cuda", 0)).compute(13.75)
+    on_gpu = Throughput(settings, 51200, torch.device("cuda", 0)).compute(13.75, 64)
     assert on_gpu["mfu"] == pytest.approx(0.514, abs=5e-4)
     assert on_gpu["tflops_per_s_per_rank"] == pytest.approx(on_gpu["mfu"] * 312)
+    half = Throughput(settings, 51200, torch.device("cuda", 0)).compute(13.75, 32)  # while --rampup-batch-size is small
+    assert half == {name: value / 2 for name, value in on_gpu.items()} | {"step_ms": on_gpu["step_ms"]}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card without a file")
-    assert "mfu" not in Throughput(settings, 51200, torch.device("cuda", 0)).compute(13.75)
+    assert "mfu" not in Throughput(settings, 51200, torch.device("cuda", 0)).compute(13.75, 64)
 
 
 def test_a_line_says_the_share_of_the_peak_and_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
-    settings: Any = SimpleNamespace(metrics_file=None, tensorboard_dir=None, train_iters=100, eval_only=False)
+    settings: Any = SimpleNamespace(
+        metrics_file=None, tensorboard_dir=None, train_iters=100, eval_only=False, batch_sizes=BatchSizes(4, (2, 2, 20))
+    )
     log = RunLog(settings, MonitorBuffer(None), is_first_rank=True, first_iteration=0, resumes=False)
-    step = {"iteration": 10, "loss": 2.0, "learning_rate": 0.1, "grad_norm": None}
+    # The first 10 steps have 2 samples, the other 90 have 4.
+    step = {"iteration": 10, "consumed_samples": 20, "batch_size": 2}
+    step |= {"loss": 2.0, "learning_rate": 0.1, "grad_norm": None}
     log.log_steps([step], {"tokens_per_s": 1.0, "step_ms": 60_000.0, "mfu": 0.514})
-    log.log_steps([step | {"iteration": 100}], {"tokens_per_s": 1.0, "step_ms": 60_000.0})
+    end = {"iteration": 100, "consumed_samples": 380, "batch_size": 4}
+    log.log_steps([step | end], {"tokens_per_s": 1.0, "step_ms": 60_000.0})
     log.close()
     first, last = (line for line in capsys.readouterr().out.splitlines() if line.startswith("step"))
-    assert first.endswith("| MFU 51.4% | 1:30:00 left") and "left" not in last and "MFU" not in last
+    assert "| batch 2 |" in first and first.endswith("| MFU 51.4% | 3:00:00 left")
+    assert not any(word in last for word in ("batch", "left", "MFU"))
 
 
 SENTENCES = {

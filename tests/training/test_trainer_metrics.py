@@ -13,6 +13,7 @@ from distributed import run_ranks
 
 from tempo_megatron.training.metrics import MetricsFile, MonitorBuffer, RunLog, average_over, measure_peak, read_metrics
 from tempo_megatron.training.plots import plot_losses
+from tempo_megatron.training.run.batch_sizes import BatchSizes
 
 
 def written(path: Path, losses: list[float]) -> Path:
@@ -70,11 +71,16 @@ def test_the_memory_of_a_process_is_not_called_that_of_tensors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run: Any = SimpleNamespace(
-        metrics_file=str(tmp_path / "m.jsonl"), tensorboard_dir=None, train_iters=1, eval_only=False
+        metrics_file=str(tmp_path / "m.jsonl"),
+        tensorboard_dir=None,
+        train_iters=1,
+        eval_only=False,
+        batch_sizes=BatchSizes(1, None),
     )
     log = RunLog(run, MonitorBuffer(None), is_first_rank=True, first_iteration=0, resumes=False)
     on_cpu = measure_peak(torch.device("cpu"))
-    step = {"iteration": 1, "loss": 2.0, "learning_rate": 0.1, "grad_norm": None}
+    step = {"iteration": 1, "consumed_samples": 1, "batch_size": 1}
+    step |= {"loss": 2.0, "learning_rate": 0.1, "grad_norm": None}
     for peak in (on_cpu, {"peak_memory_bytes": 2**30}):
         log.log_steps([step], {"tokens_per_s": 1.0, "step_ms": 1.0, **peak})
     log.close()

@@ -204,6 +204,7 @@ SAID = {
     "--use-rope-scaling --rope-scaling-factor 4 --qk-layernorm --window-size 8,0 --disable-bias-linear --add-qkv-bias "
     "--untie-embeddings-and-output-weights --init-method-std 0.06 --kv-channels 32 --ffn-hidden-size 100 "
     "--max-position-embeddings 128 --vocab-size 512 --make-vocab-size-divisible-by 64 --global-batch-size 8 --seed 7 "
+    "--rampup-batch-size 4 2 16 "
     "--min-lr 1e-5 --lr-warmup-iters 2 --lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-wsd-decay-style linear "
     "--lr-decay-iters 9 --weight-decay 0.1 --adam-beta1 0.8 --adam-beta2 0.9 --adam-eps 1e-6 --clip-grad 0.5 "
     "--split 8,2,2 --test-iters 1 --vocab-file v --merge-file m --eod-mask-loss "
@@ -342,6 +343,7 @@ OTHER_DESCRIPTIONS = {
     "vocabulary": ("gpt", "", 640, "its padded_vocab_size is 512, this run's is 640"),
     "precision": ("gpt", "--bf16", 512, "its precision is fp32, this run's is bf16"),
     "batch": ("gpt", "--global-batch-size 6", 512, "its global_batch_size is 2, this run's is 6, so the order"),
+    "ramp": ("gpt", "--micro-batch-size 1 --rampup-batch-size 1 1 8", 512, "its rampup_batch_size is None, this run's"),
     "seed": ("gpt", "--seed 1", 512, "change --seed"),
     "masks": ("bert", "--mask-prob 0.2", 512, "its masking is {'mask_prob': 0.15"),
 }

@@ -153,6 +153,14 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         type=parse_positive,
         help="samples per step over all devices (default micro batch x data parallel size x the JSON's accumulation)",
     )
+    group.add_argument(
+        "--rampup-batch-size",
+        type=parse_positive,
+        nargs=3,
+        metavar=("START", "INCREMENT", "SAMPLES"),
+        help="begin with steps of START samples and add INCREMENT at a time, so that --global-batch-size is reached "
+        "after SAMPLES samples",
+    )
     group.add_argument("--train-iters", type=parse_positive, help="steps of the whole run; needed without --load")
     group.add_argument("--exit-interval", type=parse_positive, help="save and exit at every multiple of this step")
     group.add_argument(
@@ -259,8 +267,8 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="continue from the latest checkpoint in this folder, which a run of another layout (tensor and pipeline "
         "parallel size, number of processes, ZeRO stage) may have saved, stock or Tempo. What is left out is as in the "
-        "checkpoint, but for the layout and what is written where and when; the model, the data, --global-batch-size "
-        "and --seed stay (docs/checkpoints.md)",
+        "checkpoint, but for the layout and what is written where and when; the model, the data, "
+        "--global-batch-size, --rampup-batch-size and --seed stay (docs/checkpoints.md)",
     )
     group.add_argument(
         "--pretrained-checkpoint",

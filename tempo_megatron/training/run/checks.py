@@ -30,6 +30,7 @@ def check_run(run: RunConfig) -> None:
     check_layout(run.model, run.tensor_model_parallel_size, run.sequence_parallel)
     _check_parts(run)
     _check_pipeline(run)
+    _check_batch_ramp(run)
     _check_precision(run)
     _check_schedule(run)
     _check_recompute(run)
@@ -183,6 +184,30 @@ def _check_deepspeed_of_pipeline(run: RunConfig, option: str) -> None:
             f"{option} needs DeepSpeed {wanted}, and {version} is installed, whose optimizers add up gradients "
             f"elsewhere; pip install 'deepspeed>={wanted}'"
         )
+
+
+def _check_batch_ramp(run: RunConfig) -> None:
+    if run.rampup_batch_size is None:
+        return
+    start, increment, _ = run.rampup_batch_size
+    option, full = f"--rampup-batch-size {' '.join(map(str, run.rampup_batch_size))}", run.global_batch_size
+    if start >= full:
+        raise ValueError(
+            f"{option} begins with {start} samples, which are not below --global-batch-size {full}; lower it"
+        )
+    if (full - start) % increment:
+        raise ValueError(
+            f"{option}: the {full - start} samples from {start} to --global-batch-size {full} are not a multiple of "
+            f"the increment {increment}; change one of them"
+        )
+    per_round = run.micro_batch_size * run.data_parallel_size
+    product = f"micro batch size {run.micro_batch_size} x data parallel size {run.data_parallel_size}"
+    if run.num_chunks > 1:
+        per_round *= run.pipeline_model_parallel_size
+        product += f" x {run.pipeline_model_parallel_size} stages that interleave"
+    for name, size in (("first size", start), ("increment", increment)):
+        if size % per_round:
+            raise ValueError(f"{option}: the {name} {size} is not a multiple of {per_round} = {product}; change it")
 
 
 def _check_precision(run: RunConfig) -> None:

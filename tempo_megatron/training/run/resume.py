@@ -38,7 +38,8 @@ SCHEDULE = (
 # Every field of RunConfig is stored, and is in one of these four tables. The fields of the first two are taken from the
 # checkpoint if they are left out.
 STAYS = (
-    *("model", "vocab_padding_tp", "global_batch_size", "seed", "precision", "split", "masking", "sample_parts"),
+    *("model", "vocab_padding_tp", "global_batch_size", "rampup_batch_size", "seed", "precision", "split", "masking"),
+    "sample_parts",
     *SCHEDULE,
 )
 """Another value is refused, except for the fields of `model` in MODEL_MAY_CHANGE."""
@@ -115,6 +116,7 @@ REMEDIES = {
     "gelu_form": "--bias-gelu-fusion",
     "precision": "bf16 and fp16 in the DeepSpeed JSON",
     "global_batch_size": "--global-batch-size",
+    "rampup_batch_size": "--rampup-batch-size",
     "seed": "--seed",
     "split": "--split",
     "masking": "--mask-prob, --short-seq-prob, --masking and --vocab-extra-ids",
@@ -124,7 +126,7 @@ REMEDIES = {
 # Names of the DeepSpeed JSON that are also fields of the run.
 _TOLD_OF_JSON = (*BATCH_KEYS, "gradient_clipping", "tempo", "steps_per_print")
 # Fields that decide which sample comes when.
-_DATA_FIELDS = ("seq_length", "global_batch_size", "seed", "split", "masking")
+_DATA_FIELDS = ("seq_length", "global_batch_size", "rampup_batch_size", "seed", "split", "masking")
 
 
 def read_saved_run(args: argparse.Namespace, damaged: Mapping[str, str] | None = None) -> dict[str, Any] | None:

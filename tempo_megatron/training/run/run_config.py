@@ -17,6 +17,7 @@ from tempo_megatron.models.shape import NAMES, ModelShape, make_shape
 from tempo_megatron.settings.arguments import describe_tempo_arguments, read_tempo_of_run
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.training.run.arguments import DEFAULTS, WSD_DECAY_STYLES, Blend, parse_blend, parse_split
+from tempo_megatron.training.run.batch_sizes import BatchSizes
 from tempo_megatron.training.run.deepspeed_config import (
     complete_deepspeed_config,
     freeze_deepspeed_config,
@@ -54,7 +55,8 @@ class RunConfig:
     micro_batch_size: int
     global_batch_size: int
     num_micro_batches: int
-    """Micro batches of one rank in a step."""
+    """Micro batches of one rank in a step of the full global batch size."""
+    rampup_batch_size: tuple[int, int, int] | None
     train_iters: int
     exit_interval: int | None
     exit_signal_handler: bool
@@ -150,6 +152,11 @@ class RunConfig:
     """Tempo's arguments as given, for the banner."""
 
     @property
+    def batch_sizes(self) -> BatchSizes:
+        """The samples of each training step; validation always has `global_batch_size`."""
+        return BatchSizes(self.global_batch_size, self.rampup_batch_size)
+
+    @property
     def layers_of_chunks(self) -> tuple[int, ...] | None:
         """Layers of each chunk of the pipeline, in the order of the model, if a layout says them; else None.
 
@@ -237,6 +244,8 @@ def complete_run(
         "tempo_arguments": describe_tempo_arguments(args),
         "profile_ranks": (0,) if args.profile_ranks is None else tuple(args.profile_ranks),
     }
+    if values["rampup_batch_size"] is not None:
+        values["rampup_batch_size"] = tuple(values["rampup_batch_size"])
     values |= _complete_recomputation(args) | _complete_output(args)
     return RunConfig(**{field.name: values[field.name] for field in dataclasses.fields(RunConfig)})
 

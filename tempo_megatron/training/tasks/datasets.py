@@ -92,7 +92,8 @@ def build_datasets(run: RunConfig, task: Task, tokenizer: Any) -> Datasets:
     if int(os.environ["RANK"]) == 0:
         for prefix in run.blend[0]:
             index_files.remove_cut_off(index_files.name_folder(task.dataset_class, prefix, run.data_cache_path))
-    needed, *others = (run.global_batch_size * number for number in (run.train_iters, run.eval_iters, run.test_iters))
+    needed = run.batch_sizes.count_samples(run.train_iters)
+    others = [run.global_batch_size * number for number in (run.eval_iters, run.test_iters)]
     sample_parts = run.sample_parts or (needed,)
     first, valid, test = _build_part(run, task, tokenizer, run.seed, (sample_parts[0], *others))
     parts = [first]
