@@ -20,12 +20,18 @@ LLAMA = {
     **{"add_bias_linear": False, "untie_embeddings_and_output_weights": True, "kv_channels": 32},
 }
 SCALED = {"use_rope_scaling": True, "rope_scaling_factor": 32.0, "rotary_base": 500000}
+EXPERTS = {"num_experts": 6, "moe_router_topk": 3, "moe_aux_loss_coeff": 0.02}
 SHAPES: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": {"norm_epsilon": 1e-6, "init_method_std": 0.01},
     "LlamaForCausalLM": {**LLAMA, **SCALED},
     "MistralForCausalLM": {**LLAMA, "window_size": (15, 0)},
     "Qwen2ForCausalLM": {**LLAMA, "add_qkv_bias": True, "rotary_base": 1000000},
     "Qwen3ForCausalLM": {**LLAMA, "qk_layernorm": True, "activation": "geglu"},
+    "MixtralForCausalLM": {**LLAMA, **EXPERTS, "window_size": (15, 0)},
+    "Qwen3MoeForCausalLM": {
+        **{**LLAMA, **EXPERTS, "qk_layernorm": True, "moe_ffn_hidden_size": 24},
+        **{"moe_layer_freq": "[0,1]", "moe_router_pre_softmax": True},
+    },
     "MegatronBertForMaskedLM": {"family": "bert"},
     "MegatronBertForPreTraining": {"family": "bert", "num_tokentypes": 2, "add_binary_head": True},
 }

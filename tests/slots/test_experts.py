@@ -23,8 +23,11 @@ def measured():
 @pytest.fixture(scope="module")
 def of_layouts():
     """Of two ranks: layout -> what each rank finds."""
-    first, second = run_ranks(expert_cases.compare_layouts, 2)
-    return {name: (first[name], second[name]) for name in first}
+    return by_layout(run_ranks(expert_cases.compare_layouts, 2, expert_cases.LAYOUTS))
+
+
+def by_layout(ranks):
+    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 
 GROUPED = [f"{kind}: {name}" for kind in expert_cases.KINDS for name in expert_cases.GROUPED]
@@ -68,7 +71,11 @@ def test_between_projection_and_attention_the_projections_output_alone_is_kept(m
 
 @pytest.mark.parametrize("layout", expert_cases.LAYOUTS)
 def test_layouts_equal_stock_of_the_same_layout(of_layouts, layout):
-    for rank in of_layouts[layout]:
+    check_equal(of_layouts[layout])
+
+
+def check_equal(ranks):
+    for rank in ranks:
         stock, *others = (each["found"] for each in rank["measured"])
         for tempo in others:
             assert_equal_to_stock(tempo, stock)
@@ -85,9 +92,23 @@ def test_tokens_that_are_sent_again_are_not_kept(of_layouts, layout):
 
 @pytest.mark.parametrize("layout", expert_cases.LAYOUTS)
 def test_dropout_masks_do_not_depend_on_how_experts_are_laid_out(of_layouts, layout):
-    alone = of_layouts["alone"][0][layout]
-    for rank in of_layouts[layout]:
+    check_masks(of_layouts, layout)
+
+
+def check_masks(of_layouts, layout):
+    """The first half of a pipeline's ranks has no loss."""
+    alone, ranks = of_layouts["alone"][0][layout], of_layouts[layout]
+    for rank in ranks[len(ranks) // 2 :] if "PP" in layout else ranks:
         assert rank["dropped"] == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_layouts_of_four_ranks_equal_stock_and_have_the_same_masks():
+    found = by_layout(run_ranks(expert_cases.compare_layouts, 4, expert_cases.OF_FOUR))
+    for layout in expert_cases.OF_FOUR:
+        check_equal(found[layout])
+        check_masks(found, layout)
 
 
 def config_of(**settings):

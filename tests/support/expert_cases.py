@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import zlib
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import megatron_cpu
 import torch
-from gpt import build_gpt, gpt_config, gradients, losses
+from gpt import SEQ_LENGTH, build_gpt, gpt_config, gradients, losses
 from megatron.core import parallel_state
 from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import experts, moe_utils
@@ -163,13 +166,44 @@ def build(config: Any, tempo_config: TempoConfig, kind: str) -> GPTModel:
     if kind != "sequential":
         stock = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
         spec = tempoize(put_grouped(stock, kind), config, tempo_config)
-    return build_gpt(config, tempo_config, spec=spec, position_embedding_type="rope")
+    where = {
+        "pre_process": parallel_state.is_pipeline_first_stage(),
+        "post_process": parallel_state.is_pipeline_last_stage(),
+    }
+    return build_gpt(config, tempo_config, spec=spec, position_embedding_type="rope", **where)
+
+
+def step(model: GPTModel, first_samples: Sequence[int], *, gives_mask: bool) -> float:
+    """The mean loss of micro batches of two samples, whose gradients are added up; 0 but on a pipeline's last stage."""
+    number = len(first_samples)
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        found = []
+        for first_sample in first_samples:
+            loss = losses(model, first_sample, 2, gives_mask=gives_mask).float().mean()
+            (loss / number).backward()
+            found.append(loss.item())
+        return sum(found) / number
+
+    def run_one(samples: Iterator[int], _: Any) -> Any:
+        out = losses(model, next(samples), 2, gives_mask=gives_mask)
+        return out, lambda out: (out.mean(), {"loss": out.mean().item()})
+
+    reduced = get_forward_backward_func()(
+        forward_step_func=run_one,
+        data_iterator=iter(first_samples),
+        model=model,
+        num_microbatches=number,
+        seq_length=SEQ_LENGTH,
+        micro_batch_size=2,
+        forward_only=False,
+    )
+    return sum(each["loss"] for each in reduced) / number
 
 
 def measure(
     settings: dict[str, Any], tempo_config: TempoConfig, kind: str = "sequential", counted: str = ".mlp"
 ) -> dict[str, Any]:
-    """The loss of two micro batches, gradients, and the bytes that the second's forward keeps."""
+    """The loss of two micro batches, gradients, and, without a pipeline, the bytes that one's forward keeps."""
     takes_mask = tempo_config.attention == "off" or tempo_config.is_off
     model = build(config_of(**settings), tempo_config, kind)
     if "qk_layernorm" in settings:
@@ -178,18 +212,15 @@ def measure(
         for module in model.modules():
             if getattr(module, "expert_bias", None) is not None:
                 module.expert_bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))
-    total = 0.0
     recorder = Recorder(model)
-    for first_sample in (0, 2):
-        loss = losses(model, first_sample, 2, gives_mask=takes_mask).float().mean()
-        (loss / 2).backward()
-        total += loss.item() / 2
-    found = gradients(model)
+    found = step(model, (0, 2), gives_mask=takes_mask), gradients(model)
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        return {"found": found}
     with recorder.record():
         out = losses(model, 0, 2, gives_mask=takes_mask)
     kept = sum(each.num_bytes for each in recorder.list_saved() if counted in each.operation)
     del out
-    return {"found": (total, found), "kept": kept}
+    return {"found": found, "kept": kept}
 
 
 KINDS = ("grouped", "legacy") if hasattr(experts, "GroupedMLP") else ("grouped",)  # until 0.16
@@ -228,12 +259,14 @@ def unpermute_in_one(copies: Tensor, rows: Tensor, merging_probs: None, restore_
 EP_2 = {"expert_model_parallel_size": 2}
 # Both experts of each token are on the first rank.
 ONE_SIDED = {**SWIGLU, **ALL_TO_ALL, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+PP_2 = {"pipeline_model_parallel_size": 2}
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "EP 2": (EP_2, {**SWIGLU, **SHARED}),
     "EP 2, all-to-all": (EP_2, {**FUSED, **ALL_TO_ALL, **SHARED}),
     "EP 2, all-to-all, dropped and padded": (EP_2, CASES["tokens dropped and padded"]),
     "EP 2, all-to-all, a rank without tokens": (EP_2, ONE_SIDED),
     "EP 2, all-to-all, recomputed": (EP_2, {**CASES["the layer recomputed"], **ALL_TO_ALL}),
+    "PP 2": (PP_2, {**FUSED, **SHARED, "moe_z_loss_coeff": 0.1}),
     "TP 2, SP, experts split": ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}, SQUARED),
     "TP 2, SP, experts split, all-to-all": (
         {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
@@ -248,19 +281,27 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         {**SQUARED, **SHARED, **ALL_TO_ALL},
     ),
 }
-REPEATED = tuple(name for name in LAYOUTS if "all-to-all" in name)
-OF_EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+OF_FOUR: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "EP 2, PP 2, all-to-all": ({**EP_2, **PP_2}, {**FUSED, **ALL_TO_ALL, **SHARED}),
+    "TP 2, SP, EP 2, PP 2": (
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, **EP_2, **PP_2},
+        {**SQUARED, **SHARED},
+    ),
+}
+OF_CONFIG = ("expert_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size")
 
 
-def compare_layouts() -> dict[str, Any]:
-    """On two ranks: stock's and Tempo's measurements in each layout, and the loss that both ranks find with masks."""
+def compare_layouts(layouts: dict[str, tuple[dict[str, int], dict[str, Any]]]) -> dict[str, Any]:
+    """Stock's and Tempo's measurements in each layout, and the loss that each rank finds with masks."""
     prepare()
     found: dict[str, Any] = {}
-    for name, (sizes, settings) in LAYOUTS.items():
+    for name, (sizes, settings) in layouts.items():
         initialize(sizes)
-        split = {key: sizes[key] for key in OF_EXPERTS if key in sizes}
+        split: dict[str, Any] = {key: sizes[key] for key in OF_CONFIG if key in sizes}
+        if "pipeline_model_parallel_size" in sizes:
+            split |= {"pipeline_dtype": torch.float32, "batch_p2p_sync": False}
         settings = {**settings, **split, "sequence_parallel": sizes.get("tensor_model_parallel_size", 1) > 1}
-        repeats = (REPEAT,) if name in REPEATED else ()
+        repeats = (REPEAT,) if "all-to-all" in name else ()
         found[name] = {
             "measured": [measure(settings, each) for each in (TempoConfig.off(), ACTIVATION, *repeats)],
             "dropped": find_dropped_loss(settings),
@@ -268,7 +309,7 @@ def compare_layouts() -> dict[str, Any]:
         parallel_state.destroy_model_parallel()
     # What one rank finds with masks, on each of the two.
     initialize({})
-    found["alone"] = {name: find_dropped_loss(settings) for name, (_, settings) in LAYOUTS.items()}
+    found["alone"] = {name: find_dropped_loss(settings) for name, (_, settings) in layouts.items()}
     return found
 
 
@@ -276,15 +317,15 @@ def initialize(sizes: dict[str, int]) -> None:
     use_cpu()
     parallel_state.initialize_model_parallel(**sizes)
     model_parallel_cuda_manual_seed(1234)
+    # The last layout's, which a step without a schedule leaves in another shape than a schedule expects.
+    moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
 def find_dropped_loss(settings: dict[str, Any]) -> float:
     """Of two samples with dropout."""
     model = build(config_of(dropout=0.1, **settings), TempoConfig(activation="recompute", norm="inplace"), "sequential")
     fill(model)
-    loss = losses(model, 0, 2, gives_mask=False).mean()
-    loss.backward()
-    return loss.item()
+    return step(model, (0,), gives_mask=False)
 
 
 def fill(model: GPTModel) -> None:
@@ -292,7 +333,9 @@ def fill(model: GPTModel) -> None:
     first_expert = parallel_state.get_expert_model_parallel_rank() * (
         model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
     )
+    first_layer = model.decoder.layers[0].layer_number - 1
     for name, parameter in model.named_parameters():
+        name = re.sub(r"(?<=layers\.)\d+", lambda number: str(int(number[0]) + first_layer), name)
         stem, is_expert, rest = name.partition(".local_experts.")
         index, _, rest = rest.partition(".")
         name = f"{stem} {int(index) + first_expert} {rest}" if is_expert else name

@@ -39,10 +39,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral": ("MistralForCausalLM", {**GROUPED, "sliding_window": 5}),
     "Qwen 2": ("Qwen2ForCausalLM", SIZES | {"num_key_value_heads": 1}),
     "Qwen 3": ("Qwen3ForCausalLM", {**GROUPED, "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"}}),
+    "Mixtral": ("MixtralForCausalLM", {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4, "sliding_window": 5}),
+    "Qwen 3, experts": (
+        "Qwen3MoeForCausalLM",
+        {
+            **{**GROUPED, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+            **{"mlp_only_layers": [0], "norm_topk_prob": False},
+        },
+    ),
     "BERT": ("MegatronBertForPreTraining", {**SIZES, "pad_token_id": None}),
     "RoBERTa": ("MegatronBertForMaskedLM", {**SIZES, "type_vocab_size": 1, "tie_word_embeddings": False}),
 }
-OFTEN = ("GPT-2", "Llama 3.2", "Mistral", "Qwen 2", "Qwen 3", "BERT", "RoBERTa")
+EXPERTS = ("Mixtral", "Qwen 3, experts")
+OFTEN = ("GPT-2", "Llama 3.2", "Mistral", "Qwen 2", "Qwen 3", *EXPERTS, "BERT", "RoBERTa")
 """One of each family and way to convert; the others have what these have, otherwise combined."""
 
 

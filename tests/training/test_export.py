@@ -20,7 +20,7 @@ from training_job import ROOT, Data, MaskedData, run, successful, write_unsealed
 from tempo_megatron.cli import main
 from tempo_megatron.models.huggingface.config import find_class
 from tempo_megatron.models.huggingface.tensors import list_modules, list_tensors
-from tempo_megatron.models.shape import make_shape
+from tempo_megatron.models.shape import make_shape, read_shape_file
 from tempo_megatron.training.checkpoint_files import export as export_command
 
 SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
@@ -230,6 +230,7 @@ ROPE = ["--position-embedding-type", "rope", "--normalization", "RMSNorm", "--nu
 NO_BIAS, GROUPS = ["--disable-bias-linear"], ["--group-query-attention", "--num-query-groups", "2"]
 LLAMA = [*ROPE, *NO_BIAS, *GROUPS, "--swiglu", *UNTIED]
 QWEN3 = [*ROPE, *NO_BIAS, *GROUPS, "--swiglu", "--qk-layernorm", "--kv-channels", "32", "--rotary-base", "1000000"]
+EXPERTS = ["--num-experts", "4", "--moe-ffn-hidden-size", "96", "--moe-aux-loss-coeff", "0.01"]
 SCALED = ["--rotary-base", "500000", "--use-rope-scaling", "--rope-scaling-factor", "32"]
 ROBERTA = ["--bert-no-binary-head", "--masking", "tokens", "--short-seq-prob", "0"]
 # Class of transformers, ZeRO stage, what is trained.
@@ -242,6 +243,8 @@ MODELS = {
     "Qwen 2": ("Qwen2ForCausalLM", 3, [*LLAMA, "--add-qkv-bias"]),
     "Qwen 3": ("Qwen3ForCausalLM", 3, QWEN3),
     "Qwen 3, untied, a window": ("Qwen3ForCausalLM", 0, [*QWEN3, *UNTIED, "--window-size", "16,0"]),
+    "Mixtral": ("MixtralForCausalLM", 1, [*LLAMA, *EXPERTS]),
+    "Qwen 3, experts": ("Qwen3MoeForCausalLM", 0, [*QWEN3, *EXPERTS, "--moe-layer-freq", "[0,1]"]),
     "BERT": ("MegatronBertForPreTraining", 1, []),
     "RoBERTa, untied": ("MegatronBertForMaskedLM", 0, [*ROBERTA, *UNTIED]),
 }
@@ -333,6 +336,27 @@ def test_a_model_without_a_class_is_one_sentence(changes: dict[str, Any], said: 
         with pytest.raises(ValueError, match="no class of transformers that export knows") as refused:
             find_class(described)
         assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("mixtral_8x7b", None),
+        ("qwen3_30b_a3b", None),
+        ("deepseek_v3", "its multi_latent_attention is True, and that of the nearest one, .*, is False"),
+        ("gpt_oss_20b", "its softmax_type is learnable, and that of the nearest one, .*, is vanilla"),
+    ],
+)
+def test_a_published_mixture_of_experts_has_a_class_or_is_one_sentence(file: str, said: str | None) -> None:
+    described = make_shape(**read_shape_file(ROOT / "configs" / "model" / f"{file}.json")).describe()
+    described |= {"gelu_form": None, "padded_vocab_size": described["vocab_size"]}
+    if said is None:
+        tensors = list_tensors({**described, "num_layers": 1})
+        # Norms, qkv, the output's projection, the router, embedding, final norm and head, and two of each expert.
+        assert len(tensors) == 8 + 2 * described["qk_layernorm"] + 2 * described["num_experts"]
+    else:
+        with pytest.raises(ValueError, match=said):
+            find_class(described)
 
 
 def test_gpt2_has_every_weight_under_another_name() -> None:

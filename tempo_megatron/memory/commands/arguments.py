@@ -223,8 +223,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--hf",
         metavar="FOLDER",
-        help="take the sizes of a Hugging Face model: its folder or config.json (gpt2, llama, mistral, qwen2, qwen3, "
-        "megatron-bert)",
+        help="take the sizes of a Hugging Face model: its folder or config.json (gpt2, llama, mistral, mixtral, "
+        "qwen2, qwen3, qwen3_moe, megatron-bert)",
     )
     group.add_argument(
         "--world-size",

@@ -7,21 +7,25 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tempo_megatron.models.huggingface import gpt2, llama, megatron_bert
+from tempo_megatron.models.huggingface import experts, gpt2, llama, megatron_bert
 from tempo_megatron.models.huggingface.family import Config, Family, Fields
 
-_FAMILIES = (gpt2.FAMILY, llama.FAMILY, megatron_bert.FAMILY)
+_FAMILIES = (gpt2.FAMILY, llama.FAMILY, experts.MIXTRAL, experts.QWEN, megatron_bert.FAMILY)
 _NORMS = "its norms come after attention and MLP, and those of Megatron's BERT before them; megatron-bert has them so"
 _POSITIONS = "its embedding has a norm, which Megatron's BERT lacks; megatron-bert has none"
 _T5 = (
     "its scores are not scaled and have a bias by relative position, its norms are RMSNorm and no linear has a bias; "
     "Megatron's T5, as the trainer builds it, scales them and has learned positions, LayerNorm and biases"
 )
+_LATENT = "its attention is latent and a bias balances its experts; import has no names for their weights"
+_GPT_OSS = "its attention has sinks and its experts have biases; import has no names for these"
 # Model types that people will try, and why there is no table for them.
 _REFUSED = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "albert", "electra"), _NORMS),
     "roberta-prelayernorm": _POSITIONS,
     **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _LATENT),
+    "gpt_oss": _GPT_OSS,
 }
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -80,7 +84,13 @@ def find_class(run: Mapping[str, Any]) -> tuple[str, Family]:
         for name, expected in family.classes.items()
         if expected["family"] == run["family"]
     }
-    nearest = min(candidates, key=lambda name: len(candidates[name][1]))
+    has_experts = run.get("num_experts") is not None
+
+    def rank(name: str) -> tuple[bool, int]:
+        family, differences = candidates[name]
+        return family.has_experts != has_experts, len(differences)
+
+    nearest = min(candidates, key=rank)
     family, differences = candidates[nearest]
     if not differences:
         return nearest, family
@@ -93,10 +103,13 @@ def find_class(run: Mapping[str, Any]) -> tuple[str, Family]:
 
 def _list_differences(family: Family, name: str, run: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     expected = dict(family.classes[name])
-    if family is not llama.FAMILY:
+    if not family.has_head_size:
         heads = run["num_attention_heads"]
         expected |= {"num_query_groups": heads, "kv_channels": run["hidden_size"] // heads}
-    for field, value in {"num_experts": None, "multi_latent_attention": False, "softmax_type": "vanilla"}.items():
+    has_experts = run.get("num_experts") is not None
+    if has_experts != family.has_experts:
+        yield "num_experts", "a number" if family.has_experts else None
+    for field, value in {"multi_latent_attention": False, "softmax_type": "vanilla"}.items():
         if run.get(field, value) != value:
             yield field, value
     for field, values in expected.items():

@@ -91,7 +91,8 @@ class Family:
     prefix: str
     """Of all modules but the head. The files of some base models leave it out."""
     names: Mapping[str, tuple[str, ...]]
-    """Megatron's module -> the modules of transformers that share the rows of its weight; * is a layer's number."""
+    """Megatron's module -> the modules of transformers that share the rows of its weight; the first * is a layer's
+    number, the second an expert's."""
     classes: Mapping[str, Mapping[str, Any]]
     """Class of transformers -> the values that a model must have for it; a tuple allows any of its values. The first
     class that fits is used."""
@@ -101,5 +102,11 @@ class Family:
     """From the description of a model and a class, what of config.json is not the same for all families."""
     has_transposed_linears: bool = False
     """Whether the weights of the layers' linears are [in, out]."""
+    has_head_size: bool = False
+    """Whether config.json says the size of a head and the number of groups of heads."""
+    has_experts: bool = False
+    stacks: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    """End of the name of a tensor, [experts, rows, columns] -> the ends of those that share its rows; * is an expert's
+    number."""
     buffers: tuple[str, ...] = ()
     """Patterns of names that older versions of transformers saved and that are no weights."""

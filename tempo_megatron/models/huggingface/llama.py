@@ -33,16 +33,20 @@ _NAMES = {
     "output_layer": ("lm_head",),
 }
 _LLAMA, _MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"
+_WINDOWED = ("mistral", "mixtral")  # where a window is all that it takes
+_UNIFORM = (*_WINDOWED, "qwen3_moe")  # all layers have it
 _GATES = {"silu": ("swiglu", None), **{name: ("geglu", form) for name, form in GELU_FORMS.items()}}
-_MODEL = {
+MODEL = {
     **{"family": "gpt", "activation": ("swiglu", "geglu"), "normalization": "RMSNorm", "add_bias_linear": False},
     **{"position_embedding_type": "rope", "rotary_percent": 1.0, "qk_layernorm": False, "add_qkv_bias": False},
+    "window_attn_skip_freq": None,
 }
 # Llama 3's scaling of rope. In Megatron all but the factor are constants.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def _read_config(config: Config) -> Fields:
+def read_config(config: Config) -> Fields:
+    """Returns what a model with this attention, with or without experts, has of ModelShape's fields."""
     kind, sizes = config.get("model_type"), read_fields(config, SIZES)
     heads, hidden_size = sizes["num_attention_heads"], sizes["hidden_size"]
     has_biases = bool(config.get("attention_bias", False))
@@ -66,7 +70,7 @@ def _read_config(config: Config) -> Fields:
         "rotary_base": base,
         "use_rope_scaling": scaling_factor is not None,
         **({} if scaling_factor is None else {"rope_scaling_factor": scaling_factor}),
-        "qk_layernorm": kind == "qwen3",
+        "qk_layernorm": kind in ("qwen3", "qwen3_moe"),
         "add_bias_linear": has_biases,
         "add_qkv_bias": kind == "qwen2",
         # transformers counts the token itself, Megatron only those before it.
@@ -105,11 +109,11 @@ def _read_rope(config: Config) -> tuple[int, float | None]:
 def _read_window(config: Config, kind: str) -> int | None:
     window, is_used = config.get("sliding_window", None), config.get("use_sliding_window", False)
     layers = set(config.get("layer_types", None) or ())
-    if not window or not (kind == "mistral" or is_used):
+    if not window or not (kind in _WINDOWED or is_used):
         if layers - {"full_attention"}:
             config.refuse("layer_types", sorted(layers), "expected full_attention, as there is no sliding window")
         return None
-    if layers - {"sliding_attention"} or (not layers and kind != "mistral" and config.get("max_window_layers", 28)):
+    if layers - {"sliding_attention"} or (not layers and kind not in _UNIFORM and config.get("max_window_layers", 28)):
         config.refuse(
             "sliding_window",
             window,
@@ -118,7 +122,8 @@ def _read_window(config: Config, kind: str) -> int | None:
     return int(window)
 
 
-def _build_config(run: Mapping[str, Any], name: str) -> dict[str, Any]:
+def build_config(run: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The opposite of read_config, for one of the classes."""
     gate = "silu" if run["activation"] == "swiglu" else {"tanh": "gelu_pytorch_tanh", "erf": "gelu"}[run["gelu_form"]]
     config = {
         "model_type": name.removesuffix("ForCausalLM").lower(),
@@ -147,12 +152,13 @@ FAMILY = Family(
     prefix="model.",
     names=_NAMES,
     classes={
-        _LLAMA: {**_MODEL, "add_bias_linear": (False, True), "window_size": None},
-        _MISTRAL: _MODEL,
-        "Qwen2ForCausalLM": {**_MODEL, "add_qkv_bias": True},
-        "Qwen3ForCausalLM": {**_MODEL, "qk_layernorm": True},
+        _LLAMA: {**MODEL, "add_bias_linear": (False, True), "window_size": None},
+        _MISTRAL: MODEL,
+        "Qwen2ForCausalLM": {**MODEL, "add_qkv_bias": True},
+        "Qwen3ForCausalLM": {**MODEL, "qk_layernorm": True},
     },
-    read_config=_read_config,
-    build_config=_build_config,
+    read_config=read_config,
+    build_config=build_config,
+    has_head_size=True,
     buffers=(r".*\.rotary_emb\.inv_freq",),
 )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tempo_megatron.models.huggingface.config import find_class
 from tempo_megatron.settings.activations import GATED
+from tempo_megatron.words.expert_layers import parse_layer_frequency
 
 Shape = tuple[int, ...]
 Modules = dict[str, tuple[Shape, tuple[str, ...]]]
@@ -94,14 +95,17 @@ def list_tensors(run: Mapping[str, Any]) -> list[Converted]:
     heads = (run["num_attention_heads"], run["num_query_groups"])
     found = []
     for module, (shape, kinds) in list_modules(run).items():
-        layer = "".join(re.findall(r"\.(\d+)\.", module))
-        theirs = [name.replace("*", layer) for name in family.names[re.sub(r"\.\d+\.", ".*.", module)]]
+        numbers = re.findall(r"\.(\d+)\.", module)
+        theirs = [_put_numbers(name, numbers) for name in family.names[re.sub(r"\.\d+\.", ".*.", module)]]
         for kind in kinds:
             copies: tuple[str, ...] = ()
             if module == "embedding.word_embeddings" and is_tied:
                 copies = tuple(f"{name}.weight" for name in family.names["output_layer"])
             elif module == "output_layer" and kind == "bias":
                 copies = ("cls.predictions.bias",)
+            elif module.endswith(".router"):
+                # Beside stacked experts Mixtral's has the name that it has in memory.
+                copies = tuple({f"model.layers.{numbers[0]}.mlp.gate.weight"} - {f"{theirs[0]}.weight"})
             found.append(
                 Converted(
                     key=f"{module}.{kind}",
@@ -115,6 +119,12 @@ def list_tensors(run: Mapping[str, Any]) -> list[Converted]:
                 )
             )
     return found
+
+
+def _put_numbers(name: str, numbers: Sequence[str]) -> str:
+    for number in numbers:
+        name = name.replace("*", number, 1)
+    return name
 
 
 def list_zeros(run: Mapping[str, Any]) -> dict[str, Shape]:
@@ -144,15 +154,25 @@ def list_modules(run: Mapping[str, Any]) -> Modules:
         modules["embedding.position_embeddings"] = (run["max_position_embeddings"], h), weight
     if run["num_tokentypes"]:
         modules["embedding.tokentype_embeddings"] = (run["num_tokentypes"], h), weight
-    for layer in (f"{stack}.layers.{number}" for number in range(run["num_layers"])):
+    has = [False] * run["num_layers"]
+    if run["num_experts"] is not None:
+        has = list(parse_layer_frequency(run["moe_layer_freq"], run["num_layers"]))
+    for number, has_experts in enumerate(has):
+        layer = f"{stack}.layers.{number}"
         modules[f"{layer}.input_layernorm"] = (h,), norm
         modules[f"{layer}.self_attention.linear_qkv"] = (rows, h), both if run["add_qkv_bias"] else linear
         if run["qk_layernorm"]:
             modules |= {f"{layer}.self_attention.{name}_layernorm": ((head,), norm) for name in "qk"}
         modules[f"{layer}.self_attention.linear_proj"] = (h, queries), linear
         modules[f"{layer}.pre_mlp_layernorm"] = (h,), norm
-        modules[f"{layer}.mlp.linear_fc1"] = (gates * ffn, h), linear
-        modules[f"{layer}.mlp.linear_fc2"] = (h, ffn), linear
+        size, places = ffn, [f"{layer}.mlp"]
+        if has_experts:
+            modules[f"{layer}.mlp.router"] = (run["num_experts"], h), weight
+            size = run["moe_ffn_hidden_size"] or ffn
+            places = [f"{layer}.mlp.experts.local_experts.{number}" for number in range(run["num_experts"])]
+        for place in places:
+            modules[f"{place}.linear_fc1"] = (gates * size, h), linear
+            modules[f"{place}.linear_fc2"] = (h, size), linear
     modules[f"{stack}.final_layernorm"] = (h,), norm
     own = weight if run["untie_embeddings_and_output_weights"] else ()
     modules["output_layer"] = (vocab, h), (*own, "bias") if is_bert else own

@@ -54,7 +54,8 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("megatron", "huggingface"),
         default="megatron",
         help="names and order of the weights: Megatron's, or those of Hugging Face's transformers (GPT-2, Llama, "
-        "Mistral, Qwen 2 and 3, BERT), with config.json and the tokenizer's files beside them (default %(default)s)",
+        "Mistral, Mixtral, Qwen 2, 3 and 3-MoE, BERT), with config.json and the tokenizer's files beside them "
+        "(default %(default)s)",
     )
     parser.add_argument("--dtype", choices=_DTYPES, default="fp32", help="default %(default)s, as the optimizer has it")
 

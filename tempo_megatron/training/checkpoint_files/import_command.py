@@ -51,7 +51,7 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="FOLDER",
         help="a model of transformers: config.json and safetensors, in one file or several (GPT-2, Llama 2 and 3, "
-        "Mistral, Qwen 2 and 3, Megatron-BERT)",
+        "Mistral, Mixtral, Qwen 2, 3 and 3-MoE, Megatron-BERT)",
     )
     parser.add_argument(
         "--to", required=True, metavar="DIR", help="a new folder, for --pretrained-checkpoint of the trainer"
@@ -82,6 +82,7 @@ def run_import(args: argparse.Namespace) -> int:
     model = read_config(source)
     run = describe_model(model, args.make_vocab_size_divisible_by)
     tensors, files = list_tensors(run), open_tensors(source)
+    files.unstack(model.family.stacks)
     names = find_names(run, model.family, tensors, files)
     layout = [(each.key, find_dtype(each, names, files), each.shape) for each in tensors]
     if model.unread:

@@ -6,13 +6,14 @@ where it lies, and the tensors behind it: https://github.com/huggingface/safeten
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,6 +73,15 @@ class _Progress:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
+class _Piece(NamedTuple):
+    """Rows of one of several stacked matrices."""
+
+    stack: str
+    number: int
+    first_row: int
+    num_rows: int
+
+
 class TensorFiles(Mapping[str, Tensor]):
     """The tensors of some safetensors files by name, each read from the disk when it is asked for.
 
@@ -85,6 +95,7 @@ class TensorFiles(Mapping[str, Tensor]):
         from safetensors import safe_open
 
         self._files: dict[str, Any] = {}
+        self._pieces: dict[str, _Piece] = {}
         for path in paths:
             try:
                 file = safe_open(path, framework="pt")
@@ -99,7 +110,31 @@ class TensorFiles(Mapping[str, Tensor]):
                     raise ValueError(f"{path} has {name}, which another file of the folder has too; remove one of them")
                 self._files[name] = file
 
+    def unstack(self, stacks: Mapping[str, tuple[str, ...]]) -> None:
+        """Replaces stacked tensors, [n, rows, columns], by the [rows / parts, columns] of each of the n and each part.
+
+        Args:
+            stacks: end of a name -> the ends of the names of the parts, in which * becomes a number below n.
+        """
+        for name in list(self._files):
+            for end, parts in stacks.items():
+                shape = self.describe(name)[1]
+                if not name.endswith(end) or len(shape) != 3 or shape[1] % len(parts):
+                    continue
+                file, rows, before = self._files.pop(name), shape[1] // len(parts), name.removesuffix(end)
+                for number, part in itertools.product(range(shape[0]), range(len(parts))):
+                    new = before + parts[part].replace("*", str(number))
+                    if new in self._files:
+                        raise ValueError(f"the files have {new} and {name}, which holds it too; remove one of them")
+                    self._files[new] = file
+                    self._pieces[new] = _Piece(name, number, part * rows, rows)
+                break
+
     def __getitem__(self, name: str) -> Tensor:
+        if (piece := self._pieces.get(name)) is not None:
+            rows = slice(piece.first_row, piece.first_row + piece.num_rows)
+            found: Tensor = self._files[name].get_slice(piece.stack)[piece.number : piece.number + 1, rows]
+            return found[0]
         tensor: Tensor = self._files[name].get_tensor(name)
         return tensor
 
@@ -111,5 +146,7 @@ class TensorFiles(Mapping[str, Tensor]):
 
     def describe(self, name: str) -> tuple[str, Shape]:
         """Returns a tensor's dtype, by its name in the format, and its shape, without reading it."""
-        piece = self._files[name].get_slice(name)
-        return piece.get_dtype(), tuple(piece.get_shape())
+        piece = self._pieces.get(name)
+        stored = self._files[name].get_slice(name if piece is None else piece.stack)
+        shape = tuple(stored.get_shape())
+        return stored.get_dtype(), shape if piece is None else (piece.num_rows, *shape[2:])
