@@ -84,6 +84,8 @@ def find_class(run: Mapping[str, Any]) -> tuple[str, Family]:
         for name, expected in family.classes.items()
         if expected["family"] == run["family"]
     }
+    if not candidates:
+        raise ValueError(f"transformers' T5 is another model: {_T5}; give --format megatron")
     has_experts = run.get("num_experts") is not None
 
     def rank(name: str) -> tuple[bool, int]:
