@@ -8,9 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from tempo_megatron.memory.run import Experts, LatentAttention, OptimizerSettings, Run, read_recomputation
+from tempo_megatron.memory.run import (
+    ROUTER_DTYPES,
+    Experts,
+    LatentAttention,
+    OptimizerSettings,
+    Run,
+    read_recomputation,
+)
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.expert_layers import parse_layer_frequency
@@ -341,7 +346,7 @@ def _read_experts(config: Any, run: Any) -> Experts:
         pre_softmax=config.moe_router_pre_softmax,
         num_groups=config.moe_router_num_groups,
         group_topk=config.moe_router_group_topk,
-        router_dtype={None: None, "fp32": torch.float32, "fp64": torch.float64}[config.moe_router_dtype],
+        router_dtype=ROUTER_DTYPES[config.moe_router_dtype],
         imbalance=1.0 if config.moe_router_force_load_balancing else None,
         overlaps=_overlaps_experts(config),
     )

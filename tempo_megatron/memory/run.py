@@ -101,6 +101,10 @@ class OptimizerSettings:
         )
 
 
+ROUTER_DTYPES = {None: None, "fp32": torch.float32, "fp64": torch.float64}
+"""Values of Megatron's moe_router_dtype; None is the model's."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
     """The experts of a mixture, and how they lie over ranks."""
@@ -427,7 +431,7 @@ def take_parts(
             pre_softmax=shape.moe_router_pre_softmax,
             num_groups=shape.moe_router_num_groups,
             group_topk=shape.moe_router_group_topk,
-            router_dtype={None: None, "fp32": torch.float32, "fp64": torch.float64}[shape.moe_router_dtype],
+            router_dtype=ROUTER_DTYPES[shape.moe_router_dtype],
         )
     if shape.multi_latent_attention:
         sizes = shape.kv_lora_rank, shape.qk_head_dim, shape.qk_pos_emb_head_dim, shape.v_head_dim

@@ -35,7 +35,7 @@ from tempo_megatron.memory.kept.attribution import attribute_all, divide_by_laye
 from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_parameters
 from tempo_megatron.memory.kept.recorder import Recorder, SavedStorage
 from tempo_megatron.memory.kept.timeline import WEIGHTS, StepTimeline, Timeline
-from tempo_megatron.memory.run import Experts, OptimizerSettings, Run
+from tempo_megatron.memory.run import ROUTER_DTYPES, Experts, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.cross_entropy import put_fused_cross_entropy
 from tempo_megatron.memory.simulated.device import LastingBuffer, on_device, put_softmax_kernels
 from tempo_megatron.memory.simulated.experts import (
@@ -234,7 +234,7 @@ def _configure_experts(config: TransformerConfig, experts: Experts, layers: Sequ
         moe_router_pre_softmax=experts.pre_softmax,
         moe_router_num_groups=experts.num_groups,
         moe_router_group_topk=experts.group_topk,
-        moe_router_dtype={None: None, torch.float32: "fp32", torch.float64: "fp64"}[experts.router_dtype],
+        moe_router_dtype={dtype: name for name, dtype in ROUTER_DTYPES.items()}[experts.router_dtype],
         moe_token_dispatcher_type="allgather",
         expert_tensor_parallel_size=1,
     )

@@ -31,8 +31,10 @@ from tempo_megatron.training.tasks.task import (
     Collate,
     ForwardStep,
     Vocabulary,
+    average_losses,
     check_token_range,
     describe_share,
+    stack_samples,
 )
 
 _PADDING = -1
@@ -138,10 +140,7 @@ def collate_masked(samples: Sequence[Mapping[str, Any]], vocab_size: int, pad: i
 
     Raises ValueError if a token has no row in the embedding.
     """
-    batch = {
-        name: torch.from_numpy(np.stack([np.asarray(sample[key], dtype=np.int64) for sample in samples]))
-        for key, name in _KEYS.items()
-    }
+    batch = stack_samples(samples, _KEYS)
     is_padding = batch["padding_mask"] == _PADDING
     batch["tokens"] = batch["tokens"].masked_fill(is_padding, pad)
     batch["tokentype_ids"] = batch["tokentype_ids"].masked_fill(is_padding, 0)
@@ -177,9 +176,8 @@ class PredictMasked(ForwardStep):
 
         LOSS is their sum.
         """
-        mask = batch["loss_mask"]
         losses, order_logits = output
-        masked_loss = torch.sum(losses.float() * mask) / mask.sum().clamp(min=1.0)
+        masked_loss = average_losses(losses, batch["loss_mask"])
         if order_logits is None:
             return {LOSS: masked_loss}
         order_loss = F.cross_entropy(order_logits.view(-1, 2).float(), batch["is_swapped"])

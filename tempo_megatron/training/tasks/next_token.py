@@ -20,6 +20,7 @@ from tempo_megatron.training.tasks.task import (
     Collate,
     ForwardStep,
     Vocabulary,
+    average_losses,
     check_token_range,
     describe_share,
 )
@@ -105,5 +106,4 @@ class PredictNextToken(ForwardStep):
 
     def compute_losses(self, output: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the loss averaged over the tokens that count; 0 if none does."""
-        mask = batch["loss_mask"]
-        return {LOSS: torch.sum(output.float() * mask) / mask.sum().clamp(min=1.0)}
+        return {LOSS: average_losses(output, batch["loss_mask"])}

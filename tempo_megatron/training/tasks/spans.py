@@ -13,7 +13,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
 from torch import Tensor
@@ -22,7 +21,16 @@ from tempo_megatron.data.tokenizer_types import MASKED_TYPES
 from tempo_megatron.training.run.masking import SpanMasking
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.masked import DatasetTokenizer, check_usable_documents
-from tempo_megatron.training.tasks.task import LOSS, Batch, Collate, ForwardStep, Vocabulary, check_token_range
+from tempo_megatron.training.tasks.task import (
+    LOSS,
+    Batch,
+    Collate,
+    ForwardStep,
+    Vocabulary,
+    average_losses,
+    check_token_range,
+    stack_samples,
+)
 
 _KEYS = {
     "text_enc": "encoder_tokens",
@@ -139,10 +147,7 @@ def collate_spans(samples: Sequence[Mapping[str, Any]], vocab_size: int, pad: in
 
     Raises ValueError if a token has no row in the embedding.
     """
-    batch = {
-        name: torch.from_numpy(np.stack([np.asarray(sample[key], dtype=np.int64) for sample in samples]))
-        for key, name in _KEYS.items()
-    }
+    batch = stack_samples(samples, _KEYS)
     for stack in ("encoder", "decoder"):
         batch[f"{stack}_tokens"] = batch[f"{stack}_tokens"].masked_fill(batch[f"{stack}_mask"] == 0, pad)
         check_token_range(batch[f"{stack}_tokens"], batch["labels"], vocab_size)
@@ -181,5 +186,4 @@ class FillInSpans(ForwardStep):
 
     def compute_losses(self, output: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the loss averaged over the decoder's tokens."""
-        mask = batch["loss_mask"]
-        return {LOSS: torch.sum(output.float() * mask) / mask.sum().clamp(min=1.0)}
+        return {LOSS: average_losses(output, batch["loss_mask"])}

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,6 +88,19 @@ class Task(Protocol):
 def describe_share(prefix: str, run: RunConfig, part: str, share: int, documents: int) -> str:
     """Returns the beginning of an error about a part of a data set that is too small."""
     return f"{prefix}: --split {run.split} gives {part} {share} of {documents} documents"
+
+
+def stack_samples(samples: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -> Batch:
+    """Stacks the arrays of Megatron's masked datasets to int64 tensors; `keys` gives each key of a sample its name."""
+    return {
+        name: torch.from_numpy(np.stack([np.asarray(sample[key], dtype=np.int64) for sample in samples]))
+        for key, name in keys.items()
+    }
+
+
+def average_losses(losses: Tensor, loss_mask: Tensor) -> Tensor:
+    """Averages the losses of the tokens that count, in float32; returns 0 if none does."""
+    return torch.sum(losses.float() * loss_mask) / loss_mask.sum().clamp(min=1.0)
 
 
 def check_token_range(tokens: Tensor, labels: Tensor, vocab_size: int) -> None:
