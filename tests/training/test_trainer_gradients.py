@@ -1,9 +1,12 @@
-"""Gradients of which each tensor-parallel rank has a part, held against one rank; and which parameters decay."""
+"""Gradients of which each tensor-parallel rank has a part, held against one rank; which parameters decay; and the
+learning rate of each step, held against its formula."""
 
 from __future__ import annotations
 
 import itertools
+import math
 
+import pytest
 import torch
 from distributed import run_megatron_ranks
 from megatron.core import parallel_state
@@ -66,3 +69,22 @@ def test_norms_and_biases_do_not_decay() -> None:
     assert decayed["weight_decay"] == 0.1 and kept["weight_decay"] == 0.0
     assert {id(one) for one in decayed["params"]} == {id(model["linear"].weight)}
     assert {id(one) for one in kept["params"]} == {id(model["linear"].bias), *map(id, model["norm"].parameters())}
+
+
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
+def test_the_learning_rate_rises_to_lr_and_falls_to_min_lr(style: str) -> None:
+    from tempo_megatron.training.engine import build_scheduler
+
+    words = "--lr 1e-2 --min-lr 2e-3 --train-iters 12 --lr-warmup-iters 3 --lr-decay-iters 10 --data-path -".split()
+    words += ["--micro-batch-size", "2", "--global-batch-size", "4", "--lr-decay-style", style]
+    run = complete(
+        *words, *(word for name, size in SIZES.items() for word in ("--" + name.replace("_", "-"), str(size)))
+    )
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=run.lr)
+    scheduler = build_scheduler(optimizer, run)
+    fall = {"constant": lambda x: 1.0, "linear": lambda x: 1 - x, "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2}
+    for step in range(12):
+        part = min((step - 3) / 7, 1.0)
+        expected = 1e-2 * step / 3 if step < 3 else 2e-3 + 8e-3 * fall[style](part)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected), step
+        scheduler.step(run.global_batch_size)
