@@ -12,7 +12,7 @@ from distributed import run_megatron_ranks
 from megatron.core import parallel_state
 from run_configs import complete
 
-SIZES = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 128, "num_attention_heads": 4, "seq_length": 16}
+SIZES = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 16".split()
 
 
 def gradients(world_size: int, summed: bool, sequence_parallel: bool) -> dict[str, torch.Tensor]:
@@ -24,9 +24,7 @@ def gradients(world_size: int, summed: bool, sequence_parallel: bool) -> dict[st
 
     words = "--lr 1 --train-iters 1 --data-path - --micro-batch-size 2 --attention-dropout 0 --hidden-dropout 0".split()
     words += ["--tensor-model-parallel-size", str(world_size), *(["--sequence-parallel"] if sequence_parallel else [])]
-    words += ["--qk-layernorm"]
-    words += [word for name, size in SIZES.items() for word in ("--" + name.replace("_", "-"), str(size))]
-    run = complete(*words, world_size=world_size)
+    run = complete(*SIZES, *words, "--qk-layernorm", world_size=world_size)
     config = build_transformer_config(run)
     torch.manual_seed(1)
     model = build_model(run.model, config, run.tempo, padded_vocab_size=128)
@@ -77,9 +75,7 @@ def test_the_learning_rate_rises_to_lr_and_falls_to_min_lr(style: str) -> None:
 
     words = "--lr 1e-2 --min-lr 2e-3 --train-iters 12 --lr-warmup-iters 3 --lr-decay-iters 10 --data-path -".split()
     words += ["--micro-batch-size", "2", "--global-batch-size", "4", "--lr-decay-style", style]
-    run = complete(
-        *words, *(word for name, size in SIZES.items() for word in ("--" + name.replace("_", "-"), str(size)))
-    )
+    run = complete(*SIZES, *words)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=run.lr)
     scheduler = build_scheduler(optimizer, run)
     fall = {"constant": lambda x: 1.0, "linear": lambda x: 1 - x, "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2}
