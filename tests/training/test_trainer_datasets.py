@@ -163,19 +163,19 @@ def test_a_misspelt_data_path_is_answered_with_the_data_that_is_there(data: Data
 
 
 def first_samples(
-    data: Data, cache: str, train_iters: int, sample_parts: tuple[int, ...]
+    data: Data, cache: str, train_iters: int, sample_parts: tuple[int, ...], first: int
 ) -> tuple[list[int], int, Any]:
     run = options(data, data_cache_path=cache, train_iters=train_iters, sample_parts=sample_parts, eval_iters=0)
     built = build_datasets(run, TASK, vocabulary(run).tokenizer)
     train = built.train
-    order = [hash(tuple(train[sample]["tokens"].tolist())) for sample in range(min(len(train), 1000))]
+    order = [hash(tuple(train[sample]["tokens"].tolist())) for sample in range(first, min(len(train), first + 1000))]
     return order, len(train), built.sample_parts
 
 
 @pytest.mark.slow
 def test_a_longer_run_keeps_the_order_of_its_first_samples(data: Data, tmp_path: Path) -> None:
-    def order(train_iters: int, parts: tuple[int, ...]) -> tuple[list[int], int, Any]:
-        return run_megatron_ranks(first_samples, 1, 1, data, str(tmp_path), train_iters, parts)[0]
+    def order(train_iters: int, parts: tuple[int, ...], first: int = 0) -> tuple[list[int], int, Any]:
+        return run_megatron_ranks(first_samples, 1, 1, data, str(tmp_path), train_iters, parts, first)[0]
 
     planned, length, parts = order(10, ())
     assert parts == (40,) and 40 <= length < 4000
@@ -188,3 +188,5 @@ def test_a_longer_run_keeps_the_order_of_its_first_samples(data: Data, tmp_path:
     assert order(5, grown)[0][:20] == planned[:20]  # a shorter one is the beginning
     within = order(length // 4, parts)
     assert within[2] == (40,) and within[0] == planned
+    appended = order(length // 2, parts, first=length)[0]
+    assert len(appended) == len(planned) and appended != planned  # as many samples in an order of their own
