@@ -290,7 +290,7 @@ CLAIMS: dict[str, Card] = {
     "step_memory": Card(
         "The peak of a step falls with what its layers keep",
         "python benchmarks/step_memory.py",
-        RESULTS / "step_memory.jsonl",
+        RESULTS / "estimate" / "step_memory.jsonl",
         tabulate_step_memory,
         ("Tensors only: no optimizer, no allocator's rounding, no workspaces.", _ON_A_GPU),
     ),
@@ -311,7 +311,7 @@ CLAIMS: dict[str, Card] = {
     "loss_head": Card(
         "The loss head takes a fifth of stock's memory on a CPU",
         "python benchmarks/loss_head.py",
-        RESULTS / "loss_head.jsonl",
+        RESULTS / "cpu" / "loss_head.jsonl",
         tabulate_loss_head,
         ("The recomputed form takes a third more time: it makes the logits twice.", _ON_A_GPU),
     ),
@@ -346,14 +346,14 @@ CLAIMS: dict[str, Card] = {
     "compatibility": Card(
         "Tempo agrees with stock in every layout, layer by layer",
         "python benchmarks/compatibility.py --full --write-docs",
-        RESULTS / "grid.jsonl",
+        RESULTS / "cpu" / "grid.jsonl",
         tabulate_grid,
         ("Small models, gloo on a CPU, at most 8 processes.", _ON_A_GPU),
     ),
     "huggingface": Card(
         "`tempoize` lowers what models of transformers keep",
         "python benchmarks/huggingface_models.py",
-        RESULTS / "huggingface_models.jsonl",
+        RESULTS / "cpu" / "huggingface_models.jsonl",
         tabulate_models,
         (
             "Architectures whose modules are their own keep more than the floor.",
@@ -364,14 +364,14 @@ CLAIMS: dict[str, Card] = {
     "training": Card(
         "A model learns the same in 16 bits",
         "python benchmarks/training_proof.py",
-        RESULTS / "training_proof.jsonl",
+        RESULTS / "cpu" / "training_proof.jsonl",
         tabulate_proof,
         ("Two layers of 64 units: of large models, or long runs, this says nothing.", "Three seeds are no interval."),
     ),
     "order": Card(
         "An order of a step's operations that needs less memory",
         "python benchmarks/roam_models.py && python benchmarks/roam_tables.py",
-        RESULTS / "roam.jsonl",
+        RESULTS / "estimate" / "roam.jsonl",
         tabulate_order,
         (
             "Missed: the paper's averages (arXiv 2310.19295). docs/order.md says why: with many samples activations "
@@ -381,7 +381,7 @@ CLAIMS: dict[str, Card] = {
     "kernels": Card(
         "What the Triton kernels can reach by their machine code",
         "python benchmarks/static_roofline.py",
-        RESULTS / "static_roofline.jsonl",
+        RESULTS / "estimate" / "static_roofline.jsonl",
         tabulate_roofline,
         ("A bound, not a speed: `python benchmarks/run.py --suite gpu` measures, and has run on no GPU yet.",),
     ),

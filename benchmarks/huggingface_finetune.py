@@ -2,7 +2,7 @@
 
     python benchmarks/huggingface_finetune.py
 
-Writes benchmarks/results/huggingface_finetune.jsonl: a line per run with its losses. Both sides of a seed start from
+Writes benchmarks/results/cpu/huggingface_finetune.jsonl: a line per run with its losses. Both sides of a seed start from
 the same weights and see the same samples; their dropout masks differ, as those of two seeds do. It fails if the mean
 curves of stock and Tempo differ by more than the stock seeds do.
 """
@@ -26,7 +26,7 @@ from transformers import BertConfig, BertForMaskedLM  # noqa: E402
 
 from tempo_torch import tempoize  # noqa: E402
 
-RESULTS = ROOT / "benchmarks/results/huggingface_finetune.jsonl"
+RESULTS = ROOT / "benchmarks/results/cpu/huggingface_finetune.jsonl"
 STEPS, BATCH, LENGTH, SEEDS, WINDOW = 200, 8, 64, (1, 2, 3), 20
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256}
 

@@ -51,8 +51,8 @@ BENCHMARKS = {
     "context_parallel": Benchmark("cpu", "cpu_context_parallel.py", RESULTS / "cpu" / "context_parallel.jsonl"),
     "model": Benchmark("estimate", "estimated_models.py model", RESULTS / "estimate" / "model.jsonl", goes_on=True),
     "scale": Benchmark("estimate", "estimated_models.py scale", RESULTS / "estimate" / "scale.jsonl", goes_on=True),
-    "kept": Benchmark("estimate", "kept_bytes.py", RESULTS / "kept_bytes.jsonl"),
-    "step_memory": Benchmark("estimate", "step_memory.py", RESULTS / "step_memory.jsonl"),
+    "kept": Benchmark("estimate", "kept_bytes.py", RESULTS / "estimate" / "kept_bytes.jsonl"),
+    "step_memory": Benchmark("estimate", "step_memory.py", RESULTS / "estimate" / "step_memory.jsonl"),
     "kernels": Benchmark("gpu", "gpu_suite.py"),
 }
 

@@ -163,7 +163,7 @@ def main() -> None:
             **describe_cpu_run(),
         }
         print(json.dumps(record, indent=2))
-        append_records(RESULTS / "training_proof.jsonl", [record])
+        append_records(RESULTS / "cpu" / "training_proof.jsonl", [record])
         labelled = {f"{form}, seed {args.seeds[0]}": runs[form, args.seeds[0]] for form in FORMS}
         plot_losses(labelled, RESULTS / f"training_proof_{dtype}.png", f"Loss of each form, {dtype}")
 

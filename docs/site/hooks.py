@@ -34,7 +34,7 @@ _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 def list_outside() -> dict[str, str]:
     """Path of the site -> file of the repository, for everything outside of docs/."""
     found = dict(PAGES)
-    for pattern in ("cards/*.md", f"{PICTURES}/*.png"):
+    for pattern in ("cards/*.md", f"{PICTURES}/*/*.png"):
         found |= {name: name for path in sorted(ROOT.glob(pattern)) if (name := path.relative_to(ROOT).as_posix())}
     return found
 
