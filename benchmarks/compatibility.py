@@ -6,8 +6,8 @@ and a second one of context parallelism and packed rows.
     python benchmarks/compatibility.py --write-docs    # docs/compatibility.md from the results
 
 grid/judge.py says what a case must meet, grid/cases.py which cases are impossible and why. Each result becomes a line
-of benchmarks/results/grid.jsonl as soon as it is known. The first line names the versions: a run with other versions
-does not add to the file.
+of benchmarks/results/cpu/grid.jsonl as soon as it is known. The first line names the versions: a run with others does
+not add to the file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
-RESULTS = ROOT / "benchmarks" / "results" / "grid.jsonl"
+RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "grid.jsonl"
 _SECONDS_BETWEEN_LINES = 30.0
 
 

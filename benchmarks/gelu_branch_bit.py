@@ -4,7 +4,7 @@ Only negative outputs are ambiguous. Each is rounded to the nearest number whose
 of GELU' is measured for an exact inverse, and for the best possible decoder, which returns the middle of all
 derivatives that share a code. Both are compared with an exact inverse of a correctly rounded y.
 
-python benchmarks/gelu_branch_bit.py       # appends to benchmarks/results/gelu_branch_bit.jsonl
+python benchmarks/gelu_branch_bit.py       # appends to benchmarks/results/cpu/gelu_branch_bit.jsonl
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _ulp(y: Tensor, dtype: torch.dtype) -> Tensor:
 
 def main() -> None:
     for record in measure():
-        append_records(RESULTS / "gelu_branch_bit.jsonl", [record])
+        append_records(RESULTS / "cpu" / "gelu_branch_bit.jsonl", [record])
         print(json.dumps(record))
 
 

@@ -3,7 +3,7 @@
     python benchmarks/huggingface_models.py [ARCHITECTURE ...]
 
 Builds each architecture with random weights, measures on a CPU, and writes the table of docs/huggingface.md and
-benchmarks/results/huggingface_models.jsonl. Given architectures it prints their rows and writes nothing.
+benchmarks/results/cpu/huggingface_models.jsonl. Given architectures it prints their rows and writes nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers_cases import BERT_P, CASES, IDS, Case, S, find_heads, measure 
 
 from tempo_torch import report_on, samples, tempoize  # noqa: E402
 
-DOCUMENT, RESULTS = ROOT / "docs/huggingface.md", ROOT / "benchmarks/results/huggingface_models.jsonl"
+DOCUMENT, RESULTS = ROOT / "docs/huggingface.md", ROOT / "benchmarks/results/cpu/huggingface_models.jsonl"
 BEGIN, END = "<!-- huggingface models: begin -->\n", "<!-- huggingface models: end -->"
 
 

@@ -3,7 +3,7 @@
     python benchmarks/huggingface_versions.py [--again] [--folder FOLDER] [VERSION ...]
 
 It installs each set of `SETS` into a folder of its own, without torch, and runs `TESTS` with that folder first on the
-path. After each set it writes benchmarks/results/huggingface_versions.jsonl and the table of docs/huggingface.md. A set
+path. After each set it writes benchmarks/results/cpu/huggingface_versions.jsonl and docs/huggingface.md's table. A set
 that has a line in the results runs again only with --again. A VERSION of transformers chooses its set; by default all
 sets run.
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-DOCUMENT, RESULTS = ROOT / "docs/huggingface.md", ROOT / "benchmarks/results/huggingface_versions.jsonl"
+DOCUMENT, RESULTS = ROOT / "docs/huggingface.md", ROOT / "benchmarks/results/cpu/huggingface_versions.jsonl"
 BEGIN, END = "<!-- huggingface versions: begin -->\n", "<!-- huggingface versions: end -->"
 
 # The oldest set first: the first releases of OLDEST_VERSIONS that pip can install (transformers 4.57.0 was withdrawn).

@@ -4,7 +4,7 @@ The measured figures are those of Megatron's own modules on a CPU, where softmax
 dtype. Stock's figures on a GPU, with Transformer Engine's modules and fused or unfused attention, come from the formula
 and are marked so.
 
-python benchmarks/kept_bytes.py            # benchmarks/results/kept_bytes.jsonl and README.md
+python benchmarks/kept_bytes.py            # benchmarks/results/estimate/kept_bytes.jsonl and README.md
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from kept_formula import LayerShape, count_layer_bytes
 
-OUTPUT = RESULTS / "kept_bytes.jsonl"
+OUTPUT = RESULTS / "estimate" / "kept_bytes.jsonl"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- kept bytes: begin -->", "<!-- kept bytes: end -->"
 MODEL = "configs/model/gpt2_124m.json"

@@ -131,7 +131,7 @@ def _find_median_ratio(times: list[float], unit: list[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--label", default="", help="what is measured, for the record")
-    record_measurement(parser, measure, RESULTS / "launch_overhead.jsonl", rounds=60)
+    record_measurement(parser, measure, RESULTS / "cpu" / "launch_overhead.jsonl", rounds=60)
 
 
 if __name__ == "__main__":

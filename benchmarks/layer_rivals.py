@@ -10,6 +10,9 @@ python benchmarks/layer_rivals.py       # what benchmarks/results/cpu/layer.json
 - The paper's own choices (arXiv 2210.10246) in plain torch: GELU in place with a byte mask, LayerNorm in place, the
   output of softmax, dropout with a byte mask.
 - Tempo's forms in Megatron's layer.
+- Four of Megatron's layers beside four of stock's, all figures a layer: a plan for half of what Tempo can save, and
+  everything sent to the host. On a CPU the host is the same memory: a pool that is there before, and is not counted,
+  and threads that copy, whose CPU seconds are.
 
 All have the same weights. Kept is what torch's allocator still holds of a forward, without the output, in bytes per
 token and hidden unit (sbh); peak is the most that forward and backward hold, in the same unit; time is CPU seconds of
@@ -40,11 +43,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tempo_kernels.gelu.inverse import INVERSES, Y_MAX, evaluate
 from tempo_kernels.norm import layer_norm
+from tempo_kernels.offload import Engine, Offload, ThreadDevice, move_all
 from tempo_kernels.philox import eager as philox
 from tempo_megatron import TempoConfig, cpu, tempo_block_spec
 from tempo_megatron.memory.fake_tensors import simulate_layout
+from tempo_megatron.memory.plan.gpu import read_gpu
+from tempo_megatron.memory.plan.planner import PlanRequest, make_plan, make_smallest_plan
+from tempo_megatron.memory.plan.verify import make_problem
+from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.models.build import build_transformer_config
-from tempo_megatron.models.shape import make_shape
+from tempo_megatron.models.shape import ModelShape, make_shape
 from tempo_megatron.slots import dropout_rng
 
 OUTPUT = RESULTS / "cpu" / "layer.jsonl"
@@ -57,6 +65,8 @@ TEMPO = {
     "Tempo, in place + linear_qkv": TempoConfig(linear_qkv="recompute"),
     "Tempo, recompute + linear_fc1": TempoConfig(activation="recompute", linear_fc1="recompute"),
 }
+STACKED = {"Tempo, planned": "plan", "Tempo, in place, offload": "offload"}
+NUM_STACKED = 4
 BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3)
 # Of Megatron's layer, and of the plain one: the same weights.
 NAMES = {
@@ -82,18 +92,33 @@ class Sizes(NamedTuple):
 
 
 class Rival(NamedTuple):
-    """A layer, how it is run, and how its dropout is set."""
+    """Layers, and how they are run."""
 
-    layer: torch.nn.Module
+    layers: list[Any]
     run: Callable[[Tensor], Tensor]
 
     def name_parameters(self) -> dict[str, Tensor]:
-        """By the names of the plain layer."""
+        """By the names of the plain layer, and of several layers their number."""
         found = {}
-        for name, parameter in self.layer.named_parameters():
-            module, _, kind = name.rpartition(".")
-            found[f"{NAMES.get(module, module)}.{kind}"] = parameter
+        for number, layer in enumerate(self.layers):
+            for name, parameter in layer.named_parameters():
+                module, _, kind = name.rpartition(".")
+                prefix = f"{number}." if len(self.layers) > 1 else ""
+                found[f"{prefix}{NAMES.get(module, module)}.{kind}"] = parameter
         return found
+
+
+class Stack(torch.nn.Module):
+    """Megatron's layers after one another."""
+
+    def __init__(self, layers: list[Any], mask: Tensor | None) -> None:
+        super().__init__()
+        self.layers, self.mask = torch.nn.ModuleList(layers), mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.mask)[0]
+        return x
 
 
 class PlainLayer(torch.nn.Module):
@@ -169,33 +194,66 @@ def list_rivals() -> dict[str, Callable[[Sizes], Rival]]:
         "checkpoint, saves every second product": functools.partial(make_checkpointed, saves_every=2),
         "the paper's choices": make_paper,
     }
-    return found | {name: functools.partial(make_megatron_layer, config) for name, config in TEMPO.items()}
+    found |= {name: functools.partial(make_megatron_layer, config) for name, config in TEMPO.items()}
+    return found | {
+        "Tempo, planned": make_planned,
+        "Tempo, in place, offload": functools.partial(
+            make_megatron_layer, TempoConfig(offload="all"), num_layers=NUM_STACKED
+        ),
+    }
 
 
-def make_megatron_layer(config: TempoConfig, sizes: Sizes, attention: str = "", recompute: str = "") -> Rival:
-    """Makes Megatron's layer with Tempo's modules, or the stock layer."""
-    shape = make_shape(
-        family="gpt", num_layers=1, hidden_size=sizes.h, num_attention_heads=sizes.h // HEAD_DIM, vocab_size=512,
-        seq_length=sizes.s, max_position_embeddings=sizes.s, attention_dropout=0.0, hidden_dropout=HIDDEN_DROPOUT,
+def make_planned(sizes: Sizes) -> Rival:
+    return make_megatron_layer(plan_stack(sizes), sizes, num_layers=NUM_STACKED)
+
+
+@functools.cache
+def plan_stack(sizes: Sizes) -> TempoConfig:
+    """The plan, without Megatron's recomputation, for the mean of what the quickest and the smallest plan need, by the
+    rates of an H100's data sheet."""
+    run = Run(
+        model=describe(sizes, NUM_STACKED),
+        tempo=TempoConfig(),
+        micro_batch_size=sizes.b,
+        dtype=sizes.dtype,
+        optimizer=OptimizerSettings(kind="none"),
+    )
+    problem, _ = make_problem(PlanRequest(run=run, gpu=read_gpu("h100"), recompute=frozenset()))
+    least, quickest = make_smallest_plan(problem), make_plan(problem, 10**15)
+    budget = (least.peak_bytes + quickest.peak_bytes) // 2
+    return make_plan(problem, budget).tempo
+
+
+def describe(sizes: Sizes, num_layers: int) -> ModelShape:
+    return make_shape(
+        family="gpt", num_layers=num_layers, hidden_size=sizes.h, num_attention_heads=sizes.h // HEAD_DIM,
+        vocab_size=512, seq_length=sizes.s, max_position_embeddings=sizes.s, attention_dropout=0.0,
+        hidden_dropout=HIDDEN_DROPOUT,
     )  # fmt: skip
+
+
+def make_megatron_layer(
+    config: TempoConfig, sizes: Sizes, attention: str = "", recompute: str = "", num_layers: int = 1
+) -> Rival:
+    """Makes Megatron's layer, or several, with Tempo's modules or the stock ones."""
+    shape = describe(sizes, num_layers)
     settings: dict[str, Any] = {}
     if recompute == "selective":
         settings = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     transformer_config = build_transformer_config(shape, dtype=sizes.dtype, **settings)
     block = TransformerBlock(transformer_config, tempo_block_spec(transformer_config, config)).to(sizes.dtype)
-    layer: Any = block.layers[0]
+    layers: list[Any] = list(block.layers)
     mask = None
     if attention == "sdpa":
-        layer.self_attention.core_attention = SdpaAttention(0.0)
+        for layer in layers:
+            layer.self_attention.core_attention = SdpaAttention(0.0)
     elif config.attention == "off":
         mask = torch.ones(1, 1, sizes.s, sizes.s, dtype=torch.bool).triu(1)
-
-    def run(x: Tensor) -> Tensor:
-        out: Tensor = layer(x, mask)[0]
-        return out
-
+    run = Stack(layers, mask).train()
+    if config.offloads:
+        Offload(run, dict.fromkeys(layers, move_all), Engine(ThreadDevice()))
     whole = functools.partial(tensor_parallel.checkpoint, run, False)
-    return Rival(layer.train(), whole if recompute == "full" else run)
+    return Rival(layers, whole if recompute == "full" else run)
 
 
 def make_compiled(budget: float, sizes: Sizes) -> Rival:
@@ -211,7 +269,7 @@ def make_compiled(budget: float, sizes: Sizes) -> Rival:
         out: Tensor = compiled(x)
         return out
 
-    return Rival(layer, run)
+    return Rival([layer], run)
 
 
 def make_checkpointed(sizes: Sizes, saves_every: int = 0) -> Rival:
@@ -232,12 +290,12 @@ def make_checkpointed(sizes: Sizes, saves_every: int = 0) -> Rival:
         return create_selective_checkpoint_contexts(choose)
 
     contexts = {"context_fn": make_contexts} if saves_every else {}
-    return Rival(layer, functools.partial(checkpoint, layer, use_reentrant=False, **contexts))
+    return Rival([layer], functools.partial(checkpoint, layer, use_reentrant=False, **contexts))
 
 
 def make_paper(sizes: Sizes) -> Rival:
     layer = PaperLayer(sizes.h).to(sizes.dtype)
-    return Rival(layer, layer)
+    return Rival([layer], layer)
 
 
 @torch.no_grad()
@@ -249,28 +307,32 @@ def share_weights(rival: Rival, weights: dict[str, Tensor]) -> None:
 def measure(case: str, sizes: Sizes) -> dict[str, Any]:
     """Measures one rival beside stock."""
     torch.manual_seed(1)
-    exact = PlainLayer(sizes.h)
+    makers = list_rivals()
+    exact = torch.nn.Sequential(*(PlainLayer(sizes.h) for _ in range(NUM_STACKED if case in STACKED else 1)))
     with torch.no_grad():
         for parameter in exact.parameters():
             parameter.copy_(parameter.to(sizes.dtype))  # so that all start from the same weights
-    rivals = {name: list_rivals()[name](sizes) for name in dict.fromkeys((BASE, case))}
+    stock = functools.partial(makers[BASE], num_layers=len(exact)) if case in STACKED else makers[BASE]
+    rivals = {BASE: stock(sizes)} | {name: makers[name](sizes) for name in {case} - {BASE}}
     x = torch.randn(sizes.s, sizes.b, sizes.h).to(sizes.dtype)
     grad_out = torch.randn(sizes.s, sizes.b, sizes.h).to(sizes.dtype)
+    weights = Rival(list(exact), exact).name_parameters()
     for rival in rivals.values():
-        share_weights(rival, dict(exact.named_parameters()))
+        share_weights(rival, weights)
     ms = {name: 1e3 * statistics.median(times) for name, times in alternate(rivals, x, grad_out, sizes.rounds).items()}
     kept, peak = find_memory(rivals[case], x, grad_out)
-    errors = find_errors(rivals[case], exact.double(), x, grad_out)
+    errors = find_errors(rivals[case], Rival(list(exact.double()), exact), x, grad_out)
     return {
         "shape": {"s": sizes.s, "b": sizes.b, "h": sizes.h},
         "dtype": next(name for name, dtype in DTYPES.items() if dtype == sizes.dtype),
         "p": {"attention": 0.0, "hidden": HIDDEN_DROPOUT},
-        "kept_sbh": round(kept / x.numel(), 2),
-        "peak_sbh": round(peak / x.numel(), 2),
+        "kept_sbh": round(kept / x.numel() / len(exact), 2),
+        "peak_sbh": round(peak / x.numel() / len(exact), 2),
         "cpu_ms": round(ms[case], 1),
         "over_stock": round(ms[case] / ms[BASE], 3),
         "gradient_error": float(f"{max(errors.values()):.3g}"),
         "worst": max(errors, key=lambda name: errors[name]),
+        "layers": len(exact),
         "rounds": sizes.rounds,
     }
 
@@ -304,12 +366,13 @@ def find_memory(rival: Rival, x: Tensor, grad_out: Tensor) -> tuple[int, int]:
     return held - out.untyped_storage().nbytes(), most
 
 
-def find_errors(rival: Rival, exact: PlainLayer, x: Tensor, grad_out: Tensor) -> dict[str, float]:
+def find_errors(rival: Rival, exact: Rival, x: Tensor, grad_out: Tensor) -> dict[str, float]:
     """Relative errors of the gradients of x and of every parameter, without dropout."""
-    exact.hidden_dropout = rival.layer.hidden_dropout = 0.0
+    for layer in (*exact.layers, *rival.layers):
+        layer.hidden_dropout = 0.0
     found = []
     for run, parameters, dtype in (
-        (exact, dict(exact.named_parameters()), torch.float64),
+        (exact.run, exact.name_parameters(), torch.float64),
         (rival.run, rival.name_parameters(), x.dtype),
     ):
         for parameter in parameters.values():
@@ -338,9 +401,11 @@ def main() -> None:
     torch.set_num_threads(1)
     cpu.use_cpu()
     philox.DRAWS_BEFORE_COMPILING = 0  # as in a run of more than a few steps
+    cases = args.only or list_rivals()
+    if "Tempo, planned" in cases:
+        plan_stack(sizes)  # the planner has layouts of its own, so before this one
     with simulate_layout(1):
         tensor_parallel.model_parallel_cuda_manual_seed(1234)
-        cases = args.only or list_rivals()
         measure_missing(args.output, cases, functools.partial(measure, sizes=sizes), again=args.again)
 
 

@@ -1,6 +1,6 @@
 """Measures the loss head alone on the CPU, Megatron's beside the fused one: time of forward and backward, peak memory.
 
-python benchmarks/loss_head.py             # gpt2_124m, 8 x 512 tokens: appends to benchmarks/results/loss_head.jsonl
+python benchmarks/loss_head.py             # gpt2_124m, 8 x 512 tokens: benchmarks/results/cpu/loss_head.jsonl
 python benchmarks/loss_head.py --log-prob --softcap 30 --entropy     # log-probabilities and entropies of the labels
 python benchmarks/loss_head.py --peaks     # what it makes on a GPU, at sizes that need one: loss_head_peaks.jsonl
 
@@ -167,7 +167,7 @@ def find_peak(tokens: int, rows: int, hidden_size: int = 2048) -> dict[str, int]
     return {"tokens": tokens, "rows": rows, "made_bytes": seen.peak, "input_bytes": sum(t.nbytes for t in inputs)}
 
 
-def record_peaks(path: Path = RESULTS / "loss_head_peaks.jsonl") -> None:
+def record_peaks(path: Path = RESULTS / "cpu" / "loss_head_peaks.jsonl") -> None:
     """SkyRL's shapes: a quarter of Qwen3.6's vocabulary, and all of it; and 2**18 rows."""
     path.unlink(missing_ok=True)
     append_records(path, [find_peak(t, v) for v in (62080, 248320, 262144) for t in (8192, 32768, 262144)])
@@ -186,7 +186,7 @@ def main() -> None:
     if parser.parse_known_args()[0].peaks:
         record_peaks()
         return
-    record_measurement(parser, measure, RESULTS / "loss_head.jsonl", rounds=3)
+    record_measurement(parser, measure, RESULTS / "cpu" / "loss_head.jsonl", rounds=3)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import json
 import platform
+import resource
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -103,6 +104,12 @@ def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
             stream.flush()
 
 
+def _count_cpu_s() -> float:
+    """Of this process and of those that it has waited for."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
 def measure_missing(
     path: Path, cases: Iterable[str], measure: Callable[[str], Mapping[str, Any]], *, again: bool = False
 ) -> None:
@@ -111,7 +118,7 @@ def measure_missing(
     Args:
         path: the JSON-lines file; every record has its case.
         cases: names.
-        measure: returns the figures of a case.
+        measure: returns the figures of a case; `cpu_s` is added unless it says its own, as one that goes on itself.
         again: begin with an empty file.
     """
     if again:
@@ -119,6 +126,8 @@ def measure_missing(
     there = {record["case"] for record in read_records(path)}
     for case in cases:
         if case not in there:
-            record = {"case": case, **measure(case), **describe_cpu_run()}
+            start = _count_cpu_s()
+            found = measure(case)
+            record = {"case": case, "cpu_s": round(_count_cpu_s() - start, 1), **found, **describe_cpu_run()}
             append_records(path, [record])
             print(json.dumps({name: value for name, value in record.items() if name not in DESCRIBED}), flush=True)

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="default: all (%(default)s)")
     parser.add_argument("--time-limit", type=int, default=240, metavar="S", help="of each run (default %(default)s s)")
     parser.add_argument("--dry-run", action="store_true", help="print the four commands and stop")
-    add_output_argument(parser, RESULTS / "megatron_lm.jsonl")
+    add_output_argument(parser, RESULTS / "gpu" / "megatron_lm.jsonl")
     options = parser.parse_args(argv)
     if not (options.root / "pretrain_gpt.py").is_file():
         parser.error(f"{options.root} holds no pretrain_gpt.py; expected a Megatron-LM checkout")

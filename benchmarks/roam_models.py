@@ -1,4 +1,4 @@
-"""Measures for many models how much memory the order of operations saves: benchmarks/results/roam.jsonl.
+"""Measures for many models how much memory the order of operations saves: benchmarks/results/estimate/roam.jsonl.
 
 Each model takes one training step on fake tensors: nothing is downloaded, and no weight has a value. Models that fit
 into this machine's memory can also run. It needs torchvision and transformers.
@@ -44,8 +44,8 @@ from tempo_megatron.roam.read_graph import CapturedStep
 from tempo_megatron.settings.arguments import tempo_config_from
 
 ROOT = Path(__file__).parent.parent
-RUNS = ROOT / "benchmarks/results/roam_runs.jsonl"
-RESULTS = ROOT / "benchmarks/results/roam.jsonl"
+RUNS = ROOT / "benchmarks/results/cpu/roam_runs.jsonl"
+RESULTS = ROOT / "benchmarks/results/estimate/roam.jsonl"
 _ALIGNMENT = 64
 
 Made = tuple[nn.Module, Callable[..., Tensor], tuple[Tensor, ...]]

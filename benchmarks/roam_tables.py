@@ -1,4 +1,4 @@
-"""Writes the tables of docs/order.md from results/roam.jsonl and results/roam_runs.jsonl; a case's last line counts.
+"""Writes the tables of docs/order.md from results/*/roam.jsonl and roam_runs.jsonl; a case's last line counts.
 
 python benchmarks/roam_tables.py
 """

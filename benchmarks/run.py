@@ -8,7 +8,7 @@ python benchmarks/report.py                             # then: docs/benchmarks.
 The suite cpu measures on this machine, with one thread; estimate follows real modules on tensors without memory, so
 its figures are those of no machine; gpu is `benchmarks/gpu_suite.py`. A benchmark that ended early goes on where it
 was, and one whose results are of this commit is left out; --again runs it anyway. One that fails is reported, and stops
-no other.
+no other. At the end the seconds of each stand beside its budget.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from measurements import RESULTS, ROOT, find_commit, read_records
+from measurements import RESULTS, ROOT, append_records, describe_cpu_run, find_commit, read_records
 
 
 class Benchmark(NamedTuple):
@@ -35,24 +35,38 @@ class Benchmark(NamedTuple):
     output: Path | None = None
     """The JSON lines; None where that depends on the device."""
 
+    budget_s: int | None = None
+    """Of a CPU, on a machine of two cores; those of the suite cpu are half an hour together."""
+
     goes_on: bool = False
     """Whether the script itself leaves out what it has, and takes --again."""
 
 
+TIMES = RESULTS / "cpu" / "times.jsonl"
+"""What each benchmark took; one that goes on has its seconds in its own records."""
+
 SUITES = ("cpu", "estimate", "gpu")
 BENCHMARKS = {
-    "layer": Benchmark("cpu", "layer_rivals.py", RESULTS / "cpu" / "layer.jsonl", goes_on=True),
+    "layer": Benchmark("cpu", "layer_rivals.py", RESULTS / "cpu" / "layer.jsonl", 420, goes_on=True),
     "operations": Benchmark(
-        "cpu", "cpu_operations.py --threads 1 --rounds 7 --clock thread", RESULTS / "cpu" / "operations.jsonl"
+        "cpu", "cpu_operations.py --threads 1 --rounds 7 --clock thread", RESULTS / "cpu" / "operations.jsonl", 420
     ),
     "step": Benchmark(
-        "cpu", "cpu_step.py --num-layers 2 --micro-batch-size 1 --stock-attention sdpa", RESULTS / "cpu" / "step.jsonl"
+        "cpu",
+        "cpu_step.py --num-layers 2 --micro-batch-size 1 --stock-attention sdpa",
+        RESULTS / "cpu" / "step.jsonl",
+        180,
     ),
-    "context_parallel": Benchmark("cpu", "cpu_context_parallel.py", RESULTS / "cpu" / "context_parallel.jsonl"),
-    "model": Benchmark("estimate", "estimated_models.py model", RESULTS / "estimate" / "model.jsonl", goes_on=True),
-    "scale": Benchmark("estimate", "estimated_models.py scale", RESULTS / "estimate" / "scale.jsonl", goes_on=True),
-    "kept": Benchmark("estimate", "kept_bytes.py", RESULTS / "kept_bytes.jsonl"),
-    "step_memory": Benchmark("estimate", "step_memory.py", RESULTS / "step_memory.jsonl"),
+    "context_parallel": Benchmark("cpu", "cpu_context_parallel.py", RESULTS / "cpu" / "context_parallel.jsonl", 120),
+    "loss": Benchmark("cpu", "training_proof.py", RESULTS / "cpu" / "training_proof.jsonl", 660, goes_on=True),
+    "model": Benchmark(
+        "estimate", "estimated_models.py model", RESULTS / "estimate" / "model.jsonl", 180, goes_on=True
+    ),
+    "scale": Benchmark(
+        "estimate", "estimated_models.py scale", RESULTS / "estimate" / "scale.jsonl", 180, goes_on=True
+    ),
+    "kept": Benchmark("estimate", "kept_bytes.py", RESULTS / "estimate" / "kept_bytes.jsonl", 60),
+    "step_memory": Benchmark("estimate", "step_memory.py", RESULTS / "estimate" / "step_memory.jsonl", 60),
     "kernels": Benchmark("gpu", "gpu_suite.py"),
 }
 
@@ -72,8 +86,32 @@ def run(name: str, benchmark: Benchmark, *, again: bool) -> bool:
     print(f"== {name}: {' '.join(words[3:])}", flush=True)
     before = _count_cpu_s()
     status = subprocess.run(words, cwd=ROOT, env={"OMP_NUM_THREADS": "1", **os.environ}).returncode
-    print(f"-- {name}: {_count_cpu_s() - before:.0f} s of a CPU, {'failed' if status else 'done'}", flush=True)
+    taken = {"benchmark": name, "cpu_s": round(_count_cpu_s() - before, 1), "is_done": status == 0}
+    if not benchmark.goes_on:
+        append_records(TIMES, [{**taken, **describe_cpu_run()}])
+    print(f"-- {name}: {taken['cpu_s']:.0f} s of a CPU{'' if status == 0 else ', failed'}", flush=True)
     return status == 0
+
+
+def count_cpu_s(name: str) -> float | None:
+    """The seconds of a CPU that a benchmark's results took; None where that was not measured."""
+    benchmark = BENCHMARKS[name]
+    if benchmark.goes_on and benchmark.output is not None:
+        taken = [record.get("cpu_s") for record in read_records(benchmark.output)]
+        return None if None in taken else sum(taken)
+    times = [record["cpu_s"] for record in read_records(TIMES) if record["benchmark"] == name and record["is_done"]]
+    return times[-1] if times else None
+
+
+def tabulate_times(names: Sequence[str]) -> list[list[str]]:
+    """A row for each benchmark: its suite, what its results took, and what it may take."""
+    rows = [["benchmark", "suite", "CPU seconds", "may take"]]
+    for name in names:
+        taken, budget = count_cpu_s(name), BENCHMARKS[name].budget_s
+        if budget is not None:
+            note = "not measured" if taken is None else f"{taken:.0f}{'' if taken <= budget else ', **missed**'}"
+            rows.append([name, BENCHMARKS[name].suite, note, str(budget)])
+    return rows
 
 
 def _find_script(command: str) -> list[str]:
@@ -108,6 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"== {name}: {one.output} has results of this commit")
         elif not run(name, one, again=args.again):
             failed.append(name)
+    print(*("  ".join(f"{cell:<16}" for cell in row) for row in tabulate_times(list(chosen))), sep="\n")
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

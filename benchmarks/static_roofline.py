@@ -42,7 +42,9 @@ def main() -> int:
     parser.add_argument("--triton", metavar="VERSION", help="install this version and use it")
     parser.add_argument("--folder", type=Path, help="where --triton installs (default: a temporary one)")
     parser.add_argument("--limits", action="store_true", help="write tests/kernels/kernel_resources.json's limits anew")
-    parser.add_argument("--output", type=Path, default=RESULTS / "static_roofline.jsonl", help="JSON-lines file")
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS / "estimate" / "static_roofline.jsonl", help="JSON-lines file"
+    )
     parser.add_argument("--page", action="store_true", help="write docs/performance.md from what was recorded")
     args = parser.parse_args()
     if args.page:
@@ -65,7 +67,7 @@ def main() -> int:
     return 0
 
 
-def draw_page(results: Path = RESULTS / "static_roofline.jsonl") -> str:
+def draw_page(results: Path = RESULTS / "estimate" / "static_roofline.jsonl") -> str:
     """docs/performance.md from the last records of each Triton for sm_90."""
     from roofline import page
 
@@ -73,7 +75,7 @@ def draw_page(results: Path = RESULTS / "static_roofline.jsonl") -> str:
     for one in read_records(results):
         if one["capability"] == 90 and "around" in one:
             of_triton.setdefault(one["triton"], {})[one["name"]] = one
-    return page.draw(of_triton, read_records(RESULTS / "loss_head_peaks.jsonl"))
+    return page.draw(of_triton, read_records(RESULTS / "cpu" / "loss_head_peaks.jsonl"))
 
 
 def write_limits(records: Sequence[Mapping[str, Any]]) -> None:

@@ -5,7 +5,7 @@ attention, stock with selective recomputation (`--recompute-activations`), which
 attention does, and Tempo. Counted are all tensors that are alive, weights included; there is no optimizer, and an
 allocator's rounding is left out.
 
-python benchmarks/step_memory.py           # benchmarks/results/step_memory.jsonl and step_memory.png
+python benchmarks/step_memory.py           # benchmarks/results/estimate/step_memory.jsonl and step_memory.png
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import simulate_step
 from tempo_megatron.models.shape import make_shape, read_shape_file
 
-OUTPUT = RESULTS / "step_memory.jsonl"
+OUTPUT = RESULTS / "estimate" / "step_memory.jsonl"
 FIGURE = OUTPUT.with_suffix(".png")
 MODEL = "configs/model/gpt2_345m.json"
 MICRO_BATCH_SIZE = 8

@@ -1,5 +1,5 @@
 """Writes the drawings of docs/concepts.md as SVG: `python docs/site/drawings.py`. The step's curves are measured
-(benchmarks/results/step_memory.jsonl), the other drawings are schemes."""
+(benchmarks/results/estimate/step_memory.jsonl), the other drawings are schemes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "images"
-STEP = ROOT / "benchmarks" / "results" / "step_memory.jsonl"
+STEP = ROOT / "benchmarks" / "results" / "estimate" / "step_memory.jsonl"
 BLUE, ORANGE, GREY, INK, LIGHT = "#0072B2", "#D55E00", "#999999", "#333333", "#DDDDDD"
 # What a tensor of a GPT layer is, and its sbh in bf16: kept by stock with fused attention, and by Tempo in place.
 TENSORS = (

@@ -3,12 +3,14 @@
 - README.md is the start page; CONTRIBUTING.md, CHANGELOG.md and the cards are pages as they are.
 - A link to a file that is a page of the site, or a picture, leads there. One to another file of the repository becomes
   the file's path, and one to nothing ends the build.
+- A notebook of examples/notebooks is a page with what its cells printed and drew when it was run last.
 - reference.md goes on with the public names, whose text mkdocstrings takes from their docstrings.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 from pathlib import Path, PurePosixPath
@@ -25,6 +27,7 @@ PAGES = {"index.md": "README.md"} | {
     name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/gpu/README.md")
 }
 PICTURES = "benchmarks/results"
+NOTEBOOKS = "examples/notebooks"
 # Packages with the names that others use. A room's names are those of its __all__.
 ROOMS = "gelu glu silu squared_relu norm dropout_add attention linear_cross_entropy recompute".split()
 _LINK = re.compile(r"(?P<text>!?\[[^]]*\])\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
@@ -34,16 +37,34 @@ _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 def list_outside() -> dict[str, str]:
     """Path of the site -> file of the repository, for everything outside of docs/."""
     found = dict(PAGES)
-    for pattern in ("cards/*.md", f"{PICTURES}/*.png"):
+    for pattern in ("cards/*.md", f"{PICTURES}/*/*.png"):
         found |= {name: name for path in sorted(ROOT.glob(pattern)) if (name := path.relative_to(ROOT).as_posix())}
-    return found
+    names = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / NOTEBOOKS).glob("*.ipynb"))]
+    return found | {name.replace(".ipynb", ".md"): name for name in names}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that stand elsewhere."""
     for uri, name in list_outside().items():
-        files.append(File.generated(config, uri, abs_src_path=str(ROOT / name)))
+        if not uri.startswith(NOTEBOOKS):
+            files.append(File.generated(config, uri, abs_src_path=str(ROOT / name)))
+            continue
+        files.append(File.generated(config, uri, content=write_notebook(ROOT / name)))
     return files
+
+
+def write_notebook(path: Path) -> str:
+    """A notebook as Markdown, with what its cells printed and drew."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(f"```python\n{source}\n```" if cell["cell_type"] == "code" else source)
+        for output in cell.get("outputs", ()):
+            if drawn := output.get("data", {}).get("image/png"):
+                parts.append(f'<img alt="What the cell drew" src="data:image/png;base64,{"".join(drawn).strip()}">')
+            elif "text" in output:
+                parts.append(f"```text\n{''.join(output['text'])}```")
+    return "\n\n".join(parts) + "\n"
 
 
 def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:

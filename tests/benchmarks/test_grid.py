@@ -199,7 +199,7 @@ def test_the_table_says_what_holds_fails_is_refused_and_was_not_run() -> None:
 
 @pytest.mark.slow
 def test_the_document_in_the_tree_is_that_of_the_results_in_the_tree() -> None:
-    path = ROOT / "benchmarks" / "results" / "grid.jsonl"
+    path = ROOT / "benchmarks" / "results" / "cpu" / "grid.jsonl"
     header, *lines = path.read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     results = {record.pop("case"): record for record in records}

@@ -1,4 +1,4 @@
-"""What docs/huggingface.md shows is what was measured, and the committed curves are as close as they are said to be."""
+"""What docs/huggingface.md shows is what was measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install tempo-megatron[test]")
 
-import huggingface_finetune
 import huggingface_models
 import huggingface_versions
 import transformers_cases
@@ -47,13 +46,6 @@ def test_a_model_is_what_its_row_says(name):
         key: row[key] for key in ("repeatable", "left", "stock_sbh", "tempo_sbh")
     }
     assert found["p0"] < 2e-5 > row["p0"]
-
-
-def test_the_curves_of_stock_and_tempo_differ_by_less_than_the_seeds_do():
-    records = read(huggingface_finetune.RESULTS)
-    assert len(records) == 2 * len(huggingface_finetune.SEEDS)
-    assert {len(record["losses"]) for record in records} == {huggingface_finetune.STEPS}
-    assert huggingface_finetune.find_distance(records) <= 1
 
 
 def test_the_table_of_versions_is_that_of_the_results_and_they_are_of_every_set():

@@ -17,7 +17,7 @@ def read_lines(name: str) -> dict[str, dict[str, Any]]:
     return {line["model"]: line for line in map(json.loads, text.splitlines())}
 
 
-PLANNED = read_lines("roam.jsonl")
+PLANNED = read_lines("estimate/roam.jsonl")
 
 
 def test_the_models_of_the_paper_are_there_in_both_batches_and_dtypes() -> None:
@@ -44,7 +44,7 @@ def test_the_largest_model_is_planned_in_half_a_minute_of_a_core() -> None:
     assert max(line["capture_s"] + line["order_s"] + line["layout_s"] for line in lines) < 30
 
 
-@pytest.mark.parametrize("line", read_lines("roam_runs.jsonl").values(), ids=lambda line: line["model"])
+@pytest.mark.parametrize("line", read_lines("cpu/roam_runs.jsonl").values(), ids=lambda line: line["model"])
 def test_what_ran_has_the_bits_of_eager_mode_and_the_planned_peak(line: dict[str, Any]) -> None:
     assert line["is_bit_identical"]
     # Convolutions of bf16 on a CPU hold copies of their operands, which no plan knows.

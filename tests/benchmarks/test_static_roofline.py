@@ -156,7 +156,7 @@ def test_the_time_of_a_walk_is_that_of_its_tiles_and_of_what_no_multiprocessor_s
 
 
 def test_the_loss_heads_peaks_are_what_is_followed():
-    recorded = read_records(RESULTS / "loss_head_peaks.jsonl")
+    recorded = read_records(RESULTS / "cpu" / "loss_head_peaks.jsonl")
     assert recorded[0] == loss_head.find_peak(8192, 62080) and len(recorded) == 9
 
 

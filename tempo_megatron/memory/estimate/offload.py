@@ -102,7 +102,8 @@ def offload_layers(memory: ChunkMemory, moved: Sequence[int]) -> ChunkMemory:
 
     def change(phases: Sequence[Phase], behind: Sequence[int], *, comes: bool) -> tuple[Phase, ...]:
         """behind: what leaves, or comes, while each layer runs, in the order of `phases`."""
-        rest = iter(behind)
+        # The backward of a stage that has no head begins with a phase of its last layer in which nothing is moved yet.
+        rest = iter([0] * (sum(phase.part == LAYERS for phase in phases) - len(behind)) + list(behind))
         changed = []
         for phase in phases:
             if phase.part == LAYERS:
