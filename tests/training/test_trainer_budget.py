@@ -142,25 +142,6 @@ def test_ranks_share_one_plan_and_resume_with_another(data: Data, tmp_path: Path
     assert second.losses == pytest.approx(whole.losses[2:], rel=1e-4)
 
 
-@pytest.mark.slow
-def test_a_budget_with_host_memory_offloads_where_that_is_shorter(data: Data, tmp_path: Path) -> None:
-    config, dtype = CONFIGS["ZeRO 1, fp32"]
-    tempo = estimate(TempoConfig(), config, dtype)
-    stock = successful(run(data, tmp_path / "stock", *QUICKSTART, config=config, before=count_bytes))
-    block = {"memory_budget": f"{tempo}B", "host_memory": "64MiB"}
-    planned = successful(
-        run(data, tmp_path / "run", *QUICKSTART, config={**config, "tempo": block}, before=count_bytes)
-    )
-    (record,) = planned.of_kind("run")
-    plan = record["plan"]
-    assert 0 < plan["host_bytes"] <= 64 * 2**20 and record["tempo"]["layers"]
-    assert f"{format_bytes(plan['host_bytes'])} of each rank on the host" in planned.output
-    assert f"to {format_bytes(plan['host_bytes'])} of host memory" in planned.output
-    # The host's part is counted too: on a CPU both are one memory.
-    assert read_count(planned) - plan["host_bytes"] <= plan["peak_bytes"] <= tempo
-    assert planned.losses == pytest.approx(stock.losses, rel=1e-4)
-
-
 @pytest.mark.parametrize(
     ("block", "message"),
     [
