@@ -150,7 +150,9 @@ def test_layers_that_offload_have_the_losses_of_those_that_keep(results: Results
     assert "tempo: offload: 4 layers of this rank move what they keep to host memory, which the" in offloaded["printed"]
     assert re.search(r"to [\d.]+ [KM]iB of host memory, and no more than [\d.]+ [KM]iB of it", offloaded["printed"])
     ledger = json.loads((folder / "offloaded.stage0.json").read_text())
-    assert sum(kind["host_bytes"] * kind["num_layers"] for kind in ledger["layers"]) == ledger["host_pool_bytes"]
+    on_host = sum(kind["host_bytes"] * kind["num_layers"] for kind in ledger["layers"])
+    # In the pool each tensor begins at a block of 256 bytes.
+    assert 0.99 * ledger["host_pool_bytes"] <= on_host <= ledger["host_pool_bytes"]
     assert max(json.loads((folder / "offloaded.stage0.timeline.json").read_text())["on_host"]) > 0
 
 
