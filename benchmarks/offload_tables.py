@@ -29,6 +29,8 @@ MODELS = ("gpt3_22b", "llama3_8b")
 LONG_MODEL = "configs/model/llama3_8b.json"
 GIB = 2**30
 NUM_BUDGETS = 6
+SHARED = (2, 4)
+"""GPUs that share an uplink."""
 
 # Tokens, pieces, GiB that nvidia-smi showed: projects/sequence-parallelism of ArcticTraining, one H200.
 PUBLISHED = (
@@ -66,18 +68,9 @@ def write_plans() -> Iterator[str]:
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
     for model in MODELS:
         problem = read_problem(model)
-        with_host = dataclasses.replace(problem, host_bytes=128 * GIB)
+        with_host = share_link(problem, 1)
         alone, planner = Planner(problem), Planner(with_host)
-        least, all_kept = alone.find_smallest(), alone.find(10**15)
-        assert all_kept is not None
-        lowest = planner.find_smallest().peak_bytes
-        sizes = [
-            lowest,
-            *(
-                least.peak_bytes + (all_kept.peak_bytes - least.peak_bytes) * part // (NUM_BUDGETS - 1)
-                for part in range(NUM_BUDGETS)
-            ),
-        ]
+        sizes = [planner.find_smallest().peak_bytes, *list_budgets(alone)]
         flops = problem.flops.total * problem.run.model.num_layers
         for size in sizes:
             without, plan = alone.find(size), planner.find(size)
@@ -89,6 +82,47 @@ def write_plans() -> Iterator[str]:
             yield (
                 f"| {model} | {size / GIB:.2f} | {old[0]} | {old[1]} | {plan.seconds * 1e3:.1f} | "
                 f"{_share(plan, flops)} | {stage.moved_bytes / GIB:.2f} | {waits * 1e3:.1f} |"
+            )
+
+
+def share_link(problem: PlanProblem, gpus_per_uplink: int) -> PlanProblem:
+    """The problem with 128 GiB of the host for each GPU, so many of which share an uplink to it."""
+    assert problem.gpu.host_link is not None
+    link = dataclasses.replace(problem.gpu.host_link, gpus_per_uplink=gpus_per_uplink)
+    return dataclasses.replace(problem, host_bytes=128 * GIB, gpu=dataclasses.replace(problem.gpu, host_link=link))
+
+
+def list_budgets(planner: Planner) -> list[int]:
+    """From the least that a plan needs to what keeps everything."""
+    least, all_kept = planner.find_smallest().peak_bytes, planner.find(10**15)
+    assert all_kept is not None
+    return [least + (all_kept.peak_bytes - least) * part // (NUM_BUDGETS - 1) for part in range(NUM_BUDGETS)]
+
+
+def write_shared() -> Iterator[str]:
+    """The same budgets where GPUs behind one switch share its uplink."""
+    names = " | ".join(f"{number} GPUs, ms | again, % | waits, ms" for number in SHARED)
+    yield f"| | budget, GiB | keep or recompute, ms | alone, ms | {names} | 4 GPUs, the plan of one alone: waits, ms |"
+    yield "| --- | ---: | ---: | ---: |" + " ---: | ---: | ---: |" * len(SHARED) + " ---: |"
+    for model in MODELS:
+        problem = read_problem(model)
+        alone, unshared = Planner(problem), Planner(share_link(problem, 1))
+        problems = {number: share_link(problem, number) for number in SHARED}
+        planners = {number: Planner(each) for number, each in problems.items()}
+        flops = problem.flops.total * problem.run.model.num_layers
+        for size in list_budgets(alone):
+            without, own = alone.find(size), unshared.find(size)
+            assert without is not None and own is not None
+            cells = []
+            for number, planner in planners.items():
+                plan = planner.find(size)
+                assert plan is not None and own.seconds <= plan.seconds <= without.seconds
+                waits = simulate_stage(problems[number], 0, plan.stages[0]).waiting_seconds
+                cells.append(f"{plan.seconds * 1e3:.1f} | {_share(plan, flops)} | {waits * 1e3:.1f}")
+            careless = simulate_stage(problems[SHARED[-1]], 0, own.stages[0]).waiting_seconds
+            yield (
+                f"| {model} | {size / GIB:.2f} | {without.seconds * 1e3:.1f} | {own.seconds * 1e3:.1f} | "
+                f"{' | '.join(cells)} | {careless * 1e3:.1f} |"
             )
 
 
@@ -182,6 +216,7 @@ def main() -> None:
     replace("estimate.md", "long goals", write_goals())
     replace("estimate.md", "long steps", write_steps())
     replace("plan.md", "offload plans", write_plans())
+    replace("plan.md", "shared uplinks", write_shared())
 
 
 if __name__ == "__main__":

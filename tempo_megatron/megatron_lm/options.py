@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tempo_megatron.megatron_lm.versions import LaunchError
-from tempo_megatron.settings.arguments import add_ledger_argument, add_tempo_arguments, read_tempo_of_run
-from tempo_megatron.settings.config import BUDGET, TempoConfig, check_block
+from tempo_megatron.settings.arguments import Budget, add_ledger_argument, add_tempo_arguments, read_tempo_of_run
+from tempo_megatron.settings.config import BUDGET, HOST_MEMORY, TempoConfig, check_block
 from tempo_megatron.settings.layer_values import OFFLOAD
 from tempo_megatron.settings.operations import CHOICES
 from tempo_megatron.words.json_text import read_json
@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def read_options(argv: Sequence[str]) -> tuple[TempoConfig, int | None, str | None]:
+def read_options(argv: Sequence[str]) -> tuple[TempoConfig, Budget | None, str | None]:
     """The run's TempoConfig, off where Tempo is not switched on, its memory budget, and the file for the report.
 
     Raises LaunchError for unknown values, files that cannot be read, and arguments that would be ignored.
@@ -85,6 +85,6 @@ def _read_block(file: str, *, may_be_bare: bool) -> dict[str, Any] | None:
         return check_block(content["tempo"])
     if not may_be_bare:
         return None
-    if isinstance(content, dict) and not set(content) & {*CHOICES, "enabled", OFFLOAD, "layers", BUDGET}:
+    if isinstance(content, dict) and not set(content) & {*CHOICES, "enabled", OFFLOAD, "layers", BUDGET, HOST_MEMORY}:
         raise ValueError(f'{file} has no "tempo" block; add one, for example "tempo": {{"norm": "inplace"}}')
     return check_block(content)

@@ -17,6 +17,7 @@ from tempo_megatron.megatron_lm.options import add_options
 from tempo_megatron.megatron_lm.planning import Planning
 from tempo_megatron.megatron_lm.report import BuiltModel, RunReport
 from tempo_megatron.megatron_lm.versions import LaunchError, Model, get_hook, replace_hook
+from tempo_megatron.settings.arguments import Budget
 from tempo_megatron.settings.config import TempoConfig
 
 if TYPE_CHECKING:
@@ -34,10 +35,10 @@ def patch_arguments(version: str) -> None:
     replace_hook(versions.ADD_ARGUMENTS, add_all)
 
 
-def patch_models(version: str, tempo_config: TempoConfig, report: RunReport, budget: int | None = None) -> None:
+def patch_models(version: str, tempo_config: TempoConfig, report: RunReport, budget: Budget | None = None) -> None:
     """Let Megatron's models be built with Tempo's modules, and let its schedules announce each micro batch.
 
-    budget: bytes that a rank may hold; operations on "auto" are planned for it. None plans nothing.
+    budget: the memory that a rank may hold; operations on "auto" are planned for it. None plans nothing.
 
     Raises LaunchError where a place is missing.
     """
@@ -63,8 +64,8 @@ def patch_models(version: str, tempo_config: TempoConfig, report: RunReport, bud
         cls.__init__ = _wrap_constructor(cls.__init__, model, planning, find_args, report)
 
 
-def patch_steps(version: str, prefix: str) -> None:
-    """Let `--tempo-ledger` watch the first two training steps, with Tempo on or off.
+def patch_steps(version: str, prefix: str, report: RunReport | None) -> None:
+    """Let `--tempo-ledger` watch the first two training steps, with Tempo on or off (no report).
 
     Raises LaunchError where the place is missing.
     """
@@ -86,6 +87,7 @@ def patch_steps(version: str, prefix: str) -> None:
                 seq_length=run.seq_length,
                 decoder_seq_length=getattr(run, "decoder_seq_length", None),
                 read_run=lambda model: read_model(model, run, layers_only=True),
+                engine=report.offloading.engine if report and report.offloading else None,
             )
             observers.append(observer)
         with observers[0].step():

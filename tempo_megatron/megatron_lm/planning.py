@@ -10,6 +10,7 @@ from typing import Any
 
 from tempo_megatron.megatron_lm.report import RunReport
 from tempo_megatron.megatron_lm.versions import Model
+from tempo_megatron.settings.arguments import Budget
 from tempo_megatron.settings.config import TempoConfig
 
 _REMEDY = (
@@ -30,11 +31,11 @@ class Planning:
 
     Args:
         tempo_config: as written.
-        budget: bytes that a rank may hold; None plans nothing.
+        budget: of the run; None plans nothing.
         report: gets the plan's description.
     """
 
-    def __init__(self, tempo_config: TempoConfig, budget: int | None, report: RunReport) -> None:
+    def __init__(self, tempo_config: TempoConfig, budget: Budget | None, report: RunReport) -> None:
         self._tempo_config, self._budget, self._report = tempo_config, budget, report
 
     def choose(self, model: Model, arguments: dict[str, Any], run: Any) -> TempoConfig:
@@ -53,15 +54,19 @@ class Planning:
             )
         from tempo_megatron.memory.live.aside import plan_for_all_ranks
 
-        plan = plan_for_all_ranks(lambda: self._make_request(model, arguments, run), self._budget)
+        budget = self._budget
+        plan = plan_for_all_ranks(
+            lambda: self._make_request(model, arguments, run, budget.host_bytes), budget.device_bytes
+        )
         self._tempo_config, self._budget = plan.tempo, None
         self._report.plan = f"{plan.describe()}, as written: it is not planned here"
         return self._tempo_config
 
-    def _make_request(self, model: Model, arguments: dict[str, Any], run: Any) -> Any:
+    def _make_request(self, model: Model, arguments: dict[str, Any], run: Any, host_bytes: int) -> Any:
         import torch
 
         from tempo_megatron.megatron_lm.run_reader import read_configured_run
+        from tempo_megatron.memory.live.aside import share_host
         from tempo_megatron.memory.megatron_run import find_unknown
         from tempo_megatron.memory.plan.gpu import find_gpu
         from tempo_megatron.memory.plan.planner import PlanRequest
@@ -75,6 +80,7 @@ class Planning:
         return PlanRequest(
             run=read_configured_run(name, config, arguments, run, self._tempo_config),
             gpu=find_gpu(torch.cuda.get_device_name() if torch.cuda.is_available() else None),
+            host_bytes=share_host(host_bytes),
             recompute=None,
             remedy=_REMEDY,
         )

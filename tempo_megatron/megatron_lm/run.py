@@ -143,13 +143,13 @@ def _prepare(root: Path | None, script: Path, arguments: list[str]) -> RunReport
     from tempo_megatron.megatron_lm.report import RunReport
 
     patches.patch_arguments(version)
+    report = None if tempo_config.is_off else RunReport(version, root, report_file)
     if ledger is not None:
-        patches.patch_steps(version, ledger)
-    if tempo_config.is_off:
+        patches.patch_steps(version, ledger, report)
+    if report is None:
         return None
     if warning := find_warning(version):
         warnings.warn(warning, stacklevel=1)
-    report = RunReport(version, root, report_file)
     patches.patch_models(version, tempo_config, report, budget)
     return report
 

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from tempo_megatron.settings.config import BUDGET, TempoConfig, check_block
+from tempo_megatron.settings.config import BUDGET, HOST_MEMORY, TempoConfig, check_block
 from tempo_megatron.settings.layer_values import OFFLOAD, freeze_layers
 from tempo_megatron.settings.operations import CHOICES, OFFLOAD_ROWS, OPERATIONS, RENAMED, check_offload
 from tempo_megatron.words.argument_types import parse_memory
 from tempo_megatron.words.json_text import parse_json
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """The memory for which a starting run plans."""
+
+    device_bytes: int
+    """Of one rank."""
+    host_bytes: int = 0
+    """Of one host, for all its ranks; 0 sends nothing there."""
 
 
 class _RefuseRenamed(argparse.Action):
@@ -66,6 +77,13 @@ def add_tempo_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         help="what a rank may hold, such as 72GiB: what is auto is planned so that a step is shortest within it "
         "(training runs only; docs/plan.md)",
     )
+    group.add_argument(
+        "--tempo-host-memory",
+        type=parse_memory,
+        metavar="SIZE",
+        help="with --tempo-memory-budget: what the ranks of a host may use of its memory together, such as 1TiB; the "
+        "plan then also chooses what goes there",
+    )
     for name in RENAMED:
         group.add_argument(
             f"--tempo-{name}", action=_RefuseRenamed, nargs="?", dest=argparse.SUPPRESS, help=argparse.SUPPRESS
@@ -84,6 +102,8 @@ def describe_tempo_arguments(args: argparse.Namespace) -> str:
         words.append(f"--tempo-layers '{json.dumps(args.tempo_layers)}'")
     if args.tempo_memory_budget is not None:
         words.append(f"--tempo-memory-budget {args.tempo_memory_budget}")
+    if args.tempo_host_memory is not None:
+        words.append(f"--tempo-host-memory {args.tempo_host_memory}")
     return " ".join(words) or "none"
 
 
@@ -125,10 +145,10 @@ def tempo_config_from(args: argparse.Namespace, deepspeed_config: Mapping[str, A
 
 def read_tempo_of_run(
     args: argparse.Namespace, deepspeed_config: Mapping[str, Any] | None = None
-) -> tuple[TempoConfig, int | None]:
-    """(As `tempo_config_from`, the bytes that a rank of the run may hold or None where no budget is given)."""
+) -> tuple[TempoConfig, Budget | None]:
+    """(As `tempo_config_from`, the memory that a plan at the run's start may use or None where no budget is given)."""
     block = check_block(deepspeed_config["tempo"]) if deepspeed_config and "tempo" in deepspeed_config else None
-    names = (*CHOICES, OFFLOAD, "layers", BUDGET)
+    names = (*CHOICES, OFFLOAD, "layers", BUDGET, HOST_MEMORY)
     given = {name: value for name in names if (value := getattr(args, f"tempo_{name}")) is not None}
     enabled = args.use_tempo
     if enabled is None:
@@ -140,16 +160,21 @@ def read_tempo_of_run(
             raise ValueError(f"{argument} is given but Tempo is off; add --use-tempo or leave {argument} out")
         return TempoConfig.off(), None
     fields = {name: value for name, value in (block or {}).items() if name != "enabled"} | given
-    budget = fields.pop(BUDGET, None)
+    budget, host_bytes = fields.pop(BUDGET, None), fields.pop(HOST_MEMORY, None)
     config = TempoConfig(**fields)
+    if budget is None and host_bytes is not None:
+        raise ValueError(
+            "tempo.host_memory is given without tempo.memory_budget, whose plan says what goes to the host; give that "
+            "too, or tempo.offload in place of both"
+        )
     if budget is not None and config.offloads:
         raise ValueError(
-            "tempo.offload and tempo.memory_budget are both given, and the plan of a budget says what layers keep, not "
-            "what they move; leave one of them out"
+            "tempo.offload and tempo.memory_budget are both given, and the plan of a budget says itself what layers "
+            "move; leave tempo.offload out, and give tempo.host_memory for what may go to the host"
         )
     if budget is not None and config.layers:
         raise ValueError(
             "tempo.layers and tempo.memory_budget are both given, and a budget gives the layers their values; leave "
             "one of them out"
         )
-    return config, budget
+    return config, None if budget is None else Budget(budget, host_bytes or 0)

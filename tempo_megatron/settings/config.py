@@ -182,9 +182,9 @@ class TempoConfig:
         checked = check_block(block)
         if not checked.pop("enabled", True):
             return cls.off()
-        if BUDGET in checked:
+        for key in {BUDGET, HOST_MEMORY} & checked.keys():
             raise ValueError(
-                f"tempo.{BUDGET} is given, and only a run that starts plans by it (tempo-pretrain-gpt, "
+                f"tempo.{key} is given, and only a run that starts plans by it (tempo-pretrain-gpt, "
                 "tempo-pretrain-bert, run_megatron.py); leave it out, or ask tempo-megatron plan"
             )
         return cls(**checked)
@@ -234,7 +234,10 @@ class TempoConfig:
 BUDGET = "memory_budget"
 """The key of a block that says what a rank of a run may hold; the run plans its operations by it."""
 
-_KEYS = ("enabled", *CHOICES, OFFLOAD, "layers", BUDGET)
+HOST_MEMORY = "host_memory"
+"""The key that says what of a host's memory its ranks may use together for what the plan of a budget sends there."""
+
+_KEYS = ("enabled", *CHOICES, OFFLOAD, "layers", BUDGET, HOST_MEMORY)
 
 
 def check_block(block: object) -> dict[str, Any]:
@@ -246,8 +249,8 @@ def check_block(block: object) -> dict[str, Any]:
         if key == "enabled" and not isinstance(value, bool):
             raise ValueError(f"tempo.enabled is {value!r}; it must be true or false")
     checked = dict(block)
-    if BUDGET in checked:
-        checked[BUDGET] = _read_budget(checked[BUDGET])
+    for key in {BUDGET, HOST_MEMORY} & checked.keys():
+        checked[key] = _read_size(key, checked[key])
     if OFFLOAD in checked:
         check_offload("tempo.", checked[OFFLOAD])
     if "layers" in checked:
@@ -255,10 +258,10 @@ def check_block(block: object) -> dict[str, Any]:
     return checked
 
 
-def _read_budget(value: object) -> int:
+def _read_size(key: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise ValueError(f'tempo.{BUDGET} is {value!r}; expected a size such as "72GiB", or a number of bytes')
+        raise ValueError(f'tempo.{key} is {value!r}; expected a size such as "72GiB", or a number of bytes')
     try:
         return parse_memory(str(value))
     except argparse.ArgumentTypeError as error:
-        raise ValueError(f"tempo.{BUDGET}: {error}") from error
+        raise ValueError(f"tempo.{key}: {error}") from error

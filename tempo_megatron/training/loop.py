@@ -96,6 +96,7 @@ class Trainer:
                 seq_length=run.model.seq_length,
                 read_run=lambda _: read_run(run, None),
                 decoder_seq_length=run.model.decoder_seq_length,
+                engine=offloading.engine if offloading.num_layers else None,
             ).step
 
     def train(self) -> str:

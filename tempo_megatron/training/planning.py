@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tempo_megatron.memory.live.aside import RunPlan, plan_for_all_ranks
+from tempo_megatron.memory.live.aside import RunPlan, plan_for_all_ranks, share_host
 from tempo_megatron.memory.plan.gpu import find_gpu
 from tempo_megatron.memory.plan.planner import RECOMPUTED, PlanRequest
 from tempo_megatron.memory.run import OptimizerSettings, Run, read_recomputation, take_parts
@@ -35,6 +35,7 @@ def plan_memory(run: RunConfig, padded_vocab_size: int) -> tuple[RunConfig, RunP
             run=read_run(run, padded_vocab_size),
             gpu=find_gpu(torch.cuda.get_device_name() if run.on_gpu else None),
             remedy=_REMEDY,
+            host_bytes=share_host(run.host_memory),
             recompute=None if run.recompute_granularity else RECOMPUTED,
         )
 

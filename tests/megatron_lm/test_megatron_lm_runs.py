@@ -45,9 +45,9 @@ def results(request: pytest.FixtureRequest, megatron_root: Path, folder: Path) -
         Run("swiglu in place", f"{tempo} --swiglu --tempo-activation inplace"),
         Run("unplanned", ADAM),
         Run("kept", f"{ADAM} {DROPOUT} --use-tempo"),
-        Run("offloaded", f"{ADAM} {DROPOUT} --use-tempo --tempo-offload all"),
+        Run("offloaded", f"{ADAM} {DROPOUT} --use-tempo --tempo-offload all --tempo-ledger {folder}/offloaded"),
         Run("wide", f"{budget} 1GiB"),
-        Run("narrow", f"{budget} 12.3MB --tempo-report {folder}/planned.json"),
+        Run("narrow", f"{budget} 12.3MB --tempo-host-memory 1MiB --tempo-report {folder}/planned.json"),
         Run("sgd", f"{tempo} --tempo-memory-budget 1GiB"),
     ]
     for name in WAYS if is_exhaustive else ("tempo", "stock"):
@@ -144,11 +144,16 @@ def test_recomputation_stays_as_written(results: Results) -> None:
     assert lines[-1].startswith("recomputed by Megatron: the first 2 layers of every stage as a whole, as written")
 
 
-def test_layers_that_offload_have_the_losses_of_those_that_keep(results: Results) -> None:
+def test_layers_that_offload_have_the_losses_of_those_that_keep(results: Results, folder: Path) -> None:
     offloaded = results["offloaded"]
     assert offloaded["losses"] == results["kept"]["losses"] and len(offloaded["losses"]) == 2
     assert "tempo: offload: 4 layers of this rank move what they keep to host memory, which the" in offloaded["printed"]
     assert re.search(r"to [\d.]+ [KM]iB of host memory, and no more than [\d.]+ [KM]iB of it", offloaded["printed"])
+    ledger = json.loads((folder / "offloaded.stage0.json").read_text())
+    on_host = sum(kind["host_bytes"] * kind["num_layers"] for kind in ledger["layers"])
+    # In the pool each tensor begins at a block of 256 bytes.
+    assert 0.99 * ledger["host_pool_bytes"] <= on_host <= ledger["host_pool_bytes"]
+    assert max(json.loads((folder / "offloaded.stage0.timeline.json").read_text())["on_host"]) > 0
 
 
 def test_runs_whose_first_steps_are_seen_keep_their_losses(results: Results, folder: Path) -> None:

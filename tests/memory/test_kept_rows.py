@@ -64,7 +64,11 @@ def test_rows_are_those_of_the_formula(model: str, layout: str, recompute: tuple
         counted: dict[str, int] = {}
         for row in list_layer_rows(layer, make_config(choice)):
             counted[row.operation] = counted.get(row.operation, 0) + row.num_bytes
-        assert rows == counted, choice
+        found_of_row: dict[str, int] = {}
+        for title, num_bytes in rows.items():
+            title = title.removesuffix(", small")
+            found_of_row[title] = found_of_row.get(title, 0) + num_bytes
+        assert found_of_row == counted, choice
 
 
 def test_a_projection_that_would_save_nothing_is_no_choice_and_counts_as_stock() -> None:

@@ -131,3 +131,21 @@ def test_zero_and_data_parallelism(data: Data, tmp_path: Path, zero: int) -> Non
     num_parameters = found["standing"]["weights"] // 2 * (2 if zero == 3 else 1)
     assert found["standing"]["optimizer states"] == pytest.approx(12 * num_parameters / 2, rel=0.02)
     assert found["standing"]["gradients"] > 0
+
+
+@pytest.mark.slow
+def test_what_is_on_the_host_is_shown_layer_by_layer_and_row_by_row(data: Data, tmp_path: Path) -> None:
+    layers = ["--use-tempo", "--tempo-offload", "self_attention+mlp", "--tempo-layers", '{"2": {"offload": "off"}}']
+    found = observe(data, tmp_path, "--num-layers", "3", *layers, beside_plain=True)
+    kinds = {kind["layers"]: kind for kind in found["layers"]}
+    predicted = predict(tmp_path, {"num_layers": 3}, *layers)["tempo"]
+    assert [kinds[kind["layers"]]["rows_on_host"] for kind in predicted["layer_kinds"]] == [
+        kind["rows_on_host"] for kind in predicted["layer_kinds"]
+    ]
+    on_host = kinds["0-1"]["host_bytes"]
+    assert kinds["0-1"]["num_bytes"] == kinds["2"]["num_bytes"] > on_host > kinds["2"]["host_bytes"] == 0
+    assert found["host_pool_bytes"] == found["most_moving_bytes"] == 2 * on_host == predicted["most_moving_bytes"]
+    step = json.loads((tmp_path / "found" / "led.stage0.timeline.json").read_text())
+    assert max(step["on_host"]) == 2 * on_host and step["on_host"][0] == step["on_host"][-1] == 0
+    assert "on the host during the step" in (tmp_path / "found" / "led.stage0.timeline.html").read_text()
+    assert ", on the host" in (tmp_path / "found" / "led.stage0.html").read_text()

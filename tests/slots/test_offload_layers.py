@@ -12,9 +12,10 @@ from gpt import RECOMPUTE, SEQ_LENGTH, WRITTEN, build_bert, build_gpt, build_t5,
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron_runs import with_sample
 from slow_links import Careless, SlowLink
 
-from tempo_kernels.offload import Device
+from tempo_kernels.offload import Device, Direction
 from tempo_megatron import TempoConfig
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.offload import Offloading, count_in_flight, offload_layers
@@ -53,13 +54,26 @@ CASES: dict[str, tuple[str, TempoConfig, str, dict[str, Any]]] = {
     ),
     "attention again": ("llama", TempoConfig(), "all", LLAMA | CORE),
 }
+# Families with the other kinds of recomputation.
+MORE: dict[str, tuple[str, TempoConfig, str, dict[str, Any]]] = {
+    "gpt, attention again": ("gpt", WRITTEN, "all", CORE),
+    "llama, all layers again": ("llama", TempoConfig(), "all", {**LLAMA, **FULL, "recompute_num_layers": 1}),
+    "bert, all layers again": ("bert", WRITTEN, "all", {**FULL, "recompute_num_layers": 1}),
+    "bert, attention again": ("bert", WRITTEN, "all", CORE),
+}
+# A way to forget to wait -> the directions of copies for which nobody waits, and of how many of these.
+CONTROLS: dict[str, tuple[tuple[Direction, ...], float]] = {
+    "a reload does not wait for the copy out, nor whoever frees what is copied": (("out",), 1.0),
+    "backward does not wait for the reload": (("in",), 1.0),
+    "one event in three is dropped": (("out", "in"), 1 / 3),
+}
 
 
 class Model:
     """A small model of a case, with what runs a training step of three micro batches on it."""
 
     def __init__(self, case: str, sequence_parallel: bool) -> None:
-        self.family, values, self.moves, settings = CASES[case]
+        self.family, values, self.moves, settings = (CASES | MORE)[case]
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         if stages > 1:
             settings = {**settings, "pipeline_model_parallel_size": stages, "pipeline_dtype": torch.float32}
@@ -125,8 +139,8 @@ class Model:
         return offloading
 
 
-def run_patterns(cases: list[str], num_patterns: int, sequence_parallel: bool = False) -> None:
-    """Holds steps of each case under that many patterns of delays against those without offload."""
+def run_patterns(cases: list[str], num_patterns: int, sequence_parallel: bool = False) -> int:
+    """Holds steps of each case under that many patterns of delays against those without offload; returns how many."""
     for case in cases:
         model = Model(case, sequence_parallel)
         expected = [model.step(data) for data in range(2)]
@@ -141,26 +155,87 @@ def run_patterns(cases: list[str], num_patterns: int, sequence_parallel: bool = 
         engine = offloading.engine
         assert engine.moved_bytes > 0 and engine.device_bytes == engine.pool.num_bytes_in_use == 0
         assert engine.pool.num_allocations == num_allocations, "nothing is allocated after the first step"
+    return len(cases) * num_patterns
+
+
+def run_careless(cases: list[str], num_patterns: int, sequence_parallel: bool = False) -> int:
+    """Holds that each way to forget a wait fails one of that many patterns of each case, on one rank or another;
+    returns how many patterns it took."""
+    num_steps = 0
+    for case in cases:
+        model = Model(case, sequence_parallel)
+        expected = [model.step(data) for data in range(2)]
+        for control, (forgets, share) in CONTROLS.items():
+            device = Careless(forgets, share)
+            offloading = model.offload(device)
+            for seed in range(num_patterns):
+                device.begin_pattern(seed)
+                num_steps += 1
+                has_failed = torch.tensor(not all(map(torch.equal, model.step(seed % 2), expected[seed % 2])))
+                torch.distributed.all_reduce(has_failed, torch.distributed.ReduceOp.MAX)
+                if has_failed:
+                    break
+            assert has_failed, f"{case}: {control}"
+            offloading.remove()
+    return num_steps
+
+
+@pytest.fixture
+def num_patterns(request: pytest.FixtureRequest) -> int:
+    return 100 if request.config.getoption("--exhaustive") else 5
 
 
 @ONE_RANK
-@pytest.mark.parametrize("case", CASES)
-def test_no_delay_changes_a_bit(case: str) -> None:
-    run_patterns([case], 5)
+@pytest.mark.parametrize("case", with_sample((*CASES, *MORE), CASES))
+def test_no_delay_changes_a_bit(case: str, num_patterns: int) -> None:
+    assert run_patterns([case], num_patterns) == num_patterns
+
+
+@ONE_RANK
+@pytest.mark.parametrize("case", with_sample((*CASES, *MORE), ["in place", "llama", "all layers again"]))
+def test_a_wait_that_is_missing_changes_gradients(case: str) -> None:
+    run_careless([case], 100)
+
+
+LAYOUTS = {
+    "TP 2 + SP": (2, 1, ["in place", "llama", "linears again", "two layers again", "attention again"]),
+    "PP 2": (1, 2, ["in place", "llama", "bert", "all layers again"]),
+    "TP 2 + SP, PP 2": (2, 2, []),
+}
+"""Name -> TP, PP, the cases that run always."""
+
+
+def list_cases_of_layouts() -> list[Any]:
+    """Layout and case, for every case but T5, which has no pipeline here."""
+    return [
+        pytest.param(layout, case, marks=() if case in always else pytest.mark.exhaustive)
+        for layout, (_, _, always) in LAYOUTS.items()
+        for case in (*CASES, *MORE)
+        if case != "t5"
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "case"), list_cases_of_layouts())
+def test_no_delay_changes_a_bit_beside_other_ranks(layout: str, case: str, num_patterns: int) -> None:
+    tp, pp, _ = LAYOUTS[layout]
+    ranks = run_megatron_ranks(run_patterns, tp * pp, tp, [case], num_patterns, tp > 1, pipeline_model_parallel_size=pp)
+    assert ranks == [num_patterns] * tp * pp
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tp", "pp", "cases"),
+    ("layout", "case"),
     [
-        (2, 1, ["in place", "llama", "linears again", "two layers again", "attention again"]),
-        (1, 2, ["in place", "llama", "bert", "all layers again"]),
-        pytest.param(2, 2, ["stock", "in place", "llama", "all layers again"], marks=pytest.mark.exhaustive),
+        each
+        if each.values[1] == "in place" and each.values[0] != "TP 2 + SP, PP 2"
+        else pytest.param(*each.values, marks=pytest.mark.exhaustive)
+        for each in list_cases_of_layouts()
     ],
-    ids=["TP 2 + SP", "PP 2", "TP 2 + SP, PP 2"],
 )
-def test_no_delay_changes_a_bit_beside_other_ranks(tp: int, pp: int, cases: list[str]) -> None:
-    run_megatron_ranks(run_patterns, tp * pp, tp, cases, 5, tp > 1, pipeline_model_parallel_size=pp)
+def test_a_wait_that_is_missing_is_found_beside_other_ranks(layout: str, case: str) -> None:
+    tp, pp, _ = LAYOUTS[layout]
+    run_megatron_ranks(run_careless, tp * pp, tp, [case], 100, tp > 1, pipeline_model_parallel_size=pp)
 
 
 @ONE_RANK
@@ -170,18 +245,15 @@ def test_no_delay_changes_a_bit_beside_other_ranks(tp: int, pp: int, cases: list
         (("in",), "came back from the host as another"),
         (("out",), "would be freed before its copy to the host has ended"),
     ],
-    ids=["unpack does not wait for the reload", "the reload does not wait for the copy out"],
 )
-def test_a_wait_that_is_missing_changes_gradients_and_is_found(forgets: Any, message: str) -> None:
+def test_the_checks_find_a_wait_that_is_missing(forgets: Any, message: str) -> None:
     model = Model("in place", False)
-    expected = model.step(0)
-    offloading = model.offload(Careless(forgets))
-    assert not all(map(torch.equal, model.step(0), expected))
-    offloading.remove()
-    offloading = model.offload(Careless(forgets), debug=True)
+    device = Careless(forgets)
+    model.offload(device, debug=True)
     with pytest.raises(RuntimeError, match=message):
-        model.step(0)
-    offloading.remove()
+        for seed in range(10):
+            device.begin_pattern(seed)
+            model.step(0)
 
 
 @ONE_RANK

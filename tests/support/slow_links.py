@@ -11,35 +11,41 @@ from torch import Tensor
 
 from tempo_kernels.offload import Direction, ThreadDevice
 
+_DIRECTIONS: tuple[Direction, ...] = ("out", "in")
+
 
 class SlowLink(ThreadDevice):
     """Each copy takes none, some or many of the microseconds that a layer of a small model takes; `begin_pattern`
-    draws anew how often, for each direction."""
+    draws anew, for each direction, how often it is late and how late at most."""
 
     def __init__(self) -> None:
         super().__init__(self._draw)
         self.begin_pattern(0)
 
     def begin_pattern(self, seed: int) -> None:
-        self._random = random.Random(seed)
-        self._shares = {direction: self._random.choice((0.0, 0.1, 0.5)) for direction in ("out", "in")}
+        self._random = {direction: random.Random(f"{seed} {direction}") for direction in _DIRECTIONS}
+        self._late = {
+            direction: (draw.choice((0.0, 0.1, 0.5, 1.0)), draw.choice((20e-6, 200e-6, 2000e-6)))
+            for direction, draw in self._random.items()
+        }
 
     def _draw(self, direction: Direction, num_bytes: int) -> float:
-        if self._random.random() > self._shares[direction]:
-            return 0.0
-        return self._random.choice((1e-4, 5e-4, 2e-3))
+        share, most = self._late[direction]
+        draw = self._random[direction]
+        return draw.uniform(0.0, most) if draw.random() < share else 0.0
 
 
-class Careless(ThreadDevice):
-    """Forgets to wait for copies of some directions, which are late; the other direction's are at once."""
+class Careless(SlowLink):
+    """Forgets to wait for copies of some directions, or for a share of these."""
 
-    def __init__(self, forgets: Collection[Direction]) -> None:
-        super().__init__(lambda direction, _: 2e-3 if direction in forgets else 0.0)
-        self._forgets = forgets
+    def __init__(self, forgets: Collection[Direction], share: float = 1.0) -> None:
+        super().__init__()
+        self._forgets, self._share, self._which = forgets, share, random.Random(0)
 
     def copy(self, direction: Direction, source: Tensor, target: Tensor, after: Sequence[Any]) -> Any:
         event = super().copy(direction, source, target, [event for event in after if not self._is_forgotten(event)])
-        event.direction = direction  # type: ignore[attr-defined]
+        if direction in self._forgets and self._which.random() < self._share:
+            event.is_forgotten = True  # type: ignore[attr-defined]
         return event
 
     def wait(self, stream: None, event: Future[None]) -> None:
@@ -47,4 +53,4 @@ class Careless(ThreadDevice):
             super().wait(stream, event)
 
     def _is_forgotten(self, event: Any) -> bool:
-        return getattr(event, "direction", None) in self._forgets
+        return getattr(event, "is_forgotten", False)

@@ -142,6 +142,22 @@ def test_ranks_share_one_plan_and_resume_with_another(data: Data, tmp_path: Path
     assert second.losses == pytest.approx(whole.losses[2:], rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"host_memory": "1GiB"}, "tempo.host_memory is given without tempo.memory_budget"),
+        ({"memory_budget": "1GiB", "offload": "all"}, "leave tempo.offload out, and give tempo.host_memory"),
+        ({"memory_budget": "1GiB", "host_memory": "900TiB"}, "memory budget: tempo.host_memory is .* of this host are"),
+    ],
+)
+def test_what_of_the_host_cannot_be_is_one_sentence(
+    data: Data, tmp_path: Path, block: dict[str, str], message: str
+) -> None:
+    failed = run(data, tmp_path, *QUICKSTART, config={**zero(1), "tempo": block}, before=fork_beside)
+    (line,) = [line for line in failed.output.splitlines() if line.startswith("error")]
+    assert failed.exit_codes == [1] and re.search(message, line)
+
+
 def test_an_impossible_budget_is_one_sentence(data: Data, tmp_path: Path) -> None:
     words = [*QUICKSTART, "--use-tempo", "--tempo-memory-budget", "50MiB"]
     failed = run(data, tmp_path, *words, config=zero(1), before=fork_beside)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,44 @@ def test_losses_are_those_without_and_the_device_has_no_more_than_two_layers(
     assert counted["left"] == counted["stalls"] == 0
     assert "offload    4 layers of this rank move what they keep to host memory" in offloaded.output
     assert "no more than" in offloaded.output
+
+
+def refuse_to_pin() -> None:
+    """Let a rank's system refuse to pin pages, as CUDA says it."""
+    from tempo_kernels.offload import CudaDevice, ThreadDevice
+
+    class Cudart:
+        def cudaHostRegister(self, *_: int) -> int:
+            return 2
+
+    torch.cuda.cudart = Cudart
+    ThreadDevice.allocate_host = CudaDevice.allocate_host  # type: ignore[method-assign, assignment]
+
+
+def leave_no_host_memory() -> None:
+    """Let a rank's host have 1 MiB free."""
+    from tempo_kernels.offload import engine
+
+    engine.find_free_host_bytes = lambda: 2**20
+
+
+@pytest.mark.slow
+def test_a_host_that_refuses_is_one_sentence_and_the_checkpoint_goes_on(data: Data, tmp_path: Path) -> None:
+    save = ["--save", str(tmp_path / "save"), "--save-interval", "2"]
+    whole = successful(run(data, tmp_path / "whole", *WORDS, *save, config={**CONFIG, "tempo": {}}))
+    (tmp_path / "save" / "latest").write_text("iter_0000002")
+    load = ["--load", str(tmp_path / "save"), *save]
+    for before, message in (
+        (refuse_to_pin, r"error: CUDA refuses to pin 0\.00 GiB of host memory .*\(error 2\).*; raise the limit.*"),
+        (leave_no_host_memory, r"error: a layer offloads .*, and 1\.00 MiB are free for all of them; offload fewer.*"),
+    ):
+        config = {**CONFIG, "tempo": {"offload": "all"}}
+        failed = run(data, tmp_path / before.__name__, *WORDS, *load, config=config, before=before)
+        lines = [line for line in failed.output.splitlines() if line.startswith("error")]
+        assert failed.exit_codes == [1] and len(lines) == 1 and re.fullmatch(message, lines[0]), failed.output
+        assert "Traceback" not in failed.output and not failed.losses
+    again = successful(run(data, tmp_path / "again", *WORDS, *load, config={**CONFIG, "tempo": {}}))
+    assert again.losses_hex == whole.losses_hex[2:]
 
 
 @pytest.mark.exhaustive

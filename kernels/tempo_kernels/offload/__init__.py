@@ -4,6 +4,7 @@
 from tempo_kernels.offload.device import CudaDevice, Device, Direction, ThreadDevice
 from tempo_kernels.offload.engine import Engine
 from tempo_kernels.offload.layers import INPUT, MIN_BYTES, Moves, Offload, move_all, move_nothing
+from tempo_kernels.offload.pool import count_ranks_of_host, find_free_host_bytes
 
 __all__ = [
     "INPUT",
@@ -15,6 +16,8 @@ __all__ = [
     "Moves",
     "Offload",
     "ThreadDevice",
+    "count_ranks_of_host",
+    "find_free_host_bytes",
     "move_all",
     "move_nothing",
 ]

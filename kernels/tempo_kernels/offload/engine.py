@@ -35,10 +35,10 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tempo_kernels.offload.device import CudaDevice, Device, ThreadDevice
 from tempo_kernels.offload.pool import HostPool, Slab, count_ranks_of_host, find_free_host_bytes
@@ -57,11 +57,24 @@ class Place(enum.Enum):
     BACK = enum.auto()
 
 
+class Moved(NamedTuple):
+    """What was moved of a layer."""
+
+    name: str
+    """Of the module in the layer that saved it first."""
+    num_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Of the tensor that was saved first."""
+
+
 class Unit:
     """A storage, or a part of one, that a layer keeps; Handles hold it, and its death ends its copies."""
 
-    def __init__(self, engine: Engine, tensor: Tensor) -> None:
+    def __init__(self, engine: Engine, tensor: Tensor, name: str = "") -> None:
         self._engine = engine
+        self.name, self.dtype, self.shape = name, tensor.dtype, tuple(tensor.shape)
+        """The module of the layer that saved it first, and of what kind it is."""
         self.device, self.version = tensor.device, tensor._version
         self._tensor: Tensor | None = tensor.detach()
         self.place = Place.RESIDENT
@@ -198,7 +211,8 @@ class Handle:
 class Group:
     """The units that one layer moves in one forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
         self._units: list[weakref.ref[Unit]] = []
 
     def add(self, unit: Unit) -> None:
@@ -256,6 +270,8 @@ class Engine:
         self.peak_device_bytes = 0
         self.moved_bytes = 0
         """Copied out since the start."""
+        self.last_moved: weakref.WeakKeyDictionary[nn.Module, tuple[Moved, ...]] = weakref.WeakKeyDictionary()
+        """Layer -> what it has moved in its last forward."""
         self.num_stalls = 0
         """Tensors that backward asked for before anybody had begun to copy them back."""
 
@@ -288,6 +304,7 @@ class Engine:
         for unit, offset in zip(units, offsets, strict=True):
             unit.commit(slab, offset, ready)
         self.moved_bytes += num_bytes
+        self.last_moved[group.layer] = tuple(Moved(unit.name, unit.num_bytes, unit.dtype, unit.shape) for unit in units)
         self._leaving.append(group)
 
     def release(self, but: Iterable[Group] = ()) -> None:

@@ -242,7 +242,7 @@ class Offload:
         self._commit(now)
         if x.grad_fn is not None:
             self._follow_backward(x, now, len(now.groups) - 1)
-        now.groups.append(Group())
+        now.groups.append(Group(layer))
         now.moves, now.device = moves, x.device
         if carried is not None and moves is not move_nothing:
             now.pending[storage._cdata] = carried
@@ -251,7 +251,7 @@ class Offload:
         if moves(INPUT):
             for reference in now.between.pop(storage._cdata, ()):
                 if (kept := reference()) is not None and kept.tensor is not None:
-                    self._replace(now, kept)
+                    self._replace(now, kept, INPUT)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _end(self, layer: nn.Module, args: Any, output: Any) -> None:
@@ -271,11 +271,11 @@ class Offload:
             self._move_saved(now, call, node)
         for number, held in call.held:
             if held.tensor is not None and self._may_move(now, call, held.tensor):
-                self._replace(now, held, now.moves(call.find_name(number)))
+                self._replace(now, held, call.find_name(number))
 
     def _move_saved(self, now: _Pass, call: _Call, node: Any) -> None:
         """Puts hooks on what a node of a layer keeps and its layer moves."""
-        moves = now.moves(call.find_name(node._sequence_nr()))
+        name = call.find_name(node._sequence_nr())
         is_checked = False
         for saved, kept in find_saved_tensors(node):
             tensor = kept.tensor if isinstance(kept, Kept) else kept
@@ -285,14 +285,14 @@ class Offload:
                 check_saved(node)
                 is_checked = True
             if isinstance(kept, Kept):
-                self._replace(now, kept, moves)
-            elif (unit := self._find_unit(now, tensor, moves)) is not None:
+                self._replace(now, kept, name)
+            elif (unit := self._find_unit(now, tensor, name)) is not None:
                 handle = Handle(unit, tensor)
                 saved.register_hooks(lambda _, handle=handle: handle, Handle.unpack)
 
-    def _replace(self, now: _Pass, kept: Kept, moves: bool = True) -> None:
+    def _replace(self, now: _Pass, kept: Kept, name: str) -> None:
         assert kept.tensor is not None
-        if (unit := self._find_unit(now, kept.tensor, moves)) is not None:
+        if (unit := self._find_unit(now, kept.tensor, name)) is not None:
             kept.replace(Handle(unit, kept.tensor).unpack)
 
     def _may_move(self, now: _Pass, call: _Call | None, tensor: Tensor) -> bool:
@@ -309,16 +309,17 @@ class Offload:
         storage = tensor.untyped_storage()
         return storage.nbytes() >= self._min_bytes and (call is None or storage._cdata not in call.known)
 
-    def _find_unit(self, now: _Pass, tensor: Tensor, moves: bool) -> Unit | None:
-        """Finds the unit that moves a tensor; makes it if there is none and the tensor is to move."""
+    def _find_unit(self, now: _Pass, tensor: Tensor, name: str) -> Unit | None:
+        """Finds the unit that moves a tensor; makes it if there is none and its layer moves what a module of this name
+        saves."""
         storage = tensor.untyped_storage()
         reference, key = now.storages.get(storage._cdata), storage._cdata
         unit = now.units[key]() if reference is not None and not reference.expired() else None
         if unit is not None and unit.include(tensor):
             return unit
-        if not moves:
+        if not now.moves(name):
             return None
-        unit = Unit(self.engine, tensor)
+        unit = Unit(self.engine, tensor, name)
         now.storages[key], now.units[key] = StorageWeakRef(storage), weakref.ref(unit)
         now.pending[key] = now.storages[key], unit
         return unit
@@ -332,8 +333,7 @@ class Offload:
             now.pending.clear()
             del unit
             self.engine.commit(group)
-        leaving = [group for group in now.groups if group.list_units()]
-        self.engine.release(but=leaving[-1:])
+        self.engine.release(but=now.groups[-1:])
 
     def _keep_between(self, tensor: Tensor) -> Kept:
         """Keeps a tensor that is saved between the layers."""
@@ -344,7 +344,7 @@ class Offload:
         reference = now.inputs.get(key)
         if reference is not None and not reference.expired():
             if now.moves(INPUT) and self._may_move(now, None, tensor):
-                self._replace(now, kept)
+                self._replace(now, kept, INPUT)
         else:
             now.between.setdefault(key, []).append(weakref.ref(kept))
         return kept
@@ -355,11 +355,8 @@ class Offload:
         def reach(_: Tensor) -> None:
             """The backward of the call numbered `last` begins."""
             engine.release(but=groups)
-            left = ahead + 1
-            for group in reversed(groups[: last + 1]):
-                if left and group.list_units():
-                    group.load()
-                    left -= 1
+            for group in reversed(groups[max(0, last - ahead) : last + 1]):
+                group.load()
 
         tensor.register_hook(reach)
 

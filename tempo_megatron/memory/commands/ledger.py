@@ -10,9 +10,16 @@ from typing import Any
 
 from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.commands.requested_run import read_requested_run, read_requested_shape
-from tempo_megatron.memory.kept.attribution import Row
+from tempo_megatron.memory.kept.attribution import Row, format_host
 from tempo_megatron.memory.kept.ledger import Ledger, measure_run
-from tempo_megatron.memory.kept.plots import Bars, add_kept, add_timeline, plot_kept, plot_timeline
+from tempo_megatron.memory.kept.plots import (
+    Bars,
+    add_kept,
+    add_timeline,
+    list_parts,
+    plot_kept,
+    plot_timeline,
+)
 from tempo_megatron.memory.kept.timeline import format_timeline
 from tempo_megatron.memory.kept.timeline_files import write_snapshot, write_trace
 from tempo_megatron.memory.simulated.chunk import simulate_step
@@ -51,6 +58,10 @@ def run_ledger(args: argparse.Namespace) -> int:
     if args.timeline or args.html or args.trace or args.snapshot:
         timeline = simulate_step(run, title=title)
         found = format_timeline(timeline)
+        if run.tempo.offloads:
+            found += (
+                "\nthe step is followed as if nothing moved to the host; its peak with that: tempo-megatron estimate"
+            )
         print(found)
         if args.timeline:
             plot_timeline(timeline, args.timeline)
@@ -75,10 +86,7 @@ def run_ledger(args: argparse.Namespace) -> int:
 
 
 def _list_bars(stock: Ledger, tempo: Ledger, part: str) -> Bars:
-    return {
-        name: {row.operation: row.num_bytes for row in getattr(ledger, part)}
-        for name, ledger in {"stock": stock, "Tempo": tempo}.items()
-    }
+    return {name: list_parts(getattr(ledger, part)) for name, ledger in {"stock": stock, "Tempo": tempo}.items()}
 
 
 def format_table(stock: Ledger, tempo: Ledger) -> str:
@@ -119,6 +127,8 @@ def format_table(stock: Ledger, tempo: Ledger) -> str:
         f"{'Tempo / stock':<{_WIDTH}}{'layer':>28}{tempo.layer_bytes / stock.layer_bytes:>11.3f}",
     )
     lines.append(f"{'':<{_WIDTH}}{'model':>28}{tempo.model_bytes / stock.model_bytes:>11.3f}")
+    if on_host := format_host(tempo.layer_kinds, _WIDTH):
+        lines += [rule, *on_host, f"{'on the device while it moves':<{_WIDTH}}{tempo.most_moving_bytes:>17,}"]
     return "\n".join(lines)
 
 
@@ -144,9 +154,11 @@ def _list_figures(ledger: Ledger) -> dict[str, Any]:
         "layer_sbh_without_scores": ledger.layer_sbh,
         "layer_sbh": ledger.convert_to_sbh(ledger.layer_bytes),
         "layer_kinds": [
-            {name: getattr(kind, name) for name in ("layers", "num_layers", "layer_bytes")}
+            {name: getattr(kind, name) for name in ("layers", "num_layers", "layer_bytes", "host_bytes")}
+            | {"rows_on_host": {row.operation: row.host_bytes for row in kind.rows if row.host_bytes}}
             for kind in ledger.layer_kinds
         ],
         "model_bytes": ledger.model_bytes,
+        "most_moving_bytes": ledger.most_moving_bytes,
         "rows": {row.operation: row.num_bytes for row in ledger.rows},
     }

@@ -33,7 +33,8 @@ from tempo_megatron.words.argument_types import format_bytes
 
 # Options of a command in whose place a plan's stand, by their beginnings.
 _PLANNED = (
-    *("--recompute-", "--use-tempo", "--tempo-config", "--tempo-layers", "--tempo-memory-budget", "--tempo-offload"),
+    *("--recompute-", "--use-tempo", "--tempo-config", "--tempo-layers", "--tempo-offload"),
+    *("--tempo-memory-budget", "--tempo-host-memory"),
     *(operation.argument for operation in OPERATIONS.values()),
 )
 # Fields of a Run that the planner knows.

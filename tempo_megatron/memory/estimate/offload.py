@@ -11,6 +11,7 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
+from tempo_kernels.offload import MIN_BYTES
 from tempo_megatron.memory.kept.attribution import find_row
 from tempo_megatron.memory.kept.recorder import SavedStorage
 from tempo_megatron.memory.run import OptimizerSettings, Run
@@ -36,7 +37,7 @@ def sum_movable_rows(saved: Iterable[SavedStorage], seq_length: int) -> dict[str
     found: collections.Counter[str] = collections.Counter()
     for storage in saved:
         name = find_offload_row(find_row(storage.operation, storage.shape, (seq_length,)))
-        if name is not None:
+        if name is not None and storage.num_bytes >= MIN_BYTES:
             found[name] += storage.num_bytes
     return dict(found)
 

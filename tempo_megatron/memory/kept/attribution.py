@@ -32,6 +32,8 @@ class Row:
     """Whether every layer has it, or the model once."""
     is_scores: bool = False
     """Whether it grows with s**2."""
+    host_bytes: int = 0
+    """The part of `num_bytes` that is on the host."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,11 @@ class LayerKind:
     def layer_bytes(self) -> int:
         """One layer, s*s tensors included."""
         return sum(row.num_bytes for row in self.rows)
+
+    @property
+    def host_bytes(self) -> int:
+        """What of it is on the host."""
+        return sum(row.host_bytes for row in self.rows)
 
 
 @contextlib.contextmanager
@@ -128,9 +135,12 @@ def sum_rows(saved: Iterable[SavedStorage], lengths: Iterable[int], activation: 
         activation: the name of the MLP's activation.
     """
     totals: collections.Counter[LedgerRow] = collections.Counter()
+    on_host: collections.Counter[LedgerRow] = collections.Counter()
     lengths = set(lengths)
     for storage in saved:
-        totals[find_row(storage.operation, storage.shape, lengths)] += storage.num_bytes
+        row = find_row(storage.operation, storage.shape, lengths)
+        totals[row] += storage.num_bytes
+        on_host[row] += storage.num_bytes * storage.is_on_host
     has_two_stacks = len({row.stack for row in totals if row.stack}) > 1
     return tuple(
         Row(
@@ -139,6 +149,7 @@ def sum_rows(saved: Iterable[SavedStorage], lengths: Iterable[int], activation: 
             place,
             row.is_in_layer,
             row.is_scores,
+            on_host[row],
         )
         for place, row in enumerate(LEDGER_ROWS)
         if row in totals
@@ -148,3 +159,16 @@ def sum_rows(saved: Iterable[SavedStorage], lengths: Iterable[int], activation: 
 def name_row(row: LedgerRow, activation: str) -> str:
     """The row's title; the MLP's activation is called by its name."""
     return activation if row.title == ACTIVATION else row.title
+
+
+def format_host(kinds: Iterable[LayerKind], width: int) -> list[str]:
+    """Lines with the bytes of one micro batch on the host, for each kind of layer row by row; none where none are."""
+    kinds = [kind for kind in kinds if kind.host_bytes]
+    if not kinds:
+        return []
+    lines = [f"{'on the host, of these':<{width}}{'bytes':>17}"]
+    for kind in kinds:
+        lines += [f"{row.operation:<{width}}{row.host_bytes:>17,}" for row in kind.rows if row.host_bytes]
+        lines.append(f"{f'each of layers {kind.layers}':<{width}}{kind.host_bytes:>17,}")
+    total = sum(kind.num_layers * kind.host_bytes for kind in kinds)
+    return [*lines, f"{'all layers, each micro batch':<{width}}{total:>17,}"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from tempo_kernels.offload import MIN_BYTES
 from tempo_megatron import cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout, use_fake_tensors
-from tempo_megatron.memory.kept.attribution import LayerKind, Row, attribute_all, sum_rows
+from tempo_megatron.memory.kept.attribution import LayerKind, Row, attribute_all, find_row, sum_rows
 from tempo_megatron.memory.kept.recorder import Recorder, SavedStorage
 from tempo_megatron.memory.run import Experts, Run
 from tempo_megatron.memory.simulated.experts import put_experts
@@ -27,7 +29,7 @@ from tempo_megatron.models.build import build_model, build_transformer_config, m
 from tempo_megatron.models.shape import ModelShape, make_shape
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, read_layers, write_layers
-from tempo_megatron.settings.operations import STACKS
+from tempo_megatron.settings.operations import STACKS, find_offload_row
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.choose import Choices, choose
 from tempo_megatron.slots.mlp import describe_activation
@@ -86,6 +88,13 @@ class Ledger:
     def count_layer(self, layer: int) -> int:
         """Bytes of one layer, counted from 0."""
         return next(kind.layer_bytes for kind in self.layer_kinds if layer in read_layers(kind.layers))
+
+    @property
+    def most_moving_bytes(self) -> int:
+        """Of what is sent to the host, what is on the device at once: that of two layers."""
+        by_layer = {layer: kind.host_bytes for kind in self.layer_kinds for layer in read_layers(kind.layers)}
+        moved = [by_layer[layer] for layer in sorted(by_layer)]
+        return max(map(sum, itertools.pairwise(moved)), default=0) if len(moved) > 1 else sum(moved)
 
     @property
     def num_layers(self) -> int:
@@ -191,7 +200,8 @@ def measure(
         dropout_rng.set_micro_batch(1234, 0)
         with use_fake_tensors() if on_fake_tensors else contextlib.nullcontext():
             saved = _list_saved(of_one_layer, one_layer, config, experts, vocab_size, micro_batch_size, seq_length)
-        measured.append(sum_rows(saved, lengths, describe_activation(one_layer)))
+        moved = [_send_to_host(storage, dict(zip(specs, kind, strict=True)), lengths) for storage in saved]
+        measured.append(sum_rows(moved, lengths, describe_activation(one_layer)))
     return Ledger(
         layer_kinds=tuple(
             LayerKind(write_layers(layers), len(layers), tuple(row for row in rows if row.is_in_layer))
@@ -204,6 +214,16 @@ def measure(
         choices=choices,
         report=sum((report_on(spec, choices) for spec in specs.values()), TempoReport()),
     )
+
+
+def _send_to_host(storage: SavedStorage, values: dict[str, TempoConfig], lengths: tuple[int, ...]) -> SavedStorage:
+    """What a layer with these values, by stack, keeps, on the host if they send it there."""
+    row = find_row(storage.operation, storage.shape, lengths)
+    name, config = find_offload_row(row), values.get(row.stack or "")
+    if name is None or config is None or storage.num_bytes < MIN_BYTES:
+        return storage
+    moves = config.offload == "all" or name in config.offload.split("+")
+    return dataclasses.replace(storage, is_on_host=moves)
 
 
 def _list_saved(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tempo_megatron.html_report import HtmlReport
+from tempo_megatron.memory.kept.attribution import Row
 from tempo_megatron.memory.kept.timeline import LOSS_HEAD, OTHERS, STANDING, TRANSIENTS, Timeline
 from tempo_megatron.plots import GRID, INK, import_pyplot, save, tidy
 
@@ -24,6 +25,13 @@ _MOST_POINTS = 1500
 _MOST_OPERATIONS = 12
 _MOST_MARKS = 16
 _NARROWEST_LABEL = 0.045  # of the axis: a lower part has no room for its name
+
+
+def list_parts(rows: Iterable[Row]) -> dict[str, int]:
+    """One bar: operation -> bytes on the device, and after them those on the host."""
+    rows = list(rows)
+    on_device = {row.operation: row.num_bytes - row.host_bytes for row in rows}
+    return on_device | {f"{row.operation}, on the host": row.host_bytes for row in rows if row.host_bytes}
 
 
 def list_panels(layers: Bars, outside: Bars) -> dict[str, Bars]:
@@ -80,17 +88,21 @@ def add_timeline(report: HtmlReport, timeline: Timeline) -> None:
     """Add the stacked categories to a report, with every event that is drawn and the peak."""
     levels = _order_levels(timeline)
     events = _choose_events(sum(levels.values()))
+    titles = "operation of the step that makes memory", "MiB"
     report.add_areas(
         "alive during a step",
         events.tolist(),
         {name: (level[events] / 2**20).round(3).tolist() for name, level in levels.items()},
-        ("operation of the step that makes memory", "MiB"),
+        titles,
         _CATEGORY_COLOURS,
         [
             *(timeline.marks if len(timeline.marks) <= _MOST_MARKS else ()),
             (timeline.peak_event, f"peak {_format_mib(timeline.peak_bytes / 2**20)}"),
         ],
     )
+    if timeline.host_peak_bytes:
+        on_host = (timeline.on_host[events] / 2**20).round(3).tolist()
+        report.add_curves("on the host during the step", {"on the host": (events.tolist(), on_host)}, titles)
 
 
 def _draw_bars(axes: Any, bars: Bars, colours: Mapping[str, Any], sbh_bytes: int) -> None:
@@ -162,7 +174,10 @@ def plot_timeline(timeline: Timeline, png: str | Path) -> None:
         for event, name in timeline.marks:
             axes.axvline(event, color=INK, linewidth=0.6, linestyle=":")
             axes.text(event, 0.99, f" {name}", transform=axes.get_xaxis_transform(), va="top", fontsize=8, color=INK)
-    axes.set_ylim(0, 1.18 * peak)
+    if timeline.host_peak_bytes:
+        on_host = timeline.on_host[events] / 2**20
+        axes.step(events, on_host, where="post", color=INK, linestyle="--", linewidth=1.2, label="on the host, beside")
+    axes.set_ylim(0, 1.18 * max(peak, timeline.host_peak_bytes / 2**20))
     axes.set_xlim(0, events[-1])
     axes.set_xlabel("operation of the step that makes memory")
     axes.set_ylabel("MiB alive")

@@ -23,6 +23,8 @@ class SavedStorage:
     num_bytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+    is_on_host: bool = False
+    """Whether offload has moved it there."""
 
 
 class _Handle(Kept):

@@ -11,7 +11,7 @@ import bisect
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,6 +91,12 @@ class Timeline:
     """One of STANDING -> bytes that are there before the step."""
     storages: tuple[LivedStorage, ...] = ()
     """What the step makes."""
+    on_host: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+    """Bytes of the layers' activations that have a place on the host, at each event."""
+
+    @property
+    def host_peak_bytes(self) -> int:
+        return int(self.on_host.max())
 
     @property
     def peak_bytes(self) -> int:
@@ -104,9 +110,15 @@ class StepTimeline(StorageFollower):
         models: Megatron's models, without wrappers.
         standing: weights and optimizer states that exist before the step: category -> storages, as find_storages
             returns them. Gradients that are made inside are found automatically.
+        count_host: returns the bytes on the host; None where nothing moves there.
     """
 
-    def __init__(self, models: Sequence[Any], standing: Mapping[str, Mapping[int, int]]) -> None:
+    def __init__(
+        self,
+        models: Sequence[Any],
+        standing: Mapping[str, Mapping[int, int]],
+        count_host: Callable[[], int] | None = None,
+    ) -> None:
         super().__init__(buffer for model in models for buffer in model.buffers())
         self._models = models
         self._standing = {kind: sum(storages.values()) for kind, storages in standing.items()}
@@ -122,6 +134,8 @@ class StepTimeline(StorageFollower):
         self._read: set[int] = set()
         self._marks: list[tuple[int, str]] = []
         self._forward_ends: list[int] = []
+        self._count_host = count_host or (lambda: 0)
+        self._on_host = [self._count_host()]
         self._context = contextlib.ExitStack()
 
     def __enter__(self) -> StepTimeline:
@@ -179,7 +193,15 @@ class StepTimeline(StorageFollower):
         found = [PeakPart(*key, num_bytes) for key, num_bytes in at_peak.items()]
         found.sort(key=lambda each: -each.num_bytes)
         return Timeline(
-            title, levels, tuple(self._marks), peak, moment, tuple(found), dict(self._standing), tuple(storages)
+            title=title,
+            levels=levels,
+            marks=tuple(self._marks),
+            peak_event=peak,
+            moment=moment,
+            at_peak=tuple(found),
+            standing=dict(self._standing),
+            storages=tuple(storages),
+            on_host=np.array(self._on_host, dtype=np.int64),
         )
 
     def _begin_forward(self, scopes: Scopes) -> None:
@@ -201,6 +223,7 @@ class StepTimeline(StorageFollower):
         self._place = self._find_place()
         self._read = {t.untyped_storage()._cdata for t in tree_leaves(inputs) if isinstance(t, Tensor)}
         self._event += 1
+        self._on_host.append(self._count_host())
         self._end = self._event
         super().note(new, inputs)
         # Asking every storage takes long, so freed ones may count a little longer, but never at the peak.
@@ -282,7 +305,10 @@ def format_timeline(timeline: Timeline) -> str:
     for each in [*parts, *(PeakPart(category, "smaller ones", small[category]) for category in sorted(small))]:
         share = each.num_bytes / timeline.peak_bytes
         lines.append(f"{each.category:<28}{each.operation:<44}{each.num_bytes:>17,}{share:>8.1%}")
-    return "\n".join([*lines, rule, f"{'peak':<72}{timeline.peak_bytes:>17,}{1:>8.0%}"])
+    lines += [rule, f"{'peak':<72}{timeline.peak_bytes:>17,}{1:>8.0%}"]
+    if timeline.host_peak_bytes:
+        lines.append(f"{'on the host, not among these, at most':<72}{timeline.host_peak_bytes:>17,}")
+    return "\n".join(lines)
 
 
 def describe_timeline(timeline: Timeline) -> dict[str, Any]:
@@ -295,6 +321,7 @@ def describe_timeline(timeline: Timeline) -> dict[str, Any]:
         "at_peak": [dataclasses.asdict(each) for each in timeline.at_peak],
         "marks": [{"event": event, "begins": name} for event, name in timeline.marks],
         "levels": {category: level.tolist() for category, level in timeline.levels.items()},
+        "on_host": timeline.on_host.tolist(),
     }
 
 

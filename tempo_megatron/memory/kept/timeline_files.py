@@ -37,6 +37,11 @@ def write_trace(timeline: Timeline, path: str | Path) -> None:
         if now != before:
             events.append({"ph": "C", "name": "bytes alive", "pid": 0, "ts": event, "args": now})
             before = now
+    if timeline.host_peak_bytes:
+        events += [
+            {"ph": "C", "name": "bytes on the host", "pid": 0, "ts": event, "args": {"on the host": num_bytes}}
+            for event, num_bytes in enumerate(timeline.on_host.tolist())
+        ]
     _write(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}).encode())
 
 

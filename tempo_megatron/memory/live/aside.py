@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tempo_kernels.offload import count_ranks_of_host, find_free_host_bytes
 from tempo_megatron.beside import Beside
 from tempo_megatron.memory.plan.planner import MemoryPlan, PlanRequest
 from tempo_megatron.words.argument_types import format_bytes
@@ -28,7 +29,7 @@ class RunPlan(MemoryPlan):
 
     def as_record(self) -> dict[str, Any]:
         """For the metrics file: values of JSON."""
-        names = ("block", "recompute", "num_full", "peak_bytes", "budget", "gpu_title")
+        names = ("block", "recompute", "num_full", "peak_bytes", "host_bytes", "budget", "gpu_title")
         return {name: getattr(self, name) for name in names}
 
     def describe(self) -> str:
@@ -37,10 +38,25 @@ class RunPlan(MemoryPlan):
         recomputed = f"{words} of every layer" if words else "none"
         if self.num_full:
             recomputed = f"the first {self.num_full} layers of every stage as a whole"
+        on_host = f", {format_bytes(self.host_bytes)} of each rank on the host" if self.host_bytes else ""
         return (
-            f"budget {format_bytes(self.budget)}, estimated peak {format_bytes(self.peak_bytes)}, "
+            f"budget {format_bytes(self.budget)}, estimated peak {format_bytes(self.peak_bytes)}{on_host}, "
             f"shortest by the rates of {self.gpu_title}\n{self.tempo.describe()}\nrecomputed by Megatron: {recomputed}"
         )
+
+
+def share_host(num_bytes: int) -> int:
+    """What one rank has of the memory that a budget gives to all ranks of this host.
+
+    Raises ValueError where the host has less free.
+    """
+    free = find_free_host_bytes()
+    if free is not None and num_bytes > free:
+        raise ValueError(
+            f"tempo.host_memory is {format_bytes(num_bytes)}, and {format_bytes(free)} of this host are free; give at "
+            "most these"
+        )
+    return num_bytes // count_ranks_of_host()
 
 
 def plan_for_all_ranks(make_request: Callable[[], PlanRequest], budget: int) -> RunPlan:

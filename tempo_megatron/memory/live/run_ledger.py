@@ -18,10 +18,11 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from tempo_kernels.offload import Engine
 from tempo_megatron.beside import Beside
 from tempo_megatron.html_report import HtmlReport
-from tempo_megatron.memory.kept.attribution import LayerKind, Row, attribute_all, divide_by_layer, sum_rows
-from tempo_megatron.memory.kept.plots import Bars, add_kept, add_timeline, plot_kept, plot_timeline
+from tempo_megatron.memory.kept.attribution import LayerKind, Row, attribute_all, divide_by_layer, format_host, sum_rows
+from tempo_megatron.memory.kept.plots import Bars, add_kept, add_timeline, list_parts, plot_kept, plot_timeline
 from tempo_megatron.memory.kept.recorder import GraphReader, SavedStorage
 from tempo_megatron.memory.kept.timeline import (
     StandingBytes,
@@ -33,7 +34,7 @@ from tempo_megatron.memory.kept.timeline import (
 from tempo_megatron.memory.kept.timeline_files import write_snapshot, write_trace
 from tempo_megatron.memory.run import Run
 from tempo_megatron.settings.layer_values import write_layers
-from tempo_megatron.settings.operations import STACKS
+from tempo_megatron.settings.operations import INPUT, STACKS
 from tempo_megatron.slots.mlp import describe_activation
 
 _WIDTH = 34
@@ -58,6 +59,10 @@ class Measured:
     """Operation -> bytes of a stock layer of the same shape; empty where it cannot be measured."""
     stock_unknown: str
     """Why a stock layer cannot be measured."""
+    host_pool_bytes: int = 0
+    """What offload has taken of the host's memory."""
+    most_moving_bytes: int = 0
+    """The most that was on the device at once of what it moves."""
 
     @property
     def kept_bytes(self) -> int:
@@ -74,6 +79,7 @@ class RunLedger:
         seq_length, decoder_seq_length: tokens of a sample; only a T5's decoder has a length of its own.
         read_run: returns the Run of one of the models, which must be right for its layers only. It raises ValueError
             where the estimate does not know them.
+        engine: moves what layers keep to the host; None where nothing does.
 
     Raises ValueError as GraphReader.
     """
@@ -85,12 +91,14 @@ class RunLedger:
         seq_length: int,
         read_run: Callable[[Any], Run],
         decoder_seq_length: int | None = None,
+        engine: Engine | None = None,
     ) -> None:
-        self._read_run = read_run
+        self._read_run, self._engine = read_run, engine
         self._models = [unwrap(model) for model in models]
         self._micro_batch_size, self._seq_length = micro_batch_size, seq_length
         self._lengths = {seq_length, decoder_seq_length or seq_length}
         self._saved: dict[int, list[SavedStorage]] = {}
+        self._moved: _ByLayer = {}
         self._running = contextlib.ExitStack()
         self._reader: GraphReader | None = None
         self.standing = StandingBytes(self._models)
@@ -124,6 +132,8 @@ class RunLedger:
             standing=self.standing.count(),
             stock=stock,
             stock_unknown=stock_unknown,
+            host_pool_bytes=self._engine.pool.num_bytes if self._engine else 0,
+            most_moving_bytes=self._engine.peak_device_bytes if self._engine else 0,
         )
 
     def _begin(self, model: Any, args: Any, keywords: Any) -> None:
@@ -138,7 +148,25 @@ class RunLedger:
         self._running.close()
         if self._reader is not None and output is not None:
             self._saved[place] = self._reader.list_saved(t for t in tree_leaves(output) if isinstance(t, Tensor))
+            self._note_moved(self._models[place])
         self._reader = None
+
+    def _note_moved(self, model: Any) -> None:
+        """Note what the layers of a model have moved to the host in this forward."""
+        if self._engine is None:
+            return
+        for stack in STACKS:
+            for place, layer in enumerate(getattr(getattr(model, stack, None), "layers", ())):
+                self._moved[stack, layer.layer_number - 1] = [
+                    SavedStorage(
+                        stack if unit.name == INPUT else f"{stack}.layers.{place}.{unit.name}".rstrip("."),
+                        unit.num_bytes,
+                        unit.dtype,
+                        unit.shape,
+                        is_on_host=True,
+                    )
+                    for unit in self._engine.last_moved.get(layer, ())
+                ]
 
     def _divide(self) -> tuple[_ByLayer, list[SavedStorage]]:
         """The storages of each layer, and those of no layer."""
@@ -150,11 +178,15 @@ class RunLedger:
             rest += others
             for (stack, layer), storages in of_layers.items():
                 by_layer[stack, getattr(model, stack).layers[layer].layer_number - 1] = storages
+        for key, moved in self._moved.items():
+            if moved:
+                by_layer[key] = [*by_layer.get(key, ()), *moved]
         return by_layer, rest
 
     def follow_step(self) -> StepTimeline:
         """A follower of a later step than the first, so that it knows the optimizer's states."""
-        return StepTimeline(self._models, self.standing.list_lasting())
+        count_host = (lambda pool=self._engine.pool: pool.num_bytes_in_use) if self._engine else None
+        return StepTimeline(self._models, self.standing.list_lasting(), count_host)
 
     def write_title(self) -> str:
         """Model, dtype, s, b and layout."""
@@ -237,6 +269,10 @@ def format_measured(found: Measured) -> str:
     lines += [rule, *(write(row.operation, row.num_bytes) for row in found.outside), rule]
     num_layers = sum(kind.num_layers for kind in found.layers)
     lines.append(write(f"this rank, {num_layers} layers", found.kept_bytes))
+    if on_host := format_host(found.layers, _WIDTH):
+        lines += [rule, *on_host]
+        lines.append(f"{'all micro batches, memory taken':<{_WIDTH}}{found.host_pool_bytes:>17,}")
+        lines += [f"{'on the device while it moves':<{_WIDTH}}{found.most_moving_bytes:>17,}", rule]
     lines += [f"{name:<{_WIDTH}}{num_bytes:>17,}" for name, num_bytes in found.standing.items()]
     if found.stock_unknown:
         lines.append(f"no column of stock: {found.stock_unknown}")
@@ -249,7 +285,8 @@ def describe_measured(found: Measured) -> dict[str, Any]:
         **dataclasses.asdict(found),
         "layers": [
             {"layers": kind.layers, "num_layers": kind.num_layers, "num_bytes": kind.layer_bytes}
-            | {"rows": {row.operation: row.num_bytes for row in kind.rows}}
+            | {"rows": {row.operation: row.num_bytes for row in kind.rows}, "host_bytes": kind.host_bytes}
+            | {"rows_on_host": {row.operation: row.host_bytes for row in kind.rows if row.host_bytes}}
             for kind in found.layers
         ],
         "outside": {row.operation: row.num_bytes for row in found.outside},
@@ -331,5 +368,5 @@ def list_bars(found: Measured) -> tuple[Bars, Bars]:
     layers: dict[str, Mapping[str, int]] = {"stock": found.stock} if found.stock else {}
     for kind in found.layers:
         label = "this run" if len(found.layers) == 1 else f"layers\n{kind.layers}"
-        layers[label] = {row.operation: row.num_bytes for row in kind.rows}
-    return layers, {"this run": {row.operation: row.num_bytes for row in found.outside}}
+        layers[label] = list_parts(kind.rows)
+    return layers, {"this run": list_parts(found.outside)}

@@ -16,6 +16,7 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+from tempo_kernels.offload import MIN_BYTES
 from tempo_megatron.memory.kept.attribution import name_row, sum_rows
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import STACKS_OF_FAMILIES, describe_parts, record_chunk
@@ -29,8 +30,10 @@ from tempo_megatron.slots.layer_spec import keeps_copies
 Values = tuple[str, ...]
 """The value of each of LAYER_OPERATIONS, never "auto"."""
 Rows = Mapping[str, int]
-"""Row of the ledger -> bytes."""
+"""Row of the ledger -> bytes; what of it is too small for offload is a row of its own."""
 _ATTENTION, _LINEAR_QKV = (LAYER_OPERATIONS.index(name) for name in ("attention", "linear_qkv"))
+# Ends the name of the part of a row whose storages no offload moves.
+_SMALL = ", small"
 # So many choices are measured together after the first batch.
 _NUM_MORE = 4
 
@@ -104,7 +107,10 @@ def measure_stock_layer(run: Run) -> Rows:
     Raises ValueError as `measure_rows`.
     """
     rows, _ = _measure_layers(_keep_layer(run, ()), [("off",) * len(LAYER_OPERATIONS)])
-    return rows[0]
+    found: collections.Counter[str] = collections.Counter()
+    for title, num_bytes in rows[0].items():
+        found[title.removesuffix(_SMALL)] += num_bytes
+    return dict(found)
 
 
 def _keep_layer(run: Run, recompute: Iterable[str]) -> Run:
@@ -168,8 +174,12 @@ def _measure_layers(run: Run, choices: Sequence[Values]) -> tuple[list[Rows], in
     (stack,) = STACKS_OF_FAMILIES[model.family]
     found: list[Rows] = []
     for place in range(len(choices)):
-        rows = sum_rows(by_layer[stack, place], (model.seq_length,), model.activation)
-        found.append({row.operation: row.num_bytes for row in rows})
+        rows: dict[str, int] = {}
+        for is_small, suffix in ((False, ""), (True, _SMALL)):
+            part = [storage for storage in by_layer[stack, place] if (storage.num_bytes < MIN_BYTES) == is_small]
+            summed = sum_rows(part, (model.seq_length,), model.activation)
+            rows |= {row.operation + suffix: row.num_bytes for row in summed}
+        found.append(rows)
     # The rest is the mask, which belongs to the micro batch.
     return found, sum(storage.num_bytes for storage in rest if storage.operation == stack)
 

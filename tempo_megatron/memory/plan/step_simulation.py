@@ -69,6 +69,8 @@ class SimulatedStep:
     to_host_seconds: float
     """In which a copy to the host is under way."""
     to_gpu_seconds: float
+    copies: tuple[tuple[bool, int, int], ...]
+    """(Goes to the host, micro batch, layer), in the order in which they were asked for."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -92,6 +94,7 @@ class _Device:
     def __init__(self, layers: Sequence[SimulatedLayer], tasks: Sequence[_Task], start: float) -> None:
         self._layers, self._tasks = layers, collections.deque(tasks)
         self._out, self._back = dict[tuple[int, int], _Copy](), dict[tuple[int, int], _Copy]()
+        self.copies: list[tuple[bool, int, int]] = []
         self.queues = collections.deque[_Copy](), collections.deque[_Copy]()
         self.busy = [0.0, 0.0]
         self.waited, self.end, self._device, self._host = 0.0, 0.0, 0, 0
@@ -112,6 +115,7 @@ class _Device:
         moved = self._layers[key[1]].moved_bytes
         if moved:
             copies[key] = _Copy(float(moved))
+            self.copies.append((not direction, *key))
             self.queues[direction].append(copies[key])
 
     def settle(self, now: float) -> None:
@@ -208,7 +212,9 @@ def simulate_step(
             assert device.rest is not None
             device.rest = 0.0 if device.rest - step <= _ROUNDING else device.rest - step
     last = max(devices, key=lambda device: device.end)
-    return SimulatedStep(last.end, last.waited, last.device_bytes, last.host_bytes, last.busy[0], last.busy[1])
+    return SimulatedStep(
+        last.end, last.waited, last.device_bytes, last.host_bytes, last.busy[0], last.busy[1], tuple(last.copies)
+    )
 
 
 def _list_under_way(

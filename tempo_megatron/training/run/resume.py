@@ -16,7 +16,7 @@ from typing import Any
 
 from tempo_megatron.models.arguments import name_option
 from tempo_megatron.models.shape import NAMES, complete_description
-from tempo_megatron.settings.config import BUDGET, TempoConfig
+from tempo_megatron.settings.config import BUDGET, HOST_MEMORY, TempoConfig
 from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder
 from tempo_megatron.training.checkpoint_files.integrity import (
     FORMAT,
@@ -59,6 +59,7 @@ MAY_CHANGE = {
     ),
     "tempo": "weights have the same names and shapes",
     "memory_budget": "it decides what is recomputed",
+    "host_memory": "it decides what is offloaded",
 }
 """The command line's value is used; why it may be another one."""
 OF_EACH_START = {
@@ -229,7 +230,7 @@ def take_from_checkpoint(
     left_out = {name for name in given if given[name] is None} - _find_decided(given, config, settings)
     if not any(given[name] or is_given(config.get(name, {}), "enabled") for name in ("bf16", "fp16")):
         left_out |= {"bf16", "fp16"}
-    names = {*STAYS, *MAY_CHANGE, *_MASKING, "bf16", "fp16"} - {"model", "tempo", "memory_budget"}
+    names = {*STAYS, *MAY_CHANGE, *_MASKING, "bf16", "fp16"} - {"model", "tempo", "memory_budget", "host_memory"}
     taken = {name: stored[name] for name in names & left_out if name in stored}
     if "bias_gelu_fusion" in taken and saved.get("gelu_form"):
         taken["bias_gelu_fusion"] = saved["gelu_form"] == "tanh"  # earlier versions stored it for a CPU, and had erf
@@ -318,10 +319,10 @@ def join_tempo(args: argparse.Namespace, config: Mapping[str, Any], settings: Ma
     new = {name: value for name, value in block.items() if name != "enabled" and value != block_then.get(name)}
     if was_off:
         return {**config, "tempo": {**block, **joined}}
-    had = {**settings["tempo"], BUDGET: settings["memory_budget"]}
+    had = {**settings["tempo"], BUDGET: settings["memory_budget"], HOST_MEMORY: settings.get("host_memory")}
     # A budget chooses the values of the layers, so the newer of the two counts.
     if "layers" in new or args.tempo_layers is not None:
-        del had[BUDGET]
+        del had[BUDGET], had[HOST_MEMORY]
     if BUDGET in new or args.tempo_memory_budget is not None:
         del had["layers"]
     had = {name: value for name, value in had.items() if value}

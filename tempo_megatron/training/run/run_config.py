@@ -148,6 +148,8 @@ class RunConfig:
     """As given; Job replaces each "auto" by a value."""
     memory_budget: int | None
     """The bytes per rank for which Job plans each "auto"; None plans nothing."""
+    host_memory: int
+    """The bytes of a host that the plan may use for all ranks of it; 0 offloads nothing."""
     tempo_arguments: str
     """Tempo's arguments as given, for the banner."""
 
@@ -219,7 +221,7 @@ def complete_run(
         world_size, args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     )
     completed = complete_deepspeed_config(deepspeed_config, values, data_parallel_size)
-    tempo, memory_budget = read_tempo_of_run(args, with_tempo)
+    tempo, budget = read_tempo_of_run(args, with_tempo)
     values.setdefault("eod_mask_loss", False)
     first = saved or pretrained
     values |= {
@@ -240,7 +242,8 @@ def complete_run(
         "on_gpu": on_gpu,
         "deepspeed": freeze_deepspeed_config(completed),
         "tempo": tempo,
-        "memory_budget": memory_budget,
+        "memory_budget": budget and budget.device_bytes,
+        "host_memory": budget.host_bytes if budget else 0,
         "tempo_arguments": describe_tempo_arguments(args),
         "profile_ranks": (0,) if args.profile_ranks is None else tuple(args.profile_ranks),
     }

@@ -1,0 +1,122 @@
+"""A plan with the host, run: what the engine has on the device and the host, and the order of its copies, are those
+that the plan and its simulation say."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from covering import exhaustive
+from slow_links import SlowLink
+from training_job import Data, fork_beside, run, successful
+
+from tempo_megatron.memory.commands.arguments import add_plan_arguments
+from tempo_megatron.memory.commands.plan import read_request
+from tempo_megatron.memory.estimate.estimate import list_events
+from tempo_megatron.memory.plan.gpu import read_gpu
+from tempo_megatron.memory.plan.planner import MemoryPlan
+from tempo_megatron.memory.plan.step_simulation import SimulatedLayer, list_layers, simulate_step
+from tempo_megatron.memory.plan.verify import plan_memory
+
+SIZES = {"num_layers": 6, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 64}
+WORDS = [
+    *(word for name, size in SIZES.items() for word in ("--" + name.replace("_", "-"), str(size))),
+    *("--micro-batch-size", "4", "--global-batch-size", "8", "--train-iters", "2"),
+]
+ZERO = {"zero_optimization": {"stage": 1}}
+# In a time in which the products of a layer of this model are done, a link as fast as this takes a part of its rows.
+RATES = {"matmul_flops_per_second": {"bf16": 2e11, "fp16": 2e11, "fp32": 2e11}, "bytes_per_second": 1e11}
+LINK = {"title": "a link", "to_host_bytes_per_second": 1e9, "to_gpu_bytes_per_second": 1e9, "gpus_per_uplink": 1}
+
+
+def note_copies() -> None:
+    """Let a rank note the copies of its last step, and write at the end what its engine counted."""
+    fork_beside()
+    from tempo_megatron.training.job import Job
+
+    copies: list[tuple[bool, int]] = []
+
+    class Noting(SlowLink):
+        def copy(self, direction: Any, source: Any, target: Any, after: Any) -> Any:
+            copies.append((direction == "out", source.numel()))
+            return super().copy(direction, source, target, after)
+
+    train = Job.train
+
+    def train_and_tell(self: Job) -> None:
+        engine = self.offloading.engine
+        engine._device = Noting()
+        train(self)
+        counted = {
+            "device": engine.peak_device_bytes,
+            "host": engine.pool.peak_bytes_in_use,
+            "pool": engine.pool.num_bytes,
+            "copies": copies[len(copies) // self.run.train_iters :],
+        }
+        Path(f"{self.run.metrics_file}.{os.environ['RANK']}").write_text(json.dumps(counted))
+
+    Job.train = train_and_tell  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gpu") / "small.json"
+    path.write_text(
+        json.dumps({"title": "small", "calibrated": False, "source": "", **RATES, "host_link": {**LINK, "source": ""}})
+    )
+    return path
+
+
+def find_plan(folder: Path, gpu: Path, stages: int, budget: str) -> tuple[Any, MemoryPlan]:
+    model, zero = folder / "model.json", folder / "zero.json"
+    model.write_text(json.dumps({**SIZES, "vocab_size": 512, "make_vocab_size_divisible_by": 64}))
+    zero.write_text(json.dumps(ZERO))
+    parser = argparse.ArgumentParser()
+    add_plan_arguments(parser)
+    words = ["--model", str(model), "--gpu", str(gpu), "--micro-batch-size", "4", "--num-micro-batches", "2"]
+    words += ["--dtype", "fp32", "--deepspeed_config", str(zero), "--pp", str(stages)]
+    words += ["--gpu-memory", budget, "--fixed-memory", "1MB", "--recompute-allowed"]
+    words += ["--host-memory", "1GiB", "--gpus-per-node", "1"]
+    args = parser.parse_args(words)
+    plan, problem = plan_memory(read_request(args, read_gpu(str(gpu)))[0], args.gpu_memory)
+    return problem, plan
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "budget"), [(1, "4.6MB"), *exhaustive((1, "2.5MB"), (1, "6.9MB"), (2, "3.5MB"))])
+def test_the_engine_does_what_the_plan_says(data: Data, tmp_path: Path, gpu: Path, stages: int, budget: str) -> None:
+    problem, plan = find_plan(tmp_path, gpu, stages, budget)
+    assert plan.host_bytes
+    layout = ["--pipeline-model-parallel-size", str(stages)]
+    config = {**ZERO, "tempo": plan.block}
+    layers = {key: {**values, "offload": "off"} for key, values in plan.block.get("layers", {}).items()}
+    block = {**plan.block, "offload": "off", "layers": layers}
+    plain = successful(
+        run(data, tmp_path / "plain", *WORDS, *layout, world_size=stages, config={**ZERO, "tempo": block})
+    )
+    words = [*WORDS, *layout, *plan.megatron_arguments]
+    planned = successful(run(data, tmp_path / "run", *words, world_size=stages, config=config, before=note_copies))
+    assert planned.losses_hex == plain.losses_hex
+    for rank, stage in enumerate(plan.stages):
+        counted = json.loads((tmp_path / "run" / f"metrics.jsonl.{rank}").read_text())
+        assert counted["host"] == counted["pool"] == stage.host_bytes
+        moving = [
+            SimulatedLayer(layer.forward_seconds, layer.backward_seconds, 0, layer.moved_bytes)
+            for layer in list_layers(problem, stage)
+        ]
+        events = [(event.is_forward, event.micro_batch) for event in list_events(rank, stages, 1, 2)]
+        step = simulate_step(moving, problem.gpu.host_link, events)
+        assert counted["device"] == step.device_bytes <= 2 * max(layer.moved_bytes for layer in moving)
+        copies = iter(counted["copies"])
+        for goes_out, _, layer in step.copies:
+            left = moving[layer].moved_bytes
+            while left > 0:
+                is_out, num_bytes = next(copies)
+                assert is_out == goes_out
+                left -= num_bytes
+            assert left == 0
+        assert next(copies, None) is None
