@@ -252,7 +252,7 @@ class TempoTiledMLP(TempoRecomputeMLP):
 
     def count_tile_tokens(self) -> int:
         """The tokens of a tile, over all ranks that share a sequence."""
-        return self.config.hidden_size
+        return int(self.config.hidden_size)
 
 
 class TiledMLP(TempoTiledMLP):

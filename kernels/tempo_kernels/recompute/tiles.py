@@ -44,7 +44,7 @@ def recompute_in_tiles(
     """
     assert num_rows > 0
     check_transforms("recompute_in_tiles", (x,))
-    call = _Call(function.__call__, (x,), {})
+    call = _Call(lambda tile: function(tile), (x,), {})
     call.take_tensors()
     given = [parameter for parameter in parameters if parameter.requires_grad]
     if not torch.is_grad_enabled() or not (x.requires_grad or given):
