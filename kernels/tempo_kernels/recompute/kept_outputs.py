@@ -1,7 +1,7 @@
 """Defines `keep_attention`, by which torch.utils.checkpoint keeps attention's output and logsumexp.
 
-What is recomputed then makes q, k and v again by their products, and takes the rest from what was kept: attention, nearly
-all the work of a long sequence, does not run again in backward.
+What is recomputed then makes q, k and v again by their products, and takes the rest from what was kept: attention,
+nearly all the work of a long sequence, does not run again in backward.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tempo_kernels.saved import Kept, note_held
+from tempo_kernels.saved import Kept, keeping, note_held
 
 _OPERATORS = frozenset(
     (
@@ -25,8 +25,6 @@ _OPERATORS = frozenset(
         "tempo_kernels::attention",
     )
 )
-
-_running: list[Any] = []
 
 
 def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -43,22 +41,17 @@ def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
     return _First(kept), _Again(kept)
 
 
-def is_keeping() -> bool:
-    """Whether a checkpoint keeps what attention makes, or gives it back, now."""
-    return bool(_running)
-
-
 class _Mode(TorchDispatchMode):
     def __init__(self, kept: list[tuple[Any, list[Any]]]) -> None:
         super().__init__()
         self._kept = kept
 
     def __enter__(self) -> Any:
-        _running.append(self)
+        keeping.append(self)
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        _running.remove(self)
+        keeping.remove(self)
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
