@@ -1,7 +1,7 @@
 """Defines `keep_attention`, by which torch.utils.checkpoint keeps attention's output and logsumexp.
 
 What is recomputed then makes q, k and v again by their products, and takes the rest from what was kept: attention,
-nearly all the work of a long sequence, does not run again in backward.
+which is nearly all the work of a long sequence, runs once.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
 
 class _Mode(TorchDispatchMode):
     def __init__(self, kept: list[tuple[Any, list[Any]]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._kept = kept
 
     def __enter__(self) -> Any:
         keeping.append(self)
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: Any) -> None:
         keeping.remove(self)
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name not in _OPERATORS:
