@@ -38,7 +38,7 @@ class Kept:
 
 
 keeping: list[object] = []
-"""The contexts under which a checkpoint keeps what attention makes, or gives it back; attention is an operator there."""
+"""The contexts under which a checkpoint keeps what attention makes, or gives it back; there it is an operator."""
 
 _noted_by: list[Callable[[Kept], None]] = []
 
