@@ -37,6 +37,9 @@ class Kept:
         self.tensor, self._make = None, make
 
 
+keeping: list[object] = []
+"""The contexts under which a checkpoint keeps what attention makes, or gives it back; there it is an operator."""
+
 _noted_by: list[Callable[[Kept], None]] = []
 
 

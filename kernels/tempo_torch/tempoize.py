@@ -20,6 +20,7 @@ from tempo_torch.experts import RecomputesExperts, find_experts_refusal, is_expe
 from tempo_torch.functional import RedirectsFunctions, find_functions, redirect
 from tempo_torch.linear import DropsInput
 from tempo_torch.loss import FusedLoss, is_language_model, use_fused_loss
+from tempo_torch.mlp import TiledMLP, find_mlp_refusal, is_mlp
 from tempo_torch.multihead import MultiheadAttention
 from tempo_torch.norm import find_norm
 from tempo_torch.offload import offload_layers
@@ -35,6 +36,7 @@ CHOICES = {
     "dropout": ("recompute", "auto", "off"),
     "attention": ("auto", "flash", "off"),
     "loss": ("auto", "fused", "off"),
+    "mlp": ("off", "tile"),
 }
 """The values of each argument of `tempoize`, the default first."""
 
@@ -149,6 +151,7 @@ def tempoize(
     dropout: str = "recompute",
     attention: str = "auto",
     loss: str = "auto",
+    mlp: str = "off",
     offload: str = "off",
     rank: int | None = None,
     num_ranks: int | None = None,
@@ -171,6 +174,9 @@ def tempoize(
         attention: "flash" (and "auto") gives attention with dropout a mask by position and no s*s tensor, in
             nn.MultiheadAttention and in models of transformers on "sdpa", and in BLOOM and MPT.
         loss: "fused" (and "auto") makes the logits of a causal language model a chunk of tokens at a time.
+        mlp: "tile" computes the MLPs of transformers' models a tile of tokens at a time, in forward and in backward,
+            so that they keep their input only and nothing as wide as their inner size is there for all tokens; both
+            linears run again in backward. Under DeepSpeed's ZeRO 3 call tempoize before deepspeed.initialize.
         offload: "all" moves what the layers keep to pinned host memory after their forward, and back before their
             backward; so do, for themselves, names of modules in a layer joined by "+", such as "mlp.down_proj", and
             "input", the input of a layer that torch.utils.checkpoint runs again. Layers are the modules of the
@@ -186,6 +192,7 @@ def tempoize(
         other than "auto" and "off" has nothing to apply to.
     """
     choices = {"activation": activation, "norm": norm, "dropout": dropout, "attention": attention, "loss": loss}
+    choices["mlp"] = mlp
     _check(model, seed, choices, rank, num_ranks)
     ranks = find_ranks(model)
     if rank is None and ranks:
@@ -360,7 +367,8 @@ def _check_applied(report: Report, choices: dict[str, str]) -> None:
             continue
         reasons = [entry.why for entry in report.left if entry.operation == operation]
         why = reasons[0] if reasons else "the model has no module for it"
-        raise ValueError(f'{operation} is "{value}", but {why}; set it to "auto" or "off"')
+        others = '"auto" or "off"' if "auto" in CHOICES[operation] else '"off"'
+        raise ValueError(f'{operation} is "{value}", but {why}; set it to {others}')
 
 
 def _replace_norm(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Entry | None:
@@ -484,7 +492,19 @@ def _replace_functions(name: str, module: nn.Module, choices: dict[str, str], pa
     )
 
 
+def _replace_mlp(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Entry | None:
+    if choices["mlp"] == "off" or not is_mlp(module):
+        return None
+    kind, why = type(module).__name__, find_mlp_refusal(module)
+    if why is not None:
+        return Entry(name, kind, "mlp", None, why)
+    # ZeRO 3 then gathers its weights once for all tiles (deepspeed/utils/z3_leaf_module.py).
+    change_class(module, TiledMLP, _z3_leaf=True)
+    return Entry(name, kind, "mlp", "tile")
+
+
 _REPLACEMENTS = (
+    _replace_mlp,
     _replace_norm,
     _replace_experts,
     _replace_activation,

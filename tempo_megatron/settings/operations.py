@@ -110,10 +110,11 @@ OPERATIONS = {
         ),
         Operation(
             name="linear_fc1",
-            choices=("auto", "off", "recompute"),
+            choices=("auto", "off", "recompute", "tile"),
             preference=("off",),
             help="recompute: the MLP keeps the input of its first linear only, which runs again in backward (a third "
-            "of a GPT layer's products); auto is off",
+            "of a GPT layer's products); tile: it keeps as little, and computes a tile of tokens at a time in forward "
+            "and backward, for which both linears run again (two thirds); auto is off",
             slots=("mlp",),
         ),
         Operation(

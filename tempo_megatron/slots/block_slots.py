@@ -19,7 +19,7 @@ from tempo_megatron.slots.choose import Choices
 from tempo_megatron.slots.dropout import tempo_bias_dropout_add
 from tempo_megatron.slots.dropout_rng import Stack
 from tempo_megatron.slots.experts import KeepsActivationInput, TempoMoELayer, is_mixture
-from tempo_megatron.slots.mlp import LinearRecomputeMLP, TempoLinearRecomputeMLP, TempoMLP
+from tempo_megatron.slots.mlp import LinearRecomputeMLP, TempoLinearRecomputeMLP, TempoMLP, TempoTiledMLP, TiledMLP
 from tempo_megatron.slots.norm import TempoLayerNorm, TempoRMSNorm
 from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there, list_fields
 
@@ -35,7 +35,7 @@ _TEMPO_CLASSES: dict[str, tuple[type, ...]] = {
     "activation": (TempoMLP, KeepsActivationInput),
     "norm": (TempoLayerNorm, TempoRMSNorm, te.SplitNorm),
     "attention": (TempoDotProductAttention,),
-    "linear_fc1": (TempoLinearRecomputeMLP,),
+    "linear_fc1": (TempoLinearRecomputeMLP, TempoTiledMLP),
     "linear_qkv": (TempoSelfAttention,),
     "moe_permute": (TempoMoELayer,),
 }
@@ -170,6 +170,6 @@ def _is_tempo(operation: str, content: Any) -> bool:
     module = find_class(content)
     if operation == "dropout":  # a function in the spec, as Megatron has it
         return getattr(module, "__module__", "") == tempo_bias_dropout_add.__module__
-    if operation == "activation" and module is LinearRecomputeMLP:  # around Megatron's own
+    if operation == "activation" and module in (LinearRecomputeMLP, TiledMLP):  # around Megatron's own
         return False
     return isinstance(module, type) and issubclass(module, _TEMPO_CLASSES[operation])

@@ -58,7 +58,14 @@ from tempo_megatron.slots.dropout import tempo_bias_dropout_add
 from tempo_megatron.slots.dropout_rng import Site, Stack
 from tempo_megatron.slots.experts import MIXTURES, is_mixture, replace_experts
 from tempo_megatron.slots.linear import TempoColumnParallelLinear, TempoRowParallelLinear
-from tempo_megatron.slots.mlp import LinearRecomputeMLP, TempoLinearRecomputeMLP, TempoMLP, TempoRecomputeMLP
+from tempo_megatron.slots.mlp import (
+    LinearRecomputeMLP,
+    TempoLinearRecomputeMLP,
+    TempoMLP,
+    TempoRecomputeMLP,
+    TempoTiledMLP,
+    TiledMLP,
+)
 from tempo_megatron.slots.norm import (
     TempoLayerNorm,
     TempoRecomputeLayerNorm,
@@ -83,6 +90,8 @@ _ATTENTIONS = {
     for attention in (TempoDotProductAttention, TempoSoftmaxDotProductAttention, TempoRecomputeDotProductAttention)
 }
 _MLPS = {mlp.keep: mlp for mlp in (TempoMLP, TempoRecomputeMLP)}
+_LINEAR_MLPS = {"recompute": (TempoLinearRecomputeMLP, LinearRecomputeMLP), "tile": (TempoTiledMLP, TiledMLP)}
+"""Value of linear_fc1 -> the MLP with Tempo's activation, and with Megatron's."""
 # Linears whose input is a norm's output that no other module reads.
 _LINEARS_AFTER_NORMS = ("linear_qkv", "linear_q", "linear_fc1")
 _LATENT_LINEARS_AFTER_NORMS = ("linear_q_up_proj", "linear_kv_up_proj")
@@ -325,7 +334,7 @@ def _refuse_other_values(block: TempoBlockSubmodules, tempo_config: TempoConfig)
         values = tempo_config if layer is None else tempo_config.for_layer(layer, stack)
         asked = getattr(values, slot.operation)
         # If the first linear runs again, any activation has its input at hand.
-        is_free = slot.operation == "activation" and asked != "off" and values.linear_fc1 == "recompute"
+        is_free = slot.operation == "activation" and asked != "off" and values.linear_fc1 in _LINEAR_MLPS
         if slot.value not in ("off", asked) and not is_free:
             where = stack if layer is None else f"{stack}.layers.{layer}"
             raise ValueError(
@@ -513,9 +522,9 @@ def _replace_mlp(slot: Any, transformer_config: TransformerConfig, tempo_config:
         module = MIXTURES.get(tempo_config.moe_permute, stock) if stock is MoELayer else stock
         return put_submodules(slot, module, submodules)
     module = te.replace_mlp_class(stock, tempo_config)
-    if stock is MLP and tempo_config.linear_fc1 == "recompute":
+    if stock is MLP and tempo_config.linear_fc1 in _LINEAR_MLPS:
         # The activation's input is at hand here, so its derivative is exact even with activation "inplace".
-        module = LinearRecomputeMLP if tempo_config.activation == "off" else TempoLinearRecomputeMLP
+        module = _LINEAR_MLPS[tempo_config.linear_fc1][tempo_config.activation == "off"]
     elif stock is MLP:
         module = _MLPS.get(KEEPS.get(tempo_config.activation, ""), MLP)
     if module is None:

@@ -22,7 +22,7 @@ from tempo_kernels import KEEPS
 from tempo_kernels.gelu import gelu
 from tempo_kernels.glu import glu
 from tempo_kernels.pointwise import activate
-from tempo_kernels.recompute import drop, recompute
+from tempo_kernels.recompute import can_refill, drop, recompute, recompute_in_tiles
 from tempo_kernels.squared_relu import squared_relu
 from tempo_megatron.settings.activations import ACTIVATIONS, find_inplace_refusal
 from tempo_megatron.slots.linear import (
@@ -196,6 +196,9 @@ class TempoLinearRecomputeMLP(TempoRecomputeMLP):
     the MLP or the layer, W1 does not run a third time.
     """
 
+    value: ClassVar[str] = "recompute"
+    """The value of the switch `linear_fc1` that selects this class."""
+
     def _run(self, hidden_states: Tensor) -> Any:
         if not torch.is_grad_enabled() or is_in_backward():
             return super()._run(hidden_states)
@@ -212,3 +215,48 @@ class LinearRecomputeMLP(TempoLinearRecomputeMLP):
 
     def _make_activation(self) -> Callable[[Tensor, Tensor | None], Tensor]:
         return functools.partial(recompute, self._run_stock_activation)
+
+
+class TempoTiledMLP(TempoRecomputeMLP):
+    """Keeps W1's input only, and computes a tile of tokens at a time, in forward and in backward: of what is f wide no
+    more than a tile is ever there. Backward runs W1, the activation and W2 once more on each tile.
+
+    A tile has as many tokens as the hidden size, and under sequence parallelism its part of them on each rank, which
+    gathers and reduces them by itself. So ranks communicate in the same order, and a tile's rows are those of stock.
+
+    Error: none in outputs and in gradients of inputs where a product's rows do not depend on how many there are; the
+    gradients of W1, b1 and W2 are sums over tiles, in float32.
+    """
+
+    value: ClassVar[str] = "tile"
+    _z3_leaf = True
+    """DeepSpeed's ZeRO 3 gathers the weights once for all tiles, and not for each tile, of which ranks may have
+    different numbers (deepspeed/utils/z3_leaf_module.py)."""
+
+    def _run(self, hidden_states: Tensor) -> Any:
+        bias: Tensor | None = None
+
+        def run_tile(x: Tensor) -> Tensor:
+            nonlocal bias
+            output: Tensor
+            output, bias = self.linear_fc2(self._activation(*self.linear_fc1(x)))
+            return output
+
+        ranks = self.tp_group.size() if self.config.sequence_parallel else 1
+        tokens_of_row = hidden_states.size(1) * ranks
+        num_rows = max(1, self.count_tile_tokens() // tokens_of_row)
+        output = recompute_in_tiles(run_tile, hidden_states, parameters=self.parameters(), num_rows=num_rows)
+        if can_refill(hidden_states):
+            drop(hidden_states, after=output)
+        return output, bias
+
+    def count_tile_tokens(self) -> int:
+        """The tokens of a tile, over all ranks that share a sequence."""
+        return int(self.config.hidden_size)
+
+
+class TiledMLP(TempoTiledMLP):
+    """TempoTiledMLP with Megatron's own activation, whatever it is."""
+
+    def _make_activation(self) -> Callable[[Tensor, Tensor | None], Tensor]:
+        return self._run_stock_activation

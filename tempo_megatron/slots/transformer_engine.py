@@ -46,7 +46,7 @@ from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.attention import TempoDotProductAttention, TempoRecomputeDotProductAttention
 from tempo_megatron.slots.choose import Obstacles, Refusal
 from tempo_megatron.slots.linear import DropsInput, NormInFront, is_quantised, keep_given_input, name_as_stock
-from tempo_megatron.slots.mlp import TempoLinearRecomputeMLP, TempoMLP, TempoRecomputeMLP
+from tempo_megatron.slots.mlp import TempoLinearRecomputeMLP, TempoMLP, TempoRecomputeMLP, TempoTiledMLP
 from tempo_megatron.slots.slot_content import find_class, find_submodules, list_fields
 
 _MASKS = (AttnMaskType.causal, AttnMaskType.no_mask)
@@ -171,6 +171,12 @@ class TempoLinearRecomputeOpsMLP(TempoLinearRecomputeMLP):
     approximate = "tanh"
 
 
+class TempoTiledOpsMLP(TempoTiledMLP):
+    """TempoTiledMLP in the place of `TEFusedMLP`."""
+
+    approximate = "tanh"
+
+
 @functools.cache
 def make_split_norm(norm_and_linear: Any, linear: Any, keep: str, runs_again: bool) -> Any:
     """SplitNorm in the place of `norm_and_linear`, and in front of `linear`; both are Megatron's classes."""
@@ -270,8 +276,8 @@ def replace_mlp_class(module: Any, tempo_config: TempoConfig) -> Any:
     """Tempo's class in the place of the op fuser's MLP; None where `module` is another."""
     if not (_is_stock(module, "TEFusedMLP") and issubclass(module, MLP)):
         return None
-    if tempo_config.linear_fc1 == "recompute":
-        return TempoLinearRecomputeOpsMLP
+    if tempo_config.linear_fc1 in ("recompute", "tile"):
+        return TempoLinearRecomputeOpsMLP if tempo_config.linear_fc1 == "recompute" else TempoTiledOpsMLP
     return _FUSED_MLPS.get(KEEPS.get(tempo_config.activation, ""))
 
 

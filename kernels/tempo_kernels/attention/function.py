@@ -15,6 +15,7 @@ from tempo_kernels.attention.settings import OPERANDS, Gradients, Inputs, Kept, 
 from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.opaque import call_untraced, is_traced, opaque, separate, without_autocast
+from tempo_kernels.saved import keeping
 from tempo_kernels.transforms import takes_plain_tensors
 
 PREFERS_SDPA = True
@@ -271,6 +272,8 @@ class _Attention(torch.autograd.Function):
         ctx.is_softmax = is_softmax
         if is_traced(inputs.q):
             out, *kept = _forward(*tensors, *settings.operands, is_softmax)
+        elif keeping:
+            out, *kept = _forward.trace(*tensors, *settings.operands, is_softmax)
         else:
             out, *kept = call_untraced(_compute, inputs.q, inputs, packed, settings, is_softmax)
         logsumexp = None if is_softmax and inputs.sink is None else kept[0]

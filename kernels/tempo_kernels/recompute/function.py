@@ -109,14 +109,14 @@ class _Call:
         ]
         return tensors
 
-    def run(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Runs function on these tensors and the other arguments, with a graph, under the first run's autocast."""
+    def run(self, tensors: Sequence[Tensor], with_graph: bool = True) -> Tensor:
+        """Runs function on these tensors and the other arguments under the first run's autocast."""
         leaves, num_arguments = list(self._leaves), len(self._places)
         for place, tensor in zip(self._places, tensors[:num_arguments], strict=True):
             leaves[place] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.set_grad_enabled(with_graph))
             for kind, is_on, dtype in self._autocast:
                 if is_on or torch.is_autocast_enabled(kind):
                     # No cache: autocast would hold casts of these tensors, which are leaves here, until it ends.

@@ -27,7 +27,7 @@ PIECES = {
     "one_group": "what is on the host comes back when it is needed, not while the layer behind it runs",
 }
 """Name -> what it does."""
-MISSING = ("host_attention", "tiled_mlp", "tiled_norms", "one_group")
+MISSING = ("tiled_norms", "one_group")
 """Pieces that Tempo does not have: an estimate with one of them says what it would bring."""
 
 _BF16, _FLOAT32, _INT64 = 2, 4, 8
@@ -248,6 +248,17 @@ class LongSequence:
         yield Term("attention's logsumexp", _FLOAT32 * m.num_attention_heads)
         if "tiled_mlp" in self.pieces:
             yield Term("gradient of the MLP's input", _BF16 * h)
+            # A tile has h tokens, with the tempo piece and in ArcticTraining.
+            yield Term(
+                "gate, up, their product and the gradients of the three, of a tile",
+                num_bytes=6 * _BF16 * h * m.ffn_hidden_size,
+            )
+            if "tempo" in self.pieces:
+                yield Term(
+                    "gradients of the MLP's three weights, summed over tiles in float32",
+                    num_bytes=3 * _FLOAT32 * h * m.ffn_hidden_size,
+                    source="tempo_kernels/recompute/tiles.py",
+                )
             return
         yield Term("layer's output", _BF16 * h, source="torch/utils/checkpoint.py: holds what it ran again")
         width = _BF16 * m.ffn_hidden_size

@@ -122,7 +122,8 @@ def count_recomputed_flops(flops: LayerFlops, recompute: frozenset[str], config:
     found = flops.linear_qkv * (config.linear_qkv == "recompute")
     found += flops.core_attention * ("core_attn" in recompute or config.attention == "recompute")
     found += flops.up_projections * ("mla_up_proj" in recompute)
-    return found + (flops.mlp if recompute & {"mlp", "moe"} else flops.linear_fc1 * (config.linear_fc1 == "recompute"))
+    of_mlp = {"recompute": flops.linear_fc1, "tile": flops.mlp}.get(config.linear_fc1, 0)
+    return found + (flops.mlp if recompute & {"mlp", "moe"} else of_mlp)
 
 
 def count_moved_bytes(run: Run, config: TempoConfig, recompute: frozenset[str]) -> int:
@@ -141,7 +142,7 @@ def count_moved_bytes(run: Run, config: TempoConfig, recompute: frozenset[str]) 
     y = num_elements * element_bytes
     x = 2 * y if shape.is_gated else y
     moved = 0
-    if config.linear_fc1 == "recompute":
+    if config.linear_fc1 in ("recompute", "tile"):
         # A recomputed MLP is counted below.
         moved += 0 if recompute & {"mlp", "full"} else x + y
     elif config.activation == "recompute":

@@ -73,7 +73,8 @@ class KeptRows:
 
 def list_values(run: Run) -> dict[str, Values]:
     """Operation -> the values among which a plan chooses, "off" first: those that a model can have, and that the
-    estimate knows. Without a rate of the network tokens are sent again only where that is written."""
+    estimate knows. Without a rate of the network tokens are sent again only where that is written,
+    and a tiled MLP, which keeps what a recomputed one does, likewise."""
     config = describe_parts(build_transformer_config(run.model, dtype=run.dtype), run)
     is_unknown = {"attention": run.latent_attention is not None, "linear_fc1": run.experts is not None}
     return {
@@ -82,7 +83,7 @@ def list_values(run: Run) -> dict[str, Values]:
             for value in sorted(choices, key=lambda value: value != "off")
             if value == "off"
             or (
-                value not in ("auto", "repeat")
+                value not in ("auto", "repeat", "tile")
                 and not is_unknown.get(name)
                 and find_refusal(name, value, config) is None
             )

@@ -1,0 +1,61 @@
+"""Computes the MLPs of a model a tile of tokens at a time."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tempo_kernels.recompute import recompute_in_tiles
+from tempo_torch.activation import is_activation
+from tempo_torch.linear import drop_input
+from tempo_torch.replace import Replaced
+
+
+class TiledMLP(Replaced):
+    """An MLP that keeps its input only. In forward and in backward it computes as many tokens at a time as they are
+    wide; backward runs it once more. `recompute_in_tiles` says how exact that is."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the stock MLP returns for x [..., h]."""
+        stock: Any = self.stock_class
+        (x,) = (*args, *kwargs.values())
+        if torch.compiler.is_compiling():
+            return stock.forward(self, x)
+        if any(hasattr(each, "ds_id") and not each.numel() for each in self.parameters()):  # type: ignore[attr-defined]
+            raise ValueError(
+                f"a weight of a {type(self).__name__} in tiles is partitioned by ZeRO-3 and not gathered; expected "
+                'DeepSpeed to begin after tempoize; call tempoize first, or give it mlp="off"'
+            )
+
+        def run_tile(tile: Tensor) -> Tensor:
+            y: Tensor = stock.forward(self, tile.unsqueeze(0))
+            return y.squeeze(0)
+
+        parameters = self.parameters()  # type: ignore[attr-defined]
+        y = recompute_in_tiles(run_tile, x.flatten(0, -2), parameters=parameters, num_rows=x.size(-1))
+        y = y.unflatten(0, x.shape[:-1])
+        drop_input(x, y)
+        return y
+
+
+def is_mlp(module: nn.Module) -> bool:
+    """Whether a module is an MLP of transformers: its class is named so, and its forward takes one tensor."""
+    kind = type(module)
+    return kind.__name__.endswith("MLP") and len(inspect.signature(kind.forward).parameters) == 2
+
+
+def find_mlp_refusal(module: nn.Module) -> str | None:
+    """Why an MLP cannot run in tiles; None where it can: its modules treat each token by itself, and draw nothing."""
+    for child in module.modules():
+        is_linear = isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D"
+        if child is module or is_linear or is_activation(child) or isinstance(child, nn.ReLU | nn.Tanh | nn.Sigmoid):
+            continue
+        if isinstance(child, nn.Dropout):
+            if child.p:
+                return f"it has dropout {child.p:g}"
+        elif not isinstance(child, nn.Identity):
+            return f"it has a {type(child).__name__}, which may mix tokens"
+    return None

@@ -1,0 +1,142 @@
+"""MLPs of transformers a tile of tokens at a time: the loss and gradients of stock, and nothing wide is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from tempo_kernels.recompute import recompute, recompute_in_tiles
+from tempo_megatron.memory.kept.recorder import Recorder
+from tempo_torch import report_on, restore, tempoize
+
+IDS = torch.arange(2 * 40).view(2, 40) * 7 % 64
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+def build(kind: str, **more: Any) -> Any:
+    torch.manual_seed(0)
+    settings = {**SIZES, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, **more}
+    if kind == "Qwen2":
+        settings["num_key_value_heads"] = 2
+    config = getattr(transformers, f"{kind}Config")(**settings)
+    name = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+    return getattr(transformers, name)(config).train()
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "GPTNeoX"])
+def test_tiles_give_the_loss_and_gradients_of_stock(kind: str, is_checkpointed: bool) -> None:
+    losses, gradients, calls = [], [], 0
+    for mlp in ("off", "tile"):
+        model = tempoize(build(kind), mlp=mlp)
+        if is_checkpointed:
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(
+                {"use_reentrant": False}
+            )
+        names = [name for name, _ in model.named_modules() if name.endswith((".down_proj", ".dense_4h_to_h"))]
+
+        def count(*_: Any) -> None:
+            nonlocal calls
+            calls += 1
+
+        calls = 0
+        for name in names:
+            model.get_submodule(name).register_forward_hook(count)
+        losses.append(model(input_ids=IDS, labels=IDS).loss)
+        losses[-1].backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    # 80 tokens are three tiles of 32: once in forward, once in backward, and no third time in a checkpoint.
+    assert calls == 3 * 2 * len(names) and {e.now for e in report_on(model).entries if e.operation == "mlp"} == {"tile"}
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+    for name, expected in gradients[0].items():
+        assert (gradients[1][name] - expected).abs().max() <= 2e-6 * expected.abs().max(), name
+    mlp = restore(model).get_submodule(names[0].rpartition(".")[0])
+    assert type(mlp) is type(build(kind).get_submodule(names[0].rpartition(".")[0])) and not hasattr(mlp, "_z3_leaf")
+
+
+def test_of_an_mlp_its_input_is_kept_and_not_that_if_the_norm_can_make_it_again() -> None:
+    kept = {}
+    for norm in ("inplace", "recompute"):
+        model = tempoize(build("Llama"), mlp="tile", norm=norm)
+        recorder = Recorder(model)
+        with recorder.record():
+            model(input_ids=IDS, labels=IDS)
+        kept[norm] = sum(saved.num_bytes for saved in recorder.list_saved() if ".mlp" in saved.module)
+    assert kept == {"inplace": 0, "recompute": 0}
+
+
+def test_gradients_in_16_bits_are_summed_in_float32() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(16, 16).bfloat16()
+    x = torch.randn(4096, 16).bfloat16()
+    exact = torch.ones(4096, 16).double().T @ x.double()
+    found = {}
+    for num_rows in (4096, 8):
+        linear.zero_grad()
+        recompute_in_tiles(linear, x, parameters=linear.parameters(), num_rows=num_rows).sum().backward()
+        found[num_rows] = (linear.weight.grad.double() - exact).abs().max() / exact.abs().max()
+    # 512 sums in bfloat16 would lose ten times as much.
+    assert found[8] < 2 * found[4096] + 2**-9
+
+
+def test_linears_that_add_to_main_grad_themselves_do_so_for_each_tile() -> None:
+    """As Megatron's with gradient_accumulation_fusion: they return a gradient without meaning."""
+    weight = nn.Parameter(torch.randn(8, 8))
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(8, 8), False  # type: ignore[attr-defined]
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            ctx.weight = weight
+            return x @ weight.T
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            ctx.weight.main_grad += grad.T @ ctx.saved_tensors[0]
+            ctx.weight.grad_added_to_main_grad = True
+            return grad @ ctx.weight, torch.full_like(ctx.weight, torch.nan)
+
+    x, seen = torch.randn(20, 8, requires_grad=True), []
+    weight.register_post_accumulate_grad_hook(lambda each: seen.append(each.grad_added_to_main_grad))
+    recompute_in_tiles(
+        lambda tile: Fused.apply(tile, weight), x, parameters=[weight], num_rows=6
+    ).square().sum().backward()
+    expected = 2 * (x @ weight.T).T @ x
+    assert seen == [True]
+    torch.testing.assert_close(weight.main_grad, expected.detach())  # type: ignore[attr-defined]
+
+
+def test_a_promise_takes_the_place_of_the_input() -> None:
+    from tempo_kernels.recompute import drop
+
+    torch.manual_seed(0)
+    linear, x = nn.Linear(8, 8), torch.randn(20, 8, requires_grad=True)
+    y = recompute(torch.tanh, x)
+    address = y.untyped_storage()._cdata
+    out = recompute_in_tiles(linear, y, parameters=linear.parameters(), num_rows=6)
+    drop(y, after=out)
+    del y
+    kept = out.grad_fn.keeper._raw_saved_tensors  # type: ignore[union-attr]
+    assert all(getattr(one.data, "_cdata", None) != address for one in kept)
+    out.sum().backward()
+    expected = torch.autograd.grad(linear(torch.tanh(x)).sum(), x)[0]
+    torch.testing.assert_close(x.grad, expected)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: x + torch.rand(8), "a function that runs in tiles draws random numbers"),
+        (nn.Linear(8, 8), "uses a tensor of shape .* that needs a gradient and is not among `parameters`"),
+    ],
+)
+def test_what_cannot_run_in_tiles_is_refused(function: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        recompute_in_tiles(function, torch.ones(20, 8, requires_grad=True), parameters=[], num_rows=6).sum().backward()
+    with pytest.raises(ValueError, match='mlp is "tile", but it has dropout 0.1; set it to "off"'):
+        tempoize(build("GPT2"), mlp="tile")
