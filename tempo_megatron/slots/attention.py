@@ -27,6 +27,7 @@ from tempo_megatron.slots.linear import (
     LinearCall,
     Return,
     is_in_backward,
+    name_as_stock,
     replace_modules,
     replace_names,
 )
@@ -287,6 +288,7 @@ def find_attention_refusal(config: Any, value: str) -> str | None:
 _run_self_attention = replace_names(SelfAttention.forward, apply_rotary_pos_emb=apply_rotary_pos_emb)
 
 
+@name_as_stock
 class TempoRotarySelfAttention(SelfAttention):
     """SelfAttention whose rotary position embeddings keep nothing of their own; see rope.py."""
 

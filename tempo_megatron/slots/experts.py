@@ -208,6 +208,7 @@ class _Choose(torch.autograd.Function):
 _preprocess = replace_names(MoEAlltoAllTokenDispatcher.dispatch_preprocess, permute=_permute)
 
 
+@name_as_stock
 class TempoRoutedMoELayer(MoELayer):
     """A mixture that keeps less of what its router and its all-to-all dispatcher make for each pair of a token and an
     expert; see their classes."""

@@ -33,9 +33,9 @@ class DropsInput:
 
 
 def name_as_stock(cls: Any) -> Any:
-    """Give a linear's class the name of the Megatron class that it replaces; its `__qualname__` stays Tempo's.
+    """Give a class the name of the Megatron class that it replaces; its `__qualname__` stays Tempo's.
 
-    Megatron-Bridge finds by this name which dimension of a parameter the ranks share, and which adapter fits.
+    Megatron-Bridge finds by a linear's name which dimension of a parameter the ranks share, and which adapter fits.
     """
     cls.__name__ = cls.__bases__[-1].__name__
     return cls
