@@ -21,7 +21,17 @@ from tempo_kernels.attention import attention
 from tempo_kernels.recompute import drop, hold, recompute
 from tempo_megatron.slots import context_parallel
 from tempo_megatron.slots.dropout_rng import Site, Stack, find_key_and_sample, read_document_samples
-from tempo_megatron.slots.linear import DropsInput, Function, LinearCall, Return, is_in_backward, replace_modules
+from tempo_megatron.slots.linear import (
+    DropsInput,
+    Function,
+    LinearCall,
+    Return,
+    is_in_backward,
+    name_as_stock,
+    replace_modules,
+    replace_names,
+)
+from tempo_megatron.slots.rope import apply_rotary_pos_emb
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -275,6 +285,18 @@ def find_attention_refusal(config: Any, value: str) -> str | None:
     return next(found, None)
 
 
+_run_self_attention = replace_names(SelfAttention.forward, apply_rotary_pos_emb=apply_rotary_pos_emb)
+
+
+@name_as_stock
+class TempoRotarySelfAttention(SelfAttention):
+    """SelfAttention whose rotary position embeddings keep nothing of their own; see rope.py."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """(output, bias) of hidden_states, as SelfAttention."""
+        return _run_self_attention(self, hidden_states, *args, **kwargs)
+
+
 class TempoSelfAttention(SelfAttention):
     """SelfAttention whose core attention does not keep q, k and v. Just before its backward the projection runs again,
     followed by Megatron's own code for the split, the norms of q and k and the rotary embeddings.
@@ -290,7 +312,7 @@ class TempoSelfAttention(SelfAttention):
         linear_qkv = LinearCall(self.linear_qkv)
         core_attention, linear_proj = _Watched(self.core_attention), _Watched(self.linear_proj)
         attention = replace_modules(self, linear_qkv=linear_qkv, core_attention=core_attention, linear_proj=linear_proj)
-        result = SelfAttention.forward(attention, hidden_states, *args, **kwargs)
+        result = _run_self_attention(attention, hidden_states, *args, **kwargs)
 
         def make() -> tuple[Tensor, ...]:
             """The projection's output, q, k and v: Megatron's forward up to core attention."""
@@ -360,7 +382,7 @@ class TempoNormedSelfAttention(SelfAttention):
             inputs = [norm.take_unwritten_inputs(1)[0] for norm in watched]
             return [*inputs, *core_attention.take_unwritten_inputs(3)]
 
-        return functools.partial(SelfAttention.forward, attention), take
+        return functools.partial(_run_self_attention, attention), take
 
 
 class TempoMLASelfAttention(DropsInput, MLASelfAttention):

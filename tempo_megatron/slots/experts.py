@@ -21,13 +21,21 @@ from megatron.core.transformer.moe import experts, moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from tempo_kernels.recompute import adopt, drop, hold
-from tempo_megatron.slots.linear import DropsInput, Function, Return, is_in_backward, name_as_stock, replace_modules
+from tempo_megatron.slots.linear import (
+    DropsInput,
+    Function,
+    Return,
+    is_in_backward,
+    name_as_stock,
+    replace_modules,
+    replace_names,
+)
 from tempo_megatron.slots.megatron_versions import is_since
 from tempo_megatron.slots.slot_content import find_class
 
@@ -160,7 +168,58 @@ for _name, _base in (("TEGroupedMLP", _TempoTEGroupedMLP), ("GroupedMLP", _Tempo
         _CLASSES[_stock] = _make_class(_base, _stock)
 
 
-class TempoMoELayer(MoELayer):
+class _AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
+    """Megatron's, which keeps the numbers of tokens of each expert instead of the map [experts, tokens] by which it
+    chooses probabilities, and all probabilities; where the tokens are is kept anyway, to bring them back."""
+
+    def dispatch_preprocess(self, *args: Any, **kwargs: Any) -> Any:
+        """Tokens in the order of their experts, and the probability of each."""
+        return _preprocess(self, *args, **kwargs)
+
+
+def _permute(tokens: Tensor, routing_map: Tensor, probs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    """Megatron's `permute`, whose order of tokens within an expert is that of the layer."""
+    is_plain = not args and not kwargs.get("fused") and not kwargs.get("drop_and_pad")
+    if probs is None or not probs.requires_grad or not is_plain:
+        return moe_utils.permute(tokens, routing_map, probs, *args, **kwargs)
+    permuted, chosen, indices, *rest = moe_utils.permute(tokens, routing_map, probs.detach(), **kwargs)
+    return permuted, _Choose.apply(probs, chosen, indices, routing_map.sum(dim=0)), indices, *rest
+
+
+class _Choose(torch.autograd.Function):
+    """Returns `chosen`, which are the elements of x [tokens, experts] for tokens [indices], sorted by expert; `counts`
+    says how many each expert has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, chosen: Tensor, indices: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(indices, counts)
+        ctx.num_tokens = x.size(0)
+        return chosen.view_as(chosen)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        indices, counts = ctx.saved_tensors
+        experts = torch.repeat_interleave(counts, output_size=indices.size(0))
+        grad_x = grad.new_zeros(ctx.num_tokens, counts.size(0))
+        grad_x[indices, experts] = grad
+        return grad_x, None, None, None
+
+
+_preprocess = replace_names(MoEAlltoAllTokenDispatcher.dispatch_preprocess, permute=_permute)
+
+
+@name_as_stock
+class TempoRoutedMoELayer(MoELayer):
+    """A mixture that keeps less of what its router and its all-to-all dispatcher make for each pair of a token and an
+    expert; see their classes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if type(self.token_dispatcher) is MoEAlltoAllTokenDispatcher:  # which no slot holds
+            self.token_dispatcher.__class__ = _AllToAllDispatcher
+
+
+class TempoMoELayer(TempoRoutedMoELayer):
     """A mixture whose experts do not keep their tokens, of which each expert has a copy: just before the backward of
     their first linear the copies are gathered again from the tokens of the layer.
 
@@ -296,7 +355,46 @@ def is_mixture(slot: Any) -> bool:
 
 @name_as_stock
 class TempoTopKRouter(DropsInput, TopKRouter):
-    """TopKRouter that does not keep its input, of which experts get copies; see DropsInput."""
+    """TopKRouter that does not keep its input, of which experts get copies, see DropsInput; and that keeps its logits
+    only, [tokens, experts] in the router's dtype, of all that leads from them to probabilities and auxiliary losses.
+
+    Scores, choices and probabilities are made again in backward by Megatron's functions. As where Megatron recomputes a
+    whole layer, equal scores must have the same order once more, which torch.topk gives.
+    """
+
+    def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """(probabilities, map) [tokens, experts]."""
+        # What a replay hands out depends on how often it is asked.
+        if not torch.is_grad_enabled() or is_in_backward() or getattr(self, "router_replay", None) is not None:
+            return super().routing(logits, *args, **kwargs)
+        return _route(self, logits, *args, **kwargs)
+
+
+def _keep_logits(function: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """`function`, whose result at `place` keeps the function's arguments only."""
+
+    def make(*args: Any, **kwargs: Any) -> Tensor:
+        made: Tensor = function(*args, **kwargs)[place]
+        return made
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        found = list(function(*args, **kwargs))
+        found[place] = adopt(found[place], make, *args, **kwargs)
+        return tuple(found)
+
+    return run
+
+
+# Megatron's functions of logits, by names in the router's module -> the place of what has a gradient in their results.
+_SCORES = {"topk_routing_with_score_function": 0, "compute_routing_scores_for_aux_loss": 1}
+_route = replace_names(
+    TopKRouter.routing,
+    **{
+        name: _keep_logits(function, place)
+        for name, place in _SCORES.items()
+        if (function := getattr(moe_utils, name, None)) is not None
+    },
+)
 
 
 def replace_experts(submodules: Any, config: TransformerConfig, *, keeps_input: bool, drops_input: bool) -> Any:
@@ -315,7 +413,8 @@ def replace_experts(submodules: Any, config: TransformerConfig, *, keeps_input: 
         changes["experts"] = _replace(submodules.experts)
     if keeps_input and has_shared and not config.moe_shared_expert_overlap:
         changes["shared_experts"] = _replace(submodules.shared_experts)
-    if drops_input and getattr(submodules, "router", None) is TopKRouter:  # a slot since 0.16
+    # A slot since 0.16.
+    if (keeps_input or drops_input) and getattr(submodules, "router", None) is TopKRouter:
         changes["router"] = TempoTopKRouter
     return dataclasses.replace(submodules, **changes)
 

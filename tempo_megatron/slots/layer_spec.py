@@ -40,6 +40,7 @@ from tempo_megatron.slots.attention import (
     TempoMLASelfAttention,
     TempoNormedSelfAttention,
     TempoRecomputeDotProductAttention,
+    TempoRotarySelfAttention,
     TempoSelfAttention,
     TempoSoftmaxDotProductAttention,
     recomputes_latent_projections,
@@ -56,7 +57,7 @@ from tempo_megatron.slots.block_slots import (
 from tempo_megatron.slots.choose import Choices, Obstacles, Refusal, choose
 from tempo_megatron.slots.dropout import tempo_bias_dropout_add
 from tempo_megatron.slots.dropout_rng import Site, Stack
-from tempo_megatron.slots.experts import MIXTURES, is_mixture, replace_experts
+from tempo_megatron.slots.experts import MIXTURES, TempoRoutedMoELayer, is_mixture, replace_experts
 from tempo_megatron.slots.linear import TempoColumnParallelLinear, TempoRowParallelLinear
 from tempo_megatron.slots.mlp import (
     LinearRecomputeMLP,
@@ -449,7 +450,8 @@ def _replace_attention(
         # Megatron's recomputation of the up projections begins with the norms' outputs, and so keeps them.
         after_norms = () if recomputes_latent_projections(transformer_config) else _LATENT_LINEARS_AFTER_NORMS
     changes = _replace_linears(submodules, tempo_config, after_norms)
-    drops_projection = module is SelfAttention and tempo_config.linear_qkv == "recompute"
+    is_plain = module in (SelfAttention, TempoRotarySelfAttention)
+    drops_projection = is_plain and tempo_config.linear_qkv == "recompute"
     for name in INNER_NORMS:
         if hasattr(submodules, name):
             changes[name] = _replace_norm(getattr(submodules, name), transformer_config, tempo_config)
@@ -466,8 +468,9 @@ def _replace_attention(
     if drops_projection:
         _refuse_kept_operands(stock_attention, transformer_config, "core_attention" in changes)
         slot = dataclasses.replace(slot, module=TempoSelfAttention)
-    elif module is SelfAttention and "core_attention" in changes and _recomputes_norms(changes):
-        slot = dataclasses.replace(slot, module=TempoNormedSelfAttention)
+    elif is_plain and "core_attention" in changes:
+        module = TempoNormedSelfAttention if _recomputes_norms(changes) else TempoRotarySelfAttention
+        slot = dataclasses.replace(slot, module=module)
     return dataclasses.replace(slot, submodules=dataclasses.replace(submodules, **changes)) if changes else slot
 
 
@@ -519,8 +522,10 @@ def _replace_mlp(slot: Any, transformer_config: TransformerConfig, tempo_config:
             submodules = dataclasses.replace(
                 submodules, shared_experts=put_submodules(shared, find_class(shared), linears)
             )
-        module = MIXTURES.get(tempo_config.moe_permute, stock) if stock is MoELayer else stock
-        return put_submodules(slot, module, submodules)
+        if stock is MoELayer:
+            keeps_less = "recompute" in (tempo_config.activation, tempo_config.norm)
+            stock = MIXTURES.get(tempo_config.moe_permute, TempoRoutedMoELayer if keeps_less else stock)
+        return put_submodules(slot, stock, submodules)
     module = te.replace_mlp_class(stock, tempo_config)
     if stock is MLP and tempo_config.linear_fc1 in _LINEAR_MLPS:
         # The activation's input is at hand here, so its derivative is exact even with activation "inplace".

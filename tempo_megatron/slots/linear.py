@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -32,9 +33,9 @@ class DropsInput:
 
 
 def name_as_stock(cls: Any) -> Any:
-    """Give a linear's class the name of the Megatron class that it replaces; its `__qualname__` stays Tempo's.
+    """Give a class the name of the Megatron class that it replaces; its `__qualname__` stays Tempo's.
 
-    Megatron-Bridge finds by this name which dimension of a parameter the ranks share, and which adapter fits.
+    Megatron-Bridge finds by a linear's name which dimension of a parameter the ranks share, and which adapter fits.
     """
     cls.__name__ = cls.__bases__[-1].__name__
     return cls
@@ -144,6 +145,18 @@ def replace_modules(module: Any, **others: torch.nn.Module) -> Any:
     stand_in = copy.copy(module)
     stand_in._modules = {**module._modules, **others}
     return stand_in
+
+
+def replace_names(function: Callable[..., Any], **others: Any) -> Callable[..., Any]:
+    """A copy of one of Megatron's functions that finds other objects under some of the names of its module; a name that
+    the module does not have is left out."""
+    own: Any = function
+    names = {name: other for name, other in others.items() if name in own.__globals__}
+    changed = types.FunctionType(
+        own.__code__, {**own.__globals__, **names}, own.__name__, own.__defaults__, own.__closure__
+    )
+    changed.__kwdefaults__ = own.__kwdefaults__
+    return changed
 
 
 def is_quantised(config: Any) -> bool:

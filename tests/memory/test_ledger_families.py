@@ -136,11 +136,10 @@ def test_a_layer_keeps_at_most_its_goal(goal: tuple[dict[str, Any], TempoConfig,
     assert ledger.scores_bytes == 0 and most - 0.2 < ledger.layer_sbh * tp <= most
 
 
-def test_rope_keeps_its_cosines_and_sines_beside_that() -> None:
-    """Megatron's unfused rope rounds both to bf16 anew for q and for k: 4 of 128 channels for each token of a layer."""
+def test_rope_keeps_nothing_beside_that() -> None:
     shapes = (make_shape(**LARGE, **SWIGLU, **more) for more in ({}, {"position_embedding_type": "rope"}))
     without, rope = (measure_fake(shape, TempoConfig(), 1).layer_sbh for shape in shapes)
-    assert rope - without == pytest.approx(4 * 2 * 128 / 3072, abs=1e-9)
+    assert rope == without
 
 
 QWEN3_30B_A3B = make_shape(
@@ -160,9 +159,9 @@ RECOMPUTED = {"activation": "recompute", "norm": "recompute", "attention": "flas
 @pytest.mark.parametrize(
     ("tempo_config", "experts", "attention", "everything"),
     [
-        (TempoConfig.off(), 34.0, 20.1, 60.5),
-        (TempoConfig(**RECOMPUTED), 28.0, 9.6, 42.0),
-        (TempoConfig(**RECOMPUTED, moe_permute="recompute"), 12.0, 9.6, 26.0),
+        (TempoConfig.off(), 34.0, 20.1, 60.7),
+        (TempoConfig(**RECOMPUTED), 28.0, 9.1, 41.3),
+        (TempoConfig(**RECOMPUTED, moe_permute="recompute"), 12.0, 9.1, 25.3),
     ],
 )
 def test_a_layer_of_qwen3_30b_a3b_keeps_less_without_another_product_or_collective(
@@ -194,9 +193,9 @@ DEEPSEEK_ATTENTION = LatentAttention(
 @pytest.mark.parametrize(
     ("tempo", "recompute", "experts", "everything"),
     [
-        ({}, (), 29.7, 63.9),
-        ({"activation": "recompute", "norm": "recompute"}, ("mla_up_proj",), 25.1, 35.8),
-        ({"activation": "recompute", "norm": "recompute", "moe_permute": "repeat"}, ("mla_up_proj",), 9.1, 19.8),
+        ({}, (), 29.7, 64.0),
+        ({"activation": "recompute", "norm": "recompute"}, ("mla_up_proj",), 25.1, 35.6),
+        ({"activation": "recompute", "norm": "recompute", "moe_permute": "repeat"}, ("mla_up_proj",), 9.1, 19.6),
     ],
 )
 def test_a_layer_of_deepseek_v3_with_experts_keeps_less_than_by_megatrons_recomputation(

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from tempo_megatron.models.huggingface.config import build_config, find_class, read_config
 from tempo_megatron.models.shape import make_shape
@@ -63,3 +66,16 @@ def test_what_no_shape_is_is_refused(config: dict[str, Any], sentence: str, tmp_
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(ValueError, match=sentence):
         read_config(tmp_path / "config.json")
+
+
+def test_the_auxiliary_loss_weighs_as_much_in_both() -> None:
+    """Of three experts for each token, transformers' loss is three times Megatron's."""
+    shape = make_shape(**COMMON, **SHAPES["MixtralForCausalLM"])
+    top_k, num_experts = shape.moe_router_topk, EXPERTS["num_experts"]
+    logits = torch.randn(10, num_experts)
+    scores = logits.softmax(dim=-1)
+    counts = torch.zeros_like(scores).scatter_(1, scores.topk(top_k).indices, 1.0).sum(dim=0)
+    ours = switch_load_balancing_loss_func(scores, counts, len(logits), top_k, num_experts, shape.moe_aux_loss_coeff)
+    written = build_config({**shape.describe(), "gelu_form": None, "end_of_document": 7}, "float32")
+    theirs = written["router_aux_loss_coef"] * load_balancing_loss_func((logits,), num_experts, top_k)
+    assert theirs.item() == pytest.approx(ours.item(), rel=1e-5)

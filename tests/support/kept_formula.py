@@ -247,7 +247,8 @@ class _Formula:
             # Cosines and sines, of queries and of keys.
             angles = shape.seq_length * shape.latent.qk_pos_emb_head_dim * shape.element_bytes
             yield "self_attention (q, k, v)", 4 * angles
-        if shape.rotary and not self._is_te:
+        config = self._config
+        if shape.rotary and not self._is_te and config.attention == "off" and config.linear_qkv != "recompute":
             # Cosines and sines, of q and of k.
             yield f"{prefix}self_attention (q, k, v)", 4 * shape.seq_length * self._head_bytes
         is_made_again = not is_cross and self._config.linear_qkv == "recompute" and self._may_drop_operands()

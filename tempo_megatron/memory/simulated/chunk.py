@@ -51,9 +51,9 @@ from tempo_megatron.memory.simulated.multi_token_prediction import put_multi_tok
 from tempo_megatron.memory.simulated.phases import EMBEDDING, HEAD, LAYERS, ChunkMemory, Parameter, Phase, compress
 from tempo_megatron.memory.simulated.transformer_engine import (
     choose_attention,
-    copy_outputs_of_attention,
     keep_padding_masks,
     put_norm_kernels,
+    put_stock_attention,
     recompute_norms,
 )
 from tempo_megatron.memory.storages import AllocationTrace, PeakBytes, count_storage_bytes, find_storages
@@ -324,11 +324,11 @@ class _Chunk:
         self._stacks = [getattr(self._model, stack) for stack in stacks]
         for stack, block in zip(stacks, self._stacks, strict=True):
             for layer, (index, _) in zip(block.layers, rows, strict=True):
-                if copies and asked.for_layer(index, stack).attention == "off":
-                    copy_outputs_of_attention(layer)
-        if copies and predicts_more:
+                if attention != "unfused" and asked.for_layer(index, stack).attention == "off":
+                    put_stock_attention(layer, copies=copies)
+        if attention != "unfused" and predicts_more and asked.attention == "off":
             for layer in self._model.mtp.layers:
-                copy_outputs_of_attention(layer.transformer_layer)
+                put_stock_attention(layer.transformer_layer, copies=copies)
         if run.stock == "transformer_engine":
             put_norm_kernels(self._model)
             keep_padding_masks(self._model)

@@ -20,7 +20,7 @@ from torch import Tensor
 from tempo_megatron.memory.run import Experts
 from tempo_megatron.memory.simulated.device import LastingBuffer
 from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
-from tempo_megatron.slots.experts import KeepsActivationInput
+from tempo_megatron.slots.experts import KeepsActivationInput, TempoRoutedMoELayer
 
 
 def put_experts(
@@ -51,6 +51,8 @@ def put_experts(
             recomputes = recomputes_activation or isinstance(module.experts, KeepsActivationInput)
             module.experts = LocalExperts(config, experts, is_fused, recomputes)
             module.token_dispatcher = _DISPATCHERS[experts.dispatcher](config, experts, is_deterministic)
+            if experts.dispatcher == "alltoall":
+                module.token_dispatcher.keeps_map = not isinstance(module, TempoRoutedMoELayer)
 
 
 def count_expert_parameters(layer: torch.nn.Module) -> int:
@@ -257,6 +259,8 @@ class _Dispatcher:
         self._imbalance = experts.imbalance or 1.0
         self.config, self.shared_experts = config, None
         self.reversed_local_input_permutation_mapping: Tensor | None = None
+        self.keeps_map = True
+        """Whether choosing probabilities keeps Megatron's map of experts, and the probabilities of all."""
 
     def _fill(self, num_rows: int) -> int:
         """The rows of the fullest rank, of which an equal share are `num_rows`."""
@@ -269,11 +273,21 @@ class _Dispatcher:
         self.reversed_local_input_permutation_mapping = index
         return _resize(x, num_rows, index)
 
+    def _choose(self, probabilities: Tensor, routing_map: Tensor, num_rows: int) -> Tensor:
+        """`masked_select`, which keeps the mask and what it selects from, or TempoRoutedMoELayer's choice."""
+        if self.keeps_map or self._experts.fuses_permutation:
+            mask = routing_map.T.contiguous()
+            probabilities = probabilities.T.contiguous().view(-1)
+            if not self._experts.fuses_permutation:
+                probabilities = _KeepInput.apply(probabilities)
+            return _resize(probabilities, num_rows, mask)
+        return _resize(probabilities.view(-1), num_rows, routing_map.sum(dim=0))
+
     def _unpermute(self, x: Tensor, num_rows: int) -> Tensor:
-        """`scatter_add_`; deterministic, `index_add_`, of which torch keeps what is added (moe_utils.py: unpermute)."""
-        found = self._permute(_KeepInput.apply(x) if self._adds_by_index else x, num_rows)
-        self.reversed_local_input_permutation_mapping = None  # behind the experts nobody reads it
-        return found
+        """`scatter_add_` by the index of `_permute`; deterministic, `index_add_`, of which torch keeps what is added
+        (moe_utils.py: unpermute)."""
+        index, self.reversed_local_input_permutation_mapping = self.reversed_local_input_permutation_mapping, None
+        return _resize(_KeepInput.apply(x) if self._adds_by_index else x, num_rows, index)
 
 
 class _AllToAll(_Dispatcher):
@@ -283,9 +297,7 @@ class _AllToAll(_Dispatcher):
         self._shape, self._dtype = x.shape, probabilities.dtype
         self._num_tokens = x.size(0) * x.size(1)
         self._num_sent = self.num_out_tokens = self._num_tokens * self._experts.per_token
-        # masked_select keeps the mask and what it selects from.
-        chosen = probabilities.T.contiguous()
-        chosen = _resize(chosen.view(-1), self._num_sent, routing_map.T.contiguous())
+        chosen = self._choose(probabilities, routing_map, self._num_sent)
         return self._permute(x.view(-1, x.size(-1)), self._num_sent), chosen
 
     def token_dispatch(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
@@ -358,7 +370,7 @@ class _AllGather(_Dispatcher):
         local = probabilities[:, : self._num_local].contiguous()
         self._map, self._num_all, self._dtype = None, num_all, probabilities.dtype
         permuted = self._permute(x, num_rows)
-        chosen = _resize(local.T.contiguous().view(-1), num_rows, local_map.T.contiguous())
+        chosen = self._choose(local, local_map, num_rows)
         return permuted, None, chosen
 
     def combine_preprocess(self, x: Tensor) -> Tensor:

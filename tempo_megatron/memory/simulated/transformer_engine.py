@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import torch
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -19,6 +20,7 @@ from torch import Tensor
 from tempo_kernels.norm import rms_norm
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
+from tempo_megatron.slots.attention import TempoNormedSelfAttention, TempoRotarySelfAttention
 from tempo_megatron.slots.norm import TorchRMSNorm
 
 
@@ -34,15 +36,20 @@ def choose_attention(run: Run) -> str:
     return "flash" if run.gpu == "a100" or is_refused else "fused"
 
 
-def copy_outputs_of_attention(layer: torch.nn.Module) -> None:
-    """Let attention hand out a copy of its output, which the projection then keeps beside the output itself.
+def put_stock_attention(layer: torch.nn.Module, *, copies: bool) -> None:
+    """Let a layer whose core attention is Tempo's, in the place of Transformer Engine's, keep for the rest what
+    Megatron's attention keeps.
 
+    copies: whether core attention hands out a copy of its output, which the projection then keeps beside the output.
     FlashAttention keeps its output as [b, s, ...], and the projection's input is that of [s, b, ...] in memory of its
     own (pytorch/attention/dot_product_attention/backends.py:1361-1369). With one sample both are one.
     """
     for name in ("self_attention", "cross_attention"):
-        core = getattr(getattr(layer, name, None), "core_attention", None)
-        if core is not None:
+        holder = getattr(layer, name, None)
+        if type(holder) in (TempoRotarySelfAttention, TempoNormedSelfAttention):
+            holder.__class__ = SelfAttention
+        core = getattr(holder, "core_attention", None)
+        if copies and core is not None:
             core.register_forward_hook(lambda _, __, output: _HandOutACopy.apply(output))
 
 

@@ -49,7 +49,8 @@ def _read_config(config: Config) -> Fields:
     fields |= {
         "num_experts": config.get("num_experts") if number is None else number,
         "moe_router_topk": config.get("num_experts_per_tok"),
-        "moe_aux_loss_coeff": config.get("router_aux_loss_coef", 0.001),
+        # With tokens spread evenly transformers' loss is the experts per token, Megatron's is 1.
+        "moe_aux_loss_coeff": config.get("router_aux_loss_coef", 0.001) * config.get("num_experts_per_tok"),
     }
     if config.get("model_type") == "mixtral":
         config.check("router_jitter_noise", 0.0, 0.0, "the trainer's routers have no noise")
@@ -69,7 +70,7 @@ def _build_config(run: Mapping[str, Any], name: str) -> dict[str, Any]:
     config = {
         **llama.build_config(run, name),
         "num_experts_per_tok": run["moe_router_topk"],
-        "router_aux_loss_coef": run["moe_aux_loss_coeff"],
+        "router_aux_loss_coef": run["moe_aux_loss_coeff"] / run["moe_router_topk"],
     }
     if name == _MIXTRAL:
         return {**config, "model_type": "mixtral", "intermediate_size": size, "num_local_experts": run["num_experts"]}
