@@ -112,8 +112,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None and sys.argv[1:2] == ["estimate"]:
         # Nothing is compiled on tensors without memory, and Megatron-core's import of torch's compiler takes seconds.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        # Nor does anything report to wandb, which Megatron-core imports where it is installed: a second more.
-        sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[1:2] == ["run"] and argv[0].startswith("--local_rank="):
         # `deepspeed --module tempo_megatron run ...` puts it first.
