@@ -106,7 +106,7 @@ def trace_chunk(
 ) -> Allocations:
     """Every allocation of one micro batch of all layers of a chunk on a GPU; arguments as for `simulate_chunk`."""
     arguments = _cut(run, layers), pre_process, post_process, has_gradients, not layers
-    found = _run_chunk(*arguments)[1] or _run_chunk(*arguments, longest_row=len(layers))[1]
+    found = _run_chunk(*arguments)[1] or _run_chunk(*arguments, longest_row=max(1, len(layers)))[1]
     assert found is not None
     return found
 

@@ -36,7 +36,7 @@ def repeat_layers(
             blocks.append((key, [*events]))
     places = [place for place in times if place is not None]
     layers = {(place, is_backward): i for i, ((_, place, is_backward), _) in enumerate(blocks) if place is not None}
-    if len(layers) != sum(key[1] is not None for key, _ in blocks):
+    if places and len(layers) != sum(key[1] is not None for key, _ in blocks):
         return None
     makers = _find_makers(blocks, layers, places)
     if makers is None or not _free_alike(blocks, layers, places, makers):
