@@ -11,6 +11,7 @@ from tempo_megatron.memory.estimate import allocator as caching_allocator
 from tempo_megatron.memory.estimate.allocator import Block, CachingAllocator
 from tempo_megatron.memory.estimate.estimate import estimate_ranks
 from tempo_megatron.memory.run import OptimizerSettings, Run
+from tempo_megatron.memory.simulated import chunk
 from tempo_megatron.models.shape import make_shape
 
 MIB = 1 << 20
@@ -122,3 +123,22 @@ def test_the_allocator_is_simulated_in_one_stage_of_a_gpu() -> None:
     shape = make_shape(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=500)
     with pytest.raises(ValueError, match="--allocator is given with --pp 2 and --stock local, but .*; leave it out"):
         estimate_ranks(Run(model=shape, tempo=OFF, pipeline_parallel=2), simulates_allocator=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "pre_process", "post_process", "tempo_config"),
+    [
+        ("gpt", True, True, OFF),
+        ("gpt", False, True, AUTO),
+        ("bert", True, False, OFF),
+        ("gpt", False, False, TempoConfig(layers={"0-1": {"attention": "off"}})),
+    ],
+)
+def test_three_layers_show_the_allocations_of_all(
+    family: str, pre_process: bool, post_process: bool, tempo_config: TempoConfig
+) -> None:
+    """Also where the chunk's first layer gets hidden states, and its last one their gradient."""
+    shape = make_shape(num_layers=6, hidden_size=64, num_attention_heads=4, seq_length=32, family=family, vocab_size=99)
+    run = chunk._cut(Run(model=shape, tempo=tempo_config, micro_batch_size=2), range(6))
+    few, every = (chunk._run_chunk(run, pre_process, post_process, True, False, longest)[1] for longest in (3, 6))
+    assert few is not None and few == every

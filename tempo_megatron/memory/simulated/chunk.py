@@ -42,6 +42,7 @@ from tempo_megatron.memory.simulated.experts import (
     count_expert_parameters,
     find_expert_shapes,
     find_stacked_parameters,
+    leave_out_experts,
     put_experts,
 )
 from tempo_megatron.memory.simulated.float8 import count_float8_weights, keep_float8_inputs
@@ -49,6 +50,7 @@ from tempo_megatron.memory.simulated.latent_attention import put_latent_attentio
 from tempo_megatron.memory.simulated.module_tree import Makers, ModuleMemory, build_tree
 from tempo_megatron.memory.simulated.multi_token_prediction import put_multi_token_prediction
 from tempo_megatron.memory.simulated.phases import EMBEDDING, HEAD, LAYERS, ChunkMemory, Parameter, Phase, compress
+from tempo_megatron.memory.simulated.repeated_layers import repeat_layers
 from tempo_megatron.memory.simulated.transformer_engine import (
     choose_attention,
     keep_padding_masks,
@@ -65,6 +67,7 @@ from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.choose import Choices, choose
 
 _Counter = TypeVar("_Counter", bound=PeakBytes)
+_T = TypeVar("_T")
 STACKS_OF_MODULES = ("local", "transformer_engine", "cpu")
 # Of Megatron's recompute modules, those that modules of `memory.simulated` do themselves.
 _OF_STAND_INS = ("layernorm", "mla_up_proj", "moe_act")
@@ -85,18 +88,7 @@ def simulate_chunk(
 
     Raises ValueError where torch.distributed is already initialised, and for values that the model cannot have.
     """
-    return _simulate_chunk(_cut(run, layers), pre_process, post_process, has_gradients, not layers)
-
-
-@functools.lru_cache(maxsize=256)
-def _simulate_chunk(
-    run: Run, pre_process: bool, post_process: bool, has_gradients: bool, is_without_layers: bool
-) -> ChunkMemory:
-    with _simulate(run):
-        chunk = _Chunk(run, pre_process, post_process, has_gradients)
-        if is_without_layers:
-            chunk.drop_layers()
-        return chunk.measure()
+    return _run_chunk(_cut(run, layers), pre_process, post_process, has_gradients, not layers)[0]
 
 
 def list_modules(run: Run, layers: range, *, pre_process: bool = True, post_process: bool = True) -> ModuleMemory:
@@ -112,19 +104,26 @@ def list_modules(run: Run, layers: range, *, pre_process: bool = True, post_proc
 def trace_chunk(
     run: Run, layers: range, *, pre_process: bool = True, post_process: bool = True, has_gradients: bool = False
 ) -> Allocations:
-    """Every allocation of one micro batch of a chunk, of which every layer runs; arguments as for `simulate_chunk`."""
-    return _trace_chunk(_cut(run, layers), pre_process, post_process, has_gradients, not layers)
+    """Every allocation of one micro batch of all layers of a chunk on a GPU; arguments as for `simulate_chunk`."""
+    arguments = _cut(run, layers), pre_process, post_process, has_gradients, not layers
+    found = _run_chunk(*arguments)[1] or _run_chunk(*arguments, longest_row=max(1, len(layers)))[1]
+    assert found is not None
+    return found
 
 
 @functools.lru_cache(maxsize=256)
-def _trace_chunk(
-    run: Run, pre_process: bool, post_process: bool, has_gradients: bool, is_without_layers: bool
-) -> Allocations:
+def _run_chunk(
+    run: Run, pre_process: bool, post_process: bool, has_gradients: bool, is_without_layers: bool, longest_row: int = 3
+) -> tuple[ChunkMemory, Allocations | None]:
+    """What a chunk's micro batch does, and its allocations, where the layers that run show those of all.
+
+    On a CPU there are none: calls of Tempo's operations are replayed, and only their results are seen.
+    """
     with _simulate(run):
-        chunk = _Chunk(run, pre_process, post_process, has_gradients, longest_row=run.model.num_layers)
+        chunk = _Chunk(run, pre_process, post_process, has_gradients, longest_row)
         if is_without_layers:
             chunk.drop_layers()
-        return chunk.trace()
+        return chunk.measure()
 
 
 def _cut(run: Run, layers: range) -> Run:
@@ -287,19 +286,20 @@ class _Chunk:
         predicts_more = post_process and run.mtp_num_layers > 0
         self._tempo = dataclasses.replace(chosen, layers=values if chosen.layers else {})
         self._shape = dataclasses.replace(shape, num_layers=len(rows))
-        self._model = build_model(
-            self._shape,
-            dataclasses.replace(config, num_layers=len(rows)),
-            _take_as_chosen(self._tempo),
-            run.padded_vocab_size,
-            pre_process=pre_process,
-            post_process=post_process,
-        ).train()
-        if predicts_more:
-            of_all = dataclasses.replace(chosen, layers={})
-            spec = make_specs(self._shape, self._model.config, _take_as_chosen(of_all))["decoder"].layer_specs[-1]
-            put_multi_token_prediction(self._model, spec, run, of_all)
-            self._model.train()
+        with leave_out_experts():
+            self._model = build_model(
+                self._shape,
+                dataclasses.replace(config, num_layers=len(rows)),
+                _take_as_chosen(self._tempo),
+                run.padded_vocab_size,
+                pre_process=pre_process,
+                post_process=post_process,
+            ).train()
+            if predicts_more:
+                of_all = dataclasses.replace(chosen, layers={})
+                spec = make_specs(self._shape, self._model.config, _take_as_chosen(of_all))["decoder"].layer_specs[-1]
+                put_multi_token_prediction(self._model, spec, run, of_all)
+                self._model.train()
         if run.latent_attention is not None:
             put_latent_attention(
                 self._model,
@@ -348,7 +348,8 @@ class _Chunk:
         self._levels: list[tuple[tuple[str, int | None, bool], Phase]] = []
         # Since the phase began, and before it.
         self._num_gradients = self._num_gradients_before = 0
-        self._num_forward_events = 0
+        # How many events there were at the end of each of the levels.
+        self._bounds: list[int] = []
 
     def drop_layers(self) -> None:
         """Leave the embedding and the head alone: no ModelShape is without layers."""
@@ -356,9 +357,9 @@ class _Chunk:
             stack.layers = torch.nn.ModuleList()
         self._layers = [*self._further.items()]
 
-    def measure(self) -> ChunkMemory:
+    def measure(self) -> tuple[ChunkMemory, Allocations | None]:
         batch = self._make_batch()
-        self._follow(batch, PeakBytes)
+        seen = self._follow(batch, PeakBytes if self._run.stock == "cpu" else AllocationTrace)
         forward, backward = (
             tuple(
                 phase
@@ -368,7 +369,7 @@ class _Chunk:
             )
             for is_backward in (False, True)
         )
-        return ChunkMemory(
+        memory = ChunkMemory(
             *self._count_parameters(),
             sum(times * count_expert_parameters(layer) for layer, times in self._layers),
             self._count_batch(batch),
@@ -382,6 +383,23 @@ class _Chunk:
             forward,
             backward,
         )
+        return memory, self._list_allocations(batch, seen) if isinstance(seen, AllocationTrace) else None
+
+    def _list_allocations(self, batch: Mapping[str, Any], seen: AllocationTrace) -> Allocations | None:
+        seen.drop_freed()
+        bounds = [*self._bounds, len(seen.events)]
+        # What is freed behind the last phase is freed at its end.
+        phases = [*self._levels, self._levels[-1]]
+        segments = [
+            (key, seen.events[begin:end])
+            for (key, _), begin, end in zip(phases, [0, *bounds[:-1]], bounds, strict=True)
+        ]
+        found = repeat_layers(segments, {place: each for place, (_, each) in enumerate(self._layers) if each > 1})
+        if found is None:
+            return None
+        storages = find_storages(value for value in batch.values() if isinstance(value, Tensor))
+        parameters = tuple(self._list_for_all(lambda parameter: [_count([parameter], in_bytes=True)]))
+        return Allocations(parameters, tuple(storages.values()), self._buffer.count_bytes(), *found)
 
     def _count_batch(self, batch: Mapping[str, Any]) -> int:
         """The micro batch's own tensors.
@@ -413,15 +431,6 @@ class _Chunk:
         numbers = [(first_layer + sum(times[:place]), each) for place, each in enumerate(times)]
         layers = {id(stack.layers): numbers for stack in self._stacks if len(stack.layers)}
         return build_tree(self._model, kept, layers)
-
-    def trace(self) -> Allocations:
-        batch = self._make_batch()
-        seen = self._follow(batch, AllocationTrace)
-        seen.drop_freed()
-        storages = find_storages(value for value in batch.values() if isinstance(value, Tensor))
-        parameters = tuple(_count([parameter], in_bytes=True) for parameter in self._model.parameters())
-        buffer = self._buffer.count_bytes()
-        return Allocations(parameters, tuple(storages.values()), buffer, tuple(seen.events), self._num_forward_events)
 
     def record(self) -> tuple[dict[tuple[str, int], list[SavedStorage]], list[SavedStorage]]:
         # With a mask whatever the layers are: what a layer keeps must not depend on its neighbours.
@@ -466,9 +475,6 @@ class _Chunk:
     def _run_micro_batch(self, batch: dict[str, Any]) -> None:
         edge = self._run_to_loss(batch)
         self._is_backward = True
-        if isinstance(self._seen, AllocationTrace):
-            self._seen.drop_freed()
-            self._num_forward_events = len(self._seen.events)
         if self._post_process or not self._layers:
             self._mark(HEAD if self._post_process else EMBEDDING, None)
         else:
@@ -583,6 +589,7 @@ class _Chunk:
                     Phase(self._phase[0], rise, growth, gradients - self._start_gradients, self._num_gradients),
                 )
             )
+            self._bounds.append(len(self._seen.events) if isinstance(self._seen, AllocationTrace) else 0)
             self._start, self._start_gradients = level, gradients
             self._num_gradients_before += self._num_gradients
             self._num_gradients = 0
@@ -615,6 +622,10 @@ class _Chunk:
             is_matrix = len(shape) == 2 and id(parameter) not in no_matrices
             return [Parameter(shape, is_matrix, number is not None)] * (number or 1)
 
+        return self._list_for_all(describe)
+
+    def _list_for_all(self, describe: Callable[[Tensor], list[_T]]) -> Iterator[_T]:
+        """What `describe` says of each parameter of the whole chunk, in the order of the modules."""
         layers = {id(p): (layer, times) for layer, times in self._layers for p in layer.parameters()}
         listed: set[int] = set()
         for parameter in self._model.parameters():

@@ -8,11 +8,12 @@ megatron-core 0.16.1, from megatron/core/transformer/moe/, and to Transformer En
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from megatron.core.parallel_state import get_global_memory_buffer
+from megatron.core.transformer.moe import experts as experts_of_megatron
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from torch import Tensor
@@ -21,6 +22,22 @@ from tempo_megatron.memory.run import Experts
 from tempo_megatron.memory.simulated.device import LastingBuffer
 from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
 from tempo_megatron.slots.experts import KeepsActivationInput, TempoRoutedMoELayer
+
+
+@contextlib.contextmanager
+def leave_out_experts() -> Iterator[None]:
+    """Models that are built inside have experts without linears, of which each would take a millisecond."""
+    made = experts_of_megatron.MLP
+    experts_of_megatron.MLP = _NoExpert
+    try:
+        yield
+    finally:
+        experts_of_megatron.MLP = made
+
+
+class _NoExpert(torch.nn.Module):
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
 
 
 def put_experts(
@@ -34,7 +51,7 @@ def put_experts(
     """Let the experts of the model's layers compute as on a rank of the run.
 
     Args:
-        model: built with the all-gather dispatcher and all experts on one rank.
+        model: built with the all-gather dispatcher and all experts on one rank, perhaps without them.
         experts: of the run.
         is_fused: whether the gated activation is Megatron's fused one.
         is_deterministic: whether torch's algorithms are.

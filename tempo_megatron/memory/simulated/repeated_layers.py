@@ -1,0 +1,128 @@
+"""Writes out the allocations of many layers alike from those of three: the first, one of the middle, and the last."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+Event = tuple[int, int]
+"""(number, bytes) where a storage is made, (number, -1) where it is freed."""
+Key = tuple[str, int | None, bool]
+"""Whose operations run: the part, the layer's place, and whether it is backward."""
+_FREED = -1
+_Storage = tuple[int, int]
+"""(the block that made it, its rank among those that the block made)."""
+
+
+def repeat_layers(
+    segments: Iterable[tuple[Key, Sequence[Event]]], times: Mapping[int | None, int]
+) -> tuple[tuple[Event, ...], int] | None:
+    """The events of a micro batch in which every layer runs, and how many are the forward's; None where the layers are
+    not alike.
+
+    A layer of the middle frees what it made itself, or what its neighbours did, in forward and in backward. Another
+    one like it frees the same of its own neighbours, if the first and the last of the three made the same.
+
+    Args:
+        segments: of a micro batch, in order: whose operations ran, and their events.
+        times: place of each layer that stands for several, whose neighbours are like it -> how many.
+    """
+    blocks: list[tuple[Key, list[Event]]] = []
+    for key, events in segments:
+        if blocks and blocks[-1][0] == key:
+            blocks[-1][1].extend(events)
+        else:
+            blocks.append((key, [*events]))
+    places = [place for place in times if place is not None]
+    layers = {(place, is_backward): i for i, ((_, place, is_backward), _) in enumerate(blocks) if place is not None}
+    if places and len(layers) != sum(key[1] is not None for key, _ in blocks):
+        return None
+    makers = _find_makers(blocks, layers, places)
+    if makers is None or not _free_alike(blocks, layers, places, makers):
+        return None
+    # Every storage of the copies has a number of its own.
+    numbers: collections.defaultdict[tuple[_Storage, int], int] = collections.defaultdict(itertools.count().__next__)
+    found: list[Event] = []
+    num_forward = 0
+
+    def copy(index: int, number: int) -> list[Event]:
+        """The events of a block, of the copy with this number from 1, or of a layer that stands for itself."""
+        (_, place, _), events = blocks[index]
+        of, copied = times.get(place, 1), []
+        for name, size in events:
+            block, rank = makers[name]
+            maker, direction = blocks[block][0][1], blocks[block][0][2]
+            storages = [((block, rank), 1)]
+            if of > 1 and maker != place:
+                assert place is not None and maker is not None
+                # A neighbour's; between two copies the neighbour is a copy, too.
+                neighbour = number + maker - place
+                if 1 <= neighbour <= of:
+                    storages = [((layers[place, direction], rank), neighbour)]
+            elif of > 1:
+                storages = [((block, rank), number)]
+            elif maker is not None and (last := times.get(maker, 1)) > 1:
+                # Of the nearest copy; what is no neighbour frees that of all.
+                nearest: dict[int | None, Sequence[int]] = {maker - 1: [1], maker + 1: [last]}
+                storages = [((block, rank), each) for each in nearest.get(place, range(1, last + 1))]
+            copied += [(numbers[each], size) for each in storages]
+        return copied
+
+    for index, ((_, place, is_backward), _) in enumerate(blocks):
+        copies = range(1, times.get(place, 1) + 1)
+        for number in reversed(copies) if is_backward else copies:
+            found += copy(index, number)
+        num_forward = num_forward if is_backward else len(found)
+    return tuple(found), num_forward
+
+
+def _list_made(events: Iterable[Event]) -> list[Event]:
+    return [(name, size) for name, size in events if size != _FREED]
+
+
+def _find_makers(
+    blocks: Sequence[tuple[Key, Sequence[Event]]], layers: Mapping[tuple[int, bool], int], places: Iterable[int]
+) -> dict[int, _Storage] | None:
+    """Who made each storage; None where a layer that stands for several made what a neighbour did not.
+
+    A neighbour may make more, first or last: the chunk's input, a norm behind all layers. Its other storages then have
+    the ranks of those that the layer makes.
+    """
+    extra: dict[int, int] = {}
+    for place, side, is_backward in itertools.product(places, (-1, 1), (False, True)):
+        wanted, has = (
+            [size for _, size in _list_made(blocks[layers[each, is_backward]][1])] for each in (place, place + side)
+        )
+        more = len(has) - len(wanted)
+        if more < 0 or wanted not in (has[more:], has[: len(wanted)]):
+            return None
+        extra[layers[place + side, is_backward]] = more if has[more:] == wanted else 0
+    made = ((block, _list_made(events)) for block, (_, events) in enumerate(blocks))
+    return {name: (block, rank - extra.get(block, 0)) for block, names in made for rank, (name, _) in enumerate(names)}
+
+
+def _free_alike(
+    blocks: Sequence[tuple[Key, Sequence[Event]]],
+    layers: Mapping[tuple[int, bool], int],
+    places: Iterable[int],
+    makers: Mapping[int, _Storage],
+) -> bool:
+    """Whether a layer that stands for several and its neighbours free the same of one another, and it of no other."""
+
+    def list_freed(place: int, of: int | None) -> list[tuple[bool, bool, int]]:
+        """What a layer frees of another's: (in backward, made in backward, its rank), in order."""
+        return sorted(
+            (is_backward, blocks[block][0][2], rank)
+            for is_backward in (False, True)
+            for name, size in blocks[layers[place, is_backward]][1]
+            for block, rank in [makers[name]]
+            if size == _FREED and blocks[block][0][1] == of
+        )
+
+    others = {None, *(place for place, _ in layers)}
+    return all(
+        all(list_freed(place + side, place) == list_freed(place, place - side) for side in (-1, 1))
+        and not any(list_freed(place, of) for of in others - {place - 1, place, place + 1})
+        for place in places
+    )
