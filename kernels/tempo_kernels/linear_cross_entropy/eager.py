@@ -45,8 +45,8 @@ def find_statistics(logits: Tensor, columns: Tensor, shares: Shares) -> Tensor:
 
 
 def find_results(found: Tensor, labels: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Returns losses and, if asked for, entropies [1 or 2, ...], and top, total and expected [2 or 3, ...] for backward,
-    from the statistics [3 to 5, ...] of the whole vocabulary and the labels [...]."""
+    """Returns losses and, if asked for, entropies [1 or 2, ...], and what backward takes, top, total, expected [2 or 3,
+    ...], from the statistics [3 to 5, ...] of the whole vocabulary and the labels [...]."""
     top, total, target, *more = found.unbind(0)
     log_total, of_target = total.log(), target - top
     losses = log_total - (of_target * settings.target_share if settings.other_share else of_target)
