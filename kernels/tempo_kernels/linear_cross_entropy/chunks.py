@@ -8,14 +8,14 @@ with their gradient. Two more products turn this gradient into those of the hidd
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tempo_kernels.fakes import skip_alike
-from tempo_kernels.linear_cross_entropy.settings import Rows, Settings, Shares
+from tempo_kernels.linear_cross_entropy.settings import Settings
 from tempo_kernels.linear_cross_entropy.shards import take
 
 ROW_BLOCK_BYTES = 1 << 25
@@ -87,7 +87,8 @@ def forward(head: Head, settings: Settings, backend: Any) -> tuple[Tensor, Tenso
             take(found, rows, 2).copy_(part)
     if found is None:  # there are no tokens
         found = head.hidden.new_empty(shape, dtype=torch.promote_types(head.hidden.dtype, torch.float32))
-    return _find_results(_find_whole(found, num_columns, settings), head.labels, settings)
+    results, kept = backend.find_results(_find_whole(found, num_columns, settings), head.labels, settings)
+    return results, kept
 
 
 def backward(
@@ -111,15 +112,16 @@ def backward(
         assert of_losses is not None
         for block, logits in head.make_columns(settings):
             num_real = min(max(shares.num_real - block.start, 0), logits.size(1))
-            chunk = _Chunk(logits, columns - block.start, labels, shares._replace(num_real=num_real))
-            _write_gradient(chunk, of_losses, of_entropies, kept.flatten(1), settings, backend)
+            found = backend.list_rows(columns - block.start, labels, of_losses, of_entropies, kept.flatten(1), settings)
+            backend.write_gradient_(logits, found, shares._replace(num_real=num_real))
             gradients.add_columns(block, logits)
         return gradients.finish()
     for rows, tokens, logits in head.make_logits(settings):
         labels, columns = head.find_targets(rows, settings)
         kept_of_chunk, grad = take(kept, rows, 2).flatten(1), take(grads[0], rows, 1).flatten()
         grad_entropy = None if grads[1] is None else take(grads[1], rows, 1).flatten()
-        _write_gradient(_Chunk(logits, columns, labels, shares), grad, grad_entropy, kept_of_chunk, settings, backend)
+        found = backend.list_rows(columns, labels, grad, grad_entropy, kept_of_chunk, settings)
+        backend.write_gradient_(logits, found, shares)
         gradients.add(rows, tokens, logits)
     return gradients.finish()
 
@@ -135,102 +137,33 @@ def forward_with_gradients(
     for rows, tokens, logits in head.make_logits(settings):
         labels, columns = head.find_targets(rows, settings)
         found = _find_whole(backend.find_statistics(logits, columns, shares), num_columns, settings)
-        results, kept = _find_results(found, labels, settings)
+        results, kept = backend.find_results(found, labels, settings)
         take(losses, rows, 1).copy_(results.view(losses.size(0), -1))
         grad = take(token_weights, rows, 1).reshape(-1)
-        _write_gradient(_Chunk(logits, columns, labels, shares), grad, None, kept, settings, backend)
+        backend.write_gradient_(logits, backend.list_rows(columns, labels, grad, None, kept, settings), shares)
         gradients.add(rows, tokens, logits)
     return losses, gradients.finish()
 
 
-class _Statistics(NamedTuple):
-    """The statistics of each token over the whole vocabulary, [...] each, named as in eager.py."""
-
-    top: Tensor
-    total: Tensor
-    target: Tensor
-    others: Sequence[Tensor]
-    """sum_real (l - top), the part of each shard; none without label smoothing."""
-    weighted: Tensor | None
-    """None where no entropy is asked for."""
-
-
-def _find_whole(found: Tensor, num_columns: int, settings: Settings) -> _Statistics:
+def _find_whole(found: Tensor, num_columns: int, settings: Settings) -> Tensor:
     """Exchanges the shards' statistics [3 to 5, ...] and joins them to those of the whole vocabulary."""
-    if settings.shards.size > 1:
-        return _join(settings.shards.exchange(found), num_columns, settings)
-    top, total, target, *more = found.unbind(0)
-    return _Statistics(top, total, target, more[: settings.other_share > 0], more[-1] if settings.has_entropy else None)
-
-
-def _join(found: Tensor, num_columns: int, settings: Settings) -> _Statistics:
-    """Joins every shard's statistics [p, 3 to 5, ...] to those of the whole vocabulary."""
+    if settings.shards.size == 1:
+        return found
+    found = settings.shards.exchange(found)
     tops, totals, targets = found[:, 0], found[:, 1], found[:, 2]
     top = tops.amax(0)
     shifts = tops - top
     factors = shifts.exp()
-    others, weighted = [], None
+    whole = [top, (totals * factors).sum(0), targets.amax(0)]
     if settings.other_share > 0:
         of_shards = enumerate(zip(found[:, 3], shifts, strict=True))
         others = [of_shard + settings.count_real(rank, num_columns) * shift for rank, (of_shard, shift) in of_shards]
+        whole.append(torch.stack(others).sum(0))
     if settings.has_entropy:
         # A shard whose every logit is -inf adds nothing.
         shifts = shifts.masked_fill(factors == 0, 0.0)
-        weighted = ((found[:, -1] + totals * shifts) * factors).sum(0)
-    return _Statistics(top, (totals * factors).sum(0), targets.amax(0), others, weighted)
-
-
-def _find_results(found: _Statistics, labels: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Computes the results of `forward` from the statistics."""
-    top, total, target, others, weighted = found
-    log_total, of_target = total.log(), target - top
-    if others:
-        of_target *= settings.target_share
-    losses = log_total - of_target
-    for of_shard in others:
-        losses -= settings.other_share * of_shard
-    if settings.z_loss:
-        losses += settings.z_loss * (top + log_total).square()
-    if weighted is None:
-        results, kept = losses.unsqueeze(0), torch.stack((top, total))
-    else:
-        expected = weighted / total
-        results, kept = torch.stack((losses, log_total - expected)), torch.stack((top, total, expected))
-    return results.masked_fill_(labels == settings.ignore_index, 0.0), kept
-
-
-class _Chunk(NamedTuple):
-    """A chunk's logits [n, its columns], its tokens' labels [n] as columns of it and as they are, and its shares."""
-
-    logits: Tensor
-    columns: Tensor
-    labels: Tensor
-    shares: Shares
-
-
-def _write_gradient(
-    chunk: _Chunk, grad: Tensor, grad_entropy: Tensor | None, kept: Tensor, settings: Settings, backend: Any
-) -> None:
-    """Overwrites the logits with their gradient, from the gradients [n] of the losses and of the entropies."""
-    top, total, *expected = kept.unbind(0)
-    is_ignored = chunk.labels == settings.ignore_index
-    grad = _weigh(grad, is_ignored, settings)
-    scale, slope = grad / total, None
-    if settings.z_loss:
-        scale *= 1.0 + 2.0 * settings.z_loss * (top + total.log())
-    if grad_entropy is not None:
-        grad_entropy = _weigh(grad_entropy, is_ignored, settings)
-        # A gradient of 0 stays 0, even where the row's total is 0, infinite or NaN.
-        slope = (-grad_entropy / total).masked_fill(grad_entropy == 0, 0.0)
-        scale = scale - slope * expected[0]
-    rows = Rows(chunk.columns, top, scale, grad, slope)
-    backend.write_gradient_(chunk.logits, rows, chunk.shares)
-
-
-def _weigh(grad: Tensor, is_ignored: Tensor, settings: Settings) -> Tensor:
-    """Returns the gradient of the results divided by the temperature, with 0 for ignored tokens."""
-    grad = grad.masked_fill(is_ignored, 0.0)
-    return grad / settings.temperature if settings.temperature != 1.0 else grad
+        whole.append(((found[:, -1] + totals * shifts) * factors).sum(0))
+    return torch.stack(whole)
 
 
 class Gradients:

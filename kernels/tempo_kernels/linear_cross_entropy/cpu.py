@@ -14,8 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tempo_kernels.fakes import skip_alike
 from tempo_kernels.linear_cross_entropy import eager
-from tempo_kernels.linear_cross_entropy.eager import locate_columns, make_finite
+from tempo_kernels.linear_cross_entropy.eager import find_results, list_rows, locate_columns, make_finite
 from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
+
+__all__ = ["find_results", "find_statistics", "list_rows", "write_gradient_"]
 
 BLOCK_ELEMENTS = 1 << 18
 

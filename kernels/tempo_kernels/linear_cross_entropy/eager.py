@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
+from tempo_kernels.linear_cross_entropy.settings import Rows, Settings, Shares
 
 
 def find_statistics(logits: Tensor, columns: Tensor, shares: Shares) -> Tensor:
@@ -42,6 +42,48 @@ def find_statistics(logits: Tensor, columns: Tensor, shares: Shares) -> Tensor:
     if shares.has_entropy:
         found.append((exponentials * make_finite(above)).sum(1))
     return torch.stack(found)
+
+
+def find_results(found: Tensor, labels: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Returns losses and, if asked for, entropies [1 or 2, ...], and what backward takes, top, total, expected [2 or 3,
+    ...], from the statistics [3 to 5, ...] of the whole vocabulary and the labels [...]."""
+    top, total, target, *more = found.unbind(0)
+    log_total, of_target = total.log(), target - top
+    losses = log_total - (of_target * settings.target_share if settings.other_share else of_target)
+    if settings.other_share:
+        losses -= settings.other_share * more[0]
+    if settings.z_loss:
+        losses += settings.z_loss * (top + log_total).square()
+    if settings.has_entropy:
+        expected = more[-1] / total
+        results, kept = torch.stack((losses, log_total - expected)), torch.stack((top, total, expected))
+    else:
+        results, kept = losses.unsqueeze(0), torch.stack((top, total))
+    return results.masked_fill_(labels == settings.ignore_index, 0.0), kept
+
+
+def list_rows(
+    columns: Tensor, labels: Tensor, grad: Tensor, grad_entropy: Tensor | None, kept: Tensor, settings: Settings
+) -> Rows:
+    """Returns what `write_gradient_` takes: the gradients [n] of the losses and of the entropies divided by the
+    temperature, with 0 for ignored labels [n]. kept [2 or 3, n] is as `find_results` returned it."""
+    top, total, *expected = kept.unbind(0)
+    is_ignored = labels == settings.ignore_index
+    grad = _weigh(grad, is_ignored, settings)
+    scale, slope = grad / total, None
+    if settings.z_loss:
+        scale *= 1.0 + 2.0 * settings.z_loss * (top + total.log())
+    if grad_entropy is not None:
+        grad_entropy = _weigh(grad_entropy, is_ignored, settings)
+        # A gradient of 0 stays 0, even where the row's total is 0, infinite or NaN.
+        slope = (-grad_entropy / total).masked_fill(grad_entropy == 0, 0.0)
+        scale = scale - slope * expected[0]
+    return Rows(columns, top, scale, grad, slope)
+
+
+def _weigh(grad: Tensor, is_ignored: Tensor, settings: Settings) -> Tensor:
+    grad = grad.masked_fill(is_ignored, 0.0)
+    return grad / settings.temperature if settings.temperature != 1.0 else grad
 
 
 def write_gradient_(logits: Tensor, rows: Rows, shares: Shares) -> None:

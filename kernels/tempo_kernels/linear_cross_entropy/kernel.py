@@ -8,6 +8,9 @@ one read and one write, in place of the logits, so that a chunk needs no second 
 exp(x - top) is computed as exp2((x - top) log2(e)). exp2(x log2(e) - top log2(e)) would save an instruction, but its
 relative error is 6e-5 for logits around 1000, and beyond 2e38 top log2(e) overflows.
 
+Two small kernels turn the statistics into losses, and a gradient by the losses into the numbers that each row of the
+gradient needs. Both are a launch each, where torch's operations are a dozen.
+
 The cap, the temperature, the exclusion of padding and the entropy are compiled in only where they are asked for. Their
 values do not compile a kernel anew.
 """
@@ -22,11 +25,13 @@ import triton.language as tl
 from torch import Tensor
 
 from tempo_kernels.kernel_launch import Plan, cache_plans, launch
-from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
+from tempo_kernels.linear_cross_entropy.settings import Rows, Settings, Shares
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BLOCK = 4096
+ROWS = 256
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
+SMALL_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 # Arguments that change from chunk to chunk. Their values do not compile a kernel anew.
 VARYING = ("columns_ptr", "found_ptr", "num_rows", "top_ptr", "scale_ptr", "grad_ptr", "slope_ptr")
@@ -191,6 +196,83 @@ def _gradient_kernel(
     tl.store(row_ptr + column, values.to(logits_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _log(x):
+    """Computes log(x) of x >= 0 to 2 units in the last place; tl.log has only an absolute error near 1.
+
+    x = 2**e m with m in [sqrt(1/2), sqrt(2)), and log(m) = 2 atanh((m - 1) / (m + 1)).
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = (bits - 0x3F3504F3) >> 23
+    m = (bits - (exponent << 23)).to(tl.float32, bitcast=True)
+    s = tl.div_rn(m - 1.0, m + 1.0)
+    square = s * s
+    series = ((square * (1.0 / 9.0) + 1.0 / 7.0) * square + 0.2) * square + 1.0 / 3.0
+    value = exponent.to(tl.float32) * 0.693147181 + 2.0 * (s + s * square * series)
+    # Infinity and NaN have no such exponent.
+    return tl.where(x == 0.0, float("-inf"), tl.where(x < float("inf"), value, x))
+
+
+@triton.jit(do_not_specialize=["num_rows", "ignore_index"])
+def _results_kernel(
+    found_ptr, labels_ptr, results_ptr, kept_ptr,
+    num_rows, ignore_index, target_share, other_share, z_loss,
+    HAS_OTHERS: tl.constexpr, HAS_Z: tl.constexpr, HAS_ENTROPY: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program computes the results of ROWS rows."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < num_rows
+    top = tl.load(found_ptr + row, mask=inside, other=0.0)
+    total = tl.load(found_ptr + num_rows + row, mask=inside, other=1.0)
+    of_target = tl.load(found_ptr + 2 * num_rows + row, mask=inside, other=0.0) - top
+    is_used = tl.load(labels_ptr + row, mask=inside, other=0) != ignore_index
+    log_total = _log(total)
+    if HAS_OTHERS:
+        losses = log_total - of_target * target_share
+        losses -= other_share * tl.load(found_ptr + 3 * num_rows + row, mask=inside, other=0.0)
+    else:
+        losses = log_total - of_target
+    if HAS_Z:
+        losses += z_loss * (top + log_total) * (top + log_total)
+    tl.store(results_ptr + row, tl.where(is_used, losses, 0.0), mask=inside)
+    tl.store(kept_ptr + row, top, mask=inside)
+    tl.store(kept_ptr + num_rows + row, total, mask=inside)
+    if HAS_ENTROPY:
+        weighted = tl.load(found_ptr + (4 if HAS_OTHERS else 3) * num_rows + row, mask=inside, other=0.0)
+        expected = tl.div_rn(weighted, total)
+        tl.store(results_ptr + num_rows + row, tl.where(is_used, log_total - expected, 0.0), mask=inside)
+        tl.store(kept_ptr + 2 * num_rows + row, expected, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows", "kept_stride", "ignore_index"])
+def _rows_kernel(
+    labels_ptr, grad_ptr, grad_entropy_ptr, kept_ptr, scale_ptr, weighed_ptr, slope_ptr,
+    num_rows, kept_stride, ignore_index, z_loss, temperature,
+    HAS_Z: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_SLOPE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program computes scale, grad and slope of ROWS rows."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < num_rows
+    total = tl.load(kept_ptr + kept_stride + row, mask=inside, other=1.0)
+    is_used = tl.load(labels_ptr + row, mask=inside, other=0) != ignore_index
+    grad = tl.where(is_used, tl.load(grad_ptr + row, mask=inside, other=0.0), 0.0)
+    if HAS_TEMPERATURE:
+        grad = tl.div_rn(grad, tl.zeros_like(grad) + temperature)
+    scale = tl.div_rn(grad, total)
+    if HAS_Z:
+        scale *= 1.0 + 2.0 * z_loss * (tl.load(kept_ptr + row, mask=inside, other=0.0) + _log(total))
+    if HAS_SLOPE:
+        grad_entropy = tl.where(is_used, tl.load(grad_entropy_ptr + row, mask=inside, other=0.0), 0.0)
+        if HAS_TEMPERATURE:
+            grad_entropy = tl.div_rn(grad_entropy, tl.zeros_like(grad) + temperature)
+        # A gradient of 0 stays 0, even where the row's total is 0, infinite or NaN.
+        slope = tl.where(grad_entropy == 0.0, 0.0, tl.div_rn(-grad_entropy, total))
+        scale -= slope * tl.load(kept_ptr + 2 * kept_stride + row, mask=inside, other=0.0)
+        tl.store(slope_ptr + row, slope, mask=inside)
+    tl.store(scale_ptr + row, scale, mask=inside)
+    tl.store(weighed_ptr + row, grad, mask=inside)
+
+
 def find_statistics(logits: Tensor, columns: Tensor, shares: Shares) -> Tensor:
     """As in eager.py; logits are contiguous."""
     _check(logits)
@@ -211,6 +293,63 @@ def write_gradient_(logits: Tensor, rows: Rows, shares: Shares) -> None:
         slope = grad if slope is None else slope
         tensors = (columns, top, scale, grad, slope)
         launch(_gradient_kernel, plan, (logits, *[t.contiguous() for t in tensors]))
+
+
+def find_results(found: Tensor, labels: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """As in eager.py; found is contiguous."""
+    num_rows, has_entropy = labels.numel(), settings.has_entropy
+    results, kept = (found.new_empty(n + has_entropy, *labels.shape) for n in (1, 2))
+    if num_rows:
+        other = settings.other_share
+        plan = _plan_results(num_rows, settings.target_share, other, settings.z_loss, has_entropy)
+        launch(_results_kernel, plan, (found, labels.contiguous(), results, kept), (num_rows, settings.ignore_index))
+    return results, kept
+
+
+def list_rows(
+    columns: Tensor, labels: Tensor, grad: Tensor, grad_entropy: Tensor | None, kept: Tensor, settings: Settings
+) -> Rows:
+    """As in eager.py; a row of kept may be part of a longer one."""
+    num_rows, has_slope = labels.numel(), grad_entropy is not None
+    scale, weighed = kept.new_empty(num_rows), kept.new_empty(num_rows)
+    slope = kept.new_empty(num_rows) if has_slope else None
+    if num_rows:
+        plan = _plan_rows(num_rows, settings.z_loss, settings.temperature, has_slope)
+        entropy = None if grad_entropy is None else grad_entropy.contiguous()
+        tensors = (labels.contiguous(), grad.contiguous(), entropy, kept, scale, weighed, slope)
+        launch(_rows_kernel, plan, tensors, (num_rows, kept.stride(0), settings.ignore_index))
+    return Rows(columns, kept[0], scale, weighed, slope)
+
+
+@cache_plans
+def _plan_results(num_rows: int, target_share: float, other_share: float, z_loss: float, has_entropy: bool) -> Plan:
+    return Plan(
+        (-(-num_rows // ROWS),),
+        ("num_rows", "ignore_index"),
+        target_share=target_share,
+        other_share=other_share,
+        z_loss=z_loss,
+        HAS_OTHERS=other_share != 0.0,
+        HAS_Z=z_loss != 0.0,
+        HAS_ENTROPY=has_entropy,
+        ROWS=ROWS,
+        **SMALL_OPTIONS,
+    )
+
+
+@cache_plans
+def _plan_rows(num_rows: int, z_loss: float, temperature: float, has_slope: bool) -> Plan:
+    return Plan(
+        (-(-num_rows // ROWS),),
+        ("num_rows", "kept_stride", "ignore_index"),
+        z_loss=z_loss,
+        temperature=temperature,
+        HAS_Z=z_loss != 0.0,
+        HAS_TEMPERATURE=temperature != 1.0,
+        HAS_SLOPE=has_slope,
+        ROWS=ROWS,
+        **SMALL_OPTIONS,
+    )
 
 
 @cache_plans

@@ -44,8 +44,9 @@ def backward(
     inverse = (gamma.index_fill(0, kept.lost, 1.0) if kept.lost.numel() else gamma).reciprocal()
     shift = beta[0] * -inverse if beta else None
 
-    def recover_xhat(block: slice) -> Tensor:
-        xhat: Tensor = rows[block] * inverse if shift is None else torch.addcmul(shift, rows[block], inverse)
+    def recover_xhat(block: slice, out: Tensor | None) -> Tensor:
+        y = rows[block]
+        xhat: Tensor = torch.mul(y, inverse, out=out) if shift is None else torch.addcmul(shift, y, inverse, out=out)
         if kept.lost.numel():
             xhat.index_copy_(1, kept.lost, kept.lost_xhat[block].to(gamma.dtype))
         return xhat
@@ -84,7 +85,7 @@ def backward_from_input(grad_y: Tensor, x: Tensor, norm: Norm, statistics: Stati
             grad_x, sums = cpu_compiled.layer_norm_backward_from_input(grad_rows, rows, mean, rstd, affine[0])
         return grad_x.view(x.shape), sums.to(norm.sums_dtype)
 
-    def recover_xhat(block: slice) -> Tensor:
+    def recover_xhat(block: slice, _: Tensor | None) -> Tensor:
         return _normalize(rows[block], Statistics(rstd[block], None if mean is None else mean[block]))
 
     grad_x, sums = _differentiate(grad_y, recover_xhat, rstd, affine, norm.subtracts_mean, x.dtype)
@@ -125,35 +126,37 @@ def _normalize(x: Tensor, statistics: Statistics) -> Tensor:
 
 def _differentiate(
     grad_y: Tensor,
-    recover_xhat: Callable[[slice], Tensor],
+    recover_xhat: Callable[[slice, Tensor | None], Tensor],
     rstd: Tensor,
     affine: Tensor,
     subtracts_mean: bool,
     x_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Differentiates like backward; recover_xhat gives the xhat of a block of rows."""
+    """Differentiates like backward; recover_xhat gives the xhat of a block of rows, and may write it to a tensor."""
     grad_rows, rstd = view_rows(grad_y), rstd.unsqueeze(-1)
-    # Without float32 copies, larger blocks are faster.
-    blocks = _blocks(grad_rows, 4 if subtracts_mean and grad_y.dtype == affine.dtype else 1)
-
-    def differentiate(block: slice) -> tuple[Tensor, Tensor]:
-        """Returns grad_x without the factor rstd, and the sums."""
-        xhat, grad = recover_xhat(block), grad_rows[block].to(affine.dtype)
-        if subtracts_mean:
-            # torch differentiates a LayerNorm of xhat itself, whose rows have mean 0 and standard deviation 1.
-            one = torch.ones_like(rstd[block])
-            return _differentiate_layer_norm(grad, xhat, torch.zeros_like(one), one, affine)
-        product = grad * xhat
-        slope = product.mv(affine[0]).div_(max(1, grad.size(1)))
-        return (grad * affine[0]).addcmul_(xhat, slope.unsqueeze(-1), value=-1), product.sum(0, keepdim=True)
-
-    if len(blocks) == 1 and x_dtype == affine.dtype:
-        grad, sums = differentiate(blocks[0])
+    blocks = _blocks(grad_rows)
+    if subtracts_mean and x_dtype == affine.dtype and len(blocks) <= 4:
+        # Up to here one call for all rows is faster than what stays in the cache.
+        mean = torch.zeros_like(rstd)
+        xhat, grad = recover_xhat(slice(None), None), grad_rows.to(x_dtype)
+        grad, sums = _differentiate_layer_norm(grad, xhat, mean, mean + 1.0, affine)
         return grad.mul_(rstd).view(grad_y.shape), sums
     grad_x = torch.empty(grad_y.shape, dtype=x_dtype, device=grad_y.device)
     rows_grad_x, sums = view_rows(grad_x), torch.zeros_like(affine)
+    # torch differentiates a LayerNorm of xhat itself, whose rows have mean 0 and standard deviation 1.
+    mean = torch.zeros_like(rstd[blocks[0]]) if blocks else rstd
+    one = mean + 1.0
     for block in blocks:
-        grad, part = differentiate(block)
+        # xhat lies where grad_x will: memory that is in the cache anyway.
+        out = rows_grad_x[block] if x_dtype == affine.dtype else None
+        xhat, grad = recover_xhat(block, out), grad_rows[block].to(affine.dtype)
+        if subtracts_mean:
+            num_rows = grad.size(0)
+            grad, part = _differentiate_layer_norm(grad, xhat, mean[:num_rows], one[:num_rows], affine)
+        else:
+            product = grad * xhat
+            slope = product.mv(affine[0]).div_(max(1, grad.size(1)))
+            grad, part = (grad * affine[0]).addcmul_(xhat, slope.unsqueeze(-1), value=-1), product.sum(0, keepdim=True)
         sums += part
         torch.mul(grad, rstd[block], out=rows_grad_x[block])
     return grad_x, sums
@@ -168,7 +171,7 @@ def _differentiate_layer_norm(
     return grad_x, torch.stack(sums)
 
 
-def _blocks(rows: Tensor, factor: int = 1) -> list[slice]:
-    """Lists slices of whole rows whose float32 copies stay in the cache, or of `factor` times as many rows."""
-    step = max(1, factor * BLOCK_ELEMENTS // max(1, rows.size(-1)))
+def _blocks(rows: Tensor) -> list[slice]:
+    """Lists slices of whole rows whose float32 copies stay in the cache."""
+    step = max(1, BLOCK_ELEMENTS // max(1, rows.size(-1)))
     return [slice(start, min(start + step, rows.size(0))) for start in range(0, rows.size(0), step)]

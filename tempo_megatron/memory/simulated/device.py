@@ -61,6 +61,17 @@ class _HeadKernels:
         return logits.new_empty(shares.num_statistics, logits.size(0), dtype=torch.float32)
 
     @staticmethod
+    def find_results(found: Tensor, labels: Tensor, settings: Any) -> tuple[Tensor, Tensor]:
+        results, kept = (found.new_empty(n + settings.has_entropy, *labels.shape) for n in (1, 2))
+        return results, kept
+
+    @staticmethod
+    def list_rows(
+        columns: Tensor, labels: Tensor, grad: Tensor, grad_entropy: Tensor | None, kept: Tensor, settings: Any
+    ) -> Tensor:
+        return kept.new_empty(2 + (grad_entropy is not None), labels.numel())
+
+    @staticmethod
     def write_gradient_(logits: Tensor, rows: Any, shares: Any) -> None:
         """It writes over the logits."""
 

@@ -10,7 +10,8 @@ from ahead_of_time import Launch, compiled, narrow_accesses, record_launches, re
 from covering import exhaustive
 
 from tempo_kernels.linear_cross_entropy import kernel
-from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
+from tempo_kernels.linear_cross_entropy.settings import Rows, Settings, Shares
+from tempo_kernels.linear_cross_entropy.shards import Shards
 
 # At which three programs of 8 warps share a multiprocessor.
 MOST_REGISTERS = 80
@@ -75,6 +76,23 @@ def test_kernels_keep_to_few_registers_and_read_16_bytes_at_a_time(capability, s
         # What is left is a row's own numbers: its target, maximum, scale, gradient and slope, and up to four results.
         narrow = narrow_accesses(binary.asm["ptx"])
         assert len(narrow) <= 7, f"{name}: {narrow}"
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_kernels_of_a_rows_own_numbers_do_not_spill(capability):
+    def run() -> None:
+        for smoothing, z_loss, has_entropy in ((0.0, 0.0, False), (0.1, 1e-3, True)):
+            settings = Settings(Shards(None, False), 9, 0, -100, smoothing, z_loss, False, 0.0, 0.7, has_entropy, 64)
+            labels, grad = torch.zeros(1, 64, dtype=torch.int64), torch.ones(64)
+            found = torch.ones(3 + 2 * has_entropy, 1, 64)
+            kept = kernel.find_results(found, labels, settings)[1][:, 0]
+            kernel.list_rows(labels[0], labels[0], grad, grad if has_entropy else None, kept, settings)
+
+    launches = launches_of(run)
+    assert len(launches) == 4
+    for launch in launches:
+        usage = resources(compiled(launch, capability).asm["cubin"])
+        assert usage["STACK"] == 0 and usage["LOCAL"] == 0 and usage["REG"] <= 64, usage
 
 
 def test_a_vocabulary_that_is_no_multiple_of_eight_is_read_narrowly_and_found_to_be():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import loss_head_inputs
+import numpy as np
 import pytest
 import torch
 from covering import parametrize_covering
@@ -13,7 +14,8 @@ from loss_head_inputs import HEADS, head_inputs, random_labels
 from witness import assert_three_witnesses
 
 from tempo_kernels.linear_cross_entropy import eager, kernel, operators
-from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
+from tempo_kernels.linear_cross_entropy.settings import Rows, Settings, Shares
+from tempo_kernels.linear_cross_entropy.shards import Shards
 
 # The target's share and every other column's; has padding left out; softcap; temperature.
 PLAIN, SMOOTHED = (1.0, 0.0), (0.87, 1e-3)
@@ -80,6 +82,42 @@ def test_scaled_logits_and_the_entropy_are_as_specified(shape, scaling, dtype):
     for num_real in {shape[1], max(1, shape[1] - 5), 0} if scaling[0] else {shape[1]}:
         for has_entropy in (False, True):
             check(logits, targets, Shares(*PLAIN, num_real, *scaling, has_entropy))
+
+
+@kernel_test
+@pytest.mark.parametrize(("smoothing", "z_loss", "temperature", "has_entropy"), [
+    (0.0, 0.0, 1.0, False), (0.1, 1e-3, 0.7, False), (0.0, 1e-3, 1.0, True), (0.0, 0.0, 0.7, True)
+])  # fmt: skip
+def test_losses_and_the_numbers_of_each_row_are_as_specified(smoothing, z_loss, temperature, has_entropy):
+    n = kernel.ROWS + 5
+    numbers = (1000, 0, 3, smoothing, z_loss, False, 0.0, temperature, has_entropy, n)
+    settings = Settings(Shards(None, False), *numbers)
+    found = torch.randn(3 + (smoothing > 0) + has_entropy, 1, n, device=DEVICE)
+    found[1] = torch.cat((1 + torch.logspace(-7, 3, n - 3, device=DEVICE), torch.tensor([1.0, 0.0, torch.inf])))
+    labels = torch.randint(6, (1, n), device=DEVICE)
+
+    def results(module, found):
+        losses, kept = module.find_results(found, labels.to(found.device), settings)
+        return [*losses, *kept.nan_to_num()]
+
+    with np.errstate(divide="ignore", invalid="ignore"):
+        finite = found.clone()
+        finite[1, :, -2:] = 1.0
+        names = ["loss", *["entropy"] * has_entropy, "top", "total", *["expected"] * has_entropy]
+        assert_as_specified(results(kernel, finite), [finite], lambda t: results(eager, t), *names)
+        for ours, exact in zip(results(kernel, found), results(eager, found), strict=True):
+            torch.testing.assert_close(ours[0, -2:], exact[0, -2:], equal_nan=True)
+        rows = found[[0, 1, -1]][: 2 + has_entropy, 0, 2:]  # a part of longer rows
+        grads = torch.randn(1 + has_entropy, n - 2, device=DEVICE)
+        grads[:, :9] = 0
+
+        def list_rows(module, grads, rows):
+            where = labels[0, 2:].to(grads.device)
+            made = module.list_rows(where, where, grads[0], grads[1] if has_entropy else None, rows, settings)
+            return [t[:-2] for t in made[1:] if t is not None]
+
+        names = ["top", "scale", "grad", *["slope"] * has_entropy]
+        assert_as_specified(list_rows(kernel, grads, rows), [grads, rows], lambda *t: list_rows(eager, *t), *names)
 
 
 @kernel_test
