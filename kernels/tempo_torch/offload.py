@@ -12,13 +12,15 @@ _LAYER = "layer"
 """Names what a layer keeps outside of its modules."""
 
 
-def offload_layers(model: nn.Module, value: str) -> list[Offload]:
-    """Lets the layers of a model move what `value` says; returns what moves it.
+def offload_layers(model: nn.Module, value: str, ahead: int) -> list[Offload]:
+    """Lets the layers of a model move what `value` says, and copies back `ahead` layers early; returns what moves it.
 
     Layers are the modules of the outermost nn.ModuleLists that hold several, as models of transformers have them.
 
-    Raises ValueError for a model without such layers, and for a name that none of them has.
+    Raises ValueError for a model without such layers, for a name that none of them has, and for an `ahead` below 0.
     """
+    if ahead < 0:
+        raise ValueError(f"offload_ahead is {ahead}; expected a number of layers; give 0, 1 or more")
     if value == "off":
         return []
     stacks = list(_find_stacks(model))
@@ -29,7 +31,7 @@ def offload_layers(model: nn.Module, value: str) -> list[Offload]:
         )
     moves: Moves = move_all if value == "all" else _read_names(value, stacks)
     engine = Engine(num_groups=sum(len(layers) for _, layers in stacks))
-    return [Offload(root, dict.fromkeys(layers, moves), engine) for root, layers in stacks]
+    return [Offload(root, dict.fromkeys(layers, moves), engine, ahead=ahead) for root, layers in stacks]
 
 
 class _MovesSome:

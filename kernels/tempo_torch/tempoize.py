@@ -153,6 +153,7 @@ def tempoize(
     loss: str = "auto",
     mlp: str = "off",
     offload: str = "off",
+    offload_ahead: int = 1,
     rank: int | None = None,
     num_ranks: int | None = None,
 ) -> Model:
@@ -181,6 +182,8 @@ def tempoize(
             backward; so do, for themselves, names of modules in a layer joined by "+", such as "mlp.down_proj", and
             "input", the input of a layer that torch.utils.checkpoint runs again. Layers are the modules of the
             outermost nn.ModuleLists.
+        offload_ahead: how many layers before the one whose backward runs are copied back meanwhile. With 0 a layer is
+            copied back when its backward begins, which then waits for it, and one layer less is on the GPU.
         rank, num_ranks: this process among those that train on different samples. By default those of
             torch.distributed, and of the mesh of a model that transformers distributed; give them if processes share
             samples in another way.
@@ -197,7 +200,7 @@ def tempoize(
     ranks = find_ranks(model)
     if rank is None and ranks:
         rank, num_ranks = ranks["samples"]
-    given = (seed, choices, offload, rank, num_ranks)
+    given = (seed, choices, offload, offload_ahead, rank, num_ranks)
     before = _take_before(model, given)
     passes, entries = before or (Passes(seed, rank, num_ranks), [])
     for name, module in list(model.named_modules()):
@@ -220,7 +223,7 @@ def tempoize(
     if call is not None:
         state.watch(model, call)
     _check_applied(state.report(model), choices)
-    state.offloads = offload_layers(model, offload)
+    state.offloads = offload_layers(model, offload, offload_ahead)
     watch = model.register_forward_pre_hook(state.watch_first, with_kwargs=True)  # behind hooks that change the inputs
     passes.handles.append(watch)
     return model

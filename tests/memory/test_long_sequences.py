@@ -98,9 +98,9 @@ def test_what_cannot_be_estimated_is_one_sentence(
 
 def test_the_command_lists_terms_that_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, options = tmp_path / "long.json", ["--seq-length", "400000", "--zero", "3", "--gpu-memory", "78GiB"]
-    pieces = ["tempo", "host_checkpoints", "host_attention", "tiled_mlp", "one_group"]
+    pieces = ["tempo", "host_checkpoints", "host_attention", "tiled_mlp", "tiled_norms"]
     assert main(["estimate", "--model", MODEL, *options, "--json", str(file), "--long-sequence", *pieces]) == 1
     out, figures = capsys.readouterr().out, json.loads(file.read_text())
-    assert "Tempo does not have one_group: this is what it would bring" in out
+    assert "Tempo does not have tiled_norms: this is what it would bring" in out
     assert sum(figures["terms"].values()) == pytest.approx(figures["peak_bytes"], abs=20)
     assert f"peak, in the {figures['moment']}" in out and "78.00 GiB a GPU hold" in out

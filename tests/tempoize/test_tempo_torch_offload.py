@@ -96,3 +96,18 @@ def test_names_move_what_their_modules_keep() -> None:
 def test_what_cannot_move_is_one_sentence(model: Any, value: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tempoize(model(), offload=value)
+
+
+def test_ahead_0_has_one_layer_less_on_the_device_in_backward() -> None:
+    peaks = []
+    for ahead in (0, 1):
+        model = tempoize(build("llama"), seed=1, offload="all", offload_ahead=ahead)
+        engine = find_engine(model)
+        step(model)
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        engine.peak_device_bytes = 0
+        loss.backward()
+        peaks.append(engine.peak_device_bytes)
+    assert peaks[1] - peaks[0] >= 8 * INPUT_BYTES
+    with pytest.raises(ValueError, match="offload_ahead is -1; expected a number of layers"):
+        tempoize(build("llama"), offload="all", offload_ahead=-1)
