@@ -354,9 +354,9 @@ def is_mixture(slot: Any) -> bool:
 
 
 @name_as_stock
-class TempoTopKRouter(DropsInput, TopKRouter):
-    """TopKRouter that does not keep its input, of which experts get copies, see DropsInput; and that keeps its logits
-    only, [tokens, experts] in the router's dtype, of all that leads from them to probabilities and auxiliary losses.
+class TempoTopKRouter(TopKRouter):
+    """TopKRouter that keeps its logits only, [tokens, experts] in the router's dtype, of all that leads from them to
+    probabilities and auxiliary losses.
 
     Scores, choices and probabilities are made again in backward by Megatron's functions. As where Megatron recomputes a
     whole layer, equal scores must have the same order once more, which torch.topk gives.
@@ -368,6 +368,11 @@ class TempoTopKRouter(DropsInput, TopKRouter):
         if not torch.is_grad_enabled() or is_in_backward() or getattr(self, "router_replay", None) is not None:
             return super().routing(logits, *args, **kwargs)
         return _route(self, logits, *args, **kwargs)
+
+
+@name_as_stock
+class TempoDroppingTopKRouter(DropsInput, TempoTopKRouter):
+    """TempoTopKRouter that does not keep its input either, of which experts get copies; see DropsInput."""
 
 
 def _keep_logits(function: Callable[..., Any], place: int) -> Callable[..., Any]:
@@ -415,7 +420,7 @@ def replace_experts(submodules: Any, config: TransformerConfig, *, keeps_input: 
         changes["shared_experts"] = _replace(submodules.shared_experts)
     # A slot since 0.16.
     if (keeps_input or drops_input) and getattr(submodules, "router", None) is TopKRouter:
-        changes["router"] = TempoTopKRouter
+        changes["router"] = TempoDroppingTopKRouter if drops_input else TempoTopKRouter
     return dataclasses.replace(submodules, **changes)
 
 

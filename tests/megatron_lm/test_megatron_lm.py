@@ -200,7 +200,8 @@ def test_kept_bytes_of_experts_and_latent_attention_are_a_mean_over_layers() -> 
     (found,) = run_ranks(_kept_by_kinds_of_layers, 1)
     tokens, ffn, routed = 448 * 3, 96, 2 * 48
     # Between its linears a layer keeps the input of the activation, but not its result, of 2 bytes an element.
-    assert found["experts"] == (tokens * 2 * (ffn + routed)) // 2
+    # The router keeps 4 logits of 2 bytes instead of the places (int64) and probabilities (float32) of its 2 choices.
+    assert found["experts"] == (tokens * (2 * (ffn + routed) + 2 * (8 + 4) - 4 * 2)) // 2
     # So do norms: in front of attention, of the vectors of queries and keys, and in front of MLP and experts.
     assert found["latent"] == found["experts"] + tokens * 2 * (64 + 32 + 8 + 64)
 

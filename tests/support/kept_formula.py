@@ -344,7 +344,7 @@ class _Formula:
         y = num_elements * shape.element_bytes
         is_gated = shape.activation in GATED
         x = 2 * y if is_gated else y
-        if self._config.linear_fc1 != "off":
+        if self._config.linear_fc1 in ("recompute", "tile"):
             return  # keeps only its input, which the norm's row counts
         if choice == "recompute":
             yield shape.activation, x

@@ -36,11 +36,16 @@ class SlowLink(ThreadDevice):
 
 
 class Careless(SlowLink):
-    """Forgets to wait for copies of some directions, or for a share of these."""
+    """Forgets to wait for copies of some directions, or for a share of these, which take longer than several layers:
+    else whoever does not wait is seldom too early."""
 
     def __init__(self, forgets: Collection[Direction], share: float = 1.0) -> None:
-        super().__init__()
         self._forgets, self._share, self._which = forgets, share, random.Random(0)
+        super().__init__()
+
+    def begin_pattern(self, seed: int) -> None:
+        super().begin_pattern(seed)
+        self._late |= dict.fromkeys(self._forgets, (1.0, 50e-3))
 
     def copy(self, direction: Direction, source: Tensor, target: Tensor, after: Sequence[Any]) -> Any:
         event = super().copy(direction, source, target, [event for event in after if not self._is_forgotten(event)])

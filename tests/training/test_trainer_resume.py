@@ -210,7 +210,7 @@ SAID = {
     "--split 8,2,2 --test-iters 1 --vocab-file v --merge-file m --eod-mask-loss "
     "--eval-interval 5 --eval-iters 3 --recompute-granularity full --recompute-method block --recompute-num-layers 2 "
     "--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion --bf16 "
-    "--use-tempo --tempo-norm recompute --tempo-memory-budget 3GiB",
+    "--use-tempo --tempo-norm recompute --tempo-memory-budget 3GiB --tempo-host-memory 2GiB",
     "bert": "--mask-prob 0.3 --short-seq-prob 0.2 --masking tokens --bert-no-binary-head --recompute-granularity "
     "selective --recompute-modules mlp --use-tempo --tempo-loss off "
     '--tempo-layers {"0":{"norm":"off"}}',
