@@ -109,9 +109,11 @@ _COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit status. A user's mistake is one sentence on stderr and status 2."""
-    if argv is None and sys.argv[1:2] == ["estimate"]:
-        # Nothing is compiled on tensors without memory, and Megatron-core's import of torch's compiler takes seconds.
+    if argv is None and sys.argv[1:2] in (["estimate"], ["plan"]):
+        # Nothing is compiled on tensors without memory, and nothing is logged. Megatron-core's imports for both take
+        # seconds.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[1:2] == ["run"] and argv[0].startswith("--local_rank="):
         # `deepspeed --module tempo_megatron run ...` puts it first.
