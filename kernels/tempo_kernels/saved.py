@@ -37,6 +37,19 @@ class Kept:
         self.tensor, self._make = None, make
 
 
+class KeepInput(torch.autograd.Function):
+    """Returns x, in its memory, and keeps it for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 keeping: list[object] = []
 """The contexts under which a checkpoint keeps what attention makes, or gives it back; there it is an operator."""
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.recompute.function import _are_equal, _Call, _find_other_leaf, _read_random_states
+from tempo_kernels.saved import KeepInput
 from tempo_kernels.transforms import check_transforms
 
 
@@ -44,6 +45,7 @@ def recompute_in_tiles(
     """
     assert num_rows > 0
     check_transforms("recompute_in_tiles", (x,))
+    # In a function of our own, a module's parameters are not replaced: `parameters` names them.
     call = _Call(lambda tile: function(tile), (x,), {})
     call.take_tensors()
     given = [parameter for parameter in parameters if parameter.requires_grad]
@@ -51,7 +53,7 @@ def recompute_in_tiles(
         return _run(call, x, num_rows)
     # A checkpoint runs a layer again until it has what it kept. Kept by a node of its own in front, x is there before
     # function runs.
-    kept = _Keep.apply(x) if x.requires_grad else x
+    kept = KeepInput.apply(x) if x.requires_grad else x
     y: Tensor = _Tiled.apply(call, num_rows, kept, *given)
     return y
 
@@ -81,19 +83,6 @@ def _run(call: _Call, x: Tensor, num_rows: int) -> Tensor:
         )
     assert y is not None
     return y
-
-
-class _Keep(torch.autograd.Function):
-    """Returns x, and keeps it for `_Tiled`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
 
 
 class _Tiled(torch.autograd.Function):

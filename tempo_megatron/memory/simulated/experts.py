@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from torch import Tensor
 
+from tempo_kernels.saved import KeepInput
 from tempo_megatron.memory.run import Experts
 from tempo_megatron.memory.simulated.device import LastingBuffer
 from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
@@ -140,17 +141,6 @@ class _Resize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.new_empty(ctx.num_rows, *grad.shape[1:]), None, None
-
-
-class _KeepInput(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
 
 
 def _resize(x: Tensor, num_rows: int, indices: Tensor | None = None) -> Tensor:
@@ -296,7 +286,7 @@ class _Dispatcher:
             mask = routing_map.T.contiguous()
             probabilities = probabilities.T.contiguous().view(-1)
             if not self._experts.fuses_permutation:
-                probabilities = _KeepInput.apply(probabilities)
+                probabilities = KeepInput.apply(probabilities)
             return _resize(probabilities, num_rows, mask)
         return _resize(probabilities.view(-1), num_rows, routing_map.sum(dim=0))
 
@@ -304,7 +294,7 @@ class _Dispatcher:
         """`scatter_add_` by the index of `_permute`; deterministic, `index_add_`, of which torch keeps what is added
         (moe_utils.py: unpermute)."""
         index, self.reversed_local_input_permutation_mapping = self.reversed_local_input_permutation_mapping, None
-        return _resize(_KeepInput.apply(x) if self._adds_by_index else x, num_rows, index)
+        return _resize(KeepInput.apply(x) if self._adds_by_index else x, num_rows, index)
 
 
 class _AllToAll(_Dispatcher):
