@@ -323,33 +323,20 @@ def list_rows(
 
 @cache_plans
 def _plan_results(num_rows: int, target_share: float, other_share: float, z_loss: float, has_entropy: bool) -> Plan:
-    return Plan(
-        (-(-num_rows // ROWS),),
-        ("num_rows", "ignore_index"),
-        target_share=target_share,
-        other_share=other_share,
-        z_loss=z_loss,
-        HAS_OTHERS=other_share != 0.0,
-        HAS_Z=z_loss != 0.0,
-        HAS_ENTROPY=has_entropy,
-        ROWS=ROWS,
-        **SMALL_OPTIONS,
-    )
+    numbers = {"target_share": target_share, "other_share": other_share, "HAS_OTHERS": other_share != 0.0}
+    return _plan_small(num_rows, ("num_rows", "ignore_index"), z_loss, HAS_ENTROPY=has_entropy, **numbers)
 
 
 @cache_plans
 def _plan_rows(num_rows: int, z_loss: float, temperature: float, has_slope: bool) -> Plan:
-    return Plan(
-        (-(-num_rows // ROWS),),
-        ("num_rows", "kept_stride", "ignore_index"),
-        z_loss=z_loss,
-        temperature=temperature,
-        HAS_Z=z_loss != 0.0,
-        HAS_TEMPERATURE=temperature != 1.0,
-        HAS_SLOPE=has_slope,
-        ROWS=ROWS,
-        **SMALL_OPTIONS,
-    )
+    numbers = {"temperature": temperature, "HAS_TEMPERATURE": temperature != 1.0}
+    return _plan_small(num_rows, ("num_rows", "kept_stride", "ignore_index"), z_loss, HAS_SLOPE=has_slope, **numbers)
+
+
+def _plan_small(num_rows: int, varying: tuple[str, ...], z_loss: float, **numbers: Any) -> Plan:
+    """The plan of a kernel whose programs have ROWS rows each."""
+    grid = (-(-num_rows // ROWS),)
+    return Plan(grid, varying, z_loss=z_loss, HAS_Z=z_loss != 0.0, ROWS=ROWS, **numbers, **SMALL_OPTIONS)
 
 
 @cache_plans
