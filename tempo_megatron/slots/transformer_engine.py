@@ -207,6 +207,7 @@ ATTENTIONS = {
 """Value of tempo.attention -> the class in the place of `TEDotProductAttention`."""
 
 _FUSED_MLPS = {module.keep: module for module in (TempoOpsMLP, TempoRecomputeOpsMLP)}
+_FUSED_LINEAR_MLPS = {module.value: module for module in (TempoLinearRecomputeOpsMLP, TempoTiledOpsMLP)}
 _HOLDERS = ("self_attention", "cross_attention", "mlp", "mixer")
 _NORM_AND_LINEAR = "TELayerNormColumnParallelLinear"
 _STOCK_NAMES = (_NORM_AND_LINEAR, "TEDotProductAttention", "TENorm", "TEFusedMLP")
@@ -276,8 +277,8 @@ def replace_mlp_class(module: Any, tempo_config: TempoConfig) -> Any:
     """Tempo's class in the place of the op fuser's MLP; None where `module` is another."""
     if not (_is_stock(module, "TEFusedMLP") and issubclass(module, MLP)):
         return None
-    if tempo_config.linear_fc1 in ("recompute", "tile"):
-        return TempoLinearRecomputeOpsMLP if tempo_config.linear_fc1 == "recompute" else TempoTiledOpsMLP
+    if (found := _FUSED_LINEAR_MLPS.get(tempo_config.linear_fc1)) is not None:
+        return found
     return _FUSED_MLPS.get(KEEPS.get(tempo_config.activation, ""))
 
 
