@@ -252,6 +252,11 @@ OFFLOAD_ROWS = tuple(dict.fromkeys(name for row in LEDGER_ROWS if (name := find_
 """What `offload` can move of a layer, in the order of the ledger."""
 
 
+def is_moved(row: str, offload: str) -> bool:
+    """Whether a layer with this value of `offload` moves one of OFFLOAD_ROWS."""
+    return offload == "all" or row in offload.split("+")
+
+
 def check_offload(where: str, value: object) -> None:
     """Raise ValueError where `value` is not "off", "all" or some of OFFLOAD_ROWS joined by "+"."""
     expected = '"off", "all", or names of rows joined by "+", such as "input_layernorm+mlp.linear_fc2"'

@@ -19,7 +19,7 @@ from tempo_megatron.memory.simulated.chunk import STACKS_OF_FAMILIES, record_chu
 from tempo_megatron.memory.simulated.phases import LAYERS, ChunkMemory, Phase
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, OFFLOAD
-from tempo_megatron.settings.operations import find_offload_row
+from tempo_megatron.settings.operations import find_offload_row, is_moved
 
 
 def drop_offload(config: TempoConfig) -> TempoConfig:
@@ -44,9 +44,7 @@ def sum_movable_rows(saved: Iterable[SavedStorage], seq_length: int) -> dict[str
 
 def count_moved(rows: Mapping[str, int], offload: str) -> int:
     """The bytes that a layer with these movable rows sends to the host with a value of `offload`."""
-    if offload == "all":
-        return sum(rows.values())
-    return sum(rows.get(name, 0) for name in offload.split("+"))
+    return sum(num_bytes for name, num_bytes in rows.items() if is_moved(name, offload))
 
 
 def count_moved_of_layers(run: Run, layers: range) -> tuple[int, ...]:

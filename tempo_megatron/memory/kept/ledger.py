@@ -29,7 +29,7 @@ from tempo_megatron.models.build import build_model, build_transformer_config, m
 from tempo_megatron.models.shape import ModelShape, make_shape
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, read_layers, write_layers
-from tempo_megatron.settings.operations import STACKS, find_offload_row
+from tempo_megatron.settings.operations import STACKS, find_offload_row, is_moved
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.choose import Choices, choose
 from tempo_megatron.slots.mlp import describe_activation
@@ -222,8 +222,7 @@ def _send_to_host(storage: SavedStorage, values: dict[str, TempoConfig], lengths
     name, config = find_offload_row(row), values.get(row.stack or "")
     if name is None or config is None or storage.num_bytes < MIN_BYTES:
         return storage
-    moves = config.offload == "all" or name in config.offload.split("+")
-    return dataclasses.replace(storage, is_on_host=moves)
+    return dataclasses.replace(storage, is_on_host=is_moved(name, config.offload))
 
 
 def _list_saved(
