@@ -73,8 +73,8 @@ class KeptRows:
 
 def list_values(run: Run) -> dict[str, Values]:
     """Operation -> the values among which a plan chooses, "off" first: those that a model can have, and that the
-    estimate knows. Without a rate of the network tokens are sent again only where that is written,
-    and a tiled MLP, which keeps what a recomputed one does, likewise."""
+    estimate knows. Two are chosen only where they are written: tokens that are sent again, whose price takes a rate of
+    the network, and the MLP in tiles, which keeps what a recomputed one does."""
     config = describe_parts(build_transformer_config(run.model, dtype=run.dtype), run)
     is_unknown = {"attention": run.latent_attention is not None, "linear_fc1": run.experts is not None}
     return {
