@@ -206,12 +206,15 @@ LAYOUTS = {
 
 
 def list_cases_of_layouts() -> list[Any]:
-    """Layout and case, for every case but T5, which has no pipeline here."""
+    """Layout and case, but for what cannot be: T5 has no pipeline here; the norm of BERT's head refuses sequence
+    parallelism without Apex; and the second of two stages has one pair of layers, whose input is another rank's, so
+    that nothing moves there."""
+    cases = {case: family for case, (family, *_) in (CASES | MORE).items() if family != "t5"}
     return [
         pytest.param(layout, case, marks=() if case in always else pytest.mark.exhaustive)
-        for layout, (_, _, always) in LAYOUTS.items()
-        for case in (*CASES, *MORE)
-        if case != "t5"
+        for layout, (tp, pp, always) in LAYOUTS.items()
+        for case, family in cases.items()
+        if not (tp > 1 and family == "bert") and not (pp > 1 and case == "pairs of layers again")
     ]
 
 
