@@ -24,6 +24,7 @@ DOCS = ["mkdocs-material>=9.6,<10", "mkdocstrings-python"]  # the site; docs/sit
 DATA = ["pyarrow", "zstandard"]
 GPU = ["triton>=3.2; sys_platform == 'linux'"]
 MPI = ["mpi4py"]
+BENCHMARKS = ["scikit-learn"]  # the digits of benchmarks/training_proof.py
 TEST = [
     *TRAIN,
     *DATA,
@@ -85,6 +86,7 @@ setup(
         "gpu": GPU,
         "mpi": MPI,
         "docs": DOCS,
+        "benchmarks": BENCHMARKS,
         "test": TEST,
         "all": [*TRAIN, *DATA, *GPU, *MPI],
     },

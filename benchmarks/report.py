@@ -219,7 +219,7 @@ def format_total() -> str:
     missing = [name for name, seconds in zip(names, taken, strict=True) if seconds is None]
     total = sum(seconds for seconds in taken if seconds is not None)
     note = f", without {', '.join(missing)}, which was not measured so" if missing else ""
-    return f"{total:,.0f} of 1,800 s{note}, summed over its parts, which did not all run after one another"
+    return f"{total:,.0f} of 1,800 s{note}, summed over its parts; reading packages and data comes on top"
 
 
 def plot_all() -> None:

@@ -47,18 +47,18 @@ TIMES = RESULTS / "cpu" / "times.jsonl"
 
 SUITES = ("cpu", "estimate", "gpu")
 BENCHMARKS = {
-    "layer": Benchmark("cpu", "layer_rivals.py", RESULTS / "cpu" / "layer.jsonl", 420, goes_on=True),
+    "layer": Benchmark("cpu", "layer_rivals.py", RESULTS / "cpu" / "layer.jsonl", 300, goes_on=True),
     "operations": Benchmark(
-        "cpu", "cpu_operations.py --threads 1 --rounds 7 --clock thread", RESULTS / "cpu" / "operations.jsonl", 420
+        "cpu", "cpu_operations.py --threads 1 --rounds 7 --clock thread", RESULTS / "cpu" / "operations.jsonl", 640
     ),
     "step": Benchmark(
         "cpu",
         "cpu_step.py --num-layers 2 --micro-batch-size 1 --stock-attention sdpa",
         RESULTS / "cpu" / "step.jsonl",
-        180,
+        120,
     ),
-    "context_parallel": Benchmark("cpu", "cpu_context_parallel.py", RESULTS / "cpu" / "context_parallel.jsonl", 120),
-    "loss": Benchmark("cpu", "training_proof.py", RESULTS / "cpu" / "training_proof.jsonl", 660, goes_on=True),
+    "context_parallel": Benchmark("cpu", "cpu_context_parallel.py", RESULTS / "cpu" / "context_parallel.jsonl", 100),
+    "loss": Benchmark("cpu", "training_proof.py", RESULTS / "cpu" / "training_proof.jsonl", 640, goes_on=True),
     "model": Benchmark(
         "estimate", "estimated_models.py model", RESULTS / "estimate" / "model.jsonl", 180, goes_on=True
     ),

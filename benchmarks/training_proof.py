@@ -41,6 +41,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tempo_megatron import TempoConfig, cpu, tempo_block_spec
+from tempo_megatron.extras import check_installed
 from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.models.build import build_transformer_config
 from tempo_megatron.models.shape import make_shape
@@ -125,6 +126,7 @@ def draw_masked(data: str, seed: int, number: int, *, is_held_out: bool) -> Iter
 
 def draw_digits(data: str, seed: int, number: int, *, is_held_out: bool) -> Iterable[Batch]:
     """Images [32, 1, 8, 8] and digits [32]; every fifth image is held out."""
+    check_installed("ViT on digits", "benchmarks", "sklearn")
     from sklearn.datasets import load_digits
 
     digits = load_digits()
