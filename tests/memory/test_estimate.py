@@ -359,6 +359,14 @@ def test_a_layer_of_experts_keeps_what_its_tokens_and_its_experts_say(dispatcher
     assert found == [12 * (dense // d + parameters // (d // 4)) for d in (4, 8)]
 
 
+def test_with_offload_the_first_of_two_stages_has_two_micro_batches_on_the_host() -> None:
+    sizes: Any = {"model": make_shape(**SMALL), "pipeline_parallel": 2, "num_micro_batches": 4, "micro_batch_size": 8}
+    sent, kept = (estimate_ranks(Run(**sizes, tempo=TempoConfig(offload=rows))) for rows in ("all", "off"))
+    assert sent[0].host_bytes == 2 * sent[1].host_bytes > 0
+    # One micro batch's is on its way back when the peak is reached; of the other nothing is left on the GPU.
+    assert 0 < kept[0].peak_bytes - sent[0].peak_bytes <= sent[0].host_bytes
+
+
 def test_model_states_are_divided_as_their_owner_does() -> None:
     def total(data_parallel: int = 8, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> int:
         states = count_model_states(8000, dtype, OptimizerSettings(**settings), data_parallel=data_parallel)
