@@ -99,8 +99,16 @@ class Draw(NamedTuple):
         numbers, (key, first_sample, *positions) = self.split()
         return self.p, *split_key(numbers.key), key, numbers.first_sample, first_sample, self.first_row, *positions
 
+    @property
+    def has_tensors(self) -> bool:
+        """Whether the draw holds a tensor; the usual one has numbers alone, for which nothing is taken apart."""
+        is_tensor = isinstance(self.key, Tensor) or isinstance(self.first_sample, Tensor)
+        return is_tensor or self.rows is not None or self.samples is not None
+
     def split(self) -> tuple[Draw, list[Tensor | None]]:
         """Returns the draw without its tensors, and the tensors, which autograd keeps and checks for changes."""
+        if not self.has_tensors:
+            return self, [None] * 4
         numbers = (self.key, self.first_sample)
         tensors = [number if isinstance(number, Tensor) else None for number in numbers]
         key, first_sample = (0 if isinstance(number, Tensor) else number for number in numbers)
@@ -110,6 +118,8 @@ class Draw(NamedTuple):
         self, key: Tensor | None, first_sample: Tensor | None, rows: Tensor | None, samples: Tensor | None
     ) -> Draw:
         """Puts the tensors that `split` took out back in."""
+        if key is first_sample is rows is samples is None:
+            return self
         return Draw(
             self.p,
             self.key if key is None else key,
