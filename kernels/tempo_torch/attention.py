@@ -89,8 +89,17 @@ def use_attention(model: Any) -> str | None:
     if config._attn_implementation != _name_stock(model):
         return f'attn_implementation is "{config._attn_implementation}"; expected "{_name_stock(model)}"'
     from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    if ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward:
+        # Tempo's attention would go around it. DeepSpeed's UlyssesSPAttentionHF is one, and without it ranks would see
+        # their own tokens only.
+        return (
+            f'"sdpa" was replaced in transformers\' registry; call tempoize first, then replace "{NAME}", as with '
+            f'core_attn_implementation="{NAME}" of UlyssesSPAttentionHF'
+        )
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     model.set_attn_implementation(NAME)

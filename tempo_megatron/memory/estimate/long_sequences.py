@@ -231,7 +231,9 @@ class LongSequence:
 
     def _list_qkv(self, name: str) -> Iterator[Term]:
         m = self.model
-        yield Term(name, _BF16 * (m.num_attention_heads + 2 * m.num_query_groups) * m.kv_channels)
+        # With fewer groups than ranks each rank has a copy of one.
+        groups = max(m.num_query_groups, self.num_gpus)
+        yield Term(name, _BF16 * (m.num_attention_heads + 2 * groups) * m.kv_channels)
 
     def _list_of_mlp(self) -> Iterator[Term]:
         m, h = self.model, self.model.hidden_size
@@ -245,6 +247,12 @@ class LongSequence:
             yield Term("first norm's output", _BF16 * h)
             yield from self._list_qkv("q, k and v")
         yield Term("attention's output", _BF16 * h)
+        if self.num_gpus > 1:
+            yield Term(
+                "attention's output behind its all-to-all",
+                _BF16 * h,
+                source="deepspeed/runtime/sequence_parallel/ulysses_sp.py: the projection keeps a copy",
+            )
         yield Term("attention's logsumexp", _FLOAT32 * m.num_attention_heads)
         if "tiled_mlp" in self.pieces:
             yield Term("gradient of the MLP's input", _BF16 * h)
