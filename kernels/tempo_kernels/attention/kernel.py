@@ -65,8 +65,8 @@ MAX_SPLITS = 2  # each holds 4 bytes per element of q
 # With few heads more programs share a head, as long as each has a multiprocessor for itself and their sums stay within
 # so many bytes. Costs are in units of the time that a multiprocessor takes for a block of keys in one walk: of a round
 # of the programs of two walks, which have 128 keys, and of writing and reading a split's sums of a head. They are those
-# of the model of benchmarks/roofline for an H100 without a causal limit, under which one walk gains more. All three grow
-# alike with the number of queries. None was measured.
+# of the model of benchmarks/roofline for an H100 without a causal limit, under which one walk gains more. All three
+# grow alike with the number of queries. None was measured.
 SPLITS_OF_FEW_HEADS, MAX_SUMS_BYTES = (4, 8, 16, 32), 256 << 20
 COST_OF_TWO_WALKS, COST_OF_SUMS = 3.2, 1 / 80
 
