@@ -60,7 +60,7 @@ def draw(of_triton: Mapping[str, Records], peaks: Sequence[Mapping[str, Any]]) -
         f"## Everything else\n\n{POINTWISE_NOTE}",
         _draw_table(("pass", "H100, % of a copy", "H200", "bound by", "in the way on an H200"), _list_passes(records)),
         _draw_table(("rival", "kernels", "H100", "source"), figures.POINTWISE),
-        "## Spilled registers\n",
+        f"## Spilled registers\n\n{SPILL_NOTE}",
         _draw_table(("attention", *(f"triton {name}" for name in of_triton)), _list_spills(of_triton)),
         f"## The loss head's memory\n\n{PEAK_NOTE}",
         _draw_table(("tokens", "rows of weight", "the head makes", "with its inputs", "SkyRL"), _list_peaks(peaks)),
@@ -180,6 +180,9 @@ POINTWISE_NOTE = """8192 tokens, bfloat16, h 4096, MLP 16384, gated 11008, vocab
 largest of its bytes, its instructions and its rounds of waiting programs. In the way is what keeps it under 92 % of a
 copy.
 """
+SPILL_NOTE = """Bytes that a thread keeps in memory, and how many of the main loop's instructions load or store them. Others
+are of numbers from before the loop that are needed behind it, or in the code for a tile across the diagonal.
+"""
 PEAK_NOTE = """Followed on tensors without memory, as `tempo-megatron estimate` does: hidden states of 2048, bfloat16,
 forward and backward, one GPU's rows of the vocabulary, in GB. SkyRL's figures are those of its fused head, from pull
 request 1841 of NovaSky-AI/SkyRL; they grow with the tokens as if they held the inputs, too.
@@ -201,9 +204,12 @@ def _list_passes(records: Records) -> Iterator[tuple[str, ...]]:
 def _list_spills(of_triton: Mapping[str, Records]) -> Iterator[tuple[str, ...]]:
     names = dict.fromkeys(name for records in of_triton.values() for name, one in records.items())
     for name in names:
-        found = [records[name]["spilled_bytes"] if name in records else None for records in of_triton.values()]
-        if any(found):
-            yield name.removeprefix("attention "), *("" if one is None else f"{one} B" for one in found)
+        if any(records[name]["spilled_bytes"] for records in of_triton.values()):
+            yield name.removeprefix("attention "), *map(_show_spills, (of[name] for of in of_triton.values()))
+
+
+def _show_spills(one: Mapping[str, Any]) -> str:
+    return f"{one['spilled_bytes']} B, {one['spills_in_loop']} of {one['issued']}"
 
 
 def _list_peaks(peaks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
