@@ -180,8 +180,8 @@ POINTWISE_NOTE = """8192 tokens, bfloat16, h 4096, MLP 16384, gated 11008, vocab
 largest of its bytes, its instructions and its rounds of waiting programs. In the way is what keeps it under 92 % of a
 copy.
 """
-SPILL_NOTE = """Bytes that a thread keeps in memory, and how many of the main loop's instructions load or store them. Others
-are of numbers from before the loop that are needed behind it, or in the code for a tile across the diagonal.
+SPILL_NOTE = """Bytes that a thread keeps in memory, and how many of the main loop's instructions load or store them.
+Others are of numbers from before the loop that are needed behind it, or in the code for a tile across the diagonal.
 """
 PEAK_NOTE = """Followed on tensors without memory, as `tempo-megatron estimate` does: hidden states of 2048, bfloat16,
 forward and backward, one GPU's rows of the vocabulary, in GB. SkyRL's figures are those of its fused head, from pull
