@@ -140,6 +140,7 @@ def measure_code(launch: Any, capability: int) -> tuple[dict[str, Any], Any]:
         "kernel": f"{launch.kernel.fn.__module__}.{launch.kernel.__name__}",
         "registers": usage["REG"],
         "spilled_bytes": usage["STACK"] + usage["LOCAL"],
+        "spills_in_loop": sum(one.name.startswith(("LDL", "STL")) for one in body.instructions),
         "shared_bytes": kernel.metadata.shared,
         "warps": launch.num_warps,
         "programs": launch.num_programs,

@@ -76,8 +76,9 @@ def list_programs(name: str, tile: tuple[int, int], splits: int, causal: bool, h
     shares = []
     for split in range(splits):
         # As _find_block in attention/kernel_heads.py.
-        turns = (split if step % 2 == 0 else splits - 1 - split for step in range(key_blocks // splits))
-        columns = [find_column(step * splits + turn) for step, turn in enumerate(turns)]
+        turns = (split if step % 2 == 0 else splits - 1 - split for step in range(-(-key_blocks // splits)))
+        blocks = [step * splits + turn for step, turn in enumerate(turns)]
+        columns = [find_column(block) for block in blocks if block < key_blocks]
         shares.append(Program(*(sum(numbers) for numbers in zip(*columns, strict=True))))
     return shares * heads
 
@@ -92,12 +93,14 @@ def find_walk(
     tensor = 2 * queries * keys * head_dim * PRODUCTS[name] / ARCHITECTURES[device.capability].product_flops
     per_tile, per_edge = (one["issued"] * share + tensor) / efficiency, one["others"] * share / efficiency
     per_block = 2 * chosen.latency_cycles + one["around"] * share
-    # Programs that share a multiprocessor share its cycles.
+    programs = list_programs(name, (queries, keys), splits, causal, heads)
+    # Programs that share a multiprocessor share its cycles; the GPU gives each one of its own as long as there are any.
+    sharing = min(one["programs_per_sm"], -(-len(programs) // device.multiprocessors))
     cycles = [
-        chosen.start_cycles + p.blocks * per_block + one["programs_per_sm"] * (p.tiles * per_tile + p.edges * per_edge)
-        for p in list_programs(name, (queries, keys), splits, causal, heads)
+        chosen.start_cycles + p.blocks * per_block + sharing * (p.tiles * per_tile + p.edges * per_edge)
+        for p in programs
     ]
-    total_tiles = sum(p.tiles for p in list_programs(name, (queries, keys), splits, causal, heads))
+    total_tiles = sum(p.tiles for p in programs)
     slots = [0.0] * (device.multiprocessors * one["programs_per_sm"])
     for length in cycles:
         heapq.heapreplace(slots, slots[0] + length)

@@ -130,6 +130,7 @@ def test_a_last_round_of_one_program_and_barriers_and_waits_in_a_loop_cost_time(
         ("grad_kv", (32, 128), 1, 16),
         ("backward", (64, 64), 1, 1),
         ("backward", (128, 64), 2, 2),
+        ("backward", (128, 64), 3, 3),
     ],
 )
 def test_programs_of_a_causal_walk_have_the_tiles_that_reach_the_diagonal(name, tile, splits, num_programs):

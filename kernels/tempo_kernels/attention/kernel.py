@@ -62,6 +62,13 @@ FLOAT32_SHAPES = {
 # One walk for all three gradients, on sm_90: {head_dim up to: (shape, how many programs share a multiprocessor)}.
 SHAPES_OF_HEADS = {64: (Shape(64, 64, 4, 2, True), 2), 128: (Shape(128, 64, 8, 2, True), 1)}
 MAX_SPLITS = 2  # each holds 4 bytes per element of q
+# With few heads more programs share a head, as long as each has a multiprocessor for itself and their sums stay within
+# so many bytes. Costs are in units of the time that a multiprocessor takes for a block of keys in one walk: of a round
+# of the programs of two walks, which have 128 keys, and of writing and reading a split's sums of a head. They are those
+# of the model of benchmarks/roofline for an H100 without a causal limit, under which one walk gains more. All three
+# grow alike with the number of queries. None was measured.
+SPLITS_OF_FEW_HEADS, MAX_SUMS_BYTES = (4, 8, 16, 32), 256 << 20
+COST_OF_TWO_WALKS, COST_OF_SUMS = 3.2, 1 / 80
 
 # The gradient of a bias, on any GPU: {head_dim up to: shape}. Larger tiles spill on sm_80.
 SHAPES_OF_BIAS = {
@@ -201,23 +208,31 @@ def choose_splits(inputs: Inputs) -> int:
     """Returns how many programs share a key-value head in kernel_heads.py, or 0 for two walks with a program per block.
 
     One walk has about five eighths of the instructions and products of two, but few and long programs. It is chosen
-    where these keep at least seven tenths of the GPU busy.
+    where these keep at least seven tenths of the GPU busy, and with fewer heads where more splits make it faster than
+    two walks all the same.
     """
     q = inputs.q
     if q.dtype == torch.float32 or find_architecture(q.device) != 90:
         return 0
-    return _choose_splits(max(q.shape[-1], inputs.v.shape[-1]), inputs.k.shape, count_multiprocessors(q.device))
+    return _choose_splits(q.shape, inputs.v.size(-1), inputs.k.shape, count_multiprocessors(q.device))
 
 
 @cache_plans
-def _choose_splits(head_dim: int, k_shape: torch.Size, multiprocessors: int) -> int:
+def _choose_splits(q_shape: torch.Size, value_dim: int, k_shape: torch.Size, multiprocessors: int) -> int:
+    head_dim = max(q_shape[-1], value_dim)
     if head_dim > max(SHAPES_OF_HEADS):
         return 0
     num_keys, batch, groups, _ = k_shape
     shape, programs = choose_shape_of_heads(head_dim)
-    for splits in range(1, min(MAX_SPLITS, -(-num_keys // shape.keys)) + 1):
-        rounds = splits * batch * groups / (programs * multiprocessors)
+    heads, blocks = batch * groups, -(-num_keys // shape.keys)
+    for splits in range(1, min(MAX_SPLITS, blocks) + 1):
+        rounds = splits * heads / (programs * multiprocessors)
         if rounds >= 0.7 * math.ceil(rounds):
+            return splits
+    two_walks = COST_OF_TWO_WALKS * -(-heads * -(-num_keys // 128) // multiprocessors)
+    for splits in SPLITS_OF_FEW_HEADS:
+        fits = splits <= blocks and splits * heads <= multiprocessors and 4 * splits * q_shape.numel() <= MAX_SUMS_BYTES
+        if fits and -(-blocks // splits) + COST_OF_SUMS * splits * heads < 0.95 * two_walks:
             return splits
     return 0
 
