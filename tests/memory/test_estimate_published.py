@@ -84,6 +84,10 @@ def test_blocks_that_are_not_split_count_whole() -> None:
     # Weights of 9.5 MiB and the buffer that replaces them share a segment, the copy takes their place, and the moments
     # share another: the second of each pair has 1 MiB too much, and so have the gradients.
     assert count_rounding([[large]], torch.bfloat16, [], DISTRIBUTED, parts=(2, 2))[1] == 3 * MIB
+    # 40 MiB that the first step freed have room for both moments.
+    trace = Allocations((), (), 0, ((1, 40 * MIB), (1, -1)), 1)
+    step = {"traces": [trace], "events": [(True, 0, 0), (False, 0, 0)]}
+    assert count_rounding([[large]], torch.bfloat16, [], WHOLE, parts=(1, 1), **step)[1] == 2 * MIB  # type: ignore[arg-type]
 
 
 def test_tensors_of_a_step_take_holes_that_are_too_large() -> None:

@@ -396,28 +396,54 @@ def test_the_plan_of_a_command_is_a_command(capsys: pytest.CaptureFixture[str]) 
     assert "--tempo-activation" in line and "--recompute-activations" not in line
 
 
-def test_whatever_is_typed_is_a_run_or_one_sentence() -> None:
-    """Words of real commands, cut, doubled, misspelt and mixed with values that no option has."""
-    draw = random.Random(0)
-    values = ["0", "-1", "1", "2", "3", "8", "1e9", "nan", "inf", "", "true", "false", "[1", "none", "é", "--", "128,0"]
-    ends = {"run": 0, "sentence": 0}
+_TYPED = ["0", "-1", "1", "2", "3", "8", "1e9", "nan", "inf", "", "true", "false", "[1", "none", "é", "--", "128,0"]
+_SIZES = (
+    *("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size", "num-experts"),
+    *("expert-model-parallel-size", "num-layers-per-virtual-pipeline-stage", "num-layers", "num-attention-heads"),
+    *("micro-batch-size", "global-batch-size", "seq-length", "mtp-num-layers", "moe-router-topk", "num-query-groups"),
+)
+
+
+def _draw_line(draw: random.Random) -> list[str]:
+    """A line of `estimate`: a third of them real but for a size or a choice, the others cut, doubled and misspelt."""
+    words = f"{GPT} --vocab-size 512 --tokenizer-type NullTokenizer --tensor-model-parallel-size 2".split()
+    for option, size in (("--num-layers", "4"), ("--hidden-size", "64"), ("--seq-length", "64")):
+        words[words.index(option) + 1] = size
+    if draw.random() < 1 / 3:
+        words += [f"--{draw.choice(_SIZES)}", draw.choice("123448")]
+        name = draw.choice(list(READ))
+        if READ[name].kind is bool or READ[name].choices:
+            words += [f"--{name}", *draw.sample(READ[name].choices or (), k=READ[name].kind is not bool)]
+        return ["estimate", "--world-size", "8", "--", "pretrain_gpt.py", *words]
+    for _ in range(draw.randrange(1, 4)):
+        name = f"--{draw.choice(list(READ))}"
+        place = draw.randrange(len(words) + 1)
+        changes = (
+            [name],
+            [name, draw.choice(_TYPED)],
+            [f"{name}={draw.choice(_TYPED)}"],
+            [name[: draw.randrange(2, len(name))], draw.choice(_TYPED)],
+            [],
+        )
+        words[place : place + draw.choice((0, 0, 1))] = draw.choice(changes)
+    own = draw.choice(("", "--world-size 8", "--world-size 7", "--moe-imbalance 2", "--gpu-memory 1GiB", "--allocator"))
+    start = draw.choice(("", "torchrun --nproc-per-node 8", "torchrun --nproc-per-node", "deepspeed --num_gpus x"))
+    script = draw.choice(("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py", "pretrain_vlm.py", "train"))
+    return ["estimate", *own.split(), "--", *start.split(), script, *words]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 11))])
+def test_whatever_is_typed_is_an_estimate_or_one_sentence(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    draw = random.Random(seed)
+    ends = dict.fromkeys(("estimate", "sentence"), 0)
     for _ in range(200):
-        words = GPT.split()
-        for _ in range(draw.randrange(1, 5)):
-            name = f"--{draw.choice(list(READ))}"
-            place = draw.randrange(len(words) + 1)
-            changes = (
-                [name],
-                [name, draw.choice(values)],
-                [f"{name}={draw.choice(values)}"],
-                [name[: draw.randrange(2, len(name))], draw.choice(values)],
-                [],
-            )
-            words[place : place + draw.choice((0, 0, 1))] = draw.choice(changes)
-        try:
-            read(" ".join(words), world_size=draw.choice((1, 2, 7, 8)))
-            ends["run"] += 1
-        except ValueError as error:
-            assert str(error) and "\n" not in str(error), words
-            ends["sentence"] += 1
-    assert min(ends.values()) > 5
+        line = _draw_line(draw)
+        status = main(line)
+        printed, said = capsys.readouterr()
+        sentences = [each for each in said.splitlines() if not each.startswith(("warning: ", "estimating "))]
+        if status == 2:
+            assert not printed and len(sentences) == 1 and len(sentences[0]) > 40, (line, printed, said)
+        else:
+            assert status in (0, 1) and "between steps" in printed and not sentences, (line, printed, said)
+        ends["sentence" if status == 2 else "estimate"] += 1
+    assert min(ends.values()) > 20, ends

@@ -76,12 +76,12 @@ def _count_ranks(launcher: Sequence[str]) -> int | None:
 
     Raises ValueError where it is no number.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--nproc-per-node", "--nproc_per_node", "--num_gpus", dest="gpus")
     parser.add_argument("--nnodes", "--num_nodes", dest="nodes", default="1")
     try:
         given, _ = parser.parse_known_args(list(launcher))
-    except SystemExit:
+    except argparse.ArgumentError:
         raise ValueError("the launcher's --nproc-per-node or --nnodes has no value; give one") from None
     if given.gpus is None:
         return None

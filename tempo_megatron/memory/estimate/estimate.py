@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from tempo_megatron.memory.estimate.allocator import CachingAllocator, simulate_allocator
+from tempo_megatron.memory.estimate.allocator import Allocations, CachingAllocator, simulate_allocator
 from tempo_megatron.memory.estimate.lasting_tensors import count_lasting_tensors
 from tempo_megatron.memory.estimate.model_states import (
     ModelStates,
@@ -153,16 +153,20 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
         events = [
             *list_events(stage, stages, len(chunks), num_micro_batches, run.micro_batch_group, is_combined=is_combined)
         ]
-        on_gpu, allocator = _count_on_gpu(run, chunks, muon and muon[1], has_head=stage == stages - 1)
-        if run.gpu is not None:
-            on_gpu["lasting tensors"] = count_lasting_tensors(run, stage)
-        rounding = 0
+        traces = None
         # The blocks of tensors that leave for the host are others' meanwhile; their rounding is not counted.
-        if allocator is not None and not run.tempo.offloads:
+        if run.gpu is not None and optimizer.kind == "megatron" and not run.tempo.offloads:
             traces = [
                 trace_chunk(of_stage, each, pre_process=first, post_process=last, has_gradients=has_gradients)
                 for each, (first, last) in zip(layers, ends, strict=True)
             ]
+        on_gpu, allocator = _count_on_gpu(
+            run, chunks, muon and muon[1], traces or (), _list_until_full(events), has_head=stage == stages - 1
+        )
+        if run.gpu is not None:
+            on_gpu["lasting tensors"] = count_lasting_tensors(run, stage)
+        rounding = 0
+        if allocator is not None and traces is not None:
             rounding = count_rounding_of_step(allocator, traces, _list_until_full(events))
         deferred = _count_deferred(run, num_micro_batches) if stage == stages - 1 else 0
         of_host = [sum(each) for each in moved]
@@ -253,13 +257,21 @@ def _name(stage: int, num_stages: int) -> str:
 
 
 def _count_on_gpu(
-    run: Run, chunks: Sequence[ChunkMemory], pieces: Sequence[Piece] | None, *, has_head: bool
+    run: Run,
+    chunks: Sequence[ChunkMemory],
+    pieces: Sequence[Piece] | None,
+    traces: Sequence[Allocations],
+    events: Iterable[tuple[bool, int, int]],
+    *,
+    has_head: bool,
 ) -> tuple[dict[str, int], CachingAllocator | None]:
     """The parts of a rank at rest that depend on the GPU and its libraries; none where nothing says which GPU it is.
 
     Beside them the allocator with what stays, where the tensors of the optimizer are known.
 
     pieces: of Muon's states.
+    traces: of the chunks; none where the first step is not followed.
+    events: of the first step.
     """
     if run.gpu is None:
         return {}, None
@@ -277,6 +289,8 @@ def _count_on_gpu(
             optimizer,
             parts=sharing if optimizer.distributed else (1, 1),
             pieces=pieces,
+            traces=traces,
+            events=events if traces else (),
         )
     float8, num_float8 = 0, _count_float8_weights(chunks)
     if run.float8 is not None:

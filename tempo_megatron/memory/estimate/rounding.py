@@ -5,10 +5,10 @@ float32 copies of 16-bit ones and Adam's moments are a tensor for each parameter
 each part of one that is this rank's; gradients are one buffer for each chunk, and with the distributed optimizer
 weights too (core/distributed/param_and_grad_buffer.py, core/optimizer/distrib_optimizer.py:391-399 and optimizer.py:674
 of megatron-core 0.16.1). Experts have buffers of their own, and an optimizer of their own behind that of all else
-(core/optimizer/__init__.py:604-689). Which free blocks the moments find depends on all that the first step did. Here it
-left none, as if they were allocated before it: on published runs this is within 10 MiB of what is measured, and mostly
-within 2. A step's tensors are then allocated behind them in the order of the real modules: where attention's queries,
-keys and values of 3 MiB, say, take a block of 4, each layer adds 1 MiB.
+(core/optimizer/__init__.py:604-689). Adam makes its moments in the first optimizer's step, in what the first forwards
+and backwards have freed, so these are played before it in the order of the real modules; float32 copies of gradients
+are made anew in each step, so they are placed behind a second one. A later step's tensors are allocated behind all
+this: where attention's queries, keys and values of 3 MiB, say, take a block of 4, each layer adds 1 MiB.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ def count_rounding(
     *,
     parts: tuple[int, int],
     pieces: Sequence[tuple[int, int]] | None = None,
+    traces: Sequence[Allocations] = (),
+    events: Iterable[tuple[bool, int, int]] = (),
 ) -> tuple[CachingAllocator, int]:
     """The allocator with the tensors that stay from step to step, and the bytes that it counts beyond theirs.
 
@@ -45,6 +47,8 @@ def count_rounding(
         optimizer: Megatron's.
         parts: ranks that divide the states of what is no expert, and those of experts.
         pieces: elements and moments of each piece of a parameter whose states the rank has; None are Adam's.
+        traces: as of `count_rounding_of_step`.
+        events: of the first step; without them the moments find no free blocks.
     """
     allocator, total = CachingAllocator(), 0
     is_distributed = optimizer.distributed or optimizer.muon == "laid out"
@@ -70,13 +74,25 @@ def count_rounding(
             for size in _list_own(in_buffers[place], number)
         ]
     of_copy, *of_moments = optimizer.state_bytes or (_FLOAT32 if dtype.itemsize < _FLOAT32 else 0, _FLOAT32, _FLOAT32)
-    sizes = [*(size * of_copy for size, _ in pieces if of_copy), *others]
-    sizes += [size * each for size, moments in pieces for each in of_moments[:moments]]
+    events = list(events)
+    before = [*(size * of_copy for size, _ in pieces if of_copy), *others]
+    converted = []
     if bytes_of_gradient < _FLOAT32 and optimizer.state_bytes is None:
-        sizes += [size * _FLOAT32 for size, _ in pieces]
-    for size in sizes:
+        converted = [size * _FLOAT32 for size, _ in pieces]
+    moments = [size * each for size, number in pieces for each in of_moments[:number]]
+    for size in before:
         allocator.allocate(size)
-    return allocator, allocator.allocated - total - sum(sizes)
+    _play(allocator, traces, events)
+    blocks = [allocator.allocate(size) for size in converted]
+    for size in moments:
+        allocator.allocate(size)
+    if blocks:
+        for block in blocks:
+            allocator.free(block)
+        _play(allocator, traces, events)
+        for size in converted:
+            allocator.allocate(size)
+    return allocator, allocator.allocated - total - sum(before) - sum(converted) - sum(moments)
 
 
 def count_rounding_of_step(
@@ -90,6 +106,12 @@ def count_rounding_of_step(
         events: (whether it is a forward, micro batch, chunk) in their order.
     """
     at_rest = allocator.peak_allocated = allocator.allocated
+    highest = _play(allocator, traces, events)
+    return allocator.peak_allocated - at_rest - highest
+
+
+def _play(allocator: CachingAllocator, traces: Sequence[Allocations], events: Iterable[tuple[bool, int, int]]) -> int:
+    """The highest sum of the step's tensors. What is in flight behind the last event is freed."""
     exact = highest = 0
     in_flight: dict[tuple[int, int], dict[int, tuple[Block | None, int]]] = {}
     for is_forward, micro_batch, chunk in events:
@@ -114,7 +136,10 @@ def count_rounding_of_step(
             for block, size in in_flight.pop((micro_batch, chunk)).values():
                 allocator.free(block)
                 exact -= size
-    return allocator.peak_allocated - at_rest - highest
+    for alive in in_flight.values():
+        for block, _ in alive.values():
+            allocator.free(block)
+    return highest
 
 
 def _list_own(parameters: Sequence[int], parts: int) -> Iterator[int]:
