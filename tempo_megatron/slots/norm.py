@@ -96,7 +96,8 @@ class TempoLayerNorm(TorchLayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         """y of x's shape and dtype (of weight's, where x is a float32 residual), in memory of its own."""
         assert self.bias is not None
-        return layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered_gamma, keep=self.keep)
+        keep = _choose_keep(self.keep, x)
+        return layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered_gamma, keep=keep)
 
 
 class TempoRMSNorm(TorchRMSNorm):
@@ -106,12 +107,14 @@ class TempoRMSNorm(TorchRMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """y of x's shape and dtype (of weight's, where x is a float32 residual), in memory of its own."""
-        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered_gamma, keep=self.keep)
+        keep = _choose_keep(self.keep, x)
+        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered_gamma, keep=keep)
 
 
 class TempoRecomputeLayerNorm(TempoLayerNorm):
     """TempoLayerNorm that keeps its input, mean and rstd: exact for any gamma. If a TempoColumnParallelLinear follows,
-    it drops the output after use; before any other linear the output stays too, as in stock."""
+    it drops the output after use; before any other linear the output stays too, as in stock. Of queries and keys
+    [s, b, heads, d] it keeps the input alone."""
 
     keep = "input"
 
@@ -120,3 +123,8 @@ class TempoRecomputeRMSNorm(TempoRMSNorm):
     """TempoRMSNorm that keeps its input and rstd; see TempoRecomputeLayerNorm."""
 
     keep = "input"
+
+
+def _choose_keep(keep: str, x: Tensor) -> str:
+    # A head's row is so short that its statistics would be up to 1 / 32 of it.
+    return "input alone" if keep == "input" and x.dim() == 4 else keep

@@ -39,7 +39,7 @@ def layer_norm(
         eps: added to the variance.
         zero_centered: use 1 + weight in weight's place (Megatron's `layernorm_zero_centered_gamma`), added in float32
             as Transformer Engine does; Megatron's own `weight + 1` rounds the sum to weight's dtype.
-        keep: "output" or "input".
+        keep: "output", "input" or "input alone".
 
     Returns:
         y [..., h], contiguous, in x's dtype. With a float32 x and a 16-bit weight, as for Megatron's
@@ -50,10 +50,12 @@ def layer_norm(
         (4 bytes per row), and gamma and beta of this call (8 bytes per channel; RMSNorm 4). A channel is lost if weight
         is too small beside bias for y to carry the normalised x (lost_channels.py); that column of it is kept in y's
         dtype. A GPU also keeps channels that would be lost after a small change of the parameters, and an eighth
-        more, in multiples of eight. With keep="input" x, rstd and the mean (4 bytes per row each).
-    Error: with keep="input" at most twice torch's own in the same dtype, with sums in float32, plus one ulp of the
-        largest exact value, for any weight and bias. With keep="output" the normalised x is recovered from y rounded to
-        its dtype, so it is off by up to half an ulp of y divided by weight. This meets the same bound except
+        more, in multiples of eight. With keep="input" x, rstd and the mean (4 bytes per row each). With
+        keep="input alone" x: the norm runs once more in backward for its statistics, which pays where rows are short.
+    Error: with keep="input" or "input alone", which are equal bit for bit, at most twice torch's own in the same dtype,
+        with sums in float32, plus one ulp of the largest exact value, for any weight and bias. With keep="output" the
+        normalised x is recovered from y rounded to its dtype, so it is off by up to half an ulp of y divided by weight.
+        This meets the same bound except
         - where the exact gradient of x cancels (RMSNorm with a gradient proportional to y);
         - for the gradient of a float32 weight beside a 16-bit x (off by 0.2 to 1 % of its maximum), and of a float32 x
           beside a 16-bit weight (only as exact as that of a 16-bit x);
@@ -85,8 +87,8 @@ def rms_norm(
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, keep: str) -> None:
-    if keep not in ("output", "input"):
-        raise ValueError(f'keep is "{keep}"; expected "output" or "input"')
+    if keep not in ("output", "input", "input alone"):
+        raise ValueError(f'keep is "{keep}"; expected "output", "input" or "input alone"')
     if x.dim() < 1 or not x.is_floating_point():
         raise ValueError(f"x is {x.dtype} of shape {list(x.shape)}; expected a floating-point [..., h] tensor; cast it")
     fits = weight.dtype == x.dtype and weight.shape == x.shape[-1:]
@@ -112,8 +114,8 @@ def _apply(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool, subtracts_mean: bool, keep: str
 ) -> Tensor:
     form = (eps, subtracts_mean, zero_centered)
-    if keep == "input":
-        y: Tensor = _FromInput.apply(x, weight, bias, form)
+    if keep != "output":
+        y: Tensor = _FromInput.apply(x, weight, bias, form, keep == "input")
     else:
         # Inside forward gradients are always off, so the caller's state is read here.
         needs_grad = torch.is_grad_enabled() and (
@@ -219,14 +221,17 @@ class _FromOutput(torch.autograd.Function):
 
 class _FromInput(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: tuple[float, bool, bool]) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        form: tuple[float, bool, bool],
+        keeps_statistics: bool,
+    ) -> Tensor:
         norm = Norm(weight, bias, *form)
-        if is_traced(x):
-            y, *found = _forward_from_input(x, *norm)
-            statistics = Statistics(*found, *[None] * (2 - len(found)))
-        else:
-            y, statistics = call_untraced(choose_backend(x, cpu).forward_from_input, x, x, norm)
-        ctx.save_for_backward(x, weight, bias, *statistics)
+        y, statistics = _run_from_input(x, norm)
+        ctx.save_for_backward(x, weight, bias, *(statistics if keeps_statistics else ()))
         ctx.form, ctx.parameter_dtypes = form, _parameter_dtypes(norm)
         allow_refill(ctx, y, _refill)
         return y
@@ -234,21 +239,34 @@ class _FromInput(torch.autograd.Function):
     @staticmethod
     @first_derivative_only("layer_norm or rms_norm", "norm")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, *statistics = ctx.saved_tensors
+        x, weight, bias, *kept = ctx.saved_tensors
         norm = Norm(weight, bias, *ctx.form)
+        statistics = Statistics(*kept) if kept else _run_from_input(x, norm)[1]
         if is_traced(grad_y):
             grad_x, sums = _backward_from_input(grad_y, x, *norm, *statistics)
         else:
             backend = choose_backend(x, cpu)
-            grad_x, sums = call_untraced(backend.backward_from_input, grad_y, grad_y, x, norm, Statistics(*statistics))
-        return *_cast_needed(ctx, grad_x, sums), None
+            grad_x, sums = call_untraced(backend.backward_from_input, grad_y, grad_y, x, norm, statistics)
+        return *_cast_needed(ctx, grad_x, sums), None, None
+
+
+def _run_from_input(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
+    if is_traced(x):
+        y, *found = _forward_from_input(x, *norm)
+        return y, Statistics(*found, *[None] * (2 - len(found)))
+    y, statistics = call_untraced(choose_backend(x, cpu).forward_from_input, x, x, norm)
+    return y, statistics
 
 
 @torch.no_grad()
 def _refill(ctx: Any, out: Tensor) -> None:
     """Writes y into `out` again, bit for bit."""
-    x, weight, bias, *statistics = ctx.saved_tensors
-    run_or_simulate(choose_backend(x, cpu).refill, out, x, Norm(weight, bias, *ctx.form), Statistics(*statistics))
+    x, weight, bias, *kept = ctx.saved_tensors
+    norm = Norm(weight, bias, *ctx.form)
+    if kept:
+        run_or_simulate(choose_backend(x, cpu).refill, out, x, norm, Statistics(*kept))
+    else:
+        out.copy_(_run_from_input(x, norm)[0])
 
 
 def _parameter_dtypes(norm: Norm) -> tuple[torch.dtype, torch.dtype | None]:

@@ -165,7 +165,8 @@ def count_moved_bytes(run: Run, config: TempoConfig, recompute: frozenset[str]) 
         # With norms of their own they are normalised and rotated again, also where the projection is not repeated.
         is_normalised = config.norm == "recompute" and shape.qk_layernorm and config.attention != "off"
         is_rotated = config.linear_qkv == "recompute" or is_normalised
-        moved += 2 * queries_and_keys * is_normalised
+        # Once more for their statistics, which are not kept.
+        moved += 2 * 2 * queries_and_keys * is_normalised
         moved += 2 * queries_and_keys * (is_rotated and shape.position_embedding_type == "rope")
     if config.attention == "softmax":
         # Backward reads the softmax's output and writes its dropout again.

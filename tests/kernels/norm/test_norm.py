@@ -132,6 +132,18 @@ def test_what_keeps_its_input_keeps_that_and_one_or_two_numbers_a_row(function, 
     assert list(kept.values()) == [64 * 4] * len(parameters)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("function", [layer_norm, rms_norm])
+def test_what_keeps_its_input_alone_makes_its_numbers_again_and_gives_the_same_bits(function, dtype):
+    x, grad = torch.randn(2, 16, 2, 4, 33).to(dtype)
+    parameters = [t.to(dtype).requires_grad_() for t in PARAMETERS["one in a hundred gamma 0"](33)]
+    leaves = [x.requires_grad_(), *parameters[: 2 if function is layer_norm else 1]]
+    kept = kept_storages(partial(function, keep="input alone"), *leaves)
+    assert sorted(kept) == sorted(tensor.data_ptr() for tensor in leaves)
+    alone, both = (results(partial(function, keep=keep), leaves, grad) for keep in ("input alone", "input"))
+    assert all(torch.equal(a, b) for a, b in zip(alone, both, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("change", ["fused AdamW", "in place", ".data"])
 def test_gradients_are_those_of_the_parameters_of_the_forward_though_they_changed_since(change, dtype):
@@ -218,7 +230,7 @@ REFUSED = {
     "other 16-bit weight dtype": (
         X.half(), BRAIN, ONES, {}, "weight is torch.bfloat16; expected torch.float16 or torch.float32, beside x's",
     ),
-    "unknown form": (X, ONES, ONES, {"keep": "both"}, 'keep is "both".*expected "output" or "input"'),
+    "unknown form": (X, ONES, ONES, {"keep": "both"}, 'keep is "both".*expected "output", "input" or "input alone"'),
 }  # fmt: skip
 
 
