@@ -16,7 +16,7 @@ from measurements import ROOT
 
 from tempo_megatron.memory.commands.arguments import add_plan_arguments
 from tempo_megatron.memory.commands.plan import read_request
-from tempo_megatron.memory.estimate.long_sequences import MISSING, LongSequence
+from tempo_megatron.memory.estimate.long_sequences import LongSequence
 from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.memory.plan.planner import MemoryPlan, Planner, PlanProblem
 from tempo_megatron.memory.plan.step_simulation import list_recomputed_layers, simulate_stage, simulate_step
@@ -175,9 +175,7 @@ def write_goals() -> Iterator[str]:
             tokens = long.find_most_tokens(size * GIB)
             host = num_gpus * long.count_host_bytes(tokens) / GIB
             cells.append(f"{num_gpus * tokens:,} (host {host:,.0f} GiB)")
-        lacking = ", ".join(name for name in pieces if name in MISSING)
-        lacking = f"; not there: {lacking}" if lacking else ""
-        yield f"| {_name(pieces)}{lacking} | " + " | ".join(cells) + " |"
+        yield f"| {_name(pieces)} | " + " | ".join(cells) + " |"
 
 
 def write_steps() -> Iterator[str]:

@@ -7,7 +7,9 @@ Sinks (gpt-oss) and capped scores (Gemma 2), which torch's attention does not ha
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ class AttentionPlace:
     Args:
         place: where it draws.
         is_required: whether a call that Tempo's attention cannot serve is an error; otherwise stock serves it.
+        is_always_ours: whether Tempo's attention serves calls without dropout too.
         head_rank, head_ranks: this process among those that share the heads of one attention.
         was_called: whether the module asked for attention.
         why: the reason of the last call with dropout that stock served.
@@ -43,6 +46,7 @@ class AttentionPlace:
     is_required: bool = False
     head_rank: int = 0
     head_ranks: int = 1
+    is_always_ours: bool = False
     was_called: bool = False
     why: str | None = None
 
@@ -66,6 +70,27 @@ class AttentionPlace:
                 'not; set it to "auto" or "off"'
             )
         self.why = why
+
+
+class Caught(Exception):  # noqa: N818  # no error: it ends a forward early
+    """Carries q [b, a, s, d], k and v [b, g, s, d] out of a module's forward that has come to its attention."""
+
+    def __init__(self, *parts: Tensor) -> None:
+        super().__init__()
+        self.parts = parts
+
+
+_catching: list[None] = []
+
+
+@contextlib.contextmanager
+def catching() -> Iterator[None]:
+    """Lets Tempo's attention raise Caught in place of running."""
+    _catching.append(None)
+    try:
+        yield
+    finally:
+        _catching.pop()
 
 
 def find_ranks(model: Any) -> dict[str, tuple[int, int]]:
@@ -139,8 +164,11 @@ def attend(
     place: AttentionPlace | None = getattr(module, PLACE, None)
     if place is not None and not place.was_called:
         place.was_called = True
+    if _catching:
+        raise Caught(query, key, value)
     # torch's attention has no sinks, and does not cap.
-    is_ours = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
+    is_ours = any(kwargs.get(name) is not None for name in ("softcap", "s_aux"))
+    is_ours |= place is not None and place.is_always_ours
     if (p == 0.0 and not is_ours) or query.numel() == 0:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
     if place is None and p > 0.0:

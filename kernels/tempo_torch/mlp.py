@@ -24,11 +24,7 @@ class TiledMLP(Replaced):
         (x,) = (*args, *kwargs.values())
         if torch.compiler.is_compiling():
             return stock.forward(self, x)
-        if any(hasattr(each, "ds_id") and not each.numel() for each in self.parameters()):  # type: ignore[attr-defined]
-            raise ValueError(
-                f"a weight of a {type(self).__name__} in tiles is partitioned by ZeRO-3 and not gathered; expected "
-                'DeepSpeed to begin after tempoize; call tempoize first, or give it mlp="off"'
-            )
+        check_gathered(self)
 
         def run_tile(tile: Tensor) -> Tensor:
             y: Tensor = stock.forward(self, tile.unsqueeze(0))
@@ -39,6 +35,16 @@ class TiledMLP(Replaced):
         y = y.unflatten(0, x.shape[:-1])
         drop_input(x, y)
         return y
+
+
+def check_gathered(*modules: Any) -> None:
+    """Raises ValueError where ZeRO 3 has not gathered a weight of these modules."""
+    for module in modules:
+        if any(hasattr(each, "ds_id") and not each.numel() for each in module.parameters()):
+            raise ValueError(
+                f"a weight of a {type(module).__name__} in tiles is partitioned by ZeRO-3 and not gathered; expected "
+                'DeepSpeed to begin after tempoize; call tempoize first, or give it mlp="off" and qkv="off"'
+            )
 
 
 def is_mlp(module: nn.Module) -> bool:

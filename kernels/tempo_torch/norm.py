@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from tempo_kernels.norm import layer_norm, rms_norm
@@ -31,6 +32,12 @@ class _Norm(Replaced):
     def _choose_keep(self) -> str:
         return self.compiled_keep if torch.compiler.is_compiling() else self.keep
 
+    def _tell(self, x: Tensor, y: Tensor) -> Tensor:
+        """Returns y; notes from what it was made where the attention behind it asks for that."""
+        if "tempo_made" in self.__dict__ and not torch.compiler.is_compiling():
+            self.__dict__["tempo_made"] = x, StorageWeakRef(y.untyped_storage())
+        return y
+
     def _fits(self, x: Tensor) -> bool:
         # Stock serves mixed dtypes, which each class promotes in its own way, and nn.TransformerEncoder's nested ones.
         return not x.is_nested and x.dtype == self.weight.dtype and x.is_floating_point() and x.numel() > 0
@@ -48,7 +55,7 @@ class LayerNorm(_Norm):
         if not self._fits(x):
             return super().forward(x)  # type: ignore[misc,no-any-return]
         bias = getattr(self, "bias", None)  # some models' classes have none
-        return layer_norm(x, self.weight, bias, self.tempo_eps, keep=self._choose_keep())
+        return self._tell(x, layer_norm(x, self.weight, bias, self.tempo_eps, keep=self._choose_keep()))
 
 
 class RMSNorm(_Norm):
@@ -62,7 +69,8 @@ class RMSNorm(_Norm):
             return super().forward(x)  # type: ignore[misc,no-any-return]
         # nn.RMSNorm without eps takes torch.finfo's of the dtype in which it computes, float32 or wider.
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.tempo_eps is None else self.tempo_eps
-        return rms_norm(x, self.weight, eps, zero_centered=self.zero_centered, keep=self._choose_keep())
+        y = rms_norm(x, self.weight, eps, zero_centered=self.zero_centered, keep=self._choose_keep())
+        return self._tell(x, y)
 
 
 def find_norm(module: nn.Module) -> tuple[type[_Norm], dict[str, Any]] | str | None:

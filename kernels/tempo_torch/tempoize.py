@@ -22,10 +22,16 @@ from tempo_torch.linear import DropsInput
 from tempo_torch.loss import FusedLoss, is_language_model, use_fused_loss
 from tempo_torch.mlp import TiledMLP, find_mlp_refusal, is_mlp
 from tempo_torch.multihead import MultiheadAttention
-from tempo_torch.norm import find_norm
+from tempo_torch.norm import LayerNorm, RMSNorm, find_norm
 from tempo_torch.offload import offload_layers
 from tempo_torch.position import Passes
 from tempo_torch.probe import Call, Seen, make_inputs, probe
+from tempo_torch.projections import (
+    TiledProjections,
+    find_projections_refusal,
+    is_projected_attention,
+    let_norms_tell,
+)
 from tempo_torch.replace import Replaced, change_class, give_class_back
 from tempo_torch.report import Entry, Report
 from tempo_torch.versions import check_versions
@@ -37,6 +43,7 @@ CHOICES = {
     "attention": ("auto", "flash", "off"),
     "loss": ("auto", "fused", "off"),
     "mlp": ("off", "tile"),
+    "qkv": ("off", "tile"),
 }
 """The values of each argument of `tempoize`, the default first."""
 
@@ -152,6 +159,7 @@ def tempoize(
     attention: str = "auto",
     loss: str = "auto",
     mlp: str = "off",
+    qkv: str = "off",
     offload: str = "off",
     offload_ahead: int = 1,
     rank: int | None = None,
@@ -178,6 +186,9 @@ def tempoize(
         mlp: "tile" computes the MLPs of transformers' models a tile of tokens at a time, in forward and in backward,
             so that they keep their input only and nothing as wide as their inner size is there for all tokens; both
             linears run again in backward. Under DeepSpeed's ZeRO 3 call tempoize before deepspeed.initialize.
+        qkv: "tile" lets attention of transformers' models with rotary embeddings keep the input of the norm in front of
+            it, and attention's output: q, k and v are made again in backward, and norm, projections and rotary
+            embeddings run for a tile of tokens at a time. Attention is then Tempo's also without dropout.
         offload: "all" moves what the layers keep to pinned host memory after their forward, and back before their
             backward; so do, for themselves, names of modules in a layer joined by "+", such as "mlp.down_proj", and
             "input", the input of a layer that torch.utils.checkpoint runs again. Layers are the modules of the
@@ -195,7 +206,7 @@ def tempoize(
         other than "auto" and "off" has nothing to apply to.
     """
     choices = {"activation": activation, "norm": norm, "dropout": dropout, "attention": attention, "loss": loss}
-    choices["mlp"] = mlp
+    choices |= {"mlp": mlp, "qkv": qkv}
     _check(model, seed, choices, rank, num_ranks)
     ranks = find_ranks(model)
     if rank is None and ranks:
@@ -217,6 +228,7 @@ def tempoize(
         entries.append(_replace_attention(model, choices, passes, ranks.get("heads", (0, 1))))
     if choices["loss"] != "off":
         entries += _replace_losses(model)
+    _finish_projections(model)
     model.__dict__[_ATTRIBUTE] = state = _State(passes, choices, entries, given)
     passes.follow(model)
     call = make_inputs(model, any(entry.operation == "loss" and entry.now for entry in entries))
@@ -506,7 +518,37 @@ def _replace_mlp(name: str, module: nn.Module, choices: dict[str, str], _: Passe
     return Entry(name, kind, "mlp", "tile")
 
 
+def _replace_projections(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Entry | None:
+    if choices["qkv"] == "off" or not is_projected_attention(module):
+        return None
+    kind, why = type(module).__name__, find_projections_refusal(module)
+    if choices["attention"] == "off":
+        why = "attention is off, and only Tempo's can be run again without running"
+    if why is not None:
+        return Entry(name, kind, "qkv", None, why)
+    # As for an MLP in tiles, ZeRO 3 gathers its weights once.
+    change_class(module, TiledProjections, _z3_leaf=True, tempo_norms=[])
+    return Entry(name, kind, "qkv", "tile")
+
+
+def _finish_projections(model: nn.Module) -> None:
+    """Tells tiled projections the norms of their layers, and their attention to be Tempo's."""
+    for layer in model.modules():
+        for child in layer.children():
+            if isinstance(child, TiledProjections):
+                child.tempo_norms = [each for each in layer.children() if isinstance(each, LayerNorm | RMSNorm)]
+                place: AttentionPlace | None = child.__dict__.get(PLACE)
+                if place is None:
+                    raise ValueError(
+                        f'qkv is "tile", but {type(child).__name__} does not get Tempo\'s attention; expected a model '
+                        'with attn_implementation="sdpa"; set qkv to "off"'
+                    )
+                place.is_always_ours = True
+    let_norms_tell(model)
+
+
 _REPLACEMENTS = (
+    _replace_projections,
     _replace_mlp,
     _replace_norm,
     _replace_experts,

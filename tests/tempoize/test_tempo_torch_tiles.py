@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
 
-from tempo_kernels.recompute import recompute, recompute_in_tiles
+from tempo_kernels.attention import cpu
+from tempo_kernels.recompute import keep_attention, recompute, recompute_in_tiles
 from tempo_megatron.memory.kept.recorder import Recorder
-from tempo_torch import report_on, restore, tempoize
+from tempo_megatron.memory.storages import PeakBytes
+from tempo_torch import report_on, restore, samples, tempoize
 
 IDS = torch.arange(2 * 40).view(2, 40) * 7 % 64
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -27,6 +30,11 @@ def build(kind: str, **more: Any) -> Any:
     return getattr(transformers, name)(config).train()
 
 
+def checkpoint(model: Any, given: dict[str, Any]) -> None:
+    """Lets a model run its layers again in backward; transformers 5 has another name for it."""
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(given)
+
+
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "GPTNeoX"])
 def test_tiles_give_the_loss_and_gradients_of_stock(kind: str, is_checkpointed: bool) -> None:
@@ -34,9 +42,7 @@ def test_tiles_give_the_loss_and_gradients_of_stock(kind: str, is_checkpointed: 
     for mlp in ("off", "tile"):
         model = tempoize(build(kind), mlp=mlp)
         if is_checkpointed:
-            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(
-                {"use_reentrant": False}
-            )
+            checkpoint(model, {"use_reentrant": False})
         names = [name for name, _ in model.named_modules() if name.endswith((".down_proj", ".dense_4h_to_h"))]
 
         def count(*_: Any) -> None:
@@ -140,3 +146,78 @@ def test_what_cannot_run_in_tiles_is_refused(function: Any, message: str) -> Non
         recompute_in_tiles(function, torch.ones(20, 8, requires_grad=True), parameters=[], num_rows=6).sum().backward()
     with pytest.raises(ValueError, match='mlp is "tile", but it has dropout 0.1; set it to "off"'):
         tempoize(build("GPT2"), mlp="tile")
+
+
+PROJECTED: list[tuple[str, dict[str, Any]]] = [
+    ("Llama", {"num_key_value_heads": 2, "attention_bias": True}),
+    ("Qwen3", {"num_key_value_heads": 2, "head_dim": 8}),
+    ("Mistral", {"num_key_value_heads": 2, "sliding_window": 8}),
+    ("Llama", {"attention_dropout": 0.2}),
+]
+
+
+@pytest.mark.parametrize("again", ["no", "reentrant", "whole", "kept", "kept, offloaded"])
+@pytest.mark.parametrize(("kind", "more"), PROJECTED, ids=["Llama", "Qwen3", "Mistral", "dropout"])
+def test_q_k_and_v_in_tiles_give_the_loss_and_gradients_of_stock_projections(
+    kind: str, more: dict[str, Any], again: str
+) -> None:
+    losses, gradients, calls = [], [], []
+    for qkv in ("off", "tile"):
+        offload = "all" if again == "kept, offloaded" else "off"
+        model = tempoize(build(kind, **more), mlp="tile", qkv=qkv, offload=offload)
+        if again != "no":
+            kept = {"context_fn": keep_attention} if again.startswith("kept") else {}
+            checkpoint(model, {"use_reentrant": again == "reentrant", **kept})
+        for _ in range(3 if offload == "all" else 1):  # the same bits each time: a stale address would change them
+            model.zero_grad()
+            with samples(model, 0), mock.patch("tempo_kernels.attention.cpu.forward", wraps=cpu.forward) as forward:
+                losses.append(model(input_ids=IDS, labels=IDS).loss)
+                losses[-1].backward()
+            gradients.append({name: p.grad for name, p in model.named_parameters()})
+            calls.append(forward.call_count)
+    # Its own backward never runs attention again; a checkpoint does where nothing keeps attention.
+    assert calls[-1] == (6 if again in ("whole", "reentrant") else 3)
+    for loss, found in zip(losses[1:], gradients[1:], strict=True):
+        torch.testing.assert_close(loss, losses[0], rtol=1e-6, atol=0)
+        for name, expected in gradients[0].items():
+            assert (found[name] - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+    assert {e.now for e in report_on(model).entries if e.operation == "qkv"} == {"tile"}
+    attention = restore(model).model.layers[0].self_attn
+    assert type(attention) is type(build(kind, **more).model.layers[0].self_attn)
+    assert not {"tempo_norms", "_z3_leaf"} & attention.__dict__.keys()
+
+
+def test_the_output_of_a_norm_in_tiles_is_not_there_at_the_peak() -> None:
+    peaks = []
+    for qkv in ("off", "tile"):
+        model = tempoize(build("Llama", attention_dropout=0.1), mlp="tile", norm="recompute", qkv=qkv)
+        checkpoint(model, {"use_reentrant": False, "context_fn": keep_attention})
+        embedded = torch.randn(1, 512, 32, requires_grad=True)
+        for _ in range(2):  # the first forward is also watched
+            with PeakBytes(embedded) as seen, samples(model, 0):
+                logits = model(inputs_embeds=embedded, use_cache=False).logits
+                seen.begin_phase()
+                logits.sum().backward()
+        peaks.append(seen.peak)
+    # The output and a number a row.
+    assert peaks[0] - peaks[1] == 512 * (32 + 1) * 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "given", "message"),
+    [
+        ("GPTNeoX", {}, {}, 'qkv is "tile", but the model has no module for it; set it to "off"'),
+        (
+            "Llama",
+            {},
+            {"attention": "off"},
+            'qkv is "tile", but attention is off, and only Tempo\'s .*; set it to "off"',
+        ),
+        ("Llama", {"attn_implementation": "eager"}, {}, "LlamaAttention does not get Tempo's attention; expected"),
+    ],
+)
+def test_attention_whose_projections_cannot_run_in_tiles_is_refused(
+    kind: str, more: dict[str, Any], given: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        tempoize(build(kind, **more), qkv="tile", **given)

@@ -4,7 +4,7 @@ the linear's backward, so that only the operation's input is kept."""
 from tempo_kernels.recompute.function import adopt, recompute
 from tempo_kernels.recompute.graph import drop, hold
 from tempo_kernels.recompute.kept_outputs import keep_attention
-from tempo_kernels.recompute.tiles import recompute_in_tiles
+from tempo_kernels.recompute.tiles import attend_to_tiles, recompute_in_tiles
 from tempo_kernels.refill import Refillable, can_refill
 from tempo_kernels.saved import Kept, find_saved_tensors
 
@@ -12,6 +12,7 @@ __all__ = [
     "Kept",
     "Refillable",
     "adopt",
+    "attend_to_tiles",
     "can_refill",
     "drop",
     "find_saved_tensors",

@@ -1,4 +1,5 @@
-"""Defines `recompute_in_tiles`: applies a function to rows a tile at a time, and keeps the rows alone.
+"""Defines `recompute_in_tiles`: applies a function to rows a tile at a time, and keeps the rows alone; and
+`attend_to_tiles`, which goes on with attention.
 
 What the function makes inside, such as the wide tensors of an MLP, exists for one tile at a time, in forward and in
 backward. The tiled MLP of ALST (arXiv 2506.13996) does the same. It differs in three points: parameters get their
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.recompute.function import _are_equal, _Call, _find_other_leaf, _read_random_states
+from tempo_kernels.recompute.kept_outputs import run_attention
 from tempo_kernels.saved import KeepInput
 from tempo_kernels.transforms import check_transforms
 
@@ -50,11 +52,48 @@ def recompute_in_tiles(
     call.take_tensors()
     given = [parameter for parameter in parameters if parameter.requires_grad]
     if not torch.is_grad_enabled() or not (x.requires_grad or given):
-        return _run(call, x, num_rows)
+        return _run(call, num_rows, x)[0]
     # A checkpoint runs a layer again until it has what it kept. Kept by a node of its own in front, x is there before
     # function runs.
     kept = KeepInput.apply(x) if x.requires_grad else x
     y: Tensor = _Tiled.apply(call, num_rows, kept, *given)
+    return y
+
+
+def attend_to_tiles(
+    project: Callable[..., tuple[Tensor, ...]],
+    attend: Callable[..., Tensor],
+    x: Tensor,
+    *beside: Tensor,
+    parameters: Iterable[Tensor],
+    num_rows: int,
+) -> Tensor:
+    """Returns attend(*project(x, *beside)), with project computed for `num_rows` rows at a time.
+
+    Args:
+        project: gives each row of x, along the first dimension, its rows of q, k and v, from that row, the same rows of
+            `beside` and `parameters` alone: the norm, the products and the rotary embeddings.
+        attend: gives the result from q, k and v, and from nothing else that needs a gradient.
+        x, beside: [s, ...]; beside, such as cosines and sines, needs no gradient.
+        parameters, num_rows: as for `recompute_in_tiles`.
+
+    Returns:
+        attend's result.
+
+    Keeps for backward: x, and what attention makes, as under `keep_attention`: backward makes q, k and v again before
+        attention's backward, which frees them, and project runs once more on each tile for its own.
+    Error: as for `recompute_in_tiles`.
+    Raises: as `recompute_in_tiles`.
+    """
+    assert num_rows > 0
+    check_transforms("attend_to_tiles", (x,))
+    call = _Call(lambda *tiles: project(*tiles), (x, *beside), {})
+    call.take_tensors()
+    given = [parameter for parameter in parameters if parameter.requires_grad]
+    if not torch.is_grad_enabled() or not (x.requires_grad or given):
+        return attend(*_run(call, num_rows, x, *beside))
+    kept = KeepInput.apply(x) if x.requires_grad else x
+    y: Tensor = _TiledAttention.apply(call, attend, num_rows, beside, kept, *given)
     return y
 
 
@@ -63,26 +102,29 @@ def _cut(num_all: int, num_rows: int) -> Iterator[slice]:
     return (slice(first, min(first + num_rows, num_all)) for first in range(0, max(num_all, 1), num_rows))
 
 
-def _run(call: _Call, x: Tensor, num_rows: int) -> Tensor:
-    """function(x) without a graph."""
+def _run(call: _Call, num_rows: int, x: Tensor, *beside: Tensor) -> tuple[Tensor, ...]:
+    """What function gives, without a graph."""
     states = _read_random_states([x])
-    y: Tensor | None = None
+    whole: tuple[Tensor, ...] = ()
     with torch.no_grad():
         for rows in _cut(x.size(0), num_rows):
-            tile = call.run([x[rows]], with_graph=False)
+            tiles = _list_outputs(call.run([x[rows], *(each[rows] for each in beside)], with_graph=False))
             if x.size(0) <= num_rows:
-                y = tile
+                whole = tiles
                 break
-            if y is None:
-                y = tile.new_empty(x.size(0), *tile.shape[1:])
-            y[rows] = tile
+            whole = whole or tuple(tile.new_empty(x.size(0), *tile.shape[1:]) for tile in tiles)
+            for y, tile in zip(whole, tiles, strict=True):
+                y[rows] = tile
     if not _are_equal(states, _read_random_states([x])):
         raise ValueError(
             "a function that runs in tiles draws random numbers, and would draw others in its second run; expected one "
             "that draws none, such as an MLP without dropout; leave it whole"
         )
-    assert y is not None
-    return y
+    return whole
+
+
+def _list_outputs(found: Any) -> tuple[Tensor, ...]:
+    return found if isinstance(found, tuple) else (found,)
 
 
 class _Tiled(torch.autograd.Function):
@@ -92,38 +134,87 @@ class _Tiled(torch.autograd.Function):
         ctx.keeper = x.grad_fn
         if ctx.keeper is None:
             ctx.save_for_backward(x)
-        return _run(call, x, num_rows)
+        return _run(call, num_rows, x)[0]
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "what runs in tiles is not twice differentiable, and create_graph=True is given; expected one "
-                "derivative; leave the tiles out"
+        _refuse_second_derivative()
+        return None, None, *_run_backward(ctx, _take_x(ctx), (), (grad_y,))
+
+
+class _TiledAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: _Call,
+        attend: Callable[..., Tensor],
+        num_rows: int,
+        beside: tuple[Tensor, ...],
+        x: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.call, ctx.num_rows, ctx.parameters, ctx.beside = call, num_rows, parameters, beside
+        ctx.keeper = x.grad_fn
+        parts = _run(call, num_rows, x, *beside)
+        ctx.attend = _Call(lambda *parts: attend(*parts), parts, {})
+        ctx.attend.take_tensors()
+        y, made, ctx.give_back = run_attention(lambda: ctx.attend.run(parts, with_graph=False))
+        ctx.save_for_backward(*made, *([x] if ctx.keeper is None else []))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative()
+        x, made = _take_x(ctx), ctx.saved_tensors if ctx.keeper is not None else ctx.saved_tensors[:-1]
+        leaves = [part.requires_grad_() for part in _run(ctx.call, ctx.num_rows, x, *ctx.beside)]
+        with ctx.give_back(made):
+            y = ctx.attend.run(leaves)
+        grads = torch.autograd.grad(y, leaves, grad_y)
+        del y, leaves, made
+        return None, None, None, None, *_run_backward(ctx, x, ctx.beside, grads)
+
+
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "what runs in tiles is not twice differentiable, and create_graph=True is given; expected one "
+            "derivative; leave the tiles out"
+        )
+
+
+def _take_x(ctx: Any) -> Tensor:
+    """x, which is saved last."""
+    x: Tensor = (ctx if ctx.keeper is None else ctx.keeper).saved_tensors[-1]
+    return x
+
+
+def _run_backward(
+    ctx: Any, x: Tensor, beside: tuple[Tensor, ...], grads: tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x and of each parameter: runs function on each tile once more, and differentiates it."""
+    call, parameters = ctx.call, ctx.parameters
+    needs_grad_x = ctx.needs_input_grad[-1 - len(parameters)]
+    grad_x = torch.empty_like(x) if needs_grad_x else None
+    sums = [_Sum(parameter) for parameter in parameters]
+    for rows in _cut(x.size(0), ctx.num_rows):
+        leaf = x[rows].detach().requires_grad_(needs_grad_x)
+        y = _list_outputs(call.run([leaf, *(each[rows] for each in beside)]))
+        others = (_find_other_leaf([leaf, *parameters], each) for each in y) if rows.start == 0 else ()
+        if (other := next((each for each in others if each is not None), None)) is not None:
+            raise ValueError(
+                f"a function that runs in tiles uses a tensor of shape {list(other.shape)} that needs a gradient "
+                "and is not among `parameters`; name it there"
             )
-        (x,) = ctx.saved_tensors if ctx.keeper is None else ctx.keeper.saved_tensors
-        call, parameters = ctx.call, ctx.parameters
-        needs_grad_x = ctx.needs_input_grad[2]
-        grad_x = torch.empty_like(x) if needs_grad_x else None
-        sums = [_Sum(parameter) for parameter in parameters]
-        for rows in _cut(x.size(0), ctx.num_rows):
-            leaf = x[rows].detach().requires_grad_(needs_grad_x)
-            y = call.run([leaf])
-            if rows.start == 0 and (other := _find_other_leaf([leaf, *parameters], y)) is not None:
-                raise ValueError(
-                    f"a function that runs in tiles uses a tensor of shape {list(other.shape)} that needs a gradient "
-                    "and is not among `parameters`; name it there"
-                )
-            wanted = [leaf, *parameters] if needs_grad_x else [*parameters]
-            found = list(torch.autograd.grad(y, wanted, grad_y[rows], allow_unused=True))
-            del y
-            if grad_x is not None:
-                grad_tile = found.pop(0)
-                grad_x[rows] = 0.0 if grad_tile is None else grad_tile
-                del grad_tile
-            for each in sums:
-                each.add(found.pop(0))
-        return None, None, grad_x, *(each.take() for each in sums)
+        wanted = [leaf, *parameters] if needs_grad_x else [*parameters]
+        found = list(torch.autograd.grad(y, wanted, [grad[rows] for grad in grads], allow_unused=True))
+        del y
+        if grad_x is not None:
+            grad_tile = found.pop(0)
+            grad_x[rows] = 0.0 if grad_tile is None else grad_tile
+            del grad_tile
+        for each in sums:
+            each.add(found.pop(0))
+    return grad_x, *(each.take() for each in sums)
 
 
 class _Sum:

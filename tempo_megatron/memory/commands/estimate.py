@@ -21,7 +21,7 @@ from tempo_megatron.memory.commands.module_tree import describe_tree, format_tre
 from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run, take_deepspeed
 from tempo_megatron.memory.commands.training_command import Command, take_command
 from tempo_megatron.memory.estimate.estimate import PART_NAMES, RankEstimate, describe_part, estimate_ranks
-from tempo_megatron.memory.estimate.long_sequences import MISSING, LongSequence
+from tempo_megatron.memory.estimate.long_sequences import LongSequence
 from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory
@@ -130,8 +130,6 @@ def _estimate_long_sequence(args: argparse.Namespace) -> int:
         f"{name_model(args)}, s {run.model.seq_length}, {tokens} tokens a GPU, all layers recomputed, DeepSpeed ZeRO 3"
     )
     print(f"pieces: {', '.join(sorted(pieces)) or 'those of transformers'}")
-    if missing := [name for name in MISSING if name in pieces and "liger" not in pieces]:
-        print(f"Tempo does not have {', '.join(missing)}: this is what it would bring")
     width = max(len(term.name) for term in terms)
     for term in terms:
         print(f"{term.name:<{width}}{term.count(tokens) / 2**30:>10.3f} GiB  {term.source}".rstrip())

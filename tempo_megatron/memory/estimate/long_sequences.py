@@ -27,8 +27,6 @@ PIECES = {
     "one_group": "what is on the host comes back when it is needed, not while the layer behind it runs",
 }
 """Name -> what it does."""
-MISSING = ("tiled_norms",)
-"""Pieces that Tempo does not have: an estimate with one of them says what it would bring."""
 
 _BF16, _FLOAT32, _INT64 = 2, 4, 8
 _BYTES_OF_STATES = 16

@@ -1,0 +1,119 @@
+"""Computes norm, projections and rotary embeddings in front of attention a tile of tokens at a time."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tempo_kernels.recompute import attend_to_tiles
+from tempo_torch.attention import Caught, attend, catching
+from tempo_torch.mlp import check_gathered, find_mlp_refusal
+from tempo_torch.norm import LayerNorm, RMSNorm
+from tempo_torch.replace import Replaced
+
+_MADE = "tempo_made"
+"""The attribute of a norm that tells its last input, and the storage of its output."""
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_CACHES = ("cache", "past_key_values", "past_key_value")
+
+
+class TiledProjections(Replaced):
+    """An attention module of transformers that keeps the input of the norm in front of it, and attention's output with
+    its logsumexp. q, k and v are made again for attention's backward, and are gone after it; the backward of what makes
+    them runs for as many tokens at a time as they are wide. `attend_to_tiles` says how exact that is."""
+
+    tempo_norms: list[nn.Module]
+    """The norms of the layer."""
+    o_proj: nn.Module
+    config: Any
+    attention_dropout: float
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the stock module returns for hidden_states [b, s, h]."""
+        stock: Any = self.stock_class
+        call = inspect.signature(stock.forward).bind(self, *args, **kwargs).arguments
+        y: Tensor = call["hidden_states"]
+        norm, x = self._take_made(y)
+        angles = call.get("position_embeddings")
+        has_cache = any({**call, **call.get("kwargs", {})}.get(name) is not None for name in _CACHES)
+        if not torch.is_grad_enabled() or has_cache or torch.compiler.is_compiling() or not _are_rows(angles, y):
+            return stock.forward(self, *args, **kwargs)
+        check_gathered(self, *([] if norm is None else [norm]))
+        batch, length = y.shape[:2]
+        # What attend_to holds is there until backward: not y, which the norm makes again.
+        mask, others = call.get("attention_mask"), call.get("kwargs", {})
+
+        def project(tile: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+            normed = tile if norm is None else type(norm).forward(norm, tile)
+            try:
+                with catching():
+                    stock.forward(self, normed[None], position_embeddings=(cos[None], sin[None]), attention_mask=None)
+            except Caught as caught:
+                return tuple(part[0].transpose(0, 1) for part in caught.parts)
+            raise AssertionError("attention did not ask for it")
+
+        def attend_to(*parts: Tensor) -> Tensor:
+            q, k, v = (part.unflatten(0, (batch, length)).transpose(1, 2) for part in parts)
+            more = {"dropout": self.attention_dropout if self.training else 0.0, "scaling": self.scaling}  # type: ignore[attr-defined]
+            if (window := getattr(self, "sliding_window", None)) is not None:
+                more["sliding_window"] = window
+            out, _ = attend(self, q, k, v, mask, **more, **others)  # type: ignore[arg-type]
+            return out
+
+        parameters = [p for name in _PROJECTIONS[:3] for p in getattr(self, name).parameters()]
+        parameters += [p for name, each in self.named_children() if name not in _PROJECTIONS for p in each.parameters()]  # type: ignore[attr-defined]
+        parameters += [] if norm is None else list(norm.parameters())
+        rows = (each.expand(batch, length, -1).flatten(0, 1) for each in angles)
+        out = attend_to_tiles(project, attend_to, x.flatten(0, 1), *rows, parameters=parameters, num_rows=x.size(-1))
+        return self.o_proj(out.flatten(2)), None
+
+    def _take_made(self, y: Tensor) -> tuple[Any, Tensor]:
+        """(The norm that made y, or None, and what it made it from, or y)."""
+        found: tuple[Any, Tensor] = None, y
+        for norm in list(self.tempo_norms):
+            x, storage = norm.__dict__.get(_MADE) or (None, None)
+            if x is not None and storage.cdata == y.untyped_storage()._cdata and x.shape == y.shape:
+                found = norm, x
+                norm.__dict__[_MADE] = None
+            else:
+                # One behind attention: it would hold its input until the next forward.
+                norm.__dict__.pop(_MADE, None)
+                self.tempo_norms.remove(norm)
+        return found
+
+
+def let_norms_tell(model: nn.Module) -> None:
+    """Lets Tempo's norms in front of tiled projections tell what they normalise."""
+    for module in model.modules():
+        for norm in module.tempo_norms if isinstance(module, TiledProjections) else ():
+            if isinstance(norm, LayerNorm | RMSNorm) and _MADE not in norm.__dict__:
+                norm.__dict__[_MADE] = None
+                norm.__dict__["tempo_attributes"] += (_MADE,)
+
+
+def is_projected_attention(module: nn.Module) -> bool:
+    """Whether a module is attention of transformers with rotary embeddings, as Llama's: projections of its own to q, k
+    and v, and one behind attention."""
+    names = inspect.signature(type(module).forward).parameters
+    return {"hidden_states", "position_embeddings", "attention_mask"} <= names.keys() and all(
+        isinstance(getattr(module, name, None), nn.Linear) for name in _PROJECTIONS
+    )
+
+
+def find_projections_refusal(module: Any) -> str | None:
+    """Why an attention module cannot make q, k and v in tiles; None where it can."""
+    if not all(hasattr(module, name) for name in ("scaling", "attention_dropout")) or hasattr(module, "sinks"):
+        return "its attention has sinks, or no scale of its own"
+    others = [child for name, child in module.named_children() if name not in _PROJECTIONS]
+    return next((why for each in others if (why := find_mlp_refusal(each)) and "orm" not in type(each).__name__), None)
+
+
+def _are_rows(angles: Any, y: Tensor) -> bool:
+    """Whether the rotary embeddings are a cosine and a sine for each token."""
+    return isinstance(angles, tuple) and all(
+        isinstance(each, Tensor) and each.dim() == 3 and each.size(1) == y.size(1) and not each.requires_grad
+        for each in angles
+    )
