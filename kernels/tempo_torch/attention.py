@@ -58,7 +58,7 @@ class AttentionPlace:
         if num_heads * self.head_ranks != total:
             raise ValueError(
                 f"{type(module).__name__} has {num_heads} of {total} heads here, of {self.head_ranks} processes with "
-                'tensor parallelism; expected as many in each; give tempoize attention="off"'
+                'tensor parallelism, or of sequence_ranks; expected as many in each; give tempoize attention="off"'
             )
         return self.head_rank * num_heads
 
@@ -156,7 +156,8 @@ def attend(
 
     Dropout draws its mask by position. The transposed output is a promise, so that the next linear does not keep it
     beside the original. If a call asks for what Tempo's attention does not do, stock serves it, and the report says so.
-    Raises ValueError for a module that was not given to tempoize, and for such a call with attention="flash".
+    Raises ValueError for a module that was not given to tempoize, for such a call with attention="flash", and for
+    packed rows under Ulysses.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -166,6 +167,8 @@ def attend(
         place.was_called = True
     if _catching:
         raise Caught(query, key, value)
+    if attention_mask is None and getattr(module, "layer_idx", 0) == 0:
+        _check_documents(kwargs.get("position_ids"))
     # torch's attention has no sinks, and does not cap.
     is_ours = any(kwargs.get(name) is not None for name in ("softcap", "s_aux"))
     is_ours |= place is not None and place.is_always_ours
@@ -203,6 +206,22 @@ def attend(
         softmax_scale=query.size(-1) ** -0.5 if scale is None else scale,
     )
     return out, None
+
+
+def _check_documents(positions: Any) -> None:
+    """Raises ValueError if position_ids [b, s] begin anew inside a row and UlyssesSPAttentionHF, which passes no mask
+    on, calls. A GPU is waited for, once in a forward, since the first layer asks. Compiled code does not check."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if torch.compiler.is_compiling() or ALL_ATTENTION_FUNCTIONS[NAME] is attend:
+        return
+    # Tensors of a probe have no values.
+    if type(positions) is Tensor and positions.dim() == 2 and bool((positions[:, 1:] == 0).any()):
+        raise ValueError(
+            "position_ids begin anew inside a row, and UlyssesSPAttentionHF passes no mask on, so that the documents "
+            "of a packed row would attend to one another; expected one document in a row; unpack the rows, or give "
+            'tempoize attention="off" and DeepSpeed core_attn_implementation="flash_attention_2"'
+        )
 
 
 def attend_by_position(module: Any, query: Tensor, key: Tensor, value: Tensor, p: float, **given: Any) -> Tensor:

@@ -15,7 +15,7 @@ from tempo_torch.linear import can_be_made, drop_input
 from tempo_torch.position import Place
 from tempo_torch.replace import Replaced
 
-Draw = tuple[float, int | Tensor, int | Tensor]
+Draw = tuple[float, int | Tensor, int | Tensor, int]
 
 
 class RedrawnDropout(Replaced):
@@ -23,7 +23,8 @@ class RedrawnDropout(Replaced):
     viewed as [samples, elements of a sample].
 
     The first dimension counts the samples, or a multiple of them, as in [samples * tokens, h]. If it is neither, the
-    mask belongs to the tensor as a whole and depends on the batch.
+    mask belongs to the tensor as a whole and depends on the batch. Ranks that share the tokens of a sample draw
+    masks of their own, which are not the parts of one process's mask that their tokens have there.
 
     Keeps for backward: nothing. If the input can be recomputed or `keeps_input` is set, the input, from which the next
     linear recomputes the output.
@@ -47,7 +48,7 @@ def apply_dropout(x: Tensor, p: float, place: Place, keeps_input: bool = False) 
     """Drops elements of x [samples, ...] by the mask of `place`."""
     key, first_sample, num_samples = place.find(x.device)
     rows = num_samples if x.dim() > 0 and x.size(0) % num_samples == 0 else 1
-    draw = (p, key, first_sample)
+    draw = (p, key, first_sample, place.passes.sequence[0])
     # torch.compile decides itself what is kept.
     traced = torch.compiler.is_compiling()
     if traced or not torch.is_grad_enabled() or not x.requires_grad or not (keeps_input or can_be_made(x)):
@@ -59,9 +60,9 @@ def apply_dropout(x: Tensor, p: float, place: Place, keeps_input: bool = False) 
 
 
 def _draw(x: Tensor, draw: Draw, rows: int) -> Tensor:
-    p, key, first_sample = draw
-    # One row per sample, so that the mask does not depend on the shape of a sample.
-    y = bias_dropout_add(x.reshape(1, rows, -1), None, None, p=p, key=key, first_sample=first_sample)
+    p, key, first_sample, part = draw
+    # One row per sample, or part of one, so that the mask does not depend on the shape of a sample.
+    y = bias_dropout_add(x.reshape(1, rows, -1), None, None, p=p, key=key, first_sample=first_sample, first_row=part)
     return y.view(x.shape)
 
 

@@ -13,6 +13,7 @@ on the model's outputs brings the pass back.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import zlib
 from collections import deque
@@ -106,10 +107,14 @@ class Passes:
     Args:
         seed: any integer; its low 64 bits count.
         rank, num_ranks: this process among those that train on different samples; None for torch.distributed's.
+        sequence: this process among those that share the tokens of a sample, and how many they are.
     """
 
-    def __init__(self, seed: int, rank: int | None = None, num_ranks: int | None = None) -> None:
-        self.seed = seed
+    def __init__(
+        self, seed: int, rank: int | None = None, num_ranks: int | None = None, sequence: tuple[int, int] = (0, 1)
+    ) -> None:
+        self.seed, self.sequence = seed, sequence
+        self._knows_samples = rank is not None
         self.places: dict[str, Place] = {}
         self.has_repeats = False
         self.num_steps = 0
@@ -200,6 +205,20 @@ class Passes:
             yield
         finally:
             self._next_sample = before
+
+    def check_sequence(self) -> None:
+        """Raises ValueError if ranks among which DeepSpeed's Ulysses divides a sample would draw masks as if they had
+        another place in it, or as if each had the whole sample."""
+        ulysses: Any = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
+        if ulysses is None or ulysses._SEQUENCE_PARALLEL_GROUP is None:
+            return
+        size, given = ulysses.get_sequence_parallel_world_size(), self.sequence[1]
+        # Where nobody said which samples a rank has, each numbers its own, so that no two draw the same mask.
+        if size != given and (given > 1 or self._knows_samples or self._next_sample is not None):
+            raise ValueError(
+                f"DeepSpeed's Ulysses divides a sample among {size} ranks, and sequence_ranks is {given}; expected "
+                f"the same, or parts of a sample might get one dropout mask; give tempoize sequence_ranks={size}"
+            )
 
     def number_samples(self, now: Pass) -> int:
         """Returns the index of a pass's first sample, found once, when it first draws."""

@@ -86,6 +86,8 @@ class _State:
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def watch_first(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Watches, as a hook before forwards, the first training forward whose inputs differ from the watched ones."""
+        if model.training:
+            self.passes.check_sequence()
         if self._is_settled or not model.training:
             return
         self._is_settled = True
@@ -164,6 +166,7 @@ def tempoize(
     offload_ahead: int = 1,
     rank: int | None = None,
     num_ranks: int | None = None,
+    sequence_ranks: int = 1,
 ) -> Model:
     """Replaces modules of `model` in place by Tempo's, which keep less for backward, and returns the same model.
 
@@ -198,6 +201,10 @@ def tempoize(
         rank, num_ranks: this process among those that train on different samples. By default those of
             torch.distributed, and of the mesh of a model that transformers distributed; give them if processes share
             samples in another way.
+        sequence_ranks: how many ranks share the tokens of a sample and, in attention, its heads, as under DeepSpeed's
+            Ulysses: rank r of torch.distributed has the samples of rank r // sequence_ranks, and the part
+            r % sequence_ranks of each. Attention then draws the masks of one process. Other dropout draws different
+            masks for all parts, which are not those of one process.
 
     Each operation may be "off". If an "auto" does not apply, modules stay, and `report_on` says why.
 
@@ -209,11 +216,13 @@ def tempoize(
     choices |= {"mlp": mlp, "qkv": qkv}
     _check(model, seed, choices, rank, num_ranks)
     ranks = find_ranks(model)
+    if sequence_ranks != 1:
+        ranks = _divide_sequence(sequence_ranks, ranks)
     if rank is None and ranks:
         rank, num_ranks = ranks["samples"]
-    given = (seed, choices, offload, offload_ahead, rank, num_ranks)
+    given = (seed, choices, offload, offload_ahead, rank, num_ranks, sequence_ranks)
     before = _take_before(model, given)
-    passes, entries = before or (Passes(seed, rank, num_ranks), [])
+    passes, entries = before or (Passes(seed, rank, num_ranks, ranks.get("sequence", (0, 1))), [])
     for name, module in list(model.named_modules()):
         if isinstance(module, Replaced):
             continue
@@ -239,6 +248,20 @@ def tempoize(
     watch = model.register_forward_pre_hook(state.watch_first, with_kwargs=True)  # behind hooks that change the inputs
     passes.handles.append(watch)
     return model
+
+
+def _divide_sequence(size: int, ranks: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """Returns what find_ranks does, and "sequence", for `size` ranks that share a sample's tokens."""
+    is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank, total = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if is_there else (0, 1)
+    if ranks or isinstance(size, bool) or not isinstance(size, int) or size < 1 or total % size:
+        here = "a model with tensor parallelism" if ranks else f"{total} ranks of torch.distributed"
+        raise ValueError(
+            f"sequence_ranks is {size!r} for {here}; expected a number that divides the ranks, and no tensor "
+            "parallelism; call deepspeed.init_distributed first"
+        )
+    place, sample = (rank % size, size), (rank // size, total // size)
+    return {"heads": place, "sequence": place, "samples": sample}
 
 
 def _take_before(model: nn.Module, given: tuple[Any, ...]) -> tuple[Passes, list[Entry]] | None:

@@ -8,9 +8,9 @@ from distributed import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tempo_kernels.recompute import keep_attention
-from tempo_torch import report_on, tempoize
+from tempo_torch import report_on, restore, tempoize
 
-SEQ_LENGTH, BATCH, LAYERS = 32, 2, 2
+SEQ_LENGTH, BATCH, LAYERS = 32, 4, 2
 EVERYTHING = {"mlp": "tile", "offload": "all", "offload_ahead": 0}
 
 
@@ -23,24 +23,36 @@ class CountsAttention(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def build_llama():
+def build_llama(attention_dropout=0.0):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=50, num_hidden_layers=LAYERS, use_cache=False, **sizes)).train()
+    sizes |= {"num_hidden_layers": LAYERS, "attention_dropout": attention_dropout}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=50, use_cache=False, **sizes)).train()
 
 
-def train(model, rank, size):
-    """This rank's part of the loss, after backward, and how often attention ran."""
+def train(model, rank, size, groups=1, documents=1):
+    """This rank's part of the loss, after backward, and how often attention ran; `size` ranks share a sample."""
     ids = torch.randint(0, 50, (BATCH, SEQ_LENGTH + 1), generator=torch.Generator().manual_seed(1))
-    positions = torch.arange(SEQ_LENGTH).expand(BATCH, -1)
-    parts = [t.chunk(size, dim=1)[rank].contiguous() for t in (ids[:, :-1], positions, ids[:, 1:])]
+    positions = torch.arange(SEQ_LENGTH // documents).repeat(documents).expand(BATCH, -1)
+    ours = [t.chunk(groups)[rank // size] for t in (ids[:, :-1], positions, ids[:, 1:])]
+    parts = [t.chunk(size, dim=1)[rank % size].contiguous() for t in ours]
     inputs = dict(zip(("input_ids", "position_ids", "shift_labels"), parts, strict=True))
     with CountsAttention() as counts:
-        loss = model(**inputs, labels=inputs["shift_labels"]).loss / size
+        loss = model(**inputs, labels=inputs["shift_labels"]).loss / (size * groups)
         loss.backward()
     return loss.detach(), counts.num_forwards
+
+
+def refuse(call):
+    with pytest.raises(ValueError) as error:
+        call()
+    return str(error.value)
+
+
+def draw_hidden(**settings):
+    return tempoize(torch.nn.Sequential(torch.nn.Dropout(0.5)), **settings).train()(torch.ones(BATCH, 8, 32))
 
 
 def train_rank(settings, register_first):
@@ -66,6 +78,44 @@ def train_rank(settings, register_first):
     for parameter in model.parameters():
         torch.distributed.all_reduce(parameter.grad)
     return loss, {name: p.grad for name, p in model.named_parameters()}, num_forwards, str(report_on(model))
+
+
+def train_rank_with_dropout(p):
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    early = refuse(lambda: tempoize(build_llama(p), sequence_ranks=3))
+    deepspeed.init_distributed("gloo")
+    rank, size, groups = torch.distributed.get_rank(), 2, 2
+    model = tempoize(build_llama(p), sequence_ranks=size)
+    UlyssesSPAttentionHF.register_with_transformers(model, "tempo", size, BATCH // groups)
+    losses = torch.stack([train(model, rank, size, groups)[0] for _ in range(2)])
+    torch.distributed.all_reduce(losses)
+    gradient = model.model.layers[0].self_attn.q_proj.weight.grad
+    torch.distributed.all_reduce(gradient)
+    packed = refuse(lambda: train(model, rank, size, groups, documents=4))
+    tempoize(restore(model), rank=rank // size, num_ranks=groups)
+    same = refuse(lambda: train(model, rank, size, groups))
+    return losses, gradient, draw_hidden(sequence_ranks=size), (early, packed, same)
+
+
+@pytest.mark.slow
+def test_ranks_of_ulysses_draw_the_masks_of_one_process_in_attention_and_none_twice_elsewhere():
+    pytest.importorskip("deepspeed.runtime.sequence_parallel.ulysses_sp", reason="this DeepSpeed has no Ulysses")
+    pytest.importorskip("transformers", reason="transformers is not installed; pip install tempo-megatron[test]")
+    whole = tempoize(build_llama(0.1))
+    expected = torch.stack([train(whole, 0, 1)[0] for _ in range(2)])
+    assert expected[0] != expected[1]
+    gradient = whole.model.layers[0].self_attn.q_proj.weight.grad
+    hidden = []
+    for losses, grad, mask, errors in run_ranks(train_rank_with_dropout, 4, 0.1):
+        torch.testing.assert_close(losses, expected, rtol=1e-6, atol=0)
+        assert (grad - gradient).abs().max() <= 1e-5 * gradient.abs().max()
+        for error, part in zip(errors, ("divides the ranks", "one document in a row", "sequence_ranks=2"), strict=True):
+            assert part in error
+        hidden += mask.bool().flatten(1)
+    assert len({tuple(mask.tolist()) for mask in hidden}) == 4 * BATCH
 
 
 @pytest.mark.slow
