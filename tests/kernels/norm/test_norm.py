@@ -142,6 +142,10 @@ def test_what_keeps_its_input_alone_makes_its_numbers_again_and_gives_the_same_b
     assert sorted(kept) == sorted(tensor.data_ptr() for tensor in leaves)
     alone, both = (results(partial(function, keep=keep), leaves, grad) for keep in ("input alone", "input"))
     assert all(torch.equal(a, b) for a, b in zip(alone, both, strict=True))
+    # A slice, as queries are of a projection's output.
+    y = function(x[..., 1:, :], *leaves[1:], keep="input alone")
+    y.grad_fn.refill(y.grad_fn, out := torch.full_like(y, torch.nan))
+    assert torch.equal(out, y)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
