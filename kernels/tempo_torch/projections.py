@@ -66,7 +66,7 @@ class TiledProjections(Replaced):
         parameters = [p for name in _PROJECTIONS[:3] for p in getattr(self, name).parameters()]
         parameters += [p for name, each in self.named_children() if name not in _PROJECTIONS for p in each.parameters()]  # type: ignore[attr-defined]
         parameters += [] if norm is None else list(norm.parameters())
-        rows = (each.expand(batch, length, -1).flatten(0, 1) for each in angles)
+        rows = (each.expand(batch, length, -1).flatten(0, 1) for each in angles or ())
         out = attend_to_tiles(project, attend_to, x.flatten(0, 1), *rows, parameters=parameters, num_rows=x.size(-1))
         return self.o_proj(out.flatten(2)), None
 
@@ -74,9 +74,9 @@ class TiledProjections(Replaced):
         """(The norm that made y, or None, and what it made it from, or y)."""
         found: tuple[Any, Tensor] = None, y
         for norm in list(self.tempo_norms):
-            x, storage = norm.__dict__.get(_MADE) or (None, None)
-            if x is not None and storage.cdata == y.untyped_storage()._cdata and x.shape == y.shape:
-                found = norm, x
+            made = norm.__dict__.get(_MADE)
+            if made is not None and made[1].cdata == y.untyped_storage()._cdata and made[0].shape == y.shape:
+                found = norm, made[0]
                 norm.__dict__[_MADE] = None
             else:
                 # One behind attention: it would hold its input until the next forward.

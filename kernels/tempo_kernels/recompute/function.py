@@ -87,7 +87,7 @@ class _Call:
     made: Tensor | None = None
     """The result of a first run by others, until forward takes it."""
 
-    def __init__(self, function: Callable[..., Tensor], args: Any, kwargs: Any) -> None:
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self._function = function
         self._leaves, self._structure = pytree.tree_flatten((args, kwargs))
         self._places = [place for place, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
@@ -109,7 +109,7 @@ class _Call:
         ]
         return tensors
 
-    def run(self, tensors: Sequence[Tensor], with_graph: bool = True) -> Tensor:
+    def run(self, tensors: Sequence[Tensor], with_graph: bool = True) -> Any:
         """Runs function on these tensors and the other arguments under the first run's autocast."""
         leaves, num_arguments = list(self._leaves), len(self._places)
         for place, tensor in zip(self._places, tensors[:num_arguments], strict=True):

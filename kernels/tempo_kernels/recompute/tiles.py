@@ -87,7 +87,7 @@ def attend_to_tiles(
     """
     assert num_rows > 0
     check_transforms("attend_to_tiles", (x,))
-    call = _Call(lambda *tiles: project(*tiles), (x, *beside), {})
+    call = _Call(project, (x, *beside), {})
     call.take_tensors()
     given = [parameter for parameter in parameters if parameter.requires_grad]
     if not torch.is_grad_enabled() or not (x.requires_grad or given):
@@ -156,7 +156,7 @@ class _TiledAttention(torch.autograd.Function):
         ctx.call, ctx.num_rows, ctx.parameters, ctx.beside = call, num_rows, parameters, beside
         ctx.keeper = x.grad_fn
         parts = _run(call, num_rows, x, *beside)
-        ctx.attend = _Call(lambda *parts: attend(*parts), parts, {})
+        ctx.attend = _Call(attend, parts, {})
         ctx.attend.take_tensors()
         y, made, ctx.give_back = run_attention(lambda: ctx.attend.run(parts, with_graph=False))
         ctx.save_for_backward(*made, *([x] if ctx.keeper is None else []))
