@@ -72,6 +72,7 @@ def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8)
         ),
         (f"{LAYOUT} Et*3|(tt|)*4tmL --mtp-num-layers 1", {"layers_of_chunks": (3, 2, 2, 2, 2, 1), "mtp_num_layers": 1}),
         (f"{LAYOUT} E,t*12||,|L", {"layers_of_chunks": (12, 0, 0, 0)}),
+        (f"{LAYOUT} Et*12|mL --mtp-num-layers 1", {"layers_of_chunks": (12, 0), "mtp_num_layers": 1}),
         ("--mtp-num-layers 2 --mtp-use-repeated-layer", {"mtp_num_layers": 2, "mtp_repeats_layer": True}),
         ("--recompute-activations", {"recompute": ("core_attn",)}),
         # Transformer Engine's norms are one with their linears.
