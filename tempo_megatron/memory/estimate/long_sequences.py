@@ -235,13 +235,12 @@ class LongSequence:
 
     def _list_of_mlp(self) -> Iterator[Term]:
         m, h = self.model, self.model.hidden_size
-        keeps_attention = "host_attention" not in self.pieces
         yield from self._list_made_again()
         yield from self._list_reduction()
         yield Term("gradient of the layer's output", _BF16 * h)
         yield Term("MLP's input before its norm, and after it", 2 * _BF16 * h)
-        if keeps_attention:
-            # With its output on the host, q, k and v are made again behind the MLP's backward.
+        if "tiled_norms" not in self.pieces:
+            # What runs again has made them before the MLP's backward; from tiles they are made for attention's.
             yield Term("first norm's output", _BF16 * h)
             yield from self._list_qkv("q, k and v")
         yield Term("attention's output", _BF16 * h)
