@@ -70,14 +70,20 @@ def test_a_layer_of_transformers_makes_what_the_highest_moment_of_its_terms_says
             seen.begin_phase()
             total.backward()
             peaks.append(seen.peak)
-    of_layer = {"hidden_size": 1024, "ffn_hidden_size": 3584, "num_attention_heads": 8, "num_query_groups": 2}
-    shape = dataclasses.replace(make_long().model, num_layers=1, **of_layer)
+    shape = dataclasses.replace(
+        make_long().model,
+        hidden_size=1024,
+        ffn_hidden_size=3584,
+        num_attention_heads=8,
+        num_query_groups=2,
+        num_layers=1,
+    )
     pieces = {"tempo", "host_checkpoints", "host_attention", "tiled_mlp", "one_group"}
     long = LongSequence(shape, OFFLOADED, frozenset(pieces | ({"tiled_norms"} if qkv == "tile" else set())))
     moments = {name: sum(t.bytes_per_token for t in terms) for name, terms in long.list_moments().items()}
     assert max(moments, key=moments.__getitem__) == f"backward of {'attention' if qkv == 'tile' else 'an MLP'}"
-    # What does not grow with the tokens, such as sums over tiles, is as much in both runs of an MLP's moment. In that
-    # of attention, which is not the highest one of few tokens, it is little.
+    # What does not grow with the tokens, such as sums over tiles, is as much in both runs of an MLP's moment. It is
+    # little in attention's moment, which is the highest one of many tokens only.
     found = (peaks[-1] - peaks[0]) / 2**15 if qkv == "off" else peaks[-1] / 2**16
     assert found == pytest.approx(max(moments.values()), rel=0.01 if qkv == "off" else 0.03)
 
