@@ -36,7 +36,6 @@ TILE_BYTES = 8192
 BACKWARD_PROGRAMS = 5
 """How many programs share a multiprocessor, at 96 registers a thread."""
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
-_NO_TENSORS = (None, None, None, None)
 
 # The numbers that change from call to call. No value of these or of the other arguments compiles a kernel anew.
 DRAWN = ("key_low", "key_high", "first_sample", "first_row")
@@ -266,8 +265,6 @@ def _list_drawn(draw: Draw, x: Tensor) -> tuple[Sequence[Tensor | None], tuple[i
 
     rows and samples are given as [s, b], one number for each row of [s * b, h].
     """
-    if not draw.has_tensors:
-        return _NO_TENSORS, (*key_words(int(draw.key)), int(draw.first_sample), draw.first_row)
     numbers, (key, first_sample, *positions) = draw.split()
     whole = (None if t is None else t.view(x.size(0), -1).expand(x.shape[:2]).contiguous() for t in positions)
     return (key, first_sample, *whole), (*key_words(int(numbers.key)), int(numbers.first_sample), draw.first_row)
