@@ -160,14 +160,15 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
                 trace_chunk(of_stage, each, pre_process=first, post_process=last, has_gradients=has_gradients)
                 for each, (first, last) in zip(layers, ends, strict=True)
             ]
+        until_full = [*_list_until_full(events)]
         on_gpu, allocator = _count_on_gpu(
-            run, chunks, muon and muon[1], traces or (), _list_until_full(events), has_head=stage == stages - 1
+            run, chunks, muon and muon[1], traces or (), until_full, has_head=stage == stages - 1
         )
         if run.gpu is not None:
             on_gpu["lasting tensors"] = count_lasting_tensors(run, stage)
         rounding = 0
         if allocator is not None and traces is not None:
-            rounding = count_rounding_of_step(allocator, traces, _list_until_full(events))
+            rounding = count_rounding_of_step(allocator, traces, until_full)
         deferred = _count_deferred(run, num_micro_batches) if stage == stages - 1 else 0
         of_host = [sum(each) for each in moved]
         found.append(
