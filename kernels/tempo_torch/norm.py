@@ -16,6 +16,10 @@ from tempo_torch.replace import Replaced
 _EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps", "norm_eps")
 
 
+MADE = "tempo_made"
+"""The attribute of a norm that TiledProjections follows: its last input and the storage of its output, or None."""
+
+
 class _Norm(Replaced):
     """A norm module of Tempo.
 
@@ -33,9 +37,9 @@ class _Norm(Replaced):
         return self.compiled_keep if torch.compiler.is_compiling() else self.keep
 
     def _tell(self, x: Tensor, y: Tensor) -> Tensor:
-        """Returns y; notes from what it was made where the attention behind it asks for that."""
-        if "tempo_made" in self.__dict__ and not torch.compiler.is_compiling():
-            self.__dict__["tempo_made"] = x, StorageWeakRef(y.untyped_storage())
+        """Returns y; notes what y was made from, if the attention behind asks for that."""
+        if MADE in self.__dict__ and not torch.compiler.is_compiling():
+            self.__dict__[MADE] = x, StorageWeakRef(y.untyped_storage())
         return y
 
     def _fits(self, x: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,22 +12,20 @@ from torch import Tensor, nn
 from tempo_kernels.recompute import attend_to_tiles
 from tempo_torch.attention import Caught, attend, catching
 from tempo_torch.mlp import check_gathered, find_mlp_refusal
-from tempo_torch.norm import LayerNorm, RMSNorm
+from tempo_torch.norm import MADE, LayerNorm, RMSNorm
 from tempo_torch.replace import Replaced
 
-_MADE = "tempo_made"
-"""The attribute of a norm that tells its last input, and the storage of its output."""
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _CACHES = ("cache", "past_key_values", "past_key_value")
 
 
 class TiledProjections(Replaced):
     """An attention module of transformers that keeps the input of the norm in front of it, and attention's output with
-    its logsumexp. q, k and v are made again for attention's backward, and are gone after it; the backward of what makes
-    them runs for as many tokens at a time as they are wide. `attend_to_tiles` says how exact that is."""
+    its logsumexp. q, k and v are made again for attention's backward, and are gone after it. What makes them runs for a
+    tile of as many tokens as the hidden size, in forward and in backward. `attend_to_tiles` says how exact that is."""
 
     tempo_norms: list[nn.Module]
-    """The norms of the layer."""
+    """Those norms of the layer that may be in front of this module."""
     o_proj: nn.Module
     config: Any
     attention_dropout: float
@@ -70,28 +69,27 @@ class TiledProjections(Replaced):
         out = attend_to_tiles(project, attend_to, x.flatten(0, 1), *rows, parameters=parameters, num_rows=x.size(-1))
         return self.o_proj(out.flatten(2)), None
 
+    def follow_norms(self, norms: Iterable[nn.Module]) -> None:
+        """Asks Tempo's norms among `norms`, those of the layer, to tell what they normalise."""
+        self.tempo_norms = [norm for norm in norms if isinstance(norm, LayerNorm | RMSNorm)]
+        for norm in self.tempo_norms:
+            if MADE not in norm.__dict__:
+                norm.__dict__[MADE] = None
+                norm.__dict__["tempo_attributes"] += (MADE,)
+
     def _take_made(self, y: Tensor) -> tuple[Any, Tensor]:
         """(The norm that made y, or None, and what it made it from, or y)."""
         found: tuple[Any, Tensor] = None, y
         for norm in list(self.tempo_norms):
-            made = norm.__dict__.get(_MADE)
+            made = norm.__dict__.get(MADE)
             if made is not None and made[1].cdata == y.untyped_storage()._cdata and made[0].shape == y.shape:
                 found = norm, made[0]
-                norm.__dict__[_MADE] = None
+                norm.__dict__[MADE] = None
             else:
                 # One behind attention: it would hold its input until the next forward.
-                norm.__dict__.pop(_MADE, None)
+                norm.__dict__.pop(MADE, None)
                 self.tempo_norms.remove(norm)
         return found
-
-
-def let_norms_tell(model: nn.Module) -> None:
-    """Lets Tempo's norms in front of tiled projections tell what they normalise."""
-    for module in model.modules():
-        for norm in module.tempo_norms if isinstance(module, TiledProjections) else ():
-            if isinstance(norm, LayerNorm | RMSNorm) and _MADE not in norm.__dict__:
-                norm.__dict__[_MADE] = None
-                norm.__dict__["tempo_attributes"] += (_MADE,)
 
 
 def is_projected_attention(module: nn.Module) -> bool:

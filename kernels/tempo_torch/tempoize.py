@@ -22,7 +22,7 @@ from tempo_torch.linear import DropsInput
 from tempo_torch.loss import FusedLoss, is_language_model, use_fused_loss
 from tempo_torch.mlp import TiledMLP, find_mlp_refusal, is_mlp
 from tempo_torch.multihead import MultiheadAttention
-from tempo_torch.norm import LayerNorm, RMSNorm, find_norm
+from tempo_torch.norm import find_norm
 from tempo_torch.offload import offload_layers
 from tempo_torch.position import Passes
 from tempo_torch.probe import Call, Seen, make_inputs, probe
@@ -30,7 +30,6 @@ from tempo_torch.projections import (
     TiledProjections,
     find_projections_refusal,
     is_projected_attention,
-    let_norms_tell,
 )
 from tempo_torch.replace import Replaced, change_class, give_class_back
 from tempo_torch.report import Entry, Report
@@ -546,7 +545,7 @@ def _replace_projections(name: str, module: nn.Module, choices: dict[str, str], 
         return None
     kind, why = type(module).__name__, find_projections_refusal(module)
     if choices["attention"] == "off":
-        why = "attention is off, and only Tempo's can be run again without running"
+        why = "attention is off, and only Tempo's gives back in backward what it made in forward"
     if why is not None:
         return Entry(name, kind, "qkv", None, why)
     # As for an MLP in tiles, ZeRO 3 gathers its weights once.
@@ -555,11 +554,11 @@ def _replace_projections(name: str, module: nn.Module, choices: dict[str, str], 
 
 
 def _finish_projections(model: nn.Module) -> None:
-    """Tells tiled projections the norms of their layers, and their attention to be Tempo's."""
+    """Lets tiled projections follow the norms of their layers, and Tempo's attention serve all their calls."""
     for layer in model.modules():
         for child in layer.children():
             if isinstance(child, TiledProjections):
-                child.tempo_norms = [each for each in layer.children() if isinstance(each, LayerNorm | RMSNorm)]
+                child.follow_norms(layer.children())
                 place: AttentionPlace | None = child.__dict__.get(PLACE)
                 if place is None:
                     raise ValueError(
@@ -567,7 +566,6 @@ def _finish_projections(model: nn.Module) -> None:
                         'with attn_implementation="sdpa"; set qkv to "off"'
                     )
                 place.is_always_ours = True
-    let_norms_tell(model)
 
 
 _REPLACEMENTS = (

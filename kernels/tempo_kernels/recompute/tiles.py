@@ -159,13 +159,14 @@ class _TiledAttention(torch.autograd.Function):
         ctx.attend = _Call(attend, parts, {})
         ctx.attend.take_tensors()
         y, made, ctx.give_back = run_attention(lambda: ctx.attend.run(parts, with_graph=False))
+        ctx.num_made = len(made)
         ctx.save_for_backward(*made, *([x] if ctx.keeper is None else []))
         return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_derivative()
-        x, made = _take_x(ctx), ctx.saved_tensors if ctx.keeper is not None else ctx.saved_tensors[:-1]
+        x, made = _take_x(ctx), ctx.saved_tensors[: ctx.num_made]
         leaves = [part.requires_grad_() for part in _run(ctx.call, ctx.num_rows, x, *ctx.beside)]
         with ctx.give_back(made):
             y = ctx.attend.run(leaves)
