@@ -50,6 +50,7 @@ def test_the_loss_of_transformers_makes_what_its_terms_say() -> None:
 def test_a_layer_of_transformers_makes_what_the_highest_moment_of_its_terms_says(qkv: str) -> None:
     """On tensors without memory, in which an operation makes its results alone, as a kernel does."""
     import transformers
+    from transformers_cases import checkpoint_layers
 
     from tempo_kernels.recompute import keep_attention
     from tempo_torch import tempoize
@@ -57,9 +58,7 @@ def test_a_layer_of_transformers_makes_what_the_highest_moment_of_its_terms_says
     sizes = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 64}
     config = transformers.LlamaConfig(intermediate_size=3584, num_hidden_layers=1, **sizes)
     model = transformers.LlamaForCausalLM(config).bfloat16().train()
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(
-        {"use_reentrant": False, "context_fn": keep_attention}
-    )
+    checkpoint_layers(model, use_reentrant=False, context_fn=keep_attention)
     model = tempoize(model, mlp="tile", qkv=qkv, norm="recompute")
     peaks = []
     for tokens in (2**15, 2**16) if qkv == "off" else (2**16,):

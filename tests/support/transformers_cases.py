@@ -20,6 +20,12 @@ H, HEADS, FFN, VOCAB = 256, 2, 1024, 128
 B, S = 4, 128
 
 
+def checkpoint_layers(model: Any, **given: Any) -> None:
+    """Lets a model run its layers again in backward, by torch.utils.checkpoint with these arguments."""
+    # Its name before transformers 5.22, with whose successor an older one would not do.
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(given)
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One architecture.

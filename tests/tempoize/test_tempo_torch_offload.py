@@ -10,6 +10,7 @@ import torch
 from slow_links import SlowLink
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers_cases import checkpoint_layers
 
 from tempo_kernels.offload import Engine
 from tempo_torch import restore, tempoize
@@ -54,10 +55,7 @@ def find_engine(model: nn.Module) -> Engine:
 def test_no_bit_changes_and_layers_move_what_they_keep(name: str, recompute: str) -> None:
     kept, moved = build(name), build(name)
     for model in (kept, moved) if recompute != "nothing" else ():
-        # Its name before transformers 5.22, with whose successor an older one would not do.
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(
-            {"use_reentrant": recompute != "layers"}
-        )
+        checkpoint_layers(model, use_reentrant=recompute != "layers")
     tempoize(kept, seed=1)
     tempoize(moved, seed=1, offload="all")
     engine = find_engine(moved)

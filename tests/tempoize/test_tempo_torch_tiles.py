@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers_cases import checkpoint_layers
 
 from tempo_kernels.attention import cpu
 from tempo_kernels.recompute import keep_attention, recompute, recompute_in_tiles
@@ -30,11 +31,6 @@ def build(kind: str, **more: Any) -> Any:
     return getattr(transformers, name)(config).train()
 
 
-def checkpoint(model: Any, given: dict[str, Any]) -> None:
-    """Lets a model run its layers again in backward; transformers 5 has another name for it."""
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(given)
-
-
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "GPTNeoX"])
 def test_tiles_give_the_loss_and_gradients_of_stock(kind: str, is_checkpointed: bool) -> None:
@@ -42,7 +38,7 @@ def test_tiles_give_the_loss_and_gradients_of_stock(kind: str, is_checkpointed: 
     for mlp in ("off", "tile"):
         model = tempoize(build(kind), mlp=mlp)
         if is_checkpointed:
-            checkpoint(model, {"use_reentrant": False})
+            checkpoint_layers(model, use_reentrant=False)
         names = [name for name, _ in model.named_modules() if name.endswith((".down_proj", ".dense_4h_to_h"))]
 
         def count(*_: Any) -> None:
@@ -167,7 +163,7 @@ def test_q_k_and_v_in_tiles_give_the_loss_and_gradients_of_stock_projections(
         model = tempoize(build(kind, **more), mlp="tile", qkv=qkv, offload=offload)
         if again != "no":
             kept = {"context_fn": keep_attention} if again.startswith("kept") else {}
-            checkpoint(model, {"use_reentrant": again == "reentrant", **kept})
+            checkpoint_layers(model, use_reentrant=again == "reentrant", **kept)
         for _ in range(3 if offload == "all" else 1):  # the same bits each time: a stale address would change them
             model.zero_grad()
             with samples(model, 0), mock.patch("tempo_kernels.attention.cpu.forward", wraps=cpu.forward) as forward:
@@ -191,7 +187,7 @@ def test_the_output_of_a_norm_in_tiles_is_not_there_at_the_peak() -> None:
     peaks = []
     for qkv in ("off", "tile"):
         model = tempoize(build("Llama", attention_dropout=0.1), mlp="tile", norm="recompute", qkv=qkv)
-        checkpoint(model, {"use_reentrant": False, "context_fn": keep_attention})
+        checkpoint_layers(model, use_reentrant=False, context_fn=keep_attention)
         embedded = torch.randn(1, 512, 32, requires_grad=True)
         for _ in range(2):  # the first forward is also watched
             with PeakBytes(embedded) as seen, samples(model, 0):

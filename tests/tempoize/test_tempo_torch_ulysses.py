@@ -55,22 +55,27 @@ def draw_hidden(**settings):
     return tempoize(torch.nn.Sequential(torch.nn.Dropout(0.5)), **settings).train()(torch.ones(BATCH, 8, 32))
 
 
-def train_rank(settings, register_first):
+def start():
+    """Returns DeepSpeed's class, and this rank."""
     import deepspeed
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     # Two ranks that wait for the compilation of a run that was killed wait for ever.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    model = build_llama()
+    return UlyssesSPAttentionHF, torch.distributed.get_rank()
+
+
+def train_rank(settings, register_first):
+    ulysses, rank = start()
+    size, model = torch.distributed.get_world_size(), build_llama()
     if settings:
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})
     if register_first:
-        UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", size, BATCH)
+        ulysses.register_with_transformers(model, "sdpa", size, BATCH)
     tempoize(model, **settings)
     if not register_first:
-        UlyssesSPAttentionHF.register_with_transformers(model, "tempo", size, BATCH)
+        ulysses.register_with_transformers(model, "tempo", size, BATCH)
     train(model, rank, size)  # the first forward is also the one that the report has seen
     model.zero_grad()
     loss, num_forwards = train(model, rank, size)
@@ -81,15 +86,11 @@ def train_rank(settings, register_first):
 
 
 def train_rank_with_dropout(p):
-    import deepspeed
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     early = refuse(lambda: tempoize(build_llama(p), sequence_ranks=3))
-    deepspeed.init_distributed("gloo")
-    rank, size, groups = torch.distributed.get_rank(), 2, 2
+    ulysses, rank = start()
+    size, groups = 2, 2
     model = tempoize(build_llama(p), sequence_ranks=size)
-    UlyssesSPAttentionHF.register_with_transformers(model, "tempo", size, BATCH // groups)
+    ulysses.register_with_transformers(model, "tempo", size, BATCH // groups)
     losses = torch.stack([train(model, rank, size, groups)[0] for _ in range(2)])
     torch.distributed.all_reduce(losses)
     gradient = model.model.layers[0].self_attn.q_proj.weight.grad
