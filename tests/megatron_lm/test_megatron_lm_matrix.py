@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_runs import Run, assert_equal_to_stock, list_names, run_all_sizes, with_sample
+from megatron_runs import EXPERTS, LATENT_ATTENTION, Run, assert_equal_to_stock, list_names, run_all_sizes, with_sample
 
 pytestmark = pytest.mark.slow
 
@@ -25,11 +25,15 @@ class Case:
     changes: tuple[str, ...] = ()
     """Of stock: where Megatron's own norms refuse sequence parallelism without Apex, torch's stand in them."""
 
+    changes_both: tuple[str, ...] = ()
+    """Of stock and Tempo."""
+
     limit: float = 3e-5
     """Of a gradient's difference, as a part of the largest gradient of its step."""
 
 
 _SP = {"changes": ("use_torch_norms",)}
+_LATENT = {"changes_both": ("take_latent_sizes",)}
 _FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 _SELECTIVE = "--recompute-granularity selective --recompute-modules"
 _TP_2, _PP_2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
@@ -39,10 +43,18 @@ _LLAMA = (
     "--qk-layernorm --untie-embeddings-and-output-weights --disable-bias-linear"
 )
 _MOE = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type aux_loss"
-
+_SWIGLU = "--swiglu --disable-bias-linear --moe-ffn-hidden-size 24 --moe-token-dispatcher-type"
+_MOE_SWIGLU = f"{_MOE} {EXPERTS}"
+_TOP_8 = f"--num-experts 16 --moe-router-topk 8 {_SWIGLU} alltoall --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.01"
+_CAPACITY = f"{_MOE} {_SWIGLU} alltoall --moe-expert-capacity-factor 1.0"
+_PADDED = f"{_CAPACITY} --moe-pad-expert-input-to-capacity"
+_EP_2, _EP_2_OF_TP = "--expert-model-parallel-size 2", "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 # Of every run: a kind of model, of recomputation and of parallelism that no other test of Megatron-LM's script has, and
 # one 16-bit dtype. The others are for --exhaustive.
-SAMPLE = ("MoE", "mlp with biases", "bf16", "TP 2 + SP, LLaMA", "PP 2, interleaved", "DP 2, distributed optimizer")
+SAMPLE = (
+    *("MoE", "EP 2, sent again", "mlp with biases", "bf16"),
+    *("TP 2 + SP, LLaMA", "PP 2, interleaved", "DP 2, distributed optimizer"),
+)
 CASES = {
     "GPT-2": Case(""),
     "erf GELU": Case("--no-bias-gelu-fusion"),
@@ -51,6 +63,13 @@ CASES = {
     "squared ReLU": Case("--squared-relu --no-bias-gelu-fusion"),
     "windows": Case("--window-size 8,0 --window-attn-skip-freq 2"),
     "MoE": Case(f"{_MOE} --moe-layer-freq 2 --no-bias-gelu-fusion --disable-bias-linear"),
+    "MoE, top 8": Case(f"{_TOP_8} --moe-router-load-balancing-type seq_aux_loss"),
+    "MoE, global auxiliary loss": Case(f"{_TOP_8} --moe-router-load-balancing-type global_aux_loss"),
+    "MoE, all-gather": Case(f"{_MOE} {_SWIGLU} allgather"),
+    "MoE, capacity": Case(_CAPACITY),
+    "MoE, capacity, padded": Case(_PADDED),
+    "MLA": Case(LATENT_ATTENTION, **_LATENT),
+    "MLA, MoE, up projections": Case(f"{LATENT_ATTENTION} {_MOE_SWIGLU} {_SELECTIVE} mla_up_proj", **_LATENT),
     "learnable softmax": Case("--softmax-type learnable"),
     "post-norm residual": Case("--apply-residual-connection-post-layernorm"),
     "recompute all": Case("", tempo="--tempo-norm recompute --tempo-activation recompute --tempo-attention softmax"),
@@ -76,20 +95,40 @@ CASES = {
     "DP 2, distributed optimizer": Case(
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --optimizer adam --adam-eps 0.01", 2
     ),
+    "EP 2": Case(f"{_MOE_SWIGLU} {_EP_2}", 2),
+    "EP 2, top 8": Case(f"{_TOP_8} --moe-router-load-balancing-type seq_aux_loss {_EP_2}", 2),
+    "EP 2, capacity": Case(f"{_CAPACITY} {_EP_2}", 2),
+    "EP 2, capacity, padded": Case(f"{_PADDED} {_EP_2}", 2),
+    "EP 2, sent again": Case(f"{_MOE_SWIGLU} {_EP_2}", 2, "--tempo-moe-permute repeat --tempo-norm recompute"),
+    "TP 2 + SP, MoE": Case(f"{_TP_2_SP} {_MOE_SWIGLU}", 2, **_SP),
+    "TP 2 + SP, MoE, top 8": Case(f"{_TP_2_SP} {_TOP_8} --moe-router-load-balancing-type seq_aux_loss", 2, **_SP),
+    # Each rank has as many tokens there, without which gloo gathers none.
+    "TP 2 + SP, MoE, capacity, padded": Case(f"{_TP_2_SP} {_PADDED}", 2, **_SP),
+    "TP 2 + SP, EP 2, capacity": Case(f"{_TP_2_SP} {_CAPACITY} {_EP_2_OF_TP}", 2, **_SP),
+    "TP 2 + SP, EP 2": Case(f"{_TP_2_SP} {_MOE_SWIGLU} {_EP_2_OF_TP}", 2, **_SP),
+    "PP 2, MoE": Case(f"{_PP_2} {_MOE_SWIGLU}", 2),
+    "PP 2, MoE, top 8": Case(f"{_PP_2} {_TOP_8} --moe-router-load-balancing-type seq_aux_loss", 2),
+    "PP 2, MoE, capacity": Case(f"{_PP_2} {_CAPACITY}", 2),
+    "MLA, TP 2 + SP": Case(f"{LATENT_ATTENTION} {_TP_2_SP}", 2, **_SP, **_LATENT),
+    "MLA, PP 2": Case(f"{LATENT_ATTENTION} {_PP_2}", 2, **_LATENT),
+    "MLA, EP 2": Case(f"{LATENT_ATTENTION} {_MOE_SWIGLU} {_EP_2}", 2, **_LATENT),
     "TP 4, 12 heads": Case("--tensor-model-parallel-size 4 --num-attention-heads 12", 4),
     "TP 4 + SP, 12 heads": Case(
         "--tensor-model-parallel-size 4 --num-attention-heads 12 --sequence-parallel", 4, **_SP
     ),
     "PP 4": Case("--pipeline-model-parallel-size 4", 4),
     "TP 2 + SP, PP 2": Case(f"{_TP_2_SP} {_PP_2}", 4, **_SP),
+    "EP 2, PP 2, MLA": Case(f"{LATENT_ATTENTION} {_MOE_SWIGLU} {_EP_2} {_PP_2}", 4, **_LATENT),
+    "TP 2 + SP, EP 2, PP 2": Case(f"{_TP_2_SP} {_MOE_SWIGLU} {_EP_2_OF_TP} {_PP_2}", 4, **_SP),
     "PP 2, DP 2": Case(f"{_PP_2} --overlap-grad-reduce", 4),
 }
 
 
 def runs_of(name: str) -> Iterator[tuple[int, Run]]:
     case = CASES[name]
-    yield case.world_size, Run(f"{name}: stock", case.arguments, changes=case.changes)
-    yield case.world_size, Run(f"{name}: Tempo", f"{case.arguments} --use-tempo {case.tempo}")
+    yield case.world_size, Run(f"{name}: stock", case.arguments, changes=(*case.changes_both, *case.changes))
+    tempo = f"{case.arguments} --use-tempo {case.tempo}"
+    yield case.world_size, Run(f"{name}: Tempo", tempo, changes=case.changes_both)
 
 
 @pytest.fixture(scope="module")

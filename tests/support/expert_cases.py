@@ -82,13 +82,7 @@ def prepare() -> None:
     torch.compiler.set_stance("force_eager")
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    torch.distributed.all_to_all_single = all_to_all_single
-
-
-def all_to_all_single(out: Tensor, x: Tensor, output_split_sizes: Any, input_split_sizes: Any, **kwargs: Any) -> Any:
-    """torch's, which takes lists: Megatron has tensors, which it copies to the host where they are not there yet."""
-    sizes = [None if each is None else [*map(int, each)] for each in (output_split_sizes, input_split_sizes)]
-    return torch.distributed.distributed_c10d.all_to_all_single(out, x, *sizes, **kwargs)
+    torch.distributed.all_to_all_single = megatron_cpu.all_to_all_single
 
 
 class GroupedLinear(torch.nn.Module):
@@ -266,7 +260,9 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "EP 2, all-to-all, dropped and padded": (EP_2, CASES["tokens dropped and padded"]),
     "EP 2, all-to-all, a rank without tokens": (EP_2, ONE_SIDED),
     "EP 2, all-to-all, recomputed": (EP_2, {**CASES["the layer recomputed"], **ALL_TO_ALL}),
+    "EP 2, all-to-all, grouped": (EP_2, {**FUSED, **ALL_TO_ALL, **SHARED}),
     "PP 2": (PP_2, {**FUSED, **SHARED, "moe_z_loss_coeff": 0.1}),
+    "PP 2, grouped, top 8": (PP_2, {**FUSED, "num_moe_experts": 16, "moe_router_topk": 8}),
     "TP 2, SP, experts split": ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}, SQUARED),
     "TP 2, SP, experts split, all-to-all": (
         {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
@@ -279,6 +275,10 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "TP 2, SP, EP 2, all-to-all": (
         {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, **EP_2},
         {**SQUARED, **SHARED, **ALL_TO_ALL},
+    ),
+    "TP 2, SP, EP 2, all-to-all, grouped": (
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, **EP_2},
+        {**SQUARED, **ALL_TO_ALL},
     ),
 }
 OF_FOUR: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -302,8 +302,9 @@ def compare_layouts(layouts: dict[str, tuple[dict[str, int], dict[str, Any]]]) -
             split |= {"pipeline_dtype": torch.float32, "batch_p2p_sync": False}
         settings = {**settings, **split, "sequence_parallel": sizes.get("tensor_model_parallel_size", 1) > 1}
         repeats = (REPEAT,) if "all-to-all" in name else ()
+        kind = "grouped" if "grouped" in name else "sequential"
         found[name] = {
-            "measured": [measure(settings, each) for each in (TempoConfig.off(), ACTIVATION, *repeats)],
+            "measured": [measure(settings, each, kind) for each in (TempoConfig.off(), ACTIVATION, *repeats)],
             "dropped": find_dropped_loss(settings),
         }
         parallel_state.destroy_model_parallel()

@@ -61,6 +61,25 @@ def use_torch_norms(undo: contextlib.ExitStack, result: dict[str, Any]) -> None:
     undo.callback(setattr, GPTModel, "__init__", construct)
 
 
+def take_latent_sizes(undo: contextlib.ExitStack, result: dict[str, Any]) -> None:
+    """Megatron's local latent attention, which gives its core attention two sizes that only others take, and looks for
+    a name that is not there without Transformer Engine."""
+    import torch
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    construct = DotProductAttention.__init__
+
+    def construct_of_one_size(self: Any, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
+        assert k_channels == v_channels
+        construct(self, *args, **kwargs)
+
+    linear = multi_latent_attention.TELinear
+    DotProductAttention.__init__, multi_latent_attention.TELinear = construct_of_one_size, torch.nn.Bilinear
+    undo.callback(setattr, DotProductAttention, "__init__", construct)
+    undo.callback(setattr, multi_latent_attention, "TELinear", linear)
+
+
 def record_masks(undo: contextlib.ExitStack, result: dict[str, Any]) -> None:
     """Write down every mask that is drawn: of the hidden dropouts, by key, global sample and global row, a checksum of
     the row's bits; of attention, whose bits are a function of these, key, sample and head."""

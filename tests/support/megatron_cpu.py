@@ -152,6 +152,12 @@ def _answer_torch_cuda() -> None:
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *args: None
 
 
+def all_to_all_single(out: Any, x: Any, output_split_sizes: Any, input_split_sizes: Any, **kwargs: Any) -> Any:
+    """torch's, which takes lists: Megatron has tensors, which it copies to the host where they are not there yet."""
+    sizes = [None if each is None else [*map(int, each)] for each in (output_split_sizes, input_split_sizes)]
+    return torch.distributed.distributed_c10d.all_to_all_single(out, x, *sizes, **kwargs)
+
+
 def _answer_distributed() -> None:
     dist: Any = torch.distributed
     init_process_group, new_group, all_reduce = dist.init_process_group, dist.new_group, dist.all_reduce
@@ -180,5 +186,6 @@ def _answer_distributed() -> None:
         return isend(tensor.clone(), *args, **kwargs)
 
     dist.init_process_group, dist.new_group, dist.all_reduce = init_on_gloo, new_gloo_group, all_reduce_with_mean
+    dist.all_to_all_single = all_to_all_single
     # Its own module compares functions that are to be batched with its own name.
     dist.isend = dist.distributed_c10d.isend = send_copy

@@ -51,6 +51,17 @@ _SIZES: dict[str, Any] = {
     "eval-iters": 0,
     "eval-interval": 1000,
 }
+# Latent attention whose heads of q, k and v have one size, the only one that stock's own core attention takes; such a
+# run needs take_latent_sizes of megatron_changes.
+LATENT_ATTENTION = (
+    "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 12 --kv-channels 12 --rope-type rope --position-embedding-type rope --normalization RMSNorm "
+    "--qk-layernorm --disable-bias-linear"
+)
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --swiglu --disable-bias-linear --moe-ffn-hidden-size 24 "
+    "--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 24"
+)
 
 
 @dataclasses.dataclass(frozen=True)
