@@ -170,11 +170,20 @@ for _name, _base in (("TEGroupedMLP", _TempoTEGroupedMLP), ("GroupedMLP", _Tempo
 
 class _AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
     """Megatron's, which keeps the numbers of tokens of each expert instead of the map [experts, tokens] by which it
-    chooses probabilities, and all probabilities; where the tokens are is kept anyway, to bring them back."""
+    chooses probabilities, and all probabilities; where the tokens are is kept anyway, to bring them back. Between the
+    calls of one forward these lie on the dispatcher, which stock leaves there until the next one."""
 
     def dispatch_preprocess(self, *args: Any, **kwargs: Any) -> Any:
         """Tokens in the order of their experts, and the probability of each."""
         return _preprocess(self, *args, **kwargs)
+
+    def combine_postprocess(self, *args: Any, **kwargs: Any) -> Any:
+        """Tokens in their own order [s, b, h]."""
+        restored = super().combine_postprocess(*args, **kwargs)
+        # A graph of the layer's first part fills them at its capture, and once only.
+        if getattr(self.config, "cuda_graph_impl", "none") == "none":
+            self.probs = self.routing_map = self.reversed_local_input_permutation_mapping = None
+        return restored
 
 
 def _permute(tokens: Tensor, routing_map: Tensor, probs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -298,6 +307,8 @@ def _dispatch_again(dispatcher: Any) -> Callable[[Tensor], Tensor]:
     state = copy.copy(dispatcher)
     # With it all of the router's graph would stay, and it is sent no more.
     state.probs = None
+    if not state.config.moe_permute_fusion:
+        state.routing_map = None
     num_sent = state.num_out_tokens
 
     def dispatch(tokens: Tensor) -> Tensor:

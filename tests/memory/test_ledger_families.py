@@ -8,9 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import allocated_cases
 import pytest
 import torch
 from covering import parametrize_covering
+from distributed import run_megatron_ranks
 
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
@@ -208,3 +210,53 @@ def test_a_layer_of_deepseek_v3_with_experts_keeps_less_than_by_megatrons_recomp
     saved = record_chunk(run)[0]["decoder", 0]
     found = [sum(s.num_bytes for s in saved if name in s.operation) / (4096 * 7168) for name in ("mlp.experts", "")]
     assert [round(each, 1) for each in found] == [experts, everything]
+
+
+LLAMA_3_8B = dataclasses.replace(
+    QWEN3_30B_A3B, hidden_size=4096, ffn_hidden_size=14336, num_query_groups=8, qk_layernorm=False
+)
+FULL_WIDTH: dict[str, tuple[dict[str, Any], Run]] = {
+    "Qwen3-30B-A3B": (
+        {"hidden_size": 2048, "kv_channels": 128, "moe_ffn_hidden_size": 768},
+        Run(model=QWEN3_30B_A3B, tempo=TempoConfig.off(), stock="transformer_engine", experts=EXPERTS),
+    ),
+    "DeepSeek-V3": (
+        {
+            **{"hidden_size": 7168, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_pos_emb_head_dim": 64},
+            **{"v_head_dim": 128, "moe_ffn_hidden_size": 2048, "moe_shared_expert_intermediate_size": 2048},
+        },
+        Run(
+            model=DEEPSEEK_V3, tempo=TempoConfig.off(), stock="transformer_engine", experts=DEEPSEEK_EXPERTS,
+            latent_attention=DEEPSEEK_ATTENTION, recompute=("mla_up_proj",),
+        ),
+    ),
+    "Llama-3-8B": (
+        {"hidden_size": 4096, "kv_channels": 128, "ffn_hidden_size": 14336},
+        Run(model=LLAMA_3_8B, tempo=TempoConfig.off(), stock="transformer_engine"),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def allocated() -> dict[str, tuple[int, int]]:
+    """Of each layer at a small width: bytes of a token and of a micro batch, by the allocator's count."""
+    (found,) = run_megatron_ranks(allocated_cases.measure_all, 1, 1)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Using a large number of experts")
+@pytest.mark.parametrize("case", allocated_cases.CASES)
+def test_a_token_takes_of_the_allocator_what_it_takes_at_full_width(
+    allocated: dict[str, tuple[int, int]], case: str
+) -> None:
+    settings, tempo_config = allocated_cases.CASES[case]
+    of_token, of_micro_batch = allocated[case]
+    assert of_token == allocated_cases.count_token(settings, tempo_config, is_local=True)
+    # Numbers of tokens of each expert, losses, and the states of random generators that a recomputation keeps.
+    assert 0 <= of_micro_batch < 2**14
+    sizes, run = FULL_WIDTH[case.partition(",")[0]]
+    if run.latent_attention is not None:  # whose attention is Transformer Engine's there
+        tempo_config = dataclasses.replace(tempo_config, attention="off")
+    saved = record_chunk(dataclasses.replace(run, tempo=tempo_config))[0]["decoder", 0]
+    expected = 4096 * allocated_cases.count_token({**settings, **sizes}, tempo_config, is_local=False)
+    assert 0 <= sum(each.num_bytes for each in saved) - expected < 2**14

@@ -151,8 +151,9 @@ class _Promise:
         """Finds which part of which output the tensor is; None if it is no part, or not of exactly one."""
         storage, dtype = tensor.untyped_storage()._cdata, tensor.dtype
         for index, output in enumerate(self._outputs):
-            if (storage, dtype) != (output.storage, output.dtype) or not tensor.numel():
+            if (storage, dtype) != (output.storage, output.dtype):
                 continue
+            # A view without elements, as of an expert without tokens, holds the storage too.
             part = _Part(index, tensor.size(), tensor.stride(), tensor.storage_offset() - output.offset)
             last = part.offset + sum((size - 1) * stride for size, stride in zip(part.size, part.stride, strict=True))
             # `make` restores the whole storage, a grad_fn its output only.
