@@ -1,9 +1,11 @@
-"""Experts of transformers' mixtures: what they keep is the first product's output, not their activation.
+"""Experts of transformers' mixtures: what they keep is the first product's output, neither their activation nor the
+copies of the tokens that go to several experts.
 
-Stock keeps the output of the gate's function, its product with the other half, and what the gate clamps. Each is as
-large as the tokens of all experts. Here the second product keeps a promise in place of the first's gated output, which
-the model's own code makes again just before backward needs it. This is done in the implementations "grouped_mm",
-"batched_mm" and "eager" of transformers/integrations/moe.py (5.24); in any other, stock runs.
+Stock keeps the output of the gate's function, its product with the other half, and what the gate clamps, each as large
+as the tokens of all experts, and for each of them a copy of its token. Here the products keep promises in place of
+their inputs: just before backward needs them, the model's own code gathers the tokens and makes the gated output again.
+This is done in the implementations "grouped_mm", "batched_mm" and "eager" of transformers/integrations/moe.py (5.24);
+in any other, stock runs. The second product's output stays: the routing weights' gradient needs it.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 
 
 class RecomputesExperts(Replaced):
-    """Experts whose gated activation is recomputed.
+    """Experts whose gated activation is recomputed, and whose tokens are gathered again.
 
-    Keeps for backward: of the activation its input, the output of gate_up_proj.
+    Keeps for backward: of the activation its input, the output of gate_up_proj; of the tokens those of the layer.
     Error: none in the output, since stock code runs again; gradients are those of its activation module, which is
     Tempo's where that has its function.
     """
@@ -50,7 +52,12 @@ class RecomputesExperts(Replaced):
         stand_in: Any = copy.copy(self)
         stand_in.__class__ = stock
         stand_in.__dict__["_apply_gate"] = apply_gate
-        with _DropsInputs():
+        # Ranks that have some of the experts write zeros to the others' tokens.
+        is_split = getattr(self, "_is_expert_parallel", False)
+        tokens = args[0] if args else kwargs["hidden_states"]
+        # Eager forwards have products that drop them, expert by expert.
+        copies = None if read_implementation(self) == "eager" else made
+        with _DropsInputs(None if is_split else tokens, copies):
             out = stock.forward(stand_in, *args, **kwargs)
         while made:
             drop(made.pop(), after=out)
@@ -58,14 +65,34 @@ class RecomputesExperts(Replaced):
 
 
 class _DropsInputs(TorchFunctionMode):
-    """Lets each linear inside drop an input that can be recomputed: eager forwards may write the gate's product out
-    instead of calling `_apply_gate`."""
+    """Lets copies of tokens be made again, and each product inside drop an input that can be: eager forwards may write
+    the gate's product out instead of calling `_apply_gate`.
+
+    Args:
+        tokens: [t, h], or None, of which copies are to stay.
+        copies: gets those that no product inside drops.
+    """
+
+    def __init__(self, tokens: Tensor | None, copies: list[Tensor] | None) -> None:
+        super().__init__()
+        self._tokens, self._copies = tokens, copies
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        if function is F.linear:
+        kwargs = kwargs or {}
+        if self._tokens is not None and function in _GATHERS and args[0] is self._tokens:
+            copies = recompute(function, *args, **kwargs)
+            if self._copies is not None:
+                self._copies.append(copies)
+            return copies
+        out = function(*args, **kwargs)
+        if function in _PRODUCTS:
             drop_input(args[0], out)
         return out
+
+
+# What experts apply to all tokens: the rows of each, by indices, or as many of each as it has experts.
+_GATHERS = (Tensor.__getitem__, Tensor.repeat_interleave)
+_PRODUCTS = (F.linear, Tensor.matmul, Tensor.__matmul__)
 
 
 def read_implementation(module: Any) -> Any:
