@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -170,20 +171,57 @@ for _name, _base in (("TEGroupedMLP", _TempoTEGroupedMLP), ("GroupedMLP", _Tempo
 
 class _AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
     """Megatron's, which keeps the numbers of tokens of each expert instead of the map [experts, tokens] by which it
-    chooses probabilities, and all probabilities; where the tokens are is kept anyway, to bring them back. Between the
-    calls of one forward these lie on the dispatcher, which stock leaves there until the next one."""
+    chooses probabilities, and all probabilities. Where the tokens are is made again from the logits of a router that
+    can choose again. Between the calls of one forward these lie on the dispatcher, which stock leaves there until the
+    next one."""
+
+    probs: Any
+    routing_map: Any
+    reversed_local_input_permutation_mapping: Any
+    router: TempoTopKRouter | None = None
+    """One that can choose again, and whose choice these places are."""
+
+    take_places: _Places | None = None
+    """Of this forward, where they are made again."""
 
     def dispatch_preprocess(self, *args: Any, **kwargs: Any) -> Any:
         """Tokens in the order of their experts, and the probability of each."""
-        return _preprocess(self, *args, **kwargs)
+        found = _preprocess(self, *args, **kwargs)
+        if self.router is not None and (choose := self.router.take_choice()) is not None:
+            self.take_places = _Places(choose, self.reversed_local_input_permutation_mapping.size(0))
+        return found
 
     def combine_postprocess(self, *args: Any, **kwargs: Any) -> Any:
         """Tokens in their own order [s, b, h]."""
         restored = super().combine_postprocess(*args, **kwargs)
+        take, self.take_places = self.take_places, None
+        if take is not None:
+            places = self.reversed_local_input_permutation_mapping
+            drop(places, since=self.probs, after=restored, make=lambda: (take(),))
         # A graph of the layer's first part fills them at its capture, and once only.
         if getattr(self.config, "cuda_graph_impl", "none") == "none":
             self.probs = self.routing_map = self.reversed_local_input_permutation_mapping = None
         return restored
+
+
+class _Places:
+    """Makes again which tokens the experts have got: their rows, sorted by expert [n]. All who ask in one backward get
+    the same tensor."""
+
+    def __init__(self, choose: Callable[[], Tensor], num_places: int) -> None:
+        self._choose, self._num_places = choose, num_places
+        self._made: Callable[[], Tensor | None] = lambda: None
+
+    def __call__(self) -> Tensor:
+        places = self._made()
+        if places is None:
+            with torch.no_grad():
+                chosen = self._choose()
+            # A stable order, as Megatron's since 0.19: masked_select would wait for the device.
+            order = chosen.T.reshape(-1).to(torch.int8).argsort(descending=True, stable=True)
+            places = order[: self._num_places] % chosen.size(0)
+            self._made = weakref.ref(places)
+        return places
 
 
 def _permute(tokens: Tensor, routing_map: Tensor, probs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -217,6 +255,17 @@ class _Choose(torch.autograd.Function):
 _preprocess = replace_names(MoEAlltoAllTokenDispatcher.dispatch_preprocess, permute=_permute)
 
 
+def _keeps_places(config: Any) -> bool:
+    """Whether the dispatcher's places of tokens are not, or not always, those of the router's choice in one graph."""
+    of_others = (
+        *("moe_permute_fusion", "moe_pad_expert_input_to_capacity"),
+        *("moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
+        "overlap_moe_expert_parallel_comm",
+    )
+    has_graphs = getattr(config, "cuda_graph_impl", "none") != "none"
+    return has_graphs or any(getattr(config, name, False) for name in of_others)
+
+
 @name_as_stock
 class TempoRoutedMoELayer(MoELayer):
     """A mixture that keeps less of what its router and its all-to-all dispatcher make for each pair of a token and an
@@ -226,6 +275,9 @@ class TempoRoutedMoELayer(MoELayer):
         super().__init__(*args, **kwargs)
         if type(self.token_dispatcher) is MoEAlltoAllTokenDispatcher:  # which no slot holds
             self.token_dispatcher.__class__ = _AllToAllDispatcher
+            if isinstance(self.router, TempoTopKRouter) and not _keeps_places(self.config):
+                self.token_dispatcher.router = self.router
+                self.router.is_asked = True
 
 
 class TempoMoELayer(TempoRoutedMoELayer):
@@ -289,8 +341,11 @@ def _permute_again(size: torch.Size, dispatcher: Any) -> Callable[[Tensor], Tens
     """A function that permutes tokens as the dispatcher has just done, into `size`. On one rank they are sorted by
     expert then: what the dispatcher does between permuting and the experts changes nothing."""
     if not dispatcher.config.moe_permute_fusion:
-        index = dispatcher.reversed_local_input_permutation_mapping
-        return lambda tokens: tokens.view(-1, size[-1]).index_select(0, index)
+        take = getattr(dispatcher, "take_places", None)
+        if take is None:
+            index = dispatcher.reversed_local_input_permutation_mapping
+            return lambda tokens: tokens.view(-1, size[-1]).index_select(0, index)
+        return lambda tokens: tokens.view(-1, size[-1]).index_select(0, take())
     # The all-gather dispatcher lets go of the map of all ranks' tokens, which is that of its own here.
     is_gathered = isinstance(dispatcher, MoEAllGatherTokenDispatcher)
     routing_map = dispatcher.local_map if is_gathered else dispatcher.routing_map
@@ -309,6 +364,8 @@ def _dispatch_again(dispatcher: Any) -> Callable[[Tensor], Tensor]:
     state.probs = None
     if not state.config.moe_permute_fusion:
         state.routing_map = None
+    if state.take_places is not None:
+        state.reversed_local_input_permutation_mapping = None
     num_sent = state.num_out_tokens
 
     def dispatch(tokens: Tensor) -> Tensor:
@@ -373,11 +430,26 @@ class TempoTopKRouter(TopKRouter):
     whole layer, equal scores must have the same order once more, which torch.topk gives.
     """
 
+    is_asked = False
+    """Whether the dispatcher takes the choice of each forward."""
+
+    _choice: Callable[[], Tensor] | None = None
+
+    def take_choice(self) -> Callable[[], Tensor] | None:
+        """A function that makes the last forward's map of chosen experts [tokens, experts] again; None where it cannot
+        be."""
+        choice, self._choice = self._choice, None
+        return choice
+
     def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
         """(probabilities, map) [tokens, experts]."""
         # What a replay hands out depends on how often it is asked.
         if not torch.is_grad_enabled() or is_in_backward() or getattr(self, "router_replay", None) is not None:
             return super().routing(logits, *args, **kwargs)
+        # Sinkhorn's iterations wait for the device.
+        if self.is_asked and self.routing_type != "sinkhorn":
+            take_logits, choose = hold(logits), super().routing
+            self._choice = lambda: choose(take_logits(), *args, **kwargs)[1]
         return _route(self, logits, *args, **kwargs)
 
 

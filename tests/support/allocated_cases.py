@@ -74,7 +74,7 @@ def count_token(settings: dict[str, Any], tempo_config: TempoConfig, *, is_local
         return found + (0 if tempo_config.linear_fc1 == "recompute" else 2 * 2 * settings["ffn_hidden_size"])
     k, width = settings["moe_router_topk"], 4 if settings.get("moe_router_dtype") == "fp32" else 2
     found += width * settings["num_moe_experts"]  # logits
-    found += k * (8 + width)  # of each expert that a token goes to: its place there and its probability
+    found += k * width  # the probabilities of its experts
     found += k * 2 * 2 * settings["moe_ffn_hidden_size"]  # the output of the first linear
     found += 2 * 2 * settings.get("moe_shared_expert_intermediate_size", 0)
     return found if tempo_config.moe_permute == "recompute" else found + k * 2 * h

@@ -32,6 +32,7 @@ def drop(
     *,
     after: Tensor | Sequence[Tensor],
     make: Callable[[], Sequence[Tensor]] | None = None,
+    since: Tensor | None = None,
 ) -> None:
     """Makes the operations between y and `after` keep a promise to recompute y in place of y.
 
@@ -50,19 +51,21 @@ def drop(
             that did. An operation whose result is not named keeps y.
         make: runs under no_grad and returns the tensors of y anew, in order: with the same sizes, strides and offsets,
             in storages of the same size, shared where the originals share them.
+        since: a tensor of the graph that was made before every operation that keeps y, and whose gradient is complete
+            after their backwards; for a y with `make` that has no graph, such as indices.
 
     Costs: one more run of the operation in backward, shared by all operations that kept y, and microseconds of Python.
         A retained graph may run backward any number of times.
     Raises: ValueError where y cannot be made again, and where it was written to since it was made.
     """
     outputs = (y,) if isinstance(y, Tensor) else tuple(y)
-    first = outputs[0].grad_fn
+    first = (outputs[0] if since is None else since).grad_fn
     if first is None or not torch.is_grad_enabled():
         return
     if not (CAN_ASK_FOR_HOOKS or _saves_without_hooks()):
         _warn_of_hooks()
         return
-    promise = _find_promise(outputs[0]) if make is None else _Promise(outputs, make)
+    promise = _find_promise(outputs[0]) if make is None else _Promise(outputs, make, since)
     is_found = False
     for node in _find_nodes_between(first, (after,) if isinstance(after, Tensor) else tuple(after)):
         for saved, kept in find_saved_tensors(node):
@@ -123,8 +126,8 @@ class _Part(NamedTuple):
 class _Output:
     """A description of one output: its storage, and its place in it."""
 
-    def __init__(self, y: Tensor) -> None:
-        self.producer = cast(Any, y.grad_fn)
+    def __init__(self, y: Tensor, since: Tensor) -> None:
+        self.producer = cast(Any, since.grad_fn)
         self.size, self.stride, self.dtype, self.device = y.size(), y.stride(), y.dtype, y.device
         self.offset, self.nbytes = y.storage_offset(), y.untyped_storage().nbytes()
         self.num_elements = 1 + sum((size - 1) * stride for size, stride in zip(y.size(), y.stride(), strict=True))
@@ -143,8 +146,13 @@ class _Promise:
 
     With `make` None there is one tensor, and its grad_fn makes it."""
 
-    def __init__(self, outputs: Sequence[Tensor], make: Callable[[], Sequence[Tensor]] | None = None) -> None:
-        self._outputs = [_Output(y) for y in outputs]
+    def __init__(
+        self,
+        outputs: Sequence[Tensor],
+        make: Callable[[], Sequence[Tensor]] | None = None,
+        since: Tensor | None = None,
+    ) -> None:
+        self._outputs = [_Output(y, y if since is None else since) for y in outputs]
         self._make = make
 
     def find_part(self, tensor: Tensor) -> _Part | None:

@@ -8,6 +8,7 @@ megatron-core 0.16.1, from megatron/core/transformer/moe/, and to Transformer En
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ from tempo_kernels.saved import KeepInput
 from tempo_megatron.memory.run import Experts
 from tempo_megatron.memory.simulated.device import LastingBuffer
 from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
-from tempo_megatron.slots.experts import KeepsActivationInput, TempoRoutedMoELayer
+from tempo_megatron.slots.experts import KeepsActivationInput, TempoRoutedMoELayer, TempoTopKRouter
 
 
 @contextlib.contextmanager
@@ -70,7 +71,11 @@ def put_experts(
             module.experts = LocalExperts(config, experts, is_fused, recomputes)
             module.token_dispatcher = _DISPATCHERS[experts.dispatcher](config, experts, is_deterministic)
             if experts.dispatcher == "alltoall":
-                module.token_dispatcher.keeps_map = not isinstance(module, TempoRoutedMoELayer)
+                keeps_map = not isinstance(module, TempoRoutedMoELayer)
+                module.token_dispatcher.keeps_map = keeps_map
+                others = experts.fuses_permutation or experts.overlaps or experts.routing == "sinkhorn"
+                is_made_again = isinstance(module.router, TempoTopKRouter) and not others
+                module.token_dispatcher.keeps_places = keeps_map or not is_made_again
 
 
 def count_expert_parameters(layer: torch.nn.Module) -> int:
@@ -268,6 +273,9 @@ class _Dispatcher:
         self.reversed_local_input_permutation_mapping: Tensor | None = None
         self.keeps_map = True
         """Whether choosing probabilities keeps Megatron's map of experts, and the probabilities of all."""
+        self.keeps_places = True
+        """Whether backward needs the index of `_permute` of the forward, not one that it makes again."""
+        self.take_places: Callable[[], Tensor] | None = None
 
     def _fill(self, num_rows: int) -> int:
         """The rows of the fullest rank, of which an equal share are `num_rows`."""
@@ -278,7 +286,9 @@ class _Dispatcher:
         index = x.new_empty(num_rows, dtype=torch.int64)
         # By Megatron's name, for a layer that permutes again.
         self.reversed_local_input_permutation_mapping = index
-        return _resize(x, num_rows, index)
+        if not self.keeps_places:
+            self.take_places = functools.partial(torch.empty, num_rows, dtype=index.dtype, device=index.device)
+        return _resize(x, num_rows, index if self.keeps_places else None)
 
     def _choose(self, probabilities: Tensor, routing_map: Tensor, num_rows: int) -> Tensor:
         """`masked_select`, which keeps the mask and what it selects from, or TempoRoutedMoELayer's choice."""
@@ -294,7 +304,8 @@ class _Dispatcher:
         """`scatter_add_` by the index of `_permute`; deterministic, `index_add_`, of which torch keeps what is added
         (moe_utils.py: unpermute)."""
         index, self.reversed_local_input_permutation_mapping = self.reversed_local_input_permutation_mapping, None
-        return _resize(KeepInput.apply(x) if self._adds_by_index else x, num_rows, index)
+        self.take_places = None
+        return _resize(KeepInput.apply(x) if self._adds_by_index else x, num_rows, index if self.keeps_places else None)
 
 
 class _AllToAll(_Dispatcher):
