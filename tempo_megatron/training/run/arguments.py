@@ -71,7 +71,8 @@ class _Parser(argparse.ArgumentParser):
             if unknown.split("=")[0] == _EXPERT_PARALLEL:
                 raise ValueError(
                     f"{_EXPERT_PARALLEL} is given, and DeepSpeed's engine does not know Megatron's experts, so that "
-                    "the trainer has all of them on each rank; remove it, or train with Megatron-LM (tempo-megatron run)"
+                    "the trainer has all of them on each rank; remove it, or train with Megatron-LM "
+                    "(tempo-megatron run)"
                 )
             known = [option for action in self._actions for option in action.option_strings]
             near = difflib.get_close_matches(unknown.split("=")[0], known, n=1)
