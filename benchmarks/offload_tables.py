@@ -1,19 +1,27 @@
-"""Plans that send rows to the host, and long sequences: writes the tables of docs/plan.md and docs/estimate.md.
+"""Plans with offload and of experts, and long sequences: writes the tables of docs/plan.md and docs/estimate.md.
 
 All figures are estimates and simulations, on rates of data sheets; none is measured but those that others published.
 
-python benchmarks/offload_tables.py            # both
+python benchmarks/offload_tables.py                     # all
+python benchmarks/offload_tables.py "expert plans"      # one
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import io
+import json
+import shlex
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from measurements import ROOT
 
+from tempo_megatron.cli import main as run_command
 from tempo_megatron.memory.commands.arguments import add_plan_arguments
 from tempo_megatron.memory.commands.plan import read_request
 from tempo_megatron.memory.estimate.long_sequences import LongSequence
@@ -31,6 +39,15 @@ GIB = 2**30
 NUM_BUDGETS = 6
 SHARED = (2, 4)
 """GPUs that share an uplink."""
+
+# GiB, what the command of docs/plan.md allows beside, and what is written at its end.
+OF_EXPERTS = (
+    (57, "", ""),
+    (54, "", ""),
+    (52, "", ""),
+    (48, "", "--moe-token-dispatcher-type alltoall --tempo-moe-permute repeat"),
+    (43, "full", ""),
+)
 
 # Tokens, pieces, GiB that nvidia-smi showed: projects/sequence-parallelism of ArcticTraining, one H200.
 PUBLISHED = (
@@ -126,6 +143,31 @@ def write_shared() -> Iterator[str]:
             )
 
 
+def write_expert_plans() -> Iterator[str]:
+    """The plans of the command with experts that docs/plan.md shows, for several budgets."""
+    yield "| memory | written or allowed beside | peak, GiB | the plan | longer by |"
+    yield "| --- | --- | ---: | --- | ---: |"
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    (line,) = (line for line in page.splitlines() if "--num-experts" in line and line.startswith("tempo-megatron plan"))
+    _, options = line.split(" -- ")
+    for size, allowed, more in OF_EXPERTS:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "plan.json"
+            words = f"plan --gpu h100 --gpu-memory {size}GiB --json {file} --recompute-allowed {allowed} -- "
+            with contextlib.redirect_stdout(io.StringIO()):
+                status = run_command(shlex.split(f"{words}{options} {more}"))
+            assert status == 0, words
+            found = json.loads(file.read_text(encoding="utf-8"))
+        (stage,) = found["stages"]
+        longer = stage["added_seconds"] / (stage["seconds"] - stage["added_seconds"])
+        chosen = " ".join([TempoConfig.from_dict(found["tempo"]).describe(), *found["megatron_arguments"]])
+        beside = " ".join(filter(None, [allowed and f"--recompute-allowed {allowed}", more]))
+        yield (
+            f"| {size} GiB | {beside and f'`{beside}`'} | {stage['peak_bytes'] / GIB:.2f} | `{chosen}` | "
+            f"{100 * longer:.1f} % |"
+        )
+
+
 def _share(plan: MemoryPlan, flops: int) -> str:
     return f"{100 * plan.recomputed_flops / flops:.1f}"
 
@@ -208,13 +250,23 @@ def replace(document: str, name: str, lines: Iterator[str]) -> None:
     path.write_text(before + begin + "\n".join(lines) + "\n" + end + after, encoding="utf-8")
 
 
+TABLES = {
+    "long published": ("estimate.md", write_published),
+    "long terms": ("estimate.md", write_terms),
+    "long goals": ("estimate.md", write_goals),
+    "long steps": ("estimate.md", write_steps),
+    "offload plans": ("plan.md", write_plans),
+    "shared uplinks": ("plan.md", write_shared),
+    "expert plans": ("plan.md", write_expert_plans),
+}
+
+
 def main() -> None:
-    replace("estimate.md", "long published", write_published())
-    replace("estimate.md", "long terms", write_terms())
-    replace("estimate.md", "long goals", write_goals())
-    replace("estimate.md", "long steps", write_steps())
-    replace("plan.md", "offload plans", write_plans())
-    replace("plan.md", "shared uplinks", write_shared())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tables", nargs="*", choices=[[], *TABLES], help="which to write; default all")
+    for name in parser.parse_args().tables or TABLES:
+        document, write = TABLES[name]
+        replace(document, name, write())
 
 
 if __name__ == "__main__":

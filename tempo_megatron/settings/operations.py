@@ -71,6 +71,9 @@ class LedgerRow:
     is_in_layer: bool = True
     """Whether each layer has it; else the model has it once."""
 
+    moves_with: str | None = None
+    """The module in the layer by whose name `offload` moves it; None for its own."""
+
 
 OPERATIONS = {
     operation.name: operation
@@ -165,11 +168,13 @@ def check_value(where: str, name: Any, value: object, known: tuple[str, ...]) ->
 
 STACKS = ("encoder", "decoder")
 ACTIVATION = "activation"
-"""Stands in LEDGER_ROWS for the name of the activation that was measured: gelu, swiglu, ..."""
+"""Ends the titles in LEDGER_ROWS that end in the name of the activation that was measured: gelu, swiglu, ..."""
 MASK = "attention mask"
 """Takes the place of a module in the row of masks, which a model makes once, outside of its modules."""
 LAYER = "layer"
 """Names, among OFFLOAD_ROWS, what a layer keeps outside of its modules, such as the masks of stock dropout."""
+DISPATCHER = "token_dispatcher"
+"""The attribute of a mixture of experts that brings tokens to its experts, and back."""
 INPUT = "input"
 """Names, among OFFLOAD_ROWS, the input of a layer that is recomputed as a whole."""
 
@@ -178,7 +183,7 @@ def _list_rows_of_stack(stack: str) -> tuple[LedgerRow, ...]:
     """In the order of the table."""
     layer = f"{stack}.layers.0"
 
-    def row(title: str, module: str, operation: str | None = None, **kinds: bool) -> LedgerRow:
+    def row(title: str, module: str, operation: str | None = None, **kinds: Any) -> LedgerRow:
         return LedgerRow(title=title, module=f"{layer}.{module}", operation=operation, stack=stack, **kinds)
 
     def list_attention(name: str, *projections: str) -> tuple[LedgerRow, ...]:
@@ -195,9 +200,30 @@ def _list_rows_of_stack(stack: str) -> tuple[LedgerRow, ...]:
             row(f"{prefix}linear_proj", f"{name}.linear_proj"),
         )
 
+    # Of latent attention.
+    projections = (
+        *("linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj"),
+        *("linear_q_up_proj", "linear_kv_up_proj"),
+    )
+    latent = tuple(row(name, f"self_attention.{name}", moves_with="self_attention") for name in projections)
+    # Of a mixture of experts; its dispatcher is not a module, but named like one.
+    mixture = tuple(
+        row(title, f"mlp.{module}", operation, moves_with="mlp")
+        for title, module, operation in (
+            ("router", "router", None),
+            ("dispatcher", DISPATCHER, "moe_permute"),
+            ("experts' linear_fc1", "experts.linear_fc1", "moe_permute"),
+            (f"experts' {ACTIVATION}", "experts", "activation"),
+            ("experts' linear_fc2", "experts.linear_fc2", "activation"),
+            ("shared experts' linear_fc1", "shared_experts.linear_fc1", None),
+            (f"shared experts' {ACTIVATION}", "shared_experts", "activation"),
+            ("shared experts' linear_fc2", "shared_experts.linear_fc2", "activation"),
+        )
+    )
     return (
         LedgerRow(title="checkpoint (layer input)", module=stack, stack=stack),
         row("input_layernorm", "input_layernorm", "norm"),
+        *latent,
         *list_attention("self_attention", "linear_qkv"),
         row("self_attn_bda", "self_attn_bda", "dropout"),
         row("pre_cross_attn_layernorm", "pre_cross_attn_layernorm", "norm"),
@@ -208,6 +234,7 @@ def _list_rows_of_stack(stack: str) -> tuple[LedgerRow, ...]:
         # The activation is not a module: it runs in the MLP's own forward, between its linears.
         row(ACTIVATION, "mlp", "activation"),
         row("linear_fc2", "mlp.linear_fc2", "linear_fc1"),
+        *mixture,
         row("mlp_bda", "mlp_bda", "dropout"),
         LedgerRow(title="transformer layer", module=layer, stack=stack),
         LedgerRow(
@@ -244,11 +271,15 @@ def find_offload_row(row: LedgerRow) -> str | None:
         return INPUT
     if not row.is_in_layer or stack != row.stack:
         return None
+    if row.moves_with is not None:
+        return row.moves_with
     # Additions with dropout are functions of the layer's, not modules.
     return LAYER if row.operation == "dropout" else rest.removeprefix(".") or LAYER
 
 
-OFFLOAD_ROWS = tuple(dict.fromkeys(name for row in LEDGER_ROWS if (name := find_offload_row(row)) is not None))
+OFFLOAD_ROWS = tuple(
+    dict.fromkeys(name for row in LEDGER_ROWS if row.moves_with is None and (name := find_offload_row(row)) is not None)
+)
 """What `offload` can move of a layer, in the order of the ledger."""
 
 

@@ -49,6 +49,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "T5": {"family": "t5"},
 }
 TEMPO = {"stock": TempoConfig.off(), "tempo": TempoConfig()}
+# Rows that a stock layer has, and those of them that Tempo leaves nothing in.
+OWN_ROWS = {
+    "experts, top 2, shared ones": (
+        {"router", "dispatcher", "experts' linear_fc1", "experts' swiglu", "experts' linear_fc2"}
+        | {"shared experts' swiglu", "shared experts' linear_fc2"},
+        {"experts' linear_fc2", "shared experts' linear_fc2", "swiglu"},
+    ),
+    "latent attention": (
+        {"linear_q_down_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm"},
+        {"linear_q_down_proj", "linear_q_up_proj", "linear_kv_up_proj"},
+    ),
+}
 
 
 def measure_fake(shape: ModelShape, tempo_config: TempoConfig, tp: int, micro_batch_size: int = 1) -> Ledger:
@@ -83,6 +95,11 @@ def ledgers(values: dict[str, Any], tempo_config: TempoConfig, tp: int) -> list[
 def test_fake_tensors_give_every_row_of_real_ones(values: dict[str, Any], tp: int, tempo_config: TempoConfig) -> None:
     real, fake = ledgers(values, tempo_config, tp)
     assert fake.rows == real.rows and fake.layer_bytes == real.layer_bytes > 0
+    model = next(name for name, each in MODELS.items() if each == values)
+    with_stock, not_with_tempo = OWN_ROWS.get(model, (set(), set()))
+    titles = {row.operation for row in fake.layer_rows}
+    assert with_stock <= titles if tempo_config.norm == "off" else with_stock - not_with_tempo <= titles
+    assert tempo_config.norm == "off" or not not_with_tempo & titles
 
 
 def test_tempo_keeps_no_scores_and_less_in_each_stack_of_a_t5() -> None:

@@ -124,8 +124,7 @@ def test_the_former_name_of_the_activation_is_refused_with_the_new_one(capsys: p
 
 def test_the_table_of_operations_names_every_switch_and_no_other() -> None:
     assert [field.name for field in dataclasses.fields(TempoConfig)] == [*OPERATIONS, "offload", "layers"]
-    # The ledger's models have no experts.
-    assert {row.operation for row in LEDGER_ROWS} - {None} == set(OPERATIONS) - {"moe_permute"}
+    assert {row.operation for row in LEDGER_ROWS} - {None} == set(OPERATIONS)
     assert len({(row.module, row.is_scores) for row in LEDGER_ROWS}) == len(LEDGER_ROWS)
 
 

@@ -54,6 +54,7 @@ def shorten(value: object) -> str:
 WRONG_ARGUMENTS = [
     ("--hiden-size 8", "unrecognized arguments: --hiden-size 8; the nearest known one is --hidden-size"),
     ("--num-lay 2", "unrecognized arguments: --num-lay 2"),
+    ("--expert-model-parallel-size 2", "DeepSpeed's engine does not know Megatron's experts"),
     ("--num-layers two", "argument --num-layers: 'two' is not a whole number"),
     ("--num-layers 0", "0 is not at least 1"),
     ("--hidden-dropout 1", "1 is not in [0, 1)"),
@@ -315,10 +316,10 @@ BOOLEANS = {"true": True, "yes": True, 1: True, "1": True, "on": True, "false": 
 WRONG_PARTS = [
     (["--tensor-model-parallel-size", "2"], "which Megatron trains with --sequence-parallel only; add it"),
     (["--pipeline-model-parallel-size", "2"], "which the trainer has in one stage only"),
-    (["--no-disable-bias-linear"], "biases of linears (without --disable-bias-linear), which the trainer does not"),
+    (["--no-disable-bias-linear"], "which Megatron-core's SequentialMLP adds in place where autograd forbids it"),
     (
         ["--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"],
-        "experts with --moe-router-enable-expert-bias, which the trainer does not know",
+        "--moe-router-enable-expert-bias, a buffer that the trainer neither updates nor brings to another layout",
     ),
     (["--moe-expert-capacity-factor", "1"], "experts with --moe-expert-capacity-factor"),
     (["--use-tempo", "--tempo-memory-budget", "1GiB"], "a memory budget is given, and the planner does not know exp"),

@@ -83,6 +83,35 @@ def test_masks_of_a_llama_are_the_same_on_two_processes_and_it_resumes_bit_for_b
     assert again.losses_hex == two.losses_hex[2:]
 
 
+NARROW = (
+    *"--num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --seq-length 64".split(),
+    *"--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 48 --train-iters 3".split(),
+)
+OF_FILES = {
+    "mixtral_8x7b": [*GROUPS, "--kv-channels", "16"],
+    "qwen3_30b_a3b": [*GROUPS, "--kv-channels", "32"],
+    "moonlight_16b": [
+        *[*LATENT, "--v-head-dim", "12", "--moe-layer-freq", "[0,1]", "--moe-shared-expert-intermediate-size", "32"],
+        "--no-moe-router-enable-expert-bias",
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if "16b" in name else pytest.mark.exhaustive) for name in OF_FILES]
+)
+def test_a_models_file_with_experts_trains_as_stock_at_a_small_width(data: Data, tmp_path: Path, name: str) -> None:
+    file = Path(__file__).parents[2] / "configs" / "model" / f"{name}.json"
+    words = ["--model", str(file), *NARROW, *OF_FILES[name], *NO_DROPOUT]
+    stock, tempo = (
+        train(data, tmp_path / switch, *words, switch, config=zero(1)) for switch in ("--no-use-tempo", "--use-tempo")
+    )
+    assert len({*stock.losses}) == 3
+    assert tempo.losses == pytest.approx(stock.losses, rel=1e-6)
+    assert "off (stock)" in stock.output and "off (stock)" not in tempo.output
+
+
 @pytest.mark.slow
 def test_experts_train_as_stock_in_each_layout_and_resume(data: Data, tmp_path: Path) -> None:
     words = [*QWEN3, *EXPERTS, *NO_DROPOUT]

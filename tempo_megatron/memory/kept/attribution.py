@@ -12,12 +12,19 @@ from typing import Any
 import torch
 
 from tempo_megatron.memory.kept.recorder import SavedStorage, Scopes
-from tempo_megatron.settings.operations import ACTIVATION, LEDGER_ROWS, MASK, OPERATIONS, STACKS, LedgerRow
+from tempo_megatron.settings.operations import ACTIVATION, DISPATCHER, LEDGER_ROWS, MASK, OPERATIONS, STACKS, LedgerRow
 
 _BDA = OPERATIONS["dropout"].slots
 _ROWS = {(row.module, row.is_scores): row for row in LEDGER_ROWS}
 _MODULES = {row.module for row in LEDGER_ROWS}
 _LAYER = re.compile(rf"^({'|'.join(STACKS)})\.layers\.(\d+)")
+# A SequentialMLP's.
+_EXPERT = re.compile(r"\.local_experts\.\d+")
+# In the order in which a mixture of experts calls them.
+_OF_DISPATCHERS = (
+    *("dispatch_preprocess", "token_dispatch", "dispatch_postprocess"),
+    *("combine_preprocess", "token_combine", "combine_postprocess"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +66,7 @@ class LayerKind:
 
 @contextlib.contextmanager
 def attribute_all(recorder: Scopes, model: Any) -> Iterator[None]:
-    """Give names to what is no module: bias-dropout-add functions and attention masks."""
+    """Give names to what is no module: bias-dropout-add functions, dispatchers of experts and attention masks."""
     with contextlib.ExitStack() as undo:
         for stack in STACKS:
             block: Any = getattr(model, stack, None)
@@ -74,6 +81,11 @@ def attribute_all(recorder: Scopes, model: Any) -> Iterator[None]:
                     if not isinstance(get_function := getattr(layer, name, None), (torch.nn.Module, type(None))):
                         setattr(layer, name, _scope_bda(recorder, f"{stack}.layers.{place}.{name}", get_function))
                         undo.callback(setattr, layer, name, get_function)
+                dispatcher = getattr(getattr(layer, "mlp", None), DISPATCHER, None)
+                if dispatcher is not None:
+                    stock, operation = type(dispatcher), f"{stack}.layers.{place}.mlp.{DISPATCHER}"
+                    dispatcher.__class__ = _scope_dispatcher(recorder, operation, stock)
+                    undo.callback(setattr, dispatcher, "__class__", stock)
         yield
 
 
@@ -85,6 +97,12 @@ def _claim_masks(recorder: Scopes, keywords: dict[str, Any]) -> None:
 
 def _scope_bda(recorder: Scopes, operation: str, get_function: Any) -> Any:
     return lambda training, fused: recorder.scope(operation, get_function(training, fused))
+
+
+def _scope_dispatcher(recorder: Scopes, operation: str, stock: type) -> type:
+    """The class of a dispatcher, whose methods run as `operation`. It is a class since a dispatcher may be copied."""
+    methods = {name: recorder.scope(operation, getattr(stock, name)) for name in _OF_DISPATCHERS}
+    return type(stock.__name__, (stock,), methods)
 
 
 def find_layer(operation: str) -> tuple[str, int] | None:
@@ -119,7 +137,7 @@ def divide_by_layer(
 
 def find_row(operation: str, shape: tuple[int, ...] = (), lengths: Iterable[int] = ()) -> LedgerRow:
     """The ledger's row of an operation; its row of s*s tensors for a shape whose last two sizes are among `lengths`."""
-    name = _LAYER.sub(r"\1.layers.0", operation)
+    name = _EXPERT.sub("", _LAYER.sub(r"\1.layers.0", operation))
     while name not in _MODULES:
         name = name.rpartition(".")[0]
     is_scores = len(shape) > 1 and set(shape[-2:]) <= set(lengths)
@@ -152,13 +170,13 @@ def sum_rows(saved: Iterable[SavedStorage], lengths: Iterable[int], activation: 
             on_host[row],
         )
         for place, row in enumerate(LEDGER_ROWS)
-        if row in totals
+        if totals[row]  # an expert without tokens keeps empty tensors
     )
 
 
 def name_row(row: LedgerRow, activation: str) -> str:
-    """The row's title; the MLP's activation is called by its name."""
-    return activation if row.title == ACTIVATION else row.title
+    """The row's title; an activation is called by its name."""
+    return row.title.removesuffix(ACTIVATION) + activation if row.title.endswith(ACTIVATION) else row.title
 
 
 def format_host(kinds: Iterable[LayerKind], width: int) -> list[str]:

@@ -90,7 +90,7 @@ def count_expert_parameters(layer: torch.nn.Module) -> int:
 
 def find_expert_shapes(model: torch.nn.Module) -> set[tuple[int, int]]:
     """Of the weights of one expert, each layer's."""
-    weights = [w for m in model.modules() if isinstance(m, LocalExperts) for w in (m.fc1, m.fc2)]
+    weights = [module.weight for module in model.modules() if isinstance(module, LinearsOfExperts)]
     return {(weight.size(1), weight.size(2)) for weight in weights}
 
 
@@ -132,6 +132,18 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight), None, None
+
+
+class LinearsOfExperts(torch.nn.Module):
+    """One linear of each of several experts, without bias."""
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = _Product.apply(x, self.weight, x.dtype, self.weight.size(1))
+        return found
 
 
 class _Resize(torch.autograd.Function):
@@ -211,18 +223,20 @@ class LocalExperts(torch.nn.Module):
         def make(*shape: int) -> torch.nn.Parameter:
             return torch.nn.Parameter(torch.empty(local, *shape, dtype=config.params_dtype))
 
-        self.fc1, self.fc2 = make((1 + self._is_gated) * inner, outer), make(outer, inner)
+        # By Megatron's names, which the ledger's rows have.
+        self.linear_fc1 = LinearsOfExperts(make((1 + self._is_gated) * inner, outer))
+        self.linear_fc2 = LinearsOfExperts(make(outer, inner))
         self.fc1_bias = make((1 + self._is_gated) * inner) if config.add_bias_linear else None
         self.fc2_bias = make(outer) if config.add_bias_linear else None
 
     def forward(self, x: Tensor, _: Any, probabilities: Tensor) -> tuple[Tensor, None]:
         with self.keep_input(x):
-            inner = _Product.apply(x, self.fc1, x.dtype, self.fc1.size(1))
+            inner = self.linear_fc1(x)
         inputs = _add_bias(inner, self.fc1_bias), probabilities.unsqueeze(-1)
         dropped = DroppedOutput() if self._recomputes_activation else None
         inner = self._activate(*inputs) if dropped is None else dropped.run(self._activate, *inputs)
         with self.keep_input(inner) if dropped is None else dropped.use():
-            out = _Product.apply(inner, self.fc2, x.dtype, self.fc2.size(1))
+            out = self.linear_fc2(inner)
         if dropped is not None:
             dropped.recompute_for(out)
         del inner, inputs

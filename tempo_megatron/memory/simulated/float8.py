@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
-from tempo_megatron.memory.simulated.experts import LocalExperts
+from tempo_megatron.memory.simulated.experts import LinearsOfExperts, LocalExperts
 
 _SCALED_BY_BLOCKS = ("blockwise", "mxfp8")
 _PER_SCALE_BYTE = 32
@@ -68,9 +68,8 @@ def keep_float8_inputs(layers: Iterable[torch.nn.Module], recipe: str, *, is_fus
 
 def count_float8_weights(layer: torch.nn.Module) -> int:
     """Elements of the weights that a layer multiplies with in float8."""
-    weights = [w for m in layer.modules() if isinstance(m, LocalExperts) for w in (m.fc1, m.fc2)]
-    weights += [m.weight for m in layer.modules() if isinstance(m, (ColumnParallelLinear, RowParallelLinear))]
-    return sum(weight.numel() for weight in weights)
+    linears = ColumnParallelLinear, RowParallelLinear, LinearsOfExperts
+    return sum(module.weight.numel() for module in layer.modules() if isinstance(module, linears))
 
 
 @contextlib.contextmanager

@@ -56,6 +56,7 @@ _FUSIONS = {
     "bias-dropout-fusion": "fused bias, dropout and residual on a GPU (default yes)",
     "masked-softmax-fusion": "fused softmax of the attention scores on a GPU with Apex (default yes)",
 }
+_EXPERT_PARALLEL = "--expert-model-parallel-size"
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe_act", "moe", "shared_experts", "mla_up_proj")
 
 
@@ -67,6 +68,12 @@ class _Parser(argparse.ArgumentParser):
             if not words:
                 raise ValueError("one of the arguments is an empty word; remove it, or the quotes around nothing")
             unknown = words[0]
+            if unknown.split("=")[0] == _EXPERT_PARALLEL:
+                raise ValueError(
+                    f"{_EXPERT_PARALLEL} is given, and DeepSpeed's engine does not know Megatron's experts, so that "
+                    "the trainer has all of them on each rank; remove it, or train with Megatron-LM "
+                    "(tempo-megatron run)"
+                )
             known = [option for action in self._actions for option in action.option_strings]
             near = difflib.get_close_matches(unknown.split("=")[0], known, n=1)
             message += f"; the nearest known one is {near[0]}" if near else "; --help lists the known ones"

@@ -88,16 +88,23 @@ def _check_parts(run: RunConfig) -> None:
             f"--pipeline-model-parallel-size is {run.pipeline_model_parallel_size}, and the model has experts, which "
             "the trainer has in one stage only; expected 1: remove it, or train with Megatron-LM (tempo-megatron run)"
         )
-    refused = {
-        "--moe-expert-capacity-factor": model.moe_expert_capacity_factor is not None,
-        "--moe-router-enable-expert-bias": model.moe_router_enable_expert_bias,
-        "biases of linears (without --disable-bias-linear)": model.add_bias_linear,
-    }
-    for option, is_given in refused.items():
-        if is_given:
+    refused = (
+        (model.moe_expert_capacity_factor, "--moe-expert-capacity-factor, which the trainer does not know"),
+        (
+            model.moe_router_enable_expert_bias,
+            "--moe-router-enable-expert-bias, a buffer that the trainer neither updates nor brings to another layout",
+        ),
+        (
+            model.add_bias_linear,
+            "biases of linears (without --disable-bias-linear), which Megatron-core's SequentialMLP adds in place "
+            "where autograd forbids it",
+        ),
+    )
+    for given, what in refused:
+        if given:
             raise ValueError(
-                f"the model has experts with {option}, which the trainer does not know; remove it from the model, or "
-                "train with Megatron-LM (tempo-megatron run)"
+                f"the model has experts with {what}; remove it from the model, or train with Megatron-LM "
+                "(tempo-megatron run)"
             )
 
 
