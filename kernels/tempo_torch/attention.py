@@ -190,6 +190,9 @@ def attend(
     if causal and key.size(2) > query.size(2):  # as sdpa_attention_forward has it
         key, value = (t[:, :, : query.size(2)] for t in (key, value))
         bias = None if bias is None else bias[..., : query.size(2)]
+    if torch.is_autocast_enabled(query.device.type):  # as it casts for torch's attention
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (t.to(dtype) for t in (query, key, value))
     scale = kwargs.get("scaling")
     sink = kwargs.get("s_aux")
     out = attend_by_position(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +17,8 @@ from tempo_torch.norm import MADE, LayerNorm, RMSNorm
 from tempo_torch.replace import Replaced
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_NORM = "tempo_norm"
+"""The keyword by which a call that runs in tiles is told the norm, or None, that makes what it projects."""
 _CACHES = ("cache", "past_key_values", "past_key_value")
 
 
@@ -30,18 +33,35 @@ class TiledProjections(Replaced):
     config: Any
     attention_dropout: float
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the stock module returns for hidden_states [b, s, h]."""
-        stock: Any = self.stock_class
-        call = inspect.signature(stock.forward).bind(self, *args, **kwargs).arguments
-        y: Tensor = call["hidden_states"]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the stock module returns. Its positional argument is hidden_states, or the norm's input in their place:
+        ZeRO 3 takes the gradients of weights once those of positional arguments are there, or at once without any."""
+        call_stock: Any = super().__call__  # type: ignore[misc]
+        if torch.compiler.is_compiling():
+            return call_stock(*args, **kwargs)
+        call = inspect.signature(self.stock_class.forward).bind(self, *args, **kwargs).arguments
+        y, more = call["hidden_states"], call.pop("kwargs", {})
+        del call["self"], call["hidden_states"]
         norm, x = self._take_made(y)
-        angles = call.get("position_embeddings")
-        has_cache = any({**call, **call.get("kwargs", {})}.get(name) is not None for name in _CACHES)
-        if not torch.is_grad_enabled() or has_cache or torch.compiler.is_compiling() or not _are_rows(angles, y):
+        has_cache = any({**call, **more}.get(name) is not None for name in _CACHES)
+        if not torch.is_grad_enabled() or has_cache or not _are_rows(call.get("position_embeddings"), y):
+            return call_stock(y, **call, **more)
+        for parameter in [] if norm is None else norm.parameters():
+            if hasattr(parameter, "ds_id"):
+                # ZeRO 3 gathers the norm's weights for the norm; this module uses them too.
+                sys.modules["deepspeed"].zero.register_external_parameter(self, parameter)
+        return call_stock(x, **call, **more, **{_NORM: norm})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the stock module returns; with _NORM for what this norm makes of x [b, s, h]."""
+        stock: Any = self.stock_class
+        if _NORM not in kwargs:
             return stock.forward(self, *args, **kwargs)
+        norm = kwargs.pop(_NORM)
+        call = inspect.signature(stock.forward).bind(self, *args, **kwargs).arguments
+        x: Tensor = call["hidden_states"]
         check_gathered(self, *([] if norm is None else [norm]))
-        batch, length = y.shape[:2]
+        batch, length = x.shape[:2]
         # What attend_to holds is there until backward: not y, which the norm makes again.
         mask, others = call.get("attention_mask"), call.get("kwargs", {})
 
@@ -65,7 +85,7 @@ class TiledProjections(Replaced):
         parameters = [p for name in _PROJECTIONS[:3] for p in getattr(self, name).parameters()]
         parameters += [p for name, each in self.named_children() if name not in _PROJECTIONS for p in each.parameters()]  # type: ignore[attr-defined]
         parameters += [] if norm is None else list(norm.parameters())
-        rows = (each.expand(batch, length, -1).flatten(0, 1) for each in angles or ())
+        rows = (each.expand(batch, length, -1).flatten(0, 1) for each in call["position_embeddings"])
         out = attend_to_tiles(project, attend_to, x.flatten(0, 1), *rows, parameters=parameters, num_rows=x.size(-1))
         return self.o_proj(out.flatten(2)), None
 

@@ -138,3 +138,15 @@ def test_a_qwen_is_planned_estimated_and_measured_from_one_file(
     assert main([*estimate, "--use-tempo", *values, f"--tempo-layers={layers}"]) == 0
     (stage,), (rank,) = plan["stages"], json.loads(files["estimate"].read_text())["tempo"]
     assert stage["peak_bytes"] == rank["peak_bytes"] <= 4650 * 2**20
+
+
+def test_an_mlp_in_tiles_is_planned_where_it_is_written_and_keeps_what_a_recomputed_one_does() -> None:
+    found = [
+        measure_rows(dataclasses.replace(make_run("GPT"), tempo=tempo), ()).rows
+        for tempo in (TempoConfig(linear_fc1="tile"), TempoConfig())
+    ]
+    tiles = {values: rows for values, rows in found[0].items() if "tile" in values}
+    assert tiles and not any("tile" in values for values in found[1])
+    for values, rows in tiles.items():
+        again = found[1][tuple("recompute" if value == "tile" else value for value in values)]
+        assert sum(rows.values()) == sum(again.values())

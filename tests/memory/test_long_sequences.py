@@ -76,6 +76,8 @@ def test_a_layer_of_transformers_makes_what_the_highest_moment_of_its_terms_says
         num_attention_heads=8,
         num_query_groups=2,
         num_layers=1,
+        # With it the estimate has Tempo's attention, which makes nothing beside its results, as torch's on a CPU.
+        attention_dropout=0.1,
     )
     pieces = {"tempo", "host_checkpoints", "host_attention", "tiled_mlp", "one_group"}
     long = LongSequence(shape, OFFLOADED, frozenset(pieces | ({"tiled_norms"} if qkv == "tile" else set())))
@@ -101,6 +103,14 @@ def test_each_piece_only_takes_away_and_the_most_tokens_fit_and_no_thousand_more
     pieces.append("host_attention")
     assert make_long(*pieces).find_most_tokens(78 * 2**30) == before
     assert set(pieces) | {"liger"} == set(PIECES)
+    # Without dropout and tiles attention is torch's, which on a GPU has 24 bytes of a token and channel at once.
+    whole = make_long(*(set(pieces) - {"tiled_norms"}))
+    assert whole.find_peak(10**6)[0] == "backward of attention"
+    with_dropout = dataclasses.replace(whole, model=dataclasses.replace(whole.model, attention_dropout=0.1))
+    moments = [
+        sum(t.bytes_per_token for t in long.list_moments()["backward of attention"]) for long in (whole, with_dropout)
+    ]
+    assert moments[0] - moments[1] == (4 + 2 * 2) * 4096
     sent = make_long(*pieces).count_host_bytes(1000) - make_long(*pieces).count_host_bytes(0)
     assert sent == 1000 * 32 * (2 * 4096 + 2 * 4096 + 4 * 32)
     # The weights of a rank are its part, and each of 8 GPUs has about as many tokens.

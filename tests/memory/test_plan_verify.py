@@ -126,3 +126,21 @@ def test_what_the_estimate_finds_more_is_made_up_for() -> None:
     strict, exact, loose = (judge(factor) for factor in (1.05, 1.0, 0.95))
     assert max(plan.peak_bytes for plan in (strict, exact, loose)) <= budget
     assert loose.seconds <= exact.seconds <= strict.seconds and loose.seconds < strict.seconds
+
+
+@pytest.mark.exhaustive
+def test_a_plan_with_the_host_is_never_slower_than_one_without_whatever_the_estimate_finds() -> None:
+    """An estimate that is 3 % above the plan's own figures where something is sent to the host."""
+    problem, estimates = ask("llama")
+    link = dataclasses.replace(read_gpu("gh200").host_link, to_host_bytes_per_second=1e13, to_gpu_bytes_per_second=1e13)
+    with_host = dataclasses.replace(problem, host_bytes=2**30, gpu=dataclasses.replace(problem.gpu, host_link=link))
+    least, most = make_smallest_plan(problem).peak_bytes, make_plan(problem, 10**15).peak_bytes
+
+    def estimate(plan: MemoryPlan) -> Sequence[int]:
+        return [int(each * (1.03 if plan.host_bytes else 1)) for each in estimates.estimate_plan(plan)]
+
+    assert make_smallest_plan(with_host).host_bytes
+    budget = int(least + 0.2 * (most - least))
+    alone, _ = make_verified_plan(problem, budget, estimate)
+    plan, corrected = make_verified_plan(with_host, budget, estimate)
+    assert plan.peak_bytes <= budget and plan.seconds <= alone.seconds and corrected.host_bytes == 2**30

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from distributed import run_ranks
 from torch import Tensor, nn
 from transformers_cases import checkpoint_layers
 
@@ -23,7 +24,8 @@ SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 96, "num_hidd
 
 def build(kind: str, **more: Any) -> Any:
     torch.manual_seed(0)
-    settings = {**SIZES, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, **more}
+    settings = {**SIZES, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
+    settings |= {"use_cache": False, **more}
     if kind == "Qwen2":
         settings["num_key_value_heads"] = 2
     config = getattr(transformers, f"{kind}Config")(**settings)
@@ -197,6 +199,93 @@ def test_the_output_of_a_norm_in_tiles_is_not_there_at_the_peak() -> None:
         peaks.append(seen.peak)
     # The output and a number a row.
     assert peaks[0] - peaks[1] == 512 * (32 + 1) * 4
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_tiles_under_autocast_are_as_exact_as_the_whole(is_checkpointed: bool) -> None:
+    found = []
+    for choices, is_exact in (({}, True), ({}, False), ({"mlp": "tile", "qkv": "tile"}, False)):
+        model = tempoize(build("Llama", num_key_value_heads=2), norm="recompute", **choices)
+        if is_checkpointed:
+            checkpoint_layers(model, use_reentrant=False, context_fn=keep_attention)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not is_exact):
+            loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        found.append((loss, {name: p.grad for name, p in model.named_parameters()}))
+    (exact, gradients), (whole, gradients_of_whole), (tiled, gradients_of_tiled) = found
+    assert (tiled - exact).abs() <= 2 * (whole - exact).abs() + 1e-3
+    for name, expected in gradients.items():
+        errors = [(each[name] - expected).abs().max() for each in (gradients_of_tiled, gradients_of_whole)]
+        assert errors[0] <= 2 * errors[1] + 2**-9 * expected.abs().max(), name
+
+
+def test_adapters_put_in_after_tempoize_run_in_tiles_and_those_before_are_refused() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    adapted = peft.LoraConfig(target_modules=["q_proj", "v_proj", "o_proj"], r=4, init_lora_weights=False)
+    losses, gradients = [], []
+    for choices in ({}, {"mlp": "tile", "qkv": "tile"}):
+        model = tempoize(build("Llama", num_key_value_heads=2), norm="recompute", **choices)
+        torch.manual_seed(1)
+        peft.inject_adapter_in_model(adapted, model)
+        model.enable_input_require_grads()
+        losses.append(model(input_ids=IDS, labels=IDS).loss)
+        losses[-1].backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+    for name, expected in gradients[0].items():
+        assert (gradients[1][name] - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+    assert len(gradients[0]) == 3 * 2 * 3
+    with pytest.raises(ValueError, match='qkv is "tile", but the model has no module for it'):
+        tempoize(peft.inject_adapter_in_model(adapted, build("Llama")), qkv="tile")
+
+
+def train_under_zero_3(choices: dict[str, str], threshold: int) -> tuple[list[float], dict[str, Tensor], int]:
+    """(Losses, gradients of the last step, parameters that this rank gathered for the last forward and backward.)"""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # nobody needs it, and it is compiled
+    model = tempoize(build("Llama", num_key_value_heads=2), norm="recompute", **choices)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": threshold, "stage3_max_reuse_distance": 0}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "zero_optimization": zero}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={**config, "gradient_clipping": 0.0})
+    losses, ids, gathered = [], IDS.chunk(2)[torch.distributed.get_rank()], 0
+    gather = next(model.parameters()).all_gather_coalesced  # type: ignore[attr-defined]
+
+    def count(params: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal gathered
+        gathered += len(params)
+        return gather(params, *args, **kwargs)
+
+    for parameter in model.parameters():
+        parameter.all_gather_coalesced = count  # type: ignore[attr-defined]
+    for _ in range(3):  # DeepSpeed records the order of the first
+        gathered = 0
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        found = {name: safe_get_full_grad(p) for name, p in engine.module.named_parameters()}
+        engine.step()
+        losses.append(loss.item())
+    return losses, found, gathered
+
+
+def train_under_zero_3_each_way() -> Any:
+    tiles = {"mlp": "tile", "qkv": "tile"}
+    return [train_under_zero_3(choices, threshold) for threshold in (0, 100) for choices in ({}, tiles)]
+
+
+@pytest.mark.slow
+def test_zero_3_gathers_weights_once_for_all_tiles_and_gives_the_losses_and_gradients_of_the_whole() -> None:
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    for found in run_ranks(train_under_zero_3_each_way, 2):
+        for (losses, gradients, gathered), (losses_of_tiles, gradients_of_tiles, gathered_for_tiles) in zip(
+            found[::2], found[1::2], strict=True
+        ):
+            assert losses_of_tiles == pytest.approx(losses, rel=1e-6) and losses[0] > losses[2] + 1e-3
+            for name, expected in gradients.items():
+                assert (gradients_of_tiles[name] - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+            assert gathered_for_tiles == gathered > 0
 
 
 @pytest.mark.parametrize(

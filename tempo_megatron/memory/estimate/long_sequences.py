@@ -21,7 +21,8 @@ PIECES = {
     "liger": "Liger's kernels: fused loss, RMSNorm, SwiGLU and rotary embeddings in place",
     "host_checkpoints": "the input of each layer on the host",
     "tiled_mlp": "the MLP a tile of tokens at a time, forward and backward",
-    "tempo": "Tempo's operations: fused loss, RMSNorm, attention whose backward sums nothing in float32 on an H100",
+    "tempo": "Tempo's operations: fused loss, RMSNorm and, with dropout or tiled_norms, attention whose backward sums "
+    "nothing in float32 on an H100; else torch's attention",
     "host_attention": "attention's output and logsumexp on the host too, so that attention does not run again",
     "tiled_norms": "norms, rotary embeddings and the projection of q, k and v a tile of tokens at a time",
     "one_group": "what is on the host comes back when it is needed, not while the layer behind it runs",
@@ -80,6 +81,11 @@ class LongSequence:
                 f"Ulysses divides attention heads over its ranks, and {self.model.num_attention_heads} are not a "
                 f"multiple of {self.num_gpus}; change --dp"
             )
+
+    @property
+    def _has_tempos_attention(self) -> bool:
+        # `tempoize` leaves attention without dropout to torch's, unless it makes q, k and v again for it.
+        return "tempo" in self.pieces and ("tiled_norms" in self.pieces or self.model.attention_dropout > 0)
 
     @property
     def num_parameters(self) -> int:
@@ -296,11 +302,22 @@ class LongSequence:
             )
         if "tempo" not in self.pieces:
             yield Term("layer's output and its gradient", 2 * _BF16 * h, source="torch/utils/checkpoint.py")
+            # ArcticTraining's runs on an H200 have FlashAttention-3.
             yield Term(
                 "float32 sums of the gradients of q, k and v",
                 _FLOAT32 * (m.num_attention_heads + 2 * m.num_query_groups) * m.kv_channels,
                 source="flash-attention, hopper/flash_api.cpp: dq_accum, dk_accum and dv_accum of mha_bwd",
             )
+        elif not self._has_tempos_attention:
+            width = m.num_attention_heads * m.kv_channels
+            source = "torch, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp: {} of mha_bwd"
+            yield Term("float32 sums of q's gradient", _FLOAT32 * width, source=source.format("dq_accum"))
+            if m.num_query_groups < m.num_attention_heads:
+                yield Term(
+                    "gradients of k and v of each head, before a group's are added",
+                    2 * _BF16 * width,
+                    source=source.format("dk_expanded and dv_expanded"),
+                )
 
 
 def _count(terms: list[Term], num_tokens: int) -> float:

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from tempo_kernels.offload import MIN_BYTES
 from tempo_megatron.memory.kept.attribution import name_row, sum_rows
@@ -36,6 +37,8 @@ _ATTENTION, _LINEAR_QKV = (LAYER_OPERATIONS.index(name) for name in ("attention"
 _SMALL = ", small"
 # So many choices are measured together after the first batch.
 _NUM_MORE = 4
+_ONLY_WRITTEN = {"moe_permute": "repeat", "linear_fc1": "tile"}
+"""Operation -> the value that no plan chooses by itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +86,7 @@ def list_values(run: Run) -> dict[str, Values]:
             for value in sorted(choices, key=lambda value: value != "off")
             if value == "off"
             or (
-                value not in ("auto", "repeat", "tile")
+                value not in ("auto", _ONLY_WRITTEN.get(name))
                 and not is_unknown.get(name)
                 and find_refusal(name, value, config) is None
             )
@@ -116,11 +119,12 @@ def measure_stock_layer(run: Run) -> Rows:
 
 def _keep_layer(run: Run, recompute: Iterable[str]) -> Run:
     """A Run of the fields on which the bytes of a layer depend, so that runs with equal layers are equal."""
-    written = run.tempo.moe_permute == "repeat"
+    written: dict[str, Any] = {
+        name: value for name, value in _ONLY_WRITTEN.items() if getattr(run.tempo, name) == value
+    }
     return Run(
         model=dataclasses.replace(run.model, num_layers=1, vocab_size=1),
-        # The only value that a plan does not choose by itself.
-        tempo=dataclasses.replace(TempoConfig.off(), moe_permute="repeat" if written else "off"),
+        tempo=dataclasses.replace(TempoConfig.off(), **written),
         experts=run.experts and dataclasses.replace(run.experts, layers=(True,)),
         latent_attention=run.latent_attention,
         tensor_parallel=run.tensor_parallel,
@@ -137,8 +141,9 @@ def _keep_layer(run: Run, recompute: Iterable[str]) -> Run:
 @functools.lru_cache(maxsize=64)
 def _measure_rows(run: Run) -> KeptRows:
     values = list_values(run)
-    if run.tempo.moe_permute == "repeat":
-        values["moe_permute"] += ("repeat",)
+    for operation, written in _ONLY_WRITTEN.items():
+        if getattr(run.tempo, operation) == written:
+            values[operation] += (written,)
     choices = itertools.product(*(values[name] for name in LAYER_OPERATIONS))
     possible = [choice for choice in choices if not _keeps_copies(run, choice)]
     stack_bytes = 0

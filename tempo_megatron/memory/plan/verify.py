@@ -61,12 +61,16 @@ def make_verified_plan(
 
     Raises ValueError as `make_plan`, with the figures of the estimate.
     """
-    seen: dict[str, tuple[MemoryPlan, PlanProblem]] = {}
+    seen: dict[tuple[int, str], tuple[MemoryPlan, PlanProblem]] = {}
+    # What an estimate finds of plans that offload corrects plans that do not, too, and may hide the best of these. So
+    # they are also sought alone, and first: no plan with the host is slower than the one without it.
+    host_limits = sorted({0, problem.host_bytes})
+    given = problem.corrections
 
     def verify(plan: MemoryPlan) -> bool:
         """Note the plan with its estimated peaks, and correct the problem; returns whether the plan is a new one."""
         nonlocal problem
-        key = repr((plan.block, plan.megatron_arguments))
+        key = problem.host_bytes, repr((plan.block, plan.megatron_arguments))
         if key in seen:
             return False
         peaks = estimate_plan(plan)
@@ -75,18 +79,24 @@ def make_verified_plan(
         corrections = tuple(before + peak - stage.peak_bytes for before, peak, stage in stages)
         problem = dataclasses.replace(problem, corrections=corrections)
         checked = (dataclasses.replace(stage, peak_bytes=peak) for stage, peak in zip(plan.stages, peaks, strict=True))
-        seen[key] = dataclasses.replace(plan, stages=tuple(checked)), problem
+        corrected = dataclasses.replace(problem, host_bytes=host_limits[-1])
+        seen[key] = dataclasses.replace(plan, stages=tuple(checked)), corrected
         return True
+
+    def get_problem() -> PlanProblem:
+        return problem
 
     def find_smallest() -> MemoryPlan:
         return min((plan for plan, _ in seen.values()), key=lambda plan: plan.peak_bytes)
 
-    for _ in range(_ROUNDS):
-        if not verify(find_plan(problem, budget)):
-            break
-    if find_smallest().peak_bytes > budget:
-        for plan in _descend(lambda: problem, find_smallest):
-            verify(plan)
+    for host_bytes in host_limits:
+        problem = dataclasses.replace(problem, host_bytes=host_bytes, corrections=given)
+        for _ in range(_ROUNDS):
+            if not verify(find_plan(problem, budget)):
+                break
+        if find_smallest().peak_bytes > budget:
+            for plan in _descend(get_problem, find_smallest):
+                verify(plan)
     fitting = [each for each in seen.values() if each[0].peak_bytes <= budget]
     if not fitting:
         raise_impossible(problem, find_smallest(), budget)
