@@ -252,6 +252,9 @@ class Run:
     cublas_workspace_bytes: int | None = None
     """Of each of torch's handles, as CUBLAS_WORKSPACE_CONFIG says; None is the default of the GPU and the mode."""
 
+    expandable_segments: bool = False
+    """Whether torch's allocator has them (PYTORCH_ALLOC_CONF=expandable_segments:True)."""
+
     fuses_gradient_accumulation: bool = False
     """Megatron's fusion of that name, without --no-gradient-accumulation-fusion."""
 

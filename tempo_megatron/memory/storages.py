@@ -141,13 +141,32 @@ class PeakBytes(StorageFollower):
             self.peak = max(self.peak, self.count_alive())
 
 
+PRODUCT, BATCHED_PRODUCT = -2, -3
+"""In place of bytes, where a matrix product begins, or a batch of them."""
+
+_PRODUCTS = {
+    torch.ops.aten.mm.default: PRODUCT,
+    torch.ops.aten.addmm.default: PRODUCT,
+    torch.ops.aten.bmm.default: BATCHED_PRODUCT,
+    torch.ops.aten.baddbmm.default: BATCHED_PRODUCT,
+}
+
+
 class AllocationTrace(PeakBytes):
     """PeakBytes that lists when each storage is made and freed; a free is seen when memory is next made."""
 
     def __init__(self, *known: Tensor) -> None:
         super().__init__(*known)
         self.events: list[tuple[int, int]] = []
-        """(number, bytes) where a storage is made, (number, -1) where it is freed."""
+        """(number, bytes) where a storage is made, (number, -1) where it is freed; products have negative numbers."""
+        self._num_products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _PRODUCTS:
+            self.drop_freed()
+            self._num_products += 1
+            self.events.append((-self._num_products, _PRODUCTS[func]))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def note(self, new: dict[int, torch.UntypedStorage], inputs: Any) -> None:
         self.drop_freed()

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.estimate.allocator import Allocations, CachingAllocator
+from tempo_megatron.memory.estimate.allocator import Allocations, CachingAllocator, Library
 from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.estimate.lasting_tensors import count_lasting_tensors
 from tempo_megatron.memory.estimate.muon import count_muon_states
-from tempo_megatron.memory.estimate.rounding import count_rounding, count_rounding_of_step
+from tempo_megatron.memory.estimate.rounding import Step, count_rounding
 from tempo_megatron.memory.estimate.workspaces import find_torch_bytes, list_workspaces
 from tempo_megatron.memory.routing import assume_routing, expect_imbalance
 from tempo_megatron.memory.run import Experts, LatentAttention, OptimizerSettings, Run
@@ -60,7 +60,7 @@ def test_a_published_run_is_estimated_within_half_a_percent(name: str) -> None:
 
 def test_workspaces_are_those_of_the_gpu_the_modules_and_the_mode() -> None:
     def count_workspaces(run: Run, *, has_head: bool) -> int:
-        return sum(list_workspaces(run, has_head=has_head))
+        return sum(map(sum, list_workspaces(run, has_head=has_head).values()))
 
     run = make_run(SMALL, gpu="a100", deterministic=False)
     assert count_workspaces(dataclasses.replace(run, gpu=None), has_head=True) == 0
@@ -78,31 +78,61 @@ def test_workspaces_are_those_of_the_gpu_the_modules_and_the_mode() -> None:
 
 def test_blocks_that_are_not_split_count_whole() -> None:
     """Less than 1 MiB that is left of a segment counts with the tensor in it."""
-    large = Parameter((19 * MIB // 4,), is_matrix=False)
+    large = [Parameter((19 * MIB // 4,), is_matrix=False)]
+
+    def count(
+        optimizer: OptimizerSettings, *, is_expandable: bool = False, traces: tuple[Allocations, ...] = ()
+    ) -> int:
+        allocator = CachingAllocator(is_expandable=is_expandable)
+        step = Step(allocator, traces, [(True, 0, 0), (False, 0, 0)], {}) if traces else None
+        ranks = 2 if optimizer.distributed else 1
+        return count_rounding(allocator, [large], torch.bfloat16, [], optimizer, parts=(ranks, ranks), step=step)
+
     # In bf16 9.5 MiB, in a segment of 20 MiB that is split; gradients, copy and two moments of 19 MiB in 20 MiB each.
-    assert count_rounding([[large]], torch.bfloat16, [], WHOLE, parts=(1, 1))[1] == 4 * MIB
-    # Weights of 9.5 MiB and the buffer that replaces them share a segment, the copy takes their place, and the moments
-    # share another: the second of each pair has 1 MiB too much, and so have the gradients.
-    assert count_rounding([[large]], torch.bfloat16, [], DISTRIBUTED, parts=(2, 2))[1] == 3 * MIB
+    assert count(WHOLE) == 4 * MIB
+    # Weights of 9.5 MiB and the buffer that replaces them share a segment, where the copy is cloned. Of 9.5 MiB are the
+    # copy, in a segment of its own with a moment, and the other moment: the second of each pair has 1 MiB too much, and
+    # so have the gradients.
+    assert count(DISTRIBUTED) == 3 * MIB
     # 40 MiB that the first step freed have room for both moments.
-    trace = Allocations((), (), 0, ((1, 40 * MIB), (1, -1)), 1)
-    step = {"traces": [trace], "events": [(True, 0, 0), (False, 0, 0)]}
-    assert count_rounding([[large]], torch.bfloat16, [], WHOLE, parts=(1, 1), **step)[1] == 2 * MIB  # type: ignore[arg-type]
+    assert count(WHOLE, traces=(Allocations((), (), 0, ((1, 40 * MIB), (1, -1)), 1),)) == 2 * MIB
+    # Expandable segments are split however little is left.
+    assert count(WHOLE, is_expandable=True) == count(DISTRIBUTED, is_expandable=True) == 0
 
 
 def test_tensors_of_a_step_take_holes_that_are_too_large() -> None:
     """What is not split counts once for each micro batch in flight, and not at all where the peak is before it."""
     sizes = [(1, 4 * MIB), (2, 4 * MIB), (1, -1), (3, 3 * MIB), (4, 4 * MIB), (2, -1), (3, -1), (4, -1)]
 
-    def count(*events: tuple[bool, int, int], forward: int = 5) -> int:
-        trace = Allocations((), (), 0, tuple(sizes), forward)
-        return count_rounding_of_step(CachingAllocator(), [trace], events)
+    def count(*events: tuple[bool, int, int], before: tuple[tuple[int, int], ...] = ()) -> int:
+        trace = Allocations((), (), 0, (*before, *sizes), len(before) + 5)
+        return Step(CachingAllocator(), [trace], events, {}).count_rounding()
 
     # The third tensor takes the first one's place, 1 MiB of which is left: 12 MiB for 11.
     assert count((True, 0, 0), (False, 0, 0)) == MIB
     assert count((True, 0, 0), (True, 1, 0), (False, 0, 0), (False, 1, 0)) == 2 * MIB
     assert count((True, 0, 0), (False, 0, 0), (True, 1, 0), (False, 1, 0)) == MIB
-    assert count((True, 0, 0), forward=3) == 0
+    assert count((True, 0, 0), (False, 0, 0), before=((0, 40 * MIB), (0, -1))) == 0
+    # What is in flight at the end has its backward then.
+    assert count((True, 0, 0)) == MIB
+
+
+def test_a_step_leaves_the_latest_input_of_each_chunk_its_gradient_and_workspaces() -> None:
+    """An input of 5 MiB, its gradient, and 3 MiB in between; the first product of the layers comes behind the input."""
+    events = ((1, 5 * MIB), (2, 3 * MIB), (2, -1), (3, 5 * MIB))
+    trace = Allocations((), (), 0, events, 2, 5 * MIB, 2 * MIB, {Library.ENGINE: 1})
+    both = [(True, 0, 0), (True, 1, 0), (False, 0, 0), (False, 1, 0)]
+    allocator = CachingAllocator()
+    step = Step(allocator, [trace], both, {Library.ENGINE: [32 * MIB], Library.TORCH: [8 * MIB]})
+    # Two inputs with 3 MiB each, the second one's mask, and the workspace; torch's is made behind the step.
+    assert step.play() == (2 * (5 + 3) + 2 + 32) * MIB
+    assert step.count_left() == (2 * 5 + 32 + 8) * MIB
+    # The first new input takes the place of the last one and its gradient.
+    assert step.play() == (2 * (5 + 3) + 2 + 32 + 8) * MIB
+    assert step.count_left() == allocator.allocated == (2 * 5 + 32 + 8) * MIB
+    # Of one micro batch the highest moment is where it comes: beside what the last one left.
+    alone = Step(CachingAllocator(), [trace], both[::2], {})
+    assert [alone.play(), alone.play()] == [2 * 5 * MIB, (3 * 5 + 2) * MIB]
 
 
 def test_deterministic_experts_keep_what_they_hand_back_and_local_routers_have_a_workspace() -> None:
@@ -121,9 +151,10 @@ def test_deterministic_experts_keep_what_they_hand_back_and_local_routers_have_a
     # The kernel keeps no probabilities to choose from, [tokens, experts] of each layer.
     assert count_kept(fuses_permutation=True) == kept - 2 * (4 * 64) * 4 * 2
     local = make_run(sizes, gpu="h100", stock="local")
-    added = {*list_workspaces(dataclasses.replace(local, experts=experts), has_head=True)} - {32 * MIB}
-    assert added == {32 * MIB + 1024}
-    assert {*list_workspaces(local, has_head=True)} == {32 * MIB}
+    of_torch = list_workspaces(local, has_head=True)
+    assert of_torch == {Library.TORCH: [32 * MIB], Library.TORCH_BACKWARD: [32 * MIB]}
+    of_router = list_workspaces(dataclasses.replace(local, experts=experts), has_head=True)
+    assert of_router == of_torch | {Library.ENGINE: [32 * MIB + 1024]}
 
 
 def test_float8_halves_the_inputs_that_linears_keep_and_has_weights_of_its_own() -> None:
@@ -250,7 +281,7 @@ def test_copies_and_moments_of_experts_lie_behind_those_of_all_else() -> None:
     in_turn = [each for pair in zip(others, experts, strict=False) for each in pair] + others[10:]
 
     def count(parameters: list[Parameter]) -> int:
-        return count_rounding([parameters], torch.bfloat16, [], WHOLE, parts=(1, 1))[1]
+        return count_rounding(CachingAllocator(), [parameters], torch.bfloat16, [], WHOLE, parts=(1, 1))
 
     assert count(in_turn) == count([*others, *experts])
     assert count([dataclasses.replace(each, is_expert=False) for each in in_turn]) > count(in_turn)

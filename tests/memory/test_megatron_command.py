@@ -110,6 +110,19 @@ def test_the_environment_says_how_large_a_workspace_of_cublas_is(config: str, ex
 
 
 @pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", True),
+        ("PYTORCH_ALLOC_CONF=garbage_collection_threshold:0.8,expandable_segments:true", True),
+        ("PYTORCH_ALLOC_CONF=expandable_segments:False PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", False),
+        ("CUBLAS_WORKSPACE_CONFIG=:4096:8", False),
+    ],
+)
+def test_the_environment_says_whether_segments_are_expandable(settings: str, expected: bool) -> None:
+    assert read(GPT, f"{settings} pretrain_gpt.py").expandable_segments is expected
+
+
+@pytest.mark.parametrize(
     ("launcher", "ranks"),
     [
         ("torchrun --nproc-per-node 4", 4),
@@ -315,11 +328,15 @@ def test_a_test_case_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[
     case.parent.mkdir(parents=True)
     text = "".join(f"  {name}: {value}\n" for name, value in zip(TINY.split()[::2], TINY.split()[1::2], strict=True))
     case.write_text(
-        f"ENV_VARS:\n  CUBLAS_WORKSPACE_CONFIG: :4096:8\nMODEL_ARGS:\n{text}  --bf16: true\n", encoding="utf-8"
+        "ENV_VARS:\n  CUBLAS_WORKSPACE_CONFIG: :4096:8\n  PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True\n"
+        f"MODEL_ARGS:\n{text}  --bf16: true\n",
+        encoding="utf-8",
     )
-    ours = f"estimate --vocab-size 500 --world-size 2 --no-use-tempo --megatron-yaml {case}".split()
+    ours = f"estimate --vocab-size 500 --world-size 2 --megatron-yaml {case}".split()
     assert main(ours) == 0
-    assert "pretrain_bert.py, bf16, s 64, b 2, TP 1, PP 2, DP 1: 2 ranks" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "pretrain_bert.py, bf16, s 64, b 2, TP 1, PP 2, DP 1: 2 ranks" in printed
+    assert "CUBLAS_WORKSPACE_CONFIG=:4096:8 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python launch" in printed
 
 
 def test_a_batch_that_grows_is_as_large_as_at_its_end() -> None:
@@ -335,7 +352,7 @@ MODEL=({TINY} $1)
 mkdir -p logs; NODES=$(nvidia-smi -L | wc -l)
 cd "$(dirname "$0")"
 if [[ ${{2:-bf16}} == bf16 ]]; then MODEL+=("--bf16  --swiglu"); fi
-export CUBLAS_WORKSPACE_CONFIG=:4096:8
+export CUBLAS_WORKSPACE_CONFIG=:4096:8 PYTORCH_ALLOC_CONF=expandable_segments:True
 exec torchrun --nproc_per_node 8 pretrain_gpt.py --save "" ${{MODEL[@]}} 2>&1 | tee log.txt
 """
 
@@ -369,6 +386,7 @@ def test_a_script_says_its_command_and_is_not_run(
     written = capsys.readouterr()
     assert expected in (written.err if status else written.out)
     assert status or ("launch/run_megatron.py pretrain_gpt.py" in written.out and ":4096:8" in written.out)
+    assert status or "PYTORCH_ALLOC_CONF=expandable_segments:True" in written.out
     assert [path.name for path in tmp_path.iterdir()] == ["train it.sh"]
 
 

@@ -19,7 +19,14 @@ from typing import Any
 import torch
 
 from tempo_megatron.memory.commands.megatron_options import find_default, list_options, parse_options
-from tempo_megatron.memory.commands.training_command import MODELS, WORKSPACE, Command, spell_option, split_command
+from tempo_megatron.memory.commands.training_command import (
+    ALLOCATORS,
+    MODELS,
+    WORKSPACE,
+    Command,
+    spell_option,
+    split_command,
+)
 from tempo_megatron.memory.megatron_run import (
     KNOWN_IN_COMMANDS,
     UNKNOWN_IN_COMMANDS,
@@ -125,6 +132,7 @@ def read_command(
         gpu=gpu,
         deterministic=args.deterministic_mode,
         cublas_workspace_bytes=_read_workspace(command.launcher),
+        expandable_segments=_has_expandable_segments(command.launcher),
         fuses_gradient_accumulation=args.gradient_accumulation_fusion,
         overlaps_tensor_parallel=_overlaps_tensor_parallel(args, run.stock),
         deferred_head_gradients=_find_deferred(args),
@@ -256,12 +264,22 @@ def _read_workspace(launcher: Sequence[str]) -> int | None:
 
     Raises ValueError where it is something else.
     """
-    given = next((word.partition("=")[2] for word in launcher if word.startswith(f"{WORKSPACE}=")), None)
+    given = _find_setting(launcher, WORKSPACE)
     if given is None:
         return None
     if not re.fullmatch(r"(:\d+:\d+)+", given):
         raise ValueError(f"{WORKSPACE} is {given}; expected sizes in KiB and how many of each, such as :4096:8")
     return sum(int(size) * int(number) << 10 for size, number in re.findall(r":(\d+):(\d+)", given))
+
+
+def _has_expandable_segments(launcher: Sequence[str]) -> bool:
+    """Whether PYTORCH_ALLOC_CONF before a command, `name:value` by commas, lets torch's allocator grow its segments."""
+    given = next((found for name in reversed(ALLOCATORS) if (found := _find_setting(launcher, name)) is not None), "")
+    return "expandable_segments:true" in given.lower().replace(" ", "").split(",")
+
+
+def _find_setting(launcher: Sequence[str], name: str) -> str | None:
+    return next((word.partition("=")[2] for word in launcher if word.startswith(f"{name}=")), None)
 
 
 def _read_tempo_block(args: argparse.Namespace) -> dict[str, Any]:

@@ -21,7 +21,8 @@ _SECONDS = 20
 # the words, each with a NUL behind it, in one write: the programs of a pipeline run at once.
 _PRELUDE = (
     'command_not_found_handle() { [[ "$* " == *".py "* ]] || return 0; '
-    'set -- ${CUBLAS_WORKSPACE_CONFIG+CUBLAS_WORKSPACE_CONFIG=$CUBLAS_WORKSPACE_CONFIG} "$@"; '
+    "for NAME in CUBLAS_WORKSPACE_CONFIG PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF; do "
+    '[[ -z ${!NAME+set} ]] || set -- "$NAME=${!NAME}" "$@"; done; '
     'printf "%s\\0" $# "$@" >&FD; }; '
     'exec() { "$@"; }; command() { "$@"; }; cd() { :; }; '
 )

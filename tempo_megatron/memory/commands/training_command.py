@@ -24,6 +24,9 @@ MODELS = {"gpt": "GPTModel", "bert": "BertModel", "t5": "T5Model"}
 """Family of a script -> the class of its model, as Megatron calls it."""
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""The older name, and that of torch 2.9 and later, which counts where both are set."""
+_SETTINGS = (WORKSPACE, *ALLOCATORS)
 """What may stand before a command, of what its environment sets."""
 
 _SCRIPT = re.compile(r"(?:.*[/_])?pretrain_(\w+)\.py")
@@ -145,15 +148,15 @@ def take_command(args: argparse.Namespace, add_arguments: Callable[[argparse.Arg
         if args.world_size is None:
             return command
         # What a script says of its nodes is mostly a place to fill in.
-        settings = [word for word in command.launcher if word.startswith(f"{WORKSPACE}=")]
+        settings = [word for word in command.launcher if word.partition("=")[0] in _SETTINGS]
         return dataclasses.replace(command, launcher=(*settings, "python"), world_size=None)
     if args.megatron_yaml is None:
         return split_command(args.words)
     command = split_command(args.words or [f"pretrain_{_guess_family(args.megatron_yaml)}.py"])
     arguments, environment = _read_test_case(args.megatron_yaml)
     launcher = command.launcher
-    if WORKSPACE in environment:
-        launcher = (f"{WORKSPACE}={environment[WORKSPACE]}", *(launcher or ("python",)))
+    if settings := [f"{name}={environment[name]}" for name in _SETTINGS if name in environment]:
+        launcher = (*settings, *(launcher or ("python",)))
     return dataclasses.replace(command, launcher=launcher, options=(*command.options, *spell_arguments(arguments)))
 
 

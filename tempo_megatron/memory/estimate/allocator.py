@@ -4,15 +4,16 @@ The rules are those of c10/cuda/CUDACachingAllocator.cpp with its default settin
 up to 512 bytes. Blocks of up to 1 MiB lie in segments of 2 MiB; larger ones in segments of 20 MiB or, from 10 MiB on,
 of their own size rounded up to 2 MiB. An allocation takes the smallest free block that is large enough and splits off
 what is left, where that is at least 512 bytes of a small segment or more than 1 MiB of a large one. A freed block
-joins its free neighbours; a segment is kept. Not simulated: giving free segments back where the device is full, and
-expandable segments.
+joins its free neighbours; a segment is kept. With expandable segments every block is split like one of a small
+segment; that segments then grow is not simulated, nor is giving free ones back where the device is full.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterator
+import enum
+from collections.abc import Iterator, Mapping
 
 from tempo_megatron.memory.estimate.model_states import ModelStates
 
@@ -23,6 +24,14 @@ LARGE_SEGMENT_BYTES = 20 << 20
 OWN_SEGMENT_BYTES = 10 << 20
 SEGMENT_ROUNDING_BYTES = 2 << 20
 STEPS = 2
+
+
+class Library(enum.Enum):
+    """Whose handle of cuBLAS multiplies: Transformer Engine's, or torch's of forward or of autograd's thread."""
+
+    ENGINE = enum.auto()
+    TORCH = enum.auto()
+    TORCH_BACKWARD = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +53,15 @@ class Allocations:
     num_forward_events: int
     """How many of them belong to the forward."""
 
+    input_bytes: int = 0
+    """Of the hidden states that come from another chunk; they stay behind the backward, with their gradient."""
+
+    mask_bytes: int = 0
+    """Of the samples' masks, which no module keeps."""
+
+    first_products: Mapping[Library, int] = dataclasses.field(default_factory=dict)
+    """Before which event each library first multiplies."""
+
 
 @dataclasses.dataclass(eq=False)
 class Block:
@@ -60,10 +78,14 @@ class Block:
 
 
 class CachingAllocator:
-    """Counts bytes in use, rounded, and bytes of all segments, now and at most."""
+    """Counts bytes in use, rounded, and bytes of all segments, now and at most.
 
-    def __init__(self) -> None:
+    is_expandable: with expandable segments, of which only the bytes in use are known.
+    """
+
+    def __init__(self, *, is_expandable: bool = False) -> None:
         self.allocated = self.peak_allocated = self.reserved = 0
+        self._is_expandable = is_expandable
         # Free blocks of the large and of the small pool, as (size, address), which is the order of choice.
         self._free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
         self._blocks: dict[int, Block] = {}
@@ -75,7 +97,7 @@ class CachingAllocator:
         size = _round_up(num_bytes, ROUNDING_BYTES)
         block = self._take(size) or self._add_segment(size)
         rest = block.size - size
-        if rest >= ROUNDING_BYTES if block.is_small else rest > SMALL_BYTES:
+        if rest >= ROUNDING_BYTES if block.is_small or self._is_expandable else rest > SMALL_BYTES:
             behind = Block(rest, block.address + size, block.is_small, previous=block, next=block.next)
             if block.next is not None:
                 block.next.previous = behind

@@ -14,9 +14,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from tempo_megatron.memory.estimate.allocator import Allocations, CachingAllocator, simulate_allocator
+from tempo_megatron.memory.estimate.allocator import CachingAllocator, Library, simulate_allocator
 from tempo_megatron.memory.estimate.lasting_tensors import count_lasting_tensors
 from tempo_megatron.memory.estimate.model_states import (
     ModelStates,
@@ -25,7 +25,7 @@ from tempo_megatron.memory.estimate.model_states import (
 )
 from tempo_megatron.memory.estimate.muon import Piece, count_muon_states
 from tempo_megatron.memory.estimate.offload import count_moved_of_layers, drop_offload, offload_layers
-from tempo_megatron.memory.estimate.rounding import count_rounding, count_rounding_of_step
+from tempo_megatron.memory.estimate.rounding import Step, count_rounding
 from tempo_megatron.memory.estimate.workspaces import list_workspaces
 from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import Run
@@ -160,15 +160,13 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
                 trace_chunk(of_stage, each, pre_process=first, post_process=last, has_gradients=has_gradients)
                 for each, (first, last) in zip(layers, ends, strict=True)
             ]
-        until_full = [*_list_until_full(events)]
-        on_gpu, allocator = _count_on_gpu(
-            run, chunks, muon and muon[1], traces or (), until_full, has_head=stage == stages - 1
-        )
+        workspaces = list_workspaces(run, has_head=stage == stages - 1)
+        allocator = CachingAllocator(is_expandable=run.expandable_segments)
+        step = None if traces is None else Step(allocator, traces, _list_until_full(events), workspaces)
+        on_gpu = _count_on_gpu(run, chunks, muon and muon[1], allocator, step, workspaces)
         if run.gpu is not None:
             on_gpu["lasting tensors"] = count_lasting_tensors(run, stage)
-        rounding = 0
-        if allocator is not None and traces is not None:
-            rounding = count_rounding_of_step(allocator, traces, until_full)
+        rounding = 0 if step is None else step.count_rounding()
         deferred = _count_deferred(run, num_micro_batches) if stage == stages - 1 else 0
         of_host = [sum(each) for each in moved]
         found.append(
@@ -261,47 +259,45 @@ def _count_on_gpu(
     run: Run,
     chunks: Sequence[ChunkMemory],
     pieces: Sequence[Piece] | None,
-    traces: Sequence[Allocations],
-    events: Iterable[tuple[bool, int, int]],
-    *,
-    has_head: bool,
-) -> tuple[dict[str, int], CachingAllocator | None]:
+    allocator: CachingAllocator,
+    step: Step | None,
+    workspaces: Mapping[Library, Sequence[int]],
+) -> dict[str, int]:
     """The parts of a rank at rest that depend on the GPU and its libraries; none where nothing says which GPU it is.
 
-    Beside them the allocator with what stays, where the tensors of the optimizer are known.
-
     pieces: of Muon's states.
-    traces: of the chunks; none where the first step is not followed.
-    events: of the first step.
+    allocator: an empty one, which has what stays then.
+    step: of the chunks, on that allocator; None where it is not followed.
     """
     if run.gpu is None:
-        return {}, None
-    workspaces, optimizer = list_workspaces(run, has_head=has_head), run.optimizer
-    inputs = [chunk.input_bytes for chunk in chunks for _ in range(2)]
+        return {}
+    optimizer, of_cublas = run.optimizer, list(itertools.chain(*workspaces.values()))
     placeholders = _list_placeholder_gradients(run, chunks)
     buffer = max(each.global_buffer_bytes for each in chunks)
-    rounding, allocator = 0, None
+    rounding = 0
     if optimizer.kind == "megatron":
         sharing = _count_sharing(run)
-        allocator, rounding = count_rounding(
+        # Where no step is followed, what it leaves is among the others.
+        of_step = [] if step else [*of_cublas, *(chunk.input_bytes for chunk in chunks for _ in range(2))]
+        rounding = count_rounding(
+            allocator,
             [chunk.parameters for chunk in chunks],
             run.dtype,
-            [*workspaces, *inputs, buffer, *placeholders],
+            [*of_step, buffer, *placeholders],
             optimizer,
             parts=sharing if optimizer.distributed else (1, 1),
             pieces=pieces,
-            traces=traces,
-            events=events if traces else (),
+            step=step,
         )
     float8, num_float8 = 0, _count_float8_weights(chunks)
     if run.float8 is not None:
         float8 = count_float8_bytes(num_float8, run.float8, run.gpu) - (num_float8 if run.float8_weights else 0)
     return {
-        "workspaces": sum(workspaces),
+        "workspaces": sum(of_cublas),
         "rounding": rounding,
         "placeholder gradients": sum(placeholders),
         "float8 weights": float8,
-    }, allocator
+    }
 
 
 def _list_placeholder_gradients(run: Run, chunks: Sequence[ChunkMemory]) -> list[int]:

@@ -1,23 +1,27 @@
 """Counts what torch's caching allocator adds to the tensors of a rank of Megatron-LM, between two steps and in a step.
 
-A block of more than 1 MiB is not split where less than 1 MiB would be left, and counts as allocated whole. Weights, the
-float32 copies of 16-bit ones and Adam's moments are a tensor for each parameter, or of the distributed optimizer for
-each part of one that is this rank's; gradients are one buffer for each chunk, and with the distributed optimizer
-weights too (core/distributed/param_and_grad_buffer.py, core/optimizer/distrib_optimizer.py:391-399 and optimizer.py:674
-of megatron-core 0.16.1). Experts have buffers of their own, and an optimizer of their own behind that of all else
-(core/optimizer/__init__.py:604-689). Adam makes its moments in the first optimizer's step, in what the first forwards
-and backwards have freed, so these are played before it in the order of the real modules; float32 copies of gradients
-are made anew in each step, so they are placed behind a second one. A later step's tensors are allocated behind all
-this: where attention's queries, keys and values of 3 MiB, say, take a block of 4, each layer adds 1 MiB.
+A block of more than 1 MiB is not split where less than 1 MiB would be left, and counts as allocated whole, but for
+expandable segments, whose blocks are all split. Weights, the float32 copies of 16-bit ones and Adam's moments are a
+tensor for each parameter, or of the distributed optimizer for each part of one that is this rank's; gradients are one
+buffer for each chunk, and with the distributed optimizer weights too (core/distributed/param_and_grad_buffer.py,
+core/optimizer/distrib_optimizer.py:391-399 and optimizer.py:674 of megatron-core 0.16.1, both of which clone what they
+convert). Experts have buffers of their own, and an optimizer of their own behind that of all else
+(core/optimizer/__init__.py:604-689).
+
+Everything else is made in the first step, in the order of the real modules: a workspace of cuBLAS where its library
+first multiplies, a stage's inputs as they are received, and Adam's moments behind the first optimizer's forwards and
+backwards, in what these have freed. float32 copies of gradients are made anew in each step, so they are placed behind a
+second one. A later step's tensors are allocated behind all this: where attention's queries, keys and values of 3 MiB,
+say, take a block of 4, each layer adds 1 MiB.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from tempo_megatron.memory.estimate.allocator import Allocations, Block, CachingAllocator
+from tempo_megatron.memory.estimate.allocator import Allocations, Block, CachingAllocator, Library
 from tempo_megatron.memory.estimate.model_states import find_gradient_bytes
 from tempo_megatron.memory.run import OptimizerSettings
 from tempo_megatron.memory.simulated.phases import Parameter
@@ -28,6 +32,7 @@ _FREED = -1
 
 
 def count_rounding(
+    allocator: CachingAllocator,
     chunks: Sequence[Sequence[Parameter]],
     dtype: torch.dtype,
     others: Iterable[int],
@@ -35,28 +40,27 @@ def count_rounding(
     *,
     parts: tuple[int, int],
     pieces: Sequence[tuple[int, int]] | None = None,
-    traces: Sequence[Allocations] = (),
-    events: Iterable[tuple[bool, int, int]] = (),
-) -> tuple[CachingAllocator, int]:
-    """The allocator with the tensors that stay from step to step, and the bytes that it counts beyond theirs.
+    step: Step | None = None,
+) -> int:
+    """Bytes that the allocator counts beyond those of the tensors that stay from step to step.
 
     Args:
+        allocator: an empty one, which has them then.
         chunks: the parameters of each chunk of the rank, in the order of the modules.
         dtype: of the parameters.
-        others: bytes of each other tensor that stays: workspaces, inputs.
+        others: bytes of each other tensor that stays and that the step does not make.
         optimizer: Megatron's.
         parts: ranks that divide the states of what is no expert, and those of experts.
         pieces: elements and moments of each piece of a parameter whose states the rank has; None are Adam's.
-        traces: as of `count_rounding_of_step`.
-        events: of the first step; without them the moments find no free blocks.
+        step: the first, on the same allocator, before the moments are made; without it they find no free blocks.
     """
-    allocator, total = CachingAllocator(), 0
+    total = 0
     is_distributed = optimizer.distributed or optimizer.muon == "laid out"
     bytes_of_gradient = find_gradient_bytes(optimizer, dtype)
     # Each chunk has a buffer of what is no expert, and one of experts.
     buffers = [[[each.size for each in chunk if each.is_expert == of] for of in (False, True)] for chunk in chunks]
-    for chunk, in_buffers in zip(chunks, buffers, strict=True):
-        weights = [allocator.allocate(each.size * dtype.itemsize) for each in chunk]
+    weights_of_chunks = [[allocator.allocate(each.size * dtype.itemsize) for each in chunk] for chunk in chunks]
+    for weights, in_buffers in zip(weights_of_chunks, buffers, strict=True):
         for sizes_of_buffer in in_buffers:
             total += sum(sizes_of_buffer) * (dtype.itemsize + bytes_of_gradient)
             if is_distributed:
@@ -74,72 +78,165 @@ def count_rounding(
             for size in _list_own(in_buffers[place], number)
         ]
     of_copy, *of_moments = optimizer.state_bytes or (_FLOAT32 if dtype.itemsize < _FLOAT32 else 0, _FLOAT32, _FLOAT32)
-    events = list(events)
-    before = [*(size * of_copy for size, _ in pieces if of_copy), *others]
+    copies = [size * of_copy for size, _ in pieces if of_copy]
     converted = []
     if bytes_of_gradient < _FLOAT32 and optimizer.state_bytes is None:
         converted = [size * _FLOAT32 for size, _ in pieces]
     moments = [size * each for size, number in pieces for each in of_moments[:number]]
-    for size in before:
+    for (size, _), of_one in zip(pieces, copies, strict=False):
+        # Cloned before it is converted.
+        clone = allocator.allocate(size * dtype.itemsize)
+        allocator.allocate(of_one)
+        allocator.free(clone)
+    others = [*others]
+    for size in others:
         allocator.allocate(size)
-    _play(allocator, traces, events)
+    if step is not None:
+        step.play()
     blocks = [allocator.allocate(size) for size in converted]
     for size in moments:
         allocator.allocate(size)
     if blocks:
         for block in blocks:
             allocator.free(block)
-        _play(allocator, traces, events)
+        if step is not None:
+            step.play()
         for size in converted:
             allocator.allocate(size)
-    return allocator, allocator.allocated - total - sum(before) - sum(converted) - sum(moments)
+    left = 0 if step is None else step.count_left()
+    return allocator.allocated - total - sum(copies) - sum(others) - sum(converted) - sum(moments) - left
 
 
-def count_rounding_of_step(
-    allocator: CachingAllocator, traces: Sequence[Allocations], events: Iterable[tuple[bool, int, int]]
-) -> int:
-    """Bytes that the allocator counts at a step's peak beyond those of the step's tensors.
+_Block = tuple[Block | None, int]
+"""A block and the bytes of the tensor in it."""
+
+
+class Step:
+    """Plays a step's allocations as often as it is asked to.
 
     Args:
-        allocator: with what stays.
+        allocator: where they are.
         traces: of each chunk of the rank.
         events: (whether it is a forward, micro batch, chunk) in their order.
+        workspaces: whose -> the bytes of each, which the first product of that library allocates.
     """
-    at_rest = allocator.peak_allocated = allocator.allocated
-    highest = _play(allocator, traces, events)
-    return allocator.peak_allocated - at_rest - highest
 
+    def __init__(
+        self,
+        allocator: CachingAllocator,
+        traces: Sequence[Allocations],
+        events: Iterable[tuple[bool, int, int]],
+        workspaces: Mapping[Library, Sequence[int]],
+    ) -> None:
+        self._allocator = allocator
+        self._workspaces = {**workspaces}
+        self._traces, self._events = traces, [*events]
+        in_flight = {(micro_batch, chunk) for is_forward, micro_batch, chunk in self._events if is_forward}
+        in_flight -= {(micro_batch, chunk) for is_forward, micro_batch, chunk in self._events if not is_forward}
+        self._events += [(False, *each) for each in sorted(in_flight, key=lambda each: (-each[1], each[0]))]
+        self._exact = 0
+        # What a chunk's backward leaves, its input and that one's gradient: the chunk has the latest, and the
+        # schedule's variables those of the last backward.
+        self._of_chunks: dict[int, list[_Block]] = {}
+        self._of_schedule: list[_Block] = []
+        self._last_chunk: int | None = None
 
-def _play(allocator: CachingAllocator, traces: Sequence[Allocations], events: Iterable[tuple[bool, int, int]]) -> int:
-    """The highest sum of the step's tensors. What is in flight behind the last event is freed."""
-    exact = highest = 0
-    in_flight: dict[tuple[int, int], dict[int, tuple[Block | None, int]]] = {}
-    for is_forward, micro_batch, chunk in events:
-        trace = traces[chunk]
-        alive = in_flight.setdefault((micro_batch, chunk), {})
-        if is_forward:
-            made = [(-place, size) for place, size in enumerate(trace.batch_bytes, start=1)]
-            made += trace.events[: trace.num_forward_events]
-        else:
-            made = [*trace.events[trace.num_forward_events :]]
-        for number, size in made:
-            if size == _FREED:
-                block, of_block = alive.pop(number)
-                allocator.free(block)
-                exact -= of_block
+    def count_left(self) -> int:
+        """Bytes of the tensors that stay from the last step to the next."""
+        return self._exact
+
+    def count_rounding(self) -> int:
+        """Bytes that the allocator counts at a step's peak beyond those of the step's tensors."""
+        at_rest, exact = self._allocator.allocated, self._exact
+        self._allocator.peak_allocated = at_rest
+        highest = self.play()
+        return self._allocator.peak_allocated - at_rest - (highest - exact)
+
+    def play(self) -> int:
+        """The highest sum of the step's tensors, those among them that were there before it."""
+        highest = self._exact
+        latest: dict[int, int] = {}
+        in_flight: dict[tuple[int, int], dict[int, _Block]] = {}
+        for is_forward, micro_batch, chunk in self._events:
+            trace = self._traces[chunk]
+            alive = in_flight.setdefault((micro_batch, chunk), {})
+            if is_forward:
+                latest[chunk] = micro_batch
+                begin, end = 0, trace.num_forward_events
+                if trace.input_bytes:
+                    # It is received before the micro batch is read.
+                    alive[trace.events[0][0]] = self._make(trace.input_bytes)
+                    begin = 1
+                for place, size in enumerate(trace.batch_bytes, start=1):
+                    alive[-place] = self._make(size)
+                mask = self._make(trace.mask_bytes)
+                highest = max(highest, self._exact)
+                # The chunk has the new input in the place of the last one's.
+                last = self._of_chunks.pop(chunk, [])
+                if self._last_chunk == chunk:
+                    self._of_schedule = last
+                else:
+                    self._drop(last)
             else:
-                alive[number] = (allocator.allocate(size), size)
-                exact += size
-                highest = max(highest, exact)
-        if not is_forward:
-            # The loss and the micro batch.
-            for block, size in in_flight.pop((micro_batch, chunk)).values():
-                allocator.free(block)
-                exact -= size
-    for alive in in_flight.values():
-        for block, _ in alive.values():
-            allocator.free(block)
-    return highest
+                self._forget_last()
+                begin, end = trace.num_forward_events, len(trace.events)
+            products = self._find_first_products(trace, is_forward)
+            for place in range(begin, end):
+                number, size = trace.events[place]
+                for library in products.get(place, ()):
+                    self._make_workspaces(library)
+                if size == _FREED:
+                    self._drop([alive.pop(number)])
+                else:
+                    alive[number] = self._make(size)
+                    highest = max(highest, self._exact)
+            if is_forward:
+                self._drop([mask])
+                self._forget_last()
+            else:
+                self._end(in_flight.pop((micro_batch, chunk)), chunk, is_latest=latest[chunk] == micro_batch)
+        self._forget_last()
+        for library in [*self._workspaces]:
+            self._make_workspaces(library)
+        return highest
+
+    def _find_first_products(self, trace: Allocations, is_forward: bool) -> dict[int, list[Library]]:
+        """Place of an event of a forward or a backward -> libraries that first multiply there."""
+        found: dict[int, list[Library]] = {}
+        for library in self._workspaces:
+            place = trace.first_products.get(library)
+            if place is not None and is_forward == (place < trace.num_forward_events):
+                found.setdefault(place, []).append(library)
+        return found
+
+    def _make_workspaces(self, library: Library) -> None:
+        for size in self._workspaces.pop(library):
+            self._make(size)
+
+    def _end(self, alive: dict[int, _Block], chunk: int, *, is_latest: bool) -> None:
+        size = self._traces[chunk].input_bytes
+        stays = [each for number, each in alive.items() if number >= 0 and size and each[1] == size]
+        # The loss and the micro batch.
+        self._drop([each for each in alive.values() if each not in stays])
+        self._last_chunk = chunk
+        if is_latest:
+            self._of_chunks[chunk] = stays
+        else:
+            self._of_schedule = stays
+
+    def _forget_last(self) -> None:
+        self._drop(self._of_schedule)
+        self._last_chunk = None
+
+    def _make(self, size: int) -> _Block:
+        self._exact += size
+        return self._allocator.allocate(size), size
+
+    def _drop(self, blocks: list[_Block]) -> None:
+        for block, size in blocks:
+            self._allocator.free(block)
+            self._exact -= size
+        blocks.clear()
 
 
 def _list_own(parameters: Sequence[int], parts: int) -> Iterator[int]:

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import torch
 
+from tempo_megatron.memory.estimate.allocator import Library
 from tempo_megatron.memory.run import Run
 
 _KIB = 1 << 10
-_THREADS = 2
 DETERMINISTIC_BYTES = 8 * 4096 * _KIB
 """CUBLAS_WORKSPACE_CONFIG=:4096:8, without which torch's deterministic algorithms refuse products."""
 
@@ -47,23 +47,25 @@ allocator does not count (common/comm_gemm_overlap/userbuffers/userbuffers-host.
 """
 
 
-def list_workspaces(run: Run, *, has_head: bool) -> list[int]:
-    """The bytes of each workspace of one rank; none where nothing says which GPU it is.
+def list_workspaces(run: Run, *, has_head: bool) -> dict[Library, list[int]]:
+    """Whose handle -> the bytes of each workspace of one rank; none where nothing says which GPU it is.
 
     Args:
         run: on a GPU.
         has_head: whether the rank has the loss head, whose product is torch's whoever's the layers are.
     """
     if run.gpu is None or run.stock == "cpu":
-        return []
+        return {}
     default = DETERMINISTIC_BYTES if run.deterministic else find_torch_bytes(run.gpu)
-    of_torch = [default if run.cublas_workspace_bytes is None else run.cublas_workspace_bytes] * _THREADS
+    of_torch = [default if run.cublas_workspace_bytes is None else run.cublas_workspace_bytes]
+    of_both = {Library.TORCH: of_torch, Library.TORCH_BACKWARD: of_torch}
     of_one = TRANSFORMER_ENGINE_BYTES[run.gpu]
     if run.stock == "local":
-        return of_torch if run.experts is None or run.experts.router_dtype == torch.float64 else [*of_torch, of_one]
+        has_router = run.experts is not None and run.experts.router_dtype != torch.float64
+        return of_both | ({Library.ENGINE: [of_one]} if has_router else {})
     # Tempo leaves Transformer Engine's linears where they are.
     uses_torch = has_head or (run.stock_attention == "unfused" and run.tempo.attention != "flash")
     is_grouped = run.experts is not None and run.experts.grouped
     num_streams = 1 + (GROUPED_STREAMS if is_grouped else 0)
     overlapped = [OVERLAPPED_STREAMS * of_one] if run.overlaps_tensor_parallel else []
-    return [*[of_one] * num_streams, *overlapped, *(of_torch if uses_torch else [])]
+    return {Library.ENGINE: [*[of_one] * num_streams, *overlapped]} | (of_both if uses_torch else {})

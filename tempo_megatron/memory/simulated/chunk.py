@@ -29,7 +29,7 @@ from torch import Tensor
 
 from tempo_kernels.gelu import make_tables
 from tempo_megatron import cpu
-from tempo_megatron.memory.estimate.allocator import Allocations
+from tempo_megatron.memory.estimate.allocator import Allocations, Library
 from tempo_megatron.memory.fake_tensors import set_global_buffer, simulate_layout, use_fake_tensors
 from tempo_megatron.memory.kept.attribution import attribute_all, divide_by_layer
 from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_parameters
@@ -58,7 +58,14 @@ from tempo_megatron.memory.simulated.transformer_engine import (
     put_stock_attention,
     recompute_norms,
 )
-from tempo_megatron.memory.storages import AllocationTrace, PeakBytes, count_storage_bytes, find_storages
+from tempo_megatron.memory.storages import (
+    BATCHED_PRODUCT,
+    PRODUCT,
+    AllocationTrace,
+    PeakBytes,
+    count_storage_bytes,
+    find_storages,
+)
 from tempo_megatron.models.build import build_model, make_inputs, make_specs
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.settings.config import TempoConfig
@@ -67,6 +74,8 @@ from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.choose import Choices, choose
 
 _Counter = TypeVar("_Counter", bound=PeakBytes)
+_TORCH = BATCHED_PRODUCT
+_LIBRARIES = {PRODUCT: Library.ENGINE, _TORCH: Library.TORCH}
 _T = TypeVar("_T")
 STACKS_OF_MODULES = ("local", "transformer_engine", "cpu")
 # Of Megatron's recompute modules, those that modules of `memory.simulated` do themselves.
@@ -391,7 +400,7 @@ class _Chunk:
         # What is freed behind the last phase is freed at its end.
         phases = [*self._levels, self._levels[-1]]
         segments = [
-            (key, seen.events[begin:end])
+            (key, self._name_libraries(key[0], seen.events[begin:end]))
             for (key, _), begin, end in zip(phases, [0, *bounds[:-1]], bounds, strict=True)
         ]
         found = repeat_layers(segments, {place: each for place, (_, each) in enumerate(self._layers) if each > 1})
@@ -399,7 +408,40 @@ class _Chunk:
             return None
         storages = find_storages(value for value in batch.values() if isinstance(value, Tensor))
         parameters = tuple(self._list_for_all(lambda parameter: [_count([parameter], in_bytes=True)]))
-        return Allocations(parameters, tuple(storages.values()), self._buffer.count_bytes(), *found)
+        input_bytes = 0 if self._pre_process else self._count_hidden()
+        events, num_forward, products = self._take_products_out(*found)
+        batch_bytes = tuple(storages.values())
+        return Allocations(
+            *(parameters, batch_bytes, self._buffer.count_bytes(), events, num_forward),
+            *(input_bytes, self._count_masks(), products),
+        )
+
+    def _name_libraries(self, part: str, events: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Events in which each product is its library's: torch's are those of unfused attention and the head."""
+        is_engine = self._run.stock == "transformer_engine" and part == LAYERS
+        return [
+            (number, _TORCH if size == BATCHED_PRODUCT or (size == PRODUCT and not is_engine) else size)
+            for number, size in events
+        ]
+
+    def _take_products_out(
+        self, events: Sequence[tuple[int, int]], num_forward: int
+    ) -> tuple[tuple[tuple[int, int], ...], int, dict[Library, int]]:
+        """Events without products, how many are the forward's, and the first one behind a product of each library."""
+        first: dict[Library, int] = {}
+        pure: list[tuple[int, int]] = []
+        without = num_forward
+        for place, (number, size) in enumerate(events):
+            if size not in _LIBRARIES:
+                pure.append((number, size))
+                continue
+            is_backward = place >= num_forward
+            library = _LIBRARIES[size]
+            if library is Library.TORCH and is_backward:
+                library = Library.TORCH_BACKWARD
+            first.setdefault(library, len(pure))
+            without -= not is_backward
+        return tuple(pure), without, first
 
     def _count_batch(self, batch: Mapping[str, Any]) -> int:
         """The micro batch's own tensors.
@@ -408,13 +450,16 @@ class _Chunk:
         one a sample); stages without embedding and loss head get none (pretrain_gpt.py: get_batch).
         """
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-        masks = 0
         if self._run.data_has_masks and self._run.model.family == "gpt":
             tensors.pop("attention_mask", None)
-            if self._pre_process or self._post_process:
-                # Of the whole sample's tokens: a context-parallel rank has its share of the rows.
-                masks = self._run.micro_batch_size * self._run.model.seq_length**2 * self._run.context_parallel
-        return count_storage_bytes(tensors.values()) + masks
+        return count_storage_bytes(tensors.values()) + self._count_masks()
+
+    def _count_masks(self) -> int:
+        has_masks = self._run.data_has_masks and self._run.model.family == "gpt"
+        if not has_masks or not (self._pre_process or self._post_process):
+            return 0
+        # Of the whole sample's tokens: a context-parallel rank has its share of the rows.
+        return self._run.micro_batch_size * self._run.model.seq_length**2 * self._run.context_parallel
 
     def list_modules(self, first_layer: int) -> ModuleMemory:
         """first_layer: number of the chunk's first one in the whole model."""
