@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,17 +81,19 @@ class Caught(Exception):  # noqa: N818  # no error: it ends a forward early
         self.parts = parts
 
 
-_catching: list[None] = []
+_catching: set[int] = set()
+"""Threads in which attention raises Caught; autograd runs each device's backward in one of its own."""
 
 
 @contextlib.contextmanager
 def catching() -> Iterator[None]:
-    """Lets Tempo's attention raise Caught in place of running."""
-    _catching.append(None)
+    """Lets Tempo's attention raise Caught in place of running, in this thread."""
+    thread = threading.get_ident()
+    _catching.add(thread)
     try:
         yield
     finally:
-        _catching.pop()
+        _catching.discard(thread)
 
 
 def find_ranks(model: Any) -> dict[str, tuple[int, int]]:
@@ -165,7 +168,7 @@ def attend(
     place: AttentionPlace | None = getattr(module, PLACE, None)
     if place is not None and not place.was_called:
         place.was_called = True
-    if _catching:
+    if _catching and threading.get_ident() in _catching:
         raise Caught(query, key, value)
     if attention_mask is None and getattr(module, "layer_idx", 0) == 0:
         _check_documents(kwargs.get("position_ids"))

@@ -36,10 +36,20 @@ class _Norm(Replaced):
     def _choose_keep(self) -> str:
         return self.compiled_keep if torch.compiler.is_compiling() else self.keep
 
-    def _tell(self, x: Tensor, y: Tensor) -> Tensor:
-        """Returns y; notes what y was made from, if the attention behind asks for that."""
-        if MADE in self.__dict__ and not torch.compiler.is_compiling():
+    def forward(self, x: Tensor) -> Tensor:
+        """y of the shape and dtype of the stock class. Notes what y was made from, if the attention behind asks."""
+        y = self.normalise(x)
+        if MADE in self.__dict__ and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.__dict__[MADE] = x, StorageWeakRef(y.untyped_storage())
+        return y
+
+    def normalise(self, x: Tensor) -> Tensor:
+        """y of the shape and dtype of the stock class."""
+        raise NotImplementedError
+
+    def _normalise_as_stock(self, x: Tensor) -> Tensor:
+        stock: Any = self.stock_class
+        y: Tensor = stock.forward(self, x)
         return y
 
     def _fits(self, x: Tensor) -> bool:
@@ -52,14 +62,13 @@ class LayerNorm(_Norm):
 
     tempo_eps: float
 
-    def forward(self, x: Tensor) -> Tensor:
-        """y of the shape and dtype of the stock class."""
+    def normalise(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type) and self.weight.dtype == torch.float32:
             x = x.float()  # as autocast casts for F.layer_norm
         if not self._fits(x):
-            return super().forward(x)  # type: ignore[misc,no-any-return]
+            return self._normalise_as_stock(x)
         bias = getattr(self, "bias", None)  # some models' classes have none
-        return self._tell(x, layer_norm(x, self.weight, bias, self.tempo_eps, keep=self._choose_keep()))
+        return layer_norm(x, self.weight, bias, self.tempo_eps, keep=self._choose_keep())
 
 
 class RMSNorm(_Norm):
@@ -67,14 +76,12 @@ class RMSNorm(_Norm):
 
     zero_centered: bool
 
-    def forward(self, x: Tensor) -> Tensor:
-        """y of the shape and dtype of the stock class."""
+    def normalise(self, x: Tensor) -> Tensor:
         if not self._fits(x):
-            return super().forward(x)  # type: ignore[misc,no-any-return]
+            return self._normalise_as_stock(x)
         # nn.RMSNorm without eps takes torch.finfo's of the dtype in which it computes, float32 or wider.
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.tempo_eps is None else self.tempo_eps
-        y = rms_norm(x, self.weight, eps, zero_centered=self.zero_centered, keep=self._choose_keep())
-        return self._tell(x, y)
+        return rms_norm(x, self.weight, eps, zero_centered=self.zero_centered, keep=self._choose_keep())
 
 
 def find_norm(module: nn.Module) -> tuple[type[_Norm], dict[str, Any]] | str | None:

@@ -30,21 +30,27 @@ class TiledProjections(Replaced):
     tempo_norms: list[nn.Module]
     """Those norms of the layer that may be in front of this module."""
     o_proj: nn.Module
+    training: bool
     config: Any
     attention_dropout: float
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the stock module returns. Its positional argument is hidden_states, or the norm's input in their place:
-        ZeRO 3 takes the gradients of weights once those of positional arguments are there, or at once without any."""
+        ZeRO 3 takes the gradients of weights once those of positional arguments are there, or at once without any.
+
+        Raises ValueError in training with a cache of keys and values, or with rotary embeddings of another form.
+        """
         call_stock: Any = super().__call__  # type: ignore[misc]
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return call_stock(*args, **kwargs)
         call = inspect.signature(self.stock_class.forward).bind(self, *args, **kwargs).arguments
         y, more = call["hidden_states"], call.pop("kwargs", {})
         del call["self"], call["hidden_states"]
         norm, x = self._take_made(y)
-        has_cache = any({**call, **more}.get(name) is not None for name in _CACHES)
-        if not torch.is_grad_enabled() or has_cache or not _are_rows(call.get("position_embeddings"), y):
+        why = _find_refusal(y, {**call, **more})
+        if why and self.training:
+            raise ValueError(f'qkv is "tile", but {self.stock_class.__name__} {why}')
+        if why:
             return call_stock(y, **call, **more)
         for parameter in [] if norm is None else norm.parameters():
             if hasattr(parameter, "ds_id"):
@@ -66,7 +72,7 @@ class TiledProjections(Replaced):
         mask, others = call.get("attention_mask"), call.get("kwargs", {})
 
         def project(tile: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-            normed = tile if norm is None else type(norm).forward(norm, tile)
+            normed = tile if norm is None else norm.normalise(tile)
             try:
                 with catching():
                     stock.forward(self, normed[None], position_embeddings=(cos[None], sin[None]), attention_mask=None)
@@ -129,9 +135,14 @@ def find_projections_refusal(module: Any) -> str | None:
     return next((why for each in others if (why := find_mlp_refusal(each)) and "orm" not in type(each).__name__), None)
 
 
-def _are_rows(angles: Any, y: Tensor) -> bool:
-    """Whether the rotary embeddings are a cosine and a sine for each token."""
-    return isinstance(angles, tuple) and all(
+def _find_refusal(y: Tensor, call: dict[str, Any]) -> str | None:
+    """Why a call cannot run in tiles, with what to do; None where it can."""
+    if any(call.get(name) is not None for name in _CACHES):
+        return "fills a cache of keys and values; set model.config.use_cache = False"
+    angles = call.get("position_embeddings")
+    if isinstance(angles, tuple) and all(
         isinstance(each, Tensor) and each.dim() == 3 and each.size(1) == y.size(1) and not each.requires_grad
         for each in angles
-    )
+    ):
+        return None
+    return 'has rotary embeddings other than a cosine and a sine for each token; set qkv to "off"'

@@ -187,10 +187,12 @@ def tempoize(
         loss: "fused" (and "auto") makes the logits of a causal language model a chunk of tokens at a time.
         mlp: "tile" computes the MLPs of transformers' models a tile of tokens at a time, in forward and in backward,
             so that they keep their input only and nothing as wide as their inner size is there for all tokens; both
-            linears run again in backward. Under DeepSpeed's ZeRO 3 call tempoize before deepspeed.initialize.
+            linears run again in backward. Under DeepSpeed's ZeRO 3 call tempoize before deepspeed.initialize. Under
+            torch.compile the stock modules run, whole, here and for qkv.
         qkv: "tile" lets attention of transformers' models with rotary embeddings keep the input of the norm in front of
             it, and attention's output: q, k and v are made again in backward, and norm, projections and rotary
-            embeddings run for a tile of tokens at a time. Attention is then Tempo's also without dropout.
+            embeddings run for a tile of tokens at a time. Attention is then Tempo's also without dropout. Training
+            with a cache of keys and values raises ValueError: set model.config.use_cache = False.
         offload: "all" moves what the layers keep to pinned host memory after their forward, and back before their
             backward; so do, for themselves, names of modules in a layer joined by "+", such as "mlp.down_proj", and
             "input", the input of a layer that torch.utils.checkpoint runs again. Layers are the modules of the

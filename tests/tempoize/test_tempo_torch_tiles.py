@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -19,7 +21,13 @@ from tempo_megatron.memory.storages import PeakBytes
 from tempo_torch import report_on, restore, samples, tempoize
 
 IDS = torch.arange(2 * 40).view(2, 40) * 7 % 64
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
 
 
 def build(kind: str, **more: Any) -> Any:
@@ -183,6 +191,48 @@ def test_q_k_and_v_in_tiles_give_the_loss_and_gradients_of_stock_projections(
     attention = restore(model).model.layers[0].self_attn
     assert type(attention) is type(build(kind, **more).model.layers[0].self_attn)
     assert not {"tempo_norms", "_z3_leaf"} & attention.__dict__.keys()
+
+
+def test_training_runs_in_tiles_and_nothing_holds_the_input_of_a_layer_after_it() -> None:
+    model = tempoize(build("Llama", num_hidden_layers=1), mlp="tile", qkv="tile")
+    rows: list[int] = []
+    for name in ("self_attn.q_proj", "mlp.up_proj"):
+        model.model.layers[0].get_submodule(name).register_forward_hook(lambda *each: rows.append(each[2].size(1)))
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    # 80 tokens are three tiles: once in forward, once in backward; q, k and v once more for attention's backward.
+    assert sorted(rows) == [16] * 5 + [32] * 10
+    norm = model.model.layers[0].input_layernorm
+    assert norm.tempo_made is None
+    with torch.no_grad():
+        model(input_ids=IDS, labels=IDS)
+    assert norm.tempo_made is None
+
+
+def test_training_with_a_cache_is_refused_where_tiles_would_not_run() -> None:
+    model = tempoize(build("Llama", num_hidden_layers=1), qkv="tile")
+    with pytest.raises(ValueError, match="LlamaAttention fills a cache of keys and values; set model.config"):
+        model(input_ids=IDS, labels=IDS, use_cache=True)
+    assert model.eval()(input_ids=IDS, use_cache=True).past_key_values.get_seq_length() == IDS.size(1)
+
+
+def test_a_model_in_another_thread_runs_its_attention_while_tiles_are_projected() -> None:
+    tiled = tempoize(build("Llama", attention_dropout=0.1), mlp="tile", qkv="tile")
+    plain = tempoize(build("Llama", attention_dropout=0.1))
+    is_projecting, may_go = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        is_projecting.set()
+        assert may_go.wait(60)
+
+    tiled.model.layers[0].self_attn.q_proj.register_forward_hook(wait)
+    with ThreadPoolExecutor(1) as other:
+        found = other.submit(lambda: tiled(input_ids=IDS, labels=IDS).loss)
+        assert is_projecting.wait(60)
+        try:
+            expected = plain(input_ids=IDS, labels=IDS).loss
+        finally:
+            may_go.set()
+        torch.testing.assert_close(found.result(60), expected, rtol=1e-6, atol=0)
 
 
 def test_the_output_of_a_norm_in_tiles_is_not_there_at_the_peak() -> None:

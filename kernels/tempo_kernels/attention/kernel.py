@@ -23,7 +23,15 @@ from tempo_kernels.attention import kernel_columns as columns
 from tempo_kernels.attention import kernel_heads as whole_heads
 from tempo_kernels.attention import kernel_rows as rows
 from tempo_kernels.attention.documents import Documents
-from tempo_kernels.attention.kernel_plan import Form, Shape, plan_forward, plan_grad_bias, plan_one_walk, plan_two_walks
+from tempo_kernels.attention.kernel_plan import (
+    Form,
+    Shape,
+    plan_forward,
+    plan_grad_bias,
+    plan_one_walk,
+    plan_two_walks,
+    shape_sums,
+)
 from tempo_kernels.attention.settings import MASKED_SCORE, Gradients, Inputs, Kept, Settings
 from tempo_kernels.kernel_launch import cache_plans, count_multiprocessors
 from tempo_kernels.philox.kernel import LANES, key_words
@@ -231,7 +239,8 @@ def _choose_splits(q_shape: torch.Size, value_dim: int, k_shape: torch.Size, mul
             return splits
     two_walks = COST_OF_TWO_WALKS * -(-heads * -(-num_keys // 128) // multiprocessors)
     for splits in SPLITS_OF_FEW_HEADS:
-        fits = splits <= blocks and splits * heads <= multiprocessors and 4 * splits * q_shape.numel() <= MAX_SUMS_BYTES
+        sums_bytes = 4 * math.prod(shape_sums(q_shape, splits))
+        fits = splits <= blocks and splits * heads <= multiprocessors and sums_bytes <= MAX_SUMS_BYTES
         if fits and -(-blocks // splits) + COST_OF_SUMS * splits * heads < 0.95 * two_walks:
             return splits
     return 0

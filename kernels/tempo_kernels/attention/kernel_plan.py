@@ -103,14 +103,21 @@ def plan_two_walks(form: Form, shape: Shape, kv_shape: Shape, keeps_apart: bool)
 @cache_plans
 def plan_one_walk(form: Form, shape: Shape, splits: int) -> HeadsPlans:
     """Plans the three launches of kernel_heads.py."""
-    num_queries, batch, heads, _ = form.q_shape
-    padded, numbers = _pad(num_queries), _list_numbers(form, shape)
+    sums_shape = shape_sums(form.q_shape, splits)
+    batch, heads, padded = sums_shape[1:4]
+    numbers = _list_numbers(form, shape)
     numbers |= {"softmax_scale": form.softmax_scale, "NUM_SPLITS": splits, "KEEPS_APART": True}
     return HeadsPlans(
         (2, batch, heads, padded),
-        (splits, batch, heads, padded, numbers["BLOCK_DIM"]),
+        sums_shape,
         whole_heads.plan_heads(padded // shape.queries * batch * heads, batch * form.k_shape[2], **numbers),
     )
+
+
+def shape_sums(q_shape: torch.Size, splits: int) -> tuple[int, ...]:
+    """The shape of the float32 sums of grad_q that one walk makes for q [sq, b, a, d]: blocks of rows and columns."""
+    num_queries, batch, heads, head_dim = q_shape
+    return (splits, batch, heads, _pad(num_queries), _round_up(head_dim))
 
 
 @cache_plans

@@ -288,6 +288,7 @@ def test_one_walk_is_chosen_where_it_keeps_the_gpu_busy(monkeypatch):
     # Few heads: more programs share one, unless two walks fill the GPU better or the sums take too much memory.
     assert [choose(n, n, d) for d in (64, 128) for n in (4, 8, 16, 32)] == [16, 0, 8, 4] * 2
     assert choose(32, 8, 64) == 0 and choose(128, 32, 64) == 4 and choose(256, 32, 64) == 0
+    assert [choose(7, 7, d, sk=8192) for d in (64, 72)] == [16, 0]  # sums are as wide as 128 with a head of 72
     assert choose(128, 8, 128) == choose(64, 64, 128, sk=64) == 0
     assert choose(128, 128, 256) == choose(128, 128, 128, dtype=torch.float32) == 0
     monkeypatch.setattr(attention_kernel, "find_architecture", lambda device: 100)
