@@ -256,7 +256,7 @@ _preprocess = replace_names(MoEAlltoAllTokenDispatcher.dispatch_preprocess, perm
 
 
 def _keeps_places(config: Any) -> bool:
-    """Whether the dispatcher's places of tokens are not, or not always, those of the router's choice in one graph."""
+    """Whether the places of tokens must be kept, since the router's choice alone does not always give them."""
     of_others = (
         *("moe_permute_fusion", "moe_pad_expert_input_to_capacity"),
         *("moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),

@@ -21,13 +21,7 @@ from tempo_megatron.memory.storages import PeakBytes
 from tempo_torch import report_on, restore, samples, tempoize
 
 IDS = torch.arange(2 * 40).view(2, 40) * 7 % 64
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-}
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 
 def build(kind: str, **more: Any) -> Any:

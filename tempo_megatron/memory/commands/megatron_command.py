@@ -19,14 +19,8 @@ from typing import Any
 import torch
 
 from tempo_megatron.memory.commands.megatron_options import find_default, list_options, parse_options
-from tempo_megatron.memory.commands.training_command import (
-    ALLOCATORS,
-    MODELS,
-    WORKSPACE,
-    Command,
-    spell_option,
-    split_command,
-)
+from tempo_megatron.memory.commands.shell_script import ALLOCATORS, WORKSPACE
+from tempo_megatron.memory.commands.training_command import MODELS, Command, spell_option, split_command
 from tempo_megatron.memory.megatron_run import (
     KNOWN_IN_COMMANDS,
     UNKNOWN_IN_COMMANDS,
@@ -260,7 +254,7 @@ def _find_state_bytes(args: argparse.Namespace) -> tuple[int, int, int] | None:
 
 
 def _read_workspace(launcher: Sequence[str]) -> int | None:
-    """The bytes that CUBLASWORKSPACE_CONFIG names before a command, as `:size in KiB:number` once or more often.
+    """The bytes that CUBLAS_WORKSPACE_CONFIG names before a command, as `:size in KiB:number` once or more often.
 
     Raises ValueError where it is something else.
     """

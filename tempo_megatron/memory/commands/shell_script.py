@@ -16,12 +16,18 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""The older name, and that of torch 2.9 and later, which counts where both are set."""
+SETTINGS = (WORKSPACE, *ALLOCATORS)
+"""What may stand before a command, of what its environment sets."""
+
 _SECONDS = 20
 # In one line, so that bash counts lines as the script does. A command of Python is noted as how many words it has, then
 # the words, each with a NUL behind it, in one write: the programs of a pipeline run at once.
 _PRELUDE = (
     'command_not_found_handle() { [[ "$* " == *".py "* ]] || return 0; '
-    "for NAME in CUBLAS_WORKSPACE_CONFIG PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF; do "
+    f"for NAME in {' '.join(SETTINGS)}; do "
     '[[ -z ${!NAME+set} ]] || set -- "$NAME=${!NAME}" "$@"; done; '
     'printf "%s\\0" $# "$@" >&FD; }; '
     'exec() { "$@"; }; command() { "$@"; }; cd() { :; }; '

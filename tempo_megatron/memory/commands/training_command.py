@@ -18,16 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from tempo_megatron.extras import check_installed
-from tempo_megatron.memory.commands.shell_script import read_script
+from tempo_megatron.memory.commands.shell_script import SETTINGS, read_script
 
 MODELS = {"gpt": "GPTModel", "bert": "BertModel", "t5": "T5Model"}
 """Family of a script -> the class of its model, as Megatron calls it."""
-
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""The older name, and that of torch 2.9 and later, which counts where both are set."""
-_SETTINGS = (WORKSPACE, *ALLOCATORS)
-"""What may stand before a command, of what its environment sets."""
 
 _SCRIPT = re.compile(r"(?:.*[/_])?pretrain_(\w+)\.py")
 # Arguments of ours that say nothing of the run, or what the command cannot.
@@ -148,14 +142,14 @@ def take_command(args: argparse.Namespace, add_arguments: Callable[[argparse.Arg
         if args.world_size is None:
             return command
         # What a script says of its nodes is mostly a place to fill in.
-        settings = [word for word in command.launcher if word.partition("=")[0] in _SETTINGS]
+        settings = [word for word in command.launcher if word.partition("=")[0] in SETTINGS]
         return dataclasses.replace(command, launcher=(*settings, "python"), world_size=None)
     if args.megatron_yaml is None:
         return split_command(args.words)
     command = split_command(args.words or [f"pretrain_{_guess_family(args.megatron_yaml)}.py"])
     arguments, environment = _read_test_case(args.megatron_yaml)
     launcher = command.launcher
-    if settings := [f"{name}={environment[name]}" for name in _SETTINGS if name in environment]:
+    if settings := [f"{name}={environment[name]}" for name in SETTINGS if name in environment]:
         launcher = (*settings, *(launcher or ("python",)))
     return dataclasses.replace(command, launcher=launcher, options=(*command.options, *spell_arguments(arguments)))
 

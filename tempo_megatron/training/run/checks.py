@@ -89,7 +89,7 @@ def _check_parts(run: RunConfig) -> None:
             "the trainer has in one stage only; expected 1: remove it, or train with Megatron-LM (tempo-megatron run)"
         )
     refused = (
-        (model.moe_expert_capacity_factor, "--moe-expert-capacity-factor, which the trainer does not know"),
+        (model.moe_expert_capacity_factor is not None, "--moe-expert-capacity-factor, which the trainer does not know"),
         (
             model.moe_router_enable_expert_bias,
             "--moe-router-enable-expert-bias, a buffer that the trainer neither updates nor brings to another layout",
