@@ -261,6 +261,26 @@ def test_arguments_of_a_test_case_are_spelled_as_its_script_does() -> None:
     assert spell_arguments(arguments) == [
         *["--bf16", "--swiglu", "false", "--recompute-modules", "mlp", "moe_act", "--lr", "0.0001", "--a", "1", "2"]
     ]
+    # As deepseekv3_proxy_flex_tp1pp4emp16etp1cp1_release writes a layout: read by xargs, then by eval.
+    layout = {"--layout": r"Et*2\\|\\(tt\\|\\)*5t\\|tmL", "--split": "949,50,1", "--sizes": "2 2", "--moe": "([1]*3)"}
+    assert spell_arguments(layout) == [
+        *["--layout", "Et*2|(tt|)*5t|tmL", "--split", "949,50,1", "--sizes", "2 2", "--moe", "([1]*3)"]
+    ]
+    with pytest.raises(ValueError, match="--save of the test case is 'a, whose last quote does not end; correct it"):
+        spell_arguments({"--save": "'a"})
+
+
+def test_a_test_case_of_images_names_its_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "multimodal-llava" / "case" / "model_config.yaml"
+    file.parent.mkdir(parents=True)
+    sizes = "  --num-layers: 1\n  --hidden-size: 64\n  --num-attention-heads: 2\n  --seq-length: 64\n  --lr: 1e-4\n"
+    batch = "  --micro-batch-size: 1\n  --global-batch-size: 1\n  --max-position-embeddings: 64\n  --vocab-size: 64\n"
+    file.write_text(f"MODEL_ARGS:\n{sizes}{batch}  --tokenizer-type: NullTokenizer\n", encoding="utf-8")
+    command = ["estimate", "--world-size", "1", "--megatron-yaml", str(file)]
+    assert main(command) == 2
+    assert "is a test of multimodal-llava, a model of images" in capsys.readouterr().err
+    assert main([*command, "--", "pretrain_gpt.py"]) == 0
+    assert "between steps" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from tempo_megatron.memory.commands.shell_script import SETTINGS, read_script
 
 MODELS = {"gpt": "GPTModel", "bert": "BertModel", "t5": "T5Model"}
 """Family of a script -> the class of its model, as Megatron calls it."""
+
+# Folders of Megatron-LM's functional tests.
+_OF_IMAGES = ("multimodal-llava", "mimo")
 
 _SCRIPT = re.compile(r"(?:.*[/_])?pretrain_(\w+)\.py")
 # Arguments of ours that say nothing of the run, or what the command cannot.
@@ -92,20 +96,33 @@ def spell_arguments(arguments: Mapping[str, Any]) -> list[str]:
     """The words of MODEL_ARGS, as Megatron-LM's tests/functional_tests/shell_test_utils/_run_training.sh makes them.
 
     `true` is a switch, `[a b]` several values, and whatever else, `false` among it, one value. A value in brackets
-    that YAML reads as a list is such a list.
+    that YAML reads as a list is such a list. The script reads a value twice as a shell does, by xargs and by eval:
+    `Et*2\\\\|tL` in the file is Et*2|tL.
+
+    Raises ValueError for a quote that does not end.
     """
     words: list[str] = []
     for name, value in arguments.items():
         words.append(name)
         if isinstance(value, list):
-            words += [word for each in value for word in str(each).split()]
-        elif isinstance(value, str) and re.fullmatch(r"\[[^]]+\]", value):
-            words += value[1:-1].split()
+            words += [word for each in value for word in _read_as_shell(name, str(each))]
         elif isinstance(value, bool):
             words += [] if value else ["false"]
         elif value != "true":
-            words.append(str(value))
+            text = " ".join(_read_as_shell(name, str(value)))
+            if re.fullmatch(r"\[[^]]+\]", text):
+                words += _read_as_shell(name, text[1:-1])
+            else:
+                is_quoted = " " in text or re.fullmatch(r"\([^)]+\)", text)
+                words += _read_as_shell(name, f'"{text}"' if is_quoted else text)
     return words
+
+
+def _read_as_shell(name: str, text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError:
+        raise ValueError(f"{name} of the test case is {text}, whose last quote does not end; correct it") from None
 
 
 def take_command(args: argparse.Namespace, add_arguments: Callable[[argparse.ArgumentParser], None]) -> Command | None:
@@ -167,8 +184,17 @@ def _find_in_script(file: str, words: Sequence[str]) -> Command:
 
 
 def _guess_family(file: str) -> str:
-    """The family of a test case, whose folder is called after it."""
-    return next((part for part in reversed(Path(file).absolute().parts) if part in MODELS), "gpt")
+    """The family of a test case, whose folder is called after it.
+
+    Raises ValueError where the folder is called after a model of images, which a script of its own trains.
+    """
+    folders = Path(file).absolute().parts[:-1]
+    if of_images := next((part for part in folders if part in _OF_IMAGES), None):
+        raise ValueError(
+            f"--megatron-yaml {file} is a test of {of_images}, a model of images, which the estimate does not know; "
+            "name the script behind --, such as -- pretrain_gpt.py, to follow the language model alone"
+        )
+    return next((part for part in reversed(folders) if part in MODELS), "gpt")
 
 
 def _read_test_case(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
