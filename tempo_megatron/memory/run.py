@@ -300,10 +300,10 @@ class Run:
         )
         if not options:
             if num_layers % stages:
-                raise ValueError(f"{num_layers} layers are not a multiple of --pp {stages}; change one of them")
+                raise ValueError(f"{num_layers} layers are not a multiple of {stages} pipeline stages; change one of them")
             return [num_layers // stages] * stages
         if stages == 1:
-            raise ValueError(f"{options} needs stages; expected --pp of at least 2; leave it out or raise that")
+            raise ValueError(f"{options} is given with 1 pipeline stage; expected at least 2; leave it out, or add stages")
         rest = num_layers - sum(n or 0 for n in given.values())
         others = stages - sum(n is not None for n in given.values())
         if rest < others or (rest % others if others else rest):
@@ -344,7 +344,7 @@ class Run:
         if 0 < number % group < stages or 0 < number < group or group < stages:
             raise ValueError(
                 f"{number} micro batches pass through chunks in groups of {group}, of which none may be smaller than "
-                f"--pp {stages}, as interleaving needs; change one of them"
+                f"the {stages} pipeline stages, as interleaving needs; change one of them"
             )
         firsts = range(stage * per_chunk, self.model.num_layers, stages * per_chunk)
         return [range(first, first + per_chunk) for first in firsts]
@@ -382,8 +382,8 @@ class Run:
             )
         if self.model.family == "t5" and self.pipeline_parallel > 1:
             raise ValueError(
-                f"--pp is {self.pipeline_parallel}, but the model is a T5, whose encoder and decoder have stages of "
-                "their own, which the estimate does not know; expected --pp 1"
+                f"{self.pipeline_parallel} pipeline stages are given, but the model is a T5, whose encoder and decoder "
+                "have stages of their own, which the estimate does not know; expected 1"
             )
         self.list_chunks(0)
 

@@ -293,5 +293,5 @@ def test_plenty_of_memory_leaves_stock_but_what_costs_nothing() -> None:
 
 
 def test_stages_share_the_layers() -> None:
-    with pytest.raises(ValueError, match="--pp 5 does not divide the model's 12 layers"):
+    with pytest.raises(ValueError, match="5 pipeline stages do not divide the model's 12 layers"):
         make_problem(12, pipeline_parallel=5)

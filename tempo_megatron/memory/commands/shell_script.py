@@ -41,7 +41,8 @@ def read_script(file: str, words: Sequence[str]) -> list[list[str]]:
         file: the script, for bash.
         words: its own arguments.
 
-    Raises ValueError where bash is missing, cannot read the script to its end, or would have to write a file.
+    Raises ValueError where bash is missing, cannot read the script to its end, would have to write a file, or
+    stops before it starts anything.
     """
     bash = shutil.which("bash")
     if bash is None:
@@ -54,7 +55,7 @@ def read_script(file: str, words: Sequence[str]) -> list[list[str]]:
                 [bash, "-r", "-c", _PRELUDE.replace("FD", str(found.fileno())) + text, file, *words],
                 env={**environment, "PATH": os.devnull},
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=[found.fileno()],
                 timeout=_SECONDS,
@@ -71,6 +72,12 @@ def read_script(file: str, words: Sequence[str]) -> list[list[str]]:
     if complaint is not None:
         raise ValueError(
             f"--script {file} cannot be read without running it ({complaint}); give the command itself behind --"
+        )
+    if not noted and done.returncode:
+        said = " ".join(done.stdout.decode(errors="replace").splitlines()[-2:]) or f"exit status {done.returncode}"
+        raise ValueError(
+            f"--script {file} stops before it starts a training script ({said}); give its own arguments behind --, from "
+            "the folder that it expects"
         )
     rest = iter(noted.split("\0")[:-1])
     return [list(itertools.islice(rest, int(count))) for count in rest]
