@@ -300,10 +300,10 @@ class Run:
         )
         if not options:
             if num_layers % stages:
-                raise ValueError(f"{num_layers} layers are not a multiple of {stages} pipeline stages; change one of them")
+                raise ValueError(f"{num_layers} layers are not a multiple of {stages} stages; change one of them")
             return [num_layers // stages] * stages
         if stages == 1:
-            raise ValueError(f"{options} is given with 1 pipeline stage; expected at least 2; leave it out, or add stages")
+            raise ValueError(f"{options} needs at least 2 stages, and there is 1; leave it out, or add stages")
         rest = num_layers - sum(n or 0 for n in given.values())
         others = stages - sum(n is not None for n in given.values())
         if rest < others or (rest % others if others else rest):

@@ -42,9 +42,9 @@ def refuse(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None
             f"""ledger {TINY} --tempo-layers '{{"3-4": {{"norm": "off"}}}}'""",
             'tempo.layers["3-4"] goes beyond the decoder\'s 4 layers',
         ),
-        (f"estimate {GPT2} --pp 7", "12 layers are not a multiple of 7 pipeline stages; change one of them"),
+        (f"estimate {GPT2} --pp 7", "12 layers are not a multiple of 7 stages; change one of them"),
         (f"estimate {GPT2} --zero 1 --optimizer megatron", "ZeRO is DeepSpeed's: leave one out"),
-        (f"estimate {GPT2} --decoder-first-pipeline-num-layers 2", "is given with 1 pipeline stage; expected at least 2"),
+        (f"estimate {GPT2} --decoder-first-pipeline-num-layers 2", "needs at least 2 stages, and there is 1"),
         (
             f"estimate {GPT2} --pp 3 --decoder-last-pipeline-num-layers 3",
             "leaves 9 of 12 layers for 2 other stages",
@@ -87,7 +87,7 @@ def refuse(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None
         (f"plan {PLAN} --gpu h1000", "--gpu h1000 is unknown; the nearest known one is h100"),
         (
             f"plan {PLAN} --pp 8 --fixed-memory 6GB 5GB 4GB",
-            "--fixed-memory has 3 sizes; expected one, or one for each of 8 pipeline stages",
+            "--fixed-memory has 3 sizes; expected one, or one for each of 8 stages",
         ),
         (
             f"plan {PLAN} --model configs/model/t5_base.json",

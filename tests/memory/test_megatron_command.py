@@ -385,7 +385,7 @@ exec torchrun --nproc_per_node 8 pretrain_gpt.py --save "" ${{MODEL[@]}} 2>&1 | 
         (_SCRIPT.replace("2>&1 | tee", ">"), "", "log.txt: restricted: cannot redirect output"),
         (f"set -u; echo $3; {_SCRIPT}", "", "3: unbound variable"),
         ("torchrun --nproc_per_node 8 train.py", "", "starts no command of pretrain_gpt.py"),
-        (f"[ -f nowhere.py ] || {{ echo No nowhere.py; exit 1; }}; {_SCRIPT}", "", "training script (No nowhere.py); give"),
+        (f"[ -f nowhere.py ] || {{ echo No nowhere.py; exit 1; }}; {_SCRIPT}", "", "(No nowhere.py); give its own"),
         (f"{_SCRIPT}\ntorchrun pretrain_bert.py", "", "starts 2 commands of"),
         (_SCRIPT, "--megatron-yaml a.yaml", "both given"),
         ("while true; do :; done", "", "does not end within"),

@@ -55,8 +55,7 @@ def read_script(file: str, words: Sequence[str]) -> list[list[str]]:
                 [bash, "-r", "-c", _PRELUDE.replace("FD", str(found.fileno())) + text, file, *words],
                 env={**environment, "PATH": os.devnull},
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                capture_output=True,
                 pass_fds=[found.fileno()],
                 timeout=_SECONDS,
                 check=False,
@@ -76,7 +75,7 @@ def read_script(file: str, words: Sequence[str]) -> list[list[str]]:
     if not noted and done.returncode:
         said = " ".join(done.stdout.decode(errors="replace").splitlines()[-2:]) or f"exit status {done.returncode}"
         raise ValueError(
-            f"--script {file} stops before it starts a training script ({said}); give its own arguments behind --, from "
+            f"--script {file} stops before it starts a training script ({said}); give its own arguments behind --, in "
             "the folder that it expects"
         )
     rest = iter(noted.split("\0")[:-1])

@@ -90,7 +90,9 @@ class PlanRequest:
     def __post_init__(self) -> None:
         num_layers, num_stages = self.run.model.num_layers, self.run.pipeline_parallel
         if num_layers % num_stages:
-            raise ValueError(f"{num_stages} pipeline stages do not divide the model's {num_layers} layers; give a divisor")
+            raise ValueError(
+                f"{num_stages} pipeline stages do not divide the model's {num_layers} layers; give a divisor"
+            )
 
     @property
     def layers_of_stage(self) -> int:

@@ -234,7 +234,7 @@ def make_problem(
 def _read_fixed_sizes(sizes: tuple[int, ...], num_stages: int) -> tuple[FixedBytes, ...]:
     """What --fixed-memory gives each stage. Raises ValueError unless there is one size, or one for each stage."""
     if len(sizes) not in (1, num_stages):
-        raise ValueError(f"--fixed-memory has {len(sizes)} sizes; expected one, or one for each of {num_stages} pipeline stages")
+        raise ValueError(f"--fixed-memory has {len(sizes)} sizes; expected one, or one for each of {num_stages} stages")
     return tuple(FixedBytes(size, size) for size in (sizes * num_stages if len(sizes) == 1 else sizes))
 
 
