@@ -20,6 +20,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import gloo
 import megatron_changes
 import megatron_cpu
 import torch
@@ -58,6 +59,7 @@ def _fork(rank: int, world_size: int, folder: Path, root: str) -> int:
             os.dup2(log.fileno(), 2)
         with (folder / f"{rank}.jobs").open() as jobs:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+            gloo.share_device()
             torch.distributed.init_process_group(
                 backend="gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
             )
