@@ -93,6 +93,7 @@ def _estimate(row: Mapping[str, Any], world_size: int, workspace: str = "") -> S
 
     arguments = row["args"]
     family = next((family for family in ("bert", "t5") if row["id"].startswith(f"{family}/")), "gpt")
+    family = "hybrid" if "--hybrid-layer-pattern" in arguments else family
     environment = row.get("env", {}) | ({"CUBLAS_WORKSPACE_CONFIG": workspace} if workspace else {})
     launcher = [f"{name}={value}" for name, value in environment.items()]
     command = split_command([*launcher, f"pretrain_{family}.py", *spell_arguments(arguments)])

@@ -11,6 +11,7 @@ from typing import Any
 from tempo_megatron.memory.run import (
     ROUTER_DTYPES,
     Experts,
+    Hybrid,
     LatentAttention,
     OptimizerSettings,
     Run,
@@ -79,15 +80,11 @@ UNKNOWN_IN_COMMANDS = {
     "cuda_graph_impl_deprecated": "CUDA graphs",
     "nccl_ub": "buffers that NCCL registers",
     "mtp_standalone": "multi-token prediction in a stage of its own",
-    "mtp_hybrid_override_pattern": "layers of several kinds",
     "mla_down_proj_fusion": "down projections that are one",
     "delay_wgrad_compute": "gradients of weights that are computed later than their inputs'",
     "tensor_parallel_num_weight_shards": "weights sharded beside tensor parallelism",
     "hybrid_context_parallel": "context parallelism",
-    "hybrid_layer_pattern": "layers of several kinds",
-    "is_hybrid_model": "layers of several kinds",
-    "hybrid_attention_ratio": "layers of several kinds",
-    "hybrid_mlp_ratio": "layers of several kinds",
+    "use_mamba_mem_eff_path": "a scan that keeps what it could compute again",
     "linear_attention_type": "linear attention",
     "dsv4_mode": "an experimental attention",
     "no_rope_freq": "layers with and without rotary embeddings",
@@ -231,6 +228,7 @@ def read_run(
         tempo=tempo,
         experts=_read_experts(config, run) if config.num_moe_experts else None,
         latent_attention=_read_latent_attention(model_name, config, stock) if config.multi_latent_attention else None,
+        hybrid=_read_hybrid(config) if getattr(config, "hybrid_layer_pattern", None) else None,
         optimizer=OptimizerSettings(
             distributed=run.use_distributed_optimizer,
             instances=getattr(run, "num_distributed_optimizer_instances", 1),
@@ -263,11 +261,15 @@ def read_run(
 
 
 def deal_out_layers(config: Any) -> tuple[int, ...] | None:
-    """How many layers each chunk has, where a layout says it or the embedding or the loss counts as a layer; else None.
+    """How many layers each chunk has, where a layout or a hybrid's pattern says it, or the embedding or the loss counts
+    as a layer; else None.
 
     As transformer_block.py: get_num_layers_to_build of megatron-core 0.16.1 deals them out. Raises ValueError where
     they do not divide.
     """
+    main_pattern = (getattr(config, "hybrid_layer_pattern", None) or "").partition("/")[0]
+    if "|" in main_pattern:
+        return tuple(map(len, main_pattern.split("|")))
     if config.pipeline_model_parallel_layout:
         return tuple(chunk.count("t") for chunk in split_layout(config))
     extra = (config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split)
@@ -299,6 +301,19 @@ def split_layout(config: Any) -> list[str]:
             "prediction beside the loss only"
         )
     return chunks
+
+
+def _read_hybrid(config: Any) -> Hybrid:
+    """Of a configuration with a pattern. Raises ValueError for layers that the estimate does not know."""
+    pattern, _, predicting = config.hybrid_layer_pattern.partition("/")
+    return Hybrid(
+        pattern=pattern.replace("|", ""),
+        mtp_pattern=predicting.partition("/")[0],
+        state_dim=config.mamba_state_dim,
+        head_dim=config.mamba_head_dim,
+        num_groups=config.mamba_num_groups,
+        num_heads=config.mamba_num_heads,
+    )
 
 
 def _read_multi_token_prediction(model_name: str, config: Any) -> int:

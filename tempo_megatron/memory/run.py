@@ -178,6 +178,54 @@ class LatentAttention:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Hybrid:
+    """Layers that are each a Mamba layer, an attention, an MLP or a mixture of experts, as Megatron's HybridModel has.
+
+    Raises ValueError for another kind.
+    """
+
+    pattern: str
+    """A letter for each layer: M, *, - or E."""
+
+    mtp_pattern: str = ""
+    """Of each layer of multi-token prediction."""
+
+    state_dim: int = 128
+    head_dim: int = 64
+    num_groups: int = 8
+    num_heads: int | None = None
+    """Of a Mamba layer; None is as many as make twice the hidden size."""
+
+    def __post_init__(self) -> None:
+        if unknown := sorted({*self.pattern} - {*"M*-E"}):
+            raise ValueError(
+                f"the hybrid layer pattern has {' '.join(unknown)}, which the estimate does not know; it knows M "
+                "(Mamba), * (attention), - (MLP) and E (experts)"
+            )
+        if self.mtp_pattern not in ("", "*-", "*E"):
+            raise ValueError(
+                f"the hybrid layer pattern has multi-token prediction of {self.mtp_pattern}, and the estimate knows "
+                "*- and *E there"
+            )
+
+    def find_num_heads(self, hidden_size: int) -> int:
+        return self.num_heads or 2 * hidden_size // self.head_dim
+
+    def check(self, hidden_size: int, tensor_parallel: int, context_parallel: int) -> None:
+        """Raise ValueError where Mamba's heads do not divide (ssm/mamba_mixer.py and ssm/mamba_context_parallel.py of
+        megatron-core 0.16.1)."""
+        heads, groups = self.find_num_heads(hidden_size), self.num_groups
+        of_rank = max(1, groups // tensor_parallel)
+        divides = not (heads % groups or groups % tensor_parallel or heads % (tensor_parallel * context_parallel))
+        if "M" in self.pattern and not (divides and 0 in (of_rank % context_parallel, context_parallel % of_rank)):
+            raise ValueError(
+                f"the {heads} heads of a Mamba layer and --mamba-num-groups {groups} do not divide over each other and "
+                f"over tensor parallel size {tensor_parallel} and context parallel size {context_parallel}; change "
+                "--mamba-num-heads or --mamba-num-groups"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """A model, how it lies over devices, and what a step of it is."""
 
@@ -189,6 +237,7 @@ class Run:
     latent_attention: LatentAttention | None = None
     """Of Transformer Engine's modules."""
 
+    hybrid: Hybrid | None = None
     optimizer: OptimizerSettings = OptimizerSettings()
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -368,6 +417,8 @@ class Run:
                 "--fp8-format needs Transformer Engine's modules and Hopper or Blackwell; leave it out, or change "
                 "--transformer-impl or --gpu"
             )
+        if self.hybrid is not None:
+            self.hybrid.check(self.model.hidden_size, self.tensor_parallel, self.context_parallel)
         if self.float8 == "mxfp8" and self.gpu == "h100":
             raise ValueError("--fp8-recipe mxfp8 needs Blackwell; leave it out, or give --gpu gb200")
         if self.context_parallel > 1 and (self.model.family != "gpt" or self.stock != "transformer_engine"):

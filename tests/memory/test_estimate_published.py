@@ -19,7 +19,7 @@ from tempo_megatron.memory.estimate.muon import count_muon_states
 from tempo_megatron.memory.estimate.rounding import Step, count_rounding
 from tempo_megatron.memory.estimate.workspaces import find_torch_bytes, list_workspaces
 from tempo_megatron.memory.routing import assume_routing, expect_imbalance
-from tempo_megatron.memory.run import Experts, LatentAttention, OptimizerSettings, Run
+from tempo_megatron.memory.run import Experts, Hybrid, LatentAttention, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import list_modules, simulate_chunk
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory
 from tempo_megatron.memory.simulated.phases import LAYERS, Parameter
@@ -40,6 +40,7 @@ NEAR = (
     "gpt/gpt3_7b_tp4_pp1_memory_speed:dev_dgx_a100",
     "gpt/gpt3_7b_tp4_pp1_memory_speed:dev_dgx_h100",
     "gpt/gpt3_mcore_tp1_pp1_resume_torch_dist_dist_optimizer_overlap_grad_reduce_param_gather:dev_dgx_h100",
+    "hybrid/hybrid_mr_mcore_te_tp1_pp2_vpp2_cp1_dgx_a100_1N8G:dev_dgx_h100",
 )
 GOLDENS = json.loads((Path(published_peaks.__file__).parent / "published" / "megatron.json").read_text("utf-8"))
 ROWS = {row["id"]: row for row in GOLDENS["megatron_goldens"]}
@@ -74,6 +75,25 @@ def test_workspaces_are_those_of_the_gpu_the_modules_and_the_mode() -> None:
     assert deterministic - with_torch == 2 * (32 * MIB - 8.125 * MIB)
     found = [find_torch_bytes("gb200", version) for version in ("2.11.1+cu130", "2.12.0a0+5bcf4f1e31")]
     assert found == [8.125 * MIB, 32 * MIB]
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_a_mamba_layer_keeps_what_its_kernels_save(tensor_parallel: int) -> None:
+    """Beside its input: the norm's output, its projection in the scan's order, the scan before its gate, the second
+    norm's input and output, and float32 statistics of both norms."""
+    h, heads, groups, tokens = SMALL["hidden_size"], 16, 8, 4 * SMALL["seq_length"]
+    hybrid = Hybrid(pattern="M" * SMALL["num_layers"], num_heads=heads)
+    run = make_run(
+        SMALL | {"hidden_dropout": 0.0, "normalization": "RMSNorm"}, hybrid=hybrid, tensor_parallel=tensor_parallel
+    )
+    two, one = (
+        simulate_chunk(run, range(number), pre_process=False, post_process=False).kept_bytes for number in (2, 1)
+    )
+    inner = heads * 64
+    split = 2 * (2 * inner + 2 * groups * 128 + heads) + 2 * 3 * inner + 4 * groups
+    # A and its exponent, and the biases of steps, in float32.
+    small = 3 * 4 * heads // tensor_parallel
+    assert two - one - small == tokens * (2 * h + 2 * h + 4 + split // tensor_parallel)
 
 
 def test_blocks_that_are_not_split_count_whole() -> None:

@@ -17,7 +17,7 @@ from tempo_megatron.memory.commands.megatron_command import read_command
 from tempo_megatron.memory.commands.megatron_options import READ
 from tempo_megatron.memory.commands.training_command import spell_arguments, split_command
 from tempo_megatron.memory.megatron_run import KNOWN_IN_COMMANDS, UNKNOWN_IN_LAYERS, UNKNOWN_IN_RUNS, find_unknown
-from tempo_megatron.memory.run import LatentAttention, OptimizerSettings, Run
+from tempo_megatron.memory.run import Hybrid, LatentAttention, OptimizerSettings, Run
 
 GPT = (
     "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 "
@@ -74,6 +74,19 @@ def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8)
         (f"{LAYOUT} E,t*12||,|L", {"layers_of_chunks": (12, 0, 0, 0)}),
         (f"{LAYOUT} Et*12|mL --mtp-num-layers 1", {"layers_of_chunks": (12, 0), "mtp_num_layers": 1}),
         ("--mtp-num-layers 2 --mtp-use-repeated-layer", {"mtp_num_layers": 2, "mtp_repeats_layer": True}),
+        (
+            "--num-experts 8 --pipeline-model-parallel-size 2 --mamba-num-heads 16 "
+            "--hybrid-layer-pattern M*-M|ME/*E/*E",
+            {
+                "hybrid": Hybrid(pattern="M*-MME", mtp_pattern="*E", num_heads=16),
+                "layers_of_chunks": (4, 2),
+                "mtp_num_layers": 2,
+            },
+        ),
+        (
+            "--hybrid-override-pattern M*-M --mtp-hybrid-override-pattern *- --mtp-num-layers 1",
+            {"hybrid": Hybrid(pattern="M*-M", mtp_pattern="*-"), "layers_of_chunks": None, "experts": None},
+        ),
         ("--recompute-activations", {"recompute": ("core_attn",)}),
         # Transformer Engine's norms are one with their linears.
         ("--recompute-granularity selective --recompute-modules layernorm mlp", {"recompute": ("mlp",)}),
@@ -167,6 +180,22 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
         ),
         ("--multi-latent-attention --transformer-impl local", "needs --transformer-impl transformer_engine"),
         ("--multi-latent-attention --group-query-attention", "are both given"),
+        ("--is-hybrid-model", "give --hybrid-layer-pattern with a letter for each: M, *, - or E"),
+        ("--hybrid-layer-pattern M*- --hybrid-mlp-ratio 0.3", "are both given; leave the first out"),
+        (
+            "--hybrid-layer-pattern M*- --transformer-impl local",
+            "with --transformer-impl transformer_engine and without",
+        ),
+        ("--hybrid-layer-pattern MG", "has G, which the estimate does not know"),
+        ("--hybrid-layer-pattern M*-/MM", "prediction of MM, and the estimate knows *- and *E there"),
+        ("--hybrid-layer-pattern M*-/*-/*E", "has *- and *E for multi-token prediction; give one pattern"),
+        ("--hybrid-layer-pattern M*- --mtp-num-layers 1", "needs a pattern for its layers"),
+        ("--hybrid-layer-pattern M|*|- --pipeline-model-parallel-size 2", "3 chunks; expected a multiple"),
+        ("--hybrid-layer-pattern ME", "has E, and there are no experts; give --num-experts"),
+        ("--hybrid-layer-pattern M- --num-virtual-stages-per-pipeline-rank 2", "whose | cut the pipeline"),
+        ("--hybrid-layer-pattern M- --mamba-num-heads 12", "do not divide over each other"),
+        ("--hybrid-layer-pattern M- --mamba-head-dim 0", "--mamba-head-dim is 0; expected a positive number"),
+        ("--hybrid-layer-pattern M- --disable-mamba-mem-eff-path", "a scan that keeps what it could compute again"),
         ("--multi-latent-attention --v-head-dim 0", "--v-head-dim is 0; expected a positive number"),
         ("--context-parallel-size 3", "8 GPUs are not a multiple"),
         ("--num-distributed-optimizer-instances 2", "needs --use-distributed-optimizer"),

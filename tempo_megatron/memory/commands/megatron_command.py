@@ -53,6 +53,12 @@ _CUTS = (
 )
 
 
+_HYBRID_SPECS = [
+    ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
+    ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
+]
+
+
 def write_command(command: Command, options: Sequence[str], expected: Run, vocab_size: int | None) -> str:
     """A line for a shell: the command with Tempo, through launch/run_megatron.py.
 
@@ -93,6 +99,7 @@ def read_command(
     args, warnings = parse_options(command.options)
     if tempo is None:
         tempo = tempo_config_from(args, _read_tempo_block(args))
+    _complete_hybrid(args, command, warnings)
     _refuse_unknown(args, command.family)
     _complete_layout(args, _agree_on_world_size(command, world_size), warnings)
     _complete_model(args, command.family)
@@ -307,13 +314,73 @@ def _refuse_unknown(args: argparse.Namespace, family: str) -> None:
         )
     if args.transformer_impl == "inference_optimized":
         raise ValueError("--transformer-impl inference_optimized trains nothing; give local or transformer_engine")
-    if args.spec and not (family == "bert" and args.spec == ["local"]):
+    is_known = args.spec == ["local"] if family == "bert" else args.hybrid_layer_pattern and args.spec in _HYBRID_SPECS
+    if args.spec and not is_known:
         raise ValueError(f"--spec {' '.join(args.spec)} names layers that the estimate does not know; leave it out")
     if args.position_embedding_type in ("yarn", "mrope", "relative"):
         raise ValueError(
             f"--position-embedding-type {args.position_embedding_type} is not known to the estimate; it knows "
             "learned_absolute, rope and none"
         )
+
+
+def _complete_hybrid(args: argparse.Namespace, command: Command, warnings: list[str]) -> None:
+    """Fill in what a hybrid's pattern says, as arguments.py:744-897 of Megatron-LM at d98e8a64dd.
+
+    Raises ValueError for what it refuses, and what the estimate does not know.
+    """
+    ratios = [name for name in ("hybrid_attention_ratio", "hybrid_mlp_ratio") if getattr(args, name) is not None]
+    pattern = args.hybrid_layer_pattern
+    if pattern is None:
+        if command.trains_hybrid or args.is_hybrid_model or ratios or args.mtp_hybrid_override_pattern:
+            raise ValueError(
+                "the layers are of several kinds, and no pattern says which; give --hybrid-layer-pattern with a letter "
+                "for each: M, *, - or E"
+            )
+        return
+    if ratios:
+        raise ValueError(f"{spell_option(ratios[0])} and --hybrid-layer-pattern are both given; leave the first out")
+    if command.family != "gpt" or args.transformer_impl == "local" or args.multi_latent_attention:
+        raise ValueError(
+            "--hybrid-layer-pattern is for pretrain_hybrid.py with --transformer-impl transformer_engine and without "
+            "--multi-latent-attention; change what is otherwise, or leave it out"
+        )
+    if not command.trains_hybrid:
+        warnings.append(f"{command.script} is taken as pretrain_hybrid.py, as --hybrid-layer-pattern is given")
+    for name in (*_CUTS, "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
+        if getattr(args, name):
+            raise ValueError(
+                f"{spell_option(name)} is given beside --hybrid-layer-pattern, whose | cut the pipeline; leave it out"
+            )
+    predicting, args.mtp_hybrid_override_pattern = args.mtp_hybrid_override_pattern, None
+    if predicting and args.mtp_num_layers and "/" not in pattern:
+        pattern = "/".join([pattern, *[predicting] * args.mtp_num_layers])
+    main, *further = pattern.split("/")
+    if len({*further}) > 1:
+        raise ValueError(
+            f"--hybrid-layer-pattern {pattern} has {' and '.join(dict.fromkeys(further))} for multi-token prediction; "
+            "give one pattern as often as it has layers"
+        )
+    if args.mtp_num_layers and not further:
+        raise ValueError(
+            f"--mtp-num-layers {args.mtp_num_layers} needs a pattern for its layers; write it behind "
+            f"--hybrid-layer-pattern {pattern}, after a / for each"
+        )
+    sizes = [len(chunk) for chunk in main.split("|")]
+    stages = args.pipeline_model_parallel_size
+    if len(sizes) > 1 and (len(sizes) % stages or args.num_layers_in_first_pipeline_stage is not None):
+        raise ValueError(
+            f"--hybrid-layer-pattern cuts the pipeline into {len(sizes)} chunks; expected a multiple of "
+            f"--pipeline-model-parallel-size {stages}, and no numbers of layers for its ends; change one of them"
+        )
+    args.hybrid_layer_pattern, args.num_layers, args.encoder_num_layers = pattern, sum(sizes), None
+    args.mtp_num_layers = len(further) or None
+    if "E" in main:
+        if not args.num_moe_experts:
+            raise ValueError("--hybrid-layer-pattern has E, and there are no experts; give --num-experts")
+        args.moe_layer_freq = f"[{','.join('01'[letter == 'E'] for letter in main.replace('|', ''))}]"
+    else:
+        args.num_moe_experts = None
 
 
 def _agree_on_world_size(command: Command, given: int | None) -> int:
@@ -377,6 +444,8 @@ def _complete_model(args: argparse.Namespace, family: str) -> None:
             raise ValueError(f"{spell_option(name)} is missing, and Megatron-LM has no default for it; give it")
         _check_positive(args, name)
     _check_positive(args, "mtp_num_layers")
+    for name in ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"):
+        _check_positive(args, name)
     latent = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
     for name in ("ffn_hidden_size", "kv_channels", "num_query_groups", *latent):
         _check_positive(args, name)
@@ -404,6 +473,8 @@ def _complete_model(args: argparse.Namespace, family: str) -> None:
         raise ValueError(f"{first} and {second} are both given; leave one of them out")
     if args.pipeline_model_parallel_layout is not None:
         chunks = len(split_layout(args)) // pp
+    if args.hybrid_layer_pattern is not None:
+        chunks = max(1, len(args.hybrid_layer_pattern.partition("/")[0].split("|")) // pp)
     if per_chunk is not None:
         _check_positive(args, "num_layers_per_virtual_pipeline_stage")
         chunks, rest = divmod(_count_places(args), pp * per_chunk)

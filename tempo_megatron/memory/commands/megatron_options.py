@@ -297,6 +297,7 @@ READ: dict[str, Option] = {
     "mamba-head-dim": Option(default=64),
     "mamba-num-groups": Option(default=8),
     "mamba-num-heads": Option(),
+    "disable-mamba-mem-eff-path": _switch("use_mamba_mem_eff_path", True),
 }
 """Option without its dashes -> what it takes."""
 

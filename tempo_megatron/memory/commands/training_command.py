@@ -27,6 +27,11 @@ MODELS = {"gpt": "GPTModel", "bert": "BertModel", "t5": "T5Model"}
 # Folders of Megatron-LM's functional tests.
 _OF_IMAGES = ("multimodal-llava", "mimo")
 
+_SCRIPTS = {"gpt": "gpt", "bert": "bert", "t5": "t5", "hybrid": "gpt", "mamba": "gpt"}
+"""What a script is called after -> its family. A HybridModel is a GPT whose layers are of several kinds."""
+
+_HYBRIDS = ("hybrid", "mamba")
+_EXPECTED = f"{', '.join(f'pretrain_{name}.py' for name in list(_SCRIPTS)[:-1])} or pretrain_mamba.py"
 _SCRIPT = re.compile(r"(?:.*[/_])?pretrain_(\w+)\.py")
 # Arguments of ours that say nothing of the run, or what the command cannot.
 _BESIDE_A_COMMAND = (
@@ -52,22 +57,21 @@ class Command:
     world_size: int | None
     """As the launcher says."""
 
+    @property
+    def trains_hybrid(self) -> bool:
+        """Whether the script trains a HybridModel."""
+        return _SCRIPT.sub(r"\1", self.script) in _HYBRIDS
+
 
 def split_command(words: Sequence[str]) -> Command:
     """Raises ValueError where it starts no script whose model is known."""
     place = next((place for place, word in enumerate(words) if _SCRIPT.fullmatch(word)), None)
     if place is None:
-        raise ValueError(
-            "the command names no training script of Megatron-LM; write it from pretrain_gpt.py, pretrain_bert.py or "
-            "pretrain_t5.py on"
-        )
+        raise ValueError(f"the command names no training script of Megatron-LM; write it from {_EXPECTED} on")
     script = words[place]
-    family = _SCRIPT.sub(r"\1", script)
-    if family not in MODELS:
-        raise ValueError(
-            f"{script} trains a model that the estimate does not know; expected pretrain_gpt.py, pretrain_bert.py or "
-            "pretrain_t5.py"
-        )
+    family = _SCRIPTS.get(_SCRIPT.sub(r"\1", script))
+    if family is None:
+        raise ValueError(f"{script} trains a model that the estimate does not know; expected {_EXPECTED}")
     launcher = tuple(words[:place])
     return Command(launcher, script, family, tuple(words[place + 1 :]), _count_ranks(launcher))
 
@@ -177,14 +181,14 @@ def _find_in_script(file: str, words: Sequence[str]) -> Command:
     training = {tuple(each) for each in started if any(_SCRIPT.fullmatch(word) for word in each)}
     if len(training) != 1:
         raise ValueError(
-            f"--script {file} starts {len(training) or 'no'} command{'s' if training else ''} of pretrain_gpt.py, "
-            "pretrain_bert.py or pretrain_t5.py, and one is expected; give it behind -- instead"
+            f"--script {file} starts {len(training) or 'no'} command{'s' if training else ''} of {_EXPECTED}, "
+            "and one is expected; give it behind -- instead"
         )
     return split_command(training.pop())
 
 
 def _guess_family(file: str) -> str:
-    """The family of a test case, whose folder is called after it.
+    """What the script of a test case is called after, as its folder is.
 
     Raises ValueError where the folder is called after a model of images, which a script of its own trains.
     """
@@ -194,7 +198,7 @@ def _guess_family(file: str) -> str:
             f"--megatron-yaml {file} is a test of {of_images}, a model of images, which the estimate does not know; "
             "name the script behind --, such as -- pretrain_gpt.py, to follow the language model alone"
         )
-    return next((part for part in reversed(folders) if part in MODELS), "gpt")
+    return next((part for part in reversed(folders) if part in _SCRIPTS), "gpt")
 
 
 def _read_test_case(file: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -22,8 +22,9 @@ def count_lasting_tensors(run: Run, stage: int) -> int:
     chunks = run.list_chunks(stage)
     layers = [layer for chunk in chunks for layer in chunk]
     if stage == run.pipeline_parallel - 1 and run.mtp_num_layers:
-        # Those of multi-token prediction are as the model's last.
-        layers += [run.model.num_layers - 1] * (1 if run.mtp_repeats_layer else run.mtp_num_layers)
+        # Those of multi-token prediction are as the model's last, or of a hybrid as its pattern says.
+        last = run.model.num_layers - 1 if run.hybrid is None else run.hybrid.pattern.rfind(run.hybrid.mtp_pattern[-1])
+        layers += [last] * (1 if run.mtp_repeats_layer else run.mtp_num_layers)
     found = _count_rotary_tables(run, len(chunks), len(layers))
     if run.experts is not None:
         found += sum(run.experts.layers[layer] for layer in layers) * _count_routing(run, run.experts)

@@ -50,12 +50,16 @@ def count_moved(rows: Mapping[str, int], offload: str) -> int:
 def count_moved_of_layers(run: Run, layers: range) -> tuple[int, ...]:
     """For each layer of a chunk, counted from 0 over the whole model, the bytes that one micro batch sends to the host.
 
-    Raises ValueError for a T5 and for multi-token prediction, whose layers the engine does not know.
+    Raises ValueError for a T5, a hybrid and multi-token prediction, whose layers the engine does not know.
     """
     if not layers or not run.tempo.offloads:
         return (0,) * len(layers)
-    if run.model.family == "t5" or run.mtp_num_layers:
-        what = "a T5" if run.model.family == "t5" else "a model with multi-token prediction"
+    others = {
+        "a T5": run.model.family == "t5",
+        "a hybrid model": run.hybrid is not None,
+        "a model with multi-token prediction": run.mtp_num_layers > 0,
+    }
+    if what := next((words for words, is_so in others.items() if is_so), None):
         raise ValueError(f"tempo.offload is given for {what}, which offload does not know; leave it out")
     (stack,) = STACKS_OF_FAMILIES[run.model.family]
     has_experts = run.experts.layers if run.experts is not None else (False,) * run.model.num_layers

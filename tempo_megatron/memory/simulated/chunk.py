@@ -46,6 +46,7 @@ from tempo_megatron.memory.simulated.experts import (
     put_experts,
 )
 from tempo_megatron.memory.simulated.float8 import count_float8_weights, keep_float8_inputs
+from tempo_megatron.memory.simulated.hybrid import put_hybrid_layers
 from tempo_megatron.memory.simulated.latent_attention import put_latent_attention
 from tempo_megatron.memory.simulated.module_tree import Makers, ModuleMemory, build_tree
 from tempo_megatron.memory.simulated.multi_token_prediction import put_multi_token_prediction
@@ -147,6 +148,8 @@ def _cut(run: Run, layers: range) -> Run:
         # A chunk without layers is built with one, which is dropped.
         experts=run.experts
         and dataclasses.replace(run.experts, layers=run.experts.layers[layers.start : layers.stop] or (False,)),
+        hybrid=run.hybrid
+        and dataclasses.replace(run.hybrid, pattern=run.hybrid.pattern[layers.start : layers.stop] or "*"),
         optimizer=OptimizerSettings(),
         pipeline_parallel=1,
         data_parallel=1,
@@ -225,6 +228,23 @@ def _leave_latent_attention(run: Run) -> TempoConfig:
     return dataclasses.replace(run.tempo, attention="off")
 
 
+def _find_predicting(run: Run, has_experts: Sequence[bool]) -> int:
+    """The layer whose like multi-token prediction has: the last, or of a hybrid the last that is as its pattern says.
+
+    Raises ValueError where there is none.
+    """
+    if run.hybrid is None:
+        return len(has_experts) - 1
+    wanted = run.hybrid.mtp_pattern == "*E"
+    found = [place for place, has in enumerate(has_experts) if has == wanted]
+    if not found:
+        raise ValueError(
+            f"multi-token prediction of {run.hybrid.mtp_pattern} stands behind {run.hybrid.pattern}, which has no such "
+            "layer, and the estimate needs one there; change --hybrid-layer-pattern"
+        )
+    return found[-1]
+
+
 def _configure_experts(config: TransformerConfig, experts: Experts, layers: Sequence[bool]) -> TransformerConfig:
     """Megatron's configuration with experts in some layers, all on one rank, as `put_experts` wants it."""
     return dataclasses.replace(
@@ -279,7 +299,8 @@ class _Chunk:
         kinds = [{stack: chosen.for_layer(layer, stack) for stack in stacks} for layer in layers]
         recomputed = [run.find_recomputed(layer) for layer in layers]
         mixed = run.experts.layers if run.experts is not None else [False] * shape.num_layers
-        rows = compress(zip(kinds, recomputed, mixed, strict=True), longest_row)
+        pattern = run.hybrid.pattern if run.hybrid is not None else " " * shape.num_layers
+        rows = compress(zip(kinds, recomputed, mixed, pattern, strict=True), longest_row)
         if run.experts is not None:
             config = _configure_experts(config, run.experts, [mixed[index] for index, _ in rows])
         values = {
@@ -306,7 +327,8 @@ class _Chunk:
             ).train()
             if predicts_more:
                 of_all = dataclasses.replace(chosen, layers={})
-                spec = make_specs(self._shape, self._model.config, _take_as_chosen(of_all))["decoder"].layer_specs[-1]
+                specs = make_specs(self._shape, self._model.config, _take_as_chosen(of_all))["decoder"].layer_specs
+                spec = specs[_find_predicting(run, [mixed[index] for index, _ in rows])]
                 put_multi_token_prediction(self._model, spec, run, of_all)
                 self._model.train()
         if run.latent_attention is not None:
@@ -317,6 +339,8 @@ class _Chunk:
                 is_fused=attention != "unfused",
                 recomputes_up="mla_up_proj" in run.recompute,
             )
+        if run.hybrid is not None:
+            put_hybrid_layers(self._model.decoder, config, run.hybrid, [pattern[index] for index, _ in rows], run.gpu)
         convert_parameters(self._model, run.dtype)
         if run.stock != "cpu" and run.masked_softmax_fusion and run.dtype.itemsize == 2:
             put_softmax_kernels(self._model)
