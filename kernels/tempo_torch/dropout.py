@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.dropout_add import bias_dropout_add
+from tempo_kernels.philox import LANES
 from tempo_kernels.refill import allow_refill
 from tempo_torch.linear import can_be_made, drop_input
 from tempo_torch.position import Place
@@ -23,8 +24,9 @@ class RedrawnDropout(Replaced):
     viewed as [samples, elements of a sample].
 
     The first dimension counts the samples, or a multiple of them, as in [samples * tokens, h]. If it is neither, the
-    mask belongs to the tensor as a whole and depends on the batch. Ranks that share the tokens of a sample draw
-    masks of their own, which are not the parts of one process's mask that their tokens have there.
+    mask belongs to the tensor as a whole and depends on the batch. Ranks that share the tokens of a sample, as many on
+    each, have parts of one sample's mask, one behind the other: where an input is [samples, tokens, ...], those that
+    their tokens have on one process.
 
     Keeps for backward: nothing. If the input can be recomputed or `keeps_input` is set, the input, from which the next
     linear recomputes the output.
@@ -48,7 +50,7 @@ def apply_dropout(x: Tensor, p: float, place: Place, keeps_input: bool = False) 
     """Drops elements of x [samples, ...] by the mask of `place`."""
     key, first_sample, num_samples = place.find(x.device)
     rows = num_samples if x.dim() > 0 and x.size(0) % num_samples == 0 else 1
-    draw = (p, key, first_sample, place.passes.sequence[0])
+    draw = (p, key, first_sample, _find_column(x.numel() // rows, *place.passes.sequence))
     # torch.compile decides itself what is kept.
     traced = torch.compiler.is_compiling()
     if traced or not torch.is_grad_enabled() or not x.requires_grad or not (keeps_input or can_be_made(x)):
@@ -59,10 +61,21 @@ def apply_dropout(x: Tensor, p: float, place: Place, keeps_input: bool = False) 
     return y
 
 
+def _find_column(num_columns: int, part: int, num_parts: int) -> int:
+    """Returns the place in a sample of the first of num_columns elements that a rank has of it."""
+    if num_parts > 1 and num_columns % LANES:
+        raise ValueError(
+            f"a dropout of {num_columns} elements of a sample on each of {num_parts} ranks that share its tokens is "
+            f"asked for; expected a multiple of {LANES}, as one draw serves {LANES}; give each rank more tokens"
+        )
+    return part and part * num_columns
+
+
 def _draw(x: Tensor, draw: Draw, rows: int) -> Tensor:
-    p, key, first_sample, part = draw
+    p, key, first_sample, column = draw
     # One row per sample, or part of one, so that the mask does not depend on the shape of a sample.
-    y = bias_dropout_add(x.reshape(1, rows, -1), None, None, p=p, key=key, first_sample=first_sample, first_row=part)
+    y = x.reshape(1, rows, -1)
+    y = bias_dropout_add(y, None, None, p=p, key=key, first_sample=first_sample, first_column=column)
     return y.view(x.shape)
 
 

@@ -204,8 +204,8 @@ def tempoize(
             samples in another way.
         sequence_ranks: how many ranks share the tokens of a sample and, in attention, its heads, as under DeepSpeed's
             Ulysses: rank r of torch.distributed has the samples of rank r // sequence_ranks, and the part
-            r % sequence_ranks of each. Attention then draws the masks of one process. Other dropout draws different
-            masks for all parts, which are not those of one process.
+            r % sequence_ranks of each. Attention then draws the masks of one process, and so does other
+            dropout of [samples, tokens, ...], if all ranks have as many tokens.
 
     Each operation may be "off". If an "auto" does not apply, modules stay, and `report_on` says why.
 

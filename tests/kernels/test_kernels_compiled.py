@@ -217,7 +217,7 @@ def check_widths(name: str, launch: Launch, narrow: list[str]) -> None:
 @pytest.mark.parametrize("capability", [90, *exhaustive([80], [100])])
 def test_dropout_add_of_given_rows_and_samples_spills_nothing_and_reads_tensors_16_bytes_at_a_time(capability):
     x = torch.empty(64, BATCH, 4096, dtype=torch.bfloat16)
-    draw = Draw(0.1, 7, 0, 0, *torch.zeros(2, 64, BATCH, dtype=torch.int64))
+    draw = Draw(0.1, 7, 0, 0, 0, *torch.zeros(2, 64, BATCH, dtype=torch.int64))
     for launch in launches_of(
         lambda: (dropout_add.forward(x, x[0, 0], x, draw), dropout_add.backward(x, draw, has_grad_bias=True))
     ):
@@ -242,7 +242,7 @@ def test_a_tensor_that_is_not_aligned_is_read_narrowly_and_found_to_be():
 
 def test_new_keys_probabilities_and_positions_compile_nothing_anew():
     x = torch.ones(8, 2, 64)
-    draws = [(0.1, 0, 0, 0), (0.5, 2**64 - 1, 1, 1), (0.3, 2**31, 16, 2**20), (0.25, 2**63, 2**31 - 1, 16)]
+    draws = [(0.1, 0, 0, 0), (0.5, 2**64 - 1, 1, 1, 8), (0.3, 2**31, 16, 2**20, 8 << 31), (0.25, 2**63, 2**31 - 1, 16)]
     numbers = torch.arange(5)  # of which every second one is aligned to 16 bytes
     loaded = [(0.1, numbers[0], numbers[1], 0), (0.5, numbers[1], numbers[2], 1), (0.3, numbers[4], numbers[3], 16)]
 

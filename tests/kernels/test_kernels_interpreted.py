@@ -154,10 +154,12 @@ def test_dropout_add_takes_any_strides_and_alignment():
 @pytest.mark.parametrize(("p", "num_columns"), [(0.0, 64), (0.4, 300), (0.9999, 1024)])
 def test_dropout_add_drops_the_specified_elements_bit_for_bit(p, num_columns, key, dtype):
     ones = torch.ones(9, 3, num_columns, dtype=dtype, device=DEVICE)
-    where = (key, 2**32 - 2, 77)
-    dropped = dropout_eager.forward(torch.ones(9, 3, num_columns), None, None, Draw(p, *where)) == 0
-    assert torch.equal(dropout_kernel.forward(ones, None, None, Draw(p, *where)).cpu() == 0, dropped)
-    assert torch.equal(dropout_kernel.backward(ones, Draw(p, *where), has_grad_bias=False)[0].cpu() == 0, dropped)
+    # A part of the columns may begin where a group of eight has a number of 32 bits.
+    for first_column in (0, 8 << 31):
+        draw = Draw(p, key, 2**32 - 2, 77, first_column)
+        dropped = dropout_eager.forward(torch.ones(9, 3, num_columns), None, None, draw) == 0
+        assert torch.equal(dropout_kernel.forward(ones, None, None, draw).cpu() == 0, dropped)
+        assert torch.equal(dropout_kernel.backward(ones, draw, has_grad_bias=False)[0].cpu() == 0, dropped)
 
 
 @kernel_test
@@ -181,7 +183,7 @@ def test_dropout_add_takes_the_rows_and_samples_of_tokens_bit_for_bit(places):
     shapes = [None, (9,), (9, 3)]
     rows, samples = (None if shapes[i] is None else torch.randint(2**32, shapes[i]) for i in places)
     x, bias, residual = torch.randn(9, 3, 100), torch.randn(100), torch.randn(9, 3, 100)
-    draws = [Draw(0.4, 7, 0, 0, *(t if t is None else t.to(to) for t in (rows, samples))) for to in ("cpu", DEVICE)]
+    draws = [Draw(0.4, 7, 0, 0, 0, *(t if t is None else t.to(to) for t in (rows, samples))) for to in ("cpu", DEVICE)]
     expected = dropout_eager.forward(torch.ones_like(x), None, None, draws[0]) == 0
     for given in ((None, None), (bias, residual)):
         there = dropout_kernel.forward(*(t if t is None else t.to(DEVICE) for t in (x, *given)), draws[1])

@@ -46,6 +46,26 @@ def test_the_loss_of_transformers_makes_what_its_terms_say() -> None:
     assert expected * vocab / make_long().model.vocab_size * tokens == pytest.approx(peak, rel=0.01)  # type: ignore[operator]
 
 
+def test_the_reduction_of_gradients_has_what_deepspeed_makes_of_the_largest_one() -> None:
+    stage3 = pytest.importorskip("deepspeed.runtime.zero.stage3", reason="DeepSpeed is not installed").__dict__
+    norm, long = stage3["DeepSpeedZeroOptimizer_Stage3"]._constant_buffered_norm2, make_long()
+    with FakeTensorMode(), PeakBytes() as seen:
+        part = torch.empty(128256 * 4096, dtype=torch.bfloat16)
+        # As partition_grads: a copy of the rank's part, its norm, and its float32 form for the host.
+        norm(None, part)
+        part.float()
+        peak = seen.peak
+    (term,) = (term for term in long.list_moments()["loss"] if term.name == "reduction of gradients")
+    assert term.num_bytes == pytest.approx(peak, rel=1e-3)
+    # One alone needs no bucket; with a larger bucket it is put together with others.
+    wide = dataclasses.replace(OFFLOADED, reduce_bucket_elements=600_000_000)
+    assert dataclasses.replace(long, optimizer=wide)._count_reduction() == term.num_bytes + 2 * 600_000_000
+    # A rank of 8 has an eighth, so that the full bucket, with an MLP's weight, has more.
+    assert make_long(num_gpus=8)._count_reduction() == 2 * 500_000_000 + (2 + 8) * 4096 * 14336 // 8
+    there = dataclasses.replace(OFFLOADED, offloads=False, offloads_weights=False)
+    assert dataclasses.replace(long, optimizer=there)._count_reduction() == 2 * 500_000_000
+
+
 @pytest.mark.parametrize("qkv", ["off", "tile"])
 def test_a_layer_of_transformers_makes_what_the_highest_moment_of_its_terms_says(qkv: str) -> None:
     """On tensors without memory, in which an operation makes its results alone, as a kernel does."""

@@ -86,5 +86,6 @@ def _blocks(out: Tensor, draw: Draw) -> Iterator[tuple[slice, Tensor, Tensor | N
         bits = None
         if draw.p > 0:
             where = slice(start, stop)
-            bits = keep_bits(key, draw.p, sample=sample[where], head=head, row=row[where], num_columns=num_columns)
+            columns = {"num_columns": num_columns, "first_column": draw.first_column}
+            bits = keep_bits(key, draw.p, sample=sample[where], head=head, row=row[where], **columns)
         yield slice(start, stop), out[start:stop] if blocks is None else blocks[: stop - start], bits

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.opaque import join_key, split_key
-from tempo_kernels.philox import check_place, threshold
+from tempo_kernels.philox import LANES, check_place, threshold
 
 OPERANDS = (
     "float p, SymInt key_low, SymInt key_high, Tensor? key, SymInt sample, Tensor? first_sample, SymInt first_row, "
-    "Tensor? rows, Tensor? samples"
+    "SymInt first_column, Tensor? rows, Tensor? samples"
 )
 
 
@@ -23,6 +23,7 @@ class Draw(NamedTuple):
     key: int | Tensor
     first_sample: int | Tensor
     first_row: int
+    first_column: int = 0
     rows: Tensor | None = None
     samples: Tensor | None = None
 
@@ -51,7 +52,14 @@ class Draw(NamedTuple):
                 num_samples=shape[1],
                 first_row=self.first_row,
                 num_rows=shape[0],
+                first_column=self.first_column,
+                num_columns=shape[2],
             )
+            if self.first_column % LANES:
+                raise ValueError(
+                    f"first_column is {self.first_column}; expected a multiple of {LANES}, as one draw serves "
+                    f"{LANES} columns; begin the part there"
+                )
         if isinstance(self.key, Tensor) or isinstance(self.first_sample, Tensor):
             self._check_tensors(x.device)
         if self.rows is not None or self.samples is not None:
@@ -88,16 +96,18 @@ class Draw(NamedTuple):
         number: int,
         first_sample: Tensor | None,
         first_row: int,
+        first_column: int,
         *positions: Tensor | None,
     ) -> Draw:
         """Builds the draw from what `operands` returned."""
-        return cls(p, join_key(low, high), number, first_row).join(key, first_sample, *positions)
+        return cls(p, join_key(low, high), number, first_row, first_column).join(key, first_sample, *positions)
 
     @property
     def operands(self) -> tuple[Any, ...]:
         """Returns the flat operands of an operator, in the order of the schema OPERANDS."""
         numbers, (key, first_sample, *positions) = self.split()
-        return self.p, *split_key(numbers.key), key, numbers.first_sample, first_sample, self.first_row, *positions
+        place = (numbers.first_sample, first_sample, self.first_row, self.first_column)
+        return self.p, *split_key(numbers.key), key, *place, *positions
 
     @property
     def has_tensors(self) -> bool:
@@ -112,7 +122,7 @@ class Draw(NamedTuple):
         numbers = (self.key, self.first_sample)
         tensors = [number if isinstance(number, Tensor) else None for number in numbers]
         key, first_sample = (0 if isinstance(number, Tensor) else number for number in numbers)
-        return Draw(self.p, key, first_sample, self.first_row), [*tensors, self.rows, self.samples]
+        return Draw(self.p, key, first_sample, self.first_row, self.first_column), [*tensors, self.rows, self.samples]
 
     def join(
         self, key: Tensor | None, first_sample: Tensor | None, rows: Tensor | None, samples: Tensor | None
@@ -125,6 +135,7 @@ class Draw(NamedTuple):
             self.key if key is None else key,
             self.first_sample if first_sample is None else first_sample,
             self.first_row,
+            self.first_column,
             rows,
             samples,
         )

@@ -43,5 +43,6 @@ def _drop(x: Tensor, draw: Draw) -> Tensor:
         head=torch.zeros((), dtype=torch.int64, device=x.device),
         row=rows,
         num_columns=x.size(-1),
+        first_column=draw.first_column,
     )
     return (x / (1.0 - effective_probability(draw.p))).masked_fill(dropped, 0.0)

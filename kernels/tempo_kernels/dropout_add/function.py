@@ -25,6 +25,7 @@ def bias_dropout_add(
     key: int | Tensor,
     first_sample: int | Tensor = 0,
     first_row: int = 0,
+    first_column: int = 0,
     rows: Tensor | None = None,
     samples: Tensor | None = None,
 ) -> Tensor:
@@ -38,6 +39,7 @@ def bias_dropout_add(
         key: 64 bits, one per seed, layer and site (`tempo_kernels.philox.derive_key`).
         first_sample: global index of x[:, 0]; the batch holds consecutive samples.
         first_row: global index of x[0] in the sequence (not 0 on a sequence-parallel rank).
+        first_column: global index of x[:, :, 0], a multiple of 8 (not 0 where x holds a part of each row).
         rows, samples: int64 [s] or [s, b] on x's device, in place of first_row and first_sample: the global index of
             each token's row, in [0, 2**32), and of its sample, in [0, 2**48), where tokens are not consecutive, as on a
             context-parallel rank or in a packed row. Their ranges are checked on a CPU only.
@@ -55,7 +57,7 @@ def bias_dropout_add(
     Raises: ValueError for shapes, dtypes, devices or a probability that do not fit; RuntimeError on a second
         derivative, and where key, first_sample, rows or samples was written to between forward and backward.
     """
-    draw = Draw(p, key, first_sample, first_row, rows, samples)
+    draw = Draw(p, key, first_sample, first_row, first_column, rows, samples)
     draw.check(x, bias, residual)
     out: Tensor = _BiasDropoutAdd.apply(x, bias, *separate(residual), draw)
     return out

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tempo_kernels.dropout_add.draw import Draw
 from tempo_kernels.kernel_launch import Plan, cache_plans, launch
-from tempo_kernels.philox import effective_probability, threshold
+from tempo_kernels.philox import LANES, effective_probability, threshold
 from tempo_kernels.philox.kernel import drop_mask, key_words, load_draw
 from tempo_kernels.pointwise.kernel_sums import (
     STRIP_COLUMNS,
@@ -38,7 +38,7 @@ BACKWARD_PROGRAMS = 5
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 # The numbers that change from call to call. No value of these or of the other arguments compiles a kernel anew.
-DRAWN = ("key_low", "key_high", "first_sample", "first_row")
+DRAWN = ("key_low", "key_high", "first_sample", "first_row", "first_group")
 VARYING = ("key_ptr", "first_sample_ptr", "rows_ptr", "samples_ptr", *DRAWN, "limit", "inverse", "shift")
 
 
@@ -52,12 +52,12 @@ def _place_tile(block_row, block_column, num_columns, BLOCK_ROWS: tl.constexpr, 
 
 @triton.jit
 def _drop_tile(
-    row, block_column, num_rows, batch, inverse, shift, rows_ptr, samples_ptr, first_sample, first_row, limit,
-    key_low, key_high, LOADS_ROWS: tl.constexpr, LOADS_SAMPLES: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    row, block_column, num_rows, batch, inverse, shift, rows_ptr, samples_ptr, first_sample, first_row, first_group,
+    limit, key_low, key_high, LOADS_ROWS: tl.constexpr, LOADS_SAMPLES: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Draws the mask of one tile. Row r of [s * b, h] is row r // b of sample r % b, unless numbers are given for each
-    token; find_inverse explains inverse."""
-    group = block_column * (BLOCK_COLUMNS // 8) + tl.arange(0, BLOCK_COLUMNS // 8)
+    token; find_inverse explains inverse. first_group is the first column of x divided by eight."""
+    group = first_group + block_column * (BLOCK_COLUMNS // 8) + tl.arange(0, BLOCK_COLUMNS // 8)
     position = (row.to(tl.uint32).to(tl.uint64) * inverse.to(tl.uint32) >> shift).to(tl.int32)
     sample = first_sample + (row - position * batch)
     position += first_row
@@ -71,8 +71,8 @@ def _drop_tile(
 @triton.jit(do_not_specialize=VARYING)
 def _forward_kernel(
     x_ptr, bias_ptr, residual_ptr, out_ptr, key_ptr, first_sample_ptr, rows_ptr, samples_ptr,
-    num_rows, column_units, batch, inverse, shift, first_sample, first_row, limit, scale, key_low, key_high,
-    UNIT: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
+    num_rows, column_units, batch, inverse, shift, first_sample, first_row, first_group, limit, scale, key_low,
+    key_high, UNIT: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
     LOADS_ROWS: tl.constexpr, LOADS_SAMPLES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -92,8 +92,8 @@ def _forward_kernel(
             key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY, LOADS_SAMPLE
         )
         dropped = _drop_tile(
-            row, block_column, num_rows, batch, inverse, shift, rows_ptr, samples_ptr, first_sample, first_row, limit,
-            key_low, key_high, LOADS_ROWS, LOADS_SAMPLES, BLOCK_COLUMNS,
+            row, block_column, num_rows, batch, inverse, shift, rows_ptr, samples_ptr, first_sample, first_row,
+            first_group, limit, key_low, key_high, LOADS_ROWS, LOADS_SAMPLES, BLOCK_COLUMNS,
         )  # fmt: skip
         out = tl.where(dropped, 0.0, out)
     if HAS_RESIDUAL:
@@ -107,8 +107,8 @@ def _forward_kernel(
 def _backward_kernel(
     grad_out_ptr, grad_x_ptr, partial_ptr, counters_ptr, grad_bias_ptr, key_ptr, first_sample_ptr,
     rows_ptr, samples_ptr,
-    num_rows, column_units, batch, inverse, shift, first_sample, first_row, limit, scale, key_low, key_high,
-    tiles_per_program,
+    num_rows, column_units, batch, inverse, shift, first_sample, first_row, first_group, limit, scale, key_low,
+    key_high, tiles_per_program,
     UNIT: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
     LOADS_ROWS: tl.constexpr, LOADS_SAMPLES: tl.constexpr, HAS_GRAD_BIAS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
@@ -128,7 +128,7 @@ def _backward_kernel(
         if DRAWS:
             dropped = _drop_tile(
                 row, block_column, num_rows, batch, inverse, shift, rows_ptr, samples_ptr, first_sample, first_row,
-                limit, key_low, key_high, LOADS_ROWS, LOADS_SAMPLES, BLOCK_COLUMNS,
+                first_group, limit, key_low, key_high, LOADS_ROWS, LOADS_SAMPLES, BLOCK_COLUMNS,
             )  # fmt: skip
             grad = tl.where(dropped, 0.0, grad)
         tl.store(grad_x_ptr + offset, grad.to(grad_x_ptr.dtype.element_ty), mask=inside)
@@ -267,4 +267,7 @@ def _list_drawn(draw: Draw, x: Tensor) -> tuple[Sequence[Tensor | None], tuple[i
     """
     numbers, (key, first_sample, *positions) = draw.split()
     whole = (None if t is None else t.view(x.size(0), -1).expand(x.shape[:2]).contiguous() for t in positions)
-    return (key, first_sample, *whole), (*key_words(int(numbers.key)), int(numbers.first_sample), draw.first_row)
+    # A group has 32 bits, which an argument of 32 bits holds with a sign.
+    first_group, _ = key_words(draw.first_column // LANES)
+    drawn = (*key_words(int(numbers.key)), int(numbers.first_sample), draw.first_row, first_group)
+    return (key, first_sample, *whole), drawn

@@ -1,6 +1,7 @@
 """Philox4x32 (Salmon et al., SC 2011): computes random bits as a pure function of a key and a position."""
 
 from tempo_kernels.philox.eager import (
+    LANES,
     check_place,
     derive_key,
     drop_,
@@ -13,6 +14,7 @@ from tempo_kernels.philox.eager import (
 )
 
 __all__ = [
+    "LANES",
     "check_place",
     "derive_key",
     "drop_",

@@ -23,7 +23,7 @@ ROUNDS = 7
 
 LANES = 8
 
-SAMPLES, HEADS, ROWS = 1 << 48, 1 << 16, 1 << 32
+SAMPLES, HEADS, ROWS, COLUMNS = 1 << 48, 1 << 16, 1 << 32, LANES << 32
 """How many of each index the counter tells apart."""
 
 DRAWS_BEFORE_COMPILING = 1 << 26
@@ -104,6 +104,8 @@ def check_place(
     num_heads: int = 1,
     first_row: int = 0,
     num_rows: int = 1,
+    first_column: int = 0,
+    num_columns: int = 1,
 ) -> None:
     """Raises ValueError if an index exceeds its bits of the counter, or the key exceeds 64 bits.
 
@@ -113,6 +115,7 @@ def check_place(
         ("sample", first_sample, num_samples, SAMPLES),
         ("head", first_head, num_heads, HEADS),
         ("row", first_row, num_rows, ROWS),
+        ("column", first_column, num_columns, COLUMNS),
     ):
         if first < 0 or first + count > limit:
             raise ValueError(

@@ -2,11 +2,14 @@
 
 Of a step of one sample only three moments can be the highest: the loss, the backward of an MLP, and that of attention.
 Each is a sum of terms, so many bytes a token or in all; a term names its tensors and, where that is not plain, their
-source. Nothing is fitted. The trainer is `transformers` 4.51.3 with gradient checkpointing, as ArcticTraining runs it,
-or that trainer with pieces in place of parts of it (PIECES). Pieces are counted as kernels whose tiles are small.
+source. Nothing is fitted. The trainer is `transformers` 4.53 with gradient checkpointing and DeepSpeed 0.17, as
+ArcticTraining runs them, or that trainer with pieces in place of parts of it (PIECES). Pieces are counted as kernels
+whose tiles are small.
 
-It counts what torch allocates: CUDA's context, NCCL and what the allocator reserves beyond what it has given come on
-top. So published figures of nvidia-smi, which have all that, are higher (docs/estimate.md has them side by side).
+It counts what torch allocates. DeepSpeed gathers weights on a stream of its own and reduces gradients on another, and
+torch's allocator gives what one stream has freed to no other: what these two have at most counts at each moment. CUDA's
+context, NCCL and what the allocator reserves beyond what it has given come on top. So published figures of nvidia-smi,
+which have all that, are higher (docs/estimate.md has them side by side).
 """
 
 from __future__ import annotations
@@ -29,9 +32,11 @@ PIECES = {
 }
 """Name -> what it does."""
 
-_BF16, _FLOAT32, _INT64 = 2, 4, 8
+_BF16, _FLOAT32, _FLOAT64, _INT64 = 2, 4, 8, 8
 _BYTES_OF_STATES = 16
 """Of a parameter whose optimizer is on the host: float32 weight, gradient and Adam's two moments."""
+_NORM_ELEMENTS = 250_000_000
+"""DeepSpeed takes the norm of so many elements of a gradient at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,10 +101,14 @@ class LongSequence:
         return (self.model.vocab_size or 0) * self.model.hidden_size
 
     @property
+    def _mlp_weight(self) -> int:
+        return self.model.hidden_size * self.model.ffn_hidden_size
+
+    @property
     def _layer_parameters(self) -> int:
         m = self.model
         projections = (2 * m.num_attention_heads + 2 * m.num_query_groups) * m.kv_channels * m.hidden_size
-        return projections + 3 * m.ffn_hidden_size * m.hidden_size + 2 * m.hidden_size
+        return projections + 3 * self._mlp_weight + 2 * m.hidden_size
 
     def list_moments(self) -> dict[str, list[Term]]:
         """Moment -> what is alive, of tokens of one GPU."""
@@ -166,28 +175,48 @@ class LongSequence:
         if not optimizer.offloads:
             states = (_BF16 + 3 * _FLOAT32) * self.num_parameters // self.num_gpus
             yield Term("gradients and optimizer states, divided", num_bytes=states)
-        gathered = max(self._embedding_parameters, min(self.num_parameters, optimizer.max_gathered_elements))
+        # A prefetch asks for the limit before it adds a weight, and the output layer's may be the last one added.
+        gathered = min(self.num_parameters, optimizer.max_gathered_elements + self._embedding_parameters)
         yield Term(
             "gathered weights",
             num_bytes=_BF16 * gathered,
-            source="deepspeed/runtime/zero/partitioned_param_coordinator.py: stage3_max_live_parameters",
+            source="deepspeed/runtime/zero/partitioned_param_coordinator.py: fetch_sub_module, "
+            "stage3_max_live_parameters",
         )
         yield Term(
             "bucket of gradients",
             num_bytes=_BF16 * optimizer.reduce_bucket_elements,
-            source="deepspeed/runtime/zero/stage3.py: __ipg_bucket_flat_buffer, reduce_bucket_size",
+            source="deepspeed/runtime/zero/stage3.py: ipg_buckets, reduce_bucket_size",
+        )
+        yield Term(
+            "reduction of gradients",
+            num_bytes=self._count_reduction(),
+            source="deepspeed/runtime/zero/stage3.py: __avg_scatter_grads, partition_grads, _constant_buffered_norm2",
         )
 
-    def _list_reduction(self) -> Iterator[Term]:
-        size = min(self.num_parameters, self.optimizer.reduce_bucket_elements)
-        yield Term(
-            "a full bucket that is reduced, and the rank's part of it",
-            num_bytes=_BF16 * (size + size // self.num_gpus),
-            source="deepspeed/runtime/zero/stage3.py: __avg_scatter_contiguous_grads",
-        )
-        yield Term(
-            "gradient of the MLP's weight", num_bytes=_BF16 * self.model.hidden_size * self.model.ffn_hidden_size
-        )
+    def _count_reduction(self) -> int:
+        """The most that the stream of reductions has: of a full bucket, or of the embedding's gradient.
+
+        Several gradients are put together before they are reduced; one alone, larger than a bucket, is reduced in
+        place. Where the optimizer is on the host, a rank's part of each gradient is then copied for itself, in the
+        weights' dtype, in float64 for its norm and in float32 for the optimizer, the last two one after the other.
+        """
+        optimizer = self.optimizer
+
+        def copies(num_elements: int) -> int:
+            part = -(-num_elements // self.num_gpus)
+            if not optimizer.offloads:
+                return 0
+            return _BF16 * part + max(_FLOAT64 * min(part, _NORM_ELEMENTS), _FLOAT32 * part)
+
+        bucket = _BF16 * min(self.num_parameters, optimizer.reduce_bucket_elements)
+        of_mlp, of_embedding = (copies(n) for n in (self._mlp_weight, self._embedding_parameters))
+        if self._embedding_parameters > optimizer.reduce_bucket_elements:
+            return max(bucket + of_mlp, of_embedding)
+        return bucket + max(of_mlp, of_embedding)
+
+    def _list_gradient(self) -> Iterator[Term]:
+        yield Term("gradient of the MLP's weight", num_bytes=_BF16 * self._mlp_weight)
 
     def _list_of_loss(self) -> Iterator[Term]:
         m, h = self.model, self.model.hidden_size
@@ -242,7 +271,7 @@ class LongSequence:
     def _list_of_mlp(self) -> Iterator[Term]:
         m, h = self.model, self.model.hidden_size
         yield from self._list_made_again()
-        yield from self._list_reduction()
+        yield from self._list_gradient()
         yield Term("gradient of the layer's output", _BF16 * h)
         yield Term("MLP's input before its norm, and after it", 2 * _BF16 * h)
         if "tiled_norms" not in self.pieces:
@@ -285,7 +314,7 @@ class LongSequence:
     def _list_of_attention(self) -> Iterator[Term]:
         m, h = self.model, self.model.hidden_size
         yield from self._list_made_again()
-        yield from self._list_reduction()
+        yield from self._list_gradient()
         if "tiled_norms" not in self.pieces:
             yield Term("first norm's output", _BF16 * h)
         yield Term("attention's output", _BF16 * h)

@@ -80,6 +80,16 @@ def test_each_token_draws_the_mask_of_the_row_and_sample_that_it_is_given(places
     assert torch.equal(x.grad, expected)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("compute", [bias_dropout_add, compiled_dropout_add], ids=["plain", "compiled"])
+def test_a_part_of_the_columns_draws_the_mask_that_they_have_in_the_whole(compute):
+    whole = bias_dropout_add(torch.ones(6, 2, 40), None, None, p=0.4, key=5, first_row=3)
+    x = torch.ones(6, 2, 16, requires_grad=True)
+    out = compute(x, None, None, p=0.4, key=5, first_row=3, first_column=24)
+    out.sum().backward()
+    assert torch.equal(out, whole[..., 24:]) and torch.equal(x.grad, whole[..., 24:])
+
+
 @pytest.mark.parametrize(
     ("places", "sentence"),
     [
@@ -88,6 +98,7 @@ def test_each_token_draws_the_mask_of_the_row_and_sample_that_it_is_given(places
         ({"rows": ROWS, "first_row": 1}, "rows and first_row are given; expected one of them"),
         ({"samples": SAMPLES, "first_sample": torch.tensor(0)}, "samples and first_sample are given"),
         ({"rows": ROWS - 1}, "row -1 to 10; expected 0 to"),
+        ({"first_column": 12}, "first_column is 12; expected a multiple of 8"),
     ],
 )
 def test_rows_and_samples_that_do_not_fit_are_refused(places, sentence):
@@ -163,7 +174,9 @@ def test_device_data_that_does_not_fit_is_refused(name, number):
 
 
 @pytest.mark.parametrize(
-    "place", [{"first_sample": 2**48 - 1}, {"first_sample": -1}, {"first_row": 2**32 - 3}], ids=str
+    "place",
+    [{"first_sample": 2**48 - 1}, {"first_sample": -1}, {"first_row": 2**32 - 3}, {"first_column": 2**35}],
+    ids=str,
 )
 def test_a_mask_beyond_the_indices_that_are_told_apart_is_refused(place):
     x = torch.ones(4, 2, 8)
