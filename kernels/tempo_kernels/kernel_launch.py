@@ -112,14 +112,16 @@ def launch(kernel: Any, plan: Plan, tensors: Sequence[Tensor | None], numbers: S
         else:
             address = tensor.data_ptr()
             values.append(address)
-            key += (tensor.dtype, tensor.get_device(), address & 15)
+            key.append(tensor.get_device())  # one append each, because a tuple of the three costs time
+            key.append(tensor.dtype)
+            key.append(address & 15)
     found = tuple(key)
     variant = plan.variants.get(found) if plan.kernel is kernel and not _has_hooks(kernel) else None
-    if variant is None or (numbers and not _have_32_bits(numbers)):
+    if variant is None or not _have_32_bits(numbers):
         _launch_by_triton(kernel, plan, tensors, numbers, found)
         return
     # Triton's launcher uses the current device and its stream, so the tensors' device has to be the current one.
-    device, active = found[1], driver.active
+    device, active = key[0], driver.active
     if device != active.get_current_device():
         with torch.cuda.device(device):
             launch(kernel, plan, tensors, numbers)

@@ -32,7 +32,8 @@ def takes_plain_tensors(operation: Callable[P, ResultT]) -> Callable[P, ResultT]
     def call(*args: P.args, **kwargs: P.kwargs) -> ResultT:
         if not torch.compiler.is_compiling():
             given = (*args, *kwargs.values())
-            check_transforms(name, given)
+            if _transforms_are_active() or forward_ad._current_level >= 0:
+                check_transforms(name, given)
             if not _ORDINARY.issuperset(map(type, given)):
                 _refuse_dtensors(operation, args, kwargs)
         return operation(*args, **kwargs)

@@ -105,7 +105,8 @@ class Draw(NamedTuple):
     @property
     def operands(self) -> tuple[Any, ...]:
         """Returns the flat operands of an operator, in the order of the schema OPERANDS."""
-        numbers, (key, first_sample, *positions) = self.split()
+        numbers, tensors = self.split()
+        key, first_sample, *positions = tensors or [None] * 4
         place = (numbers.first_sample, first_sample, self.first_row, self.first_column)
         return self.p, *split_key(numbers.key), key, *place, *positions
 
@@ -116,20 +117,20 @@ class Draw(NamedTuple):
         return is_tensor or self.rows is not None or self.samples is not None
 
     def split(self) -> tuple[Draw, list[Tensor | None]]:
-        """Returns the draw without its tensors, and the tensors, which autograd keeps and checks for changes."""
+        """Returns the draw without its tensors, and the tensors, which autograd keeps and checks for changes: the key,
+        the first sample, rows and samples, each a tensor or None. The list is empty if none is a tensor."""
         if not self.has_tensors:
-            return self, [None] * 4
+            return self, []
         numbers = (self.key, self.first_sample)
         tensors = [number if isinstance(number, Tensor) else None for number in numbers]
         key, first_sample = (0 if isinstance(number, Tensor) else number for number in numbers)
         return Draw(self.p, key, first_sample, self.first_row, self.first_column), [*tensors, self.rows, self.samples]
 
-    def join(
-        self, key: Tensor | None, first_sample: Tensor | None, rows: Tensor | None, samples: Tensor | None
-    ) -> Draw:
+    def join(self, *tensors: Tensor | None) -> Draw:
         """Puts the tensors that `split` took out back in."""
-        if key is first_sample is rows is samples is None:
+        if not tensors:
             return self
+        key, first_sample, rows, samples = tensors
         return Draw(
             self.p,
             self.key if key is None else key,

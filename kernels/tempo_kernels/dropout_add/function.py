@@ -102,7 +102,8 @@ class _BiasDropoutAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: Draw) -> Tensor:
         ctx.draw, tensors = draw.split()
-        ctx.save_for_backward(*tensors)
+        if tensors:
+            ctx.save_for_backward(*tensors)
         ctx.bias_dtype = None if bias is None else bias.dtype
         if is_traced(x):
             return _forward(x, bias, residual, *draw.operands)[0]

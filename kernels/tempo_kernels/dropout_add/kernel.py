@@ -9,7 +9,6 @@ registers over a program's tiles, then over the programs (pointwise/kernel_sums.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +39,11 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 # The numbers that change from call to call. No value of these or of the other arguments compiles a kernel anew.
 DRAWN = ("key_low", "key_high", "first_sample", "first_row", "first_group")
 VARYING = ("key_ptr", "first_sample_ptr", "rows_ptr", "samples_ptr", *DRAWN, "limit", "inverse", "shift")
+
+_Loads = tuple[bool, ...]
+"""Whether a launch reads the key, the first sample, rows and samples from the device."""
+_NO_TENSORS = (None,) * 4
+_LOADS_NOTHING = (False,) * 4
 
 
 @triton.jit
@@ -148,25 +152,20 @@ def forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: Draw)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return out
-    drawn_tensors, drawn_numbers = _list_drawn(draw, x)
-    has_tensors = [t is not None for t in (bias, residual, *drawn_tensors)]
-    tensors = (
-        x.contiguous(),
-        None if bias is None else bias.contiguous(),
-        None if residual is None else residual.contiguous(),
-        out,
-        *drawn_tensors,
-    )
-    launch(_forward_kernel, _plan_forward(x.shape, x.element_size(), draw.p, *has_tensors), tensors, drawn_numbers)
+    drawn, loads, numbers = _list_drawn(draw, x)
+    plan = _plan_forward(x.shape, x.element_size(), draw.p, bias is not None, residual is not None, loads)
+    bias = None if bias is None else bias.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    launch(_forward_kernel, plan, (x.contiguous(), bias, residual, out, *drawn), numbers)
     return out
 
 
 @cache_plans
 def _plan_forward(
-    shape: torch.Size, item_size: int, p: float, has_bias: bool, has_residual: bool, *loads: bool
+    shape: torch.Size, item_size: int, p: float, has_bias: bool, has_residual: bool, loads: _Loads
 ) -> Plan:
     tile = _plan_tiles(shape, item_size)
-    arguments = _list_arguments(shape, tile, p, *loads)
+    arguments = _list_arguments(shape, tile, p, loads)
     return Plan((tile.row_blocks * tile.strips,), DRAWN, HAS_BIAS=has_bias, HAS_RESIDUAL=has_residual, **arguments)
 
 
@@ -179,11 +178,10 @@ def backward(
     num_columns, sum_dtype = grad_out.size(-1), sum_dtype or torch.float32
     if grad_out.numel() == 0:
         return grad_x, grad_x.new_zeros(num_columns, dtype=sum_dtype) if has_grad_bias else None
-    drawn_tensors, drawn_numbers = _list_drawn(draw, grad_out)
-    loads = [t is not None for t in drawn_tensors]
-    plan = _plan_backward(grad_out.shape, grad_out.element_size(), grad_out.device, draw.p, has_grad_bias, *loads)
+    drawn, loads, numbers = _list_drawn(draw, grad_out)
+    plan = _plan_backward(grad_out.shape, grad_out.element_size(), grad_out.device, draw.p, has_grad_bias, loads)
     sums = plan.allocate_sums(num_columns, sum_dtype, grad_out.device)
-    launch(_backward_kernel, plan.launch, (grad_out.contiguous(), grad_x, *sums, *drawn_tensors), drawn_numbers)
+    launch(_backward_kernel, plan.launch, (grad_out.contiguous(), grad_x, *sums, *drawn), numbers)
     return grad_x, sums[-1]
 
 
@@ -194,13 +192,13 @@ def _plan_backward(
     device: torch.device,
     p: float,
     has_grad_bias: bool,
-    *loads: bool,
+    loads: _Loads,
 ) -> BackwardPlan:
     tile = _plan_tiles(shape, item_size, has_grad_bias)
     tiles_per_program = 1
     if has_grad_bias:
         tiles_per_program = choose_tiles_per_program(tile.row_blocks, tile.strips, BACKWARD_PROGRAMS, device)
-    arguments = _list_arguments(shape, tile, p, *loads)
+    arguments = _list_arguments(shape, tile, p, loads)
     return plan_chunks(tile.row_blocks, tile.strips, tiles_per_program, has_grad_bias, DRAWN, **arguments)
 
 
@@ -220,19 +218,12 @@ def _plan_tiles(shape: torch.Size, item_size: int, sums_rows: bool = False) -> _
     return _Tile(rows, columns, -(-shape[0] * shape[1] // rows), -(-num_columns // columns))
 
 
-def _list_arguments(
-    shape: torch.Size,
-    tile: _Tile,
-    p: float,
-    loads_key: bool,
-    loads_sample: bool,
-    loads_rows: bool,
-    loads_samples: bool,
-) -> dict[str, Any]:
+def _list_arguments(shape: torch.Size, tile: _Tile, p: float, loads: _Loads) -> dict[str, Any]:
     """Lists the launch arguments of both kernels; h in units of 8 tells the compiler that rows are aligned."""
     num_columns = shape[-1]
     unit = 1 if num_columns % 8 else 8
     inverse, shift = find_inverse(shape[1])
+    loads_key, loads_sample, loads_rows, loads_samples = loads
     return {
         "num_rows": shape[0] * shape[1],
         "column_units": num_columns // unit,
@@ -260,14 +251,19 @@ def find_inverse(divisor: int) -> tuple[int, int]:
     return -(-(1 << shift) // divisor), shift
 
 
-def _list_drawn(draw: Draw, x: Tensor) -> tuple[Sequence[Tensor | None], tuple[int, ...]]:
-    """Returns key, first sample, rows and samples where they are tensors (else None), and the numbers that DRAWN names.
+def _list_drawn(draw: Draw, x: Tensor) -> tuple[tuple[Tensor | None, ...], _Loads, tuple[int, ...]]:
+    """Returns key, first sample, rows and samples where they are tensors (else None), which of them are, and the
+    numbers that DRAWN names.
 
     rows and samples are given as [s, b], one number for each row of [s * b, h].
     """
-    numbers, (key, first_sample, *positions) = draw.split()
-    whole = (None if t is None else t.view(x.size(0), -1).expand(x.shape[:2]).contiguous() for t in positions)
+    numbers, tensors = draw.split()
     # A group has 32 bits, which an argument of 32 bits holds with a sign.
     first_group, _ = key_words(draw.first_column // LANES)
-    drawn = (*key_words(int(numbers.key)), int(numbers.first_sample), draw.first_row, first_group)
-    return (key, first_sample, *whole), drawn
+    words = (*key_words(int(numbers.key)), int(numbers.first_sample), draw.first_row, first_group)
+    if not tensors:
+        return _NO_TENSORS, _LOADS_NOTHING, words
+    key, first_sample, *positions = tensors
+    whole = (None if t is None else t.view(x.size(0), -1).expand(x.shape[:2]).contiguous() for t in positions)
+    drawn = (key, first_sample, *whole)
+    return drawn, tuple(t is not None for t in drawn), words
