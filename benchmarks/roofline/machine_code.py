@@ -119,7 +119,7 @@ def find_body(instructions: list[Instruction]) -> Body:
     the one for subnormal numbers.
     """
     # Behind the end lies what runs where a wait takes long; it jumps back and makes no loop.
-    end = max((one.address for one in instructions if one.name == "EXIT"), default=0)
+    end = max((one.address for one in instructions if one.name == "EXIT"), default=instructions[-1].address + 1)
     jumps = [(one.target, one.address) for one in instructions if one.target is not None]
     loops = [(target, address) for target, address in jumps if target < address < end]
     whole = Body(_find_path(instructions, instructions[0].address, None), False)
