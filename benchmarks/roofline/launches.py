@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import mangle_type
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
@@ -72,6 +73,9 @@ def source_of(launch: Launch) -> ASTSource:
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(launch.kernel.params):
         value, specialized = launch.arguments[parameter.name], not parameter.do_not_specialize
+        if hasattr(value, "block_shape"):
+            signature[parameter.name] = mangle_type(value)
+            continue
         number = value.data_ptr() if isinstance(value, Tensor) else value
         if parameter.is_constexpr or value is None or (specialized and isinstance(value, int) and value == 1):
             signature[parameter.name] = "constexpr"

@@ -118,7 +118,10 @@ def find_body(instructions: list[Instruction]) -> Body:
     counts, and of these the shortest: a tile that lies inside jumps over the code for its borders, and a quotient over
     the one for subnormal numbers.
     """
-    loops = [(one.target, one.address) for one in instructions if one.target is not None and one.target < one.address]
+    # Behind the end lies what runs where a wait takes long; it jumps back and makes no loop.
+    end = max((one.address for one in instructions if one.name == "EXIT"), default=instructions[-1].address + 1)
+    jumps = [(one.target, one.address) for one in instructions if one.target is not None]
+    loops = [(target, address) for target, address in jumps if target < address < end]
     whole = Body(_find_path(instructions, instructions[0].address, None), False)
     bodies = [_make_loop(instructions, start, end) for start, end in loops]
     best = max(bodies, key=_rank, default=whole)

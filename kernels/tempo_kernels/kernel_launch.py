@@ -5,7 +5,7 @@ numbers. This takes tens of microseconds, which a short kernel does not hide. Eq
 so a `Plan` holds what launches of equal shapes, dtypes and flags share, and `launch` remembers in it which variant
 Triton chose. The key is everything else by which Triton tells variants apart:
 
-- of a tensor its dtype, its device, and its address modulo 16;
+- of a tensor its dtype, its device, and its address modulo 16; how it is described is the plan's;
 - of a varying number nothing, because it is listed in the kernel's do_not_specialize and has 32 bits.
 
 Triton itself makes the first launch of each variant, any launch with a wider number, any launch while launch hooks are
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +29,11 @@ from triton.runtime import JITFunction, driver
 # Before Triton 3.4 the hooks lie elsewhere and the launcher takes other arguments, so Triton makes every launch.
 _KNOBS: Any = getattr(triton, "knobs", None)
 
+
+HAS_DESCRIPTORS = [int(part) for part in triton.__version__.split(".")[:2]] >= [3, 6]
+"""Whether launches may describe tensors: older versions of Triton were not tried, the oldest have no descriptors."""
+if HAS_DESCRIPTORS:
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
 PlanT = TypeVar("PlanT")
 
@@ -66,19 +71,49 @@ def guard_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     return _NO_GUARD if device < 0 or device == torch.cuda.current_device() else torch.cuda.device(device)
 
 
+class Layout:
+    """How a tensor descriptor sees a tensor from its first element on. The GPU copies a block of it to shared memory by
+    one instruction (TMA), with zeros where the block reaches beyond the shape.
+
+    Args:
+        shape, strides, block_shape: in elements, for up to 5 dimensions. The last stride is 1; the others times the
+            element's size are multiples of 16 bytes, and so is the tensor's address.
+    """
+
+    __slots__ = ("fields",)
+
+    def __init__(self, shape: Sequence[int], strides: Sequence[int], block_shape: Sequence[int]) -> None:
+        self.fields = {"shape": list(shape), "strides": list(strides), "block_shape": list(block_shape)}
+
+    def describe(self, tensor: Tensor | None) -> Any:
+        """Makes the descriptor that a launch takes in place of the tensor, in a third of the time of its constructor,
+        which would check the layout each time."""
+        described = object.__new__(TensorDescriptor)
+        vars(described).update(self.fields, base=tensor)
+        return described
+
+
 class Plan:
     """The arguments that launches of one kernel with equal shapes, dtypes and flags share.
 
     Args:
         grid: the numbers of programs.
         varying: the names of the numbers that differ from launch to launch, all of them in do_not_specialize.
+        layouts: of those among the kernel's pointers that are tensor descriptors, by place.
         named: all other arguments behind the kernel's pointers, which come first, and Triton's options.
     """
 
-    __slots__ = ("grid", "kernel", "named", "places", "values", "variants", "varying")
+    __slots__ = ("grid", "kernel", "layouts", "named", "places", "values", "variants", "varying")
 
-    def __init__(self, grid: tuple[int, ...], varying: Sequence[str] = (), **named: Any) -> None:
-        self.grid, self.varying, self.named = grid, tuple(varying), named
+    def __init__(
+        self,
+        grid: tuple[int, ...],
+        varying: Sequence[str] = (),
+        layouts: Mapping[int, Layout] | None = None,
+        /,
+        **named: Any,
+    ) -> None:
+        self.grid, self.varying, self.layouts, self.named = grid, tuple(varying), dict(layouts or {}), named
         self.kernel: Any = None
         self.variants: dict[Any, Any] = {}
         self.values: list[Any] = []
@@ -126,6 +161,8 @@ def launch(kernel: Any, plan: Plan, tensors: Sequence[Tensor | None], numbers: S
         with torch.cuda.device(device):
             launch(kernel, plan, tensors, numbers)
         return
+    for place, layout in plan.layouts.items():
+        values[place] = layout.describe(tensors[place])
     values += plan.values
     for place, number in zip(plan.places, numbers):  # noqa: B905 - strict= costs time
         values[place] = number
@@ -138,8 +175,11 @@ def _launch_by_triton(
 ) -> None:
     first = tensors[0]
     assert first is not None
+    given: list[Any] = list(tensors)
+    for place, layout in plan.layouts.items():
+        given[place] = layout.describe(given[place])
     with torch.cuda.device_of(first):
-        compiled = kernel[plan.grid](*tensors, **dict(zip(plan.varying, numbers, strict=True)), **plan.named)
+        compiled = kernel[plan.grid](*given, **dict(zip(plan.varying, numbers, strict=True)), **plan.named)
     if type(kernel) is JITFunction and _KNOBS is not None and _have_32_bits(numbers):
         plan.note(kernel, len(tensors), key, compiled)
 

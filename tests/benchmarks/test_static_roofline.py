@@ -57,6 +57,14 @@ def test_a_program_without_a_loop_is_counted_whole():
     assert not body.is_loop and body.issued == 9 and body.stored_bytes == 32
 
 
+def test_a_long_wait_behind_the_programs_end_makes_no_loop():
+    """It has more products between it and where it jumps than the loop."""
+    product = "HGMMA.64x64x16.F32.BF16 R4, gdesc[UR4], R4"
+    waiting = LISTING.replace("LDG.E.128 R4, desc[UR4][R2.64]", product).replace("LDC R1, c[0x0][0x28]", product)
+    waiting = waiting.replace("BRA 0xb0;", "BRA 0x0 ;")
+    assert machine_code.find_body(machine_code.parse(waiting)).instructions[0].address == 0x20
+
+
 def test_of_loops_around_each_other_the_inner_one_is_counted():
     nested = LISTING.replace("LDG.E.128 R4, desc[UR4][R2.64]", "HGMMA.64x64x16.F32.BF16 R4, gdesc[UR4], R4")
     nested = nested.replace("EXIT ;", "@P3 BRA 0x0 ;", 1)

@@ -21,7 +21,7 @@ from fake_gpu import fake_gpu
 from tempo_kernels.attention import attention
 from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_kernels.gelu import gelu
-from tempo_kernels.kernel_launch import Plan, cache_plans, forget_plans, launch
+from tempo_kernels.kernel_launch import HAS_DESCRIPTORS, Layout, Plan, cache_plans, forget_plans, launch
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy
 from tempo_kernels.norm import layer_norm
 
@@ -45,13 +45,24 @@ def _kernel(x_ptr, y_ptr, out_ptr, size, shift, scale, HAS_Y: tl.constexpr):
     tl.store(out_ptr + place, x.to(out_ptr.dtype.element_ty))
 
 
+@triton.jit
+def _described_kernel(x_ptr, out_ptr):
+    tl.store(out_ptr + tl.arange(0, 32), tl.reshape(x_ptr.load([1, 0]), (32,)))
+
+
+def read(argument):
+    """Addresses for tensors, and for those that are described with how."""
+    if hasattr(argument, "block_shape"):
+        return argument.base.data_ptr(), argument.shape, argument.strides, argument.block_shape, argument.padding
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+
+
 class Launches(list):
-    """What reached the launcher: the compiled function, the grid, and the arguments with addresses for tensors."""
+    """What reached the launcher: the compiled function, the grid, and the arguments as `read` has them."""
 
     def __enter__(self):
         def record(launcher, x, y, z, stream, function, metadata, data, enter, leave, *arguments):
-            read = (t.data_ptr() if isinstance(t, torch.Tensor) else t for t in arguments)
-            self.append((function, (x, y, z), *read))
+            self.append((function, (x, y, z), *map(read, arguments)))
 
         from triton.backends.nvidia.driver import CudaLauncher
 
@@ -116,6 +127,24 @@ def test_every_launch_hands_over_what_tritons_own_does(gpu, plans):
     assert len(chosen) > 6, "the cases differ in what is compiled for them"
 
 
+@pytest.mark.skipif(not HAS_DESCRIPTORS, reason="this version of Triton gets no tensor descriptors")
+def test_a_described_tensor_is_handed_over_as_tritons_own(gpu, by_triton):
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    how = [4, 16], [16, 1], [2, 16]
+    plan = Plan((5,), (), {0: Layout(*how)}, **OPTIONS)
+    for _ in range(3):
+        x, out = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(32, dtype=torch.bfloat16)
+        with Launches() as launches:
+            launch(_described_kernel, plan, (x, out))
+            _described_kernel[(5,)](TensorDescriptor(x, *how), out, **OPTIONS)
+            assert launches[0] == launches[1] and launches[0][2] == (x.data_ptr(), *how, "zero")
+        before = gpu()
+        launch(_described_kernel, plan, (x, out))
+        assert gpu() - before == 1
+    assert len(by_triton) == 4, "the plan's first, and the three beside it"
+
+
 def test_the_second_launch_is_not_tritons(gpu, by_triton):
     plan = Plan((5,), ("shift",), size=16, scale=0.5, HAS_Y=False, **OPTIONS)
     for number in (3, 4, 5):
@@ -171,7 +200,7 @@ OPERATIONS = {
     "layer_norm": (layer_norm, leaves_of_norm(), 3),
     "layer_norm, keep input": (partial(layer_norm, keep="input"), leaves_of_norm(), 3),
     "bias_dropout_add": (partial(bias_dropout_add, p=0.1, key=7), leaves((4, 2, 64), (64,), (4, 2, 64)), 2),
-    "attention": (run_attention, leaves(*[(4, 2, 1, 64)] * 3), 3),
+    "attention": (run_attention, leaves(*[(8, 2, 1, 64)] * 3), 3),
     "linear_cross_entropy": (partial(linear_cross_entropy, labels=LABELS), leaves((4, 2, 64), (32, 64)), 4),
 }
 

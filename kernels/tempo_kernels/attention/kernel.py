@@ -33,7 +33,7 @@ from tempo_kernels.attention.kernel_plan import (
     shape_sums,
 )
 from tempo_kernels.attention.settings import MASKED_SCORE, Gradients, Inputs, Kept, Settings
-from tempo_kernels.kernel_launch import cache_plans, count_multiprocessors
+from tempo_kernels.kernel_launch import HAS_DESCRIPTORS, cache_plans, count_multiprocessors
 from tempo_kernels.philox.kernel import LANES, key_words
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -42,8 +42,6 @@ MAX_ROW_ELEMENTS = 1 << 24  # so that offsets inside a block of 128 rows fit int
 
 # {architecture: {head_dim up to: (forward, grad_q, grad_kv)}} for 16-bit types. These are the largest tiles that do not
 # spill registers and fit into shared memory (163 KiB on sm_80, 227 KiB from sm_90 on). They are not tuned for speed.
-# TMA and warp specialisation are not used: triton 3.2 has no tensor descriptors in kernels, and tl.range takes
-# warp_specialize from 3.3 on only.
 SHAPES = {
     80: {
         64: (Shape(128, 64, 8, 2, False), Shape(128, 64, 8, 2, False), Shape(32, 128, 8, 2, False)),
@@ -312,6 +310,13 @@ def _prepare(
         sink is not None,
         _count_documents(documents),
         samples is not None and settings.dropout_p > 0,
+        # Zeros behind a sample's keys, or a document's, only pointers give.
+        HAS_DESCRIPTORS
+        and lengths is None
+        and documents is None
+        and q.dtype != torch.float32
+        and find_architecture(q.device) >= 90
+        and not any(t.data_ptr() % 16 for t in tensors),
     )
     words = key_words(numbers.dropout_key or 0)  # type: ignore[arg-type]  # the tensors are split off
     drawn = (*words, numbers.first_sample or 0, settings.first_head)

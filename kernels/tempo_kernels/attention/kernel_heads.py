@@ -8,7 +8,7 @@ so the same inputs give the same bits. `kernel.choose_splits` says where there a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import triton
@@ -27,12 +27,13 @@ from tempo_kernels.attention.kernel_tile import (
     find_score_gradients,
     find_seen_keys,
     keep_apart,
+    load_described_rows,
     load_rows,
     load_slope,
     order_keys,
     store_rows,
 )
-from tempo_kernels.kernel_launch import Plan, launch
+from tempo_kernels.kernel_launch import Layout, Plan, launch
 from tempo_kernels.philox.kernel import load_draw
 
 
@@ -124,7 +125,7 @@ def _grad_heads_kernel(
     HAS_LENGTHS: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
     PRECISE: tl.constexpr, BRANCHES: tl.constexpr, IS_PART: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINK: tl.constexpr,
-    IS_PACKED: tl.constexpr, LOADS_SAMPLES: tl.constexpr, HIDES_FIRST: tl.constexpr,
+    IS_PACKED: tl.constexpr, LOADS_SAMPLES: tl.constexpr, HIDES_FIRST: tl.constexpr, DESCRIBES: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr, KEEPS_APART: tl.constexpr,
 ):  # fmt: skip
@@ -148,8 +149,9 @@ def _grad_heads_kernel(
     padded = tl.cdiv(num_queries, PADDING) * PADDING
     num_rows = batch.to(tl.int64) * num_heads * padded
     group_head = (kv_head * group_size).to(tl.int32)
-    q_ptr += sample * q_sample * UNIT
-    grad_out_ptr += sample * grad_sample * UNIT
+    if not DESCRIBES:
+        q_ptr += sample * q_sample * UNIT
+        grad_out_ptr += sample * grad_sample * UNIT
     logsumexp_ptr = statistics_ptr + sample * num_heads * padded
     delta_ptr = logsumexp_ptr + num_rows
     sums_ptr += (split * num_rows + sample * num_heads * padded) * BLOCK_DIM
@@ -162,14 +164,16 @@ def _grad_heads_kernel(
     block_row, order = tl.arange(0, BLOCK_QUERIES), order_keys(BLOCK_KEYS, False)
     place = tl.arange(0, BLOCK_QUERIES * BLOCK_DIM)
     num_key_blocks = tl.cdiv(num_keys, BLOCK_KEYS)
+    k_stride, v_stride = k_row, v_row
     for turn in range(0, tl.cdiv(num_key_blocks, NUM_SPLITS)):
+        k_stride, v_stride = compute_anew(k_stride), compute_anew(v_stride)
         start_key = _find_block(turn, split, NUM_SPLITS) * BLOCK_KEYS
         first, full_start, full_stop, stop = find_queries(
             start_key, num_queries, num_seen, first_offset, last_offset,
             LIMITS_LEFT, LIMITS_RIGHT, BLOCK_QUERIES, BLOCK_KEYS,
         )  # fmt: skip
-        k = load_rows(k_ptr, start_key, order, k_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
-        v = load_rows(v_ptr, start_key, order, v_row * UNIT, num_seen, VALUE_DIM, VALUE_BLOCK)
+        k = load_rows(k_ptr, start_key, order, k_stride * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
+        v = load_rows(v_ptr, start_key, order, v_stride * UNIT, num_seen, VALUE_DIM, VALUE_BLOCK)
         grad_k = tl.zeros((BLOCK_KEYS, BLOCK_DIM), tl.float32)
         grad_v = tl.zeros((BLOCK_KEYS, VALUE_BLOCK), tl.float32)
         num_blocks = tl.cdiv(tl.maximum(stop - first, 0), BLOCK_QUERIES)
@@ -178,12 +182,16 @@ def _grad_heads_kernel(
         for _ in range(0, num_blocks * group_size):
             start_row = tl.multiple_of(next_row, BLOCK_QUERIES)
             row = start_row + block_row
-            q_head_ptr, grad_head_ptr = q_ptr + head * q_head * UNIT, grad_out_ptr + head * grad_head * UNIT
-            q_stride, grad_stride = compute_anew(q_stride), compute_anew(grad_stride)
-            q = load_rows(q_head_ptr, start_row, block_row, q_stride * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
-            grad_out = load_rows(
-                grad_head_ptr, start_row, block_row, grad_stride * UNIT, num_queries, VALUE_DIM, VALUE_BLOCK
-            )
+            if DESCRIBES:
+                q = load_described_rows(q_ptr, sample, head, start_row, BLOCK_QUERIES, BLOCK_DIM)
+                grad_out = load_described_rows(grad_out_ptr, sample, head, start_row, BLOCK_QUERIES, VALUE_BLOCK)
+            else:
+                q_stride, grad_stride = compute_anew(q_stride), compute_anew(grad_stride)
+                q_head_ptr, grad_head_ptr = q_ptr + head * q_head * UNIT, grad_out_ptr + head * grad_head * UNIT
+                q = load_rows(q_head_ptr, start_row, block_row, q_stride * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
+                grad_out = load_rows(
+                    grad_head_ptr, start_row, block_row, grad_stride * UNIT, num_queries, VALUE_DIM, VALUE_BLOCK
+                )
             logsumexp = tl.load(logsumexp_ptr + head * padded + start_row + block_row)
             delta = tl.load(delta_ptr + head * padded + start_row + block_row)
             mask_head_ptr = mask_ptr
@@ -247,11 +255,11 @@ class HeadPlans(NamedTuple):
     finish: Plan
 
 
-def plan_heads(num_row_blocks: int, num_kv_heads: int, **numbers: Any) -> HeadPlans:
-    """Plans the three launches; the numbers have the names of the kernels' arguments."""
+def plan_heads(num_row_blocks: int, num_kv_heads: int, layouts: Mapping[int, Layout], **numbers: Any) -> HeadPlans:
+    """Plans the three launches; the layouts are the walk's, the numbers have the names of the kernels' arguments."""
     return HeadPlans(
         Plan((num_row_blocks,), **{name: numbers[name] for name in _PREPARES}),
-        Plan((num_kv_heads * numbers["NUM_SPLITS"],), DRAWN, **numbers),
+        Plan((num_kv_heads * numbers["NUM_SPLITS"],), DRAWN, layouts, **numbers),
         Plan((num_row_blocks,), **{name: numbers[name] for name in _FINISHES}),
     )
 

@@ -11,12 +11,14 @@ import triton
 from tempo_kernels.attention import kernel_heads as whole_heads
 from tempo_kernels.attention.kernel_tile import DRAWN, PADDING
 from tempo_kernels.attention.settings import MASKED_SCORE, Settings
-from tempo_kernels.kernel_launch import Plan, cache_plans
+from tempo_kernels.kernel_launch import Layout, Plan, cache_plans
 from tempo_kernels.philox import effective_probability
 
 PIPELINES_BRANCHES = not triton.__version__.startswith("3.2.")  # triton 3.2 cannot order loads around branches
 
 Strides = tuple[int, ...]
+
+DESCRIBED_HEAD_DIMS = (64, 128)
 
 _NO_LIMIT = -(1 << 30)  # an offset that no row reaches
 
@@ -59,6 +61,8 @@ class Form(NamedTuple):
     num_documents: int | None
     """None where the row is not packed."""
     loads_samples: bool
+    describes: bool
+    """Whether the GPU has tensor descriptors, and the tensors' types and addresses suit them."""
 
 
 class WalkPlans(NamedTuple):
@@ -82,7 +86,8 @@ def plan_forward(form: Form, shape: Shape) -> Plan:
     """Plans `kernel_rows.launch_forward`."""
     num_queries, batch, heads, _ = form.q_shape
     blocks = _count_blocks(form, num_queries, shape.queries)
-    return Plan((blocks * batch * heads,), DRAWN, **_list_numbers(form, shape))
+    layouts = _describe_keys(form, shape.keys)
+    return Plan((blocks * batch * heads,), DRAWN, layouts, DESCRIBES=bool(layouts), **_list_numbers(form, shape))
 
 
 @cache_plans
@@ -105,12 +110,14 @@ def plan_one_walk(form: Form, shape: Shape, splits: int) -> HeadsPlans:
     """Plans the three launches of kernel_heads.py."""
     sums_shape = shape_sums(form.q_shape, splits)
     batch, heads, padded = sums_shape[1:4]
-    numbers = _list_numbers(form, shape)
+    layouts = _describe_queries(form, shape.queries)
+    numbers = _list_numbers(form, shape) | {"DESCRIBES": bool(layouts)}
     numbers |= {"softmax_scale": form.softmax_scale, "NUM_SPLITS": splits, "KEEPS_APART": True}
+    num_row_blocks, num_kv_heads = padded // shape.queries * batch * heads, batch * form.k_shape[2]
     return HeadsPlans(
         (2, batch, heads, padded),
         sums_shape,
-        whole_heads.plan_heads(padded // shape.queries * batch * heads, batch * form.k_shape[2], **numbers),
+        whole_heads.plan_heads(num_row_blocks, num_kv_heads, layouts, **numbers),
     )
 
 
@@ -145,6 +152,46 @@ def _pad(num_queries: int) -> int:
 def _round_up(head_dim: int) -> int:
     """The width of a tile that holds a head."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def _describe_queries(form: Form, block: int) -> dict[int, Layout]:
+    """Returns the layouts of q and grad_out by their places among a pass's pointers, for blocks of rows of one head: t
+    [s, b, a, d] as [b, a, s, d]. There are none where the passes take pointers."""
+    layouts = {}
+    for place, head_dim in ((0, form.q_shape[3]), (3, form.v_shape[3])):
+        s, b, heads, _ = form.q_shape
+        steps = _find_steps(form, (s, b, heads, head_dim), form.strides[place])
+        if steps is None:
+            return {}
+        by_row, by_sample, by_head = steps
+        block_shape = (1, 1, block, _round_up(head_dim))
+        layouts[place] = Layout((b, heads, s, head_dim), (by_sample, by_head, by_row, 1), block_shape)
+    return layouts
+
+
+def _describe_keys(form: Form, block: int) -> dict[int, Layout]:
+    """Returns the layouts of k and v by their places among a pass's pointers, for blocks of keys of one head in the
+    order of kernel_tile.order_keys: key 8 i + 2 j + k of t [s, b, g, d] is at [sample and head, j, i, k]. There are
+    none where the passes take pointers. A descriptor has up to 5 dimensions, so that samples and heads need a stride in
+    common, and keys come by eights."""
+    layouts = {}
+    for place, (s, b, heads, head_dim) in ((1, form.k_shape), (2, form.v_shape)):
+        steps = _find_steps(form, (s, b, heads, head_dim), form.strides[place])
+        if steps is None or s % 8 or (b > 1 and heads > 1 and steps[1] != heads * steps[2]):
+            return {}
+        by_key, by_sample, by_head = steps
+        strides = (by_head if heads > 1 else by_sample, 2 * by_key, 8 * by_key, by_key, 1)
+        shape, block_shape = (b * heads, 4, s // 8, 2, head_dim), (1, 4, block // 8, 2, _round_up(head_dim))
+        layouts[place] = Layout(shape, strides, block_shape)
+    return layouts
+
+
+def _find_steps(form: Form, sizes: tuple[int, ...], strides: Strides) -> list[int] | None:
+    """Returns the strides of a tensor's first three dimensions for a descriptor; None where no descriptor has them. A
+    dimension of one element has no stride of its own."""
+    steps = [stride if size > 1 else 8 for size, stride in zip(sizes[:3], strides[:3], strict=True)]
+    suits = form.describes and sizes[3] in DESCRIBED_HEAD_DIMS and all(step > 0 and step % 8 == 0 for step in steps)
+    return steps if suits else None
 
 
 def _list_numbers(form: Form, shape: Shape) -> dict[str, Any]:

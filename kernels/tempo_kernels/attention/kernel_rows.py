@@ -29,6 +29,7 @@ from tempo_kernels.attention.kernel_tile import (
     find_seen_keys,
     hide_unseen,
     keep_apart,
+    load_described_keys,
     load_mask,
     load_rows,
     load_slope,
@@ -96,7 +97,7 @@ def _forward_kernel(
     HAS_LENGTHS: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
     PRECISE: tl.constexpr, BRANCHES: tl.constexpr, IS_PART: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINK: tl.constexpr,
-    IS_PACKED: tl.constexpr, LOADS_SAMPLES: tl.constexpr, HIDES_FIRST: tl.constexpr,
+    IS_PACKED: tl.constexpr, LOADS_SAMPLES: tl.constexpr, HIDES_FIRST: tl.constexpr, DESCRIBES: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -133,8 +134,10 @@ def _forward_kernel(
     if HAS_BIAS:
         bias_ptr += sample * bias_sample + head * bias_head
     slope = load_slope(slopes_ptr, head, inverse_scale, HAS_SLOPES)
-    k_ptr += (sample * k_sample + kv_head * k_head) * UNIT
-    v_ptr += (sample * v_sample + kv_head * v_head) * UNIT
+    kv_index = (sample * (num_heads // group_size) + kv_head).to(tl.int32)
+    if not DESCRIBES:
+        k_ptr += (sample * k_sample + kv_head * k_head) * UNIT
+        v_ptr += (sample * v_sample + kv_head * v_head) * UNIT
     q_ptr += (sample * q_sample + head * q_head) * UNIT
     block_row, order = tl.arange(0, BLOCK_QUERIES), order_keys(BLOCK_KEYS, False)
     row = start_row + block_row
@@ -151,18 +154,27 @@ def _forward_kernel(
     out = tl.zeros((BLOCK_QUERIES, VALUE_BLOCK), tl.float32)
     k_stride, v_stride = k_row, v_row
     for start_key in range(first, stop, BLOCK_KEYS):
-        k_stride, v_stride = compute_anew(k_stride), compute_anew(v_stride)
-        k = load_rows(k_ptr, start_key, order, k_stride * UNIT, num_seen, HEAD_DIM, BLOCK_DIM, num_hidden, HIDES_FIRST)
+        if DESCRIBES:
+            k = load_described_keys(k_ptr, kv_index, start_key, BLOCK_KEYS, BLOCK_DIM)
+        else:
+            k_stride, v_stride = compute_anew(k_stride), compute_anew(v_stride)
+            k = load_rows(
+                k_ptr, start_key, order, k_stride * UNIT, num_seen, HEAD_DIM, BLOCK_DIM, num_hidden, HIDES_FIRST
+            )
         scores = multiply(q, k, False)
         scores, _ = change_scores(
             scores, row, start_row, start_key, bias_ptr, bias_row, bias_column, slope, diagonal, cap, inverse_scale,
-            num_queries, num_keys, HAS_CAP, HAS_BIAS, HAS_SLOPES, BLOCK_KEYS, False,
+            num_queries, num_keys, HAS_CAP, HAS_BIAS, HAS_SLOPES, BLOCK_KEYS, False, DESCRIBES,
         )  # fmt: skip
         if HAS_MASK:
-            hides = load_mask(mask_ptr, row, start_key, mask_row, mask_column, num_queries, num_keys, BLOCK_KEYS, False)
+            hides = load_mask(
+                mask_ptr, row, start_key, mask_row, mask_column, num_queries, num_keys, BLOCK_KEYS, False, DESCRIBES
+            )
             scores = tl.where(hides, masked_score, scores)
         is_edge = (start_key < full_start) | (start_key + BLOCK_KEYS > full_stop)
-        scores = hide_unseen(scores, first_key, last_key, start_key, is_edge, LIMITS_LEFT, BRANCHES, BLOCK_KEYS, False)
+        scores = hide_unseen(
+            scores, first_key, last_key, start_key, is_edge, LIMITS_LEFT, BRANCHES, BLOCK_KEYS, False, DESCRIBES
+        )
         new_top = tl.maximum(top, tl.max(scores, 1))
         # A row that has seen no key yet would subtract minus infinity from itself, which gives NaN.
         finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -177,12 +189,15 @@ def _forward_kernel(
             draw_row, draw_key = find_place_of_draw(row, start_key, first_row, first_column, IS_PART)
             drops = draw_drops(
                 draw_row, draw_key, first_head + head, first_sample + sample, key_low, key_high, limit,
-                BLOCK_KEYS, False,
+                BLOCK_KEYS, False, DESCRIBES,
             )  # fmt: skip
             probabilities = keep_apart(tl.where(drops, 0.0, probabilities))
-        v = load_rows(
-            v_ptr, start_key, order, v_stride * UNIT, num_seen, VALUE_DIM, VALUE_BLOCK, num_hidden, HIDES_FIRST
-        )
+        if DESCRIBES:
+            v = load_described_keys(v_ptr, kv_index, start_key, BLOCK_KEYS, VALUE_BLOCK)
+        else:
+            v = load_rows(
+                v_ptr, start_key, order, v_stride * UNIT, num_seen, VALUE_DIM, VALUE_BLOCK, num_hidden, HIDES_FIRST
+            )
         out = tl.dot(probabilities.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
         top = new_top
     # A row that sees no key gets an output of 0 and an infinite logsumexp, which makes backward's probabilities 0.

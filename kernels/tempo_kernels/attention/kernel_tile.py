@@ -12,6 +12,11 @@ in such an order that a thread's columns are neighbouring keys, so that it draws
 order the mask of a tile of 128 x 64 took 24 more stores to shared memory, 24 more loads and five more barriers. With
 KEYS_FIRST a thread has only two or four keys of a query. There r and r + 8 are neighbouring keys: a thread needs one
 word of each call, and these words do move.
+
+From sm_90 on forward and the walk for all gradients read by tensor descriptors where they can (kernel_plan.py): one
+instruction of one thread copies a tile (TMA), where each thread else computes addresses. A descriptor cannot express
+the order above, in which pieces of 32 keys are permuted. With DESCRIBED the whole tile is: of every eight neighbouring
+keys the first two lie in its first quarter. A thread's columns are neighbouring keys there, too.
 """
 
 from __future__ import annotations
@@ -44,23 +49,28 @@ VARYING += [*DRAWN, "limit"]
 
 
 @triton.jit
-def order_keys(BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr):
+def order_keys(BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr, DESCRIBED: tl.constexpr = False):
     """Returns the key at each place of the permuted tile; the module's docstring says why it is permuted."""
     index = tl.arange(0, BLOCK_KEYS)
     if KEYS_FIRST:
         key = (index & ~15) | ((index & 7) << 1) | (index >> 3 & 1)
+    elif DESCRIBED:
+        place = index % (BLOCK_KEYS // 4)
+        key = (place >> 1 << 3) | (index // (BLOCK_KEYS // 4) << 1) | (place & 1)
     else:
         key = (index & ~30) | ((index >> 3 & 3) << 1) | ((index >> 1 & 3) << 3)
     return key
 
 
 @triton.jit
-def reorder_keys(tile, KEYS_FIRST: tl.constexpr):
+def reorder_keys(tile, KEYS_FIRST: tl.constexpr, DESCRIBED: tl.constexpr = False):
     """Permutes a tile whose keys are in their own order to that of order_keys."""
     num_rows: tl.constexpr = tile.shape[0]
     num_columns: tl.constexpr = tile.shape[1]
     if KEYS_FIRST:
         tile = tl.permute(tl.reshape(tile, (num_rows // 16, 8, 2, num_columns)), (0, 2, 1, 3))
+    elif DESCRIBED:
+        tile = tl.permute(tl.reshape(tile, (num_rows, num_columns // 8, 4, 2)), (0, 2, 1, 3))
     else:
         tile = tl.permute(tl.reshape(tile, (num_rows, num_columns // 32, 4, 4, 2)), (0, 1, 3, 2, 4))
     return tl.reshape(tile, (num_rows, num_columns))
@@ -80,8 +90,9 @@ def expand_keys(x, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def draw_drops(
-    row, start_key, head, sample, key_low, key_high, limit, BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr
-):
+    row, start_key, head, sample, key_low, key_high, limit, BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    DESCRIBED: tl.constexpr = False,
+):  # fmt: skip
     """Returns where dropout drops, int1, for queries row [m]; head and sample (int64) are scalars. These are the bits
     of drop_mask in philox/kernel.py."""
     group = start_key // 8 + tl.arange(0, BLOCK_KEYS // 8)
@@ -111,7 +122,7 @@ def draw_drops(
     drops = tl.reshape(drops, (row.shape[0], BLOCK_KEYS))
     if KEYS_FIRST:
         drops = tl.trans(drops)
-    return reorder_keys(drops, KEYS_FIRST)
+    return reorder_keys(drops, KEYS_FIRST, DESCRIBED)
 
 
 @triton.jit
@@ -158,6 +169,20 @@ def load_rows(
 
 
 @triton.jit
+def load_described_rows(rows, sample, head, start, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """Loads rows from `start` on, in their own order, by the descriptor of kernel_plan.describe_rows."""
+    tile = rows.load([sample.to(tl.int32), head.to(tl.int32), start, 0])
+    return tl.reshape(tile, (BLOCK_ROWS, BLOCK_DIM))
+
+
+@triton.jit
+def load_described_keys(keys, index, start_key, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """Loads keys from start_key on in the order of order_keys, by the descriptor of kernel_plan.describe_keys; index is
+    sample * key-value heads + head."""
+    return tl.reshape(keys.load([index, 0, start_key // 8, 0, 0]), (BLOCK_KEYS, BLOCK_DIM))
+
+
+@triton.jit
 def store_rows(
     ptr, start, row, stride, num_rows, value, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     num_hidden=0, HIDES_FIRST: tl.constexpr = False,
@@ -174,14 +199,14 @@ def store_rows(
 @triton.jit
 def load_mask(
     ptr, row, start_key, stride_query, stride_key, num_queries, num_keys,
-    BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr, DESCRIBED: tl.constexpr = False,
 ):  # fmt: skip
     """Loads whether the caller's mask hides each key, int1, for queries row [m]."""
     key = start_key + tl.arange(0, BLOCK_KEYS)
     pointers = ptr + expand_queries(row.to(tl.int64) * stride_query, KEYS_FIRST)
     pointers += expand_keys(key.to(tl.int64) * stride_key, KEYS_FIRST)
     inside = expand_queries(row < num_queries, KEYS_FIRST) & expand_keys(key < num_keys, KEYS_FIRST)
-    return reorder_keys(tl.load(pointers, mask=inside, other=0) != 0, KEYS_FIRST)
+    return reorder_keys(tl.load(pointers, mask=inside, other=0) != 0, KEYS_FIRST, DESCRIBED)
 
 
 @triton.jit
@@ -214,23 +239,24 @@ def find_seen_keys(
 def hide_unseen(
     scores, first_key, last_key, start_key, is_edge,
     LIMITS_LEFT: tl.constexpr, BRANCHES: tl.constexpr, BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    DESCRIBED: tl.constexpr = False,
 ):  # fmt: skip
     """Returns scores with minus infinity where a query does not see the key; first_key and last_key are those of
     find_seen_keys. With BRANCHES, tiles in which every query sees every key skip the work."""
     if BRANCHES:
         if is_edge:
-            scores = _hide(scores, first_key, last_key, start_key, LIMITS_LEFT, BLOCK_KEYS, KEYS_FIRST)
+            scores = _hide(scores, first_key, last_key, start_key, LIMITS_LEFT, BLOCK_KEYS, KEYS_FIRST, DESCRIBED)
     else:
-        scores = _hide(scores, first_key, last_key, start_key, LIMITS_LEFT, BLOCK_KEYS, KEYS_FIRST)
+        scores = _hide(scores, first_key, last_key, start_key, LIMITS_LEFT, BLOCK_KEYS, KEYS_FIRST, DESCRIBED)
     return scores
 
 
 @triton.jit
 def _hide(
     scores, first_key, last_key, start_key,
-    LIMITS_LEFT: tl.constexpr, BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    LIMITS_LEFT: tl.constexpr, BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    key = expand_keys(order_keys(BLOCK_KEYS, KEYS_FIRST), KEYS_FIRST)
+    key = expand_keys(order_keys(BLOCK_KEYS, KEYS_FIRST, DESCRIBED), KEYS_FIRST)
     seen = key <= expand_queries(last_key - start_key, KEYS_FIRST)
     if LIMITS_LEFT:
         seen = seen & (key >= expand_queries(first_key - start_key, KEYS_FIRST))
@@ -296,7 +322,7 @@ def load_slope(slopes_ptr, head, inverse_scale, HAS_SLOPES: tl.constexpr):
 def change_scores(
     scores, row, start_row, start_key, bias_ptr, bias_row, bias_column, slope, diagonal, cap, inverse_scale,
     num_queries, num_keys, HAS_CAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SLOPES: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr, DESCRIBED: tl.constexpr = False,
 ):  # fmt: skip
     """Returns the unscaled scores with softcap, bias and ALiBi, and the tangents: the capped scores divided by cap."""
     tangents = 0.0
@@ -305,7 +331,7 @@ def change_scores(
         scores = tangents * cap
     if HAS_BIAS:
         # Offsets within the tile have 32 bits: as those of 64 they would take twice the registers.
-        key = order_keys(BLOCK_KEYS, KEYS_FIRST)
+        key = order_keys(BLOCK_KEYS, KEYS_FIRST, DESCRIBED)
         bias_ptr += start_row * bias_row.to(tl.int64) + start_key * bias_column.to(tl.int64)
         offsets = expand_queries((row - start_row) * bias_row, KEYS_FIRST) + expand_keys(key * bias_column, KEYS_FIRST)
         inside = expand_queries(row < num_queries, KEYS_FIRST) & expand_keys(start_key + key < num_keys, KEYS_FIRST)
@@ -313,7 +339,7 @@ def change_scores(
         scores += tl.where(bias < HIDING_BIAS, float("-inf"), bias) * inverse_scale
     if HAS_SLOPES:
         # Both terms are whole numbers, so that their sum is exact.
-        key = order_keys(BLOCK_KEYS, KEYS_FIRST).to(tl.float32)
+        key = order_keys(BLOCK_KEYS, KEYS_FIRST, DESCRIBED).to(tl.float32)
         behind = (start_key - diagonal - row).to(tl.float32)
         scores += slope * (expand_keys(key, KEYS_FIRST) + expand_queries(behind, KEYS_FIRST))
     return scores, tangents
