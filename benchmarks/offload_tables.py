@@ -17,6 +17,7 @@ import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from measurements import ROOT
@@ -153,14 +154,13 @@ def write_expert_plans() -> Iterator[str]:
     page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8").replace("\\\n", " ")
     (line,) = (line for line in page.splitlines() if "--num-experts" in line and line.startswith("tempo-megatron plan"))
     _, options = line.split(" -- ")
+    everywhere = "--tempo-attention flash --tempo-norm recompute"
+    estimated = _run(f"estimate --gpu h100 -- {options} {everywhere}")
+    for name, words in (("stock", ""), ("tempo", f"`{everywhere}` in all layers")):
+        peak = max(rank["peak_bytes"] for rank in estimated[name])
+        yield f"| {name if name == 'stock' else 'any'} | {words} | {peak / GIB:.2f} | no plan | |"
     for size, allowed, more in OF_EXPERTS:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "plan.json"
-            words = f"plan --gpu h100 --gpu-memory {size}GiB --json {file} --recompute-allowed {allowed} -- "
-            with contextlib.redirect_stdout(io.StringIO()):
-                status = run_command(shlex.split(f"{words}{options} {more}"))
-            assert status == 0, words
-            found = json.loads(file.read_text(encoding="utf-8"))
+        found = _run(f"plan --gpu h100 --gpu-memory {size}GiB --recompute-allowed {allowed} -- {options} {more}")
         (stage,) = found["stages"]
         longer = stage["added_seconds"] / (stage["seconds"] - stage["added_seconds"])
         chosen = " ".join([TempoConfig.from_dict(found["tempo"]).describe(), *found["megatron_arguments"]])
@@ -169,6 +169,16 @@ def write_expert_plans() -> Iterator[str]:
             f"| {size} GiB | {beside and f'`{beside}`'} | {stage['peak_bytes'] / GIB:.2f} | `{chosen}` | "
             f"{100 * longer:.1f} % |"
         )
+
+
+def _run(words: str) -> Any:
+    """What a command of tempo-megatron writes for --json."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        file = Path(folder) / "found.json"
+        command, *rest = shlex.split(words)
+        status = run_command([command, "--json", str(file), *rest])
+        assert status == 0, words
+        return json.loads(file.read_text(encoding="utf-8"))
 
 
 def _share(plan: MemoryPlan, flops: int) -> str:
