@@ -13,6 +13,7 @@ import gc
 import importlib
 import io
 import json
+import multiprocessing
 import os
 import re
 import sys
@@ -68,6 +69,8 @@ def _fork(rank: int, world_size: int, folder: Path, root: str) -> int:
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
+    for process in multiprocessing.active_children():  # that Megatron writes checkpoints with
+        process.kill()
     os._exit(0)  # gloo's threads do not end by themselves
 
 
