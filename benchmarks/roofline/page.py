@@ -9,7 +9,7 @@ import torch
 
 from roofline import figures, walks
 from roofline.model import CENTRAL, DEVICES, FAST, SLOW, find_share_of_copy, find_time
-from tempo_kernels.attention.kernel import _choose_splits
+from tempo_kernels.attention.walks import choose_splits
 
 Records = Mapping[str, Mapping[str, Any]]
 """The last record of each pass, by name, of one Triton for sm_90."""
@@ -119,7 +119,7 @@ def _list_heads(head_dim: int) -> list[tuple[int, int]]:
     runs: list[tuple[int, int]] = []
     for heads in range(1, H100.multiprocessors + 1):
         shape = torch.Size((walks.LENGTH, 1, heads, head_dim))
-        if _choose_splits(shape, head_dim, shape, H100.multiprocessors):
+        if choose_splits(shape, shape, head_dim, torch.bfloat16, 90, H100.multiprocessors):
             first = runs.pop()[0] if runs and runs[-1][1] == heads - 1 else heads
             runs.append((first, heads))
     return runs

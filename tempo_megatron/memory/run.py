@@ -22,6 +22,19 @@ BUCKET_ELEMENTS = 500_000_000
 _GATHERED_ELEMENTS = 1_000_000_000
 
 
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What kernels choose their launches by."""
+
+    major: int
+    """Of the compute capability."""
+
+    multiprocessors: int
+
+
+H100 = Chip(9, 132)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
     """Whose optimizer makes the step, and how it divides gradients and states.
@@ -294,6 +307,9 @@ class Run:
 
     gpu: str | None = None
     """"a100", "h100" or "gb200", for whose libraries workspaces are counted; None counts none."""
+
+    chip: Chip = H100
+    """The GPU's, by which attention's kernels choose how many programs share a head."""
 
     deterministic: bool = False
     """Megatron's --deterministic-mode, with the CUBLAS_WORKSPACE_CONFIG=:4096:8 that torch asks for then."""

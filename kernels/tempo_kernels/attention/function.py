@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tempo_kernels.attention import cpu, cpu_flash, documents
+from tempo_kernels.attention import cpu, cpu_flash, documents, walks
 from tempo_kernels.attention.checks import check_settings, check_tensors
 from tempo_kernels.attention.documents import Documents, check_documents
 from tempo_kernels.attention.settings import OPERANDS, Gradients, Inputs, Kept, Settings
@@ -152,17 +152,69 @@ def find_backend(
         return "torch"
     if dropout_p:
         return "triton"
-    is_plain = mask is None and key_lengths is None and window_size in (None, (-1, -1), (-1, 0))
-    is_plain &= (causal or window_size != (-1, 0)) and first_column is None
-    is_plain &= not is_packed and not changes_scores
+    is_special = is_packed or changes_scores
+    takes_sdpa = _takes_sdpa(q, k, v, causal, mask, window_size, key_lengths, first_column, is_special)
+    if takes_sdpa and torch.backends.cuda.flash_sdp_enabled() and torch.cuda.is_available():
+        return "sdpa" if torch.cuda.get_device_capability(q.device) >= (8, 0) else "triton"
+    return "triton"
+
+
+def _takes_sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    window_size: tuple[int, int] | None,
+    key_lengths: Tensor | None,
+    first_column: int | None,
+    is_special: bool,
+) -> bool:
+    """Whether torch's flash attention can compute a call without dropout, and is preferred to our kernels. `is_special`
+    says whether the row is packed, or scores are changed."""
+    is_plain = PREFERS_SDPA and mask is None and key_lengths is None and window_size in (None, (-1, -1), (-1, 0))
+    is_plain &= (causal or window_size != (-1, 0)) and first_column is None and not is_special
     # torch aligns a causal mask to the first key, and its kernels return the output in q's memory order. Where q is
     # dense or has one sample, that is our order too, and the next linear keeps the output without a copy.
     fits = (not causal or q.size(0) == k.size(0)) and (q.size(1) == 1 or q.is_contiguous()) and q.numel() > 0
     fits &= q.dtype in (torch.float16, torch.bfloat16) and q.size(3) % 8 == 0
     fits &= q.size(3) == v.size(3) <= 256
-    if PREFERS_SDPA and is_plain and fits and torch.backends.cuda.flash_sdp_enabled() and torch.cuda.is_available():
-        return "sdpa" if torch.cuda.get_device_capability(q.device) >= (8, 0) else "triton"
-    return "triton"
+    return is_plain and fits
+
+
+def list_gpu_workspaces(
+    operands: Sequence[Any], architecture: int, multiprocessors: int, is_deterministic: bool = False
+) -> list[int]:
+    """Returns the bytes of each tensor that backward would hold on a GPU beside its results, all of them at once.
+
+    Args:
+        operands: of the operator `attention_backward`; the tensors may be fake.
+        architecture, multiprocessors: of the GPU; see walks.py.
+        is_deterministic: whether torch is to use deterministic algorithms.
+    """
+    inputs, packed, settings, is_softmax = _read_operands(tuple(operands[4:-1]))
+    q, k, v = inputs[:3]
+    if is_softmax or not q.numel():
+        return []
+    is_packed = packed.cu_seqlens is not None
+    is_special = is_packed or settings.softcap is not None or inputs.changes_scores
+    where = inputs.mask, settings.window_size, inputs.key_lengths, settings.first_column
+    if not settings.dropout_p and _takes_sdpa(q, k, v, settings.causal, *where, is_special):
+        return _list_sdpa_workspaces(q, k, multiprocessors if is_deterministic else 1)
+    of_gpu = architecture, multiprocessors
+    return walks.list_workspaces(q.shape, k.shape, v.size(-1), q.dtype, *of_gpu, is_packed=is_packed)
+
+
+def _list_sdpa_workspaces(q: Tensor, k: Tensor, most_splits: int) -> list[int]:
+    """softmax_d, dq_accum, and with grouped queries dk_expanded and dv_expanded, of mha_bwd in torch's
+    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp. Deterministic sums have as many splits as give
+    each of the GPU's multiprocessors, most_splits, a head."""
+    num_queries, batch, heads, head_dim = q.shape
+    multiple = 32 if head_dim <= 128 else 64
+    rows, columns = -(-num_queries // 128) * 128, -(-head_dim // multiple) * multiple
+    expanded = [q.element_size() * k.size(0) * batch * heads * head_dim] * (2 if k.size(2) != heads else 0)
+    splits = -(-most_splits // (batch * heads))
+    return [4 * batch * heads * rows, 4 * splits * batch * heads * rows * columns, *expanded]
 
 
 def describe(device_type: str, form: str = "flash") -> str:
@@ -262,6 +314,10 @@ def _read_operands(operands: tuple[Any, ...]) -> tuple[Inputs, Documents, Settin
 def _read_tensors(tensors: Sequence[Any]) -> tuple[Inputs, Documents]:
     num_inputs = len(Inputs._fields)
     return Inputs(*tensors[:num_inputs]), Documents(*tensors[num_inputs:])
+
+
+FORWARD, BACKWARD = _forward, _backward
+"""The operators, by which a program that counts memory knows them."""
 
 
 class _Attention(torch.autograd.Function):

@@ -18,22 +18,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tempo_kernels.attention import kernel_bias
+from tempo_kernels.attention import kernel_bias, walks
 from tempo_kernels.attention import kernel_columns as columns
 from tempo_kernels.attention import kernel_heads as whole_heads
 from tempo_kernels.attention import kernel_rows as rows
 from tempo_kernels.attention.documents import Documents
 from tempo_kernels.attention.kernel_plan import (
     Form,
-    Shape,
     plan_forward,
     plan_grad_bias,
     plan_one_walk,
     plan_two_walks,
-    shape_sums,
 )
 from tempo_kernels.attention.settings import MASKED_SCORE, Gradients, Inputs, Kept, Settings
-from tempo_kernels.kernel_launch import HAS_DESCRIPTORS, cache_plans, count_multiprocessors
+from tempo_kernels.attention.walks import Shape
+from tempo_kernels.kernel_launch import HAS_DESCRIPTORS, count_multiprocessors
 from tempo_kernels.philox.kernel import LANES, key_words
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -65,17 +64,6 @@ FLOAT32_SHAPES = {
     256: (Shape(16, 32, 8, 1, False),) * 3,
 }
 
-# One walk for all three gradients, on sm_90: {head_dim up to: (shape, how many programs share a multiprocessor)}.
-SHAPES_OF_HEADS = {64: (Shape(64, 64, 4, 2, True), 2), 128: (Shape(128, 64, 8, 2, True), 1)}
-MAX_SPLITS = 2  # each holds 4 bytes per element of q
-# With few heads more programs share a head, as long as each has a multiprocessor for itself and their sums stay within
-# so many bytes. Costs are in units of the time that a multiprocessor takes for a block of keys in one walk: of a round
-# of the programs of two walks, which have 128 keys, and of writing and reading a split's sums of a head. They are those
-# of the model of benchmarks/roofline for an H100 without a causal limit, under which one walk gains more. All three
-# grow alike with the number of queries. None was measured.
-SPLITS_OF_FEW_HEADS, MAX_SUMS_BYTES = (4, 8, 16, 32), 256 << 20
-COST_OF_TWO_WALKS, COST_OF_SUMS = 3.2, 1 / 80
-
 # The gradient of a bias, on any GPU: {head_dim up to: shape}. Larger tiles spill on sm_80.
 SHAPES_OF_BIAS = {
     64: Shape(64, 32, 4, 2, False),
@@ -87,9 +75,7 @@ SHAPES_OF_BIAS = {
 @functools.cache
 def find_architecture(device: torch.device) -> int:
     """Returns the key of SHAPES for a device."""
-    # Consumer Blackwell (12) has neither sm_90's nor sm_100's matrix instructions.
-    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
-    return {9: 90, 10: 100}.get(major, 80)
+    return walks.name_architecture(torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9)
 
 
 def choose_shapes(q: Tensor, v: Tensor) -> tuple[Shape, ...]:
@@ -150,7 +136,7 @@ def backward(
 
     With `kept.is_part` they are float32, out may be of any dtype, and the logsumexp is that of eager.py.
 
-    While it runs it holds 8 bytes per query and head, and with s splits (see choose_splits) 4 s bytes per element of q.
+    While it runs it holds 8 bytes per query and head, and with s splits (see walks.py) 4 s bytes per element of q.
     """
     q = inputs.q
     dtype = torch.float32 if kept.is_part else q.dtype
@@ -211,42 +197,10 @@ def _count_documents(documents: Documents | None) -> int | None:
 
 
 def choose_splits(inputs: Inputs) -> int:
-    """Returns how many programs share a key-value head in kernel_heads.py, or 0 for two walks with a program per block.
-
-    One walk has about five eighths of the instructions and products of two, but few and long programs. It is chosen
-    where these keep at least seven tenths of the GPU busy, and with fewer heads where more splits make it faster than
-    two walks all the same.
-    """
-    q = inputs.q
-    if q.dtype == torch.float32 or find_architecture(q.device) != 90:
-        return 0
-    return _choose_splits(q.shape, inputs.v.size(-1), inputs.k.shape, count_multiprocessors(q.device))
-
-
-@cache_plans
-def _choose_splits(q_shape: torch.Size, value_dim: int, k_shape: torch.Size, multiprocessors: int) -> int:
-    head_dim = max(q_shape[-1], value_dim)
-    if head_dim > max(SHAPES_OF_HEADS):
-        return 0
-    num_keys, batch, groups, _ = k_shape
-    shape, programs = choose_shape_of_heads(head_dim)
-    heads, blocks = batch * groups, -(-num_keys // shape.keys)
-    for splits in range(1, min(MAX_SPLITS, blocks) + 1):
-        rounds = splits * heads / (programs * multiprocessors)
-        if rounds >= 0.7 * math.ceil(rounds):
-            return splits
-    two_walks = COST_OF_TWO_WALKS * -(-heads * -(-num_keys // 128) // multiprocessors)
-    for splits in SPLITS_OF_FEW_HEADS:
-        sums_bytes = 4 * math.prod(shape_sums(q_shape, splits))
-        fits = splits <= blocks and splits * heads <= multiprocessors and sums_bytes <= MAX_SUMS_BYTES
-        if fits and -(-blocks // splits) + COST_OF_SUMS * splits * heads < 0.95 * two_walks:
-            return splits
-    return 0
-
-
-def choose_shape_of_heads(head_dim: int) -> tuple[Shape, int]:
-    """Returns the entry of SHAPES_OF_HEADS."""
-    return next(entry for largest, entry in SHAPES_OF_HEADS.items() if head_dim <= largest)
+    """Returns how many programs share a key-value head in one walk, or 0 for two walks; see walks.py."""
+    q, device = inputs.q, inputs.q.device
+    gpu = find_architecture(device), count_multiprocessors(device)
+    return walks.choose_splits(q.shape, inputs.k.shape, inputs.v.size(-1), q.dtype, *gpu)
 
 
 def _choose_shape_of_bias(q: Tensor, v: Tensor) -> Shape:
@@ -329,7 +283,7 @@ def _walk_once(splits: int, grads: tuple[Tensor, ...], call: _Call, kept: Kept) 
     q, k, v, grad_out = call.tensors
     grad_q, grad_k, grad_v = grads
     assert kept.out is not None and kept.logsumexp is not None
-    plans = plan_one_walk(call.form, choose_shape_of_heads(max(q.size(-1), v.size(-1)))[0], splits)
+    plans = plan_one_walk(call.form, walks.choose_shape_of_heads(max(q.size(-1), v.size(-1)))[0], splits)
     statistics = torch.empty(*plans.statistics_shape, dtype=torch.float32, device=q.device)
     sums = torch.empty(*plans.sums_shape, dtype=torch.float32, device=q.device)
     whole_heads.launch_prepare(plans.launches.prepare, (kept.out, grad_out, kept.logsumexp, statistics, sums))

@@ -9,8 +9,9 @@ import torch
 import triton
 
 from tempo_kernels.attention import kernel_heads as whole_heads
-from tempo_kernels.attention.kernel_tile import DRAWN, PADDING
+from tempo_kernels.attention.kernel_tile import DRAWN
 from tempo_kernels.attention.settings import MASKED_SCORE, Settings
+from tempo_kernels.attention.walks import Shape, round_up, shape_statistics, shape_sums
 from tempo_kernels.kernel_launch import Layout, Plan, cache_plans
 from tempo_kernels.philox import effective_probability
 
@@ -21,18 +22,6 @@ Strides = tuple[int, ...]
 DESCRIBED_HEAD_DIMS = (64, 128)
 
 _NO_LIMIT = -(1 << 30)  # an offset that no row reaches
-
-
-class Shape(NamedTuple):
-    """The tile, warps and pipeline stages of a pass."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-    # Whether a tile in which every query sees every key jumps over the masking code. Before sm_90 a branch costs more
-    # than it saves: the compiler loses the tensor cores' layout there, which the next product needs.
-    branches: bool
 
 
 class Form(NamedTuple):
@@ -99,7 +88,7 @@ def plan_two_walks(form: Form, shape: Shape, kv_shape: Shape, keeps_apart: bool)
     scale = form.softmax_scale
     numbers, kv_numbers = _list_numbers(form, shape), _list_numbers(form, kv_shape) | {"KEEPS_APART": keeps_apart}
     return WalkPlans(
-        (2, batch, heads, _pad(num_queries)),
+        shape_statistics(form.q_shape),
         Plan((blocks * batch * heads,), DRAWN, softmax_scale=scale, **numbers),
         Plan((kv_blocks * batch * form.k_shape[2],), DRAWN, softmax_scale=scale, **kv_numbers),
     )
@@ -108,23 +97,17 @@ def plan_two_walks(form: Form, shape: Shape, kv_shape: Shape, keeps_apart: bool)
 @cache_plans
 def plan_one_walk(form: Form, shape: Shape, splits: int) -> HeadsPlans:
     """Plans the three launches of kernel_heads.py."""
-    sums_shape = shape_sums(form.q_shape, splits)
-    batch, heads, padded = sums_shape[1:4]
+    statistics_shape, sums_shape = shape_statistics(form.q_shape), shape_sums(form.q_shape, splits)
+    _, batch, heads, padded = statistics_shape
     layouts = _describe_queries(form, shape.queries)
     numbers = _list_numbers(form, shape) | {"DESCRIBES": bool(layouts)}
     numbers |= {"softmax_scale": form.softmax_scale, "NUM_SPLITS": splits, "KEEPS_APART": True}
     num_row_blocks, num_kv_heads = padded // shape.queries * batch * heads, batch * form.k_shape[2]
     return HeadsPlans(
-        (2, batch, heads, padded),
+        statistics_shape,
         sums_shape,
         whole_heads.plan_heads(num_row_blocks, num_kv_heads, layouts, **numbers),
     )
-
-
-def shape_sums(q_shape: torch.Size, splits: int) -> tuple[int, ...]:
-    """The shape of the float32 sums of grad_q that one walk makes for q [sq, b, a, d]: blocks of rows and columns."""
-    num_queries, batch, heads, head_dim = q_shape
-    return (splits, batch, heads, _pad(num_queries), _round_up(head_dim))
 
 
 @cache_plans
@@ -143,17 +126,6 @@ def _count_blocks(form: Form, num_rows: int, block: int) -> int:
     return -(-num_rows // block) if form.num_documents is None else num_rows // block + form.num_documents
 
 
-def _pad(num_queries: int) -> int:
-    """Rounds up to the rows of the statistics."""
-    multiple: int = PADDING.value
-    return -(-num_queries // multiple) * multiple
-
-
-def _round_up(head_dim: int) -> int:
-    """The width of a tile that holds a head."""
-    return max(16, 1 << (head_dim - 1).bit_length())
-
-
 def _describe_queries(form: Form, block: int) -> dict[int, Layout]:
     """Returns the layouts of q and grad_out by their places among a pass's pointers, for blocks of rows of one head: t
     [s, b, a, d] as [b, a, s, d]. There are none where the passes take pointers."""
@@ -164,7 +136,7 @@ def _describe_queries(form: Form, block: int) -> dict[int, Layout]:
         if steps is None:
             return {}
         by_row, by_sample, by_head = steps
-        block_shape = (1, 1, block, _round_up(head_dim))
+        block_shape = (1, 1, block, round_up(head_dim))
         layouts[place] = Layout((b, heads, s, head_dim), (by_sample, by_head, by_row, 1), block_shape)
     return layouts
 
@@ -181,7 +153,7 @@ def _describe_keys(form: Form, block: int) -> dict[int, Layout]:
             return {}
         by_key, by_sample, by_head = steps
         strides = (by_head if heads > 1 else by_sample, 2 * by_key, 8 * by_key, by_key, 1)
-        shape, block_shape = (b * heads, 4, s // 8, 2, head_dim), (1, 4, block // 8, 2, _round_up(head_dim))
+        shape, block_shape = (b * heads, 4, s // 8, 2, head_dim), (1, 4, block // 8, 2, round_up(head_dim))
         layouts[place] = Layout(shape, strides, block_shape)
     return layouts
 
@@ -256,9 +228,9 @@ def _list_numbers(form: Form, shape: Shape) -> dict[str, Any]:
         "LOADS_SAMPLES": form.loads_samples,
         "HIDES_FIRST": hides_first,
         "HEAD_DIM": head_dim,
-        "BLOCK_DIM": _round_up(head_dim),
+        "BLOCK_DIM": round_up(head_dim),
         "VALUE_DIM": value_dim,
-        "VALUE_BLOCK": _round_up(value_dim),
+        "VALUE_BLOCK": round_up(value_dim),
         "BLOCK_QUERIES": shape.queries,
         "BLOCK_KEYS": shape.keys,
         "BRANCHES": shape.branches and PIPELINES_BRANCHES,

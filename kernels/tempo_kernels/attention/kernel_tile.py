@@ -24,7 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tempo_kernels.attention import settings
+from tempo_kernels.attention import settings, walks
 from tempo_kernels.philox.kernel import philox4x32
 
 # triton 3.3 cannot compile the joins of a transposed tile. There each key makes its own call of Philox.
@@ -33,7 +33,7 @@ JOINS_TRANSPOSED = tl.constexpr(not triton.__version__.startswith("3.3."))
 HIDING_BIAS = tl.constexpr(settings.HIDING_BIAS)
 
 # Rows of the statistics are rounded up to this: every BLOCK_QUERIES divides it, so that no load needs a mask.
-PADDING = tl.constexpr(128)
+PADDING = tl.constexpr(walks.ROWS_OF_STATISTICS)
 
 # Arguments that change from call to call or from layer to layer: do_not_specialize keeps Triton from compiling a kernel
 # anew for a value that is 1 or divisible by 16.

@@ -22,8 +22,9 @@ from tempo_megatron.memory.commands.requested_run import describe_stock, read_re
 from tempo_megatron.memory.commands.training_command import Command, take_command
 from tempo_megatron.memory.estimate.estimate import PART_NAMES, RankEstimate, describe_part, estimate_ranks
 from tempo_megatron.memory.estimate.long_sequences import LongSequence
+from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.memory.routing import assume_routing
-from tempo_megatron.memory.run import OptimizerSettings, Run
+from tempo_megatron.memory.run import H100, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.plots import INK, import_pyplot, save, tidy
@@ -61,6 +62,8 @@ def run_estimate(args: argparse.Namespace) -> int:
         run, is_asked, warnings = read_run_of_command(args, command, own)
         title = Path(command.script).name
     run = dataclasses.replace(run, gpu=args.gpu or (None if command is None else "h100"))
+    if args.gpu is not None:
+        run = dataclasses.replace(run, chip=read_gpu(args.gpu).chip or H100)
     # What is asked here stands in no command of Megatron-LM.
     estimated = run if args.moe_imbalance is None else _set_imbalance(run, args.moe_imbalance)
     found = {}

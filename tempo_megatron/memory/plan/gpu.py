@@ -9,6 +9,8 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+from tempo_megatron.memory.run import Chip
+
 FOLDERS = (
     Path(__file__).parents[3] / "configs" / "gpu",
     Path(sysconfig.get_path("data")) / "share" / "tempo-megatron" / "configs" / "gpu",
@@ -57,6 +59,9 @@ class Gpu:
     host_link: HostLink | None = None
     """None where a file says nothing of it: then no plan offloads."""
 
+    chip: Chip | None = None
+    """None where a file says nothing of it: then it is taken to be an H100's."""
+
 
 def list_gpus() -> dict[str, Path]:
     """Name -> file of configs/gpu."""
@@ -94,12 +99,13 @@ def read_gpu(name: str) -> Gpu:
         raise ValueError(f"--gpu {path} is not valid JSON ({error}); correct it") from error
     _check_content(path, content)
     link = content.get("host_link")
-    return Gpu(**{**content, "host_link": link and HostLink(**link)})
+    chip = content.get("chip")
+    return Gpu(**{**content, "host_link": link and HostLink(**link), "chip": chip and Chip(**chip)})
 
 
 def _check_content(path: Path, content: Any) -> None:
     names = [field.name for field in dataclasses.fields(Gpu)]
-    if not isinstance(content, dict) or sorted({"host_link": None, **content}) != sorted(names):
+    if not isinstance(content, dict) or sorted({"host_link": None, "chip": None, **content}) != sorted(names):
         raise ValueError(f"--gpu {path} does not describe a GPU; expected an object of {', '.join(names)}")
     rates = content["matmul_flops_per_second"]
     if not isinstance(rates, dict) or sorted(rates) != sorted(DTYPES):
@@ -111,6 +117,14 @@ def _check_content(path: Path, content: Any) -> None:
         if not isinstance(link, dict) or sorted(link) != sorted(names):
             raise ValueError(f"--gpu {path}: host_link is {link!r}; expected an object of {', '.join(names)}, or null")
         figures |= {f"host_link.{name}": link[name] for name in names if name not in ("title", "source")}
+    chip = content.get("chip")
+    if chip is not None:
+        names = [field.name for field in dataclasses.fields(Chip)]
+        if not isinstance(chip, dict) or sorted(chip) != sorted(names):
+            raise ValueError(f"--gpu {path}: chip is {chip!r}; expected an object of {', '.join(names)}, or null")
+        for name, number in chip.items():
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ValueError(f"--gpu {path}: chip.{name} is {number!r}; expected a positive whole number")
     for name, rate in figures.items():
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < float("inf"):
             raise ValueError(f"--gpu {path}: {name} is {rate!r}; expected a positive number")

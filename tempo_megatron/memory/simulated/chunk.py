@@ -505,7 +505,7 @@ class _Chunk:
         # With a mask whatever the layers are: what a layer keeps must not depend on its neighbours.
         batch = self._make_batch(gives_mask=True)
         recorder = Recorder(self._model, exclude=tuple(t for t in batch.values() if isinstance(t, Tensor)))
-        with on_device(self._run.stock), attribute_all(recorder, self._model), recorder.record():
+        with self._on_device(), attribute_all(recorder, self._model), recorder.record():
             output = self._run_forward(batch)
         saved = recorder.list_saved()
         del output
@@ -530,10 +530,14 @@ class _Chunk:
         self._add_marks()
         if isinstance(seen, Makers):
             seen.watch(self._model)
-        with self._seen, on_device(self._run.stock, self._seen):
+        with self._seen, self._on_device(self._seen):
             self._start, self._start_gradients = self._seen.begin_phase(), self._count_gradients()
             (run or self._run_micro_batch)(batch)
         return seen
+
+    def _on_device(self, seen: PeakBytes | None = None) -> contextlib.AbstractContextManager[None]:
+        run = self._run
+        return on_device(run.stock, seen, run.chip, is_deterministic=run.deterministic)
 
     def _uses_global_buffer(self) -> bool:
         """Transformer Engine gathers tokens in memory of its own, and its unfused attention's scores are new memory

@@ -4,7 +4,7 @@ On a CPU Tempo's operations run block by block, and what they make inside themse
 costs as much time as a whole tensor would, and equal layers call the same operations: what a call makes, and how much
 it has alive inside itself, depends on the sizes of its tensors and on its numbers only. Its first call is run and
 recorded, those after it are replayed. On a GPU Tempo's operations are kernels that make nothing inside, except for the
-loss head's chunks.
+loss head's chunks and what attention's backward sums up.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ import torch
 from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
 from megatron.core.utils import GlobalMemoryBuffer
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tempo_kernels.attention.function import BACKWARD, FORWARD, list_gpu_workspaces
+from tempo_kernels.attention.walks import name_architecture
 from tempo_kernels.fakes import simulate
 from tempo_kernels.linear_cross_entropy import CHUNK_BYTES, OPERATIONS, use_chunk_bytes
 from tempo_kernels.opaque import Opaque
+from tempo_megatron.memory.run import H100, Chip
 from tempo_megatron.memory.storages import PeakBytes
 
 PLACES = ("key_low", "key_high", "sample", "first_head", "first_row")
@@ -31,26 +35,64 @@ PLACES = ("key_low", "key_high", "sample", "first_head", "first_row")
 
 
 @contextlib.contextmanager
-def on_device(stock: str, seen: PeakBytes | None = None) -> Iterator[None]:
+def on_device(
+    stock: str, seen: PeakBytes | None = None, chip: Chip = H100, *, is_deterministic: bool = False
+) -> Iterator[None]:
     """Make the CPU's modules allocate memory as `stock`'s modules would.
 
     Args:
         stock: one of `tempo_megatron.memory.simulated.chunk.STACKS_OF_MODULES`.
         seen: counts the bytes; it is entered around this. Without it the CPU's operations only give their results.
+        chip: of the GPU, where there is one.
+        is_deterministic: whether torch is to use deterministic algorithms.
     """
     if stock == "cpu":
         with contextlib.nullcontext() if seen is None else simulate(_Replay(seen).run):
             yield
         return
-    with simulate(_run_on_gpu), use_chunk_bytes(CHUNK_BYTES["cuda"]), _GpuDropout():
+    with simulate(_Gpu(chip, is_deterministic).run), use_chunk_bytes(CHUNK_BYTES["cuda"]), _GpuDropout():
         yield
 
 
-def _run_on_gpu(function: Any, *inputs: Any) -> Any:
-    """A kernel makes its results only; one that refills a tensor makes nothing."""
-    if function in OPERATIONS:
-        return function.call(*inputs, backend=_HeadKernels)
-    return function.trace(*inputs) if isinstance(function, Opaque) else None
+class _Gpu:
+    """What operations make on a GPU."""
+
+    def __init__(self, chip: Chip, is_deterministic: bool) -> None:
+        self._attention = (name_architecture(chip.major), chip.multiprocessors, is_deterministic)
+        self._of_stock: set[StorageWeakRef] = set()
+
+    def run(self, function: Any, *inputs: Any) -> Any:
+        """A kernel makes its results only, and attention's backward what it sums up; one that refills a tensor makes
+        nothing."""
+        if function in OPERATIONS:
+            return function.call(*inputs, backend=_HeadKernels)
+        if not isinstance(function, Opaque):
+            return None
+        results = function.trace(*inputs)
+        if function is FORWARD and _entered:
+            self._of_stock.add(StorageWeakRef(results[1].untyped_storage()))
+        if function is BACKWARD and not self._is_of_stock(inputs[2]):
+            held = [
+                inputs[0].new_empty(size, dtype=torch.uint8) for size in list_gpu_workspaces(inputs, *self._attention)
+            ]
+            del held
+        return results
+
+    def _is_of_stock(self, logsumexp: Tensor | None) -> bool:
+        return logsumexp is not None and StorageWeakRef(logsumexp.untyped_storage()) in self._of_stock
+
+
+_entered: list[torch.nn.Module] = []
+
+
+def mark_as_stock(attention: torch.nn.Module) -> None:
+    """Say that a module stands for stock attention, whose backward holds other things than Tempo's."""
+    attention.register_forward_pre_hook(lambda *_: _entered.append(attention))
+    attention.register_forward_hook(lambda *_: _leave(), always_call=True)
+
+
+def _leave() -> None:
+    _entered.pop()
 
 
 class _HeadKernels:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tempo_kernels.norm import rms_norm
 from tempo_megatron.memory.run import Run
+from tempo_megatron.memory.simulated.device import mark_as_stock
 from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
 from tempo_megatron.slots.attention import TempoNormedSelfAttention, TempoRotarySelfAttention
 from tempo_megatron.slots.norm import TorchRMSNorm
@@ -49,6 +50,8 @@ def put_stock_attention(layer: torch.nn.Module, *, copies: bool) -> None:
         if type(holder) in (TempoRotarySelfAttention, TempoNormedSelfAttention):
             holder.__class__ = SelfAttention
         core = getattr(holder, "core_attention", None)
+        if core is not None:
+            mark_as_stock(core)
         if copies and core is not None:
             core.register_forward_hook(lambda _, __, output: _HandOutACopy.apply(output))
 

@@ -1,0 +1,131 @@
+"""Decides how backward walks over queries and keys, and counts what it holds beside its results. Triton is not needed.
+
+Two walks have a program for each block of queries, then one for each block of keys. One walk has one or more programs
+for each key-value head, which add their parts of q's gradient up in float32 (kernel_heads.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class Shape(NamedTuple):
+    """The tile, warps and pipeline stages of a pass."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    # Whether a tile in which every query sees every key jumps over the masking code. Before sm_90 a branch costs more
+    # than it saves: the compiler loses the tensor cores' layout there, which the next product needs.
+    branches: bool
+
+
+ROWS_OF_STATISTICS = 128
+"""Backward's statistics and sums have a multiple of so many rows."""
+
+# One walk for all three gradients, on sm_90: {head_dim up to: (shape, how many programs share a multiprocessor)}.
+SHAPES_OF_HEADS = {64: (Shape(64, 64, 4, 2, True), 2), 128: (Shape(128, 64, 8, 2, True), 1)}
+MAX_SPLITS = 2  # each holds 4 bytes per element of q
+# With few heads more programs share a head, as long as each has a multiprocessor for itself and their sums stay within
+# so many bytes. Costs are in units of the time that a multiprocessor takes for a block of keys in one walk: of a round
+# of the programs of two walks, which have 128 keys, and of writing and reading a split's sums of a head. They are those
+# of the model of benchmarks/roofline for an H100 without a causal limit, under which one walk gains more. All three
+# grow alike with the number of queries. None was measured.
+SPLITS_OF_FEW_HEADS, MAX_SUMS_BYTES = (4, 8, 16, 32), 256 << 20
+COST_OF_TWO_WALKS, COST_OF_SUMS = 3.2, 1 / 80
+
+
+def name_architecture(major: int) -> int:
+    """Returns the architecture whose kernels a GPU of this major compute capability runs: 80, 90 or 100."""
+    # Consumer Blackwell (12) has neither sm_90's nor sm_100's matrix instructions.
+    return {9: 90, 10: 100}.get(major, 80)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_splits(
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    value_dim: int,
+    dtype: torch.dtype,
+    architecture: int,
+    multiprocessors: int,
+) -> int:
+    """Returns how many programs share a key-value head in kernel_heads.py, or 0 for two walks with a program per block.
+
+    One walk has about five eighths of the instructions and products of two, but few and long programs. It is chosen
+    where these keep at least seven tenths of the GPU busy, and with fewer heads where more splits make it faster than
+    two walks all the same.
+
+    Args:
+        q_shape, k_shape: [sq, b, a, d] and [sk, b, g, d], of a row that is not packed.
+        value_dim: of v [sk, b, g, value_dim].
+        dtype: of all three.
+        architecture, multiprocessors: of the GPU; see `name_architecture`.
+    """
+    head_dim = max(q_shape[-1], value_dim)
+    if dtype == torch.float32 or architecture != 90 or head_dim > max(SHAPES_OF_HEADS):
+        return 0
+    num_keys, batch, groups, _ = k_shape
+    shape, programs = choose_shape_of_heads(head_dim)
+    heads, blocks = batch * groups, -(-num_keys // shape.keys)
+    for splits in range(1, min(MAX_SPLITS, blocks) + 1):
+        rounds = splits * heads / (programs * multiprocessors)
+        if rounds >= 0.7 * math.ceil(rounds):
+            return splits
+    two_walks = COST_OF_TWO_WALKS * -(-heads * -(-num_keys // 128) // multiprocessors)
+    for splits in SPLITS_OF_FEW_HEADS:
+        sums_bytes = 4 * math.prod(shape_sums(q_shape, splits))
+        fits = splits <= blocks and splits * heads <= multiprocessors and sums_bytes <= MAX_SUMS_BYTES
+        if fits and -(-blocks // splits) + COST_OF_SUMS * splits * heads < 0.95 * two_walks:
+            return splits
+    return 0
+
+
+def choose_shape_of_heads(head_dim: int) -> tuple[Shape, int]:
+    """Returns the entry of SHAPES_OF_HEADS."""
+    return next(entry for largest, entry in SHAPES_OF_HEADS.items() if head_dim <= largest)
+
+
+def shape_statistics(q_shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of the float32 statistics that either way makes for q [sq, b, a, d]."""
+    num_queries, batch, heads, _ = q_shape
+    return (2, batch, heads, -(-num_queries // ROWS_OF_STATISTICS) * ROWS_OF_STATISTICS)
+
+
+def shape_sums(q_shape: Sequence[int], splits: int) -> tuple[int, ...]:
+    """The shape of the float32 sums of grad_q that one walk makes for q [sq, b, a, d]: blocks of rows and columns."""
+    return (splits, *shape_statistics(q_shape)[1:], round_up(q_shape[-1]))
+
+
+def round_up(head_dim: int) -> int:
+    """The columns of a tile: at least 16, and a power of two."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def list_workspaces(
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    value_dim: int,
+    dtype: torch.dtype,
+    architecture: int,
+    multiprocessors: int,
+    is_packed: bool = False,
+) -> list[int]:
+    """Returns the bytes of each tensor that backward's kernels hold beside its results, all of them at once.
+
+    Args:
+        is_packed: whether the row has documents, which two walks share out.
+
+    The others are those of `choose_splits`.
+    """
+    statistics = 4 * math.prod(shape_statistics(q_shape))
+    if dtype == torch.float32:
+        return [statistics, 4 * math.prod(q_shape[:3])]
+    splits = 0 if is_packed else choose_splits(q_shape, k_shape, value_dim, dtype, architecture, multiprocessors)
+    return [statistics, *([4 * math.prod(shape_sums(q_shape, splits))] if splits else [])]
