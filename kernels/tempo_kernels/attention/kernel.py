@@ -11,8 +11,10 @@ probabilities again from the logsumexp, and Philox draws the same bits again.
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -40,33 +42,35 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 MAX_ROW_ELEMENTS = 1 << 24  # so that offsets inside a block of 128 rows fit into 32 bits
 
-# {architecture: {head_dim up to: (forward, grad_q, grad_kv)}} for 16-bit types. These are the largest tiles that do not
-# spill registers and fit into shared memory (163 KiB on sm_80, 227 KiB from sm_90 on). They are not tuned for speed.
-SHAPES = {
-    80: {
-        64: (Shape(128, 64, 8, 2, False), Shape(128, 64, 8, 2, False), Shape(32, 128, 8, 2, False)),
-        128: (Shape(128, 64, 8, 2, False), Shape(64, 64, 8, 2, False), Shape(16, 64, 4, 2, False)),
-        256: (Shape(64, 32, 4, 1, False), Shape(64, 32, 8, 1, False), Shape(16, 64, 8, 1, False)),
-    },
-    90: {
-        64: (Shape(128, 128, 8, 2, True), Shape(128, 64, 8, 2, True), Shape(64, 128, 8, 2, True)),
-        128: (Shape(128, 128, 8, 2, True), Shape(128, 64, 8, 2, True), Shape(32, 128, 8, 2, True)),
-        256: (Shape(128, 32, 8, 2, True), Shape(64, 32, 8, 2, True), Shape(16, 64, 8, 1, True)),
-    },
-    100: {
-        64: (Shape(128, 64, 8, 3, True), Shape(128, 64, 8, 2, True), Shape(32, 128, 8, 2, True)),
-        128: (Shape(128, 64, 8, 3, True), Shape(128, 64, 8, 2, True), Shape(32, 128, 8, 2, True)),
-        256: (Shape(128, 32, 8, 2, True), Shape(64, 32, 8, 2, True), Shape(32, 64, 8, 1, True)),
-    },
-}
+PASSES = ("forward", "grad_q", "grad_kv", "one_walk")
+
+
+def read_shapes(path: Path) -> dict[int, dict[str, dict[int, Shape]]]:
+    """Reads {architecture: {pass: {head_dim up to: shape}}}, where a shape is [queries, keys, warps, stages]."""
+    table = json.loads(path.read_text(encoding="utf-8"))
+    return {
+        int(architecture): {
+            name: {
+                int(head_dim): Shape._make([*numbers, int(architecture) >= 90]) for head_dim, numbers in rows.items()
+            }
+            for name, rows in passes.items()
+        }
+        for architecture, passes in table.items()
+    }
+
+
+# For 16-bit types. These are the largest tiles that do not spill registers in their loops and fit into shared memory
+# (163 KiB on sm_80, 227 KiB from sm_90 on): the static model's choice. `gpu_suite.py --tune` writes a table that was
+# measured.
+SHAPES = read_shapes(Path(__file__).with_name("shapes.json"))
 # float32 stays off the tensor cores, which would round its products to TF32.
 FLOAT32_SHAPES = {
     128: (Shape(32, 32, 8, 1, False),) * 3,
     256: (Shape(16, 32, 8, 1, False),) * 3,
 }
 
-# One walk for all three gradients, on sm_90: {head_dim up to: (shape, how many programs share a multiprocessor)}.
-SHAPES_OF_HEADS = {64: (Shape(64, 64, 4, 2, True), 2), 128: (Shape(128, 64, 8, 2, True), 1)}
+# One walk for all three gradients is sm_90's. A thread of it takes 255 registers, so that a multiprocessor has 8 warps.
+SHAPES_OF_HEADS, WARPS_OF_HEADS = SHAPES[90]["one_walk"], 8
 MAX_SPLITS = 2  # each holds 4 bytes per element of q
 # With few heads more programs share a head, as long as each has a multiprocessor for itself and their sums stay within
 # so many bytes. Costs are in units of the time that a multiprocessor takes for a block of keys in one walk: of a round
@@ -100,8 +104,10 @@ def choose_shapes(q: Tensor, v: Tensor) -> tuple[Shape, ...]:
 
 @functools.cache
 def _find_shapes(architecture: int | None, head_dim: int) -> tuple[Shape, ...]:
-    table = FLOAT32_SHAPES if architecture is None else SHAPES[architecture]
-    return next(shapes for largest, shapes in table.items() if head_dim <= largest)
+    if architecture is None:
+        return next(shapes for largest, shapes in FLOAT32_SHAPES.items() if head_dim <= largest)
+    passes = [SHAPES[architecture][name] for name in PASSES[:3]]
+    return tuple(next(shape for largest, shape in rows.items() if head_dim <= largest) for rows in passes)
 
 
 def forward(
@@ -245,8 +251,9 @@ def _choose_splits(q_shape: torch.Size, value_dim: int, k_shape: torch.Size, mul
 
 
 def choose_shape_of_heads(head_dim: int) -> tuple[Shape, int]:
-    """Returns the entry of SHAPES_OF_HEADS."""
-    return next(entry for largest, entry in SHAPES_OF_HEADS.items() if head_dim <= largest)
+    """Returns the shape of one walk, and how many of its programs share a multiprocessor."""
+    shape = next(shape for largest, shape in SHAPES_OF_HEADS.items() if head_dim <= largest)
+    return shape, max(1, WARPS_OF_HEADS // shape.warps)
 
 
 def _choose_shape_of_bias(q: Tensor, v: Tensor) -> Shape:
