@@ -5,8 +5,10 @@ python benchmarks/gpu_suite.py operations             # --only gelu layer_norm
 python benchmarks/gpu_suite.py attention              # and the loss head and log-probabilities
 python benchmarks/gpu_suite.py                        # the three, one after another
 python benchmarks/gpu_suite.py --profile gelu         # the kernels of one operation
+python benchmarks/gpu_suite.py --tune                 # tiles of attention's passes; again, it goes on where it stopped
 
-Every result is written to the folder --output as soon as it is known: tests.jsonl, operations.jsonl, attention.jsonl. A
+Every result is written to the folder --output as soon as it is known: tests.jsonl, operations.jsonl, attention.jsonl,
+and tune.jsonl with shapes.json, the kernels' table of tiles with the fastest of those timed. A
 failure is reported and stops nothing else. Each operation runs forward and backward at 8192 tokens and h 4096 in
 bfloat16. Its milliseconds stand beside those of a copy of the fewest bytes that the pass must move, of torch eager, of
 torch.compile and of Liger's kernel. Also measured are the bytes kept for backward, the wall-clock time of small calls,
@@ -29,13 +31,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import attention, kernel_tests, loss_head, profiling, records
+from gpu import attention, kernel_tests, loss_head, profiling, records, tuning
 from gpu.budget import Budget
 from gpu.operation import Operation
 from gpu.operations import OPERATIONS
 from gpu.suite import LARGE, SMALL, Suite
 from gpu.timing import CudaClock
 from measurements import RESULTS, ROOT
+
+from tempo_kernels.attention.kernel import find_architecture
 
 PARTS = ("tests", "operations", "attention")
 # The parts share what they compile.
@@ -112,6 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, table in profiling.tables(operation, LARGE._replace(s=args.tokens // LARGE.b), "cuda"):
             print(f"{operation.name}: {name}\n{table}")
         return 0
+    if args.tune:
+        return tune(folder, args)
     return max(
         run_tests(folder, args) if part == "tests" else measure(part, folder, args) for part in args.part or PARTS
     )
@@ -148,6 +154,26 @@ def measure(part: str, folder: Path, args: argparse.Namespace) -> int:
     return 1 if missing or results.failed or tests == "failed" else 0
 
 
+def tune(folder: Path, args: argparse.Namespace) -> int:
+    """Times the candidates that were not timed yet; returns 1 if some are left."""
+    budget, path = Budget(args.budget_s, {"tune": 30.0}), folder / "tune.jsonl"
+    environment = records.environment(ROOT, device_of(args), args.commit, kernel_tests.read_outcome(folder))
+    results, architecture = records.Results(path, environment), find_architecture(torch.device(device_of(args)))
+    candidates = tuning.list_candidates(architecture)
+    left = tuning.find_left(candidates, path, environment)
+    say(budget, f"{len(left)} of {len(candidates)} candidates for the tiles of attention are left")
+    clock = None if args.dry_run else CudaClock()
+    while left and budget.allows("tune"):
+        one = left.pop(0)
+        say(budget, f"{one.walk}, d {one.head_dim}: {one.shape}")
+        if not args.dry_run:
+            with budget.step("tune"):
+                tuning.measure(results, clock, device_of(args), architecture, one)
+    if not args.dry_run:
+        say(budget, f"{tuning.write_table(architecture, path, environment)} has the fastest; {len(left)} are left")
+    return int(bool(left))
+
+
 def device_of(args: argparse.Namespace) -> str:
     return "cpu" if args.dry_run else "cuda"
 
@@ -164,6 +190,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     chosen = [*names, *(name.replace(" ", "_") for name in WHOLE)]
     parser.add_argument("--only", nargs="+", choices=chosen, metavar="NAME", help=f"of {', '.join(chosen)}")
     parser.add_argument("--profile", choices=names, metavar="NAME", help="print one operation's kernels, nothing else")
+    parser.add_argument("--tune", action="store_true", help="time tiles of attention's passes, nothing else")
     parser.add_argument("--budget-s", type=float, default=520.0, help="in which a part ends (default %(default)s)")
     parser.add_argument("--tokens", type=int, default=LARGE.tokens, help="fewer for a small GPU (default %(default)s)")
     parser.add_argument("--commit", help="for the records, where the folder is a copy without its repository")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import types
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu import implementations, kernel_tests, operations, profiling, timing
+from gpu import implementations, kernel_tests, operations, profiling, records, timing, tuning
 from gpu.operation import Sizes
 
 ROOT = Path(__file__).parents[2]
@@ -204,3 +205,72 @@ def test_the_tests_that_run_first_need_neither_megatron_nor_deepspeed(tmp_path):
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert "test_large_tensors" not in result.stdout and "test_activations_kernels" in result.stdout
+
+
+ENVIRONMENT = {"device": "a GPU", "triton": "3.6.0"}
+TODAY, FASTER, SLOWER, OTHER, BROKEN = [
+    (64, 64, 4, 2),
+    (64, 128, 8, 2),
+    (128, 64, 4, 2),
+    (128, 64, 8, 2),
+    (64, 64, 8, 2),
+]
+
+
+@pytest.fixture
+def tuned(monkeypatch):
+    """Kernels that are the specification, and take as long as their tile says."""
+    from tempo_kernels.attention import eager, kernel
+
+    monkeypatch.setattr(kernel, "SHAPES", {90: {"forward": {64: kernel.Shape(*TODAY, True)}}, 80: {}})
+    monkeypatch.setattr(kernel, "PASSES", ("forward",) * 4)
+    monkeypatch.setattr(tuning, "TOKENS", 16)
+    monkeypatch.setattr(tuning, "LENGTH", 16)
+    monkeypatch.setattr(tuning, "GRIDS", {"forward": ((64, 128), (64, 128), (4, 8), (2,))})
+    kernel._find_shapes.cache_clear()
+
+    def forward(inputs, settings):
+        shape = kernel.choose_shapes(inputs.q, inputs.v)[0][:4]
+        if shape == BROKEN:
+            raise RuntimeError("out of resources: shared memory\nRequired: many")
+        out, logsumexp = eager.forward(inputs, settings)
+        return (out + 1 if shape == OTHER else out), logsumexp
+
+    class Clock:
+        def ms(self, one):
+            one.run()
+            with_shape = [cell.cell_contents for cell in one.run.__closure__]
+            shape = next(tuple(cell) for cell in with_shape if isinstance(cell, tuple) and len(cell) == 4)
+            return {FASTER: 50.0, SLOWER: 70.0}.get(shape, 60.0)
+
+    monkeypatch.setattr(kernel, "forward", forward)
+    yield Clock()
+    kernel._find_shapes.cache_clear()
+
+
+def test_tuning_writes_the_fastest_that_computes_the_same_and_goes_on_where_it_stopped(tuned, tmp_path):
+    path = tmp_path / "tune.jsonl"
+    candidates = tuning.list_candidates(90)
+    assert candidates[0].shape == TODAY and {FASTER, SLOWER, OTHER, BROKEN} <= {one.shape for one in candidates}
+    for allowed in (2, 9):  # stopped after two, and begun again
+        left = tuning.find_left(candidates, path, ENVIRONMENT)
+        assert len(left) == len(candidates) - (0 if allowed == 2 else 2)
+        for one in left[:allowed]:
+            tuning.measure(records.Results(path, ENVIRONMENT), tuned, "cpu", 90, one)
+    assert not tuning.find_left(candidates, path, ENVIRONMENT)
+    assert len(tuning.find_left(candidates, path, ENVIRONMENT | {"triton": "3.9.0"})) == len(candidates)
+    found = {tuple(one["shape"]): one for one in map(json.loads, path.read_text().splitlines())}
+    assert found[FASTER]["tempo"] == 50.0 and found[FASTER]["others"] == {"today": 60.0}
+    assert found[BROKEN]["left_out"] == "RuntimeError: out of resources: shared memory"
+    assert found[OTHER]["left_out"].endswith("its result is another one than that of today's shape")
+    assert not any("tempo" in found[shape] for shape in (BROKEN, OTHER))
+    table = json.loads(tuning.write_table(90, path, ENVIRONMENT).read_text())
+    assert table == {"90": {"forward": {"64": list(FASTER)}}, "80": {}}
+
+
+def test_the_table_of_tiles_is_written_as_it_is_read(tmp_path):
+    from tempo_kernels.attention import walks
+
+    written = tuning.write_table(90, tmp_path / "tune.jsonl", ENVIRONMENT)
+    shipped = Path(walks.__file__).with_name("shapes.json")
+    assert written.read_text() == shipped.read_text() and walks.read_shapes(written) == walks.SHAPES

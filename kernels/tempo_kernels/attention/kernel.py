@@ -31,7 +31,7 @@ from tempo_kernels.attention.kernel_plan import (
     plan_two_walks,
 )
 from tempo_kernels.attention.settings import MASKED_SCORE, Gradients, Inputs, Kept, Settings
-from tempo_kernels.attention.walks import Shape
+from tempo_kernels.attention.walks import PASSES, SHAPES, Shape
 from tempo_kernels.kernel_launch import HAS_DESCRIPTORS, count_multiprocessors
 from tempo_kernels.philox.kernel import LANES, key_words
 
@@ -39,25 +39,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 MAX_ROW_ELEMENTS = 1 << 24  # so that offsets inside a block of 128 rows fit into 32 bits
 
-# {architecture: {head_dim up to: (forward, grad_q, grad_kv)}} for 16-bit types. These are the largest tiles that do not
-# spill registers and fit into shared memory (163 KiB on sm_80, 227 KiB from sm_90 on). They are not tuned for speed.
-SHAPES = {
-    80: {
-        64: (Shape(128, 64, 8, 2, False), Shape(128, 64, 8, 2, False), Shape(32, 128, 8, 2, False)),
-        128: (Shape(128, 64, 8, 2, False), Shape(64, 64, 8, 2, False), Shape(16, 64, 4, 2, False)),
-        256: (Shape(64, 32, 4, 1, False), Shape(64, 32, 8, 1, False), Shape(16, 64, 8, 1, False)),
-    },
-    90: {
-        64: (Shape(128, 128, 8, 2, True), Shape(128, 64, 8, 2, True), Shape(64, 128, 8, 2, True)),
-        128: (Shape(128, 128, 8, 2, True), Shape(128, 64, 8, 2, True), Shape(32, 128, 8, 2, True)),
-        256: (Shape(128, 32, 8, 2, True), Shape(64, 32, 8, 2, True), Shape(16, 64, 8, 1, True)),
-    },
-    100: {
-        64: (Shape(128, 64, 8, 3, True), Shape(128, 64, 8, 2, True), Shape(32, 128, 8, 2, True)),
-        128: (Shape(128, 64, 8, 3, True), Shape(128, 64, 8, 2, True), Shape(32, 128, 8, 2, True)),
-        256: (Shape(128, 32, 8, 2, True), Shape(64, 32, 8, 2, True), Shape(32, 64, 8, 1, True)),
-    },
-}
 # float32 stays off the tensor cores, which would round its products to TF32.
 FLOAT32_SHAPES = {
     128: (Shape(32, 32, 8, 1, False),) * 3,
@@ -86,8 +67,10 @@ def choose_shapes(q: Tensor, v: Tensor) -> tuple[Shape, ...]:
 
 @functools.cache
 def _find_shapes(architecture: int | None, head_dim: int) -> tuple[Shape, ...]:
-    table = FLOAT32_SHAPES if architecture is None else SHAPES[architecture]
-    return next(shapes for largest, shapes in table.items() if head_dim <= largest)
+    if architecture is None:
+        return next(shapes for largest, shapes in FLOAT32_SHAPES.items() if head_dim <= largest)
+    passes = [SHAPES[architecture][name] for name in PASSES[:3]]
+    return tuple(next(shape for largest, shape in rows.items() if head_dim <= largest) for rows in passes)
 
 
 def forward(

@@ -1,4 +1,5 @@
-"""Decides how backward walks over queries and keys, and counts what it holds beside its results. Triton is not needed.
+"""Chooses the tiles of attention's passes and how backward walks over queries and keys, and counts what backward holds
+beside its results. Triton is not needed.
 
 Two walks have a program for each block of queries, then one for each block of keys. One walk has one or more programs
 for each key-value head, which add their parts of q's gradient up in float32 (kernel_heads.py).
@@ -7,8 +8,10 @@ for each key-value head, which add their parts of q's gradient up in float32 (ke
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -29,8 +32,30 @@ class Shape(NamedTuple):
 ROWS_OF_STATISTICS = 128
 """Backward's statistics and sums have a multiple of so many rows."""
 
-# One walk for all three gradients, on sm_90: {head_dim up to: (shape, how many programs share a multiprocessor)}.
-SHAPES_OF_HEADS = {64: (Shape(64, 64, 4, 2, True), 2), 128: (Shape(128, 64, 8, 2, True), 1)}
+PASSES = ("forward", "grad_q", "grad_kv", "one_walk")
+
+
+def read_shapes(path: Path) -> dict[int, dict[str, dict[int, Shape]]]:
+    """Reads {architecture: {pass: {head_dim up to: shape}}}, where a shape is [queries, keys, warps, stages]."""
+    table = json.loads(path.read_text(encoding="utf-8"))
+    return {
+        int(architecture): {
+            name: {
+                int(head_dim): Shape._make([*numbers, int(architecture) >= 90]) for head_dim, numbers in rows.items()
+            }
+            for name, rows in passes.items()
+        }
+        for architecture, passes in table.items()
+    }
+
+
+# For 16-bit types. These are the largest tiles that do not spill registers in their loops and fit into shared memory
+# (163 KiB on sm_80, 227 KiB from sm_90 on): the static model's choice. `gpu_suite.py --tune` writes a table that was
+# measured.
+SHAPES = read_shapes(Path(__file__).with_name("shapes.json"))
+
+# One walk for all three gradients is sm_90's. A thread of it takes 255 registers, so that a multiprocessor has 8 warps.
+SHAPES_OF_HEADS, WARPS_OF_HEADS = SHAPES[90]["one_walk"], 8
 MAX_SPLITS = 2  # each holds 4 bytes per element of q
 # With few heads more programs share a head, as long as each has a multiprocessor for itself and their sums stay within
 # so many bytes. Costs are in units of the time that a multiprocessor takes for a block of keys in one walk: of a round
@@ -88,8 +113,9 @@ def choose_splits(
 
 
 def choose_shape_of_heads(head_dim: int) -> tuple[Shape, int]:
-    """Returns the entry of SHAPES_OF_HEADS."""
-    return next(entry for largest, entry in SHAPES_OF_HEADS.items() if head_dim <= largest)
+    """Returns the shape of one walk, and how many of its programs share a multiprocessor."""
+    shape = next(shape for largest, shape in SHAPES_OF_HEADS.items() if head_dim <= largest)
+    return shape, max(1, WARPS_OF_HEADS // shape.warps)
 
 
 def shape_statistics(q_shape: Sequence[int]) -> tuple[int, ...]:
