@@ -16,18 +16,20 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from tempo_kernels.attention.walks import list_workspaces, name_architecture
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
 from tempo_megatron.memory.commands import estimate as estimate_command
 from tempo_megatron.memory.estimate.estimate import estimate_ranks, list_events
 from tempo_megatron.memory.estimate.model_states import count_model_states
 from tempo_megatron.memory.megatron_run import deal_out_layers
-from tempo_megatron.memory.run import Experts, LatentAttention, OptimizerSettings, Run, take_parts
+from tempo_megatron.memory.run import H100, Chip, Experts, LatentAttention, OptimizerSettings, Run, take_parts
 from tempo_megatron.memory.simulated.chunk import simulate_chunk
 from tempo_megatron.memory.simulated.phases import HEAD, LAYERS, compress
-from tempo_megatron.models.shape import make_shape, read_shape_file
+from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
 
 OFF = TempoConfig.off()
+FLASH = TempoConfig(activation="inplace", norm="inplace", dropout="recompute", attention="flash", loss="fused")
 # arXiv 2205.05198, table 3: heads, hidden size, layers, micro batch; s 2048, v 51,200, t 8.
 PAPER = {"22B": (64, 6144, 48, 4), "175B": (96, 12288, 96, 1), "530B": (128, 20480, 105, 1), "1T": (160, 25600, 128, 1)}
 SMALL: dict[str, Any] = {
@@ -92,6 +94,28 @@ def test_transformer_engines_layer_keeps_what_the_formula_says(
     assert keep_of_middle_layer(memory) == pytest.approx(
         count_layer_bytes(layer, filled, stock="transformer_engine", stock_attention=attention), rel=0.001
     )
+
+
+def test_the_sums_of_attentions_backward_are_those_of_the_gpu() -> None:
+    # So wide against its MLP that the peak is in attention's backward.
+    sizes = {"num_layers": 4, "hidden_size": 512, "ffn_hidden_size": 128, "num_attention_heads": 4, "seq_length": 2048}
+    shape = make_shape(**{**sizes, "vocab_size": 512})
+    without_dropout = dataclasses.replace(shape, attention_dropout=0.0)
+
+    def estimate(chip: Chip, shape: ModelShape = shape, tempo: TempoConfig = FLASH) -> int:
+        (rank,) = estimate_ranks(Run(model=shape, tempo=tempo, chip=chip, dtype=torch.bfloat16))
+        return rank.peak_bytes
+
+    q_shape = torch.Size((2048, 1, 4, 128))
+    sums, fewer, none = (
+        sum(list_workspaces(q_shape, q_shape, 128, torch.bfloat16, name_architecture(chip.major), chip.multiprocessors))
+        for chip in (H100, Chip(9, 40), Chip(8, 108))
+    )
+    assert sums > fewer > none > 0
+    assert estimate(H100) - estimate(Chip(9, 40)) == sums - fewer
+    # torch's own has the same sums on every GPU.
+    assert estimate(H100, without_dropout) == estimate(Chip(9, 40), without_dropout) < estimate(H100)
+    assert estimate(H100, tempo=OFF) == estimate(Chip(8, 108), tempo=OFF)
 
 
 def test_without_a_softmax_kernel_stock_keeps_its_softmax_in_float32() -> None:

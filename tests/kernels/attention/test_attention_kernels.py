@@ -14,9 +14,10 @@ from attention_cases import Ring, ours, reference
 from attention_kernel_cases import KEY, check, dropped_elements, random_inputs, run, settings
 from covering import exhaustive, parametrize_covering
 from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test
+from torch.utils._python_dispatch import TorchDispatchMode
 from witness import assert_within_rule
 
-from tempo_kernels.attention import blocks, eager, find_backend
+from tempo_kernels.attention import blocks, eager, find_backend, walks
 from tempo_kernels.attention import kernel as attention_kernel
 from tempo_kernels.attention import kernel_tile as tile
 from tempo_kernels.attention.settings import Inputs, Kept
@@ -347,6 +348,40 @@ def test_one_walk_is_chosen_where_it_keeps_the_gpu_busy(monkeypatch):
     assert choose(128, 128, 256) == choose(128, 128, 128, dtype=torch.float32) == 0
     monkeypatch.setattr(attention_kernel, "find_architecture", lambda device: 100)
     assert choose(128, 128, 128) == 0
+
+
+@pytest.mark.parametrize(
+    ("sq", "b", "a", "g", "d", "dv", "dtype"),
+    [
+        (300, 2, 128, 32, 64, 64, torch.bfloat16),  # one walk, with a program a head
+        (2048, 1, 4, 4, 128, 128, torch.bfloat16),  # with 16 programs a head
+        (2100, 1, 8, 4, 72, 64, torch.float16),
+        (130, 1, 8, 8, 192, 128, torch.bfloat16),  # two walks
+        (130, 2, 3, 1, 80, 80, torch.float32),
+    ],
+)
+def test_workspaces_are_counted_as_backward_makes_them(sq, b, a, g, d, dv, dtype, monkeypatch):
+    monkeypatch.setattr(attention_kernel, "count_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(attention_kernel, "find_architecture", lambda device: 90)
+    for module in (attention_kernel.rows, attention_kernel.columns, attention_kernel.whole_heads):
+        for name in [name for name in vars(module) if name.startswith("launch_")]:
+            monkeypatch.setattr(module, name, lambda *arguments: None)
+    made = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            if "empty" in func.name():
+                made.append(found.untyped_storage().nbytes())
+            return found
+
+    q, k, v = torch.empty(sq, b, a, d, dtype=dtype), torch.empty(sq, b, g, d, dtype=dtype), torch.empty(sq, b, g, dv)
+    inputs = Inputs(q, k, v.to(dtype))
+    kept = Kept(q.new_empty(sq, b, a, dv), torch.empty(b, a, sq))
+    with Watch():
+        attention_kernel.backward(kept.out, inputs, kept, settings())
+    gradients = [t.untyped_storage().nbytes() for t in inputs[:3]]
+    assert made == [*gradients, *walks.list_workspaces(q.shape, k.shape, dv, dtype, 90, 132)]
 
 
 @pytest.mark.gpu
