@@ -138,9 +138,9 @@ TFLOP/s are those of forward and backward together and count 2 products of forwa
 figures do. The model counts the tiles of every program, with the half of the diagonal that is for nothing, the order in
 which multiprocessors take programs, waits before a program's first tile, additions in the L2 cache, and launches around
 the walk. A tile's products and its other instructions follow one another. All of that is scaled by {scale}:
-what was measured of Triton's tutorial, over what the same model says of its machine code. One walk runs on sm_90 where
-heads fill 0.7 of the GPU, and with fewer where more programs that share a head are faster than two walks all the same
-(`choose_splits` in attention/kernel.py), two walks elsewhere.
+what was measured of Triton's tutorial, over what the same model says of its machine code. On sm_90 the faster of
+both is chosen, one walk with as many programs to a head as make it fastest (`choose_splits` in attention/walks.py). On
+sm_80 and sm_100 two walks run.
 """
 
 

@@ -56,14 +56,14 @@ SHAPES = read_shapes(Path(__file__).with_name("shapes.json"))
 
 # One walk for all three gradients is sm_90's. A thread of it takes 255 registers, so that a multiprocessor has 8 warps.
 SHAPES_OF_HEADS, WARPS_OF_HEADS = SHAPES[90]["one_walk"], 8
-MAX_SPLITS = 2  # each holds 4 bytes per element of q
-# With few heads more programs share a head, as long as each has a multiprocessor for itself and their sums stay within
-# so many bytes. Costs are in units of the time that a multiprocessor takes for a block of keys in one walk: of a round
-# of the programs of two walks, which have 128 keys, and of writing and reading a split's sums of a head. They are those
-# of the model of benchmarks/roofline for an H100 without a causal limit, under which one walk gains more. All three
-# grow alike with the number of queries. None was measured.
-SPLITS_OF_FEW_HEADS, MAX_SUMS_BYTES = (4, 8, 16, 32), 256 << 20
-COST_OF_TWO_WALKS, COST_OF_SUMS = 3.2, 1 / 80
+# So many programs share a head as make it fastest. More than two may, as long as their sums, which hold 4 bytes per
+# element of q and split, stay within so many bytes. Costs are in units of the time that a multiprocessor takes for a
+# block of keys in one walk: of a round of the programs of two walks, which have 128 keys, of writing and reading a
+# split's sums of a head, and, times the number of queries, with which the others grow, of one launch more. They are
+# those of the model of benchmarks/roofline for an H100 with dropout and without a causal limit, under which one walk
+# gains more. None was measured.
+SPLITS, MAX_SUMS_BYTES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), 256 << 20
+COST_OF_TWO_WALKS, COST_OF_SUMS, COST_OF_LAUNCH = 3.3, 1 / 80, 150
 
 
 def name_architecture(major: int) -> int:
@@ -84,8 +84,7 @@ def choose_splits(
     """Returns how many programs share a key-value head in kernel_heads.py, or 0 for two walks with a program per block.
 
     One walk has about five eighths of the instructions and products of two, but few and long programs. It is chosen
-    where these keep at least seven tenths of the GPU busy, and with fewer heads where more splits make it faster than
-    two walks all the same.
+    where it is the faster one with the best number of splits.
 
     Args:
         q_shape, k_shape: [sq, b, a, d] and [sk, b, g, d], of a row that is not packed.
@@ -96,20 +95,23 @@ def choose_splits(
     head_dim = max(q_shape[-1], value_dim)
     if dtype == torch.float32 or architecture != 90 or head_dim > max(SHAPES_OF_HEADS):
         return 0
-    num_keys, batch, groups, _ = k_shape
+    num_queries, (num_keys, batch, groups, _) = q_shape[0], k_shape
     shape, programs = choose_shape_of_heads(head_dim)
     heads, blocks = batch * groups, -(-num_keys // shape.keys)
-    for splits in range(1, min(MAX_SPLITS, blocks) + 1):
-        rounds = splits * heads / (programs * multiprocessors)
-        if rounds >= 0.7 * math.ceil(rounds):
-            return splits
+
+    def find_cost(splits: int) -> float:
+        """Programs that share a multiprocessor share its time; they share none while there are others."""
+        rounds = -(-splits * heads // (programs * multiprocessors))
+        sharing = min(programs, -(-splits * heads // multiprocessors))
+        walk = rounds * sharing * -(-blocks // splits)
+        return walk + COST_OF_SUMS * splits * heads + COST_OF_LAUNCH / num_queries
+
+    def fits(splits: int) -> bool:
+        return splits <= 2 or 4 * math.prod(shape_sums(q_shape, splits)) <= MAX_SUMS_BYTES
+
+    best = min((splits for splits in SPLITS if splits <= max(1, blocks) and fits(splits)), key=find_cost)
     two_walks = COST_OF_TWO_WALKS * -(-heads * -(-num_keys // 128) // multiprocessors)
-    for splits in SPLITS_OF_FEW_HEADS:
-        sums_bytes = 4 * math.prod(shape_sums(q_shape, splits))
-        fits = splits <= blocks and splits * heads <= multiprocessors and sums_bytes <= MAX_SUMS_BYTES
-        if fits and -(-blocks // splits) + COST_OF_SUMS * splits * heads < 0.95 * two_walks:
-            return splits
-    return 0
+    return best if find_cost(best) < 0.95 * two_walks else 0
 
 
 def choose_shape_of_heads(head_dim: int) -> tuple[Shape, int]:
