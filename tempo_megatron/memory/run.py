@@ -23,6 +23,24 @@ _GATHERED_ELEMENTS = 1_000_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MegatronFsdp:
+    """Megatron-FSDP that shards weights, gradients and optimizer states; sizes are bytes of a parameter."""
+
+    main_bytes: int | None
+    """Of its main copy; None has none."""
+
+    gradient_bytes: int | None = None
+    """Of its accumulated gradient; None is the weight's own, or 2 of a weight in float8."""
+
+    communicated_bytes: int | None = None
+    """Of a gradient that is not reduced yet; None is `gradient_bytes`."""
+
+    unit_elements: int = 1_000_000_000
+    """How many gradients may wait to be reduced; half as many weights are gathered ahead of their layer
+    (--suggested-communication-unit-size)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
     """Whose optimizer makes the step, and how it divides gradients and states.
 
@@ -45,6 +63,9 @@ class OptimizerSettings:
     muon: str | None = None
     """How Muon's states lie over ranks: "whole" on each, "dealt" out parameter by parameter, or "laid out" in buffers;
     see `memory.estimate.muon`. None is Adam."""
+
+    fsdp: MegatronFsdp | None = None
+    """None shards no weights; else all above but `kind` is the default."""
 
     instances: int = 1
     """Of the distributed optimizer: groups of data-parallel ranks that each have all of its states between them."""

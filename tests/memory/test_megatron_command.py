@@ -17,13 +17,14 @@ from tempo_megatron.memory.commands.megatron_command import read_command
 from tempo_megatron.memory.commands.megatron_options import READ
 from tempo_megatron.memory.commands.training_command import spell_arguments, split_command
 from tempo_megatron.memory.megatron_run import KNOWN_IN_COMMANDS, UNKNOWN_IN_LAYERS, UNKNOWN_IN_RUNS, find_unknown
-from tempo_megatron.memory.run import Hybrid, LatentAttention, OptimizerSettings, Run
+from tempo_megatron.memory.run import Hybrid, LatentAttention, MegatronFsdp, OptimizerSettings, Run
 
 GPT = (
     "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 "
     "--micro-batch-size 4 --global-batch-size 32 --bf16"
 )
 
+FSDP = "--use-distributed-optimizer --use-megatron-fsdp"
 LAYOUT = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
 
 
@@ -101,6 +102,19 @@ def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8)
             {"optimizer": OptimizerSettings(gradient_bytes=2, state_bytes=(2, 1, 2))},
         ),
         ("--optimizer muon", {"optimizer": OptimizerSettings(distributed=False, muon="whole")}),
+        (
+            "--use-distributed-optimizer --use-megatron-fsdp --suggested-communication-unit-size 5000",
+            {"optimizer": OptimizerSettings(fsdp=MegatronFsdp(main_bytes=4, unit_elements=5000))},
+        ),
+        (
+            "--use-distributed-optimizer --use-megatron-fsdp --megatron-fsdp-main-params-dtype auto "
+            "--megatron-fsdp-main-grads-dtype fp32 --megatron-fsdp-grad-comm-dtype bf16",
+            {
+                "optimizer": OptimizerSettings(
+                    fsdp=MegatronFsdp(main_bytes=None, gradient_bytes=4, communicated_bytes=2)
+                )
+            },
+        ),
         ("--optimizer dist_muon", {"optimizer": OptimizerSettings(distributed=False, muon="laid out")}),
         (
             "--optimizer muon --use-distributed-optimizer --no-use-layer-wise-param-layout",
@@ -232,6 +246,16 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
         ("--optimizer muon --num-distributed-optimizer-instances 2 --use-distributed-optimizer", "not for --optimizer"),
         ("--optimizer muon --muon-scalar-optimizer lion", "knows adam"),
         ("--optimizer dist_muon --overlap-grad-reduce", "knows one bucket"),
+        ("--use-megatron-fsdp", "needs --use-distributed-optimizer, and the estimate knows it with Adam"),
+        (
+            f"{FSDP} --data-parallel-sharding-strategy optim",
+            "with --data-parallel-sharding-strategy optim_grads_params",
+        ),
+        (f"{FSDP} --pipeline-model-parallel-size 2", "in one pipeline stage"),
+        (f"{FSDP} --fp8-format hybrid --fp8-recipe blockwise --fp8-param-gather", "weights of --fp8-recipe blockwise"),
+        (f"{FSDP} --fsdp-double-buffer", "buffers of Megatron-FSDP that stay"),
+        (f"{FSDP} --suggested-communication-unit-size 0", "expected a positive number"),
+        ("--delay-wgrad-compute", "needs --overlap-moe-expert-parallel-comm; add it"),
         ("--overlap-param-gather", "needs --use-distributed-optimizer"),
         ("--tp-comm-overlap --tensor-model-parallel-size 2", "--tp-comm-overlap needs"),
         ("--step-batch-size-schedule '0:32 1B:64'", "given beside --global-batch-size"),

@@ -29,7 +29,7 @@ from tempo_megatron.memory.megatron_run import (
     read_run,
     split_layout,
 )
-from tempo_megatron.memory.run import OptimizerSettings, Run
+from tempo_megatron.memory.run import MegatronFsdp, OptimizerSettings, Run
 from tempo_megatron.models.shape import pad_vocab_size
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
@@ -128,7 +128,10 @@ def read_command(
     run = dataclasses.replace(
         run,
         optimizer=dataclasses.replace(
-            optimizer, gradient_bytes=_find_gradient_bytes(args), state_bytes=_find_state_bytes(args)
+            optimizer,
+            gradient_bytes=_find_gradient_bytes(args),
+            state_bytes=_find_state_bytes(args),
+            fsdp=_read_fsdp(args) if args.use_megatron_fsdp else None,
         ),
         gpu=gpu,
         deterministic=args.deterministic_mode,
@@ -169,6 +172,41 @@ def _read_muon(args: argparse.Namespace) -> OptimizerSettings:
             "knows one bucket; leave it out, or add --no-use-layer-wise-param-layout"
         )
     return OptimizerSettings(distributed=False, muon=way)
+
+
+def _read_fsdp(args: argparse.Namespace) -> MegatronFsdp:
+    """Raises ValueError for what Megatron-LM (arguments.py: validate_args) refuses, and what the estimate does not
+    know."""
+    strategies = args.data_parallel_sharding_strategy, args.outer_dp_sharding_strategy
+    if strategies != ("optim_grads_params", "no_shard") or args.num_distributed_optimizer_instances > 1:
+        raise ValueError(
+            "--use-megatron-fsdp is known to the estimate with --data-parallel-sharding-strategy optim_grads_params "
+            "and one group of ranks; leave out what says otherwise, --outer-dp-sharding-strategy and "
+            "--num-distributed-optimizer-instances among it"
+        )
+    if args.optimizer != "adam" or args.use_precision_aware_optimizer or not args.use_distributed_optimizer:
+        raise ValueError(
+            "--use-megatron-fsdp needs --use-distributed-optimizer, and the estimate knows it with Adam and without "
+            "--use-precision-aware-optimizer; change what is otherwise"
+        )
+    if args.pipeline_model_parallel_size > 1 or args.mtp_num_layers:
+        raise ValueError(
+            "--use-megatron-fsdp is known to the estimate in one pipeline stage and without multi-token prediction; "
+            "leave out what is otherwise"
+        )
+    if args.fp8_param_gather and args.fp8_recipe not in ("tensorwise", "delayed"):
+        raise ValueError(
+            f"--use-megatron-fsdp gathers weights of --fp8-recipe {args.fp8_recipe} through buffers that the estimate "
+            "does not know; leave --fp8-param-gather out"
+        )
+    _check_positive(args, "suggested_communication_unit_size")
+    size = args.suggested_communication_unit_size
+    return MegatronFsdp(
+        main_bytes=_BYTES.get(args.megatron_fsdp_main_params_dtype),
+        gradient_bytes=_BYTES.get(args.megatron_fsdp_main_grads_dtype),
+        communicated_bytes=_BYTES.get(args.megatron_fsdp_grad_comm_dtype),
+        **({} if size is None else {"unit_elements": size}),
+    )
 
 
 def _overlaps_tensor_parallel(args: argparse.Namespace, stock: str) -> bool:
@@ -307,6 +345,10 @@ def _refuse_unknown(args: argparse.Namespace, family: str) -> None:
                 "" if isinstance(value, bool) else f" {' '.join(map(str, value)) if isinstance(value, list) else value}"
             )
             raise ValueError(f"{options}{of} gives the run {words}, which the estimate does not know")
+    if args.delay_wgrad_compute and not args.overlap_moe_expert_parallel_comm:
+        raise ValueError(
+            "--delay-wgrad-compute needs --overlap-moe-expert-parallel-comm; add it, or leave the other out"
+        )
     if args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "linear":
         raise ValueError(
             "--cross-entropy-fusion-impl linear gives the run a fused output layer, which the estimate does not know; "

@@ -50,7 +50,16 @@ from tempo_megatron.memory.simulated.hybrid import put_hybrid_layers
 from tempo_megatron.memory.simulated.latent_attention import put_latent_attention
 from tempo_megatron.memory.simulated.module_tree import Makers, ModuleMemory, build_tree
 from tempo_megatron.memory.simulated.multi_token_prediction import put_multi_token_prediction
-from tempo_megatron.memory.simulated.phases import EMBEDDING, HEAD, LAYERS, ChunkMemory, Parameter, Phase, compress
+from tempo_megatron.memory.simulated.phases import (
+    EMBEDDING,
+    HEAD,
+    LAYERS,
+    ChunkMemory,
+    LayerParameters,
+    Parameter,
+    Phase,
+    compress,
+)
 from tempo_megatron.memory.simulated.repeated_layers import repeat_layers
 from tempo_megatron.memory.simulated.transformer_engine import (
     choose_attention,
@@ -411,6 +420,7 @@ class _Chunk:
             0 if self._pre_process else self._count_hidden(),
             0 if self._post_process else self._count_hidden(),
             tuple(self._list_parameters()),
+            tuple(each for layer, times in self._layers for each in [_describe_parameters(layer)] * times),
             sum(times * count_float8_weights(layer) for layer, times in self._layers) if self._run.float8 else 0,
             self._find_linear_shapes(),
             forward,
@@ -723,6 +733,13 @@ class _Chunk:
             *(getattr(self._model, n, None) for n in ("embedding", "output_layer")),
         ]
         return max((_count(part.parameters(), False) for part in parts if part is not None), default=0)
+
+
+def _describe_parameters(layer: torch.nn.Module) -> LayerParameters:
+    experts, of_experts = count_expert_parameters(layer), count_float8_weights(layer, of_experts=True)
+    return LayerParameters(
+        _count(layer.parameters(), False) - experts, experts, count_float8_weights(layer) - of_experts, of_experts
+    )
 
 
 def _count(parameters: Any, in_bytes: bool) -> int:
