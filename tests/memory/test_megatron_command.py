@@ -468,7 +468,42 @@ def test_the_plan_of_a_command_is_a_command(capsys: pytest.CaptureFixture[str]) 
     assert "--tempo-activation" in line and "--recompute-activations" not in line
 
 
-_TYPED = ["0", "-1", "1", "2", "3", "8", "1e9", "nan", "inf", "", "true", "false", "[1", "none", "é", "--", "128,0"]
+@pytest.mark.parametrize(("words", "name"), [("--hybrid-layer-pattern M*-M", "hybrid"), (FSDP, "Megatron-FSDP")])
+def test_a_command_that_only_the_estimate_knows_gets_no_plan(
+    words: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = "plan --gpu h100 --gpu-memory 1GiB --vocab-size 500 --world-size 2".split()
+    assert main([*ours, "--", "pretrain_gpt.py", *GPT.split(), *words.split()]) == 2
+    sentences = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")]
+    assert len(sentences) == 1
+    assert f"the command gives {name}, which the planner does not know; ask tempo-megatron estimate" in sentences[0]
+
+
+_TYPED = [
+    "0",
+    "-1",
+    "1",
+    "2",
+    "3",
+    "8",
+    "1e9",
+    "nan",
+    "inf",
+    "",
+    "true",
+    "false",
+    "[1",
+    "none",
+    "é",
+    "--",
+    "128,0",
+    "M*-E|M/*E",
+]
+_KINDS = (
+    "--hybrid-layer-pattern M*-M --mamba-num-heads 16",
+    "--hybrid-layer-pattern ME*E/*E/*E --position-embedding-type rope --num-experts 8",
+    "--use-distributed-optimizer --use-megatron-fsdp",
+)
 _SIZES = (
     *("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size", "num-experts"),
     *("expert-model-parallel-size", "num-layers-per-virtual-pipeline-stage", "num-layers", "num-attention-heads"),
@@ -482,6 +517,7 @@ def _draw_line(draw: random.Random) -> list[str]:
     for option, size in (("--num-layers", "4"), ("--hidden-size", "64"), ("--seq-length", "64")):
         words[words.index(option) + 1] = size
     if draw.random() < 1 / 3:
+        words += draw.choice((*[""] * 9, *_KINDS)).split()
         words += [f"--{draw.choice(_SIZES)}", draw.choice("123448")]
         name = draw.choice(list(READ))
         if READ[name].kind is bool or READ[name].choices:
@@ -500,7 +536,7 @@ def _draw_line(draw: random.Random) -> list[str]:
         words[place : place + draw.choice((0, 0, 1))] = draw.choice(changes)
     own = draw.choice(("", "--world-size 8", "--world-size 7", "--moe-imbalance 2", "--gpu-memory 1GiB", "--allocator"))
     start = draw.choice(("", "torchrun --nproc-per-node 8", "torchrun --nproc-per-node", "deepspeed --num_gpus x"))
-    script = draw.choice(("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py", "pretrain_vlm.py", "train"))
+    script = draw.choice(("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py", "pretrain_hybrid.py", "train"))
     return ["estimate", *own.split(), "--", *start.split(), script, *words]
 
 
