@@ -512,11 +512,11 @@ _SIZES = (
 
 
 def _draw_line(draw: random.Random) -> list[str]:
-    """A line of `estimate`: a third of them real but for a size or a choice, the others cut, doubled and misspelt."""
+    """A line of `estimate`: half of them real but for a size or a choice, the others cut, doubled and misspelt."""
     words = f"{GPT} --vocab-size 512 --tokenizer-type NullTokenizer --tensor-model-parallel-size 2".split()
     for option, size in (("--num-layers", "4"), ("--hidden-size", "64"), ("--seq-length", "64")):
         words[words.index(option) + 1] = size
-    if draw.random() < 1 / 3:
+    if draw.random() < 1 / 2:
         words += draw.choice((*[""] * 9, *_KINDS)).split()
         words += [f"--{draw.choice(_SIZES)}", draw.choice("123448")]
         name = draw.choice(list(READ))
