@@ -108,7 +108,6 @@ UNKNOWN_IN_COMMANDS = {
     "use_kitchen_attention": "Kitchen's attention",
     "te_precision_config_file": "precisions by a file",
     "fp8_output_proj": "an output layer in float8",
-    "first_last_layers_bf16": "layers with and without float8",
     "fp4_param_gather": "weights in float4",
     "sft": "sequences that are packed for fine-tuning",
     "logits_save_dir": "logits that are saved",

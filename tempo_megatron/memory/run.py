@@ -335,6 +335,9 @@ class Run:
     """Megatron's --fp8-recipe for the layers' products, "tensorwise", "delayed", "blockwise" or "mxfp8"; None is
     without --fp8-format."""
 
+    float8_layers: tuple[bool, ...] | None = None
+    """Which layers do so; None is all (--first-last-layers-bf16)."""
+
     float8_weights: bool = False
     """Whether a layer's weights are in float8 only (--fp8-param-gather)."""
 

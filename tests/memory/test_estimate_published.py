@@ -23,7 +23,7 @@ from tempo_megatron.memory.routing import assume_routing, expect_imbalance
 from tempo_megatron.memory.run import Experts, Hybrid, LatentAttention, MegatronFsdp, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import list_modules, simulate_chunk
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory
-from tempo_megatron.memory.simulated.phases import LAYERS, Parameter
+from tempo_megatron.memory.simulated.phases import LAYERS, ChunkMemory, Parameter
 from tempo_megatron.memory.simulated.transformer_engine import choose_attention
 from tempo_megatron.models.shape import make_shape
 
@@ -249,6 +249,22 @@ def test_float8_halves_the_inputs_that_linears_keep_and_has_weights_of_its_own()
         dataclasses.replace(run, gpu="a100", float8="tensorwise").check()
     with pytest.raises(ValueError, match="mxfp8 needs Blackwell"):
         dataclasses.replace(run, float8="mxfp8").check()
+
+
+def test_layers_that_float8_leaves_out_are_those_of_bf16() -> None:
+    run = make_run({**SMALL, "num_layers": 3}, float8="tensorwise")
+
+    def simulate(*layers: bool) -> ChunkMemory:
+        of_run = dataclasses.replace(run, float8_layers=(*layers, True))
+        return simulate_chunk(of_run, range(2), pre_process=False, post_process=False)
+
+    plain, both, mixed = simulate(False, False), simulate(True, True), simulate(False, True)
+    assert plain.kept_bytes > both.kept_bytes and both.float8_weights > plain.float8_weights == 0
+    assert (2 * mixed.kept_bytes, 2 * mixed.float8_weights) == (
+        plain.kept_bytes + both.kept_bytes,
+        both.float8_weights,
+    )
+    assert [each.float8_others for each in mixed.layer_parameters] == [0, mixed.float8_weights]
 
 
 def test_experts_keep_their_inputs_in_float8() -> None:

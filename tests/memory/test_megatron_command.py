@@ -101,6 +101,11 @@ def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8)
             "--exp-avg-sq-dtype fp16",
             {"optimizer": OptimizerSettings(gradient_bytes=2, state_bytes=(2, 1, 2))},
         ),
+        (
+            "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 2",
+            {"float8": "tensorwise", "float8_layers": (False, *[True] * 9, False, False)},
+        ),
+        ("--first-last-layers-bf16", {"float8": None, "float8_layers": None}),
         ("--optimizer muon", {"optimizer": OptimizerSettings(distributed=False, muon="whole")}),
         (
             "--use-distributed-optimizer --use-megatron-fsdp --suggested-communication-unit-size 5000",
@@ -241,6 +246,11 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
         ("--fp8-format hybrid --fp8-recipe custom", "--fp8-recipe custom gives the run scales"),
         ("--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather", "needs --use-distributed-optimizer"),
         ("--fp8-param-gather --use-distributed-optimizer", "needs --fp8-format"),
+        ("--fp8-format hybrid --fp8-recipe delayed --first-last-layers-bf16", "is not for --fp8-recipe delayed"),
+        (
+            "--fp8-format hybrid --fp8-recipe mxfp8 --first-last-layers-bf16 --num-layers-at-start-in-bf16 13",
+            "are not from 0 to the 12 layers",
+        ),
         ("--fp8-format hybrid --fp8-recipe mxfp8 --fp8-param-gather --use-distributed-optimizer", "weights of mxfp8"),
         ("--fp8-format hybrid --transformer-impl local", "--fp8-format needs Transformer Engine's modules"),
         ("--optimizer muon --num-distributed-optimizer-instances 2 --use-distributed-optimizer", "not for --optimizer"),

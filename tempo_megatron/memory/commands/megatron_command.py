@@ -141,6 +141,7 @@ def read_command(
         overlaps_tensor_parallel=_overlaps_tensor_parallel(args, run.stock),
         deferred_head_gradients=_find_deferred(args),
         float8=_find_float8(args),
+        float8_layers=_find_float8_layers(args),
         float8_weights=_keeps_float8_weights(args),
         data_has_masks=args.create_attention_mask_in_dataloader,
     )
@@ -229,6 +230,25 @@ def _find_float8(args: argparse.Namespace) -> str | None:
             "blockwise and mxfp8"
         )
     return str(args.fp8_recipe)
+
+
+def _find_float8_layers(args: argparse.Namespace) -> tuple[bool, ...] | None:
+    """As core/fp8_utils.py: is_first_last_bf16_layer. Raises ValueError for what Megatron-LM refuses."""
+    if args.fp8 is None or not args.first_last_layers_bf16:
+        return None
+    if args.fp8_recipe == "delayed":
+        raise ValueError(
+            "--first-last-layers-bf16 is not for --fp8-recipe delayed; give tensorwise, blockwise or mxfp8, or leave "
+            "it out"
+        )
+    first, last = args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16
+    of_stage = args.num_layers // args.pipeline_model_parallel_size
+    if not (0 <= first <= of_stage and 0 <= last <= of_stage):
+        raise ValueError(
+            f"--num-layers-at-start-in-bf16 {first} and --num-layers-at-end-in-bf16 {last} are not from 0 to the "
+            f"{of_stage} layers of a pipeline stage; change one of them"
+        )
+    return tuple(first <= layer < args.num_layers - last for layer in range(args.num_layers))
 
 
 def _keeps_float8_weights(args: argparse.Namespace) -> bool:
