@@ -68,7 +68,8 @@ UNKNOWN_IN_RUNS = {
 """Likewise, what changes what a step holds beside its layers."""
 
 UNKNOWN_IN_COMMANDS = {
-    "use_megatron_fsdp": "weights sharded by Megatron-FSDP",
+    "fsdp_double_buffer": "buffers of Megatron-FSDP that stay",
+    "megatron_fsdp_version": "another version of Megatron-FSDP",
     "use_torch_fsdp2": "weights sharded by torch's FSDP",
     "optimizer": "another optimizer than Adam",
     "optimizer_cpu_offload": "optimizer states on the host",
@@ -81,7 +82,6 @@ UNKNOWN_IN_COMMANDS = {
     "nccl_ub": "buffers that NCCL registers",
     "mtp_standalone": "multi-token prediction in a stage of its own",
     "mla_down_proj_fusion": "down projections that are one",
-    "delay_wgrad_compute": "gradients of weights that are computed later than their inputs'",
     "tensor_parallel_num_weight_shards": "weights sharded beside tensor parallelism",
     "hybrid_context_parallel": "context parallelism",
     "use_mamba_mem_eff_path": "a scan that keeps what it could compute again",
@@ -108,7 +108,6 @@ UNKNOWN_IN_COMMANDS = {
     "use_kitchen_attention": "Kitchen's attention",
     "te_precision_config_file": "precisions by a file",
     "fp8_output_proj": "an output layer in float8",
-    "first_last_layers_bf16": "layers with and without float8",
     "fp4_param_gather": "weights in float4",
     "sft": "sequences that are packed for fine-tuning",
     "logits_save_dir": "logits that are saved",
@@ -148,7 +147,7 @@ def find_unknown(model_name: str, config: Any, run: Any) -> str | None:
     if unknown := find_unknown_in_layers(model_name, config) or _find_field(UNKNOWN_IN_RUNS, config):
         return unknown
     if getattr(run, "use_megatron_fsdp", False):
-        return UNKNOWN_IN_COMMANDS["use_megatron_fsdp"]
+        return "weights sharded by Megatron-FSDP"
     if run.optimizer != "adam":
         return f"the optimizer {run.optimizer}, and what is known is adam"
     return UNKNOWN_IN_COMMANDS["optimizer_cpu_offload"] if getattr(run, "optimizer_cpu_offload", False) else None

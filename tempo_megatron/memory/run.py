@@ -36,6 +36,24 @@ H100 = Chip(9, 132)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MegatronFsdp:
+    """Megatron-FSDP that shards weights, gradients and optimizer states; sizes are bytes of a parameter."""
+
+    main_bytes: int | None
+    """Of its main copy; None has none."""
+
+    gradient_bytes: int | None = None
+    """Of its accumulated gradient; None is the weight's own, or 2 of a weight in float8."""
+
+    communicated_bytes: int | None = None
+    """Of a gradient that is not reduced yet; None is `gradient_bytes`."""
+
+    unit_elements: int = 1_000_000_000
+    """How many gradients may wait to be reduced; half as many weights are gathered ahead of their layer
+    (--suggested-communication-unit-size)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
     """Whose optimizer makes the step, and how it divides gradients and states.
 
@@ -58,6 +76,9 @@ class OptimizerSettings:
     muon: str | None = None
     """How Muon's states lie over ranks: "whole" on each, "dealt" out parameter by parameter, or "laid out" in buffers;
     see `memory.estimate.muon`. None is Adam."""
+
+    fsdp: MegatronFsdp | None = None
+    """None shards no weights; else all above but `kind` is the default."""
 
     instances: int = 1
     """Of the distributed optimizer: groups of data-parallel ranks that each have all of its states between them."""
@@ -329,6 +350,9 @@ class Run:
     float8: str | None = None
     """Megatron's --fp8-recipe for the layers' products, "tensorwise", "delayed", "blockwise" or "mxfp8"; None is
     without --fp8-format."""
+
+    float8_layers: tuple[bool, ...] | None = None
+    """Which layers do so; None is all (--first-last-layers-bf16)."""
 
     float8_weights: bool = False
     """Whether a layer's weights are in float8 only (--fp8-param-gather)."""

@@ -15,14 +15,15 @@ from tempo_megatron import TempoConfig
 from tempo_megatron.memory.estimate.allocator import Allocations, CachingAllocator, Library
 from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.estimate.lasting_tensors import count_lasting_tensors
+from tempo_megatron.memory.estimate.megatron_fsdp import ShardedChunk
 from tempo_megatron.memory.estimate.muon import count_muon_states
 from tempo_megatron.memory.estimate.rounding import Step, count_rounding
 from tempo_megatron.memory.estimate.workspaces import find_torch_bytes, list_workspaces
 from tempo_megatron.memory.routing import assume_routing, expect_imbalance
-from tempo_megatron.memory.run import Experts, Hybrid, LatentAttention, OptimizerSettings, Run
+from tempo_megatron.memory.run import Experts, Hybrid, LatentAttention, MegatronFsdp, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import list_modules, simulate_chunk
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory
-from tempo_megatron.memory.simulated.phases import LAYERS, Parameter
+from tempo_megatron.memory.simulated.phases import LAYERS, ChunkMemory, Parameter
 from tempo_megatron.memory.simulated.transformer_engine import choose_attention
 from tempo_megatron.models.shape import make_shape
 
@@ -94,6 +95,47 @@ def test_a_mamba_layer_keeps_what_its_kernels_save(tensor_parallel: int) -> None
     # A and its exponent, and the biases of steps, in float32.
     small = 3 * 4 * heads // tensor_parallel
     assert two - one - small == tokens * (2 * h + 2 * h + 4 + split // tensor_parallel)
+
+
+def test_megatron_fsdp_shards_all_gathers_ahead_and_reduces_at_the_end_of_backward() -> None:
+    layers, ranks = 4, 4
+    run = make_run({**SMALL, "num_layers": layers}, data_parallel=ranks, num_micro_batches=2)
+
+    def shard(**settings: Any) -> tuple[ShardedChunk, RankEstimate]:
+        fsdp = MegatronFsdp(main_bytes=4, **settings)
+        (rank,) = estimate_ranks(dataclasses.replace(run, optimizer=OptimizerSettings(fsdp=fsdp)))
+        memory = simulate_chunk(run, range(layers), has_gradients=True)
+        return ShardedChunk(fsdp, memory, torch.bfloat16, has_float8=False, ranks=ranks, expert_ranks=ranks), rank
+
+    chunk, rank = shard()
+    h = SMALL["hidden_size"]
+    layer = 12 * h * h + 13 * h
+    outside = (50257 + 47) * h + SMALL["seq_length"] * h + 2 * h
+    assert rank.num_parameters == layers * layer + outside
+    own = rank.num_parameters // ranks
+    kept = {name: size for name, size in rank.at_rest.items() if size}
+    assert kept == {
+        "weights": 2 * own,
+        # bf16, and the optimizer's copies in float32.
+        "gradients": 6 * own,
+        "optimizer states": 12 * own,
+        "communication buffers": 2 * outside,
+    }
+
+    def list_buckets(chunk: ShardedChunk, *, in_backward: bool) -> list[int]:
+        moments = chunk.memory.list_moments(in_backward=in_backward)
+        return [chunk.count_buckets(each, in_backward=in_backward) for each in moments if each.part == LAYERS]
+
+    assert list_buckets(chunk, in_backward=False) == [2 * layer * number for number in (4, 3, 2, 1)]
+    # Weights of the layers that are left, and gradients of those that are done, the same layer among both, beside the
+    # final norm's.
+    assert list_buckets(chunk, in_backward=True) == [2 * layer * (layers + 1) + 4 * h] * layers
+    # Two layers' gradients may wait beside those of a third, and one layer is gathered ahead.
+    narrow, _ = shard(unit_elements=2 * layer, gradient_bytes=4)
+    assert list_buckets(narrow, in_backward=False) == [2 * layer * number for number in (2, 2, 2, 1)]
+    gradients = [4 * layer * number + 8 * h for number in (1, 2, 3, 3)]
+    gathered = [2 * layer * number for number in (2, 2, 2, 1)]
+    assert list_buckets(narrow, in_backward=True) == [a + b for a, b in zip(gathered, gradients, strict=True)]
 
 
 def test_blocks_that_are_not_split_count_whole() -> None:
@@ -207,6 +249,22 @@ def test_float8_halves_the_inputs_that_linears_keep_and_has_weights_of_its_own()
         dataclasses.replace(run, gpu="a100", float8="tensorwise").check()
     with pytest.raises(ValueError, match="mxfp8 needs Blackwell"):
         dataclasses.replace(run, float8="mxfp8").check()
+
+
+def test_layers_that_float8_leaves_out_are_those_of_bf16() -> None:
+    run = make_run({**SMALL, "num_layers": 3}, float8="tensorwise")
+
+    def simulate(*layers: bool) -> ChunkMemory:
+        of_run = dataclasses.replace(run, float8_layers=(*layers, True))
+        return simulate_chunk(of_run, range(2), pre_process=False, post_process=False)
+
+    plain, both, mixed = simulate(False, False), simulate(True, True), simulate(False, True)
+    assert plain.kept_bytes > both.kept_bytes and both.float8_weights > plain.float8_weights == 0
+    assert (2 * mixed.kept_bytes, 2 * mixed.float8_weights) == (
+        plain.kept_bytes + both.kept_bytes,
+        both.float8_weights,
+    )
+    assert [each.float8_others for each in mixed.layer_parameters] == [0, mixed.float8_weights]
 
 
 def test_experts_keep_their_inputs_in_float8() -> None:

@@ -17,13 +17,14 @@ from tempo_megatron.memory.commands.megatron_command import read_command
 from tempo_megatron.memory.commands.megatron_options import READ
 from tempo_megatron.memory.commands.training_command import spell_arguments, split_command
 from tempo_megatron.memory.megatron_run import KNOWN_IN_COMMANDS, UNKNOWN_IN_LAYERS, UNKNOWN_IN_RUNS, find_unknown
-from tempo_megatron.memory.run import Hybrid, LatentAttention, OptimizerSettings, Run
+from tempo_megatron.memory.run import Hybrid, LatentAttention, MegatronFsdp, OptimizerSettings, Run
 
 GPT = (
     "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 "
     "--micro-batch-size 4 --global-batch-size 32 --bf16"
 )
 
+FSDP = "--use-distributed-optimizer --use-megatron-fsdp"
 LAYOUT = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
 
 
@@ -100,7 +101,25 @@ def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8)
             "--exp-avg-sq-dtype fp16",
             {"optimizer": OptimizerSettings(gradient_bytes=2, state_bytes=(2, 1, 2))},
         ),
+        (
+            "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 2",
+            {"float8": "tensorwise", "float8_layers": (False, *[True] * 9, False, False)},
+        ),
+        ("--first-last-layers-bf16", {"float8": None, "float8_layers": None}),
         ("--optimizer muon", {"optimizer": OptimizerSettings(distributed=False, muon="whole")}),
+        (
+            "--use-distributed-optimizer --use-megatron-fsdp --suggested-communication-unit-size 5000",
+            {"optimizer": OptimizerSettings(fsdp=MegatronFsdp(main_bytes=4, unit_elements=5000))},
+        ),
+        (
+            "--use-distributed-optimizer --use-megatron-fsdp --megatron-fsdp-main-params-dtype auto "
+            "--megatron-fsdp-main-grads-dtype fp32 --megatron-fsdp-grad-comm-dtype bf16",
+            {
+                "optimizer": OptimizerSettings(
+                    fsdp=MegatronFsdp(main_bytes=None, gradient_bytes=4, communicated_bytes=2)
+                )
+            },
+        ),
         ("--optimizer dist_muon", {"optimizer": OptimizerSettings(distributed=False, muon="laid out")}),
         (
             "--optimizer muon --use-distributed-optimizer --no-use-layer-wise-param-layout",
@@ -227,11 +246,26 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
         ("--fp8-format hybrid --fp8-recipe custom", "--fp8-recipe custom gives the run scales"),
         ("--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather", "needs --use-distributed-optimizer"),
         ("--fp8-param-gather --use-distributed-optimizer", "needs --fp8-format"),
+        ("--fp8-format hybrid --fp8-recipe delayed --first-last-layers-bf16", "is not for --fp8-recipe delayed"),
+        (
+            "--fp8-format hybrid --fp8-recipe mxfp8 --first-last-layers-bf16 --num-layers-at-start-in-bf16 13",
+            "are not from 0 to the 12 layers",
+        ),
         ("--fp8-format hybrid --fp8-recipe mxfp8 --fp8-param-gather --use-distributed-optimizer", "weights of mxfp8"),
         ("--fp8-format hybrid --transformer-impl local", "--fp8-format needs Transformer Engine's modules"),
         ("--optimizer muon --num-distributed-optimizer-instances 2 --use-distributed-optimizer", "not for --optimizer"),
         ("--optimizer muon --muon-scalar-optimizer lion", "knows adam"),
         ("--optimizer dist_muon --overlap-grad-reduce", "knows one bucket"),
+        ("--use-megatron-fsdp", "needs --use-distributed-optimizer, and the estimate knows it with Adam"),
+        (
+            f"{FSDP} --data-parallel-sharding-strategy optim",
+            "with --data-parallel-sharding-strategy optim_grads_params",
+        ),
+        (f"{FSDP} --pipeline-model-parallel-size 2", "in one pipeline stage"),
+        (f"{FSDP} --fp8-format hybrid --fp8-recipe blockwise --fp8-param-gather", "weights of --fp8-recipe blockwise"),
+        (f"{FSDP} --fsdp-double-buffer", "buffers of Megatron-FSDP that stay"),
+        (f"{FSDP} --suggested-communication-unit-size 0", "expected a positive number"),
+        ("--delay-wgrad-compute", "needs --overlap-moe-expert-parallel-comm; add it"),
         ("--overlap-param-gather", "needs --use-distributed-optimizer"),
         ("--tp-comm-overlap --tensor-model-parallel-size 2", "--tp-comm-overlap needs"),
         ("--step-batch-size-schedule '0:32 1B:64'", "given beside --global-batch-size"),
@@ -465,7 +499,42 @@ def test_the_plan_of_a_command_is_a_command(capsys: pytest.CaptureFixture[str]) 
     assert "--tempo-activation" in line and "--recompute-activations" not in line
 
 
-_TYPED = ["0", "-1", "1", "2", "3", "8", "1e9", "nan", "inf", "", "true", "false", "[1", "none", "é", "--", "128,0"]
+@pytest.mark.parametrize(("words", "name"), [("--hybrid-layer-pattern M*-M", "hybrid"), (FSDP, "Megatron-FSDP")])
+def test_a_command_that_only_the_estimate_knows_gets_no_plan(
+    words: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = "plan --gpu h100 --gpu-memory 1GiB --vocab-size 500 --world-size 2".split()
+    assert main([*ours, "--", "pretrain_gpt.py", *GPT.split(), *words.split()]) == 2
+    sentences = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")]
+    assert len(sentences) == 1
+    assert f"the command gives {name}, which the planner does not know; ask tempo-megatron estimate" in sentences[0]
+
+
+_TYPED = [
+    "0",
+    "-1",
+    "1",
+    "2",
+    "3",
+    "8",
+    "1e9",
+    "nan",
+    "inf",
+    "",
+    "true",
+    "false",
+    "[1",
+    "none",
+    "é",
+    "--",
+    "128,0",
+    "M*-E|M/*E",
+]
+_KINDS = (
+    "--hybrid-layer-pattern M*-M --mamba-num-heads 16",
+    "--hybrid-layer-pattern ME*E/*E/*E --position-embedding-type rope --num-experts 8",
+    "--use-distributed-optimizer --use-megatron-fsdp",
+)
 _SIZES = (
     *("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size", "num-experts"),
     *("expert-model-parallel-size", "num-layers-per-virtual-pipeline-stage", "num-layers", "num-attention-heads"),
@@ -474,11 +543,12 @@ _SIZES = (
 
 
 def _draw_line(draw: random.Random) -> list[str]:
-    """A line of `estimate`: a third of them real but for a size or a choice, the others cut, doubled and misspelt."""
+    """A line of `estimate`: half of them real but for a size or a choice, the others cut, doubled and misspelt."""
     words = f"{GPT} --vocab-size 512 --tokenizer-type NullTokenizer --tensor-model-parallel-size 2".split()
     for option, size in (("--num-layers", "4"), ("--hidden-size", "64"), ("--seq-length", "64")):
         words[words.index(option) + 1] = size
-    if draw.random() < 1 / 3:
+    if draw.random() < 1 / 2:
+        words += draw.choice((*[""] * 9, *_KINDS)).split()
         words += [f"--{draw.choice(_SIZES)}", draw.choice("123448")]
         name = draw.choice(list(READ))
         if READ[name].kind is bool or READ[name].choices:
@@ -497,7 +567,7 @@ def _draw_line(draw: random.Random) -> list[str]:
         words[place : place + draw.choice((0, 0, 1))] = draw.choice(changes)
     own = draw.choice(("", "--world-size 8", "--world-size 7", "--moe-imbalance 2", "--gpu-memory 1GiB", "--allocator"))
     start = draw.choice(("", "torchrun --nproc-per-node 8", "torchrun --nproc-per-node", "deepspeed --num_gpus x"))
-    script = draw.choice(("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py", "pretrain_vlm.py", "train"))
+    script = draw.choice(("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py", "pretrain_hybrid.py", "train"))
     return ["estimate", *own.split(), "--", *start.split(), script, *words]
 
 

@@ -37,6 +37,7 @@ OTHER_CHOICES = {"cross-entropy-fusion-impl": {"linear"}}
 ONLY_IN_OTHER_VERSIONS = {
     *("dsv4-mode", "hybrid-attention-ratio", "hybrid-mlp-ratio", "linear-attention-type", "use-legacy-models"),
     *("moe-use-legacy-grouped-gemm", "offload-optimizer-states", "post-mlp-layernorm", "post-self-attn-layernorm"),
+    "megatron-fsdp-version",
 }
 # Fields that several of our options fill and Megatron derives, or that its parser evaluates.
 NOT_COMPARED = {"moe-layer-freq", "enable-cuda-graph", "external-cuda-graph", "hybrid-override-pattern"}

@@ -29,7 +29,7 @@ from tempo_megatron.memory.megatron_run import (
     read_run,
     split_layout,
 )
-from tempo_megatron.memory.run import OptimizerSettings, Run
+from tempo_megatron.memory.run import MegatronFsdp, OptimizerSettings, Run
 from tempo_megatron.models.shape import pad_vocab_size
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
@@ -128,7 +128,10 @@ def read_command(
     run = dataclasses.replace(
         run,
         optimizer=dataclasses.replace(
-            optimizer, gradient_bytes=_find_gradient_bytes(args), state_bytes=_find_state_bytes(args)
+            optimizer,
+            gradient_bytes=_find_gradient_bytes(args),
+            state_bytes=_find_state_bytes(args),
+            fsdp=_read_fsdp(args) if args.use_megatron_fsdp else None,
         ),
         gpu=gpu,
         deterministic=args.deterministic_mode,
@@ -138,6 +141,7 @@ def read_command(
         overlaps_tensor_parallel=_overlaps_tensor_parallel(args, run.stock),
         deferred_head_gradients=_find_deferred(args),
         float8=_find_float8(args),
+        float8_layers=_find_float8_layers(args),
         float8_weights=_keeps_float8_weights(args),
         data_has_masks=args.create_attention_mask_in_dataloader,
     )
@@ -171,6 +175,41 @@ def _read_muon(args: argparse.Namespace) -> OptimizerSettings:
     return OptimizerSettings(distributed=False, muon=way)
 
 
+def _read_fsdp(args: argparse.Namespace) -> MegatronFsdp:
+    """Raises ValueError for what Megatron-LM (arguments.py: validate_args) refuses, and what the estimate does not
+    know."""
+    strategies = args.data_parallel_sharding_strategy, args.outer_dp_sharding_strategy
+    if strategies != ("optim_grads_params", "no_shard") or args.num_distributed_optimizer_instances > 1:
+        raise ValueError(
+            "--use-megatron-fsdp is known to the estimate with --data-parallel-sharding-strategy optim_grads_params "
+            "and one group of ranks; leave out what says otherwise, --outer-dp-sharding-strategy and "
+            "--num-distributed-optimizer-instances among it"
+        )
+    if args.optimizer != "adam" or args.use_precision_aware_optimizer or not args.use_distributed_optimizer:
+        raise ValueError(
+            "--use-megatron-fsdp needs --use-distributed-optimizer, and the estimate knows it with Adam and without "
+            "--use-precision-aware-optimizer; change what is otherwise"
+        )
+    if args.pipeline_model_parallel_size > 1 or args.mtp_num_layers:
+        raise ValueError(
+            "--use-megatron-fsdp is known to the estimate in one pipeline stage and without multi-token prediction; "
+            "leave out what is otherwise"
+        )
+    if args.fp8_param_gather and args.fp8_recipe not in ("tensorwise", "delayed"):
+        raise ValueError(
+            f"--use-megatron-fsdp gathers weights of --fp8-recipe {args.fp8_recipe} through buffers that the estimate "
+            "does not know; leave --fp8-param-gather out"
+        )
+    _check_positive(args, "suggested_communication_unit_size")
+    size = args.suggested_communication_unit_size
+    return MegatronFsdp(
+        main_bytes=_BYTES.get(args.megatron_fsdp_main_params_dtype),
+        gradient_bytes=_BYTES.get(args.megatron_fsdp_main_grads_dtype),
+        communicated_bytes=_BYTES.get(args.megatron_fsdp_grad_comm_dtype),
+        **({} if size is None else {"unit_elements": size}),
+    )
+
+
 def _overlaps_tensor_parallel(args: argparse.Namespace, stock: str) -> bool:
     """Raises ValueError where Megatron-LM (arguments.py: validate_args) or its modules could not."""
     if args.tp_comm_overlap and not (args.sequence_parallel and stock == "transformer_engine"):
@@ -191,6 +230,25 @@ def _find_float8(args: argparse.Namespace) -> str | None:
             "blockwise and mxfp8"
         )
     return str(args.fp8_recipe)
+
+
+def _find_float8_layers(args: argparse.Namespace) -> tuple[bool, ...] | None:
+    """As core/fp8_utils.py: is_first_last_bf16_layer. Raises ValueError for what Megatron-LM refuses."""
+    if args.fp8 is None or not args.first_last_layers_bf16:
+        return None
+    if args.fp8_recipe == "delayed":
+        raise ValueError(
+            "--first-last-layers-bf16 is not for --fp8-recipe delayed; give tensorwise, blockwise or mxfp8, or leave "
+            "it out"
+        )
+    first, last = args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16
+    of_stage = args.num_layers // args.pipeline_model_parallel_size
+    if not (0 <= first <= of_stage and 0 <= last <= of_stage):
+        raise ValueError(
+            f"--num-layers-at-start-in-bf16 {first} and --num-layers-at-end-in-bf16 {last} are not from 0 to the "
+            f"{of_stage} layers of a pipeline stage; change one of them"
+        )
+    return tuple(first <= layer < args.num_layers - last for layer in range(args.num_layers))
 
 
 def _keeps_float8_weights(args: argparse.Namespace) -> bool:
@@ -307,6 +365,10 @@ def _refuse_unknown(args: argparse.Namespace, family: str) -> None:
                 "" if isinstance(value, bool) else f" {' '.join(map(str, value)) if isinstance(value, list) else value}"
             )
             raise ValueError(f"{options}{of} gives the run {words}, which the estimate does not know")
+    if args.delay_wgrad_compute and not args.overlap_moe_expert_parallel_comm:
+        raise ValueError(
+            "--delay-wgrad-compute needs --overlap-moe-expert-parallel-comm; add it, or leave the other out"
+        )
     if args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "linear":
         raise ValueError(
             "--cross-entropy-fusion-impl linear gives the run a fused output layer, which the estimate does not know; "

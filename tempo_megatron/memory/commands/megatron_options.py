@@ -218,7 +218,9 @@ READ: dict[str, Option] = {
     "megatron-fsdp-main-params-dtype": _words("fp32", *_FLOAT_TYPES, "auto"),
     "megatron-fsdp-main-grads-dtype": _words("auto", *_FLOAT_TYPES, "auto"),
     "megatron-fsdp-grad-comm-dtype": _words("auto", *_FLOAT_TYPES, "auto"),
+    "megatron-fsdp-version": Option(default=1),
     "fsdp-double-buffer": _switch(),
+    "suggested-communication-unit-size": Option(),
     # Eight bits and fewer.
     "fp8-format": _words(None, "e4m3", "hybrid", field="fp8"),
     "fp8-recipe": _words("delayed", "tensorwise", "delayed", "mxfp8", "blockwise", "custom"),
@@ -368,7 +370,7 @@ result-rejected-tracker-filename rope-scaling-factor rotary-base rotary-scaling-
 rotary-seq-len-interpolation-factor sample-rate save save-activations-interval save-dgrads-interval save-interval
 save-params-interval save-retain-interval save-tokens-per-expert-interval save-wgrads-interval seed
 sft-tokenizer-prompt-format sgd-momentum sharp-enabled-group short-seq-prob split start-eval-at-iter
-start-weight-decay suggested-communication-unit-size swin-backbone-type symmetric-ar-type timing-log-level
+start-weight-decay swin-backbone-type symmetric-ar-type timing-log-level
 timing-log-option titles-data-path tp-comm-bootstrap-backend tp-comm-overlap-cfg train-iters train-samples
 train-sync-interval true-on-policy-contract true-on-policy-vocab-size vision-backbone-type vision-pretraining-type
 weight-decay weight-decay-incr-style

@@ -171,8 +171,9 @@ def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gp
     """
     run, _, warnings = read_run_of_command(args, command)
     _refuse_unknown(run, "the command gives")
-    if run.optimizer.muon is not None:
-        raise ValueError("the command gives Muon, which the planner does not know; ask tempo-megatron estimate")
+    others = {"Muon": run.optimizer.muon, "Megatron-FSDP": run.optimizer.fsdp}
+    if name := next((name for name, value in others.items() if value is not None), None):
+        raise ValueError(f"the command gives {name}, which the planner does not know; ask tempo-megatron estimate")
     if run.tempo.is_off:
         raise ValueError("--no-use-tempo is given, and the plan is what Tempo does; leave it out")
     request = PlanRequest(

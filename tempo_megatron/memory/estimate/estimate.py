@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tempo_megatron.memory.estimate.allocator import CachingAllocator, Library, simulate_allocator
 from tempo_megatron.memory.estimate.lasting_tensors import count_lasting_tensors
+from tempo_megatron.memory.estimate.megatron_fsdp import ShardedChunk
 from tempo_megatron.memory.estimate.model_states import (
     ModelStates,
     count_model_states,
@@ -95,7 +96,7 @@ PART_NAMES = (
 
 # Where a part's name alone does not say what it is.
 _DESCRIPTIONS = {
-    "communication buffers": "buckets of gradients",
+    "communication buffers": "gathered weights and gradients",
     "global memory buffer": "Megatron's global memory buffer",
     "workspaces": "cuBLAS's workspaces",
     "rounding": "rest of the allocator's blocks",
@@ -131,6 +132,8 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
             f"--allocator is given with --pp {stages} and --stock {run.stock}, but it simulates the allocator of a GPU "
             "in one stage; expected --pp 1 and --stock local or transformer_engine; leave it out"
         )
+    if simulates_allocator and optimizer.fsdp is not None:
+        raise ValueError("--allocator does not follow weights that Megatron-FSDP gathers; leave it out")
     run.check()
     num_micro_batches = run.num_micro_batches or (1 if stages == 1 and optimizer.kind == "none" else 2 * stages)
     has_gradients = not makes_gradients(optimizer, run.dtype, num_micro_batches > 1)
@@ -148,14 +151,21 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
         if run.tempo.offloads:
             chunks = [offload_layers(chunk, each) for chunk, each in zip(chunks, moved, strict=True)]
         muon = None if optimizer.muon is None else _count_muon(run, chunks, optimizer.muon)
-        states = _count_states(run, chunks, accumulates=num_micro_batches > 1) if muon is None else muon[0]
+        sharded = None
+        if optimizer.fsdp is not None:
+            sharded = ShardedChunk(optimizer.fsdp, chunks[0], run.dtype, run.float8_weights, *_count_sharing(run))
+            states = sharded.count_states()
+        else:
+            states = _count_states(run, chunks, accumulates=num_micro_batches > 1) if muon is None else muon[0]
         is_combined = run.experts is not None and run.experts.overlaps and num_micro_batches > 1
         events = [
             *list_events(stage, stages, len(chunks), num_micro_batches, run.micro_batch_group, is_combined=is_combined)
         ]
         traces = None
-        # The blocks of tensors that leave for the host are others' meanwhile; their rounding is not counted.
-        if run.gpu is not None and optimizer.kind == "megatron" and not run.tempo.offloads:
+        # The blocks of tensors that leave for the host are others' meanwhile, and so are those of gathered weights;
+        # their rounding is not counted.
+        is_followed = optimizer.kind == "megatron" and sharded is None and not run.tempo.offloads
+        if run.gpu is not None and is_followed:
             traces = [
                 trace_chunk(of_stage, each, pre_process=first, post_process=last, has_gradients=has_gradients)
                 for each, (first, last) in zip(layers, ends, strict=True)
@@ -171,7 +181,8 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
         of_host = [sum(each) for each in moved]
         found.append(
             _estimate_rank(
-                *(_name(stage, stages), chunks, states, on_gpu, events, of_host, deferred, rounding, is_combined)
+                *(_name(stage, stages), chunks, states, on_gpu, events, of_host, deferred, rounding, is_combined),
+                sharded=sharded,
             )
         )
     if simulates_allocator:
@@ -275,7 +286,7 @@ def _count_on_gpu(
     placeholders = _list_placeholder_gradients(run, chunks)
     buffer = max(each.global_buffer_bytes for each in chunks)
     rounding = 0
-    if optimizer.kind == "megatron":
+    if optimizer.kind == "megatron" and optimizer.fsdp is None:
         sharing = _count_sharing(run)
         # Where no step is followed, what it leaves is among the others.
         of_step = [] if step else [*of_cublas, *(chunk.input_bytes for chunk in chunks for _ in range(2))]
@@ -292,6 +303,9 @@ def _count_on_gpu(
     float8, num_float8 = 0, _count_float8_weights(chunks)
     if run.float8 is not None:
         float8 = count_float8_bytes(num_float8, run.float8, run.gpu) - (num_float8 if run.float8_weights else 0)
+        if run.float8_weights and optimizer.fsdp is not None:
+            # A transposed copy is made for a unit's backward (megatron_fsdp.py: release_params_fp8_transpose_cache).
+            float8 = 0
     return {
         "workspaces": sum(of_cublas),
         "rounding": rounding,
@@ -337,17 +351,25 @@ def _estimate_rank(
     deferred: int = 0,
     rounding: int = 0,
     is_combined: bool = False,
+    *,
+    sharded: ShardedChunk | None = None,
 ) -> RankEstimate:
     """Follow a step's events; `waiting` counts, chunk by chunk, the micro batches between forward and backward.
 
     moved: what a micro batch sends to the host, chunk by chunk.
     rounding: what the allocator adds to the tensors of micro batches.
+    sharded: the chunk, where its weights are gathered.
     """
     highest: dict[tuple[int, bool], tuple[Moment, int]] = {}
     for chunk, memory in enumerate(chunks):
         for is_forward in (True, False):
             moments = memory.list_moments(in_backward=not is_forward, is_combined=is_combined)
-            with_buckets = ((moment, states.count_buckets(moment)) for moment in moments)
+            if sharded is None:
+                with_buckets = [(moment, states.count_buckets(moment)) for moment in moments]
+            else:
+                with_buckets = [
+                    (moment, sharded.count_buckets(moment, in_backward=not is_forward)) for moment in moments
+                ]
             highest[chunk, is_forward] = max(with_buckets, key=lambda each: each[0].num_bytes + each[1])
     waiting, follows_backward, host_bytes = [0] * len(chunks), False, 0
     candidates: dict[tuple[tuple[int, ...], int, bool, bool], int] = {}

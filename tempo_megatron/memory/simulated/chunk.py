@@ -50,7 +50,16 @@ from tempo_megatron.memory.simulated.hybrid import put_hybrid_layers
 from tempo_megatron.memory.simulated.latent_attention import put_latent_attention
 from tempo_megatron.memory.simulated.module_tree import Makers, ModuleMemory, build_tree
 from tempo_megatron.memory.simulated.multi_token_prediction import put_multi_token_prediction
-from tempo_megatron.memory.simulated.phases import EMBEDDING, HEAD, LAYERS, ChunkMemory, Parameter, Phase, compress
+from tempo_megatron.memory.simulated.phases import (
+    EMBEDDING,
+    HEAD,
+    LAYERS,
+    ChunkMemory,
+    LayerParameters,
+    Parameter,
+    Phase,
+    compress,
+)
 from tempo_megatron.memory.simulated.repeated_layers import repeat_layers
 from tempo_megatron.memory.simulated.transformer_engine import (
     choose_attention,
@@ -150,6 +159,7 @@ def _cut(run: Run, layers: range) -> Run:
         and dataclasses.replace(run.experts, layers=run.experts.layers[layers.start : layers.stop] or (False,)),
         hybrid=run.hybrid
         and dataclasses.replace(run.hybrid, pattern=run.hybrid.pattern[layers.start : layers.stop] or "*"),
+        float8_layers=run.float8_layers and (run.float8_layers[layers.start : layers.stop] or (False,)),
         optimizer=OptimizerSettings(),
         pipeline_parallel=1,
         data_parallel=1,
@@ -300,7 +310,8 @@ class _Chunk:
         recomputed = [run.find_recomputed(layer) for layer in layers]
         mixed = run.experts.layers if run.experts is not None else [False] * shape.num_layers
         pattern = run.hybrid.pattern if run.hybrid is not None else " " * shape.num_layers
-        rows = compress(zip(kinds, recomputed, mixed, pattern, strict=True), longest_row)
+        in_float8 = run.float8_layers or [run.float8 is not None] * shape.num_layers
+        rows = compress(zip(kinds, recomputed, mixed, pattern, in_float8, strict=True), longest_row)
         if run.experts is not None:
             config = _configure_experts(config, run.experts, [mixed[index] for index, _ in rows])
         values = {
@@ -374,8 +385,13 @@ class _Chunk:
         # Those of multi-token prediction, which runs inside the head and embeds tokens; perhaps one in several places.
         self._further = dict.fromkeys(self._model.mtp.layers, 1) if predicts_more else {}
         self._layers += self._further.items()
+        # Layers of multi-token prediction have no number, by which they could be left out.
+        places = [in_float8[index] for _ in stacks for index, _ in rows] + [run.float8 is not None] * len(self._further)
+        self._in_float8 = [(*each, has) for each, has in zip(self._layers, places, strict=True)]
         if run.float8 is not None:
-            keep_float8_inputs((layer for layer, _ in self._layers), run.float8, is_fused=attention != "unfused")
+            keep_float8_inputs(
+                (layer for layer, _, has in self._in_float8 if has), run.float8, is_fused=attention != "unfused"
+            )
         self._is_backward = False
         self._phase: tuple[str, int | None, bool] | None = None
         self._levels: list[tuple[tuple[str, int | None, bool], Phase]] = []
@@ -389,6 +405,7 @@ class _Chunk:
         for stack in self._stacks:
             stack.layers = torch.nn.ModuleList()
         self._layers = [*self._further.items()]
+        self._in_float8 = [each for each in self._in_float8 if each[0] in self._further]
 
     def measure(self) -> tuple[ChunkMemory, Allocations | None]:
         batch = self._make_batch()
@@ -411,7 +428,8 @@ class _Chunk:
             0 if self._pre_process else self._count_hidden(),
             0 if self._post_process else self._count_hidden(),
             tuple(self._list_parameters()),
-            sum(times * count_float8_weights(layer) for layer, times in self._layers) if self._run.float8 else 0,
+            tuple(each for layer, times, has in self._in_float8 for each in [_describe_parameters(layer, has)] * times),
+            sum(times * count_float8_weights(layer) for layer, times, has in self._in_float8 if has),
             self._find_linear_shapes(),
             forward,
             backward,
@@ -727,6 +745,14 @@ class _Chunk:
             *(getattr(self._model, n, None) for n in ("embedding", "output_layer")),
         ]
         return max((_count(part.parameters(), False) for part in parts if part is not None), default=0)
+
+
+def _describe_parameters(layer: torch.nn.Module, has_float8: bool) -> LayerParameters:
+    experts = count_expert_parameters(layer)
+    others = _count(layer.parameters(), False) - experts
+    of_experts = count_float8_weights(layer, of_experts=True)
+    in_float8 = (count_float8_weights(layer) - of_experts, of_experts) if has_float8 else (0, 0)
+    return LayerParameters(others, experts, *in_float8)
 
 
 def _count(parameters: Any, in_bytes: bool) -> int:

@@ -66,9 +66,9 @@ def keep_float8_inputs(layers: Iterable[torch.nn.Module], recipe: str, *, is_fus
                     _wrap(module, keeps_both=is_fused or isinstance(module, ColumnParallelLinear))
 
 
-def count_float8_weights(layer: torch.nn.Module) -> int:
-    """Elements of the weights that a layer multiplies with in float8."""
-    linears = ColumnParallelLinear, RowParallelLinear, LinearsOfExperts
+def count_float8_weights(layer: torch.nn.Module, *, of_experts: bool = False) -> int:
+    """Elements of the weights that a layer multiplies with in float8, or of routed experts' alone."""
+    linears = (LinearsOfExperts,) if of_experts else (ColumnParallelLinear, RowParallelLinear, LinearsOfExperts)
     return sum(module.weight.numel() for module in layer.modules() if isinstance(module, linears))
 
 

@@ -45,6 +45,24 @@ class Parameter:
 
 
 @dataclasses.dataclass(frozen=True)
+class LayerParameters:
+    """Elements of a layer's parameters."""
+
+    others: int
+    """That are no expert's."""
+
+    experts: int
+    float8_others: int
+    """Of the first, the weights that multiply in float8."""
+
+    float8_experts: int
+
+    @property
+    def total(self) -> int:
+        return self.others + self.experts
+
+
+@dataclasses.dataclass(frozen=True)
 class ChunkMemory:
     """A chunk of the model: what it is made of, and what one micro batch adds to that."""
 
@@ -70,6 +88,9 @@ class ChunkMemory:
 
     parameters: tuple[Parameter, ...]
     """In the order of the modules."""
+
+    layer_parameters: tuple[LayerParameters, ...]
+    """Of each layer."""
 
     float8_weights: int
     """Elements of the weights with which it multiplies in float8."""
@@ -104,12 +125,15 @@ class ChunkMemory:
         standing = dict.fromkeys(PARTS, 0)
         gradients = num_gradients = 0
         for phases, is_asked in ((self.forward, not in_backward), (self.backward, in_backward)):
+            before = dict.fromkeys(PARTS, 0)
             for place, phase in enumerate(phases):
                 num_gradients += phase.num_gradients
                 if is_asked:
                     name = f"{'backward' if in_backward else 'forward'} of the {phase.part}"
                     rise = phase.rise + (ahead[place] if is_combined and in_backward else 0)
-                    yield Moment(name, phase.part, rise, phase.growth, gradients, num_gradients, dict(standing))
+                    numbers = num_gradients, before[phase.part]
+                    yield Moment(name, phase.part, rise, phase.growth, gradients, *numbers, dict(standing))
+                before[phase.part] += 1
                 standing[phase.part] += phase.growth - phase.gradient_growth
                 gradients += phase.gradient_growth
 
@@ -129,6 +153,9 @@ class Moment:
     gradient_bytes: int
     num_gradients: int
     """Elements of the parameters whose gradient is complete when the phase ends."""
+
+    num_before: int
+    """Phases of the same part before it, in the same direction."""
 
     standing: dict[str, int]
     """Part -> what of it stood when the phase began."""
