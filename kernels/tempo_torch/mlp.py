@@ -21,9 +21,16 @@ class TiledMLP(Replaced):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the stock MLP returns for x [..., h]."""
         stock: Any = self.stock_class
+        x: Tensor
         (x,) = (*args, *kwargs.values())
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not torch.is_grad_enabled():
             return stock.forward(self, x)
+        return self._run_in_tiles(x)
+
+    # A compiler would look through the tiles and keep what they make.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _run_in_tiles(self, x: Tensor) -> Tensor:
+        stock: Any = self.stock_class
         check_gathered(self)
 
         def run_tile(tile: Tensor) -> Tensor:
@@ -31,8 +38,8 @@ class TiledMLP(Replaced):
             return y.squeeze(0)
 
         parameters = self.parameters()  # type: ignore[attr-defined]
-        y = recompute_in_tiles(run_tile, x.flatten(0, -2), parameters=parameters, num_rows=x.size(-1))
-        y = y.unflatten(0, x.shape[:-1])
+        rows = recompute_in_tiles(run_tile, x.flatten(0, -2), parameters=parameters, num_rows=x.size(-1))
+        y: Tensor = rows.unflatten(0, x.shape[:-1])
         drop_input(x, y)
         return y
 

@@ -38,9 +38,15 @@ class _Norm(Replaced):
 
     def forward(self, x: Tensor) -> Tensor:
         """y of the shape and dtype of the stock class. Notes what y was made from, if the attention behind asks."""
+        if MADE in self.__dict__ and torch.is_grad_enabled():
+            return self._normalise_and_note(x)
+        return self.normalise(x)
+
+    # Compiled code has no storages.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _normalise_and_note(self, x: Tensor) -> Tensor:
         y = self.normalise(x)
-        if MADE in self.__dict__ and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self.__dict__[MADE] = x, StorageWeakRef(y.untyped_storage())
+        self.__dict__[MADE] = x, StorageWeakRef(y.untyped_storage())
         return y
 
     def normalise(self, x: Tensor) -> Tensor:

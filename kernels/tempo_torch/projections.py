@@ -40,9 +40,14 @@ class TiledProjections(Replaced):
 
         Raises ValueError in training with a cache of keys and values, or with rotary embeddings of another form.
         """
+        if not torch.is_grad_enabled():
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return self._call_in_tiles(*args, **kwargs)
+
+    # A compiler would look through the tiles and keep what they make.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _call_in_tiles(self, *args: Any, **kwargs: Any) -> Any:
         call_stock: Any = super().__call__  # type: ignore[misc]
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return call_stock(*args, **kwargs)
         call = inspect.signature(self.stock_class.forward).bind(self, *args, **kwargs).arguments
         y, more = call["hidden_states"], call.pop("kwargs", {})
         del call["self"], call["hidden_states"]

@@ -188,7 +188,7 @@ def tempoize(
         mlp: "tile" computes the MLPs of transformers' models a tile of tokens at a time, in forward and in backward,
             so that they keep their input only and nothing as wide as their inner size is there for all tokens; both
             linears run again in backward. Under DeepSpeed's ZeRO 3 call tempoize before deepspeed.initialize. Under
-            torch.compile the stock modules run, whole, here and for qkv.
+            torch.compile tiles run between the graphs, here and for qkv: fullgraph=True fails in training.
         qkv: "tile" lets attention of transformers' models with rotary embeddings keep the input of the norm in front of
             it, and attention's output: q, k and v are made again in backward, and norm, projections and rotary
             embeddings run for a tile of tokens at a time. Attention is then Tempo's also without dropout. Training

@@ -16,7 +16,7 @@ from transformers_cases import checkpoint_layers
 
 from tempo_kernels.attention import cpu
 from tempo_kernels.recompute import keep_attention, recompute, recompute_in_tiles
-from tempo_megatron.memory.kept.recorder import Recorder
+from tempo_megatron.memory.kept.recorder import GraphReader, Recorder
 from tempo_megatron.memory.storages import PeakBytes
 from tempo_torch import report_on, restore, samples, tempoize
 
@@ -200,6 +200,47 @@ def test_training_runs_in_tiles_and_nothing_holds_the_input_of_a_layer_after_it(
     with torch.no_grad():
         model(input_ids=IDS, labels=IDS)
     assert norm.tempo_made is None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_compiled_layers_run_in_tiles_and_keep_what_tiles_keep(is_checkpointed: bool) -> None:
+    found = {}
+    for how in ("stock", "tile", "stock, compiled", "tile, compiled"):
+        qkv = how.split(",")[0].replace("stock", "off")
+        model = tempoize(build("Llama", attention_dropout=0.1), mlp=qkv, qkv=qkv)
+        if is_checkpointed:
+            checkpoint_layers(model, use_reentrant=False, context_fn=keep_attention)
+        for layer in model.model.layers if how.endswith("compiled") else ():
+            layer.compile(backend="aot_eager")
+        for _ in range(2):  # the first forward finds which norm is in front of attention
+            model.zero_grad()
+            with samples(model, 0):
+                loss = model(input_ids=IDS, labels=IDS).loss
+            kept = sum(saved.num_bytes for saved in GraphReader(model).list_saved([loss]))
+            loss.backward()
+        found[how] = kept / (IDS.numel() * 32 * 4), loss.detach(), [p.grad for p in model.parameters()]
+    for _, loss, gradients in found.values():
+        torch.testing.assert_close(loss, found["stock"][1], rtol=1e-6, atol=0)
+        for gradient, expected in zip(gradients, found["stock"][2], strict=True):
+            assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max()
+    if not is_checkpointed:
+        # 3 of it is the output of the norm in front of the MLP, which nobody makes again where it is compiled.
+        assert found["tile, compiled"][0] == pytest.approx(found["tile"][0] + 3, abs=0.1)
+        assert found["tile, compiled"][0] < found["stock, compiled"][0] / 3
+        assert all(torch.equal(*pair) for pair in zip(found["tile"][2], found["tile, compiled"][2], strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_one_graph_has_no_room_for_tiles_in_training_and_needs_none_in_evaluation() -> None:
+    model = tempoize(build("Llama", num_hidden_layers=1), mlp="tile", qkv="tile")
+    compiled = torch.compile(model.model.layers[0].mlp, backend="aot_eager", fullgraph=True)
+    x = torch.randn(1, 80, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model.model.layers[0].mlp(x))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="_run_in_tiles"):
+        compiled(x)
 
 
 def test_training_with_a_cache_is_refused_where_tiles_would_not_run() -> None:

@@ -234,7 +234,8 @@ class LongSequence:
             (_FLOAT32 + 2 * _BF16) * h,
             source="transformers: LlamaRMSNorm computes in float32; the product with the weight saves x's bf16 copy",
         )
-        yield Term("logits", _BF16 * vocab, source="transformers: CausalLMOutput has them while there is an output")
+        # Where nobody holds the output, their place is free in backward, and too small for what backward makes.
+        yield Term("logits, or their place", _BF16 * vocab, source="transformers: CausalLMOutput; torch's allocator")
         yield Term(
             "logarithm of the softmax",
             _FLOAT32 * vocab,
