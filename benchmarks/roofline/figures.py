@@ -36,7 +36,7 @@ BLACKWELL = {
 BLACKWELL_BEST = "up to 1613 TFLOP/s, 1.3x cuDNN 9.13 and 2.7x Triton (Zadouri et al., arXiv 2603.05451)"
 
 TRANSFORMER_ENGINE = {"cuDNN, which it prefers on sm_90": 0.3664, "flash-attn": 0.5850}
-"""{backend: milliseconds of forward and backward} of Transformer Engine's attention on an H100 80GB HBM3: causal, d 128,
+"""{backend: milliseconds of forward and backward} of Transformer Engine's attention on an H100 80GB: causal, d 128,
 2048 tokens x 2, 16 heads, no dropout, from docs/examples/attention/attention.ipynb of NVIDIA/TransformerEngine at
 0f60e599."""
 TRANSFORMER_ENGINE_FLOPS = 7 * 2 * 2048**2 * 128 * 2 * 16 / 2
