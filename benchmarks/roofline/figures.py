@@ -33,6 +33,14 @@ BLACKWELL = {
     "FlashAttention-4, the same, backward": (1209, 1360),
 }
 """TFLOP/s on a B200, causal and not, from pull request 2280 of Dao-AILab/flash-attention."""
+BLACKWELL_BEST = "up to 1613 TFLOP/s, 1.3x cuDNN 9.13 and 2.7x Triton (Zadouri et al., arXiv 2603.05451)"
+
+TRANSFORMER_ENGINE = {"cuDNN, which it prefers on sm_90": 0.3664, "flash-attn": 0.5850}
+"""{backend: milliseconds of forward and backward} of Transformer Engine's attention on an H100 80GB: causal, d 128,
+2048 tokens x 2, 16 heads, no dropout, from docs/examples/attention/attention.ipynb of NVIDIA/TransformerEngine at
+0f60e599."""
+TRANSFORMER_ENGINE_FLOPS = 7 * 2 * 2048**2 * 128 * 2 * 16 / 2
+"""2 products of forward and 5 of backward, half of them under the causal limit."""
 
 COUNTED_DROPOUT = {64: 5984, 128: 10020}
 """{head_dim: issue and tensor cycles of FlashAttention-2's forward and backward with dropout for 8192 scores}, in the
@@ -50,5 +58,5 @@ POINTWISE = (
     ("QuACK", "RMSNorm, softmax and cross entropy forward, rows from 4096 on", "3.0 TB/s", "Dao-AILab/quack, "
      "media/2025-07-10-membound-sol.md: 90 % of 3.35 TB/s"),
     ("Liger, torch.compile", "softmax forward", "about 2.0 TB/s from rows of 65536 on", "the same page"),
-    ("Transformer Engine", "LayerNorm, RMSNorm, GELU", "none found", "-"),
+    ("Transformer Engine", "LayerNorm, RMSNorm, GELU", "none found", "for its attention see above"),
 )  # fmt: skip

@@ -79,7 +79,10 @@ class Device(NamedTuple):
     clock_hz: float
     """The one at which the data sheet's dense 16-bit FLOP/s are reckoned: 989.4e12 on an H100 SXM."""
     copy_bytes_per_s: float
-    """Of a large copy, read and write together."""
+    """Of a large copy, read and write together: nine tenths of the data sheet's 3.35, 4.8 and 8 TB/s of an H100 SXM, an
+    H200 and a B200. QuACK's authors measured that share on an H100 (figures.POINTWISE); on a GH200 BabelStream copies
+    2.98 TB/s (issue 194 of UoB-HPC/BabelStream). Of an A100 80GB's 2.04 TB/s a read has 88 % (NVIDIA's forum, 339083),
+    and 1.7 TB/s allows for writes. Nobody's measurement stands behind the H200, the B200 and that allowance."""
 
 
 DEVICES = {
