@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -10,7 +11,7 @@ from tempo_megatron import TempoConfig
 from tempo_megatron.memory.estimate import allocator as caching_allocator
 from tempo_megatron.memory.estimate.allocator import Block, CachingAllocator
 from tempo_megatron.memory.estimate.estimate import estimate_ranks
-from tempo_megatron.memory.run import OptimizerSettings, Run
+from tempo_megatron.memory.run import Experts, OptimizerSettings, Run
 from tempo_megatron.memory.simulated import chunk
 from tempo_megatron.models.shape import make_shape
 
@@ -81,14 +82,34 @@ def test_what_is_freed_comes_back_whole() -> None:
             allocator.free(blocks.pop(generator.randrange(len(blocks))))
         else:
             blocks.append(allocator.allocate(int(2 ** generator.uniform(0, 26))))
-        used = sorted((b.address, b.address + b.size) for b in blocks if b is not None)
+        used = sorted((b.address, b.address + b.size) for b in blocks if b is not None and b.address is not None)
         assert all(end <= start for (_, end), (start, _) in zip(used, used[1:], strict=False))
         assert allocator.allocated == sum(end - start for start, end in used) <= allocator.reserved
     for block in blocks:
         allocator.free(block)
-    free = [size for pool in allocator._free for size, _ in pool]
+    free = [size for pool in allocator._free for size, *_ in pool]
     assert allocator.allocated == 0 and sum(free) == allocator.reserved
     assert all(size % (2 * MIB) == 0 for size in free)
+
+
+@pytest.mark.parametrize("is_expandable", [False, True])
+def test_what_is_in_use_is_the_same_where_small_blocks_lie_nowhere(is_expandable: bool) -> None:
+    generator = random.Random(6)
+    whole, light = (
+        CachingAllocator(is_expandable=is_expandable),
+        CachingAllocator(is_expandable=is_expandable, counts_reserved=False),
+    )
+    blocks: list[tuple[Block | None, Block | None]] = []
+    for _ in range(3000):
+        if blocks and generator.random() < 0.5:
+            of_whole, of_light = blocks.pop(generator.randrange(len(blocks)))
+            whole.free(of_whole)
+            light.free(of_light)
+        else:
+            size = int(2 ** generator.uniform(0, 26))
+            blocks.append((whole.allocate(size), light.allocate(size)))
+        assert (light.allocated, light.peak_allocated) == (whole.allocated, whole.peak_allocated)
+    assert whole.reserved > light.reserved >= 0
 
 
 OFF, AUTO = TempoConfig.off(), TempoConfig()
@@ -142,3 +163,32 @@ def test_three_layers_show_the_allocations_of_all(
     run = chunk._cut(Run(model=shape, tempo=tempo_config, micro_batch_size=2), range(6))
     few, every = (chunk._run_chunk(run, pre_process, post_process, True, False, longest)[1] for longest in (3, 6))
     assert few is not None and few == every
+
+
+def test_three_layers_with_experts_show_the_allocations_of_all() -> None:
+    """But for the sums of the balancing losses, 4 bytes for each layer that runs, which the first one makes."""
+    layers = 6
+    shape = make_shape(
+        num_layers=layers, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=99, add_bias_linear=False
+    )
+    experts = Experts(
+        num_experts=4,
+        per_token=2,
+        ffn_hidden_size=32,
+        layers=(True,) * layers,
+        aux_loss_coefficient=0.01,
+        imbalance=1.0,
+    )
+    run = Run(model=shape, tempo=OFF, stock="transformer_engine", experts=experts, micro_batch_size=2)
+    cut = chunk._cut(run, range(layers))
+    # The first one makes what Megatron has for the whole process, MoEAuxLossAutoScaler's scale.
+    lengths = (4, 3, layers)
+    _, few, every = (chunk._run_chunk(cut, True, True, True, False, longest)[1] for longest in lengths)
+    assert few is not None and every is not None
+    differ = [
+        (few_size, size)
+        for (number, few_size), (same, size) in zip(few.events, every.events, strict=True)
+        if number != same or few_size != size
+    ]
+    assert differ == [(4 * 3, 4 * layers)]
+    assert dataclasses.replace(few, events=()) == dataclasses.replace(every, events=())

@@ -63,12 +63,12 @@ class Allocations:
     """Before which event each library first multiplies."""
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Block:
-    """A part of a segment, in use or free."""
+    """A part of a segment, in use or free; of one that lies nowhere only the size counts."""
 
     size: int
-    address: int
+    address: int | None
     is_small: bool
     is_free: bool = False
     previous: Block | None = None
@@ -80,31 +80,40 @@ class Block:
 class CachingAllocator:
     """Counts bytes in use, rounded, and bytes of all segments, now and at most.
 
-    is_expandable: with expandable segments, of which only the bytes in use are known.
+    Args:
+        is_expandable: with expandable segments.
+        counts_reserved: whether `reserved` is asked for. What is in use does not depend on where blocks lie that are
+            split to the byte, which are the small ones, or with expandable segments all: without it, those lie nowhere.
     """
 
-    def __init__(self, *, is_expandable: bool = False) -> None:
+    def __init__(self, *, is_expandable: bool = False, counts_reserved: bool = True) -> None:
         self.allocated = self.peak_allocated = self.reserved = 0
-        self._is_expandable = is_expandable
-        # Free blocks of the large and of the small pool, as (size, address), which is the order of choice.
-        self._free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
-        self._blocks: dict[int, Block] = {}
+        self._is_expandable, self._counts_reserved = is_expandable, counts_reserved
+        # Free blocks of the large and of the small pool, by size and address, which is the order of choice.
+        self._free: tuple[list[tuple[int, int, Block]], list[tuple[int, int, Block]]] = ([], [])
 
     def allocate(self, num_bytes: int) -> Block | None:
         """A block for a tensor; None where it has no bytes."""
         if num_bytes == 0:
             return None
         size = _round_up(num_bytes, ROUNDING_BYTES)
-        block = self._take(size) or self._add_segment(size)
-        rest = block.size - size
-        if rest >= ROUNDING_BYTES if block.is_small or self._is_expandable else rest > SMALL_BYTES:
-            behind = Block(rest, block.address + size, block.is_small, previous=block, next=block.next)
-            if block.next is not None:
-                block.next.previous = behind
-            block.size, block.next = size, behind
-            self._put(behind)
+        is_small = size <= SMALL_BYTES
+        is_split = is_small or self._is_expandable
+        if is_split and not self._counts_reserved:
+            block = Block(size, None, is_small)
+        else:
+            block = self._take(size, is_small) or self._add_segment(size)
+            rest = block.size - size
+            if rest >= ROUNDING_BYTES if is_split else rest > SMALL_BYTES:
+                assert block.address is not None
+                behind = Block(rest, block.address + size, is_small, previous=block, next=block.next)
+                if block.next is not None:
+                    block.next.previous = behind
+                block.size, block.next = size, behind
+                self._put(behind)
         self.allocated += block.size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated = self.allocated
         return block
 
     def free(self, block: Block | None) -> None:
@@ -112,6 +121,8 @@ class CachingAllocator:
         if block is None:
             return
         self.allocated -= block.size
+        if block.address is None:
+            return
         for neighbour in (block.previous, block.next):
             if neighbour is None or not neighbour.is_free:
                 continue
@@ -123,13 +134,13 @@ class CachingAllocator:
             block = first
         self._put(block)
 
-    def _take(self, size: int) -> Block | None:
-        free = self._free[size <= SMALL_BYTES]
-        place = bisect.bisect_left(free, (size, -1))
+    def _take(self, size: int, is_small: bool) -> Block | None:
+        free = self._free[is_small]
+        place = bisect.bisect_left(free, (size,))
         if place == len(free):
             return None
-        block = self._blocks[free[place][1]]
-        self._remove(block)
+        block = free.pop(place)[2]
+        block.is_free = False
         return block
 
     def _add_segment(self, size: int) -> Block:
@@ -143,15 +154,14 @@ class CachingAllocator:
         return block
 
     def _put(self, block: Block) -> None:
+        assert block.address is not None
         block.is_free = True
-        self._blocks[block.address] = block
-        bisect.insort(self._free[block.is_small], (block.size, block.address))
+        bisect.insort(self._free[block.is_small], (block.size, block.address, block))
 
     def _remove(self, block: Block) -> None:
         block.is_free = False
         free = self._free[block.is_small]
         del free[bisect.bisect_left(free, (block.size, block.address))]
-        del self._blocks[block.address]
 
 
 def simulate_allocator(

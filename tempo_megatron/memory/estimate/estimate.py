@@ -171,7 +171,7 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
                 for each, (first, last) in zip(layers, ends, strict=True)
             ]
         workspaces = list_workspaces(run, has_head=stage == stages - 1)
-        allocator = CachingAllocator(is_expandable=run.expandable_segments)
+        allocator = CachingAllocator(is_expandable=run.expandable_segments, counts_reserved=False)
         step = None if traces is None else Step(allocator, traces, _list_until_full(events), workspaces)
         on_gpu = _count_on_gpu(run, chunks, muon and muon[1], allocator, step, workspaces)
         if run.gpu is not None:

@@ -17,6 +17,7 @@ say, take a block of 4, each layer adds 1 MiB.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -181,15 +182,23 @@ class Step:
                 self._forget_last()
                 begin, end = trace.num_forward_events, len(trace.events)
             products = self._find_first_products(trace, is_forward)
-            for place in range(begin, end):
-                number, size = trace.events[place]
-                for library in products.get(place, ()):
-                    self._make_workspaces(library)
+            exact, allocate, free = self._exact, self._allocator.allocate, self._allocator.free
+            for place, (number, size) in enumerate(itertools.islice(trace.events, begin, end), begin):
+                if place in products:
+                    self._exact = exact
+                    for library in products[place]:
+                        self._make_workspaces(library)
+                    exact = self._exact
                 if size == _FREED:
-                    self._drop([alive.pop(number)])
+                    block, size = alive.pop(number)
+                    free(block)
+                    exact -= size
                 else:
-                    alive[number] = self._make(size)
-                    highest = max(highest, self._exact)
+                    alive[number] = allocate(size), size
+                    exact += size
+                    if exact > highest:
+                        highest = exact
+            self._exact = exact
             if is_forward:
                 self._drop([mask])
                 self._forget_last()

@@ -167,6 +167,9 @@ def _cut(run: Run, layers: range) -> Run:
         first_stage_layers=None,
         last_stage_layers=None,
         num_micro_batches=None,
+        # Of the allocator and of cuBLAS, no tensor's.
+        cublas_workspace_bytes=None,
+        expandable_segments=False,
     )
 
 

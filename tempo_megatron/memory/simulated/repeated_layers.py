@@ -86,20 +86,39 @@ def _find_makers(
 ) -> dict[int, _Storage] | None:
     """Who made each storage; None where a layer that stands for several made what a neighbour did not.
 
-    A neighbour may make more, first or last: the chunk's input, a norm behind all layers. Its other storages then have
-    the ranks of those that the layer makes.
+    A neighbour may make more: the chunk's input, a norm behind all layers, what the first of all makes once. Its other
+    storages then have the ranks of those that the layer makes.
     """
-    extra: dict[int, int] = {}
+    ranks: dict[int, list[int]] = {}
     for place, side, is_backward in itertools.product(places, (-1, 1), (False, True)):
         wanted, has = (
             [size for _, size in _list_made(blocks[layers[each, is_backward]][1])] for each in (place, place + side)
         )
-        more = len(has) - len(wanted)
-        if more < 0 or wanted not in (has[more:], has[: len(wanted)]):
+        found = _align(wanted, has)
+        if found is None:
             return None
-        extra[layers[place + side, is_backward]] = more if has[more:] == wanted else 0
+        ranks[layers[place + side, is_backward]] = found
     made = ((block, _list_made(events)) for block, (_, events) in enumerate(blocks))
-    return {name: (block, rank - extra.get(block, 0)) for block, names in made for rank, (name, _) in enumerate(names)}
+    return {
+        name: (block, ranks[block][place] if block in ranks else place)
+        for block, names in made
+        for place, (name, _) in enumerate(names)
+    }
+
+
+def _align(wanted: Sequence[int], has: Sequence[int]) -> list[int] | None:
+    """For each of `has` its place in `wanted`, or a negative number of its own; None where it has not all, in order.
+
+    Where sizes alone leave the choice, what is made first has a number of its own.
+    """
+    if list(wanted) == has[: len(wanted)] != has[len(has) - len(wanted) :]:
+        return [*range(len(has))]
+    ranks, left = [-1 - place for place in range(len(has))], len(wanted)
+    for place in reversed(range(len(has))):
+        if left and has[place] == wanted[left - 1]:
+            left -= 1
+            ranks[place] = left
+    return None if left else ranks
 
 
 def _free_alike(
