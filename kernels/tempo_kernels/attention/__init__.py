@@ -7,9 +7,10 @@ from tempo_kernels.attention.blocks import (
     differentiate_sink,
     merge_blocks,
 )
-from tempo_kernels.attention.function import attention, describe, find_backend
+from tempo_kernels.attention.function import OPERATIONS, attention, describe, find_backend, list_gpu_workspaces
 
 __all__ = [
+    "OPERATIONS",
     "add_sink",
     "attend_block",
     "attention",
@@ -17,5 +18,6 @@ __all__ = [
     "differentiate_block",
     "differentiate_sink",
     "find_backend",
+    "list_gpu_workspaces",
     "merge_blocks",
 ]

@@ -183,13 +183,14 @@ def _takes_sdpa(
 
 
 def list_gpu_workspaces(
-    operands: Sequence[Any], architecture: int, multiprocessors: int, is_deterministic: bool = False
+    operands: Sequence[Any], major: int, multiprocessors: int, is_deterministic: bool = False
 ) -> list[int]:
     """Returns the bytes of each tensor that backward would hold on a GPU beside its results, all of them at once.
 
     Args:
         operands: of the operator `attention_backward`; the tensors may be fake.
-        architecture, multiprocessors: of the GPU; see walks.py.
+        major: of the GPU's compute capability.
+        multiprocessors: of the GPU.
         is_deterministic: whether torch is to use deterministic algorithms.
     """
     inputs, packed, settings, is_softmax = _read_operands(tuple(operands[4:-1]))
@@ -201,7 +202,7 @@ def list_gpu_workspaces(
     where = inputs.mask, settings.window_size, inputs.key_lengths, settings.first_column
     if not settings.dropout_p and _takes_sdpa(q, k, v, settings.causal, *where, is_special):
         return _list_sdpa_workspaces(q, k, multiprocessors if is_deterministic else 1)
-    of_gpu = architecture, multiprocessors
+    of_gpu = walks.name_architecture(major), multiprocessors
     return walks.list_workspaces(q.shape, k.shape, v.size(-1), q.dtype, *of_gpu, is_packed=is_packed)
 
 
@@ -316,8 +317,8 @@ def _read_tensors(tensors: Sequence[Any]) -> tuple[Inputs, Documents]:
     return Inputs(*tensors[:num_inputs]), Documents(*tensors[num_inputs:])
 
 
-FORWARD, BACKWARD = _forward, _backward
-"""The operators, by which a program that counts memory knows them."""
+OPERATIONS = (_forward, _backward)
+"""Forward and backward, by which a program that counts memory knows them."""
 
 
 class _Attention(torch.autograd.Function):

@@ -22,8 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tempo_kernels.attention.function import BACKWARD, FORWARD, list_gpu_workspaces
-from tempo_kernels.attention.walks import name_architecture
+from tempo_kernels import attention
 from tempo_kernels.fakes import simulate
 from tempo_kernels.linear_cross_entropy import CHUNK_BYTES, OPERATIONS, use_chunk_bytes
 from tempo_kernels.opaque import Opaque
@@ -58,7 +57,7 @@ class _Gpu:
     """What operations make on a GPU."""
 
     def __init__(self, chip: Chip, is_deterministic: bool) -> None:
-        self._attention = (name_architecture(chip.major), chip.multiprocessors, is_deterministic)
+        self._attention = (chip.major, chip.multiprocessors, is_deterministic)
         self._of_stock: set[StorageWeakRef] = set()
 
     def run(self, function: Any, *inputs: Any) -> Any:
@@ -69,11 +68,12 @@ class _Gpu:
         if not isinstance(function, Opaque):
             return None
         results = function.trace(*inputs)
-        if function is FORWARD and _entered:
+        if function is attention.OPERATIONS[0] and _entered:
             self._of_stock.add(StorageWeakRef(results[1].untyped_storage()))
-        if function is BACKWARD and not self._is_of_stock(inputs[2]):
+        if function is attention.OPERATIONS[1] and not self._is_of_stock(inputs[2]):
             held = [
-                inputs[0].new_empty(size, dtype=torch.uint8) for size in list_gpu_workspaces(inputs, *self._attention)
+                inputs[0].new_empty(size, dtype=torch.uint8)
+                for size in attention.list_gpu_workspaces(inputs, *self._attention)
             ]
             del held
         return results
@@ -85,10 +85,10 @@ class _Gpu:
 _entered: list[torch.nn.Module] = []
 
 
-def mark_as_stock(attention: torch.nn.Module) -> None:
+def mark_as_stock(module: torch.nn.Module) -> None:
     """Say that a module stands for stock attention, whose backward holds other things than Tempo's."""
-    attention.register_forward_pre_hook(lambda *_: _entered.append(attention))
-    attention.register_forward_hook(lambda *_: _leave(), always_call=True)
+    module.register_forward_pre_hook(lambda *_: _entered.append(module))
+    module.register_forward_hook(lambda *_: _leave(), always_call=True)
 
 
 def _leave() -> None:
