@@ -6,6 +6,9 @@ half of its scores are for nothing. Before its first tile, and before each block
 a program waits for memory twice, for its own rows and for the first of the others'. Multiprocessors take the programs
 in the order of the launch, each as soon as it is free.
 
+The warps of a program wait for one another at the barriers of a tile, while its multiprocessor has nothing to do unless
+it has another program.
+
 EFFICIENCY comes from outside: Triton's tutorial, counted in the same way, against what was measured of it. Nothing of
 ours was measured, so its spread is in a row's error bar.
 
@@ -96,8 +99,12 @@ def find_walk(
     programs = list_programs(name, (queries, keys), splits, causal, heads)
     # Programs that share a multiprocessor share its cycles; the GPU gives each one of its own as long as there are any.
     sharing = min(one["programs_per_sm"], -(-len(programs) // device.multiprocessors))
+    barriers = one["barriers"] * chosen.barrier_cycles / efficiency if sharing == 1 else 0.0
     cycles = [
-        chosen.start_cycles + p.blocks * per_block + sharing * (p.tiles * per_tile + p.edges * per_edge)
+        chosen.start_cycles
+        + p.blocks * per_block
+        + p.tiles * (sharing * per_tile + barriers)
+        + sharing * p.edges * per_edge
         for p in programs
     ]
     total_tiles = sum(p.tiles for p in programs)

@@ -155,13 +155,19 @@ def test_programs_of_a_causal_walk_have_the_tiles_that_reach_the_diagonal(name, 
 def test_the_time_of_a_walk_is_that_of_its_tiles_and_of_what_no_multiprocessor_shares_out():
     device = model.DEVICES["H100"]
     one = {"walk": "forward", "head_dim": 128, "splits": 1, "tile": (128, 64), "warps": 4, "programs_per_sm": 1}
-    one |= {"issued": 1000, "others": 100, "around": 0}
+    one |= {"issued": 1000, "others": 100, "around": 0, "barriers": 0}
     per_tile = 1000 + 2 * 128 * 64 * 128 * 2 / 4096
     found = walks.find_walk(one, device, True)
     tiles = 128 * sum(range(2, 33, 2))
     assert found.tiles == pytest.approx(tiles * per_tile / 132 / device.clock_hz)
     assert found.tiles < found.total < 1.25 * found.tiles and found.bound == "issue and tensor cores"
     assert walks.find_walk(one, device, True, model.CENTRAL, 0.5).tiles == pytest.approx(2 * found.tiles)
+    # Barriers keep a program waiting that has its multiprocessor for itself.
+    waiting = one | {"barriers": 5}
+    waited = (walks.find_walk(waiting, device, True).total - found.total) / (tiles * 5 * 30 / 132 / device.clock_hz)
+    assert 1.0 < waited < 1.25
+    together = [walks.find_walk(each | {"programs_per_sm": 2}, device, True).total for each in (one, waiting)]
+    assert together[0] == together[1]
 
 
 def test_the_loss_heads_peaks_are_what_is_followed():

@@ -59,11 +59,12 @@ SHAPES_OF_HEADS, WARPS_OF_HEADS = SHAPES[90]["one_walk"], 8
 # So many programs share a head as make it fastest. More than two may, as long as their sums, which hold 4 bytes per
 # element of q and split, stay within so many bytes. Costs are in units of the time that a multiprocessor takes for a
 # block of keys in one walk: of a round of the programs of two walks, which have 128 keys, of writing and reading a
-# split's sums of a head, and, times the number of queries, with which the others grow, of one launch more. They are
-# those of the model of benchmarks/roofline for an H100 with dropout and without a causal limit, under which one walk
-# gains more. None was measured.
+# split's sums of a head, and, times the number of queries, with which the others grow, of one launch more. A program
+# that could share a multiprocessor and does not takes longer, as nothing else is done while it waits at its barriers.
+# They are those of the model of benchmarks/roofline for an H100 with dropout and without a causal limit, under which
+# one walk gains more. None was measured.
 SPLITS, MAX_SUMS_BYTES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), 256 << 20
-COST_OF_TWO_WALKS, COST_OF_SUMS, COST_OF_LAUNCH = 3.3, 1 / 80, 150
+COST_OF_TWO_WALKS, COST_OF_SUMS, COST_OF_LAUNCH, COST_ALONE = 3.4, 1 / 80, 150, 1.15
 
 
 def name_architecture(major: int) -> int:
@@ -103,7 +104,7 @@ def choose_splits(
         """Programs that share a multiprocessor share its time; they share none while there are others."""
         rounds = -(-splits * heads // (programs * multiprocessors))
         sharing = min(programs, -(-splits * heads // multiprocessors))
-        walk = rounds * sharing * -(-blocks // splits)
+        walk = rounds * -(-blocks // splits) * (sharing if sharing == programs else COST_ALONE * sharing)
         return walk + COST_OF_SUMS * splits * heads + COST_OF_LAUNCH / num_queries
 
     def fits(splits: int) -> bool:
