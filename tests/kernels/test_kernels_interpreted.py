@@ -225,9 +225,11 @@ def test_dropout_adds_bias_gradient_sums_many_tiles_in_a_fixed_order(monkeypatch
 
 
 @kernel_test
-def test_dropout_add_refuses_float64_where_kernels_run():
+def test_dropout_add_refuses_float64_and_rows_beyond_32_bits_where_kernels_run():
     with pytest.raises(ValueError, match="x is torch.float64; expected float32, float16 or bfloat16"):
         dropout_kernel.forward(torch.ones(1, 1, 8, dtype=torch.float64, device=DEVICE), None, None, Draw(0.1, 1, 0, 0))
+    with pytest.raises(ValueError, match=r"a row of x has 2147483648 elements; expected fewer than 2\*\*31"):
+        dropout_kernel.forward(torch.empty(1, 1, 2**31, device="meta").half(), None, None, Draw(0.1, 1, 0, 0))
 
 
 # Of each kernel one; attention takes its kernels for CUDA tensors only.

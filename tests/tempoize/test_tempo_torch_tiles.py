@@ -202,6 +202,7 @@ def test_training_runs_in_tiles_and_nothing_holds_the_input_of_a_layer_after_it(
     assert norm.tempo_made is None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("is_checkpointed", [False, True])

@@ -211,8 +211,13 @@ class _Tile(NamedTuple):
 
 def _plan_tiles(shape: torch.Size, item_size: int, sums_rows: bool = False) -> _Tile:
     """Chooses the widest strip of 256 to 1024 columns that divides h, or STRIP_COLUMNS where rows are summed, and as
-    many rows as fill TILE_BYTES."""
+    many rows as fill TILE_BYTES. Raises ValueError where 32 bits do not count the columns."""
     num_columns = shape[-1]
+    if num_columns >= 1 << 31:
+        raise ValueError(
+            f"bias_dropout_add: a row of x has {num_columns} elements; expected fewer than 2**31, which its kernel "
+            "counts; divide each row into parts with a first_column of their own"
+        )
     columns = STRIP_COLUMNS if sums_rows else max(256, min(1024, num_columns & -num_columns))
     rows = TILE_BYTES // (columns * item_size)
     return _Tile(rows, columns, -(-shape[0] * shape[1] // rows), -(-num_columns // columns))
