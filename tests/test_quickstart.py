@@ -149,7 +149,7 @@ def test_a_wrong_option_is_refused_before_anything_is_installed(arguments: str, 
 
 def write_run(path: Path, losses: list[float], speeds: list[float]) -> Path:
     steps = [
-        {"kind": "train", "iteration": number, "loss": loss, "tokens_per_s": speed}
+        {"kind": "train", "iteration": number, "loss": loss, "tokens_per_s": speed, "step_cpu_ms": 6e4 / speed}
         for number, (loss, speed) in enumerate(zip(losses, speeds, strict=True), 1)
     ]
     records = [{"kind": "run"}, *steps, {"kind": "validation", "loss": losses[-1] + 1}]
@@ -177,6 +177,16 @@ def test_the_table_compares_the_runs_without_their_first_interval(tmp_path: Path
     assert rows["tokens/s, median"].split() == ["100", "150", "1.500"]
     assert rows["kept for backward per layer, sbh"].split() == ["40.00", "20.00", "0.500"]
     assert rows["kept for backward per layer, MiB"].split() == ["4.00", "2.00", "0.500"]
+
+
+def test_speeds_are_compared_interval_by_interval(tmp_path: Path, ledger: Path) -> None:
+    """A machine that slows down in both runs at different times does not decide: the median of the ratios does."""
+    losses, first = [4.0] * 6, [1.0]
+    stock = write_run(tmp_path / "stock.jsonl", losses, [*first, 100.0, 200.0, 300.0, 400.0, 500.0])
+    tempo = write_run(tmp_path / "tempo.jsonl", losses, [*first, 120.0, 240.0, 100.0, 480.0, 50.0])
+    rows = dict(re.findall(r"^(.+?)  +(.+)$", compare(stock, tempo, ledger), re.MULTILINE))
+    assert rows["tokens/s, median"].split() == ["300", "120", "1.200"]
+    assert rows["CPU ms per step of a rank, median"].split() == ["200", "500", "0.833"]
 
 
 def test_runs_of_different_lengths_are_not_compared(tmp_path: Path, ledger: Path) -> None:

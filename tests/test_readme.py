@@ -221,6 +221,7 @@ def check_quickstart(output: Path, printed: str) -> None:
     rows = {name: values.split() for name, values in re.findall(r"^(.+?)  +(.+)$", table, re.MULTILINE)}
     assert float(rows["kept for backward per layer, sbh"][2]) < 0.5
     assert 0.97 < float(rows["validation loss"][2]) < 1.03
+    assert float(rows["CPU ms per step of a rank, median"][0]) > 0.0
     for run in ("stock", "tempo"):
         records = [json.loads(line) for line in (output / run / "metrics.jsonl").read_text().splitlines()]
         losses = [record["loss"] for record in records if record["kind"] == "train"]

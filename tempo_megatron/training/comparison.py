@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tempo_megatron.training.metrics import read_metrics
+from tempo_megatron.training.metrics import STEP_CPU, read_metrics
 from tempo_megatron.training.plots import plot_losses
 
 LAST_STEPS = 10
@@ -36,16 +36,27 @@ def compare(stock: str | Path, tempo: str | Path, ledger: str | Path) -> str:
     if all(run["validation"] is not None for run in runs):
         rows.append(("validation loss", [run["validation"] for run in runs], ".4f"))
     rows += [
-        ("tokens/s, median", [run["tokens_per_s"] for run in runs], ",.0f"),
+        *_pair_intervals("tokens/s, median", [run["tokens_per_s"] for run in runs], ",.0f"),
+        *_pair_intervals("CPU ms per step of a rank, median", [run[STEP_CPU] for run in runs], ",.0f"),
         ("kept for backward per layer, sbh", [figures["layer_sbh"] for figures in kept], ".2f"),
         ("kept for backward per layer, MiB", [figures["layer_bytes"] / _MIB for figures in kept], ".2f"),
         ("kept for backward in all, MiB", [figures["model_bytes"] / _MIB for figures in kept], ".1f"),
     ]
     lines = [f"{'':<36}{'stock':>12}{'Tempo':>12}{'Tempo / stock':>16}"]
     lines.append("-" * len(lines[0]))
-    for name, (before, after), form in rows:
-        lines.append(f"{name:<36}{before:>12{form}}{after:>12{form}}{after / before:>16.3f}")
+    for name, (before, after, *ratio), form in rows:
+        lines.append(f"{name:<36}{before:>12{form}}{after:>12{form}}{(ratio or [after / before])[0]:>16.3f}")
     return "\n".join(lines)
+
+
+def _pair_intervals(name: str, intervals: list[list[float]], form: str) -> list[tuple[str, list[float], str]]:
+    """Makes the row of a figure that both runs have for each log interval. Its ratio is the median of the intervals'
+    ratios, each of which is of the same steps on the same data."""
+    stock, tempo = intervals
+    if not stock or not tempo:
+        return []
+    ratio = statistics.median(after / before for before, after in zip(stock, tempo, strict=False))
+    return [(name, [statistics.median(stock), statistics.median(tempo), ratio], form)]
 
 
 def _summarize_run(path: str | Path) -> dict[str, Any]:
@@ -54,13 +65,15 @@ def _summarize_run(path: str | Path) -> dict[str, Any]:
     if not train:
         raise ValueError(f"{path} holds no training step; give the metrics file of a run")
     # Speed is measured per interval. The first one includes compilation and the growth of the allocator's cache.
-    intervals = list(dict.fromkeys(record["tokens_per_s"] for record in train))
+    intervals = list({record["tokens_per_s"]: record for record in train}.values())
+    intervals = intervals[1:] or intervals
     validation = [record["loss"] for record in records if record["kind"] == "validation"]
     return {
         "steps": len(train),
         "loss": statistics.fmean(record["loss"] for record in train[-LAST_STEPS:]),
         "validation": validation[-1] if validation else None,
-        "tokens_per_s": statistics.median(intervals[1:] or intervals),
+        "tokens_per_s": [record["tokens_per_s"] for record in intervals],
+        STEP_CPU: [record[STEP_CPU] for record in intervals if STEP_CPU in record],
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from tempo_megatron.slots.dropout_rng import draws_masks, set_micro_batch
 from tempo_megatron.slots.offload import Offloading
 from tempo_megatron.training.checkpoint import Checkpoints, Progress
 from tempo_megatron.training.engine import REMEDY, Engine
-from tempo_megatron.training.metrics import RunLog, StepTimer, average_over, measure_peak
+from tempo_megatron.training.metrics import STEP_CPU, RunLog, StepTimer, average_over, measure_peak, read_clocks
 from tempo_megatron.training.pipeline import Schedule, is_last_stage, share_from_last_stage
 from tempo_megatron.training.planning import read_run
 from tempo_megatron.training.profile import StepProfile
@@ -222,7 +221,7 @@ class Trainer:
         if not self._pending:
             return
         losses = self._average(self._losses)
-        seconds = self.timer.end_interval() / len(losses)
+        seconds, processor_seconds = (passed / len(losses) for passed in self.timer.end_interval())
         samples = sum(step["batch_size"] for step in self._pending) / len(losses)
         for step, loss in zip(self._pending, losses, strict=True):
             step |= loss
@@ -231,6 +230,7 @@ class Trainer:
             self._pending,
             {
                 **self.throughput.compute(seconds, samples),
+                **({STEP_CPU: processor_seconds * 1e3} if self.device.type == "cpu" else {}),
                 **measure_peak(self.device),
                 "loss_scale": self.engine.loss_scale,
             },
@@ -262,7 +262,7 @@ class Trainer:
     def _evaluate(self, part: str, dataset: Any, iterations: int) -> None:
         """Logs the mean loss, without dropout, over that many global batches, which are the same each time."""
         self._flush()
-        start = time.perf_counter()
+        start = read_clocks()
         stream = self._open_stream(dataset, 0, iterations * self.run.global_batch_size)
         number = iterations * self.run.num_micro_batches
         mean = self._compute_losses_without_dropout((stream.take_next() for _ in range(number)), number)
@@ -292,7 +292,7 @@ class Trainer:
         if not self.run.save or self.checkpoints.last_saved == step:
             return
         self._flush()
-        start = time.perf_counter()
+        start = read_clocks()
         if not self._last_is_finite and not is_last:
             self.log.say(f"the loss of step {step} is not a finite number and fp16 skipped it; it is not saved")
             return
@@ -303,7 +303,7 @@ class Trainer:
             self._raise_unless_finite(losses[LOSS])
         self._finish_save(waits=True)
         self.checkpoints.save(self.progress)
-        seconds = time.perf_counter() - start
+        seconds = read_clocks().since(start).wall
         if self.run.async_save:
             self.log.say(f"copied the checkpoint of step {step} in {seconds:.1f} s, which is written from now on")
         else:
@@ -312,7 +312,7 @@ class Trainer:
 
     def _finish_save(self, *, waits: bool) -> None:
         """Makes the checkpoint that --async-save writes the latest, if it is written or this waits for it."""
-        start = time.perf_counter()
+        start = read_clocks()
         step = self.checkpoints.finish(waits=waits)
         if step is not None:
             self.log.say(f"saved the checkpoint of step {step} to {self.run.save}")

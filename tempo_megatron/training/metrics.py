@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.throughput import MFU
 
 _TAGS = {"train": "Train", "validation": "Validation", "test": "Test"}
+STEP_CPU = "step_cpu_ms"
+"""Key in the metrics of a run on a CPU: the processor's time of one rank for a step, in all of its threads."""
 PEAKS = {"peak_memory_bytes": "peak", "peak_rss_bytes": "peak RSS of the process"}
 """Key in the metrics -> name in the log: the most that a GPU's allocator gave out, or that a process had in memory."""
 
@@ -273,19 +275,33 @@ def _format_losses(steps: Sequence[Mapping[str, Any]]) -> str:
     return " | ".join(f"{name.replace('_', ' ')} {mean:.6f}" for name, mean in means.items())
 
 
+class Seconds(NamedTuple):
+    """A moment, or a time between two."""
+
+    wall: float
+    processor: float
+    """That this process's threads computed: other work on the machine does not count."""
+
+    def since(self, start: Seconds) -> Seconds:
+        return Seconds(self.wall - start.wall, self.processor - start.processor)
+
+
+def read_clocks() -> Seconds:
+    return Seconds(time.perf_counter(), time.process_time())
+
+
 class StepTimer:
     """Measures the time of training steps without validation, saving and the start of workers."""
 
     def __init__(self) -> None:
-        self._since = time.perf_counter()
-        self._excluded = 0.0
+        self._since = read_clocks()
 
-    def end_interval(self) -> float:
-        """Returns the seconds since the last call, without what was excluded, and starts the next interval."""
-        now = time.perf_counter()
-        seconds = now - self._since - self._excluded
-        self._since, self._excluded = now, 0.0
-        return seconds
+    def end_interval(self) -> Seconds:
+        """Returns the time since the last call, without what was excluded, and starts the next interval."""
+        now = read_clocks()
+        passed, self._since = now.since(self._since), now
+        return passed
 
-    def exclude_since(self, start: float) -> None:
-        self._excluded += time.perf_counter() - start
+    def exclude_since(self, start: Seconds) -> None:
+        passed = read_clocks().since(start)
+        self._since = Seconds(self._since.wall + passed.wall, self._since.processor + passed.processor)

@@ -11,7 +11,16 @@ import pytest
 import torch
 from distributed import run_ranks
 
-from tempo_megatron.training.metrics import MetricsFile, MonitorBuffer, RunLog, average_over, measure_peak, read_metrics
+from tempo_megatron.training.metrics import (
+    MetricsFile,
+    MonitorBuffer,
+    RunLog,
+    StepTimer,
+    average_over,
+    measure_peak,
+    read_clocks,
+    read_metrics,
+)
 from tempo_megatron.training.plots import plot_losses
 from tempo_megatron.training.run.batch_sizes import BatchSizes
 
@@ -123,3 +132,15 @@ def test_equal_validation_losses_of_two_runs_both_show(tmp_path: Path) -> None:
 def test_a_figure_without_steps_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no training step"):
         plot_losses({"none": tmp_path / "missing.jsonl"}, tmp_path / "loss.png")
+
+
+def test_a_steps_time_leaves_out_what_is_excluded() -> None:
+    timer, start = StepTimer(), read_clocks()
+    while read_clocks().since(start).processor < 0.2:
+        pass
+    timer.exclude_since(start)
+    passed = timer.end_interval()
+    assert passed.processor < 0.1 and passed.wall < read_clocks().since(start).wall - 0.15
+    while read_clocks().since(start).processor < 0.4:
+        pass
+    assert timer.end_interval().processor > 0.15
