@@ -73,6 +73,41 @@ def test_the_smallest_block_that_is_large_enough_is_taken() -> None:
     assert allocator.allocate(29 * MIB) is narrow
 
 
+def test_an_expandable_segment_grows_at_its_end_by_what_an_allocation_lacks() -> None:
+    allocator = caching_allocator.ExpandableAllocator()
+    wide, narrow = allocator.allocate(30 * MIB), allocator.allocate(12 * MIB)
+    assert wide is not None and narrow is not None
+    assert allocator.reserved == 60 * MIB  # 10 of 40 MiB were left, and 2 more were needed
+    allocator.allocate(MIB)
+    assert allocator.reserved == 62 * MIB
+    allocator.free(wide)
+    # The 18 MiB at the end could grow, so that they are no better fit.
+    inside = allocator.allocate(15 * MIB)
+    assert inside is not None and (inside.address, allocator.reserved) == (wide.address, 62 * MIB)
+    for block in (narrow, inside):
+        allocator.free(block)
+    allocator.allocate(81 * MIB)
+    assert (allocator.allocated, allocator.reserved) == (82 * MIB, 102 * MIB)
+
+
+def test_with_expandable_segments_what_is_freed_comes_back_as_one_block_of_each_pool() -> None:
+    generator = random.Random(6)
+    allocator, blocks = caching_allocator.ExpandableAllocator(), list[Block | None]()
+    for _ in range(3000):
+        if blocks and generator.random() < 0.5:
+            allocator.free(blocks.pop(generator.randrange(len(blocks))))
+        else:
+            blocks.append(allocator.allocate(int(2 ** generator.uniform(0, 26))))
+        used = sorted((b.address, b.address + b.size) for b in blocks if b is not None and b.address is not None)
+        assert all(end <= start for (_, end), (start, _) in zip(used, used[1:], strict=False))
+        assert allocator.allocated == sum(end - start for start, end in used) <= allocator.reserved
+    for block in blocks:
+        allocator.free(block)
+    assert allocator.allocated == 0 and not any(allocator._free)
+    assert sum(block.size for block in allocator._last.values()) == allocator.reserved
+    assert all(block.is_free and block.previous is None for block in allocator._last.values())
+
+
 def test_what_is_freed_comes_back_whole() -> None:
     """Whatever the order: in the end each pool is whole segments again, and the bytes in use are never overlapping."""
     generator = random.Random(5)

@@ -5,7 +5,8 @@ up to 512 bytes. Blocks of up to 1 MiB lie in segments of 2 MiB; larger ones in 
 of their own size rounded up to 2 MiB. An allocation takes the smallest free block that is large enough and splits off
 what is left, where that is at least 512 bytes of a small segment or more than 1 MiB of a large one. A freed block
 joins its free neighbours; a segment is kept. With expandable segments every block is split like one of a small
-segment; that segments then grow is not simulated, nor is giving free ones back where the device is full.
+segment, and each pool's segment grows (ExpandableAllocator). Giving free memory back where the device is full is not
+simulated.
 """
 
 from __future__ import annotations
@@ -165,7 +166,12 @@ class CachingAllocator:
 
 
 def simulate_allocator(
-    allocations: Allocations, states: ModelStates, *, has_flat_gradients: bool, num_micro_batches: int
+    allocations: Allocations,
+    states: ModelStates,
+    *,
+    has_flat_gradients: bool,
+    num_micro_batches: int,
+    is_expandable: bool = False,
 ) -> CachingAllocator:
     """The caching allocator after STEPS steps.
 
@@ -174,8 +180,9 @@ def simulate_allocator(
         states: gradients, optimizer states and buffers; weights are those of `allocations`.
         has_flat_gradients: whether gradients lie in one buffer, else each is allocated.
         num_micro_batches: of a step.
+        is_expandable: whether segments are expandable.
     """
-    allocator = CachingAllocator()
+    allocator = ExpandableAllocator() if is_expandable else CachingAllocator()
     for num_bytes in _list_lasting(allocations, states, has_flat_gradients):
         allocator.allocate(num_bytes)
     for _ in range(STEPS):
@@ -186,6 +193,49 @@ def simulate_allocator(
         for block in at_step:
             allocator.free(block)
     return allocator
+
+
+class ExpandableAllocator(CachingAllocator):
+    """A CachingAllocator with expandable segments, of which the large and the small pool have one each.
+
+    The free block at a segment's end counts as large as it could grow, so that it is chosen last (get_free_block of
+    c10/cuda/CUDACachingAllocator.cpp). If it is too small, it grows by as many pieces of 20 MiB, in the small pool of
+    2 MiB, as the allocation lacks (try_allocate_expandable_block, ExpandableSegment::map).
+    """
+
+    def __init__(self) -> None:
+        super().__init__(is_expandable=True)
+        # By is_small. The free block at an end is in `_last` only, not among the free blocks that `_take` chooses from.
+        self._last: dict[bool, Block] = {}
+        self._ends = {False: 0, True: 1 << 60}  # addresses, so far apart that the segments never meet
+
+    def _add_segment(self, size: int) -> Block:
+        is_small = size <= SMALL_BYTES
+        block = self._last.get(is_small)
+        if block is None or not block.is_free:
+            behind = Block(0, self._ends[is_small], is_small, previous=block)
+            if block is not None:
+                block.next = behind
+            block = self._last[is_small] = behind
+        block.is_free = False
+        growth = max(0, _round_up(size - block.size, SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES))
+        block.size += growth
+        self._ends[is_small] += growth
+        self.reserved += growth
+        return block
+
+    def _put(self, block: Block) -> None:
+        if block.next is not None:
+            super()._put(block)
+            return
+        block.is_free = True
+        self._last[block.is_small] = block
+
+    def _remove(self, block: Block) -> None:
+        if block.next is not None:
+            super()._remove(block)
+            return
+        block.is_free = False
 
 
 def _list_lasting(allocations: Allocations, states: ModelStates, has_flat_gradients: bool) -> Iterator[int]:

@@ -191,6 +191,7 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
             states,
             has_flat_gradients=optimizer.kind == "megatron",
             num_micro_batches=num_micro_batches,
+            is_expandable=run.expandable_segments,
         )
         found[0] = dataclasses.replace(
             found[0], rounded_bytes=allocator.peak_allocated, reserved_bytes=allocator.reserved
