@@ -7,7 +7,8 @@
 A row has the arguments of a run of pretrain_gpt.py, pretrain_bert.py or pretrain_t5.py, and what its last rank counted
 as allocated: between two steps, and at most. What is not published is what brings the bytes at rest nearest: of a
 cluster without a size the data-parallel size, a power of two; on GB200, without deterministic mode, one of the two
-sizes of torch's workspaces, which torch 2.12 enlarged.
+sizes of torch's workspaces, which torch 2.12 enlarged. A row with `of_another_run` has figures that are not those of
+its arguments from a fresh start, and says how that is known: it counts, and the others are counted without it, too.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ class Result:
     """Of a CPU."""
 
     refusal: str | None = None
+    of_another_run: str | None = None
+    """How it is known that what was measured is not of these arguments."""
+
     parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
@@ -76,8 +80,8 @@ def estimate_row(row: Mapping[str, Any]) -> Result:
         )
     except ValueError as error:
         return Result(*measured, seconds=time.process_time() - begin, refusal=str(error))
-    seconds = time.process_time() - begin
-    return Result(*measured, last.at_rest_bytes, last.peak_bytes, world_size, seconds, parts=last.parts)
+    found = (last.at_rest_bytes, last.peak_bytes, world_size, time.process_time() - begin)
+    return Result(*measured, *found, of_another_run=row.get("of_another_run"), parts=last.parts)
 
 
 def _list_workspaces(row: Mapping[str, Any]) -> list[str]:
@@ -143,14 +147,18 @@ def summarize(results: Sequence[Result]) -> str:
     found = [each for each in results if each.rest is not None]
     if not found:
         return f"0 of {len(results)} rows are expressed"
+    slowest = max(each.seconds for each in found)
+    own = [each for each in found if each.of_another_run is None]
+    without = f" (without the {len(found) - len(own)} marked, of another run: {_count_near(own)})"
+    near = _count_near(found) + (without if len(own) < len(found) else "")
+    return f"{len(found)} of {len(results)} rows are expressed: {near}; the slowest took {slowest:.1f} s of a CPU"
+
+
+def _count_near(found: Sequence[Result]) -> str:
     at_rest = sum(abs(each.rest_error) <= 0.5 for each in found)
     at_peak = sum(abs(each.peak_error) <= 3 for each in found)
     under = sum(each.peak_error < -3 for each in found)
-    slowest = max(each.seconds for each in found)
-    return (
-        f"{len(found)} of {len(results)} rows are expressed: at rest within 0.5 % on {at_rest}, peak within 3 % on "
-        f"{at_peak}, {under} under by more than 3 %; the slowest took {slowest:.1f} s of a CPU"
-    )
+    return f"at rest within 0.5 % on {at_rest}, peak within 3 % on {at_peak}, {under} under by more than 3 %"
 
 
 def write_docs(results: Sequence[Result]) -> None:
@@ -167,13 +175,18 @@ def write_docs(results: Sequence[Result]) -> None:
             lines.append(f"| {each.id} | {rest} | | | {peak} | | {each.refusal} |")
             continue
         lines.append(
-            f"| {each.id} | {rest} | {each.rest / _MIB:,.0f} | {each.rest_error:+.2f} % | {peak} | "
+            f"| {each.id}{_mark(each)} | {rest} | {each.rest / _MIB:,.0f} | {each.rest_error:+.2f} % | {peak} | "
             f"{each.peak / _MIB:,.0f} | {each.peak_error:+.2f} % |"
         )
+    lines += [f"\n{_mark(each).strip()} {each.id}: {each.of_another_run}" for each in results if each.of_another_run]
     before, _, rest = _DOCS.read_text(encoding="utf-8").partition(_BEGIN)
     _, _, after = rest.partition(_END)
     _DOCS.write_text("\n".join([before + _BEGIN, *lines, _END + after]), encoding="utf-8")
     plot(results, _PLOT)
+
+
+def _mark(result: Result) -> str:
+    return "" if result.of_another_run is None else r" \*"
 
 
 def plot(results: Sequence[Result], png: Path) -> None:

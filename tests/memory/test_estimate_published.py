@@ -60,6 +60,27 @@ def test_a_published_run_is_estimated_within_half_a_percent(name: str) -> None:
     assert abs(found.rest_error) < 0.5 and abs(found.peak_error) < 0.5
 
 
+def test_rows_of_another_run_are_marked_and_counted_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = published_peaks.Result("a:dev_dgx_h100", 1000, 2000, 1001, 1990, seconds=1.0)
+    other = dataclasses.replace(known, id="b:dev_dgx_h100", peak=1000, of_another_run="copied from c.")
+    page, plots = tmp_path / "page.md", []
+    page.write_text(f"before\n{published_peaks._BEGIN}\nold\n{published_peaks._END}\nbehind\n", encoding="utf-8")
+    monkeypatch.setattr(published_peaks, "_DOCS", page)
+    monkeypatch.setattr(published_peaks, "plot", lambda results, png: plots.append(len(results)))
+    published_peaks.write_docs([known, other])
+    lines = page.read_text("utf-8").splitlines()
+    assert lines[2] == (
+        "2 of 2 rows are expressed: at rest within 0.5 % on 2, peak within 3 % on 1, 1 under by more than 3 % (without "
+        "the 1 marked, of another run: at rest within 0.5 % on 1, peak within 3 % on 1, 0 under by more than 3 %); the "
+        "slowest took 1.0 s of a CPU."
+    )
+    assert [line.split(" | ")[0] for line in lines[6:8]] == ["| a:dev_dgx_h100", r"| b:dev_dgx_h100 \*"]
+    assert lines[9] == r"\* b:dev_dgx_h100: copied from c." and plots == [2]
+    assert "marked" not in published_peaks.summarize([known])
+    # In the data those rows say how it is known.
+    assert sum("of_another_run" in row for row in ROWS.values()) == 3
+
+
 def test_workspaces_are_those_of_the_gpu_the_modules_and_the_mode() -> None:
     def count_workspaces(run: Run, *, has_head: bool) -> int:
         return sum(map(sum, list_workspaces(run, has_head=has_head).values()))
