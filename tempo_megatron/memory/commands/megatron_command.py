@@ -364,7 +364,10 @@ def _refuse_unknown(args: argparse.Namespace, family: str) -> None:
             of = (
                 "" if isinstance(value, bool) else f" {' '.join(map(str, value)) if isinstance(value, list) else value}"
             )
-            raise ValueError(f"{options}{of} gives the run {words}, which the estimate does not know")
+            raise ValueError(
+                f"{options}{of} gives the run {words}, which the estimate does not know; leave it out for an estimate "
+                "without"
+            )
     if args.delay_wgrad_compute and not args.overlap_moe_expert_parallel_comm:
         raise ValueError(
             "--delay-wgrad-compute needs --overlap-moe-expert-parallel-comm; add it, or leave the other out"

@@ -103,19 +103,22 @@ class ShardedChunk:
                 break
             size = self._count_shared(layer)
             elements += size if place else 0
-            float8 = layer.float8_others * (self.ranks > 1) + layer.float8_experts * (self.expert_ranks > 1)
-            found += size * self.dtype.itemsize - float8 * (self.dtype.itemsize - 1) * self.has_float8
+            found += size * self.dtype.itemsize - self._count_float8(layer) * (self.dtype.itemsize - 1)
         return found
 
     def _count_gradients(self, layer: LayerParameters) -> int:
-        float8 = layer.float8_others * (self.ranks > 1) + layer.float8_experts * (self.expert_ranks > 1)
-        float8 *= self.has_float8
+        float8 = self._count_float8(layer)
         others = self._count_shared(layer) - float8
         return others * self._find_communicated_bytes(False) + float8 * self._find_communicated_bytes(True)
 
     def _count_shared(self, layer: LayerParameters) -> int:
         """Elements that other ranks share, so that they are gathered."""
         return layer.others * (self.ranks > 1) + layer.experts * (self.expert_ranks > 1)
+
+    def _count_float8(self, layer: LayerParameters) -> int:
+        """Of those elements the ones that are in float8."""
+        shared = layer.float8_others * (self.ranks > 1) + layer.float8_experts * (self.expert_ranks > 1)
+        return shared * self.has_float8
 
     def _share(self, others: int, experts: int) -> int:
         return math.ceil(others / self.ranks) + math.ceil(experts / self.expert_ranks)

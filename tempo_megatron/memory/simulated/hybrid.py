@@ -20,7 +20,7 @@ from tempo_megatron.memory.run import Hybrid
 from tempo_megatron.slots.linear import TempoColumnParallelLinear
 
 _CHUNK = 128
-"""Tokens that the scan takes at once (ssm/mamba_mixer.py:162)."""
+"""Tokens that the scan takes at once (ssm/mamba_mixer.py:164)."""
 
 _KERNEL_SIZE = 4
 """Of the convolution (ssm/mamba_mixer.py:149)."""
