@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -30,9 +31,10 @@ from triton.runtime import JITFunction, driver
 _KNOBS: Any = getattr(triton, "knobs", None)
 
 
-HAS_DESCRIPTORS = [int(part) for part in triton.__version__.split(".")[:2]] >= [3, 6]
+_KNOWS_DESCRIPTORS = [int(part) for part in triton.__version__.split(".")[:2]] >= [3, 6]
+HAS_DESCRIPTORS = _KNOWS_DESCRIPTORS and os.environ.get("TEMPO_DESCRIPTORS") != "0"
 """Whether launches may describe tensors: older versions of Triton were not tried, the oldest have no descriptors."""
-if HAS_DESCRIPTORS:
+if _KNOWS_DESCRIPTORS:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 PlanT = TypeVar("PlanT")
@@ -178,8 +180,16 @@ def _launch_by_triton(
     given: list[Any] = list(tensors)
     for place, layout in plan.layouts.items():
         given[place] = layout.describe(given[place])
-    with torch.cuda.device_of(first):
-        compiled = kernel[plan.grid](*given, **dict(zip(plan.varying, numbers, strict=True)), **plan.named)
+    try:
+        with torch.cuda.device_of(first):
+            compiled = kernel[plan.grid](*given, **dict(zip(plan.varying, numbers, strict=True)), **plan.named)
+    except Exception as error:
+        if not plan.layouts:
+            raise
+        raise RuntimeError(
+            f"{kernel.__name__}: the GPU or its driver takes no tensor descriptors ({error}); set TEMPO_DESCRIPTORS=0 "
+            "in the environment to read by pointers"
+        ) from error
     if type(kernel) is JITFunction and _KNOBS is not None and _have_32_bits(numbers):
         plan.note(kernel, len(tensors), key, compiled)
 

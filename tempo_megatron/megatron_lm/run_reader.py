@@ -6,6 +6,7 @@ the model's class, and has several names for one activation.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.T5.t5_model import T5Model
 
 from tempo_megatron.memory.megatron_run import find_unknown, find_unknown_in_layers, read_run
-from tempo_megatron.memory.run import Run
+from tempo_megatron.memory.run import Run, find_chip
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.mlp import describe_activation
 
@@ -28,7 +29,8 @@ def read_configured_run(
     is_local = getattr(run, "transformer_impl", "local") == "local"
     stock = ("local" if is_local else "transformer_engine") if torch.cuda.is_available() else "cpu"
     activation = describe_activation(config)
-    return read_run(name, config, arguments, run, tempo, activation=activation, stock=stock, layers_only=layers_only)
+    found = read_run(name, config, arguments, run, tempo, activation=activation, stock=stock, layers_only=layers_only)
+    return dataclasses.replace(found, chip=find_chip())
 
 
 def read_built_run(run: Any) -> Run:

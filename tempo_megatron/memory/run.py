@@ -35,6 +35,14 @@ class Chip:
 H100 = Chip(9, 132)
 
 
+def find_chip() -> Chip:
+    """This machine's; an H100's where it has no GPU."""
+    if not torch.cuda.is_available():
+        return H100
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Chip(found.major, found.multi_processor_count)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MegatronFsdp:
     """Megatron-FSDP that shards weights, gradients and optimizer states; sizes are bytes of a parameter."""

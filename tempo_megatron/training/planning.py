@@ -10,7 +10,7 @@ import torch
 from tempo_megatron.memory.live.aside import RunPlan, plan_for_all_ranks, share_host
 from tempo_megatron.memory.plan.gpu import find_gpu
 from tempo_megatron.memory.plan.planner import RECOMPUTED, PlanRequest
-from tempo_megatron.memory.run import OptimizerSettings, Run, read_recomputation, take_parts
+from tempo_megatron.memory.run import OptimizerSettings, Run, find_chip, read_recomputation, take_parts
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.training.model import has_fused_softmax
 from tempo_megatron.training.run.run_config import RunConfig
@@ -79,6 +79,7 @@ def read_run(run: RunConfig, padded_vocab_size: int | None) -> Run:
         micro_batch_size=run.micro_batch_size,
         num_micro_batches=run.num_micro_batches,
         dtype=DTYPES[run.precision],
+        chip=find_chip(),
         stock=stock,
         masked_softmax_fusion=run.masked_softmax_fusion and has_fused_softmax(),
         **read_recomputation(

@@ -145,6 +145,19 @@ def test_a_described_tensor_is_handed_over_as_tritons_own(gpu, by_triton):
     assert len(by_triton) == 4, "the plan's first, and the three beside it"
 
 
+@pytest.mark.skipif(not HAS_DESCRIPTORS, reason="this version of Triton gets no tensor descriptors")
+def test_a_driver_that_takes_no_descriptor_is_named_with_what_to_do(gpu, monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("Triton Error [CUDA]: invalid argument")
+
+    monkeypatch.setattr(type(_described_kernel), "run", refuse)
+    plan = Plan((1,), (), {0: Layout((2, 32), (32, 1), (1, 32))}, **OPTIONS)
+    with pytest.raises(RuntimeError, match=r"_described_kernel: .*invalid argument.*; set TEMPO_DESCRIPTORS=0 in the"):
+        launch(_described_kernel, plan, (torch.zeros(64), at(0)), ())
+    with pytest.raises(RuntimeError, match="^Triton Error"):
+        launch(_described_kernel, Plan((1,), **OPTIONS), (torch.zeros(64), at(0)), ())
+
+
 def test_the_second_launch_is_not_tritons(gpu, by_triton):
     plan = Plan((5,), ("shift",), size=16, scale=0.5, HAS_Y=False, **OPTIONS)
     for number in (3, 4, 5):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tempo_megatron.memory.plan.gpu import DTYPES, Gpu, HostLink
-from tempo_megatron.memory.run import Chip
+from tempo_megatron.memory.run import find_chip
 from tempo_megatron.words.argument_types import parse_positive
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -100,13 +100,8 @@ def measure_gpu(device: str, hidden_size: int, round_ms: float) -> Gpu:
         matmul_flops_per_second=rates,
         bytes_per_second=bytes_per_second,
         host_link=link,
-        chip=_read_chip() if device == "cuda" else None,
+        chip=find_chip() if device == "cuda" else None,
     )
-
-
-def _read_chip() -> Chip:
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return Chip(found.major, found.multi_processor_count)
 
 
 def _count_threads() -> str:

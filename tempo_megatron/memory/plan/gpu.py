@@ -60,7 +60,7 @@ class Gpu:
     """None where a file says nothing of it: then no plan offloads."""
 
     chip: Chip | None = None
-    """None where a file says nothing of it: then it is taken to be an H100's."""
+    """None where a file says nothing of it: then the run's is taken."""
 
 
 def list_gpus() -> dict[str, Path]:

@@ -30,7 +30,7 @@ from tempo_megatron.memory.plan.cost import (
 from tempo_megatron.memory.plan.gpu import Gpu
 from tempo_megatron.memory.plan.kept_rows import measure_rows
 from tempo_megatron.memory.plan.solver import BareStage, LayerOption, RecomputeMode, Solution, Solver, StageChoice
-from tempo_megatron.memory.run import H100, Run
+from tempo_megatron.memory.run import Run
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, OFFLOAD, write_layers
 from tempo_megatron.words.argument_types import format_bytes
@@ -88,7 +88,7 @@ class PlanRequest:
     """What the host has for what the layers of one GPU send there; 0: nothing is sent."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "run", dataclasses.replace(self.run, chip=self.gpu.chip or H100))
+        object.__setattr__(self, "run", dataclasses.replace(self.run, chip=self.gpu.chip or self.run.chip))
         num_layers, num_stages = self.run.model.num_layers, self.run.pipeline_parallel
         if num_layers % num_stages:
             raise ValueError(
