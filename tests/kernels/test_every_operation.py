@@ -237,7 +237,7 @@ PUBLIC: dict[str, Callable[[Tensor], Tensor]] = {
 }
 every_public_operation = pytest.mark.parametrize("name", PUBLIC)
 SHARED_ROOMS = {"philox", "pointwise", "offload"}
-BESIDE_OPERATIONS = {"describe", "find_backend", "Draw", "Kept", "Refillable"}
+BESIDE_OPERATIONS = {"describe", "find_backend", "list_gpu_workspaces", "Draw", "Kept", "Refillable"}
 BESIDE_OPERATIONS |= {"adopt", "can_refill", "drop", "find_saved_tensors", "hold"}
 # Take a whole MLP, and a checkpoint.
 BESIDE_OPERATIONS |= {"attend_to_tiles", "keep_attention", "recompute_in_tiles"}

@@ -44,7 +44,7 @@ _KNOWN = (
     *("stock", "stock_attention", "masked_softmax_fusion", "experts", "latent_attention"),
     # Of what stands around the layers, where the estimate counts it.
     *("fuses_cross_entropy", "fuses_gradient_accumulation", "data_has_masks"),
-    *("gpu", "deterministic", "cublas_workspace_bytes", "expandable_segments"),
+    *("gpu", "chip", "deterministic", "cublas_workspace_bytes", "expandable_segments"),
 )
 
 
