@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tempo_megatron.memory.chips import H100, Chip
 from tempo_megatron.models.shape import ModelShape, check_layout, pad_vocab_size
 from tempo_megatron.settings.config import TempoConfig
 
@@ -20,27 +21,6 @@ OPTIMIZERS = ("none", "megatron", "deepspeed")
 BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's "reduce_bucket_size" where nothing is said; without ZeRO it reduces as many gradients at once."""
 _GATHERED_ELEMENTS = 1_000_000_000
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """What kernels choose their launches by."""
-
-    major: int
-    """Of the compute capability."""
-
-    multiprocessors: int
-
-
-H100 = Chip(9, 132)
-
-
-def find_chip() -> Chip:
-    """This machine's; an H100's where it has no GPU."""
-    if not torch.cuda.is_available():
-        return H100
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return Chip(found.major, found.multi_processor_count)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

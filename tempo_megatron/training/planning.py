@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from tempo_megatron.memory.chips import find_chip
 from tempo_megatron.memory.live.aside import RunPlan, plan_for_all_ranks, share_host
 from tempo_megatron.memory.plan.gpu import find_gpu
 from tempo_megatron.memory.plan.planner import RECOMPUTED, PlanRequest
-from tempo_megatron.memory.run import OptimizerSettings, Run, find_chip, read_recomputation, take_parts
+from tempo_megatron.memory.run import OptimizerSettings, Run, read_recomputation, take_parts
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.training.model import has_fused_softmax
 from tempo_megatron.training.run.run_config import RunConfig

@@ -19,11 +19,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tempo_kernels.attention.walks import list_workspaces, name_architecture
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
+from tempo_megatron.memory.chips import H100, Chip
 from tempo_megatron.memory.commands import estimate as estimate_command
 from tempo_megatron.memory.estimate.estimate import estimate_ranks, list_events
 from tempo_megatron.memory.estimate.model_states import count_model_states
 from tempo_megatron.memory.megatron_run import deal_out_layers
-from tempo_megatron.memory.run import H100, Chip, Experts, LatentAttention, OptimizerSettings, Run, take_parts
+from tempo_megatron.memory.run import Experts, LatentAttention, OptimizerSettings, Run, take_parts
 from tempo_megatron.memory.simulated.chunk import simulate_chunk
 from tempo_megatron.memory.simulated.phases import HEAD, LAYERS, compress
 from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file

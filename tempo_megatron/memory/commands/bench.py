@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tempo_megatron.memory.chips import find_chip
 from tempo_megatron.memory.plan.gpu import DTYPES, Gpu, HostLink
-from tempo_megatron.memory.run import find_chip
 from tempo_megatron.words.argument_types import parse_positive
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

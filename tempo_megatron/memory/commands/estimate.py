@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tempo_megatron.html_report import HtmlReport
+from tempo_megatron.memory.chips import H100
 from tempo_megatron.memory.commands.arguments import add_estimate_arguments
 from tempo_megatron.memory.commands.megatron_command import read_command, write_command
 from tempo_megatron.memory.commands.megatron_options import VERSION
@@ -24,7 +25,7 @@ from tempo_megatron.memory.estimate.estimate import PART_NAMES, RankEstimate, de
 from tempo_megatron.memory.estimate.long_sequences import LongSequence
 from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.memory.routing import assume_routing
-from tempo_megatron.memory.run import H100, OptimizerSettings, Run
+from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.plots import INK, import_pyplot, save, tidy

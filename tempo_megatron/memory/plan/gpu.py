@@ -9,7 +9,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from tempo_megatron.memory.run import Chip
+from tempo_megatron.memory.chips import Chip
 
 FOLDERS = (
     Path(__file__).parents[3] / "configs" / "gpu",

@@ -26,7 +26,7 @@ from tempo_kernels import attention
 from tempo_kernels.fakes import simulate
 from tempo_kernels.linear_cross_entropy import CHUNK_BYTES, OPERATIONS, use_chunk_bytes
 from tempo_kernels.opaque import Opaque
-from tempo_megatron.memory.run import H100, Chip
+from tempo_megatron.memory.chips import H100, Chip
 from tempo_megatron.memory.storages import PeakBytes
 
 PLACES = ("key_low", "key_high", "sample", "first_head", "first_row")
