@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from tempo_kernels.attention.walks import list_workspaces, name_architecture
+from tempo_kernels.attention.walks import choose_splits, list_workspaces, name_architecture
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
 from tempo_megatron.memory.chips import H100, Chip
@@ -107,11 +107,12 @@ def test_the_sums_of_attentions_backward_are_those_of_the_gpu() -> None:
         (rank,) = estimate_ranks(Run(model=shape, tempo=tempo, chip=chip, dtype=torch.bfloat16))
         return rank.peak_bytes
 
-    q_shape = torch.Size((2048, 1, 4, 128))
-    sums, fewer, none = (
-        sum(list_workspaces(q_shape, q_shape, 128, torch.bfloat16, name_architecture(chip.major), chip.multiprocessors))
-        for chip in (H100, Chip(9, 40), Chip(8, 108))
-    )
+    def count(chip: Chip) -> int:
+        q_shape, dtype = torch.Size((2048, 1, 4, 128)), torch.bfloat16
+        of_chip = name_architecture(chip.major), chip.multiprocessors
+        return sum(list_workspaces(q_shape, dtype, choose_splits(q_shape, q_shape, 128, dtype, *of_chip)))
+
+    sums, fewer, none = count(H100), count(Chip(9, 40)), count(Chip(8, 108))
     assert sums > fewer > none > 0
     assert estimate(H100) - estimate(Chip(9, 40)) == sums - fewer
     # torch's own has the same sums on every GPU.

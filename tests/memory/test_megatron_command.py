@@ -491,6 +491,13 @@ def test_arguments_beside_a_command(ours: str, sentence: str, capsys: pytest.Cap
     assert sentence in written.err and not written.out and written.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("ours", ["estimate --gpu a100", "plan --gpu b200 --gpu-memory 1GiB"])
+def test_a_command_is_written_for_the_chip_that_is_asked_for(ours: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*ours.split(), "--vocab-size", "500", "--world-size", "2"]
+    assert main([*words, "--", "pretrain_gpt.py", *TINY.split(), "--bf16"]) == 0
+    assert "launch/run_megatron.py pretrain_gpt.py" in capsys.readouterr().out
+
+
 def test_the_plan_of_a_command_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     ours = "plan --gpu h100 --gpu-memory 1GiB --vocab-size 500 --world-size 2".split()
     assert main([*ours, "--", "pretrain_gpt.py", *TINY.split(), "--recompute-activations", "--bf16"]) == 0

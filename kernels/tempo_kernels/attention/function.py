@@ -203,7 +203,8 @@ def list_gpu_workspaces(
     if not settings.dropout_p and _takes_sdpa(q, k, v, settings.causal, *where, is_special):
         return _list_sdpa_workspaces(q, k, multiprocessors if is_deterministic else 1)
     of_gpu = walks.name_architecture(major), multiprocessors
-    return walks.list_workspaces(q.shape, k.shape, v.size(-1), q.dtype, *of_gpu, is_packed=is_packed)
+    splits = 0 if is_packed else walks.choose_splits(q.shape, k.shape, v.size(-1), q.dtype, *of_gpu)
+    return walks.list_workspaces(q.shape, q.dtype, splits)
 
 
 def _list_sdpa_workspaces(q: Tensor, k: Tensor, most_splits: int) -> list[int]:

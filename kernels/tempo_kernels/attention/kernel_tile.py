@@ -170,15 +170,15 @@ def load_rows(
 
 @triton.jit
 def load_described_rows(rows, sample, head, start, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Loads rows from `start` on, in their own order, by the descriptor of kernel_plan.describe_rows."""
+    """Loads rows from `start` on, in their own order, by the descriptor of kernel_plan.py: _describe_queries."""
     tile = rows.load([sample.to(tl.int32), head.to(tl.int32), start, 0])
     return tl.reshape(tile, (BLOCK_ROWS, BLOCK_DIM))
 
 
 @triton.jit
 def load_described_keys(keys, index, start_key, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Loads keys from start_key on in the order of order_keys, by the descriptor of kernel_plan.describe_keys; index is
-    sample * key-value heads + head."""
+    """Loads keys from start_key on in the order of order_keys, by the descriptor of kernel_plan.py: _describe_keys;
+    index is sample * key-value heads + head."""
     return tl.reshape(keys.load([index, 0, start_key // 8, 0, 0]), (BLOCK_KEYS, BLOCK_DIM))
 
 

@@ -137,24 +137,15 @@ def round_up(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def list_workspaces(
-    q_shape: torch.Size,
-    k_shape: torch.Size,
-    value_dim: int,
-    dtype: torch.dtype,
-    architecture: int,
-    multiprocessors: int,
-    is_packed: bool = False,
-) -> list[int]:
+def list_workspaces(q_shape: Sequence[int], dtype: torch.dtype, splits: int) -> list[int]:
     """Returns the bytes of each tensor that backward's kernels hold beside its results, all of them at once.
 
     Args:
-        is_packed: whether the row has documents, which two walks share out.
-
-    The others are those of `choose_splits`.
+        q_shape: [sq, b, a, d].
+        dtype: of q.
+        splits: of `choose_splits`; 0 for a packed row, whose documents two walks share out.
     """
     statistics = 4 * math.prod(shape_statistics(q_shape))
     if dtype == torch.float32:
         return [statistics, 4 * math.prod(q_shape[:3])]
-    splits = 0 if is_packed else choose_splits(q_shape, k_shape, value_dim, dtype, architecture, multiprocessors)
     return [statistics, *([4 * math.prod(shape_sums(q_shape, splits))] if splits else [])]

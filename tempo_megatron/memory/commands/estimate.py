@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from tempo_megatron.html_report import HtmlReport
-from tempo_megatron.memory.chips import H100
 from tempo_megatron.memory.commands.arguments import add_estimate_arguments
-from tempo_megatron.memory.commands.megatron_command import read_command, write_command
+from tempo_megatron.memory.commands.megatron_command import read_command, set_gpu, write_command
 from tempo_megatron.memory.commands.megatron_options import VERSION
 from tempo_megatron.memory.commands.module_tree import describe_tree, format_trees, list_trees
 from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run, take_deepspeed
 from tempo_megatron.memory.commands.training_command import Command, take_command
 from tempo_megatron.memory.estimate.estimate import PART_NAMES, RankEstimate, describe_part, estimate_ranks
 from tempo_megatron.memory.estimate.long_sequences import LongSequence
-from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory
@@ -62,9 +60,7 @@ def run_estimate(args: argparse.Namespace) -> int:
         own = tempo_config_from(args, {}) if is_said else None
         run, is_asked, warnings = read_run_of_command(args, command, own)
         title = Path(command.script).name
-    run = dataclasses.replace(run, gpu=args.gpu or (None if command is None else "h100"))
-    if args.gpu is not None:
-        run = dataclasses.replace(run, chip=read_gpu(args.gpu).chip or H100)
+    run = set_gpu(run, args.gpu or (None if command is None else "h100"))
     # What is asked here stands in no command of Megatron-LM.
     estimated = run if args.moe_imbalance is None else _set_imbalance(run, args.moe_imbalance)
     found = {}

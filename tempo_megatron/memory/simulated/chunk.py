@@ -354,7 +354,8 @@ class _Chunk:
                 recomputes_up="mla_up_proj" in run.recompute,
             )
         if run.hybrid is not None:
-            put_hybrid_layers(self._model.decoder, config, run.hybrid, [pattern[index] for index, _ in rows], run.gpu)
+            letters = [pattern[index] for index, _ in rows]
+            put_hybrid_layers(self._model.decoder, config, run.hybrid, letters, run.chip.multiprocessors)
         convert_parameters(self._model, run.dtype)
         if run.stock != "cpu" and run.masked_softmax_fusion and run.dtype.itemsize == 2:
             put_softmax_kernels(self._model)

@@ -28,11 +28,8 @@ _KERNEL_SIZE = 4
 _ROWS = 32
 """Of a block of a chunk's tokens, each of which has a sum of its own (ssd_chunk_scan.py: BLOCK_SIZE_M_min)."""
 
-_PROCESSORS = {"a100": 108, "h100": 132, "gb200": 152}
-"""Of a GPU, by which gradients of B and C are split."""
 
-
-def put_hybrid_layers(block: Any, config: Any, hybrid: Hybrid, kinds: Sequence[str], gpu: str | None) -> None:
+def put_hybrid_layers(block: Any, config: Any, hybrid: Hybrid, kinds: Sequence[str], num_processors: int) -> None:
     """Leave of each layer what its kind has, as models/mamba/mamba_layer_specs.py: mamba_stack_spec does.
 
     Args:
@@ -40,11 +37,11 @@ def put_hybrid_layers(block: Any, config: Any, hybrid: Hybrid, kinds: Sequence[s
         config: of its layers.
         hybrid: sizes of the Mamba layers.
         kinds: a letter of the pattern for each of the block's layers.
-        gpu: of the run.
+        num_processors: of the GPU, by which gradients of B and C are split.
     """
     for place, (layer, kind) in enumerate(zip(block.layers, kinds, strict=True)):
         if kind == "M":
-            block.layers[place] = _MambaLayer(config, hybrid, layer, _PROCESSORS.get(gpu or "h100", 132))
+            block.layers[place] = _MambaLayer(config, hybrid, layer, num_processors)
         elif kind == "*":
             layer.pre_mlp_layernorm, layer.mlp, layer.mlp_bda = IdentityOp(), IdentityOp(), IdentityFuncOp()
         else:
