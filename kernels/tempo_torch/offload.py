@@ -58,13 +58,17 @@ def _read_names(value: str, stacks: list[tuple[nn.Module, list[nn.Module]]]) -> 
 
 
 def _find_stacks(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Yields (the module that calls them, layers) of the outermost lists of layers."""
+    """Yields (the module that calls them, layers) of the outermost lists of layers; of several in one module the layers
+    of all."""
+    found: list[nn.Module] = []
     for child in module.children():
         if (
             isinstance(child, nn.ModuleList)
             and len(child) > 1
             and all(any(True for _ in layer.parameters()) for layer in child)
         ):
-            yield module, list(child)
+            found.extend(child)
         else:
             yield from _find_stacks(child)
+    if found:
+        yield module, found

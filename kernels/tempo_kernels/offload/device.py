@@ -50,7 +50,7 @@ class Device(Protocol):
         ...
 
     def lend(self, tensor: Tensor, stream: Any) -> None:
-        """Keeps the memory of a tensor, which another stream owns, until `stream` has run what it was given."""
+        """Keeps the memory of a tensor, if another stream owns it, until `stream` has run what it was given."""
         ...
 
     def has_happened(self, stream: Any, event: Any) -> bool:
@@ -59,13 +59,14 @@ class Device(Protocol):
 
 
 class CudaDevice:
-    """The current CUDA device, with two streams of its own for the copies."""
+    """A CUDA device, which need not be the current one, with two streams of its own for the copies."""
 
-    def __init__(self) -> None:
-        self._streams = {"out": torch.cuda.Stream(), "in": torch.cuda.Stream()}
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = {"out": torch.cuda.Stream(device), "in": torch.cuda.Stream(device)}
 
     def get_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream()
+        return torch.cuda.current_stream(self._device)
 
     def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -96,15 +97,20 @@ class CudaDevice:
                 "expected pages that can be locked; raise the limit (ulimit -l, --ulimit memlock=-1 of a container), "
                 "or move fewer layers"
             )
-        weakref.finalize(host, torch.cuda.cudart().cudaHostUnregister, host.data_ptr())
+        weakref.finalize(host, _unpin, host.data_ptr())
         return host
 
     def lend(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
-        tensor.record_stream(stream)
+        tensor.record_stream(stream)  # which does nothing for the stream that owns it
 
     def has_happened(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> bool:
         stream.synchronize()
         return bool(event.query())
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.synchronize()  # a copy may still use it
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class ThreadDevice:

@@ -11,16 +11,18 @@ C is the stream that computes, O the one that copies out, I the one that copies 
 commit   When the layer's forward ends, each unit gets a place in a slab of the host pool. O waits for C (the unit is
          computed) and for the slab (its last reader has read), and copies; `out` is the event of the copy's end.
 release  When the next layer's forward ends, C waits for `out` and the engine lets go of the device's memory. It belongs
-         to C, so whatever C is given next may have it: C's own order says that the copy has ended. No record_stream is
-         needed, which would free the memory whenever an event happened to be polled. And where the link is too slow, C
-         waits: copies never pile up, and no more than two groups are on the device, however slow the link is.
+         to C, so whatever C is given next may have it: C's own order says that the copy has ended. record_stream
+         would free the memory whenever an event happened to be polled; only what was made on another stream than C,
+         which does not wait, is freed so. And where the link is too slow, C waits: copies never pile up, and no more
+         than two groups are on the device, however slow the link is.
 load     When the backward reaches the layer after it, memory is taken in C's order. I waits for C (whoever had the
          memory before is done), and for `out`: a reload that starts before its copy-out has ended reads what the host
          memory held before (Megatron-LM issue 7398). `in` is the event of this copy's end.
 unpack   When a node of the backward asks for the tensor, C waits for `in`. A unit that is still RESIDENT or LEAVING is
          simply taken; one that is on the HOST, because nobody foresaw this backward, is loaded now.
-the end  When the last user of a unit is gone (autograd frees what a node kept once it has run), C waits for `out` if
-         the unit is still LEAVING, and lets go. The slab is free for the next forward once all its units are gone.
+the end  When the last user of a unit is gone (autograd frees what a node kept once it has run, or all of it where a
+         backward fails), C waits for `out` if the unit is still LEAVING, for `in` if it is COMING, and lets go. The
+         slab is free for the next forward once all its units are gone.
 
 The host never waits for a copy. Several forwards may be under way (1F1B): each has groups of its own, and a graph that
 is never run backward gives its units back when it is freed. A retained graph may run backward again: its units stay
@@ -33,6 +35,7 @@ the tensor's version must not change until its copy-out has ended.
 from __future__ import annotations
 
 import enum
+import itertools
 import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -108,7 +111,7 @@ class Unit:
         """RESIDENT -> LEAVING: begins to copy to a place in a slab."""
         engine = self._engine
         assert self.place is Place.RESIDENT
-        self._bytes = _view_bytes(self._check_version(), self.first, self.end)
+        self._bytes = _view_bytes(self.check_version(), self.first, self.end)
         self._slab, self._host = slab, slab.slab.memory[offset : offset + self.num_bytes]
         self._stream = engine.device.get_stream()
         if engine.debug:
@@ -120,7 +123,7 @@ class Unit:
     def release(self) -> None:
         """LEAVING -> HOST: lets go of the device's memory once the copy has ended."""
         if self.place is Place.LEAVING:
-            self._check_version()
+            self.check_version()
             self._wait_until_out()
             if self._engine.debug and not self._engine.device.has_happened(self._stream, self._out):
                 raise RuntimeError(
@@ -148,7 +151,7 @@ class Unit:
             self._engine.num_stalls += 1
             self.load()
         if self.place in (Place.RESIDENT, Place.LEAVING):
-            return _view_as(self._check_version(), handle, handle.offset)
+            return _view_as(self.check_version(), handle, handle.offset)
         device = self._engine.device
         stream = device.get_stream()
         device.wait(stream, self._in)
@@ -165,18 +168,24 @@ class Unit:
             return
         if self.place is Place.LEAVING:
             self._wait_until_out()
+        elif self.place is Place.COMING:
+            self._engine.device.wait(self._stream, self._in)
         if self.place is not Place.HOST:
             self._let_go()
         self._slab.give_back(self._in if self._in is not None else self._out)
 
     def _wait_until_out(self) -> None:
-        self._engine.device.wait(self._stream, self._out)
+        device = self._engine.device
+        device.wait(self._stream, self._out)
+        assert self._bytes is not None
+        device.lend(self._bytes, self._stream)
 
     def _let_go(self) -> None:
         self._bytes = self._tensor = None
         self._engine.note_device_bytes(-self.num_bytes)
 
-    def _check_version(self) -> Tensor:
+    def check_version(self) -> Tensor:
+        """Returns the tensor on the device. Raises RuntimeError where it was written to in place since."""
         assert self._tensor is not None
         if self._tensor._version != self.version:
             raise RuntimeError(
@@ -237,16 +246,16 @@ class Group:
 class _SlabOfGroup:
     """A slab until the last of a group's units is gone."""
 
-    def __init__(self, pool: HostPool, slab: Slab, num_units: int) -> None:
+    def __init__(self, slab: Slab, num_units: int) -> None:
         self.slab = slab
-        self._pool, self._num_units, self._events = pool, num_units, list[Any]()
+        self._num_units, self._events = num_units, list[Any]()
+        # Garbage may be collected while a unit is freed, and free another: `next` comes between no two of its steps.
+        self._num_gone = itertools.count(1)
 
     def give_back(self, event: Any) -> None:
-        self._num_units -= 1
         self._events.append(event)
-        if self._num_units == 0:
-            self.slab.free = self._events
-            self._pool.give_back(self.slab)
+        if next(self._num_gone) == self._num_units:
+            self.slab.free, self.slab.is_used = self._events, False
 
 
 class Engine:
@@ -262,6 +271,8 @@ class Engine:
 
     def __init__(self, device: Device | None = None, num_groups: int | None = None, *, debug: bool = False) -> None:
         self._device, self.debug = device, debug
+        self._place: torch.device | None = None
+        """Where the layers are."""
         self.pool = HostPool(lambda num_bytes: self.device.allocate_host(num_bytes))
         self.num_groups = num_groups
         self._leaving: list[Group] = []
@@ -285,21 +296,30 @@ class Engine:
         return self._device
 
     def choose_device(self, tensor: Tensor) -> None:
-        """Takes the device of the first tensor for all, if none was given."""
+        """Takes the device of the first tensor for all. Raises ValueError where a later one lies on another."""
+        if self._place is None:
+            self._place = tensor.device
+        elif self._place != tensor.device:
+            raise ValueError(
+                f"a layer's input lies on {tensor.device}, and offload moves what is on {self._place}; expected one "
+                "device for all layers; give each GPU a process of its own, or leave offload off"
+            )
         if self._device is None:
-            self._device = CudaDevice() if tensor.is_cuda else ThreadDevice()
+            self._device = CudaDevice(tensor.device) if tensor.is_cuda else ThreadDevice()
 
     def commit(self, group: Group) -> None:
-        """Begins to copy a group out. Raises ValueError where the host has too little memory."""
+        """Begins to copy a group out. Raises ValueError where the host has too little memory, and RuntimeError where
+        one of its tensors was written to in place since."""
         units = group.list_units()
         if not units:
             return
         offsets, num_bytes = [], 0
         for unit in units:
             offsets.append(num_bytes)
+            unit.check_version()
             num_bytes += -(-unit.num_bytes // _ALIGNMENT) * _ALIGNMENT
         self._check_host(num_bytes)
-        slab = _SlabOfGroup(self.pool, self.pool.take(num_bytes), len(units))
+        slab = _SlabOfGroup(self.pool.take(num_bytes), len(units))
         ready = self.device.mark(self.device.get_stream())
         for unit, offset in zip(units, offsets, strict=True):
             unit.commit(slab, offset, ready)
@@ -323,7 +343,7 @@ class Engine:
     def _check_host(self, num_bytes: int) -> None:
         if self.num_groups is None or (free := find_free_host_bytes()) is None:
             return
-        num_groups, num_ranks, self.num_groups = self.num_groups, count_ranks_of_host(), None
+        num_groups, num_ranks = self.num_groups, count_ranks_of_host()
         if num_groups * num_bytes * num_ranks > free:
             raise ValueError(
                 f"a layer offloads {_write_size(num_bytes)}, so {num_groups} layers that are on the host at once need "
@@ -331,6 +351,7 @@ class Engine:
                 f"{_write_size(free)} are free for all of them; offload fewer layers or rows, or keep less by "
                 "recomputation"
             )
+        self.num_groups = None
 
 
 def _make_engine(num_groups: int | None, debug: bool) -> Engine:

@@ -196,8 +196,10 @@ class Offload:
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _begin_pass(self, root: nn.Module, args: Any) -> None:
-        if self._pass is not None or not torch.is_grad_enabled() or _is_in_backward():
+        if not torch.is_grad_enabled() or _is_in_backward():
             return
+        if self._pass is not None:  # KeyboardInterrupt, which calls no hooks, has ended the last forward
+            self._leave(self._pass)
         context = torch.autograd.graph.saved_tensors_hooks(self._keep_between, _KeptBetween.unpack)
         self._pass = _Pass(context)
         self.engine.release()
@@ -208,11 +210,7 @@ class Offload:
         now = self._pass
         if now is None or _is_in_backward():
             return
-        self._pass = None
-        if now.call is not None:  # something that is no Exception has left it
-            now.call.notes.close()
-        if _is_on_top(now.context):
-            now.context.__exit__()
+        self._leave(now)
         if output is None:  # an exception leaves the model
             return
         for key in now.outputs:  # what comes after the layers needs them
@@ -223,6 +221,13 @@ class Offload:
         for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 self._follow_backward(tensor, now, last)
+
+    def _leave(self, now: _Pass) -> None:
+        self._pass = None
+        if now.call is not None:  # something that is no Exception has left it
+            now.call.notes.close()
+        if _is_on_top(now.context):
+            now.context.__exit__()
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _begin(self, layer: nn.Module, args: Any, kwargs: Any) -> None:

@@ -2,12 +2,12 @@
 
 A slab holds what one layer moves in one forward. A training step moves the same bytes again and again, so a slab of the
 right size is free when it is needed, and nothing is allocated. Where sizes change (rows of other lengths) the smallest
-free slab that is large enough is taken.
+free slab that is large enough is taken; a new one takes the place of one that is too small, so that there are never
+more slabs than were in use at once.
 """
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import os
 from collections.abc import Callable
@@ -27,6 +27,13 @@ class Slab:
     free: list[Any] = dataclasses.field(default_factory=list)
     """Events of the copies that may still use it; whoever writes to it next waits for them."""
 
+    is_used: bool = False
+    """Set to False wherever its last user is freed, which may be in the midst of a HostPool's own work."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.memory.numel()
+
 
 class HostPool:
     """The slabs of one engine.
@@ -37,30 +44,33 @@ class HostPool:
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         self._allocate = allocate
-        self._unused: list[Slab] = []  # by size
-        self.num_bytes = 0
-        """Of all slabs."""
+        self._slabs: list[Slab] = []
         self.num_allocations = 0
-        self.num_bytes_in_use = 0
         self.peak_bytes_in_use = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all slabs."""
+        return sum(slab.num_bytes for slab in self._slabs)
+
+    @property
+    def num_bytes_in_use(self) -> int:
+        return sum(slab.num_bytes for slab in self._slabs if slab.is_used)
 
     def take(self, num_bytes: int) -> Slab:
         """Takes a slab of at least num_bytes. Raises ValueError where the host refuses to pin a new one."""
-        place = bisect.bisect_left(self._unused, num_bytes, key=lambda slab: slab.memory.numel())
-        if place < len(self._unused):
-            slab = self._unused.pop(place)
-        else:
+        unused = sorted((slab for slab in self._slabs if not slab.is_used), key=lambda slab: slab.num_bytes)
+        slab = next((slab for slab in unused if slab.num_bytes >= num_bytes), None)
+        if slab is None:
+            if unused:
+                self._slabs.remove(unused.pop())
+            del unused
             slab = Slab(self._allocate(num_bytes))
-            self.num_bytes += num_bytes
+            self._slabs.append(slab)
             self.num_allocations += 1
-        self.num_bytes_in_use += slab.memory.numel()
+        slab.is_used = True
         self.peak_bytes_in_use = max(self.peak_bytes_in_use, self.num_bytes_in_use)
         return slab
-
-    def give_back(self, slab: Slab) -> None:
-        """Lets others take a slab that is not needed any more."""
-        self.num_bytes_in_use -= slab.memory.numel()
-        bisect.insort(self._unused, slab, key=lambda slab: slab.memory.numel())
 
 
 def find_free_host_bytes() -> int | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from slow_links import SlowLink
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tempo_kernels.offload import INPUT, Engine, Offload, ThreadDevice, engine, move_all, move_nothing
+from tempo_kernels.offload import INPUT, Direction, Engine, Offload, engine, move_all, move_nothing
 
 TOKENS, WIDTH, NUM_LAYERS = 16, 32, 4
 ACTIVATION = TOKENS * WIDTH * 4
@@ -134,22 +136,35 @@ def test_a_graph_may_run_twice_or_never_and_gives_everything_back(stack: Stack) 
     assert found.moved_bytes == 2 * NUM_LAYERS * 7 * ACTIVATION
 
 
-def test_an_exception_in_a_layer_leaves_nothing_behind(stack: Stack) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["before a layer", "in a layer", "in backward"])
+def test_an_exception_leaves_nothing_behind(stack: Stack, error: type[BaseException], where: str) -> None:
     x = make_input()
     expected = gradients(stack, x)
     found = offload(stack)
-    broken = stack.layers[2].register_forward_pre_hook(lambda *_: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        stack(x * 1)
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    layer = stack.layers[2]
+    if where == "in backward":
+        broken = layer.narrow.register_full_backward_pre_hook(fail)
+    else:
+        broken = (layer if where == "before a layer" else layer.narrow).register_forward_pre_hook(fail)
+    with pytest.raises(error):
+        gradients(stack, x)
     broken.remove()
+    gc.collect()  # of the exception's frames
+    found.moved_bytes = 0
     assert all(map(torch.equal, gradients(stack, x), expected))
+    assert found.moved_bytes == found.pool.num_bytes == NUM_LAYERS * 7 * ACTIVATION
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert found.device_bytes == found.pool.num_bytes_in_use == 0
 
 
 @pytest.mark.parametrize("when", ["before its layer ends", "while it leaves"])
 def test_what_was_written_to_since_is_refused(stack: Stack, when: str) -> None:
-    offload(stack)
+    found = offload(stack)
     places = {"before its layer ends": (stack.layers[1].narrow, 0), "while it leaves": (stack.layers[2], 0)}
     module, argument = places[when]
     kept: list[Tensor] = []
@@ -162,16 +177,71 @@ def test_what_was_written_to_since_is_refused(stack: Stack, when: str) -> None:
     module.register_forward_pre_hook(write)
     with pytest.raises(RuntimeError, match="modified by an inplace operation|was written to in place since"):
         stack(make_input() * 1).sum().backward()
+    kept.clear()
+    gc.collect()
+    assert found.device_bytes == found.pool.num_bytes_in_use == 0
 
 
-def test_sizes_may_change_and_slabs_are_used_again(stack: Stack) -> None:
-    found = Engine(ThreadDevice())
-    Offload(stack, dict.fromkeys(stack.layers, move_all), found)
-    stack.shared.requires_grad_(False)
-    for _ in range(2):
-        stack(make_input() * 1).sum().backward()
-    assert found.pool.num_allocations == NUM_LAYERS
-    assert found.pool.peak_bytes_in_use == found.pool.num_bytes
+def test_sizes_may_change_and_the_pool_is_no_more_than_the_largest_step_needs(stack: Stack) -> None:
+    twin = copy.deepcopy(stack)
+    found = offload(stack)
+    allocations = []
+    for samples in (4, 4, 5, 6, 1, 6, 3):
+        x = make_input().detach().expand(samples, TOKENS, WIDTH).clone().requires_grad_()
+        assert all(map(torch.equal, gradients(stack, x), gradients(twin, x)))
+        allocations.append(found.pool.num_allocations // NUM_LAYERS)
+    assert allocations == [1, 1, 2, 3, 3, 3, 3], "what is too small makes place; an odd batch takes what is there"
+    assert found.pool.num_bytes == NUM_LAYERS * 6 * 7 * ACTIVATION == found.pool.peak_bytes_in_use
+
+
+class Watched(SlowLink):
+    """Notes for which copies somebody waits, and what is lent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: dict[Any, Direction] = {}
+        self.waited: set[Any] = set()
+        self.num_lent = 0
+
+    def copy(self, direction: Direction, source: Tensor, target: Tensor, after: Sequence[Any]) -> Any:
+        event = super().copy(direction, source, target, after)
+        self.copies[event] = direction
+        return event
+
+    def wait(self, stream: None, event: Any) -> None:
+        super().wait(stream, event)
+        self.waited.add(event)
+
+    def lend(self, tensor: Tensor, stream: None) -> None:
+        self.num_lent += 1
+
+
+@pytest.mark.parametrize("where", ["of the input", "fails"])
+def test_memory_is_let_go_behind_its_copies(stack: Stack, where: str) -> None:
+    """Also where backward never asks for what has begun to come back: it fails, or no weight has a gradient."""
+    x, device = make_input(), Watched()
+    (expected,) = torch.autograd.grad(stack(x * 1).square().sum(), x)
+    found = Engine(device)
+    Offload(stack, dict.fromkeys(stack.layers, move_all), found, min_bytes=0)
+    if where == "fails":
+        stack.layers[1].narrow.register_full_backward_pre_hook(lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            stack(x * 1).square().sum().backward()
+    else:
+        (grad,) = torch.autograd.grad(stack(x * 1).square().sum(), x)
+        assert torch.equal(grad, expected)
+    gc.collect()
+    assert found.device_bytes == found.pool.num_bytes_in_use == 0 and set(device.copies.values()) == {"out", "in"}
+    assert device.waited == set(device.copies)
+    # Another stream may own what leaves, and would not wait.
+    assert device.num_lent == list(device.copies.values()).count("out")
+
+
+def test_layers_on_two_devices_are_refused(stack: Stack) -> None:
+    offload(stack)
+    stack(make_input() * 1)
+    with pytest.raises(ValueError, match="input lies on meta, and offload moves what is on cpu; expected one device"):
+        stack.to("meta")(make_input().detach().to("meta"))
 
 
 def test_a_copy_of_the_model_moves_by_itself(stack: Stack) -> None:
