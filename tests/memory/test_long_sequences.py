@@ -137,6 +137,18 @@ def test_each_piece_only_takes_away_and_the_most_tokens_fit_and_no_thousand_more
     assert 7 * before < 8 * make_long(*pieces, num_gpus=8).find_most_tokens(78 * 2**30) < 8 * before
 
 
+def test_each_packed_document_has_rows_of_its_own_in_the_sums_of_flashattention() -> None:
+    whole = make_long("liger", "host_checkpoints", "one_group", "tiled_mlp")
+    tokens, peaks = 1_200_000, {}
+    for size in (None, tokens, 1200):
+        name, _, peaks[size] = dataclasses.replace(whole, document_tokens=size).find_peak(tokens)
+        assert name == "backward of attention"
+    # Of 32 heads of q 64 rows and of 8 of k and of v 128, of 128 columns in float32, for each document.
+    per_document = 4 * 128 * (32 * 64 + 2 * 8 * 128)
+    assert peaks[tokens] - peaks[None] == per_document
+    assert peaks[1200] - peaks[None] == 1000 * per_document
+
+
 def test_attention_that_does_not_run_again_saves_its_share_of_a_step() -> None:
     gpu, shape = read_gpu("h100"), make_long().model
     shape = dataclasses.replace(shape, seq_length=2**19, max_position_embeddings=2**19)
@@ -158,6 +170,8 @@ def test_attention_that_does_not_run_again_saves_its_share_of_a_step() -> None:
     [
         (["--long-sequence", "ligr"], "ligr is no piece of a long sequence; expected some of liger"),
         (["--long-sequence", "one_group"], "one_group is asked for without host_checkpoints"),
+        (["--long-sequence", "tempo", "--document-tokens", "9"], "--document-tokens is given with the tempo piece"),
+        (["--document-tokens", "9"], "--document-tokens is given without --long-sequence"),
         (["--long-sequence", "--dp", "3"], "--long-sequence divides --seq-length 8192 by --dp 3"),
         (["--long-sequence", "--dp", "64"], "32 are not a multiple of 64"),
         (["--long-sequence", "--zero", "2"], "long sequences are estimated with DeepSpeed's ZeRO 3 only"),

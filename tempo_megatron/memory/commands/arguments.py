@@ -87,6 +87,13 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         help="estimate one sample of --seq-length tokens, which --dp ranks of Ulysses divide, under ZeRO 3, with every "
         "layer recomputed: as transformers runs it, or with pieces such as liger host_checkpoints (docs/estimate.md)",
     )
+    group.add_argument(
+        "--document-tokens",
+        type=parse_positive,
+        metavar="N",
+        help="with --long-sequence, the tokens of each of the documents that are packed into the sample (default: one "
+        "document)",
+    )
     group.add_argument("--all-ranks", action="store_true", help="a column for every pipeline stage")
     group.add_argument(
         "--tree",

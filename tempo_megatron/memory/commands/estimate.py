@@ -46,6 +46,8 @@ def run_estimate(args: argparse.Namespace) -> int:
     Raises ValueError for what cannot be estimated.
     """
     command = take_command(args, add_estimate_arguments)
+    if args.document_tokens is not None and args.long_sequence is None:
+        raise ValueError("--document-tokens is given without --long-sequence, of whose sample it speaks; give both")
     warnings: list[str] = []
     is_asked = True
     if args.long_sequence is not None:
@@ -123,11 +125,12 @@ def _estimate_long_sequence(args: argparse.Namespace) -> int:
             "other layout; give a multiple of --dp, and leave --tp and --pp out"
         )
     pieces = frozenset(args.long_sequence)
-    asked = LongSequence(run.model, run.optimizer, pieces, run.data_parallel)
+    asked = LongSequence(run.model, run.optimizer, pieces, run.data_parallel, args.document_tokens)
     tokens = run.model.seq_length // run.data_parallel
     moment, terms, peak = asked.find_peak(tokens)
     print(
         f"{name_model(args)}, s {run.model.seq_length}, {tokens} tokens a GPU, all layers recomputed, DeepSpeed ZeRO 3"
+        + (f", documents of {asked.document_tokens} tokens" if asked.document_tokens else "")
     )
     print(f"pieces: {', '.join(sorted(pieces)) or 'those of transformers'}")
     width = max(len(term.name) for term in terms)

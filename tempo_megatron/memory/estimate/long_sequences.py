@@ -64,6 +64,9 @@ class LongSequence:
     num_gpus: int = 1
     """Ranks of Ulysses, which split the tokens of a sample, and attention's heads."""
 
+    document_tokens: int | None = None
+    """Of each of the documents that are packed into the sample; None is one document."""
+
     def __post_init__(self) -> None:
         if unknown := sorted(self.pieces - set(PIECES)):
             raise ValueError(f"{unknown[0]} is no piece of a long sequence; expected some of {', '.join(PIECES)}")
@@ -81,6 +84,11 @@ class LongSequence:
         for name, needed in needs.items():
             if name in self.pieces and needed not in self.pieces:
                 raise ValueError(f"{name} is asked for without {needed}, on which it rests; give that too")
+        if self.document_tokens is not None and "tempo" in self.pieces:
+            raise ValueError(
+                "--document-tokens is given with the tempo piece, whose attention takes one document in a row; leave "
+                "one of them out"
+            )
         if self.model.num_attention_heads % self.num_gpus:
             raise ValueError(
                 f"Ulysses divides attention heads over its ranks, and {self.model.num_attention_heads} are not a "
@@ -335,7 +343,7 @@ class LongSequence:
             # ArcticTraining's runs on an H200 have FlashAttention-3.
             yield Term(
                 "float32 sums of the gradients of q, k and v",
-                _FLOAT32 * (m.num_attention_heads + 2 * m.num_query_groups) * m.kv_channels,
+                self._count_float32_sums(),
                 source="flash-attention, hopper/flash_api.cpp: dq_accum, dk_accum and dv_accum of mha_bwd",
             )
         elif not self._has_tempos_attention:
@@ -348,6 +356,17 @@ class LongSequence:
                     2 * _BF16 * width,
                     source=source.format("dk_expanded and dv_expanded"),
                 )
+
+
+    def _count_float32_sums(self) -> float:
+        """Bytes a token that FlashAttention-3 has in backward; each document has a block of rows of its own beside.
+
+        The blocks are kBlockM_sm90 and kBlockN_sm90 of mha_bwd, causal and without a soft cap.
+        """
+        m, width = self.model, self.model.kv_channels
+        rows_of_q, rows_of_k = 128 if width <= 64 else 64, 128 if width <= 128 else 96 if width <= 192 else 80
+        q, k = (1 + (rows / self.document_tokens if self.document_tokens else 0) for rows in (rows_of_q, rows_of_k))
+        return _FLOAT32 * width * (m.num_attention_heads * q + 2 * m.num_query_groups * k)
 
 
 def _count(terms: list[Term], num_tokens: int) -> float:
