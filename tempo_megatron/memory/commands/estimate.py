@@ -21,6 +21,7 @@ from tempo_megatron.memory.commands.module_tree import describe_tree, format_tre
 from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run, take_deepspeed
 from tempo_megatron.memory.commands.training_command import Command, take_command
 from tempo_megatron.memory.estimate.estimate import PART_NAMES, RankEstimate, describe_part, estimate_ranks
+from tempo_megatron.memory.estimate.long_allocations import count_reserved
 from tempo_megatron.memory.estimate.long_sequences import LongSequence
 from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import OptimizerSettings, Run
@@ -137,16 +138,21 @@ def _estimate_long_sequence(args: argparse.Namespace) -> int:
     for term in terms:
         print(f"{term.name:<{width}}{term.count(tokens) / 2**30:>10.3f} GiB  {term.source}".rstrip())
     print(f"{f'peak, in the {moment}':<{width}}{peak / 2**30:>10.3f} GiB of torch, an estimate")
+    needed = count_reserved(asked, tokens) if args.allocator else peak
+    if args.allocator:
+        print(f"{'reserved by the allocator, expandable segments':<{width}}{needed / 2**30:>10.3f} GiB of torch")
     print(f"on the host, for each GPU: {format_bytes(asked.count_host_bytes(tokens))}")
     if args.json:
         figures = {"moment": moment, "peak_bytes": peak, "host_bytes": asked.count_host_bytes(tokens)}
+        figures |= {"reserved_bytes": needed} if args.allocator else {}
         figures["terms"] = {term.name: round(term.count(tokens)) for term in terms}
         Path(args.json).write_text(json.dumps({**figures, "arguments": vars(args)}, indent=2) + "\n", encoding="utf-8")
     if args.gpu_memory is None:
         return 0
-    most = asked.find_most_tokens(args.gpu_memory) * run.data_parallel
-    print(f"{format_bytes(args.gpu_memory)} a GPU hold {most:,} tokens, by this estimate")
-    return 0 if peak <= args.gpu_memory else 1
+    if not args.allocator:
+        most = asked.find_most_tokens(args.gpu_memory) * run.data_parallel
+        print(f"{format_bytes(args.gpu_memory)} a GPU hold {most:,} tokens, by this estimate")
+    return 0 if needed <= args.gpu_memory else 1
 
 
 def _set_imbalance(run: Run, factor: float) -> Run:

@@ -8,8 +8,8 @@ whose tiles are small.
 
 It counts what torch allocates. DeepSpeed gathers weights on a stream of its own and reduces gradients on another, and
 torch's allocator gives what one stream has freed to no other: what these two have at most counts at each moment. CUDA's
-context, NCCL and what the allocator reserves beyond what it has given come on top. So published figures of nvidia-smi,
-which have all that, are higher (docs/estimate.md has them side by side).
+context, NCCL and what the allocator reserves beyond what it has given (long_allocations.py) come on top. So published
+figures of nvidia-smi, which have all that, are higher (docs/estimate.md has them side by side).
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class LongSequence:
 
     def list_moments(self) -> dict[str, list[Term]]:
         """Moment -> what is alive, of tokens of one GPU."""
-        standing = list(self._list_standing())
+        standing = list(self.list_standing())
         return {
             "loss": [*standing, *self._list_of_loss()],
             "backward of an MLP": [*standing, *self._list_of_mlp()],
@@ -159,7 +159,7 @@ class LongSequence:
             yield Term("attention's output", _BF16 * m.num_attention_heads * m.kv_channels)
             yield Term("attention's logsumexp", _FLOAT32 * m.num_attention_heads)
 
-    def _list_standing(self) -> Iterator[Term]:
+    def list_standing(self) -> Iterator[Term]:
         """What is alive at each of the moments."""
         m, optimizer, pieces = self.model, self.optimizer, self.pieces
         if "host_checkpoints" not in pieces:
@@ -343,7 +343,7 @@ class LongSequence:
             # ArcticTraining's runs on an H200 have FlashAttention-3.
             yield Term(
                 "float32 sums of the gradients of q, k and v",
-                self._count_float32_sums(),
+                self.count_float32_sums(),
                 source="flash-attention, hopper/flash_api.cpp: dq_accum, dk_accum and dv_accum of mha_bwd",
             )
         elif not self._has_tempos_attention:
@@ -357,8 +357,7 @@ class LongSequence:
                     source=source.format("dk_expanded and dv_expanded"),
                 )
 
-
-    def _count_float32_sums(self) -> float:
+    def count_float32_sums(self) -> float:
         """Bytes a token that FlashAttention-3 has in backward; each document has a block of rows of its own beside.
 
         The blocks are kBlockM_sm90 and kBlockN_sm90 of mha_bwd, causal and without a soft cap.
