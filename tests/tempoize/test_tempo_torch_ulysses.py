@@ -96,6 +96,13 @@ def train_rank(settings, register_first):
     return loss, {name: p.grad for name, p in model.named_parameters()}, num_forwards, str(report_on(model))
 
 
+def train_twice(model, *ranks):
+    model.zero_grad()
+    losses = torch.stack([train(model, *ranks)[0] for _ in range(2)])
+    torch.distributed.all_reduce(losses)
+    return losses
+
+
 def train_rank_with_dropout(p):
     early = refuse(lambda: tempoize(build_phi(p), sequence_ranks=3))
     ulysses, rank = start()
@@ -103,14 +110,14 @@ def train_rank_with_dropout(p):
     size, groups = 2, 2
     model = tempoize(build_phi(p), sequence_ranks=size)
     ulysses.register_with_transformers(model, "tempo", size, BATCH // groups)
-    losses = torch.stack([train(model, rank, size, groups)[0] for _ in range(2)])
-    torch.distributed.all_reduce(losses)
+    losses = train_twice(model, rank, size, groups)
     gradient = model.model.layers[0].self_attn.q_proj.weight.grad
     torch.distributed.all_reduce(gradient)
     packed = refuse(lambda: train(model, rank, size, groups, documents=4))
     tempoize(restore(model), rank=rank // size, num_ranks=groups)
     same = refuse(lambda: train(model, rank, size, groups))
-    return losses, gradient, mask, (early, packed, same, odd)
+    tempoize(restore(model), sequence_ranks=size).compile(backend="aot_eager")
+    return losses, train_twice(model, rank, size, groups), gradient, mask, (early, packed, same, odd)
 
 
 @pytest.mark.slow
@@ -122,8 +129,9 @@ def test_ranks_of_ulysses_draw_the_masks_of_one_process_in_attention_and_elsewhe
     assert expected[0] != expected[1]
     gradient = whole.model.layers[0].self_attn.q_proj.weight.grad
     parts = []
-    for losses, grad, mask, errors in run_ranks(train_rank_with_dropout, 4, 0.1):
+    for losses, compiled, grad, mask, errors in run_ranks(train_rank_with_dropout, 4, 0.1):
         torch.testing.assert_close(losses, expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(compiled, expected, rtol=1e-6, atol=0)
         assert (grad - gradient).abs().max() <= 1e-5 * gradient.abs().max()
         sentences = ("divides the ranks", "one document in a row", "sequence_ranks=2", "12 elements of a sample")
         for error, part in zip(errors, sentences, strict=True):
