@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -200,7 +201,8 @@ class Offload:
             return
         if self._pass is not None:  # KeyboardInterrupt, which calls no hooks, has ended the last forward
             self._leave(self._pass)
-        context = torch.autograd.graph.saved_tensors_hooks(self._keep_between, _KeptBetween.unpack)
+        keep = functools.partial(self._keep_between)  # of its own, to be known by
+        context = torch.autograd.graph.saved_tensors_hooks(keep, _KeptBetween.unpack)
         self._pass = _Pass(context)
         self.engine.release()
         context.__enter__()
@@ -226,8 +228,11 @@ class Offload:
         self._pass = None
         if now.call is not None:  # something that is no Exception has left it
             now.call.notes.close()
-        if _is_on_top(now.context):
-            now.context.__exit__()
+        # Another model whose forward KeyboardInterrupt has ended may have its own above.
+        _ended.append(now.context)
+        while on_top := [context for context in _ended if _is_on_top(context)]:
+            on_top[0].__exit__()
+            _ended.remove(on_top[0])
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _begin(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
@@ -391,4 +396,8 @@ def _is_in_backward() -> bool:
 
 def _is_on_top(context: torch.autograd.graph.saved_tensors_hooks) -> bool:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0] == context.pack_hook
+    return hooks is not None and hooks[0] is context.pack_hook
+
+
+_ended: list[torch.autograd.graph.saved_tensors_hooks] = []
+"""Hooks of forwards that have ended, below those of others."""
