@@ -29,7 +29,7 @@ from tempo_kernels.gelu import gelu
 from tempo_kernels.glu import geglu, reglu, swiglu
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy
 from tempo_kernels.norm import layer_norm, rms_norm
-from tempo_kernels.philox import eager as philox
+from tempo_kernels.philox import function as philox
 from tempo_kernels.squared_relu import squared_relu
 from tempo_megatron.cpu import use_cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout

@@ -20,6 +20,7 @@ from tempo_kernels.glu import cpu as cpu_glu
 from tempo_kernels.norm import cpu as cpu_norm
 from tempo_kernels.norm import cpu_compiled, layer_norm, rms_norm
 from tempo_kernels.philox import drop_mask, eager
+from tempo_kernels.philox import function as philox
 from tempo_kernels.pointwise import cpu as cpu_pointwise
 from tempo_kernels.pointwise import eager as eager_pointwise
 from tempo_kernels.pointwise import forward_with_bits
@@ -53,21 +54,21 @@ def masks():
 def test_compiled_masks_are_the_same_bit_for_bit(monkeypatch):
     plain = masks()
     used = []
-    function = eager._compiled_keep_bits
-    monkeypatch.setattr(eager, "DRAWS_BEFORE_COMPILING", 0)
-    monkeypatch.setattr(eager, "_compiled_keep_bits", lambda *args: used.append(1) or function(*args))
+    function = philox._draw_compiled
+    monkeypatch.setattr(philox, "DRAWS_BEFORE_COMPILING", 0)
+    monkeypatch.setattr(philox, "_draw_compiled", lambda *args: used.append(1) or function(*args))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(masks(), plain, strict=True))
     assert len(used) > len(plain) / 2 and function._compiled is not None
 
 
 def test_draws_are_compiled_from_where_it_is_known_that_they_will_be_many(monkeypatch):
     used = []
-    monkeypatch.setattr(eager, "_compiled_keep_bits", lambda *args: used.append(1) or eager._keep_bits(*args))
-    monkeypatch.setattr(eager, "_drawn", 0)
+    monkeypatch.setattr(philox, "_draw_compiled", lambda *args: used.append(1) or eager.draw_bits(*args))
+    monkeypatch.setattr(philox, "_drawn", 0)
     first = masks()
-    eager.foresee(3)
-    assert not used and eager._drawn < eager.DRAWS_BEFORE_COMPILING
-    eager.foresee(eager.DRAWS_BEFORE_COMPILING)
+    philox.foresee(3)
+    assert not used and philox._drawn < philox.DRAWS_BEFORE_COMPILING
+    philox.foresee(philox.DRAWS_BEFORE_COMPILING)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(masks(), first, strict=True)) and used
 
 

@@ -5,13 +5,11 @@ from tempo_kernels.philox.eager import (
     check_place,
     derive_key,
     drop_,
-    drop_mask,
     effective_probability,
-    foresee,
-    keep_bits,
     philox4x32,
     threshold,
 )
+from tempo_kernels.philox.function import drop_mask, foresee, keep_bits
 
 __all__ = [
     "LANES",

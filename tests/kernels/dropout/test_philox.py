@@ -6,7 +6,7 @@ import pytest
 import torch
 from philox_vectors import KNOWN_ANSWERS
 
-from tempo_kernels.philox import derive_key, drop_mask, effective_probability, philox4x32
+from tempo_kernels.philox import cpu, derive_key, drop_mask, eager, effective_probability, philox4x32
 
 
 @pytest.mark.parametrize(("rounds", "counter", "key", "expected"), KNOWN_ANSWERS)
@@ -32,6 +32,19 @@ def test_an_element_is_read_from_its_own_counter_and_lane():
     word = philox4x32((column // 8, row, head + (1 << 16), 5), key)[column % 8 // 2]
     lane = word >> 16 if column % 2 else word & 0xFFFF
     assert mask[column].item() == (lane < round(p * 65536))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_groups", "chunk"), [(7, 5, 10), (7, 5, 35), (3, 40, 8), (0, 4, 8), (4, 0, 8), (1, 1, 1)]
+)
+def test_chunks_of_a_mask_have_the_bits_of_the_specification(monkeypatch, num_rows, num_groups, chunk):
+    monkeypatch.setattr(cpu, "CHUNK_PER_THREAD", chunk)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    words = torch.randint(2**32, (4, max(num_rows, num_groups)))
+    words[:, :2] = torch.tensor([0, 2**32 - 1])[: words.size(1)]
+    counter = words[0, :num_groups], *words[1:, :num_rows]
+    for limit, k0, k1 in ((0, 0, 0), (1, 2**32 - 1, 2**31), (6554, 1, 2), (32768, 3, 4), (65535, 5, 2**32 - 1)):
+        assert torch.equal(cpu.draw_bits(*counter, k0, k1, limit), eager.draw_bits(*counter, k0, k1, limit))
 
 
 def test_a_part_of_the_mask_equals_the_same_part_of_the_whole():
