@@ -26,7 +26,8 @@ from tempo_kernels.attention.documents import Documents
 from tempo_kernels.attention.settings import Inputs, Kept, Settings
 from tempo_kernels.kernel_launch import HAS_DESCRIPTORS
 
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+# sm_86, sm_89 and sm_120 run the tiles of sm_80, with less room than that has.
+SHARED_BYTES = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
 pytestmark = pytest.mark.slow
 
