@@ -137,8 +137,9 @@ def _describe_attention(version: str) -> str:
     return f"""bfloat16, {shape}, triton {version}, an H100 SXM at 1.83 GHz.
 TFLOP/s are those of forward and backward together and count 2 products of forward and 5 of backward, as the published
 figures do. The model counts the tiles of every program, with the half of the diagonal that is for nothing, the order in
-which multiprocessors take programs, waits before a program's first tile and at barriers, additions in the L2 cache, and
-launches around the walk. A tile's products and its other instructions follow one another. All of that is scaled by
+which multiprocessors take programs, waits before a program's first tile and at barriers, additions in the L2 cache,
+what one walk reads again because that cache cannot hold it, and launches around the walk. A tile's products and its
+other instructions follow one another. All of that is scaled by
 {scale}: what was measured of Triton's tutorial, over what the same model says of its machine code.
 On sm_90 the faster of both is chosen, one walk with as many programs to a head as make it fastest (`choose_splits` in
 attention/walks.py). On sm_80 and sm_100 two walks run.

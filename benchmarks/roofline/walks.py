@@ -13,7 +13,10 @@ EFFICIENCY comes from outside: Triton's tutorial, counted in the same way, again
 ours was measured, so its spread is in a row's error bar.
 
 The walk for all gradients adds its part of grad_q to the L2 cache, and needs a launch before it that zeroes those sums
-and finds delta, and one behind it that converts them. Their bytes count at the bandwidth of a copy.
+and finds delta, and one behind it that converts them. Their bytes count at the bandwidth of a copy. Every program of it
+goes through the queries of a head, their gradients and its sums once for each block of keys. Where those of all
+programs that run at once do not fit into the L2 cache, they are read from memory again each time, and the sums written,
+too. Programs of the other walks that run at once share few heads, whose keys or queries fit.
 """
 
 from __future__ import annotations
@@ -34,6 +37,9 @@ ATOMIC_BYTES_PER_S = {CENTRAL: 2.8e12, SLOW: 1.75e12, FAST: 5.6e12}
 """Additions in the L2 cache. Reckoned: half, and all, of the cache's bandwidth for reading, as an H100 PCIe has it
 (Chips and Cheese, 2 July 2023); and what FlashAttention-3's backward adds at its published speed, 4 bytes a score."""
 
+L2_BYTES = {CENTRAL: 50e6, SLOW: 25e6, FAST: 50e6}
+"""An H100's, and half of it: each of its two halves may hold a copy of what multiprocessors of both read."""
+
 
 class Program(NamedTuple):
     blocks: int
@@ -49,6 +55,8 @@ class Walk(NamedTuple):
     tiles: float
     """The tiles of all programs, evenly shared out."""
     atomics: float
+    memory: float
+    """What does not stay in the L2 cache from one block of keys to the next."""
     others: float
     """Launches around it."""
     total: float
@@ -56,7 +64,8 @@ class Walk(NamedTuple):
     @property
     def bound(self) -> str:
         found = {"issue and tensor cores": self.tiles, "additions in the L2 cache": self.atomics}
-        found["waits and the last programs"] = self.total - self.others - max(self.tiles, self.atomics)
+        found["memory"] = self.memory
+        found["waits and the last programs"] = self.total - self.others - max(found.values())
         found["launches around it"] = self.others
         return max(found, key=lambda name: found[name])
 
@@ -86,6 +95,16 @@ def list_programs(name: str, tile: tuple[int, int], splits: int, causal: bool, h
     return shares * heads
 
 
+def find_reread_bytes(one: Mapping[str, Any], num_running: int, num_tiles: int, causal: bool, chosen: Chosen) -> float:
+    """Bytes between the L2 cache and memory of the walk for all gradients: of what each block of keys needs again, the
+    share that the cache cannot hold, where it keeps any of it as probably as any other."""
+    splits, row_bytes = one["splits"], one["head_dim"] * 4
+    # Of a head, q and grad_out in 16 bits, and sums of every split; under a causal limit half of it on average.
+    in_use = num_running / splits * LENGTH * row_bytes * (1 + splits) * (0.5 if causal else 1.0)
+    lost = max(0.0, 1.0 - L2_BYTES[chosen] / in_use)
+    return num_tiles * one["tile"][0] * row_bytes * (2 + 1 / splits) * lost
+
+
 def find_walk(
     one: Mapping[str, Any], device: Device, causal: bool, chosen: Chosen = CENTRAL, efficiency: float = 1.0
 ) -> Walk:
@@ -108,21 +127,24 @@ def find_walk(
         for p in programs
     ]
     total_tiles = sum(p.tiles for p in programs)
-    slots = [0.0] * (device.multiprocessors * one["programs_per_sm"])
+    num_slots = device.multiprocessors * one["programs_per_sm"]
+    slots = [0.0] * num_slots
     for length in cycles:
         heapq.heapreplace(slots, slots[0] + length)
     tiles_s = total_tiles * per_tile / device.multiprocessors / device.clock_hz
-    atomics_s = others_s = 0.0
+    atomics_s = memory_s = others_s = 0.0
     if name == "backward":
         elements = HEADS * LENGTH
         atomics_s = total_tiles * queries * head_dim * 4 / ATOMIC_BYTES_PER_S[chosen]
+        num_bytes = find_reread_bytes(one, min(len(programs), num_slots), total_tiles, causal, chosen)
+        memory_s = num_bytes / device.copy_bytes_per_s
         # Before: out and grad_out, zeros in float32. Behind: those sums, and grad_q.
         others_s = elements * (2 * 2 + 4 * splits + 4 * splits + 2) / device.copy_bytes_per_s
         others_s += 2 * chosen.launch_us * 1e-6
     if name == "grad_kv":
         others_s += chosen.launch_us * 1e-6
-    walk_s = max(max(slots) / device.clock_hz, atomics_s)
-    return Walk(tiles_s, atomics_s, others_s, walk_s + others_s)
+    walk_s = max(max(slots) / device.clock_hz, atomics_s, memory_s)
+    return Walk(tiles_s, atomics_s, memory_s, others_s, walk_s + others_s)
 
 
 def find_speed(records: list[Mapping[str, Any]], device: Device, causal: bool, *choice: Any) -> float:

@@ -170,6 +170,23 @@ def test_the_time_of_a_walk_is_that_of_its_tiles_and_of_what_no_multiprocessor_s
     assert together[0] == together[1]
 
 
+def test_a_walk_for_all_gradients_reads_again_what_the_l2_cache_cannot_hold():
+    device = model.DEVICES["H100"]
+    one = {"walk": "backward", "head_dim": 128, "splits": 1, "tile": (64, 128), "warps": 8, "programs_per_sm": 1}
+    one |= {"issued": 1, "others": 0, "around": 0, "barriers": 0}
+    # 128 programs of 2048 rows, of which each has 2 x 2 x 128 bytes of q and grad_out and 4 x 128 of sums.
+    lost = 1 - 50e6 / (128 * 2048 * 1024)
+    num_bytes = 128 * 16 * 2048 * (512 + 2 * 512) * lost
+    found = walks.find_walk(one, device, False)
+    assert found.memory == pytest.approx(num_bytes / device.copy_bytes_per_s)
+    assert found.bound == "memory" and found.total == pytest.approx(found.memory + found.others)
+    # Of two splits each reads as much again, but both the same rows.
+    assert walks.find_walk(one | {"splits": 2}, device, False).memory < found.memory
+    assert walks.find_walk(one, device, True).memory < 0.5 * found.memory
+    assert walks.find_reread_bytes(one, 20, 100, False, model.CENTRAL) == 0.0
+    assert walks.find_reread_bytes(one, 20, 100, False, model.SLOW) > 0.0
+
+
 def test_the_loss_heads_peaks_are_what_is_followed():
     recorded = read_records(RESULTS / "cpu" / "loss_head_peaks.jsonl")
     assert recorded[0] == loss_head.find_peak(8192, 62080) and len(recorded) == 9

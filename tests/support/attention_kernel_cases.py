@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from attention_cases import reference
 from interpreted import DEVICE, INTERPRETED, assert_as_specified
 
 from tempo_kernels.attention import kernel as attention_kernel
+from tempo_kernels.attention import kernel_heads
 from tempo_kernels.attention.settings import Inputs, Kept, Settings
 
 KEY = 0xFEDCBA9876543210
@@ -33,6 +35,13 @@ def settings(
     causal=True, p=0.1, key=KEY, first_sample=2**32 - 1, first_head=3, window_size=None, scale=0.125, **firsts
 ):
     return Settings(causal, scale, p, key, first_sample, first_head, window_size, **firsts)
+
+
+def take_walk(monkeypatch, splits):
+    """Backward takes one walk with so many splits, or two where there are 0."""
+    if splits and not kernel_heads.IS_SUPPORTED:
+        pytest.skip("this version of Triton always takes two walks")
+    monkeypatch.setattr(attention_kernel, "choose_splits", lambda inputs: splits)
 
 
 def run(module, q, k, v, grad, mask, key_lengths, chosen, **more):

@@ -181,6 +181,8 @@ def _count_documents(documents: Documents | None) -> int | None:
 
 def choose_splits(inputs: Inputs) -> int:
     """Returns how many programs share a key-value head in one walk, or 0 for two walks; see walks.py."""
+    if not whole_heads.IS_SUPPORTED:
+        return 0
     q, device = inputs.q, inputs.q.device
     gpu = find_architecture(device), count_multiprocessors(device)
     return walks.choose_splits(q.shape, inputs.k.shape, inputs.v.size(-1), q.dtype, *gpu)

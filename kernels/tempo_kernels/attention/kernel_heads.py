@@ -8,6 +8,7 @@ so the same inputs give the same bits. `kernel.choose_splits` says where there a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +37,9 @@ from tempo_kernels.attention.kernel_tile import (
 from tempo_kernels.kernel_launch import Layout, Plan, launch
 from tempo_kernels.philox.kernel import load_draw
 
+IS_SUPPORTED = "disable_licm" in inspect.signature(tl.range.__init__).parameters
+"""Whether this version of Triton can be told to leave a loop's computations in it."""
+
 
 @triton.jit
 def _find_block(step, split, NUM_SPLITS: tl.constexpr):
@@ -48,18 +52,18 @@ def _find_block(step, split, NUM_SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _lay_out(tile, BLOCK_QUERIES: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Flattens a tile [queries, dim] in the order in which sm_90's threads hold a product, four elements at a time: a
-    thread then adds 16 bytes at once, and nothing moves between threads."""
-    tile = tl.reshape(tile, (BLOCK_QUERIES // 16, 2, 8, BLOCK_DIM // 8, 4, 2))
-    return tl.reshape(tl.permute(tile, (3, 0, 2, 4, 1, 5)), (BLOCK_QUERIES * BLOCK_DIM,))
+def _lay_out(tile, BLOCK_QUERIES: tl.constexpr, BLOCK_DIM: tl.constexpr, PARTS: tl.constexpr):
+    """Flattens a tile [dim, queries] in the order in which sm_90's threads hold a product, four elements at a time: a
+    thread then adds 16 bytes at once, and nothing moves between threads. PARTS groups of warps share its columns."""
+    tile = tl.reshape(tile, (BLOCK_DIM // 16, 2, 8, PARTS, BLOCK_QUERIES // PARTS // 8, 4, 2))
+    return tl.reshape(tl.permute(tile, (4, 3, 0, 2, 5, 1, 6)), (BLOCK_QUERIES * BLOCK_DIM,))
 
 
 @triton.jit
-def _lay_back(numbers, BLOCK_QUERIES: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Returns the tile [queries, dim] that _lay_out flattened."""
-    tile = tl.reshape(numbers, (BLOCK_DIM // 8, BLOCK_QUERIES // 16, 8, 4, 2, 2))
-    return tl.reshape(tl.permute(tile, (1, 4, 2, 0, 3, 5)), (BLOCK_QUERIES, BLOCK_DIM))
+def _lay_back(numbers, BLOCK_QUERIES: tl.constexpr, BLOCK_DIM: tl.constexpr, PARTS: tl.constexpr):
+    """Returns the tile [queries, dim] whose transpose _lay_out flattened."""
+    tile = tl.reshape(numbers, (BLOCK_QUERIES // PARTS // 8, PARTS, BLOCK_DIM // 16, 8, 4, 2, 2))
+    return tl.trans(tl.reshape(tl.permute(tile, (2, 5, 3, 1, 0, 4, 6)), (BLOCK_DIM, BLOCK_QUERIES)))
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -94,6 +98,7 @@ def _prepare_kernel(
 def _finish_kernel(
     sums_ptr, grad_q_ptr, num_queries, batch, num_heads, softmax_scale, keep_scale,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_QUERIES: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Adds up the splits' sums of one block of queries and writes its grad_q [sq, b, a, d]."""
     num_blocks = tl.cdiv(num_queries, PADDING) * (PADDING // BLOCK_QUERIES)
@@ -104,7 +109,7 @@ def _finish_kernel(
     total = tl.load(sums_ptr + first_row * BLOCK_DIM + place)
     for split in tl.static_range(1, NUM_SPLITS):
         total += tl.load(sums_ptr + (split * num_rows + first_row) * BLOCK_DIM + place)
-    grad_q = _lay_back(total, BLOCK_QUERIES, BLOCK_DIM) * (softmax_scale * keep_scale)
+    grad_q = _lay_back(total, BLOCK_QUERIES, BLOCK_DIM, PARTS) * (softmax_scale * keep_scale)
     out_row = batch.to(tl.int64) * num_heads * HEAD_DIM
     block_row = tl.arange(0, BLOCK_QUERIES)
     store_rows(grad_q_ptr + index * HEAD_DIM, start_row, block_row, out_row, num_queries, grad_q, HEAD_DIM, BLOCK_DIM)
@@ -128,6 +133,7 @@ def _grad_heads_kernel(
     IS_PACKED: tl.constexpr, LOADS_SAMPLES: tl.constexpr, HIDES_FIRST: tl.constexpr, DESCRIBES: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr, KEEPS_APART: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Writes grad_k [sk, b, g, d] and grad_v [sk, b, g, dv] of this split's key blocks of one key-value head.
 
@@ -161,11 +167,11 @@ def _grad_heads_kernel(
     grad_k_ptr += index * HEAD_DIM
     grad_v_ptr += index * VALUE_DIM
     grad_k_row, grad_v_row = num_heads_of_row * HEAD_DIM, num_heads_of_row * VALUE_DIM
-    block_row, order = tl.arange(0, BLOCK_QUERIES), order_keys(BLOCK_KEYS, False)
+    block_row, order = tl.arange(0, BLOCK_QUERIES), order_keys(BLOCK_KEYS, True)
     place = tl.arange(0, BLOCK_QUERIES * BLOCK_DIM)
     num_key_blocks = tl.cdiv(num_keys, BLOCK_KEYS)
     k_stride, v_stride = k_row, v_row
-    for turn in range(0, tl.cdiv(num_key_blocks, NUM_SPLITS)):
+    for turn in tl.range(0, tl.cdiv(num_key_blocks, NUM_SPLITS), disable_licm=True):
         k_stride, v_stride = compute_anew(k_stride), compute_anew(v_stride)
         start_key = _find_block(turn, split, NUM_SPLITS) * BLOCK_KEYS
         first, full_start, full_stop, stop = find_queries(
@@ -179,7 +185,7 @@ def _grad_heads_kernel(
         num_blocks = tl.cdiv(tl.maximum(stop - first, 0), BLOCK_QUERIES)
         head, next_row = group_head.to(tl.int64), first
         q_stride, grad_stride = q_row, grad_row
-        for _ in range(0, num_blocks * group_size):
+        for _ in tl.range(0, num_blocks * group_size, disable_licm=True):
             start_row = tl.multiple_of(next_row, BLOCK_QUERIES)
             row = start_row + block_row
             if DESCRIBES:
@@ -207,24 +213,26 @@ def _grad_heads_kernel(
                 q, k, logsumexp, row, first_key, last_key, start_row, start_key, is_edge,
                 mask_head_ptr, mask_row, mask_column, bias_head_ptr, bias_row, bias_column, slope, diagonal, cap,
                 inverse_scale, num_queries, num_keys, scale, masked_score, LIMITS_LEFT, HAS_MASK, HAS_CAP, HAS_BIAS,
-                HAS_SLOPES, PRECISE, BRANCHES, BLOCK_KEYS, False,
+                HAS_SLOPES, PRECISE, BRANCHES, BLOCK_KEYS, True,
             )  # fmt: skip
+            if DRAWS:
+                key_low, key_high = compute_anew(key_low), compute_anew(key_high)
             draw_row, draw_key = find_place_of_draw(row, start_key, first_row, first_column, IS_PART)
             probabilities, grad_scores = find_score_gradients(
                 probabilities, hides, tangents, v, grad_out, delta, draw_row, draw_key,
                 first_head + head, first_sample + sample, key_low, key_high, limit,
-                HAS_MASK, HAS_CAP, DRAWS, BLOCK_KEYS, False,
+                HAS_MASK, HAS_CAP, DRAWS, BLOCK_KEYS, True,
             )  # fmt: skip
             grad_scores = grad_scores.to(q.dtype)
-            grad_q = tl.dot(grad_scores, k, input_precision="ieee")
+            grad_q = tl.dot(tl.trans(k), grad_scores, input_precision="ieee")
             # No other program adds to these sums. The atomic spares the registers that loading them would take.
             tl.atomic_add(
                 sums_ptr + (head * padded + start_row) * BLOCK_DIM + place,
-                _lay_out(grad_q, BLOCK_QUERIES, BLOCK_DIM),
+                _lay_out(grad_q, BLOCK_QUERIES, BLOCK_DIM, PARTS),
                 sem="relaxed",
             )
-            grad_v = tl.dot(tl.trans(probabilities.to(grad_out.dtype)), grad_out, grad_v, input_precision="ieee")
-            grad_k = tl.dot(tl.trans(grad_scores), q, grad_k, input_precision="ieee")
+            grad_v = tl.dot(probabilities.to(grad_out.dtype), grad_out, grad_v, input_precision="ieee")
+            grad_k = tl.dot(grad_scores, q, grad_k, input_precision="ieee")
             if KEEPS_APART:
                 grad_v, grad_k = keep_apart(grad_v), keep_apart(grad_k)
             next_row += BLOCK_QUERIES
@@ -243,7 +251,7 @@ _PREPARES = (
 )  # fmt: skip
 _FINISHES = (
     "num_queries", "batch", "num_heads", "softmax_scale", "keep_scale", "HEAD_DIM", "BLOCK_DIM", "BLOCK_QUERIES",
-    "NUM_SPLITS", "num_warps", "enable_fp_fusion",
+    "NUM_SPLITS", "PARTS", "num_warps", "enable_fp_fusion",
 )  # fmt: skip
 
 

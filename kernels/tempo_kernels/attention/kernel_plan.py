@@ -102,6 +102,8 @@ def plan_one_walk(form: Form, shape: Shape, splits: int) -> HeadsPlans:
     layouts = _describe_queries(form, shape.queries)
     numbers = _list_numbers(form, shape) | {"DESCRIBES": bool(layouts)}
     numbers |= {"softmax_scale": form.softmax_scale, "NUM_SPLITS": splits, "KEEPS_APART": True}
+    # A warp has at least 16 columns of grad_q and 8 of its rows; where there are more warps, they share the rows.
+    numbers["PARTS"] = max(1, min(shape.warps * 16 // numbers["BLOCK_DIM"], shape.queries // 8))
     num_row_blocks, num_kv_heads = padded // shape.queries * batch * heads, batch * form.k_shape[2]
     return HeadsPlans(
         statistics_shape,

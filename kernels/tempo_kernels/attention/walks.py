@@ -57,14 +57,14 @@ SHAPES = read_shapes(Path(__file__).with_name("shapes.json"))
 # One walk for all three gradients is sm_90's. A thread of it takes 255 registers, so that a multiprocessor has 8 warps.
 SHAPES_OF_HEADS, WARPS_OF_HEADS = SHAPES[90]["one_walk"], 8
 # So many programs share a head as make it fastest. More than two may, as long as their sums, which hold 4 bytes per
-# element of q and split, stay within so many bytes. Costs are in units of the time that a multiprocessor takes for a
-# block of keys in one walk: of a round of the programs of two walks, which have 128 keys, of writing and reading a
-# split's sums of a head, and, times the number of queries, with which the others grow, of one launch more. A program
-# that could share a multiprocessor and does not takes longer, as nothing else is done while it waits at its barriers.
-# They are those of the model of benchmarks/roofline for an H100 with dropout and without a causal limit, under which
-# one walk gains more. None was measured.
-SPLITS, MAX_SUMS_BYTES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), 256 << 20
-COST_OF_TWO_WALKS, COST_OF_SUMS, COST_OF_LAUNCH, COST_ALONE = 3.4, 1 / 80, 150, 1.15
+# element of q and split, stay within so many bytes. Costs are in units of the time that a multiprocessor takes for 128
+# keys in one walk: of a round of the programs of two walks, which have as many keys, of writing and reading a split's
+# sums of a head, of what 16 bytes of memory per row and column take, and, times the number of queries, with which the
+# others grow, of one launch more. Each block of keys goes through q, its gradient and the sums again. Of these the L2
+# cache, an H100's, keeps what it has room for. All of that is the model of benchmarks/roofline for an H100, without a
+# causal limit, under which one walk gains more. None was measured.
+SPLITS, MAX_SUMS_BYTES, L2_BYTES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), 256 << 20, 50e6
+COST_OF_TWO_WALKS, COST_OF_SUMS, COST_OF_MEMORY, COST_OF_LAUNCH = 1.38, 1 / 190, 1 / 95, 75
 
 
 def name_architecture(major: int) -> int:
@@ -104,7 +104,10 @@ def choose_splits(
         """Programs that share a multiprocessor share its time; they share none while there are others."""
         rounds = -(-splits * heads // (programs * multiprocessors))
         sharing = min(programs, -(-splits * heads // multiprocessors))
-        walk = rounds * -(-blocks // splits) * (sharing if sharing == programs else COST_ALONE * sharing)
+        running = min(splits * heads, programs * multiprocessors)
+        in_use = running / splits * 4 * q_shape[-1] * num_queries * (q_shape[2] // groups) * (1 + splits)
+        reread = COST_OF_MEMORY * running * (2 + 1 / splits) / 4 * max(0.0, 1.0 - L2_BYTES / in_use)
+        walk = rounds * -(-blocks // splits) * shape.keys / 128 * max(sharing, reread)
         return walk + COST_OF_SUMS * splits * heads + COST_OF_LAUNCH / num_queries
 
     def fits(splits: int) -> bool:

@@ -26,7 +26,8 @@ from tempo_kernels.attention.documents import Documents
 from tempo_kernels.attention.settings import Inputs, Kept, Settings
 from tempo_kernels.kernel_launch import HAS_DESCRIPTORS
 
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+# sm_86, sm_89 and sm_120 run the tiles of sm_80, with less room than that has.
+SHARED_BYTES = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
 pytestmark = pytest.mark.slow
 
@@ -102,9 +103,9 @@ def test_one_walk_keeps_its_sums_in_registers_and_adds_16_bytes_at_a_time(head_d
     kernel = compiled(walk, 90)
     assert kernel.metadata.shared <= SHARED_BYTES[90] and count_serialised_products(kernel.asm["ptx"]) == 0
     body = find_body(parse(read_cubin(kernel.asm["cubin"], "-sass"))).instructions
-    # With head_dim 128 some pointers, which are the same in every turn, are read from memory.
-    spills = [one.name for one in body if one.name.startswith(("LDL", "STL"))]
-    assert all(name.startswith("LDL") for name in spills) and len(spills) <= (0.04 * len(body) if head_dim > 64 else 0)
+    assert not [one for one in body if one.name.startswith(("LDL", "STL"))]
+    # Around it a number of each split may wait in memory.
+    assert resources(kernel.asm["cubin"])["STACK"] <= 16
     added = [one.name for one in body if one.name.startswith("RED")]
     tile = walk.arguments["BLOCK_QUERIES"] * head_dim
     assert len(added) * 4 * 32 * walk.num_warps == tile and all("F32x4" in name for name in added), added

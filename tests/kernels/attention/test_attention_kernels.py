@@ -11,7 +11,7 @@ import functools
 import pytest
 import torch
 from attention_cases import Ring, ours, reference
-from attention_kernel_cases import KEY, check, dropped_elements, random_inputs, run, settings
+from attention_kernel_cases import KEY, check, dropped_elements, random_inputs, run, settings, take_walk
 from covering import exhaustive, parametrize_covering
 from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -80,7 +80,7 @@ PARTS = {
 def test_parts_of_a_sequence_and_values_of_any_size_do_what_is_specified(part, dtype, p, splits, monkeypatch):
     sq, sk, d, dv, first_row, first_column, causal, window_size = part
     if dtype != torch.float32:
-        monkeypatch.setattr(attention_kernel, "choose_splits", lambda inputs: splits)
+        take_walk(monkeypatch, splits)
     shapes = (sq, 4, d), (sk, 2, d), (sk, 2, dv), (sq, 4, dv)
     inputs = [torch.randn(s, 1, heads, size, device=DEVICE).to(dtype) for s, heads, size in shapes]
     check(*inputs, settings(causal, p, window_size=window_size, first_row=first_row, first_column=first_column))
@@ -93,7 +93,7 @@ def test_parts_of_a_sequence_and_values_of_any_size_do_what_is_specified(part, d
 def test_parts_of_the_keys_make_the_whole(causal, window_size, dtype, p, splits, dv, monkeypatch):
     monkeypatch.setattr(blocks, "choose_backend", lambda q, cpu: attention_kernel)
     if dtype != torch.float32:
-        monkeypatch.setattr(attention_kernel, "choose_splits", lambda inputs: splits)
+        take_walk(monkeypatch, splits)
     shapes = (20, 4, 32), (32, 2, 32), (32, 2, dv), (20, 4, dv)
     q, k, v, grad = (torch.randn(s, 2, heads, size, device=DEVICE).to(dtype) for s, heads, size in shapes)
     chosen = settings(causal, p, window_size=window_size, first_row=6, first_column=0)
@@ -184,7 +184,7 @@ def test_the_logsumexp_is_the_specified_one_in_units_of_the_unscaled_scores():
 @kernel_test
 @pytest.mark.parametrize(("splits", "size"), [(0, 150), (2, 70)])
 def test_gradients_are_the_same_bits_every_time(splits, size, monkeypatch):
-    monkeypatch.setattr(attention_kernel, "choose_splits", lambda inputs: splits)
+    take_walk(monkeypatch, splits)
     inputs = random_inputs(size, size, 1, 2, 1, 64, torch.bfloat16)
     first, second = (run(attention_kernel, *inputs, None, None, settings()) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -253,13 +253,13 @@ ONE_WALK = {
 @parametrize_covering(each={"form": ONE_WALK, "splits": [1, 2, 3, 4]})
 def test_one_walk_for_all_gradients_does_what_is_specified(form, splits, monkeypatch):
     shape, causal, window = form
-    monkeypatch.setattr(attention_kernel, "choose_splits", lambda inputs: splits)
+    take_walk(monkeypatch, splits)
     check(*random_inputs(*shape, torch.bfloat16), settings(causal, window_size=window))
 
 
 @kernel_test
 def test_one_walk_of_float16_with_a_mask_and_lengths_does_what_is_specified(monkeypatch):
-    monkeypatch.setattr(attention_kernel, "choose_splits", lambda inputs: 2)
+    take_walk(monkeypatch, 2)
     q, k, v, grad = random_inputs(70, 70, 3, 2, 1, 32, torch.float16)
     lengths = torch.tensor([70, 50, 0], device=DEVICE)
     k[50:, 1], v[50:, 1] = float("nan"), float("nan")
@@ -270,7 +270,7 @@ def test_one_walk_of_float16_with_a_mask_and_lengths_does_what_is_specified(monk
 @kernel_test
 @pytest.mark.parametrize("splits", [1, 2])
 def test_one_walk_drops_the_specified_elements_bit_for_bit(splits, monkeypatch):
-    monkeypatch.setattr(attention_kernel, "choose_splits", lambda inputs: splits)
+    take_walk(monkeypatch, splits)
     sq, sk, chosen = 100, 125, settings(False, 0.4, first_sample=2**47)
     where = {"sample": torch.tensor(2**47), "head": torch.tensor(3), "row": torch.arange(sq)}
     expected = drop_mask(KEY, 0.4, **where, num_columns=sk)
@@ -293,7 +293,7 @@ DESCRIBED = {
 @parametrize_covering(each={"form": DESCRIBED}, dtype=[torch.bfloat16, torch.float16], changes=[False, True])
 def test_described_tensors_give_the_bits_that_pointers_give(form, dtype, changes, monkeypatch):
     shape, window, p, expected = form
-    monkeypatch.setattr(attention_kernel, "choose_splits", lambda inputs: 2)
+    take_walk(monkeypatch, 2)
     described, describe = [], Layout.describe
     monkeypatch.setattr(Layout, "describe", lambda self, t: described.append(t) or describe(self, t))
     q, k, v, grad = random_inputs(*shape, dtype)
@@ -338,10 +338,10 @@ def test_one_walk_is_chosen_where_it_is_faster(monkeypatch):
         k = torch.empty(sk, 1, groups, head_dim, dtype=dtype)
         return attention_kernel.choose_splits(Inputs(k.new_empty(sk, 1, heads, head_dim), k, k))
 
-    assert [choose(n, n, 128) for n in (8, 64, 128, 140, 200, 264)] == [0, 2, 1, 2, 1, 1]
-    assert [choose(n, n, 64) for n in (64, 128, 256, 280)] == [4, 2, 1, 2]
+    assert [choose(n, n, 128) for n in (8, 64, 128, 140, 264)] == [0, 2, 1, 0, 1]
+    assert [choose(n, n, 64) for n in (64, 128, 256, 280)] == [2, 1, 1, 2]
     # More programs share a head, unless two walks fill the GPU better or the sums take too much memory.
-    assert [choose(n, n, d) for d in (64, 128) for n in (4, 8, 16, 32, 40, 80)] == [32, 0, 8, 4, 3, 3] * 2
+    assert [choose(n, n, d) for d in (64, 128) for n in (2, 8, 12, 20, 32, 40)] == [16, 0, 8, 6, 4, 0] * 2
     assert choose(32, 8, 64) == 0 and choose(128, 32, 64) == 4 and choose(256, 32, 64) == 0
     assert [choose(7, 7, d, sk=8192) for d in (64, 72)] == [16, 0]  # sums are as wide as 128 with a head of 72
     assert choose(128, 8, 128) == choose(64, 64, 128, sk=64) == 0
