@@ -283,16 +283,23 @@ def _format_trees(
 def _print_fit(name: str, ranks: Sequence[RankEstimate], memory: int) -> bool:
     largest = max(ranks, key=_count_needed)
     spare = memory - _count_needed(largest)
+    # Without --allocator only the tensors are known.
+    counted = "counting tensors, not what the allocator reserves"
+    if largest.reserved_bytes is not None:
+        above = _count_needed(largest) - largest.peak_bytes
+        counted = f"by what the allocator reserves, {format_bytes(above)} above its tensors"
     if spare >= 0:
-        print(f"{name} fits {format_bytes(memory)} with {format_bytes(spare)} to spare ({largest.name})")
+        print(f"{name} fits {format_bytes(memory)} with {format_bytes(spare)} to spare ({largest.name}), {counted}")
     else:
-        print(f"{name} does not fit {format_bytes(memory)}: {largest.name} needs {format_bytes(-spare)} more")
+        print(
+            f"{name} does not fit {format_bytes(memory)}: {largest.name} needs {format_bytes(-spare)} more, {counted}"
+        )
     return spare >= 0
 
 
 def _count_needed(rank: RankEstimate) -> int:
-    """What the allocator reserves, where that is known."""
-    return rank.peak_bytes if rank.reserved_bytes is None else rank.reserved_bytes
+    """What the allocator reserves, where that is known, or the peak: it follows micro batches, not the optimizer."""
+    return max(rank.peak_bytes, rank.reserved_bytes or 0)
 
 
 def _describe_optimizer(optimizer: OptimizerSettings) -> str:
