@@ -29,8 +29,47 @@ def assume_routing(run: Run, stage: int) -> Run:
     if experts is None or experts.imbalance is not None:
         return run
     num_layers = sum(experts.layers[layer] for chunk in run.list_chunks(stage) for layer in chunk)
-    imbalance = expect_imbalance(experts, run.padded_vocab_size, num_layers)
+    is_whole = experts.expert_parallel == 1
+    imbalance = 1.0 if is_whole else expect_imbalance(experts, run.padded_vocab_size, num_layers)
     return dataclasses.replace(run, experts=dataclasses.replace(experts, imbalance=imbalance))
+
+
+def set_imbalance(run: Run, factor: float | str) -> Run:
+    """`run` whose fullest rank gets `factor` times an equal share; "max" is all that it can get.
+
+    Raises ValueError where there are no experts, and for a factor that no rank could have.
+    """
+    if run.experts is None:
+        raise ValueError("--moe-imbalance is given, and the run has no experts; leave it out")
+    most = find_largest_imbalance(run.experts)
+    if isinstance(factor, str):
+        factor = most
+    if factor < 1:
+        raise ValueError(
+            f"--moe-imbalance is {factor:g}; expected at least 1: the fullest rank has an equal share or more"
+        )
+    if factor > most:
+        raise ValueError(
+            f"--moe-imbalance is {factor:g}, and where every token chooses its experts the fullest of "
+            f"{run.experts.expert_parallel} ranks gets {most:g} times an equal share; expected 1 to {most:g}, or max"
+        )
+    return dataclasses.replace(run, experts=dataclasses.replace(run.experts, imbalance=factor))
+
+
+def find_largest_imbalance(experts: Experts) -> float:
+    """Tokens of the fullest rank, over an equal share, where every token of every rank chooses its experts.
+
+    A token goes to k different experts, of which the rank has E / R. The R ranks have k tokens for each of their own.
+    """
+    ranks = experts.expert_parallel
+    return ranks * min(experts.per_token, experts.num_experts // ranks) / experts.per_token
+
+
+def assume_fullest(run: Run) -> Run:
+    """`run` with the factor of the stage where it is largest, where it has experts and says none."""
+    factors = (assume_routing(run, stage).experts for stage in range(run.pipeline_parallel))
+    largest = max((each.imbalance or 1.0 for each in factors if each is not None), default=1.0)
+    return run if run.experts is None else set_imbalance(run, largest)
 
 
 def expect_imbalance(experts: Experts, vocab_size: int, num_layers: int) -> float:
@@ -46,7 +85,7 @@ def expect_imbalance(experts: Experts, vocab_size: int, num_layers: int) -> floa
         return 1.0
     repeated = math.pi**2 / 6 / (math.log(vocab_size) + _EULER) ** 2
     variance = repeated * _find_relative_variance(experts) / num_layers * ranks / (ranks - 1)
-    return 1 + _expect_maximum(ranks) * math.sqrt(variance)
+    return min(1 + _expect_maximum(ranks) * math.sqrt(variance), find_largest_imbalance(experts))
 
 
 def _find_relative_variance(experts: Experts) -> float:

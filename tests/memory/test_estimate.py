@@ -28,6 +28,7 @@ from tempo_megatron.memory.run import Experts, LatentAttention, OptimizerSetting
 from tempo_megatron.memory.simulated.chunk import simulate_chunk
 from tempo_megatron.memory.simulated.phases import HEAD, LAYERS, compress
 from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
+from tempo_megatron.words.argument_types import format_bytes
 
 OFF = TempoConfig.off()
 FLASH = TempoConfig(activation="inplace", norm="inplace", dropout="recompute", attention="flash", loss="fused")
@@ -446,6 +447,7 @@ def test_the_command_says_what_fits_and_what_does_not(capsys: pytest.CaptureFixt
     assert main([*command, "--gpu-memory", "6GiB", "--plot", str(plot), "--json", str(figures)]) == 0
     out = capsys.readouterr().out
     assert "stock does not fit 6.00 GiB: all ranks needs" in out and "Tempo fits 6.00 GiB with" in out
+    assert out.count("counting tensors, not what the allocator reserves") == 2
     assert plot.read_bytes()[:4] == b"\x89PNG"
     rows = json.loads(figures.read_text())["tempo"][0]
     assert rows["peak_bytes"] == sum(rows["bytes_at_the_peak"].values())
@@ -455,7 +457,7 @@ def test_the_command_says_what_fits_and_what_does_not(capsys: pytest.CaptureFixt
 
 
 def test_an_estimate_that_takes_time_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
 ) -> None:
     command = ["estimate", "--model", "configs/model/gpt2_tiny.json", "--optimizer", "none", "--allocator"]
     real = estimate_command.estimate_ranks
@@ -465,8 +467,12 @@ def test_an_estimate_that_takes_time_says_so(
         return real(*args, **keywords)
 
     monkeypatch.setattr(estimate_command, "_SILENT_S", 600.0)
-    assert main(command) == 0
+    assert main([*command, "--gpu-memory", "1GiB", "--json", str(tmp_path / "figures.json")]) == 0
     out, err = capsys.readouterr()
+    rank = json.loads((tmp_path / "figures.json").read_text())["stock"][0]
+    above = rank["reserved_bytes"] - rank["peak_bytes"]
+    assert above > 0 and f"by what the allocator reserves, {format_bytes(above)} above its tensors" in out
+    assert f"stock fits 1.00 GiB with {format_bytes(2**30 - rank['reserved_bytes'])} to spare" in out
     assert "estimating" not in err and "allocated, rounded" in out and "reserved by the allocator" in out
     monkeypatch.setattr(estimate_command, "_SILENT_S", 0.05)
     monkeypatch.setattr(estimate_command, "estimate_ranks", take_time)

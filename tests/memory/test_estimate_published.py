@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tempo_megatron import TempoConfig
+from tempo_megatron.cli import main
 from tempo_megatron.memory.estimate.allocator import Allocations, CachingAllocator, Library
 from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.estimate.lasting_tensors import count_lasting_tensors
@@ -371,6 +372,34 @@ def test_only_ranks_that_divide_experts_by_a_learned_router_can_be_fuller() -> N
         given = dataclasses.replace(run, experts=dataclasses.replace(experts, imbalance=factor))
         kept.append(simulate_chunk(assume_routing(given, 0), range(2)).kept_bytes)
     assert kept[0] < kept[1] < kept[2]
+
+
+def test_the_tokens_of_the_fullest_rank_are_a_named_assumption_with_its_price(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each figure is what a run with that share needs, and bytes are linear in rows."""
+    command = (
+        f"estimate --model {published_peaks.ROOT / 'configs/model/mixtral_8x7b.json'} --seq-length 160 --ep 4 --dp 4"
+    )
+
+    def estimate(*words: str) -> tuple[dict[str, Any], int]:
+        file = tmp_path / "figures.json"
+        assert main([*command.split(), "--json", str(file), *words]) == 0
+        found = json.loads(file.read_text())
+        return found["assumptions"]["token_imbalance"], found["stock"][0]["peak_bytes"]
+
+    even, peak = estimate("--moe-imbalance", "1")
+    assert even["rows_of_an_equal_share"] == 160 * 2 and even["stock"]["over_even_bytes"] == 0
+    more, peak_of_more = estimate("--moe-imbalance", "1.5")
+    assert "get 1.50 times an equal share of 320 rows a layer (given); at most 4.00 times" in capsys.readouterr().out
+    assert peak_of_more - peak == more["stock"]["over_even_bytes"] == 5 * even["stock"]["next_bytes"] > 0
+    assert more["stock"]["next_bytes"] == even["stock"]["next_bytes"]
+    # Both of a token's experts may be the rank's.
+    most, peak_of_most = estimate("--moe-imbalance", "max")
+    assert most["largest_factor"] == most["stock"]["factor"] == most["stock"]["next_factor"] == 4
+    assert peak_of_most - peak >= 6 * (peak_of_more - peak)
+    expected, _ = estimate()
+    assert not expected["is_given"] and 1 < expected["stock"]["factor"] < 1.2
 
 
 def test_copies_and_moments_of_experts_lie_behind_those_of_all_else() -> None:

@@ -152,8 +152,11 @@ def test_layers_with_experts_and_latent_attention_fit_by_the_estimate(
     file = tmp_path / "plan.json"
     command = [*MIXTURE.split(), *words.split(), "--use-tempo"]
     assert main(["plan", "--gpu=h100", f"--gpu-memory={budget}", f"--json={file}", *asked, "--", *command]) == 0
-    assert found in capsys.readouterr().out.splitlines()
+    written = capsys.readouterr().out
+    assert found in written.splitlines()
     figures = json.loads(file.read_text())
+    imbalance = figures["moe_imbalance"]
+    assert (f"the fullest rank get {imbalance:.2f} times an equal share" in written) == (imbalance > 1) == bool(words)
     assert budget * 0.9 < max(stage["peak_bytes"] for stage in figures["stages"]) <= budget
     # Tokens of other ranks are not sent again unasked; one rank's own are gathered again.
     of_layers = [figures["tempo"], *figures["tempo"].get("layers", {}).values()]

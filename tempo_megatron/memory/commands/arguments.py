@@ -73,13 +73,7 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         help="also simulate torch's CUDA caching allocator: what it rounds up to, and reserves (one stage)",
     )
     group.add_argument("--gpu-memory", type=parse_memory, metavar="SIZE", help="say whether it fits, such as 80GiB")
-    group.add_argument(
-        "--moe-imbalance",
-        type=parse_positive_float,
-        metavar="FACTOR",
-        help="tokens that the fullest rank's experts get, over an equal share; 1 divides them evenly (default: what "
-        "random routers give tokens as frequent as those of text)",
-    )
+    _add_imbalance(group)
     group.add_argument(
         "--long-sequence",
         nargs="*",
@@ -155,6 +149,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="GPUs that share --host-memory (default 8, or all of the run where it has fewer)",
     )
+    _add_imbalance(parser)
     parser.add_argument(
         "--json",
         metavar="FILE",
@@ -262,6 +257,20 @@ def _add_sizes(parser: Any, **names: str) -> None:
 
 def _add_sequence_parallel(parser: Any) -> None:
     parser.add_argument("--sequence-parallel", action="store_true", help="shard norms and dropout over tokens as well")
+
+
+def _add_imbalance(parser: Any) -> None:
+    parser.add_argument(
+        "--moe-imbalance",
+        type=_parse_imbalance,
+        metavar="FACTOR",
+        help="tokens that the experts of the fullest rank get, over an equal share; 1 divides them evenly, max gives "
+        "it all that it can get (default: what random routers give tokens as frequent as those of text)",
+    )
+
+
+def _parse_imbalance(text: str) -> float | str:
+    return text if text == "max" else parse_positive_float(text)
 
 
 def _add_outputs(parser: Any, plot: str) -> None:

@@ -19,11 +19,12 @@ from tempo_megatron.memory.commands.megatron_command import read_command, set_gp
 from tempo_megatron.memory.commands.megatron_options import VERSION
 from tempo_megatron.memory.commands.module_tree import describe_tree, format_trees, list_trees
 from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run, take_deepspeed
+from tempo_megatron.memory.commands.token_imbalance import find_token_imbalance
 from tempo_megatron.memory.commands.training_command import Command, take_command
 from tempo_megatron.memory.estimate.estimate import PART_NAMES, RankEstimate, describe_part, estimate_ranks
 from tempo_megatron.memory.estimate.long_allocations import count_reserved
 from tempo_megatron.memory.estimate.long_sequences import LongSequence
-from tempo_megatron.memory.routing import assume_routing
+from tempo_megatron.memory.routing import set_imbalance
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory
 from tempo_megatron.models.build import DTYPES
@@ -65,9 +66,10 @@ def run_estimate(args: argparse.Namespace) -> int:
         title = Path(command.script).name
     run = set_gpu(run, args.gpu or (None if command is None else "h100"))
     # What is asked here stands in no command of Megatron-LM.
-    estimated = run if args.moe_imbalance is None else _set_imbalance(run, args.moe_imbalance)
+    estimated = run if args.moe_imbalance is None else set_imbalance(run, args.moe_imbalance)
     found = {}
-    for name, tempo in {"stock": TempoConfig.off(), **({} if run.tempo.is_off else {"Tempo": run.tempo})}.items():
+    tempos = {"stock": TempoConfig.off(), **({} if run.tempo.is_off else {"Tempo": run.tempo})}
+    for name, tempo in tempos.items():
         try:
             with _say_that_it_takes_time(f"estimating {name} ..."):
                 found[name] = estimate_ranks(
@@ -81,9 +83,15 @@ def run_estimate(args: argparse.Namespace) -> int:
     title = f"{title}, {describe_run(run)}"
     report = HtmlReport(title) if args.html else None
     print(title)
-    if estimated.experts is not None and estimated.experts.expert_parallel > 1:
-        print(_describe_routing(estimated))
     print(format_estimates(found, shows_all=args.all_ranks))
+    imbalance = None
+    if estimated.experts is not None and estimated.experts.expert_parallel > 1:
+        largest = {
+            name: max(enumerate(ranks), key=lambda each: _count_needed(each[1])) for name, ranks in found.items()
+        }
+        with _say_that_it_takes_time("estimating other shares of the experts' tokens ..."):
+            imbalance = find_token_imbalance(estimated, tempos, largest, is_given=args.moe_imbalance is not None)
+        print(imbalance.describe())
     trees = {}
     if args.tree:
         for name, ranks in found.items():
@@ -102,7 +110,9 @@ def run_estimate(args: argparse.Namespace) -> int:
             for row, chunks in zip(figures[name.lower()], stages, strict=True):
                 row["modules"] = [describe_tree(tree) for tree in chunks]
         figures.setdefault("tempo", [])
-        Path(args.json).write_text(json.dumps({**figures, "arguments": vars(args)}, indent=2) + "\n", encoding="utf-8")
+        assumed = {} if imbalance is None else {"token_imbalance": imbalance.list_figures()}
+        content = {**figures, "assumptions": assumed, "arguments": vars(args)}
+        Path(args.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if args.plot:
         plot_estimates(found, args.plot, args.gpu_memory)
     if report is not None:
@@ -153,24 +163,6 @@ def _estimate_long_sequence(args: argparse.Namespace) -> int:
         most = asked.find_most_tokens(args.gpu_memory) * run.data_parallel
         print(f"{format_bytes(args.gpu_memory)} a GPU hold {most:,} tokens, by this estimate")
     return 0 if needed <= args.gpu_memory else 1
-
-
-def _set_imbalance(run: Run, factor: float) -> Run:
-    """Raises ValueError where there are no experts, or none could be the fullest."""
-    if run.experts is None:
-        raise ValueError("--moe-imbalance is given, and the run has no experts; leave it out")
-    if factor < 1:
-        raise ValueError(
-            f"--moe-imbalance is {factor}; expected at least 1: the fullest rank has an equal share or more"
-        )
-    return dataclasses.replace(run, experts=dataclasses.replace(run.experts, imbalance=factor))
-
-
-def _describe_routing(run: Run) -> str:
-    """The assumption on the experts' tokens, with its figure on the stage where it is largest."""
-    experts = [assume_routing(run, stage).experts for stage in range(run.pipeline_parallel)]
-    largest = max(each.imbalance or 1.0 for each in experts if each is not None)
-    return f"experts of the fullest rank are taken to get {largest:.2f} times an equal share of the tokens"
 
 
 def read_run_of_command(
@@ -300,16 +292,23 @@ def _format_trees(
 def _print_fit(name: str, ranks: Sequence[RankEstimate], memory: int) -> bool:
     largest = max(ranks, key=_count_needed)
     spare = memory - _count_needed(largest)
+    # Without --allocator only the tensors are known.
+    counted = "counting tensors, not what the allocator reserves"
+    if largest.reserved_bytes is not None:
+        above = _count_needed(largest) - largest.peak_bytes
+        counted = f"by what the allocator reserves, {format_bytes(above)} above its tensors"
     if spare >= 0:
-        print(f"{name} fits {format_bytes(memory)} with {format_bytes(spare)} to spare ({largest.name})")
+        print(f"{name} fits {format_bytes(memory)} with {format_bytes(spare)} to spare ({largest.name}), {counted}")
     else:
-        print(f"{name} does not fit {format_bytes(memory)}: {largest.name} needs {format_bytes(-spare)} more")
+        print(
+            f"{name} does not fit {format_bytes(memory)}: {largest.name} needs {format_bytes(-spare)} more, {counted}"
+        )
     return spare >= 0
 
 
 def _count_needed(rank: RankEstimate) -> int:
-    """What the allocator reserves, where that is known."""
-    return rank.peak_bytes if rank.reserved_bytes is None else rank.reserved_bytes
+    """What the allocator reserves, where that is known, or the peak: it follows micro batches, not the optimizer."""
+    return max(rank.peak_bytes, rank.reserved_bytes or 0)
 
 
 def _describe_optimizer(optimizer: OptimizerSettings) -> str:

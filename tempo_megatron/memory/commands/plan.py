@@ -26,6 +26,7 @@ from tempo_megatron.memory.plan.gpu import Gpu, find_gpu, read_gpu
 from tempo_megatron.memory.plan.planner import MemoryPlan, PlanProblem, PlanRequest, StagePlan
 from tempo_megatron.memory.plan.step_simulation import simulate_stage
 from tempo_megatron.memory.plan.verify import choose_trial, plan_memory, try_micro_batches
+from tempo_megatron.memory.routing import assume_fullest, set_imbalance
 from tempo_megatron.memory.run import Run, read_recomputation
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import OPERATIONS
@@ -82,6 +83,9 @@ def run_plan(args: argparse.Namespace) -> int:
     print(f"{layout}, PP {run.pipeline_parallel}, {format_bytes(args.gpu_memory)} a GPU")
     print(f"{gpu.title}: {'measured' if gpu.calibrated else 'data-sheet (uncalibrated)'} rates")
     print(f"stock modules, where a value is off: {describe_stock(run)}\n")
+    fullest = assume_fullest(run).experts
+    if fullest is not None and fullest.expert_parallel > 1:
+        print(f"assumed token imbalance: experts of the fullest rank get {fullest.imbalance:.2f} times an equal share")
     table = format_plan(problem, plan)
     print(table)
     if problem.host_bytes:
@@ -99,6 +103,7 @@ def run_plan(args: argparse.Namespace) -> int:
             "megatron_arguments": plan.megatron_arguments,
             "micro_batch_size": run.micro_batch_size,
             "stages": [_list_figures(stage) for stage in plan.stages],
+            "moe_imbalance": fullest and fullest.imbalance,
             "gpu": dataclasses.asdict(gpu),
             "arguments": vars(args),
         }
@@ -129,7 +134,7 @@ def read_request(args: argparse.Namespace, gpu: Gpu) -> tuple[PlanRequest, int |
     samples = None if args.global_batch_size is None else args.global_batch_size // args.dp
     if samples is not None and args.micro_batch_size != "auto":
         args.num_micro_batches = samples // args.micro_batch_size
-    run = read_requested_run(args, TempoConfig(), config)
+    run = _set_imbalance(args, read_requested_run(args, TempoConfig(), config))
     request = PlanRequest(
         run=run,
         gpu=gpu,
@@ -139,6 +144,10 @@ def read_request(args: argparse.Namespace, gpu: Gpu) -> tuple[PlanRequest, int |
     )
     _refuse_unknown(request.run, "the model has")
     return request, samples
+
+
+def _set_imbalance(args: argparse.Namespace, run: Run) -> Run:
+    return run if args.moe_imbalance is None else set_imbalance(run, args.moe_imbalance)
 
 
 def _share_host(args: argparse.Namespace, run: Run) -> int:
@@ -170,6 +179,7 @@ def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gp
     Raises ValueError for pipelines that the planner does not know.
     """
     run, _, warnings = read_run_of_command(args, command)
+    run = _set_imbalance(args, run)
     _refuse_unknown(run, "the command gives")
     others = {"Muon": run.optimizer.muon, "Megatron-FSDP": run.optimizer.fsdp}
     if name := next((name for name, value in others.items() if value is not None), None):

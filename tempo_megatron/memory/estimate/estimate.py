@@ -116,13 +116,14 @@ def describe_part(name: str) -> str:
     return _DESCRIPTIONS.get(name, name)
 
 
-def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[RankEstimate, ...]:
+def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | None = None) -> tuple[RankEstimate, ...]:
     """The peak of the ranks of every pipeline stage, from the first to the last; those of one stage are alike.
 
     Args:
         run: its model has a vocab_size.
         simulates_allocator: whether `rounded_bytes` and `reserved_bytes` are found too, which takes time for each
             layer; one pipeline stage and a GPU's modules only.
+        only: the stage that is estimated; None is all.
 
     Raises ValueError where the model cannot lie so, and for a T5 in several pipeline stages.
     """
@@ -138,7 +139,7 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
     num_micro_batches = run.num_micro_batches or (1 if stages == 1 and optimizer.kind == "none" else 2 * stages)
     has_gradients = not makes_gradients(optimizer, run.dtype, num_micro_batches > 1)
     found: list[RankEstimate] = []
-    for stage in range(stages):
+    for stage in range(stages) if only is None else [only]:
         layers = run.list_chunks(stage)
         of_stage = assume_routing(run, stage)
         moved = [count_moved_of_layers(of_stage, each) for each in layers]

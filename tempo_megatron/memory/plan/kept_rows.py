@@ -19,6 +19,7 @@ from typing import Any
 
 from tempo_kernels.offload import MIN_BYTES
 from tempo_megatron.memory.kept.attribution import name_row, sum_rows
+from tempo_megatron.memory.routing import assume_fullest
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import STACKS_OF_FAMILIES, describe_parts, record_chunk
 from tempo_megatron.models.build import build_transformer_config
@@ -119,13 +120,15 @@ def measure_stock_layer(run: Run) -> Rows:
 
 def _keep_layer(run: Run, recompute: Iterable[str]) -> Run:
     """A Run of the fields on which the bytes of a layer depend, so that runs with equal layers are equal."""
+    # The tokens of the stage that has most: what is returned has neither stages nor a vocabulary.
+    experts = assume_fullest(run).experts
     written: dict[str, Any] = {
         name: value for name, value in _ONLY_WRITTEN.items() if getattr(run.tempo, name) == value
     }
     return Run(
         model=dataclasses.replace(run.model, num_layers=1, vocab_size=1),
         tempo=dataclasses.replace(TempoConfig.off(), **written),
-        experts=run.experts and dataclasses.replace(run.experts, layers=(True,)),
+        experts=experts and dataclasses.replace(experts, layers=(True,)),
         latent_attention=run.latent_attention,
         tensor_parallel=run.tensor_parallel,
         sequence_parallel=run.sequence_parallel,
