@@ -18,7 +18,7 @@ from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.estimate.lasting_tensors import count_lasting_tensors
 from tempo_megatron.memory.estimate.megatron_fsdp import ShardedChunk
 from tempo_megatron.memory.estimate.muon import count_muon_states
-from tempo_megatron.memory.estimate.rounding import Step, count_rounding
+from tempo_megatron.memory.estimate.rounding import Step, count_rounding, list_own_pieces
 from tempo_megatron.memory.estimate.workspaces import find_torch_bytes, list_workspaces
 from tempo_megatron.memory.routing import assume_routing, expect_imbalance
 from tempo_megatron.memory.run import Experts, Hybrid, LatentAttention, MegatronFsdp, OptimizerSettings, Run
@@ -174,10 +174,9 @@ def test_blocks_that_are_not_split_count_whole() -> None:
 
     # In bf16 9.5 MiB, in a segment of 20 MiB that is split; gradients, copy and two moments of 19 MiB in 20 MiB each.
     assert count(WHOLE) == 4 * MIB
-    # Weights of 9.5 MiB and the buffer that replaces them share a segment, where the copy is cloned. Of 9.5 MiB are the
-    # copy, in a segment of its own with a moment, and the other moment: the second of each pair has 1 MiB too much, and
-    # so have the gradients.
-    assert count(DISTRIBUTED) == 3 * MIB
+    # The copy of 9.5 MiB and its clone lie where the weights were. Of two moments of 9.5 MiB in a segment the second
+    # has 1 MiB too much, and so have the gradients.
+    assert count(DISTRIBUTED) == 2 * MIB
     # 40 MiB that the first step freed have room for both moments.
     assert count(WHOLE, traces=(Allocations((), (), 0, ((1, 40 * MIB), (1, -1)), 1),)) == 2 * MIB
     # Expandable segments are split however little is left.
@@ -413,6 +412,24 @@ def test_copies_and_moments_of_experts_lie_behind_those_of_all_else() -> None:
 
     assert count(in_turn) == count([*others, *experts])
     assert count([dataclasses.replace(each, is_expert=False) for each in in_turn]) > count(in_turn)
+
+
+def test_the_buffer_of_gradients_takes_no_block_of_another_stream() -> None:
+    """Of two blocks of 10.5 MiB each a tensor of 9.5 MiB has 1 MiB too much; the buffer would have taken the first."""
+    weight = [Parameter((19 * MIB // 8,), is_matrix=False)]
+    assert count_rounding(CachingAllocator(), [weight], torch.bfloat16, [], WHOLE, parts=(1, 1)) == 2 * MIB
+
+
+def test_a_rank_of_the_distributed_optimizer_has_its_part_of_each_bucket() -> None:
+    """The buffer has the word embedding first; its end is rounded up to 128 elements, each beginning to 64."""
+    vector, matrix, words = Parameter((100,), False), Parameter((64, 8), True), Parameter((96, 8), False)
+    parameters = [vector, matrix, words]
+    # 768, 512 and 100 elements, of which the last 704 are from the word embedding's end on.
+    assert [*list_own_pieces(parameters, 2, DISTRIBUTED, False)] == [64, 512, 100]
+    # 768, and 512 and 100 in 640.
+    assert [*list_own_pieces(parameters, 2, DISTRIBUTED, True)] == [384, 192, 100]
+    assert [*list_own_pieces(parameters, 1, DISTRIBUTED, True)] == [768, 512, 100]
+    assert [*list_own_pieces(parameters, 1, WHOLE, True)] == [100, 512, 768]
 
 
 def test_a_stage_keeps_the_last_input_of_each_chunk_and_its_gradient() -> None:

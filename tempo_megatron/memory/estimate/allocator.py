@@ -93,11 +93,15 @@ class CachingAllocator:
         # Free blocks of the large and of the small pool, by size and address, which is the order of choice.
         self._free: tuple[list[tuple[int, int, Block]], list[tuple[int, int, Block]]] = ([], [])
 
+    def make_like(self) -> CachingAllocator:
+        """An empty one with the same rules: that of another stream, which takes no blocks of this one's."""
+        return CachingAllocator(is_expandable=self._is_expandable, counts_reserved=self._counts_reserved)
+
     def allocate(self, num_bytes: int) -> Block | None:
         """A block for a tensor; None where it has no bytes."""
         if num_bytes == 0:
             return None
-        size = _round_up(num_bytes, ROUNDING_BYTES)
+        size = round_up(num_bytes, ROUNDING_BYTES)
         is_small = size <= SMALL_BYTES
         is_split = is_small or self._is_expandable
         if is_split and not self._counts_reserved:
@@ -147,7 +151,7 @@ class CachingAllocator:
     def _add_segment(self, size: int) -> Block:
         length = SMALL_SEGMENT_BYTES
         if size > SMALL_BYTES:
-            own = _round_up(size, SEGMENT_ROUNDING_BYTES)
+            own = round_up(size, SEGMENT_ROUNDING_BYTES)
             length = own if size >= OWN_SEGMENT_BYTES else LARGE_SEGMENT_BYTES
         # Segments lie one behind the other; blocks of two have no links, and never join.
         block = Block(length, self.reserved, size <= SMALL_BYTES)
@@ -218,7 +222,7 @@ class ExpandableAllocator(CachingAllocator):
                 block.next = behind
             block = self._last[is_small] = behind
         block.is_free = False
-        growth = max(0, _round_up(size - block.size, SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES))
+        growth = max(0, round_up(size - block.size, SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES))
         block.size += growth
         self._ends[is_small] += growth
         self.reserved += growth
@@ -266,5 +270,5 @@ def _play(allocator: CachingAllocator, allocations: Allocations) -> None:
         allocator.free(block)
 
 
-def _round_up(num_bytes: int, multiple: int) -> int:
+def round_up(num_bytes: int, multiple: int) -> int:
     return -(-num_bytes // multiple) * multiple

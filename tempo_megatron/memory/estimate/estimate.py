@@ -300,6 +300,7 @@ def _count_on_gpu(
             optimizer,
             parts=sharing if optimizer.distributed else (1, 1),
             pieces=pieces,
+            shares_embedding=run.pipeline_parallel > 1 and not run.model.untie_embeddings_and_output_weights,
             step=step,
         )
     float8, num_float8 = 0, _count_float8_weights(chunks)

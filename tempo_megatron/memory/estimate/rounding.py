@@ -6,7 +6,8 @@ tensor for each parameter, or of the distributed optimizer for each part of one 
 buffer for each chunk, and with the distributed optimizer weights too (core/distributed/param_and_grad_buffer.py,
 core/optimizer/distrib_optimizer.py:391-399 and optimizer.py:674 of megatron-core 0.16.1, both of which clone what they
 convert). Experts have buffers of their own, and an optimizer of their own behind that of all else
-(core/optimizer/__init__.py:604-689).
+(core/optimizer/__init__.py:604-689). Buffers are made on a stream of their own, whose free blocks no other tensor takes
+(training/training.py:2523 of Megatron-LM at d98e8a64dd; since e7c55de99e of August 2025).
 
 Everything else is made in the first step, in the order of the real modules: a workspace of cuBLAS where its library
 first multiplies, a stage's inputs as they are received, and Adam's moments behind the first optimizer's forwards and
@@ -18,11 +19,12 @@ say, take a block of 4, each layer adds 1 MiB.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from tempo_megatron.memory.estimate.allocator import Allocations, Block, CachingAllocator, Library
+from tempo_megatron.memory.estimate.allocator import Allocations, Block, CachingAllocator, Library, round_up
 from tempo_megatron.memory.estimate.model_states import find_gradient_bytes
 from tempo_megatron.memory.run import OptimizerSettings
 from tempo_megatron.memory.simulated.phases import Parameter
@@ -30,6 +32,9 @@ from tempo_megatron.memory.simulated.phases import Parameter
 _FLOAT32 = 4
 _MOMENTS = 2
 _FREED = -1
+_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
+"""Elements to which the distributed optimizer rounds up a parameter's begin and a bucket's end
+(core/optimizer/param_layout.py)."""
 
 
 def count_rounding(
@@ -41,6 +46,7 @@ def count_rounding(
     *,
     parts: tuple[int, int],
     pieces: Sequence[tuple[int, int]] | None = None,
+    shares_embedding: bool = False,
     step: Step | None = None,
 ) -> int:
     """Bytes that the allocator counts beyond those of the tensors that stay from step to step.
@@ -53,9 +59,11 @@ def count_rounding(
         optimizer: Megatron's.
         parts: ranks that divide the states of what is no expert, and those of experts.
         pieces: elements and moments of each piece of a parameter whose states the rank has; None are Adam's.
+        shares_embedding: whether a stage has the word embedding of another one, and its optimizer is distributed.
         step: the first, on the same allocator, before the moments are made; without it they find no free blocks.
     """
     total = 0
+    of_buffers = allocator.make_like()
     is_distributed = optimizer.distributed or optimizer.muon == "laid out"
     bytes_of_gradient = find_gradient_bytes(optimizer, dtype)
     # Each chunk has a buffer of what is no expert, and one of experts.
@@ -65,8 +73,8 @@ def count_rounding(
         for sizes_of_buffer in in_buffers:
             total += sum(sizes_of_buffer) * (dtype.itemsize + bytes_of_gradient)
             if is_distributed:
-                allocator.allocate(sum(sizes_of_buffer) * dtype.itemsize)
-            allocator.allocate(sum(sizes_of_buffer) * bytes_of_gradient)
+                of_buffers.allocate(sum(sizes_of_buffer) * dtype.itemsize)
+            of_buffers.allocate(sum(sizes_of_buffer) * bytes_of_gradient)
         if is_distributed:
             for weight in weights:
                 allocator.free(weight)
@@ -74,9 +82,10 @@ def count_rounding(
         # Experts have an optimizer of their own.
         pieces = [
             (size, _MOMENTS)
-            for place, number in enumerate(parts)
-            for in_buffers in buffers
-            for size in _list_own(in_buffers[place], number)
+            for of, number in zip((False, True), parts, strict=True)
+            for chunk in chunks
+            for in_buffer in [[each for each in chunk if each.is_expert == of]]
+            for size in list_own_pieces(in_buffer, number, optimizer, shares_embedding)
         ]
     of_copy, *of_moments = optimizer.state_bytes or (_FLOAT32 if dtype.itemsize < _FLOAT32 else 0, _FLOAT32, _FLOAT32)
     copies = [size * of_copy for size, _ in pieces if of_copy]
@@ -105,7 +114,8 @@ def count_rounding(
         for size in converted:
             allocator.allocate(size)
     left = 0 if step is None else step.count_left()
-    return allocator.allocated - total - sum(copies) - sum(others) - sum(converted) - sum(moments) - left
+    allocated = allocator.allocated + of_buffers.allocated
+    return allocated - total - sum(copies) - sum(others) - sum(converted) - sum(moments) - left
 
 
 _Block = tuple[Block | None, int]
@@ -248,14 +258,29 @@ class Step:
         blocks.clear()
 
 
-def _list_own(parameters: Sequence[int], parts: int) -> Iterator[int]:
-    """Elements of the pieces of parameters in the last of equal parts of a buffer, which has them in reverse; of one
-    part the parameters themselves."""
-    if parts == 1:
-        yield from parameters
+def list_own_pieces(
+    parameters: Sequence[Parameter], parts: int, optimizer: OptimizerSettings, shares_embedding: bool
+) -> Iterator[int]:
+    """Elements of each piece of a buffer's parameters whose states a rank has: of the distributed optimizer the last of
+    equal parts of each bucket, else all.
+
+    A buffer has its parameters in reverse order, and a word embedding that another stage has too in a bucket of its own
+    (core/optimizer/distrib_optimizer.py: _compute_per_buffer_param_layout).
+    """
+    if not optimizer.distributed:
+        yield from (each.size for each in parameters)
         return
-    begin, end = sum(parameters) - sum(parameters) // parts, 0
-    for size in reversed(parameters):
-        first, end = max(end, begin), end + size
-        if first < end:
-            yield end - first
+    end = 0
+    for _, group in itertools.groupby(
+        reversed(parameters),
+        key=lambda each: shares_embedding and len(each.shape) == 2 and not each.is_matrix and not each.is_expert,
+    ):
+        begin = end
+        bucket = []
+        for each in group:
+            first = round_up(end, _ALIGNMENT)
+            end = first + each.size
+            bucket.append((first, end))
+        end = begin + round_up(end - begin, math.lcm(parts, _BUCKET_ALIGNMENT))
+        own = end - (end - begin) // parts
+        yield from (last - max(first, own) for first, last in bucket if last > own)
