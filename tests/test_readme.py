@@ -218,7 +218,8 @@ def check_quickstart(output: Path, printed: str) -> None:
     """It ended with a table and a figure, and Tempo's run learned as stock's did, with less kept for backward."""
     table = (output / "table.txt").read_text()
     assert table in printed
-    rows = {name: values.split() for name, values in re.findall(r"^(.+?)  +(.+)$", table, re.MULTILINE)}
+    columns = re.findall(r"^(.+?)  +(.+)$", table, re.MULTILINE)
+    rows = {name: values.replace(",", "").split() for name, values in columns}
     assert float(rows["kept for backward per layer, sbh"][2]) < 0.5
     assert 0.97 < float(rows["validation loss"][2]) < 1.03
     assert float(rows["CPU ms per step of a rank, median"][0]) > 0.0
