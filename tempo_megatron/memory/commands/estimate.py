@@ -89,8 +89,9 @@ def run_estimate(args: argparse.Namespace) -> int:
         largest = {
             name: max(enumerate(ranks), key=lambda each: _count_needed(each[1])) for name, ranks in found.items()
         }
+        is_given = args.moe_imbalance is not None
         with _say_that_it_takes_time("estimating other shares of the experts' tokens ..."):
-            imbalance = find_token_imbalance(estimated, tempos, largest, is_given=args.moe_imbalance is not None)
+            imbalance = find_token_imbalance(estimated, tempos, largest, is_given=is_given)
         print(imbalance.describe())
     trees = {}
     if args.tree:

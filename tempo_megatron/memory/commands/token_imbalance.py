@@ -1,8 +1,8 @@
 """Names what an estimate assumes of the experts' tokens, with its figures.
 
 Where tokens go no estimate can know. So the assumption stands beside the table: how many tokens the fullest rank gets,
-what that takes more than an even division, what each tenth of an equal share more would take, and the most that a rank
-can get.
+and the most that a rank can get. Where somebody gave the share, its price stands there, too: what it takes more than an
+even division, and what a tenth of an equal share more would take. Each price is an estimate again, and takes seconds.
 """
 
 from __future__ import annotations
@@ -21,18 +21,15 @@ _STEP = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cost:
+class _Price:
     """Of one column of the table, on the rank that needs most."""
-
-    factor: float
-    """Tokens of the fullest rank, over an equal share."""
 
     over_even_bytes: int
     """What the peak is higher than with an even division."""
 
     next_factor: float
     next_bytes: int
-    """What the peak is higher with `next_factor`, one _STEP more than `factor` where a rank can get it."""
+    """What the peak is higher with `next_factor`, one _STEP more than the given one where a rank can get it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,22 +43,24 @@ class TokenImbalance:
     most: float
     """Of a rank, over an equal share."""
 
-    is_given: bool
-    costs: Mapping[str, _Cost]
-    """Column of the table -> its cost."""
+    factors: Mapping[str, float]
+    """Column of the table -> tokens of the fullest rank, over an equal share."""
+
+    prices: Mapping[str, _Price]
+    """Column of the table -> its price; none where nobody gave the factor."""
 
     def describe(self) -> str:
-        source = "given" if self.is_given else "routers at random; --moe-imbalance gives another one"
-        factors = {cost.factor for cost in self.costs.values()}
+        factors = sorted(set(self.factors.values()))
+        source = "given" if self.prices else f"routers at random; --moe-imbalance {factors[-1]:.2f} says what it takes"
         lines = [
             f"assumed token imbalance: experts of the fullest of {self.ranks} ranks "
-            f"get {' and '.join(f'{factor:.2f}' for factor in sorted(factors))} times an equal share of {self.share:,} "
+            f"get {' and '.join(f'{factor:.2f}' for factor in factors)} times an equal share of {self.share:,} "
             f"rows a layer ({source}); at most {self.most:.2f} times"
         ]
-        for name, cost in self.costs.items():
-            more = cost.next_factor - cost.factor
-            rest = f"; {100 * more:.0f} % of a share more would take {format_bytes(cost.next_bytes)}" if more else ""
-            lines.append(f"{name}: of the peak {format_bytes(cost.over_even_bytes)} are due to it{rest}")
+        for name, price in self.prices.items():
+            more = price.next_factor - self.factors[name]
+            rest = f"; {100 * more:.0f} % of a share more would take {format_bytes(price.next_bytes)}" if more else ""
+            lines.append(f"{name}: of the peak {format_bytes(price.over_even_bytes)} are due to it{rest}")
         return "\n".join(lines)
 
     def list_figures(self) -> dict[str, Any]:
@@ -70,15 +69,21 @@ class TokenImbalance:
             "ranks": self.ranks,
             "rows_of_an_equal_share": self.share,
             "largest_factor": self.most,
-            "is_given": self.is_given,
-            **{name.lower(): dataclasses.asdict(cost) for name, cost in self.costs.items()},
+            "is_given": bool(self.prices),
+            **{
+                name.lower(): {
+                    "factor": factor,
+                    **(dataclasses.asdict(self.prices[name]) if name in self.prices else {}),
+                }
+                for name, factor in self.factors.items()
+            },
         }
 
 
 def find_token_imbalance(
     run: Run, tempos: Mapping[str, TempoConfig], stages: Mapping[str, tuple[int, RankEstimate]], *, is_given: bool
 ) -> TokenImbalance:
-    """Estimate the rank that needs most with other shares of the tokens.
+    """Names the assumption; where it was given, estimates the rank that needs most with other shares of the tokens.
 
     Args:
         run: as it was estimated; its experts are divided over ranks.
@@ -88,20 +93,20 @@ def find_token_imbalance(
     """
     assert run.experts is not None
     most = find_largest_imbalance(run.experts)
-    costs = {}
+    factors, prices = {}, {}
     for name, (stage, rank) in stages.items():
         experts = assume_routing(run, stage).experts
         assert experts is not None
-        factor = experts.imbalance or 1.0
-        further = min(factor + _STEP, most)
-        peaks = {
-            other: estimate_ranks(dataclasses.replace(set_imbalance(run, other), tempo=tempos[name]), only=stage)[
-                0
-            ].peak_bytes
-            for other in {1.0, further} - {factor}
-        } | {factor: rank.peak_bytes}
-        costs[name] = _Cost(factor, rank.peak_bytes - peaks[1.0], further, peaks[further] - rank.peak_bytes)
+        factors[name] = experts.imbalance or 1.0
+        if not is_given:
+            continue
+        further = min(factors[name] + _STEP, most)
+        peaks = {factors[name]: rank.peak_bytes}
+        for other in {1.0, further} - peaks.keys():
+            other_run = dataclasses.replace(set_imbalance(run, other), tempo=tempos[name])
+            peaks[other] = estimate_ranks(other_run, only=stage)[0].peak_bytes
+        prices[name] = _Price(rank.peak_bytes - peaks[1.0], further, peaks[further] - rank.peak_bytes)
     tokens = run.micro_batch_size * run.model.seq_length // run.context_parallel
     tokens //= run.tensor_parallel if run.sequence_parallel else 1
     share = tokens * run.experts.tensor_parallel * run.experts.per_token
-    return TokenImbalance(run.experts.expert_parallel, share, most, is_given, costs)
+    return TokenImbalance(run.experts.expert_parallel, share, most, factors, prices)
