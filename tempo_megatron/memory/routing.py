@@ -34,11 +34,13 @@ def assume_routing(run: Run, stage: int) -> Run:
     return dataclasses.replace(run, experts=dataclasses.replace(experts, imbalance=imbalance))
 
 
-def set_imbalance(run: Run, factor: float | str) -> Run:
-    """`run` whose fullest rank gets `factor` times an equal share; "max" is all that it can get.
+def set_imbalance(run: Run, factor: float | str | None) -> Run:
+    """`run` whose fullest rank gets `factor` times an equal share; "max" is all that it can get, None as `run` says.
 
     Raises ValueError where there are no experts, and for a factor that no rank could have.
     """
+    if factor is None:
+        return run
     if run.experts is None:
         raise ValueError("--moe-imbalance is given, and the run has no experts; leave it out")
     most = find_largest_imbalance(run.experts)

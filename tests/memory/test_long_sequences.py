@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -27,6 +28,31 @@ OFFLOADED = OptimizerSettings(kind="deepspeed", zero_stage=3, offloads=True, off
 
 def make_long(*pieces: str, num_gpus: int = 1) -> LongSequence:
     return LongSequence(make_shape(**read_shape_file(MODEL)), OFFLOADED, frozenset(pieces), num_gpus)
+
+
+NARROW = dataclasses.replace(
+    make_long().model,
+    hidden_size=1024,
+    ffn_hidden_size=3584,
+    num_attention_heads=8,
+    num_query_groups=2,
+    num_layers=1,
+)
+
+
+def make_narrow_llama() -> Any:
+    """NARROW, with few words."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=NARROW.hidden_size,
+        intermediate_size=NARROW.ffn_hidden_size,
+        num_attention_heads=NARROW.num_attention_heads,
+        num_key_value_heads=NARROW.num_query_groups,
+        num_hidden_layers=NARROW.num_layers,
+        vocab_size=64,
+    )
+    return transformers.LlamaForCausalLM(config).bfloat16().train()
 
 
 def test_the_loss_of_transformers_makes_what_its_terms_say() -> None:
@@ -70,15 +96,12 @@ def test_the_reduction_of_gradients_has_what_deepspeed_makes_of_the_largest_one(
 @pytest.mark.parametrize("qkv", ["off", "tile"])
 def test_a_layer_of_transformers_makes_what_the_highest_moment_of_its_terms_says(qkv: str) -> None:
     """On tensors without memory, in which an operation makes its results alone, as a kernel does."""
-    import transformers
     from transformers_cases import checkpoint_layers
 
     from tempo_kernels.recompute import keep_attention
     from tempo_torch import tempoize
 
-    sizes = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 64}
-    config = transformers.LlamaConfig(intermediate_size=3584, num_hidden_layers=1, **sizes)
-    model = transformers.LlamaForCausalLM(config).bfloat16().train()
+    model = make_narrow_llama()
     checkpoint_layers(model, use_reentrant=False, context_fn=keep_attention)
     model = tempoize(model, mlp="tile", qkv=qkv, norm="recompute")
     peaks = []
@@ -91,12 +114,7 @@ def test_a_layer_of_transformers_makes_what_the_highest_moment_of_its_terms_says
             total.backward()
             peaks.append(seen.peak)
     shape = dataclasses.replace(
-        make_long().model,
-        hidden_size=1024,
-        ffn_hidden_size=3584,
-        num_attention_heads=8,
-        num_query_groups=2,
-        num_layers=1,
+        NARROW,
         # With it the estimate has Tempo's attention, which makes nothing beside its results, as torch's on a CPU.
         attention_dropout=0.1,
     )
@@ -164,27 +182,16 @@ def test_what_is_reserved_lies_between_what_is_alive_and_what_was_published(
 
 
 def test_a_layer_of_transformers_allocates_what_is_played_for_it() -> None:
-    import transformers
     from transformers_cases import checkpoint_layers
 
-    sizes = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 64}
-    config = transformers.LlamaConfig(intermediate_size=3584, num_hidden_layers=1, **sizes)
-    model, tokens = transformers.LlamaForCausalLM(config).bfloat16().train(), 2**15
+    model, tokens = make_narrow_llama(), 2**15
     checkpoint_layers(model, use_reentrant=True)
     mask = mock.patch("transformers.models.llama.modeling_llama.create_causal_mask", return_value=None)
     with mask, FakeTensorMode(allow_non_fake_inputs=True), PeakBytes(*model.parameters()) as seen:
         ids = torch.zeros(1, tokens, dtype=torch.long)
         seen.begin_phase()
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    shape = dataclasses.replace(
-        make_long().model,
-        hidden_size=1024,
-        ffn_hidden_size=3584,
-        num_attention_heads=8,
-        num_query_groups=2,
-        num_layers=1,
-        vocab_size=64,
-    )
+    shape = dataclasses.replace(NARROW, vocab_size=64)
     played = play_steps(LongSequence(shape, OFFLOADED), tokens)
     assert played.peak_allocated == pytest.approx(seen.peak, rel=0.01)
 

@@ -97,7 +97,7 @@ class CudaDevice:
                 "expected pages that can be locked; raise the limit (ulimit -l, --ulimit memlock=-1 of a container), "
                 "or move fewer layers"
             )
-        weakref.finalize(host, _unpin, host.data_ptr())
+        weakref.finalize(host, _unpin, host.data_ptr(), self._device)
         return host
 
     def lend(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
@@ -108,8 +108,8 @@ class CudaDevice:
         return bool(event.query())
 
 
-def _unpin(address: int) -> None:
-    torch.cuda.synchronize()  # a copy may still use it
+def _unpin(address: int, device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # a copy may still use it
     torch.cuda.cudart().cudaHostUnregister(address)
 
 

@@ -66,7 +66,7 @@ def run_estimate(args: argparse.Namespace) -> int:
         title = Path(command.script).name
     run = set_gpu(run, args.gpu or (None if command is None else "h100"))
     # What is asked here stands in no command of Megatron-LM.
-    estimated = run if args.moe_imbalance is None else set_imbalance(run, args.moe_imbalance)
+    estimated = set_imbalance(run, args.moe_imbalance)
     found = {}
     tempos = {"stock": TempoConfig.off(), **({} if run.tempo.is_off else {"Tempo": run.tempo})}
     for name, tempo in tempos.items():

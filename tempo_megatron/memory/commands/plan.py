@@ -134,7 +134,7 @@ def read_request(args: argparse.Namespace, gpu: Gpu) -> tuple[PlanRequest, int |
     samples = None if args.global_batch_size is None else args.global_batch_size // args.dp
     if samples is not None and args.micro_batch_size != "auto":
         args.num_micro_batches = samples // args.micro_batch_size
-    run = _set_imbalance(args, read_requested_run(args, TempoConfig(), config))
+    run = set_imbalance(read_requested_run(args, TempoConfig(), config), args.moe_imbalance)
     request = PlanRequest(
         run=run,
         gpu=gpu,
@@ -144,10 +144,6 @@ def read_request(args: argparse.Namespace, gpu: Gpu) -> tuple[PlanRequest, int |
     )
     _refuse_unknown(request.run, "the model has")
     return request, samples
-
-
-def _set_imbalance(args: argparse.Namespace, run: Run) -> Run:
-    return run if args.moe_imbalance is None else set_imbalance(run, args.moe_imbalance)
 
 
 def _share_host(args: argparse.Namespace, run: Run) -> int:
@@ -179,7 +175,7 @@ def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gp
     Raises ValueError for pipelines that the planner does not know.
     """
     run, _, warnings = read_run_of_command(args, command)
-    run = _set_imbalance(args, run)
+    run = set_imbalance(run, args.moe_imbalance)
     _refuse_unknown(run, "the command gives")
     others = {"Muon": run.optimizer.muon, "Megatron-FSDP": run.optimizer.fsdp}
     if name := next((name for name, value in others.items() if value is not None), None):

@@ -67,14 +67,15 @@ def count_rounding(
     is_distributed = optimizer.distributed or optimizer.muon == "laid out"
     bytes_of_gradient = find_gradient_bytes(optimizer, dtype)
     # Each chunk has a buffer of what is no expert, and one of experts.
-    buffers = [[[each.size for each in chunk if each.is_expert == of] for of in (False, True)] for chunk in chunks]
+    buffers = [[[each for each in chunk if each.is_expert == of] for of in (False, True)] for chunk in chunks]
     weights_of_chunks = [[allocator.allocate(each.size * dtype.itemsize) for each in chunk] for chunk in chunks]
     for weights, in_buffers in zip(weights_of_chunks, buffers, strict=True):
-        for sizes_of_buffer in in_buffers:
-            total += sum(sizes_of_buffer) * (dtype.itemsize + bytes_of_gradient)
+        for in_buffer in in_buffers:
+            size_of_buffer = sum(each.size for each in in_buffer)
+            total += size_of_buffer * (dtype.itemsize + bytes_of_gradient)
             if is_distributed:
-                of_buffers.allocate(sum(sizes_of_buffer) * dtype.itemsize)
-            of_buffers.allocate(sum(sizes_of_buffer) * bytes_of_gradient)
+                of_buffers.allocate(size_of_buffer * dtype.itemsize)
+            of_buffers.allocate(size_of_buffer * bytes_of_gradient)
         if is_distributed:
             for weight in weights:
                 allocator.free(weight)
@@ -82,10 +83,9 @@ def count_rounding(
         # Experts have an optimizer of their own.
         pieces = [
             (size, _MOMENTS)
-            for of, number in zip((False, True), parts, strict=True)
-            for chunk in chunks
-            for in_buffer in [[each for each in chunk if each.is_expert == of]]
-            for size in list_own_pieces(in_buffer, number, optimizer, shares_embedding)
+            for place, number in enumerate(parts)
+            for in_buffers in buffers
+            for size in list_own_pieces(in_buffers[place], number, optimizer, shares_embedding)
         ]
     of_copy, *of_moments = optimizer.state_bytes or (_FLOAT32 if dtype.itemsize < _FLOAT32 else 0, _FLOAT32, _FLOAT32)
     copies = [size * of_copy for size, _ in pieces if of_copy]
