@@ -122,14 +122,11 @@ UNKNOWN_IN_COMMANDS = {
 
 _UNKNOWN_IN_EXPERTS = {
     "moe_expert_capacity_factor": "--moe-expert-capacity-factor drops tokens of experts",
-    "moe_latent_size": "--moe-latent-size gives the run experts in a latent space",
-    "moe_shared_expert_gate": "--moe-shared-expert-gate gives the run a gate of shared experts",
     "moe_shared_expert_overlap": "--moe-shared-expert-overlap runs shared experts beside communication",
     "moe_apply_probs_on_input": "--moe-apply-probs-on-input weights the experts' inputs",
     "moe_router_padding_for_quantization": "--moe-router-padding-for-quantization pads the experts' tokens",
     "moe_paged_stash": "--moe-paged-stash keeps the experts' tokens elsewhere",
     "moe_layer_recompute": "--moe-layer-recompute recomputes experts",
-    "moe_z_loss_coeff": "--moe-z-loss-coeff gives the router a further loss",
 }
 
 _STOCK_ATTENTIONS = {"flash": "flash", "unfused": "unfused", "local": "unfused"}
@@ -348,6 +345,8 @@ def _read_experts(config: Any, run: Any) -> Experts:
         ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size,
         layers=parse_layer_frequency(config.moe_layer_freq, config.num_layers),
         shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size,
+        has_shared_gate=bool(getattr(config, "moe_shared_expert_gate", False)),
+        latent_size=getattr(config, "moe_latent_size", None),
         expert_parallel=parallel,
         tensor_parallel=split,
         dispatcher=config.moe_token_dispatcher_type,
@@ -355,6 +354,7 @@ def _read_experts(config: Any, run: Any) -> Experts:
         fuses_permutation=config.moe_permute_fusion,
         routing=routing,
         aux_loss_coefficient=float(coefficient),
+        z_loss_coefficient=config.moe_z_loss_coeff,
         score_function=config.moe_router_score_function,
         has_bias=config.moe_router_enable_expert_bias,
         pre_softmax=config.moe_router_pre_softmax,

@@ -142,6 +142,13 @@ class Experts:
     shared_ffn_hidden_size: int | None = None
     """Of the experts that every token goes to, together."""
 
+    has_shared_gate: bool = False
+    """Whether a gate weights the shared experts' output (--moe-shared-expert-gate)."""
+
+    latent_size: int | None = None
+    """Of the tokens that routed experts get, projected from the layer's and back (--moe-latent-size); None is the
+    hidden size."""
+
     expert_parallel: int = 1
     tensor_parallel: int = 1
     """Ranks that one expert is split over."""
@@ -159,6 +166,7 @@ class Experts:
     """Megatron's --moe-router-load-balancing-type."""
 
     aux_loss_coefficient: float = 0.0
+    z_loss_coefficient: float | None = None
     score_function: str = "softmax"
     has_bias: bool = False
     """Whether a bias of each expert balances them."""
@@ -489,11 +497,11 @@ def take_parts(
         if expert_parallel is not None:
             raise ValueError(f"--ep {parallel} is given, and the model has no experts; leave it out")
     else:
-        for name in ("moe_expert_capacity_factor", "moe_z_loss_coeff"):
-            if (value := getattr(shape, name)) is not None:
-                raise ValueError(
-                    f"{name} is {value}, which the estimate does not know; expected null: leave it out of the model"
-                )
+        if (value := shape.moe_expert_capacity_factor) is not None:
+            raise ValueError(
+                f"moe_expert_capacity_factor is {value}, which the estimate does not know; expected null: leave it out "
+                "of the model"
+            )
         if number % parallel:
             raise ValueError(f"--ep {parallel} does not divide the model's {number} experts; change it")
         found["experts"] = Experts(
@@ -508,6 +516,7 @@ def take_parts(
             grouped=stock == "transformer_engine",
             routing=shape.moe_router_load_balancing_type,
             aux_loss_coefficient=shape.moe_aux_loss_coeff,
+            z_loss_coefficient=shape.moe_z_loss_coeff,
             score_function=shape.moe_router_score_function,
             has_bias=shape.moe_router_enable_expert_bias,
             pre_softmax=shape.moe_router_pre_softmax,

@@ -37,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts, top 2, shared ones": {
         **LLAMA,
         **{"num_experts": 4, "moe_ffn_hidden_size": 96, "moe_shared_expert_intermediate_size": 64},
-        **{"moe_router_pre_softmax": True, "moe_aux_loss_coeff": 0.01},
+        **{"moe_router_pre_softmax": True, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.01},
     },
     "latent attention": {
         **{**LLAMA, "position_embedding_type": "yarn"},
@@ -194,6 +194,21 @@ def test_a_layer_of_qwen3_30b_a3b_keeps_less_without_another_product_or_collecti
 
     # Of the experts; of the projection, the norms and core attention; of all.
     assert (sbh("mlp.experts"), sbh("self_attention"), sbh("")) == (experts, attention, everything)
+
+
+@pytest.mark.filterwarnings("ignore:Using a large number of experts")
+def test_a_shared_gate_keeps_what_it_weights_and_a_latent_space_keeps_fewer_hidden_units_of_each_copy() -> None:
+    def keep(**values: Any) -> int:
+        experts = dataclasses.replace(EXPERTS, shared_ffn_hidden_size=768, **values)
+        run = Run(model=QWEN3_30B_A3B, tempo=TempoConfig.off(), stock="transformer_engine", experts=experts)
+        return sum(each.num_bytes for each in record_chunk(run)[0]["decoder", 0])
+
+    tokens, hidden, latent, copies = 4096, 2048, 512, 8
+    plain = keep()
+    # The output of the shared experts, and the gate's of each token.
+    assert keep(has_shared_gate=True) - plain == 2 * tokens * (hidden + 1)
+    # The projection back keeps its input; that of the projection to the latent space is the router's.
+    assert keep(latent_size=latent) - plain == 2 * tokens * (latent - copies * (hidden - latent))
 
 
 DEEPSEEK_V3 = dataclasses.replace(

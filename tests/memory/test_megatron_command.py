@@ -170,7 +170,7 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--num-experts 8 --moe-latent-size 64", "experts in a latent space"),
+        ("--num-experts 8 --moe-paged-stash", "keeps the experts' tokens elsewhere"),
         ("--num-experts 8 --expert-model-parallel-size 3", "do not divide the 8 experts"),
         ("--num-experts 8 --moe-layer-freq [1]*3", "names 3 layers, and there are 12"),
         ("--num-experts 8 --moe-layer-freq x", "expected a number, or lists such as ([0]*1+[1]*15)"),

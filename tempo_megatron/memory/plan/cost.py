@@ -21,7 +21,7 @@ from collections.abc import Mapping
 import torch
 
 from tempo_megatron.memory.plan.gpu import Gpu
-from tempo_megatron.memory.run import Run
+from tempo_megatron.memory.run import Experts, Run
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import INPUT, OFFLOAD_ROWS
@@ -40,6 +40,8 @@ class LayerFlops:
     linear_fc1: int
     linear_fc2: int
     router: int = 0
+    """With the projections of routed tokens to a latent space and back."""
+
     up_projections: int = 0
     """Of latent attention: the part of `linear_qkv` that begins with latent vectors."""
 
@@ -74,6 +76,8 @@ def count_layer_flops(run: Run, *, is_causal: bool, skips_masked: bool) -> Layer
     num_scores = s * (s + 1) // 2 if is_causal and skips_masked else s * s
     head_flops = 2 * tokens * shape.hidden_size * shape.kv_channels
     linear_fc2 = 2 * tokens * shape.hidden_size * _count_inner(run)
+    if run.experts is not None and run.experts.latent_size is not None:
+        linear_fc2 -= 2 * tokens * (shape.hidden_size - run.experts.latent_size) * _count_routed(run.experts) // t
     flops = LayerFlops(
         linear_qkv=(heads + 2 * groups) * head_flops,
         linear_proj=heads * head_flops,
@@ -84,11 +88,12 @@ def count_layer_flops(run: Run, *, is_causal: bool, skips_masked: bool) -> Layer
     if run.experts is not None:
         experts = run.experts
         local = experts.num_experts // experts.expert_parallel * experts.ffn_hidden_size // experts.tensor_parallel
-        routed = experts.per_token * experts.ffn_hidden_size // t
+        outer, products = experts.latent_size or shape.hidden_size, 3 if shape.is_gated else 2
+        to_latent = 2 * (experts.latent_size or 0) * (tokens // (t if run.sequence_parallel else 1))
         flops = dataclasses.replace(
             flops,
-            router=2 * tokens // t * shape.hidden_size * experts.num_experts,
-            more_weights=(3 if shape.is_gated else 2) * shape.hidden_size * (local - routed),
+            router=2 * shape.hidden_size * (tokens // t * experts.num_experts + to_latent),
+            more_weights=products * outer * (local - _count_routed(experts) // t),
         )
     if (latent := run.latent_attention) is not None:
         # Down projections are on every rank, of its own tokens under sequence parallelism.
@@ -111,8 +116,12 @@ def _count_inner(run: Run) -> int:
     """Elements between the two linears of an MLP on one rank, per token of the sequence; of experts an equal share."""
     if run.experts is None:
         return run.model.ffn_hidden_size // run.tensor_parallel
-    routed = run.experts.per_token * run.experts.ffn_hidden_size
-    return (routed + (run.experts.shared_ffn_hidden_size or 0)) // run.tensor_parallel
+    return (_count_routed(run.experts) + (run.experts.shared_ffn_hidden_size or 0)) // run.tensor_parallel
+
+
+def _count_routed(experts: Experts) -> int:
+    """Elements between the two linears of the experts that a token goes to."""
+    return experts.per_token * experts.ffn_hidden_size
 
 
 def count_recomputed_flops(flops: LayerFlops, recompute: frozenset[str], config: TempoConfig) -> int:

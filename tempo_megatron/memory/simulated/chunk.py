@@ -220,6 +220,7 @@ def describe_parts(config: TransformerConfig, run: Run) -> TransformerConfig:
         config.expert_tensor_parallel_size = run.experts.tensor_parallel
         config.moe_token_dispatcher_type = run.experts.dispatcher
         config.overlap_moe_expert_parallel_comm = run.experts.overlaps
+        config.moe_latent_size = run.experts.latent_size
     return config
 
 
@@ -267,9 +268,11 @@ def _configure_experts(config: TransformerConfig, experts: Experts, layers: Sequ
         num_layers=len(layers),
         moe_ffn_hidden_size=experts.ffn_hidden_size,
         moe_shared_expert_intermediate_size=experts.shared_ffn_hidden_size,
+        moe_shared_expert_gate=experts.has_shared_gate,
         moe_router_topk=experts.per_token,
         moe_router_load_balancing_type=experts.routing,
         moe_aux_loss_coeff=experts.aux_loss_coefficient,
+        moe_z_loss_coeff=experts.z_loss_coefficient,
         moe_router_score_function=experts.score_function,
         moe_router_enable_expert_bias=experts.has_bias,
         moe_router_pre_softmax=experts.pre_softmax,

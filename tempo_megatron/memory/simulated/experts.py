@@ -63,6 +63,8 @@ def put_experts(
     get_moe_layer_wise_logging_tracker().clear()
     for module in model.modules():
         if isinstance(module, MoELayer):
+            if experts.latent_size is not None:
+                _put_latent_projections(module, experts.latent_size)
             module.router.gating = _Gate(module.router.weight, experts.router_dtype)
             if experts.routing == "sinkhorn":
                 module.router.sinkhorn_load_balancing = _balance
@@ -76,6 +78,30 @@ def put_experts(
                 others = experts.fuses_permutation or experts.overlaps or experts.routing == "sinkhorn"
                 is_made_again = isinstance(module.router, TempoTopKRouter) and not others
                 module.token_dispatcher.keeps_places = keeps_map or not is_made_again
+
+
+def _put_latent_projections(layer: MoELayer, size: int) -> None:
+    """The layer projects the tokens of routed experts, as moe_layer.py does with linears that each tensor-parallel rank
+    has whole."""
+    hidden, dtype, bias = layer.config.hidden_size, layer.config.params_dtype, layer.config.add_bias_linear
+    # Set behind Megatron's own building of it, which asks for Transformer Engine.
+    layer.config.moe_latent_size = size
+    layer.fc1_latent_proj, layer.fc2_latent_proj = (
+        _Linear(hidden, size, bias, dtype),
+        _Linear(size, hidden, bias, dtype),
+    )
+
+
+class _Linear(torch.nn.Module):
+    """A linear that keeps its input and weight, and adds its bias in the product."""
+
+    def __init__(self, inner: int, outer: int, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(outer, inner, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.empty(outer, dtype=dtype)) if bias else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return _Product.apply(x, self.weight, x.dtype, None, self.bias), None
 
 
 def count_expert_parameters(layer: torch.nn.Module) -> int:
@@ -121,17 +147,21 @@ def _balance(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 class _Product(torch.autograd.Function):
     """x W^T of x [..., n] and W [..., m, n], which keeps x and W. W may be of several experts, whose tokens stand one
-    behind another in x; then `num_results` is m."""
+    behind another in x; then `num_results` is m. A bias [m] is added in the same kernel."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype, num_results: int | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype, num_results: int | None, bias: Tensor | None = None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.bias_size = None if bias is None else bias.size(0)
         return x.new_empty(*x.shape[:-1], num_results or weight.size(0), dtype=dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight), None, None
+        bias = None if ctx.bias_size is None else weight.new_empty(ctx.bias_size)
+        return torch.empty_like(x), torch.empty_like(weight), None, None, bias
 
 
 class LinearsOfExperts(torch.nn.Module):
@@ -215,7 +245,7 @@ class LocalExperts(torch.nn.Module):
         self._is_fused, self._is_grouped = is_fused and self._is_gated, experts.grouped
         local = experts.num_experts // experts.expert_parallel
         inner = experts.ffn_hidden_size // experts.tensor_parallel
-        outer = config.hidden_size
+        outer = experts.latent_size or config.hidden_size
         self._joins = local > 1 and not experts.grouped
         self.keep_input: Callable[[Tensor], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         """Around each product, of whose input it decides what is kept."""
