@@ -327,7 +327,7 @@ def test_arguments_of_a_test_case_are_spelled_as_its_script_does() -> None:
     # As deepseekv3_proxy_flex_tp1pp4emp16etp1cp1_release writes a layout: read by xargs, then by eval.
     layout = {"--layout": r"Et*2\\|\\(tt\\|\\)*5t\\|tmL", "--split": "949,50,1", "--sizes": "2 2", "--moe": "([1]*3)"}
     assert spell_arguments(layout) == [
-        *["--layout", "Et*2|(tt|)*5t|tmL", "--split", "949,50,1", "--sizes", "2 2", "--moe", "([1]*3)"]
+        *["--layout", "Et*2|(tt|)*5t|tmL", "--split", "949,50,1", "--sizes", "2", "2", "--moe", "([1]*3)"]
     ]
     with pytest.raises(ValueError, match="--save of the test case is 'a, whose last quote does not end; correct it"):
         spell_arguments({"--save": "'a"})

@@ -100,8 +100,9 @@ def spell_arguments(arguments: Mapping[str, Any]) -> list[str]:
     """The words of MODEL_ARGS, as Megatron-LM's tests/functional_tests/shell_test_utils/_run_training.sh makes them.
 
     `true` is a switch, `[a b]` several values, and whatever else, `false` among it, one value. A value in brackets
-    that YAML reads as a list is such a list. The script reads a value twice as a shell does, by xargs and by eval:
-    `Et*2\\\\|tL` in the file is Et*2|tL.
+    that YAML reads as a list is such a list, and so are whole numbers without brackets: until cb12e3dea4 (April 2025)
+    the script took those apart, and no option takes them as one word. The script reads a value twice as a shell does,
+    by xargs and by eval: `Et*2\\\\|tL` in the file is Et*2|tL.
 
     Raises ValueError for a quote that does not end.
     """
@@ -114,8 +115,8 @@ def spell_arguments(arguments: Mapping[str, Any]) -> list[str]:
             words += [] if value else ["false"]
         elif value != "true":
             text = " ".join(_read_as_shell(name, str(value)))
-            if re.fullmatch(r"\[[^]]+\]", text):
-                words += _read_as_shell(name, text[1:-1])
+            if re.fullmatch(r"\[[^]]+\]|\d+( \d+)+", text):
+                words += _read_as_shell(name, text.strip("[]"))
             else:
                 is_quoted = " " in text or re.fullmatch(r"\([^)]+\)", text)
                 words += _read_as_shell(name, f'"{text}"' if is_quoted else text)
