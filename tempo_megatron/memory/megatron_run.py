@@ -122,7 +122,6 @@ UNKNOWN_IN_COMMANDS = {
 
 _UNKNOWN_IN_EXPERTS = {
     "moe_expert_capacity_factor": "--moe-expert-capacity-factor drops tokens of experts",
-    "moe_shared_expert_overlap": "--moe-shared-expert-overlap runs shared experts beside communication",
     "moe_apply_probs_on_input": "--moe-apply-probs-on-input weights the experts' inputs",
     "moe_router_padding_for_quantization": "--moe-router-padding-for-quantization pads the experts' tokens",
     "moe_paged_stash": "--moe-paged-stash keeps the experts' tokens elsewhere",
@@ -346,6 +345,7 @@ def _read_experts(config: Any, run: Any) -> Experts:
         layers=parse_layer_frequency(config.moe_layer_freq, config.num_layers),
         shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size,
         has_shared_gate=bool(getattr(config, "moe_shared_expert_gate", False)),
+        overlaps_shared=_overlaps_shared_experts(config),
         latent_size=getattr(config, "moe_latent_size", None),
         expert_parallel=parallel,
         tensor_parallel=split,
@@ -364,6 +364,25 @@ def _read_experts(config: Any, run: Any) -> Experts:
         imbalance=1.0 if config.moe_router_force_load_balancing else None,
         overlaps=_overlaps_experts(config),
     )
+
+
+def _overlaps_shared_experts(config: Any) -> bool:
+    """Raises ValueError where core/transformer/transformer_config.py and moe/moe_layer.py of 0.16.1 do."""
+    if not config.moe_shared_expert_overlap or not config.moe_shared_expert_intermediate_size:
+        return False
+    if config.moe_token_dispatcher_type != "alltoall":
+        raise ValueError(
+            f"--moe-shared-expert-overlap and --moe-token-dispatcher-type {config.moe_token_dispatcher_type} are both "
+            "given, and the estimate knows it with alltoall; change one of them"
+        )
+    others = {
+        "--overlap-moe-expert-parallel-comm": getattr(config, "overlap_moe_expert_parallel_comm", False),
+        "--moe-latent-size": getattr(config, "moe_latent_size", None),
+        "--recompute-modules shared_experts": "shared_experts" in (config.recompute_modules or ()),
+    }
+    if other := next((name for name, is_given in others.items() if is_given), None):
+        raise ValueError(f"--moe-shared-expert-overlap and {other} are both given; leave one of them out")
+    return True
 
 
 def _overlaps_experts(config: Any) -> bool:

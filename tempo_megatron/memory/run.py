@@ -145,6 +145,9 @@ class Experts:
     has_shared_gate: bool = False
     """Whether a gate weights the shared experts' output (--moe-shared-expert-gate)."""
 
+    overlaps_shared: bool = False
+    """Whether the shared experts run beside the dispatcher's communication (--moe-shared-expert-overlap)."""
+
     latent_size: int | None = None
     """Of the tokens that routed experts get, projected from the layer's and back (--moe-latent-size); None is the
     hidden size."""

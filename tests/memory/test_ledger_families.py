@@ -197,10 +197,13 @@ def test_a_layer_of_qwen3_30b_a3b_keeps_less_without_another_product_or_collecti
 
 
 @pytest.mark.filterwarnings("ignore:Using a large number of experts")
-def test_a_shared_gate_keeps_what_it_weights_and_a_latent_space_keeps_fewer_hidden_units_of_each_copy() -> None:
-    def keep(**values: Any) -> int:
+def test_what_gates_overlap_and_a_latent_space_of_experts_keep_more_or_less() -> None:
+    def keep(tp: int = 1, **values: Any) -> int:
         experts = dataclasses.replace(EXPERTS, shared_ffn_hidden_size=768, **values)
-        run = Run(model=QWEN3_30B_A3B, tempo=TempoConfig.off(), stock="transformer_engine", experts=experts)
+        run = Run(
+            model=QWEN3_30B_A3B, tempo=TempoConfig.off(), stock="transformer_engine", experts=experts,
+            tensor_parallel=tp, sequence_parallel=tp > 1,
+        )  # fmt: skip
         return sum(each.num_bytes for each in record_chunk(run)[0]["decoder", 0])
 
     tokens, hidden, latent, copies = 4096, 2048, 512, 8
@@ -209,6 +212,9 @@ def test_a_shared_gate_keeps_what_it_weights_and_a_latent_space_keeps_fewer_hidd
     assert keep(has_shared_gate=True) - plain == 2 * tokens * (hidden + 1)
     # The projection back keeps its input; that of the projection to the latent space is the router's.
     assert keep(latent_size=latent) - plain == 2 * tokens * (latent - copies * (hidden - latent))
+    # Beside communication the first linear is given all ranks' tokens, and keeps them.
+    assert keep(overlaps_shared=True) == plain
+    assert keep(2, overlaps_shared=True) - keep(2) == 2 * tokens * hidden
 
 
 DEEPSEEK_V3 = dataclasses.replace(

@@ -25,6 +25,7 @@ GPT = (
 )
 
 FSDP = "--use-distributed-optimizer --use-megatron-fsdp"
+SHARED = "--num-experts 8 --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap"
 LAYOUT = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
 
 
@@ -170,6 +171,8 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        (f"{SHARED} --moe-token-dispatcher-type allgather", "knows it with alltoall"),
+        (f"{SHARED} --moe-token-dispatcher-type alltoall --moe-latent-size 64", "are both given"),
         ("--num-experts 8 --moe-paged-stash", "keeps the experts' tokens elsewhere"),
         ("--num-experts 8 --expert-model-parallel-size 3", "do not divide the 8 experts"),
         ("--num-experts 8 --moe-layer-freq [1]*3", "names 3 layers, and there are 12"),

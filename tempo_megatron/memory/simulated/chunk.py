@@ -221,6 +221,7 @@ def describe_parts(config: TransformerConfig, run: Run) -> TransformerConfig:
         config.moe_token_dispatcher_type = run.experts.dispatcher
         config.overlap_moe_expert_parallel_comm = run.experts.overlaps
         config.moe_latent_size = run.experts.latent_size
+        config.moe_shared_expert_overlap = run.experts.overlaps_shared
     return config
 
 

@@ -14,6 +14,13 @@ from typing import Any
 
 import torch
 from megatron.core.parallel_state import get_global_memory_buffer
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import experts as experts_of_megatron
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
@@ -24,6 +31,7 @@ from tempo_megatron.memory.run import Experts
 from tempo_megatron.memory.simulated.device import LastingBuffer
 from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
 from tempo_megatron.slots.experts import KeepsActivationInput, TempoRoutedMoELayer, TempoTopKRouter
+from tempo_megatron.slots.linear import Return, replace_modules
 
 
 @contextlib.contextmanager
@@ -72,6 +80,9 @@ def put_experts(
             recomputes = recomputes_activation or isinstance(module.experts, KeepsActivationInput)
             module.experts = LocalExperts(config, experts, is_fused, recomputes)
             module.token_dispatcher = _DISPATCHERS[experts.dispatcher](config, experts, is_deterministic)
+            if experts.overlaps_shared:
+                module.shared_expert_overlap = True
+                module.token_dispatcher.shared_experts = _SharedExpertsBeside(module.shared_experts)
             if experts.dispatcher == "alltoall":
                 keeps_map = not isinstance(module, TempoRoutedMoELayer)
                 module.token_dispatcher.keeps_map = keeps_map
@@ -305,6 +316,55 @@ class _AddBias(torch.autograd.Function):
         return grad, torch.empty_like(ctx.saved_tensors[0])
 
 
+class _SharedExpertsBeside:
+    """The shared experts in the parts that the dispatcher calls, each beside its communication, as the methods of
+    shared_experts.py do on a stream of their own. Stock's, whatever Tempo has in their place."""
+
+    def __init__(self, experts: Any) -> None:
+        self._experts = experts
+        for linear in (experts.linear_fc1, experts.linear_fc2):
+            linear.explicit_expert_comm = True
+
+    def begin(self, x: Tensor) -> None:
+        """Brings the tokens of all tensor-parallel ranks together, which the first linear then keeps."""
+        experts = self._experts
+        self._gate = None
+        if experts.use_shared_expert_gate:
+            self._gate = torch.sigmoid(torch.nn.functional.linear(x, experts.gate_weight))
+        if experts.config.sequence_parallel:
+            self._x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True)
+        else:
+            self._x = copy_to_tensor_model_parallel_region(x)
+        self._put_first_in_backward(self._x)
+
+    def run_first_linear(self, received: Tensor) -> None:
+        self._put_first_in_backward(received)
+        experts, x = self._experts, self._x
+        del self._x
+        between = replace_modules(experts, linear_fc1=Return(*experts.linear_fc1(x)), linear_fc2=Return())
+        self._inner = MLP.forward(between, x)[0]
+
+    def run_second_linear(self, received: Tensor) -> None:
+        self._put_first_in_backward(received)
+        experts, inner = self._experts, self._inner
+        del self._inner
+        out = experts.linear_fc2(inner)[0]
+        is_split = experts.config.sequence_parallel
+        reduce = reduce_scatter_to_sequence_parallel_region if is_split else reduce_from_tensor_model_parallel_region
+        self._out: Tensor = reduce(out)
+        self._put_first_in_backward(self._out)
+
+    def end(self) -> Tensor:
+        out, gate = self._out, self._gate
+        del self._out, self._gate
+        return out if gate is None else out * gate
+
+    @staticmethod
+    def _put_first_in_backward(x: Tensor) -> None:
+        if x.grad_fn is not None:
+            x.grad_fn._set_sequence_nr(torch.iinfo(torch.int).max)  # type: ignore[attr-defined]
+
+
 class _Dispatcher:
     """What all dispatchers share (token_dispatcher.py). T is a rank's tokens, k experts of each."""
 
@@ -313,7 +373,8 @@ class _Dispatcher:
         self._num_local = experts.num_experts // experts.expert_parallel
         self._ranks = experts.expert_parallel * experts.tensor_parallel
         self._imbalance = experts.imbalance or 1.0
-        self.config, self.shared_experts = config, None
+        self.config = config
+        self.shared_experts: _SharedExpertsBeside | None = None
         self.reversed_local_input_permutation_mapping: Tensor | None = None
         self.keeps_map = True
         """Whether choosing probabilities keeps Megatron's map of experts, and the probabilities of all."""
@@ -359,6 +420,8 @@ class _AllToAll(_Dispatcher):
         self._shape, self._dtype = x.shape, probabilities.dtype
         self._num_tokens = x.size(0) * x.size(1)
         self._num_sent = self.num_out_tokens = self._num_tokens * self._experts.per_token
+        if self.shared_experts is not None:
+            self.shared_experts.begin(x)
         chosen = self._choose(probabilities, routing_map, self._num_sent)
         return self._permute(x.view(-1, x.size(-1)), self._num_sent), chosen
 
@@ -370,6 +433,8 @@ class _AllToAll(_Dispatcher):
 
     def dispatch_postprocess(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, None, Tensor]:
         num_rows = self._fill(self._num_sent * self._experts.tensor_parallel)
+        if self.shared_experts is not None:
+            self.shared_experts.run_first_linear(x)
         for changes in (self._experts.tensor_parallel > 1, self._num_local > 1):
             if changes:
                 x, probabilities = _resize(x, num_rows), _resize(probabilities, num_rows)
@@ -387,7 +452,12 @@ class _AllToAll(_Dispatcher):
         return x if self._experts.expert_parallel == 1 else _resize(x, self._num_sent)
 
     def combine_postprocess(self, x: Tensor) -> Tensor:
-        return self._unpermute(x, self._num_tokens).view(self._shape)
+        if self.shared_experts is None:
+            return self._unpermute(x, self._num_tokens).view(self._shape)
+        self.shared_experts.run_second_linear(x)
+        out: Tensor = self._unpermute(x, self._num_tokens).view(self._shape)
+        out += self.shared_experts.end()
+        return out
 
 
 class _Flex(_AllToAll):
