@@ -237,6 +237,7 @@ def read_run(
         layers_of_chunks=deal_out_layers(config),
         mtp_num_layers=_read_multi_token_prediction(model_name, config),
         mtp_repeats_layer=getattr(config, "mtp_use_repeated_layer", False),
+        mtp_precedes_head=bool(config.pipeline_model_parallel_layout) and split_layout(config)[-1] == "L",
         micro_batch_group=getattr(config, "microbatch_group_size_per_vp_stage", None),
         first_stage_layers=config.num_layers_in_first_pipeline_stage,
         last_stage_layers=config.num_layers_in_last_pipeline_stage,
@@ -286,14 +287,20 @@ def deal_out_layers(config: Any) -> tuple[int, ...] | None:
 def split_layout(config: Any) -> list[str]:
     """The letters of each chunk of --pipeline-model-parallel-layout, as parse_pipeline_layout returns them.
 
-    Raises ValueError where it is not of this model.
+    Raises ValueError where it is not of this model, and where m stands elsewhere than beside the loss or in the chunk
+    before it, in one chunk and behind the first stage, as Megatron wants it.
     """
-    given, number = config.pipeline_model_parallel_layout, config.mtp_num_layers or 0
-    chunks = parse_pipeline_layout(given, config.num_layers, config.pipeline_model_parallel_size, number)
-    if not chunks[-1].endswith(f"{'m' * number}L"):
+    given, stages, number = (
+        config.pipeline_model_parallel_layout,
+        config.pipeline_model_parallel_size,
+        config.mtp_num_layers or 0,
+    )
+    chunks = parse_pipeline_layout(given, config.num_layers, stages, number)
+    with_m = [place for place, chunk in enumerate(chunks) if "m" in chunk]
+    if number and (len(with_m) > 1 or with_m[0] < len(chunks) - min(2, stages)):
         raise ValueError(
-            f"--pipeline-model-parallel-layout {given} has m apart from L, and the estimate knows multi-token "
-            "prediction beside the loss only"
+            f"--pipeline-model-parallel-layout {given} has m in chunk {' and '.join(map(str, with_m))} of "
+            f"0 to {len(chunks) - 1}; expected all of them in the last or in the one before it"
         )
     return chunks
 

@@ -288,7 +288,10 @@ class Run:
     """Megatron's --microbatch-group-size-per-virtual-pipeline-stage; None is the number of stages."""
 
     mtp_num_layers: int = 0
-    """Layers of multi-token prediction, behind the last layer, beside the loss head."""
+    """Layers of multi-token prediction, behind the last layer."""
+
+    mtp_precedes_head: bool = False
+    """Whether they are in the pipeline's chunk before the loss head's, not beside it."""
 
     mtp_repeats_layer: bool = False
     """Whether they are one layer."""
@@ -436,6 +439,17 @@ class Run:
             )
         firsts = range(stage * per_chunk, self.model.num_layers, stages * per_chunk)
         return [range(first, first + per_chunk) for first in firsts]
+
+    def list_ends(self, stage: int) -> list[dict[str, bool]]:
+        """What each of the chunks has beside layers, in the words of `memory.simulated.chunk.simulate_chunk`."""
+        stages, number = self.pipeline_parallel, len(self.list_chunks(stage))
+        places = range(stage, stages * number, stages)
+        last = stages * number - 1
+        predicting = last - self.mtp_precedes_head
+        return [
+            {"pre_process": place == 0, "post_process": place == last, "predicts": place == predicting}
+            for place in places
+        ]
 
     def _list_given_chunks(self, sizes: tuple[int, ...], stage: int) -> list[range]:
         stages, num_layers = self.pipeline_parallel, self.model.num_layers

@@ -26,7 +26,7 @@ from tempo_megatron.memory.estimate.model_states import count_model_states
 from tempo_megatron.memory.megatron_run import deal_out_layers
 from tempo_megatron.memory.run import Experts, LatentAttention, OptimizerSettings, Run, take_parts
 from tempo_megatron.memory.simulated.chunk import simulate_chunk
-from tempo_megatron.memory.simulated.phases import HEAD, LAYERS, compress
+from tempo_megatron.memory.simulated.phases import HEAD, LAYERS, ChunkMemory, compress
 from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
 from tempo_megatron.words.argument_types import format_bytes
 
@@ -286,7 +286,8 @@ def test_a_further_token_takes_a_layer_and_logits_on_the_last_stage(stages: int,
     run = Run(model=model, tempo=OFF, stock="transformer_engine", pipeline_parallel=stages, experts=experts)
 
     def simulate_last(**values: Any) -> Any:
-        return simulate_chunk(dataclasses.replace(run, **values), range(4), pre_process=stages == 1, post_process=True)
+        layers = range(4, 8)
+        return simulate_chunk(dataclasses.replace(run, **values), layers, pre_process=stages == 1, post_process=True)
 
     none, one, two, repeated = (
         simulate_last(mtp_num_layers=number, mtp_repeats_layer=repeats)
@@ -312,7 +313,42 @@ def test_a_chunk_with_a_further_token_alone_has_its_layer() -> None:
         estimate_ranks(dataclasses.replace(run, layers_of_chunks=cut))[1].num_parameters for cut in ((7, 1), (8, 0))
     )
     of_a_layer = simulate_chunk(run, range(1), pre_process=False, post_process=False).num_parameters
-    assert first - last == of_a_layer
+    # The final norm is where the last layer is.
+    assert first - last == of_a_layer + 2 * 64
+
+
+def test_multi_token_prediction_may_precede_the_head() -> None:
+    """In chunks Etttt, tttt, mm, L: as beside the head, but for what passes between the last two."""
+    s, h, v = 32, 64, 512
+    model = make_shape(**SMALL | {"vocab_size": v, "position_embedding_type": "rope"})
+    experts = Experts(num_experts=4, per_token=2, ffn_hidden_size=96, layers=(False,) * 7 + (True,), grouped=True)
+    run = Run(
+        model=model, tempo=OFF, stock="transformer_engine", pipeline_parallel=2, mtp_num_layers=2, experts=experts,
+        layers_of_chunks=(4, 4, 0, 0), num_micro_batches=2,
+    )  # fmt: skip
+    apart = dataclasses.replace(run, mtp_precedes_head=True)
+
+    def find(run: Run) -> list[ChunkMemory]:
+        # The last layer is Megatron's and so are those of further tokens, with experts.
+        places = [(stage, place) for place in range(2) for stage in range(2)]
+        return [simulate_chunk(run, run.list_chunks(i)[k], **run.list_ends(i)[k]) for i, k in places]
+
+    beside, found = find(run), find(apart)
+    assert found[:2] == beside[:2] and found[2].num_expert_parameters == beside[3].num_expert_parameters > 0
+    # The stage with multi-token prediction has a copy of the embedding, that with the head one of its weight.
+    assert found[3].num_parameters == v * h == beside[3].num_parameters - found[2].num_parameters
+    # Hidden states of each token, and of two further ones.
+    hidden = 2 * s * h
+    assert [chunk.input_bytes for chunk in found] == [0, hidden, hidden, 3 * hidden]
+    assert [chunk.output_bytes for chunk in found] == [hidden, hidden, 3 * hidden, 0]
+    assert 0 < found[2].kept_bytes < beside[3].kept_bytes
+    # The head's chunk has a copy of its input, as it has no layers, and a rotary table as long as that.
+    more = found[2].kept_bytes + found[3].kept_bytes - beside[3].kept_bytes
+    assert more == 3 * hidden + 3 * 4 * s * model.kv_channels
+    estimates = estimate_ranks(apart)
+    assert [each.num_parameters for each in estimates] == [
+        sum(found[place].num_parameters for place in (stage, stage + 2)) for stage in range(2)
+    ]
 
 
 @pytest.mark.parametrize("fuses_rope", [False, True])

@@ -186,7 +186,7 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
         (f"{LAYOUT} Et*12|L --num-virtual-stages-per-pipeline-rank 1", "are both given"),
         (f"{LAYOUT} Et*11|L", "is not E, 12 times t and L"),
         (f"{LAYOUT} Et*12L", "has 1 chunks, which are not a multiple of --pipeline-model-parallel-size 2"),
-        (f"{LAYOUT} Et*12m|L --mtp-num-layers 1", "has m apart from L"),
+        (f"{LAYOUT} Et*12|m|m|L --mtp-num-layers 2", "has m in chunk 1 and 2 of 0 to 3; expected all of them in the"),
         (
             "--num-experts 8 --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm",
             "--moe-token-dispatcher-type alltoall or flex",

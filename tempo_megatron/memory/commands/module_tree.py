@@ -19,16 +19,8 @@ def list_trees(run: Run, stage: int) -> list[ModuleMemory]:
     Raises ValueError as `memory.estimate.estimate.estimate_ranks`, which has run before.
     """
     run, chunks = assume_routing(run, stage), run.list_chunks(stage)
-    last = run.pipeline_parallel - 1
-    return [
-        list_modules(
-            run,
-            layers,
-            pre_process=stage == place == 0,
-            post_process=stage == last and place == len(chunks) - 1,
-        )
-        for place, layers in enumerate(chunks)
-    ]
+    ends = run.list_ends(stage)
+    return [list_modules(run, layers, **beside) for layers, beside in zip(chunks, ends, strict=True)]
 
 
 def format_trees(title: str, trees: list[ModuleMemory]) -> str:

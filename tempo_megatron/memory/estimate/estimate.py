@@ -144,10 +144,10 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
         of_stage = assume_routing(run, stage)
         moved = [count_moved_of_layers(of_stage, each) for each in layers]
         here = dataclasses.replace(of_stage, tempo=drop_offload(run.tempo)) if run.tempo.offloads else of_stage
-        ends = [(stage == place == 0, stage == stages - 1 and place == len(layers) - 1) for place in range(len(layers))]
+        ends = run.list_ends(stage)
         chunks = [
-            simulate_chunk(here, each, pre_process=first, post_process=last, has_gradients=has_gradients)
-            for each, (first, last) in zip(layers, ends, strict=True)
+            simulate_chunk(here, each, **beside, has_gradients=has_gradients)
+            for each, beside in zip(layers, ends, strict=True)
         ]
         if run.tempo.offloads:
             chunks = [offload_layers(chunk, each) for chunk, each in zip(chunks, moved, strict=True)]
@@ -168,8 +168,8 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
         is_followed = optimizer.kind == "megatron" and sharded is None and not run.tempo.offloads
         if run.gpu is not None and is_followed:
             traces = [
-                trace_chunk(of_stage, each, pre_process=first, post_process=last, has_gradients=has_gradients)
-                for each, (first, last) in zip(layers, ends, strict=True)
+                trace_chunk(of_stage, each, **beside, has_gradients=has_gradients)
+                for each, beside in zip(layers, ends, strict=True)
             ]
         workspaces = list_workspaces(run, has_head=stage == stages - 1)
         allocator = CachingAllocator(is_expandable=run.expandable_segments, counts_reserved=False)

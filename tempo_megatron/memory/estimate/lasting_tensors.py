@@ -21,22 +21,26 @@ def count_lasting_tensors(run: Run, stage: int) -> int:
     """Bytes on a rank of a pipeline stage."""
     chunks = run.list_chunks(stage)
     layers = [layer for chunk in chunks for layer in chunk]
-    if stage == run.pipeline_parallel - 1 and run.mtp_num_layers:
+    if run.mtp_num_layers and any(ends["predicts"] for ends in run.list_ends(stage)):
         # Those of multi-token prediction are as the model's last, or of a hybrid as its pattern says.
         last = run.model.num_layers - 1 if run.hybrid is None else run.hybrid.pattern.rfind(run.hybrid.mtp_pattern[-1])
         layers += [last] * (1 if run.mtp_repeats_layer else run.mtp_num_layers)
-    found = _count_rotary_tables(run, len(chunks), len(layers))
+    num_tables = len(chunks)
+    if run.mtp_precedes_head and stage == run.pipeline_parallel - 1:
+        # As long as the head's input, which further tokens' hidden states lengthen (gpt_model.py: get_rotary_seq_len).
+        num_tables += run.mtp_num_layers
+    found = _count_rotary_tables(run, num_tables, len(layers))
     if run.experts is not None:
         found += sum(run.experts.layers[layer] for layer in layers) * _count_routing(run, run.experts)
     return found
 
 
-def _count_rotary_tables(run: Run, num_chunks: int, num_layers: int) -> int:
+def _count_rotary_tables(run: Run, num_tables: int, num_layers: int) -> int:
     if run.model.position_embedding_type != "rope":
         return 0
     positions, latent = run.model.seq_length // run.context_parallel, run.latent_attention
     if latent is None:
-        return num_chunks * _FLOAT32 * positions * int(run.model.kv_channels * run.model.rotary_percent)
+        return num_tables * _FLOAT32 * positions * int(run.model.kv_channels * run.model.rotary_percent)
     tables = 0
     if latent.is_yarn:
         # A context-parallel rank has its own positions.

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, model_parallel_cuda_manual_seed
@@ -49,7 +49,11 @@ from tempo_megatron.memory.simulated.float8 import count_float8_weights, keep_fl
 from tempo_megatron.memory.simulated.hybrid import put_hybrid_layers
 from tempo_megatron.memory.simulated.latent_attention import put_latent_attention
 from tempo_megatron.memory.simulated.module_tree import Makers, ModuleMemory, build_tree
-from tempo_megatron.memory.simulated.multi_token_prediction import put_multi_token_prediction
+from tempo_megatron.memory.simulated.multi_token_prediction import (
+    note_losses,
+    place_final_norm,
+    put_multi_token_prediction,
+)
 from tempo_megatron.memory.simulated.phases import (
     EMBEDDING,
     HEAD,
@@ -93,8 +97,27 @@ _OF_STAND_INS = ("layernorm", "mla_up_proj", "moe_act")
 STACKS_OF_FAMILIES = {"gpt": ("decoder",), "bert": ("encoder",), "t5": ("encoder", "decoder")}
 
 
+class _Ends(NamedTuple):
+    """What a chunk has beside its layers."""
+
+    embedding: bool
+    norm: bool
+    """Behind the model's last layer."""
+
+    prediction: bool
+    """Layers of multi-token prediction."""
+
+    head: bool
+
+
 def simulate_chunk(
-    run: Run, layers: range, *, pre_process: bool = True, post_process: bool = True, has_gradients: bool = False
+    run: Run,
+    layers: range,
+    *,
+    pre_process: bool = True,
+    post_process: bool = True,
+    predicts: bool | None = None,
+    has_gradients: bool = False,
 ) -> ChunkMemory:
     """Run one micro batch of a chunk forward and backward.
 
@@ -103,43 +126,62 @@ def simulate_chunk(
         layers: the chunk's, counted from 0 over the whole model; of a T5 those of the encoder, and as many of the
             decoder. A chunk with the embedding or the loss head alone has none.
         pre_process, post_process: whether the chunk has the embedding, and the loss head.
+        predicts: whether it has the run's multi-token prediction; None is as `post_process`.
         has_gradients: whether the gradients' memory is there before the micro batch; else backward makes it.
 
     Raises ValueError where torch.distributed is already initialised, and for values that the model cannot have.
     """
-    return _run_chunk(_cut(run, layers), pre_process, post_process, has_gradients, not layers)[0]
+    ends = _find_ends(run, layers, pre_process, post_process, predicts)
+    return _run_chunk(_cut(run, layers), ends, has_gradients, not layers)[0]
 
 
-def list_modules(run: Run, layers: range, *, pre_process: bool = True, post_process: bool = True) -> ModuleMemory:
+def list_modules(
+    run: Run, layers: range, *, pre_process: bool = True, post_process: bool = True, predicts: bool | None = None
+) -> ModuleMemory:
     """Which modules of a chunk made what one micro batch keeps; the arguments are those of `simulate_chunk`."""
     cut = _cut(run, layers)
     with _simulate(cut):
-        chunk = _Chunk(cut, pre_process, post_process, has_gradients=True)
+        chunk = _Chunk(cut, _find_ends(run, layers, pre_process, post_process, predicts), has_gradients=True)
         if not layers:
             chunk.drop_layers()
         return chunk.list_modules(layers.start)
 
 
 def trace_chunk(
-    run: Run, layers: range, *, pre_process: bool = True, post_process: bool = True, has_gradients: bool = False
+    run: Run,
+    layers: range,
+    *,
+    pre_process: bool = True,
+    post_process: bool = True,
+    predicts: bool | None = None,
+    has_gradients: bool = False,
 ) -> Allocations:
     """Every allocation of one micro batch of all layers of a chunk on a GPU; arguments as for `simulate_chunk`."""
-    arguments = _cut(run, layers), pre_process, post_process, has_gradients, not layers
+    ends = _find_ends(run, layers, pre_process, post_process, predicts)
+    arguments = _cut(run, layers), ends, has_gradients, not layers
     found = _run_chunk(*arguments)[1] or _run_chunk(*arguments, longest_row=max(1, len(layers)))[1]
     assert found is not None
     return found
 
 
+def _find_ends(run: Run, layers: range, pre_process: bool, post_process: bool, predicts: bool | None) -> _Ends:
+    has_norm, predicts = post_process, run.mtp_num_layers > 0 and (post_process if predicts is None else predicts)
+    if run.mtp_num_layers and run.hybrid is None:
+        # core/transformer/transformer_block.py: has_final_layernorm_in_this_stage of megatron-core 0.16.1.
+        has_norm = bool(layers) and layers.stop == run.model.num_layers
+    return _Ends(pre_process, has_norm, predicts, post_process)
+
+
 @functools.lru_cache(maxsize=256)
 def _run_chunk(
-    run: Run, pre_process: bool, post_process: bool, has_gradients: bool, is_without_layers: bool, longest_row: int = 3
+    run: Run, ends: _Ends, has_gradients: bool, is_without_layers: bool, longest_row: int = 3
 ) -> tuple[ChunkMemory, Allocations | None]:
     """What a chunk's micro batch does, and its allocations, where the layers that run show those of all.
 
     On a CPU there are none: calls of Tempo's operations are replayed, and only their results are seen.
     """
     with _simulate(run):
-        chunk = _Chunk(run, pre_process, post_process, has_gradients, longest_row)
+        chunk = _Chunk(run, ends, has_gradients, longest_row)
         if is_without_layers:
             chunk.drop_layers()
         return chunk.measure()
@@ -154,9 +196,13 @@ def _cut(run: Run, layers: range) -> Run:
             run.model, num_layers=max(1, len(layers)), seq_length=run.model.seq_length // run.context_parallel
         ),
         tempo=run.tempo.for_layers(layers, STACKS_OF_FAMILIES[run.model.family]),
-        # A chunk without layers is built with one, which is dropped.
+        # A chunk without layers is built with one, which is dropped, but for that of multi-token prediction like it.
         experts=run.experts
-        and dataclasses.replace(run.experts, layers=run.experts.layers[layers.start : layers.stop] or (False,)),
+        and dataclasses.replace(
+            run.experts,
+            layers=run.experts.layers[layers.start : layers.stop]
+            or (run.mtp_num_layers > 0 and run.experts.layers[-1],),
+        ),
         hybrid=run.hybrid
         and dataclasses.replace(run.hybrid, pattern=run.hybrid.pattern[layers.start : layers.stop] or "*"),
         float8_layers=run.float8_layers and (run.float8_layers[layers.start : layers.stop] or (False,)),
@@ -180,7 +226,7 @@ def record_chunk(run: Run) -> tuple[dict[tuple[str, int], list[SavedStorage]], l
     Raises ValueError as `simulate_chunk`.
     """
     with _simulate(run):
-        return _Chunk(run, False, False, False, longest_row=run.model.num_layers).record()
+        return _Chunk(run, _Ends(*(False,) * 4), False, longest_row=run.model.num_layers).record()
 
 
 @contextlib.contextmanager
@@ -290,14 +336,13 @@ class _Chunk:
 
     Args:
         run: of one stage, which is the chunk.
-        pre_process, post_process, has_gradients: as `simulate_chunk` takes them.
+        ends: beside the layers.
+        has_gradients: as `simulate_chunk` takes it.
         longest_row: how many layers alike run; of more than that, three stand for all.
     """
 
-    def __init__(
-        self, run: Run, pre_process: bool, post_process: bool, has_gradients: bool, longest_row: int = 3
-    ) -> None:
-        self._run, self._pre_process, self._post_process = run, pre_process, post_process
+    def __init__(self, run: Run, ends: _Ends, has_gradients: bool, longest_row: int = 3) -> None:
+        self._run, self._ends = run, ends
         self._has_gradients = has_gradients
         shape = run.model
         config = build_ledger_config(
@@ -331,7 +376,6 @@ class _Chunk:
         if run.recompute_num_layers is not None:
             num_recomputed = sum(recomputed[index] != () for index, _ in rows)
             config = dataclasses.replace(config, recompute_method="block", recompute_num_layers=num_recomputed)
-        predicts_more = post_process and run.mtp_num_layers > 0
         self._tempo = dataclasses.replace(chosen, layers=values if chosen.layers else {})
         self._shape = dataclasses.replace(shape, num_layers=len(rows))
         with leave_out_experts():
@@ -340,10 +384,14 @@ class _Chunk:
                 dataclasses.replace(config, num_layers=len(rows)),
                 _take_as_chosen(self._tempo),
                 run.padded_vocab_size,
-                pre_process=pre_process,
-                post_process=post_process,
+                pre_process=ends.embedding,
+                post_process=ends.head,
             ).train()
-            if predicts_more:
+            if run.mtp_num_layers and run.hybrid is None:
+                place_final_norm(self._model.decoder, has_norm=ends.norm)
+            if run.mtp_num_layers and (ends.head or ends.prediction):
+                note_losses(self._model.config, run.mtp_num_layers)
+            if ends.prediction:
                 of_all = dataclasses.replace(chosen, layers={})
                 specs = make_specs(self._shape, self._model.config, _take_as_chosen(of_all))["decoder"].layer_specs
                 spec = specs[_find_predicting(run, [mixed[index] for index, _ in rows])]
@@ -378,7 +426,7 @@ class _Chunk:
             for layer, (index, _) in zip(block.layers, rows, strict=True):
                 if attention != "unfused" and asked.for_layer(index, stack).attention == "off":
                     put_stock_attention(layer, copies=copies)
-        if attention != "unfused" and predicts_more and asked.attention == "off":
+        if attention != "unfused" and ends.prediction and asked.attention == "off":
             for layer in self._model.mtp.layers:
                 put_stock_attention(layer.transformer_layer, copies=copies)
         if run.stock == "transformer_engine":
@@ -391,7 +439,7 @@ class _Chunk:
             (layer, times) for stack in self._stacks for layer, (_, times) in zip(stack.layers, rows, strict=True)
         ]
         # Those of multi-token prediction, which runs inside the head and embeds tokens; perhaps one in several places.
-        self._further = dict.fromkeys(self._model.mtp.layers, 1) if predicts_more else {}
+        self._further = dict.fromkeys(self._model.mtp.layers, 1) if ends.prediction else {}
         self._layers += self._further.items()
         # Layers of multi-token prediction have no number, by which they could be left out.
         places = [in_float8[index] for _ in stacks for index, _ in rows] + [run.float8 is not None] * len(self._further)
@@ -433,8 +481,8 @@ class _Chunk:
             self._count_batch(batch),
             self._count_largest(),
             self._buffer.count_bytes(),
-            0 if self._pre_process else self._count_hidden(),
-            0 if self._post_process else self._count_hidden(),
+            0 if self._ends.embedding else self._count_hidden(is_input=True),
+            0 if self._ends.head else self._count_hidden(is_input=False),
             tuple(self._list_parameters()),
             tuple(each for layer, times, has in self._in_float8 for each in [_describe_parameters(layer, has)] * times),
             sum(times * count_float8_weights(layer) for layer, times, has in self._in_float8 if has),
@@ -458,7 +506,7 @@ class _Chunk:
             return None
         storages = find_storages(value for value in batch.values() if isinstance(value, Tensor))
         parameters = tuple(self._list_for_all(lambda parameter: [_count([parameter], in_bytes=True)]))
-        input_bytes = 0 if self._pre_process else self._count_hidden()
+        input_bytes = 0 if self._ends.embedding else self._count_hidden(is_input=True)
         events, num_forward, products = self._take_products_out(*found)
         batch_bytes = tuple(storages.values())
         return Allocations(
@@ -506,7 +554,7 @@ class _Chunk:
 
     def _count_masks(self) -> int:
         has_masks = self._run.data_has_masks and self._run.model.family == "gpt"
-        if not has_masks or not (self._pre_process or self._post_process):
+        if not has_masks or not any(self._ends):
             return 0
         # Of the whole sample's tokens: a context-parallel rank has its share of the rows.
         return self._run.micro_batch_size * self._run.model.seq_length**2 * self._run.context_parallel
@@ -574,45 +622,48 @@ class _Chunk:
     def _run_micro_batch(self, batch: dict[str, Any]) -> None:
         edge = self._run_to_loss(batch)
         self._is_backward = True
-        if self._post_process or not self._layers:
-            self._mark(HEAD if self._post_process else EMBEDDING, None)
+        has_end = self._ends.norm or self._ends.head
+        if has_end or not self._layers:
+            self._mark(HEAD if has_end else EMBEDDING, None)
         else:
             self._mark(LAYERS, len(self._layers) - 1)
-        gradient = None if self._post_process else self._make_hidden()
+        gradient = None if self._ends.head else self._make_hidden(is_input=False)
         torch.autograd.backward([edge], None if gradient is None else [gradient])
         del edge, gradient
         self._close()
 
     def _run_to_loss(self, batch: dict[str, Any]) -> torch.autograd.graph.GradientEdge:
         """The forward, from whose end backward begins."""
-        if self._pre_process or not self._layers:
-            self._mark(EMBEDDING if self._pre_process else HEAD, None)
+        if self._ends.embedding or not self._layers:
+            self._mark(EMBEDDING if self._ends.embedding else HEAD, None)
         else:
             self._mark(LAYERS, 0)
         output, loss_mask = self._run_forward(batch), batch["loss_mask"]
-        if self._post_process:
+        if self._ends.head:
             output = output[0] if isinstance(output, tuple) else output
             output = (output.float() * loss_mask).sum() / loss_mask.sum()
         # As Megatron's schedule does, which sends the output on and frees it.
         return torch.autograd.graph.get_gradient_edge(output)
 
     def _run_forward(self, batch: dict[str, Any]) -> Any:
-        if not self._pre_process:
-            self._model.set_input_tensor(self._make_hidden().requires_grad_())
-        takes_mask = self._post_process and (self._run.model.family == "gpt" or self._tempo.loss == "fused")
+        if not self._ends.embedding:
+            self._model.set_input_tensor(self._make_hidden(is_input=True).requires_grad_())
+        takes_mask = self._ends.head and (self._run.model.family == "gpt" or self._tempo.loss == "fused")
         return self._model(**{name: value for name, value in batch.items() if takes_mask or name != "loss_mask"})
 
-    def _make_hidden(self) -> Tensor:
-        """Hidden states that another stage sends."""
-        return torch.empty(self._size_of_hidden(), dtype=self._run.dtype)
+    def _make_hidden(self, *, is_input: bool) -> Tensor:
+        """Hidden states that another stage sends, or the gradient of those that it gets."""
+        return torch.empty(self._size_of_hidden(is_input), dtype=self._run.dtype)
 
-    def _size_of_hidden(self) -> tuple[int, int, int]:
-        run = self._run
+    def _size_of_hidden(self, is_input: bool) -> tuple[int, int, int]:
+        run, ends = self._run, self._ends
         num_tokens = run.model.seq_length // (run.tensor_parallel if run.sequence_parallel else 1)
-        return num_tokens, run.micro_batch_size, run.model.hidden_size
+        # Behind multi-token prediction each token has the hidden states of further ones, too.
+        is_behind = ends.head and not ends.prediction if is_input else ends.prediction
+        return num_tokens * (1 + is_behind * run.mtp_num_layers), run.micro_batch_size, run.model.hidden_size
 
-    def _count_hidden(self) -> int:
-        return math.prod(self._size_of_hidden()) * self._run.dtype.itemsize
+    def _count_hidden(self, *, is_input: bool) -> int:
+        return math.prod(self._size_of_hidden(is_input)) * self._run.dtype.itemsize
 
     def _make_batch(self, *, gives_mask: bool = False) -> dict[str, Any]:
         run = self._run
@@ -628,7 +679,7 @@ class _Chunk:
         """Begin a phase where a layer begins, forward and backward, where the head does, and at the first gradient."""
         for parameter in self._model.parameters():
             parameter.register_post_accumulate_grad_hook(self._note_gradient)
-        if self._pre_process:
+        if self._ends.embedding:
             # A T5 embeds twice.
             embedding = self._model.embedding
             embedding.register_forward_pre_hook(lambda *_: self._begin_embedding(), with_kwargs=True)
@@ -642,9 +693,9 @@ class _Chunk:
             )
         for layer in self._further:
             layer.register_forward_hook(lambda *_: self._mark(HEAD, None))
-        if self._post_process:
-            # The last stack's own end has the final norm.
-            norm = self._stacks[-1].final_layernorm
+        # The last stack's own end has the final norm.
+        norm = self._stacks[-1].final_layernorm if self._ends.norm else None
+        if norm is not None:
             norm.register_forward_pre_hook(lambda *_: self._mark(HEAD, None))
 
     def _begin_embedding(self) -> None:
@@ -741,7 +792,7 @@ class _Chunk:
             for module in self._model.modules()
             if isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and module.weight is not None
         ]
-        if self._post_process:
+        if self._ends.head:
             weights.append(self._model.shared_embedding_or_output_weight())
         # A model whose weights are not tied has none of the latter in T5.
         shapes = {tuple(weight.shape) for weight in weights if weight is not None}

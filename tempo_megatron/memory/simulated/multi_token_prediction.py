@@ -17,7 +17,7 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionLayer,
     MultiTokenPredictionLayerSubmodules,
 )
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from tempo_megatron.memory.run import Run
@@ -27,17 +27,34 @@ from tempo_megatron.slots.dropout_rng import count_depths
 from tempo_megatron.slots.layer_spec import tempoize
 
 
+def note_losses(config: Any, number: int) -> None:
+    """Let a chunk's head find the losses of `number` further tokens."""
+    config.mtp_num_layers = number
+    # Where losses are noted for a log, which else is made on a GPU.
+    MTPLossLoggingHelper.tracker = {"values": torch.zeros(number, dtype=torch.float32)}
+
+
+def place_final_norm(decoder: Any, *, has_norm: bool) -> None:
+    """With multi-token prediction the final norm is in the chunk of the last layer (core/transformer/
+    transformer_block.py: has_final_layernorm_in_this_stage), not in that of the head."""
+    if not has_norm:
+        decoder.final_layernorm = None
+    elif decoder.final_layernorm is None:
+        config = decoder.config
+        values = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        decoder.final_layernorm = build_module(decoder.submodules.layer_norm, config=config, **values)
+
+
 def put_multi_token_prediction(model: Any, layer_spec: Any, run: Run, tempo_config: TempoConfig) -> None:
-    """Let the GPTModel of the last chunk predict more tokens.
+    """Let the GPTModel of a chunk predict more tokens.
 
     Args:
-        model: with the loss head. Where it has no embedding, it gets a copy (models/gpt/gpt_model.py:149).
+        model: of the chunk. Where it has no embedding, it gets a copy (models/gpt/gpt_model.py:149).
         layer_spec: of the layer that each further token takes.
         run: whose multi-token prediction it is.
         tempo_config: the values of its layers, without "auto".
     """
     config, number = model.config, run.mtp_num_layers
-    config.mtp_num_layers = number
     norm = WrappedTorchNorm
     layer = ModuleSpec(
         module=MultiTokenPredictionLayer,
@@ -61,5 +78,3 @@ def put_multi_token_prediction(model: Any, layer_spec: Any, run: Run, tempo_conf
             max_sequence_length=run.model.max_position_embeddings,
             position_embedding_type=run.model.position_embedding_type,
         )
-    # Where losses are noted for a log, which else is made on a GPU.
-    MTPLossLoggingHelper.tracker = {"values": torch.zeros(number, dtype=torch.float32)}
