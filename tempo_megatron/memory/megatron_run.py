@@ -39,9 +39,16 @@ _SAME = (
     "hidden_dropout",
 )
 
+# What not every TransformerConfig has, and its default.
+_YOUNG = (
+    ("softmax_type", "vanilla"),
+    ("window_attn_skip_freq", None),
+    ("activation_func_clamp_value", None),
+)
+
 KNOWN_IN_COMMANDS = (
     *("mtp_num_layers", "pipeline_model_parallel_layout", "fp8"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "window_attn_skip_freq"),
 )
 """Of the next two, what the estimate of a command knows, and the plan of a run does not."""
 
@@ -91,14 +98,10 @@ UNKNOWN_IN_COMMANDS = {
     "qk_l2_norm": "an L2 norm of queries and keys",
     "qk_clip": "the largest logits of attention",
     "log_max_attention_logit": "the largest logits of attention",
-    "softmax_type": "another softmax",
-    "quick_geglu": "quick GEGLU",
     "openai_gelu": "OpenAI's GELU",
-    "activation_func_clamp_value": "an activation that is clamped",
     "apply_residual_connection_post_layernorm": "a residual stream behind the norms",
     "post_self_attn_layernorm": "a norm behind attention",
     "post_mlp_layernorm": "a norm behind the MLP",
-    "bias_dropout_fusion": "bias and dropout without their kernel",
     "use_te_activation_func": "Transformer Engine's activation",
     "use_transformer_engine_op_fuser": "Transformer Engine's fused operations",
     "use_grouped_gemm_for_dense_mlp": "an MLP through grouped matrix products",
@@ -171,6 +174,7 @@ def read_run(
     *,
     activation: str,
     stock: str,
+    fuses_activation: bool | None = None,
     layers_only: bool = False,
 ) -> Run:
     """A run of which nothing is unknown, or, with layers_only, nothing of its layers.
@@ -183,7 +187,7 @@ def read_run(
         run: Megatron's arguments.
         tempo: what its operations do.
         activation: a name of `tempo_megatron.settings.activations`.
-        stock: whose modules stock ones are; see Run.
+        stock, fuses_activation: whose modules stock ones are, and how they activate; see Run.
         layers_only: leaves out what the layers do not depend on, recomputation too.
 
     Raises ValueError where the model has a part, such as an activation, that no ModelShape has, and for a recomputation
@@ -217,6 +221,7 @@ def read_run(
         untie_embeddings_and_output_weights=not arguments["share_embeddings_and_output_weights"],
         num_tokentypes=arguments.get("num_tokentypes") or 0,
         add_binary_head=bool(arguments.get("add_binary_head", False)),
+        **{name: value for name, default in _YOUNG if (value := getattr(config, name, default)) != default},
     )
     return Run(
         model=model,
@@ -251,6 +256,7 @@ def read_run(
         ),
         fuses_cross_entropy=getattr(config, "cross_entropy_loss_fusion", False)
         and config.cross_entropy_fusion_impl == "native",
+        fuses_activation=fuses_activation,
         masked_softmax_fusion=config.masked_softmax_fusion,
         **recomputation,
     )

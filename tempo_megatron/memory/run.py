@@ -325,6 +325,10 @@ class Run:
     """Megatron's --cross-entropy-loss-fusion of its "native" kind. That of Transformer Engine makes what the unfused
     one makes (transformer_engine/pytorch/triton/cross_entropy.py at d0067d0d: a float32 gradient)."""
 
+    fuses_activation: bool | None = None
+    """Whether a gated activation is Megatron's one operation, which keeps its input alone; None where the modules are
+    Transformer Engine's."""
+
     masked_softmax_fusion: bool = True
     """Whether unfused attention on a GPU has Megatron's softmax kernel, for the 16-bit scores that the kernel takes."""
 

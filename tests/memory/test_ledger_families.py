@@ -253,6 +253,18 @@ def test_a_layer_of_deepseek_v3_with_experts_keeps_less_than_by_megatrons_recomp
 LLAMA_3_8B = dataclasses.replace(
     QWEN3_30B_A3B, hidden_size=4096, ffn_hidden_size=14336, num_query_groups=8, qk_layernorm=False
 )
+
+
+def test_a_gated_activation_in_several_operations_keeps_both_halves_anew() -> None:
+    run = Run(model=LLAMA_3_8B, tempo=TempoConfig.off(), stock="transformer_engine")
+    fused, apart = (
+        sum(each.num_bytes for each in record_chunk(dataclasses.replace(run, fuses_activation=fuses))[0]["decoder", 0])
+        for fuses in (None, False)
+    )
+    # And the other half, to which an offset is added (core/transformer/mlp.py: glu).
+    assert apart - fused == 2 * 2 * 4096 * 14336
+
+
 FULL_WIDTH: dict[str, tuple[dict[str, Any], Run]] = {
     "Qwen3-30B-A3B": (
         {"hidden_size": 2048, "kv_channels": 128, "moe_ffn_hidden_size": 768},

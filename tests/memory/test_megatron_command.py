@@ -316,6 +316,21 @@ def test_options_of_experts_become_experts() -> None:
     )
 
 
+def test_a_command_of_gpt_oss_is_read() -> None:
+    """Of examples/gptoss/02_train.sh in NVIDIA/Megatron-LM@d98e8a64dd, what other commands do not have."""
+    words = (
+        "--quick-geglu --glu-linear-offset 1.0 --softmax-type learnable --window-attn-skip-freq 2 --window-size 127,0"
+    )
+    run = read(f"{GPT} {words} --activation-func-clamp-value 7.0 --no-bias-gelu-fusion --no-bias-dropout-fusion")
+    shape = run.model
+    assert (shape.activation, shape.softmax_type, shape.window_attn_skip_freq) == ("quick_geglu", "learnable", 2)
+    assert shape.activation_func_clamp_value == 7.0 and run.fuses_activation is False
+    assert [read(f"{GPT} --swiglu {more}").fuses_activation for more in ("", "--no-bias-swiglu-fusion")] == [
+        True,
+        False,
+    ]
+
+
 def test_an_option_that_nobody_knows_is_a_warning() -> None:
     command = split_command(["pretrain_gpt.py", *GPT.split(), "--of-our-fork", "3", "--other"])
     _, warnings = read_command(command, world_size=8, vocab_size=50257)

@@ -32,7 +32,7 @@ from tempo_megatron.memory.megatron_run import (
 )
 from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.memory.run import MegatronFsdp, OptimizerSettings, Run
-from tempo_megatron.models.shape import pad_vocab_size
+from tempo_megatron.models.shape import QUICK_GEGLU, pad_vocab_size
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.json_text import read_object
@@ -126,6 +126,7 @@ def read_command(
         tempo,
         activation=_find_activation(args),
         stock=_find_stock(args, command.family),
+        fuses_activation=args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion,
     )
     optimizer = _read_muon(args) if args.optimizer in _MUONS else run.optimizer
     run = dataclasses.replace(
@@ -620,9 +621,10 @@ def _find_last_batch_size(args: argparse.Namespace) -> int:
 
 
 def _find_activation(args: argparse.Namespace) -> str:
-    if args.swiglu and args.squared_relu:
-        raise ValueError("--swiglu and --squared-relu are both given; leave one of them out")
-    return "swiglu" if args.swiglu else "squared_relu" if args.squared_relu else "gelu"
+    given = [name for name in ("swiglu", "squared_relu", QUICK_GEGLU) if getattr(args, name)]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(map(spell_option, given))} are both given; leave one of them out")
+    return given[0] if given else "gelu"
 
 
 def _find_stock(args: argparse.Namespace, family: str) -> str:

@@ -80,7 +80,7 @@ READ: dict[str, Option] = {
     "qk-clip": _switch(),
     "log-max-attention-logit": _switch(),
     "window-size": Option(_parse_window),
-    "window-attn-skip-freq": Option(str),
+    "window-attn-skip-freq": Option(),
     "softmax-type": _words("vanilla", "vanilla", "off-by-one", "learnable"),
     "attention-output-gate": _switch(),
     "experimental-attention-variant": _words(None),

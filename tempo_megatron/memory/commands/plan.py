@@ -42,7 +42,7 @@ _PLANNED = (
 _KNOWN = (
     *("model", "tempo", "optimizer", "tensor_parallel", "pipeline_parallel", "data_parallel", "sequence_parallel"),
     *("micro_batch_size", "num_micro_batches", "dtype", "recompute", "recompute_num_layers"),
-    *("stock", "stock_attention", "masked_softmax_fusion", "experts", "latent_attention"),
+    *("stock", "stock_attention", "masked_softmax_fusion", "fuses_activation", "experts", "latent_attention"),
     # Of what stands around the layers, where the estimate counts it.
     *("fuses_cross_entropy", "fuses_gradient_accumulation", "data_has_masks"),
     *("gpu", "chip", "deterministic", "cublas_workspace_bytes", "expandable_segments"),

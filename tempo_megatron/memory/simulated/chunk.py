@@ -344,16 +344,17 @@ class _Chunk:
     def __init__(self, run: Run, ends: _Ends, has_gradients: bool, longest_row: int = 3) -> None:
         self._run, self._ends = run, ends
         self._has_gradients = has_gradients
-        shape = run.model
+        shape, is_engine = run.model, run.stock == "transformer_engine"
+        fuses = is_engine if run.fuses_activation is None else run.fuses_activation
         config = build_ledger_config(
             shape,
             sequence_parallel=run.sequence_parallel,
             dtype=run.dtype,
             recompute=tuple(name for name in run.recompute if name not in _OF_STAND_INS),
-            fuse_swiglu=run.stock == "transformer_engine",
+            fuse_swiglu=fuses,
         )
         asked = chosen = choose(describe_parts(config, run), _leave_latent_attention(run)).config
-        attention = choose_attention(run) if run.stock == "transformer_engine" else "unfused"
+        attention = choose_attention(run) if is_engine else "unfused"
         if attention != "unfused":
             chosen = _fuse_attention(chosen)
         stacks = STACKS_OF_FAMILIES[shape.family]
@@ -415,7 +416,7 @@ class _Chunk:
             put_experts(
                 self._model,
                 run.experts,
-                is_fused=run.stock == "transformer_engine",
+                is_fused=fuses,
                 is_deterministic=run.deterministic,
                 recomputes_activation="moe_act" in run.recompute,
             )
