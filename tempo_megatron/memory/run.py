@@ -326,8 +326,8 @@ class Run:
     one makes (transformer_engine/pytorch/triton/cross_entropy.py at d0067d0d: a float32 gradient)."""
 
     fuses_activation: bool | None = None
-    """Whether a gated activation is Megatron's one operation, which keeps its input alone; None where the modules are
-    Transformer Engine's."""
+    """Whether a gated activation, or squared ReLU in experts, is Megatron's one operation, which keeps its input alone;
+    None of a gated one where the modules are Transformer Engine's."""
 
     masked_softmax_fusion: bool = True
     """Whether unfused attention on a GPU has Megatron's softmax kernel, for the 16-bit scores that the kernel takes."""

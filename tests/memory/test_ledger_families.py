@@ -265,6 +265,18 @@ def test_a_gated_activation_in_several_operations_keeps_both_halves_anew() -> No
     assert apart - fused == 2 * 2 * 4096 * 14336
 
 
+@pytest.mark.filterwarnings("ignore:Using a large number of experts")
+def test_squared_relu_in_one_operation_keeps_the_input_of_experts_alone() -> None:
+    model = dataclasses.replace(QWEN3_30B_A3B, activation="squared_relu")
+    run = Run(model=model, tempo=TempoConfig.off(), stock="transformer_engine", experts=EXPERTS)
+    fused, apart = (
+        sum(each.num_bytes for each in record_chunk(dataclasses.replace(run, fuses_activation=fuses))[0]["decoder", 0])
+        for fuses in (True, None)
+    )
+    # In several, relu(x) and its square.
+    assert apart - fused == 2 * 8 * 4096 * 768
+
+
 FULL_WIDTH: dict[str, tuple[dict[str, Any], Run]] = {
     "Qwen3-30B-A3B": (
         {"hidden_size": 2048, "kv_channels": 128, "moe_ffn_hidden_size": 768},

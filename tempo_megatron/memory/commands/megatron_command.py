@@ -126,7 +126,7 @@ def read_command(
         tempo,
         activation=_find_activation(args),
         stock=_find_stock(args, command.family),
-        fuses_activation=args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion,
+        fuses_activation=_fuses_activation(args),
     )
     optimizer = _read_muon(args) if args.optimizer in _MUONS else run.optimizer
     run = dataclasses.replace(
@@ -625,6 +625,13 @@ def _find_activation(args: argparse.Namespace) -> str:
     if len(given) > 1:
         raise ValueError(f"{' and '.join(map(spell_option, given))} are both given; leave one of them out")
     return given[0] if given else "gelu"
+
+
+def _fuses_activation(args: argparse.Namespace) -> bool:
+    """As arguments.py: core_transformer_config_from_args of Megatron-LM at d98e8a64dd."""
+    if args.squared_relu:
+        return bool(args.use_fused_weighted_squared_relu)
+    return bool(args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion)
 
 
 def _find_stock(args: argparse.Namespace, family: str) -> str:

@@ -345,7 +345,7 @@ class _Chunk:
         self._run, self._ends = run, ends
         self._has_gradients = has_gradients
         shape, is_engine = run.model, run.stock == "transformer_engine"
-        fuses = is_engine if run.fuses_activation is None else run.fuses_activation
+        fuses = is_engine and shape.is_gated if run.fuses_activation is None else run.fuses_activation
         config = build_ledger_config(
             shape,
             sequence_parallel=run.sequence_parallel,

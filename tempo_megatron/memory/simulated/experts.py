@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from megatron.core.activations import squared_relu
 from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -63,7 +64,7 @@ def put_experts(
     Args:
         model: built with the all-gather dispatcher and all experts on one rank, perhaps without them.
         experts: of the run.
-        is_fused: whether the gated activation is Megatron's fused one.
+        is_fused: whether the gated activation, or squared ReLU, is Megatron's fused one.
         is_deterministic: whether torch's algorithms are.
         recomputes_activation: Megatron's recompute module moe_act. Experts of Tempo's do so anyway.
     """
@@ -226,18 +227,19 @@ def _lend(size: list[int], dtype: torch.dtype) -> Tensor:
     return found
 
 
-class _WeightedSwiglu(torch.autograd.Function):
-    """silu(gate) * up * probability in one kernel, which keeps its inputs (fusions/fused_bias_swiglu.py)."""
+class _WeightedActivation(torch.autograd.Function):
+    """silu(gate) * up * probability, or relu(x)**2 * probability, in one kernel, which keeps its inputs
+    (fusions/fused_bias_swiglu.py and fused_weighted_squared_relu.py)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, probabilities: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, probabilities: Tensor, is_gated: bool) -> Tensor:
         ctx.save_for_backward(x, probabilities)
-        return x.new_empty(x.size(0), x.size(1) // 2)
+        return x.new_empty(x.size(0), x.size(1) // (1 + is_gated))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, probabilities = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(probabilities)
+        return torch.empty_like(x), torch.empty_like(probabilities), None
 
 
 class LocalExperts(torch.nn.Module):
@@ -253,7 +255,7 @@ class LocalExperts(torch.nn.Module):
         self._activation, self._is_gated = config.activation_func, config.gated_linear_unit
         self._largest = getattr(config, "activation_func_clamp_value", None)
         self._offset = getattr(config, "glu_linear_offset", 0.0)
-        self._is_fused, self._is_grouped = is_fused and self._is_gated, experts.grouped
+        self._is_fused = is_fused and (self._is_gated or self._activation is squared_relu)
         local = experts.num_experts // experts.expert_parallel
         inner = experts.ffn_hidden_size // experts.tensor_parallel
         outer = experts.latent_size or config.hidden_size
@@ -286,7 +288,7 @@ class LocalExperts(torch.nn.Module):
 
     def _activate(self, x: Tensor, probabilities: Tensor) -> Tensor:
         if self._is_fused:
-            found: Tensor = _WeightedSwiglu.apply(x, probabilities)
+            found: Tensor = _WeightedActivation.apply(x, probabilities, self._is_gated)
             return found
         dtype = x.dtype
         if self._is_gated:
