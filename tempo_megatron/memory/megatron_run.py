@@ -365,6 +365,7 @@ def _read_experts(config: Any, run: Any) -> Experts:
         dispatcher=config.moe_token_dispatcher_type,
         grouped=config.moe_grouped_gemm,
         fuses_permutation=config.moe_permute_fusion,
+        fuses_routing=getattr(config, "moe_router_fusion", False),
         routing=routing,
         aux_loss_coefficient=float(coefficient),
         z_loss_coefficient=config.moe_z_loss_coeff,

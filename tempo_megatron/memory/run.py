@@ -165,6 +165,9 @@ class Experts:
     fuses_permutation: bool = False
     """Whether a kernel brings the tokens into the experts' order, and back (--moe-permute-fusion)."""
 
+    fuses_routing: bool = False
+    """Whether kernels choose experts, and find the auxiliary loss (--moe-router-fusion)."""
+
     routing: str = "aux_loss"
     """Megatron's --moe-router-load-balancing-type."""
 

@@ -277,6 +277,21 @@ def test_squared_relu_in_one_operation_keeps_the_input_of_experts_alone() -> Non
     assert apart - fused == 2 * 8 * 4096 * 768
 
 
+@pytest.mark.filterwarnings("ignore:Using a large number of experts")
+def test_a_fused_router_keeps_scores_for_its_choice_and_its_loss() -> None:
+    run = Run(model=QWEN3_30B_A3B, tempo=TempoConfig.off(), stock="transformer_engine", experts=EXPERTS)
+    fused = dataclasses.replace(run, experts=dataclasses.replace(EXPERTS, fuses_routing=True))
+    apart, together = (
+        [each.num_bytes for each in record_chunk(each)[0]["decoder", 0] if "router" in each.operation]
+        for each in (run, fused)
+    )
+    scores = 4096 * 128
+    # Its input; scores twice, a map, how many tokens each expert has, and two numbers of the loss.
+    assert sorted(together) == sorted([2 * 4096 * 2048, 4 * scores, 4 * scores, scores, 8 * 128, 4, 4])
+    # Apart the choice has 8 places and scores of each token.
+    assert sum(together) - sum(apart) == 5 * scores - (8 + 4) * 8 * 4096 + 4
+
+
 FULL_WIDTH: dict[str, tuple[dict[str, Any], Run]] = {
     "Qwen3-30B-A3B": (
         {"hidden_size": 2048, "kv_channels": 128, "moe_ffn_hidden_size": 768},

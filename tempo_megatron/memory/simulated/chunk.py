@@ -46,6 +46,7 @@ from tempo_megatron.memory.simulated.experts import (
     put_experts,
 )
 from tempo_megatron.memory.simulated.float8 import count_float8_weights, keep_float8_inputs
+from tempo_megatron.memory.simulated.fused_router import fuse_routing
 from tempo_megatron.memory.simulated.hybrid import put_hybrid_layers
 from tempo_megatron.memory.simulated.latent_attention import put_latent_attention
 from tempo_megatron.memory.simulated.module_tree import Makers, ModuleMemory, build_tree
@@ -239,7 +240,8 @@ def _simulate(run: Run) -> Iterator[None]:
     with simulate_layout(run.tensor_parallel):
         model_parallel_cuda_manual_seed(1234)
         dropout_rng.set_micro_batch(1234, 0)
-        with use_fake_tensors():
+        fuses = run.experts is not None and run.experts.fuses_routing
+        with use_fake_tensors(), fuse_routing() if fuses else contextlib.nullcontext():
             yield
 
 

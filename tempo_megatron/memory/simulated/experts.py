@@ -75,6 +75,7 @@ def put_experts(
             if experts.latent_size is not None:
                 _put_latent_projections(module, experts.latent_size)
             module.router.gating = _Gate(module.router.weight, experts.router_dtype)
+            module.router.config.moe_router_fusion = experts.fuses_routing
             if experts.routing == "sinkhorn":
                 module.router.sinkhorn_load_balancing = _balance
             config = module.config
