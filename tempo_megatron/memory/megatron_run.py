@@ -87,6 +87,7 @@ UNKNOWN_IN_COMMANDS = {
     "cuda_graph_impl": "CUDA graphs",
     "cuda_graph_impl_deprecated": "CUDA graphs",
     "nccl_ub": "buffers that NCCL registers",
+    "keep_fp8_transpose_cache": "transposed weights in float8 that stay",
     "mtp_standalone": "multi-token prediction in a stage of its own",
     "mla_down_proj_fusion": "down projections that are one",
     "tensor_parallel_num_weight_shards": "weights sharded beside tensor parallelism",
@@ -125,6 +126,7 @@ UNKNOWN_IN_COMMANDS = {
 
 _UNKNOWN_IN_EXPERTS = {
     "moe_expert_capacity_factor": "--moe-expert-capacity-factor drops tokens of experts",
+    "moe_input_jitter_eps": "--moe-input-jitter-eps gives the router inputs with noise",
     "moe_apply_probs_on_input": "--moe-apply-probs-on-input weights the experts' inputs",
     "moe_router_padding_for_quantization": "--moe-router-padding-for-quantization pads the experts' tokens",
     "moe_paged_stash": "--moe-paged-stash keeps the experts' tokens elsewhere",

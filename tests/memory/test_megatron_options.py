@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from megatron_wheels import unpack
 
+from tempo_megatron.memory import commands
 from tempo_megatron.memory.commands.megatron_options import READ, is_ignored, parse_options
 from tempo_megatron.memory.commands.training_command import spell_arguments
 
@@ -71,3 +73,33 @@ def test_the_options_and_published_commands_are_what_megatrons_parser_makes_of_t
         for name in READ.keys() - ONLY_IN_OTHER_VERSIONS - NOT_COMPARED:
             value = ours[READ[name].field or name.replace("-", "_")]
             assert (list(value) if isinstance(value, tuple) else value) == parsed[options[f"--{name}"]["dest"]], name
+
+
+# Of how a thing is done that nothing remembers, and of what is refused as a whole or has the same size in every way.
+NOT_ASKED_FOR = {
+    "overlap_p2p_communication_warmup_flush": "which of two orders of sends",
+    "overlap_param_gather_with_optimizer_step": "when weights are gathered",
+    "ddp_bucket_size": "buffers are as large in any number of buckets, but for padding",
+    "ddp_num_buckets": "likewise",
+    "ddp_pad_buckets_for_high_nccl_busbw": "padding of at most 64 Ki elements of a bucket",
+    "moe_use_legacy_grouped_gemm": "the same tensors in another library's products",
+    "moe_flex_dispatcher_backend": "the same tensors through another library",
+    "moe_enable_deepep": "likewise",
+    "moe_permute_fusion_into_hybridep": "likewise",
+    "moe_expert_rank_capacity_factor": "of --moe-paged-stash",
+    "moe_token_drop_policy": "of --moe-expert-capacity-factor",
+    "optimizer_offload_fraction": "of --optimizer-cpu-offload",
+    "reuse_grad_buf_for_mxfp8_param_ag": "of float8 weights by mxfp8",
+    "offload_modules": "of --fine-grained-activation-offloading",
+    "min_offloaded_tensor_size": "likewise",
+    "activation_offload_fraction": "likewise",
+    "delta_offload_bytes_across_pp_ranks": "likewise",
+}
+
+
+def test_no_option_that_is_read_is_passed_over() -> None:
+    folder = Path(commands.__file__).parent.parent.parent
+    files = (file for file in folder.rglob("*.py") if file.name != "megatron_options.py")
+    words = set(re.findall(r"\w+", "\n".join(file.read_text() for file in files)))
+    fields = {option.field or name.replace("-", "_") for name, option in READ.items()}
+    assert {field for field in fields - words if field not in NOT_ASKED_FOR} == set()
