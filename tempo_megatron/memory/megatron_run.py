@@ -125,7 +125,6 @@ UNKNOWN_IN_COMMANDS = {
 """Likewise, of a command: a run that is built is planned without some of these, whose layers keep what others keep."""
 
 _UNKNOWN_IN_EXPERTS = {
-    "moe_expert_capacity_factor": "--moe-expert-capacity-factor drops tokens of experts",
     "moe_input_jitter_eps": "--moe-input-jitter-eps gives the router inputs with noise",
     "moe_apply_probs_on_input": "--moe-apply-probs-on-input weights the experts' inputs",
     "moe_router_padding_for_quantization": "--moe-router-padding-for-quantization pads the experts' tokens",
@@ -377,9 +376,32 @@ def _read_experts(config: Any, run: Any) -> Experts:
         num_groups=config.moe_router_num_groups,
         group_topk=config.moe_router_group_topk,
         router_dtype=ROUTER_DTYPES[config.moe_router_dtype],
+        capacity_factor=_read_capacity(config, routing),
+        pads_to_capacity=config.moe_pad_expert_input_to_capacity,
         imbalance=1.0 if config.moe_router_force_load_balancing else None,
         overlaps=_overlaps_experts(config),
     )
+
+
+def _read_capacity(config: Any, routing: str) -> float | None:
+    """Raises ValueError where core/transformer/transformer_config.py of megatron-core 0.16.1 does."""
+    factor = config.moe_expert_capacity_factor
+    factor = None if factor is None or factor < 0 else float(factor)
+    if factor is not None and routing == "sinkhorn":
+        raise ValueError(
+            "--moe-expert-capacity-factor and --moe-router-load-balancing-type sinkhorn are both given; leave one of "
+            "them out"
+        )
+    if not config.moe_pad_expert_input_to_capacity:
+        return factor
+    if factor is None:
+        raise ValueError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor; give both or none")
+    if config.moe_token_dispatcher_type == "flex":
+        raise ValueError(
+            "--moe-pad-expert-input-to-capacity and --moe-token-dispatcher-type flex are both given, which DeepEP "
+            "refuses and the estimate does not know; change one of them"
+        )
+    return factor
 
 
 def _overlaps_shared_experts(config: Any) -> bool:

@@ -26,11 +26,12 @@ _POINTS = 10_000
 def assume_routing(run: Run, stage: int) -> Run:
     """`run` with a factor for the experts of a stage, where it has experts and says none."""
     experts = run.experts
-    if experts is None or experts.imbalance is not None:
+    if experts is None or experts.imbalance is not None or experts.pads_to_capacity:
         return run
     num_layers = sum(experts.layers[layer] for chunk in run.list_chunks(stage) for layer in chunk)
-    is_whole = experts.expert_parallel == 1
-    imbalance = 1.0 if is_whole else expect_imbalance(experts, run.padded_vocab_size, num_layers)
+    imbalance = find_largest_imbalance(experts)
+    if experts.expert_parallel > 1:
+        imbalance = expect_imbalance(experts, run.padded_vocab_size, num_layers)
     return dataclasses.replace(run, experts=dataclasses.replace(experts, imbalance=imbalance))
 
 
@@ -46,14 +47,19 @@ def set_imbalance(run: Run, factor: float | str | None) -> Run:
     most = find_largest_imbalance(run.experts)
     if isinstance(factor, str):
         factor = most
-    if factor < 1:
+    if run.experts.pads_to_capacity:
+        raise ValueError(
+            "--moe-imbalance is given, and experts are padded to their capacity, so that each rank gets as much; leave "
+            "one of them out"
+        )
+    if factor < min(1, most):
         raise ValueError(
             f"--moe-imbalance is {factor:g}; expected at least 1: the fullest rank has an equal share or more"
         )
     if factor > most:
         raise ValueError(
-            f"--moe-imbalance is {factor:g}, and where every token chooses its experts the fullest of "
-            f"{run.experts.expert_parallel} ranks gets {most:g} times an equal share; expected 1 to {most:g}, or max"
+            f"--moe-imbalance is {factor:g}, and the fullest of {run.experts.expert_parallel} ranks gets at most "
+            f"{most:g} times an equal share; expected 1 to {most:g}, or max"
         )
     return dataclasses.replace(run, experts=dataclasses.replace(run.experts, imbalance=factor))
 
@@ -62,16 +68,20 @@ def find_largest_imbalance(experts: Experts) -> float:
     """Tokens of the fullest rank, over an equal share, where every token of every rank chooses its experts.
 
     A token goes to k different experts, of which the rank has E / R. The R ranks have k tokens for each of their own.
+    Of a capacity each expert takes that share of its own at most.
     """
     ranks = experts.expert_parallel
-    return ranks * min(experts.per_token, experts.num_experts // ranks) / experts.per_token
+    found = ranks * min(experts.per_token, experts.num_experts // ranks) / experts.per_token
+    return found if experts.capacity_factor is None else min(found, experts.capacity_factor)
 
 
 def assume_fullest(run: Run) -> Run:
     """`run` with the factor of the stage where it is largest, where it has experts and says none."""
     factors = (assume_routing(run, stage).experts for stage in range(run.pipeline_parallel))
     largest = max((each.imbalance or 1.0 for each in factors if each is not None), default=1.0)
-    return run if run.experts is None else set_imbalance(run, largest)
+    if run.experts is None or run.experts.pads_to_capacity:
+        return run
+    return set_imbalance(run, largest)
 
 
 def expect_imbalance(experts: Experts, vocab_size: int, num_layers: int) -> float:
@@ -84,7 +94,7 @@ def expect_imbalance(experts: Experts, vocab_size: int, num_layers: int) -> floa
     """
     ranks = experts.expert_parallel
     if ranks == 1 or num_layers == 0 or experts.routing == "sinkhorn":
-        return 1.0
+        return min(1.0, find_largest_imbalance(experts))
     repeated = math.pi**2 / 6 / (math.log(vocab_size) + _EULER) ** 2
     variance = repeated * _find_relative_variance(experts) / num_layers * ranks / (ranks - 1)
     return min(1 + _expect_maximum(ranks) * math.sqrt(variance), find_largest_imbalance(experts))

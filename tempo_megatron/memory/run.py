@@ -8,6 +8,7 @@ command that would start one, and `tempo_megatron.memory.commands.requested_run`
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -183,11 +184,31 @@ class Experts:
     router_dtype: torch.dtype | None = None
     """None is the layers' dtype."""
 
+    capacity_factor: float | None = None
+    """Of an expert's equal share of a rank's tokens, what it takes at most (--moe-expert-capacity-factor); None takes
+    all."""
+
+    pads_to_capacity: bool = False
+    """Whether each expert gets as many rows as it takes."""
+
     imbalance: float | None = None
     """Tokens that the fullest rank's experts get, over an equal share; None is what `memory.routing` expects."""
 
     overlaps: bool = False
     """Whether one micro batch's forward runs beside another's backward (--overlap-moe-expert-parallel-comm)."""
+
+    def count_routed(self, num_tokens: int) -> int:
+        """Rows that `num_tokens` tokens of a rank are for its experts, of which each token has `per_token`; padded, the
+        capacity of every expert (core/transformer/moe/moe_utils.py: get_capacity)."""
+        rows = num_tokens * self.per_token
+        if not self.pads_to_capacity or self.capacity_factor is None:
+            return rows
+        return self.num_experts * math.ceil(rows / self.num_experts * self.capacity_factor)
+
+    def count_sent(self, num_tokens: int) -> int:
+        """Those of them that are not dropped, where every expert of a capacity under its equal share is full."""
+        routed = self.count_routed(num_tokens)
+        return routed if self.pads_to_capacity else round(routed * min(1.0, self.capacity_factor or 1.0))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -521,11 +542,6 @@ def take_parts(
         if expert_parallel is not None:
             raise ValueError(f"--ep {parallel} is given, and the model has no experts; leave it out")
     else:
-        if (value := shape.moe_expert_capacity_factor) is not None:
-            raise ValueError(
-                f"moe_expert_capacity_factor is {value}, which the estimate does not know; expected null: leave it out "
-                "of the model"
-            )
         if number % parallel:
             raise ValueError(f"--ep {parallel} does not divide the model's {number} experts; change it")
         found["experts"] = Experts(
@@ -547,6 +563,8 @@ def take_parts(
             num_groups=shape.moe_router_num_groups,
             group_topk=shape.moe_router_group_topk,
             router_dtype=ROUTER_DTYPES[shape.moe_router_dtype],
+            capacity_factor=shape.moe_expert_capacity_factor,
+            pads_to_capacity=shape.moe_pad_expert_input_to_capacity,
         )
     if shape.multi_latent_attention:
         sizes = shape.kv_lora_rank, shape.qk_head_dim, shape.qk_pos_emb_head_dim, shape.v_head_dim

@@ -37,7 +37,10 @@ def refuse(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None
         (f"order {MIXTRAL}", "has experts, whose tokens differ from step to step"),
         (f"estimate {GPT2} --ep 2", "--ep 2 is given, and the model has no experts; leave it out"),
         (f"estimate {MIXTRAL} --ep 3 --dp 3", "--ep 3 does not divide the model's 8 experts"),
-        (f"estimate {MIXTRAL} --ep 4 --dp 4 --moe-imbalance 4.1", "the fullest of 4 ranks gets 4 times an equal share"),
+        (
+            f"estimate {MIXTRAL} --ep 4 --dp 4 --moe-imbalance 4.1",
+            "the fullest of 4 ranks gets at most 4 times an equal",
+        ),
         (f"plan {MIXTRAL} --gpu-memory 80GiB --moe-imbalance 0.5", "--moe-imbalance is 0.5; expected at least 1"),
         (f"estimate {MIXTRAL} --ep 2", "does not divide the 1 ranks of a pipeline stage"),
         (

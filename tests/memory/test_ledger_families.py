@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import resource
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from distributed import run_megatron_ranks
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.kept.ledger import Ledger, build_ledger_config, measure, measure_run
+from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import Experts, LatentAttention, Run, take_parts
 from tempo_megatron.memory.simulated.chunk import record_chunk
 from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
@@ -38,6 +40,11 @@ MODELS: dict[str, dict[str, Any]] = {
         **LLAMA,
         **{"num_experts": 4, "moe_ffn_hidden_size": 96, "moe_shared_expert_intermediate_size": 64},
         **{"moe_router_pre_softmax": True, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.01},
+    },
+    "experts, padded to their capacity": {
+        **LLAMA,
+        **{"num_experts": 4, "moe_ffn_hidden_size": 96, "moe_expert_capacity_factor": 0.7},
+        **{"moe_pad_expert_input_to_capacity": True, "moe_aux_loss_coeff": 0.01},
     },
     "latent attention": {
         **{**LLAMA, "position_embedding_type": "yarn"},
@@ -275,6 +282,28 @@ def test_squared_relu_in_one_operation_keeps_the_input_of_experts_alone() -> Non
     )
     # In several, relu(x) and its square.
     assert apart - fused == 2 * 8 * 4096 * 768
+
+
+@pytest.mark.filterwarnings("ignore:Using a large number of experts")
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather", "flex"])
+def test_a_capacity_bounds_the_rows_of_experts_and_padding_fills_them(dispatcher: str) -> None:
+    experts = dataclasses.replace(EXPERTS, dispatcher=dispatcher, expert_parallel=8)
+
+    def count_rows(**values: Any) -> float:
+        """Of the rank's experts, by what the first linear keeps."""
+        experts_of_run = dataclasses.replace(experts, **values)
+        run = Run(model=QWEN3_30B_A3B, tempo=TempoConfig.off(), stock="transformer_engine", experts=experts_of_run)
+        saved = record_chunk(assume_routing(run, 0))[0]["decoder", 0]
+        (found,) = {each.num_bytes for each in saved if each.operation.endswith("linear_fc2")}
+        return found / (2 * 768)
+
+    # Eight ranks' tokens for 16 experts: an equal share are the 8 copies of a rank's own.
+    share = 8 * 4096
+    assert count_rows(imbalance=1.5, capacity_factor=3.0) == 1.5 * share
+    assert count_rows(capacity_factor=1.0) == share
+    assert count_rows(capacity_factor=0.7) == round(0.7 * share)
+    if dispatcher != "flex":  # which does not pad
+        assert count_rows(capacity_factor=1.3, pads_to_capacity=True) == 128 * math.ceil(share / 128 * 1.3)
 
 
 @pytest.mark.filterwarnings("ignore:Using a large number of experts")

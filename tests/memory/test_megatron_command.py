@@ -173,6 +173,11 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
     [
         (f"{SHARED} --moe-token-dispatcher-type allgather", "knows it with alltoall"),
         (f"{SHARED} --moe-token-dispatcher-type alltoall --moe-latent-size 64", "are both given"),
+        ("--num-experts 8 --moe-pad-expert-input-to-capacity", "give both or none"),
+        (
+            "--num-experts 8 --moe-expert-capacity-factor 1.0 --moe-router-load-balancing-type sinkhorn",
+            "sinkhorn are both given",
+        ),
         ("--num-experts 8 --moe-paged-stash", "keeps the experts' tokens elsewhere"),
         ("--num-experts 8 --expert-model-parallel-size 3", "do not divide the 8 experts"),
         ("--num-experts 8 --moe-layer-freq [1]*3", "names 3 layers, and there are 12"),

@@ -58,10 +58,10 @@ def _count_routing(run: Run, experts: Experts) -> int:
         return tokens * experts.num_experts * (_FLOAT32 + 1)
     if experts.dispatcher == "alltoall":
         return tokens * experts.num_experts * (of_probability + 1) + _count_places(
-            experts, tokens, experts.num_experts, tokens * experts.per_token
+            experts, tokens, experts.num_experts, experts.count_sent(tokens)
         )
     tokens *= experts.expert_parallel * experts.tensor_parallel
-    local, rows = experts.num_experts // experts.expert_parallel, tokens * experts.per_token // experts.expert_parallel
+    local, rows = experts.num_experts // experts.expert_parallel, experts.count_sent(tokens) // experts.expert_parallel
     return tokens * local + rows * of_probability + _count_places(experts, tokens, local, rows)
 
 

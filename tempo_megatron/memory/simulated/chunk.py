@@ -322,6 +322,8 @@ def _configure_experts(config: TransformerConfig, experts: Experts, layers: Sequ
         moe_router_load_balancing_type=experts.routing,
         moe_aux_loss_coeff=experts.aux_loss_coefficient,
         moe_z_loss_coeff=experts.z_loss_coefficient,
+        moe_expert_capacity_factor=experts.capacity_factor,
+        moe_pad_expert_input_to_capacity=experts.pads_to_capacity,
         moe_router_score_function=experts.score_function,
         moe_router_enable_expert_bias=experts.has_bias,
         moe_router_pre_softmax=experts.pre_softmax,

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import experts as experts_of_megatron
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker, permute
 from torch import Tensor
 
 from tempo_kernels.saved import KeepInput
@@ -89,6 +89,7 @@ def put_experts(
                 keeps_map = not isinstance(module, TempoRoutedMoELayer)
                 module.token_dispatcher.keeps_map = keeps_map
                 others = experts.fuses_permutation or experts.overlaps or experts.routing == "sinkhorn"
+                others |= experts.pads_to_capacity
                 is_made_again = isinstance(module.router, TempoTopKRouter) and not others
                 module.token_dispatcher.keeps_places = keeps_map or not is_made_again
 
@@ -386,8 +387,8 @@ class _Dispatcher:
         self.take_places: Callable[[], Tensor] | None = None
 
     def _fill(self, num_rows: int) -> int:
-        """The rows of the fullest rank, of which an equal share are `num_rows`."""
-        return round(num_rows * self._imbalance)
+        """The rows of the fullest rank, of which an equal share are `num_rows`; padded, each rank has as many."""
+        return num_rows if self._experts.pads_to_capacity else round(num_rows * self._imbalance)
 
     def _permute(self, x: Tensor, num_rows: int) -> Tensor:
         """`index_select` by a kept index, or a kernel's map of as many rows."""
@@ -422,20 +423,27 @@ class _AllToAll(_Dispatcher):
     def dispatch_preprocess(self, x: Tensor, routing_map: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         self._shape, self._dtype = x.shape, probabilities.dtype
         self._num_tokens = x.size(0) * x.size(1)
-        self._num_sent = self.num_out_tokens = self._num_tokens * self._experts.per_token
+        self._num_routed = self._experts.count_routed(self._num_tokens)
+        self._num_sent = self.num_out_tokens = self._experts.count_sent(self._num_tokens)
         if self.shared_experts is not None:
             self.shared_experts.begin(x)
+        if self._experts.pads_to_capacity and not self._experts.fuses_permutation:
+            # Sizes that no token's choice decides.
+            x, chosen, self.reversed_local_input_permutation_mapping = permute(
+                x.view(-1, x.size(-1)), routing_map, probabilities, self._num_sent, drop_and_pad=True
+            )
+            return x, chosen
         chosen = self._choose(probabilities, routing_map, self._num_sent)
         return self._permute(x.view(-1, x.size(-1)), self._num_sent), chosen
 
     def token_dispatch(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         if self._experts.expert_parallel == 1:
             return x, probabilities
-        num_rows = self._fill(self._num_sent)
+        num_rows = self._fill(self._num_routed)
         return _resize(x, num_rows), _resize(probabilities, num_rows)
 
     def dispatch_postprocess(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, None, Tensor]:
-        num_rows = self._fill(self._num_sent * self._experts.tensor_parallel)
+        num_rows = self._fill(self._num_routed * self._experts.tensor_parallel)
         if self.shared_experts is not None:
             self.shared_experts.run_first_linear(x)
         for changes in (self._experts.tensor_parallel > 1, self._num_local > 1):
@@ -448,7 +456,7 @@ class _AllToAll(_Dispatcher):
             x = _resize(x, x.size(0))
         if self._experts.tensor_parallel > 1:
             # Summed over ranks in the probabilities' dtype.
-            x = _resize(x.to(self._dtype), self._fill(self._num_sent)).to(x.dtype)
+            x = _resize(x.to(self._dtype), self._fill(self._num_routed)).to(x.dtype)
         return x
 
     def token_combine(self, x: Tensor) -> Tensor:
@@ -467,7 +475,7 @@ class _Flex(_AllToAll):
     """One kernel sends and permutes (fused_a2a.py)."""
 
     def token_dispatch(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        num_rows = self._fill(self._num_sent)
+        num_rows = self._fill(self._num_routed)
         return (x, probabilities) if num_rows == x.size(0) else (_resize(x, num_rows), _resize(probabilities, num_rows))
 
     def dispatch_postprocess(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, None, Tensor]:
@@ -500,7 +508,8 @@ class _AllGather(_Dispatcher):
     def dispatch_postprocess(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, None, Tensor]:
         assert self._map is not None
         num_all = x.size(0)
-        num_rows = self._fill(num_all * self._experts.per_token // self._experts.expert_parallel)
+        num_routed = num_all // self._num_tokens * self._experts.count_routed(self._num_tokens)
+        num_rows = self._fill(num_routed // self._experts.expert_parallel)
         local_map = self._map[:, : self._num_local].contiguous()
         local = probabilities[:, : self._num_local].contiguous()
         self._map, self._num_all, self._dtype = None, num_all, probabilities.dtype
