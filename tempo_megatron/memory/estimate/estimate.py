@@ -90,6 +90,7 @@ PART_NAMES = (
     "embedding",
     "layers",
     "loss head",
+    "attention's workspaces",
     "transients",
 )
 
@@ -392,6 +393,8 @@ def _estimate_rank(
     # Its chunks share one, which stays from the first micro batch on.
     buffer = max(each.global_buffer_bytes for each in chunks)
     lasting = _list_parts(states) | {"global memory buffer": buffer} | on_gpu
+    # Below 0 where the workspaces take less than the phase has freed of its part.
+    transients = moment.rise - moment.workspaces
     parts = lasting | {
         "gradients": states.standing_gradients + moment.gradient_bytes,
         "communication buffers": lasting["communication buffers"] + buckets,
@@ -401,7 +404,9 @@ def _estimate_rank(
         + chunks[chunk].micro_batch_bytes,
         "other micro batches' activations": sum(n * each.kept_bytes for n, each in zip(others, chunks, strict=True)),
         **moment.standing,
-        "transients": moment.rise,
+        moment.part: moment.standing[moment.part] + min(0, transients),
+        "attention's workspaces": moment.workspaces,
+        "transients": max(0, transients),
     }
     parts["rounding"] += rounding
     num_parameters = sum(memory.num_parameters for memory in chunks)

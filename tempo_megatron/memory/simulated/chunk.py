@@ -304,7 +304,7 @@ class _Chunk:
             fuse_swiglu=run.stock == "transformer_engine",
         )
         asked = chosen = choose(describe_parts(config, run), _leave_latent_attention(run)).config
-        attention = choose_attention(run) if run.stock == "transformer_engine" else "unfused"
+        attention = choose_attention(run)
         if attention != "unfused":
             chosen = _fuse_attention(chosen)
         stacks = STACKS_OF_FAMILIES[shape.family]
@@ -515,13 +515,13 @@ class _Chunk:
             edge = self._run_to_loss(batch)
             assert isinstance(self._seen, Makers)
             kept.update(self._seen.sum_by_module())
-            del edge
+            self._run_backward(edge)
 
-        self._follow(batch, Makers, run)
+        workspaces = self._follow(batch, Makers, run).workspaces
         times = [each for _, each in self._rows]
         numbers = [(first_layer + sum(times[:place]), each) for place, each in enumerate(times)]
         layers = {id(stack.layers): numbers for stack in self._stacks if len(stack.layers)}
-        return build_tree(self._model, kept, layers)
+        return build_tree(self._model, kept, workspaces, layers)
 
     def record(self) -> tuple[dict[tuple[str, int], list[SavedStorage]], list[SavedStorage]]:
         # With a mask whatever the layers are: what a layer keeps must not depend on its neighbours.
@@ -559,7 +559,8 @@ class _Chunk:
 
     def _on_device(self, seen: PeakBytes | None = None) -> contextlib.AbstractContextManager[None]:
         run = self._run
-        return on_device(run.stock, seen, run.chip, is_deterministic=run.deterministic)
+        attention = choose_attention(run)
+        return on_device(run.stock, seen, run.chip, is_deterministic=run.deterministic, stock_attention=attention)
 
     def _uses_global_buffer(self) -> bool:
         """Transformer Engine gathers tokens in memory of its own, and its unfused attention's scores are new memory
@@ -568,7 +569,10 @@ class _Chunk:
         return self._run.stock != "transformer_engine" or not is_in_layers
 
     def _run_micro_batch(self, batch: dict[str, Any]) -> None:
-        edge = self._run_to_loss(batch)
+        self._run_backward(self._run_to_loss(batch))
+        self._close()
+
+    def _run_backward(self, edge: torch.autograd.graph.GradientEdge) -> None:
         self._is_backward = True
         if self._post_process or not self._layers:
             self._mark(HEAD if self._post_process else EMBEDDING, None)
@@ -576,8 +580,6 @@ class _Chunk:
             self._mark(LAYERS, len(self._layers) - 1)
         gradient = None if self._post_process else self._make_hidden()
         torch.autograd.backward([edge], None if gradient is None else [gradient])
-        del edge, gradient
-        self._close()
 
     def _run_to_loss(self, batch: dict[str, Any]) -> torch.autograd.graph.GradientEdge:
         """The forward, from whose end backward begins."""
@@ -674,16 +676,12 @@ class _Chunk:
 
     def _close(self) -> None:
         if self._phase is not None:
-            peak = self._seen.peak
+            peak, workspaces = self._seen.peak, self._seen.peak_workspaces
             level, gradients = self._seen.begin_phase(), self._count_gradients()
             growth = level - self._start
             rise = max(peak - self._start, growth)
-            self._levels.append(
-                (
-                    self._phase,
-                    Phase(self._phase[0], rise, growth, gradients - self._start_gradients, self._num_gradients),
-                )
-            )
+            numbers = rise, growth, gradients - self._start_gradients, self._num_gradients, workspaces
+            self._levels.append((self._phase, Phase(self._phase[0], *numbers)))
             self._bounds.append(len(self._seen.events) if isinstance(self._seen, AllocationTrace) else 0)
             self._start, self._start_gradients = level, gradients
             self._num_gradients_before += self._num_gradients

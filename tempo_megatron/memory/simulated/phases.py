@@ -29,6 +29,9 @@ class Phase:
     num_gradients: int = 0
     """Elements of the parameters whose gradient becomes complete in it."""
 
+    workspaces: int = 0
+    """The part of `rise` that attention's workspaces are."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
@@ -132,7 +135,9 @@ class ChunkMemory:
                     name = f"{'backward' if in_backward else 'forward'} of the {phase.part}"
                     rise = phase.rise + (ahead[place] if is_combined and in_backward else 0)
                     numbers = num_gradients, before[phase.part]
-                    yield Moment(name, phase.part, rise, phase.growth, gradients, *numbers, dict(standing))
+                    yield Moment(
+                        *(name, phase.part, rise, phase.workspaces, phase.growth, gradients, *numbers, dict(standing))
+                    )
                 before[phase.part] += 1
                 standing[phase.part] += phase.growth - phase.gradient_growth
                 gradients += phase.gradient_growth
@@ -146,6 +151,9 @@ class Moment:
     part: str
     rise: int
     """Beyond what stood when the phase began."""
+
+    workspaces: int
+    """The part of `rise` that attention's workspaces are."""
 
     growth: int
     """What stands when the phase ends, beyond that."""
