@@ -213,6 +213,10 @@ def test_a_step_leaves_the_latest_input_of_each_chunk_its_gradient_and_workspace
     # The first new input takes the place of the last one and its gradient.
     assert step.play() == (2 * (5 + 3) + 2 + 32 + 8) * MIB
     assert step.count_left() == allocator.allocated == (2 * 5 + 32 + 8) * MIB
+    # With one more in flight each backward but the last leaves them to the schedule until the next backward.
+    ahead = [(True, 0, 0), (True, 1, 0), (False, 0, 0), (True, 2, 0), (False, 1, 0), (False, 2, 0)]
+    more = Step(CachingAllocator(), [trace], ahead, {})
+    assert [more.play(), more.count_left()] == [(4 * 5 + 2 * 3 + 2) * MIB, 2 * 5 * MIB]
     # Of one micro batch the highest moment is where it comes: beside what the last one left.
     alone = Step(CachingAllocator(), [trace], both[::2], {})
     assert [alone.play(), alone.play()] == [2 * 5 * MIB, (3 * 5 + 2) * MIB]
