@@ -239,9 +239,7 @@ def test_three_layers_with_experts_show_the_allocations_of_all() -> None:
     run = Run(model=shape, tempo=OFF, stock="transformer_engine", experts=experts, micro_batch_size=2)
     cut = chunk._cut(run, range(layers))
     few, every = (chunk._run_chunk(cut, True, True, True, False, longest)[1] for longest in (3, layers))
-    assert MoEAuxLossAutoScaler.main_loss_backward_scale is None, (
-        "a simulation leaves it there"
-    )
+    assert MoEAuxLossAutoScaler.main_loss_backward_scale is None, "a simulation leaves it there"
     assert few is not None and every is not None
     differ = [
         (few_size, size)

@@ -643,6 +643,21 @@ def test_flash_attention_keeps_its_output_twice_where_samples_are_several() -> N
     assert keep("flash", 1) == keep("fused", 1)
 
 
+@pytest.mark.parametrize(("recompute", "kept"), [((), 0), (("core_attn",), 3)])
+def test_masks_of_the_samples_stay_where_megatron_recomputes_with_them(recompute: tuple[str, ...], kept: int) -> None:
+    """On the first of three stages, with three micro batches in flight; else a mask goes at its forward's end."""
+
+    def estimate(has_masks: bool) -> RankEstimate:
+        run = make_run(SMALL, gpu=None, pipeline_parallel=3, recompute=recompute, data_has_masks=has_masks)
+        return estimate_ranks(dataclasses.replace(run, micro_batch_size=2, num_micro_batches=6), only=0)[0]
+
+    of_masks, without = estimate(True), estimate(False)
+    assert of_masks.moment == without.moment == "backward of the layers"
+    mask = 2 * SMALL["seq_length"] ** 2
+    assert of_masks.peak_bytes - without.peak_bytes == kept * mask
+    assert of_masks.parts["micro batches"] - without.parts["micro batches"] == kept * mask
+
+
 @pytest.mark.parametrize(("family", "masks"), [("gpt", [0]), ("bert", [1]), ("t5", [1, 0, 1])])
 def test_unfused_attention_keeps_a_mask_of_padding_in_each_layer(family: str, masks: list[int]) -> None:
     """Beside the probabilities; of a T5 the encoder, and the decoder to itself, which is causal, and to the encoder."""

@@ -420,7 +420,8 @@ def _estimate_rank(
             in_flight = sum(n * memory.bytes_in_flight for n, memory in zip(waiting, chunks, strict=True))
             moment, buckets = highest[event.chunk, event.is_forward]
             earlier = _count_earlier_inputs(chunks, *key)
-            candidates[key] = in_flight + chunks[event.chunk].micro_batch_bytes + moment.num_bytes + buckets + earlier
+            own = chunks[event.chunk].count_micro_batch(in_forward=event.is_forward)
+            candidates[key] = in_flight + own + moment.num_bytes + buckets + earlier
         waiting[event.chunk] += 1 if event.is_forward else 0
         host_bytes = max(host_bytes, sum(n * each for n, each in zip(waiting, moved, strict=True)))
         follows_backward |= not event.is_forward
@@ -437,7 +438,7 @@ def _estimate_rank(
         "stage inputs": _count_earlier_inputs(chunks, others, chunk, is_forward, follows_backward),
         "deferred gradients": deferred,
         "micro batches": sum(n * each.micro_batch_bytes for n, each in zip(others, chunks, strict=True))
-        + chunks[chunk].micro_batch_bytes,
+        + chunks[chunk].count_micro_batch(in_forward=is_forward),
         "other micro batches' activations": sum(n * each.kept_bytes for n, each in zip(others, chunks, strict=True)),
         **moment.standing,
         moment.part: moment.standing[moment.part] + min(0, transients),

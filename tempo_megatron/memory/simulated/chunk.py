@@ -426,7 +426,8 @@ class _Chunk:
         memory = ChunkMemory(
             *self._count_parameters(),
             sum(times * count_expert_parameters(layer) for layer, times in self._layers),
-            self._count_batch(batch),
+            sum(self._list_batch(batch)),
+            0 if self._keeps_masks else self._count_masks(),
             self._count_largest(),
             self._buffer.count_bytes(),
             0 if self._pre_process else self._count_hidden(),
@@ -452,14 +453,13 @@ class _Chunk:
         found = repeat_layers(segments, {place: each for place, (_, each) in enumerate(self._layers) if each > 1})
         if found is None:
             return None
-        storages = find_storages(value for value in batch.values() if isinstance(value, Tensor))
         parameters = tuple(self._list_for_all(lambda parameter: [_count([parameter], in_bytes=True)]))
         input_bytes = 0 if self._pre_process else self._count_hidden()
         events, num_forward, products = self._take_products_out(*found)
-        batch_bytes = tuple(storages.values())
+        masks = 0 if self._keeps_masks else self._count_masks()
         return Allocations(
-            *(parameters, batch_bytes, self._buffer.count_bytes(), events, num_forward),
-            *(input_bytes, self._count_masks(), products),
+            *(parameters, tuple(self._list_batch(batch)), self._buffer.count_bytes(), events, num_forward),
+            *(input_bytes, masks, products),
         )
 
     def _name_libraries(self, part: str, events: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -489,18 +489,23 @@ class _Chunk:
             without -= not is_backward
         return tuple(pure), without, first
 
-    def _count_batch(self, batch: Mapping[str, Any]) -> int:
-        """The micro batch's own tensors.
-
-        The causal masks of the samples are one tensor of bool, which no kernel reads (Megatron-LM: GPTDataset makes
-        one a sample); stages without embedding and loss head get none (pretrain_gpt.py: get_batch).
-        """
+    def _list_batch(self, batch: Mapping[str, Any]) -> list[int]:
+        """The bytes of each of the micro batch's own tensors that stay until its backward."""
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
         if self._run.data_has_masks and self._run.model.family == "gpt":
             tensors.pop("attention_mask", None)
-        return count_storage_bytes(tensors.values()) + self._count_masks()
+        masks = self._count_masks() if self._keeps_masks else 0
+        return [*find_storages(tensors.values()).values(), *([masks] if masks else [])]
+
+    @property
+    def _keeps_masks(self) -> bool:
+        """Whether masks that no kernel reads stay: as arguments of what Megatron recomputes (core/transformer:
+        attention.py: _checkpointed_attention_forward, transformer_block.py: _checkpointed_forward)."""
+        return bool({"full", "core_attn"} & {*self._run.recompute})
 
     def _count_masks(self) -> int:
+        """The causal masks of the samples are one tensor of bool, which no kernel reads (Megatron-LM: GPTDataset makes
+        one a sample); stages without embedding and loss head get none (pretrain_gpt.py: get_batch)."""
         has_masks = self._run.data_has_masks and self._run.model.family == "gpt"
         if not has_masks or not (self._pre_process or self._post_process):
             return 0

@@ -75,7 +75,10 @@ class ChunkMemory:
     """Of its parameters, those of routed experts."""
 
     micro_batch_bytes: int
-    """The micro batch's own tensors: tokens, labels, positions, masks."""
+    """The micro batch's own tensors: tokens, labels, positions, masks that layers keep."""
+
+    mask_bytes: int
+    """Of its masks that nobody keeps: they go when its forward is over."""
 
     largest_layer_parameters: int
     """Parameters of its largest layer, embedding or output layer: what ZeRO-3 gathers at once at least."""
@@ -114,6 +117,10 @@ class ChunkMemory:
         """What a micro batch between forward and backward takes, its own tensors included."""
         return self.kept_bytes + self.micro_batch_bytes
 
+    def count_micro_batch(self, *, in_forward: bool) -> int:
+        """The micro batch's own tensors in its forward or backward."""
+        return self.micro_batch_bytes + (self.mask_bytes if in_forward else 0)
+
     def list_moments(self, *, in_backward: bool, is_combined: bool = False) -> Iterator[Moment]:
         """The highest moment of each phase of the forward, or of the backward.
 
@@ -122,7 +129,7 @@ class ChunkMemory:
             TransformerModelChunkSchedulePlan.run). Its tensors count as transients.
         """
         ahead = [
-            self.micro_batch_bytes + sum(phase.growth for phase in self.forward[: place + 1])
+            self.micro_batch_bytes + self.mask_bytes + sum(phase.growth for phase in self.forward[: place + 1])
             for place in range(len(self.backward))
         ]
         standing = dict.fromkeys(PARTS, 0)
