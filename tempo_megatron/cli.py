@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import importlib
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Sequence
+from types import ModuleType
 
 from tempo_megatron import __version__
 from tempo_megatron.extras import MissingExtraError, check_installed
@@ -183,7 +185,7 @@ def _run(argv: list[str]) -> int:
         if not command.description:
             return int(importlib.import_module(command.module).main(argv[1:], prog=f"tempo-megatron {name}"))
         _quiet_imports()
-        getattr(importlib.import_module(command.arguments or command.module), f"add_{name}_arguments")(of_command)
+        getattr(_import(command.arguments or command.module), f"add_{name}_arguments")(of_command)
     words: list[str] = []
     if argv[:1] in (["estimate"], ["plan"]) and "--" in argv:
         # Behind it stands a command of Megatron-LM.
@@ -194,7 +196,16 @@ def _run(argv: list[str]) -> int:
     command = _COMMANDS[args.command]
     if command.needs:
         check_installed("it", command.needs, "megatron.core")
-    return int(getattr(importlib.import_module(command.module), f"run_{args.command}")(args))
+    return int(getattr(_import(command.module), f"run_{args.command}")(args))
+
+
+def _import(module: str) -> ModuleType:
+    """The module. What imports make stays: to look for garbage among it takes a fifth of their time."""
+    gc.disable()
+    try:
+        return importlib.import_module(module)
+    finally:
+        gc.enable()
 
 
 def _quiet_imports() -> None:

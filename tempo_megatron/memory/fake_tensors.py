@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -21,8 +22,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 def use_fake_tensors() -> Iterator[None]:
     """Every tensor that is made inside has a shape, a dtype and a storage, and nothing else.
 
-    What Megatron compiles runs as it is written: compiled code would read memory that is not there.
+    What Megatron compiles runs as it is written: compiled code would read memory that is not there. The scale of the
+    experts' balancing loss, which a backward makes once in a process (moe_utils.py: MoEAuxLossAutoScaler), is there
+    from the beginning, and as before at the end.
     """
+    scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+    if scale is None:
+        MoEAuxLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
     tracker: Any = get_cuda_rng_tracker()
     fork = tracker.fork
     # It swaps random states and compares them, which needs values. Megatron has a tracker without it for inference
@@ -33,6 +39,7 @@ def use_fake_tensors() -> Iterator[None]:
             yield
     finally:
         tracker.fork = fork
+        MoEAuxLossAutoScaler.main_loss_backward_scale = scale
 
 
 @contextlib.contextmanager

@@ -62,7 +62,9 @@ class StorageFollower(TorchDispatchMode):
 
     def drop_freed(self) -> None:
         """Forget every storage that nobody holds any more."""
-        for key in [key for key, made in self._alive.items() if made.reference.expired()]:
+        # What StorageWeakRef.expired does behind two calls more: this is asked some hundred thousand times a step.
+        is_expired = torch.UntypedStorage._expired
+        for key in [key for key, made in self._alive.items() if is_expired(made.reference.cdata)]:
             self._drop(key)
 
     def count_alive(self) -> int:
@@ -116,29 +118,43 @@ class PeakBytes(StorageFollower):
         super().__init__(known)
         self.peak = 0
         """The most bytes alive at once since the start, or since `begin_phase`."""
+        self.peak_workspaces = 0
+        """The part of `peak` that attention's workspaces were."""
 
     def begin_phase(self) -> int:
         """Let `peak` begin anew at what is alive now, which is returned."""
-        self.peak = self.count_alive()
+        self.peak, self.peak_workspaces = self.count_alive(), 0
         return self.peak
 
     def measure(self, function: Callable[[], _Result]) -> tuple[_Result, int]:
         """What `function` returns, and how many bytes more than before are alive while it runs; `peak` has them too."""
-        peak, start = self.peak, self.begin_phase()
+        before, start = (self.peak, self.peak_workspaces), self.begin_phase()
         result = function()
         rise = self.peak - start
-        self.peak = max(self.peak, peak)
+        self.peak, self.peak_workspaces = max((self.peak, self.peak_workspaces), before)
         return result, rise
 
     def raise_peak(self, num_bytes: int) -> None:
-        """Count `num_bytes` more than now as alive for a moment."""
-        self.peak = max(self.peak, self.count_alive() + num_bytes)
+        """Count `num_bytes` as alive for a moment."""
+        if num_bytes > self.peak:
+            self.peak, self.peak_workspaces = num_bytes, 0
+
+    def note_workspaces(self, num_bytes: int, level: int, kept: Tensor | None) -> None:
+        """Hear what a call of attention held inside itself, beside its results.
+
+        Args:
+            num_bytes: of it, at most.
+            level: all that was alive then, which `peak` has already.
+            kept: what the call's forward kept, where this is its backward.
+        """
+        if level == self.peak:
+            self.peak_workspaces = num_bytes
 
     def note(self, new: dict[int, torch.UntypedStorage], inputs: Any) -> None:
         super().note(new, inputs)
         # Most operations make too little for a new peak.
         if self._upper_bound > self.peak:
-            self.peak = max(self.peak, self.count_alive())
+            self.raise_peak(self.count_alive())
 
 
 PRODUCT, BATCHED_PRODUCT = -2, -3

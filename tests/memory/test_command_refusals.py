@@ -62,7 +62,7 @@ def refuse(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None
         (f"estimate {GPT2} --recompute full mlp", "give it alone"),
         (
             f"estimate {GPT2} --allocator --stock cpu",
-            "it simulates the allocator of a GPU in one stage; expected --pp 1",
+            "it simulates the allocator of a GPU; expected --stock local or transformer_engine",
         ),
         (f"estimate {GPT2} --tempo-norm off", "Tempo is off"),
         (

@@ -16,17 +16,21 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from tempo_kernels.attention import cpu, use_gpu_blocks
+from tempo_kernels.attention.settings import Inputs, Kept, Settings
 from tempo_kernels.attention.walks import choose_splits, list_workspaces, name_architecture
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
 from tempo_megatron.memory.chips import H100, Chip
 from tempo_megatron.memory.commands import estimate as estimate_command
-from tempo_megatron.memory.estimate.estimate import estimate_ranks, list_events
+from tempo_megatron.memory.commands.module_tree import format_trees
+from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks, list_events
 from tempo_megatron.memory.estimate.model_states import count_model_states
 from tempo_megatron.memory.megatron_run import deal_out_layers
 from tempo_megatron.memory.run import Experts, LatentAttention, OptimizerSettings, Run, take_parts
-from tempo_megatron.memory.simulated.chunk import simulate_chunk
+from tempo_megatron.memory.simulated.chunk import list_modules, simulate_chunk
 from tempo_megatron.memory.simulated.phases import HEAD, LAYERS, ChunkMemory, compress
+from tempo_megatron.memory.storages import PeakBytes, count_storage_bytes
 from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
 from tempo_megatron.words.argument_types import format_bytes
 
@@ -104,9 +108,12 @@ def test_the_sums_of_attentions_backward_are_those_of_the_gpu() -> None:
     shape = make_shape(**{**sizes, "vocab_size": 256})
     without_dropout = dataclasses.replace(shape, attention_dropout=0.0)
 
-    def estimate(chip: Chip, shape: ModelShape = shape, tempo: TempoConfig = FLASH) -> int:
-        (rank,) = estimate_ranks(Run(model=shape, tempo=tempo, chip=chip, dtype=torch.bfloat16))
-        return rank.peak_bytes
+    def estimate_rank(chip: Chip, shape: ModelShape = shape, tempo: TempoConfig = FLASH, **of_run: Any) -> RankEstimate:
+        (rank,) = estimate_ranks(Run(model=shape, tempo=tempo, chip=chip, dtype=torch.bfloat16, **of_run))
+        return rank
+
+    def estimate(*of_run: Any, **named: Any) -> int:
+        return estimate_rank(*of_run, **named).peak_bytes
 
     def count(chip: Chip) -> int:
         q_shape, dtype = torch.Size((2048, 1, 2, 128)), torch.bfloat16
@@ -119,6 +126,56 @@ def test_the_sums_of_attentions_backward_are_those_of_the_gpu() -> None:
     # torch's own has the same sums on every GPU.
     assert estimate(H100, without_dropout) == estimate(Chip(9, 20), without_dropout) < estimate(H100)
     assert estimate(H100, tempo=OFF) == estimate(Chip(8, 108), tempo=OFF)
+
+    def name(*of_run: Any, **named: Any) -> int:
+        rank = estimate_rank(*of_run, **named)
+        assert rank.parts["transients"] >= 0 < rank.parts["layers"]
+        return rank.parts["attention's workspaces"]
+
+    # They have a row of their own, which says how many they are.
+    assert [name(chip) for chip in (H100, Chip(9, 20))] == [sums, fewer]
+
+
+def test_the_tree_says_what_each_modules_attention_holds() -> None:
+    sizes = {"num_layers": 1, "hidden_size": 256, "num_attention_heads": 2, "seq_length": 256, "vocab_size": 256}
+    shape, rows = make_shape(**sizes), 2 * 256
+    of_q, grouped = 4 * 128 * rows, dataclasses.replace(shape, num_query_groups=1)
+
+    def find(gpu: str | None = None, shape: ModelShape = shape, tempo: TempoConfig = OFF, **of_run: Any) -> int:
+        chip = Chip(8, 108) if gpu == "a100" else H100
+        of_all = {"model": shape, "tempo": tempo, "gpu": gpu, "chip": chip, "stock": "transformer_engine"}
+        tree = list_modules(Run(**{**of_all, **of_run}), range(1))
+        (text,) = [line for line in format_trees("", [tree]).splitlines() if "core_attention" in line]
+        assert float(text.split()[2]) == round(tree.workspace_bytes / 2**20, 2)
+        return tree.workspace_bytes
+
+    assert find("h100") == find(shape=grouped) == 4 * rows + of_q, "of cuDNN's frontend"
+    assert find("h100", deterministic=True) == 4 * rows
+    assert find("a100") == 4 * rows + of_q, "of FlashAttention"
+    assert find("a100", grouped) == 4 * rows + 2 * of_q, "and gradients of k and v of each head"
+    assert find("a100", deterministic=True) == 4 * rows + 54 * of_q, "each multiprocessor has a head's sums"
+    assert find("a100", tempo=FLASH) == 8 * rows, "two walks sum nothing in float32"
+    assert find(stock="local") == 0, "unfused attention keeps what it makes"
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_softmax_forms_blocks_have_the_row_of_attentions_workspaces(dropout: float) -> None:
+    sizes = {"num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 32, "num_attention_heads": 2, "seq_length": 256}
+    shape = make_shape(**{**sizes, "vocab_size": 64, "attention_dropout": dropout})
+    softmax = dataclasses.replace(FLASH, attention="softmax")
+    (rank,) = estimate_ranks(Run(model=shape, tempo=softmax, stock="local", dtype=torch.float32))
+    q, k, v, grad = (torch.zeros(256, 1, 2, 16) for _ in range(4))
+    probabilities = torch.zeros(1, 2, 256, 256)
+    settings = Settings(True, 1.0, dropout, 0, 0, 0)
+    with use_gpu_blocks(), PeakBytes(q, k, v, grad, probabilities) as seen:
+        grads, rise = seen.measure(
+            lambda: cpu.backward(grad, Inputs(q, k, v), Kept(None, None, probabilities), settings)
+        )
+    real = rise - count_storage_bytes(grads[:3])
+    named = rank.parts["attention's workspaces"]
+    # A GPU draws bits in one piece, a CPU in several.
+    assert named == real if dropout == 0 else named > real
+    assert real > probabilities.nbytes
 
 
 def test_without_a_softmax_kernel_stock_keeps_its_softmax_in_float32() -> None:

@@ -213,6 +213,10 @@ def test_a_step_leaves_the_latest_input_of_each_chunk_its_gradient_and_workspace
     # The first new input takes the place of the last one and its gradient.
     assert step.play() == (2 * (5 + 3) + 2 + 32 + 8) * MIB
     assert step.count_left() == allocator.allocated == (2 * 5 + 32 + 8) * MIB
+    # With one more in flight each backward but the last leaves them to the schedule until the next backward.
+    ahead = [(True, 0, 0), (True, 1, 0), (False, 0, 0), (True, 2, 0), (False, 1, 0), (False, 2, 0)]
+    more = Step(CachingAllocator(), [trace], ahead, {})
+    assert [more.play(), more.count_left()] == [(4 * 5 + 2 * 3 + 2) * MIB, 2 * 5 * MIB]
     # Of one micro batch the highest moment is where it comes: beside what the last one left.
     alone = Step(CachingAllocator(), [trace], both[::2], {})
     assert [alone.play(), alone.play()] == [2 * 5 * MIB, (3 * 5 + 2) * MIB]
@@ -637,6 +641,21 @@ def test_flash_attention_keeps_its_output_twice_where_samples_are_several() -> N
 
     assert keep("flash", 2) - keep("fused", 2) == 1024 * 2 * 512 * 2
     assert keep("flash", 1) == keep("fused", 1)
+
+
+@pytest.mark.parametrize(("recompute", "kept"), [((), 0), (("core_attn",), 3)])
+def test_masks_of_the_samples_stay_where_megatron_recomputes_with_them(recompute: tuple[str, ...], kept: int) -> None:
+    """On the first of three stages, with three micro batches in flight; else a mask goes at its forward's end."""
+
+    def estimate(has_masks: bool) -> RankEstimate:
+        run = make_run(SMALL, gpu=None, pipeline_parallel=3, recompute=recompute, data_has_masks=has_masks)
+        return estimate_ranks(dataclasses.replace(run, micro_batch_size=2, num_micro_batches=6), only=0)[0]
+
+    of_masks, without = estimate(True), estimate(False)
+    assert of_masks.moment == without.moment == "backward of the layers"
+    mask = 2 * SMALL["seq_length"] ** 2
+    assert of_masks.peak_bytes - without.peak_bytes == kept * mask
+    assert of_masks.parts["micro batches"] - without.parts["micro batches"] == kept * mask
 
 
 @pytest.mark.parametrize(("family", "masks"), [("gpt", [0]), ("bert", [1]), ("t5", [1, 0, 1])])

@@ -139,8 +139,8 @@ LATENT = (
     [
         (
             f"--expert-model-parallel-size 2 {LATENT}",
-            ["--world-size=4"],
-            64 << 20,
+            ["--world-size=4", "--moe-imbalance=1.3"],
+            66 << 20,
             "--recompute-granularity selective --recompute-modules mla_up_proj",
         ),
         *exhaustive(("", ["--world-size=1", "--recompute-allowed"], 132 << 20, "without --recompute-granularity")),

@@ -7,7 +7,9 @@ from tempo_kernels.attention.blocks import (
     differentiate_sink,
     merge_blocks,
 )
+from tempo_kernels.attention.cpu import use_gpu_blocks
 from tempo_kernels.attention.function import OPERATIONS, attention, describe, find_backend, list_gpu_workspaces
+from tempo_kernels.attention.walks import list_flash_workspaces
 
 __all__ = [
     "OPERATIONS",
@@ -18,6 +20,8 @@ __all__ = [
     "differentiate_block",
     "differentiate_sink",
     "find_backend",
+    "list_flash_workspaces",
     "list_gpu_workspaces",
     "merge_blocks",
+    "use_gpu_blocks",
 ]

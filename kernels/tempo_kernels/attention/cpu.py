@@ -9,7 +9,9 @@ own flash attention runs where it computes the same (cpu_flash.py). The softmax 
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -26,6 +28,18 @@ MIN_BLOCK_ROWS = 64
 LOG2_E = math.log2(math.e)
 _LOWEST = torch.finfo(torch.float32).min
 _MASKED_SCORE = MASKED_SCORE * LOG2_E
+_has_gpu_blocks = False
+
+
+@contextlib.contextmanager
+def use_gpu_blocks() -> Iterator[None]:
+    """Makes blocks as large as on a GPU on every device inside the context."""
+    global _has_gpu_blocks
+    before, _has_gpu_blocks = _has_gpu_blocks, True
+    try:
+        yield
+    finally:
+        _has_gpu_blocks = before
 
 
 def forward(
@@ -174,7 +188,7 @@ def _find_block(inputs: Inputs, settings: Settings) -> tuple[int, int]:
     """Returns how many queries and samples make a block: few enough that its scores stay in the cache and causal blocks
     end early, many enough that matrix products are fast and calls are worth their overhead."""
     q, k = inputs.q, inputs.k
-    elements = BLOCK_ELEMENTS if q.device.type == "cpu" else GPU_BLOCK_ELEMENTS
+    elements = BLOCK_ELEMENTS if q.device.type == "cpu" and not _has_gpu_blocks else GPU_BLOCK_ELEMENTS
     elements_per_row = max(1, q.size(2) * k.size(0))
     rows = elements // elements_per_row
     if settings.find_window(q.size(0), k.size(0)) != (None, None):

@@ -187,36 +187,26 @@ def list_gpu_workspaces(
 ) -> list[int]:
     """Returns the bytes of each tensor that backward would hold on a GPU beside its results, all of them at once.
 
+    The softmax form's blocks are not among them: it is plain torch, and runs on fake tensors (`use_gpu_blocks`).
+
     Args:
-        operands: of the operator `attention_backward`; the tensors may be fake.
+        operands: of the operator `attention_backward` in the form "flash"; the tensors may be fake.
         major: of the GPU's compute capability.
         multiprocessors: of the GPU.
         is_deterministic: whether torch is to use deterministic algorithms.
     """
-    inputs, packed, settings, is_softmax = _read_operands(tuple(operands[4:-1]))
+    inputs, packed, settings, _ = _read_operands(tuple(operands[4:-1]))
     q, k, v = inputs[:3]
-    if is_softmax or not q.numel():
+    if not q.numel():
         return []
     is_packed = packed.cu_seqlens is not None
     is_special = is_packed or settings.softcap is not None or inputs.changes_scores
     where = inputs.mask, settings.window_size, inputs.key_lengths, settings.first_column
     if not settings.dropout_p and _takes_sdpa(q, k, v, settings.causal, *where, is_special):
-        return _list_sdpa_workspaces(q, k, multiprocessors if is_deterministic else 1)
+        return walks.list_flash_workspaces(q.shape, k.shape, q.dtype, multiprocessors if is_deterministic else 1)
     of_gpu = walks.name_architecture(major), multiprocessors
     splits = 0 if is_packed else walks.choose_splits(q.shape, k.shape, v.size(-1), q.dtype, *of_gpu)
     return walks.list_workspaces(q.shape, q.dtype, splits)
-
-
-def _list_sdpa_workspaces(q: Tensor, k: Tensor, most_splits: int) -> list[int]:
-    """softmax_d, dq_accum, and with grouped queries dk_expanded and dv_expanded, of mha_bwd in torch's
-    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp. Deterministic sums have as many splits as give
-    each of the GPU's multiprocessors, most_splits, a head."""
-    num_queries, batch, heads, head_dim = q.shape
-    multiple = 32 if head_dim <= 128 else 64
-    rows, columns = -(-num_queries // 128) * 128, -(-head_dim // multiple) * multiple
-    expanded = [q.element_size() * k.size(0) * batch * heads * head_dim] * (2 if k.size(2) != heads else 0)
-    splits = -(-most_splits // (batch * heads))
-    return [4 * batch * heads * rows, 4 * splits * batch * heads * rows * columns, *expanded]
 
 
 def describe(device_type: str, form: str = "flash") -> str:

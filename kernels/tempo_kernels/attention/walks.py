@@ -152,3 +152,24 @@ def list_workspaces(q_shape: Sequence[int], dtype: torch.dtype, splits: int) -> 
     if dtype == torch.float32:
         return [statistics, 4 * math.prod(q_shape[:3])]
     return [statistics, *([4 * math.prod(shape_sums(q_shape, splits))] if splits else [])]
+
+
+def list_flash_workspaces(
+    q_shape: Sequence[int], k_shape: Sequence[int], dtype: torch.dtype, most_splits: int
+) -> list[int]:
+    """Returns the same of FlashAttention-2: softmax_d, dq_accum, and with grouped queries dk_expanded and dv_expanded.
+
+    They are those of mha_bwd in its csrc/flash_attn/flash_api.cpp, and in torch's of
+    aten/src/ATen/native/transformers/cuda/flash_attn.
+
+    Args:
+        q_shape, k_shape: [sq, b, a, d] and [sk, b, g, d].
+        dtype: of both.
+        most_splits: the GPU's multiprocessors, each of which has a head's sums where they are deterministic; else 1.
+    """
+    num_queries, batch, heads, head_dim = q_shape
+    multiple = 32 if head_dim <= 128 else 64
+    rows, columns = -(-num_queries // 128) * 128, -(-head_dim // multiple) * multiple
+    expanded = [dtype.itemsize * k_shape[0] * batch * heads * head_dim] * (2 if k_shape[2] != heads else 0)
+    splits = -(-most_splits // (batch * heads))
+    return [4 * batch * heads * rows, 4 * splits * batch * heads * rows * columns, *expanded]

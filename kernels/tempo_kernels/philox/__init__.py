@@ -9,9 +9,10 @@ from tempo_kernels.philox.eager import (
     philox4x32,
     threshold,
 )
-from tempo_kernels.philox.function import drop_mask, foresee, keep_bits
+from tempo_kernels.philox.function import DRAWS, drop_mask, foresee, keep_bits
 
 __all__ = [
+    "DRAWS",
     "LANES",
     "check_place",
     "derive_key",

@@ -17,6 +17,9 @@ from tempo_kernels.philox.eager import LANES, WORD, check_place, threshold
 DRAWS_BEFORE_COMPILING = 1 << 30
 """Calls of Philox that, not compiled, take about as much longer as the compiler takes."""
 
+DRAWS = (cpu.draw_bits, eager.draw_bits)
+"""What draws on a CPU and elsewhere before it is compiled, by which a program that counts memory knows it."""
+
 _draw_compiled = Compiled(eager.draw_bits)
 _drawn = 0
 
@@ -59,8 +62,8 @@ def keep_bits(
     _drawn += group.numel() * c1.numel()
     # Sizes of 1 would be compiled in, each combination anew, and torch 2.13's Inductor gets one of these wrong.
     if _drawn < DRAWS_BEFORE_COMPILING or not pays_for(c1, 2, group.numel()):
-        draw = cpu.draw_bits if group.device.type == "cpu" and not torch.compiler.is_compiling() else eager.draw_bits
-        bits = run_or_simulate(draw, group, c1, c2, c3, k0=k0, k1=k1, limit=limit)
+        is_elsewhere = group.device.type != "cpu" or torch.compiler.is_compiling()
+        bits = run_or_simulate(DRAWS[is_elsewhere], group, c1, c2, c3, k0=k0, k1=k1, limit=limit)
     else:
         numbers = (torch.tensor(number, dtype=torch.int64, device=row.device) for number in (k0, k1, limit))
         bits = _draw_compiled(group, c1, c2, c3, *numbers)

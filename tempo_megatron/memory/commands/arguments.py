@@ -70,7 +70,7 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--allocator",
         action="store_true",
-        help="also simulate torch's CUDA caching allocator: what it rounds up to, and reserves (one stage)",
+        help="also simulate torch's CUDA caching allocator: what it rounds up to, and reserves",
     )
     group.add_argument("--gpu-memory", type=parse_memory, metavar="SIZE", help="say whether it fits, such as 80GiB")
     _add_imbalance(group)

@@ -96,7 +96,7 @@ def run_plan(args: argparse.Namespace) -> int:
     print(f"\n{json.dumps({'tempo': plan.block})}")
     print(" ".join(plan.megatron_arguments) or "without --recompute-granularity")
     if command is not None:
-        print(_write_planned_command(command, request.run, plan, args.vocab_size))
+        print(_write_planned_command(args, command, plan))
     if args.json:
         figures = {
             "tempo": plan.block,
@@ -192,8 +192,10 @@ def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gp
     return request, warnings
 
 
-def _write_planned_command(command: Command, run: Run, plan: MemoryPlan, vocab_size: int | None) -> str:
+def _write_planned_command(args: argparse.Namespace, command: Command, plan: MemoryPlan) -> str:
     """The command with the plan in place of what it said of Tempo and of recomputation."""
+    # What our own arguments ask, such as --moe-imbalance, stands in no command.
+    run, _, _ = read_run_of_command(args, command)
     tempo = TempoConfig.from_dict(plan.block)
     recomputed, _ = parse_options(plan.megatron_arguments)
     planned = dataclasses.replace(
@@ -215,7 +217,7 @@ def _write_planned_command(command: Command, run: Run, plan: MemoryPlan, vocab_s
     if "layers" in plan.block:
         words += ["--tempo-layers", json.dumps(plan.block["layers"])]
     options = [*drop_options(command.options, _PLANNED), *plan.megatron_arguments, *words]
-    return write_command(command, options, planned, vocab_size)
+    return write_command(command, options, planned, args.vocab_size)
 
 
 @contextlib.contextmanager

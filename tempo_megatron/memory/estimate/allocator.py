@@ -14,9 +14,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import enum
-from collections.abc import Iterator, Mapping
-
-from tempo_megatron.memory.estimate.model_states import ModelStates
+from collections.abc import Mapping
 
 ROUNDING_BYTES = 512
 SMALL_BYTES = 1 << 20
@@ -24,7 +22,6 @@ SMALL_SEGMENT_BYTES = 2 << 20
 LARGE_SEGMENT_BYTES = 20 << 20
 OWN_SEGMENT_BYTES = 10 << 20
 SEGMENT_ROUNDING_BYTES = 2 << 20
-STEPS = 2
 
 
 class Library(enum.Enum):
@@ -90,11 +87,17 @@ class CachingAllocator:
     def __init__(self, *, is_expandable: bool = False, counts_reserved: bool = True) -> None:
         self.allocated = self.peak_allocated = self.reserved = 0
         self._is_expandable, self._counts_reserved = is_expandable, counts_reserved
+        self.streams: list[CachingAllocator] = []
+        """Of other streams, whose free blocks this one does not take."""
         # Free blocks of the large and of the small pool, by size and address, which is the order of choice.
         self._free: tuple[list[tuple[int, int, Block]], list[tuple[int, int, Block]]] = ([], [])
 
-    def make_like(self) -> CachingAllocator:
-        """An empty one with the same rules: that of another stream, which takes no blocks of this one's."""
+    def add_stream(self) -> CachingAllocator:
+        """An empty one with the same rules, that of another stream."""
+        self.streams.append(self._make_like())
+        return self.streams[-1]
+
+    def _make_like(self) -> CachingAllocator:
         return CachingAllocator(is_expandable=self._is_expandable, counts_reserved=self._counts_reserved)
 
     def allocate(self, num_bytes: int) -> Block | None:
@@ -169,36 +172,6 @@ class CachingAllocator:
         del free[bisect.bisect_left(free, (block.size, block.address))]
 
 
-def simulate_allocator(
-    allocations: Allocations,
-    states: ModelStates,
-    *,
-    has_flat_gradients: bool,
-    num_micro_batches: int,
-    is_expandable: bool = False,
-) -> CachingAllocator:
-    """The caching allocator after STEPS steps.
-
-    Args:
-        allocations: of the rank's chunk.
-        states: gradients, optimizer states and buffers; weights are those of `allocations`.
-        has_flat_gradients: whether gradients lie in one buffer, else each is allocated.
-        num_micro_batches: of a step.
-        is_expandable: whether segments are expandable.
-    """
-    allocator = ExpandableAllocator() if is_expandable else CachingAllocator()
-    for num_bytes in _list_lasting(allocations, states, has_flat_gradients):
-        allocator.allocate(num_bytes)
-    for _ in range(STEPS):
-        for _ in range(min(num_micro_batches, STEPS)):
-            _play(allocator, allocations)
-        at_step = [allocator.allocate(max(0, states.gradients - states.standing_gradients))]
-        at_step.append(allocator.allocate(states.step_transient))
-        for block in at_step:
-            allocator.free(block)
-    return allocator
-
-
 class ExpandableAllocator(CachingAllocator):
     """A CachingAllocator with expandable segments, of which the large and the small pool have one each.
 
@@ -212,6 +185,9 @@ class ExpandableAllocator(CachingAllocator):
         # By is_small. The free block at an end is in `_last` only, not among the free blocks that `_take` chooses from.
         self._last: dict[bool, Block] = {}
         self._ends = {False: 0, True: 1 << 60}  # addresses, so far apart that the segments never meet
+
+    def _make_like(self) -> ExpandableAllocator:
+        return ExpandableAllocator()
 
     def _add_segment(self, size: int) -> Block:
         is_small = size <= SMALL_BYTES
@@ -240,34 +216,6 @@ class ExpandableAllocator(CachingAllocator):
             super()._remove(block)
             return
         block.is_free = False
-
-
-def _list_lasting(allocations: Allocations, states: ModelStates, has_flat_gradients: bool) -> Iterator[int]:
-    yield from allocations.parameter_bytes
-    total = sum(allocations.parameter_bytes)
-    if has_flat_gradients:
-        yield states.standing_gradients
-    else:
-        yield from (states.standing_gradients * size // total for size in allocations.parameter_bytes)
-    # Two moments and the weights' copy.
-    yield from [states.optimizer_states // 3] * 3
-    yield states.communication_buffers
-    yield allocations.global_buffer_bytes
-    yield states.bucket
-    yield states.reduced_gradients
-
-
-def _play(allocator: CachingAllocator, allocations: Allocations) -> None:
-    blocks: dict[int, Block | None] = {}
-    batch = [allocator.allocate(size) for size in allocations.batch_bytes]
-    for number, size in allocations.events:
-        if size < 0:
-            allocator.free(blocks.pop(number))
-        else:
-            blocks[number] = allocator.allocate(size)
-    # What the next micro batch begins without: the loss, and gradients that the step frees.
-    for block in [*blocks.values(), *batch]:
-        allocator.free(block)
 
 
 def round_up(num_bytes: int, multiple: int) -> int:

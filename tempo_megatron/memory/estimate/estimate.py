@@ -12,11 +12,12 @@ and on a CPU the 512 KiB of tables that the in-place GELU of 16 bits makes once 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from tempo_megatron.memory.estimate.allocator import CachingAllocator, Library, simulate_allocator
+from tempo_megatron.memory.estimate.allocator import Allocations, CachingAllocator, Library
 from tempo_megatron.memory.estimate.lasting_tensors import count_lasting_tensors
 from tempo_megatron.memory.estimate.megatron_fsdp import ShardedChunk
 from tempo_megatron.memory.estimate.model_states import (
@@ -26,6 +27,7 @@ from tempo_megatron.memory.estimate.model_states import (
 )
 from tempo_megatron.memory.estimate.muon import Piece, count_muon_states
 from tempo_megatron.memory.estimate.offload import count_moved_of_layers, drop_offload, offload_layers
+from tempo_megatron.memory.estimate.reserved import list_lasting, make_allocator, play_steps
 from tempo_megatron.memory.estimate.rounding import Step, count_rounding
 from tempo_megatron.memory.estimate.workspaces import list_workspaces
 from tempo_megatron.memory.routing import assume_routing
@@ -90,6 +92,7 @@ PART_NAMES = (
     "embedding",
     "layers",
     "loss head",
+    "attention's workspaces",
     "transients",
 )
 
@@ -122,19 +125,21 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
     Args:
         run: its model has a vocab_size.
         simulates_allocator: whether `rounded_bytes` and `reserved_bytes` are found too, which takes time for each
-            layer; one pipeline stage and a GPU's modules only.
+            layer; a GPU's modules only.
         only: the stage that is estimated; None is all.
 
     Raises ValueError where the model cannot lie so, and for a T5 in several pipeline stages.
     """
     stages, optimizer = run.pipeline_parallel, run.optimizer
-    if simulates_allocator and (stages > 1 or run.stock == "cpu"):
+    if simulates_allocator and run.stock == "cpu":
         raise ValueError(
-            f"--allocator is given with --pp {stages} and --stock {run.stock}, but it simulates the allocator of a GPU "
-            "in one stage; expected --pp 1 and --stock local or transformer_engine; leave it out"
+            "--allocator is given with --stock cpu, but it simulates the allocator of a GPU; expected --stock local or "
+            "transformer_engine; leave one of them out"
         )
     if simulates_allocator and optimizer.fsdp is not None:
         raise ValueError("--allocator does not follow weights that Megatron-FSDP gathers; leave it out")
+    if simulates_allocator and run.tempo.offloads:
+        raise ValueError("--allocator does not follow what tempo.offload sends to the host; leave one of them out")
     run.check()
     num_micro_batches = run.num_micro_batches or (1 if stages == 1 and optimizer.kind == "none" else 2 * stages)
     has_gradients = not makes_gradients(optimizer, run.dtype, num_micro_batches > 1)
@@ -166,14 +171,16 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
         # The blocks of tensors that leave for the host are others' meanwhile, and so are those of gathered weights;
         # their rounding is not counted.
         is_followed = optimizer.kind == "megatron" and sharded is None and not run.tempo.offloads
-        if run.gpu is not None and is_followed:
+        if simulates_allocator or (run.gpu is not None and is_followed):
             traces = [
                 trace_chunk(of_stage, each, **beside, has_gradients=has_gradients)
                 for each, beside in zip(layers, ends, strict=True)
             ]
         workspaces = list_workspaces(run, has_head=stage == stages - 1)
         allocator = CachingAllocator(is_expandable=run.expandable_segments, counts_reserved=False)
-        step = None if traces is None else Step(allocator, traces, _list_until_full(events), workspaces)
+        until_full = [*_list_until_full(events)]
+        is_rounded = run.gpu is not None and is_followed and traces is not None
+        step = Step(allocator, traces, until_full, workspaces) if is_rounded and traces is not None else None
         on_gpu = _count_on_gpu(run, chunks, muon and muon[1], allocator, step, workspaces)
         if run.gpu is not None:
             on_gpu["lasting tensors"] = count_lasting_tensors(run, stage)
@@ -186,18 +193,32 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
                 sharded=sharded,
             )
         )
-    if simulates_allocator:
-        allocator = simulate_allocator(
-            trace_chunk(assume_routing(run, 0), range(run.model.num_layers), has_gradients=has_gradients),
-            states,
-            has_flat_gradients=optimizer.kind == "megatron",
-            num_micro_batches=num_micro_batches,
-            is_expandable=run.expandable_segments,
-        )
-        found[0] = dataclasses.replace(
-            found[0], rounded_bytes=allocator.peak_allocated, reserved_bytes=allocator.reserved
-        )
+        if simulates_allocator and traces is not None:
+            whole = make_allocator(is_expandable=run.expandable_segments)
+            step = Step(whole, traces, until_full, workspaces)
+            others = [on_gpu[name] for name in ("float8 weights", "lasting tensors") if name in on_gpu]
+            place = functools.partial(_place, run, chunks, traces, states, muon and muon[1], whole, step, others)
+            rounded, reserved = play_steps(whole, step, states, place)
+            found[-1] = dataclasses.replace(found[-1], rounded_bytes=rounded, reserved_bytes=reserved)
     return tuple(found)
+
+
+def _place(
+    run: Run,
+    chunks: Sequence[ChunkMemory],
+    traces: Sequence[Allocations],
+    states: ModelStates,
+    pieces: Sequence[Piece] | None,
+    allocator: CachingAllocator,
+    step: Step,
+    others: Sequence[int],
+) -> None:
+    """Allocates what stays from step to step; `others` are bytes that neither `states` nor `chunks` have."""
+    if run.optimizer.kind == "megatron":
+        _round_states(run, chunks, pieces, allocator, step, [*others, *_list_always(run, chunks)])
+        return
+    for size in [*list_lasting(traces, states), *others]:
+        allocator.allocate(size)
 
 
 def _list_until_full(events: Sequence[Event]) -> Iterator[tuple[bool, int, int]]:
@@ -286,23 +307,11 @@ def _count_on_gpu(
         return {}
     optimizer, of_cublas = run.optimizer, list(itertools.chain(*workspaces.values()))
     placeholders = _list_placeholder_gradients(run, chunks)
-    buffer = max(each.global_buffer_bytes for each in chunks)
     rounding = 0
     if optimizer.kind == "megatron" and optimizer.fsdp is None:
-        sharing = _count_sharing(run)
         # Where no step is followed, what it leaves is among the others.
         of_step = [] if step else [*of_cublas, *(chunk.input_bytes for chunk in chunks for _ in range(2))]
-        rounding = count_rounding(
-            allocator,
-            [chunk.parameters for chunk in chunks],
-            run.dtype,
-            [*of_step, buffer, *placeholders],
-            optimizer,
-            parts=sharing if optimizer.distributed else (1, 1),
-            pieces=pieces,
-            shares_embedding=run.pipeline_parallel > 1 and not run.model.untie_embeddings_and_output_weights,
-            step=step,
-        )
+        rounding = _round_states(run, chunks, pieces, allocator, step, [*of_step, *_list_always(run, chunks)])
     float8, num_float8 = 0, _count_float8_weights(chunks)
     if run.float8 is not None:
         float8 = count_float8_bytes(num_float8, run.float8, run.gpu) - (num_float8 if run.float8_weights else 0)
@@ -315,6 +324,34 @@ def _count_on_gpu(
         "placeholder gradients": sum(placeholders),
         "float8 weights": float8,
     }
+
+
+def _list_always(run: Run, chunks: Sequence[ChunkMemory]) -> list[int]:
+    """The bytes of each tensor of Megatron's run that no step makes, beside the states."""
+    placeholders = [] if run.gpu is None else _list_placeholder_gradients(run, chunks)
+    return [max(each.global_buffer_bytes for each in chunks), *placeholders]
+
+
+def _round_states(
+    run: Run,
+    chunks: Sequence[ChunkMemory],
+    pieces: Sequence[Piece] | None,
+    allocator: CachingAllocator,
+    step: Step | None,
+    others: Sequence[int],
+) -> int:
+    """What `count_rounding` says of the states of Megatron's optimizer, which `allocator` then has."""
+    return count_rounding(
+        allocator,
+        [chunk.parameters for chunk in chunks],
+        run.dtype,
+        others,
+        run.optimizer,
+        parts=_count_sharing(run) if run.optimizer.distributed else (1, 1),
+        pieces=pieces,
+        shares_embedding=run.pipeline_parallel > 1 and not run.model.untie_embeddings_and_output_weights,
+        step=step,
+    )
 
 
 def _list_placeholder_gradients(run: Run, chunks: Sequence[ChunkMemory]) -> list[int]:
@@ -383,7 +420,8 @@ def _estimate_rank(
             in_flight = sum(n * memory.bytes_in_flight for n, memory in zip(waiting, chunks, strict=True))
             moment, buckets = highest[event.chunk, event.is_forward]
             earlier = _count_earlier_inputs(chunks, *key)
-            candidates[key] = in_flight + chunks[event.chunk].micro_batch_bytes + moment.num_bytes + buckets + earlier
+            own = chunks[event.chunk].count_micro_batch(in_forward=event.is_forward)
+            candidates[key] = in_flight + own + moment.num_bytes + buckets + earlier
         waiting[event.chunk] += 1 if event.is_forward else 0
         host_bytes = max(host_bytes, sum(n * each for n, each in zip(waiting, moved, strict=True)))
         follows_backward |= not event.is_forward
@@ -392,16 +430,20 @@ def _estimate_rank(
     # Its chunks share one, which stays from the first micro batch on.
     buffer = max(each.global_buffer_bytes for each in chunks)
     lasting = _list_parts(states) | {"global memory buffer": buffer} | on_gpu
+    # Below 0 where the workspaces take less than the phase has freed of its part.
+    transients = moment.rise - moment.workspaces
     parts = lasting | {
         "gradients": states.standing_gradients + moment.gradient_bytes,
         "communication buffers": lasting["communication buffers"] + buckets,
         "stage inputs": _count_earlier_inputs(chunks, others, chunk, is_forward, follows_backward),
         "deferred gradients": deferred,
         "micro batches": sum(n * each.micro_batch_bytes for n, each in zip(others, chunks, strict=True))
-        + chunks[chunk].micro_batch_bytes,
+        + chunks[chunk].count_micro_batch(in_forward=is_forward),
         "other micro batches' activations": sum(n * each.kept_bytes for n, each in zip(others, chunks, strict=True)),
         **moment.standing,
-        "transients": moment.rise,
+        moment.part: moment.standing[moment.part] + min(0, transients),
+        "attention's workspaces": moment.workspaces,
+        "transients": max(0, transients),
     }
     parts["rounding"] += rounding
     num_parameters = sum(memory.num_parameters for memory in chunks)

@@ -52,7 +52,7 @@ def count_rounding(
     """Bytes that the allocator counts beyond those of the tensors that stay from step to step.
 
     Args:
-        allocator: an empty one, which has them then.
+        allocator: an empty one, which has them then but for buffers, which that of another stream has.
         chunks: the parameters of each chunk of the rank, in the order of the modules.
         dtype: of the parameters.
         others: bytes of each other tensor that stays and that the step does not make.
@@ -63,7 +63,7 @@ def count_rounding(
         step: the first, on the same allocator, before the moments are made; without it they find no free blocks.
     """
     total = 0
-    of_buffers = allocator.make_like()
+    of_buffers = allocator.add_stream()
     is_distributed = optimizer.distributed or optimizer.muon == "laid out"
     bytes_of_gradient = find_gradient_bytes(optimizer, dtype)
     # Each chunk has a buffer of what is no expert, and one of experts.
@@ -111,8 +111,9 @@ def count_rounding(
             allocator.free(block)
         if step is not None:
             step.play()
-        for size in converted:
-            allocator.allocate(size)
+        blocks = [allocator.allocate(size) for size in converted]
+        if step is not None:
+            step.gradients = blocks
     left = 0 if step is None else step.count_left()
     allocated = allocator.allocated + of_buffers.allocated
     return allocated - total - sum(copies) - sum(others) - sum(converted) - sum(moments) - left
@@ -151,6 +152,8 @@ class Step:
         self._of_chunks: dict[int, list[_Block]] = {}
         self._of_schedule: list[_Block] = []
         self._last_chunk: int | None = None
+        self.gradients: list[Block | None] = []
+        """Their float32 copies, which the next step frees (`zero_grad`)."""
 
     def count_left(self) -> int:
         """Bytes of the tensors that stay from the last step to the next."""
@@ -185,7 +188,8 @@ class Step:
                 # The chunk has the new input in the place of the last one's.
                 last = self._of_chunks.pop(chunk, [])
                 if self._last_chunk == chunk:
-                    self._of_schedule = last
+                    # None where the last backward was that of an earlier micro batch: the schedule has its own.
+                    self._of_schedule += last
                 else:
                     self._drop(last)
             else:

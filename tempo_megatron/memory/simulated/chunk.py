@@ -348,8 +348,9 @@ class _Chunk:
     def __init__(self, run: Run, ends: _Ends, has_gradients: bool, longest_row: int = 3) -> None:
         self._run, self._ends = run, ends
         self._has_gradients = has_gradients
-        shape, is_engine = run.model, run.stock == "transformer_engine"
-        fuses = is_engine and shape.is_gated if run.fuses_activation is None else run.fuses_activation
+        shape, fuses = run.model, run.fuses_activation
+        if fuses is None:
+            fuses = run.stock == "transformer_engine" and shape.is_gated
         config = build_ledger_config(
             shape,
             sequence_parallel=run.sequence_parallel,
@@ -358,7 +359,7 @@ class _Chunk:
             fuse_swiglu=fuses,
         )
         asked = chosen = choose(describe_parts(config, run), _leave_latent_attention(run)).config
-        attention = choose_attention(run) if is_engine else "unfused"
+        attention = choose_attention(run)
         if attention != "unfused":
             chosen = _fuse_attention(chosen)
         stacks = STACKS_OF_FAMILIES[shape.family]
@@ -483,7 +484,8 @@ class _Chunk:
         memory = ChunkMemory(
             *self._count_parameters(),
             sum(times * count_expert_parameters(layer) for layer, times in self._layers),
-            self._count_batch(batch),
+            sum(self._list_batch(batch)),
+            0 if self._keeps_masks else self._count_masks(),
             self._count_largest(),
             self._buffer.count_bytes(),
             0 if self._ends.embedding else self._count_hidden(is_input=True),
@@ -509,14 +511,13 @@ class _Chunk:
         found = repeat_layers(segments, {place: each for place, (_, each) in enumerate(self._layers) if each > 1})
         if found is None:
             return None
-        storages = find_storages(value for value in batch.values() if isinstance(value, Tensor))
         parameters = tuple(self._list_for_all(lambda parameter: [_count([parameter], in_bytes=True)]))
         input_bytes = 0 if self._ends.embedding else self._count_hidden(is_input=True)
         events, num_forward, products = self._take_products_out(*found)
-        batch_bytes = tuple(storages.values())
+        masks = 0 if self._keeps_masks else self._count_masks()
         return Allocations(
-            *(parameters, batch_bytes, self._buffer.count_bytes(), events, num_forward),
-            *(input_bytes, self._count_masks(), products),
+            *(parameters, tuple(self._list_batch(batch)), self._buffer.count_bytes(), events, num_forward),
+            *(input_bytes, masks, products),
         )
 
     def _name_libraries(self, part: str, events: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -546,20 +547,26 @@ class _Chunk:
             without -= not is_backward
         return tuple(pure), without, first
 
-    def _count_batch(self, batch: Mapping[str, Any]) -> int:
-        """The micro batch's own tensors.
-
-        The causal masks of the samples are one tensor of bool, which no kernel reads (Megatron-LM: GPTDataset makes
-        one a sample); stages without embedding and loss head get none (pretrain_gpt.py: get_batch).
-        """
+    def _list_batch(self, batch: Mapping[str, Any]) -> list[int]:
+        """The bytes of each of the micro batch's own tensors that stay until its backward."""
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
         if self._run.data_has_masks and self._run.model.family == "gpt":
             tensors.pop("attention_mask", None)
-        return count_storage_bytes(tensors.values()) + self._count_masks()
+        masks = self._count_masks() if self._keeps_masks else 0
+        return [*find_storages(tensors.values()).values(), *([masks] if masks else [])]
+
+    @property
+    def _keeps_masks(self) -> bool:
+        """Whether masks that no kernel reads stay: as arguments of what Megatron recomputes (core/transformer:
+        attention.py: _checkpointed_attention_forward, transformer_block.py: _checkpointed_forward)."""
+        return bool({"full", "core_attn"} & {*self._run.recompute})
 
     def _count_masks(self) -> int:
+        """The causal masks of the samples are one tensor of bool, which no kernel reads (Megatron-LM: GPTDataset makes
+        one a sample); stages without embedding and loss head get none (pretrain_gpt.py: get_batch)."""
         has_masks = self._run.data_has_masks and self._run.model.family == "gpt"
-        if not has_masks or not any(self._ends):
+        ends = self._ends
+        if not has_masks or not (ends.embedding or ends.prediction or ends.head):
             return 0
         # Of the whole sample's tokens: a context-parallel rank has its share of the rows.
         return self._run.micro_batch_size * self._run.model.seq_length**2 * self._run.context_parallel
@@ -572,13 +579,13 @@ class _Chunk:
             edge = self._run_to_loss(batch)
             assert isinstance(self._seen, Makers)
             kept.update(self._seen.sum_by_module())
-            del edge
+            self._run_backward(edge)
 
-        self._follow(batch, Makers, run)
+        workspaces = self._follow(batch, Makers, run).workspaces
         times = [each for _, each in self._rows]
         numbers = [(first_layer + sum(times[:place]), each) for place, each in enumerate(times)]
         layers = {id(stack.layers): numbers for stack in self._stacks if len(stack.layers)}
-        return build_tree(self._model, kept, layers)
+        return build_tree(self._model, kept, workspaces, layers)
 
     def record(self) -> tuple[dict[tuple[str, int], list[SavedStorage]], list[SavedStorage]]:
         # With a mask whatever the layers are: what a layer keeps must not depend on its neighbours.
@@ -616,7 +623,8 @@ class _Chunk:
 
     def _on_device(self, seen: PeakBytes | None = None) -> contextlib.AbstractContextManager[None]:
         run = self._run
-        return on_device(run.stock, seen, run.chip, is_deterministic=run.deterministic)
+        attention = choose_attention(run)
+        return on_device(run.stock, seen, run.chip, is_deterministic=run.deterministic, stock_attention=attention)
 
     def _uses_global_buffer(self) -> bool:
         """Transformer Engine gathers tokens in memory of its own, and its unfused attention's scores are new memory
@@ -625,7 +633,10 @@ class _Chunk:
         return self._run.stock != "transformer_engine" or not is_in_layers
 
     def _run_micro_batch(self, batch: dict[str, Any]) -> None:
-        edge = self._run_to_loss(batch)
+        self._run_backward(self._run_to_loss(batch))
+        self._close()
+
+    def _run_backward(self, edge: torch.autograd.graph.GradientEdge) -> None:
         self._is_backward = True
         has_end = self._ends.norm or self._ends.head
         if has_end or not self._layers:
@@ -634,8 +645,6 @@ class _Chunk:
             self._mark(LAYERS, len(self._layers) - 1)
         gradient = None if self._ends.head else self._make_hidden(is_input=False)
         torch.autograd.backward([edge], None if gradient is None else [gradient])
-        del edge, gradient
-        self._close()
 
     def _run_to_loss(self, batch: dict[str, Any]) -> torch.autograd.graph.GradientEdge:
         """The forward, from whose end backward begins."""
@@ -734,16 +743,12 @@ class _Chunk:
 
     def _close(self) -> None:
         if self._phase is not None:
-            peak = self._seen.peak
+            peak, workspaces = self._seen.peak, self._seen.peak_workspaces
             level, gradients = self._seen.begin_phase(), self._count_gradients()
             growth = level - self._start
             rise = max(peak - self._start, growth)
-            self._levels.append(
-                (
-                    self._phase,
-                    Phase(self._phase[0], rise, growth, gradients - self._start_gradients, self._num_gradients),
-                )
-            )
+            numbers = rise, growth, gradients - self._start_gradients, self._num_gradients, workspaces
+            self._levels.append((self._phase, Phase(self._phase[0], *numbers)))
             self._bounds.append(len(self._seen.events) if isinstance(self._seen, AllocationTrace) else 0)
             self._start, self._start_gradients = level, gradients
             self._num_gradients_before += self._num_gradients

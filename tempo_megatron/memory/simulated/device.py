@@ -4,14 +4,16 @@ On a CPU Tempo's operations run block by block, and what they make inside themse
 costs as much time as a whole tensor would, and equal layers call the same operations: what a call makes, and how much
 it has alive inside itself, depends on the sizes of its tensors and on its numbers only. Its first call is run and
 recorded, those after it are replayed. On a GPU Tempo's operations are kernels that make nothing inside, except for the
-loss head's chunks and what attention's backward sums up.
+loss head's chunks, what attention's backward sums up, and the blocks of its softmax form, which is plain torch there.
+What attention holds inside itself has a name, its workspaces: that of stock modules, too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from tempo_kernels import attention
 from tempo_kernels.fakes import simulate
 from tempo_kernels.linear_cross_entropy import CHUNK_BYTES, OPERATIONS, use_chunk_bytes
 from tempo_kernels.opaque import Opaque
+from tempo_kernels.philox import DRAWS
 from tempo_megatron.memory.chips import H100, Chip
 from tempo_megatron.memory.storages import PeakBytes
 
@@ -35,7 +38,12 @@ PLACES = ("key_low", "key_high", "sample", "first_head", "first_row")
 
 @contextlib.contextmanager
 def on_device(
-    stock: str, seen: PeakBytes | None = None, chip: Chip = H100, *, is_deterministic: bool = False
+    stock: str,
+    seen: PeakBytes | None = None,
+    chip: Chip = H100,
+    *,
+    is_deterministic: bool = False,
+    stock_attention: str = "unfused",
 ) -> Iterator[None]:
     """Make the CPU's modules allocate memory as `stock`'s modules would.
 
@@ -44,42 +52,87 @@ def on_device(
         seen: counts the bytes; it is entered around this. Without it the CPU's operations only give their results.
         chip: of the GPU, where there is one.
         is_deterministic: whether torch is to use deterministic algorithms.
+        stock_attention: of `memory.simulated.transformer_engine.choose_attention`: whose workspaces modules have that
+            stand for stock attention.
     """
     if stock == "cpu":
         with contextlib.nullcontext() if seen is None else simulate(_Replay(seen).run):
             yield
         return
-    with simulate(_Gpu(chip, is_deterministic).run), use_chunk_bytes(CHUNK_BYTES["cuda"]), _GpuDropout():
+    with (
+        simulate(_Gpu(seen, chip, is_deterministic, stock_attention).run),
+        use_chunk_bytes(CHUNK_BYTES["cuda"]),
+        _GpuDropout(),
+    ):
         yield
 
 
 class _Gpu:
     """What operations make on a GPU."""
 
-    def __init__(self, chip: Chip, is_deterministic: bool) -> None:
-        self._attention = (chip.major, chip.multiprocessors, is_deterministic)
+    def __init__(self, seen: PeakBytes | None, chip: Chip, is_deterministic: bool, stock_attention: str) -> None:
+        self._seen, self._chip = seen, chip
+        self._is_deterministic, self._stock_attention = is_deterministic, stock_attention
+        self._replay = None if seen is None else _Replay(seen)
         self._of_stock: set[StorageWeakRef] = set()
 
-    def run(self, function: Any, *inputs: Any) -> Any:
+    def run(self, function: Any, *inputs: Any, **numbers: Any) -> Any:
         """A kernel makes its results only, and attention's backward what it sums up; one that refills a tensor makes
-        nothing."""
+        nothing. What draws masks for plain torch is not compiled yet when it takes most."""
         if function in OPERATIONS:
             return function.call(*inputs, backend=_HeadKernels)
+        if function in DRAWS:
+            return DRAWS[1](*inputs, **numbers)
+        if function is differentiate_stock_attention:
+            grads = function(*inputs)
+            self._hold(self._list_of_stock(inputs[0], inputs[1]), inputs[3])
+            return grads
         if not isinstance(function, Opaque):
             return None
+        if function in attention.OPERATIONS and _is_softmax(function, inputs) and self._replay is not None:
+            with attention.use_gpu_blocks():
+                return self._replay.run(function, *inputs)
         results = function.trace(*inputs)
         if function is attention.OPERATIONS[0] and _entered:
             self._of_stock.add(StorageWeakRef(results[1].untyped_storage()))
-        if function is attention.OPERATIONS[1] and not self._is_of_stock(inputs[2]):
-            held = [
-                inputs[0].new_empty(size, dtype=torch.uint8)
-                for size in attention.list_gpu_workspaces(inputs, *self._attention)
-            ]
-            del held
+        if function is attention.OPERATIONS[1] and inputs[2] is not None:
+            of_gpu = self._chip.major, self._chip.multiprocessors, self._is_deterministic
+            is_of_stock = StorageWeakRef(inputs[2].untyped_storage()) in self._of_stock
+            sizes = self._list_of_stock(*inputs[4:6]) if is_of_stock else attention.list_gpu_workspaces(inputs, *of_gpu)
+            self._hold(sizes, inputs[2])
         return results
 
-    def _is_of_stock(self, logsumexp: Tensor | None) -> bool:
-        return logsumexp is not None and StorageWeakRef(logsumexp.untyped_storage()) in self._of_stock
+    def _list_of_stock(self, q: Tensor, k: Tensor) -> list[int]:
+        """The bytes of each tensor that the backward of stock attention holds beside its results.
+
+        cuDNN's has one for the sums that its frontend asks for: of a row's output times its gradient, and of q's
+        gradient, unless it is deterministic (include/cudnn_frontend/node/scaled_dot_product_flash_attention.h of
+        1.23, CompositeSDPABackwardNode: softmax_sum and dQ_accum). What its engines take themselves is not known.
+        """
+        if self._stock_attention == "flash":
+            splits = self._chip.multiprocessors if self._is_deterministic else 1
+            return attention.list_flash_workspaces(q.shape, k.shape, q.dtype, splits)
+        rows = math.prod(q.shape[:-1])
+        return [4 * rows * (1 if self._is_deterministic else 1 + q.size(-1))]
+
+    def _hold(self, sizes: Iterable[int], kept: Tensor) -> None:
+        """Make and free workspaces of so many bytes; `kept` is what the call's forward kept."""
+        held = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        if self._seen is not None:
+            self._seen.note_workspaces(sum(map(_count_bytes, held)), self._seen.count_alive(), kept)
+
+
+def _is_softmax(function: Any, inputs: Sequence[Any]) -> bool:
+    """Of the operands of one of attention's operations."""
+    return bool(inputs[-1 if function is attention.OPERATIONS[0] else -2])
+
+
+def differentiate_stock_attention(q: Tensor, k: Tensor, v: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v that stock attention's backward makes, to be called by `run_or_simulate`.
+
+    statistics: what its forward kept of each row.
+    """
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 _entered: list[torch.nn.Module] = []
@@ -202,11 +255,13 @@ class LastingBuffer(GlobalMemoryBuffer):  # type: ignore[misc]
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What a call did: its new tensors, and the bytes alive inside at most beyond those that were there."""
+    """What a call did: its new tensors, and the bytes alive inside at most beyond those that were there, or that it
+    left."""
 
     results: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
     structure: Any
     rise: int
+    held: int
 
 
 class _Replay:
@@ -219,27 +274,36 @@ class _Replay:
     def run(self, function: Any, *inputs: Any, **numbers: Any) -> Any:
         """What the function returns; no size depends on `numbers`, nor on an operation's PLACES."""
         if not isinstance(function, Opaque):
-            return self._call((function, *inputs), lambda: function(*inputs, **numbers))
+            return self._call((function, *inputs), lambda: function(*inputs, **numbers))[0]
         arguments = getattr(torch.ops.tempo_kernels, function.name).default._schema.arguments
         key = (None if each.name in PLACES else value for each, value in zip(arguments, inputs, strict=True))
-        return self._call((function, *key), lambda: function.call(*inputs))
+        found, level, held = self._call((function, *key), lambda: function.call(*inputs))
+        if function in attention.OPERATIONS:
+            kept = None if function is attention.OPERATIONS[0] else inputs[2] if inputs[3] is None else inputs[3]
+            self._seen.note_workspaces(held, level, kept)
+        return found
 
-    def _call(self, key: Iterable[Any], function: Callable[[], Any]) -> Any:
-        """What function returns; `key` names it and has everything on which sizes in it depend.
+    def _call(self, key: Iterable[Any], function: Callable[[], Any]) -> tuple[Any, int, int]:
+        """What function returns, the most bytes alive inside, and how many of them it did not leave.
 
         A function that returns anything but new tensors, or leaves anything else behind, is run each time.
+
+        Args:
+            key: names it and has everything on which sizes in it depend.
+            function: without arguments.
         """
         key = tuple(_describe(value) for value in key)
-        call = self._calls.get(key)
+        call, start = self._calls.get(key), self._seen.count_alive()
         if call is None:
-            start, known = self._seen.count_alive(), key in self._calls
+            known = key in self._calls
             found, rise = self._seen.measure(function)
+            growth = self._seen.count_alive() - start
             if not known:
-                self._calls[key] = self._note(found, rise, self._seen.count_alive() - start)
-            return found
-        self._seen.raise_peak(call.rise)
+                self._calls[key] = self._note(found, rise, growth)
+            return found, start + rise, rise - growth
+        self._seen.raise_peak(start + call.rise)
         results = [torch.empty_strided(size, stride, dtype=dtype) for size, stride, dtype in call.results]
-        return tree_unflatten(results, call.structure)
+        return tree_unflatten(results, call.structure), start + call.rise, call.held
 
     @staticmethod
     def _note(found: Any, rise: int, growth: int) -> _Call | None:
@@ -250,7 +314,7 @@ class _Replay:
         # Storages of their own, each no larger than its tensor.
         if growth != sum(t.untyped_storage().nbytes() for t in tensors) or growth != sum(map(_count_bytes, tensors)):
             return None
-        return _Call(results, structure, rise)
+        return _Call(results, structure, rise, rise - growth)
 
 
 def _count_bytes(t: Tensor) -> int:

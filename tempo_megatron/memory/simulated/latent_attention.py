@@ -19,7 +19,9 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from tempo_kernels.fakes import run_or_simulate
 from tempo_megatron.memory.run import LatentAttention
+from tempo_megatron.memory.simulated.device import differentiate_stock_attention
 from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
 from tempo_megatron.slots.linear import DropsInput, TempoColumnParallelLinear
 
@@ -199,8 +201,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, _, _ = ctx.saved_tensors
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        q, k, v, _, statistics = ctx.saved_tensors
+        return run_or_simulate(differentiate_stock_attention, q, k, v, statistics)
 
 
 class _FusedRotation(torch.autograd.Function):

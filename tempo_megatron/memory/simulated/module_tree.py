@@ -1,4 +1,4 @@
-"""Says which modules of a chunk made what one micro batch keeps for backward."""
+"""Says which modules of a chunk made what one micro batch keeps for backward, and what attention holds inside."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ class ModuleMemory:
     kept_bytes: int
     """Of one of them: what it and the modules in it made, and one micro batch keeps from forward to backward."""
 
+    workspace_bytes: int
+    """Of the attention in one of them: what it holds inside itself at most, beside its results."""
+
     num_parameters: int
     """Of one of them, on one rank."""
 
@@ -38,11 +41,14 @@ class _MadeByModule(MadeStorage):
 
 
 class Makers(PeakBytes):
-    """Notes of each storage which module of a model made it: the innermost one whose forward runs."""
+    """Notes of each storage, and of attention's workspaces, which module of a model made it: the innermost one whose
+    forward runs, or ran where its backward does."""
 
     def __init__(self, *known: Tensor) -> None:
         super().__init__(*known)
         self._running = [""]
+        self.workspaces: dict[str, int] = collections.Counter()
+        """Name of a module -> the most that a call of its attention held inside itself."""
 
     def watch(self, model: torch.nn.Module) -> None:
         """Name modules as `model.named_modules()`."""
@@ -57,6 +63,12 @@ class Makers(PeakBytes):
         made = super().describe(storage, inputs)
         return _MadeByModule(made.reference, made.num_bytes, made.number, self._running[-1])
 
+    def note_workspaces(self, num_bytes: int, level: int, kept: Tensor | None) -> None:
+        super().note_workspaces(num_bytes, level, kept)
+        made = None if kept is None else self._alive.get(kept.untyped_storage()._cdata)
+        name = made.module if isinstance(made, _MadeByModule) else self._running[-1]
+        self.workspaces[name] = max(self.workspaces[name], num_bytes)
+
     def sum_by_module(self) -> dict[str, int]:
         """Name of a module -> bytes that are alive now."""
         self.drop_freed()
@@ -70,6 +82,7 @@ class Makers(PeakBytes):
 def build_tree(
     module: torch.nn.Module,
     kept: Mapping[str, int],
+    workspaces: Mapping[str, int],
     layers: Mapping[int, Sequence[tuple[int, int]]],
     *,
     name: str = "",
@@ -80,7 +93,7 @@ def build_tree(
 
     Args:
         module: the chunk's model, or a module in it.
-        kept: of `Makers.sum_by_module`.
+        kept, workspaces: of `Makers`.
         layers: id of a ModuleList -> (number of the first, how many) of the layers that each of its modules is.
         name, path: of the module itself, and with those around it.
         counted: ids of parameters that count elsewhere: one of several modules, as of tied embeddings, counts once.
@@ -89,15 +102,16 @@ def build_tree(
     own = {id(p): p.numel() for p in module.parameters(recurse=False) if id(p) not in counted}
     counted.update(own)
     children = [
-        build_tree(child, kept, layers, name=each, path=f"{path}.{each}" if path else each, counted=counted)
+        build_tree(child, kept, workspaces, layers, name=each, path=f"{path}.{each}" if path else each, counted=counted)
         for each, child in module.named_children()
     ]
     if id(module) in layers:
         children = _merge(children, layers[id(module)])
     total = kept.get(path, 0) + sum(child.times * child.kept_bytes for child in children)
     number = sum(own.values()) + sum(child.times * child.num_parameters for child in children)
+    held = max([workspaces.get(path, 0), *(child.workspace_bytes for child in children)])
     used = tuple(child for child in children if child.kept_bytes or child.num_parameters)
-    return ModuleMemory(name, 1, total, number, used)
+    return ModuleMemory(name, 1, total, held, number, used)
 
 
 def _merge(children: Sequence[ModuleMemory], numbers: Sequence[tuple[int, int]]) -> list[ModuleMemory]:

@@ -29,6 +29,9 @@ class Phase:
     num_gradients: int = 0
     """Elements of the parameters whose gradient becomes complete in it."""
 
+    workspaces: int = 0
+    """The part of `rise` that attention's workspaces are."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
@@ -72,7 +75,10 @@ class ChunkMemory:
     """Of its parameters, those of routed experts."""
 
     micro_batch_bytes: int
-    """The micro batch's own tensors: tokens, labels, positions, masks."""
+    """The micro batch's own tensors: tokens, labels, positions, masks that layers keep."""
+
+    mask_bytes: int
+    """Of its masks that nobody keeps: they go when its forward is over."""
 
     largest_layer_parameters: int
     """Parameters of its largest layer, embedding or output layer: what ZeRO-3 gathers at once at least."""
@@ -111,6 +117,10 @@ class ChunkMemory:
         """What a micro batch between forward and backward takes, its own tensors included."""
         return self.kept_bytes + self.micro_batch_bytes
 
+    def count_micro_batch(self, *, in_forward: bool) -> int:
+        """The micro batch's own tensors in its forward or backward."""
+        return self.micro_batch_bytes + (self.mask_bytes if in_forward else 0)
+
     def list_moments(self, *, in_backward: bool, is_combined: bool = False) -> Iterator[Moment]:
         """The highest moment of each phase of the forward, or of the backward.
 
@@ -119,7 +129,7 @@ class ChunkMemory:
             TransformerModelChunkSchedulePlan.run). Its tensors count as transients.
         """
         ahead = [
-            self.micro_batch_bytes + sum(phase.growth for phase in self.forward[: place + 1])
+            self.micro_batch_bytes + self.mask_bytes + sum(phase.growth for phase in self.forward[: place + 1])
             for place in range(len(self.backward))
         ]
         standing = dict.fromkeys(PARTS, 0)
@@ -132,7 +142,9 @@ class ChunkMemory:
                     name = f"{'backward' if in_backward else 'forward'} of the {phase.part}"
                     rise = phase.rise + (ahead[place] if is_combined and in_backward else 0)
                     numbers = num_gradients, before[phase.part]
-                    yield Moment(name, phase.part, rise, phase.growth, gradients, *numbers, dict(standing))
+                    yield Moment(
+                        *(name, phase.part, rise, phase.workspaces, phase.growth, gradients, *numbers, dict(standing))
+                    )
                 before[phase.part] += 1
                 standing[phase.part] += phase.growth - phase.gradient_growth
                 gradients += phase.gradient_growth
@@ -146,6 +158,9 @@ class Moment:
     part: str
     rise: int
     """Beyond what stood when the phase began."""
+
+    workspaces: int
+    """The part of `rise` that attention's workspaces are."""
 
     growth: int
     """What stands when the phase ends, beyond that."""

@@ -26,11 +26,14 @@ from tempo_megatron.slots.norm import TorchRMSNorm
 
 
 def choose_attention(run: Run) -> str:
-    """ "fused", "flash" or "unfused": what DotProductAttention takes where both of the first two are installed.
+    """ "fused", "flash" or "unfused": what DotProductAttention takes where both of the first two are installed; that of
+    Megatron's own modules is unfused.
 
     FlashAttention goes first before Hopper, cuDNN's from Hopper on (pytorch/attention/dot_product_attention/utils.py:
     1649); on Blackwell that has no deterministic backward with dropout (common/fused_attn/fused_attn.cpp:480-488).
     """
+    if run.stock != "transformer_engine":
+        return "unfused"
     if run.stock_attention != "fused" or run.gpu is None:
         return run.stock_attention
     is_refused = run.gpu == "gb200" and run.deterministic and run.model.attention_dropout > 0

@@ -1,0 +1,66 @@
+"""Says what torch's caching allocator takes from a device for a rank: all that stays, and two steps in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from tempo_megatron.memory.estimate.allocator import Allocations, CachingAllocator, ExpandableAllocator
+from tempo_megatron.memory.estimate.model_states import ModelStates
+from tempo_megatron.memory.estimate.rounding import Step
+
+_STEPS = 2
+"""The first leaves the free blocks that the second finds."""
+
+
+def make_allocator(*, is_expandable: bool) -> CachingAllocator:
+    """One that places every block."""
+    return ExpandableAllocator() if is_expandable else CachingAllocator()
+
+
+def play_steps(
+    allocator: CachingAllocator, step: Step, states: ModelStates, place: Callable[[], object]
+) -> tuple[int, int]:
+    """(Bytes that it counts as allocated at most in a step, bytes that it has reserved then), of all streams.
+
+    Args:
+        allocator: of `make_allocator`.
+        step: of the rank, on it.
+        states: of the rank.
+        place: allocates what stays, and may play steps in between.
+    """
+    place()
+    allocator.peak_allocated = allocator.allocated
+    for _ in range(_STEPS):
+        for block in step.gradients:
+            allocator.free(block)
+        step.play()
+        sizes = [each.size for each in step.gradients if each is not None]
+        step.gradients = [allocator.allocate(size) for size in sizes]
+        at_step = [allocator.allocate(max(0, states.gradients - states.standing_gradients - sum(sizes)))]
+        at_step.append(allocator.allocate(states.step_transient))
+        for block in at_step:
+            allocator.free(block)
+    others = allocator.streams
+    return (
+        allocator.peak_allocated + sum(each.allocated for each in others),
+        allocator.reserved + sum(each.reserved for each in others),
+    )
+
+
+def list_lasting(traces: Sequence[Allocations], states: ModelStates) -> Iterator[int]:
+    """Bytes of each tensor that stays from step to step where the optimizer is not Megatron's.
+
+    Args:
+        traces: of each chunk of the rank; they have the weights.
+        states: gradients, optimizer states and buffers.
+    """
+    parameters = [size for trace in traces for size in trace.parameter_bytes]
+    yield from parameters
+    total = sum(parameters)
+    yield from (states.standing_gradients * size // total for size in parameters)
+    # Two moments and the weights' copy.
+    yield from [states.optimizer_states // 3] * 3
+    yield states.communication_buffers
+    yield max(trace.global_buffer_bytes for trace in traces)
+    yield states.bucket
+    yield states.reduced_gradients
