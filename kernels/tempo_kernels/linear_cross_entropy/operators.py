@@ -59,7 +59,8 @@ def make_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tenso
 def order_rows(t: Tensor, settings: Settings) -> Tensor:
     """Brings t [b, s] into the order of hidden's rows, [segments, s/segments * b]."""
     segments = settings.shards.num_segments
-    return t.t().reshape(segments, t.numel() // segments)
+    t = t if 1 in t.shape else t.t()  # where one size is 1, both orders are the same
+    return t.reshape(segments, t.numel() // segments)
 
 
 def _make_empty_losses(
