@@ -176,7 +176,7 @@ def _find_chunks(
         return chunk_rows, 0
     # Under sequence parallelism a chunk also holds the gathered tokens of all ranks and their gradients.
     token_bytes = logit_bytes + (2 * hidden_shape[2] * element_bytes if num_segments > 1 else 0)
-    sum_itemsize = torch.promote_types(dtype, torch.float32).itemsize
+    sum_itemsize = max(element_bytes, torch.float32.itemsize)
     sum_bytes, copy_bytes = sum_itemsize * num_weights, element_bytes * num_weights
     at_once = num_rows * num_segments * token_bytes + copy_bytes
     by_rows = max(chunk_bytes + sum_bytes, sum_bytes + copy_bytes if sum_bytes != copy_bytes else 0)

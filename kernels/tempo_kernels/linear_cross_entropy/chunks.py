@@ -188,7 +188,7 @@ class Gradients:
         self._shards, self._head = settings.shards, head
         self._works: list[tuple[Any, Tensor]] = []
         self._sums_hidden = settings.chunk_columns > 0
-        compute_dtype = torch.promote_types(weight.dtype, torch.float32)
+        compute_dtype = weight.dtype if weight.dtype == torch.float64 else torch.float32
         dtype = compute_dtype if self._sums_hidden else hidden.dtype
         self.hidden = torch.empty_like(hidden, dtype=dtype) if has_grads[0] else None
         self.weight = total
