@@ -116,7 +116,7 @@ def measure(capability: int, words: Sequence[str] | None = None) -> Iterator[dic
     def is_asked(name: str) -> bool:
         return not words or any(word in name for word in words)
 
-    for one in cases.find_passes():
+    for one in cases.find_passes(capability):
         if is_asked(one.name):
             yield {"kind": "pass", "name": one.name, **measure_pass(one, capability), **environment}
     for head_dim in (64, 128):
@@ -173,6 +173,7 @@ def measure_pass(one: Any, capability: int) -> dict[str, Any]:
         "num_bytes": one.num_bytes,
         "tail_launches": one.tail_launches,
         "tail_bytes": one.tail_bytes,
+        "dependent_launches": one.dependent_launches,
         "last_bytes": one.last_bytes,
         "per_element": round(fields["issued"] / elements, 2),
         "cycles_per_element": round(fields["cycles"] / elements, 2),

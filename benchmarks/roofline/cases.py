@@ -25,8 +25,10 @@ from tempo_kernels.attention.settings import Inputs, Kept, Settings
 from tempo_kernels.dropout_add import kernel as dropout_add
 from tempo_kernels.gelu import kernel as gelu
 from tempo_kernels.glu import kernel as glu
+from tempo_kernels.kernel_launch import KNOWS_DEPENDENT_LAUNCHES, forget_plans
 from tempo_kernels.linear_cross_entropy import kernel as loss_head
 from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
+from tempo_kernels.norm import kernel as norm
 from tempo_kernels.norm import kernel_long_rows, kernel_lost_channels, kernel_whole_rows, reserve
 from tempo_kernels.norm import kernel_rows as norm_rows
 from tempo_kernels.pointwise import kernel as pointwise
@@ -51,6 +53,8 @@ class Pass(NamedTuple):
     tail_launches: int = 0
     tail_bytes: int = 0
     """What the tail reads and writes, and the partial sums that the pass writes for it."""
+    dependent_launches: int = 0
+    """Of tail_launches those that start ahead of the end of the one before them."""
     last_bytes: int = 0
     """Of partial sums that the last program of a strip reads, where it adds them up; 0 where a launch does."""
 
@@ -82,11 +86,14 @@ class Tail(TorchDispatchMode):
         return found
 
 
-def find_passes() -> Iterator[Pass]:
+def find_passes(capability: int = 90) -> Iterator[Pass]:
     """Of every operation in every form, and of the loss head's kernels."""
     for operation in OPERATIONS:
         for form in operation.forms:
-            yield from _record(operation, form.factory(SIZES.p), form.keeps, form.forward, form.backward)
+            with allow_dependent_launches(capability):
+                found = _record(operation, form.factory(SIZES.p), form.keeps, form.forward, form.backward)
+                passes = list(found)
+            yield from passes
     yield from _find_loss_passes()
 
 
@@ -147,7 +154,8 @@ def _join(name: str, launches: list[Launch], elements: int, num_bytes: int, stor
     in_others = sum(_bytes_of(t) for one in others for t in one.arguments.values() if isinstance(t, Tensor))
     tail_launches, tail_bytes = tail.launches + len(others), tail.num_bytes + in_others + written
     last_bytes = _find_last_bytes(main) if main.arguments.get("counters_ptr") is not None else 0
-    return Pass(name, main, elements, num_bytes, stored_bytes, tail_launches, tail_bytes, last_bytes)
+    dependent = sum(one.options.get("launch_pdl", False) for one in others)
+    return Pass(name, main, elements, num_bytes, stored_bytes, tail_launches, tail_bytes, dependent, last_bytes)
 
 
 def _find_last_bytes(launch: Launch) -> int:
@@ -175,6 +183,16 @@ def _make_tensor(name: str, width: int) -> Tensor:
     else:
         t = torch.empty(SIZES.s, SIZES.b, width * (2 if name == "x_gated" else 1), dtype=SIZES.dtype)
     return t.requires_grad_()
+
+
+@contextlib.contextmanager
+def allow_dependent_launches(capability: int) -> Iterator[None]:
+    """Plans launches inside the context as on a GPU of this compute capability: they depend on those before them."""
+    depends = KNOWS_DEPENDENT_LAUNCHES and capability >= 90
+    forget_plans()
+    with mock.patch.object(norm, "can_depend", lambda device: depends):
+        yield
+    forget_plans()
 
 
 @contextlib.contextmanager

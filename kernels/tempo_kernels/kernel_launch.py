@@ -11,16 +11,18 @@ Triton chose. The key is everything else by which Triton tells variants apart:
 Triton itself makes the first launch of each variant, any launch with a wider number, any launch while launch hooks are
 set (profilers set them), and all launches under its interpreter. A remembered launch skips three checks of Triton: its
 environment variables, the values of the kernel's global names, and whether the GPU can read an address, which follows
-from the tensor's device.
+from the tensor's device. It also skips the method around Triton's launcher in C, which allocates scratch memory for
+kernels that need some; those keep the method.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -31,10 +33,12 @@ from triton.runtime import JITFunction, driver
 _KNOBS: Any = getattr(triton, "knobs", None)
 
 
-_KNOWS_DESCRIPTORS = [int(part) for part in triton.__version__.split(".")[:2]] >= [3, 6]
-HAS_DESCRIPTORS = _KNOWS_DESCRIPTORS and os.environ.get("TEMPO_DESCRIPTORS") != "0"
+_IS_NEW = [int(part) for part in triton.__version__.split(".")[:2]] >= [3, 6]
+KNOWS_DEPENDENT_LAUNCHES = _IS_NEW and os.environ.get("TRITON_INTERPRET") != "1"
+"""Whether a kernel may start before the one ahead of it on its stream has ended; older versions were not tried."""
+HAS_DESCRIPTORS = _IS_NEW and os.environ.get("TEMPO_DESCRIPTORS") != "0"
 """Whether launches may describe tensors: older versions of Triton were not tried, the oldest have no descriptors."""
-if _KNOWS_DESCRIPTORS:
+if _IS_NEW:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 PlanT = TypeVar("PlanT")
@@ -130,7 +134,34 @@ class Plan:
             self.places = [names.index(name) for name in self.varying]
             assert not any(place < num_tensors for place in self.places)
             self.kernel, self.variants = kernel, {}
-        self.variants[key] = compiled.run, *(*self.grid, 1, 1)[:3], compiled.function, compiled.packed_metadata
+        self.variants[key] = _find_call(compiled, (*(*self.grid, 1, 1)[:3],))
+
+
+class _Call(NamedTuple):
+    """How a compiled variant is launched: run.launch(*before, stream, *between, *values), with the values in one tuple
+    if is_packed; or, where that may not be skipped, run(*before, stream, *between, *values)."""
+
+    run: Any
+    before: tuple[int, ...]
+    """The grid."""
+    between: tuple[Any, ...]
+    is_packed: bool
+    is_direct: bool
+
+
+def _find_call(compiled: Any, grid: tuple[int, ...]) -> _Call:
+    """Finds how to launch a variant, by what its launcher hands to the launcher in C for marked arguments."""
+    run, stream, value = compiled.run, object(), object()
+    between = (compiled.function, compiled.packed_metadata, None, None, None)
+    handed: list[Any] = []
+    scratch = [getattr(run, name, 0) for name in ("global_scratch_size", "profile_scratch_size", "gsan_enabled")]
+    if not any(scratch) and hasattr(run, "launch"):
+        marked = copy.copy(run)
+        marked.launch = lambda *arguments: handed.extend(arguments)
+        marked(*grid, stream, *between, value)
+        if handed[:4] == [*grid, stream] and handed[-1] in (value, (value,)):
+            return _Call(run, grid, tuple(handed[4:-1]), handed[-1] is not value, True)
+    return _Call(run, grid, between, False, False)
 
 
 def launch(kernel: Any, plan: Plan, tensors: Sequence[Tensor | None], numbers: Sequence[int] = ()) -> None:
@@ -168,8 +199,14 @@ def launch(kernel: Any, plan: Plan, tensors: Sequence[Tensor | None], numbers: S
     values += plan.values
     for place, number in zip(plan.places, numbers):  # noqa: B905 - strict= costs time
         values[place] = number
-    run, x, y, z, function, metadata = variant
-    run(x, y, z, active.get_current_stream(device), function, metadata, None, None, None, *values)
+    run, before, between, is_packed, is_direct = variant
+    stream = active.get_current_stream(device)
+    if is_packed:
+        run.launch(*before, stream, *between, tuple(values))
+    elif is_direct:
+        run.launch(*before, stream, *between, *values)
+    else:
+        run(*before, stream, *between, *values)
 
 
 def _launch_by_triton(

@@ -17,6 +17,8 @@ from covering import exhaustive
 from measurements import RESULTS, read_records
 from roofline import cases, launches, machine_code, model, walks
 
+from tempo_kernels.kernel_launch import KNOWS_DEPENDENT_LAUNCHES
+
 RESOURCES = Path(__file__).parents[1] / "kernels" / "kernel_resources.json"
 LIMITS = json.loads(RESOURCES.read_text(encoding="utf-8"))["roofline"]
 
@@ -111,6 +113,8 @@ def test_a_pass_is_as_long_as_what_it_waits_for_and_its_tail():
     num_bytes = round(3e-6 * device.copy_bytes_per_s)
     share = find_share(tail_launches=2, tail_bytes=num_bytes)
     assert share == pytest.approx(300 / (300 + 2 * chosen.launch_us + 3), abs=1e-4)
+    share = find_share(tail_launches=2, dependent_launches=1)
+    assert share == pytest.approx(300 / (300 + chosen.launch_us + chosen.dependent_us), abs=1e-4)
     last_us = chosen.last_us + (1 << 20) / 64 / (device.clock_hz / 1e6)
     assert find_share(last_bytes=1 << 20) == pytest.approx(300 / (300 + last_us), abs=1e-4)
 
@@ -199,7 +203,8 @@ def test_the_page_is_what_the_records_say():
 def test_behind_a_norms_backward_is_one_launch_and_all_that_it_reads_counts():
     found = {one.name: one for one in cases.find_passes() if "norm backward" in one.name}
     assert len(found) == 4 and {one.tail_launches for one in found.values()} == {1}
-    num_programs, h = 256, cases.SIZES.h
+    assert {one.dependent_launches for one in found.values()} == {int(KNOWS_DEPENDENT_LAUNCHES)}
+    num_programs, h = 128, cases.SIZES.h
     for name, num_sums in (("layer_norm backward, keeps output", 2), ("rms_norm backward, keeps input", 1)):
         assert found[name].tail_bytes == num_sums * h * (2 * 4 * num_programs + 2)
 

@@ -58,15 +58,24 @@ def read(argument):
 
 
 class Launches(list):
-    """What reached the launcher: the compiled function, the grid, and the arguments as `read` has them."""
+    """What reached the launcher in C: the compiled function, the grid, and the arguments as `read` has them. Those of a
+    launch by a plan, which skips Triton's method around it, and of Triton's own look alike there."""
 
     def __enter__(self):
-        def record(launcher, x, y, z, stream, function, metadata, data, enter, leave, *arguments):
-            self.append((function, (x, y, z), *map(read, arguments)))
-
         from triton.backends.nvidia.driver import CudaLauncher
 
-        self._patch = mock.patch.object(CudaLauncher, "__call__", record)
+        def find(launcher):
+            def record(x, y, z, stream, function, *others):
+                if isinstance(stream, int):  # kernel_launch marks the stream to find out what the method hands over
+                    is_packed = isinstance(others[-1], (list, tuple))
+                    metadata = next(place for place, other in enumerate(others) if isinstance(other, tuple))
+                    self.append((function, (x, y, z), *map(read, others[-1] if is_packed else others[metadata + 4 :])))
+                vars(launcher)["launch"](x, y, z, stream, function, *others)
+
+            return record
+
+        change = property(find, lambda launcher, launch: vars(launcher).update(launch=launch))
+        self._patch = mock.patch.object(CudaLauncher, "launch", change, create=True)
         self._patch.start()
         return self
 

@@ -345,5 +345,5 @@ class _Attention(torch.autograd.Function):
             grads = Gradients(*[None if t is None else next(found) for t in wanted])  # type: ignore[arg-type]
         else:
             grads = call_untraced(_differentiate, grad_out, grad_out, kept, inputs, packed, settings, *choice)
-        of_inputs = [getattr(grads, name, None) for name in Inputs._fields]
+        of_inputs = Inputs(*grads[:3], bias=grads.bias, sink=grads.sink)
         return None, None, *of_inputs, *[None] * len(packed)

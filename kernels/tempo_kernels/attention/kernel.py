@@ -123,7 +123,9 @@ def backward(
     """
     q = inputs.q
     dtype = torch.float32 if kept.is_part else q.dtype
-    grad_q, grad_k, grad_v = (torch.empty(t.shape, dtype=dtype, device=t.device) for t in inputs[:3])
+    grad_q, grad_k, grad_v = [
+        torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format) for t in inputs[:3]
+    ]
     if documents is not None:
         for grad in (grad_q, grad_k, grad_v):
             grad.zero_()
@@ -221,10 +223,11 @@ def _prepare(
         mask = mask.view(torch.uint8).expand(q.size(1), q.size(2), q.size(0), k.size(0))
     if bias is not None:
         bias = bias.expand(q.size(1), q.size(2), q.size(0), k.size(0))
-    lengths, slopes, sink = (None if t is None else t.contiguous() for t in (lengths, slopes, sink))
-    boundaries, key_boundaries, samples = (None if t is None else t.contiguous() for t in documents or Documents())
-    if key_boundaries is None:
-        key_boundaries = boundaries
+    lengths, slopes, sink = [None if t is None else t.contiguous() for t in (lengths, slopes, sink)]
+    boundaries = key_boundaries = samples = None
+    if documents is not None:
+        boundaries, key_boundaries, samples = [None if t is None else t.contiguous() for t in documents]
+        key_boundaries = boundaries if key_boundaries is None else key_boundaries
     numbers, (key, first_sample) = settings.split()
     form = Form(
         q.shape,

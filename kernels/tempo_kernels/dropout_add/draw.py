@@ -60,9 +60,8 @@ class Draw(NamedTuple):
                     f"first_column is {self.first_column}; expected a multiple of {LANES}, as one draw serves "
                     f"{LANES} columns; begin the part there"
                 )
-        if isinstance(self.key, Tensor) or isinstance(self.first_sample, Tensor):
+        if self.has_tensors:
             self._check_tensors(x.device)
-        if self.rows is not None or self.samples is not None:
             self._check_positions(x)
 
     def _check_tensors(self, device: torch.device) -> None:

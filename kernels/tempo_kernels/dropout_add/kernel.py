@@ -9,6 +9,7 @@ registers over a program's tiles, then over the programs (pointwise/kernel_sums.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tempo_kernels.dropout_add.draw import Draw
-from tempo_kernels.kernel_launch import Plan, cache_plans, launch
+from tempo_kernels.kernel_launch import MAX_PLANS, Plan, cache_plans, launch
 from tempo_kernels.philox import LANES, effective_probability, threshold
 from tempo_kernels.philox.kernel import drop_mask, key_words, load_draw
 from tempo_kernels.pointwise.kernel_sums import (
@@ -263,12 +264,17 @@ def _list_drawn(draw: Draw, x: Tensor) -> tuple[tuple[Tensor | None, ...], _Load
     rows and samples are given as [s, b], one number for each row of [s * b, h].
     """
     numbers, tensors = draw.split()
-    # A group has 32 bits, which an argument of 32 bits holds with a sign.
-    first_group, _ = key_words(draw.first_column // LANES)
-    words = (*key_words(int(numbers.key)), int(numbers.first_sample), draw.first_row, first_group)
+    words = _find_words(int(numbers.key), int(numbers.first_sample), draw.first_row, draw.first_column)
     if not tensors:
         return _NO_TENSORS, _LOADS_NOTHING, words
     key, first_sample, *positions = tensors
     whole = (None if t is None else t.view(x.size(0), -1).expand(x.shape[:2]).contiguous() for t in positions)
     drawn = (key, first_sample, *whole)
     return drawn, tuple(t is not None for t in drawn), words
+
+
+@functools.lru_cache(maxsize=MAX_PLANS)  # backward draws what forward drew
+def _find_words(key: int, first_sample: int, first_row: int, first_column: int) -> tuple[int, ...]:
+    # A group has 32 bits, which an argument of 32 bits holds with a sign.
+    first_group, _ = key_words(first_column // LANES)
+    return (*key_words(key), first_sample, first_row, first_group)

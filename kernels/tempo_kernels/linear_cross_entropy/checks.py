@@ -35,24 +35,25 @@ def check_tensors(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, token_weights: Tensor | None, shards: Shards
 ) -> None:
     """Raises ValueError unless the tensors' shapes and dtypes agree."""
-    if hidden.dim() != 3 or not hidden.is_floating_point():
+    h_shape, w_shape = hidden.shape, weight.shape
+    if len(h_shape) != 3 or not hidden.is_floating_point():
         raise ValueError(
             f"hidden is {hidden.dtype} of shape {list(hidden.shape)}; expected a floating-point [s, b, h] tensor"
         )
-    if weight.dim() != 2 or weight.size(1) != hidden.size(2) or weight.size(0) < 1 or weight.dtype != hidden.dtype:
+    if len(w_shape) != 2 or w_shape[1] != h_shape[2] or w_shape[0] < 1 or weight.dtype != hidden.dtype:
         raise ValueError(
             f"weight is {weight.dtype} of shape {list(weight.shape)}; expected {hidden.dtype} of shape "
             f"[v, {hidden.size(2)}], as hidden; cast it"
         )
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != hidden.dtype):
+    if bias is not None and (bias.shape != w_shape[:1] or bias.dtype != hidden.dtype):
         raise ValueError(
             f"bias is {bias.dtype} of shape {list(bias.shape)}; expected {hidden.dtype} of shape {[weight.size(0)]}, "
             "as weight"
         )
-    tokens = [hidden.size(1), hidden.size(0) * shards.num_segments]
-    if labels.dtype != torch.int64 or list(labels.shape) != tokens:
+    tokens = (h_shape[1], h_shape[0] * shards.num_segments)
+    if labels.dtype != torch.int64 or labels.shape != tokens:
         raise ValueError(
-            f"labels are {labels.dtype} of shape {list(labels.shape)}; expected torch.int64 of shape {tokens}, "
+            f"labels are {labels.dtype} of shape {list(labels.shape)}; expected torch.int64 of shape {list(tokens)}, "
             "[b, s] of the whole sequence"
         )
     if token_weights is not None and (
@@ -89,7 +90,8 @@ def make_settings(
     knows_statistics: whether the gradient is made when every token's statistics are known, as in a backward.
     """
     chunk_rows, chunk_columns = _find_chunks(chunk_tokens, hidden, weight, shards, sums_weight, knows_statistics)
-    num_rows = weight.size(0) * shards.size
+    num_columns = weight.shape[0]
+    num_rows = num_columns * shards.size
     if vocab_size is not None and not 1 <= vocab_size <= num_rows:
         raise ValueError(
             f"vocab_size is {vocab_size}; expected 1 to {num_rows}, the rows that weight has on all ranks together"
@@ -99,10 +101,10 @@ def make_settings(
             f"label_smoothing is {label_smoothing} over {vocab_size or num_rows} rows; expected a number in [0, 1), "
             "and 0 where there is one row only"
         )
-    if shards.group is not None and vocab_start != shards.rank * weight.size(0):
+    if shards.group is not None and vocab_start != shards.rank * num_columns:
         raise ValueError(
             f"vocab_start is {vocab_start} on rank {shards.rank} of the group; expected "
-            f"{shards.rank * weight.size(0)}, the rank times the rows of weight"
+            f"{shards.rank * num_columns}, the rank times the rows of weight"
         )
     vocab_size = num_rows if vocab_size is None else vocab_size
     return Settings(
@@ -164,22 +166,23 @@ def _find_chunks(
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens is {chunk_tokens}; expected at least 1, or None")
         return max(1, chunk_tokens // shards.num_segments), 0
-    num_rows, element_bytes = hidden.size(0) * hidden.size(1), weight.element_size()
-    logit_bytes = weight.size(0) * element_bytes
     chunk_bytes = _chunk_bytes or CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"]
+    hidden_shape, weight_shape, dtype, num_segments = hidden.shape, weight.shape, weight.dtype, shards.num_segments
+    num_rows, element_bytes, num_weights = hidden_shape[0] * hidden_shape[1], dtype.itemsize, weight_shape.numel()
+    logit_bytes = weight_shape[0] * element_bytes
     # Matrix products are fast for multiples of 16.
-    chunk_rows = max(1, max(16, chunk_bytes // logit_bytes // 16 * 16) // shards.num_segments)
+    chunk_rows = max(1, max(16, chunk_bytes // logit_bytes // 16 * 16) // num_segments)
     if not sums_weight:
         return chunk_rows, 0
     # Under sequence parallelism a chunk also holds the gathered tokens of all ranks and their gradients.
-    token_bytes = logit_bytes + (2 * hidden.size(2) * element_bytes if shards.num_segments > 1 else 0)
-    sum_itemsize = torch.promote_types(weight.dtype, torch.float32).itemsize
-    sum_bytes, copy_bytes = sum_itemsize * weight.numel(), element_bytes * weight.numel()
-    at_once = num_rows * shards.num_segments * token_bytes + copy_bytes
+    token_bytes = logit_bytes + (2 * hidden_shape[2] * element_bytes if num_segments > 1 else 0)
+    sum_itemsize = max(element_bytes, torch.float32.itemsize)
+    sum_bytes, copy_bytes = sum_itemsize * num_weights, element_bytes * num_weights
+    at_once = num_rows * num_segments * token_bytes + copy_bytes
     by_rows = max(chunk_bytes + sum_bytes, sum_bytes + copy_bytes if sum_bytes != copy_bytes else 0)
-    by_columns = chunk_bytes + copy_bytes + num_rows * hidden.size(2) * sum_itemsize
+    by_columns = chunk_bytes + copy_bytes + num_rows * hidden_shape[2] * sum_itemsize
     if at_once <= min(by_rows, by_columns):
         return max(1, num_rows), 0
-    if by_columns < by_rows and knows_statistics and shards.num_segments == 1:
+    if by_columns < by_rows and knows_statistics and num_segments == 1:
         return chunk_rows, max(128, chunk_bytes // (num_rows * element_bytes) // 128 * 128)
     return chunk_rows if by_rows < at_once else max(1, num_rows), 0

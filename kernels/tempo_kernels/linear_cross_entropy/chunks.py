@@ -36,18 +36,26 @@ class Head(NamedTuple):
         """Yields per chunk the slice of rows, their tokens [n, h], and logits [n, v/p] in a shared buffer."""
         memory = None
         for rows, tokens in settings.shards.gather(self.hidden, settings.chunk_rows):
+            num_tokens, num_columns = tokens.shape[0], self.weight.shape[0]
             if memory is None:
-                memory = tokens.new_empty(tokens.size(0), self.weight.size(0))
-            logits = take(memory, slice(0, tokens.size(0)))
-            step = logits.size(1) if logits.is_cuda else CPU_BLOCK_COLUMNS
-            for start in skip_alike(range(0, logits.size(1), step), logits):
-                block = slice(start, start + step)
-                weight, out = take(self.weight, block).t(), take(logits, block, 1)
-                if self.bias is None:
-                    torch.mm(tokens, weight, out=out)
-                else:
-                    torch.addmm(take(self.bias, block), tokens, weight, out=out)
+                memory = tokens.new_empty(num_tokens, num_columns)
+            logits = take(memory, slice(0, num_tokens))
+            if logits.is_cuda:
+                self._multiply(tokens, self.weight, self.bias, logits)
+            else:
+                for start in skip_alike(range(0, num_columns, CPU_BLOCK_COLUMNS), logits):
+                    block = slice(start, start + CPU_BLOCK_COLUMNS)
+                    bias = None if self.bias is None else take(self.bias, block)
+                    self._multiply(tokens, take(self.weight, block), bias, take(logits, block, 1))
             yield rows, tokens, logits
+
+    @staticmethod
+    def _multiply(tokens: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Writes tokens weight^T + bias to out."""
+        if bias is None:
+            torch.mm(tokens, weight.t(), out=out)
+        else:
+            torch.addmm(bias, tokens, weight.t(), out=out)
 
     def make_columns(self, settings: Settings) -> Iterator[tuple[slice, Tensor]]:
         """Yields per chunk the slice of columns, and logits [m, n] in a shared buffer."""
@@ -57,23 +65,21 @@ class Head(NamedTuple):
         blocks = [slice(start, min(start + settings.chunk_columns, num_columns)) for start in starts]
         for block in skip_alike(blocks, memory):
             size = block.stop - block.start
-            logits, weight = memory[: num_rows * size].view(num_rows, size), take(self.weight, block).t()
-            if self.bias is None:
-                torch.mm(self.hidden, weight, out=logits)
-            else:
-                torch.addmm(take(self.bias, block), self.hidden, weight, out=logits)
+            logits = memory[: num_rows * size].view(num_rows, size)
+            bias = None if self.bias is None else take(self.bias, block)
+            self._multiply(self.hidden, take(self.weight, block), bias, logits)
             yield block, logits
 
     def find_targets(self, rows: slice, settings: Settings) -> tuple[Tensor, Tensor]:
         """Returns the labels [n] of a chunk, and the same labels as columns of this shard."""
-        labels = take(self.labels, rows, 1).reshape(-1)
+        labels = take(self.labels, rows, 1).flatten()
         return labels, labels - settings.vocab_start if settings.vocab_start else labels
 
 
 def forward(head: Head, settings: Settings, backend: Any) -> tuple[Tensor, Tensor]:
     """Returns losses and, if asked for, entropies [1 or 2, t, m], and for backward each token's top, total and expected
     over all shards [2 or 3, t, m]. The shards exchange their statistics once."""
-    num_tokens, num_columns = head.labels.size(1), head.weight.size(0)
+    (_, num_tokens), num_columns = head.labels.shape, head.weight.shape[0]
     shares = settings.find_shares(num_columns)
     shape = shares.num_statistics, *head.labels.shape
     found = None
@@ -178,18 +184,19 @@ class Gradients:
     """
 
     def __init__(self, head: Head, has_grads: tuple[bool, ...], total: Tensor | None, settings: Settings) -> None:
-        compute_dtype = torch.promote_types(head.weight.dtype, torch.float32)
+        hidden, weight = head.hidden, head.weight
         self._shards, self._head = settings.shards, head
         self._works: list[tuple[Any, Tensor]] = []
         self._sums_hidden = settings.chunk_columns > 0
-        dtype = compute_dtype if self._sums_hidden else head.hidden.dtype
-        self.hidden = torch.empty_like(head.hidden, dtype=dtype) if has_grads[0] else None
+        compute_dtype = weight.dtype if weight.dtype == torch.float64 else torch.float32
+        dtype = compute_dtype if self._sums_hidden else hidden.dtype
+        self.hidden = torch.empty_like(hidden, dtype=dtype) if has_grads[0] else None
         self.weight = total
         if has_grads[1] and total is None:
-            dtype = settings.find_weight_dtype(head.weight.dtype, head.hidden.size(0))
-            self.weight = head.weight.new_empty(head.weight.shape, dtype=dtype)
+            dtype = settings.find_weight_dtype(weight.dtype, hidden.shape[0])
+            self.weight = weight.new_empty(weight.shape, dtype=dtype)
         self._weight_is_empty = total is None
-        self.bias = head.weight.new_zeros(head.weight.size(0), dtype=compute_dtype) if has_grads[2] else None
+        self.bias = weight.new_zeros(weight.shape[0], dtype=compute_dtype) if has_grads[2] else None
 
     def add(self, rows: slice, tokens: Tensor, grad_logits: Tensor) -> None:
         """Adds the part of one chunk. The reduction over the ranks may still run when this returns."""

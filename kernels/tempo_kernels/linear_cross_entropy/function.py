@@ -11,15 +11,18 @@ from torch import Tensor
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.linear_cross_entropy.checks import check_main_grad, check_scaling, check_tensors, make_settings
 from tempo_kernels.linear_cross_entropy.operators import (
+    compute_gradients,
+    compute_losses,
     find_gradients,
     find_losses,
     find_losses_and_gradients,
     list_operands,
+    make_head,
     order_rows,
 )
 from tempo_kernels.linear_cross_entropy.settings import Settings
 from tempo_kernels.linear_cross_entropy.shards import Shards
-from tempo_kernels.opaque import is_traced
+from tempo_kernels.opaque import call_untraced, is_traced
 from tempo_kernels.transforms import takes_plain_tensors
 
 _SCALED_ELEMENTS = 1 << 22
@@ -162,8 +165,10 @@ def _sums_weight(weight: Tensor, takes_main_grad: bool) -> bool:
     """Whether several chunks need memory to sum their gradients of weight, because main_grad cannot hold the sum."""
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return False
-    sum_dtype = torch.promote_types(weight.dtype, torch.float32)
-    return not (takes_main_grad and weight.main_grad.dtype == sum_dtype)  # type: ignore[attr-defined]
+    if not takes_main_grad:
+        return True
+    main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
+    return main_grad.dtype != torch.promote_types(weight.dtype, torch.float32)
 
 
 def _shape_losses(losses: Tensor, labels: Tensor) -> Tensor:
@@ -181,7 +186,10 @@ def _find_results(
     ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings, fused: bool
 ) -> Tensor:
     """Runs the forward of both functions: losses and, if asked for, entropies, [1 or 2, t, m]."""
-    results, kept = find_losses(hidden, weight, bias, labels, *list_operands(settings))
+    if is_traced(hidden):
+        results, kept = find_losses(hidden, weight, bias, labels, *list_operands(settings))
+    else:
+        results, kept = call_untraced(compute_losses, hidden, hidden, weight, bias, labels, settings)
     ctx.save_for_backward(hidden, weight, bias, labels, kept)
     ctx.settings, ctx.parameter = settings, weight if fused else None
     return results
@@ -190,29 +198,36 @@ def _find_results(
 def _differentiate(ctx: Any, grad_losses: Tensor, grad_entropies: Tensor | None = None) -> tuple[Tensor | None, ...]:
     """Runs the backward of both functions."""
     hidden, weight, bias, labels, kept = ctx.saved_tensors
+    settings, has_grads = ctx.settings, ctx.needs_input_grad[:3]
     grad, grad_entropy = (
-        None if t is None else order_rows(t, ctx.settings).to(kept.dtype) for t in (grad_losses, grad_entropies)
+        None if t is None else _cast(order_rows(t, settings), kept.dtype) for t in (grad_losses, grad_entropies)
     )
-    has_grads = ctx.needs_input_grad[:3]
-    operands = (grad, grad_entropy, kept, hidden, weight, bias, labels, *has_grads, *list_operands(ctx.settings))
     main_grad = None if ctx.parameter is None else ctx.parameter.main_grad
-    if main_grad is not None and main_grad.dtype == kept.dtype and not is_traced(hidden):
-        grads = _spread(find_gradients.call(*operands, total=main_grad), has_grads)
-        grad_hidden, _, grad_bias = grads
-    else:
+    if is_traced(hidden):
+        operands = (grad, grad_entropy, kept, hidden, weight, bias, labels, *has_grads, *list_operands(settings))
         grad_hidden, grad_weight, grad_bias = _spread(find_gradients(*operands), has_grads)
-        if main_grad is not None and grad_weight is not None:
-            main_grad += grad_weight  # a 16-bit main_grad is rounded once, after the sum over chunks
+        is_added = False
+    else:
+        is_added = main_grad is not None and main_grad.dtype == kept.dtype
+        given = (grad, grad_entropy, kept, make_head(hidden, weight, bias, labels, settings), has_grads, settings)
+        found = call_untraced(compute_gradients, hidden, *given, main_grad if is_added else None)
+        grad_hidden, grad_weight, grad_bias = found.hidden, found.weight, found.bias
+    if main_grad is not None and grad_weight is not None and not is_added:
+        main_grad += grad_weight  # a 16-bit main_grad is rounded once, after the sum over chunks
     if ctx.parameter is not None:
         grad_weight = _make_stand_in(ctx.parameter)
     return (
         None if grad_hidden is None else grad_hidden.view(hidden.shape),
-        None if grad_weight is None else grad_weight.to(weight.dtype),
-        None if grad_bias is None else grad_bias.to(weight.dtype),
+        None if grad_weight is None else _cast(grad_weight, weight.dtype),
+        None if grad_bias is None else _cast(grad_bias, weight.dtype),
         None,
         None,
         None,
     )
+
+
+def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    return t if t.dtype == dtype else t.to(dtype)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -276,10 +276,10 @@ def _rows_kernel(
 def find_statistics(logits: Tensor, columns: Tensor, shares: Shares) -> Tensor:
     """As in eager.py; logits are contiguous."""
     _check(logits)
-    num_rows = logits.size(0)
+    num_rows, num_columns = logits.shape
     found = torch.empty(shares.num_statistics, num_rows, dtype=torch.float32, device=logits.device)
     if num_rows:
-        plan = _plan_statistics(num_rows, logits.size(1), shares)
+        plan = _plan_statistics(num_rows, num_columns, shares)
         launch(_statistics_kernel, plan, (logits, columns.contiguous(), found))
     return found
 
@@ -287,8 +287,9 @@ def find_statistics(logits: Tensor, columns: Tensor, shares: Shares) -> Tensor:
 def write_gradient_(logits: Tensor, rows: Rows, shares: Shares) -> None:
     """As in eager.py; logits are contiguous."""
     _check(logits)
-    if logits.size(0):
-        plan = _plan_gradient(*logits.shape, shares, rows.slope is not None)
+    num_rows, num_columns = logits.shape
+    if num_rows:
+        plan = _plan_gradient(num_rows, num_columns, shares, rows.slope is not None)
         columns, top, scale, grad, slope = rows
         slope = grad if slope is None else slope
         tensors = (columns, top, scale, grad, slope)

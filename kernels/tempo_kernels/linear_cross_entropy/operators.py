@@ -48,18 +48,19 @@ def _read_problem(
 ) -> tuple[Head, tuple[bool, ...], Settings]:
     """Returns the tensors, which of them get a gradient, and the settings, from operands by the three schemas."""
     found = _read_settings(*others[3:])
-    return _make_head(hidden, weight, bias, labels, found), others[:3], found
+    return make_head(hidden, weight, bias, labels, found), others[:3], found
 
 
-def _make_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings) -> Head:
-    rows = hidden.reshape(hidden.size(0) * hidden.size(1), hidden.size(2))
-    return Head(rows, weight, bias, order_rows(labels, settings))
+def make_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings) -> Head:
+    """Brings the operation's tensors into the form in which they are computed."""
+    return Head(hidden.flatten(0, 1), weight, bias, order_rows(labels, settings))
 
 
 def order_rows(t: Tensor, settings: Settings) -> Tensor:
     """Brings t [b, s] into the order of hidden's rows, [segments, s/segments * b]."""
     segments = settings.shards.num_segments
-    return t.t().reshape(segments, t.numel() // segments)
+    t = t if 1 in t.shape else t.t()  # where one size is 1, both orders are the same
+    return t.reshape(segments, t.numel() // segments)
 
 
 def _make_empty_losses(
@@ -80,9 +81,15 @@ def find_losses(
     In all three operations `backend` is not an operand, so only `call` takes it. It has the functions of cpu.py; by
     default it is the device's.
     """
-    found = _read_settings(*settings)
-    head = _make_head(hidden, weight, bias, labels, found)
-    return chunks.forward(head, found, backend or choose_backend(hidden, cpu))
+    return compute_losses(hidden, weight, bias, labels, _read_settings(*settings), backend)
+
+
+def compute_losses(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings, backend: Any = None
+) -> tuple[Tensor, Tensor]:
+    """As `find_losses`, without operands."""
+    head = make_head(hidden, weight, bias, labels, settings)
+    return chunks.forward(head, settings, backend or choose_backend(hidden, cpu))
 
 
 def _make_empty_gradients(grad: Tensor, grad_entropy: Tensor | None, kept: Tensor, *operands: Any) -> list[Tensor]:
@@ -115,8 +122,22 @@ def find_gradients(
     `total` if that is given. An operator cannot take it; only `find_gradients.call` does.
     """
     head, has_grads, settings = _read_problem(*operands)
+    return _list(compute_gradients(grad, grad_entropy, kept, head, has_grads, settings, total, backend))
+
+
+def compute_gradients(
+    grad: Tensor,
+    grad_entropy: Tensor | None,
+    kept: Tensor,
+    head: Head,
+    has_grads: tuple[bool, ...],
+    settings: Settings,
+    total: Tensor | None = None,
+    backend: Any = None,
+) -> Gradients:
+    """As `find_gradients`, without operands."""
     backend = backend or choose_backend(head.hidden, cpu)
-    return _list(chunks.backward((grad, grad_entropy), kept, head, has_grads, total, settings, backend))
+    return chunks.backward((grad, grad_entropy), kept, head, has_grads, total, settings, backend)
 
 
 def _make_empty_losses_and_gradients(token_weights: Tensor, *operands: Any) -> list[Tensor]:

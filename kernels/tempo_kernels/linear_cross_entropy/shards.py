@@ -14,7 +14,7 @@ from tempo_kernels.fakes import skip_alike
 def take(t: Tensor, block: slice, dim: int = 0) -> Tensor:
     """Returns t from block.start to block.stop along a dimension, or t itself if that is all of it: a view costs the
     host about as much as a launch."""
-    size = t.size(dim)
+    size = t.shape[dim]
     if block.start == 0 and block.stop >= size:
         return t
     return t.narrow(dim, block.start, min(block.stop, size) - block.start)
@@ -46,8 +46,12 @@ class Shards(NamedTuple):
     def gather(self, hidden: Tensor, chunk_rows: int) -> Iterator[tuple[slice, Tensor]]:
         """Yields per chunk of hidden [m, h] the slice of rows and their tokens [t * k, h] from every rank. The next
         chunk is gathered while the caller works on this one."""
-        starts = range(0, hidden.size(0), chunk_rows)
-        chunks = skip_alike([slice(start, min(start + chunk_rows, hidden.size(0))) for start in starts], hidden)
+        num_rows = hidden.shape[0]
+        if self.num_segments == 1 and 0 < num_rows <= chunk_rows:
+            yield slice(0, num_rows), hidden
+            return
+        starts = range(0, num_rows, chunk_rows)
+        chunks = skip_alike([slice(start, min(start + chunk_rows, num_rows)) for start in starts], hidden)
         if self.num_segments == 1:
             yield from ((rows, take(hidden, rows)) for rows in chunks)
             return

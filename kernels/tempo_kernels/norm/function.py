@@ -277,11 +277,10 @@ def _cast_needed(ctx: Any, grad_x: Tensor, sums: Tensor) -> tuple[Tensor | None,
     """Casts the gradients of x, weight and bias that are needed; an RMSNorm has no bias."""
     has_grad_x, has_grad_weight, has_grad_bias, *_ = ctx.needs_input_grad
     weight_dtype, bias_dtype = ctx.parameter_dtypes
-    parts = sums.unbind(0)
     return (
         grad_x if has_grad_x else None,
-        _cast(parts[0], weight_dtype) if has_grad_weight else None,
-        _cast(parts[1], bias_dtype) if has_grad_bias else None,
+        _cast(sums[0], weight_dtype) if has_grad_weight else None,
+        _cast(sums[1], bias_dtype) if has_grad_bias else None,
     )
 
 

@@ -25,7 +25,14 @@ from tempo_kernels.norm.kernel_lost_channels import (
     restore_lost,
     store_lost,
 )
-from tempo_kernels.norm.kernel_rows import launch_sums, load_parameters, place_tile, plan_sums, store_sums
+from tempo_kernels.norm.kernel_rows import (
+    launch_sums,
+    load_parameters,
+    place_tile,
+    plan_sums,
+    start_next,
+    store_sums,
+)
 from tempo_kernels.pointwise.kernel_activations import invert
 
 OPTIONS: dict[str, Any] = {"BLOCK_COLUMNS": 4096, "num_warps": 8, "enable_fp_fusion": True}
@@ -165,7 +172,7 @@ def _sums_kernel(
     num_rows, column_units, capacity, tiles_per_program,
     UNIT: tl.constexpr, SUBTRACTS_MEAN: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, SMALLEST: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, STARTS_NEXT: tl.constexpr,
 ):  # fmt: skip
     """One program sums tiles_per_program tiles below one another in one strip of columns."""
     num_columns = column_units * UNIT
@@ -193,6 +200,8 @@ def _sums_kernel(
         grad_gamma += grad * xhat
         if HAS_BIAS:
             grad_beta += grad
+    if STARTS_NEXT:
+        start_next()
     store_sums(partial_ptr, grad_gamma, grad_beta, column, inside, num_columns, HAS_BIAS)
 
 
@@ -214,8 +223,10 @@ def launch_forward(plan: Plan, tensors: tuple[Tensor | None, ...]) -> None:
     launch(_forward_kernel, plan, tensors)
 
 
-def plan_backward(hidden_size: int, device: torch.device, **arguments: Any) -> BackwardPlan:
-    """Plans `launch_backward`; the arguments are the kernels'."""
+def plan_backward(
+    hidden_size: int, itemsize: int, device: torch.device, depends: bool, **arguments: Any
+) -> BackwardPlan:
+    """Plans `launch_backward`; the arguments are the kernels', the others those of kernel_whole_rows.py."""
     num_rows = arguments["num_rows"]
     # Slots of lost channels take as many registers as elements do, so blocks are half as wide with them.
     block = OPTIONS["BLOCK_COLUMNS"] // (2 if arguments["HAS_LOST"] else 1)
@@ -224,11 +235,12 @@ def plan_backward(hidden_size: int, device: torch.device, **arguments: Any) -> B
     tiles_per_program = -(-num_tiles * num_strips // SUMS_PROGRAMS)
     num_programs = -(-num_tiles // tiles_per_program)
     shape = (1 + arguments["HAS_BIAS"], num_programs, hidden_size)
+    sums_options = SUMS_OPTIONS | {"STARTS_NEXT": depends}
     return BackwardPlan(
         shape,
         Plan((num_rows,), **arguments, **OPTIONS | {"BLOCK_COLUMNS": block}),
-        Plan((num_programs, num_strips), tiles_per_program=tiles_per_program, **arguments, **SUMS_OPTIONS),
-        plan_sums(*shape),
+        Plan((num_programs, num_strips), tiles_per_program=tiles_per_program, **arguments, **sums_options),
+        plan_sums(*shape, depends),
     )
 
 

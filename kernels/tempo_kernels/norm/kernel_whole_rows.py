@@ -8,7 +8,8 @@ from the output after In-Place Activated BatchNorm (Rota Bulo et al., CVPR 2018)
    beside the deviation, unlike E[x^2] - E[x]^2.
 3. Backward needs two sums per row, of g xhat and of g, and two sums per column, for gamma and beta. A program sums its
    columns in registers over all its tiles and then writes them to its row of `partial`. A second launch adds up these
-   rows and rounds once. The order is fixed; atomics would give other bits every time.
+   rows and rounds once. The order is fixed; atomics would give other bits every time. Where the registers suffice, a
+   multiprocessor has one program, of large tiles: half as many rows of partial to write and to read.
 4. From y, backward computes with gamma xhat = y - beta and divides by gamma late, where fewer registers are live.
 """
 
@@ -29,13 +30,23 @@ from tempo_kernels.norm.kernel_lost_channels import (
     restore_lost,
     store_lost,
 )
-from tempo_kernels.norm.kernel_rows import launch_sums, load_parameters, place_tile, plan_sums, store_sums
+from tempo_kernels.norm.kernel_rows import (
+    launch_sums,
+    load_parameters,
+    place_tile,
+    plan_sums,
+    start_next,
+    store_sums,
+)
 from tempo_kernels.pointwise.kernel_activations import invert
 
 FORWARD_PROGRAMS = 2048
-BACKWARD_WARPS = 16
-"""How many warps of backward fit into a multiprocessor, at 128 registers a thread."""
-STAGES = tl.constexpr(2)
+TILE, LARGE_TILE = 2048, 8192
+"""Elements of a tile of short rows; and of one in backward where a program has a multiprocessor to itself. At 32
+elements a thread, three such tiles of 16-bit tensors fit into the 99 KiB of shared memory of sm_86."""
+MAX_WARPS = 16
+"""Of a program; and how many of backward fit into a multiprocessor, at 128 registers a thread."""
+FORWARD_STAGES = tl.constexpr(2)
 COUNTED_COLUMNS = tl.constexpr(4096)
 
 
@@ -61,7 +72,7 @@ def _forward_kernel(
     inside = column < num_columns
     gamma, beta = load_parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
     first = (tl.program_id(0) - COUNTS) * tiles_per_program
-    for tile in tl.range(first, first + tiles_per_program, num_stages=STAGES):
+    for tile in tl.range(first, first + tiles_per_program, num_stages=FORWARD_STAGES):
         row = tile * tl.full((1,), BLOCK_ROWS, tl.int64) + tl.arange(0, BLOCK_ROWS)
         offset = row[:, None] * num_columns + column[None, :]
         mask = (row < num_rows)[:, None] & inside[None, :]
@@ -100,11 +111,13 @@ def _backward_kernel(
     num_rows, column_units, capacity, tiles_per_program,
     UNIT: tl.constexpr, SUBTRACTS_MEAN: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, SMALLEST: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, IS_ALONE: tl.constexpr,
+    STARTS_NEXT: tl.constexpr,
 ):  # fmt: skip
     """One program writes tiles_per_program tiles of grad_x, and their sums over rows to its row of partial.
 
-    source is x where FROM_INPUT; otherwise it is y, and weight and bias are those that its forward used.
+    source is x where FROM_INPUT; otherwise it is y, and weight and bias are those that its forward used. IS_ALONE where
+    the program has a multiprocessor to itself, and a thread has some columns of all rows of a tile.
     """
     num_columns = column_units * UNIT
     column = tl.arange(0, BLOCK_COLUMNS)
@@ -112,10 +125,13 @@ def _backward_kernel(
     gamma, beta = load_parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS and not FROM_INPUT, ZERO_CENTERED)
     if not FROM_INPUT:
         gamma, beta = poison_lost(gamma, beta, HAS_LOST, SMALLEST)
-    grad_gamma = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
-    grad_beta = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
+    SUM_ROWS: tl.constexpr = 1 if IS_ALONE else BLOCK_ROWS
+    grad_gamma = tl.zeros((SUM_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
+    grad_beta = tl.zeros((SUM_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
+    if IS_ALONE and not FROM_INPUT:
+        inverse_gamma = invert(choose_divisor(gamma, beta, HAS_LOST))
     first = tl.program_id(0) * tiles_per_program
-    for tile in tl.range(first, first + tiles_per_program, num_stages=STAGES):
+    for tile in tl.range(first, first + tiles_per_program, num_stages=3 if IS_ALONE else 2):
         row, offset, mask = place_tile(tile, column, inside, num_rows, num_columns, BLOCK_ROWS)
         source = tl.load(source_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         grad = tl.load(grad_y_ptr + offset, mask=mask, other=0.0).to(tl.float32)
@@ -131,9 +147,9 @@ def _backward_kernel(
         if HAS_LOST:
             scaled = restore_lost(scaled, slots_ptr, lost_xhat_ptr, row, column, inside, num_rows, capacity)
         product = grad * scaled
-        grad_gamma += product
+        grad_gamma += tl.sum(product, axis=0, keep_dims=True) if IS_ALONE else product
         if HAS_BIAS:
-            grad_beta += grad
+            grad_beta += tl.sum(grad, axis=0, keep_dims=True) if IS_ALONE else grad
         grad *= gamma[None, :]
         if FROM_INPUT:
             product *= gamma[None, :]
@@ -145,13 +161,17 @@ def _backward_kernel(
             grad -= (tl.sum(grad, axis=1) / num_columns)[:, None]
         if FROM_INPUT:
             along = scaled * along_xhat[:, None]
+        elif IS_ALONE:
+            along = scaled * inverse_gamma[None, :] * along_xhat[:, None]
         else:
-            # scaled / (gamma / along_xhat) has one rounding more than xhat along_xhat. But 1 / gamma would be the same
-            # for all tiles, and the compiler would keep it in registers that are not there.
+            # 1 / gamma, the same for all tiles, would stand in registers that are not there. scaled / (gamma /
+            # along_xhat) has one rounding more.
             inverse = tl.where(along_xhat == 0.0, float("inf"), 1.0 / tl.where(along_xhat == 0.0, 1.0, along_xhat))
             along = scaled * invert(choose_divisor(gamma, beta, HAS_LOST)[None, :] * inverse[:, None])
         grad_x = (grad - along) * rstd[:, None]
         tl.store(grad_x_ptr + offset, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
+    if STARTS_NEXT:
+        start_next()
     # The tiles summed grad * gamma xhat: a single division by gamma serves all rows.
     grad_gamma = _divide_by_gamma(grad_gamma, gamma, beta, FROM_INPUT, HAS_LOST)
     store_sums(partial_ptr, grad_gamma, grad_beta, column, inside, num_columns, HAS_BIAS)
@@ -166,7 +186,10 @@ class BackwardPlan(NamedTuple):
 def plan_forward(hidden_size: int, **arguments: Any) -> Plan:
     """How `launch_forward` launches; the arguments are the kernel's."""
     has_lost = arguments["HAS_LOST"]
-    num_programs, tiles = _plan_tiles(arguments["num_rows"], hidden_size, has_lost, FORWARD_PROGRAMS)
+    tiles = _choose_tile(hidden_size, TILE, 256 if has_lost else 512)
+    num_programs, tiles["tiles_per_program"] = _share_tiles(
+        arguments["num_rows"], tiles["BLOCK_ROWS"], FORWARD_PROGRAMS
+    )
     counts = not (has_lost or arguments["FROM_INPUT"])
     return Plan((num_programs + counts,), COUNTS=counts, **arguments, **tiles)
 
@@ -176,14 +199,22 @@ def launch_forward(plan: Plan, tensors: tuple[Tensor | None, ...]) -> None:
     launch(_forward_kernel, plan, tensors)
 
 
-def plan_backward(hidden_size: int, device: torch.device, **arguments: Any) -> BackwardPlan:
-    """How `launch_backward` launches; the arguments are the kernel's."""
-    has_lost = arguments["HAS_LOST"]
-    # As many programs as run at once: each has a row of partial, so fewer are better.
-    max_programs = count_multiprocessors(device) * (BACKWARD_WARPS // _count_warps(hidden_size, has_lost))
-    num_programs, tiles = _plan_tiles(arguments["num_rows"], hidden_size, has_lost, max_programs)
+def plan_backward(
+    hidden_size: int, itemsize: int, device: torch.device, depends: bool, **arguments: Any
+) -> BackwardPlan:
+    """How `launch_backward` launches; itemsize is that of the widest tensor, `depends` whether the second launch may
+    start ahead of the first one's end, and the arguments are the kernel's."""
+    # As many programs as run at once: each writes a row of partial, so few are best.
+    is_alone = itemsize == 2 and 1024 < hidden_size <= 4096 and not arguments["HAS_LOST"]
+    if is_alone:
+        tiles = _choose_tile(hidden_size, LARGE_TILE, 1024)
+    else:
+        tiles = _choose_tile(hidden_size, TILE, 256 if arguments["HAS_LOST"] else 512)
+    max_programs = count_multiprocessors(device) * (1 if is_alone else MAX_WARPS // tiles["num_warps"])
+    num_programs, tiles["tiles_per_program"] = _share_tiles(arguments["num_rows"], tiles["BLOCK_ROWS"], max_programs)
+    tiles |= {"IS_ALONE": is_alone, "STARTS_NEXT": depends}
     shape = (1 + arguments["HAS_BIAS"], num_programs, hidden_size)
-    return BackwardPlan(shape, Plan((num_programs,), **arguments, **tiles), plan_sums(*shape))
+    return BackwardPlan(shape, Plan((num_programs,), **arguments, **tiles), plan_sums(*shape, depends))
 
 
 def launch_backward(plan: BackwardPlan, tensors: tuple[Tensor | None, ...], grad_x: Tensor, sums: Tensor) -> None:
@@ -193,21 +224,16 @@ def launch_backward(plan: BackwardPlan, tensors: tuple[Tensor | None, ...], grad
     launch_sums(plan.launch_sums, partial, sums)
 
 
-def _plan_tiles(num_rows: int, hidden_size: int, has_lost: bool, max_programs: int) -> tuple[int, dict[str, Any]]:
-    """Returns the number of programs and their meta-parameters: 16 elements a thread, 8 with lost channels."""
-    columns = triton.next_power_of_2(hidden_size)
-    rows = max(1, 2048 // columns)  # short rows share a tile, so that all threads have work
-    num_tiles = -(-num_rows // rows)
-    tiles_per_program = -(-num_tiles // max_programs)
-    return -(-num_tiles // tiles_per_program), {
-        "tiles_per_program": tiles_per_program,
-        "BLOCK_ROWS": rows,
-        "BLOCK_COLUMNS": columns,
-        "num_warps": _count_warps(hidden_size, has_lost),
-        "enable_fp_fusion": True,
-    }
-
-
-def _count_warps(hidden_size: int, has_lost: bool) -> int:
+def _choose_tile(hidden_size: int, tile: int, elements_of_warp: int) -> dict[str, Any]:
+    """Chooses as many whole rows as fill a tile, at least one, and warps for so many elements each."""
     columns: int = triton.next_power_of_2(hidden_size)
-    return min(16, max(2048, columns) // (256 if has_lost else 512))
+    rows = max(1, tile // columns)  # short rows share a tile, so that all threads have work
+    warps = min(MAX_WARPS, rows * columns // elements_of_warp)
+    return {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns, "num_warps": warps, "enable_fp_fusion": True}
+
+
+def _share_tiles(num_rows: int, block_rows: int, max_programs: int) -> tuple[int, int]:
+    """Returns the number of programs, and how many tiles each of them has."""
+    num_tiles = -(-num_rows // block_rows)
+    tiles_per_program = -(-num_tiles // max_programs)
+    return -(-num_tiles // tiles_per_program), tiles_per_program

@@ -135,7 +135,8 @@ class Sizes(NamedTuple):
 
 def describe(x: Tensor) -> Sizes:
     """Returns the sizes of x."""
-    return Sizes(x.numel(), x.size(-1) if x.dim() else 1, x.dtype)
+    shape = x.shape
+    return Sizes(shape.numel(), shape[-1] if shape else 1, x.dtype)
 
 
 def allocate_like(x: Tensor) -> Tensor:
@@ -188,13 +189,13 @@ def launch_backward(
     kernel: Any, plan: kernel_sums.BackwardPlan, tensors: tuple[Tensor | None, ...], like: Tensor, has_grad_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Returns grad_x in the shape of `like`, and its sum over all dimensions but the last, [f] in its dtype."""
-    grad_x = allocate_like(like)
-    # Without rows no kernel runs, and the sums are 0.
-    grad_bias = grad_x.new_zeros(like.size(-1)) if plan.sums_rows and not like.numel() else None
-    if like.numel():
+    grad_x, grad_bias = allocate_like(like), None
+    if plan.num_chunks:
         sums = plan.allocate_sums(like.shape[-1:].numel(), like.dtype, like.device)
         launch(kernel, plan.launch, (*tensors, grad_x, *sums))
         grad_bias = sums[-1]
+    elif plan.sums_rows:  # without rows no kernel runs, and the sums are 0
+        grad_bias = grad_x.new_zeros(like.size(-1))
     if not has_grad_bias:
         return grad_x, None
     if not plan.sums_rows:
