@@ -68,6 +68,7 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         torch.manual_seed(4321)
         self.tokens = torch.randint(args.vocab_size, (args.micro_batch_size, args.seq_length))
+        self.loss_mask = torch.ones(self.tokens.shape)
         self.positions = torch.arange(args.seq_length).expand(args.micro_batch_size, -1)
         self.mask = None
         if tempo_config.attention == "off":
@@ -78,7 +79,9 @@ class Job:
         """Runs one step and returns its seconds."""
         start = time.perf_counter()
         dropout_rng.set_micro_batch(1234, self.steps * self.tokens.size(0))
-        self.model(self.tokens, self.positions, self.mask, labels=self.tokens).mean().backward()
+        # As Megatron's pretrain_gpt.py: with loss_mask the fused loss makes its gradients in forward.
+        losses = self.model(self.tokens, self.positions, self.mask, labels=self.tokens, loss_mask=self.loss_mask)
+        ((losses * self.loss_mask).sum() / self.loss_mask.sum()).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps += 1

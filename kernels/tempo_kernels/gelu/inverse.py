@@ -163,3 +163,15 @@ def derivative_float64(y: Tensor, is_right: Tensor, approximate: str) -> Tensor:
         is_low = (gelu_float64(middle, approximate) < y_inside) == is_right
         low, high = torch.where(is_low, middle, low), torch.where(is_low, high, middle)
     return gelu_derivative_float64(0.5 * (low + high), approximate).where(~y.isnan(), y)
+
+
+def interpolate_float64(s: Tensor, approximate: str) -> Tensor:
+    """Finds GELU' at the signed root s in float64 to 1e-8, between 2**16 points of GELU."""
+    inverse = INVERSES[approximate]
+    x = torch.linspace(-12.0, 9.0, 1 << 16, dtype=torch.float64, device=s.device)
+    above = gelu_float64(x, approximate) - (inverse.y_min + inverse.y_min_low)
+    roots, slopes = above.clamp_(min=0.0).sqrt_() * (x - inverse.x_min).sign(), gelu_derivative_float64(x, approximate)
+    right = torch.searchsorted(roots, s).clamp_(1, len(roots) - 1)
+    low, high = roots[right - 1], roots[right]
+    share = ((s - low) / (high - low)).clamp_(0.0, 1.0).nan_to_num_(0.0)  # left of -9 roots do not differ any more
+    return torch.lerp(slopes[right - 1], slopes[right], share)

@@ -27,12 +27,19 @@ def packed(flags: Tensor) -> Tensor:
     return torch.from_numpy(np.packbits(flags.numpy()))
 
 
+@pytest.fixture(params=["formula", "table"])
+def float32_by(request, monkeypatch):
+    """How a CPU without a compiler finds the derivative of a float32 y: by the formula, or as for a large tensor."""
+    monkeypatch.setattr(cpu, "TABULATED_ELEMENTS", 1 << 62 if request.param == "formula" else 0)
+
+
 def slopes(y: Tensor, bits: Tensor, form: str) -> Tensor:
     return cpu.backward(torch.ones_like(y), y, bits, form, False)[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.usefixtures("float32_by")
 def test_derivative_from_a_rounded_output_is_at_the_floor_of_an_exact_inverse(form, dtype):
     x = inputs(form)
     y = F.gelu(x, approximate=form).to(dtype)
@@ -73,6 +80,7 @@ def test_the_rounding_of_torchs_float32_output_costs_what_is_documented(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.usefixtures("float32_by")
 def test_formula_errs_away_from_the_minimum_by_no_more_than_is_recorded(form):
     x = inputs(form)
     x = x[(x - minimum_of(form)).abs() > 0.05]
@@ -160,14 +168,15 @@ def test_gradient_is_right_at_the_minimum_zeros_infinity_and_far_away(form, dtyp
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.usefixtures("float32_by")
 def test_extreme_outputs_give_finite_gradients_and_nan_stays(form, dtype):
     tiny = torch.finfo(dtype).smallest_normal
     below = -0.5  # no GELU is as low: a rounded minimum must not give nan either
-    right = torch.tensor([float("inf"), 1e4, 0.0, -0.0, below, float("nan"), tiny, -tiny], dtype=dtype)
+    right = torch.tensor([float("inf"), 1e4, 0.0, -0.0, below, float("nan"), tiny, -float("nan")], dtype=dtype)
     left = torch.tensor([0.0, -0.0, -tiny, below, float("nan"), -tiny, -tiny, -tiny], dtype=dtype)
     found = torch.stack([slopes(y, packed(torch.full((8,), y is right)), form) for y in (right, left)])
     expected = torch.tensor(
-        [[1, 1, 0.5, 0.5, 0, float("nan"), 0.5, 0.5], [0, 0, 0, 0, float("nan"), 0, 0, 0]], dtype=dtype
+        [[1, 1, 0.5, 0.5, 0, float("nan"), 0.5, float("nan")], [0, 0, 0, 0, float("nan"), 0, 0, 0]], dtype=dtype
     )
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-3 if dtype == torch.float16 else 3e-5, equal_nan=True)
 
