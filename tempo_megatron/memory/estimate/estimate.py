@@ -174,7 +174,7 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
         workspaces = list_workspaces(run, has_head=stage == stages - 1)
         allocator = CachingAllocator(is_expandable=run.expandable_segments, counts_reserved=False)
         step = None if traces is None else Step(allocator, traces, _list_until_full(events), workspaces)
-        on_gpu = _count_on_gpu(run, chunks, muon and muon[1], allocator, step, workspaces)
+        on_gpu = _count_on_gpu(run, chunks, muon and muon[1], allocator, step, workspaces, sharded)
         if run.gpu is not None:
             on_gpu["lasting tensors"] = count_lasting_tensors(run, stage)
         rounding = 0 if step is None else step.count_rounding()
@@ -275,12 +275,14 @@ def _count_on_gpu(
     allocator: CachingAllocator,
     step: Step | None,
     workspaces: Mapping[Library, Sequence[int]],
+    sharded: ShardedChunk | None,
 ) -> dict[str, int]:
     """The parts of a rank at rest that depend on the GPU and its libraries; none where nothing says which GPU it is.
 
     pieces: of Muon's states.
     allocator: an empty one, which has what stays then.
     step: of the chunks, on that allocator; None where it is not followed.
+    sharded: the chunk, where its weights are gathered.
     """
     if run.gpu is None:
         return {}
@@ -288,7 +290,9 @@ def _count_on_gpu(
     placeholders = _list_placeholder_gradients(run, chunks)
     buffer = max(each.global_buffer_bytes for each in chunks)
     rounding = 0
-    if optimizer.kind == "megatron" and optimizer.fsdp is None:
+    if sharded is not None:
+        rounding = sharded.count_rounding(allocator)
+    elif optimizer.kind == "megatron":
         sharing = _count_sharing(run)
         # Where no step is followed, what it leaves is among the others.
         of_step = [] if step else [*of_cublas, *(chunk.input_bytes for chunk in chunks for _ in range(2))]
