@@ -464,6 +464,26 @@ def test_a_stage_keeps_the_last_input_of_each_chunk_and_its_gradient() -> None:
     assert chunks == [2 * 2 * hidden, 3 * 2 * hidden]
 
 
+def test_overlapped_layers_with_experts_keep_their_latest_input_and_its_gradient() -> None:
+    """Of each layer with experts whose input is not a stage's own."""
+    experts = Experts(
+        num_experts=4, per_token=2, ffn_hidden_size=64, layers=(False, True, True, True), dispatcher="alltoall"
+    )
+    sizes = {**SMALL, "seq_length": 64, "hidden_size": 64, "num_layers": 4, "add_bias_linear": False}
+    hidden = 64 * 4 * 64 * 2
+
+    def count(*, overlaps: bool = True, dispatcher: str = "alltoall", **settings: Any) -> list[int]:
+        given = dataclasses.replace(experts, overlaps=overlaps, dispatcher=dispatcher)
+        ranks = estimate_ranks(make_run(sizes, num_micro_batches=4, experts=given, **settings))
+        return [rank.at_rest["stage inputs"] // hidden for rank in ranks]
+
+    assert count() == [3 * 2]
+    assert count(tensor_parallel=2, sequence_parallel=True) == [3]
+    # A flexible dispatcher has probabilities without a graph.
+    assert count(overlaps=False) == count(dispatcher="flex") == [0]
+    assert count(pipeline_parallel=2, layers_per_virtual_stage=1) == [2, 2 * 2]
+
+
 def test_fused_accumulation_keeps_a_gradient_of_each_shape_of_weights() -> None:
     sizes = {**SMALL, "seq_length": 64, "num_layers": 2}
     run = make_run(sizes, gpu="h100", pipeline_parallel=2, fuses_gradient_accumulation=True)

@@ -102,7 +102,7 @@ _DESCRIPTIONS = {
     "rounding": "rest of the allocator's blocks",
     "deferred gradients": "what the output layer's gradients wait with",
     "lasting tensors": "rotary tables and experts' routing",
-    "stage inputs": "earlier inputs and their gradients",
+    "stage inputs": "earlier inputs of a stage or layer, and their gradients",
     "micro batches": "tokens, labels and masks",
     "embedding": "activations of the embedding",
     "layers": "activations of the layers",
@@ -183,6 +183,7 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
         found.append(
             _estimate_rank(
                 *(_name(stage, stages), chunks, states, on_gpu, events, of_host, deferred, rounding, is_combined),
+                inputs_of_experts=_count_inputs_of_experts(run, chunks, layers),
                 sharded=sharded,
             )
         )
@@ -344,8 +345,32 @@ def _count_deferred(run: Run, num_micro_batches: int) -> int:
     limit = run.deferred_head_gradients or num_micro_batches
     tokens = run.micro_batch_size * run.model.seq_length // run.context_parallel
     logits = tokens * run.padded_vocab_size // run.tensor_parallel
-    hidden = tokens * run.model.hidden_size // (run.tensor_parallel if run.sequence_parallel else 1)
-    return min(limit, num_micro_batches - 1) * (logits + hidden) * run.dtype.itemsize
+    return min(limit, num_micro_batches - 1) * (logits * run.dtype.itemsize + _count_hidden_bytes(run))
+
+
+def _count_hidden_bytes(run: Run) -> int:
+    tokens = run.micro_batch_size * run.model.seq_length // run.context_parallel
+    parts = run.tensor_parallel if run.sequence_parallel else 1
+    return tokens * run.model.hidden_size // parts * run.dtype.itemsize
+
+
+def _count_inputs_of_experts(run: Run, chunks: Sequence[ChunkMemory], layers: Sequence[Sequence[int]]) -> int:
+    """The latest input of each layer with experts, and its gradient, where forwards run beside backwards.
+
+    Such a layer's graph begins at an input of its own (core/pipeline_parallel/utils.py:249 of Megatron-LM at
+    d98e8a64dd), and its dispatcher has the router's probabilities with that graph until the next micro batch comes
+    (core/transformer/moe/token_dispatcher.py:642). A stage's own input counts for the first layer already. What layers
+    of multi-token prediction keep is not counted.
+    """
+    experts = run.experts
+    if experts is None or not experts.overlaps or experts.dispatcher != "alltoall":
+        return 0
+    number = sum(
+        experts.layers[layer]
+        for chunk, of_chunk in zip(chunks, layers, strict=True)
+        for layer in of_chunk[1 if chunk.input_bytes else 0 :]
+    )
+    return 2 * number * _count_hidden_bytes(run)
 
 
 def _estimate_rank(
@@ -359,12 +384,14 @@ def _estimate_rank(
     rounding: int = 0,
     is_combined: bool = False,
     *,
+    inputs_of_experts: int = 0,
     sharded: ShardedChunk | None = None,
 ) -> RankEstimate:
     """Follow a step's events; `waiting` counts, chunk by chunk, the micro batches between forward and backward.
 
     moved: what a micro batch sends to the host, chunk by chunk.
     rounding: what the allocator adds to the tensors of micro batches.
+    inputs_of_experts: what layers with experts keep of the latest micro batch between steps.
     sharded: the chunk, where its weights are gathered.
     """
     highest: dict[tuple[int, bool], tuple[Moment, int]] = {}
@@ -411,7 +438,7 @@ def _estimate_rank(
     num_parameters = sum(memory.num_parameters for memory in chunks)
     at_rest = lasting | {
         "gradients": states.gradients_at_rest,
-        "stage inputs": sum(_count_own_input(each) for each in chunks),
+        "stage inputs": sum(_count_own_input(each) for each in chunks) + inputs_of_experts,
     }
     ends = {
         moment.name: parts,
