@@ -7,8 +7,10 @@
 A row has the arguments of a run of pretrain_gpt.py, pretrain_bert.py or pretrain_t5.py, and what its last rank counted
 as allocated: between two steps, and at most. What is not published is what brings the bytes at rest nearest: of a
 cluster without a size the data-parallel size, a power of two; on GB200, without deterministic mode, one of the two
-sizes of torch's workspaces, which torch 2.12 enlarged. A row with `of_another_run` has figures that are not those of
-its arguments from a fresh start, and says how that is known: it counts, and the others are counted without it, too.
+sizes of torch's workspaces, which torch 2.12 enlarged. A row with `releases_outer_weights` was recorded before
+378d81fbd3 of Megatron-LM, since which Megatron-FSDP keeps those between steps. A row with `of_another_run` has figures
+that are not those of its arguments from a fresh start, and says how that is known: it counts, and the others are
+counted without it, too.
 """
 
 from __future__ import annotations
@@ -104,6 +106,9 @@ def _estimate(row: Mapping[str, Any], world_size: int, workspace: str = "") -> S
     # CASE:dev_dgx_h100
     gpu = row["id"].rpartition("_")[2]
     run, _ = read_command(command, world_size=world_size, gpu=gpu)
+    if row.get("releases_outer_weights"):
+        fsdp = dataclasses.replace(run.optimizer.fsdp, keeps_outer_weights=False)
+        run = dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, fsdp=fsdp))
     return estimate_ranks(run)
 
 

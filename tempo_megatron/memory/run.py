@@ -41,6 +41,9 @@ class MegatronFsdp:
     """How many gradients may wait to be reduced; half as many weights are gathered ahead of their layer
     (--suggested-communication-unit-size)."""
 
+    keeps_outer_weights: bool = True
+    """Whether weights outside the layers stay gathered between steps, as since 378d81fbd3 of Megatron-LM (May 2026)."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:

@@ -24,7 +24,7 @@ from tempo_megatron.memory.routing import assume_routing, expect_imbalance
 from tempo_megatron.memory.run import Experts, Hybrid, LatentAttention, MegatronFsdp, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import list_modules, simulate_chunk
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory
-from tempo_megatron.memory.simulated.phases import LAYERS, ChunkMemory, Parameter
+from tempo_megatron.memory.simulated.phases import LAYERS, ChunkMemory, LayerParameters, Parameter
 from tempo_megatron.memory.simulated.transformer_engine import choose_attention
 from tempo_megatron.models.shape import make_shape
 
@@ -143,6 +143,10 @@ def test_megatron_fsdp_shards_all_gathers_ahead_and_reduces_at_the_end_of_backwa
         "optimizer states": 12 * own,
         "communication buffers": 2 * outside,
     }
+    # Where they are freed between steps they are there at the peak still.
+    _, releasing = shard(keeps_outer_weights=False)
+    assert releasing.at_rest == rank.at_rest | {"communication buffers": 0}
+    assert releasing.peak_bytes == rank.peak_bytes
 
     def list_buckets(chunk: ShardedChunk, *, in_backward: bool) -> list[int]:
         moments = chunk.memory.list_moments(in_backward=in_backward)
@@ -158,6 +162,22 @@ def test_megatron_fsdp_shards_all_gathers_ahead_and_reduces_at_the_end_of_backwa
     gradients = [4 * layer * number + 8 * h for number in (1, 2, 3, 3)]
     gathered = [2 * layer * number for number in (2, 2, 2, 1)]
     assert list_buckets(narrow, in_backward=True) == [a + b for a, b in zip(gathered, gradients, strict=True)]
+
+
+def test_a_unit_of_megatron_fsdp_takes_the_hole_of_the_gathered_one_before_it() -> None:
+    """2 MiB, 4 gathered and 4 MiB in float32, of which the gathered ones leave a hole for the next unit's 3.25."""
+    memory = simulate_chunk(make_run({**SMALL, "num_layers": 1}), range(1))
+    unit = LayerParameters(others=13 * MIB // 4, experts=0, float8_others=0, float8_experts=0)
+    memory = dataclasses.replace(memory, num_parameters=2 * MIB + unit.total, layer_parameters=(unit,))
+
+    def count(ranks: int, *, is_expandable: bool = False) -> int:
+        chunk = ShardedChunk(MegatronFsdp(main_bytes=4), memory, torch.bfloat16, False, ranks, ranks)
+        return chunk.count_rounding(CachingAllocator(is_expandable=is_expandable))
+
+    assert count(2) == 3 * MIB // 4
+    # One rank gathers nothing: 4, 8, 6.5 and, in a segment of their own, 13 MiB in 14; gradients of 10.5 in 12.
+    assert count(1) == MIB
+    assert count(2, is_expandable=True) == 0
 
 
 def test_blocks_that_are_not_split_count_whole() -> None:
@@ -446,6 +466,26 @@ def test_a_stage_keeps_the_last_input_of_each_chunk_and_its_gradient() -> None:
     assert [rank.at_rest["stage inputs"] for rank in estimate()] == [0, 2 * hidden]
     chunks = [rank.at_rest["stage inputs"] for rank in estimate(layers_per_virtual_stage=2)]
     assert chunks == [2 * 2 * hidden, 3 * 2 * hidden]
+
+
+def test_overlapped_layers_with_experts_keep_their_latest_input_and_its_gradient() -> None:
+    """Of each layer with experts whose input is not a stage's own."""
+    experts = Experts(
+        num_experts=4, per_token=2, ffn_hidden_size=64, layers=(False, True, True, True), dispatcher="alltoall"
+    )
+    sizes = {**SMALL, "seq_length": 64, "hidden_size": 64, "num_layers": 4, "add_bias_linear": False}
+    hidden = 64 * 4 * 64 * 2
+
+    def count(*, overlaps: bool = True, dispatcher: str = "alltoall", **settings: Any) -> list[int]:
+        given = dataclasses.replace(experts, overlaps=overlaps, dispatcher=dispatcher)
+        ranks = estimate_ranks(make_run(sizes, num_micro_batches=4, experts=given, **settings))
+        return [rank.at_rest["stage inputs"] // hidden for rank in ranks]
+
+    assert count() == [3 * 2]
+    assert count(tensor_parallel=2, sequence_parallel=True) == [3]
+    # A flexible dispatcher has probabilities without a graph.
+    assert count(overlaps=False) == count(dispatcher="flex") == [0]
+    assert count(pipeline_parallel=2, layers_per_virtual_stage=1) == [2, 2 * 2]
 
 
 def test_fused_accumulation_keeps_a_gradient_of_each_shape_of_weights() -> None:

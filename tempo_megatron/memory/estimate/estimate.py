@@ -105,7 +105,7 @@ _DESCRIPTIONS = {
     "rounding": "rest of the allocator's blocks",
     "deferred gradients": "what the output layer's gradients wait with",
     "lasting tensors": "rotary tables and experts' routing",
-    "stage inputs": "earlier inputs and their gradients",
+    "stage inputs": "earlier inputs of a stage or layer, and their gradients",
     "micro batches": "tokens, labels and masks",
     "embedding": "activations of the embedding",
     "layers": "activations of the layers",
@@ -181,7 +181,7 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
         until_full = [*_list_until_full(events)]
         is_rounded = run.gpu is not None and is_followed and traces is not None
         step = Step(allocator, traces, until_full, workspaces) if is_rounded and traces is not None else None
-        on_gpu = _count_on_gpu(run, chunks, muon and muon[1], allocator, step, workspaces)
+        on_gpu = _count_on_gpu(run, chunks, muon and muon[1], allocator, step, workspaces, sharded)
         if run.gpu is not None:
             on_gpu["lasting tensors"] = count_lasting_tensors(run, stage)
         rounding = 0 if step is None else step.count_rounding()
@@ -190,6 +190,7 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
         found.append(
             _estimate_rank(
                 *(_name(stage, stages), chunks, states, on_gpu, events, of_host, deferred, rounding, is_combined),
+                inputs_of_experts=_count_inputs_of_experts(run, chunks, layers),
                 sharded=sharded,
             )
         )
@@ -296,19 +297,23 @@ def _count_on_gpu(
     allocator: CachingAllocator,
     step: Step | None,
     workspaces: Mapping[Library, Sequence[int]],
+    sharded: ShardedChunk | None,
 ) -> dict[str, int]:
     """The parts of a rank at rest that depend on the GPU and its libraries; none where nothing says which GPU it is.
 
     pieces: of Muon's states.
     allocator: an empty one, which has what stays then.
     step: of the chunks, on that allocator; None where it is not followed.
+    sharded: the chunk, where its weights are gathered.
     """
     if run.gpu is None:
         return {}
     optimizer, of_cublas = run.optimizer, list(itertools.chain(*workspaces.values()))
     placeholders = _list_placeholder_gradients(run, chunks)
     rounding = 0
-    if optimizer.kind == "megatron" and optimizer.fsdp is None:
+    if sharded is not None:
+        rounding = sharded.count_rounding(allocator)
+    elif optimizer.kind == "megatron":
         # Where no step is followed, what it leaves is among the others.
         of_step = [] if step else [*of_cublas, *(chunk.input_bytes for chunk in chunks for _ in range(2))]
         rounding = _round_states(run, chunks, pieces, allocator, step, [*of_step, *_list_always(run, chunks)])
@@ -377,8 +382,32 @@ def _count_deferred(run: Run, num_micro_batches: int) -> int:
     limit = run.deferred_head_gradients or num_micro_batches
     tokens = run.micro_batch_size * run.model.seq_length // run.context_parallel
     logits = tokens * run.padded_vocab_size // run.tensor_parallel
-    hidden = tokens * run.model.hidden_size // (run.tensor_parallel if run.sequence_parallel else 1)
-    return min(limit, num_micro_batches - 1) * (logits + hidden) * run.dtype.itemsize
+    return min(limit, num_micro_batches - 1) * (logits * run.dtype.itemsize + _count_hidden_bytes(run))
+
+
+def _count_hidden_bytes(run: Run) -> int:
+    tokens = run.micro_batch_size * run.model.seq_length // run.context_parallel
+    parts = run.tensor_parallel if run.sequence_parallel else 1
+    return tokens * run.model.hidden_size // parts * run.dtype.itemsize
+
+
+def _count_inputs_of_experts(run: Run, chunks: Sequence[ChunkMemory], layers: Sequence[Sequence[int]]) -> int:
+    """The latest input of each layer with experts, and its gradient, where forwards run beside backwards.
+
+    Such a layer's graph begins at an input of its own (core/pipeline_parallel/utils.py:249 of Megatron-LM at
+    d98e8a64dd), and its dispatcher has the router's probabilities with that graph until the next micro batch comes
+    (core/transformer/moe/token_dispatcher.py:642). A stage's own input counts for the first layer already. What layers
+    of multi-token prediction keep is not counted.
+    """
+    experts = run.experts
+    if experts is None or not experts.overlaps or experts.dispatcher != "alltoall":
+        return 0
+    number = sum(
+        experts.layers[layer]
+        for chunk, of_chunk in zip(chunks, layers, strict=True)
+        for layer in of_chunk[1 if chunk.input_bytes else 0 :]
+    )
+    return 2 * number * _count_hidden_bytes(run)
 
 
 def _estimate_rank(
@@ -392,12 +421,14 @@ def _estimate_rank(
     rounding: int = 0,
     is_combined: bool = False,
     *,
+    inputs_of_experts: int = 0,
     sharded: ShardedChunk | None = None,
 ) -> RankEstimate:
     """Follow a step's events; `waiting` counts, chunk by chunk, the micro batches between forward and backward.
 
     moved: what a micro batch sends to the host, chunk by chunk.
     rounding: what the allocator adds to the tensors of micro batches.
+    inputs_of_experts: what layers with experts keep of the latest micro batch between steps.
     sharded: the chunk, where its weights are gathered.
     """
     highest: dict[tuple[int, bool], tuple[Moment, int]] = {}
@@ -449,7 +480,7 @@ def _estimate_rank(
     num_parameters = sum(memory.num_parameters for memory in chunks)
     at_rest = lasting | {
         "gradients": states.gradients_at_rest,
-        "stage inputs": sum(_count_own_input(each) for each in chunks),
+        "stage inputs": sum(_count_own_input(each) for each in chunks) + inputs_of_experts,
     }
     ends = {
         moment.name: parts,

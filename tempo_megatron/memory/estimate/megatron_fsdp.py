@@ -4,18 +4,25 @@ References are to Megatron-LM 0.19.2, from megatron/core/distributed/fsdp/src/me
 rank's part of a unit's weights, of their main copies and of their gradients are buffers (param_and_grad_buffer.py:
 ParamAndGradBuffer._init_each_parameter_group_buffers). The weights of a unit are gathered before its forward, with
 those of the units behind it up to a limit, and freed after it; in backward with those of the units before it. Weights
-outside the units stay gathered, between steps too (AllGatherPipeline.all_gather_params and reset). A gradient is copied
+outside the units stay gathered, since 378d81fbd3 between steps too (AllGatherPipeline.all_gather_params and reset;
+before, synchronize_param_gather freed them). A gradient is copied
 into a buffer of its whole unit, which is freed when more elements wait to be reduced than a limit, and at the latest
 when backward ends (megatron_fsdp.py: _grad_acc; GradReducePipeline.wait_for_previous_grad_reduce).
+
+The buffers are made on a stream of their own (training/training.py:2523 of Megatron-LM at d98e8a64dd), unit by unit: a
+rank's part of the weights, the whole unit, from which it is filled, and the part of the main copies; then one buffer of
+all gradients. What torch's allocator adds to these is counted; what it adds to Adam's moments and in a step is not.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import torch
 
+from tempo_megatron.memory.estimate.allocator import CachingAllocator
 from tempo_megatron.memory.estimate.model_states import ModelStates
 from tempo_megatron.memory.run import MegatronFsdp
 from tempo_megatron.memory.simulated.phases import EMBEDDING, HEAD, LAYERS, ChunkMemory, LayerParameters, Moment
@@ -63,15 +70,29 @@ class ShardedChunk:
         converted = sum(
             of_state * size for is_float8, size in sizes.items() if self._find_gradient_bytes(is_float8) != of_state
         )
-        outside = (self.memory.num_parameters - sum(each.total for each in layers)) * (self.ranks > 1)
         return ModelStates(
             weights=self.dtype.itemsize * sizes[False] + sizes[True],
             optimizer_states=((self.fsdp.main_bytes or 0) + _MOMENTS) * own,
-            communication_buffers=self.dtype.itemsize * outside,
+            communication_buffers=self._count_outside() if self.fsdp.keeps_outer_weights else 0,
             standing_gradients=gradients,
             gradients=gradients + converted,
             gradients_at_rest=gradients + converted,
         )
+
+    def count_rounding(self, allocator: CachingAllocator) -> int:
+        """Bytes that an empty allocator counts beyond those of the buffers."""
+        total = num_gradient_bytes = 0
+        for size, ranks, is_float8 in self._list_groups():
+            own, of_weight = math.ceil(size / ranks), 1 if is_float8 else self.dtype.itemsize
+            of_main = self.fsdp.main_bytes or 0
+            num_gradient_bytes += own * self._find_gradient_bytes(is_float8)
+            total += own * (of_weight + of_main)
+            allocator.allocate(own * of_weight)
+            whole = allocator.allocate(size * of_weight if ranks > 1 else 0)
+            allocator.allocate(own * of_main)
+            allocator.free(whole)
+        allocator.allocate(num_gradient_bytes)
+        return allocator.allocated - total - num_gradient_bytes
 
     def count_buckets(self, moment: Moment, *, in_backward: bool) -> int:
         """Bytes of the weights of units that are gathered, and of gradients that are not reduced yet."""
@@ -81,7 +102,7 @@ class ShardedChunk:
             ahead = layers[: len(layers) - place][::-1] if in_backward else layers[place:]
         elif moment.part == EMBEDDING and not in_backward:
             ahead = layers
-        gathered = self._gather(ahead)
+        gathered = self._gather(ahead) + (0 if self.fsdp.keeps_outer_weights else self._count_outside())
         if not in_backward:
             return gathered
         done = layers[::-1][: {HEAD: 0, LAYERS: place + 1, EMBEDDING: len(layers)}[moment.part]]
@@ -94,6 +115,23 @@ class ShardedChunk:
             elements += self._count_shared(each)
             found += self._count_gradients(each)
         return gathered + found
+
+    def _list_groups(self) -> Iterator[tuple[int, int, bool]]:
+        """Elements of the weights that are one buffer, ranks that share them, and whether they are in float8."""
+        layers = self.memory.layer_parameters
+        yield self.memory.num_parameters - sum(each.total for each in layers), self.ranks, False
+        for each in layers:
+            for size, float8, ranks in (
+                (each.others, each.float8_others, self.ranks),
+                (each.experts, each.float8_experts, self.expert_ranks),
+            ):
+                yield size - float8 * self.has_float8, ranks, False
+                yield float8 * self.has_float8, ranks, True
+
+    def _count_outside(self) -> int:
+        """Bytes of the weights outside the units where they are gathered."""
+        outside = self.memory.num_parameters - sum(each.total for each in self.memory.layer_parameters)
+        return self.dtype.itemsize * outside * (self.ranks > 1)
 
     def _gather(self, layers: tuple[LayerParameters, ...]) -> int:
         """Bytes of the first of these units, and of those that follow it up to the limit."""
