@@ -96,7 +96,7 @@ def run_plan(args: argparse.Namespace) -> int:
     print(f"\n{json.dumps({'tempo': plan.block})}")
     print(" ".join(plan.megatron_arguments) or "without --recompute-granularity")
     if command is not None:
-        print(_write_planned_command(args, command, plan))
+        print(_write_planned_command(args, command, request.run, plan))
     if args.json:
         figures = {
             "tempo": plan.block,
@@ -192,10 +192,10 @@ def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gp
     return request, warnings
 
 
-def _write_planned_command(args: argparse.Namespace, command: Command, plan: MemoryPlan) -> str:
+def _write_planned_command(args: argparse.Namespace, command: Command, run: Run, plan: MemoryPlan) -> str:
     """The command with the plan in place of what it said of Tempo and of recomputation."""
-    # What our own arguments ask, such as --moe-imbalance, stands in no command.
-    run, _, _ = read_run_of_command(args, command)
+    # --moe-imbalance stands in no command: its experts are as it says.
+    run = dataclasses.replace(run, experts=read_run_of_command(args, command)[0].experts)
     tempo = TempoConfig.from_dict(plan.block)
     recomputed, _ = parse_options(plan.megatron_arguments)
     planned = dataclasses.replace(

@@ -6,8 +6,9 @@ place of norms, rotary embeddings, SwiGLU and loss, DeepSpeed's linears (LinearF
 gradient before the weight's) and TiledMLP, and FlashAttention-3. A weight's gradient is used on DeepSpeed's other
 stream too (record_stream in stage3.py), so its memory is free when the host has waited for the GPU: here at the end of
 its layer, or when the next layer's input comes from the host. The output layer's is larger than a bucket, so the next
-weight's sends it to the host, for which DeepSpeed 0.17 waits (partition_grads). Nothing is fitted. What other streams
-have is not played: the terms of a LongSequence have it.
+weight's sends it to the host, for which DeepSpeed 0.17 waits (partition_grads). Several GPUs exchange heads as
+UlyssesSPAttentionHF does (deepspeed/runtime/sequence_parallel/ulysses_sp.py of 0.19.8), each with its share of the
+tokens. Nothing is fitted. What other streams have is not played: the terms of a LongSequence have it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _STEPS = 2
 
 def count_reserved(long: LongSequence, num_tokens: int) -> int:
     """Bytes that torch has reserved of all streams, with expandable segments, behind two steps. Raises ValueError for
-    pieces whose order is not known, and for several GPUs."""
+    pieces whose order is not known."""
     return play_steps(long, num_tokens).reserved + sum(term.num_bytes for term in long.list_standing())
 
 
@@ -34,8 +35,6 @@ def play_steps(long: LongSequence, num_tokens: int) -> CachingAllocator:
             f"--allocator is given with the piece {more[0]}, whose allocations are not followed in their order; "
             f"expected some of {', '.join(sorted(_PLAYED))}; leave --allocator or the piece out"
         )
-    if long.num_gpus > 1:
-        raise ValueError("--allocator follows a long sequence on one GPU, and --dp is more; leave one of them out")
     step = _Step(long, num_tokens)
     for _ in range(_STEPS):
         step.play()
@@ -57,6 +56,10 @@ class _Step:
         self.head, self.num_heads = m.kv_channels, m.num_attention_heads
         # Bytes of [tokens, ...].
         self.x, self.q, self.k = (_BF16 * num_tokens * n for n in (self.hidden, self.columns_of_q, self.columns_of_k))
+        # Of q, k and v behind their all-to-all: with fewer groups than GPUs each has a copy of one.
+        self.num_gpus = long.num_gpus
+        self.local_heads = m.num_attention_heads // long.num_gpus, max(1, m.num_query_groups // long.num_gpus)
+        self.k_all = self.k // m.num_query_groups * max(m.num_query_groups, long.num_gpus)
         self.wide, self.of_token = _BF16 * num_tokens * self.ffn, _FLOAT32 * num_tokens
         self.sums = round(long.count_float32_sums() * num_tokens)
 
@@ -120,8 +123,14 @@ class _Step:
         self.run_norm("first", keeps)
         self.make(q=self.q, k=self.k, v=self.k)
         self.rotate()
-        self.make(attended=self.q, logsumexp=self.of_token * self.num_heads, projected=self.x)
-        if not keeps:
+        if self.num_gpus > 1:
+            self.attend_together(keeps)
+        else:
+            self.make(attended=self.q, logsumexp=self.of_token * self.num_heads)
+        self.make(projected=self.x)
+        if not keeps and self.num_gpus > 1:
+            self.free("joined", "first")
+        elif not keeps:
             self.free("q", "k", "v", "attended", "logsumexp", "first")
         self.make(middle=self.x)
         self.free("projected")
@@ -178,6 +187,36 @@ class _Step:
             self.free("q", "k")
             self.rename("q_rotated", "q")
             self.rename("k_rotated", "k")
+
+    def attend_together(self, keeps: bool) -> None:
+        """UlyssesSPAttentionHF: a copy of each of q, k and v in the order of ranks is sent, what arrives is copied into
+        that of heads, unless there is one, and attention's output goes back; `joined` is what the projection gets."""
+        ids = _INT64 * self.tokens * self.num_gpus
+        self.make(positions_of_ranks=ids, positions_of_all=ids)
+        sizes = {"q": self.q, "k": self.k_all, "v": self.k_all}
+        # Where groups are repeated, that copy has gone before what arrives is there.
+        for name, size in sizes.items():
+            self.make(sent=size, **{f"{name}_received": size})
+            self.free("sent")
+        for (name, size), heads in zip(sizes.items(), (self.local_heads[0], *[self.local_heads[1]] * 2), strict=True):
+            if heads > 1:
+                self.make(**{f"{name}_all": size})
+                self.free(f"{name}_received")
+            else:
+                self.rename(f"{name}_received", f"{name}_all")
+        self.make(attended=self.q, logsumexp=self.of_token * self.num_heads)
+        self.make(returned=self.q, joined=self.q)
+        self.free("returned", "positions_of_ranks", "positions_of_all", "q", "k", "v")
+        for name in sizes:
+            self.rename(f"{name}_all", name)
+        if not keeps:
+            self.free("q", "k", "v", "attended", "logsumexp")
+
+    def send_gradient(self, name: str, size: int) -> None:
+        """Through an all-to-all, of a copy in the order of ranks."""
+        self.make(sent=size, received=size)
+        self.free("sent", name)
+        self.rename("received", name)
 
     def run_mlp(self, keeps: bool) -> None:
         self.make(gate=self.wide)
@@ -258,9 +297,19 @@ class _Step:
         self.free("of_second")
         self.make(of_attended=self.q)
         self.make_gradient(self.hidden * self.columns_of_q)
+        if self.num_gpus > 1:
+            self.free("joined")
+            self.send_gradient("of_attended", self.q)
         statistics = self.of_token * self.num_heads
-        self.make(of_q=self.q, of_k=self.k, of_v=self.k, dots=statistics, logarithms=statistics, sums=self.sums)
+        self.make(of_q=self.q, of_k=self.k_all, of_v=self.k_all)
+        self.make(dots=statistics, logarithms=statistics, sums=self.sums)
         self.free("dots", "logarithms", "sums", "q", "k", "v", "attended", "logsumexp", "of_attended")
+        for name, size in {"of_v": self.k_all, "of_k": self.k_all, "of_q": self.q}.items() if self.num_gpus > 1 else ():
+            self.send_gradient(name, size)
+            # The projection's backward takes a copy in the order of heads.
+            self.make(copied=size)
+            self.free(name)
+            self.rename("copied", name)
         self.make(of_first=self.x)
         self.make_gradient(self.hidden * self.columns_of_k)
         self.free("of_v")
