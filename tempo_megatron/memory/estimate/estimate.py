@@ -34,6 +34,8 @@ from tempo_megatron.memory.simulated.chunk import simulate_chunk, trace_chunk
 from tempo_megatron.memory.simulated.float8 import count_float8_bytes
 from tempo_megatron.memory.simulated.phases import ChunkMemory, Moment
 
+_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_OF_RANK = 40_000_000, 1_000_000
+
 
 @dataclasses.dataclass(frozen=True)
 class RankEstimate:
@@ -174,7 +176,8 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
         workspaces = list_workspaces(run, has_head=stage == stages - 1)
         allocator = CachingAllocator(is_expandable=run.expandable_segments, counts_reserved=False)
         step = None if traces is None else Step(allocator, traces, _list_until_full(events), workspaces)
-        on_gpu = _count_on_gpu(run, chunks, muon and muon[1], allocator, step, workspaces, sharded)
+        bucket_elements = _find_bucket_elements(run, chunks, stage)
+        on_gpu = _count_on_gpu(run, chunks, muon and muon[1], allocator, step, workspaces, sharded, bucket_elements)
         if run.gpu is not None:
             on_gpu["lasting tensors"] = count_lasting_tensors(run, stage)
         rounding = 0 if step is None else step.count_rounding()
@@ -253,6 +256,21 @@ def _count_sharing(run: Run) -> tuple[int, int]:
     return ranks, ranks * run.tensor_parallel // of_expert
 
 
+def _find_bucket_elements(run: Run, chunks: Sequence[ChunkMemory], stage: int) -> int | None:
+    """After how many elements a bucket of the first chunk's buffers ends; None where all are one.
+
+    Only the first stage reduces in several (training/training.py:2179-2194 and 2491-2502 of Megatron-LM at d98e8a64dd).
+    """
+    optimizer = run.optimizer
+    if not optimizer.overlaps_reduction or stage > 0:
+        return None
+    if optimizer.num_buckets is not None:
+        return sum(chunk.num_parameters for chunk in chunks) // optimizer.num_buckets
+    return optimizer.bucket_elements or max(
+        _BUCKET_ELEMENTS, _BUCKET_ELEMENTS_OF_RANK * run.data_parallel * run.context_parallel
+    )
+
+
 def _count_muon(run: Run, chunks: Sequence[ChunkMemory], muon: str) -> tuple[ModelStates, list[Piece]]:
     ranks, expert_ranks = _count_sharing(run)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters]
@@ -277,6 +295,7 @@ def _count_on_gpu(
     step: Step | None,
     workspaces: Mapping[Library, Sequence[int]],
     sharded: ShardedChunk | None,
+    bucket_elements: int | None,
 ) -> dict[str, int]:
     """The parts of a rank at rest that depend on the GPU and its libraries; none where nothing says which GPU it is.
 
@@ -284,6 +303,7 @@ def _count_on_gpu(
     allocator: an empty one, which has what stays then.
     step: of the chunks, on that allocator; None where it is not followed.
     sharded: the chunk, where its weights are gathered.
+    bucket_elements: after which a bucket of the first chunk ends.
     """
     if run.gpu is None:
         return {}
@@ -306,6 +326,7 @@ def _count_on_gpu(
             parts=sharing if optimizer.distributed else (1, 1),
             pieces=pieces,
             shares_embedding=run.pipeline_parallel > 1 and not run.model.untie_embeddings_and_output_weights,
+            bucket_elements=bucket_elements,
             step=step,
         )
     float8, num_float8 = 0, _count_float8_weights(chunks)
