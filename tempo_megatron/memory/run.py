@@ -72,6 +72,15 @@ class OptimizerSettings:
     fsdp: MegatronFsdp | None = None
     """None shards no weights; else all above but `kind` is the default."""
 
+    overlaps_reduction: bool = False
+    """Whether gradients are reduced while backward runs (--overlap-grad-reduce), and so divided into buckets."""
+
+    bucket_elements: int | None = None
+    """After how many such a bucket ends (--ddp-bucket-size); None is 40 million, or a million for each rank."""
+
+    num_buckets: int | None = None
+    """How many buckets there are to be (--ddp-num-buckets), in place of that."""
+
     instances: int = 1
     """Of the distributed optimizer: groups of data-parallel ranks that each have all of its states between them."""
 

@@ -455,6 +455,9 @@ def test_a_rank_of_the_distributed_optimizer_has_its_part_of_each_bucket() -> No
     assert [*list_own_pieces(parameters, 2, DISTRIBUTED, True)] == [384, 192, 100]
     assert [*list_own_pieces(parameters, 1, DISTRIBUTED, True)] == [768, 512, 100]
     assert [*list_own_pieces(parameters, 1, WHOLE, True)] == [100, 512, 768]
+    # A bucket ends with the parameter that fills it: 768 and 512 in 1,280, and 100 in 128; or each alone.
+    assert [*list_own_pieces(parameters, 2, DISTRIBUTED, False, 1280)] == [128, 512, 36]
+    assert [*list_own_pieces(parameters, 2, DISTRIBUTED, False, 512)] == [384, 256, 36]
 
 
 def test_a_stage_keeps_the_last_input_of_each_chunk_and_its_gradient() -> None:

@@ -107,6 +107,10 @@ def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8)
             {"float8": "tensorwise", "float8_layers": (False, *[True] * 9, False, False)},
         ),
         ("--first-last-layers-bf16", {"float8": None, "float8_layers": None}),
+        (
+            "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 5000",
+            {"optimizer": OptimizerSettings(overlaps_reduction=True, bucket_elements=5000)},
+        ),
         ("--optimizer muon", {"optimizer": OptimizerSettings(distributed=False, muon="whole")}),
         (
             "--use-distributed-optimizer --use-megatron-fsdp --suggested-communication-unit-size 5000",
@@ -271,6 +275,8 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
         ),
         (f"{FSDP} --pipeline-model-parallel-size 2", "in one pipeline stage"),
         (f"{FSDP} --fp8-format hybrid --fp8-recipe blockwise --fp8-param-gather", "weights of --fp8-recipe blockwise"),
+        ("--ddp-bucket-size 5000 --ddp-num-buckets 2", "are both given"),
+        ("--ddp-num-buckets 0", "is 0; expected a positive number"),
         (f"{FSDP} --fsdp-double-buffer", "buffers of Megatron-FSDP that stay"),
         (f"{FSDP} --suggested-communication-unit-size 0", "expected a positive number"),
         ("--delay-wgrad-compute", "needs --overlap-moe-expert-parallel-comm; add it"),

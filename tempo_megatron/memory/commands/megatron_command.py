@@ -135,6 +135,9 @@ def read_command(
             optimizer,
             gradient_bytes=_find_gradient_bytes(args),
             state_bytes=_find_state_bytes(args),
+            overlaps_reduction=args.overlap_grad_reduce,
+            bucket_elements=args.ddp_bucket_size,
+            num_buckets=args.ddp_num_buckets,
             fsdp=_read_fsdp(args) if args.use_megatron_fsdp else None,
         ),
         deterministic=args.deterministic_mode,
@@ -490,7 +493,10 @@ def _complete_layout(args: argparse.Namespace, world_size: int, warnings: list[s
         warnings.append("--sequence-parallel is off, as Megatron-LM switches it off without tensor parallelism")
         args.sequence_parallel = False
     instances = args.num_distributed_optimizer_instances
-    _check_positive(args, "num_distributed_optimizer_instances")
+    for name in ("num_distributed_optimizer_instances", "ddp_bucket_size", "ddp_num_buckets"):
+        _check_positive(args, name)
+    if args.ddp_bucket_size and args.ddp_num_buckets:
+        raise ValueError("--ddp-bucket-size and --ddp-num-buckets are both given; leave one of them out")
     if instances > 1 and not args.use_distributed_optimizer:
         raise ValueError(
             f"--num-distributed-optimizer-instances {instances} needs --use-distributed-optimizer; add it, or leave "

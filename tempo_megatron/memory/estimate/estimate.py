@@ -36,6 +36,8 @@ from tempo_megatron.memory.simulated.chunk import simulate_chunk, trace_chunk
 from tempo_megatron.memory.simulated.float8 import count_float8_bytes
 from tempo_megatron.memory.simulated.phases import ChunkMemory, Moment
 
+_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_OF_RANK = 40_000_000, 1_000_000
+
 
 @dataclasses.dataclass(frozen=True)
 class RankEstimate:
@@ -274,6 +276,21 @@ def _count_sharing(run: Run) -> tuple[int, int]:
     return ranks, ranks * run.tensor_parallel // of_expert
 
 
+def _find_bucket_elements(run: Run, chunks: Sequence[ChunkMemory]) -> int | None:
+    """After how many elements a bucket of the first chunk's buffers ends; None where all are one.
+
+    Only the first stage reduces in several (training/training.py:2179-2194 and 2491-2502 of Megatron-LM at d98e8a64dd).
+    """
+    optimizer = run.optimizer
+    if not optimizer.overlaps_reduction or chunks[0].input_bytes:
+        return None
+    if optimizer.num_buckets is not None:
+        return sum(chunk.num_parameters for chunk in chunks) // optimizer.num_buckets
+    return optimizer.bucket_elements or max(
+        _BUCKET_ELEMENTS, _BUCKET_ELEMENTS_OF_RANK * run.data_parallel * run.context_parallel
+    )
+
+
 def _count_muon(run: Run, chunks: Sequence[ChunkMemory], muon: str) -> tuple[ModelStates, list[Piece]]:
     ranks, expert_ranks = _count_sharing(run)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters]
@@ -355,6 +372,7 @@ def _round_states(
         parts=_count_sharing(run) if run.optimizer.distributed else (1, 1),
         pieces=pieces,
         shares_embedding=run.pipeline_parallel > 1 and not run.model.untie_embeddings_and_output_weights,
+        bucket_elements=_find_bucket_elements(run, chunks),
         step=step,
     )
 

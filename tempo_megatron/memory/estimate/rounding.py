@@ -47,6 +47,7 @@ def count_rounding(
     parts: tuple[int, int],
     pieces: Sequence[tuple[int, int]] | None = None,
     shares_embedding: bool = False,
+    bucket_elements: int | None = None,
     step: Step | None = None,
 ) -> int:
     """Bytes that the allocator counts beyond those of the tensors that stay from step to step.
@@ -60,6 +61,7 @@ def count_rounding(
         parts: ranks that divide the states of what is no expert, and those of experts.
         pieces: elements and moments of each piece of a parameter whose states the rank has; None are Adam's.
         shares_embedding: whether a stage has the word embedding of another one, and its optimizer is distributed.
+        bucket_elements: after which a bucket of the first chunk ends; None has one.
         step: the first, on the same allocator, before the moments are made; without it they find no free blocks.
     """
     total = 0
@@ -84,8 +86,10 @@ def count_rounding(
         pieces = [
             (size, _MOMENTS)
             for place, number in enumerate(parts)
-            for in_buffers in buffers
-            for size in list_own_pieces(in_buffers[place], number, optimizer, shares_embedding)
+            for chunk, in_buffers in enumerate(buffers)
+            for size in list_own_pieces(
+                in_buffers[place], number, optimizer, shares_embedding, None if chunk else bucket_elements
+            )
         ]
     of_copy, *of_moments = optimizer.state_bytes or (_FLOAT32 if dtype.itemsize < _FLOAT32 else 0, _FLOAT32, _FLOAT32)
     copies = [size * of_copy for size, _ in pieces if of_copy]
@@ -263,28 +267,42 @@ class Step:
 
 
 def list_own_pieces(
-    parameters: Sequence[Parameter], parts: int, optimizer: OptimizerSettings, shares_embedding: bool
+    parameters: Sequence[Parameter],
+    parts: int,
+    optimizer: OptimizerSettings,
+    shares_embedding: bool,
+    bucket_elements: int | None = None,
 ) -> Iterator[int]:
     """Elements of each piece of a buffer's parameters whose states a rank has: of the distributed optimizer the last of
     equal parts of each bucket, else all.
-
-    A buffer has its parameters in reverse order, and a word embedding that another stage has too in a bucket of its own
-    (core/optimizer/distrib_optimizer.py: _compute_per_buffer_param_layout).
     """
     if not optimizer.distributed:
         yield from (each.size for each in parameters)
         return
-    end = 0
-    for _, group in itertools.groupby(
-        reversed(parameters),
-        key=lambda each: shares_embedding and len(each.shape) == 2 and not each.is_matrix and not each.is_expert,
-    ):
-        begin = end
-        bucket = []
-        for each in group:
-            first = round_up(end, _ALIGNMENT)
-            end = first + each.size
-            bucket.append((first, end))
-        end = begin + round_up(end - begin, math.lcm(parts, _BUCKET_ALIGNMENT))
-        own = end - (end - begin) // parts
+    for bucket in _list_buckets(parameters, shares_embedding, bucket_elements):
+        size = round_up(bucket[-1][1], math.lcm(parts, _BUCKET_ALIGNMENT))
+        own = size - size // parts
         yield from (last - max(first, own) for first, last in bucket if last > own)
+
+
+def _list_buckets(
+    parameters: Sequence[Parameter], shares_embedding: bool, bucket_elements: int | None
+) -> Iterator[list[tuple[int, int]]]:
+    """Where each parameter of a bucket begins and ends in it.
+
+    A buffer has its parameters in reverse order, and a word embedding that another stage has too in a bucket of its own
+    (core/optimizer/distrib_optimizer.py: _compute_per_buffer_param_layout).
+    """
+    bucket: list[tuple[int, int]] = []
+    for each in reversed(parameters):
+        is_alone = shares_embedding and len(each.shape) == 2 and not each.is_matrix and not each.is_expert
+        if is_alone and bucket:
+            yield bucket
+            bucket = []
+        first = round_up(bucket[-1][1] if bucket else 0, _ALIGNMENT)
+        bucket.append((first, first + each.size))
+        if is_alone or (bucket_elements is not None and bucket[-1][1] >= bucket_elements):
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
