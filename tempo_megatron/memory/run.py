@@ -42,6 +42,17 @@ class MegatronFsdp:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TorchFsdp:
+    """torch's FSDP (fully_shard), as Megatron wraps a model in it."""
+
+    reshards: bool = True
+    """Whether a layer's weights are freed behind its forward; else behind its backward."""
+
+    is_made_on_gpu: bool = True
+    """Whether the whole model is on each GPU before it is sharded."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
     """Whose optimizer makes the step, and how it divides gradients and states.
 
@@ -67,6 +78,9 @@ class OptimizerSettings:
 
     fsdp: MegatronFsdp | None = None
     """None shards no weights; else all above but `kind` is the default."""
+
+    torch_fsdp: TorchFsdp | None = None
+    """Likewise, and `distributed` is False."""
 
     instances: int = 1
     """Of the distributed optimizer: groups of data-parallel ranks that each have all of its states between them."""

@@ -27,6 +27,11 @@ from tempo_megatron.memory.estimate.model_states import (
 from tempo_megatron.memory.estimate.muon import Piece, count_muon_states
 from tempo_megatron.memory.estimate.offload import count_moved_of_layers, drop_offload, offload_layers
 from tempo_megatron.memory.estimate.rounding import Step, count_rounding
+from tempo_megatron.memory.estimate.torch_fsdp import (
+    count_initial_bytes,
+    count_sharded_rounding,
+    count_sharded_states,
+)
 from tempo_megatron.memory.estimate.workspaces import list_workspaces
 from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import Run
@@ -133,8 +138,9 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
             f"--allocator is given with --pp {stages} and --stock {run.stock}, but it simulates the allocator of a GPU "
             "in one stage; expected --pp 1 and --stock local or transformer_engine; leave it out"
         )
-    if simulates_allocator and optimizer.fsdp is not None:
-        raise ValueError("--allocator does not follow weights that Megatron-FSDP gathers; leave it out")
+    shards = optimizer.fsdp is not None or optimizer.torch_fsdp is not None
+    if simulates_allocator and shards:
+        raise ValueError("--allocator does not follow weights that FSDP gathers; leave it out")
     run.check()
     num_micro_batches = run.num_micro_batches or (1 if stages == 1 and optimizer.kind == "none" else 2 * stages)
     has_gradients = not makes_gradients(optimizer, run.dtype, num_micro_batches > 1)
@@ -152,8 +158,12 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
         if run.tempo.offloads:
             chunks = [offload_layers(chunk, each) for chunk, each in zip(chunks, moved, strict=True)]
         muon = None if optimizer.muon is None else _count_muon(run, chunks, optimizer.muon)
-        sharded = None
-        if optimizer.fsdp is not None:
+        sharded, initial = None, 0
+        if optimizer.torch_fsdp is not None:
+            of_weights = chunks[0].parameters, run.dtype, run.data_parallel * run.context_parallel
+            states = count_sharded_states(*of_weights, accumulates=num_micro_batches > 1)
+            initial = count_initial_bytes(*of_weights) if optimizer.torch_fsdp.is_made_on_gpu else 0
+        elif optimizer.fsdp is not None:
             sharded = ShardedChunk(optimizer.fsdp, chunks[0], run.dtype, run.float8_weights, *_count_sharing(run))
             states = sharded.count_states()
         else:
@@ -165,7 +175,7 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
         traces = None
         # The blocks of tensors that leave for the host are others' meanwhile, and so are those of gathered weights;
         # their rounding is not counted.
-        is_followed = optimizer.kind == "megatron" and sharded is None and not run.tempo.offloads
+        is_followed = optimizer.kind == "megatron" and not shards and not run.tempo.offloads
         if run.gpu is not None and is_followed:
             traces = [
                 trace_chunk(of_stage, each, pre_process=first, post_process=last, has_gradients=has_gradients)
@@ -184,6 +194,7 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
             _estimate_rank(
                 *(_name(stage, stages), chunks, states, on_gpu, events, of_host, deferred, rounding, is_combined),
                 sharded=sharded,
+                initial=initial,
             )
         )
     if simulates_allocator:
@@ -288,7 +299,12 @@ def _count_on_gpu(
     placeholders = _list_placeholder_gradients(run, chunks)
     buffer = max(each.global_buffer_bytes for each in chunks)
     rounding = 0
-    if optimizer.kind == "megatron" and optimizer.fsdp is None:
+    if optimizer.torch_fsdp is not None:
+        ranks = run.data_parallel * run.context_parallel
+        rounding = count_sharded_rounding(
+            allocator, chunks[0].parameters, run.dtype, ranks, [*of_cublas, buffer, *placeholders]
+        )
+    elif optimizer.kind == "megatron" and optimizer.fsdp is None:
         sharing = _count_sharing(run)
         # Where no step is followed, what it leaves is among the others.
         of_step = [] if step else [*of_cublas, *(chunk.input_bytes for chunk in chunks for _ in range(2))]
@@ -356,12 +372,14 @@ def _estimate_rank(
     is_combined: bool = False,
     *,
     sharded: ShardedChunk | None = None,
+    initial: int = 0,
 ) -> RankEstimate:
     """Follow a step's events; `waiting` counts, chunk by chunk, the micro batches between forward and backward.
 
     moved: what a micro batch sends to the host, chunk by chunk.
     rounding: what the allocator adds to the tensors of micro batches.
     sharded: the chunk, where its weights are gathered.
+    initial: weights before the first step, where they are more than then.
     """
     highest: dict[tuple[int, bool], tuple[Moment, int]] = {}
     for chunk, memory in enumerate(chunks):
@@ -394,7 +412,7 @@ def _estimate_rank(
     lasting = _list_parts(states) | {"global memory buffer": buffer} | on_gpu
     parts = lasting | {
         "gradients": states.standing_gradients + moment.gradient_bytes,
-        "communication buffers": lasting["communication buffers"] + buckets,
+        "communication buffers": lasting["communication buffers"] + buckets + moment.gathered_bytes,
         "stage inputs": _count_earlier_inputs(chunks, others, chunk, is_forward, follows_backward),
         "deferred gradients": deferred,
         "micro batches": sum(n * each.micro_batch_bytes for n, each in zip(others, chunks, strict=True))
@@ -414,6 +432,7 @@ def _estimate_rank(
         "reduction of the gradients": lasting
         | {"gradients": states.reduction, "micro batches": chunks[chunk].micro_batch_bytes},
         "optimizer step": at_rest | {"gradients": states.gradients, "transients": states.step_transient},
+        "sharding of the model": dict.fromkeys(PART_NAMES, 0) | {"weights": initial},
     }
     name_of_moment = max(ends, key=lambda each: sum(ends[each].values()))
     return RankEstimate(name, num_parameters, name_of_moment, ends[name_of_moment], at_rest, host_bytes=host_bytes)
