@@ -77,15 +77,14 @@ UNKNOWN_IN_RUNS = {
 UNKNOWN_IN_COMMANDS = {
     "fsdp_double_buffer": "buffers of Megatron-FSDP that stay",
     "megatron_fsdp_version": "another version of Megatron-FSDP",
-    "use_torch_fsdp2": "weights sharded by torch's FSDP",
     "optimizer": "another optimizer than Adam",
     "optimizer_cpu_offload": "optimizer states on the host",
     "offload_optimizer_states": "optimizer states on the host",
     "ddp_reduce_scatter_with_fp32_accumulation": "gradients that are reduced through all-to-all",
     "ddp_param_name_patterns_for_fp32_local_accumulation": "gradients of several dtypes",
     "fp16_lm_cross_entropy": "a cross entropy in float16",
-    "cuda_graph_impl": "CUDA graphs",
-    "cuda_graph_impl_deprecated": "CUDA graphs",
+    "cuda_graph_impl": "CUDA graphs, whose pools keep the memory of each layer",
+    "cuda_graph_impl_deprecated": "CUDA graphs, whose pools keep the memory of each layer",
     "nccl_ub": "buffers that NCCL registers",
     "keep_fp8_transpose_cache": "transposed weights in float8 that stay",
     "mtp_standalone": "multi-token prediction in a stage of its own",
@@ -148,6 +147,8 @@ def find_unknown(model_name: str, config: Any, run: Any) -> str | None:
         return unknown
     if getattr(run, "use_megatron_fsdp", False):
         return "weights sharded by Megatron-FSDP"
+    if getattr(run, "use_torch_fsdp2", False):
+        return "weights sharded by torch's FSDP"
     if run.optimizer != "adam":
         return f"the optimizer {run.optimizer}, and what is known is adam"
     return UNKNOWN_IN_COMMANDS["optimizer_cpu_offload"] if getattr(run, "optimizer_cpu_offload", False) else None

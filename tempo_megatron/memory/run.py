@@ -46,6 +46,17 @@ class MegatronFsdp:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TorchFsdp:
+    """torch's FSDP (fully_shard), as Megatron wraps a model in it."""
+
+    reshards: bool = True
+    """Whether a layer's weights are freed behind its forward; else behind its backward."""
+
+    is_made_on_gpu: bool = True
+    """Whether the whole model is on each GPU before it is sharded."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
     """Whose optimizer makes the step, and how it divides gradients and states.
 
@@ -71,6 +82,9 @@ class OptimizerSettings:
 
     fsdp: MegatronFsdp | None = None
     """None shards no weights; else all above but `kind` is the default."""
+
+    torch_fsdp: TorchFsdp | None = None
+    """Likewise, and `distributed` is False."""
 
     overlaps_reduction: bool = False
     """Whether gradients are reduced while backward runs (--overlap-grad-reduce), and so divided into buckets."""

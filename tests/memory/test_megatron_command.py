@@ -17,7 +17,7 @@ from tempo_megatron.memory.commands.megatron_command import read_command
 from tempo_megatron.memory.commands.megatron_options import READ
 from tempo_megatron.memory.commands.training_command import spell_arguments, split_command
 from tempo_megatron.memory.megatron_run import KNOWN_IN_COMMANDS, UNKNOWN_IN_LAYERS, UNKNOWN_IN_RUNS, find_unknown
-from tempo_megatron.memory.run import Hybrid, LatentAttention, MegatronFsdp, OptimizerSettings, Run
+from tempo_megatron.memory.run import Hybrid, LatentAttention, MegatronFsdp, OptimizerSettings, Run, TorchFsdp
 
 GPT = (
     "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 "
@@ -26,6 +26,7 @@ GPT = (
 
 FSDP = "--use-distributed-optimizer --use-megatron-fsdp"
 SHARED = "--num-experts 8 --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap"
+TORCH_FSDP = "--use-torch-fsdp2 --no-gradient-accumulation-fusion --untie-embeddings-and-output-weights"
 LAYOUT = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
 
 
@@ -123,6 +124,17 @@ def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8)
                 "optimizer": OptimizerSettings(
                     fsdp=MegatronFsdp(main_bytes=None, gradient_bytes=4, communicated_bytes=2)
                 )
+            },
+        ),
+        (TORCH_FSDP, {"optimizer": OptimizerSettings(distributed=False, torch_fsdp=TorchFsdp())}),
+        (
+            f"{TORCH_FSDP} --torch-fsdp2-no-reshard-after-forward --use-cpu-initialization --fp8-format hybrid "
+            "--fp8-param-gather",
+            {
+                "optimizer": OptimizerSettings(
+                    distributed=False, torch_fsdp=TorchFsdp(reshards=False, is_made_on_gpu=False)
+                ),
+                "float8_weights": False,
             },
         ),
         ("--optimizer dist_muon", {"optimizer": OptimizerSettings(distributed=False, muon="laid out")}),
@@ -279,6 +291,10 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
         ("--ddp-num-buckets 0", "is 0; expected a positive number"),
         (f"{FSDP} --fsdp-double-buffer", "buffers of Megatron-FSDP that stay"),
         (f"{FSDP} --suggested-communication-unit-size 0", "expected a positive number"),
+        ("--use-torch-fsdp2", "needs --no-gradient-accumulation-fusion, and is not for"),
+        (f"{TORCH_FSDP} --pipeline-model-parallel-size 2", "one pipeline stage and no expert parallelism"),
+        (f"{TORCH_FSDP} --mtp-num-layers 1", "of a GPT with Adam"),
+        (f"{TORCH_FSDP} --init-model-with-meta-device", "nothing gives such weights memory"),
         ("--delay-wgrad-compute", "needs --overlap-moe-expert-parallel-comm; add it"),
         ("--overlap-param-gather", "needs --use-distributed-optimizer"),
         ("--tp-comm-overlap --tensor-model-parallel-size 2", "--tp-comm-overlap needs"),
@@ -535,7 +551,10 @@ def test_the_plan_of_a_command_is_a_command(capsys: pytest.CaptureFixture[str]) 
     assert "--tempo-activation" in line and "--recompute-activations" not in line
 
 
-@pytest.mark.parametrize(("words", "name"), [("--hybrid-layer-pattern M*-M", "hybrid"), (FSDP, "Megatron-FSDP")])
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [("--hybrid-layer-pattern M*-M", "hybrid"), (FSDP, "Megatron-FSDP"), (TORCH_FSDP, "torch's FSDP")],
+)
 def test_a_command_that_only_the_estimate_knows_gets_no_plan(
     words: str, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -210,6 +210,9 @@ READ: dict[str, Option] = {
     "offload-optimizer-states": _switch(),
     "use-nccl-ub": _switch("nccl_ub"),
     "use-torch-fsdp2": _switch(),
+    "torch-fsdp2-no-reshard-after-forward": _switch("torch_fsdp2_reshard_after_forward", True),
+    "use-cpu-initialization": Option(bool),
+    "init-model-with-meta-device": _switch(),
     "use-megatron-fsdp": _switch(),
     "data-parallel-sharding-strategy": _words(
         "optim_grads_params", "no_shard", "optim", "optim_grads", "optim_grads_params"
@@ -321,7 +324,7 @@ enable-experimental enable-ft-package enable-full-sharding-in-hsdp enable-msc eo
 ep-overlap-early-attn-memory-release exit-on-missing-checkpoint exit-signal-handler exit-signal-handler-for-dataloader
 exit-signal-handler-for-training fake-process-group fallback-to-eager-attn finetune flash-decode
 freeze-e-score-correction-bias fsdp-db-use-persist-buf-on-alloc-fail fsdp-manual-registration full-validation
-high-priority-a2a-comm-stream init-method-xavier-uniform init-model-with-meta-device lazy-mpu-init legacy-tokenizer
+high-priority-a2a-comm-stream init-method-xavier-uniform lazy-mpu-init legacy-tokenizer
 load-main-params-from-ckpt low-memory-resume manual-gc megatron-fsdp-enable-fine-grained-param-gather
 megatron-fsdp-max-pool-double-buffer mock-data moe-activation-in-fp32 moe-combine-in-fp32 moe-enable-routing-replay
 moe-extended-tp moe-pad-experts-for-cuda-graph-inference moe-per-layer-logging moe-router-freeze-gate
@@ -336,8 +339,8 @@ no-tp-comm-split-rs no-use-tokenizer-model-from-checkpoint-args nvtx-ranges
 optimizer-cuda-graph output-bert-embeddings overlap-cpu-optimizer-d2h-h2d overlap-dispatch-backward-with-experts-wgrad
 override-opt-param-scheduler override-opt_param-scheduler profile record-memory-history record-shapes
 reset-attention-mask reset-position-ids rotary-interleaved run-workload-inspector-server te-rng-tracker test-mode
-torch-fsdp2-no-reshard-after-forward tp-comm-overlap-rs-dgrad trust-remote-code use-checkpoint-args
-use-checkpoint-opt-param-scheduler use-checkpoint-opt_param-scheduler use-cpu-initialization use-dist-ckpt
+tp-comm-overlap-rs-dgrad trust-remote-code use-checkpoint-args
+use-checkpoint-opt-param-scheduler use-checkpoint-opt_param-scheduler use-dist-ckpt
 use-flash-attn use-grouped-gemm-for-shared-expert use-legacy-static-engine use-mcore-models
 use-mp-args-from-checkpoint-args use-mup use-one-sent-docs use-persistent-ckpt-worker use-pytorch-profiler
 use-ring-exchange-p2p use-rope-scaling use-same-sampling-seed-across-dp-ranks use-sharp

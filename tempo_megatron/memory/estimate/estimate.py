@@ -29,6 +29,11 @@ from tempo_megatron.memory.estimate.muon import Piece, count_muon_states
 from tempo_megatron.memory.estimate.offload import count_moved_of_layers, drop_offload, offload_layers
 from tempo_megatron.memory.estimate.reserved import list_lasting, make_allocator, play_steps
 from tempo_megatron.memory.estimate.rounding import Step, count_rounding
+from tempo_megatron.memory.estimate.torch_fsdp import (
+    count_initial_bytes,
+    count_sharded_rounding,
+    count_sharded_states,
+)
 from tempo_megatron.memory.estimate.workspaces import list_workspaces
 from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import Run
@@ -138,8 +143,9 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
             "--allocator is given with --stock cpu, but it simulates the allocator of a GPU; expected --stock local or "
             "transformer_engine; leave one of them out"
         )
-    if simulates_allocator and optimizer.fsdp is not None:
-        raise ValueError("--allocator does not follow weights that Megatron-FSDP gathers; leave it out")
+    shards = optimizer.fsdp is not None or optimizer.torch_fsdp is not None
+    if simulates_allocator and shards:
+        raise ValueError("--allocator does not follow weights that FSDP gathers; leave it out")
     if simulates_allocator and run.tempo.offloads:
         raise ValueError("--allocator does not follow what tempo.offload sends to the host; leave one of them out")
     run.check()
@@ -159,8 +165,12 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
         if run.tempo.offloads:
             chunks = [offload_layers(chunk, each) for chunk, each in zip(chunks, moved, strict=True)]
         muon = None if optimizer.muon is None else _count_muon(run, chunks, optimizer.muon)
-        sharded = None
-        if optimizer.fsdp is not None:
+        sharded, initial = None, 0
+        if optimizer.torch_fsdp is not None:
+            of_weights = chunks[0].parameters, run.dtype, run.data_parallel * run.context_parallel
+            states = count_sharded_states(*of_weights, accumulates=num_micro_batches > 1)
+            initial = count_initial_bytes(*of_weights) if optimizer.torch_fsdp.is_made_on_gpu else 0
+        elif optimizer.fsdp is not None:
             sharded = ShardedChunk(optimizer.fsdp, chunks[0], run.dtype, run.float8_weights, *_count_sharing(run))
             states = sharded.count_states()
         else:
@@ -172,7 +182,7 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
         traces = None
         # The blocks of tensors that leave for the host are others' meanwhile, and so are those of gathered weights;
         # their rounding is not counted.
-        is_followed = optimizer.kind == "megatron" and sharded is None and not run.tempo.offloads
+        is_followed = optimizer.kind == "megatron" and not shards and not run.tempo.offloads
         if simulates_allocator or (run.gpu is not None and is_followed):
             traces = [
                 trace_chunk(of_stage, each, **beside, has_gradients=has_gradients)
@@ -194,6 +204,7 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
                 *(_name(stage, stages), chunks, states, on_gpu, events, of_host, deferred, rounding, is_combined),
                 inputs_of_experts=_count_inputs_of_experts(run, chunks, layers),
                 sharded=sharded,
+                initial=initial,
             )
         )
         if simulates_allocator and traces is not None:
@@ -330,6 +341,9 @@ def _count_on_gpu(
     rounding = 0
     if sharded is not None:
         rounding = sharded.count_rounding(allocator)
+    elif optimizer.torch_fsdp is not None:
+        ranks, always = run.data_parallel * run.context_parallel, _list_always(run, chunks)
+        rounding = count_sharded_rounding(allocator, chunks[0].parameters, run.dtype, ranks, [*of_cublas, *always])
     elif optimizer.kind == "megatron":
         # Where no step is followed, what it leaves is among the others.
         of_step = [] if step else [*of_cublas, *(chunk.input_bytes for chunk in chunks for _ in range(2))]
@@ -441,6 +455,7 @@ def _estimate_rank(
     *,
     inputs_of_experts: int = 0,
     sharded: ShardedChunk | None = None,
+    initial: int = 0,
 ) -> RankEstimate:
     """Follow a step's events; `waiting` counts, chunk by chunk, the micro batches between forward and backward.
 
@@ -448,6 +463,7 @@ def _estimate_rank(
     rounding: what the allocator adds to the tensors of micro batches.
     inputs_of_experts: what layers with experts keep of the latest micro batch between steps.
     sharded: the chunk, where its weights are gathered.
+    initial: weights before the first step, where they are more than then.
     """
     highest: dict[tuple[int, bool], tuple[Moment, int]] = {}
     for chunk, memory in enumerate(chunks):
@@ -483,7 +499,7 @@ def _estimate_rank(
     transients = moment.rise - moment.workspaces
     parts = lasting | {
         "gradients": states.standing_gradients + moment.gradient_bytes,
-        "communication buffers": lasting["communication buffers"] + buckets,
+        "communication buffers": lasting["communication buffers"] + buckets + moment.gathered_bytes,
         "stage inputs": _count_earlier_inputs(chunks, others, chunk, is_forward, follows_backward),
         "deferred gradients": deferred,
         "micro batches": sum(n * each.micro_batch_bytes for n, each in zip(others, chunks, strict=True))
@@ -505,6 +521,7 @@ def _estimate_rank(
         "reduction of the gradients": lasting
         | {"gradients": states.reduction, "micro batches": chunks[chunk].micro_batch_bytes},
         "optimizer step": at_rest | {"gradients": states.gradients, "transients": states.step_transient},
+        "sharding of the model": dict.fromkeys(PART_NAMES, 0) | {"weights": initial},
     }
     name_of_moment = max(ends, key=lambda each: sum(ends[each].values()))
     return RankEstimate(name, num_parameters, name_of_moment, ends[name_of_moment], at_rest, host_bytes=host_bytes)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -35,7 +36,7 @@ from tempo_megatron.memory.kept.attribution import attribute_all, divide_by_laye
 from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_parameters
 from tempo_megatron.memory.kept.recorder import Recorder, SavedStorage
 from tempo_megatron.memory.kept.timeline import WEIGHTS, StepTimeline, Timeline
-from tempo_megatron.memory.run import ROUTER_DTYPES, Experts, OptimizerSettings, Run
+from tempo_megatron.memory.run import ROUTER_DTYPES, Experts, OptimizerSettings, Run, TorchFsdp
 from tempo_megatron.memory.simulated.cross_entropy import put_fused_cross_entropy
 from tempo_megatron.memory.simulated.device import LastingBuffer, on_device, put_softmax_kernels
 from tempo_megatron.memory.simulated.experts import (
@@ -66,6 +67,7 @@ from tempo_megatron.memory.simulated.phases import (
     compress,
 )
 from tempo_megatron.memory.simulated.repeated_layers import repeat_layers
+from tempo_megatron.memory.simulated.torch_fsdp import ShardedUnits
 from tempo_megatron.memory.simulated.transformer_engine import (
     choose_attention,
     keep_padding_masks,
@@ -190,6 +192,7 @@ def _run_chunk(
 
 def _cut(run: Run, layers: range) -> Run:
     """A run of the chunk alone, of one stage on one rank. Layers count from 0 in it, so that chunks alike are equal."""
+    fsdp = run.optimizer.torch_fsdp
     return dataclasses.replace(
         run,
         # A context-parallel rank has its share of a sample's tokens; what attention gathers of others' it frees.
@@ -207,13 +210,14 @@ def _cut(run: Run, layers: range) -> Run:
         hybrid=run.hybrid
         and dataclasses.replace(run.hybrid, pattern=run.hybrid.pattern[layers.start : layers.stop] or "*"),
         float8_layers=run.float8_layers and (run.float8_layers[layers.start : layers.stop] or (False,)),
-        optimizer=OptimizerSettings(),
+        optimizer=OptimizerSettings(torch_fsdp=fsdp),
         pipeline_parallel=1,
-        data_parallel=1,
+        # Ranks that share weights decide what is gathered of them.
+        data_parallel=1 if fsdp is None else run.data_parallel,
         layers_per_virtual_stage=None,
         first_stage_layers=None,
         last_stage_layers=None,
-        num_micro_batches=None,
+        num_micro_batches=None if fsdp is None else min(run.num_micro_batches or 1, 2),
         # Of the allocator and of cuBLAS, no tensor's.
         cublas_workspace_bytes=None,
         expandable_segments=False,
@@ -454,6 +458,9 @@ class _Chunk:
             keep_float8_inputs(
                 (layer for layer, _, has in self._in_float8 if has), run.float8, is_fused=attention != "unfused"
             )
+        self._sharded: ShardedUnits | None = None
+        if run.optimizer.torch_fsdp is not None and not has_gradients:
+            self._sharded = self._shard(run.optimizer.torch_fsdp)
         self._is_backward = False
         self._phase: tuple[str, int | None, bool] | None = None
         self._levels: list[tuple[tuple[str, int | None, bool], Phase]] = []
@@ -461,6 +468,27 @@ class _Chunk:
         self._num_gradients = self._num_gradients_before = 0
         # How many events there were at the end of each of the levels.
         self._bounds: list[int] = []
+
+    def _shard(self, fsdp: TorchFsdp) -> ShardedUnits:
+        """The units of Megatron's TorchFullyShardedDataParallel.
+
+        A table of rotary embeddings, of the model or with latent attention of each layer, is one without parameters.
+        """
+        run, (stack,) = self._run, self._stacks
+        has_table = run.model.position_embedding_type == "rope" and run.latent_attention is None
+        of_layers = [None] if run.latent_attention is not None else []
+        units = [self._model.embedding, *([None] if has_table else [])]
+        units += [unit for layer in stack.layers for unit in (layer, *of_layers)]
+        units += [] if run.stock == "local" else [self._model.output_layer]
+        return ShardedUnits(
+            self._model,
+            units,
+            ranks=run.data_parallel * run.context_parallel,
+            is_resharded=fsdp.reshards,
+            names_ahead=run.recompute != (),
+            accumulates=(run.num_micro_batches or 1) > 1,
+            numbers=find_stacked_parameters(self._model),
+        )
 
     def drop_layers(self) -> None:
         """Leave the embedding and the head alone: no ModelShape is without layers."""
@@ -614,10 +642,14 @@ class _Chunk:
         self._buffer = LastingBuffer(seen, self._uses_global_buffer)
         set_global_buffer(self._buffer)
         self._add_marks()
+        if self._sharded is not None:
+            # Behind the marks: what is gathered for a layer is gathered in its phase.
+            self._sharded.add_hooks()
         if isinstance(seen, Makers):
             seen.watch(self._model)
         with self._seen, self._on_device(self._seen):
             self._start, self._start_gradients = self._seen.begin_phase(), self._count_gradients()
+            self._start_gathered = 0
             (run or self._run_micro_batch)(batch)
         return seen
 
@@ -645,6 +677,8 @@ class _Chunk:
             self._mark(LAYERS, len(self._layers) - 1)
         gradient = None if self._ends.head else self._make_hidden(is_input=False)
         torch.autograd.backward([edge], None if gradient is None else [gradient])
+        if self._sharded is not None:
+            self._sharded.end_backward()
 
     def _run_to_loss(self, batch: dict[str, Any]) -> torch.autograd.graph.GradientEdge:
         """The forward, from whose end backward begins."""
@@ -745,12 +779,14 @@ class _Chunk:
         if self._phase is not None:
             peak, workspaces = self._seen.peak, self._seen.peak_workspaces
             level, gradients = self._seen.begin_phase(), self._count_gradients()
+            gathered = 0 if self._sharded is None else count_storage_bytes(self._sharded.list_buffers())
             growth = level - self._start
             rise = max(peak - self._start, growth)
-            numbers = rise, growth, gradients - self._start_gradients, self._num_gradients, workspaces
+            of_gradients, of_gathered = gradients - self._start_gradients, gathered - self._start_gathered
+            numbers = rise, growth, of_gradients, self._num_gradients, workspaces, of_gathered
             self._levels.append((self._phase, Phase(self._phase[0], *numbers)))
             self._bounds.append(len(self._seen.events) if isinstance(self._seen, AllocationTrace) else 0)
-            self._start, self._start_gradients = level, gradients
+            self._start, self._start_gradients, self._start_gathered = level, gradients, gathered
             self._num_gradients_before += self._num_gradients
             self._num_gradients = 0
         else:
@@ -759,7 +795,10 @@ class _Chunk:
     def _count_gradients(self) -> int:
         if self._has_gradients:
             return 0
-        return count_storage_bytes(p.grad for p in self._model.parameters() if p.grad is not None)
+        sharded = [] if self._sharded is None else self._sharded.list_gradients()
+        return count_storage_bytes(
+            itertools.chain((p.grad for p in self._model.parameters() if p.grad is not None), sharded)
+        )
 
     def _count_parameters(self) -> tuple[int, int]:
         """Parameters of the whole chunk, and their bytes."""

@@ -32,6 +32,9 @@ class Phase:
     workspaces: int = 0
     """The part of `rise` that attention's workspaces are."""
 
+    gathered_growth: int = 0
+    """The part of `growth` that is weights gathered of other ranks, and buffers of gradients on their way to them."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
@@ -133,7 +136,7 @@ class ChunkMemory:
             for place in range(len(self.backward))
         ]
         standing = dict.fromkeys(PARTS, 0)
-        gradients = num_gradients = 0
+        gradients = num_gradients = gathered = 0
         for phases, is_asked in ((self.forward, not in_backward), (self.backward, in_backward)):
             before = dict.fromkeys(PARTS, 0)
             for place, phase in enumerate(phases):
@@ -142,12 +145,21 @@ class ChunkMemory:
                     name = f"{'backward' if in_backward else 'forward'} of the {phase.part}"
                     rise = phase.rise + (ahead[place] if is_combined and in_backward else 0)
                     numbers = num_gradients, before[phase.part]
+                    standing_now, name_and_part = dict(standing), (name, phase.part)
                     yield Moment(
-                        *(name, phase.part, rise, phase.workspaces, phase.growth, gradients, *numbers, dict(standing))
+                        *name_and_part,
+                        rise,
+                        phase.workspaces,
+                        phase.growth,
+                        gradients,
+                        *numbers,
+                        standing_now,
+                        gathered,
                     )
                 before[phase.part] += 1
-                standing[phase.part] += phase.growth - phase.gradient_growth
+                standing[phase.part] += phase.growth - phase.gradient_growth - phase.gathered_growth
                 gradients += phase.gradient_growth
+                gathered += phase.gathered_growth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,9 +187,12 @@ class Moment:
     standing: dict[str, int]
     """Part -> what of it stood when the phase began."""
 
+    gathered_bytes: int = 0
+    """Of the weights of other ranks and of gradients on their way to them, likewise."""
+
     @property
     def num_bytes(self) -> int:
-        return self.rise + self.gradient_bytes + sum(self.standing.values())
+        return self.rise + self.gradient_bytes + self.gathered_bytes + sum(self.standing.values())
 
 
 def compress(kinds: Iterable[object], longest: int = 3) -> list[tuple[int, int]]:
