@@ -155,6 +155,18 @@ def test_a_compiled_norm_refills_its_output_bit_for_bit_though_its_blocks_are_sm
     assert torch.equal(out, y)
 
 
+@pytest.mark.parametrize(("rows", "calls"), [(48, 1), (51, 17)])
+def test_a_float32_layer_norm_from_its_output_in_one_call_and_in_blocks_obeys_the_rule(rows, calls, monkeypatch):
+    counted, differentiate = [], cpu_norm._differentiate_layer_norm
+    monkeypatch.setattr(cpu_norm, "BLOCK_ELEMENTS", 3 * 40)
+    monkeypatch.setattr(cpu_norm, "_differentiate_layer_norm", lambda *a: counted.append(1) or differentiate(*a))
+    inputs, grad = [torch.randn(rows, 40) * 2 + 1, torch.rand(40) + 0.5, torch.randn(40) * 0.3], torch.randn(rows, 40)
+    layer_norm(*(t.requires_grad_() for t in inputs)).backward(grad)
+    assert len(counted) == calls
+    inputs = [t.detach() for t in inputs]
+    assert_three_witnesses(layer_norm, lambda x, w, b: F.layer_norm(x, (40,), w, b), inputs, grad, torch.float32)
+
+
 @pytest.mark.parametrize("rows", [48, 49])
 def test_a_large_norm_with_lost_channels_or_odd_rows_obeys_the_rule_uncompiled(rows, monkeypatch):
     monkeypatch.setattr(cpu_compiled, "MIN_ELEMENTS", 64)

@@ -18,6 +18,10 @@ from tempo_kernels.norm.operands import Kept, Norm, Statistics, choose_output_dt
 
 BLOCK_ELEMENTS = 1 << 18
 
+WHOLE_BLOCKS = 16
+"""Blocks up to which torch's LayerNorm takes all rows in one call: a buffer of 16 MiB of float32. The passes that this
+saves take more time than the cache does."""
+
 
 def forward(x: Tensor, norm: Norm, needs_grad: bool = True, keeps_lost: bool = True) -> tuple[Tensor, Kept]:
     """As in eager.py."""
@@ -135,9 +139,8 @@ def _differentiate(
     """Differentiates like backward; recover_xhat gives the xhat of a block of rows, and may write it to a tensor."""
     grad_rows, rstd = view_rows(grad_y), rstd.unsqueeze(-1)
     blocks = _blocks(grad_rows)
-    if subtracts_mean and x_dtype == affine.dtype and len(blocks) <= 4:
-        # Up to here one call for all rows is faster than what stays in the cache. torch gets x without its mean, and
-        # scales both xhat and grad_x by rstd: no pass over grad_x remains.
+    if subtracts_mean and x_dtype == affine.dtype and len(blocks) <= WHOLE_BLOCKS:
+        # torch gets x without its mean, and scales both xhat and grad_x by rstd: no pass over grad_x remains.
         centred = recover_xhat(slice(None), None).mul_(rstd.reciprocal())
         grad, sums = _differentiate_layer_norm(grad_rows.to(x_dtype), centred, torch.zeros_like(rstd), rstd, affine)
         return grad.view(grad_y.shape), sums
