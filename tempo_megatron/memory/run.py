@@ -261,6 +261,20 @@ class Hybrid:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class Offloading:
+    """What modules of Megatron's keep goes to the host."""
+
+    modules: tuple[str, ...]
+    """Any of OFFLOAD_MODULES."""
+
+    min_size: int = 2**20
+    """Elements of the smallest tensor that goes."""
+
+
+OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """A model, how it lies over devices, and what a step of it is."""
@@ -317,6 +331,9 @@ class Run:
 
     recompute_num_layers: int | None = None
     """Of "full": the first so many layers of every chunk (--recompute-method block); None is all of them."""
+
+    offloading: Offloading | None = None
+    """Megatron's --fine-grained-activation-offloading."""
 
     stock: str = "local"
     """Whose modules stock ones are: "local" (Megatron's, on a GPU), "transformer_engine", or "cpu"."""
