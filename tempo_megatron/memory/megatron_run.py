@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from tempo_megatron.memory.run import (
+    OFFLOAD_MODULES,
     ROUTER_DTYPES,
     Experts,
     Hybrid,
     LatentAttention,
+    Offloading,
     OptimizerSettings,
     Run,
     read_recomputation,
@@ -47,7 +49,7 @@ _YOUNG = (
 )
 
 KNOWN_IN_COMMANDS = (
-    *("mtp_num_layers", "pipeline_model_parallel_layout", "fp8"),
+    *("mtp_num_layers", "pipeline_model_parallel_layout", "fp8", "fine_grained_activation_offloading"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "window_attn_skip_freq"),
 )
 """Of the next two, what the estimate of a command knows, and the plan of a run does not."""
@@ -260,8 +262,43 @@ def read_run(
         and config.cross_entropy_fusion_impl == "native",
         fuses_activation=fuses_activation,
         masked_softmax_fusion=config.masked_softmax_fusion,
+        offloading=None if layers_only else _read_offloading(model_name, config, stock),
         **recomputation,
     )
+
+
+def _read_offloading(model_name: str, config: Any, stock: str) -> Offloading | None:
+    """Raises ValueError for what Megatron refuses, and for what the estimate does not know."""
+    if not getattr(config, "fine_grained_activation_offloading", False):
+        return None
+    option = "--fine-grained-activation-offloading"
+    modules = tuple(config.offload_modules or ())
+    if not modules or set(modules) - set(OFFLOAD_MODULES):
+        given = f"--offload-modules {' '.join(modules)}" if modules else "no --offload-modules"
+        raise ValueError(f"{option} is given with {given}; expected any of {', '.join(OFFLOAD_MODULES)}")
+    if "attn_proj" in modules and "core_attn" not in modules:
+        raise ValueError("--offload-modules attn_proj needs core_attn, whose output it sends; add it")
+    recomputed = tuple(config.recompute_modules or ()) if config.recompute_granularity == "selective" else ()
+    others = {
+        "--transformer-impl local": stock != "transformer_engine",
+        f"a {model_name}": model_name != "GPTModel",
+        "--hybrid-layer-pattern": getattr(config, "hybrid_layer_pattern", None),
+        "--mtp-num-layers": getattr(config, "mtp_num_layers", None),
+        "--fp8-format": getattr(config, "fp8", None),
+        "--recompute-granularity full": config.recompute_granularity == "full",
+        "--recompute-modules moe": "moe" in recomputed,
+        "--recompute-modules core_attn": "core_attn" in recomputed,
+        "--overlap-moe-expert-parallel-comm": getattr(config, "overlap_moe_expert_parallel_comm", False),
+        "experts without --moe-grouped-gemm": config.num_moe_experts and not config.moe_grouped_gemm,
+        # Norm and linear are one module, whose group has what both keep.
+        "--offload-modules qkv_linear without --multi-latent-attention": "qkv_linear" in modules
+        and not config.multi_latent_attention,
+        "--activation-offload-fraction": getattr(config, "activation_offload_fraction", 1.0) != 1.0,
+        "--delta-offload-bytes-across-pp-ranks": getattr(config, "delta_offload_bytes_across_pp_ranks", 0) != 0,
+    }
+    if other := next((words for words, is_so in others.items() if is_so), None):
+        raise ValueError(f"{option} is given with {other}, and the estimate does not know both; leave one of them out")
+    return Offloading(modules=modules, min_size=config.min_offloaded_tensor_size)
 
 
 def deal_out_layers(config: Any) -> tuple[int, ...] | None:

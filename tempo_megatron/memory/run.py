@@ -223,13 +223,25 @@ class Experts:
     overlaps: bool = False
     """Whether one micro batch's forward runs beside another's backward (--overlap-moe-expert-parallel-comm)."""
 
+    def __post_init__(self) -> None:
+        if self.capacity_factor is None or not self.pads_to_capacity or self.dispatcher != "alltoall":
+            return
+        most = self.num_experts / self.per_token
+        if self.capacity_factor > most:
+            # An expert's rows are taken from the tokens, which are fewer (core/transformer/moe/moe_utils.py: permute).
+            raise ValueError(
+                f"--moe-expert-capacity-factor is {self.capacity_factor:g} and experts are padded to it; Megatron's "
+                f"all-to-all fails above {most:g}, where an expert has more rows than there are tokens; lower it, or "
+                "use --moe-token-dispatcher-type allgather"
+            )
+
     def count_routed(self, num_tokens: int) -> int:
         """Rows that `num_tokens` tokens of a rank are for its experts, of which each token has `per_token`; padded, the
-        capacity of every expert (core/transformer/moe/moe_utils.py: get_capacity)."""
+        capacity of every expert, or all tokens (core/transformer/moe/moe_utils.py: apply_router_token_dropping)."""
         rows = num_tokens * self.per_token
         if not self.pads_to_capacity or self.capacity_factor is None:
             return rows
-        return self.num_experts * math.ceil(rows / self.num_experts * self.capacity_factor)
+        return self.num_experts * min(math.ceil(rows / self.num_experts * self.capacity_factor), num_tokens)
 
     def count_sent(self, num_tokens: int) -> int:
         """Those of them that are not dropped, where every expert of a capacity under its equal share is full."""
@@ -308,6 +320,20 @@ class Hybrid:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class Offloading:
+    """What modules of Megatron's keep goes to the host."""
+
+    modules: tuple[str, ...]
+    """Any of OFFLOAD_MODULES."""
+
+    min_size: int = 2**20
+    """Elements of the smallest tensor that goes."""
+
+
+OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """A model, how it lies over devices, and what a step of it is."""
@@ -364,6 +390,9 @@ class Run:
 
     recompute_num_layers: int | None = None
     """Of "full": the first so many layers of every chunk (--recompute-method block); None is all of them."""
+
+    offloading: Offloading | None = None
+    """Megatron's --fine-grained-activation-offloading."""
 
     stock: str = "local"
     """Whose modules stock ones are: "local" (Megatron's, on a GPU), "transformer_engine", or "cpu"."""

@@ -148,6 +148,8 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
         raise ValueError("--allocator does not follow weights that FSDP gathers; leave it out")
     if simulates_allocator and run.tempo.offloads:
         raise ValueError("--allocator does not follow what tempo.offload sends to the host; leave one of them out")
+    if simulates_allocator and run.offloading is not None:
+        raise ValueError("--allocator does not follow activations that Megatron sends to the host; leave it out")
     run.check()
     num_micro_batches = run.num_micro_batches or (1 if stages == 1 and optimizer.kind == "none" else 2 * stages)
     has_gradients = not makes_gradients(optimizer, run.dtype, num_micro_batches > 1)
@@ -182,7 +184,8 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
         traces = None
         # The blocks of tensors that leave for the host are others' meanwhile, and so are those of gathered weights;
         # their rounding is not counted.
-        is_followed = optimizer.kind == "megatron" and not shards and not run.tempo.offloads
+        moves = shards or run.tempo.offloads or run.offloading is not None
+        is_followed = optimizer.kind == "megatron" and not moves
         if simulates_allocator or (run.gpu is not None and is_followed):
             traces = [
                 trace_chunk(of_stage, each, **beside, has_gradients=has_gradients)
@@ -198,7 +201,10 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
             on_gpu["lasting tensors"] = count_lasting_tensors(run, stage)
         rounding = 0 if step is None else step.count_rounding()
         deferred = _count_deferred(run, num_micro_batches) if stage == stages - 1 else 0
-        of_host = [sum(each) for each in moved]
+        of_host = [
+            sum(each) + (0 if chunk.offloaded is None else chunk.offloaded.host_bytes)
+            for each, chunk in zip(moved, chunks, strict=True)
+        ]
         found.append(
             _estimate_rank(
                 *(_name(stage, stages), chunks, states, on_gpu, events, of_host, deferred, rounding, is_combined),
@@ -484,11 +490,12 @@ def _estimate_rank(
         if key not in candidates:
             in_flight = sum(n * memory.bytes_in_flight for n, memory in zip(waiting, chunks, strict=True))
             moment, buckets = highest[event.chunk, event.is_forward]
-            earlier = _count_earlier_inputs(chunks, *key)
+            earlier = _count_earlier_inputs(chunks, *key) + event.is_forward * _count_ahead(chunks, waiting)
             own = chunks[event.chunk].count_micro_batch(in_forward=event.is_forward)
             candidates[key] = in_flight + own + moment.num_bytes + buckets + earlier
         waiting[event.chunk] += 1 if event.is_forward else 0
-        host_bytes = max(host_bytes, sum(n * each for n, each in zip(waiting, moved, strict=True)))
+        on_host = sum(n * each for n, each in zip(waiting, moved, strict=True))
+        host_bytes = max(host_bytes, on_host - _count_ahead(chunks, waiting))
         follows_backward |= not event.is_forward
     others, chunk, is_forward, follows_backward = max(candidates, key=lambda key: candidates[key])
     moment, buckets = highest[chunk, is_forward]
@@ -504,7 +511,8 @@ def _estimate_rank(
         "deferred gradients": deferred,
         "micro batches": sum(n * each.micro_batch_bytes for n, each in zip(others, chunks, strict=True))
         + chunks[chunk].count_micro_batch(in_forward=is_forward),
-        "other micro batches' activations": sum(n * each.kept_bytes for n, each in zip(others, chunks, strict=True)),
+        "other micro batches' activations": sum(n * each.kept_bytes for n, each in zip(others, chunks, strict=True))
+        + is_forward * _count_ahead(chunks, others),
         **moment.standing,
         moment.part: moment.standing[moment.part] + min(0, transients),
         "attention's workspaces": moment.workspaces,
@@ -533,7 +541,14 @@ def _count_own_input(chunk: ChunkMemory) -> int:
     The chunk's block has the input in an attribute until the next one comes (core/transformer/transformer_block.py:578
     of megatron-core 0.16.1), and the schedule lets it keep its gradient (core/pipeline_parallel/schedules.py:469).
     """
-    return 2 * chunk.input_bytes
+    releases_input = chunk.offloaded is not None and chunk.offloaded.releases_input
+    return (2 - releases_input) * chunk.input_bytes
+
+
+def _count_ahead(chunks: Sequence[ChunkMemory], waiting: Sequence[int]) -> int:
+    """What is on the device, and not on the host, of the micro batch whose backward is next."""
+    offloaded = (each.offloaded for number, each in zip(reversed(waiting), reversed(chunks), strict=True) if number)
+    return next((each.ahead_bytes for each in offloaded if each is not None and each.groups), 0)
 
 
 def _count_earlier_inputs(

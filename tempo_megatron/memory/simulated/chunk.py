@@ -37,6 +37,7 @@ from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_param
 from tempo_megatron.memory.kept.recorder import Recorder, SavedStorage
 from tempo_megatron.memory.kept.timeline import WEIGHTS, StepTimeline, Timeline
 from tempo_megatron.memory.run import ROUTER_DTYPES, Experts, OptimizerSettings, Run, TorchFsdp
+from tempo_megatron.memory.simulated.activation_offload import ActivationOffload, leave_fused_norms
 from tempo_megatron.memory.simulated.cross_entropy import put_fused_cross_entropy
 from tempo_megatron.memory.simulated.device import LastingBuffer, on_device, put_softmax_kernels
 from tempo_megatron.memory.simulated.experts import (
@@ -135,7 +136,14 @@ def simulate_chunk(
     Raises ValueError where torch.distributed is already initialised, and for values that the model cannot have.
     """
     ends = _find_ends(run, layers, pre_process, post_process, predicts)
-    return _run_chunk(_cut(run, layers), ends, has_gradients, not layers)[0]
+    arguments = _cut(run, layers), ends, has_gradients, not layers
+    found = _run_chunk(*arguments)[0]
+    if found.offloaded is None or not found.offloaded.groups:
+        return found
+    last = {name: place for place, name in enumerate(found.offloaded.groups)}
+    has_chunks = run.layers_per_virtual_stage is not None or len(run.layers_of_chunks or ()) > run.pipeline_parallel
+    loads_ahead = has_chunks or not ends.head
+    return _run_chunk(*arguments, last_groups=frozenset(last.values()), loads_ahead=loads_ahead)[0]
 
 
 def list_modules(
@@ -177,14 +185,23 @@ def _find_ends(run: Run, layers: range, pre_process: bool, post_process: bool, p
 
 @functools.lru_cache(maxsize=256)
 def _run_chunk(
-    run: Run, ends: _Ends, has_gradients: bool, is_without_layers: bool, longest_row: int = 3
+    run: Run,
+    ends: _Ends,
+    has_gradients: bool,
+    is_without_layers: bool,
+    longest_row: int = 3,
+    last_groups: frozenset[int] = frozenset(),
+    loads_ahead: bool = False,
 ) -> tuple[ChunkMemory, Allocations | None]:
     """What a chunk's micro batch does, and its allocations, where the layers that run show those of all.
+
+    last_groups: of the groups that Megatron sends to the host, the place of the last of each module, once it is known.
+    loads_ahead: as ActivationOffload takes it.
 
     On a CPU there are none: calls of Tempo's operations are replayed, and only their results are seen.
     """
     with _simulate(run):
-        chunk = _Chunk(run, ends, has_gradients, longest_row)
+        chunk = _Chunk(run, ends, has_gradients, longest_row, last_groups, loads_ahead)
         if is_without_layers:
             chunk.drop_layers()
         return chunk.measure()
@@ -347,10 +364,20 @@ class _Chunk:
         ends: beside the layers.
         has_gradients: as `simulate_chunk` takes it.
         longest_row: how many layers alike run; of more than that, three stand for all.
+        last_groups, loads_ahead: as `_run_chunk` takes them.
     """
 
-    def __init__(self, run: Run, ends: _Ends, has_gradients: bool, longest_row: int = 3) -> None:
-        self._run, self._ends = run, ends
+    def __init__(
+        self,
+        run: Run,
+        ends: _Ends,
+        has_gradients: bool,
+        longest_row: int = 3,
+        last_groups: frozenset[int] = frozenset(),
+        loads_ahead: bool = False,
+    ) -> None:
+        self._run, self._ends, self._last_groups, self._loads_ahead = run, ends, last_groups, loads_ahead
+        self._offload: ActivationOffload | None = None
         self._has_gradients = has_gradients
         shape, fuses = run.model, run.fuses_activation
         if fuses is None:
@@ -362,6 +389,10 @@ class _Chunk:
             recompute=tuple(name for name in run.recompute if name not in _OF_STAND_INS),
             fuse_swiglu=fuses,
         )
+        if run.offloading is not None:
+            config = dataclasses.replace(
+                config, fine_grained_activation_offloading=True, offload_modules=list(run.offloading.modules)
+            )
         asked = chosen = choose(describe_parts(config, run), _leave_latent_attention(run)).config
         attention = choose_attention(run)
         if attention != "unfused":
@@ -444,6 +475,8 @@ class _Chunk:
             keep_padding_masks(self._model)
         if "layernorm" in run.recompute:
             recompute_norms(self._model, has_latent_attention=run.latent_attention is not None)
+        if run.offloading is not None:
+            leave_fused_norms(self._model, has_latent_attention=run.latent_attention is not None)
         # (layer, how many it stands for) of one stack after the other; a layer's place is that in this list.
         self._layers = [
             (layer, times) for stack in self._stacks for layer, (_, times) in zip(stack.layers, rows, strict=True)
@@ -524,6 +557,7 @@ class _Chunk:
             self._find_linear_shapes(),
             forward,
             backward,
+            None if self._offload is None else self._offload.list_offloaded(),
         )
         return memory, self._list_allocations(batch, seen) if isinstance(seen, AllocationTrace) else None
 
@@ -647,7 +681,7 @@ class _Chunk:
             self._sharded.add_hooks()
         if isinstance(seen, Makers):
             seen.watch(self._model)
-        with self._seen, self._on_device(self._seen):
+        with self._seen, self._on_device(self._seen), self._move_to_host(seen):
             self._start, self._start_gradients = self._seen.begin_phase(), self._count_gradients()
             self._start_gathered = 0
             (run or self._run_micro_batch)(batch)
@@ -657,6 +691,26 @@ class _Chunk:
         run = self._run
         attention = choose_attention(run)
         return on_device(run.stock, seen, run.chip, is_deterministic=run.deterministic, stock_attention=attention)
+
+    def _move_to_host(self, seen: PeakBytes) -> contextlib.AbstractContextManager[None]:
+        if self._run.offloading is None:
+            return contextlib.nullcontext()
+        parameters = [*self._model.parameters()]
+        self._offload = ActivationOffload(
+            self._run.offloading.min_size,
+            parameters,
+            self._last_groups,
+            self._ends.head,
+            self._loads_ahead,
+            self._count_times,
+            seen.release,
+        )
+        return self._offload.manage()
+
+    def _count_times(self) -> int:
+        """How many layers the one that runs stands for."""
+        assert self._phase is not None and self._phase[1] is not None
+        return self._layers[self._phase[1]][1]
 
     def _uses_global_buffer(self) -> bool:
         """Transformer Engine gathers tokens in memory of its own, and its unfused attention's scores are new memory
@@ -675,6 +729,8 @@ class _Chunk:
             self._mark(HEAD if has_end else EMBEDDING, None)
         else:
             self._mark(LAYERS, len(self._layers) - 1)
+        if self._offload is not None:
+            self._offload.begin_backward()
         gradient = None if self._ends.head else self._make_hidden(is_input=False)
         torch.autograd.backward([edge], None if gradient is None else [gradient])
         if self._sharded is not None:
@@ -695,7 +751,10 @@ class _Chunk:
 
     def _run_forward(self, batch: dict[str, Any]) -> Any:
         if not self._ends.embedding:
-            self._model.set_input_tensor(self._make_hidden(is_input=True).requires_grad_())
+            hidden = self._make_hidden(is_input=True).requires_grad_()
+            if self._offload is not None:
+                self._offload.input_tensor = hidden
+            self._model.set_input_tensor(hidden)
         takes_mask = self._ends.head and (self._run.model.family == "gpt" or self._tempo.loss == "fused")
         return self._model(**{name: value for name, value in batch.items() if takes_mask or name != "loss_mask"})
 

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from megatron.core.activations import squared_relu
 from megatron.core.parallel_state import get_global_memory_buffer
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+    FineGrainedActivationOffloadingInterface as _Offloading,
+)
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -254,6 +257,7 @@ class LocalExperts(torch.nn.Module):
     def __init__(self, config: Any, experts: Experts, is_fused: bool, recomputes_activation: bool) -> None:
         super().__init__()
         self._recomputes_activation = recomputes_activation
+        self._offloaded = config.offload_modules if config.fine_grained_activation_offloading else ()
         self._activation, self._is_gated = config.activation_func, config.gated_linear_unit
         self._largest = getattr(config, "activation_func_clamp_value", None)
         self._offset = getattr(config, "glu_linear_offset", 0.0)
@@ -275,16 +279,22 @@ class LocalExperts(torch.nn.Module):
         self.fc2_bias = make(outer) if config.add_bias_linear else None
 
     def forward(self, x: Tensor, _: Any, probabilities: Tensor) -> tuple[Tensor, None]:
-        with self.keep_input(x):
+        with self.keep_input(x), _Offloading("expert_fc1" in self._offloaded, x, "expert_fc1") as x:
             inner = self.linear_fc1(x)
-        inputs = _add_bias(inner, self.fc1_bias), probabilities.unsqueeze(-1)
+        if "expert_fc1" in self._offloaded:
+            inner = _Offloading.group_commit(inner, name="expert_fc1", forced_released_tensors=[x])
+        released = inner
         dropped = DroppedOutput() if self._recomputes_activation else None
-        inner = self._activate(*inputs) if dropped is None else dropped.run(self._activate, *inputs)
+        with _Offloading("moe_act" in self._offloaded, inner, "moe_act") as inner:
+            inputs = _add_bias(inner, self.fc1_bias), probabilities.unsqueeze(-1)
+            inner = self._activate(*inputs) if dropped is None else dropped.run(self._activate, *inputs)
         with self.keep_input(inner) if dropped is None else dropped.use():
             out = self.linear_fc2(inner)
         if dropped is not None:
             dropped.recompute_for(out)
-        del inner, inputs
+        if "moe_act" in self._offloaded:
+            out = _Offloading.group_commit(out, name="moe_act", forced_released_tensors=[released])
+        del inner, inputs, released
         out = _add_bias(out, self.fc2_bias)
         return (_resize(out, out.size(0)) if self._joins else out), None
 

@@ -14,6 +14,9 @@ from typing import Any, ClassVar
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings import apply_rotary_pos_emb
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+    FineGrainedActivationOffloadingInterface as _Offloading,
+)
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -95,27 +98,38 @@ class _LatentAttention(torch.nn.Module):
 
     def forward(self, x: Tensor, attention_mask: Tensor | None, **_: Any) -> tuple[Tensor, Tensor | None]:
         latent, config = self._latent, self._config
-        q = x
-        if latent.q_lora_rank is not None:
-            q = self.linear_q_down_proj(x)[0]
-        kv, positions = torch.split(
-            self.linear_kv_down_proj(x)[0], [latent.kv_lora_rank, latent.qk_pos_emb_head_dim], dim=-1
-        )
-        if config.sequence_parallel:
-            positions = tensor_parallel.gather_from_sequence_parallel_region(positions)
-        up = DroppedOutput() if self._recomputes_up else None
-        q, k, v = self._project_up(q, kv, positions) if up is None else up.run(self._project_up, q, kv, positions)
+        offloaded = config.offload_modules if config.fine_grained_activation_offloading else ()
+        with _Offloading("qkv_linear" in offloaded, x, "qkv_linear") as x:
+            q = x
+            if latent.q_lora_rank is not None:
+                q = self.linear_q_down_proj(x)[0]
+            kv, positions = torch.split(
+                self.linear_kv_down_proj(x)[0], [latent.kv_lora_rank, latent.qk_pos_emb_head_dim], dim=-1
+            )
+            if config.sequence_parallel:
+                positions = tensor_parallel.gather_from_sequence_parallel_region(positions)
+            up = DroppedOutput() if self._recomputes_up else None
+            q, k, v = self._project_up(q, kv, positions) if up is None else up.run(self._project_up, q, kv, positions)
+        if "qkv_linear" in offloaded:
+            q = _Offloading.group_commit(q, name="qkv_linear", forced_released_tensors=[x])
         del kv, positions
-        with contextlib.nullcontext() if up is None else up.use():
-            if config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules:
+        recomputes = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        core = "core_attn" in offloaded and not recomputes
+        with contextlib.nullcontext() if up is None else up.use(), _Offloading(core, q, "core_attn") as q:
+            if recomputes:
                 out = tensor_parallel.checkpoint(self._attend, False, q, k, v, attention_mask)
             else:
                 out = self._attend(q, k, v, attention_mask)
+        if core:
+            out = _Offloading.group_commit(out, name="core_attn", forced_released_tensors=[q, k, v])
         del q, k, v
         if up is not None:
             up.recompute_for(out)
-        found: tuple[Tensor, Tensor | None] = self.linear_proj(out)
-        return found
+        with _Offloading("attn_proj" in offloaded, out, "attn_proj") as out:
+            found, bias = self.linear_proj(out)
+        if "attn_proj" in offloaded:
+            found = _Offloading.group_commit(found, name="attn_proj", forced_released_tensors=[out])
+        return found, bias
 
     def _project_up(self, q: Tensor, kv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         latent = self._latent

@@ -69,6 +69,21 @@ class LayerParameters:
 
 
 @dataclasses.dataclass(frozen=True)
+class OffloadedBytes:
+    """What one micro batch of a chunk has sent to the host when its forward is over."""
+
+    groups: tuple[str, ...]
+    """The module of each group of tensors that its forward makes, in order."""
+
+    host_bytes: int
+    releases_input: bool
+    """Whether the memory of the chunk's input is given back."""
+
+    ahead_bytes: int = 0
+    """Of these, the last group of each module, which is on the device before the backward begins."""
+
+
+@dataclasses.dataclass(frozen=True)
 class ChunkMemory:
     """A chunk of the model: what it is made of, and what one micro batch adds to that."""
 
@@ -109,6 +124,9 @@ class ChunkMemory:
 
     forward: tuple[Phase, ...]
     backward: tuple[Phase, ...]
+
+    offloaded: OffloadedBytes | None = None
+    """Where Megatron moves activations to the host."""
 
     @property
     def kept_bytes(self) -> int:
