@@ -67,8 +67,7 @@ def draw(
         _draw_table(("pass", "H100, % of a copy", "H200", "bound by", "in the way on an H200"), _list_passes(records)),
         _draw_table(("rival", "kernels", "H100", "source"), figures.POINTWISE),
         FUSION_NOTE,
-        f"## Spilled registers\n\n{SPILL_NOTE}",
-        _draw_table(("attention", *(f"triton {name}" for name in of_triton)), _list_spills(of_triton)),
+        *_draw_spills(of_triton),
         f"## The loss head's memory\n\n{PEAK_NOTE}",
         _draw_table(("tokens", "rows of weight", "the head makes", "with its inputs", "SkyRL"), _list_peaks(peaks)),
     ]
@@ -254,6 +253,12 @@ def _list_passes(records: Records) -> Iterator[tuple[str, ...]]:
         if one["kind"] == "pass":
             shares = (_find_shares(one, device).show(factor=100) for device in ("H100", "H200"))
             yield name, *shares, find_time(one, DEVICES["H200"], CENTRAL).bound, one["obstacle"]
+
+
+def _draw_spills(of_triton: Mapping[str, Records]) -> list[str]:
+    spills = list(_list_spills(of_triton))
+    columns = ("attention", *(f"triton {name}" for name in of_triton))
+    return [f"## Spilled registers\n\n{SPILL_NOTE}", _draw_table(columns, spills)] if spills else []
 
 
 def _list_spills(of_triton: Mapping[str, Records]) -> Iterator[tuple[str, ...]]:
