@@ -4,6 +4,7 @@ python benchmarks/static_roofline.py                          # sm_90; about a m
 python benchmarks/static_roofline.py --capability 80 90 100   # all that are compiled ahead of time
 python benchmarks/static_roofline.py --triton 3.6.0           # with another Triton, installed beside this one
 python benchmarks/static_roofline.py --page                   # compiles nothing: docs/performance.md from the records
+python benchmarks/static_roofline.py --flash-attention LIBRARY  # FlashAttention-2 in torch's libtorch_cuda.so; a minute
 
 Every kernel is compiled with the arguments that its launcher gives it, for 8192 tokens of bfloat16 and h 4096 (MLP
 16384, gated 11008, vocabulary 50304), and disassembled. The tables show instructions per element of the main loop (or
@@ -31,6 +32,7 @@ from typing import Any
 from measurements import RESULTS, ROOT, append_records, find_commit, find_version, read_records
 
 PAGE = ROOT / "docs" / "performance.md"
+FLASH_ATTENTION = RESULTS / "estimate" / "flash_attention_2.jsonl"
 GOAL = 0.92
 """The share of a copy's bandwidth that a pass is to reach."""
 
@@ -46,7 +48,20 @@ def main() -> int:
         "--output", type=Path, default=RESULTS / "estimate" / "static_roofline.jsonl", help="JSON-lines file"
     )
     parser.add_argument("--page", action="store_true", help="write docs/performance.md from what was recorded")
+    parser.add_argument(
+        "--flash-attention",
+        type=Path,
+        metavar="LIBRARY",
+        help="count FlashAttention-2's kernels in libtorch_cuda.so anew",
+    )
     args = parser.parse_args()
+    if args.flash_attention:
+        from roofline import flash_attention
+
+        lines = [json.dumps(one) for one in flash_attention.count(args.flash_attention)]
+        FLASH_ATTENTION.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        print("\n".join(lines))
+        return 0
     if args.page:
         PAGE.write_text(draw_page(args.output), encoding="utf-8")
         return 0
@@ -75,7 +90,8 @@ def draw_page(results: Path = RESULTS / "estimate" / "static_roofline.jsonl") ->
     for one in read_records(results):
         if one["capability"] == 90 and "around" in one:
             of_triton.setdefault(one["triton"], {})[one["name"]] = one
-    return page.draw(of_triton, read_records(RESULTS / "cpu" / "loss_head_peaks.jsonl"))
+    peaks = read_records(RESULTS / "cpu" / "loss_head_peaks.jsonl")
+    return page.draw(of_triton, peaks, read_records(FLASH_ATTENTION))
 
 
 def write_limits(records: Sequence[Mapping[str, Any]]) -> None:

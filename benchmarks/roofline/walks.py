@@ -17,13 +17,16 @@ and finds delta, and one behind it that converts them. Their bytes count at the 
 goes through the queries of a head, their gradients and its sums once for each block of keys. Where those of all
 programs that run at once do not fit into the L2 cache, they are read from memory again each time, and the sums written,
 too. Programs of the other walks that run at once share few heads, whose keys or queries fit.
+
+FlashAttention-2's speed with dropout, of which nothing is published, is that without times what this model says of both
+in its machine code (flash_attention.py): find_speed_with_dropout.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from roofline import figures
@@ -39,6 +42,11 @@ ATOMIC_BYTES_PER_S = {CENTRAL: 2.8e12, SLOW: 1.75e12, FAST: 5.6e12}
 
 L2_BYTES = {CENTRAL: 50e6, SLOW: 25e6, FAST: 50e6}
 """An H100's, and half of it: each of its two halves may hold a copy of what multiprocessors of both read."""
+
+
+PRODUCT_SHARES = {CENTRAL: 0.63, SLOW: 1.0}
+"""Of what wgmma does, what FlashAttention-2's mma.sync does in the same time. Chosen between an A100's rate, 0.5, and
+1; with 1, products take least and dropout's instructions most of its time."""
 
 
 class Program(NamedTuple):
@@ -98,21 +106,23 @@ def list_programs(name: str, tile: tuple[int, int], splits: int, causal: bool, h
 def find_reread_bytes(one: Mapping[str, Any], num_running: int, num_tiles: int, causal: bool, chosen: Chosen) -> float:
     """Bytes between the L2 cache and memory of the walk for all gradients: of what each block of keys needs again, the
     share that the cache cannot hold, where it keeps any of it as probably as any other."""
-    splits, row_bytes = one["splits"], one["head_dim"] * 4
-    # Of a head, q and grad_out in 16 bits, and sums of every split; under a causal limit half of it on average.
-    in_use = num_running / splits * LENGTH * row_bytes * (1 + splits) * (0.5 if causal else 1.0)
+    splits, sums, row_bytes = one["splits"], one.get("sums", one["splits"]), one["head_dim"] * 4
+    # Of a head, q and grad_out in 16 bits, and its sums; under a causal limit half of it on average.
+    in_use = num_running / splits * LENGTH * row_bytes * (1 + sums) * (0.5 if causal else 1.0)
     lost = max(0.0, 1.0 - L2_BYTES[chosen] / in_use)
-    return num_tiles * one["tile"][0] * row_bytes * (2 + 1 / splits) * lost
+    return num_tiles * one["tile"][0] * row_bytes * (2 * sums + 1) / splits * lost
 
 
 def find_walk(
     one: Mapping[str, Any], device: Device, causal: bool, chosen: Chosen = CENTRAL, efficiency: float = 1.0
 ) -> Walk:
-    """Of the pass that a record of static_roofline.py describes: one of PRODUCTS, with its counts."""
+    """Of the pass that a record of static_roofline.py describes: one of PRODUCTS, with its counts. Each split has sums
+    of its own unless the record says how many a head has (`sums`); `product_share` is one of PRODUCT_SHARES."""
     queries, keys = one["tile"]
     head_dim, name, splits = one["head_dim"], one["walk"], one["splits"]
     heads, share = HEADS // head_dim, one["warps"] / SCHEDULERS
     tensor = 2 * queries * keys * head_dim * PRODUCTS[name] / ARCHITECTURES[device.capability].product_flops
+    tensor /= one.get("product_share", 1.0)
     per_tile, per_edge = (one["issued"] * share + tensor) / efficiency, one["others"] * share / efficiency
     per_block = 2 * chosen.latency_cycles + one["around"] * share
     programs = list_programs(name, (queries, keys), splits, causal, heads)
@@ -134,12 +144,12 @@ def find_walk(
     tiles_s = total_tiles * per_tile / device.multiprocessors / device.clock_hz
     atomics_s = memory_s = others_s = 0.0
     if name == "backward":
-        elements = HEADS * LENGTH
+        elements, sums = HEADS * LENGTH, one.get("sums", splits)
         atomics_s = total_tiles * queries * head_dim * 4 / ATOMIC_BYTES_PER_S[chosen]
         num_bytes = find_reread_bytes(one, min(len(programs), num_slots), total_tiles, causal, chosen)
         memory_s = num_bytes / device.copy_bytes_per_s
         # Before: out and grad_out, zeros in float32. Behind: those sums, and grad_q.
-        others_s = elements * (2 * 2 + 4 * splits + 4 * splits + 2) / device.copy_bytes_per_s
+        others_s = elements * (2 * 2 + 4 * sums + 4 * sums + 2) / device.copy_bytes_per_s
         others_s += 2 * chosen.launch_us * 1e-6
     if name == "grad_kv":
         others_s += chosen.launch_us * 1e-6
@@ -153,6 +163,25 @@ def find_speed(records: list[Mapping[str, Any]], device: Device, causal: bool, *
     products = sum({"forward": 2, "grad_q": 0, "grad_kv": 5, "backward": 5}[one["walk"]] for one in records)
     seconds = sum(find_walk(one, device, causal, *choice).total for one in records)
     return products * 2 * LENGTH**2 * HEADS / (2 if causal else 1) / seconds / 1e12
+
+
+def find_speed_with_dropout(
+    records: Sequence[Mapping[str, Any]], head_dim: int, device: Device, chosen: Chosen = CENTRAL
+) -> float:
+    """TFLOP/s of FlashAttention-2, forward and backward, not causal: each published pass without dropout takes as many
+    times longer with it as the model says. `records` are those of flash_attention.py."""
+    found = {
+        (one["walk"], one["dropout"]): find_walk(
+            {**one, "product_share": PRODUCT_SHARES[chosen]}, device, False, chosen
+        )
+        for one in records
+        if one["head_dim"] == head_dim
+    }
+    published = figures.ATTENTION["FlashAttention-2"][head_dim]
+    assert published.backward is not None
+    seconds = 2 / published.forward * found["forward", True].total / found["forward", False].total
+    seconds += 5 / published.backward * found["backward", True].total / found["backward", False].total
+    return 7 / seconds
 
 
 def find_efficiencies(device: Device) -> tuple[float, float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import static_roofline
 import triton
 from covering import exhaustive
 from measurements import RESULTS, read_records
-from roofline import cases, launches, machine_code, model, walks
+from roofline import cases, figures, flash_attention, launches, machine_code, model, walks
 
 from tempo_kernels.kernel_launch import KNOWS_DEPENDENT_LAUNCHES
 
@@ -189,6 +190,55 @@ def test_a_walk_for_all_gradients_reads_again_what_the_l2_cache_cannot_hold():
     assert walks.find_walk(one, device, True).memory < 0.5 * found.memory
     assert walks.find_reread_bytes(one, 20, 100, False, model.CENTRAL) == 0.0
     assert walks.find_reread_bytes(one, 20, 100, False, model.SLOW) > 0.0
+
+
+def test_programs_that_share_their_sums_read_them_once_for_all():
+    device = model.DEVICES["H100"]
+    one = {"walk": "backward", "head_dim": 128, "splits": 16, "tile": (64, 128), "warps": 8, "programs_per_sm": 1}
+    one |= {"issued": 1, "others": 0, "around": 0, "barriers": 0}
+    found = [walks.find_walk(each, device, False) for each in (one, one | {"sums": 1})]
+    saved_s = 15 * 8 * walks.HEADS * walks.LENGTH / device.copy_bytes_per_s
+    assert found[0].others - found[1].others == pytest.approx(saved_s)
+    assert found[0].memory > 0.0 and found[1].memory == 0.0
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_flash_attention_2_with_dropout_is_its_published_speed_slowed_down_by_what_dropout_issues(head_dim):
+    device, counted = model.DEVICES["H100"], read_records(static_roofline.FLASH_ATTENTION)
+    published = figures.ATTENTION["FlashAttention-2"][head_dim].both
+    without = [one | {"dropout": p} for one in counted if not one["dropout"] for p in (True, False)]
+    assert walks.find_speed_with_dropout(without, head_dim, device) == pytest.approx(published)
+    # 243 and 282 of 277 and 308; products that take less time leave dropout a larger share of it.
+    speeds = [walks.find_speed_with_dropout(counted, head_dim, device, one) for one in (model.CENTRAL, model.SLOW)]
+    assert 0.8 * published < speeds[1] < speeds[0] < published
+    doubled = [one | {"issued": (1 + one["dropout"]) * one["issued"]} for one in counted]
+    assert walks.find_speed_with_dropout(doubled, head_dim, device) < 0.85 * speeds[0]
+
+
+def test_flash_attention_2_is_counted_in_the_functions_that_its_launchers_choose(monkeypatch):
+    loop = LISTING.replace("LDG.E.128 R4, desc[UR4][R2.64]", "HMMA.16816.F32.BF16 R4, R8, R254, R4")
+    asked = []
+
+    def run(command, **options):
+        asked.extend(command[command.index("-fun") + 1].split(","))
+        sections = [f"\t\tFunction : {name}\n{loop}\t\t..........\n" for name in asked[: len(asked) - lost]]
+        return subprocess.CompletedProcess(command, 0, "\n".join(sections))
+
+    monkeypatch.setattr(flash_attention.subprocess, "run", run)
+    lost = 0
+    found = list(flash_attention.count(Path("libtorch_cuda.so")))
+    kept = read_records(static_roofline.FLASH_ATTENTION)
+    same = ("walk", "head_dim", "dropout", "tile", "warps", "programs_per_sm", "splits", "sums")
+    assert [[one[name] for name in same] for one in found] == [[one[name] for name in same] for one in kept]
+    assert {one["issued"] for one in found} == {6} and len(set(asked)) == 8
+    assert asked[0] == (
+        "_ZN13pytorch_flash16flash_fwd_kernelI23Flash_fwd_kernel_traitsILi64ELi128ELi128ELi4ELb0ELb0EN7cutlass10bfloat16_t"
+        "E19Flash_kernel_traitsILi64ELi128ELi128ELi4ES3_EELb0ELb0ELb0ELb0ELb1ELb1ELb0ELb0EEEvNS_16Flash_fwd_paramsE"
+    )
+    lost, last = 1, asked[-1]
+    asked.clear()
+    with pytest.raises(ValueError, match=f"^libtorch_cuda.so has no {last} for sm_90; these are torch 2.11's$"):
+        list(flash_attention.count(Path("libtorch_cuda.so")))
 
 
 def test_the_loss_heads_peaks_are_what_is_followed():

@@ -190,6 +190,12 @@ def _grad_kv_kernel(
         grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision="ieee")
         if KEEPS_APART:
             grad_v, grad_k = keep_apart(grad_v), keep_apart(grad_k)
+    if not IS_PACKED:
+        # The loop needs the registers that would keep the place.
+        program = compute_anew(tl.program_id(0))
+        start_key = program % num_key_blocks * BLOCK_KEYS
+        index = program // num_key_blocks
+        sample, kv_head = (index // num_groups).to(tl.int64), (index % num_groups).to(tl.int64)
     grad_k *= softmax_scale * keep_scale
     grad_v *= keep_scale
     index, num_heads_of_row = sample * num_groups + kv_head, batch.to(tl.int64) * num_groups

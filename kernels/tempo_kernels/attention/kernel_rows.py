@@ -43,16 +43,16 @@ from tempo_kernels.philox.kernel import load_draw
 
 @triton.jit
 def _find_place(
-    num_queries, num_documents, num_heads, group_size, BLOCK_QUERIES: tl.constexpr, IS_PACKED: tl.constexpr
+    program, num_queries, num_documents, num_heads, group_size, BLOCK_QUERIES: tl.constexpr, IS_PACKED: tl.constexpr
 ):
-    """Returns (block of queries, sample, query head, key-value head) of this program; the block of a packed row is a
+    """Returns (block of queries, sample, query head, key-value head) of a program; the block of a packed row is a
     place of find_document. The blocks of one head are neighbours and share its keys in the L2 cache. The last block of
     queries goes first: under a causal limit it takes longest, and would keep one multiprocessor busy after all others
     are done if it started late."""
     num_blocks = tl.cdiv(num_queries, BLOCK_QUERIES)
     if IS_PACKED:
         num_blocks = num_queries // BLOCK_QUERIES + num_documents
-    block, index = tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks
+    block, index = program % num_blocks, program // num_blocks
     head = index % num_heads
     sample = (index // num_heads).to(tl.int64)
     return num_blocks - 1 - block, sample, head.to(tl.int64), (head // group_size).to(tl.int64)
@@ -103,7 +103,7 @@ def _forward_kernel(
 ):  # fmt: skip
     """Writes out [sq, b, a, dv] and the logsumexp [b, a, sq], in units of unscaled scores, of a block of queries."""
     place, sample, head, kv_head = _find_place(
-        num_queries, num_documents, num_heads, group_size, BLOCK_QUERIES, IS_PACKED
+        tl.program_id(0), num_queries, num_documents, num_heads, group_size, BLOCK_QUERIES, IS_PACKED
     )
     total_queries, first_query, first_seen, num_hidden = num_queries, 0, 0, 0
     start_row = place * BLOCK_QUERIES
@@ -200,6 +200,13 @@ def _forward_kernel(
             )
         out = tl.dot(probabilities.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
         top = new_top
+    if not IS_PACKED:
+        # The loop needs the registers that would keep the place.
+        place, sample, head, _ = _find_place(
+            compute_anew(tl.program_id(0)), num_queries, num_documents, num_heads, group_size, BLOCK_QUERIES, IS_PACKED
+        )
+        start_row = place * BLOCK_QUERIES
+        row = start_row + block_row
     # A row that sees no key gets an output of 0 and an infinite logsumexp, which makes backward's probabilities 0.
     sees_nothing = total == 0.0
     total = tl.where(sees_nothing, 1.0, total)
@@ -251,7 +258,7 @@ def _grad_q_kernel(
     delta is subtracted later.
     """
     place, sample, head, kv_head = _find_place(
-        num_queries, num_documents, num_heads, group_size, BLOCK_QUERIES, IS_PACKED
+        tl.program_id(0), num_queries, num_documents, num_heads, group_size, BLOCK_QUERIES, IS_PACKED
     )
     total_queries, first_query, first_seen, num_hidden = num_queries, 0, 0, 0
     start_row = place * BLOCK_QUERIES
