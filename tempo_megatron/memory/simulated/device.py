@@ -241,6 +241,11 @@ class LastingBuffer(GlobalMemoryBuffer):  # type: ignore[misc]
 
     def get_tensor(self, tensor_shape: Any, dtype: torch.dtype, *args: Any, **keywords: Any) -> Tensor:
         if not self._is_used():
+            if isinstance(tensor_shape, tuple):
+                # Of scores (core/transformer/dot_product_attention.py; sizes of gathered tokens are lists). Transformer
+                # Engine calls the product by this tensor's name, so that it is free when the softmax is made
+                # (backends.py: UnfusedDotProductAttention).
+                return torch.empty((), dtype=dtype).expand(tensor_shape)
             return torch.empty(tensor_shape, dtype=dtype)
         return self.lend(tensor_shape, dtype, *args, **keywords)
 
