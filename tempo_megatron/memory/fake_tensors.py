@@ -28,7 +28,7 @@ def use_fake_tensors() -> Iterator[None]:
     """
     scale = MoEAuxLossAutoScaler.main_loss_backward_scale
     if scale is None:
-        MoEAuxLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
+        MoEAuxLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0, dtype=torch.float32)
     tracker: Any = get_cuda_rng_tracker()
     fork = tracker.fork
     # It swaps random states and compares them, which needs values. Megatron has a tracker without it for inference
