@@ -13,12 +13,31 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import fine_grained_activation_offload as megatron
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from tempo_megatron.memory.simulated.phases import OffloadedBytes
+
+try:
+    from megatron.core.pipeline_parallel import fine_grained_activation_offload as megatron
+except ImportError:  # before 0.16
+    megatron = None
+
+
+def begin_group(is_asked: bool, x: Tensor, name: str) -> contextlib.AbstractContextManager[Tensor]:
+    """A group of tensors, which those of the context are; it gives x on. Where it is not asked for there is none."""
+    if not is_asked:
+        return contextlib.nullcontext(x)
+    found: contextlib.AbstractContextManager[Tensor] = megatron.FineGrainedActivationOffloadingInterface(True, x, name)
+    return found
+
+
+def end_group(x: Tensor, name: str, released: Sequence[Tensor]) -> Tensor:
+    """x, behind the group that leaves, with the memory of `released`."""
+    interface = megatron.FineGrainedActivationOffloadingInterface
+    found: Tensor = interface.group_commit(x, name=name, forced_released_tensors=list(released))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,10 @@ from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_param
 from tempo_megatron.memory.kept.recorder import Recorder, SavedStorage
 from tempo_megatron.memory.kept.timeline import WEIGHTS, StepTimeline, Timeline
 from tempo_megatron.memory.run import ROUTER_DTYPES, Experts, OptimizerSettings, Run, TorchFsdp
-from tempo_megatron.memory.simulated.activation_offload import ActivationOffload, leave_fused_norms
+from tempo_megatron.memory.simulated.activation_offload import (
+    ActivationOffload,
+    leave_fused_norms,
+)
 from tempo_megatron.memory.simulated.cross_entropy import put_fused_cross_entropy
 from tempo_megatron.memory.simulated.device import LastingBuffer, on_device, put_softmax_kernels
 from tempo_megatron.memory.simulated.experts import (
@@ -89,7 +92,9 @@ from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
 from tempo_megatron.slots import dropout_rng
+from tempo_megatron.slots.block_slots import find_inner_name
 from tempo_megatron.slots.choose import Choices, choose
+from tempo_megatron.slots.megatron_versions import VERSION, is_since
 
 _Counter = TypeVar("_Counter", bound=PeakBytes)
 _TORCH = BATCHED_PRODUCT
@@ -253,6 +258,7 @@ def record_chunk(run: Run) -> tuple[dict[tuple[str, int], list[SavedStorage]], l
 
 @contextlib.contextmanager
 def _simulate(run: Run) -> Iterator[None]:
+    _check_version(run)
     if run.stock not in STACKS_OF_MODULES:
         raise ValueError(f"stock is {run.stock!r}; expected one of {', '.join(STACKS_OF_MODULES)}")
     cpu.use_cpu()
@@ -264,6 +270,29 @@ def _simulate(run: Run) -> Iterator[None]:
         fuses = run.experts is not None and run.experts.fuses_routing
         with use_fake_tensors(), fuse_routing() if fuses else contextlib.nullcontext():
             yield
+
+
+def _check_version(run: Run) -> None:
+    """Raises ValueError for what the modules of the installed Megatron do not have, or have in another way."""
+    experts = run.experts
+    since_0_16 = {
+        "--moe-shared-expert-gate": experts is not None and experts.has_shared_gate,
+        "--moe-latent-size": experts is not None and experts.latent_size is not None,
+        "m|L in --pipeline-model-parallel-layout": run.mtp_num_layers > 0 and run.mtp_precedes_head,
+        "--fine-grained-activation-offloading": run.offloading is not None,
+    }
+    given = next((name for name, is_given in since_0_16.items() if is_given), None)
+    if given is not None and not is_since("0.16"):
+        known = "0.16"
+    elif run.offloading is not None and is_since("0.18"):
+        # The modules ask for more than ActivationOffload has.
+        given, known = "--fine-grained-activation-offloading", "0.16 or 0.17"
+    else:
+        return
+    raise ValueError(
+        f"{given} is given and megatron-core {VERSION.public} is installed, with which the estimate does not know it; "
+        f"install {known}"
+    )
 
 
 def _fuse_attention(config: TempoConfig) -> TempoConfig:
@@ -338,7 +367,6 @@ def _configure_experts(config: TransformerConfig, experts: Experts, layers: Sequ
         num_layers=len(layers),
         moe_ffn_hidden_size=experts.ffn_hidden_size,
         moe_shared_expert_intermediate_size=experts.shared_ffn_hidden_size,
-        moe_shared_expert_gate=experts.has_shared_gate,
         moe_router_topk=experts.per_token,
         moe_router_load_balancing_type=experts.routing,
         moe_aux_loss_coeff=experts.aux_loss_coefficient,
@@ -353,6 +381,8 @@ def _configure_experts(config: TransformerConfig, experts: Experts, layers: Sequ
         moe_router_dtype={dtype: name for name, dtype in ROUTER_DTYPES.items()}[experts.router_dtype],
         moe_token_dispatcher_type="allgather",
         expert_tensor_parallel_size=1,
+        # Before 0.16 no configuration has it.
+        **({"moe_shared_expert_gate": True} if experts.has_shared_gate else {}),
     )
 
 
@@ -469,7 +499,7 @@ class _Chunk:
                     put_stock_attention(layer, copies=copies)
         if attention != "unfused" and ends.prediction and asked.attention == "off":
             for layer in self._model.mtp.layers:
-                put_stock_attention(layer.transformer_layer, copies=copies)
+                put_stock_attention(getattr(layer, find_inner_name(layer)), copies=copies)
         if run.stock == "transformer_engine":
             put_norm_kernels(self._model)
             keep_padding_masks(self._model)

@@ -15,9 +15,6 @@ from typing import Any
 import torch
 from megatron.core.activations import squared_relu
 from megatron.core.parallel_state import get_global_memory_buffer
-from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
-    FineGrainedActivationOffloadingInterface as _Offloading,
-)
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -32,6 +29,7 @@ from torch import Tensor
 
 from tempo_kernels.saved import KeepInput
 from tempo_megatron.memory.run import Experts
+from tempo_megatron.memory.simulated.activation_offload import begin_group, end_group
 from tempo_megatron.memory.simulated.device import LastingBuffer
 from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
 from tempo_megatron.slots.experts import KeepsActivationInput, TempoRoutedMoELayer, TempoTopKRouter
@@ -257,7 +255,7 @@ class LocalExperts(torch.nn.Module):
     def __init__(self, config: Any, experts: Experts, is_fused: bool, recomputes_activation: bool) -> None:
         super().__init__()
         self._recomputes_activation = recomputes_activation
-        self._offloaded = config.offload_modules if config.fine_grained_activation_offloading else ()
+        self._offloaded = config.offload_modules if getattr(config, "fine_grained_activation_offloading", False) else ()
         self._activation, self._is_gated = config.activation_func, config.gated_linear_unit
         self._largest = getattr(config, "activation_func_clamp_value", None)
         self._offset = getattr(config, "glu_linear_offset", 0.0)
@@ -279,13 +277,13 @@ class LocalExperts(torch.nn.Module):
         self.fc2_bias = make(outer) if config.add_bias_linear else None
 
     def forward(self, x: Tensor, _: Any, probabilities: Tensor) -> tuple[Tensor, None]:
-        with self.keep_input(x), _Offloading("expert_fc1" in self._offloaded, x, "expert_fc1") as x:
+        with self.keep_input(x), begin_group("expert_fc1" in self._offloaded, x, "expert_fc1") as x:
             inner = self.linear_fc1(x)
         if "expert_fc1" in self._offloaded:
-            inner = _Offloading.group_commit(inner, name="expert_fc1", forced_released_tensors=[x])
+            inner = end_group(inner, name="expert_fc1", released=[x])
         released = inner
         dropped = DroppedOutput() if self._recomputes_activation else None
-        with _Offloading("moe_act" in self._offloaded, inner, "moe_act") as inner:
+        with begin_group("moe_act" in self._offloaded, inner, "moe_act") as inner:
             inputs = _add_bias(inner, self.fc1_bias), probabilities.unsqueeze(-1)
             inner = self._activate(*inputs) if dropped is None else dropped.run(self._activate, *inputs)
         with self.keep_input(inner) if dropped is None else dropped.use():
@@ -293,7 +291,7 @@ class LocalExperts(torch.nn.Module):
         if dropped is not None:
             dropped.recompute_for(out)
         if "moe_act" in self._offloaded:
-            out = _Offloading.group_commit(out, name="moe_act", forced_released_tensors=[released])
+            out = end_group(out, name="moe_act", released=[released])
         del inner, inputs, released
         out = _add_bias(out, self.fc2_bias)
         return (_resize(out, out.size(0)) if self._joins else out), None
@@ -396,6 +394,10 @@ class _Dispatcher:
         """Whether backward needs the index of `_permute` of the forward, not one that it makes again."""
         self.take_places: Callable[[], Tensor] | None = None
 
+    def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
+        """Since 0.19 a layer asks for buffers that its experts write to."""
+        return None, None
+
     def _fill(self, num_rows: int) -> int:
         """The rows of the fullest rank, of which an equal share are `num_rows`; padded, each rank has as many."""
         return num_rows if self._experts.pads_to_capacity else round(num_rows * self._imbalance)
@@ -439,7 +441,7 @@ class _AllToAll(_Dispatcher):
             self.shared_experts.begin(x)
         if self._experts.pads_to_capacity and not self._experts.fuses_permutation:
             # Sizes that no token's choice decides.
-            x, chosen, self.reversed_local_input_permutation_mapping = permute(
+            x, chosen, self.reversed_local_input_permutation_mapping, *_ = permute(
                 x.view(-1, x.size(-1)), routing_map, probabilities, self._num_sent, drop_and_pad=True
             )
             return x, chosen

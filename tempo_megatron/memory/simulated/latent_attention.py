@@ -14,9 +14,6 @@ from typing import Any, ClassVar
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings import apply_rotary_pos_emb
-from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
-    FineGrainedActivationOffloadingInterface as _Offloading,
-)
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -24,6 +21,7 @@ from torch import Tensor
 
 from tempo_kernels.fakes import run_or_simulate
 from tempo_megatron.memory.run import LatentAttention
+from tempo_megatron.memory.simulated.activation_offload import begin_group, end_group
 from tempo_megatron.memory.simulated.device import differentiate_stock_attention
 from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
 from tempo_megatron.slots.linear import DropsInput, TempoColumnParallelLinear
@@ -98,8 +96,8 @@ class _LatentAttention(torch.nn.Module):
 
     def forward(self, x: Tensor, attention_mask: Tensor | None, **_: Any) -> tuple[Tensor, Tensor | None]:
         latent, config = self._latent, self._config
-        offloaded = config.offload_modules if config.fine_grained_activation_offloading else ()
-        with _Offloading("qkv_linear" in offloaded, x, "qkv_linear") as x:
+        offloaded = config.offload_modules if getattr(config, "fine_grained_activation_offloading", False) else ()
+        with begin_group("qkv_linear" in offloaded, x, "qkv_linear") as x:
             q = x
             if latent.q_lora_rank is not None:
                 q = self.linear_q_down_proj(x)[0]
@@ -111,24 +109,24 @@ class _LatentAttention(torch.nn.Module):
             up = DroppedOutput() if self._recomputes_up else None
             q, k, v = self._project_up(q, kv, positions) if up is None else up.run(self._project_up, q, kv, positions)
         if "qkv_linear" in offloaded:
-            q = _Offloading.group_commit(q, name="qkv_linear", forced_released_tensors=[x])
+            q = end_group(q, name="qkv_linear", released=[x])
         del kv, positions
         recomputes = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         core = "core_attn" in offloaded and not recomputes
-        with contextlib.nullcontext() if up is None else up.use(), _Offloading(core, q, "core_attn") as q:
+        with contextlib.nullcontext() if up is None else up.use(), begin_group(core, q, "core_attn") as q:
             if recomputes:
                 out = tensor_parallel.checkpoint(self._attend, False, q, k, v, attention_mask)
             else:
                 out = self._attend(q, k, v, attention_mask)
         if core:
-            out = _Offloading.group_commit(out, name="core_attn", forced_released_tensors=[q, k, v])
+            out = end_group(out, name="core_attn", released=[q, k, v])
         del q, k, v
         if up is not None:
             up.recompute_for(out)
-        with _Offloading("attn_proj" in offloaded, out, "attn_proj") as out:
+        with begin_group("attn_proj" in offloaded, out, "attn_proj") as out:
             found, bias = self.linear_proj(out)
         if "attn_proj" in offloaded:
-            found = _Offloading.group_commit(found, name="attn_proj", forced_released_tensors=[out])
+            found = end_group(found, name="attn_proj", released=[out])
         return found, bias
 
     def _project_up(self, q: Tensor, kv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,6 +23,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from tempo_megatron.memory.run import Run
 from tempo_megatron.models.build import prepare_for_recomputation
 from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.slots.block_slots import find_inner_name
 from tempo_megatron.slots.dropout_rng import count_depths
 from tempo_megatron.slots.layer_spec import tempoize
 
@@ -56,10 +57,11 @@ def put_multi_token_prediction(model: Any, layer_spec: Any, run: Run, tempo_conf
     """
     config, number = model.config, run.mtp_num_layers
     norm = WrappedTorchNorm
+    of_layer = {find_inner_name(MultiTokenPredictionLayerSubmodules): layer_spec}
     layer = ModuleSpec(
         module=MultiTokenPredictionLayer,
         submodules=MultiTokenPredictionLayerSubmodules(
-            enorm=norm, hnorm=norm, eh_proj=ColumnParallelLinear, transformer_layer=layer_spec, layer_norm=norm
+            enorm=norm, hnorm=norm, eh_proj=ColumnParallelLinear, layer_norm=norm, **of_layer
         ),
     )
     layers = [layer] * (1 if run.mtp_repeats_layer else number)
