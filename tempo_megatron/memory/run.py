@@ -235,6 +235,11 @@ class Experts:
                 "use --moe-token-dispatcher-type allgather"
             )
 
+    @property
+    def has_assumed_share(self) -> bool:
+        """Whether what a rank's experts get depends on the tokens, which nobody has."""
+        return self.expert_parallel > 1 and not self.pads_to_capacity
+
     def count_routed(self, num_tokens: int) -> int:
         """Rows that `num_tokens` tokens of a rank are for its experts, of which each token has `per_token`; padded, the
         capacity of every expert, or all tokens (core/transformer/moe/moe_utils.py: apply_router_token_dropping)."""

@@ -85,8 +85,7 @@ def run_estimate(args: argparse.Namespace) -> int:
     print(title)
     print(format_estimates(found, shows_all=args.all_ranks))
     imbalance = None
-    experts = estimated.experts
-    if experts is not None and experts.expert_parallel > 1 and not experts.pads_to_capacity:
+    if estimated.experts is not None and estimated.experts.has_assumed_share:
         largest = {
             name: max(enumerate(ranks), key=lambda each: _count_needed(each[1])) for name, ranks in found.items()
         }

@@ -244,7 +244,7 @@ READ: dict[str, Option] = {
     "moe-shared-expert-intermediate-size": Option(),
     "moe-shared-expert-gate": _switch(),
     "moe-shared-expert-overlap": _switch(),
-    "moe-latent-size": Option(int),
+    "moe-latent-size": Option(),
     "moe-router-topk": Option(default=2),
     "moe-router-num-groups": Option(),
     "moe-router-group-topk": Option(),

@@ -84,7 +84,7 @@ def run_plan(args: argparse.Namespace) -> int:
     print(f"{gpu.title}: {'measured' if gpu.calibrated else 'data-sheet (uncalibrated)'} rates")
     print(f"stock modules, where a value is off: {describe_stock(run)}\n")
     fullest = assume_fullest(run).experts
-    if fullest is not None and fullest.expert_parallel > 1 and not fullest.pads_to_capacity:
+    if fullest is not None and fullest.has_assumed_share:
         print(f"assumed token imbalance: experts of the fullest rank get {fullest.imbalance:.2f} times an equal share")
     table = format_plan(problem, plan)
     print(table)

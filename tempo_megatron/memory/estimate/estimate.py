@@ -194,8 +194,9 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
         workspaces = list_workspaces(run, has_head=stage == stages - 1)
         allocator = CachingAllocator(is_expandable=run.expandable_segments, counts_reserved=False)
         until_full = [*_list_until_full(events)]
-        is_rounded = run.gpu is not None and is_followed and traces is not None
-        step = Step(allocator, traces, until_full, workspaces) if is_rounded and traces is not None else None
+        step = None
+        if traces is not None and run.gpu is not None and is_followed:
+            step = Step(allocator, traces, until_full, workspaces)
         on_gpu = _count_on_gpu(run, chunks, muon and muon[1], allocator, step, workspaces, sharded)
         if run.gpu is not None:
             on_gpu["lasting tensors"] = count_lasting_tensors(run, stage)

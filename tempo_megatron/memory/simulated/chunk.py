@@ -119,28 +119,21 @@ class _Ends(NamedTuple):
     head: bool
 
 
-def simulate_chunk(
-    run: Run,
-    layers: range,
-    *,
-    pre_process: bool = True,
-    post_process: bool = True,
-    predicts: bool | None = None,
-    has_gradients: bool = False,
-) -> ChunkMemory:
+def simulate_chunk(run: Run, layers: range, *, has_gradients: bool = False, **ends_given: bool) -> ChunkMemory:
     """Run one micro batch of a chunk forward and backward.
 
     Args:
         run: its model is the whole one.
         layers: the chunk's, counted from 0 over the whole model; of a T5 those of the encoder, and as many of the
             decoder. A chunk with the embedding or the loss head alone has none.
-        pre_process, post_process: whether the chunk has the embedding, and the loss head.
-        predicts: whether it has the run's multi-token prediction; None is as `post_process`.
         has_gradients: whether the gradients' memory is there before the micro batch; else backward makes it.
+        ends_given: any of `pre_process` and `post_process`, whether the chunk has the embedding, and the loss head,
+            both of which it has else; and of `predicts`, whether it has the run's multi-token prediction, which the
+            chunk with the loss head has else.
 
     Raises ValueError where torch.distributed is already initialised, and for values that the model cannot have.
     """
-    ends = _find_ends(run, layers, pre_process, post_process, predicts)
+    ends = _find_ends(run, layers, **ends_given)
     arguments = _cut(run, layers), ends, has_gradients, not layers
     found = _run_chunk(*arguments)[0]
     if found.offloaded is None or not found.offloaded.groups:
@@ -151,36 +144,28 @@ def simulate_chunk(
     return _run_chunk(*arguments, last_groups=frozenset(last.values()), loads_ahead=loads_ahead)[0]
 
 
-def list_modules(
-    run: Run, layers: range, *, pre_process: bool = True, post_process: bool = True, predicts: bool | None = None
-) -> ModuleMemory:
+def list_modules(run: Run, layers: range, **ends_given: bool) -> ModuleMemory:
     """Which modules of a chunk made what one micro batch keeps; the arguments are those of `simulate_chunk`."""
     cut = _cut(run, layers)
     with _simulate(cut):
-        chunk = _Chunk(cut, _find_ends(run, layers, pre_process, post_process, predicts), has_gradients=True)
+        chunk = _Chunk(cut, _find_ends(run, layers, **ends_given), has_gradients=True)
         if not layers:
             chunk.drop_layers()
         return chunk.list_modules(layers.start)
 
 
-def trace_chunk(
-    run: Run,
-    layers: range,
-    *,
-    pre_process: bool = True,
-    post_process: bool = True,
-    predicts: bool | None = None,
-    has_gradients: bool = False,
-) -> Allocations:
+def trace_chunk(run: Run, layers: range, *, has_gradients: bool = False, **ends_given: bool) -> Allocations:
     """Every allocation of one micro batch of all layers of a chunk on a GPU; arguments as for `simulate_chunk`."""
-    ends = _find_ends(run, layers, pre_process, post_process, predicts)
+    ends = _find_ends(run, layers, **ends_given)
     arguments = _cut(run, layers), ends, has_gradients, not layers
     found = _run_chunk(*arguments)[1] or _run_chunk(*arguments, longest_row=max(1, len(layers)))[1]
     assert found is not None
     return found
 
 
-def _find_ends(run: Run, layers: range, pre_process: bool, post_process: bool, predicts: bool | None) -> _Ends:
+def _find_ends(
+    run: Run, layers: range, *, pre_process: bool = True, post_process: bool = True, predicts: bool | None = None
+) -> _Ends:
     has_norm, predicts = post_process, run.mtp_num_layers > 0 and (post_process if predicts is None else predicts)
     if run.mtp_num_layers and run.hybrid is None:
         # core/transformer/transformer_block.py: has_final_layernorm_in_this_stage of megatron-core 0.16.1.

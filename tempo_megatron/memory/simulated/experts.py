@@ -89,9 +89,9 @@ def put_experts(
             if experts.dispatcher == "alltoall":
                 keeps_map = not isinstance(module, TempoRoutedMoELayer)
                 module.token_dispatcher.keeps_map = keeps_map
-                others = experts.fuses_permutation or experts.overlaps or experts.routing == "sinkhorn"
-                others |= experts.pads_to_capacity
-                is_made_again = isinstance(module.router, TempoTopKRouter) and not others
+                others = experts.fuses_permutation, experts.overlaps, experts.pads_to_capacity
+                is_plain = not any(others) and experts.routing != "sinkhorn"
+                is_made_again = isinstance(module.router, TempoTopKRouter) and is_plain
                 module.token_dispatcher.keeps_places = keeps_map or not is_made_again
 
 

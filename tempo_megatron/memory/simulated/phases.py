@@ -162,17 +162,17 @@ class ChunkMemory:
                 if is_asked:
                     name = f"{'backward' if in_backward else 'forward'} of the {phase.part}"
                     rise = phase.rise + (ahead[place] if is_combined and in_backward else 0)
-                    numbers = num_gradients, before[phase.part]
-                    standing_now, name_and_part = dict(standing), (name, phase.part)
                     yield Moment(
-                        *name_and_part,
-                        rise,
-                        phase.workspaces,
-                        phase.growth,
-                        gradients,
-                        *numbers,
-                        standing_now,
-                        gathered,
+                        name=name,
+                        part=phase.part,
+                        rise=rise,
+                        workspaces=phase.workspaces,
+                        growth=phase.growth,
+                        gradient_bytes=gradients,
+                        num_gradients=num_gradients,
+                        num_before=before[phase.part],
+                        standing=dict(standing),
+                        gathered_bytes=gathered,
                     )
                 before[phase.part] += 1
                 standing[phase.part] += phase.growth - phase.gradient_growth - phase.gathered_growth
