@@ -132,7 +132,7 @@ def measure(capability: int, words: Sequence[str] | None = None) -> Iterator[dic
     def is_asked(name: str) -> bool:
         return not words or any(word in name for word in words)
 
-    for one in cases.find_passes(capability):
+    for one in cases.find_passes():
         if is_asked(one.name):
             yield {"kind": "pass", "name": one.name, **measure_pass(one, capability), **environment}
     for head_dim in (64, 128):
@@ -183,14 +183,15 @@ def measure_pass(one: Any, capability: int) -> dict[str, Any]:
     fields, body = measure_code(one.launch, capability)
     elements = model.find_elements(one.launch, body, one.num_elements, one.stored_bytes)
     assert elements > 0, f"{one.name}: its main loop was not found"
+    fields["programs"] -= one.adders
     in_program = one.num_elements / (fields["programs"] * fields["warps"] * model.WARP)
     fields |= {
         "trips": max(1.0, in_program / elements),
         "num_bytes": one.num_bytes,
         "tail_launches": one.tail_launches,
         "tail_bytes": one.tail_bytes,
-        "dependent_launches": one.dependent_launches,
         "last_bytes": one.last_bytes,
+        "adders": one.adders,
         "per_element": round(fields["issued"] / elements, 2),
         "cycles_per_element": round(fields["cycles"] / elements, 2),
         "by_pipe": {pipe: round(number / elements, 1) for pipe, number in fields["instructions"].items()},

@@ -25,10 +25,8 @@ from tempo_kernels.attention.settings import Inputs, Kept, Settings
 from tempo_kernels.dropout_add import kernel as dropout_add
 from tempo_kernels.gelu import kernel as gelu
 from tempo_kernels.glu import kernel as glu
-from tempo_kernels.kernel_launch import KNOWS_DEPENDENT_LAUNCHES, forget_plans
 from tempo_kernels.linear_cross_entropy import kernel as loss_head
 from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
-from tempo_kernels.norm import kernel as norm
 from tempo_kernels.norm import kernel_long_rows, kernel_lost_channels, kernel_whole_rows, reserve
 from tempo_kernels.norm import kernel_rows as norm_rows
 from tempo_kernels.pointwise import kernel as pointwise
@@ -53,10 +51,10 @@ class Pass(NamedTuple):
     tail_launches: int = 0
     tail_bytes: int = 0
     """What the tail reads and writes, and the partial sums that the pass writes for it."""
-    dependent_launches: int = 0
-    """Of tail_launches those that start ahead of the end of the one before them."""
     last_bytes: int = 0
-    """Of partial sums that the last program of a strip reads, where it adds them up; 0 where a launch does."""
+    """Of partial sums that one program reads, where programs of the launch itself add them up; 0 where another does."""
+    adders: int = 0
+    """How many programs of the launch only do that, and wait for the others."""
 
 
 class AttentionPass(NamedTuple):
@@ -86,14 +84,11 @@ class Tail(TorchDispatchMode):
         return found
 
 
-def find_passes(capability: int = 90) -> Iterator[Pass]:
+def find_passes() -> Iterator[Pass]:
     """Of every operation in every form, and of the loss head's kernels."""
     for operation in OPERATIONS:
         for form in operation.forms:
-            with allow_dependent_launches(capability):
-                found = _record(operation, form.factory(SIZES.p), form.keeps, form.forward, form.backward)
-                passes = list(found)
-            yield from passes
+            yield from _record(operation, form.factory(SIZES.p), form.keeps, form.forward, form.backward)
     yield from _find_loss_passes()
 
 
@@ -153,14 +148,18 @@ def _join(name: str, launches: list[Launch], elements: int, num_bytes: int, stor
     written = 0 if partial is None else _bytes_of(partial)
     in_others = sum(_bytes_of(t) for one in others for t in one.arguments.values() if isinstance(t, Tensor))
     tail_launches, tail_bytes = tail.launches + len(others), tail.num_bytes + in_others + written
-    last_bytes = _find_last_bytes(main) if main.arguments.get("counters_ptr") is not None else 0
-    dependent = sum(one.options.get("launch_pdl", False) for one in others)
-    return Pass(name, main, elements, num_bytes, stored_bytes, tail_launches, tail_bytes, dependent, last_bytes)
+    adders = main.num_programs - main.arguments.get("num_chunks", main.num_programs)
+    last_bytes = _find_last_bytes(main, adders) if adders or main.arguments.get("counters_ptr") is not None else 0
+    return Pass(name, main, elements, num_bytes, stored_bytes, tail_launches, tail_bytes, last_bytes, adders)
 
 
-def _find_last_bytes(launch: Launch) -> int:
-    """A strip of all rows of partial; a gated unit has two strips."""
-    num_chunks, num_columns = launch.arguments["partial_ptr"].shape
+def _find_last_bytes(launch: Launch, adders: int) -> int:
+    """A strip of all rows of partial; a gated unit has two strips, and of adders each has one or more."""
+    *sums, num_chunks, num_columns = launch.arguments["partial_ptr"].shape
+    if adders:
+        columns = launch.arguments["SUMS_COLUMNS"]
+        strips = -(-num_columns // columns) * int(torch.Size(sums).numel())
+        return 4 * num_chunks * columns * -(-strips // adders)
     num_programs = launch.num_programs
     assert num_programs % num_chunks == 0
     return 4 * num_chunks * -(-num_columns // (num_programs // num_chunks))
@@ -183,16 +182,6 @@ def _make_tensor(name: str, width: int) -> Tensor:
     else:
         t = torch.empty(SIZES.s, SIZES.b, width * (2 if name == "x_gated" else 1), dtype=SIZES.dtype)
     return t.requires_grad_()
-
-
-@contextlib.contextmanager
-def allow_dependent_launches(capability: int) -> Iterator[None]:
-    """Plans launches inside the context as on a GPU of this compute capability: they depend on those before them."""
-    depends = KNOWS_DEPENDENT_LAUNCHES and capability >= 90
-    forget_plans()
-    with mock.patch.object(norm, "can_depend", lambda device: depends):
-        yield
-    forget_plans()
 
 
 @contextlib.contextmanager

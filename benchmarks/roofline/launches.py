@@ -23,7 +23,7 @@ from triton.runtime.jit import mangle_type
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
 TYPES |= {torch.uint8: "u8"}
-OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion", "maxnreg", "launch_pdl"}
+OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion", "maxnreg"}
 
 
 class Launch(NamedTuple):

@@ -153,9 +153,12 @@ def _find_path(instructions: list[Instruction], start: int, end: int | None) -> 
     for index in range(last, first - 1, -1):
         one = instructions[index]
         follows: list[int | None] = []
-        is_end = index == last or (end is None and one.name == "EXIT" and not one.predicate)
+        is_exit = one.name == "EXIT" and not one.predicate
+        is_end = index == last or (end is None and is_exit)
         if is_end:
             follows.append(None)
+        elif is_exit:  # on no path to `end`
+            continue
         elif one.name != "BRA" or _is_conditional(one):
             follows.append(index + 1)
         target = one.target

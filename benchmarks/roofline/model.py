@@ -11,8 +11,8 @@ latency  The rounds, each as long as a program alone: it starts, waits for its p
          way through its loop for barriers and, unless copies run ahead of it, for memory.
 
 Added to that are launches behind the pass, the partial sums that it writes and they read, at the bandwidth of a copy,
-and, where the last program of a strip adds the partial sums up itself, the time that it alone takes: for what follows
-one after another, and its reads from the L2 cache at a single multiprocessor's rate.
+and, where programs of the pass itself add the partial sums up, the time that takes once the last one is written: for
+what follows one after another, and a program's reads from the L2 cache at a single multiprocessor's rate.
 
 What is chosen and not measured is in Chosen. The model is evaluated for three choices, and the slow and the fast one
 are the error bar of a row.
@@ -45,18 +45,18 @@ class Chosen(NamedTuple):
     """Until a program's first instruction has its arguments."""
     launch_us: float
     """From the end of a kernel to the start of the next on the same stream."""
-    dependent_us: float
-    """The same where the next one was launched ahead and only waits (programmatic dependent launch). NVIDIA states no
-    figure. 0.96 us less between two empty kernels at 1755 MHz is what one measurement found (issue 569 of
-    pegainfer-project/pegainfer, 2026-07-06), a single one: the slow choice gains nothing."""
     last_us: float
     """What follows one after another in the last program of a strip: a barrier and a fence, an atomic addition and a
     first read that each go to the L2 cache and back, and the last store."""
+    poll_us: float
+    """What is added where other programs add up: they ask the L2 cache again and again whether all are ready, and the
+    answer to the last question is as long on its way as that to an addition, and half as long again on average. They
+    start before that, where multiprocessors become free one after another."""
 
 
-CENTRAL = Chosen(3.3, 730, 30, 500, 2.6, 1.64, 1.0)
-SLOW = Chosen(2.0, 1000, 60, 1000, 4.0, 4.0, 2.0)
-FAST = Chosen(8.0, 480, 20, 300, 1.5, 0.54, 0.5)
+CENTRAL = Chosen(3.3, 730, 30, 500, 2.6, 1.0, 0.3)
+SLOW = Chosen(2.0, 1000, 60, 1000, 4.0, 2.0, 0.6)
+FAST = Chosen(8.0, 480, 20, 300, 1.5, 0.5, 0.15)
 
 
 class Architecture(NamedTuple):
@@ -165,11 +165,10 @@ def find_time(one: Mapping[str, Any], device: Device, chosen: Chosen) -> Time:
     memory_s = copy_s + (max(0.0, program_s - last_s) if rounds > 1 else 0.0)
     issue_s, latency_s = programs * busy / (device.multiprocessors * clock), rounds * program_s
     joined = (memory_s**chosen.overlap + max(issue_s, latency_s) ** chosen.overlap) ** (1 / chosen.overlap)
-    dependent = one.get("dependent_launches", 0)
-    launch_us = (one["tail_launches"] - dependent) * chosen.launch_us + dependent * chosen.dependent_us
-    tail_s = launch_us * 1e-6 + one["tail_bytes"] / device.copy_bytes_per_s
+    tail_s = one["tail_launches"] * chosen.launch_us * 1e-6 + one["tail_bytes"] / device.copy_bytes_per_s
     if one["last_bytes"]:
-        tail_s += chosen.last_us * 1e-6 + one["last_bytes"] / (L2_BYTES_PER_CYCLE * clock)
+        last_us = chosen.last_us + (chosen.poll_us if one.get("adders") else 0.0)
+        tail_s += last_us * 1e-6 + one["last_bytes"] / (L2_BYTES_PER_CYCLE * clock)
     return Time(memory_s, issue_s, latency_s, tail_s, joined + tail_s)
 
 

@@ -34,8 +34,6 @@ _KNOBS: Any = getattr(triton, "knobs", None)
 
 
 _IS_NEW = [int(part) for part in triton.__version__.split(".")[:2]] >= [3, 6]
-KNOWS_DEPENDENT_LAUNCHES = _IS_NEW and os.environ.get("TRITON_INTERPRET") != "1"
-"""Whether a kernel may start before the one ahead of it on its stream has ended; older versions were not tried."""
 HAS_DESCRIPTORS = _IS_NEW and os.environ.get("TEMPO_DESCRIPTORS") != "0"
 """Whether launches may describe tensors: older versions of Triton were not tried, the oldest have no descriptors."""
 if _IS_NEW:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +18,6 @@ import triton
 from covering import exhaustive
 from measurements import RESULTS, read_records
 from roofline import cases, figures, flash_attention, launches, machine_code, model, walks
-
-from tempo_kernels.kernel_launch import KNOWS_DEPENDENT_LAUNCHES
 
 RESOURCES = Path(__file__).parents[1] / "kernels" / "kernel_resources.json"
 LIMITS = json.loads(RESOURCES.read_text(encoding="utf-8"))["roofline"]
@@ -74,6 +73,17 @@ def test_of_loops_around_each_other_the_inner_one_is_counted():
     assert machine_code.find_body(machine_code.parse(nested)).instructions[0].address == 0x20
 
 
+def test_a_way_that_ends_the_program_before_its_loop_is_not_on_the_way_to_it():
+    """As of a program that only finds lost channels, or adds up sums."""
+    other = ["@P3 BRA 0x220", *["LDG.E.128 R4, desc[UR4][R2.64]"] * 9, "EXIT"]
+    ahead = [f"        /*{0x170 + 16 * index:04x}*/  {one} ;" for index, one in enumerate(other)]
+    moved = re.sub(r"/\*([0-9a-f]{4})\*/", lambda found: f"/*{int(found[1], 16) + 0x220:04x}*/", LISTING)
+    moved = re.sub(r"BRA 0x([0-9a-f]+)", lambda found: f"BRA 0x{int(found[1], 16) + 0x220:x}", moved)
+    body = machine_code.find_body(machine_code.parse("\n".join([*ahead, moved])))
+    assert [one.address - 0x220 for one in body.instructions] == [0x20, 0x30, 0x60, 0x70, 0x80, 0x90]
+    assert body.around == 4  # the jump, and what is around the loop without it
+
+
 @pytest.mark.parametrize(
     ("registers", "warps", "shared_bytes", "capability", "expected"),
     [
@@ -114,10 +124,10 @@ def test_a_pass_is_as_long_as_what_it_waits_for_and_its_tail():
     num_bytes = round(3e-6 * device.copy_bytes_per_s)
     share = find_share(tail_launches=2, tail_bytes=num_bytes)
     assert share == pytest.approx(300 / (300 + 2 * chosen.launch_us + 3), abs=1e-4)
-    share = find_share(tail_launches=2, dependent_launches=1)
-    assert share == pytest.approx(300 / (300 + chosen.launch_us + chosen.dependent_us), abs=1e-4)
     last_us = chosen.last_us + (1 << 20) / 64 / (device.clock_hz / 1e6)
     assert find_share(last_bytes=1 << 20) == pytest.approx(300 / (300 + last_us), abs=1e-4)
+    share = find_share(last_bytes=1 << 20, adders=66)
+    assert share == pytest.approx(300 / (300 + last_us + chosen.poll_us), abs=1e-4)
 
 
 def test_a_last_round_of_one_program_and_barriers_and_waits_in_a_loop_cost_time():
@@ -250,13 +260,14 @@ def test_the_page_is_what_the_records_say():
     assert static_roofline.PAGE.read_text(encoding="utf-8") == static_roofline.draw_page()
 
 
-def test_behind_a_norms_backward_is_one_launch_and_all_that_it_reads_counts():
+def test_programs_of_a_norms_backward_add_up_its_sums_and_all_that_they_read_counts():
     found = {one.name: one for one in cases.find_passes() if "norm backward" in one.name}
-    assert len(found) == 4 and {one.tail_launches for one in found.values()} == {1}
-    assert {one.dependent_launches for one in found.values()} == {int(KNOWS_DEPENDENT_LAUNCHES)}
+    assert len(found) == 4 and not any(one.tail_launches for one in found.values())
     num_programs, h = 128, cases.SIZES.h
     for name, num_sums in (("layer_norm backward, keeps output", 2), ("rms_norm backward, keeps input", 1)):
-        assert found[name].tail_bytes == num_sums * h * (2 * 4 * num_programs + 2)
+        one = found[name]
+        assert one.tail_bytes == num_sums * h * 4 * num_programs == one.last_bytes * one.adders and one.adders == 64
+        assert static_roofline.measure_pass(one, 90)["programs"] == num_programs == one.launch.num_programs - 64
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from tempo_kernels.kernel_launch import Plan, cache_plans, guard_device
 from tempo_kernels.norm import kernel_long_rows as long_rows
 from tempo_kernels.norm import kernel_whole_rows as whole_rows
 from tempo_kernels.norm.kernel_lost_channels import SMALLEST, prepare_lost_channels
-from tempo_kernels.norm.kernel_rows import can_depend
 from tempo_kernels.norm.operands import Kept, Norm, Statistics, choose_output_dtype
 from tempo_kernels.norm.reserve import check_after_backward
 from tempo_kernels.pointwise.kernel_tiles import check_dtype
@@ -165,9 +164,7 @@ def _plan_backward(
 ) -> tuple[ModuleType, Any]:
     """Plans backward; x_dtype is grad_x's dtype and dtype that of the source."""
     rows = _choose_rows(shape[-1] * x_dtype.itemsize, form.capacity > 0, BACKWARD_ROW_BYTES)
-    return rows, rows.plan_backward(
-        shape[-1], x_dtype.itemsize, device, can_depend(device), **_list_arguments(shape, dtype, form)
-    )
+    return rows, rows.plan_backward(shape[-1], x_dtype.itemsize, device, **_list_arguments(shape, dtype, form))
 
 
 def _choose_rows(row_bytes: int, has_lost: bool, limit: int) -> ModuleType:

@@ -5,7 +5,7 @@ The mathematics, its sources and the arguments are those of kernel_whole_rows.py
    The second and third reads come from the L2 cache, where a row of this length stays.
 2. In backward a program owns a row and reads it twice: for the sums of g xhat and of g over the row, then for grad_x.
 3. Such a program cannot sum over rows in registers. _sums_kernel does, in strips of columns: a third read of y (or x)
-   and grad_y, which is cheaper than atomics and has a fixed order. A last launch adds up its programs' sums.
+   and grad_y, which is cheaper than atomics and has a fixed order. The last program of a strip adds up its sums.
 """
 
 from __future__ import annotations
@@ -25,15 +25,9 @@ from tempo_kernels.norm.kernel_lost_channels import (
     restore_lost,
     store_lost,
 )
-from tempo_kernels.norm.kernel_rows import (
-    launch_sums,
-    load_parameters,
-    place_tile,
-    plan_sums,
-    start_next,
-    store_sums,
-)
+from tempo_kernels.norm.kernel_rows import load_parameters, place_tile, store_sums
 from tempo_kernels.pointwise.kernel_activations import invert
+from tempo_kernels.pointwise.kernel_sums import add_up, find_counters, is_last
 
 OPTIONS: dict[str, Any] = {"BLOCK_COLUMNS": 4096, "num_warps": 8, "enable_fp_fusion": True}
 SUMS_OPTIONS: dict[str, Any] = {"BLOCK_ROWS": 4, "BLOCK_COLUMNS": 256, "num_warps": 4, "enable_fp_fusion": True}
@@ -168,11 +162,12 @@ def _backward_kernel(
 
 @triton.jit(do_not_specialize=["tiles_per_program", "capacity"])
 def _sums_kernel(
-    grad_y_ptr, source_ptr, rstd_ptr, mean_ptr, weight_ptr, bias_ptr, slots_ptr, lost_xhat_ptr, partial_ptr,
+    grad_y_ptr, source_ptr, rstd_ptr, mean_ptr, weight_ptr, bias_ptr, slots_ptr, lost_xhat_ptr,
+    partial_ptr, counters_ptr, sums_ptr,
     num_rows, column_units, capacity, tiles_per_program,
     UNIT: tl.constexpr, SUBTRACTS_MEAN: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, SMALLEST: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, STARTS_NEXT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program sums tiles_per_program tiles below one another in one strip of columns."""
     num_columns = column_units * UNIT
@@ -200,15 +195,18 @@ def _sums_kernel(
         grad_gamma += grad * xhat
         if HAS_BIAS:
             grad_beta += grad
-    if STARTS_NEXT:
-        start_next()
-    store_sums(partial_ptr, grad_gamma, grad_beta, column, inside, num_columns, HAS_BIAS)
+    num_chunks = tl.num_programs(0)
+    store_sums(partial_ptr, grad_gamma, grad_beta, column, inside, num_columns, num_chunks, HAS_BIAS)
+    if is_last(counters_ptr + tl.program_id(1), num_chunks):
+        add_up(partial_ptr, sums_ptr, column, num_chunks, num_columns, num_columns)
+        if HAS_BIAS:
+            partial = partial_ptr + num_chunks.to(tl.int64) * num_columns
+            add_up(partial, sums_ptr + num_columns, column, num_chunks, num_columns, num_columns)
 
 
 class BackwardPlan(NamedTuple):
     partial_shape: tuple[int, int, int]
     launch: Plan
-    launch_partial: Plan
     launch_sums: Plan
 
 
@@ -223,9 +221,7 @@ def launch_forward(plan: Plan, tensors: tuple[Tensor | None, ...]) -> None:
     launch(_forward_kernel, plan, tensors)
 
 
-def plan_backward(
-    hidden_size: int, itemsize: int, device: torch.device, depends: bool, **arguments: Any
-) -> BackwardPlan:
+def plan_backward(hidden_size: int, itemsize: int, device: torch.device, **arguments: Any) -> BackwardPlan:
     """Plans `launch_backward`; the arguments are the kernels', the others those of kernel_whole_rows.py."""
     num_rows = arguments["num_rows"]
     # Slots of lost channels take as many registers as elements do, so blocks are half as wide with them.
@@ -235,12 +231,10 @@ def plan_backward(
     tiles_per_program = -(-num_tiles * num_strips // SUMS_PROGRAMS)
     num_programs = -(-num_tiles // tiles_per_program)
     shape = (1 + arguments["HAS_BIAS"], num_programs, hidden_size)
-    sums_options = SUMS_OPTIONS | {"STARTS_NEXT": depends}
     return BackwardPlan(
         shape,
         Plan((num_rows,), **arguments, **OPTIONS | {"BLOCK_COLUMNS": block}),
-        Plan((num_programs, num_strips), tiles_per_program=tiles_per_program, **arguments, **sums_options),
-        plan_sums(*shape, depends),
+        Plan((num_programs, num_strips), tiles_per_program=tiles_per_program, **arguments, **SUMS_OPTIONS),
     )
 
 
@@ -248,5 +242,5 @@ def launch_backward(plan: BackwardPlan, tensors: tuple[Tensor | None, ...], grad
     """Fills grad_x, and sums [2 or 1, h] with grad_gamma and grad_beta."""
     partial = torch.empty(*plan.partial_shape, dtype=torch.float32, device=grad_x.device)
     launch(_backward_kernel, plan.launch, (*tensors, grad_x))
-    launch(_sums_kernel, plan.launch_partial, (*tensors, partial))
-    launch_sums(plan.launch_sums, partial, sums)
+    counters = find_counters(grad_x.device, plan.launch_sums.grid[1])
+    launch(_sums_kernel, plan.launch_sums, (*tensors, partial, counters, sums))

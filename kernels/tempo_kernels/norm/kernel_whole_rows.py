@@ -7,9 +7,9 @@ from the output after In-Place Activated BatchNorm (Rota Bulo et al., CVPR 2018)
 2. The variance is the mean of (x - mean)^2: two passes, but over registers, and exact even where the mean is large
    beside the deviation, unlike E[x^2] - E[x]^2.
 3. Backward needs two sums per row, of g xhat and of g, and two sums per column, for gamma and beta. A program sums its
-   columns in registers over all its tiles and then writes them to its row of `partial`. A second launch adds up these
-   rows and rounds once. The order is fixed; atomics would give other bits every time. Where the registers suffice, a
-   multiprocessor has one program, of large tiles: half as many rows of partial to write and to read.
+   columns in registers over all its tiles and then writes them to its row of `partial`. Programs behind these add up
+   the rows and round once (kernel_sums.py). The order is fixed; atomics would give other bits every time. Where the
+   registers suffice, a multiprocessor has one program, of large tiles: half as many rows of partial to write and read.
 4. From y, backward computes with gamma xhat = y - beta and divides by gamma late, where fewer registers are live.
 """
 
@@ -30,15 +30,9 @@ from tempo_kernels.norm.kernel_lost_channels import (
     restore_lost,
     store_lost,
 )
-from tempo_kernels.norm.kernel_rows import (
-    launch_sums,
-    load_parameters,
-    place_tile,
-    plan_sums,
-    start_next,
-    store_sums,
-)
+from tempo_kernels.norm.kernel_rows import load_parameters, store_sums, widen
 from tempo_kernels.pointwise.kernel_activations import invert
+from tempo_kernels.pointwise.kernel_sums import add_up_behind, arrive, choose_adders, find_counters
 
 FORWARD_PROGRAMS = 2048
 TILE, LARGE_TILE = 2048, 8192
@@ -76,7 +70,7 @@ def _forward_kernel(
         row = tile * tl.full((1,), BLOCK_ROWS, tl.int64) + tl.arange(0, BLOCK_ROWS)
         offset = row[:, None] * num_columns + column[None, :]
         mask = (row < num_rows)[:, None] & inside[None, :]
-        xhat = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        xhat = widen(tl.load(x_ptr + offset, mask=mask, other=0.0))
         if REFILLS:
             if SUBTRACTS_MEAN:
                 xhat -= tl.load(mean_ptr + row, mask=row < num_rows, other=0.0)[:, None]
@@ -105,21 +99,28 @@ def _divide_by_gamma(scaled, gamma, beta, FROM_INPUT: tl.constexpr, HAS_LOST: tl
     return quotient
 
 
-@triton.jit(do_not_specialize=["tiles_per_program", "capacity"])
+@triton.jit(do_not_specialize=["tiles_per_program", "capacity", "num_chunks"])
 def _backward_kernel(
-    grad_y_ptr, source_ptr, rstd_ptr, mean_ptr, weight_ptr, bias_ptr, slots_ptr, lost_xhat_ptr, grad_x_ptr, partial_ptr,
-    num_rows, column_units, capacity, tiles_per_program,
+    grad_y_ptr, source_ptr, rstd_ptr, mean_ptr, weight_ptr, bias_ptr, slots_ptr, lost_xhat_ptr, grad_x_ptr,
+    partial_ptr, counter_ptr, sums_ptr,
+    num_rows, column_units, capacity, tiles_per_program, num_chunks,
     UNIT: tl.constexpr, SUBTRACTS_MEAN: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, IS_ALONE: tl.constexpr,
-    STARTS_NEXT: tl.constexpr,
+    SUMS_ROWS: tl.constexpr, SUMS_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program writes tiles_per_program tiles of grad_x, and their sums over rows to its row of partial.
+    """Each of the first num_chunks programs writes tiles_per_program tiles of grad_x, and their sums over rows to its
+    row of partial; the others add up partial.
 
     source is x where FROM_INPUT; otherwise it is y, and weight and bias are those that its forward used. IS_ALONE where
     the program has a multiprocessor to itself, and a thread has some columns of all rows of a tile.
     """
     num_columns = column_units * UNIT
+    if tl.program_id(0) >= num_chunks:
+        add_up_behind(
+            partial_ptr, sums_ptr, counter_ptr, num_chunks, num_columns, 1 + HAS_BIAS, SUMS_ROWS, SUMS_COLUMNS
+        )
+        return
     column = tl.arange(0, BLOCK_COLUMNS)
     inside = column < num_columns
     gamma, beta = load_parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS and not FROM_INPUT, ZERO_CENTERED)
@@ -128,59 +129,78 @@ def _backward_kernel(
     SUM_ROWS: tl.constexpr = 1 if IS_ALONE else BLOCK_ROWS
     grad_gamma = tl.zeros((SUM_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     grad_beta = tl.zeros((SUM_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
+    HAS_XHAT: tl.constexpr = FROM_INPUT or IS_ALONE
     if IS_ALONE and not FROM_INPUT:
         inverse_gamma = invert(choose_divisor(gamma, beta, HAS_LOST))
+        shift = -beta * inverse_gamma
+    inside_tile = tl.arange(0, BLOCK_ROWS)[:, None] * num_columns + column[None, :]
     first = tl.program_id(0) * tiles_per_program
     for tile in tl.range(first, first + tiles_per_program, num_stages=3 if IS_ALONE else 2):
-        row, offset, mask = place_tile(tile, column, inside, num_rows, num_columns, BLOCK_ROWS)
-        source = tl.load(source_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        grad = tl.load(grad_y_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        start = tile * tl.full((), BLOCK_ROWS, tl.int64)
+        row = start + tl.arange(0, BLOCK_ROWS)
+        mask = (row < num_rows)[:, None] & inside[None, :]
+        source = widen(tl.load(source_ptr + start * num_columns + inside_tile, mask=mask, other=0.0))
+        grad = widen(tl.load(grad_y_ptr + start * num_columns + inside_tile, mask=mask, other=0.0))
         rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
+        # xhat in one instruction is rounded as a float32 mean or beta is, which a 16-bit source does not resolve.
         if FROM_INPUT:
             scaled = source
             if SUBTRACTS_MEAN:
-                scaled -= tl.load(mean_ptr + row, mask=row < num_rows, other=0.0)[:, None]
-            scaled *= rstd[:, None]
+                mean = tl.load(mean_ptr + row, mask=row < num_rows, other=0.0)
+                if IS_ALONE:
+                    scaled = tl.fma(source, rstd[:, None], (-mean * rstd)[:, None])
+                else:
+                    scaled = (source - mean[:, None]) * rstd[:, None]
+            else:
+                scaled *= rstd[:, None]
+        elif IS_ALONE:
+            scaled = tl.fma(source, inverse_gamma[None, :], shift[None, :])
         else:
             # This is gamma * xhat. Dividing by gamma late holds fewer numbers per channel in registers.
             scaled = source - beta[None, :]
         if HAS_LOST:
             scaled = restore_lost(scaled, slots_ptr, lost_xhat_ptr, row, column, inside, num_rows, capacity)
-        product = grad * scaled
-        grad_gamma += tl.sum(product, axis=0, keep_dims=True) if IS_ALONE else product
         if HAS_BIAS:
             grad_beta += tl.sum(grad, axis=0, keep_dims=True) if IS_ALONE else grad
+        product = grad * scaled
+        grad_gamma += tl.sum(product, axis=0, keep_dims=True) if IS_ALONE else product
         grad *= gamma[None, :]
-        if FROM_INPUT:
-            product *= gamma[None, :]
+        if HAS_XHAT:
+            product = grad * scaled
         if HAS_LOST:
             # Restored channels hold xhat instead of gamma xhat, and the sums over the row need the latter.
             product = tl.where((beta != beta)[None, :], product * gamma[None, :], product)
-        along_xhat = tl.sum(product, axis=1) / num_columns
         if SUBTRACTS_MEAN:
-            grad -= (tl.sum(grad, axis=1) / num_columns)[:, None]
-        if FROM_INPUT:
-            along = scaled * along_xhat[:, None]
-        elif IS_ALONE:
-            along = scaled * inverse_gamma[None, :] * along_xhat[:, None]
+            # Both sums at once: their warps wait for one another half as often.
+            along_xhat, along_ones = tl.split(tl.sum(tl.join(product, grad), axis=1) / num_columns)
         else:
-            # 1 / gamma, the same for all tiles, would stand in registers that are not there. scaled / (gamma /
-            # along_xhat) has one rounding more.
-            inverse = tl.where(along_xhat == 0.0, float("inf"), 1.0 / tl.where(along_xhat == 0.0, 1.0, along_xhat))
-            along = scaled * invert(choose_divisor(gamma, beta, HAS_LOST)[None, :] * inverse[:, None])
-        grad_x = (grad - along) * rstd[:, None]
-        tl.store(grad_x_ptr + offset, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
-    if STARTS_NEXT:
-        start_next()
+            along_xhat = tl.sum(product, axis=1) / num_columns
+        if IS_ALONE:  # two multiply-adds for each element
+            grad_x = grad * rstd[:, None]
+            if SUBTRACTS_MEAN:
+                grad_x -= (along_ones * rstd)[:, None]
+            grad_x -= scaled * (along_xhat * rstd)[:, None]
+        else:
+            if SUBTRACTS_MEAN:
+                grad -= along_ones[:, None]
+            if FROM_INPUT:
+                along = scaled * along_xhat[:, None]
+            else:
+                # 1 / gamma, the same for all tiles, would stand in registers that are not there. scaled / (gamma /
+                # along_xhat) has one rounding more.
+                inverse = tl.where(along_xhat == 0.0, float("inf"), 1.0 / tl.where(along_xhat == 0.0, 1.0, along_xhat))
+                along = scaled * invert(choose_divisor(gamma, beta, HAS_LOST)[None, :] * inverse[:, None])
+            grad_x = (grad - along) * rstd[:, None]
+        tl.store(grad_x_ptr + start * num_columns + inside_tile, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
     # The tiles summed grad * gamma xhat: a single division by gamma serves all rows.
-    grad_gamma = _divide_by_gamma(grad_gamma, gamma, beta, FROM_INPUT, HAS_LOST)
-    store_sums(partial_ptr, grad_gamma, grad_beta, column, inside, num_columns, HAS_BIAS)
+    grad_gamma = _divide_by_gamma(grad_gamma, gamma, beta, HAS_XHAT, HAS_LOST)
+    store_sums(partial_ptr, grad_gamma, grad_beta, column, inside, num_columns, num_chunks, HAS_BIAS)
+    arrive(counter_ptr)
 
 
 class BackwardPlan(NamedTuple):
     partial_shape: tuple[int, int, int]
     launch: Plan
-    launch_sums: Plan
 
 
 def plan_forward(hidden_size: int, **arguments: Any) -> Plan:
@@ -199,11 +219,8 @@ def launch_forward(plan: Plan, tensors: tuple[Tensor | None, ...]) -> None:
     launch(_forward_kernel, plan, tensors)
 
 
-def plan_backward(
-    hidden_size: int, itemsize: int, device: torch.device, depends: bool, **arguments: Any
-) -> BackwardPlan:
-    """How `launch_backward` launches; itemsize is that of the widest tensor, `depends` whether the second launch may
-    start ahead of the first one's end, and the arguments are the kernel's."""
+def plan_backward(hidden_size: int, itemsize: int, device: torch.device, **arguments: Any) -> BackwardPlan:
+    """How `launch_backward` launches; itemsize is that of the widest tensor, and the arguments are the kernel's."""
     # As many programs as run at once: each writes a row of partial, so few are best.
     is_alone = itemsize == 2 and 1024 < hidden_size <= 4096 and not arguments["HAS_LOST"]
     if is_alone:
@@ -212,16 +229,18 @@ def plan_backward(
         tiles = _choose_tile(hidden_size, TILE, 256 if arguments["HAS_LOST"] else 512)
     max_programs = count_multiprocessors(device) * (1 if is_alone else MAX_WARPS // tiles["num_warps"])
     num_programs, tiles["tiles_per_program"] = _share_tiles(arguments["num_rows"], tiles["BLOCK_ROWS"], max_programs)
-    tiles |= {"IS_ALONE": is_alone, "STARTS_NEXT": depends}
     shape = (1 + arguments["HAS_BIAS"], num_programs, hidden_size)
-    return BackwardPlan(shape, Plan((num_programs,), **arguments, **tiles), plan_sums(*shape, depends))
+    sums_tile = tiles["num_warps"] * 32 * (64 if is_alone else 32)
+    num_adders, blocks = choose_adders(shape[0], hidden_size, sums_tile, device)
+    tiles |= {"num_chunks": num_programs, "IS_ALONE": is_alone, **blocks}
+    return BackwardPlan(shape, Plan((num_programs + num_adders,), **arguments, **tiles))
 
 
 def launch_backward(plan: BackwardPlan, tensors: tuple[Tensor | None, ...], grad_x: Tensor, sums: Tensor) -> None:
     """Fills grad_x, and sums [2 or 1, h] with grad_gamma and grad_beta."""
     partial = torch.empty(*plan.partial_shape, dtype=torch.float32, device=grad_x.device)
-    launch(_backward_kernel, plan.launch, (*tensors, grad_x, partial))
-    launch_sums(plan.launch_sums, partial, sums)
+    counter = find_counters(grad_x.device, 1)
+    launch(_backward_kernel, plan.launch, (*tensors, grad_x, partial, counter, sums))
 
 
 def _choose_tile(hidden_size: int, tile: int, elements_of_warp: int) -> dict[str, Any]:

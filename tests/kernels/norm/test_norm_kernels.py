@@ -12,6 +12,7 @@ from norm_kernel_checks import check_both_forms, norm_forward_and_backward, norm
 from tempo_kernels.norm import kernel as norm_kernel
 from tempo_kernels.norm import kernel_long_rows as long_rows
 from tempo_kernels.norm import kernel_whole_rows as whole_rows
+from tempo_kernels.pointwise import kernel_sums
 
 
 @kernel_test
@@ -95,13 +96,15 @@ def test_norm_of_a_row_with_inf_or_nan_is_nan_and_leaves_other_rows_alone():
 @kernel_test
 def test_norms_gradients_of_gamma_and_beta_are_summed_over_many_programs_in_a_fixed_order(monkeypatch):
     monkeypatch.setattr(whole_rows, "FORWARD_PROGRAMS", 3)
-    monkeypatch.setattr(whole_rows, "count_multiprocessors", lambda device: 1)
+    for module in (whole_rows, kernel_sums):
+        monkeypatch.setattr(module, "count_multiprocessors", lambda device: 1)
     for shape, dtype in (((200, 130), torch.float32), ((10, 1100), torch.bfloat16)):
         inputs = random_norm("trained", shape, dtype)
         check_both_forms(*inputs)
         for run in (norm_forward_and_backward, norm_from_input):
             first, second = (run(norm_kernel, *inputs) for _ in range(2))
             assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not kernel_sums.find_counters(inputs[0].device, 1).any()
 
 
 @kernel_test
@@ -115,9 +118,10 @@ def test_a_norms_backward_has_as_many_programs_as_run_at_once(monkeypatch, hidde
             return lambda *_, **__: None
 
     monkeypatch.setattr(whole_rows, "_backward_kernel", Noted())
-    monkeypatch.setattr(whole_rows, "count_multiprocessors", lambda device: 2)
-    norm_forward_and_backward(norm_kernel, *random_norm("initial", (16, hidden_size), torch.bfloat16))
-    assert grids == [(2 * per_multiprocessor,)]
+    for module in (whole_rows, kernel_sums):
+        monkeypatch.setattr(module, "count_multiprocessors", lambda device: 4)
+    norm_forward_and_backward(norm_kernel, *random_norm("initial", (32, hidden_size), torch.bfloat16))
+    assert grids == [(4 * per_multiprocessor + 2,)]  # and behind them those that add up, on half of the multiprocessors
 
 
 @kernel_test
