@@ -99,6 +99,16 @@ def _divide_by_gamma(scaled, gamma, beta, FROM_INPUT: tl.constexpr, HAS_LOST: tl
     return quotient
 
 
+@triton.jit
+def _average_both(a, b, num_columns):
+    """Sums a and b [m, n] over their rows and divides by num_columns: the warps wait for both at once. Eight neighbours,
+    which a thread has, are summed before that, for a joined tensor takes as many registers again."""
+    if a.shape[1] >= 8:
+        a = tl.sum(tl.reshape(a, (a.shape[0], a.shape[1] // 8, 8)), axis=2)
+        b = tl.sum(tl.reshape(b, (b.shape[0], b.shape[1] // 8, 8)), axis=2)
+    return tl.split(tl.sum(tl.join(a, b), axis=1) / num_columns)
+
+
 @triton.jit(do_not_specialize=["tiles_per_program", "capacity", "num_chunks"])
 def _backward_kernel(
     grad_y_ptr, source_ptr, rstd_ptr, mean_ptr, weight_ptr, bias_ptr, slots_ptr, lost_xhat_ptr, grad_x_ptr,
@@ -171,15 +181,14 @@ def _backward_kernel(
             # Restored channels hold xhat instead of gamma xhat, and the sums over the row need the latter.
             product = tl.where((beta != beta)[None, :], product * gamma[None, :], product)
         if SUBTRACTS_MEAN:
-            # Both sums at once: their warps wait for one another half as often.
-            along_xhat, along_ones = tl.split(tl.sum(tl.join(product, grad), axis=1) / num_columns)
+            along_xhat, along_ones = _average_both(product, grad, num_columns)
         else:
             along_xhat = tl.sum(product, axis=1) / num_columns
         if IS_ALONE:  # two multiply-adds for each element
             grad_x = grad * rstd[:, None]
             if SUBTRACTS_MEAN:
-                grad_x -= (along_ones * rstd)[:, None]
-            grad_x -= scaled * (along_xhat * rstd)[:, None]
+                grad_x -= along_ones[:, None] * rstd[:, None]
+            grad_x -= scaled * (along_xhat[:, None] * rstd[:, None])
         else:
             if SUBTRACTS_MEAN:
                 grad -= along_ones[:, None]
