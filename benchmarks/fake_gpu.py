@@ -72,7 +72,15 @@ CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) { *
 CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *address,
     const cuuint64_t *shape, const cuuint64_t *strides, const cuuint32_t *box, const cuuint32_t *steps,
     CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
-    CUtensorMapFloatOOBfill fill) DONE
+    CUtensorMapFloatOOBfill fill) {
+  *map = (CUtensorMap){0};
+  cuuint64_t *word = (cuuint64_t *)map; /* so that two descriptors can be told apart */
+  *word++ = (cuuint64_t)address;
+  *word++ = type | rank << 8 | swizzle << 16 | fill << 24;
+  for (cuuint32_t i = 0; i < rank; i++) *word++ = shape[i] << 16 | box[i];
+  for (cuuint32_t i = 0; i + 1 < rank; i++) *word++ = strides[i];
+  DONE
+}
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra) {
   num_launches++;
   DONE

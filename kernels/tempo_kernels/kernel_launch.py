@@ -8,11 +8,14 @@ Triton chose. The key is everything else by which Triton tells variants apart:
 - of a tensor its dtype, its device, and its address modulo 16; how it is described is the plan's;
 - of a varying number nothing, because it is listed in the kernel's do_not_specialize and has 32 bits.
 
-Triton itself makes the first launch of each variant, any launch with a wider number, any launch while launch hooks are
-set (profilers set them), and all launches under its interpreter. A remembered launch skips three checks of Triton: its
-environment variables, the values of the kernel's global names, and whether the GPU can read an address, which follows
-from the tensor's device. It also skips the method around Triton's launcher in C, which allocates scratch memory for
-kernels that need some; those keep the method.
+Triton itself makes the first launch of each variant, any launch with a wider number or with tensors of two devices, any
+launch while launch hooks are set (profilers set them), and all launches under its interpreter. A remembered launch
+skips three checks of Triton: its environment variables, the values of the kernel's global names, and whether the GPU
+can read an address, which follows from the tensor's device. It also skips the method around Triton's launcher in C,
+which allocates scratch memory for kernels that need some; those keep the method. And it encodes the descriptor of a
+tensor once per address: the encoding takes about as long as all else of a launch, depends on nothing but the variant,
+the layout and the address, and is copied into each launch. Memory that torch's allocator gives again and again has few
+addresses.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -45,6 +50,8 @@ MULTIPROCESSORS = 132
 """Those of an H100, assumed where there is no GPU to ask."""
 MAX_PLANS = 512
 """Plans kept per function that makes them; the least recently used go first. Triton still has what it compiled."""
+MAX_ENCODED = 1024
+"""Encoded descriptors kept per variant of a plan, half a kilobyte each: two for each layer of a large model."""
 
 _caches: list[Any] = []
 _NO_GUARD = contextlib.nullcontext()
@@ -103,7 +110,7 @@ class Plan:
     Args:
         grid: the numbers of programs.
         varying: the names of the numbers that differ from launch to launch, all of them in do_not_specialize.
-        layouts: of those among the kernel's pointers that are tensor descriptors, by place.
+        layouts: of those among the kernel's pointers that are tensor descriptors, by place; kept from the last one on.
         named: all other arguments behind the kernel's pointers, which come first, and Triton's options.
     """
 
@@ -117,7 +124,8 @@ class Plan:
         /,
         **named: Any,
     ) -> None:
-        self.grid, self.varying, self.layouts, self.named = grid, tuple(varying), dict(layouts or {}), named
+        self.grid, self.varying, self.named = grid, tuple(varying), named
+        self.layouts = dict(sorted((layouts or {}).items(), reverse=True))
         self.kernel: Any = None
         self.variants: dict[Any, Any] = {}
         self.values: list[Any] = []
@@ -132,22 +140,24 @@ class Plan:
             self.places = [names.index(name) for name in self.varying]
             assert not any(place < num_tensors for place in self.places)
             self.kernel, self.variants = kernel, {}
-        self.variants[key] = _find_call(compiled, (*(*self.grid, 1, 1)[:3],))
+        self.variants[key] = _find_call(compiled, (*(*self.grid, 1, 1)[:3],), self.layouts)
 
 
 class _Call(NamedTuple):
-    """How a compiled variant is launched: run.launch(*before, stream, *between, *values), with the values in one tuple
-    if is_packed; or, where that may not be skipped, run(*before, stream, *between, *values)."""
+    """How a compiled variant is launched: launch(*before, stream, *between, *values), with the values in one tuple if
+    is_packed."""
 
-    run: Any
+    launch: Callable[..., None]
     before: tuple[int, ...]
     """The grid."""
     between: tuple[Any, ...]
     is_packed: bool
-    is_direct: bool
+    encode: Callable[[int, Tensor, int], Sequence[Any]] | None
+    """Returns what takes the place of a described tensor, by its place, the tensor and its address; None where `launch`
+    takes descriptors."""
 
 
-def _find_call(compiled: Any, grid: tuple[int, ...]) -> _Call:
+def _find_call(compiled: Any, grid: tuple[int, ...], layouts: Mapping[int, Layout]) -> _Call:
     """Finds how to launch a variant, by what its launcher hands to the launcher in C for marked arguments."""
     run, stream, value = compiled.run, object(), object()
     between = (compiled.function, compiled.packed_metadata, None, None, None)
@@ -158,8 +168,40 @@ def _find_call(compiled: Any, grid: tuple[int, ...]) -> _Call:
         marked.launch = lambda *arguments: handed.extend(arguments)
         marked(*grid, stream, *between, value)
         if handed[:4] == [*grid, stream] and handed[-1] in (value, (value,)):
-            return _Call(run, grid, tuple(handed[4:-1]), handed[-1] is not value, True)
-    return _Call(run, grid, between, False, False)
+            between, is_packed = tuple(handed[4:-1]), handed[-1] is not value
+            encode = _find_encoder(compiled, layouts)
+            inner = run.launch if encode is None else _read_closure(run.launch)["launcher"]
+            return _Call(inner, grid, between, is_packed, encode)
+    return _Call(run, grid, between, False, None)
+
+
+def _find_encoder(compiled: Any, layouts: Mapping[int, Layout]) -> Callable[[int, Tensor, int], Sequence[Any]] | None:
+    """Returns the `encode` of a variant's _Call. Triton's launcher encodes descriptors in each launch, in a function
+    around the launcher in C; this calls its part for one descriptor, and remembers the result."""
+    formats = getattr(compiled.metadata, "tensordesc_meta", None)
+    if not layouts or not formats or "launcher" not in _read_closure(compiled.run.launch):
+        return None
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    format_by_place = dict(zip(sorted(layouts), formats, strict=True))
+    more = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)  # newer ones take a third, for others
+    encoded: OrderedDict[tuple[int, int], Sequence[Any]] = OrderedDict()
+
+    def encode(place: int, tensor: Tensor, address: int) -> Sequence[Any]:
+        found = encoded.get((place, address))
+        if found is None:
+            found = make_tensordesc_arg(layouts[place].describe(tensor), format_by_place[place], *more)
+            encoded[place, address] = found
+            if len(encoded) > MAX_ENCODED:
+                encoded.popitem(last=False)
+        return found
+
+    return encode
+
+
+def _read_closure(function: Any) -> Mapping[str, Any]:
+    """Returns what a function in Python has of the one around it; a function in C has nothing."""
+    return inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
 
 
 def launch(kernel: Any, plan: Plan, tensors: Sequence[Tensor | None], numbers: Sequence[int] = ()) -> None:
@@ -169,42 +211,50 @@ def launch(kernel: Any, plan: Plan, tensors: Sequence[Tensor | None], numbers: S
         tensors: all of the kernel's pointers, in its order.
         numbers: the values of plan.varying.
     """
+    device = tensors[0].get_device()  # type: ignore[union-attr]
     values: list[Any] = []
-    key: list[Any] = []
+    key: list[Any] = [device]
+    bits, is_mixed = 0, False
     for tensor in tensors:
         if tensor is None:
             values.append(None)
             key.append(None)
         else:
             address = tensor.data_ptr()
+            bits |= address
             values.append(address)
-            key.append(tensor.get_device())  # one append each, because a tuple of the three costs time
             key.append(tensor.dtype)
-            key.append(address & 15)
-    found = tuple(key)
+            if tensor.get_device() != device:
+                is_mixed = True
+    if bits & 15:
+        key += [None if address is None else address & 15 for address in values]
+    found = None if is_mixed else tuple(key)
     variant = plan.variants.get(found) if plan.kernel is kernel and not _has_hooks(kernel) else None
     if variant is None or not _have_32_bits(numbers):
         _launch_by_triton(kernel, plan, tensors, numbers, found)
         return
     # Triton's launcher uses the current device and its stream, so the tensors' device has to be the current one.
-    device, active = key[0], driver.active
+    active = driver.active
     if device != active.get_current_device():
         with torch.cuda.device(device):
             launch(kernel, plan, tensors, numbers)
         return
-    for place, layout in plan.layouts.items():
-        values[place] = layout.describe(tensors[place])
+    inner, before, between, is_packed, encode = variant
     values += plan.values
     for place, number in zip(plan.places, numbers):  # noqa: B905 - strict= costs time
         values[place] = number
-    run, before, between, is_packed, is_direct = variant
+    if plan.layouts:
+        # From the last one on, as an encoded descriptor takes several places.
+        for place, layout in plan.layouts.items():
+            if encode is None:
+                values[place] = layout.describe(tensors[place])
+            else:
+                values[place : place + 1] = encode(place, tensors[place], values[place])
     stream = active.get_current_stream(device)
     if is_packed:
-        run.launch(*before, stream, *between, tuple(values))
-    elif is_direct:
-        run.launch(*before, stream, *between, *values)
+        inner(*before, stream, *between, tuple(values))
     else:
-        run(*before, stream, *between, *values)
+        inner(*before, stream, *between, *values)
 
 
 def _launch_by_triton(
@@ -225,7 +275,7 @@ def _launch_by_triton(
             f"{kernel.__name__}: the GPU or its driver takes no tensor descriptors ({error}); set TEMPO_DESCRIPTORS=0 "
             "in the environment to read by pointers"
         ) from error
-    if type(kernel) is JITFunction and _KNOBS is not None and _have_32_bits(numbers):
+    if type(kernel) is JITFunction and _KNOBS is not None and key is not None and _have_32_bits(numbers):
         plan.note(kernel, len(tensors), key, compiled)
 
 

@@ -3,6 +3,7 @@ takes launches and computes nothing."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import shutil
@@ -17,7 +18,9 @@ pytest.importorskip("triton", reason="triton is not installed; it is part of thi
 import triton
 import triton.language as tl
 from fake_gpu import fake_gpu
+from triton.runtime import driver
 
+from tempo_kernels import kernel_launch
 from tempo_kernels.attention import attention
 from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_kernels.gelu import gelu
@@ -57,6 +60,16 @@ def read(argument):
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
+def read_encoded(argument):
+    """Numbers, in lists or not, and the bytes of an encoded descriptor; what else Triton hands over is for hooks."""
+    if isinstance(argument, (list, tuple)):
+        return [read_encoded(one) for one in argument]
+    if type(argument).__name__ == "PyCUtensorMap":
+        return ctypes.string_at(id(argument) + type(argument).__basicsize__ - 128, 128)
+    argument = read(argument)
+    return argument if isinstance(argument, int) else None
+
+
 class Launches(list):
     """What reached the launcher in C: the compiled function, the grid, and the arguments as `read` has them. Those of a
     launch by a plan, which skips Triton's method around it, and of Triton's own look alike there."""
@@ -64,17 +77,17 @@ class Launches(list):
     def __enter__(self):
         from triton.backends.nvidia.driver import CudaLauncher
 
-        def find(launcher):
+        def find(method):
             def record(x, y, z, stream, function, *others):
                 if isinstance(stream, int):  # kernel_launch marks the stream to find out what the method hands over
                     is_packed = isinstance(others[-1], (list, tuple))
                     metadata = next(place for place, other in enumerate(others) if isinstance(other, tuple))
                     self.append((function, (x, y, z), *map(read, others[-1] if is_packed else others[metadata + 4 :])))
-                vars(launcher)["launch"](x, y, z, stream, function, *others)
+                vars(method)["launch"](x, y, z, stream, function, *others)
 
             return record
 
-        change = property(find, lambda launcher, launch: vars(launcher).update(launch=launch))
+        change = property(find, lambda method, launch: vars(method).update(launch=launch))
         self._patch = mock.patch.object(CudaLauncher, "launch", change, create=True)
         self._patch.start()
         return self
@@ -142,16 +155,42 @@ def test_a_described_tensor_is_handed_over_as_tritons_own(gpu, by_triton):
 
     how = [4, 16], [16, 1], [2, 16]
     plan = Plan((5,), (), {0: Layout(*how)}, **OPTIONS)
-    for _ in range(3):
-        x, out = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(32, dtype=torch.bfloat16)
-        with Launches() as launches:
+    with Launches() as launches:
+        for _ in range(3):
+            x, out = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(32, dtype=torch.bfloat16)
             launch(_described_kernel, plan, (x, out))
             _described_kernel[(5,)](TensorDescriptor(x, *how), out, **OPTIONS)
-            assert launches[0] == launches[1] and launches[0][2] == (x.data_ptr(), *how, "zero")
-        before = gpu()
-        launch(_described_kernel, plan, (x, out))
-        assert gpu() - before == 1
+            assert launches[-2] == launches[-1] and launches[-1][2] == (x.data_ptr(), *how, "zero")
+            before = gpu()
+            launch(_described_kernel, plan, (x, out))
+            assert gpu() - before == 1
     assert len(by_triton) == 4, "the plan's first, and the three beside it"
+
+
+@pytest.mark.skipif(not HAS_DESCRIPTORS, reason="this version of Triton gets no tensor descriptors")
+def test_a_descriptor_is_encoded_once_per_address_as_triton_encodes_it(gpu, monkeypatch):
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    how, out, launches, encoded = ([4, 16], [16, 1], [2, 16]), torch.zeros(32), [], []
+    first, second, third = torch.zeros(3, 128, dtype=torch.bfloat16).unbind()
+    wrapper = _described_kernel[(5,)](TensorDescriptor(first, *how), out, **OPTIONS).run.launch
+    in_c = wrapper.__closure__[wrapper.__code__.co_freevars.index("launcher")]
+    monkeypatch.setattr(in_c, "cell_contents", lambda *arguments: launches.append([*map(read_encoded, arguments)]))
+    is_newer = hasattr(driver.active.utils, "fill_tma_descriptor_tiled")
+    encoder = "fill_tma_descriptor_tiled" if is_newer else "fill_tma_descriptor"
+    encode = getattr(driver.active.utils, encoder)
+    monkeypatch.setattr(driver.active.utils, encoder, lambda *given: encoded.append(given) or encode(*given))
+    monkeypatch.setattr(kernel_launch, "MAX_ENCODED", 2)
+    plan, counts = Plan((5,), (), {0: Layout(*how)}, **OPTIONS), []
+    launch(_described_kernel, plan, (first, out))
+    for x in (first, first, second, first, third, first):
+        encoded.clear()
+        launch(_described_kernel, plan, (x, out))
+        counts.append(len(encoded))
+        _described_kernel[(5,)](TensorDescriptor(x, *how), out, **OPTIONS)
+        assert launches[-2] == launches[-1]
+    assert counts == [1, 0, 1, 0, 1, 1], "two are kept"
+    assert launches[-1] != launches[-3], "another address"
 
 
 @pytest.mark.skipif(not HAS_DESCRIPTORS, reason="this version of Triton gets no tensor descriptors")
@@ -177,6 +216,15 @@ def test_the_second_launch_is_not_tritons(gpu, by_triton):
     launch(_kernel, plan, (at(0), None, at(0)), (2**31,))
     assert len(by_triton) == 3, "a number of 64 bits is not for a variant that takes 32"
     launch(_kernel, plan, (at(0), None, at(0)), (3,))
+    assert len(by_triton) == 3
+
+
+def test_triton_launches_what_lies_on_two_devices(gpu, by_triton, monkeypatch):
+    """It refuses a tensor that the GPU cannot read."""
+    plan, x, out = Plan((5,), ("shift",), size=16, scale=0.5, HAS_Y=False, **OPTIONS), at(0), at(0)
+    for device in (0, 0, 1, 1):
+        monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor, device=device: device if tensor is out else 0)
+        launch(_kernel, plan, (x, None, out), (3,))
     assert len(by_triton) == 3
 
 
