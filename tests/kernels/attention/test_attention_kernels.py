@@ -278,13 +278,17 @@ def test_one_walk_drops_the_specified_elements_bit_for_bit(splits, monkeypatch):
         assert torch.equal(found[0, 0].cpu(), expected), name
 
 
-# sq, sk, b, a, g, d; window; p; how many tensors forward and backward describe
+# sq, sk, b, a, g, d; dv; window; p; how many tensors forward and backward describe
 DESCRIBED = {
-    "causal": ((136, 136, 2, 2, 2, 64), None, 0.1, (2, 2)),
-    "grouped, window": ((70, 152, 1, 4, 2, 128), (40, 3), 0.1, (2, 2)),
-    "odd": ((70, 131, 2, 2, 2, 64), None, 0.0, (0, 2)),
-    "one head": ((9, 8, 2, 1, 1, 64), None, 0.1, (2, 2)),
-    "other heads": ((40, 40, 1, 1, 1, 80), None, 0.1, (0, 0)),
+    "causal": ((136, 136, 2, 2, 2, 64), 64, None, 0.1, (2, 2)),
+    "grouped, window": ((70, 152, 1, 4, 2, 128), 128, (40, 3), 0.1, (2, 2)),
+    "odd": ((70, 131, 2, 2, 2, 64), 64, None, 0.0, (0, 2)),
+    "one head": ((9, 8, 2, 1, 1, 64), 64, None, 0.1, (2, 2)),
+    "padded heads": ((40, 40, 1, 2, 1, 96), 72, None, 0.1, (2, 2)),
+    "small values": ((40, 40, 1, 1, 1, 40), 24, None, 0.1, (2, 2)),
+    "small heads": ((40, 40, 1, 1, 1, 32), 32, None, 0.1, (0, 0)),
+    "wide heads": ((40, 72, 1, 1, 1, 192), 128, None, 0.1, (2, 0)),  # backward in two walks
+    "heads of no eights": ((40, 40, 1, 1, 1, 36), 36, None, 0.1, (0, 0)),
 }
 
 
@@ -292,11 +296,12 @@ DESCRIBED = {
 @pytest.mark.skipif(not HAS_DESCRIPTORS, reason="this version of Triton gets no tensor descriptors")
 @parametrize_covering(each={"form": DESCRIBED}, dtype=[torch.bfloat16, torch.float16], changes=[False, True])
 def test_described_tensors_give_the_bits_that_pointers_give(form, dtype, changes, monkeypatch):
-    shape, window, p, expected = form
-    take_walk(monkeypatch, 2)
+    shape, dv, window, p, expected = form
+    take_walk(monkeypatch, 2 if expected[1] else 0)
     described, describe = [], Layout.describe
     monkeypatch.setattr(Layout, "describe", lambda self, t: described.append(t) or describe(self, t))
-    q, k, v, grad = random_inputs(*shape, dtype)
+    q, k, *others = random_inputs(*shape, dtype)
+    v, grad = (t[..., :dv] for t in others)
     mask, more, chosen = None, {}, settings(window is None, p, window_size=window)
     if changes:
         sq, sk, b, a = shape[:4]
