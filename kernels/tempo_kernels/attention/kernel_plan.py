@@ -11,7 +11,7 @@ import triton
 from tempo_kernels.attention import kernel_heads as whole_heads
 from tempo_kernels.attention.kernel_tile import DRAWN
 from tempo_kernels.attention.settings import MASKED_SCORE, Settings
-from tempo_kernels.attention.walks import Shape, round_up, shape_statistics, shape_sums
+from tempo_kernels.attention.walks import Shape, group_heads, round_up, shape_statistics, shape_sums
 from tempo_kernels.kernel_launch import Layout, Plan, cache_plans
 from tempo_kernels.philox import effective_probability
 
@@ -77,23 +77,28 @@ class HeadsPlans(NamedTuple):
 def plan_forward(form: Form, shape: Shape) -> Plan:
     """Plans `kernel_rows.launch_forward`."""
     num_queries, batch, heads, _ = form.q_shape
+    num_keys, _, groups, _ = form.k_shape
     blocks = _count_blocks(form, num_queries, shape.queries)
     layouts = _describe_keys(form, shape.keys)
-    return Plan((blocks * batch * heads,), DRAWN, layouts, DESCRIBES=bool(layouts), **_list_numbers(form, shape))
+    numbers = _list_numbers(form, shape) | {"DESCRIBES": bool(layouts)}
+    numbers["heads_in_turn"] = _group_kv_heads(form, num_keys) * (heads // groups)
+    return Plan((blocks * batch * heads,), DRAWN, layouts, **numbers)
 
 
 @cache_plans
 def plan_two_walks(form: Form, shape: Shape, kv_shape: Shape, keeps_apart: bool) -> WalkPlans:
     """Plans `kernel_rows.launch_grad_q` and `kernel_columns.launch_grad_kv`."""
     num_queries, batch, heads, _ = form.q_shape
-    blocks = _count_blocks(form, num_queries, shape.queries)
-    kv_blocks = _count_blocks(form, form.k_shape[0], kv_shape.keys)
-    scale = form.softmax_scale
+    num_keys, _, groups, _ = form.k_shape
+    blocks, kv_blocks = _count_blocks(form, num_queries, shape.queries), _count_blocks(form, num_keys, kv_shape.keys)
+    scale, group_size = form.softmax_scale, heads // groups
     numbers, kv_numbers = _list_numbers(form, shape), _list_numbers(form, kv_shape) | {"KEEPS_APART": keeps_apart}
+    numbers["heads_in_turn"] = _group_kv_heads(form, num_keys) * group_size
+    kv_numbers["heads_in_turn"] = _group_kv_heads(form, num_queries * group_size)
     return WalkPlans(
         shape_statistics(form.q_shape),
         Plan((blocks * batch * heads,), DRAWN, softmax_scale=scale, **numbers),
-        Plan((kv_blocks * batch * form.k_shape[2],), DRAWN, softmax_scale=scale, **kv_numbers),
+        Plan((kv_blocks * batch * groups,), DRAWN, softmax_scale=scale, **kv_numbers),
     )
 
 
@@ -129,6 +134,15 @@ def plan_grad_bias(form: Form, shape: Shape, bias_shape: torch.Size) -> Plan:
 def _count_blocks(form: Form, num_rows: int, block: int) -> int:
     """How many blocks of queries or keys a row has; of a packed row at most, as kernel_documents.py says."""
     return -(-num_rows // block) if form.num_documents is None else num_rows // block + form.num_documents
+
+
+def _group_kv_heads(form: Form, rows_read: int) -> int:
+    """How many key-value heads take turns in a launch whose programs read so many rows of each; one where no block of a
+    row takes longer than the next, and where documents have lengths of their own."""
+    if not form.causal or form.num_documents is not None:
+        return 1
+    _, batch, groups, _ = form.k_shape
+    return group_heads(batch * groups, rows_read * (form.q_shape[3] + form.v_shape[3]) * 2)
 
 
 def _describe_queries(form: Form, block: int) -> dict[int, Layout]:
