@@ -78,7 +78,9 @@ class Walk(NamedTuple):
         return max(found, key=lambda name: found[name])
 
 
-def list_programs(name: str, tile: tuple[int, int], splits: int, causal: bool, heads: int) -> list[Program]:
+def list_programs(
+    name: str, tile: tuple[int, int], splits: int, causal: bool, heads: int, heads_in_turn: int = 1
+) -> list[Program]:
     """All programs in the order of their launch, of square attention over LENGTH tokens."""
     queries, keys = tile
     key_blocks = LENGTH // keys
@@ -90,9 +92,9 @@ def list_programs(name: str, tile: tuple[int, int], splits: int, causal: bool, h
     if name in ("forward", "grad_q"):
         stops = range(LENGTH, 0, -queries)  # the last block of queries goes first
         rows = [Program(1, (stop if causal else LENGTH) // keys, max(1, queries // keys) * causal) for stop in stops]
-        return rows * heads
+        return _take_turns(rows, heads, heads_in_turn)
     if name == "grad_kv":
-        return [find_column(block) for block in range(key_blocks)] * heads
+        return _take_turns([find_column(block) for block in range(key_blocks)], heads, heads_in_turn)
     shares = []
     for split in range(splits):
         # As _find_block in attention/kernel_heads.py.
@@ -101,6 +103,12 @@ def list_programs(name: str, tile: tuple[int, int], splits: int, causal: bool, h
         columns = [find_column(block) for block in blocks if block < key_blocks]
         shares.append(Program(*(sum(numbers) for numbers in zip(*columns, strict=True))))
     return shares * heads
+
+
+def _take_turns(programs: list[Program], heads: int, heads_in_turn: int) -> list[Program]:
+    """As find_turn in attention/kernel_tile.py."""
+    sizes = [min(heads_in_turn, heads - first) for first in range(0, heads, heads_in_turn)]
+    return [program for size in sizes for program in programs for _ in range(size)]
 
 
 def find_reread_bytes(one: Mapping[str, Any], num_running: int, num_tiles: int, causal: bool, chosen: Chosen) -> float:
@@ -125,7 +133,7 @@ def find_walk(
     tensor /= one.get("product_share", 1.0)
     per_tile, per_edge = (one["issued"] * share + tensor) / efficiency, one["others"] * share / efficiency
     per_block = 2 * chosen.latency_cycles + one["around"] * share
-    programs = list_programs(name, (queries, keys), splits, causal, heads)
+    programs = list_programs(name, (queries, keys), splits, causal, heads, one.get("heads_in_turn", 1))
     # Programs that share a multiprocessor share its cycles; the GPU gives each one of its own as long as there are any.
     sharing = min(one["programs_per_sm"], -(-len(programs) // device.multiprocessors))
     barriers = one["barriers"] * chosen.barrier_cycles / efficiency if sharing == 1 else 0.0

@@ -165,6 +165,11 @@ def test_programs_of_a_causal_walk_have_the_tiles_that_reach_the_diagonal(name, 
     assert sum(one.tiles for one in found) == 3 * seen and sum(one.edges for one in found) == 3 * across
     assert sum(one.tiles for one in walks.list_programs(name, tile, splits, False, 1)) == len(blocks)
     assert len(found) == 3 * num_programs
+    if name != "backward":
+        # Two heads take turns, their longest programs first, and the third follows.
+        turns = [one.tiles for one in walks.list_programs(name, tile, splits, True, 3, 2)]
+        of_head = [one.tiles for one in found[:num_programs]]
+        assert of_head == sorted(of_head, reverse=True) and turns == sorted(2 * of_head, reverse=True) + of_head
 
 
 def test_the_time_of_a_walk_is_that_of_its_tiles_and_of_what_no_multiprocessor_shares_out():

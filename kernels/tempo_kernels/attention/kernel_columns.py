@@ -24,6 +24,7 @@ from tempo_kernels.attention.kernel_tile import (
     find_probabilities,
     find_score_gradients,
     find_seen_keys,
+    find_turn,
     keep_apart,
     load_rows,
     load_slope,
@@ -71,7 +72,7 @@ def _grad_kv_kernel(
     q_row, q_sample, q_head, k_row, k_sample, k_head, v_row, v_sample, v_head, grad_row, grad_sample, grad_head,
     mask_sample, mask_head, mask_row, mask_column, bias_sample, bias_head, bias_row, bias_column,
     num_queries, num_keys, batch, num_heads, group_size, first_offset, last_offset, first_row, first_column, diagonal,
-    num_documents, cap, inverse_scale,
+    num_documents, heads_in_turn, cap, inverse_scale,
     scale, softmax_scale, masked_score,
     key_low, key_high, first_sample, first_head, limit, keep_scale,
     UNIT: tl.constexpr, LIMITS_LEFT: tl.constexpr, LIMITS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr,
@@ -90,7 +91,8 @@ def _grad_kv_kernel(
     num_key_blocks, num_groups = tl.cdiv(num_keys, BLOCK_KEYS), num_heads // group_size
     if IS_PACKED:
         num_key_blocks = num_keys // BLOCK_KEYS + num_documents
-    place, index = tl.program_id(0) % num_key_blocks, tl.program_id(0) // num_key_blocks
+    # Under a causal limit the first block of keys has the most queries.
+    place, index = find_turn(tl.program_id(0), num_key_blocks, batch * num_groups, heads_in_turn)
     total_queries, first_query, first_seen, num_hidden = num_queries, 0, 0, 0
     start_key = place * BLOCK_KEYS
     if IS_PACKED:
@@ -192,9 +194,8 @@ def _grad_kv_kernel(
             grad_v, grad_k = keep_apart(grad_v), keep_apart(grad_k)
     if not IS_PACKED:
         # The loop needs the registers that would keep the place.
-        program = compute_anew(tl.program_id(0))
-        start_key = program % num_key_blocks * BLOCK_KEYS
-        index = program // num_key_blocks
+        place, index = find_turn(compute_anew(tl.program_id(0)), num_key_blocks, batch * num_groups, heads_in_turn)
+        start_key = place * BLOCK_KEYS
         sample, kv_head = (index // num_groups).to(tl.int64), (index % num_groups).to(tl.int64)
     grad_k *= softmax_scale * keep_scale
     grad_v *= keep_scale

@@ -27,6 +27,7 @@ from tempo_kernels.attention.kernel_tile import (
     find_probabilities,
     find_score_gradients,
     find_seen_keys,
+    find_turn,
     hide_unseen,
     keep_apart,
     load_described_keys,
@@ -43,16 +44,15 @@ from tempo_kernels.philox.kernel import load_draw
 
 @triton.jit
 def _find_place(
-    program, num_queries, num_documents, num_heads, group_size, BLOCK_QUERIES: tl.constexpr, IS_PACKED: tl.constexpr
-):
+    program, num_queries, num_documents, batch, num_heads, group_size, heads_in_turn,
+    BLOCK_QUERIES: tl.constexpr, IS_PACKED: tl.constexpr,
+):  # fmt: skip
     """Returns (block of queries, sample, query head, key-value head) of a program; the block of a packed row is a
-    place of find_document. The blocks of one head are neighbours and share its keys in the L2 cache. The last block of
-    queries goes first: under a causal limit it takes longest, and would keep one multiprocessor busy after all others
-    are done if it started late."""
+    place of find_document. The last block of queries goes first: under a causal limit it takes longest."""
     num_blocks = tl.cdiv(num_queries, BLOCK_QUERIES)
     if IS_PACKED:
         num_blocks = num_queries // BLOCK_QUERIES + num_documents
-    block, index = program % num_blocks, program // num_blocks
+    block, index = find_turn(program, num_blocks, batch * num_heads, heads_in_turn)
     head = index % num_heads
     sample = (index // num_heads).to(tl.int64)
     return num_blocks - 1 - block, sample, head.to(tl.int64), (head // group_size).to(tl.int64)
@@ -90,7 +90,7 @@ def _forward_kernel(
     q_row, q_sample, q_head, k_row, k_sample, k_head, v_row, v_sample, v_head,
     mask_sample, mask_head, mask_row, mask_column, bias_sample, bias_head, bias_row, bias_column,
     num_queries, num_keys, batch, num_heads, group_size, first_offset, last_offset, first_row, first_column, diagonal,
-    num_documents, cap, inverse_scale,
+    num_documents, heads_in_turn, cap, inverse_scale,
     scale, masked_score,
     key_low, key_high, first_sample, first_head, limit, keep_scale,
     UNIT: tl.constexpr, LIMITS_LEFT: tl.constexpr, LIMITS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr,
@@ -103,8 +103,9 @@ def _forward_kernel(
 ):  # fmt: skip
     """Writes out [sq, b, a, dv] and the logsumexp [b, a, sq], in units of unscaled scores, of a block of queries."""
     place, sample, head, kv_head = _find_place(
-        tl.program_id(0), num_queries, num_documents, num_heads, group_size, BLOCK_QUERIES, IS_PACKED
-    )
+        tl.program_id(0), num_queries, num_documents, batch, num_heads, group_size, heads_in_turn,
+        BLOCK_QUERIES, IS_PACKED,
+    )  # fmt: skip
     total_queries, first_query, first_seen, num_hidden = num_queries, 0, 0, 0
     start_row = place * BLOCK_QUERIES
     if IS_PACKED:
@@ -203,8 +204,9 @@ def _forward_kernel(
     if not IS_PACKED:
         # The loop needs the registers that would keep the place.
         place, sample, head, _ = _find_place(
-            compute_anew(tl.program_id(0)), num_queries, num_documents, num_heads, group_size, BLOCK_QUERIES, IS_PACKED
-        )
+            compute_anew(tl.program_id(0)), num_queries, num_documents, batch, num_heads, group_size, heads_in_turn,
+            BLOCK_QUERIES, IS_PACKED,
+        )  # fmt: skip
         start_row = place * BLOCK_QUERIES
         row = start_row + block_row
     # A row that sees no key gets an output of 0 and an infinite logsumexp, which makes backward's probabilities 0.
@@ -237,7 +239,7 @@ def _grad_q_kernel(
     q_row, q_sample, q_head, k_row, k_sample, k_head, v_row, v_sample, v_head, grad_row, grad_sample, grad_head,
     mask_sample, mask_head, mask_row, mask_column, bias_sample, bias_head, bias_row, bias_column,
     num_queries, num_keys, batch, num_heads, group_size, first_offset, last_offset, first_row, first_column, diagonal,
-    num_documents, cap, inverse_scale,
+    num_documents, heads_in_turn, cap, inverse_scale,
     scale, softmax_scale, masked_score,
     key_low, key_high, first_sample, first_head, limit, keep_scale,
     UNIT: tl.constexpr, LIMITS_LEFT: tl.constexpr, LIMITS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr,
@@ -258,8 +260,9 @@ def _grad_q_kernel(
     delta is subtracted later.
     """
     place, sample, head, kv_head = _find_place(
-        tl.program_id(0), num_queries, num_documents, num_heads, group_size, BLOCK_QUERIES, IS_PACKED
-    )
+        tl.program_id(0), num_queries, num_documents, batch, num_heads, group_size, heads_in_turn,
+        BLOCK_QUERIES, IS_PACKED,
+    )  # fmt: skip
     total_queries, first_query, first_seen, num_hidden = num_queries, 0, 0, 0
     start_row = place * BLOCK_QUERIES
     if IS_PACKED:

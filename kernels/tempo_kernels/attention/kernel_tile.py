@@ -45,7 +45,17 @@ VARYING += ["bias_sample", "bias_head", "bias_row", "bias_column"]
 VARYING += ["mask_ptr", "lengths_ptr", "key_ptr", "first_sample_ptr", "bias_ptr", "slopes_ptr", "sink_ptr"]
 VARYING += ["boundaries_ptr", "key_boundaries_ptr", "samples_ptr"]
 DRAWN = ("key_low", "key_high", "first_sample", "first_head")
-VARYING += [*DRAWN, "limit"]
+VARYING += [*DRAWN, "limit", "heads_in_turn"]
+
+
+@triton.jit
+def find_turn(program, num_blocks, num_heads, heads_in_turn):
+    """Returns (block, head) of a program, where num_heads has those of all samples: a group of heads_in_turn heads
+    follows the other, and in it the first blocks of all heads come first; see walks.group_heads."""
+    programs_of_group = num_blocks * heads_in_turn
+    first_head = program // programs_of_group * heads_in_turn
+    place, heads = program % programs_of_group, tl.minimum(heads_in_turn, num_heads - first_head)
+    return place // heads, first_head + place % heads
 
 
 @triton.jit

@@ -118,6 +118,16 @@ def choose_splits(
     return best if find_cost(best) < 0.95 * two_walks else 0
 
 
+def group_heads(num_heads: int, head_bytes: int) -> int:
+    """Returns how many heads, of all samples, take turns in a launch: the longest program of each comes first. Under a
+    causal limit the short ones are then left for the end, when some multiprocessors have nothing else to do. What the
+    programs of these heads read in turn, head_bytes each, has room in the L2 cache, of which each half may hold a copy.
+    By the model of benchmarks/roofline for an H100, a causal forward with heads of 128 and 2048 tokens takes 19 % less
+    time with 32 heads, and 6 % less with 128, than where one head follows the other."""
+    groups = -(-num_heads // max(1, int(L2_BYTES / 2 / max(1, head_bytes))))
+    return -(-num_heads // groups)
+
+
 def choose_shape_of_heads(head_dim: int) -> tuple[Shape, int]:
     """Returns the shape of one walk, and how many of its programs share a multiprocessor."""
     shape = next(shape for largest, shape in SHAPES_OF_HEADS.items() if head_dim <= largest)

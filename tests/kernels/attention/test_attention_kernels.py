@@ -17,11 +17,11 @@ from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test
 from torch.utils._python_dispatch import TorchDispatchMode
 from witness import assert_within_rule
 
-from tempo_kernels.attention import blocks, eager, find_backend, walks
+from tempo_kernels.attention import blocks, eager, find_backend, kernel_plan, kernel_rows, walks
 from tempo_kernels.attention import kernel as attention_kernel
 from tempo_kernels.attention import kernel_tile as tile
 from tempo_kernels.attention.settings import Inputs, Kept
-from tempo_kernels.kernel_launch import HAS_DESCRIPTORS, Layout
+from tempo_kernels.kernel_launch import HAS_DESCRIPTORS, Layout, forget_plans
 from tempo_kernels.philox import drop_mask, effective_probability
 
 # sq, sk, b, a, g, d
@@ -278,13 +278,17 @@ def test_one_walk_drops_the_specified_elements_bit_for_bit(splits, monkeypatch):
         assert torch.equal(found[0, 0].cpu(), expected), name
 
 
-# sq, sk, b, a, g, d; window; p; how many tensors forward and backward describe
+# sq, sk, b, a, g, d; dv; window; p; how many tensors forward and backward describe
 DESCRIBED = {
-    "causal": ((136, 136, 2, 2, 2, 64), None, 0.1, (2, 2)),
-    "grouped, window": ((70, 152, 1, 4, 2, 128), (40, 3), 0.1, (2, 2)),
-    "odd": ((70, 131, 2, 2, 2, 64), None, 0.0, (0, 2)),
-    "one head": ((9, 8, 2, 1, 1, 64), None, 0.1, (2, 2)),
-    "other heads": ((40, 40, 1, 1, 1, 80), None, 0.1, (0, 0)),
+    "causal": ((136, 136, 2, 2, 2, 64), 64, None, 0.1, (2, 2)),
+    "grouped, window": ((70, 152, 1, 4, 2, 128), 128, (40, 3), 0.1, (2, 2)),
+    "odd": ((70, 131, 2, 2, 2, 64), 64, None, 0.0, (0, 2)),
+    "one head": ((9, 8, 2, 1, 1, 64), 64, None, 0.1, (2, 2)),
+    "padded heads": ((40, 40, 1, 2, 1, 96), 72, None, 0.1, (2, 2)),
+    "small values": ((40, 40, 1, 1, 1, 40), 24, None, 0.1, (2, 2)),
+    "small heads": ((40, 40, 1, 1, 1, 32), 32, None, 0.1, (0, 0)),
+    "wide heads": ((40, 72, 1, 1, 1, 192), 128, None, 0.1, (2, 0)),  # backward in two walks
+    "heads of no eights": ((40, 40, 1, 1, 1, 36), 36, None, 0.1, (0, 0)),
 }
 
 
@@ -292,11 +296,12 @@ DESCRIBED = {
 @pytest.mark.skipif(not HAS_DESCRIPTORS, reason="this version of Triton gets no tensor descriptors")
 @parametrize_covering(each={"form": DESCRIBED}, dtype=[torch.bfloat16, torch.float16], changes=[False, True])
 def test_described_tensors_give_the_bits_that_pointers_give(form, dtype, changes, monkeypatch):
-    shape, window, p, expected = form
-    take_walk(monkeypatch, 2)
+    shape, dv, window, p, expected = form
+    take_walk(monkeypatch, 2 if expected[1] else 0)
     described, describe = [], Layout.describe
     monkeypatch.setattr(Layout, "describe", lambda self, t: described.append(t) or describe(self, t))
-    q, k, v, grad = random_inputs(*shape, dtype)
+    q, k, *others = random_inputs(*shape, dtype)
+    v, grad = (t[..., :dv] for t in others)
     mask, more, chosen = None, {}, settings(window is None, p, window_size=window)
     if changes:
         sq, sk, b, a = shape[:4]
@@ -328,6 +333,30 @@ def test_what_no_descriptor_suits_is_read_by_pointers(monkeypatch):
     attention_kernel.forward(Inputs(q, q, q, None, torch.tensor([8, 3], device=DEVICE)), settings())
     attention_kernel.forward(Inputs(q.float(), q.float(), q.float()), settings())
     assert not described
+
+
+@kernel_test
+def test_heads_that_take_turns_give_the_bits_of_one_after_the_other(monkeypatch):
+    """Of three key-value heads and two samples four take turns, then two."""
+    take_walk(monkeypatch, 0)
+    inputs, found = random_inputs(150, 150, 2, 6, 3, 32, torch.bfloat16), []
+    for heads in (4, 1):
+        monkeypatch.setattr(kernel_plan, "group_heads", lambda num_heads, head_bytes, heads=heads: heads)
+        forget_plans()
+        found.append(run(attention_kernel, *inputs, None, None, settings()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_heads_take_turns_whose_keys_fit_into_half_of_the_l2_cache(monkeypatch):
+    of_head = 2048 * 256 * 2
+    assert [walks.group_heads(n, of_head) for n in (1, 23, 24, 32, 128)] == [1, 23, 12, 16, 22]
+    assert walks.group_heads(7, 100 * of_head) == 1 and walks.group_heads(7, 0) == 7
+    q, k = torch.empty(2, 2048, 2, 64, 128, dtype=torch.bfloat16)
+    k, plans = k[:, :, :8], []
+    monkeypatch.setattr(kernel_rows, "launch_forward", lambda plan, *others: plans.append(plan))
+    for causal in (True, False):
+        attention_kernel.forward(Inputs(q, k, k), settings(causal))
+    assert [plan.named["heads_in_turn"] for plan in plans] == [16 * 8, 8]
 
 
 def test_one_walk_is_chosen_where_it_is_faster(monkeypatch):
