@@ -168,6 +168,7 @@ def measure_code(launch: Any, capability: int) -> tuple[dict[str, Any], Any]:
         "in_loop": body.is_loop,
         "instructions": dict(body.by_pipe),
         "issued": body.issued,
+        "shadow": round(body.find_shadow(model.ARCHITECTURES[capability].product_flops / model.SCHEDULERS)),
         "others": body.others,
         "around": body.around,
         "barriers": body.barriers,

@@ -48,12 +48,29 @@ which take mma.sync, too: 2048 tokens x 2, 16 heads, not causal. The author of p
 Dao-AILab/flash-attention measured it on a GB10."""
 
 TUTORIAL = {
-    64: {"tile": (128, 64), "warps": 4, "programs_per_sm": 2, "issued": 509, "around": 600, "barriers": 3},
-    128: {"tile": (128, 64), "warps": 4, "programs_per_sm": 1, "issued": 633, "around": 900, "barriers": 3},
+    64: {
+        "tile": (128, 64),
+        "warps": 4,
+        "programs_per_sm": 2,
+        "issued": 509,
+        "shadow": 104,
+        "around": 600,
+        "barriers": 3,
+    },
+    128: {
+        "tile": (128, 64),
+        "warps": 4,
+        "programs_per_sm": 1,
+        "issued": 633,
+        "shadow": 165,
+        "around": 900,
+        "barriers": 3,
+    },
 }
 """Forward of python/tutorials/06-fused-attention.py of triton-lang/triton at 003da478 (without descriptors) by triton
 3.6, float16: the counts by which the model is held against ATTENTION. `around`, the instructions before and after the
-loop, and `barriers`, as many as our forward with pointers has by the same Triton, are estimates, the others counted."""
+loop, and `barriers`, as many as our forward with pointers has by the same Triton, are estimates, the others counted, of
+which one of 3 stages has the `shadow`."""
 
 POINTWISE = (
     ("QuACK", "RMSNorm, softmax and cross entropy forward, rows from 4096 on", "3.0 TB/s", "Dao-AILab/quack, "

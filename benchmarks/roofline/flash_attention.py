@@ -15,8 +15,8 @@ from typing import Any
 
 from roofline import machine_code
 from roofline.launches import TOOLS
-from roofline.model import find_occupancy
-from roofline.walks import LENGTH
+from roofline.model import ARCHITECTURES, CENTRAL, SCHEDULERS, find_occupancy
+from roofline.walks import LENGTH, PRODUCT_SHARES
 
 TRAITS = {
     ("forward", 64, False): (128, 128, 4),
@@ -43,6 +43,7 @@ def count(library: Path) -> Iterator[dict[str, Any]]:
     listings = dict(re.findall(r"Function : (\w+)\n(.*?)\n\s*\.{10}", done.stdout, re.DOTALL))
     if missing := names.keys() - listings.keys():
         raise ValueError(f"{library} has no {', '.join(sorted(missing))} for sm_90; these are torch 2.11's")
+    flops_per_cycle = PRODUCT_SHARES[CENTRAL] * ARCHITECTURES[90].product_flops / SCHEDULERS
     for symbol, (walk, head_dim, dropout) in names.items():
         queries, keys, warps = TRAITS[walk, head_dim, dropout][:3]
         body = machine_code.find_body(machine_code.parse(listings[symbol]))
@@ -58,6 +59,7 @@ def count(library: Path) -> Iterator[dict[str, Any]]:
             "splits": LENGTH // keys if walk == "backward" else 1,
             "sums": 1,
             "issued": body.issued,
+            "shadow": round(body.find_shadow(flops_per_cycle)),
             "others": body.others,
             "around": body.around,
             "barriers": body.barriers,

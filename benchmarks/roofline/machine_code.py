@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;", re.MULTILINE)
 TARGET = re.compile(r"0x([0-9a-f]+)\s*$")
+PRODUCT = re.compile(r"(HGMMA|HMMA)\.(?:(\d+)x(\d+)x(\d+)|16816|1688)\b")
+WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)")
 TENSOR = ("HMMA", "HGMMA", "QGMMA", "IMMA", "UTCHMMA", "UTCQMMA", "UTCMMA", "OMMA")
 
 # By the beginning of a mnemonic; the first that fits. From NVIDIA's tables of throughput per compute capability. That
@@ -48,6 +50,17 @@ class Instruction(NamedTuple):
         return self.name.startswith(TENSOR)
 
     @property
+    def product_flops(self) -> int:
+        """Of a scheduler's tensor core; 0 for what is no product of Ampere or Hopper in 16 bits. An HGMMA is shared out
+        to four."""
+        found = PRODUCT.match(self.name)
+        if found is None:
+            return 0
+        if found[1] == "HGMMA":
+            return 2 * int(found[2]) * int(found[3]) * int(found[4]) // 4
+        return 4096 if self.name.startswith("HMMA.16816") else 2048
+
+    @property
     def wide_bytes(self) -> int:
         """Bytes that a thread moves between global memory and itself, or shared memory, if 16 or more at once."""
         if not self.name.startswith(("LDG", "STG")):
@@ -84,6 +97,32 @@ class Body(NamedTuple):
     @property
     def issued(self) -> int:
         return len(self.instructions)
+
+    def find_shadow(self, flops_per_cycle: float) -> float:
+        """Cycles of a way through the loop in which a scheduler with one warp issues its instructions while its tensor
+        core, which does so much in a cycle, is at work. The products' cycles and one for each instruction, less these,
+        are the time of a way through.
+
+        An HGMMA waits in the tensor core for those before it, and the warp goes on until WARPGROUP.DEPBAR waits for all
+        but so many of the last groups, each of which ends with "gsb0"; a group may end on the next way through. An HMMA
+        waits for the one before it, and the warp behind it for nothing: when its result is there is not looked at.
+        """
+        now = free = before = 0.0
+        done: list[float] = []
+        for _ in range(3):  # the first way through finds no products of another
+            before = now
+            for one in self.instructions:
+                if one.product_flops:
+                    free = max(free, now) + one.product_flops / flops_per_cycle
+                    if "gsb0" in one.operands:
+                        done.append(free)
+                    if one.name.startswith("HMMA"):
+                        now = free - one.product_flops / flops_per_cycle
+                elif found := WAIT.match(f"{one.name} {one.operands}"):
+                    now = max([now, *done[: max(0, len(done) - int(found[1], 16))]])
+                now += 1
+        products = sum(one.product_flops for one in self.instructions) / flops_per_cycle
+        return self.issued + products - (now - before)
 
     @property
     def by_pipe(self) -> Counter[str]:

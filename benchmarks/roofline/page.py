@@ -160,8 +160,9 @@ def _describe_attention(version: str) -> str:
 TFLOP/s are those of forward and backward together and count 2 products of forward and 5 of backward, as the published
 figures do. The model counts the tiles of every program, with the half of the diagonal that is for nothing, the order in
 which multiprocessors take programs, waits before a program's first tile and at barriers, additions in the L2 cache,
-what one walk reads again because that cache cannot hold it, and launches around the walk. A tile's products and its
-other instructions follow one another. All of that is scaled by
+what one walk reads again because that cache cannot hold it, and launches around the walk. A tile takes
+the cycles of its products and those that issue its instructions, less what its warps issue while their own products
+are executed; the slow end of the error bar has none of that. All is scaled by
 {scale}: what was measured of Triton's tutorial, over what the same model says of its machine code.
 On sm_90 the faster of both is chosen, one walk with as many programs to a head as make it fastest (`choose_splits` in
 attention/walks.py). On sm_80 and sm_100 two walks run.
@@ -220,8 +221,9 @@ def _find_issue_cycles(rivals: Sequence[Mapping[str, Any]], head_dim: int, dropo
 
 ATTENTION_COLUMNS = ("head dim, dropout, backward", "TFLOP/s", "causal", "bound by")
 RIVAL_NOTE = """FlashAttention-2's speed with dropout is published by nobody. Here each pass takes as many times longer
-than the published one without as this model says of the machine code of both in torch 2.11 (`--flash-attention`). At
-most it is as fast as without, if other work hides all of dropout; at least, with products as fast as ours. Beside it
+than the published one without as this model says of the machine code of both in torch 2.11 (`--flash-attention`). What
+a warp issues while the tensor core is at its product is counted in its favour. At most it is as fast as without, if
+other work hides all of dropout; at least, with products as fast as ours and nothing beside them. Beside it
 stands what somebody measured of the kernels for sm_120, which take the same instruction for products, on a GB10 (pull
 request 2439 of Dao-AILab/flash-attention, 2048 tokens).
 """

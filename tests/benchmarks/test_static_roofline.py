@@ -85,6 +85,35 @@ def test_a_way_that_ends_the_program_before_its_loop_is_not_on_the_way_to_it():
 
 
 @pytest.mark.parametrize(
+    ("code", "shadow"),
+    [
+        # Each HGMMA takes 32 cycles. One instruction, and what is behind a wait, is in no shadow.
+        ("HGMMA gsb0;WAIT 0;", 1),
+        ("HGMMA;5;HGMMA gsb0;5;WAIT 0;99;", 12),
+        ("HGMMA;99;HGMMA gsb0;99;WAIT 0;", 64),
+        # The second group is still in flight at the first wait, and through the end of the loop until the second.
+        ("3;WAIT 0;HGMMA gsb0;9;WAIT 0;HGMMA gsb0;7;", 8 + 3 + 10),
+        ("HGMMA gsb0;9;HGMMA gsb0;9;WAIT 1;99;WAIT 0;", 20 + 32),
+        ("HGMMA gsb0;9;HGMMA gsb0;9;WAIT 0;99;", 20),
+        # An HMMA of 4 cycles keeps the next one waiting and nothing else.
+        ("HMMA;HMMA;HMMA;1;HMMA;9;", 1 + 1 + 2 + 4),
+    ],
+)
+def test_what_a_warp_issues_until_it_waits_for_its_products_is_in_their_shadow(code, shadow):
+    instructions = []
+    for word in code.split(";")[:-1]:
+        name, _, operands = word.partition(" ")
+        if name == "WAIT":
+            instructions.append(machine_code.Instruction(0, "", "WARPGROUP.DEPBAR.LE", f"gsb0, 0x{operands}"))
+        elif name.isdecimal():
+            instructions += [machine_code.Instruction(0, "", "FFMA", "R0, R1, R2, R3")] * int(name)
+        else:
+            shape = {"HGMMA": "64x64x16", "HMMA": "16816"}[name]
+            instructions.append(machine_code.Instruction(0, "", f"{name}.{shape}.F32.BF16", f"R24, R88, {operands}"))
+    assert machine_code.Body(instructions, True).find_shadow(1024) == shadow
+
+
+@pytest.mark.parametrize(
     ("registers", "warps", "shared_bytes", "capability", "expected"),
     [
         (32, 4, 0, 90, (16, "registers", 1.0)),
@@ -175,13 +204,17 @@ def test_programs_of_a_causal_walk_have_the_tiles_that_reach_the_diagonal(name, 
 def test_the_time_of_a_walk_is_that_of_its_tiles_and_of_what_no_multiprocessor_shares_out():
     device = model.DEVICES["H100"]
     one = {"walk": "forward", "head_dim": 128, "splits": 1, "tile": (128, 64), "warps": 4, "programs_per_sm": 1}
-    one |= {"issued": 1000, "others": 100, "around": 0, "barriers": 0}
+    one |= {"issued": 1000, "shadow": 0, "others": 100, "around": 0, "barriers": 0}
     per_tile = 1000 + 2 * 128 * 64 * 128 * 2 / 4096
     found = walks.find_walk(one, device, True)
     tiles = 128 * sum(range(2, 33, 2))
     assert found.tiles == pytest.approx(tiles * per_tile / 132 / device.clock_hz)
     assert found.tiles < found.total < 1.25 * found.tiles and found.bound == "issue and tensor cores"
     assert walks.find_walk(one, device, True, model.CENTRAL, 0.5).tiles == pytest.approx(2 * found.tiles)
+    # A program issues in the shadow of its products, unless there is none.
+    choices = (model.CENTRAL, model.SLOW)
+    hidden = [walks.find_walk(one | {"shadow": 300}, device, True, chosen).tiles for chosen in choices]
+    assert hidden == pytest.approx([found.tiles * (1 - 300 / per_tile), found.tiles])
     # Barriers keep a program waiting that has its multiprocessor for itself.
     waiting = one | {"barriers": 5}
     waited = (walks.find_walk(waiting, device, True).total - found.total) / (tiles * 5 * 30 / 132 / device.clock_hz)
@@ -193,7 +226,7 @@ def test_the_time_of_a_walk_is_that_of_its_tiles_and_of_what_no_multiprocessor_s
 def test_a_walk_for_all_gradients_reads_again_what_the_l2_cache_cannot_hold():
     device = model.DEVICES["H100"]
     one = {"walk": "backward", "head_dim": 128, "splits": 1, "tile": (64, 128), "warps": 8, "programs_per_sm": 1}
-    one |= {"issued": 1, "others": 0, "around": 0, "barriers": 0}
+    one |= {"issued": 1, "shadow": 0, "others": 0, "around": 0, "barriers": 0}
     # 128 programs of 2048 rows, of which each has 2 x 2 x 128 bytes of q and grad_out and 4 x 128 of sums.
     lost = 1 - 50e6 / (128 * 2048 * 1024)
     num_bytes = 128 * 16 * 2048 * (512 + 2 * 512) * lost
@@ -210,7 +243,7 @@ def test_a_walk_for_all_gradients_reads_again_what_the_l2_cache_cannot_hold():
 def test_programs_that_share_their_sums_read_them_once_for_all():
     device = model.DEVICES["H100"]
     one = {"walk": "backward", "head_dim": 128, "splits": 16, "tile": (64, 128), "warps": 8, "programs_per_sm": 1}
-    one |= {"issued": 1, "others": 0, "around": 0, "barriers": 0}
+    one |= {"issued": 1, "shadow": 0, "others": 0, "around": 0, "barriers": 0}
     found = [walks.find_walk(each, device, False) for each in (one, one | {"sums": 1})]
     saved_s = 15 * 8 * walks.HEADS * walks.LENGTH / device.copy_bytes_per_s
     assert found[0].others - found[1].others == pytest.approx(saved_s)
