@@ -237,7 +237,7 @@ def measure_attention(one: Any, capability: int) -> dict[str, Any]:
         "walk": one.walk,
         "head_dim": one.head_dim,
         "p": one.p,
-        "splits": one.launch.arguments.get("NUM_SPLITS", 1),
+        "splits": one.launch.arguments.get("KEY_SPLITS", 1),
         "heads_in_turn": one.launch.arguments.get("heads_in_turn", 1),
         "tile": list(one.tile),
         "issue_cycles": round(fields["issued"] * per_cycle),

@@ -24,6 +24,7 @@ from gpu import timing
 from gpu.records import Results
 from tempo_kernels.attention import kernel
 from tempo_kernels.attention.settings import Inputs, Kept, Settings
+from tempo_kernels.attention.walks import Splits
 
 TOKENS, LENGTH, WIDTH, P = 8192, 2048, 2048, 0.1
 TOLERANCE = 2e-2
@@ -102,7 +103,7 @@ def make_step(one: Candidate, device: torch.device | str) -> Callable[[], Sequen
     if one.walk == "forward":
         return lambda: kernel.forward(inputs, settings)[:1]
     kept = Kept(*kernel.forward(inputs, settings))
-    splits = int(one.walk == "one_walk") and max(1, kernel.choose_splits(inputs))
+    splits = (kernel.choose_splits(inputs) or Splits(1)) if one.walk == "one_walk" else None
 
     def run() -> Sequence[Tensor]:
         with mock.patch.object(kernel, "choose_splits", lambda inputs: splits):

@@ -108,7 +108,7 @@ def find_attention_passes(capability: int, head_dim: int, p: float) -> Iterator[
 
     found = dict(zip(PRODUCTS, record(lambda: attention_kernel.forward(inputs, settings)), strict=False))
     back = partial(attention_kernel.backward, out, inputs, kept, settings)
-    found |= zip(("grad_q", "grad_kv"), record(back, choose_splits=lambda inputs: 0), strict=True)
+    found |= zip(("grad_q", "grad_kv"), record(back, choose_splits=lambda inputs: None), strict=True)
     chosen_way = record(back)
     if any(one.kernel in vars(kernel_heads).values() for one in chosen_way):
         _, found["backward"], _ = chosen_way

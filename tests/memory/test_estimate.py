@@ -118,7 +118,7 @@ def test_the_sums_of_attentions_backward_are_those_of_the_gpu() -> None:
     def count(chip: Chip) -> int:
         q_shape, dtype = torch.Size((2048, 1, 2, 128)), torch.bfloat16
         of_chip = name_architecture(chip.major), chip.multiprocessors
-        return sum(list_workspaces(q_shape, dtype, choose_splits(q_shape, q_shape, 128, dtype, *of_chip)))
+        return sum(list_workspaces(q_shape, q_shape, 128, dtype, choose_splits(q_shape, q_shape, 128, dtype, *of_chip)))
 
     sums, fewer, none = count(H100), count(Chip(9, 20)), count(Chip(8, 108))
     assert sums > fewer > none > 0

@@ -205,8 +205,8 @@ def list_gpu_workspaces(
     if not settings.dropout_p and _takes_sdpa(q, k, v, settings.causal, *where, is_special):
         return walks.list_flash_workspaces(q.shape, k.shape, q.dtype, multiprocessors if is_deterministic else 1)
     of_gpu = walks.name_architecture(major), multiprocessors
-    splits = 0 if is_packed else walks.choose_splits(q.shape, k.shape, v.size(-1), q.dtype, *of_gpu)
-    return walks.list_workspaces(q.shape, q.dtype, splits)
+    splits = None if is_packed else walks.choose_splits(q.shape, k.shape, v.size(-1), q.dtype, *of_gpu)
+    return walks.list_workspaces(q.shape, k.shape, v.size(-1), q.dtype, splits)
 
 
 def describe(device_type: str, form: str = "flash") -> str:

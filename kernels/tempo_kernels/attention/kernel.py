@@ -119,7 +119,7 @@ def backward(
 
     With `kept.is_part` they are float32, out may be of any dtype, and the logsumexp is that of eager.py.
 
-    While it runs it holds 8 bytes per query and head, and with s splits (see walks.py) 4 s bytes per element of q.
+    While it runs it holds what walks.list_workspaces lists: 8 bytes per query and head, and in one walk float32 sums.
     """
     q = inputs.q
     dtype = torch.float32 if kept.is_part else q.dtype
@@ -143,8 +143,8 @@ def backward(
         )
     call = _prepare(inputs, settings, grad_out, kept.is_part, documents)
     # The documents of a packed row have any length: a program per block shares them out, one per head does not.
-    splits = 0 if documents is not None else choose_splits(inputs)
-    if splits > 0:
+    splits = None if documents is not None else choose_splits(inputs)
+    if splits is not None:
         statistics, norm = _walk_once(splits, grads, call, kept), None
     else:
         statistics, norm = _walk_twice(grads, call, kept)
@@ -181,10 +181,10 @@ def _count_documents(documents: Documents | None) -> int | None:
     return max(0, documents.cu_seqlens.numel() - 1)
 
 
-def choose_splits(inputs: Inputs) -> int:
-    """Returns how many programs share a key-value head in one walk, or 0 for two walks; see walks.py."""
+def choose_splits(inputs: Inputs) -> walks.Splits | None:
+    """Returns how many programs share a key-value head in one walk, or None for two walks; see walks.py."""
     if not whole_heads.IS_SUPPORTED:
-        return 0
+        return None
     q, device = inputs.q, inputs.q.device
     gpu = find_architecture(device), count_multiprocessors(device)
     return walks.choose_splits(q.shape, inputs.k.shape, inputs.v.size(-1), q.dtype, *gpu)
@@ -266,18 +266,19 @@ def _prepare(
     return _Call(form, tensors, optional, drawn)  # type: ignore[arg-type]
 
 
-def _walk_once(splits: int, grads: tuple[Tensor, ...], call: _Call, kept: Kept) -> Tensor:
+def _walk_once(splits: walks.Splits, grads: tuple[Tensor, ...], call: _Call, kept: Kept) -> Tensor:
     """Fills the gradients of q, k and v, and returns the statistics."""
     q, k, v, grad_out = call.tensors
-    grad_q, grad_k, grad_v = grads
     assert kept.out is not None and kept.logsumexp is not None
     plans = plan_one_walk(call.form, walks.choose_shape_of_heads(max(q.size(-1), v.size(-1)))[0], splits)
     statistics = torch.empty(*plans.statistics_shape, dtype=torch.float32, device=q.device)
     sums = torch.empty(*plans.sums_shape, dtype=torch.float32, device=q.device)
-    whole_heads.launch_prepare(plans.launches.prepare, (kept.out, grad_out, kept.logsumexp, statistics, sums))
-    tensors = (q, k, v, grad_out, statistics, sums, grad_k, grad_v, *call.optional)
+    shapes = walks.shape_parts(k.shape, v.size(-1), splits)
+    parts = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
+    whole_heads.launch_prepare(plans.launches.prepare, (kept.out, grad_out, kept.logsumexp, statistics))
+    tensors = (q, k, v, grad_out, statistics, sums, *(parts or grads[1:]), *call.optional)
     whole_heads.launch_walk(plans.launches.walk, tensors, call.drawn)
-    whole_heads.launch_finish(plans.launches.finish, (sums, grad_q))
+    whole_heads.launch_finish(plans.launches.finish, (sums, grads[0], *(parts or (None, None)), *grads[1:]))
     return statistics
 
 

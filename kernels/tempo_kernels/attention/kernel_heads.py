@@ -2,8 +2,9 @@
 
 FlashAttention-2 (Dao, arXiv 2307.08691, algorithm 2) has a program per block of keys, and all of them add their part of
 grad_q to memory, in another order each time. Here one program walks over all key blocks of a head, or a few programs
-("splits") with float32 sums of their own walk over a share each. A last launch adds up the splits. The order is fixed,
-so the same inputs give the same bits. `kernel.choose_splits` says where there are enough heads to fill a GPU this way.
+("splits") walk over a share each. Splits of the keys have float32 sums of grad_q of their own, splits of the queries
+float32 parts of grad_k and grad_v. A last launch adds them up. The order is fixed, so the same inputs give the same
+bits. `walks.choose_splits` says how many splits there are.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ IS_SUPPORTED = "disable_licm" in inspect.signature(tl.range.__init__).parameters
 
 
 @triton.jit
-def _find_block(step, split, NUM_SPLITS: tl.constexpr):
+def _find_block(step, split, KEY_SPLITS: tl.constexpr):
     """Returns the block of keys of a step. Splits take turns in being first: under a causal limit early blocks have
     more queries, and taking turns shares them out evenly."""
     turn = split
-    if NUM_SPLITS > 1:
-        turn = tl.where(step % 2 == 0, split, NUM_SPLITS - 1 - split)
-    return step * NUM_SPLITS + turn
+    if KEY_SPLITS > 1:
+        turn = tl.where(step % 2 == 0, split, KEY_SPLITS - 1 - split)
+    return step * KEY_SPLITS + turn
 
 
 @triton.jit
@@ -68,12 +69,11 @@ def _lay_back(numbers, BLOCK_QUERIES: tl.constexpr, BLOCK_DIM: tl.constexpr, PAR
 
 @triton.jit(do_not_specialize=VARYING)
 def _prepare_kernel(
-    out_ptr, grad_out_ptr, logsumexp_ptr, statistics_ptr, sums_ptr, grad_row, grad_sample, grad_head,
+    out_ptr, grad_out_ptr, logsumexp_ptr, statistics_ptr, grad_row, grad_sample, grad_head,
     num_queries, batch, num_heads, keep_scale,
-    UNIT: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    BLOCK_QUERIES: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    UNIT: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK_QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Writes the statistics of one block of queries, as _grad_q_kernel describes them, and zeros into its sums."""
+    """Writes the statistics of one block of queries, as _grad_q_kernel describes them."""
     num_blocks = tl.cdiv(num_queries, PADDING) * (PADDING // BLOCK_QUERIES)
     start_row, index = tl.program_id(0) % num_blocks * BLOCK_QUERIES, (tl.program_id(0) // num_blocks).to(tl.int64)
     sample, head = index // num_heads, index % num_heads
@@ -89,30 +89,55 @@ def _prepare_kernel(
     first_row = index * num_blocks * BLOCK_QUERIES + start_row
     tl.store(statistics_ptr + first_row + block_row, logsumexp)
     tl.store(statistics_ptr + num_rows + first_row + block_row, delta)
-    place = tl.arange(0, BLOCK_QUERIES * BLOCK_DIM)
-    for split in tl.static_range(NUM_SPLITS):
-        tl.store(sums_ptr + (split * num_rows + first_row) * BLOCK_DIM + place, tl.zeros_like(place).to(tl.float32))
+
+
+@triton.jit
+def _add_up_parts(
+    parts_ptr, grad_ptr, start, block_row, num_rows, num_splits: tl.constexpr, part_size,
+    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """Adds up the parts [splits, rows, HEAD_DIM] of rows of grad_k or grad_v."""
+    width = tl.full((), HEAD_DIM, tl.int32)
+    total = load_rows(parts_ptr, start, block_row, width, num_rows, HEAD_DIM, BLOCK_DIM)
+    for split in tl.static_range(1, num_splits):
+        total += load_rows(parts_ptr + split * part_size, start, block_row, width, num_rows, HEAD_DIM, BLOCK_DIM)
+    store_rows(grad_ptr, start, block_row, width, num_rows, total, HEAD_DIM, BLOCK_DIM)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _finish_kernel(
-    sums_ptr, grad_q_ptr, num_queries, batch, num_heads, softmax_scale, keep_scale,
-    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_QUERIES: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    PARTS: tl.constexpr,
+    sums_ptr, grad_q_ptr, k_parts_ptr, v_parts_ptr, grad_k_ptr, grad_v_ptr,
+    num_queries, num_keys, batch, num_heads, group_size, softmax_scale, keep_scale,
+    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr, KEY_SPLITS: tl.constexpr, QUERY_SPLITS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the splits' sums of one block of queries and writes its grad_q [sq, b, a, d]."""
+    """Adds up the sums of one block of queries and writes its grad_q [sq, b, a, d]; where queries are split, all
+    programs share out the rows of grad_k and grad_v."""
     num_blocks = tl.cdiv(num_queries, PADDING) * (PADDING // BLOCK_QUERIES)
     start_row, index = tl.program_id(0) % num_blocks * BLOCK_QUERIES, (tl.program_id(0) // num_blocks).to(tl.int64)
     num_rows = batch.to(tl.int64) * num_heads * num_blocks * BLOCK_QUERIES
     first_row = index * num_blocks * BLOCK_QUERIES + start_row
     place = tl.arange(0, BLOCK_QUERIES * BLOCK_DIM)
-    total = tl.load(sums_ptr + first_row * BLOCK_DIM + place)
-    for split in tl.static_range(1, NUM_SPLITS):
-        total += tl.load(sums_ptr + (split * num_rows + first_row) * BLOCK_DIM + place)
+    # Behind the last query nobody wrote sums.
+    inside = start_row + 0 * place < num_queries
+    total = tl.load(sums_ptr + first_row * BLOCK_DIM + place, mask=inside, other=0.0)
+    for split in tl.static_range(1, KEY_SPLITS):
+        total += tl.load(sums_ptr + (split * num_rows + first_row) * BLOCK_DIM + place, mask=inside, other=0.0)
     grad_q = _lay_back(total, BLOCK_QUERIES, BLOCK_DIM, PARTS) * (softmax_scale * keep_scale)
     out_row = batch.to(tl.int64) * num_heads * HEAD_DIM
     block_row = tl.arange(0, BLOCK_QUERIES)
     store_rows(grad_q_ptr + index * HEAD_DIM, start_row, block_row, out_row, num_queries, grad_q, HEAD_DIM, BLOCK_DIM)
+    if QUERY_SPLITS > 1:
+        kv_rows = batch.to(tl.int64) * (num_heads // group_size) * num_keys
+        k_size, v_size = kv_rows * HEAD_DIM, kv_rows * VALUE_DIM
+        step = tl.num_programs(0).to(tl.int64) * BLOCK_QUERIES
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK_QUERIES, kv_rows, step):
+            _add_up_parts(
+                k_parts_ptr, grad_k_ptr, start, block_row, kv_rows, QUERY_SPLITS, k_size, HEAD_DIM, BLOCK_DIM
+            )
+            _add_up_parts(
+                v_parts_ptr, grad_v_ptr, start, block_row, kv_rows, QUERY_SPLITS, v_size, VALUE_DIM, VALUE_BLOCK
+            )
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -132,17 +157,19 @@ def _grad_heads_kernel(
     HAS_CAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINK: tl.constexpr,
     IS_PACKED: tl.constexpr, LOADS_SAMPLES: tl.constexpr, HIDES_FIRST: tl.constexpr, DESCRIBES: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
-    BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr, KEEPS_APART: tl.constexpr,
-    PARTS: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, KEY_SPLITS: tl.constexpr, QUERY_SPLITS: tl.constexpr,
+    KEEPS_APART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Writes grad_k [sk, b, g, d] and grad_v [sk, b, g, dv] of this split's key blocks of one key-value head.
+    """Writes grad_k [sk, b, g, d] and grad_v [sk, b, g, dv] of this split's key blocks of one key-value head, or of
+    their parts [query splits, sk, b, g, d or dv] what this split's queries give.
 
-    Adds their parts of grad_q to sums [splits, b, a, sq rounded up to a multiple of PADDING, BLOCK_DIM], which begin as
-    zeros.
+    Writes their parts of grad_q into sums [key splits, b, a, sq rounded up to a multiple of PADDING, BLOCK_DIM]: those
+    of the split's first key block are stored, and those of the others added.
     """
     tl.static_assert(not IS_PACKED, "the documents of a packed row are walked through twice")
     num_groups = num_heads // group_size
-    split, index = tl.program_id(0) % NUM_SPLITS, tl.program_id(0) // NUM_SPLITS
+    split, index = tl.program_id(0) % KEY_SPLITS, tl.program_id(0) // KEY_SPLITS
+    query_split, index = index % QUERY_SPLITS, index // QUERY_SPLITS
     sample, kv_head = (index // num_groups).to(tl.int64), (index % num_groups).to(tl.int64)
     num_seen = count_keys(lengths_ptr, sample, num_keys, HAS_LENGTHS)
     key_low, key_high, first_sample = load_draw(
@@ -167,13 +194,28 @@ def _grad_heads_kernel(
     grad_k_ptr += index * HEAD_DIM
     grad_v_ptr += index * VALUE_DIM
     grad_k_row, grad_v_row = num_heads_of_row * HEAD_DIM, num_heads_of_row * VALUE_DIM
+    if QUERY_SPLITS > 1:
+        grad_k_ptr += query_split * num_keys * grad_k_row
+        grad_v_ptr += query_split * num_keys * grad_v_row
     block_row, order = tl.arange(0, BLOCK_QUERIES), order_keys(BLOCK_KEYS, True)
     place = tl.arange(0, BLOCK_QUERIES * BLOCK_DIM)
     num_key_blocks = tl.cdiv(num_keys, BLOCK_KEYS)
     k_stride, v_stride = k_row, v_row
-    for turn in tl.range(0, tl.cdiv(num_key_blocks, NUM_SPLITS), disable_licm=True):
+    first, _, _, stop = find_queries(
+        split * BLOCK_KEYS, num_queries, num_seen, first_offset, last_offset,
+        LIMITS_LEFT, LIMITS_RIGHT, BLOCK_QUERIES, BLOCK_KEYS,
+    )  # fmt: skip
+    if first > 0 or stop < num_queries:
+        # Later key blocks may add to the sums of queries that do not see the first one.
+        for row in range(query_split * BLOCK_QUERIES, num_queries, QUERY_SPLITS * BLOCK_QUERIES):
+            if row < first or row >= stop:
+                for head in range(group_head, group_head + group_size):
+                    zeros_ptr = sums_ptr + (head.to(tl.int64) * padded + row) * BLOCK_DIM
+                    tl.store(zeros_ptr + place, tl.zeros_like(place).to(tl.float32))
+        tl.debug_barrier()
+    for turn in tl.range(0, tl.cdiv(num_key_blocks, KEY_SPLITS), disable_licm=True):
         k_stride, v_stride = compute_anew(k_stride), compute_anew(v_stride)
-        start_key = _find_block(turn, split, NUM_SPLITS) * BLOCK_KEYS
+        start_key = _find_block(turn, split, KEY_SPLITS) * BLOCK_KEYS
         first, full_start, full_stop, stop = find_queries(
             start_key, num_queries, num_seen, first_offset, last_offset,
             LIMITS_LEFT, LIMITS_RIGHT, BLOCK_QUERIES, BLOCK_KEYS,
@@ -182,7 +224,11 @@ def _grad_heads_kernel(
         v = load_rows(v_ptr, start_key, order, v_stride * UNIT, num_seen, VALUE_DIM, VALUE_BLOCK)
         grad_k = tl.zeros((BLOCK_KEYS, BLOCK_DIM), tl.float32)
         grad_v = tl.zeros((BLOCK_KEYS, VALUE_BLOCK), tl.float32)
-        num_blocks = tl.cdiv(tl.maximum(stop - first, 0), BLOCK_QUERIES)
+        if QUERY_SPLITS > 1:
+            # Every key block's queries are shared out the same way, so that each of the sums has one program.
+            passed = QUERY_SPLITS + query_split - first // BLOCK_QUERIES % QUERY_SPLITS
+            first += passed % QUERY_SPLITS * BLOCK_QUERIES
+        num_blocks = tl.cdiv(tl.maximum(stop - first, 0), QUERY_SPLITS * BLOCK_QUERIES)
         head, next_row = group_head.to(tl.int64), first
         q_stride, grad_stride = q_row, grad_row
         for _ in tl.range(0, num_blocks * group_size, disable_licm=True):
@@ -226,16 +272,16 @@ def _grad_heads_kernel(
             grad_scores = grad_scores.to(q.dtype)
             grad_q = tl.dot(tl.trans(k), grad_scores, input_precision="ieee")
             # No other program adds to these sums. The atomic spares the registers that loading them would take.
-            tl.atomic_add(
-                sums_ptr + (head * padded + start_row) * BLOCK_DIM + place,
-                _lay_out(grad_q, BLOCK_QUERIES, BLOCK_DIM, PARTS),
-                sem="relaxed",
-            )
+            place_ptr = sums_ptr + (head * padded + start_row) * BLOCK_DIM + place
+            part = _lay_out(grad_q, BLOCK_QUERIES, BLOCK_DIM, PARTS)
+            is_later = tl.full(place.shape, 1, tl.int1) & (turn > 0)
+            tl.store(place_ptr, part, mask=~is_later)
+            tl.atomic_add(place_ptr, part, mask=is_later, sem="relaxed")
             grad_v = tl.dot(probabilities.to(grad_out.dtype), grad_out, grad_v, input_precision="ieee")
             grad_k = tl.dot(grad_scores, q, grad_k, input_precision="ieee")
             if KEEPS_APART:
                 grad_v, grad_k = keep_apart(grad_v), keep_apart(grad_k)
-            next_row += BLOCK_QUERIES
+            next_row += QUERY_SPLITS * BLOCK_QUERIES
             is_last = next_row >= stop
             head += is_last.to(tl.int64)
             next_row = tl.where(is_last, first, next_row)
@@ -246,12 +292,13 @@ def _grad_heads_kernel(
 
 
 _PREPARES = (
-    "grad_row", "grad_sample", "grad_head", "num_queries", "batch", "num_heads", "keep_scale", "UNIT", "BLOCK_DIM",
-    "VALUE_DIM", "VALUE_BLOCK", "BLOCK_QUERIES", "NUM_SPLITS", "num_warps", "enable_fp_fusion",
+    "grad_row", "grad_sample", "grad_head", "num_queries", "batch", "num_heads", "keep_scale", "UNIT", "VALUE_DIM",
+    "VALUE_BLOCK", "BLOCK_QUERIES", "num_warps", "enable_fp_fusion",
 )  # fmt: skip
 _FINISHES = (
-    "num_queries", "batch", "num_heads", "softmax_scale", "keep_scale", "HEAD_DIM", "BLOCK_DIM", "BLOCK_QUERIES",
-    "NUM_SPLITS", "PARTS", "num_warps", "enable_fp_fusion",
+    "num_queries", "num_keys", "batch", "num_heads", "group_size", "softmax_scale", "keep_scale", "HEAD_DIM",
+    "BLOCK_DIM", "VALUE_DIM", "VALUE_BLOCK", "BLOCK_QUERIES", "KEY_SPLITS", "QUERY_SPLITS", "PARTS", "num_warps",
+    "enable_fp_fusion",
 )  # fmt: skip
 
 
@@ -267,21 +314,22 @@ def plan_heads(num_row_blocks: int, num_kv_heads: int, layouts: Mapping[int, Lay
     """Plans the three launches; the layouts are the walk's, the numbers have the names of the kernels' arguments."""
     return HeadPlans(
         Plan((num_row_blocks,), **{name: numbers[name] for name in _PREPARES}),
-        Plan((num_kv_heads * numbers["NUM_SPLITS"],), DRAWN, layouts, **numbers),
+        Plan((num_kv_heads * numbers["KEY_SPLITS"] * numbers["QUERY_SPLITS"],), DRAWN, layouts, **numbers),
         Plan((num_row_blocks,), **{name: numbers[name] for name in _FINISHES}),
     )
 
 
 def launch_prepare(plan: Plan, tensors: Sequence[Tensor]) -> None:
-    """Fills the statistics and zeroes the sums; the tensors are the kernel's pointers."""
+    """Fills the statistics; the tensors are the kernel's pointers."""
     launch(_prepare_kernel, plan, tensors)
 
 
 def launch_walk(plan: Plan, tensors: Sequence[Tensor | None], drawn: Sequence[int]) -> None:
-    """Fills grad_k and grad_v and adds to the sums, with the kernel's pointers and the numbers that DRAWN names."""
+    """Fills grad_k and grad_v, or their parts, and the sums, with the kernel's pointers and the numbers that DRAWN names."""
     launch(_grad_heads_kernel, plan, tensors, drawn)
 
 
-def launch_finish(plan: Plan, tensors: Sequence[Tensor]) -> None:
-    """Fills grad_q from the sums; the tensors are the kernel's pointers."""
+def launch_finish(plan: Plan, tensors: Sequence[Tensor | None]) -> None:
+    """Fills grad_q from the sums, and grad_k and grad_v from their parts where there are some; the tensors are the
+    kernel's pointers."""
     launch(_finish_kernel, plan, tensors)

@@ -11,7 +11,7 @@ import triton
 from tempo_kernels.attention import kernel_heads as whole_heads
 from tempo_kernels.attention.kernel_tile import DRAWN
 from tempo_kernels.attention.settings import MASKED_SCORE, Settings
-from tempo_kernels.attention.walks import Shape, group_heads, round_up, shape_statistics, shape_sums
+from tempo_kernels.attention.walks import Shape, Splits, group_heads, round_up, shape_statistics, shape_sums
 from tempo_kernels.kernel_launch import Layout, Plan, cache_plans
 from tempo_kernels.philox import effective_probability
 
@@ -103,13 +103,14 @@ def plan_two_walks(form: Form, shape: Shape, kv_shape: Shape, keeps_apart: bool)
 
 
 @cache_plans
-def plan_one_walk(form: Form, shape: Shape, splits: int) -> HeadsPlans:
+def plan_one_walk(form: Form, shape: Shape, splits: Splits) -> HeadsPlans:
     """Plans the three launches of kernel_heads.py."""
-    statistics_shape, sums_shape = shape_statistics(form.q_shape), shape_sums(form.q_shape, splits)
+    statistics_shape, sums_shape = shape_statistics(form.q_shape), shape_sums(form.q_shape, splits.keys)
     _, batch, heads, padded = statistics_shape
     layouts = _describe_queries(form, shape.queries)
     numbers = _list_numbers(form, shape) | {"DESCRIBES": bool(layouts)}
-    numbers |= {"softmax_scale": form.softmax_scale, "NUM_SPLITS": splits, "KEEPS_APART": True}
+    numbers |= {"softmax_scale": form.softmax_scale, "KEEPS_APART": True}
+    numbers |= {"KEY_SPLITS": splits.keys, "QUERY_SPLITS": splits.queries}
     # A warp has at least 16 columns of grad_q and 8 of its rows; where there are more warps, they share the rows.
     numbers["PARTS"] = max(1, min(shape.warps * 16 // numbers["BLOCK_DIM"], shape.queries // 8))
     num_row_blocks, num_kv_heads = padded // shape.queries * batch * heads, batch * form.k_shape[2]

@@ -56,15 +56,35 @@ SHAPES = read_shapes(Path(__file__).with_name("shapes.json"))
 
 # One walk for all three gradients is sm_90's. A thread of it takes 255 registers, so that a multiprocessor has 8 warps.
 SHAPES_OF_HEADS, WARPS_OF_HEADS = SHAPES[90]["one_walk"], 8
-# So many programs share a head as make it fastest. More than two may, as long as their sums, which hold 4 bytes per
-# element of q and split, stay within so many bytes. Costs are in units of the time that a multiprocessor takes for 128
-# keys in one walk: of a round of the programs of two walks, which have as many keys, of writing and reading a split's
-# sums of a head, of what 16 bytes of memory per row and column take, and, times the number of queries, with which the
-# others grow, of one launch more. Each block of keys goes through q, its gradient and the sums again. Of these the L2
-# cache, an H100's, keeps what it has room for. All of that is the model of benchmarks/roofline for an H100, without a
-# causal limit, under which one walk gains more. None was measured.
-SPLITS, MAX_SUMS_BYTES, L2_BYTES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), 256 << 20, 50e6
-COST_OF_TWO_WALKS, COST_OF_SUMS, COST_OF_MEMORY, COST_OF_LAUNCH = 1.38, 1 / 190, 1 / 95, 75
+class Splits(NamedTuple):
+    """How many programs share a key-value head in one walk: so many have a share of its keys each, times so many of its
+    queries."""
+
+    keys: int
+    queries: int = 1
+
+
+class Costs(NamedTuple):
+    """Of one walk, beside the time in which a multiprocessor takes a query through the tiles of 128 keys, by which all
+    of these are divided."""
+
+    two_walks: float
+    """Of the programs of two walks that have as many keys."""
+    block: float
+    """Of what a program waits for before each block of keys."""
+    launch: float
+    """Of one launch more than two walks have."""
+    byte: float
+    """Of a byte of memory for each column of a query."""
+
+
+# So many programs share a head as make it fastest. More than two may, as long as what they sum in float32 stays within
+# so many bytes. Each block of keys goes through q, its gradient and the sums again. Of these the L2 cache, an H100's,
+# keeps what it has room for. All of that, and COSTS by head size, is the model of benchmarks/roofline for an H100, without
+# a causal limit, under which one walk gains more, between dropout and none. None was measured.
+KEY_SPLITS, QUERY_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), (1, 2, 4, 8)
+MAX_SUMS_BYTES, L2_BYTES = 256 << 20, 50e6
+COSTS = {64: Costs(1.30, 43, 87, 1 / 1400), 128: Costs(1.30, 27, 50, 1 / 1230)}
 
 
 def name_architecture(major: int) -> int:
@@ -81,8 +101,8 @@ def choose_splits(
     dtype: torch.dtype,
     architecture: int,
     multiprocessors: int,
-) -> int:
-    """Returns how many programs share a key-value head in kernel_heads.py, or 0 for two walks with a program per block.
+) -> Splits | None:
+    """Returns how programs share a key-value head in kernel_heads.py, or None for two walks with a program per block.
 
     One walk has about five eighths of the instructions and products of two, but few and long programs. It is chosen
     where it is the faster one with the best number of splits.
@@ -95,27 +115,42 @@ def choose_splits(
     """
     head_dim = max(q_shape[-1], value_dim)
     if dtype == torch.float32 or architecture != 90 or head_dim > max(SHAPES_OF_HEADS):
-        return 0
+        return None
     num_queries, (num_keys, batch, groups, _) = q_shape[0], k_shape
     shape, programs = choose_shape_of_heads(head_dim)
-    heads, blocks = batch * groups, -(-num_keys // shape.keys)
+    costs = next(costs for largest, costs in COSTS.items() if head_dim <= largest)
+    heads, blocks, row_blocks = batch * groups, -(-num_keys // shape.keys), -(-num_queries // shape.queries)
+    rows = num_queries * (q_shape[2] // groups)
 
-    def find_cost(splits: int) -> float:
+    def find_cost(splits: Splits) -> float:
         """Programs that share a multiprocessor share its time; they share none while there are others."""
-        rounds = -(-splits * heads // (programs * multiprocessors))
-        sharing = min(programs, -(-splits * heads // multiprocessors))
-        running = min(splits * heads, programs * multiprocessors)
-        in_use = running / splits * 4 * q_shape[-1] * num_queries * (q_shape[2] // groups) * (1 + splits)
-        reread = COST_OF_MEMORY * running * (2 + 1 / splits) / 4 * max(0.0, 1.0 - L2_BYTES / in_use)
-        walk = rounds * -(-blocks // splits) * shape.keys / 128 * max(sharing, reread)
-        return walk + COST_OF_SUMS * splits * heads + COST_OF_LAUNCH / num_queries
+        num_programs = splits.keys * splits.queries * heads
+        rounds = -(-num_programs // (programs * multiprocessors))
+        sharing = min(programs, -(-num_programs // multiprocessors))
+        running = min(num_programs, programs * multiprocessors) / splits.queries
+        in_use = running / splits.keys * 4 * q_shape[-1] * rows * (1 + splits.keys)
+        lost = max(0.0, 1.0 - L2_BYTES / in_use)
+        reread = costs.byte * running * splits.queries * 4 * (2 + 1 / splits.keys) * lost
+        share = -(-row_blocks // splits.queries) / row_blocks
+        walk = rounds * -(-blocks // splits.keys) * shape.keys / 128 * (share * max(sharing, reread) + costs.block / rows)
+        # Of queries, and of keys and values where they have parts, what the finishing launch reads.
+        summed = 4 * splits.keys + 8 * splits.queries * num_keys / rows * (splits.queries > 1)
+        return walk + costs.byte * heads * (6 + summed) + costs.launch / rows
 
-    def fits(splits: int) -> bool:
-        return splits <= 2 or 4 * math.prod(shape_sums(q_shape, splits)) <= MAX_SUMS_BYTES
+    def fits(splits: Splits) -> bool:
+        sums = list_workspaces(q_shape, k_shape, value_dim, dtype, splits)[1:]
+        return splits.keys * splits.queries <= 2 or sum(sums) <= MAX_SUMS_BYTES
 
-    best = min((splits for splits in SPLITS if splits <= max(1, blocks) and fits(splits)), key=find_cost)
-    two_walks = COST_OF_TWO_WALKS * -(-heads * -(-num_keys // 128) // multiprocessors)
-    return best if find_cost(best) < 0.95 * two_walks else 0
+    several = (
+        Splits(keys, queries)
+        for keys in KEY_SPLITS
+        if keys <= max(1, blocks)
+        for queries in QUERY_SPLITS
+        if queries <= row_blocks
+    )
+    best = min(filter(fits, several), key=find_cost)
+    two_walks = costs.two_walks * -(-heads * -(-num_keys // 128) // multiprocessors)
+    return best if find_cost(best) < 0.95 * two_walks else None
 
 
 def group_heads(num_heads: int, head_bytes: int) -> int:
@@ -145,23 +180,35 @@ def shape_sums(q_shape: Sequence[int], splits: int) -> tuple[int, ...]:
     return (splits, *shape_statistics(q_shape)[1:], round_up(q_shape[-1]))
 
 
+def shape_parts(k_shape: Sequence[int], value_dim: int, splits: Splits) -> list[tuple[int, ...]]:
+    """The shapes of the float32 parts of grad_k and grad_v that one walk makes where it splits queries."""
+    if splits.queries == 1:
+        return []
+    return [(splits.queries, *k_shape[:3], columns) for columns in (k_shape[-1], value_dim)]
+
+
 def round_up(head_dim: int) -> int:
     """The columns of a tile: at least 16, and a power of two."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def list_workspaces(q_shape: Sequence[int], dtype: torch.dtype, splits: int) -> list[int]:
+def list_workspaces(
+    q_shape: Sequence[int], k_shape: Sequence[int], value_dim: int, dtype: torch.dtype, splits: Splits | None
+) -> list[int]:
     """Returns the bytes of each tensor that backward's kernels hold beside its results, all of them at once.
 
     Args:
-        q_shape: [sq, b, a, d].
+        q_shape, k_shape: [sq, b, a, d] and [sk, b, g, d].
+        value_dim: of v [sk, b, g, value_dim].
         dtype: of q.
-        splits: of `choose_splits`; 0 for a packed row, whose documents two walks share out.
+        splits: of `choose_splits`; None for a packed row, whose documents two walks share out.
     """
-    statistics = 4 * math.prod(shape_statistics(q_shape))
+    shapes = [shape_statistics(q_shape)]
     if dtype == torch.float32:
-        return [statistics, 4 * math.prod(q_shape[:3])]
-    return [statistics, *([4 * math.prod(shape_sums(q_shape, splits))] if splits else [])]
+        shapes.append(tuple(q_shape[:3]))
+    elif splits is not None:
+        shapes += [shape_sums(q_shape, splits.keys), *shape_parts(k_shape, value_dim, splits)]
+    return [4 * math.prod(shape) for shape in shapes]
 
 
 def list_flash_workspaces(

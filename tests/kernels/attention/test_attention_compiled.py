@@ -24,6 +24,7 @@ from tempo_kernels.attention import kernel_heads as whole_heads
 from tempo_kernels.attention import kernel_rows as rows
 from tempo_kernels.attention.documents import Documents
 from tempo_kernels.attention.settings import Inputs, Kept, Settings
+from tempo_kernels.attention.walks import Splits
 from tempo_kernels.kernel_launch import HAS_DESCRIPTORS
 
 # sm_86, sm_89 and sm_120 run the tiles of sm_80, with less room than that has.
@@ -38,7 +39,7 @@ def attention_launches(
     dtype=torch.bfloat16,
     given=None,
     s=2048,
-    splits=0,
+    splits=(),
     value_dim=None,
     is_part=False,
     documents=None,
@@ -63,7 +64,7 @@ def attention_launches(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_kernel, "find_architecture", lambda device: capability)
-        patch.setattr(attention_kernel, "choose_splits", lambda inputs: splits)
+        patch.setattr(attention_kernel, "choose_splits", lambda inputs: Splits(*splits) if splits else None)
         return record_launches(run, [rows, columns, whole_heads, kernel_bias])
 
 
@@ -97,7 +98,7 @@ def test_attention_keeps_to_registers_and_reads_16_bytes_at_a_time(capability, h
 
 @pytest.mark.parametrize(("head_dim", "p"), [(128, 0.1), *exhaustive((64, 0.1), (64, 0.0), (128, 0.0))])
 def test_one_walk_keeps_its_sums_in_registers_and_adds_16_bytes_at_a_time(head_dim, p):
-    _, prepare, walk, finish = attention_launches(90, head_dim, dropout_p=p, splits=2)
+    _, prepare, walk, finish = attention_launches(90, head_dim, dropout_p=p, splits=(2, 1))
     for launch in (prepare, finish):
         assert resources(compiled(launch, 90).asm["cubin"])["STACK"] == 0
     kernel = compiled(walk, 90)
@@ -157,7 +158,7 @@ OTHER_FORMS = {
     "packed": lambda: {"documents": Documents(BOUNDARIES, None, torch.zeros(2, dtype=torch.int64))},
     "packed by position": lambda: {"documents": Documents(BOUNDARIES)},
     "part": lambda: {"is_part": True, "first_row": 1024, "first_column": 512},
-    "part in one walk": lambda: {"is_part": True, "first_row": 1024, "first_column": 512, "splits": 2},
+    "part in one walk": lambda: {"is_part": True, "first_row": 1024, "first_column": 512, "splits": (2, 2)},
     "sink": lambda: {"given": {"sink": torch.ones(4)}},
     "softcap": lambda: {"softcap": 50.0},
     "slopes": lambda: {"given": {"alibi_slopes": torch.ones(4)}},

@@ -182,9 +182,9 @@ def test_the_logsumexp_is_the_specified_one_in_units_of_the_unscaled_scores():
 
 
 @kernel_test
-@pytest.mark.parametrize(("splits", "size"), [(0, 150), (2, 70)])
+@pytest.mark.parametrize(("splits", "size"), [((0,), 150), ((2, 2), 70)])
 def test_gradients_are_the_same_bits_every_time(splits, size, monkeypatch):
-    take_walk(monkeypatch, splits)
+    take_walk(monkeypatch, *splits)
     inputs = random_inputs(size, size, 1, 2, 1, 64, torch.bfloat16)
     first, second = (run(attention_kernel, *inputs, None, None, settings()) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -250,16 +250,17 @@ ONE_WALK = {
 
 
 @kernel_test
-@parametrize_covering(each={"form": ONE_WALK, "splits": [1, 2, 3, 4]})
+@parametrize_covering(each={"form": ONE_WALK, "splits": [(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 4)]})
 def test_one_walk_for_all_gradients_does_what_is_specified(form, splits, monkeypatch):
     shape, causal, window = form
-    take_walk(monkeypatch, splits)
+    take_walk(monkeypatch, *splits)
     check(*random_inputs(*shape, torch.bfloat16), settings(causal, window_size=window))
 
 
 @kernel_test
-def test_one_walk_of_float16_with_a_mask_and_lengths_does_what_is_specified(monkeypatch):
-    take_walk(monkeypatch, 2)
+@pytest.mark.parametrize("splits", [(2, 1), (1, 2)])
+def test_one_walk_of_float16_with_a_mask_and_lengths_does_what_is_specified(splits, monkeypatch):
+    take_walk(monkeypatch, *splits)
     q, k, v, grad = random_inputs(70, 70, 3, 2, 1, 32, torch.float16)
     lengths = torch.tensor([70, 50, 0], device=DEVICE)
     k[50:, 1], v[50:, 1] = float("nan"), float("nan")
@@ -268,9 +269,9 @@ def test_one_walk_of_float16_with_a_mask_and_lengths_does_what_is_specified(monk
 
 
 @kernel_test
-@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("splits", [(1, 1), (2, 2)])
 def test_one_walk_drops_the_specified_elements_bit_for_bit(splits, monkeypatch):
-    take_walk(monkeypatch, splits)
+    take_walk(monkeypatch, *splits)
     sq, sk, chosen = 100, 125, settings(False, 0.4, first_sample=2**47)
     where = {"sample": torch.tensor(2**47), "head": torch.tensor(3), "row": torch.arange(sq)}
     expected = drop_mask(KEY, 0.4, **where, num_columns=sk)
@@ -411,7 +412,7 @@ def test_workspaces_are_counted_as_backward_makes_them(sq, b, a, g, d, dv, dtype
         attention_kernel.backward(kept.out, inputs, kept, settings())
     gradients = [t.untyped_storage().nbytes() for t in inputs[:3]]
     splits = walks.choose_splits(q.shape, k.shape, dv, dtype, 90, 132)
-    assert made == [*gradients, *walks.list_workspaces(q.shape, dtype, splits)]
+    assert made == [*gradients, *walks.list_workspaces(q.shape, k.shape, dv, dtype, splits)]
 
 
 @pytest.mark.gpu
