@@ -95,11 +95,13 @@ def forward(
         return out, logsumexp
     call = _prepare(inputs, settings, documents=documents)
     shape = choose_shapes(q, v)[0]
-    if max(q.size(-1), v.size(-1)) > 64:
-        # A document's own numbers and a tile of the bias lie in registers, of which so many keys leave too few.
+    head_dim = max(q.size(-1), v.size(-1))
+    if head_dim > 64:
+        # A document's own numbers and a tile of the bias or the mask lie in registers, of which so many keys leave too
+        # few.
         if documents is not None:
-            shape = shape._replace(keys=min(shape.keys, 64))
-        if inputs.bias is not None:
+            shape = shape._replace(keys=min(shape.keys, 64 if head_dim <= 128 else 32))
+        if inputs.bias is not None or (inputs.mask is not None and head_dim > 128):
             shape = shape._replace(keys=max(shape.keys // 2, 32))
     plan = plan_forward(call.form, shape)
     rows.launch_forward(plan, (*call.tensors, out, logsumexp, *call.optional), call.drawn)
