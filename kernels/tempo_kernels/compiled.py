@@ -1,14 +1,16 @@
-"""Compiles plain torch functions with Inductor for the CPU, where a C++ compiler is found and works.
+"""Compiles plain torch functions, and C++, with Inductor for the CPU, where a C++ compiler is found and works.
 
-A function has one source, compiled or not. Compiling costs seconds in each process, and more the first time on a
-machine, so each caller states the size from which it pays. The first tensor of such a size triggers a trial: a small
-function is compiled to find out whether compiling works at all. Nothing else reveals missing Python headers, a CXX that
-names no compiler, or a cache that cannot be written. Where the trial fails, one warning says so and plain torch runs
-block by block.
+A function has one source, compiled or not. C++ (`Library`) is for what Inductor makes several times slower: products of
+32 bits in 64, and sums over rows and over columns in one pass. Compiling costs seconds in each process, and more the
+first time on a machine, so each caller states the size from which it pays. The first tensor of such a size triggers a
+trial: a small function is compiled to find out whether compiling works at all. Nothing else reveals missing Python
+headers, a CXX that names no compiler, or a cache that cannot be written. Where the trial fails, one warning says so and
+plain torch runs block by block.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import os
@@ -24,6 +26,8 @@ from torch import Tensor
 
 # dynamic_threads: one compilation serves any number of threads. contract: allows fused multiply-add.
 _OPTIONS: dict[str, Any] = {"cpp.dynamic_threads": True, "cpp.enable_floating_point_contract_flag": "fast"}
+# Inductor forbids both in the code that it vectorises itself.
+_LIBRARY_FLAGS = ("-ftree-loop-vectorize", "-ffp-contract=fast")
 _SHOWN_CHARACTERS = 200
 _MAX_LANES = 64
 
@@ -88,6 +92,41 @@ def _warn(obstacle: str) -> None:
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+class Library:
+    """C++ functions, `extern "C"`, that take the number of threads, then addresses of tensors and int64 numbers.
+
+    Inductor compiles them at the first call, into the cache of its own kernels. No trial is needed before.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def run(self, name: str, *operands: Tensor | int) -> bool:
+        """Calls the function `name` with contiguous tensors on the CPU. Returns False, having called nothing, if one
+        of them is not ordinary or, after one warning, if compiling fails."""
+        is_real = all(_is_real(operand) for operand in operands if isinstance(operand, Tensor))
+        library = _load(self._source) if is_real and _failure is None else None
+        if library is None:
+            return False
+        addresses = (ctypes.c_void_p(o.data_ptr()) if isinstance(o, Tensor) else ctypes.c_int64(o) for o in operands)
+        getattr(library, name)(ctypes.c_int64(torch.get_num_threads()), *addresses)
+        return True
+
+
+@functools.cache
+def _load(source: str) -> ctypes.CDLL | None:
+    try:
+        if find_compiler() is None:
+            raise OSError(f"{os.environ.get('CXX', 'g++')} is not found")
+        from torch._inductor.codecache import CppCodeCache  # here, because importing it takes seconds
+
+        library: ctypes.CDLL = CppCodeCache.load(source, extra_flags=_LIBRARY_FLAGS)
+        return library
+    except Exception as error:  # of any kind: import, file system, compiler, linker
+        _note_failure(error)
+    return None
 
 
 def pays_for(x: Tensor, min_elements: int, *sizes: int) -> bool:

@@ -41,7 +41,7 @@ print("obstacle:", compiled.find_obstacle())
 def untried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process that has compiled nothing yet."""
     monkeypatch.setattr(compiled, "_failure", None)
-    cached = (compiled._try_once, compiled._warn)
+    cached = (compiled._try_once, compiled._warn, compiled._load)
     for function in cached:
         function.cache_clear()
     yield
@@ -85,6 +85,15 @@ def test_a_compiler_that_fails_after_its_trial_is_given_up(untried, monkeypatch)
         assert torch.equal(function(torch.ones(3)), torch.full((3,), 2.0))
     assert torch.equal(function(torch.ones(3)), torch.full((3,), 2.0))
     assert not compiled.pays_for(torch.ones(100), 10)
+
+
+@has_compiler
+@pytest.mark.slow
+def test_cpp_that_does_not_compile_calls_nothing_and_costs_one_warning(untried) -> None:
+    library, x = compiled.Library('extern "C" void fill(int64_t threads, float* x) {'), torch.zeros(3)
+    with pytest.warns(RuntimeWarning, match="error: "):
+        assert not library.run("fill", x)
+    assert not library.run("fill", x) and torch.equal(x, torch.zeros(3))
 
 
 def test_an_error_of_the_compiled_function_itself_is_raised(untried, monkeypatch) -> None:

@@ -144,11 +144,11 @@ def _grad_kv_kernel(
     num_blocks = tl.cdiv(tl.maximum(stop - first, 0), BLOCK_QUERIES)
     # One loop over heads and queries, because two nested loops spill registers.
     q_stride, grad_stride = q_row, grad_row
-    for step in range(0, num_blocks * group_size):
+    head, next_row = group_head.to(tl.int64), first
+    for _ in range(0, num_blocks * group_size):
         if KEEPS_APART:
             q_stride, grad_stride = compute_anew(q_stride), compute_anew(grad_stride)
-        head = (group_head + step // num_blocks).to(tl.int64)
-        start_row = tl.multiple_of(first + step % num_blocks * BLOCK_QUERIES, BLOCK_QUERIES)
+        start_row = tl.multiple_of(next_row, BLOCK_QUERIES)
         row = start_row + block_row
         q_head_ptr, grad_head_ptr = q_ptr + head * q_head * UNIT, grad_out_ptr + head * grad_head * UNIT
         q = load_rows(q_head_ptr, start_row, block_row, q_stride * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
@@ -182,6 +182,8 @@ def _grad_kv_kernel(
         if PRECISE:
             norm = tl.load(norm_ptr + head * total_queries + row, mask=row < num_queries, other=0.0)
             probabilities *= norm[None, :]
+        if DRAWS and KEEPS_APART:
+            key_low, key_high = compute_anew(key_low), compute_anew(key_high)
         draw_row, draw_key = find_place_of_draw(row, start_key, first_row, first_column, IS_PART)
         probabilities, grad_scores = find_score_gradients(
             probabilities, hides, tangents, v, grad_out, delta, draw_row, draw_key,
@@ -192,6 +194,10 @@ def _grad_kv_kernel(
         grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision="ieee")
         if KEEPS_APART:
             grad_v, grad_k = keep_apart(grad_v), keep_apart(grad_k)
+        next_row += BLOCK_QUERIES
+        is_last = next_row >= stop
+        head += is_last.to(tl.int64)
+        next_row = tl.where(is_last, first, next_row)
     if not IS_PACKED:
         # The loop needs the registers that would keep the place.
         place, index = find_turn(compute_anew(tl.program_id(0)), num_key_blocks, batch * num_groups, heads_in_turn)

@@ -162,6 +162,13 @@ def _forward_kernel(
             k = load_rows(
                 k_ptr, start_key, order, k_stride * UNIT, num_seen, HEAD_DIM, BLOCK_DIM, num_hidden, HIDES_FIRST
             )
+        if DRAWS:
+            # On sm_90 the product of the iteration before is still being added to out, and this one's first runs.
+            draw_row, draw_key = find_place_of_draw(row, start_key, first_row, first_column, IS_PART)
+            drops = draw_drops(
+                draw_row, draw_key, first_head + head, first_sample + sample, key_low, key_high, limit,
+                BLOCK_KEYS, False, DESCRIBES, DESCRIBES and BLOCK_KEYS * VALUE_BLOCK > 8192,
+            )  # fmt: skip
         scores = multiply(q, k, False)
         scores, _ = change_scores(
             scores, row, start_row, start_key, bias_ptr, bias_row, bias_column, slope, diagonal, cap, inverse_scale,
@@ -187,11 +194,6 @@ def _forward_kernel(
         shrink = tl.exp2((top - finite_top) * scale)
         total = total * shrink + tl.sum(probabilities, 1)
         if DRAWS:
-            draw_row, draw_key = find_place_of_draw(row, start_key, first_row, first_column, IS_PART)
-            drops = draw_drops(
-                draw_row, draw_key, first_head + head, first_sample + sample, key_low, key_high, limit,
-                BLOCK_KEYS, False, DESCRIBES,
-            )  # fmt: skip
             probabilities = keep_apart(tl.where(drops, 0.0, probabilities))
         if DESCRIBES:
             v = load_described_keys(v_ptr, kv_index, start_key, BLOCK_KEYS, VALUE_BLOCK)

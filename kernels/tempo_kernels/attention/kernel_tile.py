@@ -101,10 +101,11 @@ def expand_keys(x, KEYS_FIRST: tl.constexpr):
 @triton.jit
 def draw_drops(
     row, start_key, head, sample, key_low, key_high, limit, BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
-    DESCRIBED: tl.constexpr = False,
+    DESCRIBED: tl.constexpr = False, PACKS: tl.constexpr = False,
 ):  # fmt: skip
     """Returns where dropout drops, int1, for queries row [m]; head and sample (int64) are scalars. These are the bits
-    of drop_mask in philox/kernel.py."""
+    of drop_mask in philox/kernel.py. With DESCRIBED they are drawn where the call stands, and until their use a call of
+    Philox occupies four registers, or with PACKS one, which takes more instructions."""
     group = start_key // 8 + tl.arange(0, BLOCK_KEYS // 8)
     word0, word1, word2, word3 = philox4x32(
         group[None, :].to(tl.uint32),
@@ -115,7 +116,18 @@ def draw_drops(
         key_high,
     )
     limit = limit.to(tl.uint32)
-    if KEYS_FIRST:
+    if DESCRIBED and not PACKS:
+        word0, word2 = hold_here(word0), hold_here(word2)  # a round gives the others by the same products
+    if PACKS:
+        low, high = 0xFFFF, limit << 16
+        bits = ((word0 & low) < limit).to(tl.uint32) | ((word0 < high).to(tl.uint32) << 1)
+        bits |= (((word1 & low) < limit).to(tl.uint32) << 2) | ((word1 < high).to(tl.uint32) << 3)
+        bits |= (((word2 & low) < limit).to(tl.uint32) << 4) | ((word2 < high).to(tl.uint32) << 5)
+        bits |= (((word3 & low) < limit).to(tl.uint32) << 6) | ((word3 < high).to(tl.uint32) << 7)
+        # [m, keys / 8, 4, 2]: word, half of the word
+        place = tl.arange(0, 4)[None, None, :, None] * 2 + tl.arange(0, 2)[None, None, None, :]
+        drops = ((hold_here(bits)[:, :, None, None] >> place.to(tl.uint32)) & 1) != 0
+    elif KEYS_FIRST:
         # [m, keys / 8, 2, 2]: pair, word of the pair. A transposed tile needs words of other threads, and of joined
         # tensors the compiler draws each once and then moves it.
         words = tl.join(tl.join(word0, word2), tl.join(word1, word3))
@@ -303,6 +315,17 @@ def compute_anew(number):
     if IS_COMPILED:
         number = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=True, pack=1)
     return number
+
+
+@triton.jit
+def hold_here(words):
+    """Returns the 32-bit words unchanged, by a shuffle of each thread with itself. ptxas moves computations to their
+    first use, behind the wait for a product; it does not move a shuffle, nor what goes into it."""
+    if IS_COMPILED:
+        words = tl.inline_asm_elementwise(
+            "shfl.sync.bfly.b32 $0, $1, 0, 31, -1;", "=r,r", [words], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    return words
 
 
 @triton.jit

@@ -40,11 +40,10 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """As in eager.py."""
     rows, (gamma, *beta) = view_rows(y), kept.affine
-    is_torchs = bool(beta) and y.dtype == x_dtype == gamma.dtype
-    if not kept.lost.numel() and not is_torchs and cpu_compiled.pays_for_backward(rows):
-        differentiate = cpu_compiled.layer_norm_backward if beta else cpu_compiled.rms_norm_backward
-        grad_x, sums = differentiate(view_rows(grad_y).to(x_dtype), rows, kept.affine, kept.rstd)
-        return grad_x.view(y.shape), sums.to(sums_dtype)
+    if not kept.lost.numel():
+        found = cpu_compiled.backward(view_rows(grad_y).to(x_dtype), rows, kept.affine, kept.rstd)
+        if found is not None:
+            return found[0].view(y.shape), found[1].to(sums_dtype)
     inverse = (gamma.index_fill(0, kept.lost, 1.0) if kept.lost.numel() else gamma).reciprocal()
     shift = beta[0] * -inverse if beta else None
 
@@ -76,18 +75,13 @@ def refill(out: Tensor, x: Tensor, norm: Norm, statistics: Statistics) -> None:
 
 def backward_from_input(grad_y: Tensor, x: Tensor, norm: Norm, statistics: Statistics) -> tuple[Tensor, Tensor]:
     """As in eager.py."""
-    (rstd, mean), affine = statistics, norm.compute_affine(x.dtype)
-    rows = view_rows(x)
-    if mean is not None and x.dtype == affine.dtype:
-        grad_x, sums = _differentiate_layer_norm(view_rows(grad_y).to(x.dtype), rows, mean, rstd, affine)
-        return grad_x.view(x.shape), sums.to(norm.sums_dtype)
-    if cpu_compiled.pays_for_backward(rows):
-        grad_rows = view_rows(grad_y).to(x.dtype)
-        if mean is None:
-            grad_x, sums = cpu_compiled.rms_norm_backward_from_input(grad_rows, rows, rstd, affine[0])
-        else:
-            grad_x, sums = cpu_compiled.layer_norm_backward_from_input(grad_rows, rows, mean, rstd, affine[0])
-        return grad_x.view(x.shape), sums.to(norm.sums_dtype)
+    (rstd, mean), affine, rows = statistics, norm.compute_affine(x.dtype), view_rows(x)
+    grad_rows = view_rows(grad_y).to(x.dtype)
+    found = cpu_compiled.backward_from_input(grad_rows, rows, affine, statistics)
+    if found is None and mean is not None and x.dtype == affine.dtype:
+        found = _differentiate_layer_norm(grad_rows, rows, mean, rstd, affine)
+    if found is not None:
+        return found[0].view(x.shape), found[1].to(norm.sums_dtype)
 
     def recover_xhat(block: slice, _: Tensor | None) -> Tensor:
         return _normalize(rows[block], Statistics(rstd[block], None if mean is None else mean[block]))

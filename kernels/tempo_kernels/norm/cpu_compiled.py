@@ -1,19 +1,28 @@
-"""Computes the norms of large tensors on a CPU in passes that Inductor compiles."""
+"""Computes the norms of large tensors on a CPU in compiled passes: RMSNorm, and the backward of both.
+
+Backward reads and writes each row once: its sums, its gradient, and its part of the sums over rows, which Inductor
+would compute in passes of their own.
+"""
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import Tensor
 
 from tempo_kernels import compiled
-from tempo_kernels.compiled import Compiled, split_columns
+from tempo_kernels.compiled import Compiled, Library, split_columns
 from tempo_kernels.norm.operands import Statistics
 
 MIN_ELEMENTS = 1 << 18
 """The size of a tensor for which one compilation, which takes seconds, is worth its time."""
 
-_GROUP = 16
-"""Rows that one pass adds up one after the other; torch adds the groups' sums up in pairs."""
+_CHUNK = 32
+"""Rows that one pass adds up one after the other; torch adds the chunks' sums up in pairs."""
+
+BLOCK_ELEMENTS = 1 << 18
+"""Elements for each thread of which backward makes float32 copies at a time, in two buffers that stay in the cache."""
 
 
 def pays_for(rows: Tensor) -> bool:
@@ -21,56 +30,56 @@ def pays_for(rows: Tensor) -> bool:
     return compiled.pays_for(rows, MIN_ELEMENTS, *rows.shape)
 
 
-def pays_for_backward(rows: Tensor) -> bool:
-    """Whether rows [n, h] are large enough to compile backward for, and n is a multiple of at least two groups."""
-    return rows.size(0) % _GROUP == 0 and pays_for(rows) and rows.size(0) > _GROUP
-
-
 def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Statistics]:
     """Returns y [n, h] in x's dtype, and rstd [n] in float32."""
     # contiguous: Dynamo would compile strides in.
-    operands = (*_split(x.contiguous(), gamma), torch.tensor([eps], dtype=torch.float32, device=x.device))
-    y, rstd = _rms_norm(*operands)
+    operands = split_columns(x.size(-1), x.contiguous(), gamma)
+    y, rstd = _rms_norm(*operands, torch.tensor([eps], dtype=torch.float32, device=x.device))
     return y.view(x.shape), Statistics(rstd, None)
 
 
-def layer_norm_backward(grad_y: Tensor, y: Tensor, affine: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns grad_x [n, h] in grad_y's dtype, and the sums [2, h] in float32."""
-    gamma, beta = affine
-    grad_y, y, gamma, beta, factor = _split(grad_y.contiguous(), y.contiguous(), gamma, beta, gamma.reciprocal())
-    return _join(*_layer_norm_backward(grad_y, y, beta, factor, rstd.view(-1, 1, 1), gamma))
+def backward(grad_y: Tensor, y: Tensor, affine: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Returns grad_x [n, h] in grad_y's dtype, and the sums [1 or 2, h] in float32, or None if y [n, h] is too small to
+    compile for, float64, or nothing can be compiled. gamma and beta are affine [1 or 2, h]."""
+    # The last row is beta, or without one gamma, which is not read.
+    return _differentiate(grad_y, y, affine, affine[-1], affine[0].reciprocal(), rstd, from_input=False)
 
 
-def layer_norm_backward_from_input(
-    grad_y: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, gamma: Tensor
-) -> tuple[Tensor, Tensor]:
-    """As layer_norm_backward."""
-    grad_y, x, gamma = _split(grad_y.contiguous(), x.contiguous(), gamma)
-    mean, rstd = (t.view(-1, 1, 1) for t in (mean, rstd))
-    return _join(*_layer_norm_backward_from_input(grad_y, x, mean, rstd, rstd, gamma))
+def backward_from_input(
+    grad_y: Tensor, x: Tensor, affine: Tensor, statistics: Statistics
+) -> tuple[Tensor, Tensor] | None:
+    """As backward, from the input x [n, h]."""
+    rstd, mean = statistics
+    return _differentiate(grad_y, x, affine, rstd if mean is None else mean, rstd, rstd, from_input=True)
 
 
-def rms_norm_backward(grad_y: Tensor, y: Tensor, affine: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """As layer_norm_backward, with one sum [1, h]."""
-    grad_y, y, gamma, factor = _split(grad_y.contiguous(), y.contiguous(), affine[0], affine[0].reciprocal())
-    return _join(*_rms_norm_backward(grad_y, y, factor, rstd.view(-1, 1, 1), gamma))
-
-
-def rms_norm_backward_from_input(grad_y: Tensor, x: Tensor, rstd: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
-    """As rms_norm_backward."""
-    grad_y, x, gamma = _split(grad_y.contiguous(), x.contiguous(), gamma)
-    rstd = rstd.view(-1, 1, 1)
-    return _join(*_rms_norm_backward_from_input(grad_y, x, rstd, rstd, gamma))
-
-
-def _split(*tensors: Tensor) -> list[Tensor]:
-    """Views [..., h] as [..., groups, lanes]."""
-    return split_columns(tensors[0].size(-1), *tensors)
-
-
-def _join(grad_x: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns grad_x as [n, h], and sums [groups of rows, k, h] added up over the groups."""
-    return grad_x.flatten(1), sums.sum(0).flatten(1)
+def _differentiate(
+    grad_y: Tensor, values: Tensor, affine: Tensor, shift: Tensor, factor: Tensor, rstd: Tensor, from_input: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Differentiates with xhat = (values - shift) * factor; both are [h], or [n] for values that are the input."""
+    if values.numel() < MIN_ELEMENTS or rstd.dtype != torch.float32:
+        return None
+    (num_rows, num_columns), num_sums = values.shape, affine.size(0)
+    is_wide = grad_y.dtype == values.dtype == torch.float32
+    step = num_rows if is_wide else max(1, BLOCK_ELEMENTS // (_CHUNK * num_columns)) * _CHUNK * torch.get_num_threads()
+    grad_x = torch.empty(values.shape, dtype=grad_y.dtype, device=values.device)
+    sums = torch.empty(-(-num_rows // _CHUNK), num_sums, num_columns, dtype=torch.float32, device=values.device)
+    buffers = sums.new_empty(0 if is_wide else 2, min(step, num_rows), num_columns)
+    values, grad_y, affine = values.contiguous(), grad_y.contiguous(), affine.contiguous()
+    name = f"differentiate_{'input' if from_input else 'output'}_{num_sums}"
+    for start in range(0, num_rows, step):
+        rows = slice(start, min(start + step, num_rows))
+        tensors = [grad_y[rows], values[rows]]
+        if not is_wide:
+            tensors = [buffer[: len(t)].copy_(t) for buffer, t in zip(buffers, tensors, strict=True)]
+        of_rows = (t[rows] if from_input else t for t in (shift, factor))
+        sizes = (rows.stop - start, num_columns)
+        out = grad_x[rows] if is_wide else tensors[0]
+        if not _LIBRARY.run(name, *tensors, affine, *of_rows, rstd[rows], *sizes, out, sums[start // _CHUNK :]):
+            return None
+        if not is_wide:
+            grad_x[rows] = out
+    return grad_x, sums.sum(0)
 
 
 def _normalize_rms(x: Tensor, gamma: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,36 +87,55 @@ def _normalize_rms(x: Tensor, gamma: Tensor, eps: Tensor) -> tuple[Tensor, Tenso
     return (x.float() * rstd * gamma).to(x.dtype), rstd.flatten()
 
 
-def _differentiate_layer_norm(
-    grad_y: Tensor, values: Tensor, shift: Tensor, factor: Tensor, rstd: Tensor, gamma: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Differentiates with xhat = (values - shift) * factor, where values are the output or the input."""
-    grad, xhat = grad_y.float(), (values.float() - shift) * factor
-    scaled = grad * gamma
-    slope = (scaled * xhat).mean((-2, -1), keepdim=True)
-    grad_x = scaled - scaled.mean((-2, -1), keepdim=True) - xhat * slope
-    return (grad_x * rstd).to(grad_y.dtype), torch.stack([_sum_groups(grad * xhat), _sum_groups(grad)], 1)
-
-
-def _differentiate_rms_norm(
-    grad_y: Tensor, values: Tensor, factor: Tensor, rstd: Tensor, gamma: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Differentiates with xhat = values * factor."""
-    grad, xhat = grad_y.float(), values.float() * factor
-    scaled = grad * gamma
-    grad_x = scaled - xhat * (scaled * xhat).mean((-2, -1), keepdim=True)
-    return (grad_x * rstd).to(grad_y.dtype), _sum_groups(grad * xhat).unsqueeze(1)
-
-
-def _sum_groups(t: Tensor) -> Tensor:
-    return t.view(-1, _GROUP, *t.shape[1:]).sum(1)
-
-
 _rms_norm = Compiled(_normalize_rms, has_lanes=True)
-# Separate objects for output and input: torch compiles each for a limited number of dtypes and shapes.
-_layer_norm_backward, _layer_norm_backward_from_input = (
-    Compiled(_differentiate_layer_norm, has_lanes=True) for _ in range(2)
-)
-_rms_norm_backward, _rms_norm_backward_from_input = (
-    Compiled(_differentiate_rms_norm, has_lanes=True) for _ in range(2)
-)
+
+_TEMPLATE = """
+extern "C" void NAME(
+    int64_t num_threads, const float* grad_y, const float* values, const float* gamma, const float* shift,
+    const float* factor, const float* rstd, int64_t num_rows, int64_t num_columns, float* grad_x, float* sums) {
+  #pragma omp parallel for num_threads(num_threads)
+  for (int64_t first = 0; first < num_rows; first += CHUNK) {
+    float* __restrict sum_gamma = sums + first / CHUNK * NUM_SUMS * num_columns;
+    float* __restrict sum_beta = sum_gamma + (NUM_SUMS - 1) * num_columns;
+    std::fill_n(sum_gamma, NUM_SUMS * num_columns, 0.0f);
+    std::vector<float> memory(2 * num_columns);
+    float* __restrict xhat = memory.data();
+    float* __restrict scaled = xhat + num_columns;
+    for (int64_t row = first; row < std::min<int64_t>(num_rows, first + CHUNK); ++row) {
+      const int64_t start = row * num_columns;
+      float mean = 0, slope = 0;
+      #pragma omp simd reduction(+ : mean, slope)
+      for (int64_t j = 0; j < num_columns; ++j) {
+        const float grad = grad_y[start + j], product = grad * gamma[j];
+        const float normal = (values[start + j] - (NUM_SUMS == 2 ? shift[PLACE] : 0)) * factor[PLACE];
+        xhat[j] = normal;
+        scaled[j] = product;
+        sum_gamma[j] += grad * normal;
+        slope += product * normal;
+        if (NUM_SUMS == 2) {
+          sum_beta[j] += grad;
+          mean += product;
+        }
+      }
+      mean /= num_columns;
+      slope /= num_columns;
+      // grad_x may lie where grad_y does, whose row has been read.
+      #pragma omp simd
+      for (int64_t j = 0; j < num_columns; ++j)
+        grad_x[start + j] = (scaled[j] - mean - xhat[j] * slope) * rstd[row];
+    }
+  }
+}
+"""
+
+
+def _write_source() -> str:
+    """Writes the function of each form: from the output or the input, with one sum (RMSNorm) or two (LayerNorm)."""
+    source = "#include <algorithm>\n#include <cstdint>\n#include <vector>\n"
+    for (form, place), num_sums in itertools.product({"output": "j", "input": "row"}.items(), (1, 2)):
+        function = _TEMPLATE.replace("NAME", f"differentiate_{form}_{num_sums}").replace("PLACE", place)
+        source += function.replace("CHUNK", str(_CHUNK)).replace("NUM_SUMS", str(num_sums))
+    return source
+
+
+_LIBRARY = Library(_write_source())

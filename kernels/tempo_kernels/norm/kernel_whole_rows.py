@@ -100,9 +100,17 @@ def _divide_by_gamma(scaled, gamma, beta, FROM_INPUT: tl.constexpr, HAS_LOST: tl
 
 
 @triton.jit
+def _sum_rows(a, NUM_ROWS: tl.constexpr):
+    """Sums a [m, n] to [NUM_ROWS, n]."""
+    if a.shape[0] > NUM_ROWS:
+        a = tl.sum(tl.reshape(a, (a.shape[0] // NUM_ROWS, NUM_ROWS, a.shape[1])), axis=0)
+    return a
+
+
+@triton.jit
 def _average_both(a, b, num_columns):
-    """Sums a and b [m, n] over their rows and divides by num_columns: the warps wait for both at once. Eight neighbours,
-    which a thread has, are summed before that, for a joined tensor takes as many registers again."""
+    """Sums a and b [m, n] over their rows and divides by num_columns: warps wait for both at once. Before that eight
+    neighbours are summed, which a thread has, for a joined tensor takes as many registers again."""
     if a.shape[1] >= 8:
         a = tl.sum(tl.reshape(a, (a.shape[0], a.shape[1] // 8, 8)), axis=2)
         b = tl.sum(tl.reshape(b, (b.shape[0], b.shape[1] // 8, 8)), axis=2)
@@ -136,7 +144,8 @@ def _backward_kernel(
     gamma, beta = load_parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS and not FROM_INPUT, ZERO_CENTERED)
     if not FROM_INPUT:
         gamma, beta = poison_lost(gamma, beta, HAS_LOST, SMALLEST)
-    SUM_ROWS: tl.constexpr = 1 if IS_ALONE else BLOCK_ROWS
+    # At 32 elements a thread, a lone program's threads have 8 columns of every SUM_ROWS-th row, or 16 of both rows.
+    SUM_ROWS: tl.constexpr = max(1, BLOCK_ROWS // 4) if IS_ALONE else BLOCK_ROWS
     grad_gamma = tl.zeros((SUM_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     grad_beta = tl.zeros((SUM_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     HAS_XHAT: tl.constexpr = FROM_INPUT or IS_ALONE
@@ -171,9 +180,9 @@ def _backward_kernel(
         if HAS_LOST:
             scaled = restore_lost(scaled, slots_ptr, lost_xhat_ptr, row, column, inside, num_rows, capacity)
         if HAS_BIAS:
-            grad_beta += tl.sum(grad, axis=0, keep_dims=True) if IS_ALONE else grad
+            grad_beta += _sum_rows(grad, SUM_ROWS)
         product = grad * scaled
-        grad_gamma += tl.sum(product, axis=0, keep_dims=True) if IS_ALONE else product
+        grad_gamma += _sum_rows(product, SUM_ROWS)
         grad *= gamma[None, :]
         if HAS_XHAT:
             product = grad * scaled
@@ -231,7 +240,7 @@ def launch_forward(plan: Plan, tensors: tuple[Tensor | None, ...]) -> None:
 def plan_backward(hidden_size: int, itemsize: int, device: torch.device, **arguments: Any) -> BackwardPlan:
     """How `launch_backward` launches; itemsize is that of the widest tensor, and the arguments are the kernel's."""
     # As many programs as run at once: each writes a row of partial, so few are best.
-    is_alone = itemsize == 2 and 1024 < hidden_size <= 4096 and not arguments["HAS_LOST"]
+    is_alone = itemsize == 2 and 128 <= hidden_size <= 4096 and not arguments["HAS_LOST"]
     if is_alone:
         tiles = _choose_tile(hidden_size, LARGE_TILE, 1024)
     else:
