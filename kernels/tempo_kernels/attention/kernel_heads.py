@@ -209,8 +209,8 @@ def _grad_heads_kernel(
         # Later key blocks may add to the sums of queries that do not see the first one.
         for row in range(query_split * BLOCK_QUERIES, num_queries, QUERY_SPLITS * BLOCK_QUERIES):
             if row < first or row >= stop:
-                for head in range(group_head, group_head + group_size):
-                    zeros_ptr = sums_ptr + (head.to(tl.int64) * padded + row) * BLOCK_DIM
+                for member in range(group_size):
+                    zeros_ptr = sums_ptr + ((group_head.to(tl.int64) + member) * padded + row) * BLOCK_DIM
                     tl.store(zeros_ptr + place, tl.zeros_like(place).to(tl.float32))
         tl.debug_barrier()
     for turn in tl.range(0, tl.cdiv(num_key_blocks, KEY_SPLITS), disable_licm=True):
