@@ -254,8 +254,8 @@ def _prepare(
         sink is not None,
         _count_documents(documents),
         samples is not None and settings.dropout_p > 0,
-        # Zeros behind a sample's keys, or a document's, only pointers give. On sm_100 a thread has half a row of scores,
-        # in a descriptor's order halves of many calls of Philox: by the machine code a tenth to a fifth more
+        # Zeros behind a sample's keys, or a document's, only pointers give. On sm_100 a thread has half a row of
+        # scores, in a descriptor's order halves of many calls of Philox: by the machine code a tenth to a fifth more
         # instructions with heads of 128 and 64.
         HAS_DESCRIPTORS
         and lengths is None
