@@ -36,14 +36,15 @@ SMALL_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 # Arguments that change from chunk to chunk. Their values do not compile a kernel anew.
 VARYING = ("columns_ptr", "found_ptr", "num_rows", "top_ptr", "scale_ptr", "grad_ptr", "slope_ptr")
 ORDER = ("batch", "length")
-"""How a caller's [batch, length] is read in the order of the rows, which have the batch last; 1 and any length for what
-lies in that order."""
+"""With HAS_BATCH a caller's [batch, length] is read in the order of the rows, which have the batch last."""
 
 
 @triton.jit
-def _find_place(row, batch, length):
-    """Returns where the number of a row lies in [batch, length]."""
-    return (row % batch) * length + row // batch
+def _find_place(row, batch, length, HAS_BATCH: tl.constexpr):
+    """Returns where the number of a row lies in [batch, length], or without a batch in the order of the rows."""
+    if HAS_BATCH:
+        row = (row % batch) * length + row // batch
+    return row
 
 
 @triton.jit
@@ -114,7 +115,7 @@ def _move_origin(weighted, total, top, new_top, factor):
 def _statistics_kernel(
     logits_ptr, columns_ptr, found_ptr,
     num_rows, column_units, num_real, softcap, temperature, batch, length,
-    UNIT: tl.constexpr, HAS_OTHERS: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    UNIT: tl.constexpr, HAS_BATCH: tl.constexpr, HAS_OTHERS: tl.constexpr, HAS_ENTROPY: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, EXCLUDES_PADDING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program reads one row once."""
@@ -145,7 +146,7 @@ def _statistics_kernel(
         top = new_top
         if HAS_OTHERS:
             sums += tl.where(column < num_real, values - origin, 0.0)
-    target = tl.load(columns_ptr + _find_place(tl.program_id(0), batch, length))
+    target = tl.load(columns_ptr + _find_place(tl.program_id(0), batch, length, HAS_BATCH))
     is_here = (target >= 0) & (target < (num_real if EXCLUDES_PADDING else num_columns))
     of_target = tl.load(row_ptr + target, mask=is_here, other=float("-inf")).to(tl.float32)
     of_target, _ = _scale(of_target, softcap, temperature, HAS_CAP, HAS_TEMPERATURE)
@@ -168,7 +169,7 @@ def _statistics_kernel(
 def _gradient_kernel(
     logits_ptr, columns_ptr, top_ptr, scale_ptr, grad_ptr, slope_ptr,
     column_units, num_real, target_share, other_share, softcap, temperature, batch, length,
-    UNIT: tl.constexpr, HAS_OTHERS: tl.constexpr, HAS_SLOPE: tl.constexpr,
+    UNIT: tl.constexpr, HAS_BATCH: tl.constexpr, HAS_OTHERS: tl.constexpr, HAS_SLOPE: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, EXCLUDES_PADDING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program writes one strip of one row."""
@@ -193,7 +194,7 @@ def _gradient_kernel(
     if HAS_OTHERS:
         values -= tl.where(column < num_real, grad * other_share, 0.0)
     # A branch, because only one strip of a row holds the target.
-    target = tl.load(columns_ptr + _find_place(row.to(tl.int32), batch, length)) - strip * BLOCK
+    target = tl.load(columns_ptr + _find_place(row.to(tl.int32), batch, length, HAS_BATCH)) - strip * BLOCK
     if (target >= 0) & (target < BLOCK):
         values -= tl.where(column == target + strip * BLOCK, grad * target_share, 0.0)
     if HAS_CAP:
@@ -226,7 +227,8 @@ def _log(x):
 def _results_kernel(
     found_ptr, labels_ptr, losses_ptr, entropies_ptr, kept_ptr,
     num_rows, ignore_index, batch, length, target_share, other_share, z_loss,
-    HAS_OTHERS: tl.constexpr, HAS_Z: tl.constexpr, HAS_ENTROPY: tl.constexpr, ROWS: tl.constexpr,
+    HAS_BATCH: tl.constexpr, HAS_OTHERS: tl.constexpr, HAS_Z: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program computes the results of ROWS rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -234,7 +236,7 @@ def _results_kernel(
     top = tl.load(found_ptr + row, mask=inside, other=0.0)
     total = tl.load(found_ptr + num_rows + row, mask=inside, other=1.0)
     of_target = tl.load(found_ptr + 2 * num_rows + row, mask=inside, other=0.0) - top
-    place = _find_place(row.to(tl.int32), batch, length)
+    place = _find_place(row.to(tl.int32), batch, length, HAS_BATCH)
     is_used = tl.load(labels_ptr + place, mask=inside, other=0) != ignore_index
     log_total = _log(total)
     if HAS_OTHERS:
@@ -258,13 +260,14 @@ def _results_kernel(
 def _rows_kernel(
     labels_ptr, grad_ptr, grad_entropy_ptr, kept_ptr, scale_ptr, weighed_ptr, slope_ptr,
     num_rows, kept_stride, ignore_index, batch, length, z_loss, temperature,
-    HAS_Z: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_SLOPE: tl.constexpr, ROWS: tl.constexpr,
+    HAS_BATCH: tl.constexpr, HAS_Z: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_SLOPE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program computes scale, grad and slope of ROWS rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < num_rows
     total = tl.load(kept_ptr + kept_stride + row, mask=inside, other=1.0)
-    place = _find_place(row.to(tl.int32), batch, length)
+    place = _find_place(row.to(tl.int32), batch, length, HAS_BATCH)
     is_used = tl.load(labels_ptr + place, mask=inside, other=0) != ignore_index
     grad = tl.where(is_used, tl.load(grad_ptr + place, mask=inside, other=0.0), 0.0)
     if HAS_TEMPERATURE:
@@ -291,7 +294,7 @@ def find_statistics(logits: Tensor, columns: Tensor, shares: Shares, batch: int 
     num_rows, num_columns = logits.shape
     found = torch.empty(shares.num_statistics, num_rows, dtype=torch.float32, device=logits.device)
     if num_rows:
-        plan = _plan_statistics(num_rows, num_columns, shares)
+        plan = _plan_statistics(num_rows, num_columns, shares, batch > 1)
         launch(_statistics_kernel, plan, (logits, columns.contiguous(), found), (batch, num_rows // batch))
     return found
 
@@ -301,7 +304,7 @@ def write_gradient_(logits: Tensor, rows: Rows, shares: Shares, batch: int = 1) 
     _check(logits)
     num_rows, num_columns = logits.shape
     if num_rows:
-        plan = _plan_gradient(num_rows, num_columns, shares, rows.slope is not None)
+        plan = _plan_gradient(num_rows, num_columns, shares, rows.slope is not None, batch > 1)
         columns, top, scale, grad, slope = rows
         slope = grad if slope is None else slope
         tensors = (columns, top, scale, grad, slope)
@@ -317,7 +320,7 @@ def find_results(
     entropies = found.new_empty(shape) if has_entropy else None
     if num_rows:
         other = settings.other_share
-        plan = _plan_results(num_rows, settings.target_share, other, settings.z_loss, has_entropy)
+        plan = _plan_results(num_rows, settings.target_share, other, settings.z_loss, has_entropy, batch > 1)
         numbers = (num_rows, settings.ignore_index, batch, num_rows // batch)
         launch(_results_kernel, plan, (found, labels.contiguous(), losses, entropies, kept), numbers)
     return (losses,) if entropies is None else (losses, entropies), kept
@@ -337,7 +340,7 @@ def list_rows(
     scale, weighed = kept.new_empty(num_rows), kept.new_empty(num_rows)
     slope = kept.new_empty(num_rows) if has_slope else None
     if num_rows:
-        plan = _plan_rows(num_rows, settings.z_loss, settings.temperature, has_slope)
+        plan = _plan_rows(num_rows, settings.z_loss, settings.temperature, has_slope, batch > 1)
         entropy = None if grad_entropy is None else grad_entropy.contiguous()
         tensors = (labels.contiguous(), grad.contiguous(), entropy, kept, scale, weighed, slope)
         numbers = (num_rows, kept.stride(0), settings.ignore_index, batch, num_rows // batch)
@@ -347,17 +350,19 @@ def list_rows(
 
 
 @cache_plans
-def _plan_results(num_rows: int, target_share: float, other_share: float, z_loss: float, has_entropy: bool) -> Plan:
+def _plan_results(
+    num_rows: int, target_share: float, other_share: float, z_loss: float, has_entropy: bool, has_batch: bool
+) -> Plan:
     numbers = {"target_share": target_share, "other_share": other_share, "HAS_OTHERS": other_share != 0.0}
-    return _plan_small(num_rows, ("num_rows", "ignore_index", *ORDER), z_loss, HAS_ENTROPY=has_entropy, **numbers)
+    numbers |= {"HAS_ENTROPY": has_entropy, "HAS_BATCH": has_batch}
+    return _plan_small(num_rows, ("num_rows", "ignore_index", *ORDER), z_loss, **numbers)
 
 
 @cache_plans
-def _plan_rows(num_rows: int, z_loss: float, temperature: float, has_slope: bool) -> Plan:
+def _plan_rows(num_rows: int, z_loss: float, temperature: float, has_slope: bool, has_batch: bool) -> Plan:
     numbers = {"temperature": temperature, "HAS_TEMPERATURE": temperature != 1.0}
-    return _plan_small(
-        num_rows, ("num_rows", "kept_stride", "ignore_index", *ORDER), z_loss, HAS_SLOPE=has_slope, **numbers
-    )
+    numbers |= {"HAS_SLOPE": has_slope, "HAS_BATCH": has_batch}
+    return _plan_small(num_rows, ("num_rows", "kept_stride", "ignore_index", *ORDER), z_loss, **numbers)
 
 
 def _plan_small(num_rows: int, varying: tuple[str, ...], z_loss: float, **numbers: Any) -> Plan:
@@ -367,15 +372,21 @@ def _plan_small(num_rows: int, varying: tuple[str, ...], z_loss: float, **number
 
 
 @cache_plans
-def _plan_statistics(num_rows: int, num_columns: int, shares: Shares) -> Plan:
+def _plan_statistics(num_rows: int, num_columns: int, shares: Shares, has_batch: bool) -> Plan:
     numbers = _list_arguments(num_columns, shares)
-    return Plan((num_rows,), ORDER, num_rows=num_rows, HAS_ENTROPY=shares.has_entropy, **numbers)
+    numbers |= {"HAS_ENTROPY": shares.has_entropy, "HAS_BATCH": has_batch}
+    return Plan((num_rows,), ORDER, num_rows=num_rows, **numbers)
 
 
 @cache_plans
-def _plan_gradient(num_rows: int, num_columns: int, shares: Shares, has_slope: bool) -> Plan:
+def _plan_gradient(num_rows: int, num_columns: int, shares: Shares, has_slope: bool, has_batch: bool) -> Plan:
     numbers = _list_arguments(num_columns, shares)
-    numbers |= {"HAS_SLOPE": has_slope, "target_share": shares.target, "other_share": shares.other}
+    numbers |= {
+        "HAS_SLOPE": has_slope,
+        "HAS_BATCH": has_batch,
+        "target_share": shares.target,
+        "other_share": shares.other,
+    }
     return Plan((num_rows * -(-num_columns // BLOCK),), ORDER, **numbers)
 
 
