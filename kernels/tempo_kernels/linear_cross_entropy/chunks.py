@@ -31,9 +31,21 @@ class Head(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     labels: Tensor
+    batch: int | None = None
+    """If given, labels, losses, entropies and their gradients are [b, s], with this b, and one chunk holds all of them;
+    only the kernels on a GPU take them so."""
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Returns the last argument of a backend that takes the batch, or none."""
+        return () if self.batch is None else (self.batch,)
 
     def make_logits(self, settings: Settings) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yields per chunk the slice of rows, their tokens [n, h], and logits [n, v/p] in a shared buffer."""
+        if self.hidden.is_cuda and settings.takes_all(self.hidden.shape[0]):
+            logits = torch.nn.functional.linear(self.hidden, self.weight, self.bias)
+            yield slice(0, self.hidden.shape[0]), self.hidden, logits
+            return
         memory = None
         for rows, tokens in settings.shards.gather(self.hidden, settings.chunk_rows):
             num_tokens, num_columns = tokens.shape[0], self.weight.shape[0]
@@ -71,20 +83,24 @@ class Head(NamedTuple):
             yield block, logits
 
     def find_targets(self, rows: slice, settings: Settings) -> tuple[Tensor, Tensor]:
-        """Returns the labels [n] of a chunk, and the same labels as columns of this shard."""
-        labels = take(self.labels, rows, 1).flatten()
+        """Returns the labels of a chunk, [n] or, where they keep their order, [b, s], and the same labels as columns of
+        this shard."""
+        labels = self.labels if self.batch is not None else take(self.labels, rows, 1).flatten()
         return labels, labels - settings.vocab_start if settings.vocab_start else labels
 
 
-def forward(head: Head, settings: Settings, backend: Any) -> tuple[Tensor, Tensor]:
-    """Returns losses and, if asked for, entropies [1 or 2, t, m], and for backward each token's top, total and expected
-    over all shards [2 or 3, t, m]. The shards exchange their statistics once."""
+def forward(head: Head, settings: Settings, backend: Any) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Returns losses and, if asked for, entropies, each as head.labels, and for backward each token's top, total and
+    expected over all shards [2 or 3, t, m]. The shards exchange their statistics once."""
     (_, num_tokens), num_columns = head.labels.shape, head.weight.shape[0]
     shares = settings.find_shares(num_columns)
     shape = shares.num_statistics, *head.labels.shape
     found = None
     for rows, _, logits in head.make_logits(settings):
-        part = backend.find_statistics(logits, head.find_targets(rows, settings)[1], shares)
+        part = backend.find_statistics(logits, head.find_targets(rows, settings)[1], shares, *head.order)
+        if head.batch is not None:
+            found = part
+            break
         part = part.view(*shape[:2], -1)
         if part.size(2) == num_tokens:
             found = part
@@ -93,7 +109,8 @@ def forward(head: Head, settings: Settings, backend: Any) -> tuple[Tensor, Tenso
             take(found, rows, 2).copy_(part)
     if found is None:  # there are no tokens
         found = head.hidden.new_empty(shape, dtype=torch.promote_types(head.hidden.dtype, torch.float32))
-    results, kept = backend.find_results(_find_whole(found, num_columns, settings), head.labels, settings)
+    whole = _find_whole(found, num_columns, settings)
+    results, kept = backend.find_results(whole, head.labels, settings, *head.order)
     return results, kept
 
 
@@ -106,8 +123,8 @@ def backward(
     settings: Settings,
     backend: Any,
 ) -> Gradients:
-    """Returns the gradients of hidden, weight and bias from those of the losses and, if not None, of the entropies
-    [t, m]. It computes each chunk's logits again."""
+    """Returns the gradients of hidden, weight and bias from those of the losses and, if not None, of the entropies,
+    each as head.labels. It computes each chunk's logits again."""
     gradients = Gradients(head, has_grads, total, settings)
     shares = settings.find_shares(head.weight.size(0))
     if settings.chunk_columns:
@@ -124,10 +141,12 @@ def backward(
         return gradients.finish()
     for rows, tokens, logits in head.make_logits(settings):
         labels, columns = head.find_targets(rows, settings)
-        kept_of_chunk, grad = take(kept, rows, 2).flatten(1), take(grads[0], rows, 1).flatten()
-        grad_entropy = None if grads[1] is None else take(grads[1], rows, 1).flatten()
-        found = backend.list_rows(columns, labels, grad, grad_entropy, kept_of_chunk, settings)
-        backend.write_gradient_(logits, found, shares)
+        (grad, grad_entropy), kept_of_chunk = grads, kept
+        if head.batch is None:
+            kept_of_chunk, grad = take(kept, rows, 2).flatten(1), take(grads[0], rows, 1).flatten()
+            grad_entropy = None if grads[1] is None else take(grads[1], rows, 1).flatten()
+        found = backend.list_rows(columns, labels, grad, grad_entropy, kept_of_chunk, settings, *head.order)
+        backend.write_gradient_(logits, found, shares, *head.order)
         gradients.add(rows, tokens, logits)
     return gradients.finish()
 
@@ -144,7 +163,7 @@ def forward_with_gradients(
         labels, columns = head.find_targets(rows, settings)
         found = _find_whole(backend.find_statistics(logits, columns, shares), num_columns, settings)
         results, kept = backend.find_results(found, labels, settings)
-        take(losses, rows, 1).copy_(results.view(losses.size(0), -1))
+        take(losses, rows, 1).copy_(results[0].view(losses.size(0), -1))
         grad = take(token_weights, rows, 1).reshape(-1)
         backend.write_gradient_(logits, backend.list_rows(columns, labels, grad, None, kept, settings), shares)
         gradients.add(rows, tokens, logits)
@@ -188,11 +207,15 @@ class Gradients:
         self._shards, self._head = settings.shards, head
         self._works: list[tuple[Any, Tensor]] = []
         self._sums_hidden = settings.chunk_columns > 0
+        self._has_grads = has_grads
+        self._takes_all = settings.takes_all(hidden.shape[0])
         compute_dtype = weight.dtype if weight.dtype == torch.float64 else torch.float32
         dtype = compute_dtype if self._sums_hidden else hidden.dtype
-        self.hidden = torch.empty_like(hidden, dtype=dtype) if has_grads[0] else None
+        self.hidden: Tensor | None = None
+        if has_grads[0] and not self._takes_all:
+            self.hidden = torch.empty_like(hidden, dtype=dtype)
         self.weight = total
-        if has_grads[1] and total is None:
+        if has_grads[1] and total is None and not self._takes_all:
             dtype = settings.find_weight_dtype(weight.dtype, hidden.shape[0])
             self.weight = weight.new_empty(weight.shape, dtype=dtype)
         self._weight_is_empty = total is None
@@ -200,9 +223,15 @@ class Gradients:
 
     def add(self, rows: slice, tokens: Tensor, grad_logits: Tensor) -> None:
         """Adds the part of one chunk. The reduction over the ranks may still run when this returns."""
-        if self.hidden is not None:
+        if self._takes_all and self._has_grads[0]:
+            self.hidden = torch.mm(grad_logits, self._head.weight)
+            if self._shards.size > 1:
+                self._works.append((self._shards.reduce(self.hidden), self.hidden))
+        elif self.hidden is not None:
             self._add_hidden(take(self.hidden, rows), grad_logits)
-        if self.weight is not None:
+        if self._takes_all and self._has_grads[1] and self.weight is None:
+            self.weight, self._weight_is_empty = torch.mm(grad_logits.t(), tokens), False
+        elif self.weight is not None:
             _accumulate(self.weight, grad_logits.t(), tokens, self._weight_is_empty)
             self._weight_is_empty = False
         if self.bias is not None:

@@ -44,9 +44,9 @@ def find_statistics(logits: Tensor, columns: Tensor, shares: Shares) -> Tensor:
     return torch.stack(found)
 
 
-def find_results(found: Tensor, labels: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Returns losses and, if asked for, entropies [1 or 2, ...], and what backward takes, top, total, expected [2 or 3,
-    ...], from the statistics [3 to 5, ...] of the whole vocabulary and the labels [...]."""
+def find_results(found: Tensor, labels: Tensor, settings: Settings) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Returns losses and, if asked for, entropies [...], and what backward takes, top, total, expected [2 or 3, ...],
+    from the statistics [3 to 5, ...] of the whole vocabulary and the labels [...]."""
     top, total, target, *more = found.unbind(0)
     log_total, of_target = total.log(), target - top
     losses = log_total - (of_target * settings.target_share if settings.other_share else of_target)
@@ -54,12 +54,13 @@ def find_results(found: Tensor, labels: Tensor, settings: Settings) -> tuple[Ten
         losses -= settings.other_share * more[0]
     if settings.z_loss:
         losses += settings.z_loss * (top + log_total).square()
-    if settings.has_entropy:
-        expected = more[-1] / total
-        results, kept = torch.stack((losses, log_total - expected)), torch.stack((top, total, expected))
-    else:
-        results, kept = losses.unsqueeze(0), torch.stack((top, total))
-    return results.masked_fill_(labels == settings.ignore_index, 0.0), kept
+    is_ignored = labels == settings.ignore_index
+    losses = losses.masked_fill_(is_ignored, 0.0)
+    if not settings.has_entropy:
+        return (losses,), torch.stack((top, total))
+    expected = more[-1] / total
+    entropies = (log_total - expected).masked_fill_(is_ignored, 0.0)
+    return (losses, entropies), torch.stack((top, total, expected))
 
 
 def list_rows(

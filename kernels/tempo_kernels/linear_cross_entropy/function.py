@@ -11,6 +11,7 @@ from torch import Tensor
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.linear_cross_entropy.checks import check_main_grad, check_scaling, check_tensors, make_settings
 from tempo_kernels.linear_cross_entropy.operators import (
+    can_keep_order,
     compute_gradients,
     compute_losses,
     find_gradients,
@@ -184,32 +185,40 @@ def _spread(found: Sequence[Tensor], has_grads: Sequence[bool]) -> Iterator[Tens
 
 def _find_results(
     ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings, fused: bool
-) -> Tensor:
-    """Runs the forward of both functions: losses and, if asked for, entropies, [1 or 2, t, m]."""
+) -> Sequence[Tensor]:
+    """Runs the forward of both functions: losses and, if asked for, entropies, [b, s]."""
+    results: Sequence[Tensor]
+    keeps_order = False
     if is_traced(hidden):
-        results, kept = find_losses(hidden, weight, bias, labels, *list_operands(settings))
+        *results, kept = find_losses(hidden, weight, bias, labels, *list_operands(settings))
     else:
-        results, kept = call_untraced(compute_losses, hidden, hidden, weight, bias, labels, settings)
+        keeps_order = can_keep_order(hidden, settings)
+        head = make_head(hidden, weight, bias, labels, settings, keeps_order)
+        results, kept = call_untraced(compute_losses, hidden, head, settings)
     ctx.save_for_backward(hidden, weight, bias, labels, kept)
     ctx.settings, ctx.parameter = settings, weight if fused else None
-    return results
+    return results if keeps_order else [_shape_losses(t, labels) for t in results]
 
 
 def _differentiate(ctx: Any, grad_losses: Tensor, grad_entropies: Tensor | None = None) -> tuple[Tensor | None, ...]:
     """Runs the backward of both functions."""
     hidden, weight, bias, labels, kept = ctx.saved_tensors
     settings, has_grads = ctx.settings, ctx.needs_input_grad[:3]
+    traced = is_traced(hidden)
+    keeps_order = not traced and can_keep_order(hidden, settings)
     grad, grad_entropy = (
-        None if t is None else _cast(order_rows(t, settings), kept.dtype) for t in (grad_losses, grad_entropies)
+        None if t is None else _cast(t if keeps_order else order_rows(t, settings), kept.dtype)
+        for t in (grad_losses, grad_entropies)
     )
     main_grad = None if ctx.parameter is None else ctx.parameter.main_grad
-    if is_traced(hidden):
+    if traced:
         operands = (grad, grad_entropy, kept, hidden, weight, bias, labels, *has_grads, *list_operands(settings))
         grad_hidden, grad_weight, grad_bias = _spread(find_gradients(*operands), has_grads)
         is_added = False
     else:
         is_added = main_grad is not None and main_grad.dtype == kept.dtype
-        given = (grad, grad_entropy, kept, make_head(hidden, weight, bias, labels, settings), has_grads, settings)
+        head = make_head(hidden, weight, bias, labels, settings, keeps_order)
+        given = (grad, grad_entropy, kept, head, has_grads, settings)
         found = call_untraced(compute_gradients, hidden, *given, main_grad if is_added else None)
         grad_hidden, grad_weight, grad_bias = found.hidden, found.weight, found.bias
     if main_grad is not None and grad_weight is not None and not is_added:
@@ -233,7 +242,7 @@ def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *others: Any) -> Tensor:
-        return _shape_losses(_find_results(ctx, hidden, weight, bias, labels, *others), labels)
+        return _find_results(ctx, hidden, weight, bias, labels, *others)[0]
 
     backward = staticmethod(first_derivative_only("linear_cross_entropy", "loss")(_differentiate))
 
@@ -243,10 +252,9 @@ class _LinearLogProb(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *others: Any
     ) -> tuple[Tensor, ...]:
-        losses, *entropies = _find_results(ctx, hidden, weight, bias, labels, *others).unbind(0)
+        losses, *entropies = _find_results(ctx, hidden, weight, bias, labels, *others)
         ctx.set_materialize_grads(False)
-        log_prob = _shape_losses(0.0 - losses, labels)  # the sign of 0 stays positive
-        return log_prob, *(_shape_losses(t, labels) for t in entropies)
+        return 0.0 - losses, *entropies  # the sign of 0 stays positive
 
     @staticmethod
     @first_derivative_only("linear_log_prob")

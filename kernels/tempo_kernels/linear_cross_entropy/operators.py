@@ -51,9 +51,21 @@ def _read_problem(
     return make_head(hidden, weight, bias, labels, found), others[:3], found
 
 
-def make_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings) -> Head:
-    """Brings the operation's tensors into the form in which they are computed."""
+def make_head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings, keeps_order: bool = False
+) -> Head:
+    """Brings the operation's tensors into the form in which they are computed. With keeps_order labels stay [b, s], for
+    those kernels that `can_keep_order`."""
+    if keeps_order:
+        return Head(hidden.flatten(0, 1), weight, bias, labels, labels.shape[0])
     return Head(hidden.flatten(0, 1), weight, bias, order_rows(labels, settings))
+
+
+def can_keep_order(hidden: Tensor, settings: Settings) -> bool:
+    """Whether kernels can read and write [b, s] as it is: they can on a GPU, where one chunk of rows holds all tokens.
+    Elsewhere torch copies it, which costs the host as much as four launches, and takes far less than several chunks."""
+    num_rows = hidden.shape[0] * hidden.shape[1]
+    return hidden.is_cuda and settings.takes_all(num_rows) and settings.shards.size == 1
 
 
 def order_rows(t: Tensor, settings: Settings) -> Tensor:
@@ -69,31 +81,32 @@ def _make_empty_losses(
     found = _read_settings(*settings)
     segments, num_results = found.shards.num_segments, 2 if found.has_entropy else 1
     shape, dtype = (segments, labels.numel() // segments), torch.promote_types(hidden.dtype, torch.float32)
-    return [hidden.new_empty((n, *shape), dtype=dtype) for n in (num_results, num_results + 1)]
+    results = [hidden.new_empty(shape, dtype=dtype) for _ in range(num_results)]
+    return [*results, hidden.new_empty((num_results + 1, *shape), dtype=dtype)]
 
 
 @opaque(f"linear_cross_entropy({_HEAD}, {_SETTINGS}) -> Tensor[]", _make_empty_losses)
 def find_losses(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *settings: Any, backend: Any = None
-) -> tuple[Tensor, Tensor]:
-    """Returns losses [1, t, m] or losses and entropies [2, t, m], and the statistics for backward, [2 or 3, t, m].
+) -> list[Tensor]:
+    """Returns losses and, if asked for, entropies [t, m], and the statistics for backward, [2 or 3, t, m].
 
     In all three operations `backend` is not an operand, so only `call` takes it. It has the functions of cpu.py; by
     default it is the device's.
     """
-    return compute_losses(hidden, weight, bias, labels, _read_settings(*settings), backend)
+    found = _read_settings(*settings)
+    head = make_head(hidden, weight, bias, labels, found)
+    results, kept = compute_losses(head, found, backend)
+    return [*results, kept]
 
 
-def compute_losses(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings, backend: Any = None
-) -> tuple[Tensor, Tensor]:
-    """As `find_losses`, without operands."""
-    head = make_head(hidden, weight, bias, labels, settings)
-    return chunks.forward(head, settings, backend or choose_backend(hidden, cpu))
+def compute_losses(head: Head, settings: Settings, backend: Any = None) -> tuple[tuple[Tensor, ...], Tensor]:
+    """As `find_losses`, without operands; results have the order of the head's labels."""
+    return chunks.forward(head, settings, backend or choose_backend(head.hidden, cpu))
 
 
 def _make_empty_gradients(grad: Tensor, grad_entropy: Tensor | None, kept: Tensor, *operands: Any) -> list[Tensor]:
-    (hidden, weight, _, _), has_grads, settings = _read_problem(*operands)
+    (hidden, weight, *_), has_grads, settings = _read_problem(*operands)
     gradients = [
         hidden.new_empty(hidden.shape),
         weight.new_empty(weight.shape, dtype=settings.find_weight_dtype(weight.dtype, hidden.size(0))),

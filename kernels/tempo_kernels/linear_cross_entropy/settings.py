@@ -76,6 +76,10 @@ class Settings(NamedTuple):
     def target_share(self) -> float:
         return 1.0 - self.vocab_size * self.other_share
 
+    def takes_all(self, num_rows: int) -> bool:
+        """Whether a single chunk of rows takes all num_rows of hidden, which are all tokens, and there are some."""
+        return 0 < num_rows <= self.chunk_rows and not self.chunk_columns and self.shards.num_segments == 1
+
     def find_weight_dtype(self, dtype: torch.dtype, num_rows: int) -> torch.dtype:
         """Returns the dtype for the gradient of a weight of `dtype`: its own if each chunk holds all num_rows of
         hidden, so that there is nothing to sum, else at least float32."""

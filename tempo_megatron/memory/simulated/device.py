@@ -156,9 +156,9 @@ class _HeadKernels:
         return logits.new_empty(shares.num_statistics, logits.size(0), dtype=torch.float32)
 
     @staticmethod
-    def find_results(found: Tensor, labels: Tensor, settings: Any) -> tuple[Tensor, Tensor]:
-        results, kept = (found.new_empty(n + settings.has_entropy, *labels.shape) for n in (1, 2))
-        return results, kept
+    def find_results(found: Tensor, labels: Tensor, settings: Any) -> tuple[tuple[Tensor, ...], Tensor]:
+        results = [found.new_empty(labels.shape) for _ in range(1 + settings.has_entropy)]
+        return tuple(results), found.new_empty(1 + len(results), *labels.shape)
 
     @staticmethod
     def list_rows(

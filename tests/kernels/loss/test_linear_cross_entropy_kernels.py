@@ -13,7 +13,7 @@ from interpreted import DEVICE, DTYPES, INTERPRETED, assert_as_specified, kernel
 from loss_head_inputs import HEADS, head_inputs, random_labels
 from witness import assert_three_witnesses
 
-from tempo_kernels.linear_cross_entropy import eager, kernel, operators
+from tempo_kernels.linear_cross_entropy import eager, function, kernel, operators
 from tempo_kernels.linear_cross_entropy.settings import Rows, Settings, Shares
 from tempo_kernels.linear_cross_entropy.shards import Shards
 
@@ -221,13 +221,15 @@ WHOLE = {
 
 @kernel_test
 @pytest.mark.parametrize(("head", "case"), WHOLE.values(), ids=WHOLE)
-def test_the_whole_function_is_right_by_the_three_witnesses(head, case, monkeypatch):
+@pytest.mark.parametrize("keeps_order", [False, True], ids=["ordered", "as given"])
+def test_the_whole_function_is_right_by_the_three_witnesses(head, case, keeps_order, monkeypatch):
     monkeypatch.setattr(operators, "choose_backend", lambda x, cpu: kernel if x.dtype in DTYPES else cpu)
+    monkeypatch.setattr(function, "can_keep_order", lambda hidden, _: keeps_order and hidden.dtype in DTYPES)
     labels = random_labels(5, 2, 90, ignored=(0,))
 
     def ours(*tensors):
-        device = DEVICE if tensors[0].dtype in DTYPES else "cpu"
-        return head.ours(*(t.to(device) for t in (*tensors, labels)), chunk_tokens=4, **case).cpu()
+        device, number = DEVICE if tensors[0].dtype in DTYPES else "cpu", 10 if keeps_order else 4
+        return head.ours(*(t.to(device) for t in (*tensors, labels)), chunk_tokens=number, **case).cpu()
 
     for dtype in DTYPES:
         inputs, grad = head_inputs(s=5, b=2), head.random_grad(labels)
