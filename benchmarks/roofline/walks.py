@@ -20,8 +20,8 @@ not looked at, which shortens its dropout and so is not in our favour.
 EFFICIENCY comes from outside: Triton's tutorial, counted in the same way, against what was measured of it. Nothing of
 ours was measured, so its spread is in a row's error bar.
 
-The walk for all gradients adds its part of grad_q to the L2 cache, and needs a launch before it that zeroes those sums
-and finds delta, and one behind it that converts them. Their bytes count at the bandwidth of a copy. Every program of it
+The walk for all gradients adds its part of grad_q to the L2 cache, and needs a launch before it that finds delta, and
+one behind it that adds up the sums of its splits. Their bytes count at the bandwidth of a copy. Every program of it
 goes through the queries of a head, their gradients and its sums once for each block of keys. Where those of all
 programs that run at once do not fit into the L2 cache, they are read from memory again each time, and the sums written,
 too. Programs of the other walks that run at once share few heads, whose keys or queries fit.
@@ -168,8 +168,9 @@ def find_walk(
         atomics_s = total_tiles * queries * head_dim * 4 / ATOMIC_BYTES_PER_S[chosen]
         num_bytes = find_reread_bytes(one, min(len(programs), num_slots), total_tiles, causal, chosen)
         memory_s = num_bytes / device.copy_bytes_per_s
-        # Before: out and grad_out, zeros in float32. Behind: those sums, and grad_q.
-        others_s = elements * (2 * 2 + 4 * sums + 4 * sums + 2) / device.copy_bytes_per_s
+        # Before: out and grad_out, and zeros where all splits add to the same sums. Behind: the sums, and grad_q.
+        zeros = 4 * sums if "sums" in one else 0
+        others_s = elements * (2 * 2 + zeros + 4 * sums + 2) / device.copy_bytes_per_s
         others_s += 2 * chosen.launch_us * 1e-6
     if name == "grad_kv":
         others_s += chosen.launch_us * 1e-6

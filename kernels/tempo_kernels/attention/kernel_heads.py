@@ -132,9 +132,7 @@ def _finish_kernel(
         k_size, v_size = kv_rows * HEAD_DIM, kv_rows * VALUE_DIM
         step = tl.num_programs(0).to(tl.int64) * BLOCK_QUERIES
         for start in range(tl.program_id(0).to(tl.int64) * BLOCK_QUERIES, kv_rows, step):
-            _add_up_parts(
-                k_parts_ptr, grad_k_ptr, start, block_row, kv_rows, QUERY_SPLITS, k_size, HEAD_DIM, BLOCK_DIM
-            )
+            _add_up_parts(k_parts_ptr, grad_k_ptr, start, block_row, kv_rows, QUERY_SPLITS, k_size, HEAD_DIM, BLOCK_DIM)
             _add_up_parts(
                 v_parts_ptr, grad_v_ptr, start, block_row, kv_rows, QUERY_SPLITS, v_size, VALUE_DIM, VALUE_BLOCK
             )
@@ -325,7 +323,8 @@ def launch_prepare(plan: Plan, tensors: Sequence[Tensor]) -> None:
 
 
 def launch_walk(plan: Plan, tensors: Sequence[Tensor | None], drawn: Sequence[int]) -> None:
-    """Fills grad_k and grad_v, or their parts, and the sums, with the kernel's pointers and the numbers that DRAWN names."""
+    """Fills grad_k and grad_v, or their parts, and the sums. The tensors are the kernel's pointers, and the numbers
+    those that DRAWN names."""
     launch(_grad_heads_kernel, plan, tensors, drawn)
 
 

@@ -56,6 +56,8 @@ SHAPES = read_shapes(Path(__file__).with_name("shapes.json"))
 
 # One walk for all three gradients is sm_90's. A thread of it takes 255 registers, so that a multiprocessor has 8 warps.
 SHAPES_OF_HEADS, WARPS_OF_HEADS = SHAPES[90]["one_walk"], 8
+
+
 class Splits(NamedTuple):
     """How many programs share a key-value head in one walk: so many have a share of its keys each, times so many of its
     queries."""
@@ -80,11 +82,11 @@ class Costs(NamedTuple):
 
 # So many programs share a head as make it fastest. More than two may, as long as what they sum in float32 stays within
 # so many bytes. Each block of keys goes through q, its gradient and the sums again. Of these the L2 cache, an H100's,
-# keeps what it has room for. All of that, and COSTS by head size, is the model of benchmarks/roofline for an H100, without
-# a causal limit, under which one walk gains more, between dropout and none. None was measured.
+# keeps what it has room for. All of that, and COSTS by head size, is the model of benchmarks/roofline for an H100,
+# without a causal limit, under which one walk gains more, halfway between dropout of 0.1 and none. None was measured.
 KEY_SPLITS, QUERY_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), (1, 2, 4, 8)
 MAX_SUMS_BYTES, L2_BYTES = 256 << 20, 50e6
-COSTS = {64: Costs(1.30, 43, 87, 1 / 1400), 128: Costs(1.30, 27, 50, 1 / 1230)}
+COSTS = {64: Costs(1.16, 48, 88, 1 / 1400), 128: Costs(1.10, 29, 48, 1 / 1280)}
 
 
 def name_architecture(major: int) -> int:
@@ -132,7 +134,9 @@ def choose_splits(
         lost = max(0.0, 1.0 - L2_BYTES / in_use)
         reread = costs.byte * running * splits.queries * 4 * (2 + 1 / splits.keys) * lost
         share = -(-row_blocks // splits.queries) / row_blocks
-        walk = rounds * -(-blocks // splits.keys) * shape.keys / 128 * (share * max(sharing, reread) + costs.block / rows)
+        walk = (
+            rounds * -(-blocks // splits.keys) * shape.keys / 128 * (share * max(sharing, reread) + costs.block / rows)
+        )
         # Of queries, and of keys and values where they have parts, what the finishing launch reads.
         summed = 4 * splits.keys + 8 * splits.queries * num_keys / rows * (splits.queries > 1)
         return walk + costs.byte * heads * (6 + summed) + costs.launch / rows
