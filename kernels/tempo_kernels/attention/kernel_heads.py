@@ -275,10 +275,17 @@ def _grad_heads_kernel(
             is_later = tl.full(place.shape, 1, tl.int1) & (turn > 0)
             tl.store(place_ptr, part, mask=~is_later)
             tl.atomic_add(place_ptr, part, mask=is_later, sem="relaxed")
-            grad_v = tl.dot(probabilities.to(grad_out.dtype), grad_out, grad_v, input_precision="ieee")
-            grad_k = tl.dot(grad_scores, q, grad_k, input_precision="ieee")
-            if KEEPS_APART:
-                grad_v, grad_k = keep_apart(grad_v), keep_apart(grad_k)
+            # Without dropout the last product may run on into the next iteration. With it ptxas would serialize them all.
+            if DRAWS:
+                grad_v = tl.dot(probabilities.to(grad_out.dtype), grad_out, grad_v, input_precision="ieee")
+                grad_k = tl.dot(grad_scores, q, grad_k, input_precision="ieee")
+                if KEEPS_APART:
+                    grad_v, grad_k = keep_apart(grad_v), keep_apart(grad_k)
+            else:
+                grad_k = tl.dot(grad_scores, q, grad_k, input_precision="ieee")
+                grad_v = tl.dot(probabilities.to(grad_out.dtype), grad_out, grad_v, input_precision="ieee")
+                if KEEPS_APART:
+                    grad_k = keep_apart(grad_k)
             next_row += QUERY_SPLITS * BLOCK_QUERIES
             is_last = next_row >= stop
             head += is_last.to(tl.int64)
