@@ -272,9 +272,10 @@ def _grad_heads_kernel(
             # No other program adds to these sums. The atomic spares the registers that loading them would take.
             place_ptr = sums_ptr + (head * padded + start_row) * BLOCK_DIM + place
             part = _lay_out(grad_q, BLOCK_QUERIES, BLOCK_DIM, PARTS)
-            is_later = tl.full(place.shape, 1, tl.int1) & (turn > 0)
-            tl.store(place_ptr, part, mask=~is_later)
-            tl.atomic_add(place_ptr, part, mask=is_later, sem="relaxed")
+            if turn > 0:
+                tl.atomic_add(place_ptr, part, sem="relaxed")
+            else:
+                tl.store(place_ptr, part)
             # Without dropout the last product may run on into the next iteration. With it ptxas would serialize them all.
             if DRAWS:
                 grad_v = tl.dot(probabilities.to(grad_out.dtype), grad_out, grad_v, input_precision="ieee")

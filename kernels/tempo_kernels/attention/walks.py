@@ -86,7 +86,7 @@ class Costs(NamedTuple):
 # without a causal limit, under which one walk gains more, halfway between dropout of 0.1 and none. None was measured.
 KEY_SPLITS, QUERY_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), (1, 2, 4, 8)
 MAX_SUMS_BYTES, L2_BYTES = 256 << 20, 50e6
-COSTS = {64: Costs(1.16, 48, 88, 1 / 1400), 128: Costs(1.10, 29, 48, 1 / 1280)}
+COSTS = {64: Costs(1.20, 49, 89, 1 / 1365), 128: Costs(1.19, 30, 51, 1 / 1205)}
 
 
 def name_architecture(major: int) -> int:

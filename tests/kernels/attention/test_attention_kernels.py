@@ -368,16 +368,22 @@ def test_one_walk_is_chosen_where_it_is_faster(monkeypatch):
         k = torch.empty(sk, 1, groups, head_dim, dtype=dtype)
         return attention_kernel.choose_splits(Inputs(k.new_empty(sk, 1, heads, head_dim), k, k))
 
-    assert [choose(n, n, 128) for n in (8, 64, 128, 140, 264)] == [0, 2, 1, 0, 1]
-    assert [choose(n, n, 64) for n in (64, 128, 256, 280)] == [2, 1, 1, 2]
+    assert [choose(n, n, 128) for n in (8, 64, 128, 140, 264)] == [None, (2, 1), (2, 1), None, (2, 1)]
+    assert [choose(n, n, 64) for n in (64, 128, 256, 280)] == [(2, 1), (1, 1), (1, 1), None]
     # More programs share a head, unless two walks fill the GPU better or the sums take too much memory.
-    assert [choose(n, n, d) for d in (64, 128) for n in (2, 8, 12, 20, 32, 40)] == [16, 0, 8, 6, 4, 0] * 2
-    assert choose(32, 8, 64) == 0 and choose(128, 32, 64) == 4 and choose(256, 32, 64) == 0
-    assert [choose(7, 7, d, sk=8192) for d in (64, 72)] == [16, 0]  # sums are as wide as 128 with a head of 72
-    assert choose(128, 8, 128) == choose(64, 64, 128, sk=64) == 0
-    assert choose(128, 128, 256) == choose(128, 128, 128, dtype=torch.float32) == 0
+    assert [choose(n, n, d) for d in (64, 128) for n in (1, 2, 4, 10, 12)] == [
+        (16, 8),
+        (16, 4),
+        (8, 4),
+        (4, 3),
+        None,
+    ] * 2
+    assert choose(32, 8, 64) is None and choose(128, 32, 64) == (2, 2)
+    assert [choose(7, 7, d, sk=8192) for d in (64, 72)] == [(8, 2), (4, 4)]  # sums are as wide as 128 with a head of 72
+    assert choose(128, 8, 128) is choose(64, 64, 128, sk=64) is None
+    assert choose(128, 128, 256) is choose(128, 128, 128, dtype=torch.float32) is None
     monkeypatch.setattr(attention_kernel, "find_architecture", lambda device: 100)
-    assert choose(128, 128, 128) == 0
+    assert choose(128, 128, 128) is None
 
 
 @pytest.mark.parametrize(
