@@ -276,7 +276,7 @@ def _grad_heads_kernel(
                 tl.atomic_add(place_ptr, part, sem="relaxed")
             else:
                 tl.store(place_ptr, part)
-            # Without dropout the last product may run on into the next iteration. With it ptxas would serialize them all.
+            # Without dropout the last product may run on into the next iteration; with it ptxas would serialize all.
             if DRAWS:
                 grad_v = tl.dot(probabilities.to(grad_out.dtype), grad_out, grad_v, input_precision="ieee")
                 grad_k = tl.dot(grad_scores, q, grad_k, input_precision="ieee")
