@@ -171,7 +171,7 @@ On sm_90 the faster of both is chosen, one walk with as many programs to a head 
 attention/walks.py). On sm_80 and sm_100 two walks run. There one walk compiles without spills at d 64 and p 0.1, on
 sm_80 with tiles of 32 x 64 and one stage: 2656 + 2560 cycles (issue + tensor cores) of 8192 scores where two walks have
 3082 + 3584. But each block of 64 keys goes through q, grad_out and the sums again, so that this model gives it 0.86 to
-1.26 of their time on an A100, by its splits; at d 128 it spills. On sm_100 it has 4786 + 640 where they have 3146 + 896.
+1.26 of their time on an A100, by its splits; at d 128 it spills. On sm_100 it has 4786 + 640, and they have 3146 + 896.
 """
 
 

@@ -120,11 +120,11 @@ def test_the_sums_of_attentions_backward_are_those_of_the_gpu() -> None:
         of_chip = name_architecture(chip.major), chip.multiprocessors
         return sum(list_workspaces(q_shape, q_shape, 128, dtype, choose_splits(q_shape, q_shape, 128, dtype, *of_chip)))
 
-    sums, fewer, none = count(H100), count(Chip(9, 20)), count(Chip(8, 108))
+    sums, fewer, none = count(H100), count(Chip(9, 24)), count(Chip(8, 108))
     assert sums > fewer > none > 0
-    assert estimate(H100) - estimate(Chip(9, 20)) == sums - fewer
+    assert estimate(H100) - estimate(Chip(9, 24)) == sums - fewer
     # torch's own has the same sums on every GPU.
-    assert estimate(H100, without_dropout) == estimate(Chip(9, 20), without_dropout) < estimate(H100)
+    assert estimate(H100, without_dropout) == estimate(Chip(9, 24), without_dropout) < estimate(H100)
     assert estimate(H100, tempo=OFF) == estimate(Chip(8, 108), tempo=OFF)
 
     def name(*of_run: Any, **named: Any) -> int:
@@ -133,7 +133,7 @@ def test_the_sums_of_attentions_backward_are_those_of_the_gpu() -> None:
         return rank.parts["attention's workspaces"]
 
     # They have a row of their own, which says how many they are.
-    assert [name(chip) for chip in (H100, Chip(9, 20))] == [sums, fewer]
+    assert [name(chip) for chip in (H100, Chip(9, 24))] == [sums, fewer]
 
 
 def test_the_tree_says_what_each_modules_attention_holds() -> None:
