@@ -261,7 +261,7 @@ def _prepare(
         and lengths is None
         and documents is None
         and q.dtype != torch.float32
-        and (find_architecture(q.device) == 90 or (find_architecture(q.device) == 100 and not settings.dropout_p))
+        and find_architecture(q.device) in ((90,) if settings.dropout_p else (90, 100))
         and not any(t.data_ptr() % 16 for t in tensors),
     )
     words = key_words(numbers.dropout_key or 0)  # type: ignore[arg-type]  # the tensors are split off
