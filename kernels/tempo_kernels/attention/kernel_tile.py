@@ -26,6 +26,7 @@ import triton.language as tl
 
 from tempo_kernels.attention import settings, walks
 from tempo_kernels.philox.kernel import philox4x32
+from tempo_kernels.pointwise.kernel_activations import IS_COMPILED
 
 # triton 3.3 cannot compile the joins of a transposed tile. There each key makes its own call of Philox.
 JOINS_TRANSPOSED = tl.constexpr(not triton.__version__.startswith("3.3."))
@@ -293,9 +294,6 @@ def multiply(queries, keys, KEYS_FIRST: tl.constexpr):
     else:
         products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     return products
-
-
-IS_COMPILED = tl.constexpr(isinstance(multiply, triton.JITFunction))  # Triton's interpreter knows no assembler
 
 
 @triton.jit
