@@ -225,8 +225,7 @@ class Gradients:
         """Adds the part of one chunk. The reduction over the ranks may still run when this returns."""
         if self._takes_all and self._has_grads[0]:
             self.hidden = torch.mm(grad_logits, self._head.weight)
-            if self._shards.size > 1:
-                self._works.append((self._shards.reduce(self.hidden), self.hidden))
+            self._reduce(self.hidden)
         elif self.hidden is not None:
             self._add_hidden(take(self.hidden, rows), grad_logits)
         if self._takes_all and self._has_grads[1] and self.weight is None:
@@ -250,12 +249,16 @@ class Gradients:
     def _add_hidden(self, out: Tensor, grad_logits: Tensor) -> None:
         if self._shards.num_segments == 1:
             torch.mm(grad_logits, self._head.weight, out=out)
-            if self._shards.size > 1:
-                self._works.append((self._shards.reduce(out), out))
+            self._reduce(out)
             return
         part = torch.mm(grad_logits, self._head.weight)
         self._wait()  # for the previous chunk's reduction, so that at most two parts are alive
         self._works.append((self._shards.reduce_scatter(part, out), part))
+
+    def _reduce(self, part: Tensor) -> None:
+        """Starts to sum the shards' parts of a chunk in place."""
+        if self._shards.size > 1:
+            self._works.append((self._shards.reduce(part), part))
 
     def finish(self) -> Gradients:
         """Waits for the ranks' sums and returns self."""
