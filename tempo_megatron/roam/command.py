@@ -21,7 +21,7 @@ from tempo_megatron.memory.commands.requested_run import read_requested_shape
 from tempo_megatron.memory.fake_tensors import simulate_layout, use_megatron_fakes
 from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_parameters
 from tempo_megatron.models.build import DTYPES, build_model, make_inputs
-from tempo_megatron.models.shape import ModelShape, pad_vocab_size
+from tempo_megatron.models.shape import ModelShape, name_shape_file, pad_vocab_size
 from tempo_megatron.plots import COLOURS, import_pyplot, save, tidy
 from tempo_megatron.roam.capture import capture_step
 from tempo_megatron.roam.graph import count_bytes, show_progress
@@ -54,7 +54,8 @@ def run_order(args: argparse.Namespace) -> int:
             f"--model {args.model} has experts, whose tokens differ from step to step, and an order is of one graph; "
             "give a model without"
         )
-    title = f"{Path(args.model).stem}, {args.dtype}, s {shape.seq_length}, b {args.micro_batch_size}, {args.optimizer}"
+    name = name_shape_file(args.model)
+    title = f"{name}, {args.dtype}, s {shape.seq_length}, b {args.micro_batch_size}, {args.optimizer}"
     start = time.perf_counter()
     captured = capture_megatron_step(shape, tempo_config, args)
     captured_at = time.perf_counter()

@@ -13,7 +13,7 @@ from typing import Any
 
 from tempo_megatron.memory.run import Experts, OptimizerSettings, Run, read_recomputation, take_parts
 from tempo_megatron.models.build import DTYPES
-from tempo_megatron.models.huggingface.config import read_config
+from tempo_megatron.models.huggingface.config import read_config_fields
 from tempo_megatron.models.shape import ModelShape, check_layout, make_shape, read_shape_file
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.json_text import read_object
@@ -98,9 +98,7 @@ def read_requested_shape(args: argparse.Namespace) -> ModelShape:
         raise ValueError("--recompute full already recomputes everything; give it alone")
     is_hf = getattr(args, "hf", None) is not None
     values = {"vocab_size": 50257}
-    values |= (
-        {"make_vocab_size_divisible_by": 1, **read_config(args.hf).fields} if is_hf else read_shape_file(args.model)
-    )
+    values |= read_config_fields(args.hf) if is_hf else read_shape_file(args.model)
     dropout = {"attention_dropout": args.dropout, "hidden_dropout": args.dropout}
     given = {"seq_length": args.seq_length, "vocab_size": args.vocab_size, **dropout}
     values |= {name: value for name, value in given.items() if value is not None}
