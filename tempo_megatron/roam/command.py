@@ -34,7 +34,7 @@ from tempo_megatron.settings.operations import STACKS
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.choose import choose
 from tempo_megatron.words.argument_types import format_bytes
-from tempo_megatron.words.json_text import read_object
+from tempo_megatron.words.deepspeed_json import read_deepspeed_json
 
 _OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 # The alignment of every address, as torch's CUDA allocator has it.
@@ -47,7 +47,7 @@ def run_order(args: argparse.Namespace) -> int:
         check_installed("--plot", "train", "matplotlib")
     if args.html:
         check_installed("--html", "train", "plotly")
-    tempo_config = tempo_config_from(args, read_object(args.deepspeed_config) if args.deepspeed_config else {})
+    tempo_config = tempo_config_from(args, read_deepspeed_json(args.deepspeed_config) if args.deepspeed_config else {})
     shape = read_requested_shape(args)
     if shape.num_experts is not None:
         raise ValueError(

@@ -27,7 +27,7 @@ from tempo_megatron.models.shape import name_shape_file
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import read_layers
-from tempo_megatron.words.json_text import read_object
+from tempo_megatron.words.deepspeed_json import read_deepspeed_json
 
 _WIDTH = 34
 
@@ -143,7 +143,7 @@ def _read_tempo_config(args: argparse.Namespace) -> TempoConfig:
         raise ValueError("--no-use-tempo is given, but the ledger's second column is Tempo; leave it out")
     block = {}
     if args.deepspeed_config:
-        block = read_object(args.deepspeed_config)
+        block = read_deepspeed_json(args.deepspeed_config)
         if "tempo" not in block:
             raise ValueError(f'{args.deepspeed_config} has no "tempo" block; add one or leave --deepspeed_config out')
     return tempo_config_from(argparse.Namespace(**{**vars(args), "use_tempo": True}), block)
