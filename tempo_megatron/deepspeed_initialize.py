@@ -10,7 +10,8 @@ from typing import Any
 import deepspeed
 from torch import nn
 
-from tempo_megatron.words.json_text import find_near_name, read_json
+from tempo_megatron.words.deepspeed_json import load_deepspeed_json
+from tempo_megatron.words.json_text import find_near_name
 from tempo_torch import CHOICES, tempoize
 
 _KEYS = ("enabled", "seed", *CHOICES, "offload")
@@ -40,7 +41,7 @@ def read_block(config: Any) -> dict[str, Any] | None:
     """The "tempo" block of a DeepSpeed configuration, a dictionary or the path of a JSON file; None without one or
     where it is not enabled. Raises ValueError for an unknown key, and for a name that is nearly "tempo"."""
     if isinstance(config, str | Path):
-        config = read_json(config)
+        config = load_deepspeed_json(config)
     if not isinstance(config, Mapping):
         return None
     if "tempo" not in config:

@@ -11,6 +11,7 @@ from tempo_megatron.settings.arguments import Budget, add_ledger_argument, add_t
 from tempo_megatron.settings.config import BUDGET, HOST_MEMORY, TempoConfig, check_block
 from tempo_megatron.settings.layer_values import OFFLOAD
 from tempo_megatron.settings.operations import CHOICES
+from tempo_megatron.words.deepspeed_json import load_deepspeed_json
 from tempo_megatron.words.json_text import read_json
 
 
@@ -80,7 +81,7 @@ def _read_blocks(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _read_block(file: str, *, may_be_bare: bool) -> dict[str, Any] | None:
-    content = read_json(file)
+    content = read_json(file) if may_be_bare else load_deepspeed_json(file)
     if isinstance(content, dict) and "tempo" in content:
         return check_block(content["tempo"])
     if not may_be_bare:

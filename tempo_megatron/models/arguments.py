@@ -123,7 +123,12 @@ _WEIGHTS: dict[str, tuple[Any, str]] = {
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --model, sizes, activation, norms, attention, positions, weights and dropout, in groups of their own."""
     group = parser.add_argument_group("model", "each may also come from --model; an explicit argument wins")
-    group.add_argument("--model", metavar="JSON", help="file with a model, such as configs/model/gpt2_124m.json")
+    group.add_argument(
+        "--model",
+        metavar="JSON",
+        help="file with a model, such as configs/model/gpt2_124m.json, or the folder or config.json of a Hugging Face "
+        "model",
+    )
     _add(group, _SIZES)
     of_file = "what GPT-2 has is the default; --no-NAME takes back what the file of --model says"
     _add(parser.add_argument_group("layer", of_file), _LAYER)

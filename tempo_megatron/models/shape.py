@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tempo_megatron.models.huggingface.config import is_config, read_config_fields
 from tempo_megatron.settings.activations import ACTIVATIONS, GATED
 from tempo_megatron.words.expert_layers import parse_layer_frequency
 from tempo_megatron.words.json_text import read_object
@@ -528,14 +529,20 @@ def pad_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tp: int) 
 
 
 def read_shape_file(path: str | Path) -> dict[str, Any]:
-    """The fields of ModelShape in a file of configs/model; names and types are checked.
+    """The fields of ModelShape in a file of configs/model, or in the config.json of a Hugging Face model or its folder;
+    names and types are checked.
 
     Raises ValueError, which begins with --model, where it cannot be read or has something that no model has.
     """
     try:
+        if is_config(path):
+            return read_config_fields(path)
         values = read_object(path)
     except OSError as error:
-        raise ValueError(f"--model {path} cannot be read ({error.strerror}); give a file of configs/model") from error
+        raise ValueError(
+            f"--model {path} cannot be read ({error.strerror}); give a file of configs/model, or the folder or "
+            "config.json of a Hugging Face model"
+        ) from error
     except ValueError as error:
         raise ValueError(f"--model {error}") from error
     for name, value in values.items():
@@ -545,6 +552,12 @@ def read_shape_file(path: str | Path) -> dict[str, Any]:
         if (expected := check_value(name, value)) is not None:
             raise ValueError(f"--model {path}: {name} is {json.dumps(value)}; expected {expected}")
     return values
+
+
+def name_shape_file(path: str | Path) -> str:
+    """For people: the name of a file of configs/model, or of the folder of a config.json."""
+    file = Path(path).absolute()
+    return file.parent.name if file.name == "config.json" else file.name if file.is_dir() else file.stem
 
 
 def complete_description(described: Mapping[str, Any]) -> dict[str, Any]:

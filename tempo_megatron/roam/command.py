@@ -21,7 +21,7 @@ from tempo_megatron.memory.commands.requested_run import read_requested_shape
 from tempo_megatron.memory.fake_tensors import simulate_layout, use_megatron_fakes
 from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_parameters
 from tempo_megatron.models.build import DTYPES, build_model, make_inputs
-from tempo_megatron.models.shape import ModelShape, pad_vocab_size
+from tempo_megatron.models.shape import ModelShape, name_shape_file, pad_vocab_size
 from tempo_megatron.plots import COLOURS, import_pyplot, save, tidy
 from tempo_megatron.roam.capture import capture_step
 from tempo_megatron.roam.graph import count_bytes, show_progress
@@ -34,7 +34,7 @@ from tempo_megatron.settings.operations import STACKS
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.choose import choose
 from tempo_megatron.words.argument_types import format_bytes
-from tempo_megatron.words.json_text import read_object
+from tempo_megatron.words.deepspeed_json import read_deepspeed_json
 
 _OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 # The alignment of every address, as torch's CUDA allocator has it.
@@ -47,14 +47,15 @@ def run_order(args: argparse.Namespace) -> int:
         check_installed("--plot", "train", "matplotlib")
     if args.html:
         check_installed("--html", "train", "plotly")
-    tempo_config = tempo_config_from(args, read_object(args.deepspeed_config) if args.deepspeed_config else {})
+    tempo_config = tempo_config_from(args, read_deepspeed_json(args.deepspeed_config) if args.deepspeed_config else {})
     shape = read_requested_shape(args)
     if shape.num_experts is not None:
         raise ValueError(
             f"--model {args.model} has experts, whose tokens differ from step to step, and an order is of one graph; "
             "give a model without"
         )
-    title = f"{Path(args.model).stem}, {args.dtype}, s {shape.seq_length}, b {args.micro_batch_size}, {args.optimizer}"
+    name = name_shape_file(args.model)
+    title = f"{name}, {args.dtype}, s {shape.seq_length}, b {args.micro_batch_size}, {args.optimizer}"
     start = time.perf_counter()
     captured = capture_megatron_step(shape, tempo_config, args)
     captured_at = time.perf_counter()

@@ -11,6 +11,11 @@ from typing import Any, ClassVar
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import (
+    all_to_all_hp2sp,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -385,7 +390,43 @@ class TempoNormedSelfAttention(SelfAttention):
         return functools.partial(_run_self_attention, attention), take
 
 
-class TempoMLASelfAttention(DropsInput, MLASelfAttention):
+@name_as_stock
+class LatentSelfAttention(MLASelfAttention):
+    """Latent attention whose shared rotary key has the gradient of all heads, in any tensor-parallel layout.
+
+    Every head adds the same rotary key to its own keys, and a rank has some of the heads. Megatron sums the ranks'
+    gradients only where each rank makes the key of some tokens (Transformer Engine's down projection under sequence
+    parallelism); elsewhere each keeps its own (transformer/multi_latent_attention.py:565 of megatron-core 0.16.1). So
+    the down projection hands out what Megatron's code goes on with in the right way: all latents of this rank's tokens
+    under sequence parallelism, and all latents of all tokens, with a sum in backward, without.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if parallel_state.get_tensor_model_parallel_world_size() > 1:
+            self.linear_kv_down_proj.register_forward_hook(self._hand_out_latents)
+
+    def _hand_out_latents(self, linear: Any, inputs: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Any, Any]:
+        latents, bias = output
+        is_split = latents.size(-1) != self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim
+        if self.config.sequence_parallel:
+            if is_split:
+                rows = all_to_all_hp2sp(latents)
+                latents = rows.view(-1, latents.size(1), rows.size(-1))
+            return latents, bias
+        if is_split:
+            latents = gather_from_tensor_model_parallel_region(latents)
+        if latents.requires_grad:
+            latents.register_hook(self._sum_rotary_part)
+        return latents, bias
+
+    def _sum_rotary_part(self, grad: Tensor) -> Tensor:
+        """The gradient of all latents; that of the compressed ones is complete, as they went into a parallel linear."""
+        compressed, rotary = grad.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
+        return torch.cat([compressed, reduce_from_tensor_model_parallel_region(rotary.contiguous())], dim=-1)
+
+
+class TempoMLASelfAttention(DropsInput, LatentSelfAttention):
     """Latent attention that does not keep its input, which its down projections read; see DropsInput.
 
     Megatron makes its down projections according to their classes, and refuses those that it does not know.

@@ -36,6 +36,7 @@ from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots import hybrid
 from tempo_megatron.slots import transformer_engine as te
 from tempo_megatron.slots.attention import (
+    LatentSelfAttention,
     TempoDotProductAttention,
     TempoMLASelfAttention,
     TempoNormedSelfAttention,
@@ -442,7 +443,8 @@ def _replace_attention(
 ) -> Any:
     module, submodules = find_class(slot), find_submodules(slot)
     is_latent = isinstance(module, type) and issubclass(module, MultiLatentAttention)
-    if is_latent and (module is not MLASelfAttention or getattr(transformer_config, "cache_mla_latents", False)):
+    is_known = module in (MLASelfAttention, LatentSelfAttention)
+    if is_latent and (not is_known or getattr(transformer_config, "cache_mla_latents", False)):
         # Inference with cached latents takes norms and projections apart, and other classes may do as they like.
         return slot
     after_norms: tuple[str, ...] = _LINEARS_AFTER_NORMS
@@ -463,8 +465,9 @@ def _replace_attention(
         pins = drops_projection or any(getattr(norm, "keep", "input") == "input" for norm in norms)
         core_attention = (te.ATTENTIONS if is_te else _ATTENTIONS)[tempo_config.attention]
         changes["core_attention"] = ModuleSpec(core_attention, {"stack": stack, "has_pinned_projection": pins})
-    if is_latent and tempo_config.norm == "recompute":
-        slot = dataclasses.replace(slot, module=TempoMLASelfAttention)
+    if is_latent:
+        latent = TempoMLASelfAttention if tempo_config.norm == "recompute" else LatentSelfAttention
+        slot = dataclasses.replace(slot, module=latent)
     if drops_projection:
         _refuse_kept_operands(stock_attention, transformer_config, "core_attention" in changes)
         slot = dataclasses.replace(slot, module=TempoSelfAttention)

@@ -16,7 +16,7 @@ from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import write_layers
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots import transformer_engine as te
-from tempo_megatron.slots.attention import TempoMLASelfAttention
+from tempo_megatron.slots.attention import LatentSelfAttention, TempoMLASelfAttention
 from tempo_megatron.slots.block_slots import (
     BUILT_NAMES,
     Slot,
@@ -186,7 +186,7 @@ def _explain(slot: Slot, layer: int | None, stack: str, choices: Choices) -> str
     if slot.operation == "linear_fc1" and is_mixture(slot.content):
         return "mixture of experts"
     is_latent = isinstance(holder, type) and issubclass(holder, MultiLatentAttention)
-    if is_latent and holder not in (MLASelfAttention, TempoMLASelfAttention):
+    if is_latent and holder not in (MLASelfAttention, LatentSelfAttention, TempoMLASelfAttention):
         return f"{holder.__name__} is a latent attention that Tempo does not know"
     found = choices.config if layer is None else choices.config.for_layer(layer, stack)
     if getattr(found, slot.operation) == "off":

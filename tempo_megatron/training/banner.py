@@ -17,8 +17,9 @@ from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots.choose import Choices
 from tempo_megatron.slots.offload import Offloading
 from tempo_megatron.slots.report import TempoReport
-from tempo_megatron.training.run.deepspeed_config import find_unknown_keys, offloads_optimizer, read_zero_stage
+from tempo_megatron.training.run.deepspeed_config import offloads_optimizer, read_zero_stage
 from tempo_megatron.training.run.run_config import RunConfig
+from tempo_megatron.words.deepspeed_json import find_unknown_keys
 
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "triton")
 _OPTIONAL = {"Apex": "apex", "Transformer Engine": "transformer_engine"}

@@ -11,7 +11,7 @@ import functools
 import io
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
 from tempo_megatron.models.stage import PipelineStage
 from tempo_megatron.training import pipeline
 from tempo_megatron.training.checkpoint_files.files import CheckpointFiles
-from tempo_megatron.training.checkpoint_files.sharding import find_cuts
+from tempo_megatron.training.checkpoint_files.sharding import Cut, find_cuts
 from tempo_megatron.training.metrics import MonitorBuffer
 from tempo_megatron.training.run.deepspeed_config import copy_deepspeed_config, offloads_optimizer, read_zero_stage
 from tempo_megatron.training.run.run_config import RunConfig
@@ -131,7 +132,8 @@ def sum_partial_gradients(model: torch.nn.Module) -> None:
     """Makes autograd sum the gradients that are partial on each tensor-parallel rank over the group.
 
     These are the gradients of parameters marked `sequence_parallel`, whose ranks see different tokens, and of the norms
-    of queries and keys, whose ranks see different heads, with sequence parallelism or without. DeepSpeed does not know
+    of queries and keys, whose ranks see different heads, with sequence parallelism or without. Latent attention has
+    norms of these names before it makes heads, and their gradients are complete. DeepSpeed does not know
     this. A hook sums each gradient as soon as it exists, so that every ZeRO stage reduces complete gradients.
     """
     group = parallel_state.get_tensor_model_parallel_group()
@@ -141,9 +143,23 @@ def sum_partial_gradients(model: torch.nn.Module) -> None:
         dist.all_reduce(total, group=group)
         return total.to(grad.dtype)
 
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "sequence_parallel", False) or "q_layernorm" in name or "k_layernorm" in name:
+    attentions = [module for module in model.modules() if isinstance(module, SelfAttention)]
+    norms = [norm for each in attentions for norm in (each.q_layernorm, each.k_layernorm) if norm is not None]
+    of_heads = {id(parameter) for norm in norms for parameter in norm.parameters()}
+    for parameter in model.parameters():
+        if getattr(parameter, "sequence_parallel", False) or id(parameter) in of_heads:
             parameter.register_hook(sum_over_ranks)
+
+
+def mark_divided_parameters(model: torch.nn.Module, cuts: Mapping[str, Cut]) -> None:
+    """Marks each parameter of which a tensor-parallel rank has a part, for the norm of all gradients.
+
+    Megatron leaves the sinks of attention unmarked (transformer/dot_product_attention.py:121 of megatron-core 0.16.1),
+    and an unmarked parameter counts on the first rank alone.
+    """
+    for name, parameter in model.named_parameters():
+        if name in cuts and cuts[name].local_shape != cuts[name].shape:
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
 def group_by_decay(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -209,6 +225,7 @@ class Engine:
         self.zero_stage = read_zero_stage(config)
         self.tensor_parallel_size = run.tensor_model_parallel_size
         self.cuts = find_cuts(model)
+        mark_divided_parameters(model, self.cuts)
         self._samples_per_step = run.global_batch_size
         self._computes_norm = self.zero_stage == 0 and run.precision == "fp32"
         self._clip_grad = run.clip_grad

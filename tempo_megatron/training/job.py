@@ -109,8 +109,8 @@ class Job:
         engine.zero_partitioned_biases(built)
         self.datasets = build_datasets(run, self.task, self.vocabulary.tokenizer)
         self.tempo_report = pipeline.report_on_all(built, self.choices)
+        self.engine = engine.Engine(built, run)  # it marks what tensor parallelism divides
         self.parameters = pipeline.count_all_parameters(built, run.tensor_model_parallel_size)
-        self.engine = engine.Engine(built, run)
         self.offloading = offload_layers(
             list_chunks(self.engine.deepspeed.module),
             run.tempo,

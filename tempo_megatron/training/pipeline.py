@@ -30,9 +30,9 @@ from tempo_megatron.models.build import build_model, count_parameters
 from tempo_megatron.models.stage import PipelineStage, list_chunks
 from tempo_megatron.slots.choose import Choices
 from tempo_megatron.slots.report import TempoReport, report_on
-from tempo_megatron.training.run.deepspeed_config import BATCH_KEYS
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.task import LOSS, Batch, ForwardStep
+from tempo_megatron.words.deepspeed_json import BATCH_KEYS
 
 _T = TypeVar("_T")
 

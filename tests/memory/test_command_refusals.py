@@ -125,8 +125,10 @@ def test_what_cannot_be_is_one_sentence(
         ({}, "--dtype bf16", "--dtype is bf16, but the DeepSpeed JSON trains in fp32, as it enables neither bf16"),
         (BF16, "--dtype fp32", "--dtype is fp32, but the DeepSpeed JSON trains in bf16, as it enables bf16;"),
         ({**BF16, "fp16": {"enabled": True}}, "", "the DeepSpeed JSON enables bf16 and fp16"),
-        ({"bf16": {"enabled": 1}}, "", '"bf16.enabled" in the DeepSpeed JSON is 1; expected true, false or "auto"'),
-        ({"bf16": True}, "", '"bf16" in the DeepSpeed JSON is True; expected an object'),
+        ({"bf16": {"enabled": 2}}, "", '"bf16.enabled" is 2; expected true or false'),
+        ({"bf16": True}, "", '"bf16" is True; expected an object {...}'),
+        ({"gradient_clipping": -1}, "", '"gradient_clipping" is -1; expected a number of at least 0 or "auto"'),
+        ({"zero_optimization": {"stge": 1}}, "", 'the nearest known name is "zero_optimization.stage"'),
         (
             {"train_micro_batch_size_per_gpu": 2},
             "--micro-batch-size 4",

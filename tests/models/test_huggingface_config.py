@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
+from run_configs import NEEDED, decide
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from tempo_megatron.cli import main
 from tempo_megatron.models.huggingface.config import build_config, find_class, read_config
-from tempo_megatron.models.shape import make_shape
+from tempo_megatron.models.shape import make_shape, read_shape_file
 
 COMMON = {
     **{"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "max_position_embeddings": 32},
@@ -51,6 +53,45 @@ def test_what_export_writes_is_read_back(name: str, tmp_path: Path) -> None:
     assert make_shape(**{**found.fields, "make_vocab_size_divisible_by": 1}, seq_length=32) == shape
     assert (found.gelu_form, found.unread) == (gelu_form, [])
     assert found.special_tokens == {"bos_token_id": 7, "eos_token_id": 7}
+    for path in (tmp_path, tmp_path / "config.json"):  # what --model takes
+        assert make_shape(**read_shape_file(path), seq_length=32) == shape
+
+
+@pytest.mark.parametrize("command", ["estimate", "flops"])
+def test_model_takes_a_config_json_or_its_folder_as_hf_does(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = make_shape(**COMMON, **SHAPES["LlamaForCausalLM"])
+    run: dict[str, Any] = {**shape.describe(), "gelu_form": None, "end_of_document": 7}
+    (tmp_path / "config.json").write_text(json.dumps(build_config(run, "float32")), encoding="utf-8")
+    of_ours = {**COMMON, **SHAPES["LlamaForCausalLM"]}
+    (folder := tmp_path / "ours").mkdir()
+    (folder / f"{tmp_path.name}.json").write_text(json.dumps(of_ours), encoding="utf-8")
+    given = [["--model", str(path)] for path in (folder / f"{tmp_path.name}.json", tmp_path, tmp_path / "config.json")]
+    given += [["--hf", str(tmp_path)]] if command == "estimate" else []
+    told = set()
+    for words in given:
+        assert main([command, *words, "--seq-length", "32"]) == 0
+        told.add(capsys.readouterr().out)
+    assert len(told) == 1
+
+
+def test_a_model_type_that_is_not_known_is_told_of_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"], "model_type": "bert"}', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"^--model .* is of model_type 'bert', which is no model of the trainer"):
+        read_shape_file(tmp_path)
+
+
+@pytest.mark.parametrize(("activation", "is_fused"), [("gelu_new", True), ("gelu", False)])
+def test_the_trainer_takes_sizes_and_the_form_of_gelu_of_a_config_json(
+    activation: str, is_fused: bool, tmp_path: Path
+) -> None:
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 32, "vocab_size": 100}
+    content = {**config, "activation_function": activation, "architectures": ["GPT2LMHeadModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    run = decide(tmp_path, *NEEDED, "--model", str(tmp_path), "--seq-length", "32", "--num-attention-heads", "2")
+    assert (run.model.num_layers, run.model.hidden_size, run.model.num_attention_heads) == (3, 64, 2)
+    assert run.bias_gelu_fusion == is_fused
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,9 @@ from distributed import run_megatron_ranks, run_steps
 from gpt import SEQ_LENGTH, assert_equal_to_stock, gradients, losses
 from latent_cases import build_latent
 from megatron.core import parallel_state
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.slots.report import report_on
@@ -119,6 +122,31 @@ def test_what_is_kept():
     assert kept["witness"] - kept["in place"] > 2 * 2 * BATCH * heads * SEQ_LENGTH**2 * 8
     report = found["in place"][2]
     assert report.describe_counts() == "activation 2 of 2, norm 9 of 9, dropout 5 of 5, attention 2 of 2, loss 1 of 1"
+
+
+def down_projections():
+    """The gradients of every layer's down projections, by their class: of which a rank has a part, and has the whole.
+    The part is gathered."""
+    found = []
+    for down in (ColumnParallelLinear, Linear):
+        model = build_latent(AUTO, down=down)
+        losses(model, 3, BATCH, gives_mask=False).sum().backward()
+        weights = [p for name, p in model.named_parameters() if "down_proj" in name]
+        grads = [p.grad if down is Linear else gather_along_rows(p.grad) for p in weights]
+        found.append(grads)
+    return found
+
+
+def gather_along_rows(part):
+    return gather_from_tensor_model_parallel_region(part.T.contiguous()).T
+
+
+def test_the_rotary_key_has_the_gradient_of_every_ranks_heads():
+    (expected,) = run_megatron_ranks(down_projections, 1, 1)
+    for of_rank in run_megatron_ranks(down_projections, 2, 2):
+        for kind, grads in zip(expected, of_rank, strict=True):
+            for whole, found in zip(kind, grads, strict=True):
+                torch.testing.assert_close(found, whole, rtol=1e-10, atol=1e-12)
 
 
 def refusal():

@@ -9,6 +9,8 @@ import torch
 from gpt import SEQ_LENGTH, VOCAB_SIZE, gpt_config
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -35,18 +37,27 @@ class PlainAttention(DotProductAttention):  # type: ignore[misc,unused-ignore]
         return torch.einsum("baij,jbad->ibad", probabilities, value).flatten(2)
 
 
-def construct_latent(config: Any, tempo_config: TempoConfig, *sizes: int, **stages: Any) -> GPTModel:
-    """A GPTModel of these sizes of the vocabulary and the sequence; with `TempoConfig.off()` around PlainAttention."""
+def construct_latent(
+    config: Any, tempo_config: TempoConfig, *sizes: int, down: Any = ColumnParallelLinear, **stages: Any
+) -> GPTModel:
+    """A GPTModel of these sizes of the vocabulary and the sequence; with `TempoConfig.off()` around PlainAttention.
+
+    down: class of the down projections: Megatron's, of which a rank has a part, or modelopt's, which each has whole.
+    """
     spec = get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=True, normalization=config.normalization)
+    slots = spec.submodules.self_attention.submodules
+    slots.linear_q_down_proj = slots.linear_kv_down_proj = down
     if tempo_config.is_off:
         spec.submodules.self_attention.submodules.core_attention = PlainAttention
     # Without Transformer Engine Megatron does not define what its latent attention looks for.
-    with mock.patch.object(multi_latent_attention, "TELinear", torch.nn.Bilinear):
+    with mock.patch.multiple(multi_latent_attention, TELinear=torch.nn.Bilinear, Linear=Linear):
         spec = tempoize(spec, config, tempo_config)
         return GPTModel(config, spec, *sizes, position_embedding_type="none", **stages)
 
 
-def build_latent(tempo_config: TempoConfig, dtype: torch.dtype = torch.float64, **settings: Any) -> GPTModel:
+def build_latent(
+    tempo_config: TempoConfig, dtype: torch.dtype = torch.float64, down: Any = ColumnParallelLinear, **settings: Any
+) -> GPTModel:
     """In training mode, with weights that depend on the shapes only."""
     config = gpt_config(
         MLATransformerConfig,
@@ -55,7 +66,7 @@ def build_latent(tempo_config: TempoConfig, dtype: torch.dtype = torch.float64, 
         **{"rope_type": "rope", "normalization": "RMSNorm", **SIZES, **settings},
     )
     torch.manual_seed(7)
-    model = construct_latent(config, tempo_config, VOCAB_SIZE, SEQ_LENGTH)
+    model = construct_latent(config, tempo_config, VOCAB_SIZE, SEQ_LENGTH, down=down)
     tempoize_embedding(model, tempo_config)
     tempoize_loss(model, tempo_config)
     return model.to(dtype).train()

@@ -14,14 +14,20 @@ import pytest
 from run_configs import NEEDED, SIZES, decide, write_json
 from training_job import zero
 
+from tempo_megatron.cli import main
 from tempo_megatron.training.config_command import main as show_config
 from tempo_megatron.training.planning import read_run
 from tempo_megatron.training.run import checks
 from tempo_megatron.training.run.arguments import build_parser, parse_arguments
 from tempo_megatron.training.run.checks import check_weights_fit
-from tempo_megatron.training.run.deepspeed_config import copy_deepspeed_config, find_unknown_keys, read_deepspeed_config
+from tempo_megatron.training.run.deepspeed_config import (
+    copy_deepspeed_config,
+    offloads_optimizer,
+    read_deepspeed_config,
+)
 from tempo_megatron.training.run.masking import Masking
 from tempo_megatron.training.run.run_config import RunConfig, complete_run
+from tempo_megatron.words.deepspeed_json import REPLACED, find_unknown_keys
 
 ROOT = Path(__file__).parents[2]
 FULL, SELECTIVE = "--recompute-granularity full ", "--recompute-activations --recompute-modules "
@@ -157,7 +163,21 @@ WRONG_CONFIGS: list[tuple[Any, str, str]] = [
     ({"train_micro_batch_size_per_gpu": 4}, "", "--micro-batch-size is 2 but"),
     ({"gradient_accumulation_steps": 3, "train_batch_size": 4}, "", '"gradient_accumulation_steps" in the'),
     ({"train_batch_size": 4}, "--global-batch-size 8", "--global-batch-size is 8 but"),
-    ({"train_batch_size": "8"}, "", "\"train_batch_size\" in the DeepSpeed JSON is '8'"),
+    ({"train_batch_size": "8"}, "", "\"train_batch_size\" is '8'; expected a whole number of at least 1 or"),
+    ('{"gradient_clipping": NaN}', "", "is not valid JSON (NaN is no number in JSON)"),
+    ('{"gradient_clipping": NaN, # none\n}', "", "is not valid JSON (NaN is no number in JSON)"),
+    (
+        {"bf16": {"enabled": True, "loss_scale_window": 9}, **zero(1)},
+        "",
+        '"bf16.loss_scale_window" is unknown to DeepSpeed; it belongs into "fp16": move or remove it',
+    ),
+    (zero(1, offload_optimizer={"device": "cpu", "ratio": 0.5}), "", "DeepSpeed refuses it (Partial offloading only"),
+    ({"tensorboard": {"enbled": True}}, "", 'is unknown to DeepSpeed; the nearest known name is "tensorboard.enabled"'),
+    (zero(1, offload_optimizer={"devce": "cpu"}), "", 'known name is "zero_optimization.offload_optimizer.device"'),
+    (zero(1, reduce_bucket_size=-1), "", '"zero_optimization.reduce_bucket_size" is -1, which DeepSpeed refuses'),
+    ({"checkpoint": {"tag_validation": "x"}}, "", "DeepSpeed refuses it (Checkpoint config contains invalid"),
+    (zero(1, cpu_offload="x"), "", "\"zero_optimization.cpu_offload\" is 'x'; expected true or false"),
+    (zero(1, cpu_offload=True, offload_optimizer={"device": "cpu"}), "", 'replaces it: remove "cpu_offload"'),
     ({"gradient_clipping": 0.5}, "--clip-grad 1", '--clip-grad is 1.0 but "gradient_clipping"'),
     ({"gradient_clipping": -1}, "", '"gradient_clipping" is -1; expected a number of at least 0'),
     ({"bf16": {"enabled": False}}, "--bf16", '--bf16 is given but "bf16.enabled" in the DeepSpeed JSON is false'),
@@ -186,6 +206,50 @@ WRONG_CONFIGS: list[tuple[Any, str, str]] = [
 @pytest.mark.parametrize(("config", "words", "sentence"), WRONG_CONFIGS, ids=shorten)
 def test_a_wrong_deepspeed_json_is_one_sentence(tmp_path: Path, config: Any, words: str, sentence: str) -> None:
     check_refused(tmp_path, sentence, *words.split(), config=config)
+
+
+HJSON = """{
+  // why
+  "zero_optimization": {"stage": 2, %s},
+  bf16: {
+    # without quotes
+    enabled: yes
+  },
+}"""
+ESTIMATE = ["estimate", "--model", str(ROOT / "configs/model/gpt2_tiny.json"), "--dp", "2"]
+
+
+def test_the_trainer_and_the_estimate_read_one_json_as_deepspeed_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = {}
+    for words in ('"offload_optimizer": {"device": "cpu"}', '"cpu_offload": true', '"cpu_offload": false'):
+        run = prepared(tmp_path, "--micro-batch-size", "1", config=HJSON % words)
+        assert run.precision == "bf16" and offloads_optimizer(run.deepspeed) == ("false" not in words)
+        assert main([*ESTIMATE, *write_json(tmp_path, HJSON % words)]) == 0
+        told[words] = capsys.readouterr().out
+    offloaded, deprecated, on_the_device = told.values()
+    assert deprecated == offloaded != on_the_device
+
+
+@pytest.mark.parametrize(
+    "config", ['{"gradient_clipping": NaN}', '{"x": 1, "x": 2, /* */}', '{"gradient_clipping": -1}']
+)
+def test_the_trainer_and_the_estimate_refuse_a_json_in_one_sentence(
+    tmp_path: Path, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match="--deepspeed_config") as refused:
+        prepared(tmp_path, config=config)
+    assert main([*ESTIMATE, *write_json(tmp_path, config)]) == 2
+    assert capsys.readouterr().err == f"tempo-megatron estimate: {refused.value}\n"
+
+
+def test_deprecated_names_of_zero_are_those_of_deepspeed() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    blocks = ("offload_optimizer", "offload_param")
+    extras = {name: field.json_schema_extra or {} for name, field in DeepSpeedZeroConfig.model_fields.items()}
+    assert {name: extra["new_param"] for name, extra in extras.items() if extra.get("new_param") in blocks} == REPLACED
 
 
 BF16_SUMS = {"bf16": {"enabled": True, "immediate_grad_update": False}, **zero(1)}

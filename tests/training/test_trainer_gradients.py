@@ -1,62 +1,183 @@
-"""Gradients of which each tensor-parallel rank has a part, held against one rank; which parameters decay; and the
-learning rate of each step, held against its formula."""
+"""Gradients of every parameter in every layout, held against one rank; which parameters decay; and the learning rate of
+each step, held against its formula."""
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
+import json
 import math
+import zlib
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from distributed import run_megatron_ranks
-from megatron.core import parallel_state
+from distributed import run_ranks
 from run_configs import complete
 
 SIZES = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 16".split()
+MODELS = Path(__file__).parents[2] / "configs" / "model"
+SMALL = {
+    **{"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2},
+    **{"seq_length": 16, "decoder_seq_length": 8, "max_position_embeddings": 16, "kv_channels": 8},
+    **{"q_lora_rank": 12, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 6},
+    **{"num_experts": 4, "moe_router_topk": 2, "moe_layer_freq": "[0,1]", "moe_ffn_hidden_size": 16},
+    **{"moe_shared_expert_intermediate_size": 16, "moe_router_num_groups": 2, "moe_router_group_topk": 1},
+    **{"original_max_position_embeddings": 8, "window_size": [5, 0], "attention_dropout": 0.0, "hidden_dropout": 0.0},
+}
+NOT_OF_PARTS = ("norm_epsilon", "init_method_std", "rotary_base", "vocab_size")
+GIVEN = "--lr 1e-3 --train-iters 1 --data-path - --micro-batch-size 1 --global-batch-size 4 --clip-grad 0".split()
+TP = "--tensor-model-parallel-size 2"
+LAYOUTS = {
+    "TP 2": TP,
+    "TP 2 + SP": f"{TP} --sequence-parallel",
+    "PP 2": "--pipeline-model-parallel-size 2",
+    "DP 2": "",
+}
 
 
-def gradients(world_size: int, summed: bool, sequence_parallel: bool) -> dict[str, torch.Tensor]:
-    """Gradients by name of every parameter whose gradient is partial on each rank, on this rank."""
+def list_small_models() -> dict[str, dict[str, Any]]:
+    """The first model of configs/model with each combination of parts, made small, without what the trainer refuses;
+    and those with experts without them too, as then the trainer takes every layout."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(MODELS.glob("*.json")):
+        model = {name: value for name, value in json.loads(path.read_text()).items() if name not in NOT_OF_PARTS}
+        model |= {name: value for name, value in SMALL.items() if name in model or name.endswith("dropout")}
+        model |= {"init_method_std": 0.1}
+        made = {path.stem: model}
+        if "num_experts" in model:
+            made[f"{path.stem} dense"] = {
+                n: v for n, v in model.items() if not n.startswith("moe") and n != "num_experts"
+            }
+            model |= {"moe_router_enable_expert_bias": False, "add_bias_linear": False}
+        found |= {name: model for name, model in made.items() if model not in found.values()}
+    return found
+
+
+def make_batch(family: str, sample: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(sample)
+
+    def draw(length: int, below: int = 128) -> torch.Tensor:
+        return torch.randint(below, (1, length), generator=generator)
+
+    counts = (draw(16, 4) > 0).float()
+    if family == "t5":
+        masks = {"encoder_mask": torch.ones(1, 16).long(), "decoder_mask": torch.ones(1, 8).long()}
+        tokens = {"encoder_tokens": draw(16), "decoder_tokens": draw(8), "labels": draw(8)}
+        return {**masks, **tokens, "loss_mask": counts[:, :8]}
+    batch = {"tokens": draw(16), "labels": draw(16), "loss_mask": counts}
+    segments = {"tokentype_ids": draw(16, 2), "padding_mask": torch.ones(1, 16).long(), "is_swapped": draw(1, 2)[0]}
+    return {**batch, **segments} if family == "bert" else batch
+
+
+def draw_weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Weights that depend on the name in the whole model alone."""
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+    return drawn * 0.2 + float("norm" in name and name.endswith("weight"))
+
+
+def find_place(box: Any) -> tuple[slice, ...]:
+    """Where a block lies in the whole parameter."""
+    return tuple(slice(at, at + size) for at, size in zip(box.start, box.size, strict=True))
+
+
+def find_gradients(words: str, models: list[tuple[str, str]]) -> list[Any]:
+    """Of each model (a file, more words), the gradients of one step of the trainer's engine by name, the place of each
+    in its whole parameter, and the norm of all; a sentence where the trainer refuses it. `words` are the layout."""
+    from gloo import share_device
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from tempo_megatron.cpu import use_cpu
+
+    use_cpu()
+    share_device()
+    run = complete(*SIZES, *GIVEN, *words.split(), world_size=torch.distributed.get_world_size())
+    parallel_state.initialize_model_parallel(run.tensor_model_parallel_size, run.pipeline_model_parallel_size)
+    model_parallel_cuda_manual_seed(1)
+    found = [_take_step(path, f"{words} {more}") for path, more in models]
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def _take_step(path: str, words: str) -> Any:
+    from megatron.core import parallel_state
+
     from tempo_megatron.models.build import build_model
-    from tempo_megatron.training.engine import compute_gradient_norm, sum_partial_gradients
+    from tempo_megatron.slots.choose import choose
+    from tempo_megatron.training import pipeline
+    from tempo_megatron.training.engine import Engine
+    from tempo_megatron.training.job import find_task
     from tempo_megatron.training.model import build_transformer_config
-    from tempo_megatron.training.tasks.next_token import PredictNextToken
+    from tempo_megatron.training.run.checks import check_run
 
-    words = "--lr 1 --train-iters 1 --data-path - --micro-batch-size 2 --attention-dropout 0 --hidden-dropout 0".split()
-    words += ["--tensor-model-parallel-size", str(world_size), *(["--sequence-parallel"] if sequence_parallel else [])]
-    run = complete(*SIZES, *words, "--qk-layernorm", world_size=world_size)
+    family, world_size = json.loads(Path(path).read_text())["family"], torch.distributed.get_world_size()
+    run = complete("--model", path, *GIVEN, *words.split(), family=family, world_size=world_size)
+    try:
+        check_run(run)
+    except ValueError as error:
+        return str(error)
     config = build_transformer_config(run)
-    torch.manual_seed(1)
-    model = build_model(run.model, config, run.tempo, padded_vocab_size=128)
-    if summed:
-        sum_partial_gradients(model)
-    # The names are those of a model on one device, where nothing is marked.
-    marked = ("layernorm.weight", "layernorm.bias", "linear_proj.bias", "linear_fc2.bias")
-    tokens = torch.randint(128, (2, 17), generator=torch.Generator().manual_seed(2))
-    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": torch.ones(2, 16)}
-    PredictNextToken(run, torch.device("cpu"))(model, batch)["loss"].backward()
-    chosen = {name: p for name, p in model.named_parameters() if name.endswith(marked)}
-    if run.sequence_parallel:
-        assert all(parameter.sequence_parallel for parameter in chosen.values())
-    assert parallel_state.get_tensor_model_parallel_world_size() == world_size
-    found = {name: parameter.grad.clone() for name, parameter in chosen.items() if parameter.grad is not None}
-    return {**found, "norm": compute_gradient_norm(model)}
+    choices = choose(config, run.tempo)
+    run = dataclasses.replace(run, tempo=choices.config)
+    piped = run.pipeline_model_parallel_size > 1
+    build, of = (pipeline.build_stage, run) if piped else (build_model, run.model)
+    model = build(of, config, choices, 128)
+    engine = Engine(model, run)
+    parameters = dict(model.named_parameters())
+    assert engine.cuts.keys() == parameters.keys()
+    for name, cut in engine.cuts.items():
+        for box in cut.boxes:
+            parameters[name].data[box.index()] = draw_weight(name, cut.shape)[find_place(box)]
+    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    batches = [make_batch(family, sample) for sample in range(rank, 4, ranks)]
+    forward_step = find_task(family).make_forward_step(run, torch.device("cpu"))
+    engine.begin_step(4, len(batches))
+    if piped:
+        pipeline.Schedule(model, forward_step, run, None).train(batches, len(batches), lambda _: None)
+        engine.step_after_schedule()
+    else:
+        for batch in batches:
+            engine.backward_and_step(forward_step(engine.deepspeed, batch)["loss"])
+    # After one step Adam's first moment is a tenth of the gradient.
+    state = engine.scheduler.optimizer.state
+    gradients = {name: state[parameter]["exp_avg"] * 10 for name, parameter in parameters.items()}
+    engine.deepspeed.destroy()
+    return gradients, engine.cuts, float(engine.grad_norm)
 
 
-def test_partial_gradients_equal_those_of_one_rank_once_they_are_summed() -> None:
-    (on_one_rank,) = run_megatron_ranks(gradients, 1, 1, 1, False, False)
-    assert len(on_one_rank) == 2 * (6 + 4) + 2 + 1
-    # Without sequence parallelism the norms of queries and keys are partial still: a rank has some of the heads.
-    ranks = [run_megatron_ranks(gradients, 2, 2, 2, True, sequence_parallel) for sequence_parallel in (True, False)]
-    for of_rank in itertools.chain(*ranks):
-        for name, expected in on_one_rank.items():
-            scale = max(float(torch.as_tensor(expected).abs().max()), 1e-5)  # the gradient of a bias of keys is 0
-            torch.testing.assert_close(of_rank[name], expected, rtol=1e-4, atol=1e-4 * scale)
-    without_the_sum = run_megatron_ranks(gradients, 2, 2, 2, False, True)[0]
-    for name, expected in on_one_rank.items():
-        if name.endswith("k_layernorm.bias"):  # 0 but for rounding: a softmax is the same for keys that all move alike
-            continue
-        assert not torch.allclose(without_the_sum[name], expected, rtol=1e-2), name
+@pytest.mark.slow
+def test_every_gradient_of_every_family_is_that_of_one_process_in_every_layout(tmp_path: Path) -> None:
+    models = []
+    for name, model in list_small_models().items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(model))
+        models += [(str(tmp_path / f"{name}.json"), switch) for switch in ("", "--use-tempo")]
+    (alone,) = run_ranks(find_gradients, 1, "", models)
+    refused, wrong = set(), []
+    for layout, words in LAYOUTS.items():
+        ranks = run_ranks(find_gradients, 2, words, models)
+        for (path, switch), (expected, _, norm), *parts in zip(models, alone, *ranks, strict=True):
+            if isinstance(parts[0], str):
+                refused.add((Path(path).stem, layout))
+                continue
+            case = f"{Path(path).stem} {switch} {layout}"
+            assert {name for gradients, *_ in parts for name in gradients} == expected.keys(), case
+            for gradients, cuts, norm_of_rank in parts:
+                errors = {"norm": abs(norm_of_rank / norm - 1)}
+                for name, gradient in gradients.items():
+                    whole = expected[name]
+                    for box in cuts[name].boxes:
+                        gradient[box.index()] -= whole[find_place(box)]
+                    # That of a bias of keys is 0 but for rounding.
+                    errors[name] = float(gradient.norm() / max(float(whole.norm()), 1e-4 * norm))
+                wrong += [f"{case} {name} {error:.1e}" for name, error in errors.items() if not error < 1e-5]
+    assert not wrong, "\n".join(wrong)
+    assert refused == {
+        (name, layout)
+        for name, model in list_small_models().items()
+        for layout in LAYOUTS
+        if (layout in ("TP 2", "PP 2") and "num_experts" in model) or (layout == "PP 2" and model["family"] == "t5")
+    }
 
 
 def test_norms_and_biases_do_not_decay() -> None:

@@ -210,8 +210,11 @@ def add_order_arguments(parser: argparse.ArgumentParser) -> None:
     add_tempo_arguments(parser)
 
 
+_HF = "the folder or config.json of a Hugging Face model"
+
+
 def _add_model(parser: Any, example: str = "configs/model/gpt3_175b.json") -> None:
-    parser.add_argument("--model", required=True, metavar="JSON", help=f"a model, such as {example}")
+    parser.add_argument("--model", required=True, metavar="JSON", help=f"a model, such as {example}, or {_HF}")
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -221,7 +224,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "\n       %(prog)s --script FILE [--world-size N] [...] -- ARGS..."
     )
     group = parser.add_argument_group("what is trained")
-    group.add_argument("--model", metavar="JSON", help="a model, such as configs/model/gpt3_175b.json")
+    group.add_argument("--model", metavar="JSON", help=f"a model, such as configs/model/gpt3_175b.json, or {_HF}")
     group.add_argument(
         "--hf",
         metavar="FOLDER",

@@ -28,6 +28,7 @@ from tempo_megatron.memory.routing import set_imbalance
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory
 from tempo_megatron.models.build import DTYPES
+from tempo_megatron.models.shape import name_shape_file
 from tempo_megatron.plots import INK, import_pyplot, save, tidy
 from tempo_megatron.settings.arguments import describe_tempo_arguments, tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
@@ -203,10 +204,7 @@ def _add_tempo(command: Command, args: argparse.Namespace) -> list[str]:
 
 def name_model(args: argparse.Namespace) -> str:
     """Of --model or --hf."""
-    if args.model is not None:
-        return Path(args.model).stem
-    path = Path(args.hf).absolute()
-    return path.parent.name if path.name == "config.json" else path.name
+    return name_shape_file(args.hf if args.model is None else args.model)
 
 
 def name_dtype(run: Run) -> str:

@@ -15,7 +15,7 @@ from tempo_megatron.memory.plan.model_flops import (
     count_model_flops,
     find_utilisation,
 )
-from tempo_megatron.models.shape import pad_vocab_size
+from tempo_megatron.models.shape import name_shape_file, pad_vocab_size
 
 
 def run_flops(args: argparse.Namespace) -> int:
@@ -38,7 +38,7 @@ def count_figures(args: argparse.Namespace, gpu: Gpu | None) -> dict[str, Any]:
     forward = count_forward_flops(shape, args.global_batch_size or args.micro_batch_size, vocab_size)
     model, hardware = count_model_flops(forward), count_hardware_flops(forward, args.recompute)
     figures: dict[str, Any] = {
-        "model": Path(args.model).stem,
+        "model": name_shape_file(args.model),
         "samples": args.global_batch_size or args.micro_batch_size,
         "seq_length": shape.seq_length,
         "vocab_size": vocab_size,

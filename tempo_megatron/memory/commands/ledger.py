@@ -23,10 +23,11 @@ from tempo_megatron.memory.kept.plots import (
 from tempo_megatron.memory.kept.timeline import format_timeline
 from tempo_megatron.memory.kept.timeline_files import write_snapshot, write_trace
 from tempo_megatron.memory.simulated.chunk import simulate_step
+from tempo_megatron.models.shape import name_shape_file
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import read_layers
-from tempo_megatron.words.json_text import read_object
+from tempo_megatron.words.deepspeed_json import read_deepspeed_json
 
 _WIDTH = 34
 
@@ -42,7 +43,7 @@ def run_ledger(args: argparse.Namespace) -> int:
         )
     stock, tempo = (measure_run(each, shape) for each in (dataclasses.replace(run, tempo=TempoConfig.off()), run))
     title = (
-        f"{Path(args.model).stem}, {args.dtype}, s {stock.seq_length}, b {stock.micro_batch_size}, "
+        f"{name_shape_file(args.model)}, {args.dtype}, s {stock.seq_length}, b {stock.micro_batch_size}, "
         f"dropout {args.dropout:g}, {format_layout(args.tp, args.sequence_parallel)}"
         f"{', recompute ' + ' '.join(args.recompute) if args.recompute else ''}"
     )
@@ -142,7 +143,7 @@ def _read_tempo_config(args: argparse.Namespace) -> TempoConfig:
         raise ValueError("--no-use-tempo is given, but the ledger's second column is Tempo; leave it out")
     block = {}
     if args.deepspeed_config:
-        block = read_object(args.deepspeed_config)
+        block = read_deepspeed_json(args.deepspeed_config)
         if "tempo" not in block:
             raise ValueError(f'{args.deepspeed_config} has no "tempo" block; add one or leave --deepspeed_config out')
     return tempo_config_from(argparse.Namespace(**{**vars(args), "use_tempo": True}), block)

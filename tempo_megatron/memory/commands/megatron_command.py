@@ -35,6 +35,7 @@ from tempo_megatron.memory.run import MegatronFsdp, OptimizerSettings, Run, Torc
 from tempo_megatron.models.shape import QUICK_GEGLU, pad_vocab_size
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.words.deepspeed_json import read_deepspeed_json
 from tempo_megatron.words.json_text import read_object
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -389,7 +390,7 @@ def _read_tempo_block(args: argparse.Namespace) -> dict[str, Any]:
     if args.tempo_config is not None:
         content = read_object(args.tempo_config)
         return content if "tempo" in content else {"tempo": content}
-    return read_object(args.deepspeed_config) if args.deepspeed_config is not None else {}
+    return read_deepspeed_json(args.deepspeed_config) if args.deepspeed_config is not None else {}
 
 
 def _refuse_unknown(args: argparse.Namespace, family: str) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 
 from tempo_megatron.memory.run import Experts, OptimizerSettings, Run, read_recomputation, take_parts
 from tempo_megatron.models.build import DTYPES
-from tempo_megatron.models.huggingface.config import read_config
+from tempo_megatron.models.huggingface.config import read_config_fields
 from tempo_megatron.models.shape import ModelShape, check_layout, make_shape, read_shape_file
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.words.json_text import read_object
+from tempo_megatron.words.deepspeed_json import read_deepspeed_json
 
 _PRECISIONS = ("bf16", "fp16")
 _TOTAL, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -98,9 +98,7 @@ def read_requested_shape(args: argparse.Namespace) -> ModelShape:
         raise ValueError("--recompute full already recomputes everything; give it alone")
     is_hf = getattr(args, "hf", None) is not None
     values = {"vocab_size": 50257}
-    values |= (
-        {"make_vocab_size_divisible_by": 1, **read_config(args.hf).fields} if is_hf else read_shape_file(args.model)
-    )
+    values |= read_config_fields(args.hf) if is_hf else read_shape_file(args.model)
     dropout = {"attention_dropout": args.dropout, "hidden_dropout": args.dropout}
     given = {"seq_length": args.seq_length, "vocab_size": args.vocab_size, **dropout}
     values |= {name: value for name, value in given.items() if value is not None}
@@ -170,7 +168,7 @@ def take_deepspeed(args: argparse.Namespace) -> dict[str, Any] | None:
 
     Raises ValueError where an argument says something else than the JSON.
     """
-    config = read_object(args.deepspeed_config) if args.deepspeed_config else None
+    config = read_deepspeed_json(args.deepspeed_config) if args.deepspeed_config else None
     _take_precision(args, config)
     _take_batch_sizes(args, config or {})
     return config
@@ -202,9 +200,6 @@ def _take_precision(args: argparse.Namespace, config: Mapping[str, Any] | None) 
         args.dtype = args.dtype or "bf16"
         return
     enabled = {name: _read_block(config, name).get("enabled", False) for name in _PRECISIONS}
-    for name, value in enabled.items():
-        if not (isinstance(value, bool) or value == "auto"):
-            raise ValueError(f'"{name}.enabled" in the DeepSpeed JSON is {value!r}; expected true, false or "auto"')
     chosen = [name for name, value in enabled.items() if value is True]
     if len(chosen) == 2:
         raise ValueError("the DeepSpeed JSON enables bf16 and fp16; enable one of them")
@@ -259,19 +254,10 @@ def _agree(option: str, given: Any, key: str, configured: Any) -> Any:
 
 
 def _read_block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    block = config.get(key)
-    if block is None:
-        return {}
-    if not isinstance(block, Mapping):
-        raise ValueError(f'"{key}" in the DeepSpeed JSON is {block!r}; expected an object')
-    return block
+    return config.get(key) or {}
 
 
 def _read_number(config: Mapping[str, Any], key: str) -> int | None:
     """The JSON's number; None where it is absent or "auto"."""
     value = config.get(key)
-    if value is None or value == "auto":
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f'"{key}" in the DeepSpeed JSON is {value!r}; expected a positive integer or "auto"')
-    return value
+    return None if value == "auto" else value

@@ -9,6 +9,7 @@ from typing import Any
 
 from tempo_megatron.models.huggingface import experts, gpt2, llama, megatron_bert
 from tempo_megatron.models.huggingface.family import Config, Family, Fields
+from tempo_megatron.words.json_text import read_object
 
 _FAMILIES = (gpt2.FAMILY, llama.FAMILY, experts.MIXTRAL, experts.QWEN, megatron_bert.FAMILY)
 _NORMS = "its norms come after attention and MLP, and those of Megatron's BERT before them; megatron-bert has them so"
@@ -43,6 +44,19 @@ class ReadModel:
     """Those of its bos_token_id, eos_token_id and pad_token_id that it has; one may be a list."""
     unread: list[str]
     """Names that are not known here; a model that depends on them computes something else."""
+
+
+def is_config(path: str | Path) -> bool:
+    """Whether `path` is a model's config.json or its folder, and no file of configs/model.
+
+    Raises OSError if it cannot be read, ValueError if it is no JSON object.
+    """
+    return Path(path).is_dir() or not read_object(path).keys().isdisjoint(("architectures", "model_type"))
+
+
+def read_config_fields(path: str | Path) -> Fields:
+    """Returns what read_config says, for `make_shape`; the vocabulary is not padded, as the weights' is not."""
+    return {"make_vocab_size_divisible_by": 1, **read_config(path).fields}
 
 
 def read_config(path: str | Path) -> ReadModel:

@@ -9,7 +9,12 @@ from pathlib import Path
 from tempo_megatron.cluster.versions import find_version
 from tempo_megatron.extras import is_installed
 from tempo_megatron.models.shape import check_layout
-from tempo_megatron.training.run.deepspeed_config import offloads_optimizer, read_offload_device, read_zero_stage
+from tempo_megatron.training.run.deepspeed_config import (
+    check_with_deepspeed,
+    offloads_optimizer,
+    read_offload_device,
+    read_zero_stage,
+)
 from tempo_megatron.training.run.masking import check_masking
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.words.argument_types import format_bytes
@@ -39,6 +44,7 @@ def check_run(run: RunConfig) -> None:
         check_masking(run.masking, run.model)
     _check_output(run)
     _check_packages(run)
+    check_with_deepspeed(run.deepspeed_config, run.deepspeed)
 
 
 def check_weights_fit(run: RunConfig, node_bytes: int, node_ranks: int) -> None:

@@ -27,8 +27,9 @@ from tempo_megatron.training.checkpoint_files.integrity import (
     read_description,
 )
 from tempo_megatron.training.differences import flatten
-from tempo_megatron.training.run.deepspeed_config import BATCH_KEYS, decides_batch_size, is_given
+from tempo_megatron.training.run.deepspeed_config import decides_batch_size, is_given
 from tempo_megatron.training.run.masking import MASKING_DEFAULTS, SPAN_DEFAULTS
+from tempo_megatron.words.deepspeed_json import BATCH_KEYS
 
 _RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 SCHEDULE = (

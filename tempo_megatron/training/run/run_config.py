@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tempo_megatron.models.arguments import read_given_model
+from tempo_megatron.models.huggingface.config import is_config, read_config
 from tempo_megatron.models.shape import NAMES, ModelShape, make_shape
 from tempo_megatron.settings.arguments import describe_tempo_arguments, read_tempo_of_run
 from tempo_megatron.settings.config import TempoConfig
@@ -206,6 +207,8 @@ def complete_run(
     values = {**vars(args), "model": _complete_model(args, settings, saved, pretrained)}
     if values["bias_gelu_fusion"] is None:
         gelu_form = (pretrained or {}).get("gelu_form")
+        if pretrained is None and args.model and is_config(args.model):
+            gelu_form = read_config(args.model).gelu_form
         values["bias_gelu_fusion"] = on_gpu if gelu_form is None else gelu_form == "tanh"
     for name, default in DEFAULTS.items():
         if values.get(name, default) is None and name != "clip_grad":  # which the DeepSpeed JSON may decide
