@@ -62,6 +62,7 @@ CASES = {
     "LLaMA": Case(_LLAMA),
     "squared ReLU": Case("--squared-relu --no-bias-gelu-fusion"),
     "windows": Case("--window-size 8,0 --window-attn-skip-freq 2"),
+    "windows to both sides": Case("--window-size 7,3 --window-attn-skip-freq 3"),
     "MoE": Case(f"{_MOE} --moe-layer-freq 2 --no-bias-gelu-fusion --disable-bias-linear"),
     "MoE, top 8": Case(f"{_TOP_8} --moe-router-load-balancing-type seq_aux_loss"),
     "MoE, global auxiliary loss": Case(f"{_TOP_8} --moe-router-load-balancing-type global_aux_loss"),
