@@ -205,20 +205,32 @@ _PARSERS = {
 }
 
 
-@pytest.mark.parametrize("parser", _PARSERS)
-def test_a_script_whose_own_parser_is_strict_takes_tempos_arguments_before_it(tmp_path: Path, parser: str) -> None:
-    strict = f"import argparse, sys\n{_PARSERS[parser]}\np.add_argument('--lr')\nprint(p.parse_args().lr)\n"
-    ((status, _, complaints),) = run_ranks(run_script, 1, strict, tmp_path, "--lr", "1", "--use-tempo")
-    hint = (
-        "tempo-megatron run: script.py has a parser of its own that does not know Tempo's arguments; expected them "
-        "before the script; write tempo-megatron run --use-tempo script.py ..."
-    )
-    assert status != 0 and hint in complaints
-    words = ("--use-tempo", "SCRIPT", "--lr", "1")
-    ((status, printed, complaints),) = run_megatron_ranks(run_script, 1, 1, strict + _LOOP, tmp_path / "2", *words)
-    assert status == 0 and printed.startswith("1\n") and "slots replaced" in printed and hint not in complaints
-    ((status, _, complaints),) = run_ranks(run_script, 1, strict, tmp_path / "3", "--tempo-nrom", "off")
-    assert status != 0 and hint not in complaints
+_HINT = (
+    "tempo-megatron run: script.py has a parser of its own that does not know Tempo's arguments; expected them before "
+    "the script; write tempo-megatron run --use-tempo script.py ..."
+)
+
+
+def write_strict(parser: str) -> str:
+    return f"import argparse, sys\n{_PARSERS[parser]}\np.add_argument('--lr')\nprint(p.parse_args().lr)\n"
+
+
+@pytest.mark.parametrize("parser", ["argparse", "raising", *exhaustive(["a subclass"])])
+def test_a_script_whose_own_parser_is_strict_is_told_where_tempos_arguments_go(tmp_path: Path, parser: str) -> None:
+    ((status, _, complaints),) = run_ranks(run_script, 1, write_strict(parser), tmp_path, "--lr", "1", "--use-tempo")
+    assert status != 0 and _HINT in complaints
+
+
+def test_a_word_that_tempo_does_not_know_either_has_no_hint(tmp_path: Path) -> None:
+    words = ("--use-tempo", "SCRIPT", "--tempo-nrom", "off")
+    ((status, _, complaints),) = run_ranks(run_script, 1, write_strict("argparse"), tmp_path, *words)
+    assert status == "2" and _HINT not in complaints
+
+
+def test_tempos_arguments_before_a_script_are_not_the_scripts(tmp_path: Path) -> None:
+    script, words = write_strict("argparse") + _LOOP, ("--use-tempo", "SCRIPT", "--lr", "1")
+    ((status, printed, _),) = run_megatron_ranks(run_script, 1, 1, script, tmp_path, *words)
+    assert status == 0 and printed.startswith("1\n") and "slots replaced" in printed
 
 
 def test_a_loop_of_ones_own_has_a_banner_and_a_report(tmp_path: Path) -> None:
