@@ -85,6 +85,12 @@ def _read_torch(environ: MutableMapping[str, str]) -> str:
     environ.setdefault("LOCAL_RANK", environ["RANK"])
     # The deepspeed launcher sets LOCAL_SIZE instead of torchrun's LOCAL_WORLD_SIZE.
     environ.setdefault("LOCAL_WORLD_SIZE", environ.get("LOCAL_SIZE", environ["WORLD_SIZE"]))
+    for variable in (*_TORCH_NAMES[:3], "LOCAL_WORLD_SIZE"):
+        if not environ[variable].isdecimal():
+            raise ValueError(
+                f"{variable} is {environ[variable]!r}; expected a number of 0 or more; unset RANK and WORLD_SIZE, or "
+                "start with deepspeed, torchrun, mpirun or srun"
+            )
     return name
 
 

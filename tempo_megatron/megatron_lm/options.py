@@ -11,6 +11,7 @@ from tempo_megatron.settings.arguments import Budget, add_ledger_argument, add_t
 from tempo_megatron.settings.config import BUDGET, HOST_MEMORY, TempoConfig, check_block
 from tempo_megatron.settings.layer_values import OFFLOAD
 from tempo_megatron.settings.operations import CHOICES
+from tempo_megatron.words.argument_types import parse_output
 from tempo_megatron.words.deepspeed_json import load_deepspeed_json
 from tempo_megatron.words.json_text import read_json
 
@@ -50,7 +51,7 @@ def read_options(argv: Sequence[str]) -> tuple[TempoConfig, Budget | None, str |
     args, _ = parser.parse_known_args(list(argv))
     try:
         config, budget = read_tempo_of_run(args, _read_blocks(args))
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise LaunchError(str(error)) from error
     if args.tempo_report and config.is_off:
         raise LaunchError("--tempo-report is given but Tempo is off; add --use-tempo or leave --tempo-report out")
@@ -64,6 +65,38 @@ def read_ledger_prefix(argv: Sequence[str]) -> str | None:
     return prefix
 
 
+TEMPO_OPTIONS = frozenset(add_tempo_options(argparse.ArgumentParser(add_help=False))._option_string_actions)
+"""`--use-tempo` and the others."""
+
+
+def take_options(words: list[str]) -> list[str]:
+    """Takes Tempo's arguments with their values from the front of a command line, and returns them.
+
+    A value that may be left out, such as the prefix of --tempo-ledger, is taken after "=" only.
+    """
+    actions = add_options(_Parser(allow_abbrev=False, add_help=False))._option_string_actions
+    taken: list[str] = []
+    while words and (name := words[0].partition("=")[0]) in actions:
+        action, word = actions[name], words.pop(0)
+        taken.append(f"{word}={action.const}" if action.nargs == "?" and word == name else word)
+        if action.nargs is None and word == name:
+            taken += words[:1]
+            del words[:1]
+    return taken
+
+
+def check_outputs(report: str | None, ledger: str | None) -> None:
+    """Make the folders of what --tempo-report and --tempo-ledger write. Raises LaunchError where one cannot be
+    written."""
+    files = {"--tempo-report": report, "--tempo-ledger": None if ledger is None else f"{ledger}.stage0.json"}
+    for option, file in files.items():
+        try:
+            if file is not None:
+                parse_output(file)
+        except argparse.ArgumentTypeError as error:
+            raise LaunchError(f"{option}: {error}") from error
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         raise LaunchError(message)
@@ -73,7 +106,13 @@ def _read_blocks(args: argparse.Namespace) -> dict[str, Any]:
     """The one "tempo" block of the named files, in the form of a DeepSpeed JSON."""
     blocks = {}
     for option, file in {"--tempo-config": args.tempo_config, "--deepspeed_config": args.deepspeed_config}.items():
-        if file is not None and (block := _read_block(file, may_be_bare=option == "--tempo-config")) is not None:
+        if file is None:
+            continue
+        try:
+            block = _read_block(file, may_be_bare=option == "--tempo-config")
+        except OSError as error:
+            raise ValueError(f"{option} {file} cannot be read ({error.strerror}); correct the path") from error
+        if block is not None:
             blocks[option] = block
     if len(blocks) > 1:
         raise ValueError('--tempo-config and --deepspeed_config both hold a "tempo" block; expected one; take one out')

@@ -16,7 +16,7 @@ from tempo_megatron.megatron_lm import versions
 from tempo_megatron.megatron_lm.options import add_options
 from tempo_megatron.megatron_lm.planning import Planning
 from tempo_megatron.megatron_lm.report import BuiltModel, RunReport
-from tempo_megatron.megatron_lm.versions import LaunchError, Model, get_hook, replace_hook
+from tempo_megatron.megatron_lm.versions import LaunchError, Model, get_hook, is_raised_here, replace_hook
 from tempo_megatron.settings.arguments import Budget
 from tempo_megatron.settings.config import TempoConfig
 
@@ -47,6 +47,8 @@ def patch_models(version: str, tempo_config: TempoConfig, report: RunReport, bud
     get_args = get_hook(versions.GET_ARGS, version)
     begin_micro_batch = get_hook(versions.BEGIN_MICRO_BATCH, version)
     replace_hook(versions.BEGIN_MICRO_BATCH, _announce_micro_batches(begin_micro_batch, get_args, report))
+    for place in versions.PIPELINES:
+        replace_hook(place, _publish_before_steps(get_hook(place, version), report))
     if is_since(versions.GRAPHS_SINCE):
         whole_step = get_hook(versions.FULL_ITERATION, version)
         whole_step.__call__ = _announce_whole_steps(whole_step.__call__, get_args, report)
@@ -113,6 +115,20 @@ def _announce_micro_batches(begin: Callable[..., Any], get_args: Callable[[], An
     return announce
 
 
+def _publish_before_steps(run_step: Callable[..., Any], report: RunReport) -> Any:
+    """`run_step` of all stages of a pipeline, which first publishes a report of all of them."""
+
+    @functools.wraps(run_step)
+    def publish(*args: Any, **kwargs: Any) -> Any:
+        from megatron.core import parallel_state
+
+        report.gather_once(parallel_state.get_pipeline_model_parallel_group(check_initialized=False))
+        report.publish_once()
+        return run_step(*args, **kwargs)
+
+    return publish
+
+
 def _announce_whole_steps(run_step: Callable[..., Any], get_args: Callable[[], Any], report: RunReport) -> Any:
     """`run_step`, which first tells Tempo's dropout the step's first sample: the schedule says no micro batch in a
     replay of the graph of a whole step, whose dropouts add their distance to that sample."""
@@ -150,19 +166,39 @@ def _wrap_constructor(
         given.apply_defaults()
         run = find_args()
         try:
+            _refuse_latent_attention(given.arguments["config"])
             tempo_config = planning.choose(model, given.arguments, run)
             found = _replace_specs(model, given.arguments, tempo_config, run)
             construct(*given.args, **given.kwargs)
             _finish_model(self, found, tempo_config)
             _offload(self, tempo_config, run, report)
         except ValueError as error:
+            if type(error) is not ValueError or not is_raised_here(error):
+                raise  # Megatron's or the user's own, which its traceback explains
             raise LaunchError(f"--use-tempo: {error}") from error
         if model.has_causal_mask and found.knows_its_mask:
-            found.leaves_mask_out = _leave_mask_out(run, versions.MASK_ARGUMENT)
+            was_left_out = any(built.leaves_mask_out for built in report.models)
+            found.leaves_mask_out = _leave_mask_out(run, versions.MASK_ARGUMENT) or was_left_out
         report.add(found, given.arguments["config"], run)
         _publish_before_forward(self, report)
 
     return construct_with_tempo
+
+
+def _refuse_latent_attention(config: Any) -> None:
+    """Raise ValueError where Megatron's latent attention asks for a class of Transformer Engine's that is not there."""
+    from megatron.core.transformer import multi_latent_attention
+
+    from tempo_megatron.slots.megatron_versions import VERSION, is_since
+
+    if not getattr(config, "multi_latent_attention", False) or not is_since("0.16") or is_since("0.17"):
+        return
+    if multi_latent_attention.HAVE_TE and not isinstance(multi_latent_attention.TELinear, type):
+        raise ValueError(
+            f"multi_latent_attention is on and Transformer Engine is not installed, where megatron-core {VERSION} ends "
+            "in a TypeError, with Tempo and without; expected 0.14, 0.15 or one since 0.17; install such a "
+            "megatron-core, or Transformer Engine"
+        )
 
 
 def _publish_before_forward(model: Any, report: RunReport) -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.distributed import ProcessGroup
+
 from tempo_megatron.megatron_lm.kept_bytes import KeptBytes, start_measuring
 from tempo_megatron.megatron_lm.versions import LaunchError
 from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.settings.layer_values import write_layers
 
 if TYPE_CHECKING:
     from tempo_megatron.slots.offload import Offloading
@@ -42,8 +48,9 @@ class BuiltModel:
     has_transformer_engine: bool = False
     """Whether the layers have modules of Transformer Engine; its linears stay."""
 
-    kept_bytes: Callable[[], KeptBytes] | None = None
-    """Waits for the bytes that one layer keeps, and returns them."""
+    stage: int = 0
+    chunk: int = 0
+    """Its number on its rank, which has several of virtual pipeline stages."""
 
     def add_block(self, block: Any, config: Any, choices: Any) -> None:
         """Add a block's spec that was made for `config` with these Choices; a T5Model has two."""
@@ -56,6 +63,36 @@ class BuiltModel:
         self.reasons.update(choices.reasons)
         self.draws_masks |= draws_masks(config, choices.config)
         self.knows_its_mask &= hides_the_future(block)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `--tempo-report` writes of it."""
+        return {
+            "model": self.name,
+            "stage": self.stage,
+            "chunk": self.chunk,
+            "tempo": dataclasses.asdict(self.tempo_config),
+            **self.report.as_dict(),
+            "reasons": self.reasons,
+            "attention_mask_left_out": self.leaves_mask_out,
+            "transformer_engine": self.has_transformer_engine,
+        }
+
+    def describe(self) -> list[str]:
+        """Its lines of the banner."""
+        lines = [f"{self.name}, {self.tempo_config.describe()}"]
+        lines.append(f"  slots replaced: {self.report.describe_counts()}")
+        lines += [f"  left: {line}" for line in self.report.describe_left()]
+        # Reasons of "auto" that left a slot are listed there already.
+        lines += [
+            f"  {name}={getattr(self.tempo_config, name)}: {reason}"
+            for name, reason in self.reasons.items()
+            if not any(slot.left == f"auto: {reason}" for slot in self.report.left)
+        ]
+        if self.has_transformer_engine:
+            lines.append("  Transformer Engine's linears stay")
+        if self.leaves_mask_out:
+            lines.append("  attention is causal and is given no mask, as with --no-create-attention-mask-in-dataloader")
+        return lines
 
 
 class RunReport:
@@ -73,13 +110,16 @@ class RunReport:
         self._file = file
         self.models: list[BuiltModel] = []
         self._is_published = False
+        self._of_all_stages: list[BuiltModel] | None = None
         self.plan: str | None = None
         """What was planned for a memory budget, in lines."""
         self.offloading: Offloading | None = None
         """Of this rank's layers."""
         self._has_said_what_moves = False
         self._is_first_rank = int(os.environ.get("RANK", "0")) == 0
-        self._kept_bytes = KeptBytes(unknown="no model is built")
+        self._kept_bytes = KeptBytes(unknown="what is measured are the layers of a GPTModel")
+        self._wait: Callable[[], KeptBytes] | None = None
+        self._num_stages = 1
 
     def add(self, model: BuiltModel, config: Any, run: Any) -> None:
         """Add a model that was built for `config`, a TransformerConfig; a pipeline stage may have several.
@@ -88,10 +128,21 @@ class RunReport:
         """
         if self._is_first_rank and not self.models and model.name == "GPTModel":
             has_transformer_engine = model.has_transformer_engine
-            model.kept_bytes = start_measuring(
-                config, model.tempo_config, run, has_transformer_engine=has_transformer_engine
-            )
+            self._wait = start_measuring(config, model.tempo_config, run, has_transformer_engine=has_transformer_engine)
+        if parallel_state.model_parallel_is_initialized():
+            self._num_stages = parallel_state.get_pipeline_model_parallel_world_size()
+            model.stage = parallel_state.get_pipeline_model_parallel_rank()
+        model.chunk = len(self.models)
         self.models.append(model)
+
+    def gather_once(self, pipeline: ProcessGroup | None) -> None:
+        """Bring the models of all stages to the first one, in the order of their layers; all of the group call it."""
+        if pipeline is None or self._of_all_stages is not None:
+            return
+        stages: list[Any] | None = [None] * pipeline.size() if pipeline.rank() == 0 else None
+        dist.gather_object(self.models, stages, group=pipeline, group_dst=0)
+        models = itertools.chain(*(stages or [self.models]))
+        self._of_all_stages = sorted(models, key=lambda model: (model.chunk, model.stage))
 
     def publish_once(self) -> None:
         """Print the report on rank 0 and write it, the first time.
@@ -105,8 +156,8 @@ class RunReport:
             raise LaunchError(NOTHING_TO_REPLACE)
         if not self._is_first_rank:
             return
-        wait = self.models[0].kept_bytes
-        self._kept_bytes = wait() if wait else KeptBytes(unknown="what is measured are the layers of a GPTModel")
+        if self._wait is not None:
+            self._kept_bytes = self._wait()
         print(self.describe(), flush=True)
         if self._file:
             Path(self._file).write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
@@ -126,17 +177,7 @@ class RunReport:
             "megatron_root": str(self.megatron_root),
             "plan": self.plan,
             "kept_bytes_per_layer": dataclasses.asdict(self._kept_bytes),
-            "models": [
-                {
-                    "model": model.name,
-                    "tempo": dataclasses.asdict(model.tempo_config),
-                    **model.report.as_dict(),
-                    "reasons": model.reasons,
-                    "attention_mask_left_out": model.leaves_mask_out,
-                    "transformer_engine": model.has_transformer_engine,
-                }
-                for model in self.models
-            ],
+            "models": [model.as_dict() for model in self._of_all_stages or self.models],
         }
 
     def describe(self) -> str:
@@ -145,22 +186,14 @@ class RunReport:
         lines += [f"tempo: plan: {line}" for line in (self.plan or "").splitlines()]
         if self.offloading is not None:
             lines.append(f"tempo: offload: {self.offloading.describe()}")
-        for model in self.models:
-            lines.append(f"tempo: {model.name}, {model.tempo_config.describe()}")
-            lines.append(f"tempo:   slots replaced: {model.report.describe_counts()}")
-            lines += [f"tempo:   left: {line}" for line in model.report.describe_left()]
-            # Reasons of "auto" that left a slot are listed there already.
-            lines += [
-                f"tempo:   {name}={getattr(model.tempo_config, name)}: {reason}"
-                for name, reason in model.reasons.items()
-                if not any(slot.left == f"auto: {reason}" for slot in model.report.left)
-            ]
-            if model.has_transformer_engine:
-                lines.append("tempo:   Transformer Engine's linears stay")
-            if model.leaves_mask_out:
-                lines.append(
-                    "tempo:   attention is causal and is given no mask, as with "
-                    "--no-create-attention-mask-in-dataloader"
-                )
+        # Stages that say the same share their lines.
+        places: dict[tuple[int, tuple[str, ...]], list[int]] = {}
+        for model in self._of_all_stages or self.models:
+            places.setdefault((model.chunk, tuple(model.describe())), []).append(model.stage)
+        for (chunk, described), stages in places.items():
+            if self._num_stages > 1:
+                where = f"stage{'s' if len(stages) > 1 else ''} {write_layers(stages)} of {self._num_stages}"
+                lines.append(f"tempo: {where}{f', chunk {chunk}' if self.models[-1].chunk else ''}:")
+            lines += [f"tempo: {line}" for line in described]
         lines.append(f"tempo: kept for backward by one layer, in bytes: {self._kept_bytes.describe()}")
         return "\n".join(lines)

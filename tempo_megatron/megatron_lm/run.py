@@ -7,9 +7,11 @@ megatron.training too.
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +19,15 @@ from typing import TYPE_CHECKING
 
 from tempo_megatron.cluster.ranks import set_rank_environment
 from tempo_megatron.extras import MissingExtraError, is_installed
-from tempo_megatron.megatron_lm.options import add_tempo_options, read_ledger_prefix, read_options
-from tempo_megatron.megatron_lm.versions import LaunchError, find_warning
+from tempo_megatron.megatron_lm.options import (
+    TEMPO_OPTIONS,
+    add_tempo_options,
+    check_outputs,
+    read_ledger_prefix,
+    read_options,
+    take_options,
+)
+from tempo_megatron.megatron_lm.versions import LaunchError, find_warning, is_raised_here
 
 if TYPE_CHECKING:
     from tempo_megatron.megatron_lm.report import RunReport
@@ -27,10 +36,11 @@ if TYPE_CHECKING:
 _SECONDS_FOR_RANK_0 = 3
 
 _USAGE = """\
-usage: {prog} [--megatron-root DIR] SCRIPT [ARGUMENTS OF THE SCRIPT]
+usage: {prog} [--megatron-root DIR] [TEMPO'S ARGUMENTS] SCRIPT [ARGUMENTS OF THE SCRIPT]
 
 Run SCRIPT, such as pretrain_gpt.py of a Megatron-LM checkout, with the Tempo arguments beside its own:
-{prog} pretrain_gpt.py ... --use-tempo. Without --use-tempo it runs as it is.
+{prog} pretrain_gpt.py ... --use-tempo. Without --use-tempo it runs as it is. A script with a parser of its own,
+which does not know them, takes them in front: {prog} --use-tempo script.py ...
 
   --megatron-root DIR  the checkout; without it the folder around SCRIPT that holds megatron/core and megatron/training,
                        or, where there is none, an installed megatron.training
@@ -46,8 +56,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "run_megatron.py") -> in
     # megatron-core says so once per module and rank.
     warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
     try:
-        root, script, arguments = _split(argv)
-        report = _prepare(root, script, arguments)
+        root, script, arguments, options = _split(argv)
+        report = _prepare(root, script, [*options, *arguments])
     except (LaunchError, MissingExtraError) as error:
         if _find_rank() == 0:
             print(f"{prog}: {error}", file=sys.stderr, flush=True)
@@ -80,10 +90,16 @@ def _run_script(script: Path, report: RunReport | None, prog: str) -> None:
     """
     try:
         runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as end:
+    except (Exception, SystemExit) as end:
         # `--help` ends so, and builds nothing.
-        if report is not None and report.models and not end.code:
+        if report is not None and report.models and isinstance(end, SystemExit) and not end.code:
             report.publish_once()
+        if _find_rank() == 0 and not is_raised_here(end) and _is_about_tempo(end):
+            hint = (
+                f"{script.name} has a parser of its own that does not know Tempo's arguments; expected them before the "
+                f"script; write {prog} --use-tempo {script.name} ..."
+            )
+            print(f"{prog}: {hint}", file=sys.stderr, flush=True)
         raise
     if report is not None and report.models:
         report.publish_once()
@@ -92,6 +108,22 @@ def _run_script(script: Path, report: RunReport | None, prog: str) -> None:
         from tempo_megatron.megatron_lm.report import NOTHING_TO_REPLACE
 
         print(f"{prog}: {NOTHING_TO_REPLACE}", file=sys.stderr, flush=True)
+
+
+def _is_about_tempo(error: BaseException) -> bool:
+    """Whether an error, or what it arose from, names arguments of Tempo's, as that of a parser that refuses them.
+
+    argparse prints what it does not know and ends the process; its frame has the words still.
+    """
+    words = [
+        word
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__") == "argparse"
+        for word in frame.f_locals.get("argv") or ()
+    ]
+    if not TEMPO_OPTIONS.isdisjoint(re.findall(r"--[\w-]+", " ".join([str(error), *words]))):
+        return True
+    return error.__context__ is not None and _is_about_tempo(error.__context__)
 
 
 def _read_run(root: Path | None) -> tuple[Run, int]:
@@ -109,13 +141,15 @@ def _read_run(root: Path | None) -> tuple[Run, int]:
 def _find_rank() -> int:
     """This process's, also before the launcher's variables are put into torch's."""
     names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-    return int(next((os.environ[name] for name in names if name in os.environ), "0"))
+    return int(next((os.environ[name] for name in names if os.environ.get(name, "").isdecimal()), "0"))
 
 
 def _prepare(root: Path | None, script: Path, arguments: list[str]) -> RunReport | None:
     """Replace what `--use-tempo` replaces; what will say so, where Tempo is on."""
     tempo_config, budget, report_file = read_options(arguments)
     ledger = read_ledger_prefix(arguments)
+    if _find_rank() == 0:
+        check_outputs(report_file, ledger)
     try:
         set_rank_environment()
     except ValueError as error:
@@ -154,11 +188,15 @@ def _prepare(root: Path | None, script: Path, arguments: list[str]) -> RunReport
     return report
 
 
-def _split(argv: list[str]) -> tuple[Path | None, Path, list[str]]:
-    """The checkout, None where Megatron is installed instead, the script, and the script's arguments."""
+def _split(argv: list[str]) -> tuple[Path | None, Path, list[str], list[str]]:
+    """The checkout, None where Megatron is installed instead, the script, the script's arguments, and those of Tempo's
+    that stand before it."""
     root_given, launcher_arguments = None, []
-    rest = list(argv)
+    rest, options = list(argv), []
     while rest and rest[0].startswith("-"):
+        if not rest[0].startswith("--local_rank") and (taken := take_options(rest)):
+            options += taken
+            continue
         option, equals, value = rest.pop(0).partition("=")
         if option == "--megatron-root" and (equals or rest):
             root_given = Path(value if equals else rest.pop(0)).resolve()
@@ -167,15 +205,15 @@ def _split(argv: list[str]) -> tuple[Path | None, Path, list[str]]:
             launcher_arguments.append(f"{option}={value}")
         else:
             raise LaunchError(
-                f"{option} comes before the script; expected --megatron-root DIR or the script; write the script's "
-                "arguments after it"
+                f"{option} comes before the script; expected --megatron-root DIR, Tempo's arguments or the script; "
+                "write the script's arguments after it"
             )
     if not rest:
         raise LaunchError("no script is given; expected one of a Megatron-LM checkout, such as pretrain_gpt.py")
     script = Path(rest[0]).resolve()
     if not script.is_file():
         raise LaunchError(f"{rest[0]} is not a file; expected a script of a Megatron-LM checkout, as pretrain_gpt.py")
-    return _find_root(script, root_given), script, [*rest[1:], *launcher_arguments]
+    return _find_root(script, root_given), script, [*rest[1:], *launcher_arguments], options
 
 
 def _find_root(script: Path, given: Path | None) -> Path | None:

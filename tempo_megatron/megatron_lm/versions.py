@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import re
+import traceback
 from typing import Any
 
 FIRST, LAST = "0.14", "0.20"
@@ -23,6 +24,12 @@ GET_ARGS = "megatron.training.global_vars:get_args"
 
 BEGIN_MICRO_BATCH = "megatron.core.pipeline_parallel.schedules:set_current_microbatch"
 """(model chunk, index of the micro batch in the step), called before the forward of each micro batch."""
+
+PIPELINES = tuple(
+    f"megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_{how}_interleaving"
+    for how in ("with", "without")
+)
+"""The schedules of pipelines, which all ranks of a pipeline begin before one of them waits for another."""
 
 GRAPHS_SINCE = "0.16"
 """The first version in whose CUDA graphs Tempo draws masks."""
@@ -39,6 +46,12 @@ MASK_ARGUMENT = "create_attention_mask_in_dataloader"
 
 class LaunchError(ValueError):
     """What a user has to change; one sentence."""
+
+
+def is_raised_here(error: BaseException) -> bool:
+    """Whether code of this project raised the error, and not what it called: Megatron, or a script's own code."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[-1].f_globals.get("__name__", "").partition(".")[0] in ("tempo_megatron", "tempo_kernels")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -38,17 +38,19 @@ from tempo_megatron.slots.linear import (
 )
 from tempo_megatron.slots.rope import apply_rotary_pos_emb
 
-_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class TempoDotProductAttention(DotProductAttention):
     """softmax(q k^T) v with dropout, in Megatron's core_attention slot, heads split over the tensor-parallel group.
 
-    A causal layer without a given mask skips the hidden half. A given mask (bool, True = hidden) alone decides what
-    is hidden; in a layer with `window_size` the window alone does, as in Megatron. In a packed row a token sees its own
-    document only. Softmax is always computed in
-    float32, whatever `attention_softmax_in_fp32` says. `apply_query_key_layer_scaling` protects float16 scores in
-    Megatron; here it has no effect, because it divides and multiplies by the same number.
+    What is hidden is what Megatron's own local attention hides, which is not what Transformer Engine's does (see
+    TempoTEDotProductAttention). In a layer with `window_size` (left, right) the window alone decides: token i sees
+    tokens i - left to i + right, those after it too in a causal model, and -1 is a number like others. Without a window
+    a given mask (bool, True = hidden) alone decides, and without both a causal layer skips the hidden half. In a packed
+    row a token sees its own document only. Softmax is always computed in float32, whatever `attention_softmax_in_fp32`
+    says. `apply_query_key_layer_scaling` protects float16 scores in Megatron; here it has no effect, because it divides
+    and multiplies by the same number.
 
     Keeps for backward: q, k, v, the output (shared with linear_proj) and 4 bytes per token and head. q, k and v are
     copied if they are views of memory that holds more, so that the rest is freed: with grouped queries Megatron copies
@@ -131,15 +133,16 @@ class TempoDotProductAttention(DotProductAttention):
             query, key, value = (t.unsqueeze(1) for t in (query, key, value))
             return self.forward(query, key, value, attention_mask, attn_mask_type, None, packed_seq_params).squeeze(1)
         mask_type = attn_mask_type or self.attn_mask_type
-        packed = self._find_documents(packed_seq_params, mask_type)
-        attention_mask = None if packed else self._heed(attention_mask, mask_type)
+        is_packed = packed_seq_params is not None
+        hiding = self._hide(query, key, None if is_packed else attention_mask, mask_type, is_packed=is_packed)
+        sees_later = not hiding["causal"] and hiding.get("window_size", (-1, -1))[1] != 0
+        packed = self._find_documents(packed_seq_params, sees_later=sees_later)
         is_stocks = query.size(-1) == value.size(-1) and attention_bias is None
         if not self.training and query.size(0) == 1 < key.size(0) and is_stocks:
             # One new token beside a cache of keys: nothing to save, and stock handles inference.
             of_stock: Tensor = super().forward(query, key, value, attention_mask, attn_mask_type)
             return of_stock
-        window_size = self._window_size
-        mask = attention_mask if window_size is None else None
+        mask = hiding.get("mask")
         dropout_p = self.attention_dropout.p if self.training else 0.0
         draw = self._draw(query) if dropout_p > 0 else {}
         if packed and self.training and (samples := read_document_samples(query)) is not None:
@@ -161,8 +164,8 @@ class TempoDotProductAttention(DotProductAttention):
             query, key, value = _copy_without_the_rest(query, key, value)
         attend = functools.partial(
             _attend,
-            causal=mask is None and mask_type in _CAUSAL,
-            window_size=window_size,
+            causal=hiding["causal"],
+            window_size=hiding.get("window_size"),
             softmax_scale=self.scale,
             dropout_p=dropout_p,
             **packed,
@@ -187,12 +190,36 @@ class TempoDotProductAttention(DotProductAttention):
                     'set tempo.attention to "off"'
                 )
 
-    def _heed(self, attention_mask: Tensor | None, mask_type: AttnMaskType) -> Tensor | None:
-        """The given mask, where a layer of this type looks at it."""
-        return attention_mask
+    def _hide(
+        self, query: Tensor, key: Tensor, mask: Tensor | None, mask_type: AttnMaskType, *, is_packed: bool
+    ) -> dict[str, Any]:
+        """What hides keys: `causal`, and `window_size` or `mask`, of `attention`.
 
-    def _find_documents(self, packed_seq_params: Any, mask_type: AttnMaskType) -> dict[str, Any]:
+        As FusedScaleMaskSoftmax.forward_torch_softmax of megatron-core, which looks at the mask type of the constructor
+        and knows no packed rows.
+        """
+        if self._window_size is None:
+            is_causal = mask_type in CAUSAL if is_packed else self.attn_mask_type == AttnMaskType.causal
+            return {"causal": is_causal and mask is None, "mask": mask}
+        left, right = self._window_size
+        num_queries, num_keys = query.size(0), key.size(0)
+        if min(left, right) >= 0 and (is_packed or num_queries <= num_keys + right):
+            return {"causal": False, "window_size": (left, right)}
+        if is_packed or self._exchange is not None:
+            raise ValueError(
+                f"window_size is {(left, right)}, under which some tokens see none in Megatron's local attention, and "
+                f"sequences are packed or on {self.config.context_parallel_size} context-parallel ranks; expected two "
+                "numbers of 0 or more; give others with --window-size, or take --transformer-impl transformer_engine"
+            )
+        # Some token sees no key. Of hidden keys alone Megatron takes the mean, and `attention` as well if a mask hides.
+        rows, columns = (torch.arange(size, device=query.device) for size in (num_queries, num_keys))
+        distance = columns - rows.unsqueeze(-1) - (num_keys - num_queries)
+        return {"causal": False, "mask": ((distance < -left) | (distance > right)).view(1, 1, num_queries, num_keys)}
+
+    def _find_documents(self, packed_seq_params: Any, *, sees_later: bool) -> dict[str, Any]:
         """The arguments of attention for a packed row; none where the row is not packed.
+
+        sees_later: whether a token sees tokens after it.
 
         Only boundaries of documents are read, and they stay where they are: a GPU is not waited for.
         """
@@ -214,7 +241,7 @@ class TempoDotProductAttention(DotProductAttention):
         padded = {name: getattr(packed_seq_params, f"{name}_padded", None) for name in names}
         for name in names:
             # Behind a document's last token, padding is seen by padding only, if attention is causal.
-            if padded[name] is not None and padded[name] is not given[name] and mask_type not in _CAUSAL:
+            if padded[name] is not None and padded[name] is not given[name] and sees_later:
                 raise ValueError(
                     f"{name}_padded is given, and attention is not causal, so that tokens would see padding; expected "
                     f'{name} alone; pack without padding, or set tempo.attention to "off"'

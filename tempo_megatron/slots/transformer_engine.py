@@ -43,7 +43,7 @@ from tempo_kernels import KEEPS
 from tempo_kernels.norm import layer_norm, rms_norm
 from tempo_kernels.recompute import drop, hold
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.slots.attention import TempoDotProductAttention, TempoRecomputeDotProductAttention
+from tempo_megatron.slots.attention import CAUSAL, TempoDotProductAttention, TempoRecomputeDotProductAttention
 from tempo_megatron.slots.choose import Obstacles, Refusal
 from tempo_megatron.slots.linear import DropsInput, NormInFront, is_quantised, keep_given_input, name_as_stock
 from tempo_megatron.slots.mlp import TempoLinearRecomputeMLP, TempoMLP, TempoRecomputeMLP, TempoTiledMLP
@@ -132,15 +132,31 @@ def _allow_no_extra_state(_: Any, incompatible_keys: Any) -> None:
 
 
 class TempoTEDotProductAttention(_EmptyExtraState, TempoDotProductAttention):
-    """TempoDotProductAttention in the place of `TEDotProductAttention`. Like that it ignores a given mask if the mask
-    type is causal or none, and loads checkpoints without extra state: sharded ones do not hold an attention's."""
+    """TempoDotProductAttention in the place of `TEDotProductAttention`, which loads checkpoints without extra state:
+    sharded ones do not hold an attention's.
+
+    What is hidden is what Transformer Engine hides (2.20, check_set_window_size of pytorch/attention/
+    dot_product_attention/utils.py). A given mask counts if the mask type is neither causal nor none. A window counts
+    beside the mask type: in a causal layer no token sees those after it, whatever `right` says. -1 is no limit, and
+    without a mask (-1, 0) is no window.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.register_load_state_dict_post_hook(_allow_no_extra_state)
+        # Before 0.15 Transformer Engine's attention alone has a window, in each layer.
+        window = getattr(self.scale_mask_softmax, "window_size", self.config.window_size)
+        self._window_size = None if window is None else tuple(window)
+        if window is not None and window[0] < 0:  # stock's own, which answers one token beside a cache of keys
+            self.scale_mask_softmax.window_size = None
 
-    def _heed(self, attention_mask: Tensor | None, mask_type: AttnMaskType) -> Tensor | None:
-        return None if mask_type in _MASKS else attention_mask
+    def _hide(
+        self, query: Tensor, key: Tensor, mask: Tensor | None, mask_type: AttnMaskType, *, is_packed: bool
+    ) -> dict[str, Any]:
+        heeded = None if mask_type in _MASKS else mask
+        is_causal = heeded is None and mask_type in CAUSAL
+        window = None if self._window_size == (-1, 0) and not is_causal else self._window_size
+        return {"causal": is_causal, "mask": heeded, **({} if window is None else {"window_size": window})}
 
 
 class TempoTESoftmaxDotProductAttention(TempoTEDotProductAttention):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
@@ -14,13 +15,14 @@ import pytest
 import torch
 from distributed import run_megatron_ranks, run_ranks
 from gpt import SEQ_LENGTH, VOCAB_SIZE, build_gpt, gpt_config
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main as tempo_megatron
 from tempo_megatron.megatron_lm import run, versions
-from tempo_megatron.megatron_lm.options import read_options
+from tempo_megatron.megatron_lm.options import check_outputs, read_options
 from tempo_megatron.megatron_lm.patches import (
     _find_obstacle_to_chunks,
     _find_obstacle_to_packing,
@@ -73,7 +75,8 @@ def test_arguments_win_over_a_block_which_switches_tempo_on(in_folder: None, arg
         ("--tempo-norm off", "--tempo-norm is given but Tempo is off; add --use-tempo"),
         ("--tempo-report f", "--tempo-report is given but Tempo is off; add --use-tempo"),
         ("--use-tempo --tempo-norm of", "argument --tempo-norm: invalid choice: 'of'"),
-        ("--use-tempo --tempo-config missing.json", "No such file or directory: 'missing.json'"),
+        ("--use-tempo --tempo-config missing.json", r"--tempo-config missing.json cannot be read \(No such file"),
+        ("--deepspeed_config .", r"--deepspeed_config . cannot be read \(Is a directory"),
         ("--use-tempo --tempo-gelu off", "--tempo-gelu is now --tempo-activation"),
         ("--tempo-config plain.json", 'has no "tempo" block; add one'),
         ("--tempo-config ds.json --deepspeed_config ds.json", "both hold a"),
@@ -91,12 +94,46 @@ def test_what_would_be_ignored_or_does_not_exist_is_refused(in_folder: None, arg
         (["--megatron-root", "x"], "no script is given; expected one of a Megatron-LM checkout"),
         (["missing.py"], "missing.py is not a file"),
         (["--megatron-root", "/", __file__], "--megatron-root is /, which holds no megatron/core and"),
+        (["--use-tempo", "--tempo-norm"], "no script is given"),
+        ([__file__, "--use-tempo", "--tempo-report", "/"], "--tempo-report: / is a folder; give a file in it"),
+        (
+            [__file__, "--use-tempo", "--tempo-report", f"{__file__}/x"],
+            f"--tempo-report: {__file__}/x cannot be written",
+        ),
+        ([__file__, "--tempo-ledger", "/proc/x"], "--tempo-ledger: /proc/x.stage0.json cannot be written"),
     ],
 )
+@pytest.mark.usefixtures("with_training")
 def test_a_wrong_command_is_one_sentence(capsys: pytest.CaptureFixture[str], argv: list[str], sentence: str) -> None:
     assert tempo_megatron(["run", *argv]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("tempo-megatron run: ") and sentence in line
+
+
+@pytest.fixture
+def with_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if megatron.training were installed."""
+    monkeypatch.setattr(run, "is_installed", lambda module: True)
+
+
+@pytest.mark.usefixtures("with_training")
+def test_the_folder_of_a_report_is_made_at_the_start_and_nothing_is_written_yet(tmp_path: Path) -> None:
+    check_outputs(str(tmp_path / "a" / "report.json"), str(tmp_path / "b" / "ledger"))
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+@pytest.mark.parametrize("value", ["", "one"])
+@pytest.mark.usefixtures("with_training")
+def test_a_rank_that_is_no_number_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(variable, "0")
+    monkeypatch.setenv(name, value)
+    assert run.main([__file__, "--use-tempo"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"run_megatron.py: {name} is {value!r}; expected a number of 0 or more; unset RANK")
 
 
 @pytest.mark.parametrize("name", ["RANK", "SLURM_PROCID"])
@@ -120,14 +157,23 @@ def make_checkout(folder: Path) -> Path:
 def test_the_checkout_is_found_around_the_script_and_the_launchers_rank_moves_behind_it(tmp_path: Path) -> None:
     script = make_checkout(tmp_path)
     found = run._split(["--local_rank=3", str(script), "--use-tempo"])
-    assert found == (tmp_path, script, ["--use-tempo", "--local_rank=3"])
+    assert found == (tmp_path, script, ["--use-tempo", "--local_rank=3"], [])
+
+
+def test_tempos_arguments_may_stand_before_the_script(tmp_path: Path) -> None:
+    script = make_checkout(tmp_path)
+    options = ["--use-tempo", "--tempo-norm", "off", "--tempo-loss=off", "--tempo-ledger"]
+    found = run._split(
+        [*options[:1], "--megatron-root", str(tmp_path), *options[1:], str(script), "train", "--lr", "1"]
+    )
+    assert found == (tmp_path, script, ["train", "--lr", "1"], [*options[:-1], "--tempo-ledger=tempo_ledger"])
 
 
 def test_a_script_elsewhere_takes_an_installed_megatron_training_or_asks_for_a_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "is_installed", lambda module: True)
-    assert run._split([__file__, "--x"]) == (None, Path(__file__), ["--x"])
+    assert run._split([__file__, "--x"]) == (None, Path(__file__), ["--x"], [])
     script = make_checkout(tmp_path)
     assert run._split([str(script)])[0] == tmp_path
     monkeypatch.setattr(run, "is_installed", lambda module: module != "megatron.training")
@@ -137,7 +183,7 @@ def test_a_script_elsewhere_takes_an_installed_megatron_training_or_asks_for_a_c
 
 def test_a_script_elsewhere_takes_the_checkout_it_is_given(tmp_path: Path) -> None:
     make_checkout(tmp_path)
-    assert run._split([f"--megatron-root={tmp_path}", __file__, "--x"]) == (tmp_path, Path(__file__), ["--x"])
+    assert run._split([f"--megatron-root={tmp_path}", __file__, "--x"]) == (tmp_path, Path(__file__), ["--x"], [])
 
 
 @pytest.mark.parametrize("version", ["0.14.0", "0.16.1", "0.17.0rc1", "0.20.0", "0.13.1", "0.21.0", "1.0.0"])
@@ -147,6 +193,18 @@ def test_a_version_that_is_not_in_the_table_warns_and_is_tried(version: str) -> 
         assert warning is None
     else:
         assert warning is not None and version in warning and "0.14 to 0.20" in warning
+
+
+def refuse() -> None:
+    raise ValueError("a class of the user's")
+
+
+@pytest.mark.parametrize(("module", "is_ours"), [(functools.partial(TempoConfig, norm="odd"), True), (refuse, False)])
+def test_a_refusal_in_a_constructor_that_megatron_calls_is_known_as_ours(module: Any, is_ours: bool) -> None:
+    # It raises the error of a module once more, with the module's name.
+    with pytest.raises(ValueError) as caught:
+        build_module(ModuleSpec(type("Module", (), {"__new__": lambda _: module()})))
+    assert versions.is_raised_here(caught.value) is is_ours
 
 
 @pytest.mark.parametrize("place", ["megatron.core.parallel_state:nowhere", "megatron.core.nowhere:thing"])
@@ -323,7 +381,7 @@ def test_chunks_that_masks_on_a_gpu_cannot_have_are_refused_at_the_start(
 def test_the_launcher_says_how_it_is_used() -> None:
     command = [sys.executable, str(ROOT / "launch" / "run_megatron.py"), "--help"]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "usage: run_megatron.py [--megatron-root DIR] SCRIPT" in found.stdout
+    assert "usage: run_megatron.py [--megatron-root DIR] [TEMPO'S ARGUMENTS] SCRIPT" in found.stdout
 
 
 RUN = SimpleNamespace(

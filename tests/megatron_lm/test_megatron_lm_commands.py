@@ -18,6 +18,7 @@ import megatron.core
 import pytest
 from covering import exhaustive
 from distributed import run_megatron_ranks, run_ranks
+from packaging.version import Version
 from training_job import free_port
 
 from tempo_megatron.cli import main
@@ -116,7 +117,10 @@ print("trained", model.embedding.word_embeddings.weight.grad.norm().isfinite().i
 
 def run_script(text: str, folder: Path, *arguments: str) -> tuple[int | str, str, str]:
     """Status, or traceback, and what was printed on stdout and stderr, of `tempo-megatron run` and a script of one's
-    own under an installed megatron.training: without a checkout, without Megatron's arguments and its schedules."""
+    own under an installed megatron.training: without a checkout, without Megatron's arguments and its schedules.
+
+    arguments: of the script, or with SCRIPT in its place.
+    """
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # nobody launched it
         del os.environ[name]
     make_training(folder / "site")
@@ -127,7 +131,10 @@ def run_script(text: str, folder: Path, *arguments: str) -> tuple[int | str, str
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            status = main(["run", str(script), *arguments])
+            words = arguments if "SCRIPT" in arguments else ("SCRIPT", *arguments)
+            status = main(["run", *(str(script) if word == "SCRIPT" else word for word in words)])
+        except SystemExit as end:
+            status = str(end.code)
         except Exception:
             status = traceback.format_exc()
     return status, out.getvalue(), err.getvalue()
@@ -139,6 +146,91 @@ def test_what_a_script_raises_ends_in_its_own_traceback(tmp_path: Path, error: s
     ((told, _, complaints),) = run_ranks(run_script, 1, text, tmp_path)
     assert f'File "{tmp_path}/script.py", line 2, in work' in told and complaints == ""
     assert told.splitlines()[-1] == f"{error}: the script's own"
+
+
+_OF_STOCK = """
+from megatron.core.models.T5.t5_model import T5Model
+from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "num_query_groups": 2}
+config = TransformerConfig(**sizes, use_cpu_initialization=True)
+T5Model(config, config, encoder_model_with_local_spec(), decoder_model_with_local_spec(), 100, 16)
+"""
+_OF_A_USER = _LOOP.replace(
+    "import torch\n",
+    """import torch
+from megatron.core.transformer import mlp
+
+def refuse(*args, **kwargs):
+    raise ValueError("this MLP is mine")
+
+mlp.MLP.__init__ = refuse
+""",
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (_OF_STOCK, "ValueError: Group query attention is not currently supported in cross attention."),
+        (_OF_A_USER, "ValueError: this MLP is mine"),
+    ],
+)
+def test_what_others_refuse_in_building_the_model_ends_in_its_own_traceback(
+    tmp_path: Path, text: str, cause: str
+) -> None:
+    ((told, _, complaints),) = run_megatron_ranks(run_script, 1, 1, text, tmp_path, "--use-tempo")
+    assert told.startswith("Traceback") and told.splitlines()[-1].startswith(cause)
+    assert "--use-tempo:" not in complaints
+
+
+def test_latent_attention_that_this_megatron_cannot_build_is_refused(tmp_path: Path) -> None:
+    latent = "v_head_dim=3, qk_head_dim=2, qk_pos_emb_head_dim=2, kv_lora_rank=4, q_lora_rank=4, "
+    text = _LOOP.replace("TransformerConfig", "MLATransformerConfig").replace("**sizes, ", f"**sizes, {latent}")
+    spec = "get_gpt_layer_local_spec(multi_latent_attention=True)"
+    text = text.replace("get_gpt_layer_local_spec()", spec).replace("=16)", '=16, position_embedding_type="none")')
+    ((status, _, complaints),) = run_megatron_ranks(run_script, 1, 1, text, tmp_path, "--use-tempo")
+    if Version(megatron.core.__version__).release[:2] != (0, 16):
+        assert status == 0
+        return
+    assert status == 2
+    assert "--use-tempo: multi_latent_attention is on and Transformer Engine is not installed" in complaints
+
+
+_PARSERS = {
+    "argparse": "p = argparse.ArgumentParser()",
+    "a subclass": "class P(argparse.ArgumentParser):\n    def error(self, what):\n        sys.exit(4)\np = P()",
+    "raising": "class P(argparse.ArgumentParser):\n    def error(self, m):\n        raise KeyError(m)\np = P()",
+}
+
+
+_HINT = (
+    "tempo-megatron run: script.py has a parser of its own that does not know Tempo's arguments; expected them before "
+    "the script; write tempo-megatron run --use-tempo script.py ..."
+)
+
+
+def write_strict(parser: str) -> str:
+    return f"import argparse, sys\n{_PARSERS[parser]}\np.add_argument('--lr')\nprint(p.parse_args().lr)\n"
+
+
+@pytest.mark.parametrize("parser", ["argparse", "raising", *exhaustive(["a subclass"])])
+def test_a_script_whose_own_parser_is_strict_is_told_where_tempos_arguments_go(tmp_path: Path, parser: str) -> None:
+    ((status, _, complaints),) = run_ranks(run_script, 1, write_strict(parser), tmp_path, "--lr", "1", "--use-tempo")
+    assert status != 0 and _HINT in complaints
+
+
+def test_a_word_that_tempo_does_not_know_either_has_no_hint(tmp_path: Path) -> None:
+    words = ("--use-tempo", "SCRIPT", "--tempo-nrom", "off")
+    ((status, _, complaints),) = run_ranks(run_script, 1, write_strict("argparse"), tmp_path, *words)
+    assert status == "2" and _HINT not in complaints
+
+
+def test_tempos_arguments_before_a_script_are_not_the_scripts(tmp_path: Path) -> None:
+    script, words = write_strict("argparse") + _LOOP, ("--use-tempo", "SCRIPT", "--lr", "1")
+    ((status, printed, _),) = run_megatron_ranks(run_script, 1, 1, script, tmp_path, *words)
+    assert status == 0 and printed.startswith("1\n") and "slots replaced" in printed
 
 
 def test_a_loop_of_ones_own_has_a_banner_and_a_report(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ CASES = {
     "LLaMA": Case(_LLAMA),
     "squared ReLU": Case("--squared-relu --no-bias-gelu-fusion"),
     "windows": Case("--window-size 8,0 --window-attn-skip-freq 2"),
+    "windows to both sides": Case("--window-size 7,3 --window-attn-skip-freq 3"),
     "MoE": Case(f"{_MOE} --moe-layer-freq 2 --no-bias-gelu-fusion --disable-bias-linear"),
     "MoE, top 8": Case(f"{_TOP_8} --moe-router-load-balancing-type seq_aux_loss"),
     "MoE, global auxiliary loss": Case(f"{_TOP_8} --moe-router-load-balancing-type global_aux_loss"),
@@ -137,6 +139,16 @@ def results(
 ) -> dict[str, list[dict[str, Any]]]:
     runs = [run for name in list_names(request, megatron_root) for run in runs_of(name)]
     return run_all_sizes(megatron_root, runs, tmp_path_factory.mktemp("matrix"))
+
+
+@pytest.mark.parametrize("name", ["PP 2, interleaved"])
+def test_the_banner_is_of_all_stages(results: dict[str, list[dict[str, Any]]], name: str) -> None:
+    first, second = (rank["printed"] for rank in results[f"{name}: Tempo"])
+    places = [("0", "0"), ("1", "0"), ("0", "1"), ("1", "1")]
+    assert re.findall(r"^tempo: stage (\d) of 2, chunk (\d):$", first, re.MULTILINE) == places
+    assert re.findall(r"slots replaced: .*?norm (\d)", first) == ["2", "2", "2", "3"]
+    assert first.count("attention is causal and is given no mask") == 4
+    assert "slots replaced" not in second
 
 
 @pytest.mark.parametrize("name", with_sample(CASES, SAMPLE))

@@ -122,6 +122,8 @@ def _run(job: dict[str, Any], root: str) -> dict[str, Any]:
 PLACES = (
     ("megatron.training.arguments", "add_megatron_arguments"),
     ("megatron.core.pipeline_parallel.schedules", "set_current_microbatch"),
+    ("megatron.core.pipeline_parallel.schedules", "forward_backward_pipelining_with_interleaving"),
+    ("megatron.core.pipeline_parallel.schedules", "forward_backward_pipelining_without_interleaving"),
     ("megatron.core.models.gpt.gpt_model", "GPTModel.__init__"),
     ("megatron.core.models.bert.bert_model", "BertModel.__init__"),
     ("megatron.core.models.T5.t5_model", "T5Model.__init__"),

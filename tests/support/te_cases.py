@@ -61,6 +61,7 @@ GPT_CASES: dict[str, tuple[dict[str, Any], TempoConfig]] = {
     "in place": ({}, INPLACE),
     "recompute": ({}, ALL_RECOMPUTED),
     "the paper's attention": ({}, TempoConfig(attention="softmax", loss="off")),
+    "a window to both sides": ({"window_size": (3, 2)}, INPLACE),
     "single layers": ({}, dataclasses.replace(INPLACE, layers=LAYERS)),
     "norm alone": ({}, TempoConfig(activation="off", dropout="off", attention="off", loss="off")),
     "swiglu and RMSNorm": (SWIGLU, ALL_RECOMPUTED),

@@ -8,7 +8,8 @@ needs CUDA. What is imitated here, after its sources (2.0 to 2.9, and its main b
   this rank's part of it), `LayerNormLinear` its input, the norm's output, mean and rstd;
 - what `return_layernorm_output` and `return_layernorm_output_gathered` add to what `LayerNormLinear` returns;
 - what they communicate, forward and backward;
-- that attention with a causal mask, or none, looks at no mask it is given.
+- that attention with a causal mask, or none, looks at no mask it is given, and that a causal layer's window shows no
+  token those after it.
 
 What is not: its kernels and their rounding, scales of fp8, overlap with communication, CUDA graphs. Attention is
 torch's. A test that passes here says that Tempo fits Megatron's side of Transformer Engine; it says nothing of a GPU.
@@ -308,9 +309,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         attention_dropout: float = 0.0,
         attn_mask_type: str = "causal",
         softmax_scale: float | None = None,
+        window_size: tuple[int, int] | None = None,
         **_: Any,
     ) -> None:
         super().__init__()
+        self.window_size = window_size
         self.attention_dropout, self.softmax_scale, self.attn_mask_type = (
             attention_dropout,
             softmax_scale,
@@ -324,6 +327,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         mask_type = attn_mask_type or self.attn_mask_type
         q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         uses_mask = "padding" in mask_type or mask_type == "arbitrary"
+        if self.window_size is not None:
+            assert mask_type == "causal" and query.size(0) == key.size(0)
+            mask, uses_mask, mask_type = ~_see_window(query.size(0), self.window_size[0]), True, "arbitrary"
         out = F.scaled_dot_product_attention(
             q,
             k,
@@ -335,6 +341,11 @@ class DotProductAttention(TransformerEngineBaseModule):
             enable_gqa=q.size(1) != k.size(1),
         )
         return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def _see_window(length: int, left: int) -> Tensor:
+    """Which tokens a causal layer's window shows: its right side, whatever it is, counts as 0."""
+    return torch.ones(length, length, dtype=torch.bool).tril().triu(-left)
 
 
 def _forget_extra_state(_: Any, incompatible_keys: Any) -> None:
