@@ -8,9 +8,9 @@ A tensor may have more rows than the forward has samples: frames of videos, or c
 row of the sample), under a key for each number of rows, so that no other forward, step or rank has theirs, whatever
 the sizes of batches are.
 
-Gradient caching runs a batch without a gradient, restores torch's generator, and runs it again with one. No generator
-advances, so two forwards may begin in one state; in training without a gradient it advances by one number, as under
-stock's dropout. A state in which such a forward has begun then comes back only if somebody restores it.
+Gradient caching runs a batch without a gradient, restores torch's generator, and runs it again with one. Masks advance
+no generator, so that several forwards may begin in one state. A forward in training without a gradient advances it by
+one number, where stock's dropout advances it by many: then its state comes back only if somebody restores it.
 
 A forward of the model is a Pass. If a backward runs a part of it again, the graph node that asks for it tells which
 forward it belongs to: autograd numbers nodes as they are made, and a pass knows its first and last number. So several
@@ -47,6 +47,7 @@ _OVERSIZED_BITS = 16
 _MAX_PASSES = 1 << 10
 _MAX_STATES = 1 << 16
 _ROWS_BITS = 27
+_COUNTED = "num_steps step_samples has_repeats _knows_repeats _next_sample _has_begun _drawn _current _past".split()
 
 
 class Pass:
@@ -219,7 +220,11 @@ class Passes:
         node = torch._C._current_autograd_node()
         number = node._sequence_nr() if node is not None else -1
         for past in reversed(self._past):
-            if past.first_node <= number < past.last_node:
+            if past.first_node < number < past.last_node:
+                return past
+        # The number before a pass is that of a region around it, unless another pass ended with it.
+        for past in reversed(self._past):
+            if past.first_node == number < past.last_node:
                 return past
         if len(self._past) == _MAX_PASSES and number < self._past[0].first_node:
             raise RuntimeError(
@@ -270,16 +275,7 @@ class Passes:
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
         """Lets forwards inside run, and then counts as if they had not."""
-        counters = (
-            "num_steps",
-            "step_samples",
-            "has_repeats",
-            "_knows_repeats",
-            "_next_sample",
-            "_has_begun",
-            "_drawn",
-        )
-        before = {name: copy.copy(self.__dict__[name]) for name in (*counters, "_current", "_past")}
+        before = {name: copy.copy(self.__dict__[name]) for name in _COUNTED}
         try:
             yield
         finally:
@@ -346,8 +342,8 @@ class Passes:
             first, number = _FIRST_OVERSIZED, step << now.spacing
         if number + now.num_samples > _FIRST_OVERSIZED:
             raise ValueError(
-                f"the samples of {self.num_steps} forwards on {num_ranks} ranks, counted without gaps between batches, "
-                "have come to 2**47; expected fewer; say with tempo_torch.samples which samples a forward sees"
+                f"{self.num_steps} forwards on {num_ranks} ranks, the first of {self.step_samples} samples, have come "
+                "to sample 2**47; expected fewer; say with tempo_torch.samples which samples a forward sees"
             )
         return first + number
 

@@ -10,6 +10,7 @@ import threading
 
 import pytest
 import torch
+from covering import parametrize_covering
 from drawn_masks import recorded_draws
 from torch import nn
 from torch.nn import functional as F
@@ -53,9 +54,9 @@ def draw(model, ids=None):
     return set(drawn)
 
 
-@pytest.mark.parametrize("error", INTERRUPTS)
-@pytest.mark.parametrize("shared", [False, True], ids=["own layers", "a shared layer"])
-@pytest.mark.parametrize("at", ["forward", "backward"])
+@parametrize_covering(
+    shared={"own layers": False, "a shared layer": True}, at=["forward", "backward"], each={"error": INTERRUPTS}
+)
 def test_steps_after_an_interrupt_draw_the_same_masks_in_forward_and_in_backward(error, shared, at):
     ours, stock = (tempoize(build(shared=shared, layers=3), seed=4) for _ in range(2))
     ours.checkpoints = CHECKPOINT
@@ -160,12 +161,37 @@ def test_the_second_of_two_backwards_finds_its_forward_after_the_first_was_inter
 
 def test_a_model_that_is_restored_after_an_interrupt_leaves_no_hooks_on_what_others_save():
     model = tempoize(build(), offload="all")
-    interrupt(model.layers[0].drop1, KeyboardInterrupt)
+    interrupt(model.norm, KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         model(make_ids())
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     restore(model)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_a_region_that_ends_a_forward_draws_its_masks_after_another_forward(reentrant, has_gradient):
+    class Last(nn.Module):
+        def __init__(self, is_checkpointed):
+            super().__init__()
+            torch.manual_seed(0)
+            self.drop, self.linear, self.is_checkpointed = nn.Dropout(0.5), nn.Linear(16, 16), is_checkpointed
+
+        def forward(self, x):
+            region = nn.Sequential(self.drop, self.linear)
+            if not self.is_checkpointed:
+                return region(x)
+            return checkpoint(region, x, use_reentrant=reentrant, preserve_rng_state=False)
+
+    found, x = [], torch.randn(4, 16, requires_grad=True)
+    for model in (tempoize(Last(False), seed=4), tempoize(Last(True), seed=4)):
+        out = model(x)
+        with torch.set_grad_enabled(has_gradient):
+            model(x)
+        out.sum().backward()
+        found.append(model.linear.weight.grad)
+    assert torch.equal(*found)
 
 
 class RandomState:
@@ -214,10 +240,12 @@ def cache_gradients(model, batches, others, is_in_backward=False, context=contex
     return first, second, [parameter.grad for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("is_in_backward", [False, True], ids=["after backward", "in backward"])
-@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize("others", [lambda: None, lambda: torch.rand(3)], ids=["nothing draws", "others draw"])
-@pytest.mark.parametrize("says", [False, True], ids=["counted", "said"])
+@parametrize_covering(
+    is_in_backward={"after backward": False, "in backward": True},
+    is_checkpointed={"kept": False, "checkpointed": True},
+    says={"counted": False, "said": True},
+    others={"nothing draws": lambda: None, "others draw": lambda: torch.rand(3)},
+)
 def test_gradient_caching_draws_the_same_masks_twice(is_in_backward, is_checkpointed, others, says):
     ours, plain = (tempoize(build(), seed=4) for _ in range(2))
     ours.checkpoints = CHECKPOINT if is_checkpointed else None
