@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, UserDict
+
 import pytest
 import torch
 import transformers
@@ -190,6 +192,23 @@ def test_samples_may_say_how_many_there_are():
     assert run(10, 4, 4) == run(10, 2, 2) | run(12, 2, 2)
     with pytest.raises(ValueError, match="num_samples is 0; expected at least 1, the samples of each batch"):
         run(0, 2, 0)
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_samples_are_counted_by_the_ids_in_a_dictionary(kind):
+    class Features(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drop = nn.Dropout(P)
+
+        def forward(self, features):
+            return self.drop(torch.ones(len(features["input_ids"]), H))
+
+    features = kind(position_ids=torch.arange(S)[None], input_ids=ids(4, S))
+    assert torch.equal(tempoize(Features())(features), tempoize(Features())({"input_ids": features["input_ids"]}))
+    assert torch.equal(
+        tempoize(Features())(features), tempoize(nn.Sequential(OrderedDict(drop=nn.Dropout(P))))(torch.ones(4, H))
+    )
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
