@@ -17,7 +17,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tempo_kernels.attention import attention
 from tempo_torch.attention import AttentionPlace
 from tempo_torch.linear import drop_input
-from tempo_torch.position import number_rows
 from tempo_torch.replace import Replaced
 
 Hidden = tuple[Tensor, Tensor | None]
@@ -121,7 +120,7 @@ class MultiheadAttention(Replaced):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool, hidden: Hidden | None) -> Tensor:
         q, k, v = (self._split_heads(t) for t in self._project(query, key, value))
-        draw_key, first_sample, num_samples = self.tempo_place.place.find(query.device)
+        draw_key, first_sample, _ = self.tempo_place.place.find(query.device, q.size(1))
         mask, blind = (None, None) if hidden is None else hidden
         out = attention(
             q,
@@ -132,7 +131,7 @@ class MultiheadAttention(Replaced):
             softmax_scale=self.head_dim**-0.5,
             dropout_p=self.dropout,
             dropout_key=draw_key,
-            first_sample=number_rows(first_sample, num_samples, q.size(1)),
+            first_sample=first_sample,
         )
         if blind is not None:
             out = out.masked_fill(blind, 0.0)  # as in stock; ours would attend to all keys

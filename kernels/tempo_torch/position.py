@@ -1,8 +1,16 @@
 """Tracks where a dropout mask is applied: which samples a forward sees, and which call of which module draws.
 
 A mask is a pure function of (seed, global sample, name of the module, how many times the forward called it before).
-Nothing is stored and no generator advances. So any kind of checkpointing, which runs a forward again in backward, draws
-the same mask, and so does any number of processes.
+Nothing is stored. So any kind of checkpointing, which runs a forward again in backward, draws the same mask, and so
+does any number of processes.
+
+A tensor may have more rows than the forward has samples: frames of videos, or choices. They are numbered as (sample,
+row of the sample), under a key for each number of rows, so that no other forward, step or rank has theirs, whatever
+the sizes of batches are.
+
+Gradient caching runs a batch without a gradient, restores torch's generator, and runs it again with one. Masks advance
+no generator, so that several forwards may begin in one state. A forward in training without a gradient advances it by
+one number, where stock's dropout advances it by many: then its state comes back only if somebody restores it.
 
 A forward of the model is a Pass. If a backward runs a part of it again, the graph node that asks for it tells which
 forward it belongs to: autograd numbers nodes as they are made, and a pass knows its first and last number. So several
@@ -13,15 +21,21 @@ on the model's outputs brings the pass back.
 from __future__ import annotations
 
 import contextlib
+import copy
+import hashlib
+import inspect
 import sys
 import threading
+import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
@@ -29,16 +43,21 @@ from torch.utils.hooks import RemovableHandle
 from tempo_kernels.philox import derive_key
 
 _FIRST_OVERSIZED = 1 << 47
-_MAX_OVERSIZED = 1 << 16
+_OVERSIZED_BITS = 16
 _MAX_PASSES = 1 << 10
+_MAX_STATES = 1 << 16
+_ROWS_BITS = 27
+_COUNTED = "num_steps step_samples has_repeats _knows_repeats _next_sample _has_begun _drawn _current _past".split()
 
 
 class Pass:
     """One forward of the model: its samples, and how often it called the places that draw."""
 
-    def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples
+    def __init__(self, num_samples: int, device: torch.device) -> None:
+        self.num_samples, self.device = num_samples, device
         self.first_sample: int | None = None
+        self.spacing = 0
+        """0, or the bits of the distance between numbers of batches with more samples than the first step's."""
         self.first_sample_tensor: Tensor | None = None
         self.counts: dict[str, int] = {}
         self.is_over = False
@@ -61,13 +80,29 @@ class Place:
         """In a compiled graph: the calls since the forward, or the backward, began."""
         self.key_tensor = torch.tensor(_make_signed(derive_key(passes.seed, code, 0)), dtype=torch.int64)
 
-    def find(self, device: torch.device) -> tuple[int | Tensor, int | Tensor, int]:
-        """Returns (key, first sample, number of samples) of the mask that is drawn now, to be used once."""
-        if torch.compiler.is_compiling():
-            return self._find_traced(device)
-        now = self.passes.find_current()
-        number = now.first_sample if now.first_sample is not None else self.passes.number_samples(now)
-        return derive_key(self.passes.seed, self.code, self._count_call(now)), number, now.num_samples
+    def find(self, device: torch.device, num_rows: int | None = None) -> tuple[int | Tensor, int | Tensor, int]:
+        """Returns (key, first row, number of samples) of the mask that is drawn now, to be used once.
+
+        Args:
+            device: where it is drawn.
+            num_rows: rows of the tensor, of which several may belong to one sample, one behind the other; by default
+                one for each sample.
+        """
+        is_traced = torch.compiler.is_compiling()
+        now = self.passes.current if is_traced else self.passes.find_current()
+        first: int | Tensor | None = now.first_sample_tensor if is_traced else now.first_sample
+        if first is None:
+            assert not is_traced
+            first = self.passes.number_samples(now)
+        rows = 1 if num_rows is None else -(-num_rows // now.num_samples)
+        # Rows that are numbered in another way than samples get keys of their own. Philox takes keys in a row.
+        shift = 0
+        if rows > 1 or now.spacing > _OVERSIZED_BITS:
+            first, shift = first % _FIRST_OVERSIZED * rows, rows + (now.spacing << _ROWS_BITS)
+        if isinstance(first, Tensor):
+            return self._find_traced_key(shift).to(device), first.to(device), now.num_samples
+        key = derive_key(self.passes.seed, self.code, self._count_call(now))
+        return (key + shift) % (1 << 64), first, now.num_samples
 
     def _count_call(self, now: Pass) -> int:
         """Returns how many times the forward called this place before, and counts this call."""
@@ -87,9 +122,9 @@ class Place:
         self.passes.has_repeats |= call > 0
         return call
 
-    def _find_traced(self, device: torch.device) -> tuple[Tensor, Tensor, int]:
-        # Tensors, because numbers would be compiled in.
-        call, now = self.calls, self.passes.current
+    def _find_traced_key(self, shift: int) -> Tensor:
+        # A tensor, because a number would be compiled in.
+        call = self.calls
         self.calls = call + 1
         if call < 0:
             raise RuntimeError(
@@ -97,8 +132,21 @@ class Place:
                 "expected one call; do not compile it, or do not checkpoint it"
             )
         key = self.key_tensor if call == 0 else torch.tensor(_make_signed(_derive(self.passes.seed, self.code, call)))
-        assert now.first_sample_tensor is not None
-        return key.to(device), now.first_sample_tensor.to(device), now.num_samples
+        return key if shift == 0 else key + shift
+
+
+class _Context:
+    """What `samples` says. Copies of a model that are made inside share it, so that it ends for them too."""
+
+    def __init__(self, num_samples: int | None) -> None:
+        self.num_samples = num_samples
+        self.is_over = False
+
+    def __deepcopy__(self, _: Any) -> _Context:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"num_samples": self.num_samples, "is_over": True}  # another process is outside of it
 
 
 class Passes:
@@ -122,11 +170,19 @@ class Passes:
         self._ranks = (rank, num_ranks)
         self.step_samples: int | None = None
         """Samples of the first of them."""
-        self._next_sample: int | None = None
+        self._context: _Context | None = None
+        self._next_sample = 0
+        """Of the context."""
+        self._has_begun = False
+        """Whether a forward has drawn in the context."""
+        self._drawn: dict[bytes, tuple[int, int]] = {}
+        """First sample and spacing of forwards in training without a gradient, by the generator's state before."""
         self._knows_repeats = False
         self._depth = 0
-        self._owner: dict[str, int] = {}  # the thread whose forward runs; setdefault is atomic
-        self._task = -1  # the outermost backward that runs
+        # The thread whose forward runs, and the frame in which torch runs it; setdefault is atomic.
+        self._owner: dict[str, tuple[int, FrameType | None]] = {}
+        self._task: tuple[int, weakref.ref[Any]] | None = None
+        """The outermost backward that runs, and what is gone once it has ended, also by an exception."""
         self._current: Pass | None = None
         self._past: deque[Pass] = deque(maxlen=_MAX_PASSES)
         self.handles: list[RemovableHandle] = []
@@ -151,16 +207,24 @@ class Passes:
     def _find_past(self) -> Pass | None:
         """Finds the forward that made the graph node that runs now; None if a recomputation made it."""
         task = torch._C._current_graph_task_id()
-        if self._task == -1:
-            self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        if task != self._task:
+        if self._task is None or self._task[1]() is None:
+
+            def end() -> None:
+                self._task = None
+
+            self._task = task, weakref.ref(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+        if task != self._task[0]:
             # Reentrant checkpointing runs a backward of its own, whose nodes another thread may have numbered.
             return None
         node = torch._C._current_autograd_node()
         number = node._sequence_nr() if node is not None else -1
         for past in reversed(self._past):
-            if past.first_node <= number < past.last_node:
+            if past.first_node < number < past.last_node:
+                return past
+        # The number before a pass is that of a region around it, unless another pass ended with it.
+        for past in reversed(self._past):
+            if past.first_node == number < past.last_node:
                 return past
         if len(self._past) == _MAX_PASSES and number < self._past[0].first_node:
             raise RuntimeError(
@@ -168,9 +232,6 @@ class Passes:
                 "earlier"
             )
         return None
-
-    def _end_backward(self) -> None:
-        self._task = -1
 
     def add_place(self, name: str) -> Place:
         """Makes the place of the module with this name."""
@@ -196,15 +257,32 @@ class Passes:
         self.handles.clear()
 
     @contextlib.contextmanager
-    def set_next(self, first_sample: int) -> Iterator[None]:
+    def set_next(self, first_sample: int, num_samples: int | None = None) -> Iterator[None]:
         """The context of `samples`."""
         if not 0 <= first_sample < _FIRST_OVERSIZED:
             raise ValueError(f"first_sample is {first_sample}; expected 0 to 2**47 - 1, the index over the whole run")
-        before, self._next_sample = self._next_sample, first_sample
+        if num_samples is not None and num_samples < 1:
+            raise ValueError(f"num_samples is {num_samples}; expected at least 1, the samples of each batch")
+        before = self._context, self._next_sample, self._has_begun
+        context = _Context(num_samples)
+        self._context, self._next_sample, self._has_begun = context, first_sample, False
         try:
             yield
         finally:
-            self._next_sample = before
+            context.is_over = True
+            self._context, self._next_sample, self._has_begun = before
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Lets forwards inside run, and then counts as if they had not."""
+        before = {name: copy.copy(self.__dict__[name]) for name in _COUNTED}
+        try:
+            yield
+        finally:
+            self.__dict__.update(before)
+
+    def _get_context(self) -> _Context | None:
+        return None if self._context is None or self._context.is_over else self._context
 
     def check_sequence(self) -> None:
         """Raises ValueError if ranks among which DeepSpeed's Ulysses divides a sample would draw masks as if they had
@@ -214,7 +292,7 @@ class Passes:
             return
         size, given = ulysses.get_sequence_parallel_world_size(), self.sequence[1]
         # Where nobody said which samples a rank has, each numbers its own, so that no two draw the same mask.
-        if size != given and (given > 1 or self._knows_samples or self._next_sample is not None):
+        if size != given and (given > 1 or self._knows_samples or self._get_context() is not None):
             raise ValueError(
                 f"DeepSpeed's Ulysses divides a sample among {size} ranks, and sequence_ranks is {given}; expected "
                 f"the same, or parts of a sample might get one dropout mask; give tempoize sequence_ranks={size}"
@@ -222,25 +300,52 @@ class Passes:
 
     def number_samples(self, now: Pass) -> int:
         """Returns the index of a pass's first sample, found once, when it first draws."""
-        if self._next_sample is not None:
-            number = self._next_sample
-            self._next_sample += now.num_samples
+        context, state = self._get_context(), self._read_state(now)
+        drawn = None if state is None else self._drawn.get(state)
+        if context is not None and not self._has_begun:
+            number = self._next_sample  # what a person says comes first
+        elif drawn is not None:
+            number, now.spacing = drawn
         else:
-            number = self._count_step(now.num_samples)
+            number = self._next_sample if context is not None else self._count_step(now)
+        if state is not None and (drawn is not None or not torch.is_grad_enabled()):
+            self._drawn[state] = number, now.spacing
+            if len(self._drawn) > _MAX_STATES:
+                del self._drawn[next(iter(self._drawn))]
+            torch.rand((), device=now.device if now.device.type == "cuda" else "cpu")
+        if context is not None:
+            self._next_sample, self._has_begun = number + now.num_samples, True
         now.first_sample = number
         return number
 
-    def _count_step(self, num_samples: int) -> int:
-        """Returns the first of num_samples numbers that no other step or rank uses."""
+    def _read_state(self, now: Pass) -> bytes | None:
+        """Returns a hash of the generator's state and of the batch's size; None where nobody can ask for it again."""
+        if torch.is_grad_enabled() and not self._drawn:
+            return None
+        if now.device.type == "meta" or torch._C._are_functorch_transforms_active():
+            return None  # nothing can be drawn
+        state = torch.cuda.get_rng_state(now.device) if now.device.type == "cuda" else torch.get_rng_state()
+        return hashlib.blake2b(state.numpy().tobytes() + b"%d" % now.num_samples, digest_size=16).digest()
+
+    def _count_step(self, now: Pass) -> int:
+        """Returns the first of as many numbers as a pass has samples, which no other step or rank uses."""
         rank, num_ranks = self._find_rank()
         if self.step_samples is None:
-            self.step_samples = num_samples
+            self.step_samples = now.num_samples
         step = self.num_steps * num_ranks + rank
         self.num_steps += 1
-        if num_samples <= self.step_samples:
-            return step * self.step_samples
-        # More samples than in the first step get numbers of their own, of which other ranks need not know.
-        return _FIRST_OVERSIZED + step * max(_MAX_OVERSIZED, num_samples)
+        if now.num_samples <= self.step_samples:
+            first, number = 0, step * self.step_samples
+        else:
+            # More samples than in the first step get numbers of their own, of which other ranks need not know.
+            now.spacing = max(_OVERSIZED_BITS, (now.num_samples - 1).bit_length())
+            first, number = _FIRST_OVERSIZED, step << now.spacing
+        if number + now.num_samples > _FIRST_OVERSIZED:
+            raise ValueError(
+                f"{self.num_steps} forwards on {num_ranks} ranks, the first of {self.step_samples} samples, have come "
+                "to sample 2**47; expected fewer; say with tempo_torch.samples which samples a forward sees"
+            )
+        return first + number
 
     def _find_rank(self) -> tuple[int, int]:
         rank, num_ranks = self._ranks
@@ -252,7 +357,13 @@ class Passes:
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._owner.setdefault("thread", threading.get_ident()) != threading.get_ident():
+        call = threading.get_ident(), _find_frame()
+        owner = self._owner.setdefault("forward", call)
+        if owner is not call and not _is_running(*owner):
+            # KeyboardInterrupt, or another exception for which torch calls no hooks, has ended the last forward.
+            owner, self._depth = call, 0
+            self._owner["forward"] = call
+        if owner[0] != call[0]:
             raise RuntimeError(
                 f"two threads call one {type(module).__name__} at once, so which samples each sees is not known; "
                 "expected one forward at a time; give each thread a copy of the model"
@@ -262,25 +373,41 @@ class Passes:
             return  # the model calls itself
         for place in self.places.values():
             place.calls = 0
-        if not is_in_backward():
-            self._task = -1
-        elif (past := self._find_past() or self._current) is not None:
+        now = self._make_pass(module, args, kwargs)
+        if is_in_backward() and (past := self._find_past() or (None if self._is_restored(now) else self._current)):
             # A checkpointed region around the whole forward runs it again.
             self._current, past.is_over, past.counts = past, False, {}
             return
-        self._current = now = Pass(_count_samples(args, kwargs))
+        self._current = now
         if module.training:
             now.first_sample_tensor = torch.tensor(self.number_samples(now), dtype=torch.int64)
 
+    def _make_pass(self, module: nn.Module, args: Any, kwargs: Any) -> Pass:
+        tensor, context = _find_batch(module, args, kwargs), self._get_context()
+        num_samples = 1 if tensor is None else tensor.size(0)
+        if context is not None and context.num_samples is not None:
+            num_samples = context.num_samples
+        if isinstance(tensor, FakeTensor):
+            return Pass(num_samples, torch.device("meta"))
+        return Pass(num_samples, torch.device("cpu") if tensor is None else tensor.device)
+
+    def _is_restored(self, now: Pass) -> bool:
+        """Whether somebody has restored the generator's state of a forward that drew."""
+        state = self._read_state(now)
+        return state is not None and state in self._drawn
+
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._owner.get("thread") != threading.get_ident():
+        thread, frame = self._owner.get("forward", (None, None))
+        if thread != threading.get_ident():
             return  # `_begin` refused it
         self._depth -= 1
-        now = self._current
-        if not self._depth:
-            self._owner.clear()
-        if self._depth or now is None:
+        # A call of itself that was interrupted has not been counted off.
+        if self._depth and (frame is None or frame is not _find_frame()):
+            return
+        self._owner.clear()
+        self._depth, now = 0, self._current
+        if now is None:
             return
         now.is_over = self._knows_repeats = True
         if not self.has_repeats:
@@ -321,7 +448,7 @@ class Passes:
 
     def __getstate__(self) -> dict[str, Any]:
         no_pass: dict[str, Any] = {"_current": None, "_past": deque(maxlen=_MAX_PASSES)}
-        return {**self.__dict__, **no_pass, "_owner": {}, "_depth": 0, "_task": -1}
+        return {**self.__dict__, **no_pass, "_owner": {}, "_depth": 0, "_task": None}
 
 
 class _Entry:
@@ -335,15 +462,6 @@ class _Entry:
             self._passes.enter(self._number, args, kwargs)
 
 
-def number_rows(first_sample: int | Tensor, num_samples: int, num_rows: int) -> int | Tensor:
-    """Numbers the rows of a batch, of which several may belong to one sample. Returns the first of num_rows numbers
-    that no other forward's rows use."""
-    rows_per_sample = -(-num_rows // num_samples)
-    if rows_per_sample == 1:
-        return first_sample
-    return first_sample + first_sample % _FIRST_OVERSIZED * (rows_per_sample - 1)
-
-
 def is_in_backward() -> bool:
     """Whether this forward runs inside a backward."""
     return torch._C._current_graph_task_id() != -1
@@ -352,6 +470,22 @@ def is_in_backward() -> bool:
 def _get_next_node() -> int:
     """Returns the number that autograd will give the next node."""
     return torch._C._autograd._get_sequence_nr()
+
+
+def _find_frame() -> FrameType | None:
+    """Finds the innermost frame in which torch calls a module; None if there is none."""
+    frame, file = inspect.currentframe(), sys.modules[nn.Module.__module__].__file__
+    while frame is not None and frame.f_code.co_filename != file:
+        frame = frame.f_back
+    return frame
+
+
+def _is_running(thread: int, frame: FrameType | None) -> bool:
+    """Whether a thread still runs a frame."""
+    top = sys._current_frames().get(thread)
+    while top is not None and top is not frame:
+        top = top.f_back
+    return top is not None
 
 
 def _derive(seed: int, code: int, call: int) -> int:
@@ -374,6 +508,12 @@ def _find_tensor(args: Any, kwargs: Any) -> Tensor | None:
     return None
 
 
-def _count_samples(args: Any, kwargs: Any) -> int:
-    tensor = _find_tensor(args, kwargs)
-    return 1 if tensor is None else tensor.size(0)
+def _find_batch(module: nn.Module, args: Any, kwargs: Any) -> Tensor | None:
+    """Finds the tensor of a call whose first dimension counts the samples: the one that models of transformers call
+    their main input, since others, as position_ids, may have one row for all samples; else the first."""
+    for name in ("input_ids", "inputs_embeds", getattr(module, "main_input_name", "")):
+        for given in (kwargs, *args):
+            found = _find_tensor((given.get(name),), {}) if isinstance(given, Mapping) else None
+            if found is not None:
+                return found
+    return _find_tensor(args, kwargs)

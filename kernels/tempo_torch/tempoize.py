@@ -322,19 +322,21 @@ def report_on(model: nn.Module) -> Report:
 
 
 @contextlib.contextmanager
-def samples(model: nn.Module, first_sample: int) -> Iterator[None]:
+def samples(model: nn.Module, first_sample: int, num_samples: int | None = None) -> Iterator[None]:
     """Says which samples the forwards of `model` inside the context see, one batch after the other.
 
     Args:
         model: one that was given to tempoize, or a wrapper of it.
         first_sample: index of the first batch's first sample over the whole run, as if one device consumed all samples
             in order; in [0, 2**47). The samples of a batch are consecutive.
+        num_samples: samples of each batch; by default the first dimension of the model's main input, which is wrong
+            where that is [tokens, samples, h].
 
     Without it, training forwards are counted: if all batches of a run have one size, the masks are those of a single
     process that sees the batches of all ranks one after another. `set_step` continues the count after a resume.
-    Raises ValueError for another index or another model.
+    Raises ValueError for another index, for fewer than one sample, or for another model.
     """
-    with _find(model)[1].passes.set_next(first_sample):
+    with _find(model)[1].passes.set_next(first_sample, num_samples):
         yield
 
 

@@ -15,7 +15,6 @@ from witness import assert_within_rule, kept_storages
 
 from tempo_kernels.philox import derive_key, drop_mask, effective_probability
 from tempo_torch import report_on, restore, samples, tempoize
-from tempo_torch.position import number_rows
 
 B, SQ, SK, E, HEADS = 4, 48, 65, 64, 4
 SEED, FIRST, P = 7, 11, 0.25
@@ -308,12 +307,3 @@ def test_restore_and_tempoize_again():
     restore(model)
     assert [type(each) for each in model.modules()] == [type(each) for each in stock.modules()]
     assert [set(each.__dict__) for each in model.modules()] == [set(each.__dict__) for each in stock.modules()]
-
-
-def test_rows_of_a_batch_have_numbers_that_no_other_forward_has():
-    assert number_rows(12, 4, 4) == number_rows(12, 4, 1) == 12
-    # Two rows of each sample, as in windows: those of one sample do not depend on the others.
-    assert number_rows(12, 4, 8) + 2 == number_rows(13, 3, 6)
-    # As many samples as the sequence is long: batches of 7 in forwards of 4.
-    assert number_rows(16, 4, 7) >= number_rows(12, 4, 7) + 7
-    assert 2**47 <= number_rows(2**47 + 65536, 4, 7) < 2**48 - 7

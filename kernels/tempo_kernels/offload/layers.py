@@ -171,6 +171,8 @@ class Offload:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self._pass is not None:  # KeyboardInterrupt has ended the last forward
+            self._leave(self._pass)
 
     def _follow(self, layer: nn.Module) -> Iterator[Any]:
         """Hooks the modules in a layer to know which one saves a tensor."""
