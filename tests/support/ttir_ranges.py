@@ -175,8 +175,10 @@ class _Function:
         for line in text.splitlines():
             line = re.sub(r" loc\((?:[^()\"]|\"[^\"]*\"|\([^()]*\))*\)", "", line).strip()
             if "tt.func public" in line:
+                # In Triton 3.6 a descriptor has numbers of its own among the arguments; they may have any value.
                 for name in re.findall(r"%(\w+): i\d+", line):
-                    self.given[self._define(f"%{name}")] = (int(launch.arguments[name]),) * 2
+                    if name in launch.arguments:
+                        self.given[self._define(f"%{name}")] = (int(launch.arguments[name]),) * 2
             elif line.startswith("}"):
                 if len(self.scopes) > 1:
                     self.scopes.pop()
