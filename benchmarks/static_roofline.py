@@ -184,7 +184,6 @@ def measure_pass(one: Any, capability: int) -> dict[str, Any]:
     fields, body = measure_code(one.launch, capability)
     elements = model.find_elements(one.launch, body, one.num_elements, one.stored_bytes)
     assert elements > 0, f"{one.name}: its main loop was not found"
-    fields["programs"] -= one.adders
     in_program = one.num_elements / (fields["programs"] * fields["warps"] * model.WARP)
     fields |= {
         "trips": max(1.0, in_program / elements),
@@ -192,7 +191,6 @@ def measure_pass(one: Any, capability: int) -> dict[str, Any]:
         "tail_launches": one.tail_launches,
         "tail_bytes": one.tail_bytes,
         "last_bytes": one.last_bytes,
-        "adders": one.adders,
         "per_element": round(fields["issued"] / elements, 2),
         "cycles_per_element": round(fields["cycles"] / elements, 2),
         "by_pipe": {pipe: round(number / elements, 1) for pipe, number in fields["instructions"].items()},

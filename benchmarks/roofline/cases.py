@@ -30,11 +30,11 @@ from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
 from tempo_kernels.norm import kernel_long_rows, kernel_lost_channels, kernel_whole_rows, reserve
 from tempo_kernels.norm import kernel_rows as norm_rows
 from tempo_kernels.pointwise import kernel as pointwise
-from tempo_kernels.pointwise.kernel_sums import find_counters
+from tempo_kernels.pointwise import kernel_sums
 from tempo_kernels.squared_relu import kernel as squared_relu
 
 SIZES = Sizes(s=2048, b=4, h=4096, ffn=16384, gated_ffn=11008, p=0.1, dtype=torch.bfloat16)
-POINTWISE = [dropout_add, gelu, glu, pointwise, squared_relu]
+POINTWISE = [dropout_add, gelu, glu, pointwise, squared_relu, kernel_sums]
 POINTWISE += [norm_rows, kernel_whole_rows, kernel_long_rows, kernel_lost_channels]
 VOCABULARY, CHUNK_ROWS = 50304, 4096
 
@@ -52,9 +52,7 @@ class Pass(NamedTuple):
     tail_bytes: int = 0
     """What the tail reads and writes, and the partial sums that the pass writes for it."""
     last_bytes: int = 0
-    """Of partial sums that one program reads, where programs of the launch itself add them up; 0 where another does."""
-    adders: int = 0
-    """How many programs of the launch only do that, and wait for the others."""
+    """Of partial sums that the last program of a strip reads, where it adds them up; 0 where a launch does."""
 
 
 class AttentionPass(NamedTuple):
@@ -134,7 +132,6 @@ def _record(
         # A whole model's backward pass reads its norms' counts once; what that takes is not one norm's.
         reserve._written.clear()
         grads = [torch.empty_like(output) for output in outputs]
-        find_counters(outputs[0].device, 1)  # made once, not in every backward
         with Tail() as tail:
             launches = record_launches(lambda: torch.autograd.grad(outputs, tensors, grads), POINTWISE)
         name, num_bytes = f"{operation.name} backward, keeps {keeps}", backward.num_bytes(SIZES, width)
@@ -148,18 +145,13 @@ def _join(name: str, launches: list[Launch], elements: int, num_bytes: int, stor
     written = 0 if partial is None else _bytes_of(partial)
     in_others = sum(_bytes_of(t) for one in others for t in one.arguments.values() if isinstance(t, Tensor))
     tail_launches, tail_bytes = tail.launches + len(others), tail.num_bytes + in_others + written
-    adders = main.num_programs - main.arguments.get("num_chunks", main.num_programs)
-    last_bytes = _find_last_bytes(main, adders) if adders or main.arguments.get("counters_ptr") is not None else 0
-    return Pass(name, main, elements, num_bytes, stored_bytes, tail_launches, tail_bytes, last_bytes, adders)
+    last_bytes = _find_last_bytes(main) if main.arguments.get("counters_ptr") is not None else 0
+    return Pass(name, main, elements, num_bytes, stored_bytes, tail_launches, tail_bytes, last_bytes)
 
 
-def _find_last_bytes(launch: Launch, adders: int) -> int:
-    """A strip of all rows of partial; a gated unit has two strips, and of adders each has one or more."""
-    *sums, num_chunks, num_columns = launch.arguments["partial_ptr"].shape
-    if adders:
-        columns = launch.arguments["SUMS_COLUMNS"]
-        strips = -(-num_columns // columns) * int(torch.Size(sums).numel())
-        return 4 * num_chunks * columns * -(-strips // adders)
+def _find_last_bytes(launch: Launch) -> int:
+    """A strip of all rows of partial; a gated unit has two strips."""
+    num_chunks, num_columns = launch.arguments["partial_ptr"].shape
     num_programs = launch.num_programs
     assert num_programs % num_chunks == 0
     return 4 * num_chunks * -(-num_columns // (num_programs // num_chunks))

@@ -11,8 +11,8 @@ latency  The rounds, each as long as a program alone: it starts, waits for its p
          way through its loop for barriers and, unless copies run ahead of it, for memory.
 
 Added to that are launches behind the pass, the partial sums that it writes and they read, at the bandwidth of a copy,
-and, where programs of the pass itself add the partial sums up, the time that takes once the last one is written: for
-what follows one after another, and a program's reads from the L2 cache at a single multiprocessor's rate.
+and, where the last program of a strip adds the partial sums up itself, the time that it alone takes: for what follows
+one after another, and its reads from the L2 cache at a single multiprocessor's rate.
 
 What is chosen and not measured is in Chosen. The model is evaluated for three choices, and the slow and the fast one
 are the error bar of a row.
@@ -48,15 +48,11 @@ class Chosen(NamedTuple):
     last_us: float
     """What follows one after another in the last program of a strip: a barrier and a fence, an atomic addition and a
     first read that each go to the L2 cache and back, and the last store."""
-    poll_us: float
-    """What is added where other programs add up: they ask the L2 cache again and again whether all are ready, and the
-    answer to the last question is as long on its way as that to an addition, and half as long again on average. They
-    start before that, where multiprocessors become free one after another."""
 
 
-CENTRAL = Chosen(3.3, 730, 30, 500, 2.6, 1.0, 0.3)
-SLOW = Chosen(2.0, 1000, 60, 1000, 4.0, 2.0, 0.6)
-FAST = Chosen(8.0, 480, 20, 300, 1.5, 0.5, 0.15)
+CENTRAL = Chosen(3.3, 730, 30, 500, 2.6, 1.0)
+SLOW = Chosen(2.0, 1000, 60, 1000, 4.0, 2.0)
+FAST = Chosen(8.0, 480, 20, 300, 1.5, 0.5)
 
 
 class Architecture(NamedTuple):
@@ -167,8 +163,7 @@ def find_time(one: Mapping[str, Any], device: Device, chosen: Chosen) -> Time:
     joined = (memory_s**chosen.overlap + max(issue_s, latency_s) ** chosen.overlap) ** (1 / chosen.overlap)
     tail_s = one["tail_launches"] * chosen.launch_us * 1e-6 + one["tail_bytes"] / device.copy_bytes_per_s
     if one["last_bytes"]:
-        last_us = chosen.last_us + (chosen.poll_us if one.get("adders") else 0.0)
-        tail_s += last_us * 1e-6 + one["last_bytes"] / (L2_BYTES_PER_CYCLE * clock)
+        tail_s += chosen.last_us * 1e-6 + one["last_bytes"] / (L2_BYTES_PER_CYCLE * clock)
     return Time(memory_s, issue_s, latency_s, tail_s, joined + tail_s)
 
 

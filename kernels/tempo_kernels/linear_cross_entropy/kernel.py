@@ -119,7 +119,7 @@ def _statistics_kernel(
     HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, EXCLUDES_PADDING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program reads one row once."""
-    row = tl.program_id(0).to(tl.int64)
+    row, num_rows = tl.program_id(0).to(tl.int64), num_rows.to(tl.int64)
     num_columns = column_units * UNIT
     row_ptr = logits_ptr + row * num_columns
     top = tl.full((BLOCK // 8,), float("-inf"), dtype=tl.float32)
@@ -128,7 +128,7 @@ def _statistics_kernel(
         weighted = tl.zeros((BLOCK // 8, 8), dtype=tl.float32)
     if HAS_OTHERS:
         # Sum differences to the first logit, so that an offset common to all logits costs no digits.
-        origin, _ = _scale(tl.load(row_ptr).to(tl.float32), softcap, temperature, HAS_CAP, HAS_TEMPERATURE)
+        origin = _scale(tl.load(row_ptr).to(tl.float32), softcap, temperature, HAS_CAP, HAS_TEMPERATURE)[0]
         sums = tl.zeros((BLOCK // 8, 8), dtype=tl.float32)
     for start in range(0, num_columns, BLOCK):
         column, _, values, _ = _load_strip(
@@ -233,6 +233,7 @@ def _results_kernel(
     """One program computes the results of ROWS rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < num_rows
+    num_rows = num_rows.to(tl.int64)
     top = tl.load(found_ptr + row, mask=inside, other=0.0)
     total = tl.load(found_ptr + num_rows + row, mask=inside, other=1.0)
     of_target = tl.load(found_ptr + 2 * num_rows + row, mask=inside, other=0.0) - top
@@ -266,6 +267,7 @@ def _rows_kernel(
     """One program computes scale, grad and slope of ROWS rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < num_rows
+    kept_stride = kept_stride.to(tl.int64)
     total = tl.load(kept_ptr + kept_stride + row, mask=inside, other=1.0)
     place = _find_place(row.to(tl.int32), batch, length, HAS_BATCH)
     is_used = tl.load(labels_ptr + place, mask=inside, other=0) != ignore_index

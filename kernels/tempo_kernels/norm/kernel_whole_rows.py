@@ -7,8 +7,8 @@ from the output after In-Place Activated BatchNorm (Rota Bulo et al., CVPR 2018)
 2. The variance is the mean of (x - mean)^2: two passes, but over registers, and exact even where the mean is large
    beside the deviation, unlike E[x^2] - E[x]^2.
 3. Backward needs two sums per row, of g xhat and of g, and two sums per column, for gamma and beta. A program sums its
-   columns in registers over all its tiles and then writes them to its row of `partial`. Programs behind these add up
-   the rows and round once (kernel_sums.py). The order is fixed; atomics would give other bits every time. Where the
+   columns in registers over all its tiles and then writes them to its row of `partial`. A second launch adds up the
+   rows and rounds once (kernel_sums.py). The order is fixed; atomics would give other bits every time. Where the
    registers suffice, a multiprocessor has one program, of large tiles: half as many rows of partial to write and read.
 4. From y, backward computes with gamma xhat = y - beta and divides by gamma late, where fewer registers are live.
 """
@@ -32,7 +32,7 @@ from tempo_kernels.norm.kernel_lost_channels import (
 )
 from tempo_kernels.norm.kernel_rows import load_parameters, store_sums, widen
 from tempo_kernels.pointwise.kernel_activations import invert
-from tempo_kernels.pointwise.kernel_sums import add_up_behind, arrive, choose_adders, find_counters
+from tempo_kernels.pointwise.kernel_sums import launch_sums, plan_sums
 
 FORWARD_PROGRAMS = 2048
 TILE, LARGE_TILE = 2048, 8192
@@ -117,28 +117,21 @@ def _average_both(a, b, num_columns):
     return tl.split(tl.sum(tl.join(a, b), axis=1) / num_columns)
 
 
-@triton.jit(do_not_specialize=["tiles_per_program", "capacity", "num_chunks"])
+@triton.jit(do_not_specialize=["tiles_per_program", "capacity"])
 def _backward_kernel(
     grad_y_ptr, source_ptr, rstd_ptr, mean_ptr, weight_ptr, bias_ptr, slots_ptr, lost_xhat_ptr, grad_x_ptr,
-    partial_ptr, counter_ptr, sums_ptr,
-    num_rows, column_units, capacity, tiles_per_program, num_chunks,
+    partial_ptr,
+    num_rows, column_units, capacity, tiles_per_program,
     UNIT: tl.constexpr, SUBTRACTS_MEAN: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, IS_ALONE: tl.constexpr,
-    SUMS_ROWS: tl.constexpr, SUMS_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Each of the first num_chunks programs writes tiles_per_program tiles of grad_x, and their sums over rows to its
-    row of partial; the others add up partial.
+    """One program writes tiles_per_program tiles of grad_x, and their sums over rows to its row of partial.
 
     source is x where FROM_INPUT; otherwise it is y, and weight and bias are those that its forward used. IS_ALONE where
     the program has a multiprocessor to itself, and a thread has some columns of all rows of a tile.
     """
     num_columns = column_units * UNIT
-    if tl.program_id(0) >= num_chunks:
-        add_up_behind(
-            partial_ptr, sums_ptr, counter_ptr, num_chunks, num_columns, 1 + HAS_BIAS, SUMS_ROWS, SUMS_COLUMNS
-        )
-        return
     column = tl.arange(0, BLOCK_COLUMNS)
     inside = column < num_columns
     gamma, beta = load_parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS and not FROM_INPUT, ZERO_CENTERED)
@@ -212,13 +205,13 @@ def _backward_kernel(
         tl.store(grad_x_ptr + start * num_columns + inside_tile, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
     # The tiles summed grad * gamma xhat: a single division by gamma serves all rows.
     grad_gamma = _divide_by_gamma(grad_gamma, gamma, beta, HAS_XHAT, HAS_LOST)
-    store_sums(partial_ptr, grad_gamma, grad_beta, column, inside, num_columns, num_chunks, HAS_BIAS)
-    arrive(counter_ptr)
+    store_sums(partial_ptr, grad_gamma, grad_beta, column, inside, num_columns, tl.num_programs(0), HAS_BIAS)
 
 
 class BackwardPlan(NamedTuple):
     partial_shape: tuple[int, int, int]
     launch: Plan
+    launch_sums: Plan
 
 
 def plan_forward(hidden_size: int, **arguments: Any) -> Plan:
@@ -249,16 +242,15 @@ def plan_backward(hidden_size: int, itemsize: int, device: torch.device, **argum
     num_programs, tiles["tiles_per_program"] = _share_tiles(arguments["num_rows"], tiles["BLOCK_ROWS"], max_programs)
     shape = (1 + arguments["HAS_BIAS"], num_programs, hidden_size)
     sums_tile = tiles["num_warps"] * 32 * (64 if is_alone else 32)
-    num_adders, blocks = choose_adders(shape[0], hidden_size, sums_tile, device)
-    tiles |= {"num_chunks": num_programs, "IS_ALONE": is_alone, **blocks}
-    return BackwardPlan(shape, Plan((num_programs + num_adders,), **arguments, **tiles))
+    launch_sums = plan_sums(shape, sums_tile, tiles["num_warps"], device)
+    return BackwardPlan(shape, Plan((num_programs,), IS_ALONE=is_alone, **arguments, **tiles), launch_sums)
 
 
 def launch_backward(plan: BackwardPlan, tensors: tuple[Tensor | None, ...], grad_x: Tensor, sums: Tensor) -> None:
     """Fills grad_x, and sums [2 or 1, h] with grad_gamma and grad_beta."""
     partial = torch.empty(*plan.partial_shape, dtype=torch.float32, device=grad_x.device)
-    counter = find_counters(grad_x.device, 1)
-    launch(_backward_kernel, plan.launch, (*tensors, grad_x, partial, counter, sums))
+    launch(_backward_kernel, plan.launch, (*tensors, grad_x, partial))
+    launch_sums(plan.launch_sums, partial, sums)
 
 
 def _choose_tile(hidden_size: int, tile: int, elements_of_warp: int) -> dict[str, Any]:

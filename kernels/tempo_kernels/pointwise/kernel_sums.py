@@ -6,11 +6,8 @@ all rows of partial in the L2 cache, adds them up in the order of the rows, whic
 the same bits every time. A strip is narrow, so that many programs finish at once and none reads more than a few KiB.
 
 A kernel whose programs each have whole rows has no strips: all its programs end at about the same time, and the last
-would add up everything alone. There the grid has further programs behind them (`choose_adders`), which wait until the
-counter says that all rows are written and then each add up some strips (`add_up_behind`). They are at most half as many
-as multiprocessors, so they have started by the time that the slower half of the others ends. Those that they wait for
-wait for nobody. GPUs start programs in order, so that these run already; and were they to start later, the other
-multiprocessors would be left to them.
+would add up everything alone. There a second launch adds up strips (`plan_sums`). Programs of the first that waited for
+the others would spare it, but CUDA does not promise that those they wait for ever start.
 
 The counter's atomic addition releases this program's row and acquires the others'; the barrier before it makes the
 program's other threads store first. The last program resets the counter to 0 for the next launch. Kernels on one stream
@@ -28,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tempo_kernels.kernel_launch import Plan, count_multiprocessors
+from tempo_kernels.kernel_launch import Plan, count_multiprocessors, launch
 
 STRIP_COLUMNS = 128
 NUM_COUNTERS = 4096
@@ -58,13 +55,6 @@ def is_last(counter_ptr, num_chunks):
 
 
 @triton.jit
-def arrive(counter_ptr):
-    """Lets the programs behind this one know that it has stored its sums."""
-    tl.debug_barrier()
-    tl.atomic_add(counter_ptr, 1, sem="release")
-
-
-@triton.jit
 def add_up(
     partial_ptr, out_ptr, column, num_chunks, stride, num_columns, BLOCK_ROWS: tl.constexpr = ROWS_AT_ONCE
 ):  # fmt: skip
@@ -80,24 +70,13 @@ def add_up(
     tl.store(out_ptr + column, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def add_up_behind(
-    partial_ptr, out_ptr, counter_ptr, num_chunks, num_columns,
-    NUM_SUMS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Adds up the rows of partial [NUM_SUMS, num_chunks, num_columns], some strips a program: the programs from
-    num_chunks on call this, and all those before them call `arrive`."""
-    while tl.atomic_add(counter_ptr, 0, sem="acquire") < num_chunks:
-        pass
-    tl.debug_barrier()
-    num_strips = tl.cdiv(num_columns, BLOCK_COLUMNS)
-    for strip in range(tl.program_id(0) - num_chunks, NUM_SUMS * num_strips, tl.num_programs(0) - num_chunks):
-        index = strip // num_strips
-        column = (strip - index * num_strips) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-        partial = partial_ptr + index * num_chunks * num_columns
-        add_up(partial, out_ptr + index * num_columns, column, num_chunks, num_columns, num_columns, BLOCK_ROWS)
-    if tl.atomic_add(counter_ptr, 1, sem="relaxed") == tl.num_programs(0) - 1:
-        tl.store(counter_ptr, 0)
+@triton.jit(do_not_specialize=["num_chunks"])
+def _sums_kernel(partial_ptr, sums_ptr, num_chunks, num_columns, SUMS_ROWS: tl.constexpr, SUMS_COLUMNS: tl.constexpr):
+    """One program adds up the rows of one strip of partial [sums, num_chunks, num_columns]."""
+    index = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * SUMS_COLUMNS + tl.arange(0, SUMS_COLUMNS)
+    partial_ptr += index * num_chunks * num_columns
+    add_up(partial_ptr, sums_ptr + index * num_columns, column, num_chunks, num_columns, num_columns, SUMS_ROWS)
 
 
 def find_counters(device: torch.device, number: int) -> Tensor:
@@ -150,10 +129,23 @@ def choose_tiles_per_program(
     return max(1, -(-row_blocks // max(1, num_programs // max(1, strips))))
 
 
-def choose_adders(num_sums: int, num_columns: int, tile: int, device: torch.device) -> tuple[int, dict[str, int]]:
-    """Returns how many programs call `add_up_behind` to read `tile` numbers at once, and the sizes of their blocks: as
-    narrow strips as give all of them one, between 32 and STRIP_COLUMNS wide."""
+def plan_sums(shape: tuple[int, int, int], tile: int, num_warps: int, device: torch.device) -> Plan:
+    """Plans `launch_sums` of a partial of this shape [sums, rows, h], with programs that read `tile` numbers at once:
+    as narrow strips, between 32 and STRIP_COLUMNS wide, as give half of the multiprocessors one."""
+    num_sums, num_chunks, num_columns = shape
     most = max(1, count_multiprocessors(device) // 2)
     columns = min(STRIP_COLUMNS, max(32, triton.next_power_of_2(-(-num_sums * num_columns // most))))
-    num_adders = min(most, num_sums * -(-num_columns // columns))
-    return num_adders, {"SUMS_ROWS": tile // columns, "SUMS_COLUMNS": columns}
+    return Plan(
+        (-(-num_columns // columns), num_sums),
+        num_chunks=num_chunks,
+        num_columns=num_columns,
+        SUMS_ROWS=tile // columns,
+        SUMS_COLUMNS=columns,
+        num_warps=num_warps,
+        enable_fp_fusion=True,
+    )
+
+
+def launch_sums(plan: Plan, partial: Tensor, sums: Tensor) -> None:
+    """Adds up the rows of partial [sums, rows, h] to sums [sums, h], in a fixed order, and rounds once."""
+    launch(_sums_kernel, plan, (partial, sums))

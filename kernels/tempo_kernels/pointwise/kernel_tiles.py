@@ -58,7 +58,7 @@ def place_tile(row, strip, num_units, row_groups, UNIT: tl.constexpr, ROWS: tl.c
     """
     first = row * (ROWS * row_groups)
     # How many elements there are from there on.
-    left = tl.minimum(tl.maximum(num_units * UNIT - first * 8, 0), ROWS * row_groups * 8).to(tl.int32)
+    left = tl.minimum(tl.maximum(num_units.to(tl.int64) * UNIT - first * 8, 0), ROWS * row_groups * 8).to(tl.int32)
     group = strip * GROUPS + tl.arange(0, GROUPS)
     groups = (tl.arange(0, ROWS) * row_groups)[:, None] + group[None, :]
     elements = groups[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]

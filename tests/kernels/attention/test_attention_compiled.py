@@ -16,6 +16,7 @@ from ahead_of_time import compiled, narrow_accesses, record_launches, resources,
 from covering import exhaustive
 from roofline.launches import count_serialised_products, read_cubin
 from roofline.machine_code import find_body, parse
+from ttir_ranges import find_overflows
 
 from tempo_kernels.attention import kernel as attention_kernel
 from tempo_kernels.attention import kernel_bias
@@ -226,6 +227,15 @@ def test_dropout_of_rows_moves_nothing_between_threads(capability):
     ):
         moves = [len(re.findall(moved, compiled(launch, capability).asm["ptx"])) for launch in (with_dropout, without)]
         assert moves[0] <= moves[1]
+
+
+@pytest.mark.parametrize("form", ["float32", *(form for form in OTHER_FORMS if form != "bias")])
+def test_no_number_of_32_bits_runs_over_in_rows_of_a_million_queries(form):
+    """test_beyond_2_31_kernels.py has other forms, among them those with a bias."""
+    with torch.device("meta"):
+        chosen = {"dtype": torch.float32} if form == "float32" else OTHER_FORMS[form]()
+        launches = attention_launches(90, 128, s=1 << 20, **chosen)
+    assert [find_overflows(launch) for launch in launches] == [[]] * len(launches)
 
 
 def test_new_keys_lengths_and_strides_compile_nothing_anew():

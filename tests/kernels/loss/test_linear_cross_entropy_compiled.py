@@ -8,6 +8,7 @@ import pytest
 import torch
 from ahead_of_time import Launch, compiled, narrow_accesses, record_launches, resources, source_of
 from covering import exhaustive
+from ttir_ranges import find_overflows
 
 from tempo_kernels.linear_cross_entropy import kernel
 from tempo_kernels.linear_cross_entropy.settings import Rows, Settings, Shares
@@ -93,6 +94,11 @@ def test_the_kernels_of_a_rows_own_numbers_do_not_spill(capability):
     for launch in launches:
         usage = resources(compiled(launch, capability).asm["cubin"])
         assert usage["STACK"] == 0 and usage["LOCAL"] == 0 and usage["REG"] <= 64, usage
+
+
+def test_no_number_of_32_bits_runs_over_in_a_chunk_of_2_31_logits():
+    launches = launches_of(lambda: run_chunk(1 << 16, 50304, torch.bfloat16))
+    assert [find_overflows(launch) for launch in launches] == [[]] * len(launches)
 
 
 def test_a_vocabulary_that_is_no_multiple_of_eight_is_read_narrowly_and_found_to_be():

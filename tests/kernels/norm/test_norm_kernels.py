@@ -104,7 +104,6 @@ def test_norms_gradients_of_gamma_and_beta_are_summed_over_many_programs_in_a_fi
         for run in (norm_forward_and_backward, norm_from_input):
             first, second = (run(norm_kernel, *inputs) for _ in range(2))
             assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert not kernel_sums.find_counters(inputs[0].device, 1).any()
 
 
 @kernel_test
@@ -122,7 +121,7 @@ def test_a_norms_backward_has_as_many_programs_as_run_at_once(monkeypatch, hidde
         monkeypatch.setattr(module, "count_multiprocessors", lambda device: 4)
     shape = (max(32, 2**15 // hidden_size), hidden_size)
     norm_forward_and_backward(norm_kernel, *random_norm("initial", shape, torch.bfloat16))
-    assert grids == [(4 * per_multiprocessor + 2,)]  # and behind them those that add up, on half of the multiprocessors
+    assert grids == [(4 * per_multiprocessor,)]
 
 
 @kernel_test
