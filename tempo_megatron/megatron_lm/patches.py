@@ -160,6 +160,7 @@ def _wrap_constructor(
         if model.has_causal_mask and found.knows_its_mask:
             found.leaves_mask_out = _leave_mask_out(run, versions.MASK_ARGUMENT)
         report.add(found, given.arguments["config"], run)
+        report.checks.add(self, found.tempo_config)
         _publish_before_forward(self, report)
 
     return construct_with_tempo

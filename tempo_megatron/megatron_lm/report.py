@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from tempo_megatron.megatron_lm.versions import LaunchError
 from tempo_megatron.settings.config import TempoConfig
 
 if TYPE_CHECKING:
+    from tempo_megatron.slots.check import LayerChecks
     from tempo_megatron.slots.offload import Offloading
 
 NOTHING_TO_REPLACE = (
@@ -80,6 +82,7 @@ class RunReport:
         self._has_said_what_moves = False
         self._is_first_rank = int(os.environ.get("RANK", "0")) == 0
         self._kept_bytes = KeptBytes(unknown="no model is built")
+        self._checked: list[str] = []
 
     def add(self, model: BuiltModel, config: Any, run: Any) -> None:
         """Add a model that was built for `config`, a TransformerConfig; a pipeline stage may have several.
@@ -108,8 +111,24 @@ class RunReport:
         wait = self.models[0].kept_bytes
         self._kept_bytes = wait() if wait else KeptBytes(unknown="what is measured are the layers of a GPTModel")
         print(self.describe(), flush=True)
+        self._write()
+
+    def _write(self) -> None:
         if self._file:
             Path(self._file).write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+
+    @functools.cached_property
+    def checks(self) -> LayerChecks:
+        """What compares layers with Megatron's own in the first forward."""
+        from tempo_megatron.slots.check import LayerChecks
+
+        return LayerChecks(self._say_check)
+
+    def _say_check(self, line: str) -> None:
+        self._checked.append(line)
+        if self._is_first_rank:
+            print(f"tempo: {line}", flush=True)
+            self._write()
 
     def say_what_moves(self) -> None:
         """Print on rank 0 what the layers have moved to the host, once the first step has been trained."""
@@ -126,6 +145,7 @@ class RunReport:
             "megatron_root": str(self.megatron_root),
             "plan": self.plan,
             "kept_bytes_per_layer": dataclasses.asdict(self._kept_bytes),
+            "checks": self._checked,
             "models": [
                 {
                     "model": model.name,
