@@ -122,7 +122,7 @@ class RunReport:
         """What compares layers with Megatron's own in the first forward."""
         from tempo_megatron.slots.check import LayerChecks
 
-        return LayerChecks(self._say_check)
+        return LayerChecks(self._say_check, refuse=lambda sentence: LaunchError(f"--use-tempo: {sentence}"))
 
     def _say_check(self, line: str) -> None:
         self._checked.append(line)

@@ -72,12 +72,17 @@ class LayerChecks:
     Args:
         say: is given the line of each, `checked: ...` or `not checked: ...` with the reason.
         build: builds a layer from its spec, as Megatron's `build_module`.
-
-    The first training forward raises ValueError where a layer differs, on every rank that computes the layer.
+        refuse: makes the error that the first training forward raises where a layer differs, on every rank that
+            computes the layer, of its sentence.
     """
 
-    def __init__(self, say: Say, build: Callable[..., Any] = build_module) -> None:
-        self._say, self._build = say, build
+    def __init__(
+        self,
+        say: Say,
+        build: Callable[..., Any] = build_module,
+        refuse: Callable[[str], Exception] = ValueError,
+    ) -> None:
+        self._say, self._build, self._refuse = say, build, refuse
         self._known: set[Any] = set()
 
     def add(self, model: Any, tempo_config: TempoConfig) -> None:
@@ -102,7 +107,7 @@ class LayerChecks:
             if reason is None:
                 assert spec.choices is not None
                 values = spec.choices.config.for_layer(spec.first_layer + place, spec.stack.name.lower())
-                check = _Check(self._say, self._build, block, spec, place, stock, values)
+                check = _Check(self._say, self._build, self._refuse, block, spec, place, stock, values)
                 check.handle = layer.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
             elif reason not in self._known:
                 self._known.add(reason)
@@ -150,6 +155,7 @@ class _Check:
 
     say: Say
     build: Callable[..., Any]
+    refuse: Callable[[str], Exception]
     block: Any
     spec: TempoBlockSubmodules
     place: int
@@ -171,7 +177,7 @@ class _Check:
             # Whatever Megatron's own layer cannot do here, or this comparison, the run may do well without.
             line = f"not checked: {self._name(layer)}: {type(error).__name__}: {first_line(error)}"
         if refusal is not None:
-            raise ValueError(refusal)
+            raise self.refuse(refusal)
         self.say(line)
 
     def _name(self, layer: Any) -> str:
