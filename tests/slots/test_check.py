@@ -3,6 +3,8 @@ run's numbers stay as they are."""
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -290,6 +292,15 @@ def test_what_cannot_be_compared_is_said_with_its_reason(monkeypatch: pytest.Mon
     LayerChecks(lines.append, refuse).add(model, AUTO)
     losses(model, 0, 2, gives_mask=False)
     assert lines == ["not checked: decoder.layers.0: RuntimeError: no kernel for this device"]
+
+
+@ONE_RANK
+def test_what_a_run_binds_to_the_configuration_is_not_copied_with_it() -> None:
+    settings = {**EXPERTS, "moe_shared_expert_intermediate_size": 24}
+    model = build_gpt(gpt_config(**settings), AUTO)
+    model.config.finalize_model_grads_func = functools.partial(print, threading.Lock())
+    (lines, _) = watch(model), losses(model, 0, 2, gives_mask=False)
+    assert [line[:8] for line in lines] == ["checked:"]
 
 
 @ONE_RANK
