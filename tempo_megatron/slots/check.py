@@ -235,10 +235,9 @@ class _Check:
                 setattr(config, name, value)
         if coefficients := getattr(config, "moe_aux_loss_coeff", None):
             config.moe_aux_loss_coeff = [0.0] * len(coefficients) if isinstance(coefficients, list) else 0.0
-        own = {
-            name: getattr(layer, name, None) for name in ("pg_collection", "model_comm_pgs")
-        }  # since 0.15, and before
-        own |= {"vp_stage": getattr(self.block, "vp_stage", None)}
+        # The groups are called so since 0.15, and before.
+        names = ("pg_collection", "model_comm_pgs", "vp_stage")
+        own = {name: getattr(layer, name, None) or getattr(self.block, name, None) for name in names}
         accepted = inspect.signature(spec.module.__init__).parameters
         own = {name: value for name, value in own.items() if name in accepted and value is not None}
         made = self.build(spec, config=config, layer_number=self.place + 1, **own)
