@@ -137,7 +137,7 @@ def choose(args: argparse.Namespace, tempo_config: TempoConfig) -> tuple[TempoCo
         chosen[name] = next(value for value, obstacle in obstacles.items() if obstacle is None)
         if first is not None:
             reasons[name] = first
-    return TempoConfig(**chosen), reasons
+    return TempoConfig(**chosen, check=tempo_config.check), reasons
 
 
 def _find_obstacle(args: argparse.Namespace, operation: str, choice: str) -> str | None:
@@ -196,6 +196,8 @@ def patch_scripts(
 def _publish(chosen: TempoConfig, reasons: Mapping[str, str], report_file: str | None) -> None:
     lines = [f"tempo: Megatron-DeepSpeed, {chosen.describe()}"]
     lines += [f"tempo:   {name}={getattr(chosen, name)}: {reason}" for name, reason in reasons.items()]
+    if chosen.check != "off":
+        lines.append("tempo: not checked: Megatron-DeepSpeed's functions are replaced, and no layer of its own is left")
     print("\n".join(lines), flush=True)
     if report_file:
         content = {"megatron_deepspeed": True, "tempo": dataclasses.asdict(chosen), "reasons": dict(reasons)}

@@ -8,9 +8,7 @@ from typing import Any
 
 from tempo_megatron.megatron_lm.versions import LaunchError
 from tempo_megatron.settings.arguments import Budget, add_ledger_argument, add_tempo_arguments, read_tempo_of_run
-from tempo_megatron.settings.config import BUDGET, HOST_MEMORY, TempoConfig, check_block
-from tempo_megatron.settings.layer_values import OFFLOAD
-from tempo_megatron.settings.operations import CHOICES
+from tempo_megatron.settings.config import SETTINGS, TempoConfig, check_block
 from tempo_megatron.words.argument_types import parse_output
 from tempo_megatron.words.deepspeed_json import load_deepspeed_json
 from tempo_megatron.words.json_text import read_json
@@ -125,6 +123,6 @@ def _read_block(file: str, *, may_be_bare: bool) -> dict[str, Any] | None:
         return check_block(content["tempo"])
     if not may_be_bare:
         return None
-    if isinstance(content, dict) and not set(content) & {*CHOICES, "enabled", OFFLOAD, "layers", BUDGET, HOST_MEMORY}:
+    if isinstance(content, dict) and not set(content) & {"enabled", *SETTINGS}:
         raise ValueError(f'{file} has no "tempo" block; add one, for example "tempo": {{"norm": "inplace"}}')
     return check_block(content)

@@ -180,6 +180,7 @@ def _wrap_constructor(
             was_left_out = any(built.leaves_mask_out for built in report.models)
             found.leaves_mask_out = _leave_mask_out(run, versions.MASK_ARGUMENT) or was_left_out
         report.add(found, given.arguments["config"], run)
+        report.checks.add(self, found.tempo_config)
         _publish_before_forward(self, report)
 
     return construct_with_tempo

@@ -6,6 +6,7 @@ values of Tempo's operations are planned.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from tempo_megatron.megatron_lm.report import RunReport
@@ -58,7 +59,8 @@ class Planning:
         plan = plan_for_all_ranks(
             lambda: self._make_request(model, arguments, run, budget.host_bytes), budget.device_bytes
         )
-        self._tempo_config, self._budget = plan.tempo, None
+        self._tempo_config = dataclasses.replace(plan.tempo, check=self._tempo_config.check)
+        self._budget = None
         self._report.plan = f"{plan.describe()}, as written: it is not planned here"
         return self._tempo_config
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -20,6 +21,7 @@ from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import write_layers
 
 if TYPE_CHECKING:
+    from tempo_megatron.slots.check import LayerChecks
     from tempo_megatron.slots.offload import Offloading
 
 NOTHING_TO_REPLACE = (
@@ -120,6 +122,7 @@ class RunReport:
         self._kept_bytes = KeptBytes(unknown="what is measured are the layers of a GPTModel")
         self._wait: Callable[[], KeptBytes] | None = None
         self._num_stages = 1
+        self._checked: list[str] = []
 
     def add(self, model: BuiltModel, config: Any, run: Any) -> None:
         """Add a model that was built for `config`, a TransformerConfig; a pipeline stage may have several.
@@ -159,8 +162,24 @@ class RunReport:
         if self._wait is not None:
             self._kept_bytes = self._wait()
         print(self.describe(), flush=True)
+        self._write()
+
+    def _write(self) -> None:
         if self._file:
             Path(self._file).write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+
+    @functools.cached_property
+    def checks(self) -> LayerChecks:
+        """What compares layers with Megatron's own in the first forward."""
+        from tempo_megatron.slots.check import LayerChecks
+
+        return LayerChecks(self._say_check, refuse=lambda sentence: LaunchError(f"--use-tempo: {sentence}"))
+
+    def _say_check(self, line: str) -> None:
+        self._checked.append(line)
+        if self._is_first_rank:
+            print(f"tempo: {line}", flush=True)
+            self._write()
 
     def say_what_moves(self) -> None:
         """Print on rank 0 what the layers have moved to the host, once the first step has been trained."""
@@ -177,6 +196,7 @@ class RunReport:
             "megatron_root": str(self.megatron_root),
             "plan": self.plan,
             "kept_bytes_per_layer": dataclasses.asdict(self._kept_bytes),
+            "checks": self._checked,
             "models": [model.as_dict() for model in self._of_all_stages or self.models],
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encod
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
@@ -205,9 +207,22 @@ class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc,unuse
 def _put_latent_core_attention(spec: TempoBlockSubmodules) -> None:
     """Let layers whose core attention is Megatron's own have LatentDotProductAttention."""
     for layer in spec.layer_specs:
-        submodules = layer.submodules.self_attention.submodules
-        if find_class(submodules.core_attention) is DotProductAttention:
-            submodules.core_attention = LatentDotProductAttention
+        _put_latent(layer)
+
+
+def _put_latent(layer: Any) -> None:
+    submodules = layer.submodules.self_attention.submodules
+    if find_class(submodules.core_attention) is DotProductAttention:
+        submodules.core_attention = LatentDotProductAttention
+
+
+def build_layer(spec: Any, *, config: Any, **arguments: Any) -> Any:
+    """A layer of `spec`, which is not changed, as `build_model` builds it."""
+    if getattr(config, "multi_latent_attention", False):
+        spec = copy.deepcopy(spec)
+        _put_latent(spec)
+    with _linear_of_latent_attention():
+        return build_module(spec, config=config, **arguments)
 
 
 def build_model(

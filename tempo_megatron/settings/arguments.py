@@ -8,8 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from tempo_megatron.settings.config import BUDGET, HOST_MEMORY, TempoConfig, check_block
-from tempo_megatron.settings.layer_values import OFFLOAD, freeze_layers
+from tempo_megatron.settings.config import BUDGET, CHECKS, HOST_MEMORY, SETTINGS, TempoConfig, check_block
+from tempo_megatron.settings.layer_values import freeze_layers
 from tempo_megatron.settings.operations import CHOICES, OFFLOAD_ROWS, OPERATIONS, RENAMED, check_offload
 from tempo_megatron.words.argument_types import parse_memory
 from tempo_megatron.words.json_text import parse_json
@@ -65,6 +65,13 @@ def add_tempo_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         f"backward: off, all, or some of {', '.join(OFFLOAD_ROWS)}, joined by + (docs/offload.md)",
     )
     group.add_argument(
+        "--tempo-check",
+        choices=CHECKS,
+        default=None,
+        help="auto compares the first layer of each kind with Megatron's own in a training run's first step, on 64 "
+        "tokens without dropout, and stops the run where they differ; off does not (default auto)",
+    )
+    group.add_argument(
         "--tempo-layers",
         type=_read_layers,
         metavar="JSON",
@@ -98,6 +105,8 @@ def describe_tempo_arguments(args: argparse.Namespace) -> str:
     words = words + [f"{OPERATIONS[name].argument} {value}" for name, value in given.items() if value]
     if args.tempo_offload is not None:
         words.append(f"--tempo-offload {args.tempo_offload}")
+    if args.tempo_check is not None:
+        words.append(f"--tempo-check {args.tempo_check}")
     if args.tempo_layers is not None:
         words.append(f"--tempo-layers '{json.dumps(args.tempo_layers)}'")
     if args.tempo_memory_budget is not None:
@@ -148,8 +157,7 @@ def read_tempo_of_run(
 ) -> tuple[TempoConfig, Budget | None]:
     """(As `tempo_config_from`, the memory that a plan at the run's start may use or None where no budget is given)."""
     block = check_block(deepspeed_config["tempo"]) if deepspeed_config and "tempo" in deepspeed_config else None
-    names = (*CHOICES, OFFLOAD, "layers", BUDGET, HOST_MEMORY)
-    given = {name: value for name in names if (value := getattr(args, f"tempo_{name}")) is not None}
+    given = {name: value for name in SETTINGS if (value := getattr(args, f"tempo_{name}")) is not None}
     enabled = args.use_tempo
     if enabled is None:
         enabled = block is not None and block.get("enabled", True)

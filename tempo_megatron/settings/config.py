@@ -73,6 +73,10 @@ class TempoConfig:
     keeps, whatever its operations keep, or some rows of the ledger by their modules' names, joined by "+":
     "input_layernorm+mlp.linear_fc2". See `tempo_kernels.offload`."""
 
+    check: str = "auto"
+    """"auto" compares the first layer of each kind with Megatron's own in a run's first step, and stops the run where
+    they differ; "off" does not."""
+
     layers: Mapping[str, Mapping[str, str]] = FrozenDict()
     """Range of layers -> operation -> value: `{"0-11": {"activation": "recompute", "attention": "off"}, "20-": {...}}`.
     Layers are numbered from 0 over the whole model, across all pipeline stages, and ranges include both ends; see
@@ -83,6 +87,8 @@ class TempoConfig:
         for name in CHOICES:
             check_value("tempo.", name, getattr(self, name), tuple(CHOICES))
         check_offload("tempo.", self.offload)
+        if self.check not in CHECKS:
+            raise ValueError(f"tempo.check is {self.check!r}; it must be one of {', '.join(map(repr, CHECKS))}")
         object.__setattr__(self, "layers", freeze_layers(self.layers))
 
     @classmethod
@@ -237,7 +243,13 @@ BUDGET = "memory_budget"
 HOST_MEMORY = "host_memory"
 """The key that says what of a host's memory its ranks may use together for what the plan of a budget sends there."""
 
-_KEYS = ("enabled", *CHOICES, OFFLOAD, "layers", BUDGET, HOST_MEMORY)
+CHECKS = ("auto", "off")
+"""The values of TempoConfig.check."""
+
+SETTINGS = (*CHOICES, OFFLOAD, "check", "layers", BUDGET, HOST_MEMORY)
+"""The keys of a block besides `enabled`; each has an argument too."""
+
+_KEYS = ("enabled", *SETTINGS)
 
 
 def check_block(block: object) -> dict[str, Any]:

@@ -55,6 +55,9 @@ class TempoBlockSubmodules(TransformerBlockSubmodules):
     first_layer: int = 0
     """Number of the first layer in the whole model, from 0."""
 
+    stock_layers: list[Any] | None = None
+    """The specs that `layer_specs` were made from, with which layers are compared."""
+
 
 @dataclasses.dataclass
 class TempoPredictionSubmodules(MultiTokenPredictionBlockSubmodules):

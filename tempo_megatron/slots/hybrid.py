@@ -119,7 +119,8 @@ def _make_stack_class(stock: Any) -> Any:
                     block.layer_norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
                 )
             built = (block.layer_specs or [])[pp_layer_offset : pp_layer_offset + len(self.layers)]
-            of_stage: Any = {"layer_specs": built, "first_layer": pp_layer_offset}
+            stock_layers = (block.stock_layers or [])[pp_layer_offset : pp_layer_offset + len(self.layers)]
+            of_stage: Any = {"layer_specs": built, "first_layer": pp_layer_offset, "stock_layers": stock_layers}
             self.submodules = dataclasses.replace(block, **of_stage)
 
     return name_as_stock(TempoHybridStack)

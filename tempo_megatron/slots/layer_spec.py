@@ -187,7 +187,7 @@ def tempoize(
     choices.written.check_layers(stack_name, transformer_config.num_layers)
     made = TempoBlockSubmodules(
         layer_specs=[
-            _tempoize_layer(layer, transformer_config, choices.config.for_layer(number, stack_name), number + 1, stack)
+            tempoize_layer(layer, transformer_config, choices.config.for_layer(number, stack_name), number + 1, stack)
             for number, layer in enumerate(layer_specs, first_layer)
         ],
         layer_norm=_replace_norm(block.layer_norm, transformer_config, choices.config),
@@ -195,6 +195,7 @@ def tempoize(
         choices=choices,
         stack=stack,
         first_layer=first_layer,
+        stock_layers=block.stock_layers or layer_specs,
     )
     _refuse_other_values(made, choices.config)
     return made
@@ -232,7 +233,7 @@ def _tempoize_prediction(
     for depth, (layer, inner) in enumerate(zip(layers, inner_layers, strict=True), 1):
         slots = layer.submodules
         # The layer's number only tells its depth to those who read it: masks are drawn for the depth that is counted.
-        replaced = _tempoize_layer(inner, transformer_config, values, depth, Stack.PREDICTION)
+        replaced = tempoize_layer(inner, transformer_config, values, depth, Stack.PREDICTION)
         changes = {
             find_inner_name(slots): replaced,
             "enorm": _replace_norm(slots.enorm, transformer_config, before_copy),
@@ -293,7 +294,7 @@ def tempoize_hybrid(
     block = TempoBlockSubmodules(
         layer_specs=[
             _number_masks(
-                _tempoize_layer(
+                tempoize_layer(
                     layer_spec,
                     transformer_config,
                     choices.config.for_layer(number, stack.name.lower()),
@@ -308,6 +309,7 @@ def tempoize_hybrid(
         layer_norm=_replace_norm(te.find_norm(), transformer_config, choices.config),
         choices=choices,
         stack=stack,
+        stock_layers=stock,
     )
     _refuse_other_values(block, choices.config)
     return hybrid.make_stack_spec(spec, block, layers)
@@ -382,13 +384,17 @@ def _find_stack(layer_specs: list[ModuleSpec]) -> Stack:
     return Stack.ENCODER if masks and not is_causal else Stack.DECODER
 
 
-def _tempoize_layer(
+def tempoize_layer(
     layer: ModuleSpec,
     transformer_config: TransformerConfig,
     tempo_config: TempoConfig,
     layer_number: int,
     stack: Stack,
 ) -> ModuleSpec:
+    """The spec of one layer with Tempo's modules by the values of `tempo_config`, of which none is "auto".
+
+    layer_number: from 1; with the stack it decides which dropout masks are drawn.
+    """
     changes: dict[str, Any] = {}
     slots: Any = layer.submodules
     fields = list_fields(slots)

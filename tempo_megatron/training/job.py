@@ -11,8 +11,9 @@ from typing import Any
 import torch.distributed as dist
 
 from tempo_megatron.cpu import use_cpu
-from tempo_megatron.models.build import build_model
+from tempo_megatron.models.build import build_layer, build_model
 from tempo_megatron.models.stage import list_chunks
+from tempo_megatron.slots.check import LayerChecks
 from tempo_megatron.slots.choose import choose
 from tempo_megatron.slots.offload import count_in_flight, offload_layers
 from tempo_megatron.training import checkpoint, engine, metrics, model, pipeline
@@ -116,6 +117,9 @@ class Job:
             run.tempo,
             num_in_flight=count_in_flight(run.num_micro_batches, run.num_chunks),
         )
+        checks = LayerChecks(lambda line: self.log.say(line), build_layer)
+        for chunk in list_chunks(self.engine.deepspeed.module):
+            checks.add(chunk, run.tempo)
         self.description = describe_run(
             run,
             self.vocabulary,

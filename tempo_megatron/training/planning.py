@@ -41,7 +41,7 @@ def plan_memory(run: RunConfig, padded_vocab_size: int) -> tuple[RunConfig, RunP
         )
 
     plan = plan_for_all_ranks(make_request, run.memory_budget)
-    changes: dict[str, Any] = {"tempo": plan.tempo}
+    changes: dict[str, Any] = {"tempo": dataclasses.replace(plan.tempo, check=run.tempo.check)}
     if run.recompute_granularity is None and plan.num_full:
         changes |= {
             "recompute_granularity": "full",

@@ -38,6 +38,8 @@ def results(request: pytest.FixtureRequest, megatron_root: Path, folder: Path) -
         Run("help", "--help", changes=("mend_help",)),
         Run("stock", "--train-iters 1", changes=watched),
         Run("tempo", f"{tempo} --tempo-report {folder}/report.json", changes=watched, measures_kept_bytes=True),
+        Run("unchecked", f"{tempo} --tempo-check off"),
+        Run("faulty", tempo, changes=("turn_heads",)),
         Run("mask given", f"{tempo} --reset-attention-mask"),
         Run("deepspeed", f"--train-iters 1 --deepspeed_config {deepspeed} --local_rank=0 --tempo-attention off"),
         Run("swiglu", f"{tempo} --swiglu"),
@@ -80,11 +82,20 @@ def test_the_banner_and_the_report_say_what_was_replaced(results: Results, folde
     (model,) = report["models"]
     assert model["model"] == "GPTModel"
     assert model["slots"]["norm"] == {"tempo": 9, "all": 9}
-    assert "auto" not in model["tempo"].values()
+    assert [name for name, value in model["tempo"].items() if value == "auto"] == ["check"]
     assert model["attention_mask_left_out"]
     kept = report["kept_bytes_per_layer"]
     assert 0 < kept["tempo"] < kept["stock"]
     assert f"stock {kept['stock']:,}, Tempo {kept['tempo']:,}" in printed
+    (line,) = report["checks"]
+    assert line.startswith("checked: output and 13 gradients of decoder.layers.0 equal stock's within ")
+    assert f"tempo: {line}\n" in printed and "checked: " not in results["unchecked"]["printed"]
+
+
+def test_a_layer_that_differs_from_stock_ends_the_run_in_one_sentence(results: Results) -> None:
+    (line,) = results["faulty"]["complaints"].splitlines()
+    assert results["faulty"]["status"] == 2 and line.startswith("run_megatron.py: --use-tempo: at dropout 0 the ")
+    assert line.endswith("; train with --tempo-attention off")
 
 
 def test_the_block_of_a_deepspeed_json_counts_and_the_deepspeed_launchers_argument_is_taken(results: Results) -> None:

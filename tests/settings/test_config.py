@@ -31,8 +31,9 @@ def parsed(*argv):
         ({"norm": True}, "tempo.norm is True"),
         ({"enabled": "yes"}, "tempo.enabled is 'yes'; it must be true or false"),
         ("on", "\"tempo\" is 'on'"),
+        ({"check": "on"}, "tempo.check is 'on'; it must be one of 'auto', 'off'"),
     ],
-    ids=["name", "choice", "type", "enabled", "block"],
+    ids=["name", "choice", "type", "enabled", "block", "check"],
 )
 def test_a_value_that_does_not_exist_is_refused(block, message):
     with pytest.raises(ValueError, match=message):
@@ -84,6 +85,7 @@ def test_a_bare_block_reads_and_other_files_are_refused(tmp_path):
         ),
         (["--tempo-activation", "auto"], {"activation": "off", "norm": "auto"}, TempoConfig()),
         (["--tempo-norm", "off"], {"enabled": True}, TempoConfig(norm="off")),
+        (["--tempo-check", "off"], {"check": "auto"}, TempoConfig(check="off")),
     ],
 )
 def test_the_argument_wins_over_the_block_field_by_field(argv, block, expected):
@@ -92,7 +94,8 @@ def test_the_argument_wins_over_the_block_field_by_field(argv, block, expected):
 
 
 def test_auto_is_the_value_of_every_field_and_is_not_off():
-    assert dataclasses.asdict(TempoConfig()) == {**dict.fromkeys(OPERATIONS, "auto"), "offload": "off", "layers": {}}
+    others = {"offload": "off", "check": "auto", "layers": {}}
+    assert dataclasses.asdict(TempoConfig()) == {**dict.fromkeys(OPERATIONS, "auto"), **others}
     assert TempoConfig.from_dict({}) == TempoConfig.from_dict(dict.fromkeys(OPERATIONS, "auto")) == TempoConfig()
     assert not TempoConfig().is_off and not TempoConfig(**{**dict.fromkeys(OPERATIONS, "off"), "norm": "auto"}).is_off
     assert TempoConfig(norm="off").describe() == "activation=auto norm=off dropout=auto attention=auto loss=auto"
@@ -123,7 +126,7 @@ def test_the_former_name_of_the_activation_is_refused_with_the_new_one(capsys: p
 
 
 def test_the_table_of_operations_names_every_switch_and_no_other() -> None:
-    assert [field.name for field in dataclasses.fields(TempoConfig)] == [*OPERATIONS, "offload", "layers"]
+    assert [field.name for field in dataclasses.fields(TempoConfig)] == [*OPERATIONS, "offload", "check", "layers"]
     assert {row.operation for row in LEDGER_ROWS} - {None} == set(OPERATIONS)
     assert len({(row.module, row.is_scores) for row in LEDGER_ROWS}) == len(LEDGER_ROWS)
 

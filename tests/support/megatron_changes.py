@@ -158,3 +158,12 @@ def measure_no_kept_bytes(undo: contextlib.ExitStack, result: dict[str, Any]) ->
     start = report.start_measuring
     report.start_measuring = lambda *_, **__: lambda: report.KeptBytes(unknown="left out")
     undo.callback(setattr, report, "start_measuring", start)
+
+
+def turn_heads(undo: contextlib.ExitStack, result: dict[str, Any]) -> None:
+    """Tempo's attention hands out its heads in the wrong order."""
+    from tempo_megatron.slots import attention
+
+    compute = attention.attention
+    attention.attention = lambda *args, **given: compute(*args, **given).flip(2)
+    undo.callback(setattr, attention, "attention", compute)

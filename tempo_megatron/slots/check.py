@@ -1,0 +1,493 @@
+"""Compares layers with Megatron's own in a run's first forward: their outputs and gradients at dropout 0.
+
+The first layer of each kind (the same operations in the same slots, in place of the same modules) has a forward
+pre-hook, which removes itself. From that forward's arguments it takes the first 64 tokens. It builds two layers, one
+from Tempo's spec and one from the spec that Tempo was given, both without dropout and with the weights of the layer
+itself, runs both forward and backward, and lets go of them. Backward is `torch.autograd.grad` on parameters of these
+two layers, which share storages with the model's and nothing else, so no gradient, hook or buffer of the model's sees
+it. Random states, the tracker's, Megatron's global buffers and the statistics of routers are as before.
+
+The error of a tensor is norm(Tempo's - stock's) / norm(stock's). A bound of the dtype holds for each. A tensor beyond
+it has the bound that stock itself shows: the change of its own tensor, times 4, where its input and weights change by
+one rounding each. So a gradient that is zero but for rounding, as that of a key's bias, gives no alarm.
+
+A router's choice of experts is not continuous: a rounding flips it where two experts score alike. Both layers therefore
+have the logits of stock's router. The gradient flows through each layer's own.
+
+Where a tensor differs, operations are switched back on one by one, beginning with none. Those that bring the difference
+are named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from torch import Tensor
+
+from tempo_kernels.recompute import Kept
+from tempo_megatron.beside import first_line
+from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.settings.operations import OPERATIONS, STACKS
+from tempo_megatron.slots.attention import TempoDotProductAttention
+from tempo_megatron.slots.block_slots import TempoBlockSubmodules, list_layer_slots
+from tempo_megatron.slots.layer_spec import tempoize_layer
+from tempo_megatron.slots.slot_content import find_class, find_submodules
+
+NUM_TOKENS = 64
+_SLACK = 4
+# Of the derivative from gelu's output, which is 1 where x is large (tempo_kernels/gelu/function.py).
+_GELU_ERRORS = {torch.float32: 5.1e-5, torch.float16: 7.1e-3, torch.bfloat16: 1.6e-2}
+# What the two layers have in place of the run's: no dropout, no random number, nothing that writes elsewhere.
+_PLAIN = {
+    **dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0),
+    **dict.fromkeys(("recompute_granularity", "moe_z_loss_coeff", "moe_input_jitter_eps"), None),
+    **dict.fromkeys(("perform_initialization", "gradient_accumulation_fusion", "delay_wgrad_compute"), False),
+    **dict.fromkeys(("cpu_offloading", "fine_grained_activation_offloading", "tp_comm_overlap"), False),
+    # Of the run, and bound to its models: experts copy the configuration deeply.
+    **dict.fromkeys(("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"), None),
+    **dict.fromkeys(("moe_grad_scale_func", "mtp_grad_scale_func", "finalize_model_grads_func", "timers"), None),
+    **dict.fromkeys(("moe_layer_recompute", "moe_enable_routing_replay"), False),
+}
+# As the block gives them to a layer.
+_INPUTS = ("hidden_states", "context")
+_ARGUMENTS = ("hidden_states", "attention_mask", "context", "context_mask", "rotary_pos_emb")
+
+Say = Callable[[str], None]
+_Errors = dict[str, float]
+
+
+class LayerChecks:
+    """The comparisons of the layers of this rank's models.
+
+    Args:
+        say: is given the line of each, `checked: ...` or `not checked: ...` with the reason.
+        build: builds a layer from its spec, as Megatron's `build_module`.
+        refuse: makes the error that the first training forward raises where a layer differs, on every rank that
+            computes the layer, of its sentence.
+    """
+
+    def __init__(
+        self,
+        say: Say,
+        build: Callable[..., Any] = build_module,
+        refuse: Callable[[str], Exception] = ValueError,
+    ) -> None:
+        self._say, self._build, self._refuse = say, build, refuse
+        self._known: set[Any] = set()
+
+    def add(self, model: Any, tempo_config: TempoConfig) -> None:
+        """Let the layers of a model, or of a chunk of it, be compared, unless `tempo_config.check` is "off"."""
+        if tempo_config.check == "off":
+            return
+        for stack in STACKS:
+            block: Any = getattr(model, stack, None)
+            spec = getattr(block, "submodules", None)
+            if isinstance(spec, TempoBlockSubmodules) and spec.stock_layers is not None:
+                self._add_block(model, block, spec)
+
+    def _add_block(self, model: Any, block: Any, spec: TempoBlockSubmodules) -> None:
+        for place, (layer, ours, stock) in enumerate(
+            zip(block.layers, spec.layer_specs or [], spec.stock_layers or [], strict=True)
+        ):
+            kind = _find_kind(ours, stock)
+            if kind is None or kind in self._known:
+                continue
+            self._known.add(kind)
+            reason = _find_obstacle(layer)
+            if reason is None:
+                assert spec.choices is not None
+                values = spec.choices.config.for_layer(spec.first_layer + place, spec.stack.name.lower())
+                check = _Check(self._say, self._build, self._refuse, block, spec, place, stock, values)
+                check.handle = layer.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
+            elif reason not in self._known:
+                self._known.add(reason)
+                _say_once(model, functools.partial(self._say, f"not checked: {reason}"))
+
+
+def _find_kind(ours: Any, stock: Any) -> Any:
+    """What layers that one comparison stands for have in common; None where nothing is Tempo's."""
+    slots = [(slot.operation, slot.name, slot.value) for slot in list_layer_slots(ours) if slot.is_tempo]
+    # A bias-dropout-add is a function of its own in each layer.
+    replaced = [find_class(slot.content) for slot in list_layer_slots(stock) if slot.operation != "dropout"]
+    return (tuple(slots), tuple(replaced)) if slots else None
+
+
+def _find_obstacle(layer: Any) -> str | None:
+    """Why a layer cannot be compared, as far as it is known when it is built."""
+    config = layer.config
+    graphs = getattr(config, "cuda_graph_impl", "none") != "none"
+    if graphs or any(getattr(config, name, False) for name in ("enable_cuda_graph", "external_cuda_graph")):
+        return "CUDA graphs are on, whose replays run no hook"
+    if config.context_parallel_size > 1:
+        return f"context_parallel_size is {config.context_parallel_size}, which cuts the sequence"
+    for name in ("fp8", "fp4"):
+        if getattr(config, name, None):
+            return f"{name} is on, whose scales belong to the model's layers"
+    if getattr(config, "moe_router_force_load_balancing", False):
+        return "moe_router_force_load_balancing is on, by which routers draw their choice"
+    return None
+
+
+def _say_once(model: torch.nn.Module, say: Callable[[], None]) -> None:
+    """Say it before the first training forward."""
+
+    def run(module: torch.nn.Module, *_: Any) -> None:
+        if module.training:
+            handle.remove()
+            say()
+
+    handle = model.register_forward_pre_hook(run)
+
+
+@dataclasses.dataclass
+class _Check:
+    """The comparison of one layer, as the hook before its forward."""
+
+    say: Say
+    build: Callable[..., Any]
+    refuse: Callable[[str], Exception]
+    block: Any
+    spec: TempoBlockSubmodules
+    place: int
+    stock: ModuleSpec
+    values: TempoConfig
+    """Of the layer's operations."""
+
+    handle: Any = None
+
+    def __call__(self, layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not layer.training:
+            return
+        self.handle.remove()
+        refusal = None
+        try:
+            with _leave_as_it_was(kwargs.get("hidden_states", args[0] if args else None)):
+                line, refusal = self._compare(layer, {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs})
+        except Exception as error:
+            # Whatever Megatron's own layer cannot do here, or this comparison, the run may do well without.
+            line = f"not checked: {self._name(layer)}: {type(error).__name__}: {first_line(error)}"
+        if refusal is not None:
+            raise self.refuse(refusal)
+        self.say(line)
+
+    def _name(self, layer: Any) -> str:
+        """`decoder.layers.3`, as in checkpoint keys."""
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        stage = f" on pipeline stage {parallel_state.get_pipeline_model_parallel_rank()}" if stages > 1 else ""
+        return f"{self.spec.stack.name.lower()}.layers.{layer.layer_number - 1}{stage}"
+
+    def _compare(self, layer: Any, given: Mapping[str, Any]) -> tuple[str, str | None]:
+        """(The line to say, and what to raise instead where the layer differs)."""
+        name = self._name(layer)
+        if reason := _find_partition(layer):
+            return f"not checked: {name}: {reason}", None
+        arguments, num_tokens = _cut(given, layer.config)
+        held: dict[str, Tensor] = {}
+        # Megatron's wrapper around torch's norm refuses sequence parallelism; torch's norm itself takes its place.
+        stock_spec = self._make_spec(layer, []) if layer.config.sequence_parallel else self.stock
+        stock = self._run(layer, stock_spec, arguments, held)
+        if wrong := [key for key, tensor in stock.items() if not tensor.isfinite().all()]:
+            return f"not checked: {name}: stock's {wrong[0]} is not finite", None
+        floor = _find_floor(_find_dtype(layer, arguments["hidden_states"]), self.values)
+        tempo_spec = (self.spec.layer_specs or [])[self.place]
+        ours = _find_errors(self._run(layer, tempo_spec, arguments, held), stock)
+        bounds = dict.fromkeys(stock, floor)
+        if self._exceeds(layer, ours, bounds):
+            changes = _find_errors(self._run(layer, stock_spec, arguments, held, _change_by_a_rounding), stock)
+            bounds = {key: max(floor, _SLACK * changes[key]) for key in stock}
+        worst = max(stock, key=lambda key: ours[key] / bounds[key])
+        if self._exceeds(layer, ours, bounds):
+            by = self._find_operations(layer, arguments, held, stock, bounds)
+            return "", _refuse(name, worst, ours[worst], bounds[worst], num_tokens, by)
+        firm = [key for key in stock if bounds[key] == floor]
+        loose = f", {len(stock) - len(firm)} of them within what a rounding changes" if len(firm) < len(stock) else ""
+        return (
+            f"checked: output and {len(stock) - 1} gradients of {name} equal stock's within "
+            f"{max((ours[key] for key in firm), default=0.0):.0e} (bound {floor:.0e}){loose} on {num_tokens} tokens at "
+            "dropout 0"
+        ), None
+
+    def _make_spec(self, layer: Any, on: list[str]) -> ModuleSpec:
+        """The layer's spec with these operations only."""
+        off: Any = {name: "off" for name in OPERATIONS if name not in on}
+        values = dataclasses.replace(self.values, **off)
+        return tempoize_layer(self.stock, layer.config, values, layer.layer_number, self.spec.stack)
+
+    def _make(self, layer: Any, spec: Any) -> Any:
+        """A layer by `spec` in the place of `layer`, with its weights."""
+        config = copy.copy(layer.config)
+        for name, value in _PLAIN.items():
+            if hasattr(config, name):
+                setattr(config, name, value)
+        if coefficients := getattr(config, "moe_aux_loss_coeff", None):
+            config.moe_aux_loss_coeff = [0.0] * len(coefficients) if isinstance(coefficients, list) else 0.0
+        # The groups are called so since 0.15, and before.
+        names = ("pg_collection", "model_comm_pgs", "vp_stage")
+        own = {name: getattr(layer, name, None) or getattr(self.block, name, None) for name in names}
+        accepted = inspect.signature(spec.module.__init__).parameters
+        own = {name: value for name, value in own.items() if name in accepted and value is not None}
+        made = self.build(spec, config=config, layer_number=self.place + 1, **own)
+        assert made.layer_number == layer.layer_number
+        theirs, mine = layer.state_dict(keep_vars=True), made.state_dict(keep_vars=True)
+        for key, tensor in mine.items():
+            if isinstance(tensor, torch.nn.Parameter):
+                tensor.data = theirs[key].data
+                tensor.requires_grad_(theirs[key].requires_grad)
+            elif isinstance(tensor, Tensor) and not key.endswith("_extra_state"):
+                tensor.data = theirs[key].data.clone()
+        device = next(layer.parameters()).device
+        return made.to(device).train()
+
+    def _run(
+        self,
+        layer: Any,
+        spec: Any,
+        arguments: Mapping[str, Any],
+        held: dict[str, Tensor],
+        change: Callable[[Tensor], Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """What a layer of `spec` makes of the arguments and of the weights, both perhaps changed.
+
+        held: the logits of routers by their names, which are taken where they are there, and else put in.
+        """
+        made, given = self._make(layer, spec), dict(arguments)
+        if change is not None:
+            for parameter in made.parameters():
+                parameter.data = change(parameter.data)
+            given |= {name: change(given[name]) for name in _INPUTS if isinstance(given.get(name), Tensor)}
+        if given.get("attention_mask") is None and _needs_mask(spec):
+            x = given["hidden_states"]
+            length = x.size(0) * _count_parts(layer.config)
+            given["attention_mask"] = torch.ones(1, 1, length, length, dtype=torch.bool, device=x.device).triu(1)
+        return _run(made, given, held)
+
+    def _exceeds(self, layer: Any, errors: _Errors, bounds: Mapping[str, float]) -> bool:
+        """Whether a tensor is beyond its bound, on any of the ranks that compute the layer with this one."""
+        device = next(layer.parameters()).device
+        exceeds = torch.tensor(float(any(not errors[key] <= bounds[key] for key in bounds)), device=device)
+        for group in _list_groups(layer.config):
+            dist.all_reduce(exceeds, dist.ReduceOp.MAX, group=group)
+        return bool(exceeds)
+
+    def _find_operations(
+        self,
+        layer: Any,
+        arguments: Mapping[str, Any],
+        held: dict[str, Tensor],
+        stock: Mapping[str, Tensor],
+        bounds: Mapping[str, float],
+    ) -> dict[str, tuple[str, list[str]]]:
+        """Operation -> (its value, its slots) of those without which nothing differs; none where something else does.
+
+        An operation that cannot be had without others waits until these are on.
+        """
+        slots = [slot for slot in list_layer_slots((self.spec.layer_specs or [])[self.place]) if slot.is_tempo]
+
+        def differs(on: list[str]) -> bool:
+            found = self._run(layer, self._make_spec(layer, on), arguments, held)
+            return self._exceeds(layer, _find_errors(found, stock), bounds)
+
+        if differs([]):
+            return {}
+        waiting, on = list(dict.fromkeys(slot.operation for slot in slots)), list[str]()
+        for _ in range(2):
+            for name in list(waiting):
+                with contextlib.suppress(ValueError):
+                    if not differs([*on, name]):
+                        on.append(name)
+                        waiting.remove(name)
+        return {
+            name: (getattr(self.values, name), [slot.name for slot in slots if slot.operation == name])
+            for name in waiting
+        }
+
+
+def _refuse(
+    name: str, what: str, error: float, bound: float, num_tokens: int, by: Mapping[str, tuple[str, list[str]]]
+) -> str:
+    found = (
+        f"at dropout 0 {what} of {name} differs from stock's by {error:.1e} of its size (bound {bound:.0e}) on the "
+        f"first {num_tokens} tokens"
+    )
+    if not by:
+        return f"{found}, with every operation off too; expected stock's numbers; leave Tempo (--use-tempo) off"
+    held = " and ".join(f'tempo.{key} "{value}" (in {", ".join(slots)})' for key, (value, slots) in by.items())
+    remedies = ", ".join(f"{OPERATIONS[key].argument} off" for key in by)
+    return f"{found}, by {held}; expected stock's numbers; train with {remedies}"
+
+
+@contextlib.contextmanager
+def _leave_as_it_was(x: Any) -> Iterator[None]:
+    """Inside the context random numbers and Megatron's global buffers may be used; after it they are as before.
+
+    What surrounds the layer (full recomputation, offload, the ledger) does not see what is saved here for backward.
+    """
+    tracker, buffers = get_cuda_rng_tracker(), parallel_state.get_global_memory_buffer().buffer
+    states, kept = tracker.get_states(), dict(buffers)
+    try:
+        with (
+            torch.random.fork_rng([x.device] if x.is_cuda else []),
+            torch.enable_grad(),
+            # Else what Megatron compiles would be compiled for 64 tokens too.
+            torch.compiler.set_stance("force_eager"),
+            torch.autograd.graph.saved_tensors_hooks(Kept, Kept.unpack),
+        ):
+            yield
+    finally:
+        tracker.set_states(states)
+        buffers.clear()
+        buffers.update(kept)
+
+
+def _find_partition(layer: Any) -> str | None:
+    """Why the weights are not all here."""
+    for parameter in layer.parameters():
+        if hasattr(parameter, "ds_id"):
+            return "ZeRO-3 partitions the weights"
+        if hasattr(parameter, "placements") or not parameter.untyped_storage().size():
+            return "FSDP shards the weights"
+    return None
+
+
+def _find_floor(dtype: torch.dtype, values: TempoConfig) -> float:
+    """The bound for tensors that are not more sensitive than most."""
+    floor = max(1e-5, 4 * torch.finfo(dtype).eps)
+    return max(floor, 2 * _GELU_ERRORS.get(dtype, 0.0)) if values.activation == "inplace" else floor
+
+
+def _find_dtype(layer: Any, x: Tensor) -> torch.dtype:
+    """The coarsest of what the layer computes with."""
+    dtypes: set[torch.dtype] = {x.dtype, *(parameter.dtype for parameter in layer.parameters())}
+    if torch.is_autocast_enabled(x.device.type):
+        dtypes.add(torch.get_autocast_dtype(x.device.type))
+    return max((dtype for dtype in dtypes if dtype.is_floating_point), key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _list_groups(config: Any) -> list[Any]:
+    """The groups of ranks that compute one layer together."""
+    groups = [parallel_state.get_tensor_model_parallel_group()]
+    if getattr(config, "num_moe_experts", None) and config.expert_model_parallel_size > 1:
+        groups += [parallel_state.get_expert_model_parallel_group(), *groups]
+    return [group for group in groups if dist.get_world_size(group) > 1]
+
+
+def _needs_mask(spec: ModuleSpec) -> bool:
+    """Whether core attention is Megatron's own and would make a causal mask, which it does on a GPU only."""
+    attention: Any = getattr(spec.submodules, "self_attention", None)
+    core = find_class(getattr(find_submodules(attention), "core_attention", None))
+    is_local = isinstance(core, type) and issubclass(core, DotProductAttention)
+    is_local = is_local and not issubclass(core, TempoDotProductAttention)
+    return is_local and getattr(attention, "params", {}).get("attn_mask_type") is AttnMaskType.causal
+
+
+def _count_parts(config: Any) -> int:
+    """The tensor-parallel ranks over which the sequence is cut."""
+    return parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
+
+
+def _cut(given: Mapping[str, Any], config: Any) -> tuple[dict[str, Any], int]:
+    """A layer's arguments for its first tokens, and how many these are.
+
+    They are of the first sample, or samples if these are short. Under sequence parallelism each rank has the first ones
+    of its part. Documents of a packed row are one sequence here.
+    """
+    x: Tensor = given["hidden_states"]
+    ranks = _count_parts(config)
+    num_rows = max(1, min(NUM_TOKENS // ranks, x.size(0)))
+    length, batch = num_rows * ranks, x.size(1)
+    num_samples = min(batch, max(1, NUM_TOKENS // length))
+    context = given.get("context")
+    context_rows = 0 if context is None else min(num_rows, context.size(0))
+    sequence = x.size(0) * ranks
+    keys = {"context_mask": (0 if context is None else context.size(0) * ranks, context_rows * ranks)}
+
+    def cut(name: str, value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(cut(name, each) for each in value)
+        if not isinstance(value, Tensor):
+            return value
+        if name in _INPUTS:
+            return value[: num_rows if name == "hidden_states" else context_rows, :num_samples].detach().contiguous()
+        if name.startswith("rotary_pos"):
+            value = value[:length]
+            return value[:, :num_samples] if value.dim() > 1 and value.size(1) == batch > 1 else value
+        if name.endswith(("mask", "bias")):
+            num_keys, num_kept = keys.get(name, (sequence, length))
+            if value.size(0) == batch:
+                value = value[:num_samples]
+            if value.dim() > 2 and value.size(-2) == sequence:
+                value = value[..., :length, :]
+            return value[..., :num_kept] if value.size(-1) == num_keys else value
+        raise ValueError(f"the layer is given {name}, which cannot be cut to {length} tokens")
+
+    found = {name: cut(name, value) for name, value in given.items() if name != "packed_seq_params"}
+    return found, length * num_samples
+
+
+def _run(layer: Any, arguments: Mapping[str, Any], held: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The output and every gradient of a layer for one gradient of its output; held as of _Check._run."""
+    leaves: dict[str, Any] = {
+        f"the gradient of {name}": arguments[name].detach().clone().requires_grad_()
+        for name in _INPUTS
+        if isinstance(arguments.get(name), Tensor)
+    }
+    inputs = {name: leaves.get(f"the gradient of {name}", value) for name, value in arguments.items()}
+    weights = layer.state_dict(keep_vars=True).items()
+    leaves |= {f"the gradient of {name}": each for name, each in weights if getattr(each, "requires_grad", False)}
+    with _hold_routers(layer, held):
+        found = layer(**inputs)
+    output: Tensor = found[0] if isinstance(found, tuple) else found
+    grad = torch.randn(output.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(output)
+    grads = torch.autograd.grad(output, list(leaves.values()), grad, allow_unused=True)
+    filled = [
+        torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves.values(), grads, strict=True)
+    ]
+    return {"the output": output.detach(), **dict(zip(leaves, filled, strict=True))}
+
+
+@contextlib.contextmanager
+def _hold_routers(layer: torch.nn.Module, held: dict[str, Tensor]) -> Iterator[None]:
+    """Inside the context routers compute with the logits in `held`, and gradients flow into their own."""
+    routers: dict[str, Any] = {name: each for name, each in layer.named_modules() if hasattr(each, "gating")}
+
+    def gate(name: str, compute: Callable[..., Tensor], *args: Any) -> Tensor:
+        logits = compute(*args)
+        return held.setdefault(name, logits.detach()) + (logits - logits.detach())
+
+    for name, router in routers.items():
+        router.gating = functools.partial(gate, name, router.gating)
+    try:
+        yield
+    finally:
+        for router in routers.values():
+            del router.gating
+
+
+def _change_by_a_rounding(x: Tensor) -> Tensor:
+    """x whose numbers are larger or smaller by one rounding each."""
+    signs = torch.randint(2, x.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    return x + x * ((2 * signs.to(x) - 1) * torch.finfo(x.dtype).eps)
+
+
+def _find_errors(found: Mapping[str, Tensor], stock: Mapping[str, Tensor]) -> _Errors:
+    """norm(found - stock) / norm(stock) of each tensor; what stock says is zero counts beside its largest gradient."""
+    norms = {key: float(tensor.double().norm()) for key, tensor in stock.items()}
+    least = max(norms.values()) * torch.finfo(stock["the output"].dtype).eps or 1.0
+    return {
+        key: float((found[key].double() - tensor.double()).norm().nan_to_num(nan=math.inf)) / max(norms[key], least)
+        for key, tensor in stock.items()
+    }

@@ -1,0 +1,314 @@
+"""Layers are compared with Megatron's own in the first forward: faults are named, sound layers raise no alarm, and the
+run's numbers stay as they are."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import run_megatron_ranks
+from expert_cases import SWIGLU
+from gpt import build_gpt, gpt_config, gradients, losses
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from tempo_megatron import TempoConfig, set_micro_batch
+from tempo_megatron.models.build import DTYPES, build_layer, build_model, build_transformer_config, make_inputs
+from tempo_megatron.models.shape import make_shape, read_shape_file
+from tempo_megatron.slots import attention, dropout, mlp, norm
+from tempo_megatron.slots.check import LayerChecks
+
+MODELS = Path(__file__).parents[2] / "configs" / "model"
+ONE_RANK = pytest.mark.usefixtures("one_rank")
+AUTO = TempoConfig()
+
+
+def watch(model: Any, tempo_config: TempoConfig = AUTO) -> list[str]:
+    """The lines of a model's comparisons, once it has run."""
+    lines: list[str] = []
+    LayerChecks(lines.append, build_layer).add(model, tempo_config)
+    return lines
+
+
+def run_gpt(tempo_config: TempoConfig = AUTO, dtype: torch.dtype = torch.float32, **settings: Any) -> list[str]:
+    model = build_gpt(gpt_config(params_dtype=dtype, bf16=dtype == torch.bfloat16, **settings), tempo_config)
+    lines = watch(model, tempo_config)
+    losses(model, 0, 2, gives_mask=tempo_config.attention == "off")
+    return lines
+
+
+def drop_bias(patch: pytest.MonkeyPatch) -> None:
+    apply = dropout.apply_dropout
+    patch.setattr(dropout, "apply_dropout", lambda x, bias, *rest: apply(x, None, *rest))
+
+
+def take_another_eps(patch: pytest.MonkeyPatch) -> None:
+    construct = norm.TempoLayerNorm.__init__
+    patch.setattr(norm.TempoLayerNorm, "__init__", lambda self, *args, eps, **kwargs: construct(
+        self, *args, eps=10 * eps, **kwargs
+    ))  # fmt: skip
+
+
+def make_the_gradient_wrong(patch: pytest.MonkeyPatch) -> None:
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            return grad * 1.1
+
+    choose = mlp._choose_activation
+    patch.setattr(mlp, "_choose_activation", lambda *given: lambda *args: Wrong.apply(choose(*given)(*args)))
+
+
+def shorten_the_window(patch: pytest.MonkeyPatch) -> None:
+    compute = attention.attention
+
+    def attend(*args: Any, **given: Any) -> Any:
+        before, after = given["window_size"]
+        return compute(*args, **{**given, "window_size": (before - 1, after)})
+
+    patch.setattr(attention, "attention", attend)
+
+
+def transpose_heads(patch: pytest.MonkeyPatch) -> None:
+    compute = attention.attention
+    patch.setattr(attention, "attention", lambda *args, **given: compute(*args, **given).flip(2))
+
+
+FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, dict[str, Any]]] = {
+    "a bias is dropped": (drop_bias, r"tempo\.dropout \"recompute\" \(in self_attn_bda, mlp_bda\)", "dropout", {}),
+    "the norm has another eps": (take_another_eps, r"tempo\.norm \"inplace\" \(in input_layernorm, pre_m", "norm", {}),
+    "the activation's gradient is wrong": (make_the_gradient_wrong, r"tempo\.activation \"inplace\" \(in mlp\)",
+                                           "activation", {}),
+    "the window is one too short": (shorten_the_window, r"\(in self_attention\.core_attention\)", "attention",
+                                    {"window_size": (5, 0)}),
+    "heads change places": (transpose_heads, r"tempo\.attention \"flash\"", "attention", {}),
+}  # fmt: skip
+
+
+@ONE_RANK
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_stops_the_run_and_names_its_operation(
+    monkeypatch: pytest.MonkeyPatch, fault: str, dtype: torch.dtype
+) -> None:
+    plant, where, operation, settings = FAULTS[fault]
+    plant(monkeypatch)
+    if dtype == torch.bfloat16 and fault == "the norm has another eps":
+        settings = {"layernorm_epsilon": 1e-3}
+    with pytest.raises(ValueError, match=rf"(?s)decoder\.layers\.0 .*{where}.*train with --tempo-{operation} off$"):
+        run_gpt(dtype=dtype, **settings)
+
+
+@ONE_RANK
+def test_two_faults_are_both_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    transpose_heads(monkeypatch)
+    take_another_eps(monkeypatch)
+    with pytest.raises(ValueError, match="train with --tempo-norm off, --tempo-attention off$"):
+        run_gpt()
+
+
+@ONE_RANK
+def test_a_fault_that_is_turned_off_or_not_looked_for_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_another_eps(monkeypatch)
+    assert [line[:8] for line in run_gpt(TempoConfig(norm="off"))] == ["checked:"]
+    assert run_gpt(TempoConfig(check="off")) == []
+
+
+VALUES = (
+    AUTO,
+    TempoConfig(activation="recompute", norm="recompute", attention="recompute"),
+    TempoConfig(attention="softmax", linear_fc1="recompute"),
+    TempoConfig(linear_fc1="tile", linear_qkv="recompute"),
+)
+
+
+@ONE_RANK
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_every_value_is_checked(dtype: torch.dtype) -> None:
+    for values in VALUES:
+        (line,) = run_gpt(values, dtype, dropout=0.1, num_query_groups=2, qk_layernorm=True)
+        assert line.startswith("checked: output and 17 gradients of decoder.layers.0 equal stock's within "), line
+
+
+@ONE_RANK
+def test_each_kind_of_layer_is_checked_once() -> None:
+    layers = {"1-2": {"norm": "recompute"}, "3": {"attention": "off", "activation": "off"}}
+    values = TempoConfig(layers=layers)
+    model = build_gpt(gpt_config(num_layers=5), values)
+    lines = watch(model, values)
+    for sample in (0, 2):
+        losses(model, sample, 2, gives_mask=True)
+    assert [line.split(" of ")[1].split()[0] for line in lines] == [f"decoder.layers.{n}" for n in (0, 1, 3)]
+
+
+def shrink(name: str) -> Any:
+    """The model of a file with its kinds of layers, small."""
+    given = read_shape_file(MODELS / f"{name}.json")
+    small: dict[str, Any] = {
+        **{"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "vocab_size": 64},
+        **{"num_query_groups": 2, "kv_channels": 8, "seq_length": 80, "max_position_embeddings": 96},
+        **{"decoder_seq_length": 48, "window_size": [15, 0], "num_experts": 4, "moe_ffn_hidden_size": 16},
+        **{"moe_router_topk": 2, "moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_layer_freq": [0, 1]},
+        **{"moe_shared_expert_intermediate_size": 16, "q_lora_rank": 16, "kv_lora_rank": 12, "qk_head_dim": 8},
+        **{"qk_pos_emb_head_dim": 4, "v_head_dim": 6},
+    }
+    latent = {"kv_channels"} if given.get("multi_latent_attention") else set()
+    return make_shape(**{key: small.get(key, value) for key, value in given.items() if key not in latent})
+
+
+@ONE_RANK
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "num_kinds"),
+    [
+        *(("gpt2_tiny", 1), ("bert_tiny", 1), ("t5_tiny", 2), ("llama3.2_1b", 1), ("qwen3_0.6b", 1)),
+        *(("mixtral_8x7b", 1), ("qwen3_30b_a3b", 1), ("deepseek_v3", 2)),
+    ],
+)
+def test_sound_layers_raise_no_alarm(name: str, num_kinds: int, precision: str) -> None:
+    shape = shrink(name)
+    for values in (AUTO, TempoConfig(activation="recompute", norm="recompute")):
+        config = build_transformer_config(shape, dtype=DTYPES[precision])
+        model = build_model(shape, config, values, 64).to(DTYPES[precision]).train()
+        lines = watch(model, values)
+        set_micro_batch(5, 0)
+        model(**make_inputs(shape, 64, 2, causal_mask=False))
+        assert [line[:8] for line in lines] == ["checked:"] * num_kinds, lines
+
+
+def read_state(model: Any) -> Any:
+    """What a comparison must not change, besides the losses."""
+    tracker = {name: bytes(state.tolist()) for name, state in get_cuda_rng_tracker().get_states().items()}
+    buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
+    return torch.get_rng_state(), tracker, buffers, sorted(map(str, parallel_state.get_global_memory_buffer().buffer))
+
+
+def train(check: str, sequence_parallel: bool, settings: dict[str, Any], values: dict[str, str]) -> Any:
+    """(The lines, of three steps the losses, gradients, and what else a forward leaves behind)."""
+    tempo_config = TempoConfig(check=check, **values)
+    model_parallel_cuda_manual_seed(1234)
+    model = build_gpt(gpt_config(sequence_parallel=sequence_parallel, dropout=0.1, **settings), tempo_config)
+    lines = watch(model, tempo_config)
+    found = []
+    for step in range(3):
+        loss = losses(model, 2 * step, 2, gives_mask=tempo_config.attention == "off")
+        state = read_state(model)
+        loss.mean().backward()
+        found.append((loss.detach(), gradients(model), state))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+    return lines, found
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+EXPERTS = {
+    **{
+        **SWIGLU,
+        "num_moe_experts": 4,
+        "moe_ffn_hidden_size": 48,
+        "moe_router_topk": 2,
+        "moe_aux_loss_coeff": 0.1,
+        "moe_z_loss_coeff": 0.1,
+    },
+    **{"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_input_jitter_eps": 0.1},
+}
+RUNS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "GPT": ({}, {}),
+    # Stock dropout draws from Megatron's generators.
+    "GPT, stock dropout": ({}, {"dropout": "off", "attention": "off"}),
+    "GPT, full recomputation": (FULL, {}),
+    "GPT, selective recomputation": ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, {}),
+    "experts with auxiliary losses": (EXPERTS, {}),
+}
+
+
+def train_twice(sequence_parallel: bool, names: tuple[str, ...]) -> Any:
+    return {name: [train(check, sequence_parallel, *RUNS[name]) for check in ("auto", "off")] for name in names}
+
+
+def list_tensors(found: Any) -> list[torch.Tensor]:
+    """Tensors, and what else there is as tensors, in a nest of containers."""
+    if isinstance(found, torch.Tensor):
+        return [found]
+    if isinstance(found, (str, bytes)):
+        return [torch.tensor([*found.encode()] if isinstance(found, str) else [*found])]
+    values = [part for pair in found.items() for part in pair] if isinstance(found, dict) else found
+    return [tensor for value in values for tensor in list_tensors(value)]
+
+
+def assert_alike(runs: dict[str, Any]) -> None:
+    for name, ((lines, checked), (silent, plain)) in runs.items():
+        assert [line[:8] for line in lines] == ["checked:"] and silent == [], (name, lines)
+        assert all(map(torch.equal, list_tensors(checked), list_tensors(plain))), name
+
+
+@ONE_RANK
+@pytest.mark.parametrize("name", RUNS)
+def test_losses_gradients_and_states_are_bit_for_bit_those_without_the_check(name: str) -> None:
+    assert_alike(train_twice(False, (name,)))
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_are_checked_alike_and_change_nothing() -> None:
+    for runs in run_megatron_ranks(train_twice, 2, 2, True, ("GPT", "GPT, full recomputation")):
+        assert_alike(runs)
+
+
+def plant_on_a_rank(rank: int) -> str:
+    """The error of a run in which one tensor-parallel rank alone has a fault."""
+    with pytest.MonkeyPatch.context() as patch:
+        if parallel_state.get_tensor_model_parallel_rank() == rank:
+            make_the_gradient_wrong(patch)
+        with pytest.raises(ValueError) as caught:
+            run_gpt(sequence_parallel=True)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_fault_of_one_tensor_parallel_rank_stops_both() -> None:
+    for sentence in run_megatron_ranks(plant_on_a_rank, 2, 2, 1):
+        assert sentence.endswith("train with --tempo-activation off")
+
+
+@ONE_RANK
+def test_what_cannot_be_compared_is_said_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no kernel for this device")
+
+    model = build_gpt(gpt_config(), AUTO)
+    lines: list[str] = []
+    LayerChecks(lines.append, refuse).add(model, AUTO)
+    losses(model, 0, 2, gives_mask=False)
+    assert lines == ["not checked: decoder.layers.0: RuntimeError: no kernel for this device"]
+
+
+@ONE_RANK
+def test_what_a_run_binds_to_the_configuration_is_not_copied_with_it() -> None:
+    settings = {**EXPERTS, "moe_shared_expert_intermediate_size": 24}
+    model = build_gpt(gpt_config(**settings), AUTO)
+    model.config.finalize_model_grads_func = functools.partial(print, threading.Lock())
+    (lines, _) = watch(model), losses(model, 0, 2, gives_mask=False)
+    assert [line[:8] for line in lines] == ["checked:"]
+
+
+@ONE_RANK
+def test_partitioned_weights_and_evaluation_are_not_compared() -> None:
+    model = build_gpt(gpt_config(), AUTO)
+    lines = watch(model)
+    losses(model.eval(), 0, 2, gives_mask=False)
+    assert lines == []
+    model.decoder.layers[0].mlp.linear_fc1.weight.ds_id = 0
+    losses(model.train(), 0, 2, gives_mask=False)
+    assert lines == ["not checked: decoder.layers.0: ZeRO-3 partitions the weights"]
