@@ -141,6 +141,25 @@ def test_a_given_mask_does_what_is_specified(make_mask, dtype, causal):
 
 
 @kernel_test
+@parametrize_covering(
+    each={"hidden_rows": ["added", "zero"], "dtype": DTYPES}, more=["", "bias", "sink", "softcap"],
+    window_size=[None, (9, 0)], splits=[0, 2],
+)  # fmt: skip
+def test_rows_whose_keys_are_all_hidden_do_what_is_specified(
+    hidden_rows, dtype, window_size, more, splits, monkeypatch
+):
+    if dtype != torch.float32:
+        take_walk(monkeypatch, splits)
+    mask = torch.arange(70) < torch.tensor([0, 40, 70]).view(3, 1, 1, 1)
+    given = {"bias": torch.randn(1, 4, 1, 70).to(dtype), "sink": torch.randn(4)} if more in ("bias", "sink") else {}
+    given = {name: each.to(DEVICE) for name, each in given.items() if name == more}
+    chosen = settings(
+        True, window_size=window_size, hidden_rows=hidden_rows, softcap=2.0 if more == "softcap" else None
+    )
+    check(*random_inputs(70, 70, 3, 4, 2, 32, dtype), chosen, mask.to(DEVICE), **given)
+
+
+@kernel_test
 def test_a_mask_a_window_and_lengths_together_do_what_is_specified():
     inputs = random_inputs(70, 70, 3, 4, 2, 32, torch.float32)
     lengths = torch.tensor([70, 50, 7], device=DEVICE)
