@@ -200,7 +200,7 @@ def _compares_name(function: types.FunctionType, name: str) -> bool:
         return False
     code = list(dis.get_instructions(function))
     reads = any(
-        str(before.argval).endswith("config") and then.argval == "_attn_implementation"
+        _name_locals(before)[-1].endswith("config") and then.argval == "_attn_implementation"
         for before, then in pairwise(code)
     )
     return reads and any(
@@ -212,9 +212,17 @@ def _compares_name(function: types.FunctionType, name: str) -> bool:
 
 
 def _changes_mask(function: types.FunctionType) -> bool:
+    """Whether a function gives its attention_mask another value."""
     return any(
-        each.opname == "STORE_FAST" and each.argval == "attention_mask" for each in dis.get_instructions(function)
+        "attention_mask" in _name_locals(each)[: each.opname.count("STORE_FAST")]
+        for each in dis.get_instructions(function)
     )
+
+
+def _name_locals(instruction: dis.Instruction) -> tuple[str, ...]:
+    """Returns the names of an instruction; since Python 3.13 some have two."""
+    names = instruction.argval
+    return tuple(map(str, names)) if isinstance(names, tuple) and names else (str(names),)
 
 
 def name_implementation(module: Any) -> str | None:
