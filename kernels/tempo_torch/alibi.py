@@ -78,8 +78,8 @@ class AlibiAttention(RedirectsFunctions):
 class BloomAttention(AlibiAttention):
     """BLOOM's attention, which also adds its output to the residual.
 
-    A query whose keys are all hidden, as padding before a sample, attends to all of them equally, as in stock. Its
-    scores then change nothing and get a gradient of 0. Stock adds the lowest number to them and passes a gradient on.
+    A query whose keys are all hidden, as padding before a sample, attends to all of them equally, as in stock, which
+    adds the lowest number to its scores.
     """
 
     num_heads: int
@@ -101,7 +101,14 @@ class BloomAttention(AlibiAttention):
         bias = None if causal else given["alibi"].unflatten(0, (-1, self.num_heads))
         p = self.attention_dropout.p
         out = self._attend(
-            given, fused.unbind(-2), p, bias, causal=causal, mask=hidden, softmax_scale=self.inv_norm_factor
+            given,
+            fused.unbind(-2),
+            p,
+            bias,
+            causal=causal,
+            mask=hidden,
+            softmax_scale=self.inv_norm_factor,
+            hidden_rows="added",
         )
         y: Tensor = given["residual"] + self.drop(self.dense(out), self.hidden_dropout)
         return y

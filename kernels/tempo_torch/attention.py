@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import dis
+import inspect
 import threading
+import types
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,6 +30,15 @@ NAME = "tempo"
 PLACE = "tempo_place"
 """The attribute of an attention module that holds its AttentionPlace."""
 
+_KNOWN = frozenset("cache dropout is_causal position_bias s_aux scaling softcap".split())
+"""Keyword arguments of a call that Tempo's attention reads."""
+_HARMLESS = frozenset(
+    "cu_seq_lens_k cu_seq_lens_q cu_seqlens deterministic labels logits_to_keep max_length_k max_length_q max_seqlen "
+    "max_seqlen_k max_seqlen_q num_items_in_batch output_attentions output_hidden_states output_router_logits "
+    "position_ids return_dict seq_idx shift_labels sliding_window target_dtype use_cache cache_position".split()
+)
+"""Those that change no result of torch's attention: the mask has windows and documents already."""
+
 _hidden_masks: Any = WeakIdKeyDictionary()
 """Of each mask, its version and its inverse."""
 
@@ -40,6 +53,7 @@ class AttentionPlace:
         is_always_ours: whether Tempo's attention serves calls without dropout too.
         head_rank, head_ranks: this process among those that share the heads of one attention.
         was_called: whether the module asked for attention.
+        implementation: the name of its attention that its configuration had when tempoize was called.
         why: the reason of the last call with dropout that stock served.
     """
 
@@ -50,6 +64,7 @@ class AttentionPlace:
     is_always_ours: bool = False
     was_called: bool = False
     why: str | None = None
+    implementation: str | None = None
 
     def find_first_head(self, module: Any, num_heads: int) -> int:
         """Returns the index of this call's first head over all processes."""
@@ -114,8 +129,11 @@ def use_attention(model: Any) -> str | None:
         return "the model has no registry of attention functions, as models of transformers have"
     if config._attn_implementation == NAME:
         return "it is Tempo's already"
-    if config._attn_implementation != _name_stock(model):
-        return f'attn_implementation is "{config._attn_implementation}"; expected "{_name_stock(model)}"'
+    stock = _name_stock(model)
+    if config._attn_implementation != stock:
+        return f'attn_implementation is "{config._attn_implementation}"; expected "{stock}"'
+    if (why := _find_reader(model, stock)) is not None:
+        return why
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -144,9 +162,87 @@ def _name_stock(model: Any) -> str:
     return "eager" if needs_eager and not getattr(model, "_supports_sdpa", True) else "sdpa"
 
 
+def _find_reader(model: Any, stock: str) -> str | None:
+    """Why code of the model would compute something else beside an attention of another name; None if none would.
+
+    Sparse attention builds its mask only for names that it knows (DeepSeek V3.2), and a module that changes its mask
+    relies on the form that its attention wants: numbers to add for "eager", bool for "sdpa" and Tempo's.
+    """
+    functions = [
+        (kind.__name__, each) for kind in dict.fromkeys(map(type, model.modules())) for each in _list_functions(kind)
+    ]
+    if not any("ALL_ATTENTION_FUNCTIONS" in each.__code__.co_names for _, each in functions):
+        return None  # no module asks the registry
+    for kind, function in functions:
+        if _compares_name(function, stock):
+            return f'{kind} asks whether attn_implementation is "{stock}", and computes something else if it is not'
+        if stock == "eager" and "Attention" in kind and _changes_mask(function):
+            return f'{kind} changes its attention_mask, which has numbers for "eager" only'
+    return None
+
+
+def _list_functions(kind: type[nn.Module]) -> Iterator[types.FunctionType]:
+    """Yields the methods of a module's class that run after it is made, without those that all models share."""
+    for each in kind.__mro__:
+        if each.__module__.startswith(("torch.", "builtins")) or (
+            each.__module__.startswith("transformers.") and not each.__module__.startswith("transformers.models.")
+        ):
+            continue
+        for name, member in vars(each).items():
+            function = inspect.unwrap(getattr(member, "__func__", None) or getattr(member, "fget", None) or member)
+            if isinstance(function, types.FunctionType) and name != "__init__":
+                yield function
+
+
+def _compares_name(function: types.FunctionType, name: str) -> bool:
+    """Whether a function reads the name of a configuration's attention, and compares something with this one."""
+    if "_attn_implementation" not in function.__code__.co_names:
+        return False
+    code = list(dis.get_instructions(function))
+    reads = any(
+        _name_locals(before)[-1].endswith("config") and then.argval == "_attn_implementation"
+        for before, then in pairwise(code)
+    )
+    return reads and any(
+        constant.opname.startswith("LOAD_CONST")
+        and then.opname in ("COMPARE_OP", "CONTAINS_OP")
+        and (constant.argval == name or (isinstance(constant.argval, tuple | frozenset) and name in constant.argval))
+        for constant, then in pairwise(code)
+    )
+
+
+def _changes_mask(function: types.FunctionType) -> bool:
+    """Whether a function gives its attention_mask another value."""
+    return any(
+        "attention_mask" in _name_locals(each)[: each.opname.count("STORE_FAST")]
+        for each in dis.get_instructions(function)
+    )
+
+
+def _name_locals(instruction: dis.Instruction) -> tuple[str, ...]:
+    """Returns the names of an instruction; since Python 3.13 some have two."""
+    names = instruction.argval
+    return tuple(map(str, names)) if isinstance(names, tuple) and names else (str(names),)
+
+
+def name_implementation(module: Any) -> str | None:
+    """Returns the name of the attention that a module's configuration has, if it has one."""
+    return getattr(getattr(module, "config", None), "_attn_implementation", None)
+
+
+def find_change(module: nn.Module) -> str | None:
+    """Why a module that got Tempo's attention does not ask for it any more; None while it does."""
+    place: AttentionPlace | None = module.__dict__.get(PLACE)
+    name = name_implementation(module)
+    if place is None or place.implementation != NAME or name == NAME:
+        return None
+    return f'has attn_implementation "{name}" since tempoize; call set_attn_implementation("{NAME}")'
+
+
 def give_back_attention(model: Any) -> None:
-    """Gives `model`, of which no module asks the registry, its former attention back."""
-    model.set_attn_implementation(_name_stock(model))
+    """Gives `model` the attention back that Tempo's took the place of, unless another one was set since."""
+    if name_implementation(model) == NAME:
+        model.set_attn_implementation(_name_stock(model))
     for module in model.modules():
         if PLACE not in module.__dict__.get("tempo_attributes", ()):
             module.__dict__.pop(PLACE, None)
@@ -159,8 +255,8 @@ def attend(
 
     Dropout draws its mask by position. The transposed output is a promise, so that the next linear does not keep it
     beside the original. If a call asks for what Tempo's attention does not do, stock serves it, and the report says so.
-    Raises ValueError for a module that was not given to tempoize, for such a call with attention="flash", and for
-    packed rows under Ulysses.
+    Raises ValueError for a module that was not given to tempoize, for such a call with attention="flash" or with sinks
+    or capped scores, which torch's attention does not have, and for packed rows under Ulysses.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -173,8 +269,8 @@ def attend(
     if attention_mask is None and getattr(module, "layer_idx", 0) == 0:
         _check_documents(kwargs.get("position_ids"))
     # torch's attention has no sinks, and does not cap.
-    is_ours = any(kwargs.get(name) is not None for name in ("softcap", "s_aux"))
-    is_ours |= place is not None and place.is_always_ours
+    is_special = any(kwargs.get(name) is not None for name in ("softcap", "s_aux"))
+    is_ours = is_special or (place is not None and place.is_always_ours)
     if (p == 0.0 and not is_ours) or query.numel() == 0:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
     if place is None and p > 0.0:
@@ -184,6 +280,11 @@ def attend(
         )
     bias: Tensor | None = kwargs.get("position_bias")
     if (why := _find_refusal(attention_mask, kwargs)) is not None:
+        if is_special:
+            raise ValueError(
+                f"{type(module).__name__} {why}, which neither Tempo's attention nor torch's does beside sinks or "
+                'capped scores; expected a call without it; give tempoize attention="off"'
+            )
         if place is not None:
             place.refuse(module, why)
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
@@ -209,6 +310,8 @@ def attend(
         bias=bias,
         sink=None if sink is None else sink.to(query.dtype),
         softcap=kwargs.get("softcap"),
+        # Where stock adds numbers to scores it attends to hidden keys if there are no others.
+        hidden_rows="added" if is_special or bias is not None else "zero",
         softmax_scale=query.size(-1) ** -0.5 if scale is None else scale,
     )
     return out, None
@@ -250,7 +353,9 @@ def _find_refusal(attention_mask: Tensor | None, more: dict[str, Any]) -> str | 
         return "adds a tensor to its scores"
     if more.get("cache") is not None:
         return "pages its keys"
-    return None
+    unknown = (name for name in sorted(more.keys() - _KNOWN - _HARMLESS) if more[name] is not None)
+    name = next((name for name in unknown if more[name] is not False), None)
+    return None if name is None else f"passes {name} to its attention"
 
 
 def _hide(attention_mask: Tensor) -> Tensor:

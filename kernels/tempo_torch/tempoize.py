@@ -14,7 +14,15 @@ from tempo_kernels import KEEPS
 from tempo_kernels.offload import Offload
 from tempo_torch.activation import IN_PLACE, Activation, is_activation, name_activation
 from tempo_torch.alibi import AlibiAttention, find_alibi
-from tempo_torch.attention import NAME, PLACE, AttentionPlace, find_ranks, give_back_attention, use_attention
+from tempo_torch.attention import (
+    PLACE,
+    AttentionPlace,
+    find_change,
+    find_ranks,
+    give_back_attention,
+    name_implementation,
+    use_attention,
+)
 from tempo_torch.dropout import RedrawnDropout
 from tempo_torch.experts import RecomputesExperts, find_experts_refusal, is_experts
 from tempo_torch.functional import RedirectsFunctions, find_functions, redirect
@@ -75,7 +83,8 @@ class _State:
         modules = dict(model.named_modules())
         flash = _find_of_registry(modules, self.made)
         is_asked = isinstance(self.seen, Seen) and any(not _is_apart(modules[name]) for name in self.seen.attention)
-        if isinstance(self.seen, Seen) and not is_asked and flash is not None and flash.now is not None:
+        is_changed = any(map(find_change, modules.values()))
+        if isinstance(self.seen, Seen) and not (is_asked or is_changed) and flash is not None and flash.now is not None:
             give_back_attention(model)
             why = "none of its modules asks transformers' registry for attention"
             self.made[self.made.index(flash)] = dataclasses.replace(flash, now=None, why=why)
@@ -87,7 +96,9 @@ class _State:
         """Watches, as a hook before forwards, the first training forward whose inputs differ from the watched ones."""
         if model.training:
             self.passes.check_sequence()
-        if self._is_settled or not model.training:
+            if self.choices["attention"] == "flash":
+                _check_unchanged(model)
+        if self._is_settled or not model.training or any(map(find_change, model.modules())):
             return
         self._is_settled = True
         if isinstance(self.seen, str) or args[1:] or any(name not in self.seen.inputs for name in kwargs):
@@ -95,9 +106,10 @@ class _State:
 
     def report(self, model: nn.Module) -> Report:
         """Builds the report of what is known by now."""
-        if isinstance(self.seen, str):
-            return Report(tuple(self.made), f"What a forward in training runs is not known yet: {self.seen}.")
         modules = dict(model.named_modules())
+        if isinstance(self.seen, str):
+            entries = [_confirm_by_name(entry, modules) for entry in self.made]
+            return Report(tuple(entries), f"What a forward in training runs is not known yet: {self.seen}.")
         entries = [entry for made in self.made for entry in _confirm(made, self.seen, modules)]
         listed = {entry.name for entry in entries if entry.now is None and entry.operation in ("dropout", "attention")}
         for name, functions in self.seen.draws.items():
@@ -109,6 +121,13 @@ class _State:
         return Report(tuple(entries), f"Seen in a forward in training, without memory, of {self.seen.inputs}.")
 
 
+def _confirm_by_name(made: Entry, modules: dict[str, nn.Module]) -> Entry:
+    """Returns an entry of `made` as left if it stands for all attention and another one was set since."""
+    why = next(filter(None, map(find_change, modules.values())), None)
+    is_other = made.operation != "attention" or made.now is None or _is_apart(modules.get(made.name))
+    return made if is_other or why is None else dataclasses.replace(made, now=None, why=f"it {why}")
+
+
 def _confirm(made: Entry, seen: Seen, modules: dict[str, nn.Module]) -> Iterator[Entry]:
     """Yields an entry of `made` as it was seen to run."""
     operators = {operator for found in seen.operators.values() for operator in found}
@@ -118,10 +137,12 @@ def _confirm(made: Entry, seen: Seen, modules: dict[str, nn.Module]) -> Iterator
         is_own = _is_apart(modules[made.name])
         if is_own and made.name not in seen.attention:
             yield dataclasses.replace(made, now=None, why="the forward that was watched does not call it")
+        if not seen.attention and (marked := _confirm_by_name(made, modules)) is not made:
+            yield marked
         for name, why in seen.attention.items():
             if name != made.name if is_own else _is_apart(modules[name]):
                 continue
-            why = modules[name].__dict__[PLACE].why or why
+            why = find_change(modules[name]) or modules[name].__dict__[PLACE].why or why
             now = made.now if why is None else None
             kind = type(modules[name]).__name__
             yield dataclasses.replace(made, name=name, module=kind, now=now, why="" if why is None else f"it {why}")
@@ -137,6 +158,13 @@ def _confirm(made: Entry, seen: Seen, modules: dict[str, nn.Module]) -> Iterator
         yield dataclasses.replace(made, now=None, why="stock ran: its input and its weight are of two dtypes")
     else:
         yield made
+
+
+def _check_unchanged(model: nn.Module) -> None:
+    """Raises ValueError if a module got another attention than Tempo's since tempoize."""
+    for module in model.modules():
+        if (why := find_change(module)) is not None:
+            raise ValueError(f'attention is "flash", but {type(module).__name__} {why}, or tempoize with "auto"')
 
 
 def _is_apart(module: nn.Module | None) -> bool:
@@ -306,8 +334,7 @@ def restore(model: Model) -> Model:
     for module in model.modules():
         give_class_back(module)
         module.__dict__.pop(_ATTRIBUTE, None)
-    if getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME:
-        give_back_attention(model)
+    give_back_attention(model)
     return model
 
 
@@ -594,5 +621,7 @@ def _replace_attention(model: nn.Module, choices: dict[str, str], passes: Passes
     for name, module in model.named_modules():
         if "Attention" in type(module).__name__ and not _is_apart(module):
             place = passes.add_place(f"{name}.attention")
-            module.__dict__[PLACE] = AttentionPlace(place, choices["attention"] == "flash", *head_ranks)
+            module.__dict__[PLACE] = AttentionPlace(
+                place, choices["attention"] == "flash", *head_ranks, implementation=name_implementation(module)
+            )
     return Entry("", kind, "attention", "flash", stock_bytes=0.0)

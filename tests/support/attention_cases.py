@@ -20,7 +20,7 @@ def settings(causal=True, p=0.1, key=KEY, first_sample=FIRST_SAMPLE, window_size
 
 
 def reference(q, k, v, chosen, mask=None, key_lengths=None, sink=None, bias=None, alibi_slopes=None):
-    """Unfused attention with Megatron's mask value and the mask of dropout from its definition."""
+    """Unfused attention with the mask of dropout from its definition, and the value that hidden_rows stands for."""
     (sq, b, a, _), sk, column = q.shape, k.size(0), chosen.first_column
     k, v = (t.repeat_interleave(a // t.size(2), 2) for t in (k, v))
     if key_lengths is not None:
@@ -36,7 +36,9 @@ def reference(q, k, v, chosen, mask=None, key_lengths=None, sink=None, bias=None
         scores = scores + bias
     if alibi_slopes is not None:
         scores = scores + alibi_slopes.to(scores.dtype).view(-1, 1, 1) * distance
-    if mask is not None:
+    if mask is not None and chosen.hidden_rows == "added":
+        scores = scores + scores.new_zeros(mask.shape).masked_fill(mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
         scores = scores.masked_fill(mask, MASKED_SCORE)
     left, right = chosen.window_size or (-1, -1)
     hidden = torch.zeros(b, 1, sq, sk, dtype=torch.bool)
@@ -44,6 +46,8 @@ def reference(q, k, v, chosen, mask=None, key_lengths=None, sink=None, bias=None
     hidden |= (distance < -left) & (left >= 0)
     if key_lengths is not None:
         hidden |= torch.arange(sk) >= key_lengths.view(-1, 1, 1, 1)
+    if mask is not None and chosen.hidden_rows == "zero":
+        hidden = hidden | mask
     scores = scores.masked_fill(hidden, float("-inf"))
     if sink is None:
         probabilities = scores.softmax(-1)
@@ -72,7 +76,7 @@ class Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, chosen):
-        numbers = {**vars(chosen), "first_column": 0}
+        numbers = {name: number for name, number in vars(chosen).items() if name != "hidden_rows"}
         places = [numbers | {"first_column": first} for first in range(0, k.size(0), 16)]
         ctx.parts = list(zip(k.split(16), v.split(16), places, strict=True))
         out, logsumexp = functools.reduce(merge_blocks, (attend_block(q, *part, **at) for *part, at in ctx.parts))

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from tempo_kernels.attention.settings import Inputs, Settings
+from tempo_kernels.attention.settings import MASKED_SCORES, Inputs, Settings
 from tempo_kernels.opaque import is_traced
 from tempo_kernels.philox import check_place, effective_probability
 
@@ -116,6 +116,8 @@ def check_settings(q: Tensor, settings: Settings, form: str) -> None:
             raise ValueError(f"{name} is {first}; expected a position in the sequence, 0 or more")
     if form not in FORMS:
         raise ValueError(f'form is {form!r}; expected "flash" or "softmax"')
+    if settings.hidden_rows not in MASKED_SCORES:
+        raise ValueError(f'hidden_rows is {settings.hidden_rows!r}; expected "uniform", "added" or "zero"')
     if not 0.0 < settings.softmax_scale < math.inf:
         raise ValueError(f"softmax_scale is {settings.softmax_scale}; expected a positive number; negate q instead")
     if settings.softcap is not None and not 0.0 < settings.softcap < math.inf:

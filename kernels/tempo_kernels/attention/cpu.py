@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tempo_kernels.attention import cpu_flash
 from tempo_kernels.attention.eager import sum_rows
-from tempo_kernels.attention.settings import HIDING_BIAS, MASKED_SCORE, Gradients, Inputs, Kept, Settings
+from tempo_kernels.attention.settings import HIDING_BIAS, Gradients, Inputs, Kept, Settings
 from tempo_kernels.fakes import skip_alike
 from tempo_kernels.philox import drop_, keep_bits
 
@@ -27,7 +27,6 @@ GPU_BLOCK_ELEMENTS = 1 << 26
 MIN_BLOCK_ROWS = 64
 LOG2_E = math.log2(math.e)
 _LOWEST = torch.finfo(torch.float32).min
-_MASKED_SCORE = MASKED_SCORE * LOG2_E
 _has_gpu_blocks = False
 
 
@@ -166,10 +165,13 @@ class _Gradients:
             grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, probabilities.dtype)
         else:
             grad_scores = grad_probabilities.sub_(block.cut_statistic(row_sums)).mul_(probabilities)
+        grad_shown = grad_scores
         if block.shown is not None:
-            drop_(grad_scores, block.shown)
+            is_added = settings.hidden_rows == "added"
+            if grad_bias is not None or not is_added:
+                grad_shown = drop_(grad_scores.clone() if is_added else grad_scores, block.shown)
         if grad_bias is not None:
-            block.add_to_bias(grad_bias, grad_scores)
+            block.add_to_bias(grad_bias, grad_shown)
         if settings.softcap is not None:
             tangents = block.find_products(self.q, self.k)
             grad_scores.addcmul_(grad_scores * tangents, tangents, value=-1)
@@ -267,7 +269,7 @@ class _Block:
 
     def find_scores(self, q: Tensor, k: Tensor) -> Tensor:
         """log2(e) times the scores [n * g, a/g * rows, keys] in the dtype of computation."""
-        scores = self.find_products(q, k)
+        scores, masked_score = self.find_products(q, k), self.settings.masked_score * LOG2_E
         if self.settings.softcap is not None:
             scores.mul_(self.settings.softcap * LOG2_E)
         if self.inputs.bias is not None:
@@ -277,12 +279,13 @@ class _Block:
             slopes = self.inputs.alibi_slopes.to(self.compute_dtype).mul(LOG2_E).view(-1, 1, 1)
             self.split_heads(scores).addcmul_(slopes, self._find_distances())
         if self.shown is not None:
-            drop_(scores, self.shown).add_(~self.shown & 1, alpha=_MASKED_SCORE)
+            hiding = torch.zeros_like(self.shown, dtype=scores.dtype).masked_fill_(self.shown == 0, masked_score)
+            drop_(scores, self.shown).add_(hiding)
         self._hide_outside_of_the_window(scores.view(-1, self.rows.stop - self.rows.start, self.num_keys))
-        if self.shown is not None and self.inputs.sink is None:
+        if self.shown is not None and self.inputs.sink is None and math.isfinite(masked_score):
             # A logsumexp near MASKED_SCORE would have no digits left for the differences between scores.
             top = scores.amax(-1, keepdim=True)
-            scores.sub_(top.masked_fill_(top != _MASKED_SCORE, 0.0))
+            scores.sub_(top.masked_fill_(top != masked_score, 0.0))
         return scores
 
     def find_sink(self) -> Tensor | None:

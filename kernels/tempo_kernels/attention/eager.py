@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tempo_kernels.attention.settings import HIDING_BIAS, MASKED_SCORE, Gradients, Inputs, Kept, Settings
+from tempo_kernels.attention.settings import HIDING_BIAS, Gradients, Inputs, Kept, Settings
 from tempo_kernels.philox import drop_mask
 
 _LOWEST = torch.finfo(torch.float32).min
@@ -83,13 +83,14 @@ def backward(
     grad_scores = probabilities * grad_probabilities
     row_sums = sum_rows(grad_out, kept) if kept.is_part else grad_scores.sum(-1)
     grad_scores = grad_scores - probabilities * row_sums.unsqueeze(-1)
-    if mask is not None:
-        grad_scores = grad_scores.masked_fill(mask, 0.0)
+    grad_shown = grad_scores if mask is None else grad_scores.masked_fill(mask, 0.0)
+    if settings.hidden_rows != "added":
+        grad_scores = grad_shown
     grad_sink = grad_bias = None
     if inputs.sink is not None and sink is not None:
         grad_sink = (sink.squeeze(-1) * row_sums).sum((0, 2)).neg().to(inputs.sink.dtype)
     if inputs.bias is not None and needs_grad_bias:
-        grad_bias = grad_scores.sum_to_size(inputs.bias.shape).to(inputs.bias.dtype)
+        grad_bias = grad_shown.sum_to_size(inputs.bias.shape).to(inputs.bias.dtype)
     if settings.softcap is not None:
         grad_scores = grad_scores * (1 - (_find_products(inputs, settings) / settings.softcap) ** 2)
     grad_scores = grad_scores.to(q.dtype)
@@ -134,7 +135,8 @@ def _find_products(inputs: Inputs, settings: Settings) -> Tensor:
 
 
 def _find_scores(inputs: Inputs, settings: Settings) -> Tensor:
-    """[b, a, sq, sk] in the dtype of computation; minus infinity where window, key_lengths and bias hide a key."""
+    """[b, a, sq, sk] in the dtype of computation; minus infinity where window, key_lengths and bias hide a key,
+    and the masked score where the mask does."""
     q, k, _, mask, key_lengths = inputs[:5]
     scores = _find_products(inputs, settings)
     row = torch.arange(q.size(0), dtype=torch.int64, device=q.device).unsqueeze(-1)
@@ -146,7 +148,7 @@ def _find_scores(inputs: Inputs, settings: Settings) -> Tensor:
         distance = column - row - settings.find_diagonal(q.size(0), k.size(0))
         scores = scores + inputs.alibi_slopes.to(scores.dtype).view(-1, 1, 1) * distance
     if mask is not None:
-        scores = scores.masked_fill(mask, MASKED_SCORE)
+        scores = scores.masked_fill(mask, settings.masked_score)
     first, last = settings.find_window(q.size(0), k.size(0))
     if first is not None:
         scores = scores.masked_fill(column < row + first, float("-inf"))
@@ -154,11 +156,11 @@ def _find_scores(inputs: Inputs, settings: Settings) -> Tensor:
         scores = scores.masked_fill(column > row + last, float("-inf"))
     if key_lengths is not None:
         scores = scores.masked_fill(column >= key_lengths.view(-1, 1, 1, 1), float("-inf"))
-    if mask is None or k.size(0) == 0 or inputs.sink is not None:
+    if mask is None or k.size(0) == 0 or inputs.sink is not None or settings.hidden_rows == "zero":
         return scores
     # A logsumexp near MASKED_SCORE would have no digits left for the differences between scores.
     top = scores.amax(-1, keepdim=True)
-    return scores - top.masked_fill(top != MASKED_SCORE, 0.0)
+    return scores - top.masked_fill(top != settings.masked_score, 0.0)
 
 
 def _drop(weights: Tensor, settings: Settings) -> Tensor:

@@ -51,6 +51,7 @@ def attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    hidden_rows: str = "uniform",
     form: str = "flash",
 ) -> Tensor:
     """softmax(softmax_scale * q k^T) v with dropout on the probabilities, in Megatron's layout.
@@ -59,8 +60,8 @@ def attention(
         q: [sq, b, a, d], floating point; any strides, the last dimension's stride 1 is fastest.
         k, v: [sk, b, g, d] and [sk, b, g, dv] of q's dtype, where g divides a (grouped-query attention).
         causal: query i sees keys up to i + sk - sq; needs sq <= sk, unless first_column is given.
-        mask: bool [b or 1, a or 1, sq or 1, sk], True where a key is hidden; a row whose keys are all hidden
-            attends to all of them equally, as in Megatron, or to its sink.
+        mask: bool [b or 1, a or 1, sq or 1, sk], True where a key is hidden; hidden_rows says what a row gets whose
+            keys are all hidden.
         softmax_scale: multiplies the scores; positive.
         dropout_p: in [0, 1); realised within 2**-16.
         dropout_key: 64 bits, one per seed and layer (`tempo_kernels.philox.derive_key`).
@@ -89,6 +90,10 @@ def attention(
         bias: [b or 1, a or 1, sq or 1, sk], floating point, added to the scaled scores. Below -1e30 it hides its key,
             as minus infinity does. cu_seqlens may not be given beside it. Its gradient, summed in float32, is computed
             where bias requires one; where bias is broadcast, in an order that is always the same.
+        hidden_rows: with "uniform" a row whose keys the mask hides all attends to all of them equally, or to its sink,
+            and its scores get no gradient, as in Megatron, which writes over them. With "added" they get one, as where
+            the lowest number is added to them. With "zero" the row gets 0 and passes no gradient on, as in torch's
+            scaled_dot_product_attention. Other rows are the same with each.
         form: "flash" keeps no [sq, sk] tensor. "softmax" keeps the softmax's output and draws the dropout's again.
 
     dropout_key and first_sample may each be a 0-dim int64 tensor on q's device (the key's 64 bits as a signed number),
@@ -113,7 +118,7 @@ def attention(
         dropout for a first_column that is not a multiple of 8; RuntimeError on a second derivative.
     """
     draw = (dropout_p, dropout_key, first_sample, first_head)
-    settings = Settings(causal, softmax_scale, *draw, window_size, first_row, first_column, softcap)
+    settings = Settings(causal, softmax_scale, *draw, window_size, first_row, first_column, softcap, hidden_rows)
     inputs = Inputs(q, k, v, mask, key_lengths, bias, alibi_slopes, sink)
     packed, is_packed = Documents(cu_seqlens, cu_seqlens_k, document_samples), cu_seqlens is not None
     check_tensors(inputs, settings, is_packed)

@@ -249,6 +249,7 @@ def _prepare(
         settings.first_row,
         settings.first_column,
         settings.softcap,
+        settings.hidden_rows,
         None if bias is None else bias.stride(),
         slopes is not None,
         sink is not None,

@@ -119,7 +119,7 @@ def _grad_bias_kernel(
         _, grad_scores = find_score_gradients(
             probabilities, hides, 0.0, v, grad_out, delta, draw_row, draw_key,
             first_head + head, first_sample + sample, key_low, key_high, limit,
-            HAS_MASK, False, DRAWS, BLOCK_KEYS, False,
+            HAS_MASK != 0, False, DRAWS, BLOCK_KEYS, False,
         )  # fmt: skip
         total += grad_scores
     total *= keep_scale

@@ -10,7 +10,7 @@ import triton
 
 from tempo_kernels.attention import kernel_heads as whole_heads
 from tempo_kernels.attention.kernel_tile import DRAWN
-from tempo_kernels.attention.settings import MASKED_SCORE, Settings
+from tempo_kernels.attention.settings import MASKED_SCORES, Settings
 from tempo_kernels.attention.walks import Shape, Splits, group_heads, round_up, shape_statistics, shape_sums
 from tempo_kernels.kernel_launch import Layout, Plan, cache_plans
 from tempo_kernels.philox import effective_probability
@@ -47,6 +47,7 @@ class Form(NamedTuple):
     first_row: int
     first_column: int | None
     softcap: float | None
+    hidden_rows: str
     bias_strides: Strides | None
     has_slopes: bool
     has_sink: bool
@@ -228,13 +229,16 @@ def _list_numbers(form: Form, shape: Shape) -> dict[str, Any]:
         "cap": (form.softcap or 0.0) / form.softmax_scale,
         "inverse_scale": 1.0 / form.softmax_scale,
         "scale": form.softmax_scale * math.log2(math.e),
-        "masked_score": MASKED_SCORE / form.softmax_scale,
+        "masked_score": MASKED_SCORES[form.hidden_rows] / form.softmax_scale,
         "limit": round(p * 65536),
         "keep_scale": 1.0 / (1.0 - p),
         "UNIT": unit,
         "LIMITS_LEFT": first is not None or hides_first,
         "LIMITS_RIGHT": last is not None,
-        "HAS_MASK": form.mask_strides is not None,
+        # 2 where hidden scores get a gradient.
+        "HAS_MASK": 2
+        if form.mask_strides is not None and form.hidden_rows == "added"
+        else form.mask_strides is not None,
         "HAS_LENGTHS": form.has_lengths,
         "DRAWS": p > 0,
         "LOADS_KEY": form.loads_key,

@@ -421,7 +421,7 @@ def find_score_gradients(
     KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Returns probabilities after dropout and the gradient of the scaled products, in float32; row and start_key are
-    those of find_place_of_draw. Both lack the factor of
+    those of find_place_of_draw. HAS_MASK is kernel_plan.py's. Both lack the factor of
     dropout's scale 1 / (1 - p), by which delta is divided too: the kernels multiply their finished sums by it once."""
     grad_probabilities = multiply(grad_out, v, KEYS_FIRST)
     kept = probabilities
@@ -438,7 +438,7 @@ def find_score_gradients(
         if DRAWS:
             grad_probabilities = tl.where(drops, 0.0, grad_probabilities)
         grad_scores = probabilities * (grad_probabilities - expand_queries(delta, KEYS_FIRST))
-    if HAS_MASK:
+    if HAS_MASK == 1:
         grad_scores = tl.where(hides, 0.0, grad_scores)
     if HAS_CAP:
         grad_scores *= 1.0 - tangents * tangents

@@ -13,12 +13,14 @@ from tempo_kernels.philox import effective_probability
 
 MASKED_SCORE = -10000.0
 """What Megatron writes over masked scores; a row whose every key is masked attends to all of them equally."""
+MASKED_SCORES = {"uniform": MASKED_SCORE, "added": MASKED_SCORE, "zero": float("-inf")}
+"""What a mask writes over scores, by what rows get whose keys it hides all: `attention` says what the words mean."""
 HIDING_BIAS = -1e30
 """A bias below this number hides its key: minus infinity does, and the lowest number of float32 and of bfloat16."""
 OPERANDS = (
     "bool causal, float softmax_scale, float dropout_p, SymInt key_low, SymInt key_high, Tensor? key, SymInt sample, "
     "Tensor? first_sample, SymInt first_head, int[]? window_size, SymInt first_row, SymInt? first_column, "
-    "float? softcap"
+    "float? softcap, str hidden_rows"
 )
 
 
@@ -75,6 +77,12 @@ class Settings:
     first_row: int = 0
     first_column: int | None = None
     softcap: float | None = None
+    hidden_rows: str = "uniform"
+
+    @property
+    def masked_score(self) -> float:
+        """What a mask writes over scores."""
+        return MASKED_SCORES[self.hidden_rows]
 
     @property
     def operands(self) -> tuple[Any, ...]:
@@ -82,7 +90,7 @@ class Settings:
         numbers, (key, first_sample) = self.split()
         window = None if self.window_size is None else list(self.window_size)
         draw = (*split_key(numbers.dropout_key), key, numbers.first_sample or 0, first_sample, self.first_head)
-        rest = (self.first_row, self.first_column, self.softcap)
+        rest = (self.first_row, self.first_column, self.softcap, self.hidden_rows)
         return self.causal, self.softmax_scale, self.dropout_p, *draw, window, *rest
 
     @classmethod

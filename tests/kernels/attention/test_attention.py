@@ -19,7 +19,8 @@ from attention_cases import (
 from covering import parametrize_covering
 from witness import assert_three_witnesses, kept_storages, outputs_and_gradients
 
-from tempo_kernels.attention import attend_block, attention, cpu, differentiate_block, find_backend, merge_blocks
+from tempo_kernels.attention import attend_block, attention, cpu, differentiate_block, eager, find_backend, merge_blocks
+from tempo_kernels.attention.settings import Inputs, Kept
 
 
 def softmax_form(q, k, v, chosen, mask=None, key_lengths=None):
@@ -37,6 +38,53 @@ def test_forward_and_backward_obey_the_rule(case, form, dtype, p, nan_poison):
 def test_both_forms_have_one_output_bit_for_bit():
     q, k, v = (torch.randn(100, 2, 4, 16).bfloat16() for _ in range(3))
     assert torch.equal(softmax_form(q, k, v, settings()), ours(q, k, v, settings()))
+
+
+ROWS = {
+    "padding before a sample": ((torch.arange(20) < torch.tensor([0, 7, 20]).view(3, 1, 1, 1)), True, None),
+    "in windows": ((torch.arange(20) < torch.tensor([0, 7, 19]).view(3, 1, 1, 1)), False, (4, 3)),
+    "all of them": (torch.ones(1, 1, 1, 20, dtype=torch.bool), False, None),
+    "by head": (
+        torch.rand(3, 4, 20, 1, generator=torch.Generator().manual_seed(5)).round().bool().expand(-1, -1, -1, 20),
+        True,
+        None,
+    ),
+}
+
+
+@parametrize_covering(
+    each={"rows": ROWS, "hidden_rows": ["added", "zero"]}, form=FORMS, dtype=[*DTYPES, torch.float64], p=[0.0, 0.1]
+)
+def test_rows_whose_keys_are_all_hidden_obey_the_rule(rows, hidden_rows, form, dtype, p, nan_poison):
+    mask, causal, window_size = rows
+    q, k, v, grad = (torch.randn(20, 3, heads, 16) for heads in (4, 2, 2, 4))
+    chosen = settings(causal, p, window_size=window_size, hidden_rows=hidden_rows)
+    operands = lambda *t: form(*t, chosen, mask), lambda *t: reference(*t, chosen, mask), [q, k, v], grad
+    if dtype != torch.float64:
+        assert_three_witnesses(*operands, dtype)
+        return
+    ours_, exact = (outputs_and_gradients(function, *operands[2:], dtype) for function in operands[:2])
+    for found, expected in zip(ours_, exact, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-14)
+
+
+@parametrize_covering(
+    each={"rows": ROWS, "hidden_rows": ["uniform", "added", "zero"]}, has_sink=[False, True], softcap=[None, 2.0]
+)
+def test_blocks_of_rows_whose_keys_are_all_hidden_are_the_specification(rows, hidden_rows, has_sink, softcap):
+    mask, causal, window_size = rows
+    shapes = [(20, 3, heads, 16) for heads in (4, 2, 2, 4)]
+    q, k, v, grad = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    chosen = settings(causal, window_size=window_size, hidden_rows=hidden_rows, softcap=softcap)
+    bias, sink = torch.randn(1, 4, 20, 20, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    inputs = Inputs(q, k, v, mask.expand(-1, -1, 20, -1), bias=bias, sink=sink if has_sink else None)
+    results = []
+    for module in (cpu, eager):
+        out, logsumexp = module.forward(inputs, chosen)
+        grads = module.backward(grad, inputs, Kept(out, logsumexp), chosen, needs_grad_bias=True)
+        results.append([out, logsumexp, *(each for each in grads if each is not None)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-12)
 
 
 WINDOWS = [(5, 0), (200, 0), (3, 4), (-1, 2), (-1, 0), (7, -1), (0, 0), (-1, -1)]

@@ -149,9 +149,11 @@ def test_multi_latent_attention_of_a_part_of_a_sequence_fits_into_shared_memory(
         assert kernel.metadata.shared <= SHARED_BYTES[capability] and resources(kernel.asm["cubin"])["LOCAL"] == 0
 
 
-def test_masks_lengths_and_windows_compile():
+@pytest.mark.parametrize("hidden_rows", ["uniform", "added", *exhaustive(["zero"])])
+def test_masks_lengths_and_windows_compile(hidden_rows):
     mask, lengths = torch.zeros(2, 1, 2048, 2048, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
-    for launch in attention_launches(90, 64, given={"mask": mask, "key_lengths": lengths}, window_size=(128, 0)):
+    given = {"mask": mask, "key_lengths": lengths}
+    for launch in attention_launches(90, 64, given=given, window_size=(128, 0), hidden_rows=hidden_rows):
         assert resources(compiled(launch, 90).asm["cubin"])["LOCAL"] == 0
 
 

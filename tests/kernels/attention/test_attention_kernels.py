@@ -141,6 +141,25 @@ def test_a_given_mask_does_what_is_specified(make_mask, dtype, causal):
 
 
 @kernel_test
+@parametrize_covering(
+    each={"hidden_rows": ["added", "zero"], "dtype": DTYPES}, more=["", "bias", "sink", "softcap"],
+    window_size=[None, (9, 0)], splits=[0, 2],
+)  # fmt: skip
+def test_rows_whose_keys_are_all_hidden_do_what_is_specified(
+    hidden_rows, dtype, window_size, more, splits, monkeypatch
+):
+    if dtype != torch.float32:
+        take_walk(monkeypatch, splits)
+    mask = torch.arange(70) < torch.tensor([0, 40, 70]).view(3, 1, 1, 1)
+    given = {"bias": torch.randn(1, 4, 1, 70), "sink": torch.randn(4)}
+    given = {name: each.to(DEVICE, dtype) for name, each in given.items() if name == more}
+    chosen = settings(
+        True, window_size=window_size, hidden_rows=hidden_rows, softcap=2.0 if more == "softcap" else None
+    )
+    check(*random_inputs(70, 70, 3, 4, 2, 32, dtype), chosen, mask.to(DEVICE), **given)
+
+
+@kernel_test
 def test_a_mask_a_window_and_lengths_together_do_what_is_specified():
     inputs = random_inputs(70, 70, 3, 4, 2, 32, torch.float32)
     lengths = torch.tensor([70, 50, 7], device=DEVICE)
@@ -296,7 +315,7 @@ DESCRIBED = {
 @kernel_test
 @pytest.mark.skipif(not HAS_DESCRIPTORS, reason="this version of Triton gets no tensor descriptors")
 @parametrize_covering(each={"form": DESCRIBED}, dtype=[torch.bfloat16, torch.float16], changes=[False, True])
-def test_described_tensors_give_the_bits_that_pointers_give(form, dtype, changes, monkeypatch):
+def test_described_tensors_do_what_is_specified_and_give_the_bits_that_pointers_give(form, dtype, changes, monkeypatch):
     shape, dv, window, p, expected = form
     take_walk(monkeypatch, 2 if expected[1] else 0)
     described, describe = [], Layout.describe
@@ -312,11 +331,17 @@ def test_described_tensors_give_the_bits_that_pointers_give(form, dtype, changes
             "alibi_slopes": torch.rand(a, device=DEVICE),
         }
         chosen = dataclasses.replace(chosen, softcap=5.0)
-    found = run(attention_kernel, q, k, v, grad, mask, None, chosen, **more)
+    check(q, k, v, grad, chosen, mask, **more)
     assert len(described) == sum(expected)
+    # A descriptor has keys in another order. Where no score differs and all else is whole, sums are exact in any order.
+    q.zero_()
+    for whole in (k, v, grad):
+        whole.mul_(4).round_()
+    found = run(attention_kernel, q, k, v, grad, mask, None, chosen)
+    assert len(described) == 2 * sum(expected)
     monkeypatch.setattr(attention_kernel, "HAS_DESCRIPTORS", False)
-    by_pointers = run(attention_kernel, q, k, v, grad, mask, None, chosen, **more)
-    assert len(described) == sum(expected)
+    by_pointers = run(attention_kernel, q, k, v, grad, mask, None, chosen)
+    assert len(described) == 2 * sum(expected)
     assert all(torch.equal(a, b) for a, b in zip(found, by_pointers, strict=True))
 
 

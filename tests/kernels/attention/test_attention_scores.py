@@ -167,7 +167,8 @@ class RingWithSink(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sink, slopes, chosen):
-        places = [vars(chosen) | {"first_column": at, "alibi_slopes": slopes} for at in range(0, k.size(0), 16)]
+        numbers = {name: number for name, number in vars(chosen).items() if name != "hidden_rows"}
+        places = [numbers | {"first_column": at, "alibi_slopes": slopes} for at in range(0, k.size(0), 16)]
         ctx.parts = list(zip(k.split(16), v.split(16), places, strict=True))
         merged = functools.reduce(merge_blocks, (attend_block(q, *part, **at) for *part, at in ctx.parts))
         out, logsumexp = add_sink(*merged, sink)
