@@ -20,17 +20,13 @@ from tempo_torch.experts import RecomputesExperts, find_experts_refusal, is_expe
 from tempo_torch.functional import RedirectsFunctions, find_functions, redirect
 from tempo_torch.linear import DropsInput
 from tempo_torch.loss import FusedLoss, is_language_model, use_fused_loss
-from tempo_torch.mlp import TiledMLP, find_mlp_refusal, is_mlp
+from tempo_torch.mlp import TiledMLP, find_dropout, find_mlp_refusal, is_mlp
 from tempo_torch.multihead import MultiheadAttention
 from tempo_torch.norm import find_norm
 from tempo_torch.offload import offload_layers
 from tempo_torch.position import Passes
 from tempo_torch.probe import Call, Seen, make_inputs, probe
-from tempo_torch.projections import (
-    TiledProjections,
-    find_projections_refusal,
-    is_projected_attention,
-)
+from tempo_torch.projections import TiledProjections, is_projected_attention
 from tempo_torch.replace import Replaced, change_class, give_class_back
 from tempo_torch.report import Entry, Report
 from tempo_torch.versions import check_versions
@@ -71,8 +67,10 @@ class _State:
 
         Raises ValueError if a value other than "auto" and "off" applies to nothing that runs.
         """
-        self.seen = probe(model, self.passes, call)
         modules = dict(model.named_modules())
+        calls = {name: None for name, module in modules.items() if isinstance(module, TiledProjections)}
+        self.seen = probe(model, self.passes, call, calls)
+        self._give_back_whole(modules, calls)
         flash = _find_of_registry(modules, self.made)
         is_asked = isinstance(self.seen, Seen) and any(not _is_apart(modules[name]) for name in self.seen.attention)
         if isinstance(self.seen, Seen) and not is_asked and flash is not None and flash.now is not None:
@@ -81,6 +79,25 @@ class _State:
             self.made[self.made.index(flash)] = dataclasses.replace(flash, now=None, why=why)
             self.seen = probe(model, self.passes, call)
         _check_applied(self.report(model), self.choices)
+
+    def _give_back_whole(self, modules: dict[str, nn.Module], calls: dict[str, Call | None]) -> None:
+        """Gives those modules their classes back that compute something else in tiles, or draw masks there."""
+        for name, module in modules.items():
+            why = None
+            if isinstance(module, TiledProjections) and (call := calls[name]) is not None:
+                why = module.find_refusal(*call[0], **call[1])
+            elif isinstance(module, TiledMLP):
+                why = find_dropout(module)
+            if why is not None:
+                if isinstance(module, TiledProjections):
+                    module.leave_norms()
+                    module.__dict__[PLACE].is_always_ours = False
+                give_class_back(module)
+                self.made = [
+                    dataclasses.replace(entry, now=None, why=f"it {why}")
+                    if entry.name == name and entry.operation in ("mlp", "qkv") else entry
+                    for entry in self.made
+                ]
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def watch_first(self, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -545,13 +562,12 @@ def _replace_mlp(name: str, module: nn.Module, choices: dict[str, str], _: Passe
 def _replace_projections(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Entry | None:
     if choices["qkv"] == "off" or not is_projected_attention(module):
         return None
-    kind, why = type(module).__name__, find_projections_refusal(module)
+    kind = type(module).__name__
     if choices["attention"] == "off":
         why = "attention is off, and only Tempo's gives back in backward what it made in forward"
-    if why is not None:
         return Entry(name, kind, "qkv", None, why)
     # As for an MLP in tiles, ZeRO 3 gathers its weights once.
-    change_class(module, TiledProjections, _z3_leaf=True, tempo_norms=[])
+    change_class(module, TiledProjections, _z3_leaf=True, tempo_norms=[], tempo_ways={})
     return Entry(name, kind, "qkv", "tile")
 
 
