@@ -76,7 +76,7 @@ def find_way(module: Any, hidden: Tensor, call: dict[str, Any]) -> str:
 
 def _tell(error: Exception) -> str:
     first = next(iter(str(error).splitlines()), "")[:120].rstrip(".")
-    return first if type(error) is ValueError else f"fails on a few tokens with {type(error).__name__}: {first}"
+    return first if isinstance(error, ValueError | Caught) else f"fails on a few tokens with {type(error).__name__}: {first}"
 
 
 def _describe_module(module: nn.Module) -> str:
