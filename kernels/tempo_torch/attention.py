@@ -78,7 +78,7 @@ class Caught(Exception):  # noqa: N818  # no error: it ends a forward early
     its keyword arguments."""
 
     def __init__(self, parts: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, given: dict[str, Any]) -> None:
-        super().__init__("it asks for attention once more")
+        super().__init__("asks for attention once more")
         self.parts, self.mask, self.given = parts, mask, given
 
 
