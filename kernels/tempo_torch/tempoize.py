@@ -151,7 +151,7 @@ def _confirm(made: Entry, seen: Seen, modules: dict[str, nn.Module]) -> Iterator
     elif isinstance(modules[made.name], RedirectsFunctions) and not seen.operators.get(made.name):
         return  # its functions dropped nothing and got nothing that needs a gradient
     elif made.operation == "norm" and not seen.operators.get(made.name):
-        yield dataclasses.replace(made, now=None, why="stock ran: its input and its weight are of two dtypes")
+        yield dataclasses.replace(made, now=None, why="stock ran: it has a gate, or two dtypes")
     else:
         yield made
 
