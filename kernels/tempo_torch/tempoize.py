@@ -70,7 +70,7 @@ class _State:
         modules = dict(model.named_modules())
         calls = {name: None for name, module in modules.items() if isinstance(module, TiledProjections)}
         self.seen = probe(model, self.passes, call, calls)
-        self._give_back_whole(modules, calls)
+        self.give_back_whole(modules, calls)
         flash = _find_of_registry(modules, self.made)
         is_asked = isinstance(self.seen, Seen) and any(not _is_apart(modules[name]) for name in self.seen.attention)
         if isinstance(self.seen, Seen) and not is_asked and flash is not None and flash.now is not None:
@@ -80,14 +80,14 @@ class _State:
             self.seen = probe(model, self.passes, call)
         _check_applied(self.report(model), self.choices)
 
-    def _give_back_whole(self, modules: dict[str, nn.Module], calls: dict[str, Call | None]) -> None:
+    def give_back_whole(self, modules: dict[str, nn.Module], calls: dict[str, Call | None]) -> None:
         """Gives those modules their classes back that compute something else in tiles, or draw masks there."""
         for name, module in modules.items():
-            why = None
-            if isinstance(module, TiledProjections) and (call := calls[name]) is not None:
+            if not isinstance(module, TiledProjections | TiledMLP):
+                continue
+            why = find_dropout(module)  # as adapters put in since then have it
+            if why is None and isinstance(module, TiledProjections) and (call := calls.get(name)) is not None:
                 why = module.find_refusal(*call[0], **call[1])
-            elif isinstance(module, TiledMLP):
-                why = find_dropout(module)
             if why is not None:
                 if isinstance(module, TiledProjections):
                     module.leave_norms()
@@ -259,6 +259,7 @@ def tempoize(
     model.__dict__[_ATTRIBUTE] = state = _State(passes, choices, entries, given)
     passes.follow(model)
     call = make_inputs(model, any(entry.operation == "loss" and entry.now for entry in entries))
+    state.give_back_whole(dict(model.named_modules()), {})
     if call is not None:
         state.watch(model, call)
     _check_applied(state.report(model), choices)
