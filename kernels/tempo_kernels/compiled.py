@@ -176,8 +176,8 @@ class Compiled:
             if self._has_lanes:
                 for tensor in tensors:
                     torch._dynamo.mark_static(tensor, tensor.dim() - 1)
-            # dynamic: one compilation serves every shape. Each of what is compiled in has a function of its own, because
-            # torch stops after eight compilations of one. Not fullgraph: beyond that it runs uncompiled, and raises not.
+            # dynamic: one compilation serves every shape. What is compiled in, dtypes and lanes, has a function each,
+            # because torch stops after eight compilations of one. Not fullgraph: it then runs uncompiled.
             key = tuple((t.dtype, t.size(-1) if self._has_lanes else None) for t in tensors)
             if key not in self._compiled:
                 self._compiled[key] = torch.compile(_copy(self._function), dynamic=True, options=_OPTIONS)

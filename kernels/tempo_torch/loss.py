@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tempo_kernels.late_check import LateCheck
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 from tempo_torch.linear import DropsInput
 from tempo_torch.replace import Replaced, change_class, give_class_back
@@ -33,6 +34,14 @@ class _Request(NamedTuple):
     ignore_index: int
     softcap: float | None
     temperature: float
+
+
+_IS_OUTSIDE = LateCheck(
+    "a label is neither in the model's vocabulary nor ignored (on a GPU in an earlier step, whose loss was infinite); "
+    "expected token ids below vocab_size, or the cross entropy's ignore_index; correct the labels, or resize the "
+    "model's token embeddings",
+    IndexError,
+)
 
 
 class LossHead(DropsInput):
@@ -50,9 +59,15 @@ class LossHead(DropsInput):
         return super().__call__(*args, **kwargs)
 
     def forward(self, hidden: Tensor, request: _Request | None = None) -> Tensor:
-        """Returns logits or losses."""
+        """Returns logits or losses. Raises IndexError for labels outside of the vocabulary, as stock does; on a GPU in
+        the next step."""
         if request is None:
             return super().forward(hidden)  # type: ignore[misc,no-any-return]
+        if not torch.compiler.is_compiling():
+            labels = request.labels
+            is_inside = (labels >= 0) & (labels < self.out_features) | (labels == request.ignore_index)
+            _IS_OUTSIDE.raise_if_noted()
+            _IS_OUTSIDE.note(~is_inside.all())
         weight, bias = self.weight, self.bias
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)

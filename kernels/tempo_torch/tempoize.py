@@ -95,7 +95,8 @@ class _State:
                 give_class_back(module)
                 self.made = [
                     dataclasses.replace(entry, now=None, why=f"it {why}")
-                    if entry.name == name and entry.operation in ("mlp", "qkv") else entry
+                    if entry.name == name and entry.operation in ("mlp", "qkv")
+                    else entry
                     for entry in self.made
                 ]
 
@@ -233,6 +234,7 @@ def tempoize(
     choices = {"activation": activation, "norm": norm, "dropout": dropout, "attention": attention, "loss": loss}
     choices |= {"mlp": mlp, "qkv": qkv}
     _check(model, seed, choices, rank, num_ranks)
+    _check_numbers(offload, offload_ahead, sequence_ranks)
     ranks = find_ranks(model)
     if sequence_ranks != 1:
         ranks = _divide_sequence(sequence_ranks, ranks)
@@ -273,10 +275,10 @@ def _divide_sequence(size: int, ranks: dict[str, tuple[int, int]]) -> dict[str, 
     """Returns what find_ranks does, and "sequence", for `size` ranks that share a sample's tokens."""
     is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank, total = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if is_there else (0, 1)
-    if ranks or isinstance(size, bool) or not isinstance(size, int) or size < 1 or total % size:
+    if ranks or total % size:
         here = "a model with tensor parallelism" if ranks else f"{total} ranks of torch.distributed"
         raise ValueError(
-            f"sequence_ranks is {size!r} for {here}; expected a number that divides the ranks, and no tensor "
+            f"sequence_ranks is {size} for {here}; expected a number that divides the ranks, and no tensor "
             "parallelism; call deepspeed.init_distributed first"
         )
     place, sample = (rank % size, size), (rank // size, total // size)
@@ -407,14 +409,24 @@ def _check(model: Any, seed: Any, choices: dict[str, str], rank: int | None, num
         if value not in CHOICES[name]:
             values = ", ".join(f'"{choice}"' for choice in CHOICES[name])
             raise ValueError(f"{name} is {value!r}; expected one of {values}")
-    if (rank is None) != (num_ranks is None) or (rank is not None and not 0 <= rank < (num_ranks or 0)):
+    are_numbers = type(rank) is int and type(num_ranks) is int and 0 <= rank < num_ranks
+    if not are_numbers and (rank is not None or num_ranks is not None):
         raise ValueError(
-            f"rank is {rank} and num_ranks {num_ranks}; expected both, with 0 <= rank < num_ranks, or none"
+            f"rank is {rank!r} and num_ranks {num_ranks!r}; expected both, with 0 <= rank < num_ranks, or none"
         )
     if isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_orig_mod"):
         raise ValueError(
             f"model is a {type(model).__name__}, which is compiled; expected the model itself; compile it later"
         )
+
+
+def _check_numbers(offload: Any, offload_ahead: Any, sequence_ranks: Any) -> None:
+    if not isinstance(offload, str):
+        raise ValueError(f'offload is {offload!r}; expected "off", "all" or names of modules joined by "+"')
+    if type(offload_ahead) is not int or offload_ahead < 0:
+        raise ValueError(f"offload_ahead is {offload_ahead!r}; expected a number of layers; give 0, 1 or more")
+    if type(sequence_ranks) is not int or sequence_ranks < 1:
+        raise ValueError(f"sequence_ranks is {sequence_ranks!r}; expected a number of ranks; give 1 or more")
 
 
 def _check_applied(report: Report, choices: dict[str, str]) -> None:

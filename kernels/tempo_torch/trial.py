@@ -37,8 +37,8 @@ _found: dict[Any, str] = {}
 
 
 def list_leaves(hidden: Tensor, call: dict[str, Any]) -> tuple[list[Any], Any, list[int]]:
-    """Returns the leaves and the structure of a call beside hidden [b, s, h], and the places of tensors [1 or b, s, ...],
-    which have a row for each token, as cosines and sines have."""
+    """Returns the leaves and the structure of a call beside hidden [b, s, h], and the places of tensors
+    [1 or b, s, ...], which have a row for each token, as cosines and sines have."""
     leaves, structure = pytree.tree_flatten(call, lambda e: e is not call and not isinstance(e, tuple | list))
     batch, length = hidden.shape[:2]
     places = [
@@ -76,7 +76,11 @@ def find_way(module: Any, hidden: Tensor, call: dict[str, Any]) -> str:
 
 def _tell(error: Exception) -> str:
     first = next(iter(str(error).splitlines()), "")[:120].rstrip(".")
-    return first if isinstance(error, ValueError | Caught) else f"fails on a few tokens with {type(error).__name__}: {first}"
+    return (
+        first
+        if isinstance(error, ValueError | Caught)
+        else f"fails on a few tokens with {type(error).__name__}: {first}"
+    )
 
 
 def _describe_module(module: nn.Module) -> str:

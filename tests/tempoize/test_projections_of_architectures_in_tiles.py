@@ -1,4 +1,4 @@
-"""qkv="tile" for attention that has gates, norms, scales or keys of its own: equal to stock, or refused in a sentence."""
+"""qkv="tile" for attention with gates, norms, scales or keys of its own: equal to stock, or refused in a sentence."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tempo_torch import report_on, tempoize
 
+Step = tuple[Tensor, dict[str, Tensor | None]]
 IDS = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(1))
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -50,7 +51,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 def build(kind: str, settings: dict[str, Any]) -> Any:
     torch.manual_seed(0)
-    name = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5Text", "Gemma4": "Gemma4Text", "Llama4": "Llama4Text"}.get(kind, kind)
+    name = f"{kind}Text" if hasattr(transformers, f"{kind}TextConfig") else kind
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{name}Config")(**{**SIZES, **settings}))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -58,7 +59,7 @@ def build(kind: str, settings: dict[str, Any]) -> Any:
     return model.train()
 
 
-def step(model: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
+def step(model: Any) -> Step:
     """Loss and gradients with and without padding behind."""
     mask = torch.ones_like(IDS)
     mask[1, -5:] = 0
@@ -68,7 +69,7 @@ def step(model: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def check_equal(found: tuple[Tensor, dict[str, Tensor | None]], expected: tuple[Tensor, dict[str, Tensor | None]]) -> None:
+def check_equal(found: Step, expected: Step) -> None:
     torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=0)
     largest = max(float(gradient.abs().max()) for gradient in expected[1].values() if gradient is not None)
     for name, wanted in expected[1].items():

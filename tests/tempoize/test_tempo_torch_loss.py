@@ -311,6 +311,18 @@ def test_a_model_that_writes_to_its_logits_has_the_loss_of_stock():
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("label", [VOCAB, -1, 10**9])
+def test_a_label_outside_of_the_vocabulary_is_an_index_error_as_in_stock(label):
+    labels = LABELS.clone()
+    labels[1, 7] = label
+    for model in (build("LlamaForCausalLM"), tempoize(build("LlamaForCausalLM"))):
+        with pytest.raises(IndexError):
+            model(input_ids=IDS, labels=labels)
+    with pytest.raises(IndexError, match="in the model's vocabulary nor ignored .*; correct the labels, or resize"):
+        model(input_ids=IDS, labels=labels)
+    assert model(input_ids=IDS, labels=LABELS).loss.isfinite()
+
+
 def test_logits_that_are_read_after_the_weight_has_changed_are_refused():
     model = tempoize(build("LlamaForCausalLM"), norm="recompute")
     out = model(input_ids=IDS, labels=LABELS)
