@@ -86,7 +86,7 @@ class TiledProjections(Replaced):
         asked: dict[str, Any] = {}
 
         def normalise(x: Tensor) -> Tensor:
-            return x if norm is None else norm.normalise(x)  # type: ignore[no-any-return]
+            return x if norm is None else norm.normalise(x)
 
         def project(tile: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
             own = list(leaves)

@@ -68,7 +68,9 @@ class _State:
         Raises ValueError if a value other than "auto" and "off" applies to nothing that runs.
         """
         modules = dict(model.named_modules())
-        calls = {name: None for name, module in modules.items() if isinstance(module, TiledProjections)}
+        calls: dict[str, Call | None] = {
+            name: None for name, module in modules.items() if isinstance(module, TiledProjections)
+        }
         self.seen = probe(model, self.passes, call, calls)
         self.give_back_whole(modules, calls)
         flash = _find_of_registry(modules, self.made)
@@ -209,7 +211,8 @@ def tempoize(
             torch.compile tiles run between the graphs, here and for qkv: fullgraph=True fails in training.
         qkv: "tile" lets attention of transformers' models with rotary embeddings keep the input of the norm in front of
             it, and attention's output: q, k and v are made again in backward, and norm, projections and rotary
-            embeddings run for a tile of tokens at a time. Attention is then Tempo's also without dropout. Training
+            embeddings run for a tile of tokens at a time. Attention is then Tempo's also without dropout. A module that
+            computes something else in tiles, by a trial on a few tokens, stays, and the report says why. Training
             with a cache of keys and values raises ValueError: set model.config.use_cache = False.
         offload: "all" moves what the layers keep to pinned host memory after their forward, and back before their
             backward; so do, for themselves, names of modules in a layer joined by "+", such as "mlp.down_proj", and

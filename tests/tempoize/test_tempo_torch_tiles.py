@@ -346,9 +346,7 @@ def test_adapters_of_some_projections_train_as_in_stock_and_their_dropout_is_ref
         torch.manual_seed(1)
         peft.inject_adapter_in_model(adapted, model)
         if dropout and choices:
-            with pytest.raises(
-                ValueError, match='"tile", but it has dropout 0.05 in .*lora_dropout.*expected 0 there'
-            ):
+            with pytest.raises(ValueError, match='"tile", but it has dropout 0.05 in .*lora_dropout.*expected 0 there'):
                 tempoize(model, **choices)
             return
         with samples(tempoize(model, **choices), 0):
