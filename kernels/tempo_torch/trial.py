@@ -116,6 +116,15 @@ class _Counts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Draws(TorchFunctionMode):
+    """Notices a dropout function of the module's own, which the trial itself, in evaluation, would pass over."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.dropout and (kwargs or {}).get("p", args[1] if len(args) > 1 else 0.5):
+            raise ValueError("has a dropout of its own behind or in front of attention, and tiles draw no masks")
+        return func(*args, **(kwargs or {}))
+
+
 def _try(module: Any, hidden: Tensor, call: dict[str, Any]) -> str:
     generator = torch.Generator("cpu").manual_seed(1)
     twin = _copy(module, generator)
@@ -133,7 +142,8 @@ def _try(module: Any, hidden: Tensor, call: dict[str, Any]) -> str:
         given: dict[str, Any] = {**pytree.tree_unflatten(own, structure), "attention_mask": mask}
         twin.__dict__[PLACE] = None if way is None else place
         if way is None:
-            result = module.stock_class.forward(twin, x, **given)
+            with _Draws():
+                result = module.stock_class.forward(twin, x, **given)
             if any(isinstance(leaf, MutableMapping) and leaf for leaf in own):
                 raise ValueError("shares keys and values with other layers")
         else:

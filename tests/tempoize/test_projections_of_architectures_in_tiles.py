@@ -43,6 +43,7 @@ EQUAL: dict[str, dict[str, Any]] = {
 }
 """Those whose module goes from attention to o_proj, and those with a gate or a norm between."""
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "SeedOss": ({"residual_dropout": 0.1}, "has a dropout of its own behind or in front of attention, and .*"),
     "DiffLlama": ({}, "asks for attention once more"),
     "Doge": ({}, "makes a mask from what it projects"),
     "GptOss": ({**EXPERTS, **ROPES}, "has no gradient of sinks in tiles"),
