@@ -164,7 +164,7 @@ class Compiled:
     def __init__(self, function: Callable[..., Any], has_lanes: bool = False) -> None:
         self._function = function
         self._has_lanes = has_lanes
-        self._compiled: Callable[..., Any] | None = None
+        self._compiled: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, *tensors: Tensor) -> Any:
         """Returns function(*tensors)."""
@@ -176,11 +176,12 @@ class Compiled:
             if self._has_lanes:
                 for tensor in tensors:
                     torch._dynamo.mark_static(tensor, tensor.dim() - 1)
-            if self._compiled is None:
-                # dynamic: one compilation serves every shape. Not fullgraph: beyond torch's limit of recompilations,
-                # one per dtype here, the function then runs uncompiled instead of raising.
-                self._compiled = torch.compile(_copy(self._function), dynamic=True, options=_OPTIONS)
-            return self._compiled(*tensors)
+            # dynamic: one compilation serves every shape. What is compiled in, dtypes and lanes, has a function each,
+            # because torch stops after eight compilations of one. Not fullgraph: it then runs uncompiled.
+            key = tuple((t.dtype, t.size(-1) if self._has_lanes else None) for t in tensors)
+            if key not in self._compiled:
+                self._compiled[key] = torch.compile(_copy(self._function), dynamic=True, options=_OPTIONS)
+            return self._compiled[key](*tensors)
         except Exception as error:
             if not _is_of_the_compiler(error):
                 raise

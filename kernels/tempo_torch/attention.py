@@ -89,26 +89,28 @@ class AttentionPlace:
 
 
 class Caught(Exception):  # noqa: N818  # no error: it ends a forward early
-    """Carries q [b, a, s, d], k and v [b, g, s, d] out of a module's forward that has come to its attention."""
+    """Carries out of a module's forward what it asks attention for: q [b, a, s, d], k and v [b, g, s, d], its mask and
+    its keyword arguments."""
 
-    def __init__(self, *parts: Tensor) -> None:
-        super().__init__()
-        self.parts = parts
+    def __init__(self, parts: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, given: dict[str, Any]) -> None:
+        super().__init__("asks for attention once more")
+        self.parts, self.mask, self.given = parts, mask, given
 
 
-_catching: set[int] = set()
-"""Threads in which attention raises Caught; autograd runs each device's backward in one of its own."""
+_answers: dict[int, list[Tensor]] = {}
+"""The results that attention returns without running, by thread, before it raises Caught; autograd runs each device's
+backward in a thread of its own."""
 
 
 @contextlib.contextmanager
-def catching() -> Iterator[None]:
-    """Lets Tempo's attention raise Caught in place of running, in this thread."""
+def catching(*answers: Tensor) -> Iterator[None]:
+    """Lets Tempo's attention, in this thread, return one of `answers` at each call, and then raise Caught."""
     thread = threading.get_ident()
-    _catching.add(thread)
+    _answers[thread] = list(answers)
     try:
         yield
     finally:
-        _catching.discard(thread)
+        del _answers[thread]
 
 
 def find_ranks(model: Any) -> dict[str, tuple[int, int]]:
@@ -264,8 +266,10 @@ def attend(
     place: AttentionPlace | None = getattr(module, PLACE, None)
     if place is not None and not place.was_called:
         place.was_called = True
-    if _catching and threading.get_ident() in _catching:
-        raise Caught(query, key, value)
+    if _answers and (answers := _answers.get(threading.get_ident())) is not None:
+        if not answers:
+            raise Caught((query, key, value), attention_mask, kwargs)
+        return answers.pop(0), None
     if attention_mask is None and getattr(module, "layer_idx", 0) == 0:
         _check_documents(kwargs.get("position_ids"))
     # torch's attention has no sinks, and does not cap.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tempo_kernels.late_check import LateCheck
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 from tempo_torch.linear import DropsInput
 from tempo_torch.replace import Replaced, change_class, give_class_back
@@ -32,6 +34,14 @@ class _Request(NamedTuple):
     ignore_index: int
     softcap: float | None
     temperature: float
+
+
+_IS_OUTSIDE = LateCheck(
+    "a label is neither in the model's vocabulary nor ignored (on a GPU in an earlier step, whose loss was infinite); "
+    "expected token ids below vocab_size, or the cross entropy's ignore_index; correct the labels, or resize the "
+    "model's token embeddings",
+    IndexError,
+)
 
 
 class LossHead(DropsInput):
@@ -49,9 +59,15 @@ class LossHead(DropsInput):
         return super().__call__(*args, **kwargs)
 
     def forward(self, hidden: Tensor, request: _Request | None = None) -> Tensor:
-        """Returns logits or losses."""
+        """Returns logits or losses. Raises IndexError for labels outside of the vocabulary, as stock does; on a GPU in
+        the next step."""
         if request is None:
             return super().forward(hidden)  # type: ignore[misc,no-any-return]
+        if not torch.compiler.is_compiling():
+            labels = request.labels
+            is_inside = (labels >= 0) & (labels < self.out_features) | (labels == request.ignore_index)
+            _IS_OUTSIDE.raise_if_noted()
+            _IS_OUTSIDE.note(~is_inside.all())
         weight, bias = self.weight, self.bias
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -72,6 +88,9 @@ class DeferredLogits:
     their graph. Multiplication and division by a number, tanh, casts and views that keep the vocabulary are only noted,
     and `F.cross_entropy` makes the logits one chunk of tokens at a time. `read()` returns a tensor.
 
+    Once they are read, they are that tensor for every later use, and so are those made of them and they were made of:
+    what is written to it, or to a view of it, counts for a loss that follows.
+
     Keeps: the head's input, while it lives.
     Raises RuntimeError where they are read after the head's weight, or its input, was written to.
     """
@@ -86,25 +105,42 @@ class DeferredLogits:
         self.device = hidden.device
         self.dtype = hidden.dtype if self._autocast is None else self._autocast
         self.shape = torch.Size((*hidden.shape[:-1], head.out_features))
+        self._relatives: list[weakref.ref[DeferredLogits]] = []
+        self._join()
 
     def read(self) -> Tensor:
         """Returns the logits."""
-        found = self._read
-        if found is None or (torch.is_grad_enabled() and not found.requires_grad):
+        if self._read is None:
             if self._versions is not None and self._versions != self._find_versions():
                 raise RuntimeError(
                     "logits are read after what they are made of was written to; expected to read them before the "
                     'optimizer\'s step; read them earlier, or give tempoize loss="off"'
                 )
-            found = self._call_head(None)
-            for name, value in self._steps:
-                found = _STEPS[name](found, value)
-            self._read = found
-        return found
+            made: dict[Any, Tensor] = {}
+            # With a graph, since a loss may follow, and all together, before anybody writes to one of them.
+            with torch.enable_grad():
+                for each in (self, *(relative() for relative in self._relatives)):
+                    if each is not None:
+                        each._read = each._make(each._steps, made)
+        return self._read  # type: ignore[return-value]
+
+    def _make(self, steps: tuple[tuple[str, Any], ...], made: dict[Any, Tensor]) -> Tensor:
+        """Returns the logits after these steps; equal ones are one tensor, so that views are views of it."""
+        if steps not in made:
+            if steps:
+                name, value = steps[-1]
+                made[steps] = _STEPS[name](self._make(steps[:-1], made), value)
+            else:
+                made[steps] = self._call_head(None)
+        return made[steps]
+
+    def _join(self) -> None:
+        if not torch.compiler.is_compiling():
+            self._relatives.append(weakref.ref(self))
 
     def find_loss(self, labels: Tensor, ignore_index: int, reduction: str) -> Tensor | None:
         """Returns F.cross_entropy of the logits and these labels; None if the logits have to be read for it."""
-        if (scaling := _find_scaling(self._steps)) is None:
+        if self._read is not None or (scaling := _find_scaling(self._steps)) is None:
             return None
         losses = self._call_head(_Request(labels, ignore_index, *scaling))
         losses = losses.to(self.dtype if self._autocast is None else torch.float32)
@@ -127,10 +163,13 @@ class DeferredLogits:
         weight = self._head.weight
         return self._hidden._version, weight._version, id(weight)
 
-    def _then(self, name: str, value: Any = None, **attributes: Any) -> DeferredLogits:
+    def _then(self, name: str, value: Any = None, **attributes: Any) -> Any:
         """Returns these logits after one more noted operation."""
+        if self._read is not None:
+            return _STEPS[name](self._read, value)
         made = object.__new__(DeferredLogits)
-        made.__dict__.update({**self.__dict__, "_steps": (*self._steps, (name, value)), "_read": None, **attributes})
+        made.__dict__.update({**self.__dict__, "_steps": (*self._steps, (name, value)), **attributes})
+        made._join()
         return made
 
     # Operations that are noted.
@@ -143,11 +182,11 @@ class DeferredLogits:
     def __truediv__(self, other: Any) -> Any:
         return self._then("divide", other) if isinstance(other, int | float) else self.read() / other
 
-    def tanh(self) -> DeferredLogits:
+    def tanh(self) -> Any:
         """Notes torch.tanh."""
         return self._then("tanh")
 
-    def float(self) -> DeferredLogits:
+    def float(self) -> Any:
         """Notes a cast to float32."""
         return self._then("to", torch.float32, dtype=torch.float32)
 
@@ -175,6 +214,15 @@ class DeferredLogits:
     def contiguous(self) -> DeferredLogits:
         """Themselves."""
         return self
+
+    @property
+    def data(self) -> Tensor:
+        """Their values, without a graph."""
+        return self.read().data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.read().data = value
 
     # Properties that are known without values.
 
@@ -235,7 +283,8 @@ def _forward_operator(name: str) -> Callable[..., Any]:
 
 _OPERATORS = (
     "add radd sub rsub neg pow rpow rtruediv matmul rmatmul mod floordiv abs getitem setitem len iter eq "
-    "ne lt le gt ge invert bool array float int iadd isub imul itruediv and or xor contains"
+    "ne lt le gt ge invert bool array float int iadd isub imul itruediv ifloordiv imod ipow iand ior ixor and or xor "
+    "contains"
 )
 for _name in _OPERATORS.split():
     setattr(DeferredLogits, f"__{_name}__", _forward_operator(f"__{_name}__"))

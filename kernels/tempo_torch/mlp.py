@@ -60,6 +60,12 @@ def is_mlp(module: nn.Module) -> bool:
     return kind.__name__.endswith("MLP") and len(inspect.signature(kind.forward).parameters) == 2
 
 
+def find_dropout(module: nn.Module) -> str | None:
+    """Names dropout inside a module, of which tiles draw no masks; None if there is none."""
+    found = ((name, each.p) for name, each in module.named_modules() if isinstance(each, nn.Dropout) and each.p)
+    return next((f"has dropout {p:g} in {name}, and tiles draw no masks; expected 0 there" for name, p in found), None)
+
+
 def find_mlp_refusal(module: nn.Module) -> str | None:
     """Why an MLP cannot run in tiles; None where it can: its modules treat each token by itself, and draw nothing."""
     for child in module.modules():

@@ -36,8 +36,13 @@ class _Norm(Replaced):
     def _choose_keep(self) -> str:
         return self.compiled_keep if torch.compiler.is_compiling() else self.keep
 
-    def forward(self, x: Tensor) -> Tensor:
-        """y of the shape and dtype of the stock class. Notes what y was made from, if the attention behind asks."""
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """y of the shape and dtype of the stock class. Notes what y was made from, if the attention behind asks. A call
+        with more than one tensor, such as a gate, is the stock class's."""
+        if len(args) != 1 or kwargs:
+            stock: Any = self.stock_class
+            return stock.forward(self, *args, **kwargs)  # type: ignore[no-any-return]
+        (x,) = args
         if MADE in self.__dict__ and torch.is_grad_enabled():
             return self._normalise_and_note(x)
         return self.normalise(x)

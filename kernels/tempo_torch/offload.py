@@ -17,10 +17,8 @@ def offload_layers(model: nn.Module, value: str, ahead: int) -> list[Offload]:
 
     Layers are the modules of the outermost nn.ModuleLists that hold several, as models of transformers have them.
 
-    Raises ValueError for a model without such layers, for a name that none of them has, and for an `ahead` below 0.
+    Raises ValueError for a model without such layers, and for a name that none of them has.
     """
-    if ahead < 0:
-        raise ValueError(f"offload_ahead is {ahead}; expected a number of layers; give 0, 1 or more")
     if value == "off":
         return []
     stacks = list(_find_stacks(model))

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tempo_torch.attention import PLACE
 from tempo_torch.position import Passes
+from tempo_torch.replace import give_class_back
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SAMPLES, _TOKENS, _WAVE = 2, 16, 8000
@@ -91,18 +92,22 @@ def _make_floats(model: Any, *shape: int) -> Tensor:
     return torch.empty(_SAMPLES, *shape, dtype=model.dtype, device="meta")
 
 
-def probe(model: nn.Module, passes: Passes, call: Call) -> Seen | str:
+def probe(model: nn.Module, passes: Passes, call: Call, calls: dict[str, Call | None] | None = None) -> Seen | str:
     """Returns what model(*args, **kwargs) runs in training, or the reason why that cannot be found out.
 
     Args:
         passes: those of the model, which was given to tempoize.
         call: (args, kwargs), of which only shapes and dtypes matter.
+        calls: takes what the modules named in it are called with; where they are Tempo's, stock runs in their place.
     """
+    calls = {} if calls is None else calls
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with _keep_random_states(), _run_eagerly(), _without_log(), torch.enable_grad():
             twin, twin_passes, (args, kwargs) = _copy_without_memory(model, passes, call, mode)
             twin_passes.follow(twin)
+            for name in calls:
+                _note_call(twin.get_submodule(name), name, calls)
             watch = _Watch(twin, model)
             # Inside a checkpointed region, these hooks keep the region's own from taking what is saved here.
             hooks = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
@@ -115,6 +120,14 @@ def probe(model: nn.Module, passes: Passes, call: Call) -> Seen | str:
     places = {name: module.__dict__[PLACE] for name, module in twin.named_modules() if PLACE in module.__dict__}
     attention = {name: place.why for name, place in places.items() if place.was_called}
     return Seen(inputs, frozenset(watch.called), dict(watch.operators), dict(watch.draws), attention)
+
+
+def _note_call(module: nn.Module, name: str, calls: dict[str, Call | None]) -> None:
+    def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+        calls[name] = args, kwargs
+
+    give_class_back(module)
+    module.register_forward_pre_hook(note, with_kwargs=True)
 
 
 def _copy_without_memory(

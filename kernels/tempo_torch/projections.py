@@ -9,36 +9,44 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from tempo_kernels.recompute import attend_to_tiles
 from tempo_torch.attention import Caught, attend, catching
-from tempo_torch.mlp import check_gathered, find_mlp_refusal
+from tempo_torch.mlp import check_gathered
 from tempo_torch.norm import MADE, LayerNorm, RMSNorm
 from tempo_torch.replace import Replaced
+from tempo_torch.trial import DIRECT, NORM, THROUGH_STOCK, describe, find_way, list_leaves
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-_NORM = "tempo_norm"
-"""The keyword by which a call that runs in tiles is told the norm, or None, that makes what it projects."""
 _CACHES = ("cache", "past_key_values", "past_key_value")
 
 
 class TiledProjections(Replaced):
     """An attention module of transformers that keeps the input of the norm in front of it, and attention's output with
     its logsumexp. q, k and v are made again for attention's backward, and are gone after it. What makes them runs for a
-    tile of as many tokens as the hidden size, in forward and in backward. `attend_to_tiles` says how exact that is."""
+    tile of as many tokens as the hidden size, in forward and in backward. `attend_to_tiles` says how exact that is.
+
+    The stock forward is run for a tile until it asks for attention. Where it goes from attention straight to o_proj,
+    that is all. Where it has gates or norms between, it runs once more as a whole and is given attention's result: it
+    then keeps what these keep, and makes q, k and v once more in forward. A trial on a few tokens (`find_way`) tells
+    which, or that the module cannot run in tiles.
+    """
 
     tempo_norms: list[nn.Module]
     """Those norms of the layer that may be in front of this module."""
+    tempo_ways: dict[Any, str]
+    """What the trial found, by the form of the call."""
     o_proj: nn.Module
     training: bool
-    config: Any
-    attention_dropout: float
+    tempo_rows: int | None = None
+    """Rows of a tile; None for as many as the hidden size."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the stock module returns. Its positional argument is hidden_states, or the norm's input in their place:
         ZeRO 3 takes the gradients of weights once those of positional arguments are there, or at once without any.
 
-        Raises ValueError in training with a cache of keys and values, or with rotary embeddings of another form.
+        Raises ValueError in training with a cache of keys and values, or for a call whose trial failed.
         """
         if not torch.is_grad_enabled():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -48,57 +56,90 @@ class TiledProjections(Replaced):
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _call_in_tiles(self, *args: Any, **kwargs: Any) -> Any:
         call_stock: Any = super().__call__  # type: ignore[misc]
-        call = inspect.signature(self.stock_class.forward).bind(self, *args, **kwargs).arguments
-        y, more = call["hidden_states"], call.pop("kwargs", {})
-        del call["self"], call["hidden_states"]
+        y, call = self._bind(args, kwargs)
         norm, x = self._take_made(y)
-        why = _find_refusal(y, {**call, **more})
+        why = self.find_refusal(*args, **kwargs)
+        if any(call.get(name) is not None for name in _CACHES):
+            why = "fills a cache of keys and values; set model.config.use_cache = False"
         if why and self.training:
             raise ValueError(f'qkv is "tile", but {self.stock_class.__name__} {why}')
         if why:
-            return call_stock(y, **call, **more)
+            return call_stock(y, **call)
         for parameter in [] if norm is None else norm.parameters():
             if hasattr(parameter, "ds_id"):
                 # ZeRO 3 gathers the norm's weights for the norm; this module uses them too.
                 sys.modules["deepspeed"].zero.register_external_parameter(self, parameter)
-        return call_stock(x, **call, **more, **{_NORM: norm})
+        return call_stock(x, **call, **{NORM: norm})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the stock module returns; with _NORM for what this norm makes of x [b, s, h]."""
+        """What the stock module returns; with NORM for what this norm makes of x [b, s, h]."""
         stock: Any = self.stock_class
-        if _NORM not in kwargs:
+        if NORM not in kwargs:
             return stock.forward(self, *args, **kwargs)
-        norm = kwargs.pop(_NORM)
-        call = inspect.signature(stock.forward).bind(self, *args, **kwargs).arguments
-        x: Tensor = call["hidden_states"]
+        norm = kwargs.pop(NORM)
+        x, call = self._bind(args, kwargs)
         check_gathered(self, *([] if norm is None else [norm]))
-        batch, length = x.shape[:2]
+        way, (batch, length) = self._find_way(x, call), x.shape[:2]
         # What attend_to holds is there until backward: not y, which the norm makes again.
-        mask, others = call.get("attention_mask"), call.get("kwargs", {})
+        mask = call.pop("attention_mask", None)
+        leaves, structure, places = list_leaves(x, call)
+        asked: dict[str, Any] = {}
 
-        def project(tile: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-            normed = tile if norm is None else norm.normalise(tile)
+        def normalise(x: Tensor) -> Tensor:
+            return x if norm is None else norm.normalise(x)
+
+        def project(tile: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+            own = list(leaves)
+            for place, row in zip(places, rows, strict=True):
+                own[place] = row[None]
             try:
                 with catching():
-                    stock.forward(self, normed[None], position_embeddings=(cos[None], sin[None]), attention_mask=None)
+                    more = pytree.tree_unflatten(own, structure)
+                    stock.forward(self, normalise(tile)[None], attention_mask=None, **more)
             except Caught as caught:
+                if caught.mask is not None:
+                    raise ValueError("makes a mask from what it projects") from None
+                # As the module says it, but of what it was given the whole.
+                asked.update({name: call.get(name, value) for name, value in caught.given.items()})
                 return tuple(part[0].transpose(0, 1) for part in caught.parts)
-            raise AssertionError("attention did not ask for it")
+            raise ValueError("asks transformers' registry for no attention")
 
         def attend_to(*parts: Tensor) -> Tensor:
             q, k, v = (part.unflatten(0, (batch, length)).transpose(1, 2) for part in parts)
-            more = {"dropout": self.attention_dropout if self.training else 0.0, "scaling": self.scaling}  # type: ignore[attr-defined]
-            if (window := getattr(self, "sliding_window", None)) is not None:
-                more["sliding_window"] = window
-            out, _ = attend(self, q, k, v, mask, **more, **others)  # type: ignore[arg-type]
-            return out
+            return attend(self, q, k, v, mask, **asked)[0]  # type: ignore[arg-type]
 
-        parameters = [p for name in _PROJECTIONS[:3] for p in getattr(self, name).parameters()]
-        parameters += [p for name, each in self.named_children() if name not in _PROJECTIONS for p in each.parameters()]  # type: ignore[attr-defined]
+        parameters = [p for name, p in self.named_parameters() if not name.startswith("o_proj.")]  # type: ignore[attr-defined]
         parameters += [] if norm is None else list(norm.parameters())
-        rows = (each.expand(batch, length, -1).flatten(0, 1) for each in call["position_embeddings"])
-        out = attend_to_tiles(project, attend_to, x.flatten(0, 1), *rows, parameters=parameters, num_rows=x.size(-1))
-        return self.o_proj(out.flatten(2)), None
+        rows = (leaves[place].expand(batch, *leaves[place].shape[1:]).flatten(0, 1) for place in places)
+        num_rows = self.tempo_rows or x.size(-1)
+        out = attend_to_tiles(project, attend_to, x.flatten(0, 1), *rows, parameters=parameters, num_rows=num_rows)
+        if way == DIRECT:
+            return self.o_proj(out.flatten(2)), None
+        with catching(out):
+            return stock.forward(self, normalise(x), attention_mask=mask, **call)
+
+    def find_refusal(self, *args: Any, **kwargs: Any) -> str | None:
+        """Why such a call, of which the shapes matter, cannot run in tiles; None where it can. The first call of a form
+        is tried."""
+        way = self._find_way(*self._bind(args, kwargs))
+        return None if way in (DIRECT, THROUGH_STOCK) else way
+
+    def _find_way(self, hidden: Tensor, call: dict[str, Any]) -> str:
+        call = {name: value for name, value in call.items() if name not in ("attention_mask", *_CACHES)}
+        form = describe(hidden, call)
+        if form not in self.tempo_ways:
+            self.tempo_ways[form] = find_way(self, hidden, call)
+        return self.tempo_ways[form]
+
+    def _bind(self, args: Any, kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
+        """(hidden_states, the other arguments of a call by name)."""
+        signature = inspect.signature(self.stock_class.forward)
+        call = signature.bind(self, *args, **kwargs).arguments
+        for parameter in signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                call |= call.pop(parameter.name, {})
+        del call["self"]
+        return call.pop("hidden_states"), call
 
     def follow_norms(self, norms: Iterable[nn.Module]) -> None:
         """Asks Tempo's norms among `norms`, those of the layer, to tell what they normalise."""
@@ -107,6 +148,11 @@ class TiledProjections(Replaced):
             if MADE not in norm.__dict__:
                 norm.__dict__[MADE] = None
                 norm.__dict__["tempo_attributes"] += (MADE,)
+
+    def leave_norms(self) -> None:
+        """Lets them tell nothing any more."""
+        for norm in self.tempo_norms:
+            norm.__dict__.pop(MADE, None)
 
     def _take_made(self, y: Tensor) -> tuple[Any, Tensor]:
         """(The norm that made y, or None, and what it made it from, or y)."""
@@ -130,24 +176,3 @@ def is_projected_attention(module: nn.Module) -> bool:
     return {"hidden_states", "position_embeddings", "attention_mask"} <= names.keys() and all(
         isinstance(getattr(module, name, None), nn.Linear) for name in _PROJECTIONS
     )
-
-
-def find_projections_refusal(module: Any) -> str | None:
-    """Why an attention module cannot make q, k and v in tiles; None where it can."""
-    if not all(hasattr(module, name) for name in ("scaling", "attention_dropout")) or hasattr(module, "sinks"):
-        return "its attention has sinks, or no scale of its own"
-    others = [child for name, child in module.named_children() if name not in _PROJECTIONS]
-    return next((why for each in others if (why := find_mlp_refusal(each)) and "orm" not in type(each).__name__), None)
-
-
-def _find_refusal(y: Tensor, call: dict[str, Any]) -> str | None:
-    """Why a call cannot run in tiles, with what to do; None where it can."""
-    if any(call.get(name) is not None for name in _CACHES):
-        return "fills a cache of keys and values; set model.config.use_cache = False"
-    angles = call.get("position_embeddings")
-    if isinstance(angles, tuple) and all(
-        isinstance(each, Tensor) and each.dim() == 3 and each.size(1) == y.size(1) and not each.requires_grad
-        for each in angles
-    ):
-        return None
-    return 'has rotary embeddings other than a cosine and a sine for each token; set qkv to "off"'

@@ -28,17 +28,13 @@ from tempo_torch.experts import RecomputesExperts, find_experts_refusal, is_expe
 from tempo_torch.functional import RedirectsFunctions, find_functions, redirect
 from tempo_torch.linear import DropsInput
 from tempo_torch.loss import FusedLoss, is_language_model, use_fused_loss
-from tempo_torch.mlp import TiledMLP, find_mlp_refusal, is_mlp
+from tempo_torch.mlp import TiledMLP, find_dropout, find_mlp_refusal, is_mlp
 from tempo_torch.multihead import MultiheadAttention
 from tempo_torch.norm import find_norm
 from tempo_torch.offload import offload_layers
 from tempo_torch.position import Passes
 from tempo_torch.probe import Call, Seen, make_inputs, probe
-from tempo_torch.projections import (
-    TiledProjections,
-    find_projections_refusal,
-    is_projected_attention,
-)
+from tempo_torch.projections import TiledProjections, is_projected_attention
 from tempo_torch.replace import Replaced, change_class, give_class_back
 from tempo_torch.report import Entry, Report
 from tempo_torch.versions import check_versions
@@ -79,8 +75,12 @@ class _State:
 
         Raises ValueError if a value other than "auto" and "off" applies to nothing that runs.
         """
-        self.seen = probe(model, self.passes, call)
         modules = dict(model.named_modules())
+        calls: dict[str, Call | None] = {
+            name: None for name, module in modules.items() if isinstance(module, TiledProjections)
+        }
+        self.seen = probe(model, self.passes, call, calls)
+        self.give_back_whole(modules, calls)
         flash = _find_of_registry(modules, self.made)
         is_asked = isinstance(self.seen, Seen) and any(not _is_apart(modules[name]) for name in self.seen.attention)
         is_changed = any(map(find_change, modules.values()))
@@ -90,6 +90,26 @@ class _State:
             self.made[self.made.index(flash)] = dataclasses.replace(flash, now=None, why=why)
             self.seen = probe(model, self.passes, call)
         _check_applied(self.report(model), self.choices)
+
+    def give_back_whole(self, modules: dict[str, nn.Module], calls: dict[str, Call | None]) -> None:
+        """Gives those modules their classes back that compute something else in tiles, or draw masks there."""
+        for name, module in modules.items():
+            if not isinstance(module, TiledProjections | TiledMLP):
+                continue
+            why = find_dropout(module)  # as adapters put in since then have it
+            if why is None and isinstance(module, TiledProjections) and (call := calls.get(name)) is not None:
+                why = module.find_refusal(*call[0], **call[1])
+            if why is not None:
+                if isinstance(module, TiledProjections):
+                    module.leave_norms()
+                    module.__dict__[PLACE].is_always_ours = False
+                give_class_back(module)
+                self.made = [
+                    dataclasses.replace(entry, now=None, why=f"it {why}")
+                    if entry.name == name and entry.operation in ("mlp", "qkv")
+                    else entry
+                    for entry in self.made
+                ]
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def watch_first(self, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -155,7 +175,7 @@ def _confirm(made: Entry, seen: Seen, modules: dict[str, nn.Module]) -> Iterator
     elif isinstance(modules[made.name], RedirectsFunctions) and not seen.operators.get(made.name):
         return  # its functions dropped nothing and got nothing that needs a gradient
     elif made.operation == "norm" and not seen.operators.get(made.name):
-        yield dataclasses.replace(made, now=None, why="stock ran: its input and its weight are of two dtypes")
+        yield dataclasses.replace(made, now=None, why="stock ran: it has a gate, or two dtypes")
     else:
         yield made
 
@@ -219,7 +239,8 @@ def tempoize(
             torch.compile tiles run between the graphs, here and for qkv: fullgraph=True fails in training.
         qkv: "tile" lets attention of transformers' models with rotary embeddings keep the input of the norm in front of
             it, and attention's output: q, k and v are made again in backward, and norm, projections and rotary
-            embeddings run for a tile of tokens at a time. Attention is then Tempo's also without dropout. Training
+            embeddings run for a tile of tokens at a time. Attention is then Tempo's also without dropout. A module that
+            computes something else in tiles, by a trial on a few tokens, stays, and the report says why. Training
             with a cache of keys and values raises ValueError: set model.config.use_cache = False.
         offload: "all" moves what the layers keep to pinned host memory after their forward, and back before their
             backward; so do, for themselves, names of modules in a layer joined by "+", such as "mlp.down_proj", and
@@ -244,6 +265,7 @@ def tempoize(
     choices = {"activation": activation, "norm": norm, "dropout": dropout, "attention": attention, "loss": loss}
     choices |= {"mlp": mlp, "qkv": qkv}
     _check(model, seed, choices, rank, num_ranks)
+    _check_numbers(offload, offload_ahead, sequence_ranks)
     ranks = find_ranks(model)
     if sequence_ranks != 1:
         ranks = _divide_sequence(sequence_ranks, ranks)
@@ -270,6 +292,7 @@ def tempoize(
     model.__dict__[_ATTRIBUTE] = state = _State(passes, choices, entries, given)
     passes.follow(model)
     call = make_inputs(model, any(entry.operation == "loss" and entry.now for entry in entries))
+    state.give_back_whole(dict(model.named_modules()), {})
     if call is not None:
         state.watch(model, call)
     _check_applied(state.report(model), choices)
@@ -283,10 +306,10 @@ def _divide_sequence(size: int, ranks: dict[str, tuple[int, int]]) -> dict[str, 
     """Returns what find_ranks does, and "sequence", for `size` ranks that share a sample's tokens."""
     is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank, total = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if is_there else (0, 1)
-    if ranks or isinstance(size, bool) or not isinstance(size, int) or size < 1 or total % size:
+    if ranks or total % size:
         here = "a model with tensor parallelism" if ranks else f"{total} ranks of torch.distributed"
         raise ValueError(
-            f"sequence_ranks is {size!r} for {here}; expected a number that divides the ranks, and no tensor "
+            f"sequence_ranks is {size} for {here}; expected a number that divides the ranks, and no tensor "
             "parallelism; call deepspeed.init_distributed first"
         )
     place, sample = (rank % size, size), (rank // size, total // size)
@@ -418,14 +441,24 @@ def _check(model: Any, seed: Any, choices: dict[str, str], rank: int | None, num
         if value not in CHOICES[name]:
             values = ", ".join(f'"{choice}"' for choice in CHOICES[name])
             raise ValueError(f"{name} is {value!r}; expected one of {values}")
-    if (rank is None) != (num_ranks is None) or (rank is not None and not 0 <= rank < (num_ranks or 0)):
+    are_numbers = type(rank) is int and type(num_ranks) is int and 0 <= rank < num_ranks
+    if not are_numbers and (rank is not None or num_ranks is not None):
         raise ValueError(
-            f"rank is {rank} and num_ranks {num_ranks}; expected both, with 0 <= rank < num_ranks, or none"
+            f"rank is {rank!r} and num_ranks {num_ranks!r}; expected both, with 0 <= rank < num_ranks, or none"
         )
     if isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_orig_mod"):
         raise ValueError(
             f"model is a {type(model).__name__}, which is compiled; expected the model itself; compile it later"
         )
+
+
+def _check_numbers(offload: Any, offload_ahead: Any, sequence_ranks: Any) -> None:
+    if not isinstance(offload, str):
+        raise ValueError(f'offload is {offload!r}; expected "off", "all" or names of modules joined by "+"')
+    if type(offload_ahead) is not int or offload_ahead < 0:
+        raise ValueError(f"offload_ahead is {offload_ahead!r}; expected a number of layers; give 0, 1 or more")
+    if type(sequence_ranks) is not int or sequence_ranks < 1:
+        raise ValueError(f"sequence_ranks is {sequence_ranks!r}; expected a number of ranks; give 1 or more")
 
 
 def _check_applied(report: Report, choices: dict[str, str]) -> None:
@@ -574,13 +607,12 @@ def _replace_mlp(name: str, module: nn.Module, choices: dict[str, str], _: Passe
 def _replace_projections(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Entry | None:
     if choices["qkv"] == "off" or not is_projected_attention(module):
         return None
-    kind, why = type(module).__name__, find_projections_refusal(module)
+    kind = type(module).__name__
     if choices["attention"] == "off":
         why = "attention is off, and only Tempo's gives back in backward what it made in forward"
-    if why is not None:
         return Entry(name, kind, "qkv", None, why)
     # As for an MLP in tiles, ZeRO 3 gathers its weights once.
-    change_class(module, TiledProjections, _z3_leaf=True, tempo_norms=[])
+    change_class(module, TiledProjections, _z3_leaf=True, tempo_norms=[], tempo_ways={})
     return Entry(name, kind, "qkv", "tile")
 
 

@@ -13,14 +13,13 @@ knows the labels of each of these calls beforehand.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,55 +30,13 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequ
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.utils import get_attr_wrapped_model, get_pg_rank, get_pg_size
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.function import once_differentiable
 
+from tempo_kernels.late_check import LateCheck
 from tempo_kernels.linear_cross_entropy import CHUNK_BYTES, linear_cross_entropy, linear_log_prob
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.choose import find_refusal
-
-
-class LateCheck:
-    """Checks flags that must be False without waiting for the GPU that computes them.
-
-    Args:
-        message: of the RuntimeError. On a CPU `note` raises it. For a GPU the first `raise_if_noted` after the flag has
-            arrived raises it, as a rule one step later.
-    """
-
-    def __init__(self, message: str) -> None:
-        self._message = message
-        self._under_way: collections.deque[tuple[Tensor, Callable[[], bool]]] = collections.deque()
-
-    def note(self, flag: Tensor) -> None:
-        """Take one 0-dim bool flag. Ignore a fake one, which has no value, and any flag during the capture of a CUDA
-        graph, which the host cannot follow."""
-        if isinstance(flag, FakeTensor):
-            return
-        if flag.device.type == "cpu":
-            self._raise_if(flag)
-        elif not torch.cuda.is_current_stream_capturing():
-            self._under_way.append(copy_to_host(flag))
-
-    def raise_if_noted(self) -> None:
-        """Raise RuntimeError where a flag that has arrived is True."""
-        while self._under_way and self._under_way[0][1]():
-            self._raise_if(self._under_way.popleft()[0])
-
-    def _raise_if(self, flag: Tensor) -> None:
-        if flag:
-            self._under_way.clear()
-            raise RuntimeError(self._message)
-
-
-def copy_to_host(flag: Tensor) -> tuple[Tensor, Callable[[], bool]]:
-    """Start the copy of a flag from a GPU. Returns host memory, and a function that says whether the flag is there."""
-    host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
-    host.copy_(flag, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(flag.device))
-    return host, event.query
-
 
 _IGNORED = -100
 # Relative to the largest gradient: by so much float32 rounds proportions.

@@ -18,11 +18,12 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch.nn import functional as F
 from witness import kept_storages
 
+from tempo_kernels import late_check
+from tempo_kernels.late_check import LateCheck
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.fake_tensors import use_fake_tensors
 from tempo_megatron.slots import loss as slot
 from tempo_megatron.slots.loss import (
-    LateCheck,
     LossHead,
     TempoBertModel,
     TempoGPTModel,
@@ -392,7 +393,7 @@ def arrived(monkeypatch):
         there.append(False)
         return flag.value, lambda: there[index]
 
-    monkeypatch.setattr(slot, "copy_to_host", copy_to_host)
+    monkeypatch.setattr(late_check, "copy_to_host", copy_to_host)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return there
 

@@ -198,6 +198,20 @@ def test_a_copy_and_a_pickled_model_do_the_same():
         assert report_on(other) is not report_on(model)
 
 
+NAMES = ["offload_ahead", "sequence_ranks", "rank", "num_ranks", "offload", "seed", "mlp", "loss"]
+
+
+@pytest.mark.parametrize("value", ["1", None, 1.5, True, -1, [1]])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_argument_of_another_kind_is_refused_with_its_name(name, value):
+    if (name, value) in (("rank", None), ("num_ranks", None), ("seed", -1), ("offload", "1")):
+        return  # these mean something, or name a module
+    with pytest.raises(ValueError) as raised:
+        tempoize(build(), **{name: value})
+    assert f"{name} is" in str(raised.value) or f"{name} {value!r}" in str(raised.value)
+    assert f"{value!r}" in str(raised.value) and "expected" in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [

@@ -202,6 +202,127 @@ def test_a_loss_of_ones_own_reads_them_or_is_fused(loss):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
+NEVER = torch.zeros(B, S, VOCAB, dtype=torch.bool)
+NEVER[..., 3:9] = True
+
+
+def write_out(z):
+    with torch.no_grad():
+        torch.mul(z, 0.5, out=z.detach())
+
+
+def write_data(z):
+    z.data[..., 3] = -4.0
+
+
+def replace_data(z):
+    z.data = z.detach().clone() * 0.5
+
+
+def write_in_numpy(z):
+    z.detach().numpy()[..., 3] = -4.0
+
+
+def write_with_operators(z):
+    z *= 0.5
+    z += 0.25
+    z -= 0.5
+    z /= 2.0
+
+
+def write_between(z):
+    half = z * 0.5
+    z[..., 3] = -4.0
+    z += half
+
+
+WRITES = {
+    "an item": lambda z: z.__setitem__((..., 3), -4.0),
+    "a slice": lambda z: z.__setitem__((slice(None), slice(2, 5)), 0.5),
+    "a mask": lambda z: z.__setitem__(NEVER, -4.0),
+    "masked_fill_": lambda z: z.masked_fill_(NEVER, -4.0),
+    "add_": lambda z: z.add_(NEVER * 2.0),
+    "mul_": lambda z: z.mul_(0.5),
+    "div_": lambda z: z.div_(2.0),
+    "clamp_": lambda z: z.clamp_(-1.0, 1.0),
+    "tanh_": lambda z: z.tanh_(),
+    "index_fill_": lambda z: z.index_fill_(-1, torch.tensor([3, 4]), -4.0),
+    "index_copy_": lambda z: z.index_copy_(-1, torch.tensor([3]), torch.zeros(B, S, 1)),
+    "copy_": lambda z: z.copy_(z.flip(-1)),
+    "zero_ of a view": lambda z: z[..., 3].zero_(),
+    "fill_ of a slice": lambda z: z[:, 1:4].fill_(0.5),
+    "operators": write_with_operators,
+    "relu in place": lambda z: F.relu(z, inplace=True),
+    "out=": write_out,
+    ".data": write_data,
+    ".data =": replace_data,
+    "numpy": write_in_numpy,
+    "view": lambda z: z.view(-1, VOCAB).index_fill_(1, torch.tensor([3]), -4.0),
+    "view of all": lambda z: z.view(-1)[::7].mul_(0.5),
+    "reshape": lambda z: z.reshape(-1, VOCAB)[:5].mul_(0.5),
+    "float": lambda z: z.float().masked_fill_(NEVER, -4.0),
+    "to": lambda z: z.to(torch.float32).mul_(0.5),
+    "to the device": lambda z: z.to("cpu").mul_(0.5),
+    "contiguous": lambda z: z.contiguous().view(-1, VOCAB).mul_(0.5),
+    "detach": lambda z: z.detach()[..., 3].fill_(-4.0),
+    "transpose": lambda z: z.transpose(0, 1)[2:].mul_(0.5),
+    "unbind": lambda z: z.unbind(-1)[3].detach().fill_(-4.0),
+    "a value from before": write_between,
+    "no grad": lambda z: torch.no_grad()(z.masked_fill_)(NEVER, -4.0),
+}
+
+
+@pytest.mark.parametrize("place", ["logits", "a view noted before", "after a cap"])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_what_is_written_to_logits_counts_for_the_loss(write, place):
+    found = []
+    for model in (build("LlamaForCausalLM"), tempoize(build("LlamaForCausalLM"))):
+        z = model(input_ids=IDS, labels=LABELS).logits
+        if place == "after a cap":
+            z = 2.0 * (z / 2.0).tanh()
+        rows = z.view(-1, VOCAB)
+        other = z.float() if place == "a view noted before" else z
+        write(other)
+        losses = F.cross_entropy(rows, LABELS.view(-1)), F.cross_entropy(z.view(-1, VOCAB), LABELS.view(-1))
+        sum(losses).backward()
+        found.append((torch.stack(losses).detach(), [p.grad for p in model.parameters()]))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=0)
+    for gradient, expected in zip(found[1][1], found[0][1], strict=True):
+        assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max() + 1e-9
+
+
+def test_a_model_that_writes_to_its_logits_has_the_loss_of_stock():
+    """As Chameleon, which bans image tokens."""
+
+    class Bans(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, labels=None, **kwargs):
+            logits = self.lm_head(self.model(input_ids, **kwargs)[0])
+            logits[:, :, 3:9] = torch.finfo(logits.dtype).min
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=VOCAB)
+            return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+    found, labels = [], LABELS.masked_fill((LABELS > 2) & (LABELS < 9), -100)
+    for change in (lambda model: model, tempoize):
+        model = build("LlamaForCausalLM")
+        model.__class__ = Bans
+        loss = change(model)(input_ids=IDS, labels=labels).loss
+        loss.backward()
+        found.append((loss.detach(), model.lm_head.weight.grad))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("label", [VOCAB, -1, 10**9])
+def test_a_label_outside_of_the_vocabulary_is_an_index_error_as_in_stock(label):
+    labels = LABELS.clone()
+    labels[1, 7] = label
+    for model in (build("LlamaForCausalLM"), tempoize(build("LlamaForCausalLM"))):
+        with pytest.raises(IndexError):
+            model(input_ids=IDS, labels=labels)
+    with pytest.raises(IndexError, match="in the model's vocabulary nor ignored .*; correct the labels, or resize"):
+        model(input_ids=IDS, labels=labels)
+    assert model(input_ids=IDS, labels=LABELS).loss.isfinite()
+
+
 def test_logits_that_are_read_after_the_weight_has_changed_are_refused():
     model = tempoize(build("LlamaForCausalLM"), norm="recompute")
     out = model(input_ids=IDS, labels=LABELS)

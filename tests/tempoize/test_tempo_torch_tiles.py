@@ -325,6 +325,40 @@ def test_adapters_put_in_after_tempoize_run_in_tiles_and_those_before_are_refuse
         tempoize(peft.inject_adapter_in_model(adapted, build("Llama")), qkv="tile")
 
 
+LORA = {
+    "q_proj": ["q_proj"],
+    "q_proj and v_proj": ["q_proj", "v_proj"],
+    "all": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.05])
+@pytest.mark.parametrize("targets", LORA.values(), ids=LORA)
+def test_adapters_of_some_projections_train_as_in_stock_and_their_dropout_is_refused(
+    targets: list[str], dropout: float
+) -> None:
+    """In the documented order: tempoize, peft, tempoize. The input of the first layer needs no gradient."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    adapted = peft.LoraConfig(target_modules=targets, r=4, lora_dropout=dropout, init_lora_weights=False)
+    found: list[tuple[Tensor, dict[str, Tensor]]] = []
+    for choices in ({}, {"mlp": "tile", "qkv": "tile"}):
+        model = tempoize(build("Llama", num_key_value_heads=2), **choices)
+        torch.manual_seed(1)
+        peft.inject_adapter_in_model(adapted, model)
+        if dropout and choices:
+            with pytest.raises(ValueError, match='"tile", but it has dropout 0.05 in .*lora_dropout.*expected 0 there'):
+                tempoize(model, **choices)
+            return
+        with samples(tempoize(model, **choices), 0):
+            loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        found.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-6, atol=0)
+    assert len(found[0][1]) == 2 * 3 * len(targets)
+    for name, expected in found[0][1].items():
+        assert (found[1][1][name] - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+
+
 def train_under_zero_3(choices: dict[str, str], threshold: int) -> tuple[list[float], dict[str, Tensor], int]:
     """(Losses, gradients of the last step, parameters that this rank gathered for the last forward and backward.)"""
     import deepspeed

@@ -207,8 +207,14 @@ def _run_backward(
                 "and is not among `parameters`; name it there"
             )
         wanted = [leaf, *parameters] if needs_grad_x else [*parameters]
-        found = list(torch.autograd.grad(y, wanted, [grad[rows] for grad in grads], allow_unused=True))
-        del y
+        # Where few parameters train and x does not, as under LoRA, some outputs need no gradient.
+        pairs = [(each, grad[rows]) for each, grad in zip(y, grads, strict=True) if each.requires_grad]
+        found: list[Tensor | None] = [None] * len(wanted)
+        if pairs:
+            made, grad_made = zip(*pairs, strict=True)
+            found = list(torch.autograd.grad(made, wanted, grad_made, allow_unused=True))
+            del made
+        del y, pairs
         if grad_x is not None:
             grad_tile = found.pop(0)
             grad_x[rows] = 0.0 if grad_tile is None else grad_tile

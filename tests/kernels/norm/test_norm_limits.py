@@ -10,6 +10,7 @@ from norm_inputs import NAMES, PARAMETERS, float32_layer_norm, float32_rms_norm,
 from torch import Tensor
 from witness import assert_within_rule, ulp
 
+from tempo_kernels import compiled
 from tempo_kernels.norm import layer_norm, rms_norm
 
 ROWS, HIDDEN, EPS = 256, 512, 1e-5
@@ -114,3 +115,15 @@ def test_what_keeps_its_output_is_off_by_what_rounding_the_output_loses_and_by_n
         assert (ours.double() - limit).abs().max() <= allowed + 1e-5 * grad.double().abs().max(), name
     if case == "a gradient along the output":
         assert (found[0].double() - exact[1]).abs().max() > 0.5 * exact[1].abs().max(), "for which the input is kept"
+
+
+@pytest.mark.slow
+def test_any_number_of_widths_and_dtypes_runs_compiled():
+    """Each in a compilation of its own: torch stops after eight of one function, which is an error here."""
+    function = compiled.Compiled(lambda x: x * 2.0, has_lanes=True)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for dtype in (torch.float32, torch.bfloat16):
+            for width in (3, 6, 12, 24, 48):
+                x = torch.ones(4, width, dtype=dtype)
+                (x,) = compiled.split_columns(width, x)
+                assert torch.equal(function(x), x * 2.0)

@@ -1,0 +1,221 @@
+"""Finds out by a trial on a few tokens whether an attention module computes in tiles what it computes as a whole.
+
+What a module does before attention and behind it is its author's: gates, norms, scales by position, keys of another
+layer. So a copy with random float32 weights is called both ways, and its results and all gradients are compared.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tempo_torch.attention import PLACE, Caught, catching
+from tempo_torch.mlp import find_dropout
+
+DIRECT, THROUGH_STOCK = "direct", "through stock"
+"""How attention's result goes on: to o_proj, or through the stock forward."""
+NORM = "tempo_norm"
+"""The keyword by which a call that runs in tiles is told the norm, or None, that makes what it projects."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_SAMPLES, _TOKENS, _ROWS = 2, 7, 4
+_LARGEST_DIFFERENCE = 1e-4
+"""Of the largest element. Sums of thousands of products in float32 differ by a tenth of it."""
+
+_found: dict[Any, str] = {}
+"""Results by what a module is, since layers are alike."""
+
+
+def list_leaves(hidden: Tensor, call: dict[str, Any]) -> tuple[list[Any], Any, list[int]]:
+    """Returns the leaves and the structure of a call beside hidden [b, s, h], and the places of tensors
+    [1 or b, s, ...], which have a row for each token, as cosines and sines have."""
+    leaves, structure = pytree.tree_flatten(call, lambda e: e is not call and not isinstance(e, tuple | list))
+    batch, length = hidden.shape[:2]
+    places = [
+        place
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.size(0) in (1, batch) and leaf.size(1) == length
+    ]
+    return leaves, structure, places
+
+
+def describe(hidden: Tensor, call: dict[str, Any]) -> Any:
+    """Returns the form of a call, by which it may need a trial of its own."""
+    leaves, structure, places = list_leaves(hidden, call)
+    kinds = ("Tensor" if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves)
+    return str(structure), tuple(f"{kind} {place in places}" for place, kind in enumerate(kinds))
+
+
+def find_way(module: Any, hidden: Tensor, call: dict[str, Any]) -> str:
+    """Returns how a module of TiledProjections can run in tiles, or why it cannot.
+
+    Args:
+        hidden, call: the arguments of a call but its mask; of tensors the shapes and dtypes matter only.
+    """
+    if (why := find_dropout(module)) is not None:
+        return why
+    key = module.stock_class, _describe_module(module), describe(hidden, call)
+    if key not in _found:
+        try:
+            with _undisturbed():
+                _found[key] = _try(module, hidden, call)
+        except Exception as error:  # a foreign module may raise anything
+            _found[key] = _tell(error)
+    return _found[key]
+
+
+def _tell(error: Exception) -> str:
+    first = next(iter(str(error).splitlines()), "")[:120].rstrip(".")
+    return (
+        first
+        if isinstance(error, ValueError | Caught)
+        else f"fails on a few tokens with {type(error).__name__}: {first}"
+    )
+
+
+def _describe_module(module: nn.Module) -> str:
+    """All that tells modules of one class apart, but for the values of tensors."""
+    parts = [f"{name} {list(getattr(p, 'ds_shape', p.shape))}" for name, p in module.named_parameters()]
+    for name, each in module.named_modules():
+        plain = {k: v for k, v in each.__dict__.items() if isinstance(v, int | float | str | None)}
+        parts.append(f"{name} {type(each)} {sorted(plain.items() - {('layer_idx', plain.get('layer_idx'))})}")
+    return "\n".join(parts)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Runs a trial beside what the forward around it may do: autocast, a checkpoint, modes that watch."""
+    with (
+        _disable_current_modes(),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.device("cpu"),
+        torch.random.fork_rng(devices=[]),
+        saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+    ):
+        yield
+
+
+class _Counts(TorchFunctionMode):
+    """Notices that a module numbers tokens by itself, which in a tile it would do from 0. A trial's few numbers may
+    not show it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.arange:
+            raise ValueError("numbers its tokens by itself, which it would do in each tile")
+        return func(*args, **(kwargs or {}))
+
+
+class _Draws(TorchFunctionMode):
+    """Notices a dropout function of the module's own, which the trial itself, in evaluation, would pass over."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.dropout and (kwargs or {}).get("p", args[1] if len(args) > 1 else 0.5):
+            raise ValueError("has a dropout of its own behind or in front of attention, and tiles draw no masks")
+        return func(*args, **(kwargs or {}))
+
+
+def _try(module: Any, hidden: Tensor, call: dict[str, Any]) -> str:
+    generator = torch.Generator("cpu").manual_seed(1)
+    twin = _copy(module, generator)
+    x = torch.randn(_SAMPLES, _TOKENS, hidden.size(-1), generator=generator).requires_grad_()
+    leaves, structure, places = list_leaves(hidden, call)
+    batch = hidden.size(0)
+    made = [_make(leaf, batch if place in places else None, generator) for place, leaf in enumerate(leaves)]
+    # A padded sample, causal.
+    hides = torch.ones(_SAMPLES, 1, _TOKENS, _TOKENS, dtype=torch.bool).tril_()
+    hides[1, :, :, -2:] = False
+    names, parameters = zip(*twin.named_parameters(), strict=True)
+
+    def run(way: str | None, mask: Tensor | None) -> tuple[Any, list[Tensor | None]]:
+        own = [type(leaf)() if isinstance(leaf, MutableMapping) else leaf for leaf in made]
+        given: dict[str, Any] = {**pytree.tree_unflatten(own, structure), "attention_mask": mask}
+        twin.__dict__[PLACE] = None if way is None else place
+        if way is None:
+            with _Draws():
+                result = module.stock_class.forward(twin, x, **given)
+            if any(isinstance(leaf, MutableMapping) and leaf for leaf in own):
+                raise ValueError("shares keys and values with other layers")
+        else:
+            twin.__dict__["_find_way"] = lambda *_: way
+            result = twin.forward(x, **given, **{NORM: None})
+        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        weights = torch.Generator("cpu").manual_seed(2)
+        grads = [torch.randn(out.shape, generator=weights) for out in outputs]
+        return result, list(torch.autograd.grad(outputs, [x, *parameters], grads, allow_unused=True))
+
+    place = dataclasses.replace(module.__dict__[PLACE], is_required=False, is_always_ours=True)
+    with _Counts(), catching(), contextlib.suppress(Caught):
+        module.stock_class.forward(twin, x, **pytree.tree_unflatten(made, structure), attention_mask=None)
+    why = ""
+    expected = {mask: run(None, mask) for mask in (None, hides)}
+    for way in (DIRECT, THROUGH_STOCK):
+        try:
+            for mask, (result, gradients) in expected.items():
+                found, gradients_found = run(way, mask)
+                _compare("output", found, result)
+                for name, *pair in zip(("hidden_states", *names), gradients_found, gradients, strict=True):
+                    _compare(f"gradient of {name}", *pair)
+            return way
+        except Exception as error:  # of a foreign module
+            why = _tell(error)
+    return why
+
+
+def _compare(name: str, found: Any, expected: Any) -> None:
+    """Raises ValueError if the tensors in found are not those in expected."""
+    (leaves, structure), (others, other) = pytree.tree_flatten(found), pytree.tree_flatten(expected)
+    if structure != other or [isinstance(leaf, Tensor) for leaf in leaves] != [isinstance(e, Tensor) for e in others]:
+        raise ValueError(f"has {'no' if found is None else 'another form of'} {name} in tiles")
+    for leaf, wanted in zip(leaves, others, strict=True):
+        if isinstance(leaf, Tensor):
+            error, largest = (leaf - wanted).detach().abs().max(), wanted.detach().abs().max()
+            difference = float(error / largest.clamp(min=1e-30))
+            if leaf.shape != wanted.shape or not difference <= _LARGEST_DIFFERENCE:
+                raise ValueError(f"has another {name} in tiles: a trial differs by {difference:.1e} of the largest")
+
+
+def _copy(module: Any, generator: torch.Generator) -> Any:
+    """A copy on the CPU without hooks and places, with random weights in float32."""
+    bare = copy.copy(module)
+    memo: dict[int, Any] = {}
+    bare.__dict__.update({PLACE: None, "tempo_norms": [], "tempo_ways": {}})
+    for parameter in module.parameters():
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        if parameter.is_floating_point():
+            vector = torch.rand(shape, generator=generator, dtype=torch.float32) + 0.5
+            data = vector if len(shape) < 2 else (vector - 1.0).mul_(6.0 * shape[-1] ** -0.5)
+            memo[id(parameter)] = nn.Parameter(data)
+    for buffer in module.buffers():
+        memo[id(buffer)] = _make(buffer, None, generator) if buffer.is_meta else buffer.detach().to("cpu").clone()
+    for each in module.modules():
+        memo |= {id(each.__dict__[hooks]): collections.OrderedDict() for hooks in _HOOKS}
+        memo |= {id(e): e for e in [each.__dict__.get("config")] if e is not None}
+    twin = copy.deepcopy(bare, memo).eval()
+    twin.__dict__.pop("forward", None)
+    twin.tempo_rows = _ROWS
+    return twin
+
+
+def _make(leaf: Any, batch: int | None, generator: torch.Generator) -> Any:
+    """What a trial gives in a leaf's place; with `batch`, that of a call, for a few tokens."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    samples = _SAMPLES if leaf.dim() and leaf.size(0) == batch else 1
+    shape = leaf.shape if batch is None else (samples, _TOKENS, *leaf.shape[2:])
+    if leaf.is_complex():
+        return torch.randn(shape, generator=generator, dtype=torch.complex64)
+    if leaf.is_floating_point():
+        return torch.randn(shape, generator=generator, dtype=torch.float32)
+    numbers = torch.arange(shape[1] if len(shape) > 1 else 1)
+    return numbers.view(-1, *[1] * (len(shape) - 2)).expand(shape).to(leaf.dtype)
