@@ -12,8 +12,9 @@ import torch._functorch.config
 from torch import Tensor
 
 from gpu.operation import Liger, Operation, Sizes
+from gpu.timing import Pass
 
-EAGER, COMPILE, AUTOTUNED, LIGER = "eager", "compile", "compile max-autotune", "liger"
+EAGER, COMPILE, LIGER = "eager", "compile", "liger"
 # Two roundings of bfloat16 in a row are off by less, a gate taken for an up or a wrong bias by much more.
 AGREEMENT = 0.02
 
@@ -24,15 +25,12 @@ class Implementation(NamedTuple):
     is_flat: bool = False
     """Takes and returns [tokens, width] where others have [s, b, width]."""
     splits_x: bool = False
-    overwrites: bool = False
 
     def leaves(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What function takes, requiring gradients: the tensors themselves, or copies where they would not last."""
+        """What function takes, requiring gradients: copies, since some write over their inputs."""
         if self.splits_x:
-            tensors = [*(half.contiguous() for half in tensors[0].chunk(2, -1)), *tensors[1:]]
-        elif self.overwrites:
-            tensors = [t.clone() for t in tensors]
-        return [t.detach().requires_grad_() for t in self.shaped(tensors)]
+            tensors = [*tensors[0].chunk(2, -1), *tensors[1:]]
+        return [t.clone(memory_format=torch.contiguous_format).requires_grad_() for t in self.shaped(tensors)]
 
     def shaped(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Views of the tensors in the shape that function knows."""
@@ -41,6 +39,16 @@ class Implementation(NamedTuple):
     def outputs(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
         found = self.function(*leaves)
         return found if isinstance(found, tuple) else (found,)
+
+    def time(self, sets: Sequence[Sequence[Tensor]]) -> Pass:
+        """Forward and backward of each set; those that write over inputs or gradients go on with what they wrote."""
+        leaves = [self.leaves(tensors) for tensors in sets]
+        grads = [[torch.randn_like(y) for y in self.outputs(each)] for each in leaves]
+
+        def run() -> object:
+            return [torch.autograd.grad(self.outputs(x), x, g) for x, g in zip(leaves, grads, strict=True)]
+
+        return Pass(self.name, run, len(sets))
 
 
 def tempo(operation: Operation, sizes: Sizes) -> list[Implementation]:
@@ -52,11 +60,10 @@ def eager(operation: Operation, sizes: Sizes) -> Implementation:
     return Implementation(EAGER, operation.plain(sizes.p))
 
 
-def compiled(operation: Operation, sizes: Sizes, is_autotuned: bool = False) -> Implementation:
+def compiled(operation: Operation, sizes: Sizes) -> Implementation:
     # Backward runs many times over one graph, so what is saved may not be given away.
     torch._functorch.config.donated_buffer = False
-    mode, name = ("max-autotune-no-cudagraphs", AUTOTUNED) if is_autotuned else (None, COMPILE)
-    return Implementation(name, torch.compile(operation.plain(sizes.p), mode=mode, dynamic=False, fullgraph=True))
+    return Implementation(COMPILE, torch.compile(operation.plain(sizes.p), dynamic=False, fullgraph=True))
 
 
 def liger_version() -> str | None:
@@ -87,7 +94,7 @@ def _of_liger(function: Any, which: Liger) -> Implementation:
         return function.apply(*tensors, *which.constants)
 
     # Some of its kernels return gradients in two dimensions, whatever they were given.
-    return Implementation(LIGER, call, is_flat=True, splits_x=which.splits_x, overwrites=which.overwrites)
+    return Implementation(LIGER, call, is_flat=True, splits_x=which.splits_x)
 
 
 def results(implementation: Implementation, tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
@@ -112,30 +119,18 @@ def disagreement(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return largest
 
 
-def errors_of_tempo(operation: Operation, sizes: Sizes, device: torch.device | str) -> dict[str, float]:
-    """How far each of Tempo's forms is from torch eager; without dropout, of which each draws its own."""
-    sizes = sizes._replace(p=0.0)
-    tensors, grads, expected = _reference(operation, sizes, device)
-    return {form.name: disagreement(results(form, tensors, grads), expected) for form in tempo(operation, sizes)}
-
-
-def comparable(
-    operation: Operation, sizes: Sizes, device: torch.device | str, names: Sequence[str] = (COMPILE, LIGER)
-) -> tuple[list[Implementation], dict[str, str]]:
-    """Those of the baselines `names` that run here and agree with torch eager, and why each other one is left out.
+def comparable(operation: Operation, sizes: Sizes, device: str) -> tuple[list[Implementation], dict[str, str]]:
+    """torch.compile and Liger, where they run here and agree with torch eager, and why each other one is left out.
 
     They are other people's: whatever one raises is a reason to leave it out, and none to stop.
     """
-    tensors, grads, expected = _reference(operation, sizes, device)
-    makers: dict[str, Callable[[], Implementation]] = {
-        COMPILE: lambda: compiled(operation, sizes),
-        AUTOTUNED: lambda: compiled(operation, sizes, is_autotuned=True),
-        LIGER: lambda: liger(operation),
-    }
+    plain, tensors = eager(operation, sizes), operation.tensors(sizes, device)
+    grads = [torch.randn_like(output) for output in plain.outputs(plain.leaves(tensors))]
+    expected = results(plain, tensors, grads)
     found, left_out = [], {}
-    for name in names:
+    for name, make in {COMPILE: lambda: compiled(operation, sizes), LIGER: lambda: liger(operation)}.items():
         try:
-            implementation = makers[name]()
+            implementation = make()
             error = disagreement(results(implementation, tensors, grads), expected)
         except Exception as reason:
             left_out[name] = f"{type(reason).__name__}: {reason}".partition("\n")[0]
@@ -146,12 +141,3 @@ def comparable(
         else:
             found.append(implementation)
     return found, left_out
-
-
-def _reference(
-    operation: Operation, sizes: Sizes, device: torch.device | str
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Inputs, gradients of the outputs, and torch eager's results."""
-    plain, tensors = eager(operation, sizes), operation.tensors(sizes, device)
-    grads = [torch.randn_like(output) for output in plain.outputs(plain.leaves(tensors))]
-    return tensors, grads, results(plain, tensors, grads)

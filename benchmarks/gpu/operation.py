@@ -72,8 +72,6 @@ class Liger(NamedTuple):
     constants: tuple[float, ...] = ()
     splits_x: bool = False
     """Takes the halves of x as two contiguous tensors."""
-    overwrites: bool = False
-    """Its backward writes over its inputs or gradients."""
 
 
 @dataclass(frozen=True)

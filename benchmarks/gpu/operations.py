@@ -64,7 +64,7 @@ def _gated(name: str, tempo: Callable[..., Any], activation: Callable[[Tensor], 
         _always(plain),
         (
             Liger(f"liger_kernel.ops.{name}", f"LigerFusedGateUp{liger}"),
-            Liger(f"liger_kernel.ops.{name}", f"Liger{liger}", splits_x=True, overwrites=True),
+            Liger(f"liger_kernel.ops.{name}", f"Liger{liger}", splits_x=True),
         ),
     )
 
@@ -133,7 +133,7 @@ OPERATIONS = [
         rms_norm,
         ("weight",),
         lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-5),
-        Liger("liger_kernel.ops.rms_norm", "LigerRMSNormFunction", (1e-5,), overwrites=True),
+        Liger("liger_kernel.ops.rms_norm", "LigerRMSNormFunction", (1e-5,)),
     ),
     _gated("swiglu", swiglu, F.silu, "SiLUMulFunction"),
     # Liger's is the tanh form.

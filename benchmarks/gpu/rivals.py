@@ -1,49 +1,147 @@
-"""Functions that compute the same thing from inputs of their own, one after the other, forward and backward."""
+"""Attention and the loss head beside everyone else who computes them, forward and backward.
+
+Attention with dropout stands beside torch's flash attention: what dropout costs, here and there. The loss head, from
+hidden states to their gradient and the weight's, and log-probabilities stand beside torch, torch.compile and Liger.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu import timing
+from gpu.implementations import Implementation, liger_version
+from tempo_kernels.attention import attention, function
+from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
+
+P, TEMPERATURE = 0.1, 0.7
+Function = Callable[..., Tensor]
 
 
-class Rival(NamedTuple):
-    name: str
-    function: Callable[..., Tensor]
-    tensors: Sequence[Tensor]
-    """Its inputs, of which all want a gradient."""
-    grad: Tensor
-    """Of its output."""
+class AttentionShape(NamedTuple):
+    """Causal, bf16, [s, b, a, d]."""
 
-    def step(self) -> list[Tensor]:
-        """The gradients of one forward and backward."""
-        leaves = [t.detach().requires_grad_() for t in self.tensors]
-        return list(torch.autograd.grad(self.function(*leaves), leaves, self.grad))
+    s: int
+    b: int
+    a: int
+    d: int
 
 
-def times(compared: Sequence[Rival], clock: Any) -> tuple[dict[str, float], dict[str, str]]:
-    """Milliseconds of those that run, and of the others why they do not."""
-    left_out = {}
-    for one in compared:
+class HeadShape(NamedTuple):
+    """bf16; hidden [s, b, h] and weight [v, h]; with log_probs log-probabilities and their entropy, soft cap 30."""
+
+    s: int
+    b: int
+    h: int
+    v: int
+    log_probs: bool = False
+
+
+ATTENTION = [AttentionShape(s, 16384 // s, 2048 // d, d) for s in (2048, 1024, 4096, 8192) for d in (64, 128)]
+HEADS = [HeadShape(4096, 4, 4096, 50304), HeadShape(4096, 4, 4096, 128256), HeadShape(4096, 2, 4096, 128256, True)]
+
+
+def compare(functions: Mapping[str, Function], tensors: Sequence[Tensor], clock: Any) -> dict[str, Any]:
+    """Times those that run, in turn, forward and backward, and says of the others why they do not."""
+    passes, left_out, peaks = [], {}, {}
+    for name, each in functions.items():
         try:
-            one.step()
+            one = Implementation(name, each).time([tensors])
+            one.run()
         except (RuntimeError, ImportError, LookupError, TypeError) as error:
-            left_out[one.name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    passes = [timing.Pass(one.name, one.step, 1) for one in compared if one.name not in left_out]
-    return {name: found.ms for name, found in timing.measure(passes, clock).items()}, left_out
+            left_out[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            continue
+        passes.append(one)
+        peaks[name] = _count_peak(one.run) if tensors[0].is_cuda else 0
+    ms = {name: found.ms for name, found in timing.measure(passes, clock).items()}
+    ours = min(value for name, value in ms.items() if name.startswith("tempo"))
+    text = f"{ours:.3f} ms; {', '.join(f'{name} {value / ours:.2f}' for name, value in ms.items())}"
+    return {"answer": text, "ms": ms, "peak_bytes": peaks, "left_out": left_out}
 
 
-def peak_bytes(one: Rival) -> int:
-    """What a step allocates at its highest, its gradients included; 0 where torch does not count."""
-    if one.tensors[0].device.type != "cuda":
-        return 0
+def _count_peak(run: Callable[[], object]) -> int:
+    """What a call allocates at its highest, its gradients included."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    one.step()
+    run()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
+
+
+def measure_attention(
+    clock: Any, device: str, shape: AttentionShape, backend: SDPBackend = SDPBackend.FLASH_ATTENTION
+) -> dict[str, Any]:
+    """Compares attention on q, k and v [s, b, a, d], which torch takes as views."""
+
+    def ours(p: float) -> Function:
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with mock.patch.object(function, "PREFERS_SDPA", False):  # without dropout, too; torch's is the rival
+                return attention(q, k, v, causal=True, softmax_scale=shape.d**-0.5, dropout_p=p, dropout_key=1)
+
+        return run
+
+    def torchs(p: float) -> Function:
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+            with sdpa_kernel([backend]):
+                return F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+
+        return run
+
+    functions = {f"{name}, p {p:g}": make(p) for name, make in (("tempo", ours), ("sdpa", torchs)) for p in (P, 0.0)}
+    return compare(functions, [torch.randn(shape, device=device).bfloat16() for _ in range(3)], clock)
+
+
+def measure_head(clock: Any, device: str, shape: HeadShape) -> dict[str, Any]:
+    """Compares the loss head, or log-probabilities."""
+    hidden = torch.randn(shape.s, shape.b, shape.h, device=device).bfloat16()
+    weight = (torch.randn(shape.v, shape.h, device=device) * shape.h**-0.5).bfloat16()
+    return compare(list_heads(shape, device), [hidden, weight], clock)
+
+
+def list_heads(shape: HeadShape, device: str) -> dict[str, Function]:
+    """Lists who computes the loss head of hidden and weight, or log-probabilities and entropies; all add them up."""
+    labels = torch.randint(shape.v, (shape.b, shape.s), device=device)
+    flat, ones = labels.t().reshape(-1), torch.ones(shape.b, shape.s, device=device)
+
+    def plain(hidden: Tensor, weight: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(hidden, weight).flatten(0, 1).float(), flat, reduction="sum")
+
+    def liger(hidden: Tensor, weight: Tensor) -> Tensor:
+        if liger_version() is None:
+            raise LookupError("liger-kernel is not installed")
+        functional = importlib.import_module("liger_kernel.transformers.functional")
+        found = functional.liger_fused_linear_cross_entropy(hidden.flatten(0, 1), weight, flat, reduction="sum")
+        return found[0] if isinstance(found, tuple) else found
+
+    def plain_log_probs(hidden: Tensor, weight: Tensor) -> Tensor:
+        logits = (F.linear(hidden, weight).float() / 30.0).tanh() * 30.0
+        found = F.log_softmax(logits / TEMPERATURE, -1)
+        return found.gather(-1, labels.t().unsqueeze(-1)).sum() - (found.exp() * found).sum()
+
+    functions: dict[str, Function] = {
+        "tempo, logits recomputed": lambda hidden, weight: linear_cross_entropy(hidden, weight, labels).sum(),
+        "tempo, gradients in forward": lambda hidden, weight: linear_cross_entropy(
+            hidden, weight, labels, token_weights=ones
+        )[0],
+        "eager": plain,
+        "compile": torch.compile(plain, dynamic=False),
+        "liger": liger,
+    }
+    if shape.log_probs:
+        functions = {
+            "tempo": lambda hidden, weight: sum(
+                each.sum() for each in linear_log_prob(hidden, weight, labels, TEMPERATURE, 30.0, True)
+            ),
+            "eager": plain_log_probs,
+            "compile": torch.compile(plain_log_probs, dynamic=False),
+        }
+    return functions
