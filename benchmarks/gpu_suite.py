@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_first(args: argparse.Namespace) -> int:
     is_gpu = torch.cuda.is_available()
     if args.compile_only:
-        print(plan.compile_ahead(plan.Options("cpu", Path(), args.arch))["answer"])
+        print(plan.compile_ahead(plan.Options("cuda", Path(), args.arch))["answer"])
         return 0
     if not (args.dry_run or is_gpu):
         print("gpu_suite: torch sees no CUDA device; run it on a machine with one, or with --dry-run", file=sys.stderr)
@@ -58,12 +58,11 @@ def run_first(args: argparse.Namespace) -> int:
     if args.resume is None:
         (folder / "first.jsonl").unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
-    options = plan.Options("cpu" if args.dry_run else "cuda", folder, args.arch, args.wheels, not args.dry_run)
-    wanted = plan.Options("cuda", folder, args.arch, args.wheels)._replace(device=options.device)
-    print(*plan.describe(plan.list_steps(wanted), args.seconds), sep="\n", flush=True)
+    options = plan.Options("cpu" if args.dry_run else "cuda", folder, args.arch, args.wheels)
+    steps = plan.list_steps(options)
+    print(*plan.describe(steps, args.seconds), sep="\n", flush=True)
     about = {"device": torch.cuda.get_device_name() if is_gpu else "cpu", "cuda": torch.version.cuda}
     about |= {"commit": args.commit or find_commit(ROOT), **describe_software()}
-    steps = plan.list_steps(options)
     # A dry run asks whether everything runs, not how fast.
     seconds, patience = (7200.0, 10.0) if args.dry_run else (args.seconds, 1.0)
     run_plan(steps, functools.partial(plan.list_steps, options), folder, seconds, about, patience)

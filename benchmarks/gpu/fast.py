@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gpu import implementations, rivals, timing
+from gpu import rivals, timing
 from gpu.operation import Operation, Sizes
 from gpu.operations import OPERATIONS
 from gpu.steps import Step
@@ -23,8 +23,8 @@ TINY = Sizes(s=4, b=2, h=64, ffn=128, gated_ffn=48, p=0.1, dtype=torch.bfloat16)
 
 def measure_operation(operation: Operation, clock: Any, device: str, sizes: Sizes) -> dict[str, Any]:
     """Times forward and backward of an operation's forms and of all others, in turn, beside a copy."""
-    found, left_out = implementations.comparable(operation, sizes, device)
-    compared = [*implementations.tempo(operation, sizes), implementations.eager(operation, sizes), *found]
+    found, left_out = rivals.comparable(operation, sizes, device)
+    compared = [*rivals.tempo(operation, sizes), rivals.eager(operation, sizes), *found]
     width, tensors = operation.width_of(sizes), operation.tensors(sizes, device)
     num_sets = timing.count_sets(sum(t.nbytes for t in tensors), device)
     sets = [tensors, *(operation.tensors(sizes, device) for _ in range(num_sets - 1))]

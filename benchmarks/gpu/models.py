@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from gpu.steps import LeftOut, Step
+from gpu.steps import LeftOut, Step, Wrong
 
 PREDICTED = Path(__file__).with_name("predicted.json")
 GIB = 2**30
@@ -117,6 +117,11 @@ class Trainee:
         return True
 
 
+def _empty_cache(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
 def _wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -140,7 +145,7 @@ def measure_memory(model: Model, device: str) -> dict[str, Any]:
         loss.backward()
         found[form] = {"kept_bytes": kept, "peak_bytes": torch.cuda.max_memory_allocated() - before}
         del trainee, loss
-        torch.cuda.empty_cache()
+        _empty_cache(device)
     lines = []
     for name in ("kept_bytes", "peak_bytes"):
         sizes = [f"{form} {found[form][name] / GIB:.2f} GiB{_compare(found, predicted, form, name)}" for form in found]
@@ -155,8 +160,8 @@ def _compare(found: dict[str, Any], predicted: dict[str, Any], form: str, name: 
 
 
 def find_largest_batch(model: Model, device: str, most: int = MOST) -> dict[str, Any]:
-    """Finds by bisection how many samples a step has at most, stock and Tempo."""
-    largest = {}
+    """Finds by bisection how many samples a step has at most, stock and Tempo, and how fast such a step is."""
+    largest, rates = {}, {}
     for form in ("stock", "tempo"):
         trainee, fits, too_many = Trainee(model, form, device), 0, model.batch
         while too_many < most and trainee.fits(too_many):
@@ -164,45 +169,32 @@ def find_largest_batch(model: Model, device: str, most: int = MOST) -> dict[str,
         while too_many - fits > max(1, fits // 32):
             middle = (fits + too_many) // 2
             fits, too_many = (middle, too_many) if trainee.fits(middle) else (fits, middle)
+        if not fits:
+            raise Wrong(f"{form} has no room for one sample")
+        batch = make_batch(model, fits, device)
         largest[form] = fits
-        del trainee
-        if device == "cuda":
-            torch.cuda.empty_cache()
-    ratio = f", {largest['tempo'] / largest['stock']:.2f} times as many" if largest["stock"] else ""
-    return {"answer": f"stock {largest['stock']} samples, Tempo {largest['tempo']}{ratio}", "largest_batch": largest}
+        rates[form] = statistics.median(trainee.tokens_per_s(batch) for _ in range(ROUNDS))
+        del trainee, batch
+        _empty_cache(device)
+    text = f"stock {largest['stock']} samples, Tempo {largest['tempo']}; {_compare_rates(rates)}"
+    return {"answer": text, "largest_batch": largest, "tokens_per_s": rates}
 
 
-def time_steps(model: Model, device: str, find_batch: Callable[[], dict[str, int]] | None = None) -> dict[str, Any]:
-    """Compares tokens/s of training steps: all forms at one batch, or each at its own largest, with the optimizer."""
-    sizes = find_batch() if find_batch else dict.fromkeys(FORMS, model.batch)
-    forms = [form for form in FORMS if sizes.get(form)]
-    rates: dict[str, list[float]] = {form: [] for form in forms}
-    # At their largest batches only one of them has room; at one batch they take turns.
-    for group in [[form] for form in forms] if find_batch else [forms]:
-        trainees = {form: (Trainee(model, form, device), make_batch(model, sizes[form], device)) for form in group}
-        for number in range(WARM_UPS + ROUNDS):
-            for form, (trainee, batch) in trainees.items():
-                rate = trainee.tokens_per_s(batch)
-                if number >= WARM_UPS:
-                    rates[form].append(rate)
-        del trainees, trainee
-        if device == "cuda":
-            torch.cuda.empty_cache()
-    medians = {form: statistics.median(found) for form, found in rates.items()}
-    text = ", ".join(f"{form} {rate:,.0f} tokens/s at {sizes[form]}" for form, rate in medians.items())
-    if medians.get("stock") and medians.get("tempo"):
-        text += f"; Tempo / stock {medians['tempo'] / medians['stock']:.3f}"
-    return {"answer": text, "tokens_per_s": medians, "batch": sizes, "all": rates}
+def time_steps(model: Model, device: str) -> dict[str, Any]:
+    """Compares tokens/s of training steps of all forms at one batch, in turn, with the optimizer."""
+    batch = make_batch(model, model.batch, device)
+    trainees = {form: Trainee(model, form, device) for form in FORMS}
+    rates: dict[str, list[float]] = {form: [] for form in FORMS}
+    for _ in range(WARM_UPS + ROUNDS):
+        for form, trainee in trainees.items():
+            rates[form].append(trainee.tokens_per_s(batch))
+    medians = {form: statistics.median(found[WARM_UPS:]) for form, found in rates.items()}
+    return {"answer": _compare_rates(medians), "tokens_per_s": medians, "batch": model.batch, "all": rates}
 
 
-def read_largest(path: Path, name: str) -> dict[str, int]:
-    """Reads the largest batches that this run has found."""
-    from measurements import read_records
-
-    found = [
-        record["largest_batch"] for record in read_records(path) if record["step"] == name and "largest_batch" in record
-    ]
-    return dict(found[-1]) if found else {}
+def _compare_rates(rates: dict[str, float]) -> str:
+    text = ", ".join(f"{form} {rate:,.0f} tokens/s" for form, rate in rates.items())
+    return f"{text}; Tempo / stock {rates['tempo'] / rates['stock']:.3f}"
 
 
 def list_memory_steps(device: str) -> Iterator[Step]:
@@ -211,21 +203,15 @@ def list_memory_steps(device: str) -> Iterator[Step]:
         sized = model if device == "cuda" else model.shrink()
         yield Step(f"memory of {model.name}", "memory", 12.0, functools.partial(measure_memory, sized, device))
     sized, most = (GPT2, MOST) if device == "cuda" else (GPT2.shrink(), 4)
-    yield Step(LARGEST, "memory", 30.0, functools.partial(find_largest_batch, sized, device, most))
+    run = functools.partial(find_largest_batch, sized, device, most)
+    yield Step(f"largest batch of {GPT2.name}", "memory", 45.0, run)
 
 
-LARGEST = f"largest batch of {GPT2.name}"
-
-
-def list_speed_steps(device: str, folder: Path) -> Iterator[Step]:
+def list_speed_steps(device: str) -> Iterator[Step]:
     """Yields the steps of "Is it fast?" that train whole models."""
     for model in (GPT2, BERT):
         sized = model if device == "cuda" else model.shrink()
-        yield Step(f"steps of {model.name}", "fast", 45.0, functools.partial(time_steps, sized, device))
-        if model is GPT2:
-            find = functools.partial(read_largest, folder / "first.jsonl", LARGEST)
-            run = functools.partial(time_steps, sized, device, find)
-            yield Step(f"steps of {model.name}, each at its largest batch", "fast", 25.0, run)
+        yield Step(f"steps of {model.name}", "fast", 50.0, functools.partial(time_steps, sized, device))
 
 
 def predict() -> dict[str, dict[str, dict[str, int]]]:

@@ -30,18 +30,15 @@ class Options(NamedTuple):
     folder: Path
     arch: int = 90
     wheels: Path | None = None
-    wants_compiled: bool = True
 
 
 def list_steps(options: Options) -> Sequence[Step]:
     """Lists the steps, most important first; what has no time left is left to a second call."""
-    device, found = options.device, []
-    compile_all = functools.partial(compile_ahead, options)
-    if options.wants_compiled:
-        found.append(Step("compile", "right", 75.0, compile_all))
+    device = options.device
+    found = [Step("compile", "right", 75.0, functools.partial(compile_ahead, options))]
     found += right.list_steps(device)
     found += models.list_memory_steps(device)
-    found += models.list_speed_steps(device, options.folder)
+    found += models.list_speed_steps(device)
     found += fast.list_steps(device)
     found.append(Step("20 steps with Megatron and DeepSpeed", "fast", 90.0, functools.partial(pretrain, options)))
     for tool in ("memcheck", "racecheck"):
@@ -57,6 +54,8 @@ def use_cache() -> None:
 
 def compile_ahead(options: Options) -> dict[str, Any]:
     """Compiles the kernels of all cases in as many processes as there are cores; raises Wrong if one does not."""
+    if options.device != "cuda":
+        raise LeftOut("a dry run compiles nothing; --compile-only does")
     num_shares = max(1, (os.cpu_count() or 2) - 1)
     command = [sys.executable, str(SUITE), "compile", "--arch", str(options.arch)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

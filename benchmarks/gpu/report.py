@@ -87,15 +87,11 @@ def make_model_table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
                 stock, tempo = (record["measured"][form][name] / GIB for form in ("stock", "tempo"))
                 title = f"{step.removeprefix('memory of ')}, batch {record['batch']}, {name.partition('_')[0]} GiB"
                 yield f"| {title} | {stock:.2f} | {tempo:.2f} | {tempo / stock:.2f} |"
-        elif "largest_batch" in record:
-            stock, tempo = (record["largest_batch"][form] for form in ("stock", "tempo"))
-            yield f"| {step} | {stock} | {tempo} | {tempo / max(1, stock):.2f} |"
         elif "tokens_per_s" in record:
-            rates, batch = record["tokens_per_s"], record["batch"]
-            if rates.keys() >= {"stock", "tempo"}:
-                title = f"{step.removeprefix('steps of ')}, tokens/s, batch {batch['stock']} and {batch['tempo']}"
-                stock, tempo = rates["stock"], rates["tempo"]
-                yield f"| {title} | {stock:,.0f} | {tempo:,.0f} | {tempo / stock:.3f} |"
+            batch = record.get("largest_batch") or dict.fromkeys(("stock", "tempo"), record["batch"])
+            stock, tempo = (record["tokens_per_s"][form] for form in ("stock", "tempo"))
+            title = f"{step}, tokens/s at batch {batch['stock']} and {batch['tempo']}"
+            yield f"| {title} | {stock:,.0f} | {tempo:,.0f} | {tempo / stock:.3f} |"
 
 
 def make_speed_table(records: Sequence[dict[str, Any]]) -> Iterator[str]:

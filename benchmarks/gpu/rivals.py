@@ -1,4 +1,4 @@
-"""Attention and the loss head beside everyone else who computes them, forward and backward.
+"""Who computes an operation, attention or the loss head: Tempo, torch eager, torch.compile and Liger.
 
 Attention with dropout stands beside torch's flash attention: what dropout costs, here and there. The loss head, from
 hidden states to their gradient and the weight's, and log-probabilities stand beside torch, torch.compile and Liger.
@@ -12,14 +12,102 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu import timing
-from gpu.implementations import Implementation, liger_version
+from gpu.operation import Operation, Sizes
 from tempo_kernels.attention import attention, function
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
+
+EAGER, COMPILE, LIGER = "eager", "compile", "liger"
+# Two roundings of bfloat16 in a row are off by less, a gate taken for an up or a wrong bias by much more.
+AGREEMENT = 0.02
+
+
+class Implementation(NamedTuple):
+    name: str
+    function: Callable[..., Any]
+
+    def leaves(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What function takes, requiring gradients: copies, since some write over their inputs."""
+        return [t.clone().requires_grad_() for t in tensors]
+
+    def outputs(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        found = self.function(*leaves)
+        return found if isinstance(found, tuple) else (found,)
+
+    def time(self, sets: Sequence[Sequence[Tensor]]) -> timing.Pass:
+        """Forward and backward of each set; those that write over inputs or gradients go on with what they wrote."""
+        leaves = [self.leaves(tensors) for tensors in sets]
+        grads = [[torch.randn_like(y) for y in self.outputs(each)] for each in leaves]
+
+        def run() -> object:
+            return [torch.autograd.grad(self.outputs(x), x, g) for x, g in zip(leaves, grads, strict=True)]
+
+        return timing.Pass(self.name, run, len(sets))
+
+
+def tempo(operation: Operation, sizes: Sizes) -> list[Implementation]:
+    """One for each form, named after what it keeps."""
+    return [Implementation(form.keeps, form.factory(sizes.p)) for form in operation.forms]
+
+
+def eager(operation: Operation, sizes: Sizes) -> Implementation:
+    return Implementation(EAGER, operation.plain(sizes.p))
+
+
+def compiled(operation: Operation, sizes: Sizes) -> Implementation:
+    # Backward runs many times over one graph, so what is saved may not be given away.
+    torch._functorch.config.donated_buffer = False
+    return Implementation(COMPILE, torch.compile(operation.plain(sizes.p), dynamic=False, fullgraph=True))
+
+
+def results(implementation: Implementation, tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs, then the gradient of each tensor; `grads` are copied, since some write over them."""
+    leaves = implementation.leaves(tensors)
+    outputs = implementation.outputs(leaves)
+    gradients = torch.autograd.grad(outputs, leaves, [grad.clone() for grad in grads])
+    return [*(output.detach() for output in outputs), *gradients]
+
+
+def disagreement(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest norm(found - expected) / norm(expected) over the results; NaN counts as infinite."""
+    largest = 0.0
+    for a, b in zip(found, expected, strict=True):
+        error = (a.double() - b.double()).norm() / b.double().norm()
+        largest = max(largest, error.nan_to_num(float("inf")).item())
+    return largest
+
+
+def comparable(operation: Operation, sizes: Sizes, device: str) -> tuple[list[Implementation], dict[str, str]]:
+    """torch.compile and Liger, where they run here and agree with torch eager, and why each other one is left out.
+
+    They are other people's: whatever one raises is a reason to leave it out, and none to stop.
+    """
+    plain, tensors = eager(operation, sizes), operation.tensors(sizes, device)
+    grads = [torch.randn_like(output) for output in plain.outputs(plain.leaves(tensors))]
+    expected = results(plain, tensors, grads)
+    found, left_out = [], {}
+    makers = {COMPILE: lambda: compiled(operation, sizes)}
+    if operation.liger is not None:
+        makers[LIGER] = lambda: Implementation(LIGER, operation.liger)  # type: ignore[arg-type]
+    for name, make in makers.items():
+        try:
+            implementation = make()
+            error = disagreement(results(implementation, tensors, grads), expected)
+        except Exception as reason:
+            left_out[name] = f"{type(reason).__name__}: {reason}".partition("\n")[0]
+            continue
+        # What draws is torch's own formula, which there is nothing to hold against.
+        if error > AGREEMENT and not operation.draws:
+            left_out[name] = f"disagrees with torch eager by {error:.3g} of its norm"
+        else:
+            found.append(implementation)
+    return found, left_out
+
 
 P, TEMPERATURE = 0.1, 0.7
 Function = Callable[..., Tensor]
@@ -116,8 +204,6 @@ def list_heads(shape: HeadShape, device: str) -> dict[str, Function]:
         return F.cross_entropy(F.linear(hidden, weight).flatten(0, 1).float(), flat, reduction="sum")
 
     def liger(hidden: Tensor, weight: Tensor) -> Tensor:
-        if liger_version() is None:
-            raise LookupError("liger-kernel is not installed")
         functional = importlib.import_module("liger_kernel.transformers.functional")
         found = functional.liger_fused_linear_cross_entropy(hidden.flatten(0, 1), weight, flat, reduction="sum")
         return found[0] if isinstance(found, tuple) else found

@@ -12,7 +12,7 @@ import fake_gpu
 import gpu_suite
 import pytest
 import torch
-from gpu import fast, implementations, models, operations, plan, report, right, rivals, timing
+from gpu import fast, models, operations, plan, report, right, rivals, timing
 from gpu.operation import Sizes
 from gpu.steps import LeftOut, Step, Wrong, run_plan
 from measurements import append_records, read_records
@@ -174,7 +174,8 @@ def test_every_model_trains_in_all_forms_and_its_largest_batch_is_found(model, m
     monkeypatch.setattr(
         models.Trainee, "fits", lambda self, n: n <= (5 if self.form == "stock" else 9) and fits(self, n)
     )
-    assert models.find_largest_batch(tiny, "cpu", 64)["largest_batch"] == {"stock": 5, "tempo": 9}
+    found = models.find_largest_batch(tiny, "cpu", 64)
+    assert found["largest_batch"] == {"stock": 5, "tempo": 9} and "Tempo / stock" in found["answer"]
 
 
 def test_a_prediction_is_what_a_step_on_tensors_without_memory_keeps():
@@ -214,23 +215,23 @@ def test_the_report_lists_what_failed_was_mispredicted_or_is_slower(tmp_path, ca
 def test_tempo_computes_what_the_plain_formula_does(name, form):
     sizes, operation = TINY._replace(p=0.0, dtype=torch.float32), OPERATIONS[name]
     tensors = operation.tensors(sizes, "cpu")
-    plain = implementations.eager(operation, sizes)
+    plain = rivals.eager(operation, sizes)
     grads = [torch.randn_like(output) for output in plain.outputs(plain.leaves(tensors))]
-    [one] = [each for each in implementations.tempo(operation, sizes) if each.name == form.keeps]
-    found, same = (implementations.results(each, tensors, grads) for each in (one, plain))
-    exact = implementations.results(plain, [t.double() for t in tensors], [t.double() for t in grads])
+    [one] = [each for each in rivals.tempo(operation, sizes) if each.name == form.keeps]
+    found, same = (rivals.results(each, tensors, grads) for each in (one, plain))
+    exact = rivals.results(plain, [t.double() for t in tensors], [t.double() for t in grads])
     for index, witnesses in enumerate(zip(found, same, exact, strict=True)):
         # GELU from its output is at the floor of an exact inverse, which its own tests know.
         if not (name.startswith("gelu") and form.keeps == "output" and index > 0):
             assert_within_rule(f"result {index}", *witnesses)
-    assert implementations.disagreement(found, exact) < 1e-3
+    assert rivals.disagreement(found, exact) < 1e-3
 
 
 @pytest.mark.parametrize(("name", "form"), FORMS, ids=form_id)
 def test_bytes_are_those_of_inputs_outputs_and_what_autograd_holds(name, form):
     operation = OPERATIONS[name]
     tensors, width = operation.tensors(TINY, "cpu"), operation.width_of(TINY)
-    [one] = [each for each in implementations.tempo(operation, TINY) if each.name == form.keeps]
+    [one] = [each for each in rivals.tempo(operation, TINY) if each.name == form.keeps]
     leaves, outputs = one.leaves(tensors), []
     saved = kept_storages(lambda *inputs: outputs.extend(one.outputs(inputs)), *leaves)
     known = {t.untyped_storage().data_ptr() for t in [*leaves, *outputs]}
@@ -263,22 +264,25 @@ def test_operations_attention_and_the_loss_head_are_compared_in_turn(monkeypatch
         assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
 
 
-def test_a_baseline_that_raises_or_disagrees_is_left_out_and_says_why(monkeypatch):
+def test_a_baseline_that_is_missing_raises_or_disagrees_is_left_out_and_says_why(monkeypatch):
+    monkeypatch.setattr(rivals, "compiled", rivals.eager)
+
     def left_out(function):
-        monkeypatch.setattr(implementations, "liger_version", lambda: "0.0.0")
         module = types.ModuleType("liger_kernel.ops.layer_norm")
-        module.LigerLayerNormFunction = types.SimpleNamespace(apply=function)
+        if function is not None:
+            module.LigerLayerNormFunction = types.SimpleNamespace(apply=function)
         for name in ("liger_kernel", "liger_kernel.ops"):
             monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setattr(implementations, "compiled", implementations.eager)
-        return implementations.comparable(OPERATIONS["layer_norm"], TINY, "cpu")[1]["liger"]
+        return rivals.comparable(OPERATIONS["layer_norm"], TINY, "cpu")[1]["liger"]
 
     def broken(*tensors):
         raise RuntimeError("no such device\nand more")
 
+    assert left_out(None) == "LookupError: liger-kernel has no LigerLayerNormFunction here"
     assert left_out(broken) == "RuntimeError: no such device"
     assert left_out(lambda x, weight, bias, eps: x * weight + bias).startswith("disagrees with torch eager by")
+    assert left_out(lambda x, weight, bias, eps: (x * weight + bias) * float("nan")).endswith("by inf of its norm")
 
 
 class PresetClock:
