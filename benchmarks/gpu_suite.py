@@ -17,6 +17,7 @@ import argparse
 import functools
 import json
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,6 +50,8 @@ def run_first(args: argparse.Namespace) -> int:
     is_gpu = torch.cuda.is_available()
     if args.compile_only:
         print(plan.compile_ahead(plan.Options("cuda", Path(), args.arch))["answer"])
+        packed = Path(shutil.make_archive(str(plan.CACHE), "gztar", plan.CACHE))
+        print(f"{packed} has {packed.stat().st_size / 2**20:.0f} MiB")
         return 0
     if not (args.dry_run or is_gpu):
         print("gpu_suite: torch sees no CUDA device; run it on a machine with one, or with --dry-run", file=sys.stderr)
@@ -59,8 +62,8 @@ def run_first(args: argparse.Namespace) -> int:
         (folder / "first.jsonl").unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     options = plan.Options("cpu" if args.dry_run else "cuda", folder, args.arch, args.wheels)
-    steps = plan.list_steps(options)
-    print(*plan.describe(steps, args.seconds), sep="\n", flush=True)
+    on_gpu, steps = plan.list_steps(options._replace(device="cuda")), plan.list_steps(options)
+    print(*plan.describe(on_gpu, args.seconds), sep="\n", flush=True)
     about = {"device": torch.cuda.get_device_name() if is_gpu else "cpu", "cuda": torch.version.cuda}
     about |= {"commit": args.commit or find_commit(ROOT), **describe_software()}
     # A dry run asks whether everything runs, not how fast.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,9 @@ from gpu.steps import LeftOut, Step, Wrong
 
 SUITE = ROOT / "benchmarks" / "gpu_suite.py"
 CACHE = ROOT / "build" / "gpu_cache"
-"""What was compiled, for Triton and Inductor; it may be carried to another machine."""
+"""What was compiled, for Triton and Inductor."""
+PACKED = CACHE.with_suffix(".tar.gz")
+"""The same in one file, to be carried to another machine."""
 SITE = Path("/tmp/tempo_site")
 
 
@@ -47,7 +50,10 @@ def list_steps(options: Options) -> Sequence[Step]:
 
 
 def use_cache() -> None:
-    """Lets Triton and Inductor keep what they compile in CACHE, also for the processes that this one starts."""
+    """Lets Triton and Inductor keep what they compile in CACHE, also for the processes that this one starts; a cache
+    that was packed on another machine is unpacked."""
+    if PACKED.exists() and not CACHE.exists():
+        shutil.unpack_archive(PACKED, CACHE)
     for variable, name in {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}.items():
         os.environ.setdefault(variable, str(CACHE / name))
 
@@ -71,8 +77,7 @@ def compile_ahead(options: Options) -> dict[str, Any]:
     if failed or any(share.returncode for share in shares) or not num_done:
         first = failed[0] if failed else "a process ended early"
         raise Wrong(f"{len(failed)} of {num_done + len(failed)} cases do not compile; {first}")
-    size = sum(path.stat().st_size for path in CACHE.rglob("*") if path.is_file())
-    return {"answer": f"{num_done} cases for sm_{options.arch}; {size / 2**20:.0f} MiB in {CACHE.relative_to(ROOT)}"}
+    return {"answer": f"{num_done} cases for sm_{options.arch}"}
 
 
 def compile_share(arch: int, share: str) -> None:
