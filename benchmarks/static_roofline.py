@@ -63,7 +63,9 @@ def main() -> int:
         print("\n".join(lines))
         return 0
     if args.page:
-        PAGE.write_text(draw_page(args.output), encoding="utf-8")
+        from gpu import report
+
+        PAGE.write_text(report.keep_measured(draw_page(args.output), PAGE), encoding="utf-8")
         return 0
     if args.triton and args.triton != find_version("triton"):
         return run_with(args.triton, args.folder or Path(tempfile.gettempdir()) / f"triton-{args.triton}")

@@ -64,18 +64,6 @@ class Form(NamedTuple):
     """Of writing the dropped output again; None where the output stays."""
 
 
-class Liger(NamedTuple):
-    """An autograd.Function of Liger-Kernel: it takes the operation's inputs, then these constants."""
-
-    module: str
-    name: str
-    constants: tuple[float, ...] = ()
-    splits_x: bool = False
-    """Takes the halves of x as two contiguous tensors."""
-    overwrites: bool = False
-    """Its backward writes over its inputs or gradients."""
-
-
 @dataclass(frozen=True)
 class Operation:
     name: str
@@ -85,8 +73,8 @@ class Operation:
     """The member of Sizes that it is."""
     forms: tuple[Form, ...]
     plain: Factory
-    liger: tuple[Liger, ...] = ()
-    """The first that the installed version has."""
+    liger: Callable[..., Any] | None = None
+    """The same by a kernel of Liger, of the same inputs; raises LookupError where the package does not have it."""
     kept_output: int | None = 0
     """Which output the next linear keeps; None where none is followed by a linear."""
     draws: bool = False
@@ -105,8 +93,3 @@ class Operation:
                 t = torch.randn(sizes.s, sizes.b, width * (2 if name == "x_gated" else 1), device=device)
             found.append(t.to(sizes.dtype))
         return found
-
-    @property
-    def parameters(self) -> list[bool]:
-        """Whether each input is a parameter, which stays in memory anyway."""
-        return [name in VECTORS for name in self.inputs]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpu.operation import Factory, Form, Liger, Operation, Traffic
+from gpu.operation import Factory, Form, Operation, Traffic
 from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_kernels.gelu import gelu
 from tempo_kernels.glu import geglu, swiglu
@@ -17,6 +18,20 @@ from tempo_kernels.norm import layer_norm, rms_norm
 from tempo_kernels.squared_relu import squared_relu
 
 KEY = 0x0123_4567_89AB_CDEF
+
+
+def _liger(module: str, name: str, *constants: float) -> Callable[..., Tensor]:
+    """An autograd.Function of Liger-Kernel, which takes [tokens, width] and behind the inputs these constants."""
+
+    def call(*tensors: Tensor) -> Tensor:
+        try:
+            function = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
+        except (ImportError, AttributeError) as error:
+            raise LookupError(f"liger-kernel has no {name} here") from error
+        y: Tensor = function.apply(*(t.flatten(0, -2) if t.dim() > 1 else t for t in tensors), *constants)
+        return y.view(*tensors[0].shape[:-1], -1)
+
+    return call
 
 
 def _always(function: Callable[..., Any]) -> Factory:
@@ -62,10 +77,7 @@ def _gated(name: str, tempo: Callable[..., Any], activation: Callable[[Tensor], 
         "gated_ffn",
         (Form("input", _always(tempo), Traffic(3), Traffic(5), refill=Traffic(3)),),
         _always(plain),
-        (
-            Liger(f"liger_kernel.ops.{name}", f"LigerFusedGateUp{liger}"),
-            Liger(f"liger_kernel.ops.{name}", f"Liger{liger}", splits_x=True, overwrites=True),
-        ),
+        _liger(name, f"LigerFusedGateUp{liger}"),
     )
 
 
@@ -73,7 +85,9 @@ def _squared_relu_keeping(keep: str) -> Factory:
     return _always(lambda x: squared_relu(x, keep=keep))
 
 
-def _norm(tempo: Callable[..., Any], parameters: tuple[str, ...], plain: Callable[..., Any], liger: Liger) -> Operation:
+def _norm(
+    tempo: Callable[..., Any], parameters: tuple[str, ...], plain: Callable[..., Any], liger: Callable[..., Any]
+) -> Operation:
     # As many statistics of a row as parameters: mean and rstd beside weight and bias, or rstd beside weight. The form
     # that keeps its output keeps rstd only, and the parameters in float32.
     count = len(parameters)
@@ -98,7 +112,7 @@ def _norm(tempo: Callable[..., Any], parameters: tuple[str, ...], plain: Callabl
             ),
         ),
         _always(plain),
-        (liger,),
+        liger,
     )
 
 
@@ -127,13 +141,13 @@ OPERATIONS = [
         layer_norm,
         ("weight", "bias"),
         lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias),
-        Liger("liger_kernel.ops.layer_norm", "LigerLayerNormFunction", (1e-5,)),
+        _liger("layer_norm", "LigerLayerNormFunction", 1e-5),
     ),
     _norm(
         rms_norm,
         ("weight",),
         lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-5),
-        Liger("liger_kernel.ops.rms_norm", "LigerRMSNormFunction", (1e-5,), overwrites=True),
+        _liger("rms_norm", "LigerRMSNormFunction", 1e-5),
     ),
     _gated("swiglu", swiglu, F.silu, "SiLUMulFunction"),
     # Liger's is the tanh form.
@@ -152,6 +166,6 @@ OPERATIONS = [
             Form("input", _squared_relu_keeping("input"), Traffic(2), Traffic(3), refill=Traffic(2)),
         ),
         _always(lambda x: F.relu(x).square()),
-        (Liger("liger_kernel.ops.relu_squared", "LigerReLUSquaredFunction"),),
+        _liger("relu_squared", "LigerReLUSquaredFunction"),
     ),
 ]

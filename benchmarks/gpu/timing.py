@@ -8,13 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-
-from gpu.implementations import Implementation
 
 WARM_UP_MS, MEASURED_MS = 20.0, 100.0
 MIN_SETS, MAX_SETS = 3, 7
-HOST_CALLS, HOST_ROUNDS = 100, 7
 MAX_WARM_UPS = 1000
 
 
@@ -24,8 +20,6 @@ class Pass(NamedTuple):
     name: str
     run: Callable[[], object]
     calls: int
-    restore: Callable[[], None] = lambda: None
-    """Not timed: puts back what run wrote over."""
 
 
 class HostClock:
@@ -35,7 +29,6 @@ class HostClock:
 
     def ms(self, one: Pass) -> float:
         """Milliseconds per call."""
-        one.restore()
         start = time.perf_counter()
         one.run()
         return 1e3 * (time.perf_counter() - start) / one.calls
@@ -54,7 +47,6 @@ class CudaClock:
 
     def ms(self, one: Pass) -> float:
         while True:
-            one.restore()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(int(self.lead_ms * self.SLEEP_CYCLES_PER_MS))
             start.record()
@@ -102,10 +94,10 @@ def _summary(samples: Sequence[float]) -> Measured:
     return Measured(median, (high - low) / median)
 
 
-def num_sets(tensors: Sequence[Tensor], l2_bytes: int) -> int:
+def count_sets(num_bytes: int, device: str) -> int:
     """So many sets of inputs that none is in the L2 cache when its turn comes again."""
-    set_bytes = sum(t.numel() * t.element_size() for t in tensors)
-    return max(MIN_SETS, min(MAX_SETS, -(-4 * l2_bytes // max(1, set_bytes))))
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device == "cuda" else 0
+    return max(MIN_SETS, min(MAX_SETS, -(-4 * l2_bytes // max(1, num_bytes))))
 
 
 def copy_pass(num_bytes: int, sets: int, device: torch.device | str, name: str = "copy") -> Pass:
@@ -118,69 +110,3 @@ def copy_pass(num_bytes: int, sets: int, device: torch.device | str, name: str =
             target.copy_(source)
 
     return Pass(name, run, sets)
-
-
-def forward_pass(implementation: Implementation, sets: Sequence[Sequence[Tensor]]) -> Pass:
-    leaves = [implementation.leaves(tensors) for tensors in sets]
-    # Results live until the pass ends: the memory that is written rotates too.
-    return Pass(implementation.name, lambda: [implementation.function(*each) for each in leaves], len(sets))
-
-
-def backward_pass(
-    implementation: Implementation, sets: Sequence[Sequence[Tensor]], grads: Sequence[Sequence[Tensor]]
-) -> Pass:
-    """The gradients of all inputs and parameters, as a training step asks for them."""
-    leaves = [implementation.leaves(tensors) for tensors in sets]
-    outputs = [implementation.outputs(each) for each in leaves]
-    grads = [implementation.shaped(each) for each in grads]
-    used = [[grad.clone() for grad in each] for each in grads] if implementation.overwrites else grads
-
-    def run() -> object:
-        return [
-            torch.autograd.grad(y, x, grad, retain_graph=True) for y, x, grad in zip(outputs, leaves, used, strict=True)
-        ]
-
-    def restore() -> None:
-        for each, tensors in zip(leaves, sets, strict=True):
-            for leaf, original in zip(each, implementation.leaves(tensors), strict=True):
-                leaf.data.copy_(original)  # by .data: autograd does not count it as a change
-        for each_used, each_grads in zip(used, grads, strict=True):
-            for grad, original in zip(each_used, each_grads, strict=True):
-                grad.copy_(original)
-
-    return Pass(implementation.name, run, len(sets), restore if implementation.overwrites else lambda: None)
-
-
-def refill_pass(implementation: Implementation, sets: Sequence[Sequence[Tensor]]) -> Pass:
-    """Writes the output, which was dropped after the next linear used it, again."""
-    outputs = [implementation.outputs(implementation.leaves(tensors))[0] for tensors in sets]
-    targets = [torch.empty_like(y) for y in outputs]
-
-    def run() -> None:
-        for y, target in zip(outputs, targets, strict=True):
-            y.grad_fn.refill(y.grad_fn, target)  # type: ignore[union-attr]
-
-    return Pass(implementation.name, run, len(sets))
-
-
-def host_us(
-    implementations: Sequence[Implementation],
-    tensors: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    synchronize: Callable[[], None],
-) -> dict[str, float]:
-    """Wall-clock microseconds of one forward and backward, each implementation calling many times before it waits."""
-    samples: dict[str, list[float]] = {one.name: [] for one in implementations}
-    leaves = [one.leaves(tensors) for one in implementations]
-    # Those that write over gradients get their own.
-    used = [one.shaped([grad.clone() for grad in grads]) for one in implementations]
-    for number in range(HOST_ROUNDS + 1):
-        for one, x, grad in zip(implementations, leaves, used, strict=True):
-            synchronize()
-            start = time.perf_counter()
-            for _ in range(HOST_CALLS):
-                torch.autograd.grad(one.outputs(x), x, grad)
-            synchronize()
-            if number > 0:
-                samples[one.name].append(1e6 * (time.perf_counter() - start) / HOST_CALLS)
-    return {name: statistics.median(found) for name, found in samples.items()}

@@ -24,7 +24,11 @@ HEAD = """<!-- Written by `python benchmarks/static_roofline.py --page`; not to 
 
 No GPU was at hand: nothing on this page about a GPU was measured. `python benchmarks/static_roofline.py --page` writes
 it from the machine code that Triton makes for sm_90 and from the model of `benchmarks/roofline/`, whose files derive
-it. Where there is a GPU, `python benchmarks/gpu_suite.py` measures every row.
+it. `python benchmarks/gpu_suite.py first` measures on a GPU, and its `report` writes the tables between these marks:
+
+<!-- measured on a GPU: begin -->
+Nothing yet.
+<!-- measured on a GPU: end -->
 
 A figure is the model's, and behind it in brackets its error bar: the same model with a slow and with a fast choice of
 what no document says for certain. Rivals have the figures that they published.

@@ -1,20 +1,24 @@
-"""The GPU suite's bookkeeping, on a CPU: what it compares is the same, and what it counts is right."""
+"""What runs first on a GPU, tried on a CPU: failures stop nothing, what is wrong is seen, the plan fits its time."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-from pathlib import Path
+import functools
+import os
+import sys
+import time
+import types
 
+import fake_gpu
 import gpu_suite
 import pytest
 import torch
-from gpu import budget, implementations, kept, kernel_tests, operations, records, suite, timing
+from gpu import models, operations, plan, report, right, rivals, timing
 from gpu.operation import Sizes
+from gpu.steps import LeftOut, Step, Wrong, run_plan
 from measurements import append_records, read_records
+from torch.nn.attention import SDPBackend
 from witness import assert_within_rule, kept_storages
 
-ROOT = Path(__file__).parents[2]
 OPERATIONS = {operation.name: operation for operation in operations.OPERATIONS}
 TINY = Sizes(s=3, b=2, h=64, ffn=128, gated_ffn=48, p=0.1, dtype=torch.bfloat16)
 FORMS = [(name, form) for name, operation in OPERATIONS.items() for form in operation.forms]
@@ -24,256 +28,316 @@ def form_id(value: object) -> str:
     return value if isinstance(value, str) else value.keeps
 
 
-def of_form(name, form, sizes):
-    """The implementation of one form of an operation."""
-    [found] = [one for one in implementations.tempo(OPERATIONS[name], sizes) if one.name == form.keeps]
-    return found
+# A plan with every way to fail
 
 
-def num_bytes(tensors) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+def fail():
+    raise Wrong("gelu, [3, 4]: off by 7 of its bound")
+
+
+def leave_out():
+    raise LeftOut("there is no second GPU")
+
+
+def run_out_of_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nand more")
+
+
+def crash():
+    os._exit(11)
+
+
+def hang():
+    time.sleep(600)
+
+
+def answer():
+    return {"answer": "fine", "number": 1}
+
+
+def make_planted(seconds: float = 1.0):
+    functions = {"wrong": fail, "left out": leave_out, "memory": run_out_of_memory, "crash": crash, "last": answer}
+    return [Step("hang", "right", seconds, hang), *(Step(name, "right", 0.1, one) for name, one in functions.items())]
+
+
+@pytest.mark.slow
+def test_what_fails_hangs_crashes_or_has_no_memory_is_one_line_and_the_rest_runs(tmp_path, capsys):
+    assert run_plan(make_planted(), make_planted, tmp_path, 300.0, {"device": "cpu"}, patience=0.05) == 0
+    found = {record["step"]: (record["outcome"], record["answer"]) for record in read_records(tmp_path / "first.jsonl")}
+    assert found == {
+        "hang": ("not ended", "did not end within 2 s"),
+        "wrong": ("failed", "gelu, [3, 4]: off by 7 of its bound"),
+        "left out": ("left out", "there is no second GPU"),
+        "memory": ("failed", "out of memory: CUDA out of memory. Tried to allocate 2.00 GiB"),
+        "crash": ("failed", "the process ended with 11"),
+        "last": ("passed", "fine"),
+    }
+    assert len(capsys.readouterr().out.splitlines()) == 6
+    told = "\n".join(report.summarise(tmp_path))
+    assert "1 not ended, 3 failed, 1 left out, 1 passed" in told and "hang: not ended" in told and "last" not in told
+
+
+@pytest.mark.slow
+def test_a_second_call_runs_what_had_no_time(tmp_path, capsys):
+    steps = [Step("short", "right", 0.1, answer), Step("long", "fast", 50.0, answer)]
+    make = functools.partial(list, steps)
+    assert run_plan(steps, make, tmp_path, 40.0, {}) == 1
+    assert f"--resume {tmp_path}" in capsys.readouterr().out
+    assert run_plan(steps, make, tmp_path, 90.0, {}) == 0
+    assert [record["step"] for record in read_records(tmp_path / "first.jsonl")] == ["short", "long"]
+
+
+def test_the_plan_fits_into_its_seconds_and_says_what_it_leaves(tmp_path):
+    steps = plan.list_steps(plan.Options("cuda", tmp_path))
+    names = [step.name for step in steps]
+    assert len(set(names)) == len(names) and names[0] == "compile"
+    parts = [step.part for step in steps if not step.name.startswith("compute-sanitizer")]
+    assert parts == sorted(parts, key=["right", "memory", "fast"].index)
+    told = list(plan.describe(steps, gpu_suite.SECONDS))
+    assert 460 <= float(told[-2].split()[2]) <= 480 and "left to a second call" in told[-1]
+    for kind in (
+        "gelu tanh",
+        "attention, sink",
+        "rms_norm",
+        "lost channels",
+        "loss head",
+        "log prob",
+        "offload",
+        "masks",
+    ):
+        assert any(kind in name for name in names), kind
+    for dtype in right.DTYPES:
+        assert any(f"attention, causal, d 64, {dtype}" in name for name in names)
+
+
+def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_suite.main(["first"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+# Right
+
+
+@pytest.mark.parametrize("name", ["gelu tanh, keeping its output, no bias, bf16", "attention, sink, d 64, bf16"])
+def test_a_case_that_is_right_passes_and_a_wrong_one_is_one_line(name):
+    [case] = [each for each in right.list_cases() if each.name == name]
+    assert right.check(case, "cpu")["share_of_bound"] < 1
+    plain = case.plain or case.function
+    off = case._replace(function=lambda *tensors: case.function(*tensors) * 1.02, plain=plain)
+    with pytest.raises(Wrong, match="is off by .* of its bound"):
+        right.check(off, "cpu")
+    with pytest.raises(Wrong, match="two runs differ"):
+        right.check(case._replace(function=lambda *t: case.function(*t) + torch.rand(()), plain=plain), "cpu")
+
+
+def test_the_checks_of_masks_large_tensors_streams_and_offload_run_and_see_a_fault(monkeypatch):
+    for check in (
+        right.compare_masks,
+        right.overlap,
+        right.offload,
+        functools.partial(right.reach_beyond, limit=2**13),
+    ):
+        assert check("cpu")["answer"]
+    drop = right.bias_dropout_add
+    number = iter(range(9))
+    monkeypatch.setattr(right, "bias_dropout_add", lambda *t, key, **more: drop(*t, key=key + next(number), **more))
+    with pytest.raises(Wrong, match="bias_dropout_add: .* have another mask"):
+        right.compare_masks("cpu")
+
+
+@pytest.mark.slow
+def test_a_share_of_the_cases_compiles_without_a_gpu_and_what_does_not_is_named(capsys, monkeypatch):
+    pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
+    monkeypatch.setattr(fake_gpu, "CAPABILITY", fake_gpu.CAPABILITY)
+    names = ("gelu tanh, keeping its output, no bias, bf16", "loss head, bf16")
+    cases = [case for case in right.list_cases() if case.name in names]
+    broken = cases[0]._replace(name="broken", shapes=[(3, 1)], function=lambda x: x.no_such_method())
+    monkeypatch.setattr(right, "list_cases", lambda: [*cases, broken])
+    plan.compile_share(90, "0/1")
+    assert capsys.readouterr().out.splitlines() == [
+        *(f"COMPILED {name}" for name in names),
+        "FAILED broken: AttributeError: 'Tensor' object has no attribute 'no_such_method'",
+    ]
+
+
+# Memory and tokens per second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [models.GPT2, models.BERT, models.LLAMA], ids=lambda model: model.name)
+def test_every_model_trains_in_all_forms_and_its_largest_batch_is_found(model, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda module: module)
+    monkeypatch.setattr(models, "ROUNDS", 2)
+    tiny = model.shrink()
+    assert models.time_steps(tiny, "cpu")["tokens_per_s"].keys() == {*models.FORMS}
+    fits = models.Trainee.fits
+    monkeypatch.setattr(
+        models.Trainee, "fits", lambda self, n: n <= (5 if self.form == "stock" else 9) and fits(self, n)
+    )
+    found = models.find_largest_batch(tiny, "cpu", 64)
+    assert found["largest_batch"] == {"stock": 5, "tempo": 9} and "Tempo / stock" in found["answer"]
+
+
+def test_a_prediction_is_what_a_step_on_tensors_without_memory_keeps():
+    found = {form: models.follow(models.GPT2.shrink(), form) for form in ("stock", "tempo")}
+    assert 0 < found["tempo"]["kept_bytes"] < found["stock"]["kept_bytes"] < found["stock"]["peak_bytes"]
+
+
+def test_the_report_lists_what_failed_was_mispredicted_or_is_slower(tmp_path, capsys):
+    sizes = {"stock": {"kept_bytes": 2**31, "peak_bytes": 2**32}, "tempo": {"kept_bytes": 2**30, "peak_bytes": 2**31}}
+    about = {"device": "cpu", "seconds": 1.0}
+    append_records(
+        tmp_path / "first.jsonl",
+        [
+            {"step": "silu, bf16", "part": "right", "outcome": "failed", "answer": "off by 3 of its bound", **about},
+            {"step": "memory of A", "part": "memory", "outcome": "passed", "answer": "a", "measured": sizes,
+             "predicted": {"stock": {"kept_bytes": 2**30}}, "batch": 8, **about},
+            {"step": "gelu", "part": "fast", "outcome": "passed", "answer": "b",
+             "ms": {"output": 2.0, "copy output": 1.0, "eager": 4.0, "compile": 1.5}, **about},
+        ],
+    )  # fmt: skip
+    assert report.write(tmp_path) == 0
+    told = capsys.readouterr().out
+    for line in (
+        "silu, bf16: off by 3",
+        "stock's kept_bytes was predicted -50.0 % off",
+        "gelu: compile is faster, 1.500",
+    ):
+        assert line in told
+    table = list(report.make_model_table(read_records(tmp_path / "first.jsonl")))
+    assert "| A, batch 8, kept GiB | 2.00 | 1.00 | 0.50 |" in table
+
+
+# Operations
 
 
 @pytest.mark.parametrize(("name", "form"), FORMS, ids=form_id)
 def test_tempo_computes_what_the_plain_formula_does(name, form):
     sizes, operation = TINY._replace(p=0.0, dtype=torch.float32), OPERATIONS[name]
     tensors = operation.tensors(sizes, "cpu")
-    plain = implementations.eager(operation, sizes)
+    plain = rivals.eager(operation, sizes)
     grads = [torch.randn_like(output) for output in plain.outputs(plain.leaves(tensors))]
-    found = implementations.results(of_form(name, form, sizes), tensors, grads)
-    same = implementations.results(plain, tensors, grads)
-    exact = implementations.results(plain, [t.double() for t in tensors], [t.double() for t in grads])
+    [one] = [each for each in rivals.tempo(operation, sizes) if each.name == form.keeps]
+    found, same = (rivals.results(each, tensors, grads) for each in (one, plain))
+    exact = rivals.results(plain, [t.double() for t in tensors], [t.double() for t in grads])
     for index, witnesses in enumerate(zip(found, same, exact, strict=True)):
         # GELU from its output is at the floor of an exact inverse, which its own tests know.
         if not (name.startswith("gelu") and form.keeps == "output" and index > 0):
             assert_within_rule(f"result {index}", *witnesses)
-    assert implementations.disagreement(found, exact) < 1e-3
-    assert implementations.errors_of_tempo(operation, TINY, "cpu")[form.keeps] < implementations.AGREEMENT
-
-
-@pytest.mark.slow
-def test_torch_compile_is_compared_and_agrees():
-    for name in ("gelu", "rms_norm"):
-        sizes, operation = TINY._replace(dtype=torch.float32), OPERATIONS[name]
-        found, left_out = implementations.comparable(operation, sizes, "cpu", [implementations.COMPILE])
-        assert [one.name for one in found] == ["compile"] and not left_out
-        sets = [operation.tensors(sizes, "cpu") for _ in range(2)]
-        grads = [[torch.randn_like(y) for y in found[0].outputs(found[0].leaves(sets[0]))]] * 2
-        # Over one graph again and again.
-        repeated = timing.backward_pass(found[0], sets, grads)
-        first, second = repeated.run(), repeated.run()
-        assert all(torch.equal(a, b) for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True))
+    assert rivals.disagreement(found, exact) < 1e-3
 
 
 @pytest.mark.parametrize(("name", "form"), FORMS, ids=form_id)
 def test_bytes_are_those_of_inputs_outputs_and_what_autograd_holds(name, form):
     operation = OPERATIONS[name]
     tensors, width = operation.tensors(TINY, "cpu"), operation.width_of(TINY)
-    for one in (of_form(name, form, TINY), implementations.eager(operation, TINY)):
-        leaves = one.leaves(tensors)
-        outputs: list[torch.Tensor] = []
-        saved = kept_storages(lambda *inputs, o=outputs, one=one: o.extend(one.outputs(inputs)), *leaves)
-        # Kept: without parameters, and with the next linear's input.
-        parameters = {t.data_ptr() for t, is_one in zip(leaves, operation.parameters, strict=True) if is_one}
-        expected = {pointer: size for pointer, size in saved.items() if pointer not in parameters}
-        if operation.kept_output is not None:
-            y = outputs[operation.kept_output]
-            expected[y.data_ptr()] = num_bytes([y])
-        assert kept.measure(operation, one, tensors, drops_output=False).kept_bytes == sum(expected.values())
-        if one.name != form.keeps:
-            continue
-        # The fewest that forward and backward have to move: each once.
-        known = {t.untyped_storage().data_ptr() for t in [*leaves, *outputs]}
-        beside = sum(size for pointer, size in saved.items() if pointer not in known)
-        assert form.forward.num_bytes(TINY, width) == num_bytes([*leaves, *outputs]) + beside
-        grads = [torch.randn_like(output) for output in outputs]
-        found = torch.autograd.grad(outputs, leaves, grads)
-        new = [t for t in found if t.data_ptr() not in {grad.data_ptr() for grad in grads}]
-        # LayerNorm's bias is kept for refill only.
-        only_for_refill = width * 2 if (name, form.keeps) == ("layer_norm", "input") else 0
-        moved = num_bytes([*grads, *new]) + sum(saved.values()) - only_for_refill
-        assert form.backward.num_bytes(TINY, width) == moved
-    if form.refill is not None:
-        dropped = kept.measure(operation, of_form(name, form, TINY), tensors, drops_output=True).kept_bytes
-        assert dropped == num_bytes(tensors[:1]) + form.backward.row_bytes * TINY.tokens
+    [one] = [each for each in rivals.tempo(operation, TINY) if each.name == form.keeps]
+    leaves, outputs = one.leaves(tensors), []
+    saved = kept_storages(lambda *inputs: outputs.extend(one.outputs(inputs)), *leaves)
+    known = {t.untyped_storage().data_ptr() for t in [*leaves, *outputs]}
+    beside = sum(size for pointer, size in saved.items() if pointer not in known)
+    assert form.forward.num_bytes(TINY, width) == sum(t.nbytes for t in [*leaves, *outputs]) + beside
+    grads = [torch.randn_like(output) for output in outputs]
+    found = torch.autograd.grad(outputs, leaves, grads)
+    new = [t for t in found if t.data_ptr() not in {grad.data_ptr() for grad in grads}]
+    # LayerNorm's bias is kept for refill only.
+    only_for_refill = width * 2 if (name, form.keeps) == ("layer_norm", "input") else 0
+    moved = sum(t.nbytes for t in [*grads, *new]) + sum(saved.values()) - only_for_refill
+    assert form.backward.num_bytes(TINY, width) == moved
 
 
-def test_records_are_appended_and_read_back_as_they_were(tmp_path):
-    path = tmp_path / "new" / "suite.jsonl"
-    for number in range(2):
-        results = records.Results(path, records.environment(ROOT, "cpu", "abc", "passed"))
-        fields = records.of_operation(OPERATIONS["bias_dropout_add"], TINY, "nothing")
-        goals = records.goals_of_time(1.0, 0.95, {"eager": 2.0 - number, "compile": 3.0})
-        results.add(
-            "time", goals, **fields, what="forward", unit="ms", tempo=1.0, others={"eager": 2.0, "compile": 3.0}
-        )
-        assert [record["passed"] for record in results.records] == [number == 0]
-        assert len(results.failed) == number
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert lines[1:] == results.records and len(lines) == 2
-    expected = set("commit device torch triton liger megatron apex transformer_engine shape dtype".split())
-    assert expected | {"p", "tests", "goals"} <= lines[0].keys()
-    assert lines[0]["shape"] == {"s": 3, "b": 2, "h": 64} and lines[0]["dtype"] == "bfloat16" and lines[0]["p"] == 0.1
-    table = records.table(lines)
-    assert "eager 2.00, compile 3.00" in table and table.splitlines()[2].endswith("met")
-    assert "MISSED: time_of_the_next 1, expected less than 1" in table.splitlines()[3]
-
-
-def test_who_was_left_out_is_told_once_for_each_reason():
-    left_out = {"liger": "not installed"}
-    found = [{"operation": name, "left_out": left_out} for name in ("gelu", "gelu", "rms_norm")]
-    found.append({"operation": "gelu", "waits_for_gpu": ["compile"]})
-    expected = ["liger of gelu, rms_norm: not installed", "compile of gelu: the host waits for the GPU"]
-    assert list(records.notes(found)) == expected
-
-
-def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu_suite.main([]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_a_part_that_there_is_not_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        gpu_suite.main(["operation"])
-    assert "operation is no part; expected tests, operations, attention" in capsys.readouterr().err
-
-
-FAILING = """
-import pytest
-
-@pytest.mark.gpu
-def test_that_fails():
-    assert 1 == 2
-
-@pytest.mark.gpu
-def test_that_passes():
-    pass
-"""
-
-
-@pytest.mark.slow
-def test_a_test_that_fails_or_never_ends_stops_no_other(tmp_path, monkeypatch):
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_a.py").write_text(FAILING)
-    (tmp_path / "tests" / "test_b.py").write_text(
-        "import pytest, time\n@pytest.mark.gpu\ndef test_b(): time.sleep(999)"
-    )
-    (tmp_path / "tests" / "test_c.py").write_text("import pytest\n@pytest.mark.gpu\ndef test_c(: pass")
-    (tmp_path / "tests" / "test_large_tensors.py").write_text("import pytest\n@pytest.mark.gpu\ndef test_d(): pass")
-    monkeypatch.setattr(kernel_tests, "imported", lambda path: set())
-    monkeypatch.setattr(kernel_tests, "MARKS", ("",))
-    run = subprocess.run
-
-    def run_all_but_one(command, timeout, **options):
-        if command[-1].endswith("test_b.py"):
-            raise subprocess.TimeoutExpired(command, timeout)
-        return run(command, timeout=timeout, **options)
-
-    monkeypatch.setattr(subprocess, "run", run_all_but_one)
-    output = tmp_path / "results"
-    assert kernel_tests.read_outcome(output) == "not run"
-    assert kernel_tests.run(tmp_path, output, 800.0) == "failed"
-    found = {record["test"]: record for record in read_records(output / "tests.jsonl")}
-    assert {name: record["outcome"] for name, record in found.items()} == {
-        "tests/test_a.py::test_that_fails": "failed",
-        "tests/test_a.py::test_that_passes": "passed",
-        "test_b.py": "not ended",
-        "tests/test_c.py": "failed",
-        "test_c.py": "not ended",
-        "tests/test_large_tensors.py::test_d": "passed",
-    }
-    assert "assert 1 == 2" in found["tests/test_a.py::test_that_fails"]["error"]
-    assert "did not end within" in found["test_b.py"]["error"] and "pytest ended with 2" in found["test_c.py"]["error"]
-    told = kernel_tests.describe(output).splitlines()
-    assert told[0] == "2 failed, 2 not ended, 2 passed" and any("assert 1 == 2" in line for line in told)
-    assert "1 failed" in (output / "tests" / "test_a.log").read_text(encoding="utf-8")
-
-
-def test_a_dry_run_tells_the_steps_of_each_part_and_writes_no_result(tmp_path, capsys):
-    assert gpu_suite.main(["operations", "attention", "--dry-run", "--output", str(tmp_path)]) == 0
-    told = set(capsys.readouterr().out.splitlines())
-    assert {"time of gelu", "host of squared_relu", "attention of s 1024 b 16 a 32 d 64"} <= told
-    assert "loss head of s 4096 b 4 h 4096 v 50304" in told
-    assert "log prob of s 4096 b 2 h 4096 v 128256 softcap 30.0 entropy True" in told
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_was_measured_before_an_interruption_stays_and_says_how_the_tests_ended(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(records, "environment", lambda root, device, commit, tests: {"tests": tests})
-    monkeypatch.setattr(gpu_suite, "forget", lambda: None)
-    append_records(tmp_path / "tests.jsonl", [{"test": "a", "outcome": "passed"}, {"test": "b", "outcome": "failed"}])
-
-    def one_record(self, operation):
-        if operation.name == "gelu_tanh":
-            raise KeyboardInterrupt
-        fields = records.of_operation(operation, TINY, "output")
-        self.results.add(
-            "host", records.goals_of_host(1.0), **fields, what="small call", unit="us", tempo=1.0, others={}
-        )
-
-    monkeypatch.setattr(suite.Suite, "time", one_record)
-    assert gpu_suite.main(["operations", "--output", str(tmp_path)]) == 1
-    [found] = read_records(tmp_path / "operations.jsonl")
-    assert found["operation"] == "gelu" and found["tests"] == "failed"
-    printed = capsys.readouterr().out
-    assert "interrupted" in printed and "small call" in printed
-
-
-class Steps:
-    """A suite whose steps take 10 s of a clock of their own."""
-
-    def __init__(self, fails: str = "") -> None:
-        self.now, self.begun, self.fails = 0.0, [], fails
-
-    def __getattr__(self, kind: str):
-        def step(operation):
-            self.begun.append((kind, operation.name))
-            self.now += 10.0
-            if operation.name == self.fails:
-                raise ValueError("broken")
-
-        return step
-
-
-def test_no_step_begins_that_the_budget_has_no_time_for(monkeypatch):
-    monkeypatch.setattr(gpu_suite, "forget", lambda: None)
-    steps, chosen = Steps(), operations.OPERATIONS[:3]
-    missing = gpu_suite.run_all(steps, chosen, budget.Budget(100.0, gpu_suite.FIRST_GUESS_S, lambda: steps.now))
-    assert steps.begun == [(kind, each.name) for kind in ("time", "host", "autotune") for each in chosen]
-    assert missing == []
-    steps = Steps()
-    missing = gpu_suite.run_all(steps, chosen, budget.Budget(55.0, gpu_suite.FIRST_GUESS_S, lambda: steps.now))
-    assert steps.now <= 55.0 and len(steps.begun) == 5
-    assert missing == [f"host of {chosen[2].name}: no time was left"]
-
-
-def test_a_step_that_fails_is_told_and_stops_no_other(monkeypatch, capsys):
-    monkeypatch.setattr(gpu_suite, "forget", lambda: None)
-    steps, chosen = Steps(fails="gelu"), operations.OPERATIONS[:2]
-    missing = gpu_suite.run_all(steps, chosen, budget.Budget(500.0, gpu_suite.FIRST_GUESS_S, lambda: steps.now))
-    assert len(steps.begun) == 6 and missing[0] == "time of gelu: ValueError: broken" and len(missing) == 3
-
-
-def test_every_kind_of_result_is_recorded(monkeypatch, tmp_path):
-    monkeypatch.setattr(implementations, "compiled", lambda operation, sizes, is_autotuned=False: (
-        implementations.eager(operation, sizes)._replace(name="compile max-autotune" if is_autotuned else "compile")
-    ))  # fmt: skip
+def test_operations_attention_and_the_loss_head_are_compared_in_turn(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     for name in ("WARM_UP_MS", "MEASURED_MS"):
         monkeypatch.setattr(timing, name, 0.5)
-    monkeypatch.setattr(timing, "HOST_CALLS", 2)
-    results = records.Results(tmp_path / "suite.jsonl", {})
-    cpu = suite.Suite(results, "cpu", timing.HostClock(), TINY, TINY)
-    for kind in (kind for kind in gpu_suite.FIRST_GUESS_S if kind not in gpu_suite.WHOLE):
-        getattr(cpu, kind)(OPERATIONS["squared_relu"])
-    found = [(record["kind"], record["what"], record["keeps"], *record["others"]) for record in results.records]
-    both, autotuned = ("eager", "compile"), ("compile max-autotune",)
-    assert found == [
-        *(("time", what, keeps, *both) for what in ("forward", "backward") for keeps in ("output", "input")),
-        ("time", "refill", "input"),
-        *(("kept", "kept", keeps, *both) for keeps in ("output", "input")),
-        *(("host", "small call", keeps, *both) for keeps in ("output", "input")),
-        *(("time", what, keeps, *autotuned) for what in ("forward", "backward") for keeps in ("output", "input")),
-    ]
-    assert all(record["tempo"] > 0 for record in results.records)
+    clock = timing.HostClock()
+    found = rivals.measure_operation(OPERATIONS["squared_relu"], clock, "cpu", TINY)
+    assert set(found["ms"]) == {"output", "input", "copy output", "copy input", "eager", "compile"}
+    assert "liger" in found["left_out"]
+    found = rivals.measure_attention(clock, "cpu", rivals.AttentionShape(64, 2, 2, 32), SDPBackend.MATH)
+    assert set(found["ms"]) == {"tempo, p 0.1", "tempo, p 0", "sdpa, p 0.1", "sdpa, p 0"}
+    for shape in (rivals.HeadShape(16, 2, 32, 96), rivals.HeadShape(16, 2, 32, 96, True)):
+        assert {"eager", "compile"} <= set(rivals.measure_head(clock, "cpu", shape)["ms"])
+        hidden, weight = torch.randn(16, 2, 32), torch.randn(96, 32)
+        heads = {name: each for name, each in rivals.list_heads(shape, "cpu").items() if name != "liger"}
+        losses = [each(hidden, weight).item() for each in heads.values()]
+        assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
+
+
+def test_a_baseline_that_is_missing_raises_or_disagrees_is_left_out_and_says_why(monkeypatch):
+    monkeypatch.setattr(rivals, "compiled", rivals.eager)
+
+    def left_out(function):
+        module = types.ModuleType("liger_kernel.ops.layer_norm")
+        if function is not None:
+            module.LigerLayerNormFunction = types.SimpleNamespace(apply=function)
+        for name in ("liger_kernel", "liger_kernel.ops"):
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        return rivals.comparable(OPERATIONS["layer_norm"], TINY, "cpu")[1]["liger"]
+
+    def broken(*tensors):
+        raise RuntimeError("no such device\nand more")
+
+    assert left_out(None) == "LookupError: liger-kernel has no LigerLayerNormFunction here"
+    assert left_out(broken) == "RuntimeError: no such device"
+    assert left_out(lambda x, weight, bias, eps: x * weight + bias).startswith("disagrees with torch eager by")
+    assert left_out(lambda x, weight, bias, eps: (x * weight + bias) * float("nan")).endswith("by inf of its norm")
+
+
+class PresetClock:
+    """Times that were written down before."""
+
+    def __init__(self, ms: dict[str, list[float]]) -> None:
+        self.ms_of, self.order = {name: iter(found) for name, found in ms.items()}, []
+
+    def ms(self, one) -> float:
+        self.order.append(one.name)
+        return next(self.ms_of[one.name])
+
+
+def test_implementations_take_turns_until_each_was_measured_long_enough(monkeypatch):
+    monkeypatch.setattr(timing, "WARM_UP_MS", 3.0)
+    monkeypatch.setattr(timing, "MEASURED_MS", 10.0)
+    passes = [timing.Pass("quick", lambda: None, 2), timing.Pass("slow", lambda: None, 1)]
+    # Two passes that do not count, then 3 ms of warm-up: two passes of 2 calls, or one.
+    clock = PresetClock({"quick": [9, 9, 1, 1, 1, 3, 2], "slow": [50, 50, 40, 7, 5, 6]})
+    found = timing.measure(passes, clock)
+    assert clock.order == ["quick"] * 4 + ["slow"] * 3 + ["quick", "slow"] * 3
+    assert found == {"quick": (2.0, 0.5), "slow": (6.0, pytest.approx(1 / 6))}
+
+
+class Event:
+    """Of a GPU that wakes up after as many milliseconds as it was told to sleep; launching takes the host 3."""
+
+    slept_ms = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return Event.slept_ms < 3.0
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: Event) -> float:
+        return 8.0 if self.query() else 6.0
+
+
+def test_a_pass_that_the_gpu_began_before_it_was_queued_is_measured_again(monkeypatch):
+    def sleep(cycles: int) -> None:
+        Event.slept_ms = cycles / timing.CudaClock.SLEEP_CYCLES_PER_MS
+
+    monkeypatch.setattr(torch.cuda, "_sleep", sleep)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock, runs = timing.CudaClock(), []
+    assert clock.ms(timing.Pass("one", lambda: runs.append(1), 3)) == 2.0
+    assert len(runs) == 3 and clock.lead_ms == 4.0 and not clock.waits
+    monkeypatch.setattr(timing.CudaClock, "MAX_LEAD_MS", 2.0)
+    clock = timing.CudaClock()
+    assert clock.ms(timing.Pass("waiting", lambda: None, 1)) == 8.0 and clock.waits == {"waiting"}

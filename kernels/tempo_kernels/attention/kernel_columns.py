@@ -97,7 +97,7 @@ def _grad_kv_kernel(
     start_key = place * BLOCK_KEYS
     if IS_PACKED:
         document, start_key, first_seen, num_keys, first_query, num_queries = find_document(
-            place, key_boundaries_ptr, boundaries_ptr, num_keys, num_queries, num_documents, BLOCK_KEYS
+            place, key_boundaries_ptr, boundaries_ptr, num_keys, num_queries, num_documents, BLOCK_KEYS, HIDES_FIRST
         )
         first_seen, num_keys, first_offset, last_offset, diagonal, num_hidden = enter_document(
             num_queries, first_seen, num_keys, first_offset, last_offset, HIDES_FIRST

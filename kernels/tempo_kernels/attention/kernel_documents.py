@@ -3,7 +3,8 @@
 Blocks do not cross documents, so that a document has as many as its own length takes, and how many there are in all is
 known on the device only. A grid of places, some of which stay empty, holds them: document i, which begins at row
 boundaries[i], has the places from boundaries[i] // BLOCK + i on. They suffice, because ceil(n / BLOCK) is at most
-(start + n) // BLOCK - start // BLOCK + 1; and num_rows // BLOCK + num_documents places hold all documents.
+(start + n) // BLOCK - start // BLOCK + 1; and num_rows // BLOCK + num_documents places hold all documents. They suffice
+as well where a document's keys begin up to LANES - 1 keys earlier (`enter_document`), as BLOCK is a multiple of LANES.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ def _load_extent(boundaries_ptr, document, num_rows):
 
 
 @triton.jit
-def find_document(place, own_ptr, other_ptr, num_own, num_other, num_documents, BLOCK: tl.constexpr):
+def find_document(
+    place, own_ptr, other_ptr, num_own, num_other, num_documents, BLOCK: tl.constexpr, HIDES_FIRST: tl.constexpr = False
+):
     """Returns the document of a place of the grid, and in it the block's first row, and (first row, number of rows) of
     its own side, be it queries or keys, and of the other. In a place without a block one of the numbers is 0, so that
-    nothing is computed or stored."""
+    nothing is computed or stored. With HIDES_FIRST the own side are keys, whose blocks begin where a group does."""
     document, end = place * 0, place * 0 + num_documents
     while end - document > 1:
         middle = (document + end) // 2
@@ -44,7 +47,10 @@ def find_document(place, own_ptr, other_ptr, num_own, num_other, num_documents, 
     # Before the first document there is none.
     num_own = tl.where(start < 0, 0, num_own)
     start = tl.maximum(start, 0)
-    num_other = tl.where(start < num_own, num_other, 0)
+    num_in_blocks = num_own
+    if HIDES_FIRST:
+        num_in_blocks = tl.where(num_own > 0, num_own + first_own % LANES, 0)
+    num_other = tl.where(start < num_in_blocks, num_other, 0)
     return document, start, first_own, num_own, first_other, num_other
 
 

@@ -50,8 +50,8 @@ def read_shapes(path: Path) -> dict[int, dict[str, dict[int, Shape]]]:
 
 
 # For 16-bit types. These are the largest tiles that do not spill registers in their loops and fit into shared memory
-# (163 KiB on sm_80, 227 KiB from sm_90 on): the static model's choice. `gpu_suite.py --tune` writes a table that was
-# measured.
+# (163 KiB on sm_80, 227 KiB from sm_90 on): the static model's choice, which no GPU
+# has measured.
 SHAPES = read_shapes(Path(__file__).with_name("shapes.json"))
 
 # One walk for all three gradients is sm_90's. A thread of it takes 255 registers, so that a multiprocessor has 8 warps.

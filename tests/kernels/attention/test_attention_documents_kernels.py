@@ -21,6 +21,7 @@ BOUNDARIES = {
     "padding around, empty ones": [5, 5, 6, 6, 71, 90],
     "none": [4],
     "many": [0, 1, 2, 3, 5, 8, 13, 100],
+    "a block for the keys behind a group's beginning": [6, 69, 100],
 }
 SEEN = {"causal": (True, None), "all": (False, None), "window": (True, (9, 0)), "both sides": (False, (7, 4))}
 

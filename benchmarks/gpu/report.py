@@ -1,0 +1,103 @@
+"""Turns the results of `gpu_suite.py first` into the tables of README.md and docs/performance.md, and into a list of
+what has to be changed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from measurements import ROOT, read_records
+
+from gpu.steps import FAILED, NOT_ENDED, PASSED
+
+BEGIN, END = "<!-- measured on a GPU: begin -->\n", "<!-- measured on a GPU: end -->"
+DOCUMENTS = ("README.md", "docs/performance.md")
+GIB = 2**30
+
+
+def write(folder: Path) -> int:
+    """Prints the answers and what has to be changed; writes the tables where results are a GPU's. Returns 0."""
+    records = read_records(folder / "first.jsonl")
+    print(*summarise(folder), *list_changes(records), sep="\n")
+    if any(record["device"] != "cpu" for record in records):
+        short, long = "\n".join(make_model_table(records)), "\n".join(make_speed_table(records))
+        for name, text in zip(DOCUMENTS, (short, f"{short}\n\n{long}"), strict=True):
+            path = ROOT / name
+            path.write_text(_put(path.read_text(encoding="utf-8"), f"{text}\n"), encoding="utf-8")
+    return 0
+
+
+def keep_measured(text: str, path: Path) -> str:
+    """Returns a document's new text with the tables that stand in its file."""
+    found = path.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0] if path.exists() else ""
+    return _put(text, found) if found else text
+
+
+def _put(text: str, table: str) -> str:
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}{table}{END}{rest.partition(END)[2]}"
+
+
+def summarise(folder: Path) -> Iterator[str]:
+    """Yields one line for each of the three questions."""
+    records = read_records(folder / "first.jsonl")
+    for part, question in {
+        "right": "Is it right?",
+        "memory": "Is the memory what we say?",
+        "fast": "Is it fast?",
+    }.items():
+        of_part = [record for record in records if record["part"] == part]
+        counts = Counter(record["outcome"] for record in of_part)
+        yield f"{question} {', '.join(f'{number} {outcome}' for outcome, number in counts.items()) or 'nothing ran'}"
+        for record in of_part:
+            is_wrong = record["outcome"] in (FAILED, NOT_ENDED)
+            if is_wrong or part == "memory" or record["step"].startswith("steps of"):
+                yield f"  {record['step']}: {record['outcome']}: {record['answer']}"
+
+
+def list_changes(records: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yields what has to be changed: kernels that failed, predictions that are off, forms that are slower."""
+    yield "To be changed:"
+    for record in records:
+        if record["outcome"] in (FAILED, NOT_ENDED):
+            yield f"- {record['step']}: {record['answer']}"
+        for form, found in record.get("measured", {}).items():
+            for name, value in found.items():
+                expected = record["predicted"].get(form, {}).get(name)
+                if expected and value and abs(expected / value - 1) > 0.03:
+                    yield f"- {record['step']}: {form}'s {name} was predicted {100 * (expected / value - 1):+.1f} % off"
+        others = {name: time for name, time in record.get("ms", {}).items() if name in ("eager", "compile", "liger")}
+        ours = [time for name, time in record.get("ms", {}).items() if not name.startswith(("copy", "sdpa", *others))]
+        if ours and others and min(ours) > min(others.values()):
+            fastest = min(others, key=others.__getitem__)
+            yield f"- {record['step']}: {fastest} is faster, {others[fastest]:.3f} against {min(ours):.3f} ms"
+
+
+def make_model_table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yields the rows of the models' steps: memory, tokens/s."""
+    found = {record["step"]: record for record in records if record["outcome"] == PASSED}
+    device = next((record["device"] for record in records if record["device"] != "cpu"), "")
+    yield f"| {device}, bf16 | stock | Tempo | Tempo / stock |"
+    yield "| --- | ---: | ---: | ---: |"
+    for step, record in found.items():
+        if "measured" in record:
+            for name in ("kept_bytes", "peak_bytes"):
+                stock, tempo = (record["measured"][form][name] / GIB for form in ("stock", "tempo"))
+                title = f"{step.removeprefix('memory of ')}, batch {record['batch']}, {name.partition('_')[0]} GiB"
+                yield f"| {title} | {stock:.2f} | {tempo:.2f} | {tempo / stock:.2f} |"
+        elif "tokens_per_s" in record:
+            batch = record.get("largest_batch") or dict.fromkeys(("stock", "tempo"), record["batch"])
+            stock, tempo = (record["tokens_per_s"][form] for form in ("stock", "tempo"))
+            title = f"{step}, tokens/s at batch {batch['stock']} and {batch['tempo']}"
+            yield f"| {title} | {stock:,.0f} | {tempo:,.0f} | {tempo / stock:.3f} |"
+
+
+def make_speed_table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yields a row for every operation that was timed."""
+    yield "| operation | measured |"
+    yield "| --- | --- |"
+    for record in records:
+        if "ms" in record and record["outcome"] == PASSED:
+            yield f"| {record['step']} | {record['answer']} |"
