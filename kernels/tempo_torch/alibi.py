@@ -82,6 +82,9 @@ class BloomAttention(AlibiAttention):
     scores then change nothing and get a gradient of 0. Stock adds the lowest number to them and passes a gradient on.
     """
 
+    differs_where_blind = True
+    """Tells `check`."""
+
     num_heads: int
     head_dim: int
     inv_norm_factor: float

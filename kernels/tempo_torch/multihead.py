@@ -130,7 +130,7 @@ class MultiheadAttention(Replaced):
             causal=causal,
             mask=mask,
             softmax_scale=self.head_dim**-0.5,
-            dropout_p=self.dropout,
+            dropout_p=self.tempo_place.place.passes.choose_probability(self.dropout),
             dropout_key=draw_key,
             first_sample=number_rows(first_sample, num_samples, q.size(1)),
         )
