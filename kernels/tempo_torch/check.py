@@ -147,6 +147,7 @@ class Comparison:
         self._parameters = _choose_parameters(model)
         self._choices: list[Any] = []
         self._noise: dict[str, Tensor] | None = None
+        self._exact: Values | None = None
         self.largest = 0.0
         """The largest difference that was found to be rounding, of the largest element."""
         self._stock: Values = {}
@@ -155,7 +156,7 @@ class Comparison:
         """Runs the stock modules. Whatever they raise is raised."""
         self._stock = self._run(_Watch(self._choices, is_first=True), ())
         dtypes = {each.dtype for each in self._model.parameters() if each.is_floating_point()}
-        self._coarsest = max(map(_find_eps, dtypes))
+        self._coarsest = max(_find_eps(torch.empty(0, dtype=dtype)) for dtype in dtypes)
         self._scales = {
             name: size.clamp(min=torch.finfo(size.dtype).tiny) for name, size in _measure(self._stock).items()
         }
@@ -180,16 +181,8 @@ class Comparison:
         for name, scale in self._scales.items():
             if name.startswith("grad") and name not in ours:
                 continue  # tiles call the module where nobody sees it
-            distance = _find_difference(self._stock[name], ours.get(name), scale)
-            bound = self._find_bound(name, scale)
-            if not bool((distance <= bound).all()):
-                noise = self._measure_noise()[name]
-                bound = torch.maximum(bound, _FACTOR * noise)
-                # What rounding alone changes by much has no size to speak of.
-                part_of_size = torch.where(noise > 0.1 * scale, 0.0, distance / scale)
-            else:
-                part_of_size = distance / scale
-            largest = max(largest, part_of_size.max().item())
+            distance, bound, counts = self._judge(name, ours.get(name), scale)
+            largest = max(largest, (distance / scale).max().item() if counts else 0.0)
             excess = torch.nan_to_num(distance / bound, nan=float("inf"))
             row = int(excess.argmax())
             if excess[row] > worst:
@@ -198,6 +191,23 @@ class Comparison:
         if found is None:
             self.largest = largest
         return found
+
+    def _judge(self, name: str, ours: Tensor | None, scale: Tensor) -> tuple[Tensor, Tensor, bool]:
+        """Returns of each row how far ours is, how far it may be, and whether that is small beside the row's size."""
+        stock = self._stock[name]
+        distance = _find_difference(stock, ours, scale)
+        # How far rounding leads one number, such as a loss, is found by chance only.
+        eps = self._coarsest / 32 if stock is not None and stock.numel() == 1 else _find_eps(stock)
+        bound = max(2 * eps, _FLOOR) * scale
+        if bool((distance <= bound).all()):
+            return distance, bound, True
+        noise = self._measure_noise()[name]
+        bound = torch.maximum(bound, _FACTOR * noise)
+        if bool((distance <= bound).all()) or (exact := self._find_exact().get(name)) is None:
+            return distance, bound, bool((noise <= 0.1 * scale).all())
+        # A sum of many numbers in 16 bits, as of a norm's gradients, may be far off in stock.
+        bound = torch.maximum(bound, 2 * _find_difference(exact, stock, scale))
+        return _find_difference(exact, ours, scale), bound, False
 
     def trace(self, units: Sequence[Unit]) -> dict[Unit, str]:
         """Finds the units that make a difference, each with what is different then."""
@@ -211,16 +221,6 @@ class Comparison:
             found = {unit: why for unit in units if self.differs([each for each in units if each is not unit]) is None}
         return found or dict.fromkeys(units, why)
 
-    def _find_bound(self, name: str, scale: Tensor) -> Tensor:
-        """Below which no rounding has to be measured. That of one number, such as a loss, is measured by chance."""
-        stock = self._stock[name]
-        eps = (
-            self._coarsest / 32
-            if stock is not None and stock.numel() == 1
-            else _find_eps(torch.float32 if stock is None else stock.dtype)
-        )
-        return max(2 * eps, _FLOOR) * scale
-
     def _measure_noise(self) -> dict[str, Tensor]:
         if self._noise is None:
             with _perturb():
@@ -231,8 +231,18 @@ class Comparison:
             }
         return self._noise
 
-    def _run(self, watch: _Watch, units: Sequence[Unit]) -> Values:
-        args, kwargs = self._call
+    def _find_exact(self) -> Values:
+        """What stock makes in a wider dtype; nothing if it does not run there."""
+        if self._exact is None:
+            try:
+                with _widen(self._model):
+                    self._exact = self._run(_Watch(self._choices), (), is_wide=True)
+            except Exception:  # a foreign model may ask for its dtype
+                self._exact = {}
+        return self._exact
+
+    def _run(self, watch: _Watch, units: Sequence[Unit], is_wide: bool = False) -> Values:
+        args, kwargs = pytree.tree_map(_widen_one, self._call) if is_wide else self._call
         mask = kwargs.get("attention_mask")
         _seed()
         with contextlib.ExitStack() as stack:
@@ -276,6 +286,8 @@ class _Watch(TorchFunctionMode):
         if torch._C._current_graph_task_id() != -1:
             return out  # what runs again in backward
         indices = out if isinstance(out, Tensor) else out[1]
+        if indices.is_floating_point():
+            return out  # max of all, or of two
         if self._is_first:
             self._choices.append(indices)
             return out
@@ -286,7 +298,8 @@ class _Watch(TorchFunctionMode):
         if isinstance(out, Tensor):
             return held
         dim = kwargs.get("dim", args[_CHOOSING[func]] if len(args) > _CHOOSING[func] else -1)
-        return type(out)((args[0].gather(dim, held), held))
+        place = held if held.dim() == args[0].dim() else held.unsqueeze(dim)
+        return type(out)((args[0].gather(dim, place).view(held.shape), held))
 
 
 _DROPOUTS = {
@@ -296,7 +309,7 @@ _DROPOUTS = {
 _DROP_ARGUMENTS = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
 """Functions with an argument dropout_p -> its place."""
 _CHOOSING: dict[Any, int] = {
-    torch.topk: 2, Tensor.topk: 2, torch.sort: 1, Tensor.sort: 1,
+    torch.topk: 2, Tensor.topk: 2, torch.max: 1, Tensor.max: 1, torch.sort: 1, Tensor.sort: 1,
     torch.argmax: 1, Tensor.argmax: 1, torch.argsort: 1, Tensor.argsort: 1,
 }  # fmt: skip
 """Functions that return indices, some behind values -> the place of dim."""
@@ -364,8 +377,9 @@ def _find_difference(stock: Tensor | None, ours: Tensor | None, size: Tensor) ->
     return torch.where(first.isfinite(), first - second, 0.0).abs().amax(1)
 
 
-def _find_eps(dtype: torch.dtype) -> float:
+def _find_eps(x: Tensor | None) -> float:
     """The relative distance of neighbouring numbers, as products see them."""
+    dtype = torch.float32 if x is None else x.dtype
     is_coarse = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     return 2.0**-10 if is_coarse else torch.finfo(dtype).eps
 
@@ -384,7 +398,7 @@ def _perturb() -> Iterator[None]:
         def change_one(x: Any) -> Any:
             if not isinstance(x, Tensor) or not x.is_floating_point() or not x.requires_grad:
                 return x
-            eps = _find_eps(x.dtype)
+            eps = _find_eps(x)
             back = max(eps, _GELU_IN_PLACE.get(x.dtype, 0.0)) if _is_in_place(module) else eps
             y = change(x, eps)
             y.register_hook(lambda grad: change(grad, back))
@@ -401,6 +415,26 @@ def _perturb() -> Iterator[None]:
 
 def _is_in_place(module: nn.Module) -> bool:
     return "function" in module.__dict__ and module.__dict__.get("keep") == "output"
+
+
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+
+
+def _widen_one(value: Any) -> Any:
+    return value.to(_WIDER.get(value.dtype, value.dtype)) if isinstance(value, Tensor) else value
+
+
+@contextlib.contextmanager
+def _widen(model: nn.Module) -> Iterator[None]:
+    """Gives parameters and buffers wider numbers inside the context."""
+    before = [(each, each.data) for each in (*model.parameters(), *model.buffers())]
+    try:
+        for tensor, data in before:
+            tensor.data = _widen_one(data)
+        yield
+    finally:
+        for tensor, data in before:
+            tensor.data = data
 
 
 @contextlib.contextmanager
