@@ -492,7 +492,7 @@ def _seed() -> None:
 def keep_state(model: Any, passes: Passes) -> Iterator[None]:
     """Lets `model` run in training, without a cache and without checkpointing, and gives it back as it was: what its
     modules hold, buffers, counters, hooks, and random states."""
-    modules, buffers = list(model.modules()), [(each, each._version, each.clone()) for each in model.buffers()]
+    modules, buffers = list(model.modules()), [(each, each.clone()) for each in model.buffers()]
     holders = [*modules, passes, *passes.places.values()]
     holders += [each for module in modules for each in (module.__dict__.get("tempo_place"),) if each is not None]
     configs = {id(each): each for module in modules if (each := getattr(module, "config", None)) is not None}
@@ -527,8 +527,8 @@ def _restore(states: Any, inner: Any, buffers: Any, caches: Any) -> None:
     for value, before in inner:
         value.clear()
         value.update(before) if isinstance(value, dict) else value.extend(before)
-    for buffer, version, before in buffers:
-        if buffer._version != version:
+    for buffer, before in buffers:
+        if not torch.equal(buffer, before):
             with torch.no_grad():
                 buffer.copy_(before)
     for config, before in caches:
@@ -536,7 +536,7 @@ def _restore(states: Any, inner: Any, buffers: Any, caches: Any) -> None:
 
 
 def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".split("\n")[0][:200].rstrip(".")
+    return f"{type(error).__name__}: {error}".split("\n")[0][:300].rstrip(".")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -139,6 +139,9 @@ class _State:
     def _give_back(self, model: nn.Module, unit: Unit, why: str) -> None:
         value = self.choices[unit.operation]
         if value not in ("auto", "off", CHOICES[unit.operation][0]):
+            own = why.partition("ValueError: ")[2]
+            if own.startswith(f'{unit.operation} is "'):
+                raise ValueError(own)
             others = '"auto" or "off"' if "auto" in CHOICES[unit.operation] else '"off"'
             raise ValueError(f'{unit.operation} is "{value}", but {unit.kind}: {why}; set it to {others}')
         if unit.is_registry:
