@@ -33,7 +33,7 @@ from torch.utils import _pytree as pytree
 from tempo_torch.attention import NAME, name_stock
 from tempo_torch.linear import DropsInput
 from tempo_torch.loss import DeferredLogits
-from tempo_torch.position import Passes
+from tempo_torch.position import Passes, is_in_backward
 from tempo_torch.probe import Call, keep_random_states, make_inputs, run_eagerly
 from tempo_torch.replace import Replaced, make_class
 
@@ -145,7 +145,7 @@ class Comparison:
         self._has_registry = any(unit.is_registry for unit in units)
         self._names = {id(module): name for name, module in model.named_modules()}
         self._parameters = _choose_parameters(model)
-        self._choices: list[Any] = []
+        self._choices: list[tuple[Any, Tensor]] = []
         self._noise: dict[str, Tensor] | None = None
         self._exact: Values | None = None
         self.largest = 0.0
@@ -223,7 +223,7 @@ class Comparison:
 
     def _measure_noise(self) -> dict[str, Tensor]:
         if self._noise is None:
-            with _perturb():
+            with _perturb(self._names):
                 noisy = self._run(_Watch(self._choices), ())
             self._noise = {
                 name: _find_difference(self._stock[name], noisy.get(name), size).nan_to_num(nan=float("inf"))
@@ -265,14 +265,15 @@ class Comparison:
 class _Watch(TorchFunctionMode):
     """Lets torch's dropout keep every element, and holds what was chosen by size in the first run."""
 
-    def __init__(self, choices: list[Any], is_first: bool = False) -> None:
+    def __init__(self, choices: list[tuple[Any, Tensor]], is_first: bool = False) -> None:
         super().__init__()
         self._choices, self._is_first, self._next = choices, is_first, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
+            x = args[0] if args else kwargs["input"]
+            return (x, torch.ones_like(x, dtype=torch.bool)) if func is torch.native_dropout else x
         place = _DROP_ARGUMENTS.get(func)
         if place is not None:
             args = (*args[:place], 0.0, *args[place + 1 :]) if len(args) > place else args
@@ -283,18 +284,17 @@ class _Watch(TorchFunctionMode):
 
     def _choose(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
-        if torch._C._current_graph_task_id() != -1:
-            return out  # what runs again in backward
         indices = out if isinstance(out, Tensor) else out[1]
-        if indices.is_floating_point():
-            return out  # max of all, or of two
+        # Neither what runs again in backward, nor the largest of all, or of two.
+        if is_in_backward() or not args or not args[0].is_floating_point() or indices.is_floating_point():
+            return out
         if self._is_first:
-            self._choices.append(indices)
+            self._choices.append((func, indices))
             return out
+        held_by, held = self._choices[self._next] if self._next < len(self._choices) else (None, indices)
+        if held_by is not func or held.shape != indices.shape:
+            return out  # a choice of Tempo's own
         self._next += 1
-        held = self._choices[self._next - 1] if self._next <= len(self._choices) else None
-        if held is None or held.shape != indices.shape or torch.equal(held, indices):
-            return out
         if isinstance(out, Tensor):
             return held
         dim = kwargs.get("dim", args[_CHOOSING[func]] if len(args) > _CHOOSING[func] else -1)
@@ -304,7 +304,7 @@ class _Watch(TorchFunctionMode):
 
 _DROPOUTS = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
-    torch.dropout_, torch.feature_dropout, torch.feature_dropout_, torch.alpha_dropout, torch.feature_alpha_dropout,
+    torch.dropout_, torch.native_dropout, torch.feature_dropout, torch.feature_dropout_, torch.alpha_dropout, torch.feature_alpha_dropout,
 }  # fmt: skip
 _DROP_ARGUMENTS = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
 """Functions with an argument dropout_p -> its place."""
@@ -385,7 +385,7 @@ def _find_eps(x: Tensor | None) -> float:
 
 
 @contextlib.contextmanager
-def _perturb() -> Iterator[None]:
+def _perturb(names: Mapping[int, str]) -> Iterator[None]:
     """Changes each module's output, and the gradient of it, by a rounding up or down."""
     generators: dict[torch.device, torch.Generator] = {}
 
@@ -404,7 +404,9 @@ def _perturb() -> Iterator[None]:
             y.register_hook(lambda grad: change(grad, back))
             return y
 
-        return pytree.tree_map(change_one, out) if isinstance(out, Tensor | tuple | list) else out
+        return (
+            pytree.tree_map(change_one, out) if id(module) in names and isinstance(out, Tensor | tuple | list) else out
+        )
 
     handle = register_module_forward_hook(perturb)
     try:
@@ -438,7 +440,7 @@ def _widen(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _find_ends(names: dict[int, str]) -> Iterator[dict[str, Tensor]]:
+def _find_ends(names: Mapping[int, str]) -> Iterator[dict[str, Tensor]]:
     """Collects what modules return at which gradients end in the model, such as embeddings of tokens."""
     found: dict[str, Tensor] = {}
 
@@ -547,8 +549,28 @@ class Finding:
     units: dict[Unit, str] = dataclasses.field(default_factory=dict)
 
 
-def compare(model: nn.Module, passes: Passes, units: Sequence[Unit], calls: Sequence[Call]) -> Finding:
-    """Runs `model` with these units and without on each call and traces what differs."""
+def check_model(model: nn.Module, passes: Passes, units: Sequence[Unit], call: Call | None, has_loss: bool) -> Finding:
+    """Runs `model` with these units and without, on a call or, without one, on inputs made up, and traces what differs.
+    Whatever a foreign model raises is told in the sentence.
+
+    Args:
+        has_loss: whether the made-up inputs have labels.
+    """
+    try:
+        calls = find_obstacle(model) or (make_calls(model, has_loss) if call is None else [call])
+        if isinstance(calls, str):
+            return _refuse(calls)
+        with keep_state(model, passes):
+            return _compare(model, passes, units, calls)
+    except Exception as error:
+        return _refuse(_describe(error))
+
+
+def _refuse(why: str) -> Finding:
+    return Finding(f"not checked: {why}; check(model, **batch) does it on a batch")
+
+
+def _compare(model: nn.Module, passes: Passes, units: Sequence[Unit], calls: Sequence[Call]) -> Finding:
     found: dict[Unit, str] = {}
     notes, largest, first = [], 0.0, None
     for call in calls:
@@ -557,13 +579,13 @@ def compare(model: nn.Module, passes: Passes, units: Sequence[Unit], calls: Sequ
             comparison.run_stock()
         except Exception as error:  # a foreign model may raise anything
             if first is None:
-                return Finding(f"not checked: without Tempo it fails on inputs made up for it: {_describe(error)}")
+                return _refuse(f"without Tempo it fails on these inputs: {_describe(error)}")
             notes.append(f"not with padding, on which stock fails: {_describe(error)}")
             continue
         rest = [unit for unit in units if unit not in found]
         while comparison.differs(rest) is not None:
             if (why := comparison.differs(())) is not None:
-                return Finding(f"not checked: two runs of the stock modules differ: {why}", found)
+                return _refuse(f"two runs of the stock modules differ: {why}")
             found |= comparison.trace(rest)
             rest = [unit for unit in units if unit not in found]
         largest, first = max(largest, comparison.largest), first or comparison

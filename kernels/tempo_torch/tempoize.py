@@ -15,12 +15,12 @@ from tempo_kernels.offload import Offload
 from tempo_torch.activation import IN_PLACE, Activation, is_activation, name_activation
 from tempo_torch.alibi import AlibiAttention, find_alibi
 from tempo_torch.attention import NAME, PLACE, AttentionPlace, find_ranks, give_back_attention, use_attention
-from tempo_torch.check import Unit, compare, find_obstacle, is_slow, keep_state, make_calls
+from tempo_torch.check import Unit, check_model, is_slow
 from tempo_torch.dropout import RedrawnDropout
 from tempo_torch.experts import RecomputesExperts, find_experts_refusal, is_experts
 from tempo_torch.functional import RedirectsFunctions, find_functions, redirect
 from tempo_torch.linear import DropsInput
-from tempo_torch.loss import FusedLoss, LossHead, is_language_model, use_fused_loss
+from tempo_torch.loss import FusedLoss, is_language_model, use_fused_loss
 from tempo_torch.mlp import TiledMLP, find_mlp_refusal, is_mlp
 from tempo_torch.multihead import MultiheadAttention
 from tempo_torch.norm import find_norm
@@ -101,24 +101,14 @@ class _State:
 
         Raises ValueError where that is a value other than "auto" and "off".
         """
-        later = "check(model, **batch) does it on a batch"
         has_loss = any(entry.operation == "loss" and entry.now for entry in self.made)
-        given: dict[Unit, str] = {}
+        before, self._is_settled = self._is_settled, True  # no forward of the check is the first
         try:
-            if (why := find_obstacle(model)) is None:
-                calls = make_calls(model, has_loss) if call is None else [call]
-                why = calls if isinstance(calls, str) else None
-            if why is None and not isinstance(calls, str):
-                before, self._is_settled = self._is_settled, True
-                with keep_state(model, self.passes):
-                    found = compare(model, self.passes, self._list_units(model), calls)
-                self._is_settled, given = before, found.units
-                self.checked = f"{found.text}; {later}" if found.text.startswith("not") else found.text
-            else:
-                self.checked = f"not checked: {why}; {later}"
-        except Exception as error:  # a foreign model may raise anything; training begins all the same
-            self.checked = f"not checked: {type(error).__name__}: {error}".split("\n")[0][:300] + f"; {later}"
-        for unit, why in given.items():
+            found = check_model(model, self.passes, self._list_units(model), call, has_loss)
+        finally:
+            self._is_settled = before
+        self.checked = found.text
+        for unit, why in found.units.items():
             self._give_back(model, unit, why)
 
     def _list_units(self, model: nn.Module) -> list[Unit]:
@@ -149,7 +139,7 @@ class _State:
         for module in unit.modules:
             head: Any = module.get_output_embeddings() if isinstance(module, FusedLoss) else None
             give_class_back(module)
-            if isinstance(head, LossHead):
+            if head is not None:
                 give_class_back(head)
                 change_class(head, DropsInput)
         self.made = [

@@ -145,6 +145,11 @@ def test_an_option_that_is_off_is_not_blamed_and_off_checks_nothing(monkeypatch)
         tempoize(build(), check="on")
 
 
+def draw(*_: Any) -> None:
+    random.random()
+    numpy.random.rand()
+
+
 class Counts(nn.BatchNorm1d):
     """A norm over the batch that also counts its calls, and keeps what it saw."""
 
@@ -164,7 +169,7 @@ def test_the_check_changes_nothing():
         model = build("GPT2", attn_pdrop=0.0, use_cache=True)
         model.transformer.ln_f = Counts(32)
         model.lm_head.eval()
-        model.transformer.h[1].mlp.register_forward_hook(lambda *_: random.random() + float(numpy.random.rand()))
+        model.transformer.h[1].mlp.register_forward_hook(draw)
         states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
         tempoize(model, seed=3, check=value)
         assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
@@ -199,7 +204,7 @@ def test_a_model_that_cannot_be_checked_says_why():
     assert "not checked: it takes inputs that could not be made up; check(model" in str(report_on(unknown))
     broken = build()
     broken.model.layers[0].forward = fail
-    assert "without Tempo it fails on inputs made up for it: TypeError: planted" in report_on(tempoize(broken)).checked
+    assert "without Tempo it fails on these inputs: TypeError: planted" in report_on(tempoize(broken)).checked
     frozen = tempoize(build().requires_grad_(False))
     assert "none of its outputs needs a gradient" in report_on(frozen).checked
 
