@@ -304,7 +304,8 @@ class _Watch(TorchFunctionMode):
 
 _DROPOUTS = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
-    torch.dropout_, torch.native_dropout, torch.feature_dropout, torch.feature_dropout_, torch.alpha_dropout, torch.feature_alpha_dropout,
+    torch.dropout_, torch.native_dropout, torch.feature_dropout, torch.feature_dropout_, torch.alpha_dropout,
+    torch.feature_alpha_dropout,
 }  # fmt: skip
 _DROP_ARGUMENTS = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
 """Functions with an argument dropout_p -> its place."""
@@ -353,8 +354,8 @@ def _weigh(value: Tensor) -> Tensor:
 
 def _split(value: Tensor) -> Tensor:
     """Views a tensor as rows, one for each sample where it may have samples."""
-    value = value.detach()
-    return (value.flatten(1) if value.dim() > 2 and value.size(0) <= 64 else value.reshape(1, -1)).double()
+    value = value.detach() if value.dtype == torch.float64 else value.detach().float()
+    return value.flatten(1) if value.dim() > 2 and value.size(0) <= 64 else value.reshape(1, -1)
 
 
 def _measure(values: Values) -> dict[str, Tensor]:
@@ -363,7 +364,7 @@ def _measure(values: Values) -> dict[str, Tensor]:
 
 
 def _find_largest(value: Tensor | None) -> Tensor:
-    return torch.zeros(1) if value is None else _split(value).nan_to_num(0.0, 0.0, 0.0).abs().amax(1)
+    return torch.zeros(1) if value is None else _split(value).nan_to_num(0.0, 0.0, 0.0).abs().amax(1).cpu()
 
 
 def _find_difference(stock: Tensor | None, ours: Tensor | None, size: Tensor) -> Tensor:
@@ -374,7 +375,7 @@ def _find_difference(stock: Tensor | None, ours: Tensor | None, size: Tensor) ->
     first, second = _split(stock), _split(ours)
     if first.shape != second.shape:
         return torch.full_like(size, float("inf"))
-    return torch.where(first.isfinite(), first - second, 0.0).abs().amax(1)
+    return torch.where(first.isfinite(), first - second, 0.0).abs().amax(1).cpu()
 
 
 def _find_eps(x: Tensor | None) -> float:
@@ -404,9 +405,9 @@ def _perturb(names: Mapping[int, str]) -> Iterator[None]:
             y.register_hook(lambda grad: change(grad, back))
             return y
 
-        return (
-            pytree.tree_map(change_one, out) if id(module) in names and isinstance(out, Tensor | tuple | list) else out
-        )
+        if id(module) not in names or not isinstance(out, Tensor | tuple | list):
+            return out
+        return pytree.tree_map(change_one, out)
 
     handle = register_module_forward_hook(perturb)
     try:
