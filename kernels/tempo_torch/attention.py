@@ -114,8 +114,8 @@ def use_attention(model: Any) -> str | None:
         return "the model has no registry of attention functions, as models of transformers have"
     if config._attn_implementation == NAME:
         return "it is Tempo's already"
-    if config._attn_implementation != name_stock(model):
-        return f'attn_implementation is "{config._attn_implementation}"; expected "{name_stock(model)}"'
+    if config._attn_implementation != _name_stock(model):
+        return f'attn_implementation is "{config._attn_implementation}"; expected "{_name_stock(model)}"'
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -134,7 +134,7 @@ def use_attention(model: Any) -> str | None:
     return None
 
 
-def name_stock(model: Any) -> str:
+def _name_stock(model: Any) -> str:
     """The implementation that Tempo's attention takes the place of: torch's, or where that lacks what the model's
     scores need the model's own."""
     text = model.config.get_text_config()
@@ -146,7 +146,7 @@ def name_stock(model: Any) -> str:
 
 def give_back_attention(model: Any) -> None:
     """Gives `model`, of which no module asks the registry, its former attention back."""
-    model.set_attn_implementation(name_stock(model))
+    model.set_attn_implementation(_name_stock(model))
     for module in model.modules():
         if PLACE not in module.__dict__.get("tempo_attributes", ()):
             module.__dict__.pop(PLACE, None)

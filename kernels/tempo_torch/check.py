@@ -30,7 +30,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from tempo_torch.attention import NAME, name_stock
+from tempo_torch.attention import NAME, PLACE, give_back_attention
 from tempo_torch.linear import DropsInput
 from tempo_torch.loss import DeferredLogits
 from tempo_torch.position import Passes, is_in_backward
@@ -467,6 +467,7 @@ def _only(model: Any, units: Sequence[Unit], has_registry: bool) -> Iterator[Non
     # Tiles of projections end in the registry's attention.
     is_stock = has_registry and not any(unit.is_registry or unit.operation == "qkv" for unit in units)
     changed = []
+    places = [(module.__dict__, module.__dict__[PLACE]) for module in model.modules() if PLACE in module.__dict__]
     try:
         for module in model.modules():
             if not isinstance(module, Replaced) or id(module) in stay or (units and isinstance(module, DropsInput)):
@@ -474,11 +475,13 @@ def _only(model: Any, units: Sequence[Unit], has_registry: bool) -> Iterator[Non
             changed.append((module, type(module)))
             module.__class__ = module.stock_class  # type: ignore[assignment]
         if is_stock:
-            model.set_attn_implementation(name_stock(model))
+            give_back_attention(model)
         yield
     finally:
         if is_stock:
             model.set_attn_implementation(NAME)
+            for attributes, place in places:
+                attributes[PLACE] = place
         for module, kind in changed:
             module.__class__ = kind
 
@@ -497,7 +500,7 @@ def keep_state(model: Any, passes: Passes) -> Iterator[None]:
     modules hold, buffers, counters, hooks, and random states."""
     modules, buffers = list(model.modules()), [(each, each.clone()) for each in model.buffers()]
     holders = [*modules, passes, *passes.places.values()]
-    holders += [each for module in modules for each in (module.__dict__.get("tempo_place"),) if each is not None]
+    holders += [each for module in modules for each in (module.__dict__.get(PLACE),) if each is not None]
     configs = {id(each): each for module in modules if (each := getattr(module, "config", None)) is not None}
     states = [(holder.__dict__, dict(holder.__dict__)) for holder in holders]
     inner = [
