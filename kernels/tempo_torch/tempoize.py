@@ -151,9 +151,6 @@ class _State:
 
     def report(self, model: nn.Module) -> Report:
         """Builds the report of what is known by now."""
-        return dataclasses.replace(self._report_seen(model), checked=self.checked)
-
-    def _report_seen(self, model: nn.Module) -> Report:
         if isinstance(self.seen, str):
             return Report(tuple(self.made), f"What a forward in training runs is not known yet: {self.seen}.")
         modules = dict(model.named_modules())
@@ -386,7 +383,7 @@ def report_on(model: nn.Module) -> Report:
     happens before the first step. For any other, or if the first step has other inputs, it happens at that step.
     """
     module, state = _find(model)
-    return state.report(module)
+    return dataclasses.replace(state.report(module), checked=state.checked)
 
 
 def check(model: nn.Module, *args: Any, **kwargs: Any) -> str:
