@@ -49,6 +49,8 @@ _GELU_IN_PLACE = {torch.float32: 4e-5, torch.float16: 6.6e-3, torch.bfloat16: 1.
 """The error of GELU's derivative from its output (`tempo_kernels.gelu`)."""
 
 Values = dict[str, Tensor | None]
+Choices = dict[Any, list[Tensor]]
+"""(Function, shape) -> the indices that it returned, call by call."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -145,7 +147,7 @@ class Comparison:
         self._has_registry = any(unit.is_registry for unit in units)
         self._names = {id(module): name for name, module in model.named_modules()}
         self._parameters = _choose_parameters(model)
-        self._choices: list[tuple[Any, Tensor]] = []
+        self._choices: Choices = {}
         self._noise: dict[str, Tensor] | None = None
         self._exact: Values | None = None
         self.largest = 0.0
@@ -265,9 +267,10 @@ class Comparison:
 class _Watch(TorchFunctionMode):
     """Lets torch's dropout keep every element, and holds what was chosen by size in the first run."""
 
-    def __init__(self, choices: list[tuple[Any, Tensor]], is_first: bool = False) -> None:
+    def __init__(self, choices: Choices, is_first: bool = False) -> None:
         super().__init__()
-        self._choices, self._is_first, self._next = choices, is_first, 0
+        self._choices, self._is_first = choices, is_first
+        self._calls: dict[Any, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -285,21 +288,20 @@ class _Watch(TorchFunctionMode):
     def _choose(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
         indices = out if isinstance(out, Tensor) else out[1]
-        # Neither what runs again in backward, nor the largest of all, or of two.
-        if is_in_backward() or not args or not args[0].is_floating_point() or indices.is_floating_point():
+        if is_in_backward() or not args or not args[0].is_floating_point():
             return out
+        # Each function of each shape by itself: attention of one of the two may choose where the other's does not.
+        key = func, indices.shape
+        number = self._calls[key] = self._calls.get(key, -1) + 1
         if self._is_first:
-            self._choices.append((func, indices))
+            self._choices.setdefault(key, []).append(indices)
+        if number >= len(chosen := self._choices.get(key, [])):
             return out
-        held_by, held = self._choices[self._next] if self._next < len(self._choices) else (None, indices)
-        if held_by is not func or held.shape != indices.shape:
-            return out  # a choice of Tempo's own
-        self._next += 1
+        held = chosen[number]
         if isinstance(out, Tensor):
             return held
         dim = kwargs.get("dim", args[_CHOOSING[func]] if len(args) > _CHOOSING[func] else -1)
-        place = held if held.dim() == args[0].dim() else held.unsqueeze(dim)
-        return type(out)((args[0].gather(dim, place).view(held.shape), held))
+        return type(out)((args[0].gather(dim, held), held))
 
 
 _DROPOUTS = {
@@ -310,7 +312,7 @@ _DROPOUTS = {
 _DROP_ARGUMENTS = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
 """Functions with an argument dropout_p -> its place."""
 _CHOOSING: dict[Any, int] = {
-    torch.topk: 2, Tensor.topk: 2, torch.max: 1, Tensor.max: 1, torch.sort: 1, Tensor.sort: 1,
+    torch.topk: 2, Tensor.topk: 2, torch.sort: 1, Tensor.sort: 1,
     torch.argmax: 1, Tensor.argmax: 1, torch.argsort: 1, Tensor.argsort: 1,
 }  # fmt: skip
 """Functions that return indices, some behind values -> the place of dim."""
