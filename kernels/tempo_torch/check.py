@@ -234,8 +234,11 @@ class Comparison:
         return self._noise
 
     def _find_exact(self) -> Values:
-        """What stock makes in a wider dtype; nothing if it does not run there."""
+        """What stock makes of 16 bits in float32; nothing in a wider dtype, or if it does not run there."""
         if self._exact is None:
+            self._exact = {}
+            if self._coarsest < torch.finfo(torch.float16).eps:
+                return self._exact
             try:
                 with _widen(self._model):
                     self._exact = self._run(_Watch(self._choices), (), is_wide=True)
@@ -422,7 +425,7 @@ def _is_in_place(module: nn.Module) -> bool:
     return "function" in module.__dict__ and module.__dict__.get("keep") == "output"
 
 
-_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 def _widen_one(value: Any) -> Any:
