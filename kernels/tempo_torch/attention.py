@@ -346,6 +346,7 @@ def attend_by_position(module: Any, query: Tensor, key: Tensor, value: Tensor, p
     if place is not None and p > 0.0:
         draw_key, first_sample, _ = place.place.find(query.device, query.size(0))
         first_head = place.find_first_head(module, query.size(1))
+        p = place.place.passes.choose_probability(p)
         given |= {"dropout_p": p, "dropout_key": draw_key, "first_sample": first_sample, "first_head": first_head}
     return put_batch_first(attention(*(t.permute(2, 0, 1, 3) for t in (query, key, value)), **given))
 

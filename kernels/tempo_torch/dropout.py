@@ -50,6 +50,7 @@ def apply_dropout(x: Tensor, p: float, place: Place, keeps_input: bool = False) 
     """Drops elements of x [samples, ...] by the mask of `place`."""
     key, first_sample, num_samples = place.find(x.device)
     rows = num_samples if x.dim() > 0 and x.size(0) % num_samples == 0 else 1
+    p = place.passes.choose_probability(p)
     draw = (p, key, first_sample, _find_column(x.numel() // rows, *place.passes.sequence))
     # torch.compile decides itself what is kept.
     traced = torch.compiler.is_compiling()

@@ -129,7 +129,7 @@ class MultiheadAttention(Replaced):
             causal=causal,
             mask=mask,
             softmax_scale=self.head_dim**-0.5,
-            dropout_p=self.dropout,
+            dropout_p=self.tempo_place.place.passes.choose_probability(self.dropout),
             dropout_key=draw_key,
             first_sample=first_sample,
         )

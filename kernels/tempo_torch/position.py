@@ -165,6 +165,7 @@ class Passes:
         self._knows_samples = rank is not None
         self.places: dict[str, Place] = {}
         self.has_repeats = False
+        self._keeps_all = False
         self.num_steps = 0
         """Forwards that drew, where nobody said which samples they see."""
         self._ranks = (rank, num_ranks)
@@ -283,6 +284,19 @@ class Passes:
 
     def _get_context(self) -> _Context | None:
         return None if self._context is None or self._context.is_over else self._context
+
+    @contextlib.contextmanager
+    def keep_all(self) -> Iterator[None]:
+        """Lets dropout keep every element inside the context, on the paths that it takes otherwise."""
+        before, self._keeps_all = self._keeps_all, True
+        try:
+            yield
+        finally:
+            self._keeps_all = before
+
+    def choose_probability(self, p: float) -> float:
+        """Returns p; inside of `keep_all` a probability above 0 that 16 bits realise as 0."""
+        return min(p, 2.0**-20) if self._keeps_all else p
 
     def check_sequence(self) -> None:
         """Raises ValueError if ranks among which DeepSpeed's Ulysses divides a sample would draw masks as if they had

@@ -17,7 +17,7 @@ import random
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -59,15 +59,16 @@ class Seen:
     attention: dict[str, str | None]
 
 
-def make_inputs(model: Any, has_loss: bool) -> Call | None:
+def make_inputs(model: Any, has_loss: bool, num_tokens: int = _TOKENS) -> Call | None:
     """Builds a call that a model of transformers accepts from its configuration; None if that does not say enough.
 
     Args:
         has_loss: whether the call has labels.
+        num_tokens: how many tokens a sample of text has.
     """
     config: Any = getattr(model, "config", None)
     name = getattr(model, "main_input_name", None)
-    ids = torch.empty(_SAMPLES, _TOKENS, dtype=torch.int64, device="meta")
+    ids = torch.empty(_SAMPLES, num_tokens, dtype=torch.int64, device="meta")
     inputs: dict[str, Tensor] = {}
     if name == "input_ids" and hasattr(config, "vocab_size"):
         inputs = {"input_ids": ids}
@@ -103,7 +104,7 @@ def probe(model: nn.Module, passes: Passes, call: Call, calls: dict[str, Call | 
     calls = {} if calls is None else calls
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with _keep_random_states(), _run_eagerly(), _without_log(), torch.enable_grad():
+        with keep_random_states(), run_eagerly(), _without_log(), torch.enable_grad():
             twin, twin_passes, (args, kwargs) = _copy_without_memory(model, passes, call, mode)
             twin_passes.follow(twin)
             for name in calls:
@@ -236,12 +237,13 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _keep_random_states() -> Iterator[None]:
-    """Restores the states of Python's and numpy's generators afterwards. Fake tensors do not draw from torch's."""
+def keep_random_states(devices: Collection[torch.device] = ()) -> Iterator[None]:
+    """Restores the states of Python's and numpy's generators afterwards, and of torch's there and on the CPU."""
     numpy: Any = sys.modules.get("numpy")
     state, others = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
+        kind = next((device.type for device in devices), "cuda")
+        with torch.random.fork_rng(devices=list(devices), device_type=kind):
             yield
     finally:
         random.setstate(state)
@@ -261,7 +263,7 @@ def _without_log() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _run_eagerly() -> Iterator[None]:
+def run_eagerly() -> Iterator[None]:
     """Runs functions that a model has compiled without compiling them."""
     if "torch._dynamo" not in sys.modules:  # not imported here, which takes seconds
         yield

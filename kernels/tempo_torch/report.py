@@ -36,10 +36,12 @@ class Report:
     Args:
         entries: the modules.
         seen: which training forward was watched to confirm the entries, or why none was yet.
+        checked: on what the model was compared with its stock modules, or why it was not.
     """
 
     entries: tuple[Entry, ...]
     seen: str = ""
+    checked: str = ""
 
     @property
     def replaced(self) -> tuple[Entry, ...]:
@@ -64,4 +66,4 @@ class Report:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows)
         table = "\n".join(line.rstrip() for line in lines) or "nothing to replace"
-        return f"{table}\n{self.seen}".rstrip()
+        return "\n".join(line for line in (table, self.seen, self.checked) if line)

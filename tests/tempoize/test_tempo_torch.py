@@ -155,7 +155,9 @@ def test_the_report_says_what_was_replaced_left_and_why():
     }
     assert "1 x  left      norm        LayerNorm  it has no weight" in str(report)
     assert str(report_on(tempoize(nn.Identity(), attention="off", loss="off"))) == (
-        "nothing to replace\nWhat a forward in training runs is not known yet: its inputs are not; the first one tells."
+        "nothing to replace\n"
+        "What a forward in training runs is not known yet: its inputs are not; the first one tells.\n"
+        "not checked: it has no parameters; check(model, **batch) does it on a batch"
     )
 
 
