@@ -82,9 +82,6 @@ class BloomAttention(AlibiAttention):
     adds the lowest number to its scores.
     """
 
-    differs_where_blind = True
-    """Tells `check`."""
-
     num_heads: int
     head_dim: int
     inv_norm_factor: float

@@ -98,8 +98,6 @@ def make_calls(model: Any, has_loss: bool) -> list[Call] | str:
         padded = {**given, "attention_mask": mask}
         if "labels" in given and not is_pair:
             padded["labels"] = given["labels"].masked_fill(mask == 0, -100)
-            if any(getattr(module, "differs_where_blind", False) for module in model.modules()):
-                padded["labels"][0, padding] = -100  # which a token that sees none predicts
         calls.append(((), padded))
     return calls
 
