@@ -39,8 +39,9 @@ from tempo_torch.replace import Replaced, make_class
 
 TOKENS = 32
 _PADDED = 5
-_FACTOR = 4.0
-"""How many times the effect of one rounding in every module a difference may be."""
+_FACTOR, _FINE_FACTOR = 4.0, 16.0
+"""How many times the effect of one rounding in every module a difference may be, in 16 bits and in more. Inside of
+attention, where none is made, scores round by more the larger they are."""
 _FLOOR = 4e-6
 """A difference below two roundings, and below this part of the largest element, is none."""
 _MAX_ELEMENTS, _SMALL = 1 << 28, 1 << 20
@@ -202,7 +203,7 @@ class Comparison:
         if bool((distance <= bound).all()):
             return distance, bound, True
         noise = self._measure_noise()[name]
-        bound = torch.maximum(bound, _FACTOR * noise)
+        bound = torch.maximum(bound, (_FACTOR if self._coarsest > 1e-4 else _FINE_FACTOR) * noise)
         if bool((distance <= bound).all()) or (exact := self._find_exact().get(name)) is None:
             return distance, bound, bool((noise <= 0.1 * scale).all())
         # A sum of many numbers in 16 bits, as of a norm's gradients, may be far off in stock.
