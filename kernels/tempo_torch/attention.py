@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import dis
 import inspect
+import sys
 import threading
 import types
 from collections.abc import Iterator
@@ -230,6 +231,12 @@ def _name_locals(instruction: dis.Instruction) -> tuple[str, ...]:
 def name_implementation(module: Any) -> str | None:
     """Returns the name of the attention that a module's configuration has, if it has one."""
     return getattr(getattr(module, "config", None), "_attn_implementation", None)
+
+
+def is_wrapped() -> bool:
+    """Whether something was registered in the place of Tempo's attention, as DeepSpeed's Ulysses is."""
+    models: Any = sys.modules.get("transformers.modeling_utils")
+    return models is not None and models.ALL_ATTENTION_FUNCTIONS.get(NAME, attend) is not attend
 
 
 def find_change(module: nn.Module) -> str | None:

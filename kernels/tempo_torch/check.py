@@ -30,7 +30,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from tempo_torch.attention import NAME, PLACE, give_back_attention
+from tempo_torch.attention import NAME, PLACE, give_back_attention, is_wrapped, name_implementation
 from tempo_torch.linear import DropsInput
 from tempo_torch.loss import DeferredLogits
 from tempo_torch.position import Passes, is_in_backward
@@ -125,6 +125,8 @@ def find_obstacle(model: nn.Module) -> str | None:
         return "the model is on the meta device"
     if any(hasattr(each, "ds_id") and each.shape != getattr(each, "ds_shape", each.shape) for each in parameters):
         return "ZeRO-3 has partitioned its parameters"
+    if name_implementation(model) == NAME and is_wrapped():
+        return "another attention is registered in the place of Tempo's, such as one of ranks that share tokens"
     if any(hasattr(each, "device_mesh") for each in parameters) or (getattr(model, "_tp_size", None) or 1) > 1:
         return "ranks share its parameters"
     replaced = [module for module in model.modules() if isinstance(module, Replaced)]

@@ -347,7 +347,7 @@ def tempoize(
         entries.append(_replace_attention(model, choices, passes, ranks.get("heads", (0, 1))))
     if choices["loss"] != "off":
         entries += _replace_losses(model)
-    _finish_projections(model)
+    _finish_projections(model, entries)
     model.__dict__[_ATTRIBUTE] = state = _State(passes, choices, entries, given)
     passes.follow(model)
     call = make_inputs(model, any(entry.operation == "loss" and entry.now for entry in entries))
@@ -702,17 +702,19 @@ def _replace_projections(name: str, module: nn.Module, choices: dict[str, str], 
     return Entry(name, kind, "qkv", "tile")
 
 
-def _finish_projections(model: nn.Module) -> None:
+def _finish_projections(model: nn.Module, entries: list[Entry]) -> None:
     """Lets tiled projections follow the norms of their layers, and Tempo's attention serve all their calls."""
+    left = [entry.why for entry in entries if entry.operation == "attention" and entry.now is None]
     for layer in model.modules():
         for child in layer.children():
             if isinstance(child, TiledProjections):
                 child.follow_norms(layer.children())
                 place: AttentionPlace | None = child.__dict__.get(PLACE)
                 if place is None:
+                    why = left[0] if left else 'attn_implementation is not "sdpa"'
                     raise ValueError(
-                        f'qkv is "tile", but {type(child).__name__} does not get Tempo\'s attention; expected a model '
-                        'with attn_implementation="sdpa"; set qkv to "off"'
+                        f'qkv is "tile", but {type(child).__name__} does not get Tempo\'s attention: {why}; set qkv to '
+                        '"off"'
                     )
                 place.is_always_ours = True
 

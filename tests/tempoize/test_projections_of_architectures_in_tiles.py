@@ -110,9 +110,6 @@ def test_what_is_another_thing_in_tiles_is_refused_with_the_reason(kind: str) ->
     [
         ("Llama4", {**EXPERTS, "no_rope_layers": [1, 0], "interleave_moe_layer_step": 4, "intermediate_size_mlp": 24},
          "it numbers its tokens by itself, which it would do in each tile"),
-        ("Gemma4", {**ROPES, "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3,
-                    "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8,
-                    "global_head_dim": 8}, "it shares keys and values with other layers"),
     ],
 )  # fmt: skip
 def test_layers_that_can_run_in_tiles_do_and_the_others_stay(kind: str, settings: dict[str, Any], why: str) -> None:
@@ -120,3 +117,11 @@ def test_layers_that_can_run_in_tiles_do_and_the_others_stay(kind: str, settings
     model = tempoize(build(kind, settings), qkv="tile")
     assert why in list_refusals(model)
     check_equal(step(model), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_tiles_of_a_model_that_does_not_get_tempos_attention_are_refused_with_its_reason() -> None:
+    more = {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "global_head_dim": 8}
+    with pytest.raises(ValueError, match='does not get Tempo.s attention: .* is "sdpa".*; set qkv to "off"'):
+        tempoize(build("Gemma4", {**ROPES, **more}), qkv="tile")

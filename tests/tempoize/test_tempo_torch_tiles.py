@@ -418,7 +418,12 @@ def test_zero_3_gathers_weights_once_for_all_tiles_and_gives_the_losses_and_grad
             {"attention": "off"},
             'qkv is "tile", but attention is off, and only Tempo\'s .*; set it to "off"',
         ),
-        ("Llama", {"attn_implementation": "eager"}, {}, "LlamaAttention does not get Tempo's attention; expected"),
+        (
+            "Llama",
+            {"attn_implementation": "eager"},
+            {},
+            'does not get Tempo.s attention: attn_implementation is "eager"',
+        ),
     ],
 )
 def test_attention_whose_projections_cannot_run_in_tiles_is_refused(
