@@ -212,7 +212,7 @@ class TempoDotProductAttention(DotProductAttention):
                 "numbers of 0 or more; give others with --window-size, or take --transformer-impl transformer_engine"
             )
         # Some token sees no key. Of hidden keys alone Megatron takes the mean, and `attention` as well if a mask hides.
-        rows, columns = (torch.arange(size, device=query.device) for size in (num_queries, num_keys))
+        rows, columns = (torch.arange(size, dtype=torch.int64, device=query.device) for size in (num_queries, num_keys))
         distance = columns - rows.unsqueeze(-1) - (num_keys - num_queries)
         return {"causal": False, "mask": ((distance < -left) | (distance > right)).view(1, 1, num_queries, num_keys)}
 

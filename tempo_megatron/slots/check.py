@@ -278,7 +278,9 @@ class _Check:
     def _exceeds(self, layer: Any, errors: _Errors, bounds: Mapping[str, float]) -> bool:
         """Whether a tensor is beyond its bound, on any of the ranks that compute the layer with this one."""
         device = next(layer.parameters()).device
-        exceeds = torch.tensor(float(any(not errors[key] <= bounds[key] for key in bounds)), device=device)
+        exceeds = torch.tensor(
+            float(any(not errors[key] <= bounds[key] for key in bounds)), dtype=torch.float32, device=device
+        )
         for group in _list_groups(layer.config):
             dist.all_reduce(exceeds, dist.ReduceOp.MAX, group=group)
         return bool(exceeds)
@@ -479,7 +481,8 @@ def _hold_routers(layer: torch.nn.Module, held: dict[str, Tensor]) -> Iterator[N
 
 def _change_by_a_rounding(x: Tensor) -> Tensor:
     """x whose numbers are larger or smaller by one rounding each."""
-    signs = torch.randint(2, x.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    generator = torch.Generator("cpu").manual_seed(0)
+    signs = torch.randint(2, x.shape, generator=generator, dtype=torch.int64, device="cpu")
     return x + x * ((2 * signs.to(x) - 1) * torch.finfo(x.dtype).eps)
 
 

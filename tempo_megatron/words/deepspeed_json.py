@@ -88,6 +88,8 @@ REFUSED = {
 }
 """Names whose decision belongs to the trainer, with the place to make it instead."""
 _TRUE, _FALSE = ("1", "on", "t", "true", "y", "yes"), ("0", "off", "f", "false", "n", "no")
+_OF_A_PLAN = {"tempo", "stages", "megatron_arguments"}
+"""Names by which a file that `plan --json` wrote is known; its block is read."""
 _NO_NUMBERS = ("NaN", "Infinity", "-Infinity")
 
 
@@ -152,6 +154,8 @@ def read_deepspeed_json(
         raise ValueError(f"--deepspeed_config {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"--deepspeed_config {path} holds a {type(config).__name__}; expected a JSON object")
+    if config.keys() >= _OF_A_PLAN:
+        config = {"tempo": config["tempo"]}
     _check_names(path, config, zero_names, refused or {})
 
     def refuse(key: str, value: object, expected: str) -> None:

@@ -76,7 +76,7 @@ def test_tensors_that_are_not_real_run_the_function_itself():
     function = compiled.Compiled(lambda x: x + 1)
     with FakeTensorMode():
         assert function(torch.ones(3)).shape == (3,)
-    assert function._compiled is None
+    assert not function._compiled
 
 
 def test_the_compiler_is_the_one_that_the_environment_names(monkeypatch):

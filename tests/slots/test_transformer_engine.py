@@ -158,7 +158,8 @@ def test_auto_leaves_what_transformer_engine_does_and_says_why(found) -> None:
     chosen, reasons = auto["nothing"]
     assert chosen == {
         "activation": "inplace", "norm": "inplace", "dropout": "recompute", "attention": "off", "loss": "fused",
-        "linear_fc1": "off", "linear_qkv": "off", "moe_permute": "off", "offload": "off", "layers": {},
+        "linear_fc1": "off", "linear_qkv": "off", "moe_permute": "off", "offload": "off", "check": "auto",
+        "layers": {},
     }  # fmt: skip
     assert reasons == {"attention": "Transformer Engine's attention keeps no s*s tensor and no mask either"}
     chosen, reasons = auto["delay_wgrad_compute"]

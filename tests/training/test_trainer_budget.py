@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
@@ -122,7 +123,7 @@ def test_budgets_between_tempo_and_stock_are_kept_and_change_no_loss(
         plan = record["plan"]
         assert read_count(planned) <= plan["peak_bytes"] <= budget < read_count(unplanned)
         assert plan["budget"] == budget and plan["block"]["norm"] == "inplace"
-        assert record["tempo"] == {**plan["block"], "offload": "off", "layers": plan["block"].get("layers", {})}
+        assert record["tempo"] == dataclasses.asdict(TempoConfig.from_dict(plan["block"]))
         assert (
             f"plan       budget {format_bytes(budget)}, estimated peak {format_bytes(plan['peak_bytes'])}, "
             in planned.output

@@ -309,5 +309,6 @@ def test_what_a_run_says_and_writes(data: Data, tmp_path: Path) -> None:
     (described,) = result.of_kind("run")
     assert described["tempo"].pop("layers") == {}
     assert described["slots"]["dropout"] == {"tempo": 5, "all": 5}
+    assert described["tempo"].pop("check") == "auto"
     assert {described["tempo"].pop(name) for name in ("linear_fc1", "linear_qkv", "moe_permute", "offload")} == {"off"}
     assert " ".join(f"{name}={value}" for name, value in described["tempo"].items()) == values

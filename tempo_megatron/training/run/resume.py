@@ -9,6 +9,7 @@ included. The layout (TP, DP, ZeRO stage) and the outputs are not taken from the
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -210,7 +211,11 @@ def read_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
     For a checkpoint of format 3 or less these are only some, and those that its description tells.
     """
     told = {name: saved[name] for name in (*STAYS, *MAY_CHANGE) if name in saved}
-    return {"model": {name: saved[name] for name in NAMES if name in saved}, **told, **saved["settings"]}
+    settings = {"model": {name: saved[name] for name in NAMES if name in saved}, **told, **saved["settings"]}
+    if "tempo" in settings:
+        # Values that did not exist when it was saved have their defaults.
+        settings["tempo"] = {**dataclasses.asdict(TempoConfig()), **settings["tempo"]}
+    return settings
 
 
 def take_from_checkpoint(
