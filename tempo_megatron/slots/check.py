@@ -453,7 +453,9 @@ def _run(layer: Any, arguments: Mapping[str, Any], held: dict[str, Tensor]) -> d
     with _hold_routers(layer, held):
         found = layer(**inputs)
     output: Tensor = found[0] if isinstance(found, tuple) else found
-    grad = torch.randn(output.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(output)
+    grad = torch.randn(
+        output.shape, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu"
+    ).to(output)
     grads = torch.autograd.grad(output, list(leaves.values()), grad, allow_unused=True)
     filled = [
         torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves.values(), grads, strict=True)
