@@ -124,9 +124,13 @@ def test_a_case_that_is_right_passes_and_a_wrong_one_is_one_line(name):
     [case] = [each for each in right.list_cases() if each.name == name]
     assert right.check(case, "cpu")["share_of_bound"] < 1
     plain = case.plain or case.function
-    off = case._replace(function=lambda *tensors: case.function(*tensors) * 1.02, plain=plain)
-    with pytest.raises(Wrong, match="is off by .* of its bound"):
-        right.check(off, "cpu")
+    nowhere = torch.tensor([0.0] * 6 + [float("nan")])
+    for wrong, told in (
+        (lambda y: y * 1.02, "is off by .* of its bound"),
+        (lambda y: y + nowhere.sum(), "output .* inf"),
+    ):
+        with pytest.raises(Wrong, match=told):
+            right.check(case._replace(function=lambda *t, w=wrong: w(case.function(*t)), plain=plain), "cpu")
     with pytest.raises(Wrong, match="two runs differ"):
         right.check(case._replace(function=lambda *t: case.function(*t) + torch.rand(()), plain=plain), "cpu")
 
