@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -112,15 +113,10 @@ def _find_current_device() -> int:
 @contextlib.contextmanager
 def fake_gpu() -> Iterator[Any]:
     """Launches kernels inside the context on a GPU that does nothing; yields a function that counts the launches."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as patches:
-        library = Path(folder, "libcuda.so.1")
-        Path(folder, "libcuda.c").write_text(_LIBCUDA, encoding="utf-8")
-        command = ["gcc", "-O2", "-shared", "-fPIC", "-w", f"-I{_INCLUDES}", "-Wl,-soname,libcuda.so.1"]
-        subprocess.run([*command, "-o", str(library), str(Path(folder, "libcuda.c"))], check=True)
-        # Triton's driver opens libcuda by name, and so finds the library that is already loaded.
-        loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    folder, loaded = _load_libcuda()
+    with contextlib.ExitStack() as patches:
         patches.enter_context(triton.knobs.nvidia.scope())
-        triton.knobs.nvidia.libcuda_path = folder
+        triton.knobs.nvidia.libcuda_path = folder.name
         for name, substitute in _list_substitutes().items():
             target, _, attribute = name.rpartition(".")
             patches.enter_context(mock.patch(f"{target}.{attribute}", substitute, create=True))
@@ -130,6 +126,17 @@ def fake_gpu() -> Iterator[Any]:
             yield loaded.count_launches
         finally:
             driver.set_active(before)
+
+
+@functools.cache
+def _load_libcuda() -> tuple[tempfile.TemporaryDirectory[str], Any]:
+    """Builds the stub and loads it once: who opens libcuda by name, as Triton's driver does, finds the first one."""
+    folder = tempfile.TemporaryDirectory()
+    library, source = Path(folder.name, "libcuda.so.1"), Path(folder.name, "libcuda.c")
+    source.write_text(_LIBCUDA, encoding="utf-8")
+    command = ["gcc", "-O2", "-shared", "-fPIC", "-w", f"-I{_INCLUDES}", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run([*command, "-o", str(library), str(source)], check=True)
+    return folder, ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def _list_substitutes() -> dict[str, Any]:
