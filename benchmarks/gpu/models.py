@@ -76,12 +76,26 @@ def build(model: Model, form: str, device: str) -> nn.Module:
             made: nn.Module = getattr(transformers, model.kind)(config).train()
     finally:
         torch.set_default_dtype(before)
-    return tempoize(made, seed=1) if form == "tempo" else made
+    # What its check gave back to stock would be measured as Tempo's; `compare_with_stock` has the check.
+    return tempoize(made, seed=1, check="off") if form == "tempo" else made
 
 
 def make_batch(model: Model, num_samples: int, device: str) -> dict[str, Tensor]:
     ids = torch.randint(5, model.vocabulary, (num_samples, model.length), device=device)
     return {"input_ids": ids, "labels": ids}
+
+
+def compare_with_stock(model: Model, device: str) -> dict[str, Any]:
+    """Lets tempoize compare the model with its stock modules; raises Wrong if something differs."""
+    from tempo_torch import report_on, tempoize
+
+    report = report_on(tempoize(build(model, "stock", device), seed=1))
+    differing = [
+        f"{one.operation}: {one.why}" for one in report.left if " stock: " in one.why or " stock runs: " in one.why
+    ]
+    if differing or not report.checked.startswith("checked"):
+        raise Wrong(differing[0] if differing else report.checked)
+    return {"answer": report.checked}
 
 
 class Trainee:
@@ -117,11 +131,6 @@ class Trainee:
         return True
 
 
-def _empty_cache(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.empty_cache()
-
-
 def _wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -145,7 +154,7 @@ def measure_memory(model: Model, device: str) -> dict[str, Any]:
         loss.backward()
         found[form] = {"kept_bytes": kept, "peak_bytes": torch.cuda.max_memory_allocated() - before}
         del trainee, loss
-        _empty_cache(device)
+        torch.cuda.empty_cache()
     lines = []
     for name in ("kept_bytes", "peak_bytes"):
         sizes = [f"{form} {found[form][name] / GIB:.2f} GiB{_compare(found, predicted, form, name)}" for form in found]
@@ -175,7 +184,7 @@ def find_largest_batch(model: Model, device: str, most: int = MOST) -> dict[str,
         largest[form] = fits
         rates[form] = statistics.median(trainee.tokens_per_s(batch) for _ in range(ROUNDS))
         del trainee, batch
-        _empty_cache(device)
+        torch.cuda.empty_cache()
     text = f"stock {largest['stock']} samples, Tempo {largest['tempo']}; {_compare_rates(rates)}"
     return {"answer": text, "largest_batch": largest, "tokens_per_s": rates}
 
@@ -199,9 +208,11 @@ def _compare_rates(rates: dict[str, float]) -> str:
 
 def list_memory_steps(device: str) -> Iterator[Step]:
     """Yields the steps of "Is the memory what we say?"."""
-    for model in (GPT2, LLAMA):
-        sized = model if device == "cuda" else model.shrink()
-        yield Step(f"memory of {model.name}", "memory", 12.0, functools.partial(measure_memory, sized, device))
+    models = {model.name: model if device == "cuda" else model.shrink() for model in (GPT2, LLAMA)}
+    for name, sized in models.items():
+        yield Step(f"{name} beside stock", "right", 15.0, functools.partial(compare_with_stock, sized, device))
+    for name, sized in models.items():
+        yield Step(f"memory of {name}", "memory", 12.0, functools.partial(measure_memory, sized, device))
     sized, most = (GPT2, MOST) if device == "cuda" else (GPT2.shrink(), 4)
     run = functools.partial(find_largest_batch, sized, device, most)
     yield Step(f"largest batch of {GPT2.name}", "memory", 45.0, run)

@@ -33,7 +33,7 @@ from tempo_torch.attention import PLACE
 from tempo_torch.position import Passes
 from tempo_torch.replace import give_class_back
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SAMPLES, _TOKENS, _WAVE = 2, 16, 8000
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -143,7 +143,7 @@ def _copy_without_memory(
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
     for module in model.modules():
-        for hooks in _HOOKS:
+        for hooks in HOOKS:
             memo[id(module.__dict__[hooks])] = collections.OrderedDict()
     twin, twin_passes, copied = copy.deepcopy((model, passes, call), memo)
     if not model.training:

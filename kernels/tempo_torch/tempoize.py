@@ -91,7 +91,7 @@ class _State:
         if isinstance(self.seen, Seen) and not (is_asked or is_changed) and flash is not None and flash.now is not None:
             give_back_attention(model)
             why = "none of its modules asks transformers' registry for attention"
-            self.made[self.made.index(flash)] = dataclasses.replace(flash, now=None, why=why)
+            self._leave([flash], why)
             self.seen = probe(model, self.passes, call)
         _check_applied(self.report(model), self.choices)
 
@@ -108,12 +108,9 @@ class _State:
                     module.leave_norms()
                     module.__dict__[PLACE].is_always_ours = False
                 give_class_back(module)
-                self.made = [
-                    dataclasses.replace(entry, now=None, why=f"it {why}")
-                    if entry.name == name and entry.operation in ("mlp", "qkv")
-                    else entry
-                    for entry in self.made
-                ]
+                self._leave(
+                    [each for each in self.made if each.name == name and each.operation in ("mlp", "qkv")], f"it {why}"
+                )
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def watch_first(self, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -174,12 +171,12 @@ class _State:
             if head is not None:
                 give_class_back(head)
                 change_class(head, DropsInput)
-        self.made = [
-            dataclasses.replace(entry, now=None, why=why)
-            if entry.now is not None and (entry.operation, entry.module) == (unit.operation, unit.kind)
-            else entry
-            for entry in self.made
-        ]
+        kind = unit.operation, unit.kind
+        self._leave([each for each in self.made if each.now is not None and (each.operation, each.module) == kind], why)
+
+    def _leave(self, entries: list[Entry], why: str) -> None:
+        """Notes that the modules of these entries are stock again."""
+        self.made = [dataclasses.replace(each, now=None, why=why) if each in entries else each for each in self.made]
 
     def report(self, model: nn.Module) -> Report:
         """Builds the report of what is known by now."""

@@ -22,12 +22,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tempo_torch.attention import PLACE, Caught, catching
 from tempo_torch.mlp import find_dropout
+from tempo_torch.probe import HOOKS
 
 DIRECT, THROUGH_STOCK = "direct", "through stock"
 """How attention's result goes on: to o_proj, or through the stock forward."""
 NORM = "tempo_norm"
 """The keyword by which a call that runs in tiles is told the norm, or None, that makes what it projects."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SAMPLES, _TOKENS, _ROWS = 2, 7, 4
 _LARGEST_DIFFERENCE = 1e-4
 """Of the largest element. Sums of thousands of products in float32 differ by a tenth of it."""
@@ -199,7 +199,7 @@ def _copy(module: Any, generator: torch.Generator) -> Any:
     for buffer in module.buffers():
         memo[id(buffer)] = _make(buffer, None, generator) if buffer.is_meta else buffer.detach().to("cpu").clone()
     for each in module.modules():
-        memo |= {id(each.__dict__[hooks]): collections.OrderedDict() for hooks in _HOOKS}
+        memo |= {id(each.__dict__[hooks]): collections.OrderedDict() for hooks in HOOKS}
         memo |= {id(e): e for e in [each.__dict__.get("config")] if e is not None}
     twin = copy.deepcopy(bare, memo).eval()
     twin.__dict__.pop("forward", None)

@@ -183,6 +183,14 @@ def test_every_model_trains_in_all_forms_and_its_largest_batch_is_found(model, m
     assert found["largest_batch"] == {"stock": 5, "tempo": 9} and "Tempo / stock" in found["answer"]
 
 
+def test_a_model_that_differs_from_stock_under_tempoize_is_wrong(monkeypatch):
+    tiny = models.GPT2.shrink()
+    assert models.compare_with_stock(tiny, "cpu")["answer"].startswith("checked: loss and")
+    monkeypatch.setattr("tempo_torch.activation.apply_activation", lambda x, *_: 2 * torch.nn.functional.gelu(x))
+    with pytest.raises(Wrong, match="activation: it differs from stock: "):
+        models.compare_with_stock(tiny, "cpu")
+
+
 def test_a_prediction_is_what_a_step_on_tensors_without_memory_keeps():
     found = {form: models.follow(models.GPT2.shrink(), form) for form in ("stock", "tempo")}
     assert 0 < found["tempo"]["kept_bytes"] < found["stock"]["kept_bytes"] < found["stock"]["peak_bytes"]
