@@ -7,7 +7,7 @@ Each rule has a reason. Where one makes code worse, change the rule, not the cod
 - no files import one another in a circle: each can be read with what lies below it;
 - triton stays in files named kernel*.py, which are imported when a CUDA tensor asks for them: without a GPU nothing of
   it is needed;
-- a room of tempo_kernels is entered by its __init__.py, so that what lies behind can change; `philox` and `pointwise`
+- a room of tempo_kernels is entered by its __init__.py, so that what lies behind can change; `philox` and `activation`
   are shared inside kernels, because a device function has no other door;
 - what is shipped replaces no name of another module with unittest.mock, nor reaches one by pkgutil: where code needs
   another to behave differently, that one has a parameter or a context for it;
@@ -68,13 +68,16 @@ ROOMS_BELOW: dict[str, tuple[str, ...]] = {
 # initialize works without what the trainer needs, Megatron-core first of all.
 DEEPSPEED_HOMES = ("tempo_megatron/training/", "tempo_megatron/deepspeed_initialize.py", "launch/")
 FILES = sorted(path for folder in FLOORS for path in (ROOT / folder).rglob("*.py"))
-SHARED_ROOMS = ("philox", "pointwise")
+SHARED_ROOMS = ("philox", "activation")
 SHARED_MODULES = (
     "backend",
     "compiled",
     "derivative",
     "fakes",
     "kernel_launch",
+    "kernel_numbers",
+    "kernel_sums",
+    "kernel_tiles",
     "opaque",
     "refill",
     "saved",
@@ -121,7 +124,7 @@ def misplaced(where: str, name: str, module: str) -> str | None:
         own, room = where.split("/")[2], module.partition(".")[2].partition(".")[0]
         allowed = (own, *SHARED_ROOMS, *SHARED_MODULES)
         if room not in allowed and len(where.split("/")) > 3:
-            return "only the rooms philox and pointwise are shared"
+            return "only the rooms philox and activation are shared"
     if top == "tempo_kernels" and floor < TOP_FLOOR and behind_the_door(module):
         room = module.split(".")[1]
         # Device functions have no other way in: a door must not import triton.
@@ -209,7 +212,7 @@ def test_no_test_file_imports_another() -> None:
         ("kernels/tempo_kernels/gelu/eager.py", "tempo_kernels.norm.eager.forward"),
         ("kernels/tempo_kernels/gelu/kernel.py", "tempo_kernels.norm.kernel.forward"),
         ("kernels/tempo_kernels/norm/kernel.py", "tempo_kernels.dropout_add.kernel.forward"),
-        ("kernels/tempo_kernels/gelu/function.py", "tempo_kernels.pointwise.kernel_activations"),
+        ("kernels/tempo_kernels/gelu/function.py", "tempo_kernels.activation.kernel_activations"),
         ("kernels/tempo_kernels/gelu/eager.py", "triton"),
         ("kernels/tempo_kernels/gelu/eager.py", "megatron.core.parallel_state"),
         ("kernels/tempo_kernels/gelu/function.py", "tempo_torch.tempoize"),

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tempo_kernels.activation import activate
 from tempo_kernels.gelu import gelu
-from tempo_kernels.pointwise import activate
 from tempo_kernels.recompute import recompute
 from tempo_kernels.squared_relu import squared_relu
 from tempo_torch.replace import Replaced

@@ -1,7 +1,7 @@
 """The activations that an MLP can have with Tempo: one table, by the names that a model's JSON has for them.
 
 A new one needs a row here, and Megatron's function in `FUNCTIONS` of `tempo_megatron/slots/mlp.py`. A new formula also
-goes into `tempo_kernels/pointwise`: for torch into `activations.py`, for Triton into `kernel_activations.py`.
+goes into `tempo_kernels/activation`: for torch into `activations.py`, for Triton into `kernel_activations.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Activation:
 
     name: str
     formula: str
-    """The function of x, or of the gate if it is gated: its name in `tempo_kernels.pointwise.ACTIVATIONS`."""
+    """The function of x, or of the gate if it is gated: its name in `tempo_kernels.activation.ACTIVATIONS`."""
 
     is_gated: bool = False
     """Whether the first linear gives gate and up, whose product formula(gate) * up is the output."""

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tempo_kernels import KEEPS
+from tempo_kernels.activation import activate
 from tempo_kernels.gelu import gelu
 from tempo_kernels.glu import glu
-from tempo_kernels.pointwise import activate
 from tempo_kernels.recompute import can_refill, drop, recompute, recompute_in_tiles
 from tempo_kernels.squared_relu import squared_relu
 from tempo_megatron.settings.activations import ACTIVATIONS, find_inplace_refusal

@@ -28,6 +28,8 @@ from torch import Tensor
 from ttir_ranges import find_overflows
 
 import tempo_kernels
+from tempo_kernels import kernel_sums, kernel_tiles
+from tempo_kernels.activation import kernel as pointwise
 from tempo_kernels.attention import kernel as attention
 from tempo_kernels.attention.settings import Inputs
 from tempo_kernels.attention.settings import Kept as KeptByAttention
@@ -43,8 +45,6 @@ from tempo_kernels.norm import kernel as norm
 from tempo_kernels.norm import kernel_long_rows as long_rows
 from tempo_kernels.norm import kernel_whole_rows as whole_rows
 from tempo_kernels.norm.operands import Kept, Norm, Statistics
-from tempo_kernels.pointwise import kernel as pointwise
-from tempo_kernels.pointwise import kernel_sums, kernel_tiles
 from tempo_kernels.squared_relu import kernel as squared_relu
 
 LIMIT = 1 << 31

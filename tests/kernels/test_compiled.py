@@ -14,6 +14,9 @@ from torch.nn import functional as F
 from witness import assert_three_witnesses, assert_within_rule
 
 from tempo_kernels import compiled
+from tempo_kernels.activation import cpu as cpu_pointwise
+from tempo_kernels.activation import eager as eager_pointwise
+from tempo_kernels.activation import forward_with_bits
 from tempo_kernels.gelu import cpu as gelu
 from tempo_kernels.gelu.inverse import INVERSES, derivative_float64
 from tempo_kernels.glu import cpu as cpu_glu
@@ -21,9 +24,6 @@ from tempo_kernels.norm import cpu as cpu_norm
 from tempo_kernels.norm import cpu_compiled, layer_norm, rms_norm
 from tempo_kernels.philox import drop_mask, eager
 from tempo_kernels.philox import function as philox
-from tempo_kernels.pointwise import cpu as cpu_pointwise
-from tempo_kernels.pointwise import eager as eager_pointwise
-from tempo_kernels.pointwise import forward_with_bits
 from tempo_kernels.squared_relu import cpu as cpu_squared_relu
 from tempo_kernels.squared_relu import eager as eager_squared_relu
 

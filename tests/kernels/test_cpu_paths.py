@@ -8,6 +8,9 @@ from covering import parametrize_covering
 from gelu_inputs import ACTIVATION, FORMS
 from witness import assert_within_rule
 
+from tempo_kernels.activation import ACTIVATIONS, sum_rows
+from tempo_kernels.activation import cpu as pointwise_cpu
+from tempo_kernels.activation import eager as pointwise_eager
 from tempo_kernels.attention import cpu as attention_cpu
 from tempo_kernels.attention import eager as attention_eager
 from tempo_kernels.attention.settings import Inputs, Kept, Settings
@@ -19,9 +22,6 @@ from tempo_kernels.glu import eager as glu_eager
 from tempo_kernels.linear_cross_entropy import cpu as loss_cpu
 from tempo_kernels.linear_cross_entropy import eager as loss_eager
 from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
-from tempo_kernels.pointwise import ACTIVATIONS, sum_rows
-from tempo_kernels.pointwise import cpu as pointwise_cpu
-from tempo_kernels.pointwise import eager as pointwise_eager
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 SHAPES = [(37, 3, 48), (5, 33), (1, 1), (0, 16), (3, 0), (1024,)]

@@ -20,12 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import tempo_kernels
+from tempo_kernels.activation import cpu as pointwise_cpu
 from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_kernels.gelu import cpu as gelu_cpu
 from tempo_kernels.glu import cpu as glu_cpu
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy
 from tempo_kernels.norm import cpu as norm_cpu
-from tempo_kernels.pointwise import cpu as pointwise_cpu
 from tempo_kernels.recompute import recompute
 
 ROOT = Path(__file__).parents[2]
@@ -236,7 +236,7 @@ PUBLIC: dict[str, Callable[[Tensor], Tensor]] = {
     "recompute": lambda x: recompute(torch.sin, x),
 }
 every_public_operation = pytest.mark.parametrize("name", PUBLIC)
-SHARED_ROOMS = {"philox", "pointwise", "offload"}
+SHARED_ROOMS = {"philox", "activation", "offload"}
 BESIDE_OPERATIONS = {
     "describe",
     "find_backend",

@@ -24,6 +24,8 @@ from covering import exhaustive
 from torch import Tensor
 from ttir_ranges import find_overflows
 
+from tempo_kernels import kernel_sums
+from tempo_kernels.activation import kernel as pointwise
 from tempo_kernels.dropout_add import Draw
 from tempo_kernels.dropout_add import kernel as dropout_add
 from tempo_kernels.gelu import kernel as gelu
@@ -33,8 +35,6 @@ from tempo_kernels.norm import kernel_long_rows as norm_long_rows
 from tempo_kernels.norm import kernel_lost_channels as norm_lost_channels
 from tempo_kernels.norm import kernel_whole_rows as norm_whole_rows
 from tempo_kernels.norm.operands import Norm
-from tempo_kernels.pointwise import kernel as pointwise
-from tempo_kernels.pointwise import kernel_sums
 from tempo_kernels.squared_relu import kernel as squared_relu
 
 MODULES = [dropout_add, norm_whole_rows, norm_long_rows, norm_lost_channels]

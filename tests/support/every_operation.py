@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tempo_kernels.activation import activate
 from tempo_kernels.attention import attention
 from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_kernels.gelu import gelu
 from tempo_kernels.glu import geglu, glu, reglu, swiglu
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 from tempo_kernels.norm import layer_norm, rms_norm
-from tempo_kernels.pointwise import activate
 from tempo_kernels.silu import silu
 from tempo_kernels.squared_relu import squared_relu
 

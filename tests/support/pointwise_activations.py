@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tempo_kernels.activation import activate
 from tempo_kernels.gelu import gelu
 from tempo_kernels.glu import geglu, reglu, swiglu
-from tempo_kernels.pointwise import activate
 from tempo_kernels.silu import silu
 from tempo_kernels.squared_relu import squared_relu
 

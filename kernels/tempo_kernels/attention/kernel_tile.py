@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 
 from tempo_kernels.attention import settings, walks
+from tempo_kernels.kernel_numbers import IS_COMPILED
 from tempo_kernels.philox.kernel import philox4x32
-from tempo_kernels.pointwise.kernel_activations import IS_COMPILED
 
 # triton 3.3 cannot compile the joins of a transposed tile. There each key makes its own call of Philox.
 JOINS_TRANSPOSED = tl.constexpr(not triton.__version__.startswith("3.3."))

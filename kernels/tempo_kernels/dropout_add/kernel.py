@@ -4,7 +4,7 @@ Tensors are read as [s * b, h] in tiles of a few rows by a strip of columns. For
 Philox4x32 (Salmon et al., SC 2011), whose counter is the element's position: nothing is stored, and the mask does not
 depend on the tiling. One call gives 8 x 16 bits, and a thread holds eight neighbours of a row, 16 bytes of a 16-bit
 type: it draws exactly the bits that it needs. The bias gradient is summed over rows in two stages of fixed order: in
-registers over a program's tiles, then over the programs (pointwise/kernel_sums.py).
+registers over a program's tiles, then over the programs (kernel_sums.py).
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from torch import Tensor
 
 from tempo_kernels.dropout_add.draw import Draw
 from tempo_kernels.kernel_launch import MAX_PLANS, Plan, cache_plans, launch
-from tempo_kernels.philox import LANES, effective_probability, threshold
-from tempo_kernels.philox.kernel import drop_mask, key_words, load_draw
-from tempo_kernels.pointwise.kernel_sums import (
+from tempo_kernels.kernel_sums import (
     STRIP_COLUMNS,
     BackwardPlan,
     add_up,
@@ -30,7 +28,9 @@ from tempo_kernels.pointwise.kernel_sums import (
     plan_chunks,
     store_sums,
 )
-from tempo_kernels.pointwise.kernel_tiles import check_dtype
+from tempo_kernels.kernel_tiles import check_dtype
+from tempo_kernels.philox import LANES, effective_probability, threshold
+from tempo_kernels.philox.kernel import drop_mask, key_words, load_draw
 
 TILE_BYTES = 8192
 BACKWARD_PROGRAMS = 5

@@ -15,9 +15,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tempo_kernels.activation import choose_chunk_size, sum_rows
 from tempo_kernels.compiled import Compiled, pays_for
 from tempo_kernels.gelu.inverse import INVERSES, Y_MAX, Inverse, derivative_float64, evaluate, interpolate_float64
-from tempo_kernels.pointwise import choose_chunk_size, sum_rows
 
 COMPILED_ELEMENTS = 1 << 20
 """Elements of a tensor from which on one compilation, which takes seconds, is worth its time."""

@@ -2,7 +2,7 @@
 
     y = GELU(x + bias),  bit = x + bias >= x_min        grad_x = grad_y GELU'(x(y)), by the formula of inverse.py
 
-The derivative is computed in float32, in float64 for float64. y and the bits come from pointwise.forward_with_bits.
+The derivative is computed in float32, in float64 for float64. y and the bits come from activation.forward_with_bits.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tempo_kernels.activation import sum_rows, unpack_bits
 from tempo_kernels.gelu.inverse import INVERSES, Y_MAX, derivative_float64, evaluate
-from tempo_kernels.pointwise import sum_rows, unpack_bits
 
 
 def backward(

@@ -3,7 +3,7 @@
 Backward reads y and the bit of the branch, eight bits to a byte, and evaluates GELU'(x(y)) by the rational function of
 inverse.py. The idea is Tempo's (Andoorveedu et al., NeurIPS 2022); one quotient in the signed root of y - minimum takes
 the place of its piecewise polynomials. The bit becomes the sign of the root without a comparison or a branch. Forward,
-which writes y and the bits, is in pointwise/kernel.py.
+which writes y and the bits, is in activation/kernel.py.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tempo_kernels import kernel_tiles as tiles
 from tempo_kernels.gelu.kernel_inverse import find_slope, list_coefficients
 from tempo_kernels.kernel_launch import cache_plans
-from tempo_kernels.pointwise import kernel_tiles as tiles
-from tempo_kernels.pointwise.kernel_sums import BackwardPlan
+from tempo_kernels.kernel_sums import BackwardPlan
 
 
 @triton.jit(do_not_specialize=["num_units", "tiles_per_program"])

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tempo_kernels.gelu.inverse import INVERSES, SHORT_INVERSES, Y_MAX
-from tempo_kernels.pointwise.kernel_activations import invert
+from tempo_kernels.kernel_numbers import invert
 
 
 @cache

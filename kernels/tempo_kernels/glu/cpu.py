@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tempo_kernels import compiled
+from tempo_kernels.activation import ACTIVATIONS, sum_rows
 from tempo_kernels.compiled import Compiled, split_columns
-from tempo_kernels.pointwise import ACTIVATIONS, sum_rows
 
 BLOCK_ELEMENTS = 1 << 18
 COMPILED_ELEMENTS = 1 << 20

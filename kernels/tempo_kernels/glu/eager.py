@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tempo_kernels.pointwise import ACTIVATIONS
+from tempo_kernels.activation import ACTIVATIONS
 
 
 def forward(x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None = None) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tempo_kernels.activation import ACTIVATIONS, OperationOfInput, check_tensors
 from tempo_kernels.glu import cpu
-from tempo_kernels.pointwise import ACTIVATIONS, OperationOfInput, check_tensors
 from tempo_kernels.transforms import takes_plain_tensors
 
 
@@ -16,7 +16,7 @@ def glu(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     Args:
         x: [..., 2f], gate then up, float32, bfloat16, float16 or float64 (on a GPU not float64), any strides.
         bias: [2f] of x's dtype, or None.
-        activation: a name in `tempo_kernels.pointwise.ACTIVATIONS`.
+        activation: a name in `tempo_kernels.activation.ACTIVATIONS`.
 
     Returns:
         y [..., f] of x's dtype, contiguous.

@@ -3,7 +3,7 @@
 A tile is a few rows by a strip of columns of y. Gates and ups lie f columns apart in x; one program reads both, so that
 x is read once and y or grad_x is written once. A thread holds eight neighbours of each, 16 bytes of a 16-bit type.
 Backward computes the activation and its derivative together, because they share their exponential, and sums grad_x over
-rows in two stages of fixed order (pointwise/kernel_sums.py).
+rows in two stages of fixed order (kernel_sums.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tempo_kernels import kernel_sums
+from tempo_kernels.activation.kernel_activations import activate, differentiate
 from tempo_kernels.kernel_launch import Plan, cache_plans, launch
-from tempo_kernels.pointwise import kernel_sums
-from tempo_kernels.pointwise.kernel_activations import activate, differentiate
-from tempo_kernels.pointwise.kernel_tiles import OPTIONS, Sizes, allocate_like, check_dtype, describe
+from tempo_kernels.kernel_tiles import OPTIONS, Sizes, allocate_like, check_dtype, describe
 
 TILE_ELEMENTS = 2048
 SUMS_TILE = 1024

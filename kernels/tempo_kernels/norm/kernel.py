@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.kernel_launch import Plan, cache_plans, guard_device
+from tempo_kernels.kernel_tiles import check_dtype
 from tempo_kernels.norm import kernel_long_rows as long_rows
 from tempo_kernels.norm import kernel_whole_rows as whole_rows
 from tempo_kernels.norm.kernel_lost_channels import SMALLEST, prepare_lost_channels
 from tempo_kernels.norm.operands import Kept, Norm, Statistics, choose_output_dtype
 from tempo_kernels.norm.reserve import check_after_backward
-from tempo_kernels.pointwise.kernel_tiles import check_dtype
 
 FORWARD_ROW_BYTES = 32768
 BACKWARD_ROW_BYTES = 16384

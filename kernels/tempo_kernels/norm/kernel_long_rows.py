@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tempo_kernels.kernel_launch import Plan, launch
+from tempo_kernels.kernel_numbers import invert
+from tempo_kernels.kernel_sums import add_up, find_counters, is_last
 from tempo_kernels.norm.kernel_lost_channels import (
     choose_divisor,
     find_channels,
@@ -26,8 +28,6 @@ from tempo_kernels.norm.kernel_lost_channels import (
     store_lost,
 )
 from tempo_kernels.norm.kernel_rows import load_parameters, place_tile, store_sums
-from tempo_kernels.pointwise.kernel_activations import invert
-from tempo_kernels.pointwise.kernel_sums import add_up, find_counters, is_last
 
 OPTIONS: dict[str, Any] = {"BLOCK_COLUMNS": 4096, "num_warps": 8, "enable_fp_fusion": True}
 SUMS_OPTIONS: dict[str, Any] = {"BLOCK_ROWS": 4, "BLOCK_COLUMNS": 256, "num_warps": 4, "enable_fp_fusion": True}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tempo_kernels.pointwise.kernel_activations import IS_COMPILED
+from tempo_kernels.kernel_numbers import IS_COMPILED
 
 
 @triton.jit

@@ -23,6 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tempo_kernels.kernel_launch import Plan, count_multiprocessors, launch
+from tempo_kernels.kernel_numbers import invert
+from tempo_kernels.kernel_sums import launch_sums, plan_sums
 from tempo_kernels.norm.kernel_lost_channels import (
     choose_divisor,
     find_channels,
@@ -31,8 +33,6 @@ from tempo_kernels.norm.kernel_lost_channels import (
     store_lost,
 )
 from tempo_kernels.norm.kernel_rows import load_parameters, store_sums, widen
-from tempo_kernels.pointwise.kernel_activations import invert
-from tempo_kernels.pointwise.kernel_sums import launch_sums, plan_sums
 
 FORWARD_PROGRAMS = 2048
 TILE, LARGE_TILE = 2048, 8192

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tempo_kernels.activation import double_product, sum_rows
 from tempo_kernels.compiled import Compiled, pays_for
-from tempo_kernels.pointwise import double_product, sum_rows
 from tempo_kernels.squared_relu.eager import take_root
 
 COMPILED_ELEMENTS = 1 << 20

@@ -5,7 +5,7 @@
 The root gives r back exactly. The rounded square is off by at most half an ulp of y. The root has slope 1 / (2 r), so
 its argument's error becomes at most 0.71 of half an ulp of r, and rounding gives r again. Exceptions are values whose
 square leaves the range of the dtype: in float16 r is infinite from 256 on, has lost digits below 0.008 and all of them
-below 0.0002. Forward is in pointwise.
+below 0.0002. Forward is in activation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tempo_kernels.pointwise import sum_rows
+from tempo_kernels.activation import sum_rows
 
 
 def backward(grad_y: Tensor, y: Tensor, has_grad_bias: bool) -> tuple[Tensor, Tensor | None]:

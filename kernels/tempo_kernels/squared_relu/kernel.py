@@ -3,7 +3,7 @@
 y = r**2 with r = relu(x + bias) (So et al., "Primer", 2021), so grad_x = 2 sqrt(y) grad_y needs y alone. The root of
 the rounded square, rounded to the dtype of y, is r again bit for bit; eager.py says why. For a 16-bit y an approximate
 float32 root suffices, because the rounding hides its error; a float32 y needs the correctly rounded root.
-Forward, and the derivative from the input, are in pointwise/kernel.py.
+Forward, and the derivative from the input, are in activation/kernel.py.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tempo_kernels import kernel_tiles as tiles
 from tempo_kernels.kernel_launch import cache_plans
-from tempo_kernels.pointwise import kernel_tiles as tiles
-from tempo_kernels.pointwise.kernel_sums import BackwardPlan
+from tempo_kernels.kernel_sums import BackwardPlan
 
 
 @triton.jit(do_not_specialize=["num_units", "tiles_per_program"])

@@ -9,8 +9,8 @@ from gelu_inverse_fit import fit
 from torch import Tensor
 from witness import assert_within_rule, kept_storages, outputs_and_gradients, ulp
 
+from tempo_kernels.activation import cpu as pointwise_cpu
 from tempo_kernels.gelu import cpu, gelu, inverse
-from tempo_kernels.pointwise import cpu as pointwise_cpu
 
 # Largest error of GELU' over [-8, 8] where an exact inverse is given y rounded to the dtype: what no method can better.
 FLOORS = {

@@ -25,10 +25,10 @@ from witness import (
     outputs_and_gradients,
 )
 
+from tempo_kernels.activation import activate
+from tempo_kernels.activation import cpu as pointwise_cpu
 from tempo_kernels.glu import cpu as glu_cpu
 from tempo_kernels.glu import geglu, reglu, swiglu
-from tempo_kernels.pointwise import activate
-from tempo_kernels.pointwise import cpu as pointwise_cpu
 from tempo_kernels.squared_relu import squared_relu
 
 NAN, INF = float("nan"), float("inf")

@@ -15,12 +15,12 @@ from interpreted import DEVICE, DTYPES, assert_as_specified, check_backward, che
 from pointwise_activations import ACTIVATIONS, every_number, misaligned, over_the_range, strided
 from witness import ulp
 
+from tempo_kernels.activation import eager, kernel
 from tempo_kernels.gelu import eager as gelu_eager
 from tempo_kernels.gelu import kernel as gelu_kernel
 from tempo_kernels.gelu.inverse import INVERSES
 from tempo_kernels.glu import eager as glu_eager
 from tempo_kernels.glu import kernel as glu_kernel
-from tempo_kernels.pointwise import eager, kernel
 from tempo_kernels.squared_relu import eager as square_eager
 from tempo_kernels.squared_relu import kernel as square_kernel
 

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from interpreted import DEVICE, kernel_test
 
-from tempo_kernels.pointwise import kernel_sums
-from tempo_kernels.pointwise.kernel_sums import add_up, find_counters, is_last, store_sums
+from tempo_kernels import kernel_sums
+from tempo_kernels.kernel_sums import add_up, find_counters, is_last, store_sums
 
 
 @triton.jit

@@ -9,10 +9,10 @@ from interpreted import DEVICE, DTYPES, kernel_test
 from norm_inputs import PARAMETERS
 from norm_kernel_checks import check_both_forms, norm_forward_and_backward, norm_from_input, norm_of, random_norm
 
+from tempo_kernels import kernel_sums
 from tempo_kernels.norm import kernel as norm_kernel
 from tempo_kernels.norm import kernel_long_rows as long_rows
 from tempo_kernels.norm import kernel_whole_rows as whole_rows
-from tempo_kernels.pointwise import kernel_sums
 
 
 @kernel_test

@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tempo_kernels import kernel_tiles as tiles
+from tempo_kernels.activation.activations import ACTIVATIONS
+from tempo_kernels.activation.eager import smallest_at_least
+from tempo_kernels.activation.kernel_activations import activate, differentiate
 from tempo_kernels.kernel_launch import Plan, cache_plans, launch
-from tempo_kernels.pointwise import kernel_tiles as tiles
-from tempo_kernels.pointwise.activations import ACTIVATIONS
-from tempo_kernels.pointwise.eager import smallest_at_least
-from tempo_kernels.pointwise.kernel_activations import activate, differentiate
-from tempo_kernels.pointwise.kernel_sums import BackwardPlan
+from tempo_kernels.kernel_sums import BackwardPlan
 
 
 @triton.jit(do_not_specialize=["num_units"])

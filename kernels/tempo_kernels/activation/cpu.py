@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tempo_kernels.activation.activations import ACTIVATIONS
+from tempo_kernels.activation.eager import find_sum_dtype, smallest_at_least, sum_rows
 from tempo_kernels.compiled import Compiled, pays_for
-from tempo_kernels.pointwise.activations import ACTIVATIONS
-from tempo_kernels.pointwise.eager import find_sum_dtype, smallest_at_least, sum_rows
 
 COMPILED_ELEMENTS = 1 << 20
 """Elements of a tensor from which on one compilation, which takes seconds, is worth its time."""

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tempo_kernels.activation import cpu
+from tempo_kernels.activation.activations import ACTIVATIONS
 from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.fakes import run_or_simulate
 from tempo_kernels.opaque import opaque
-from tempo_kernels.pointwise import cpu
-from tempo_kernels.pointwise.activations import ACTIVATIONS
 from tempo_kernels.refill import allow_refill
 from tempo_kernels.transforms import takes_plain_tensors
 

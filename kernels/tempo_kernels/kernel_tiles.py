@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tempo_kernels import kernel_sums
 from tempo_kernels.kernel_launch import launch
-from tempo_kernels.pointwise import kernel_sums
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLAT_COLUMNS = 1024

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tempo_kernels.pointwise.activations import ACTIVATIONS
+from tempo_kernels.activation.activations import ACTIVATIONS
 
 _PLACES = (7, 6, 5, 4, 3, 2, 1, 0)
 
