@@ -1,4 +1,4 @@
-"""Fits the polynomials P and Q of tempo_kernels/gelu/inverse.py, and prints them with their error.
+"""Fits the polynomials P and Q of tempo_kernels/activation/inverse.py, and prints them with their error.
 
 python benchmarks/gelu_inverse_fit.py       # a minute
 """
@@ -10,20 +10,20 @@ from dataclasses import fields, replace
 
 import torch
 
-from tempo_kernels.gelu.inverse import Inverse, evaluate, gelu_derivative_float64, gelu_float64
+from tempo_kernels.activation.inverse import Inverse, evaluate, gelu_derivative_float64, gelu_float64
 
 DEGREES = ((7, 9), (4, 5), (5, 7))
 """Of P and Q for float32, bfloat16 and float16: rounding a 16-bit y costs more than the shorter polynomials do."""
 
 
-def fit(approximate: str, numerator_degree: int = 7, denominator_degree: int = 9, rounds: int = 300) -> Inverse:
+def fit(activation: str, numerator_degree: int = 7, denominator_degree: int = 9, rounds: int = 300) -> Inverse:
     """Fits P and Q so that the largest weighted error is smallest, by iteratively reweighted linear least squares."""
-    x_min, minimum = _find_minimum(approximate)
+    x_min, minimum = _find_minimum(activation)
     root_zero = math.sqrt(-minimum)
     # Chebyshev points of [-9, 5], except where y - minimum has lost its digits; the function is smooth there anyway.
     x = -2 - 7 * torch.cos(torch.linspace(0, math.pi, 3000, dtype=torch.float64))
     x = x[(x - x_min).abs() > 0.01]
-    y, target = gelu_float64(x, approximate), gelu_derivative_float64(x, approximate)
+    y, target = gelu_float64(x, activation), gelu_derivative_float64(x, activation)
     s = torch.sign(x - x_min) * torch.sqrt(y - minimum)
     factor = s * torch.where(s < 0, -y / (root_zero - s), s + root_zero)
     # The middle counts more: most inputs lie there, and around the minimum the rounding of y already costs accuracy.
@@ -61,13 +61,13 @@ def fit(approximate: str, numerator_degree: int = 7, denominator_degree: int = 9
     return replace(inverse, fit_error=(evaluate(inverse, s.float()).double() - target).abs().max().item())
 
 
-def _find_minimum(approximate: str) -> tuple[float, float]:
+def _find_minimum(activation: str) -> tuple[float, float]:
     """Returns x_min and GELU(x_min)."""
     low, high = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-0.5], dtype=torch.float64)
     for _ in range(60):
         middle = 0.5 * (low + high)
-        low, high = (middle, high) if gelu_derivative_float64(middle, approximate).item() < 0 else (low, middle)
-    return low.item(), gelu_float64(low, approximate).item()
+        low, high = (middle, high) if gelu_derivative_float64(middle, activation).item() < 0 else (low, middle)
+    return low.item(), gelu_float64(low, activation).item()
 
 
 def _round_to_float32(value: float) -> float:
@@ -76,10 +76,10 @@ def _round_to_float32(value: float) -> float:
 
 def main() -> None:
     """Prints INVERSES and SHORT_INVERSES with P and Q from a fresh fit."""
-    for approximate in ("none", "tanh"):
+    for activation in ("gelu", "gelu_tanh"):
         for degrees in DEGREES:
-            inverse = fit(approximate, *degrees)
-            print(f'    "{approximate}", P of degree {degrees[0]} and Q of degree {degrees[1]}: Inverse(')
+            inverse = fit(activation, *degrees)
+            print(f'    "{activation}", P of degree {degrees[0]} and Q of degree {degrees[1]}: Inverse(')
             for field in fields(inverse):
                 value = getattr(inverse, field.name)
                 digits = [f"{number:.9g}" for number in value] if isinstance(value, tuple) else []

@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tempo_kernels.gelu.inverse import INVERSES, Y_MAX, evaluate
+from tempo_kernels.activation.inverse import INVERSES, Y_MAX, evaluate
 from tempo_kernels.norm import layer_norm
 from tempo_kernels.offload import Engine, Offload, ThreadDevice, move_all
 from tempo_kernels.philox import function as philox
@@ -166,14 +166,14 @@ class GeluWithByteMask(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         y = F.gelu(x)
-        ctx.save_for_backward(y, x >= INVERSES["none"].x_min)
+        ctx.save_for_backward(y, x >= INVERSES["gelu"].x_min)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> Tensor:
         y, is_right = ctx.saved_tensors
-        inverse = INVERSES["none"]
+        inverse = INVERSES["gelu"]
         above = (y.float() - inverse.y_min).clamp(inverse.y_min_low, Y_MAX - inverse.y_min) - inverse.y_min_low
         slope = evaluate(inverse, torch.where(is_right, 1.0, -1.0) * above.sqrt())
         return (slope * grad_y).to(y.dtype)

@@ -17,7 +17,9 @@ from tempo_megatron.cli import _COMMANDS
 ROOT = Path(__file__).parent.parent
 # The extra "train" brings them, the extra "megatron" does not.
 NOT_MEGATRONS = ("tokenizers", "tqdm", "safetensors", "deepspeed", "tensorboard", "matplotlib")
-ROOMS = sorted(path.parent.name for path in (ROOT / "kernels" / "tempo_kernels").glob("*/__init__.py"))
+KERNELS = ROOT / "kernels" / "tempo_kernels"
+ROOMS = sorted(path.parent.name for path in KERNELS.glob("*/__init__.py"))
+ROOMS += sorted(path.stem for path in KERNELS.glob("*.py") if "\n__all__ = " in path.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ Each rule has a reason. Where one makes code worse, change the rule, not the cod
 - no files import one another in a circle: each can be read with what lies below it;
 - triton stays in files named kernel*.py, which are imported when a CUDA tensor asks for them: without a GPU nothing of
   it is needed;
-- a room of tempo_kernels is entered by its __init__.py, so that what lies behind can change; `philox` and `activation`
-  are shared inside kernels, because a device function has no other door;
+- a room of tempo_kernels is entered by its __init__.py, so that what lies behind can change; `philox` is shared inside
+  kernels, because a device function has no other door;
 - what is shipped replaces no name of another module with unittest.mock, nor reaches one by pkgutil: where code needs
   another to behave differently, that one has a parameter or a context for it;
 - no test file imports another: what tests share lies in a module that is named after it, so that a reader finds it
@@ -68,7 +68,7 @@ ROOMS_BELOW: dict[str, tuple[str, ...]] = {
 # initialize works without what the trainer needs, Megatron-core first of all.
 DEEPSPEED_HOMES = ("tempo_megatron/training/", "tempo_megatron/deepspeed_initialize.py", "launch/")
 FILES = sorted(path for folder in FLOORS for path in (ROOT / folder).rglob("*.py"))
-SHARED_ROOMS = ("philox", "activation")
+SHARED_ROOMS = ("philox",)
 SHARED_MODULES = (
     "backend",
     "compiled",
@@ -77,7 +77,6 @@ SHARED_MODULES = (
     "kernel_launch",
     "kernel_numbers",
     "kernel_sums",
-    "kernel_tiles",
     "opaque",
     "refill",
     "saved",
@@ -124,7 +123,7 @@ def misplaced(where: str, name: str, module: str) -> str | None:
         own, room = where.split("/")[2], module.partition(".")[2].partition(".")[0]
         allowed = (own, *SHARED_ROOMS, *SHARED_MODULES)
         if room not in allowed and len(where.split("/")) > 3:
-            return "only the rooms philox and activation are shared"
+            return "only the room philox is shared"
     if top == "tempo_kernels" and floor < TOP_FLOOR and behind_the_door(module):
         room = module.split(".")[1]
         # Device functions have no other way in: a door must not import triton.
@@ -205,24 +204,24 @@ def test_no_test_file_imports_another() -> None:
 @pytest.mark.parametrize(
     ("where", "module"),
     [
-        ("kernels/tempo_kernels/gelu/function.py", "tempo_megatron.settings.config"),
-        ("kernels/tempo_kernels/gelu/function.py", "tempo_kernels.norm.layer_norm"),
-        ("kernels/tempo_kernels/gelu/function.py", "tempo_kernels.philox.eager"),
-        ("kernels/tempo_kernels/gelu/function.py", "tempo_kernels.philox.eager.words"),
-        ("kernels/tempo_kernels/gelu/eager.py", "tempo_kernels.norm.eager.forward"),
-        ("kernels/tempo_kernels/gelu/kernel.py", "tempo_kernels.norm.kernel.forward"),
+        ("kernels/tempo_kernels/activation/function.py", "tempo_megatron.settings.config"),
+        ("kernels/tempo_kernels/activation/function.py", "tempo_kernels.norm.layer_norm"),
+        ("kernels/tempo_kernels/activation/function.py", "tempo_kernels.philox.eager"),
+        ("kernels/tempo_kernels/activation/function.py", "tempo_kernels.philox.eager.words"),
+        ("kernels/tempo_kernels/activation/eager.py", "tempo_kernels.norm.eager.forward"),
+        ("kernels/tempo_kernels/activation/kernel.py", "tempo_kernels.norm.kernel.forward"),
         ("kernels/tempo_kernels/norm/kernel.py", "tempo_kernels.dropout_add.kernel.forward"),
-        ("kernels/tempo_kernels/gelu/function.py", "tempo_kernels.activation.kernel_activations"),
-        ("kernels/tempo_kernels/gelu/eager.py", "triton"),
-        ("kernels/tempo_kernels/gelu/eager.py", "megatron.core.parallel_state"),
-        ("kernels/tempo_kernels/gelu/function.py", "tempo_torch.tempoize"),
+        ("kernels/tempo_kernels/gelu.py", "tempo_kernels.activation.kernel_activations"),
+        ("kernels/tempo_kernels/activation/eager.py", "triton"),
+        ("kernels/tempo_kernels/activation/eager.py", "megatron.core.parallel_state"),
+        ("kernels/tempo_kernels/activation/function.py", "tempo_torch.tempoize"),
         ("kernels/tempo_torch/norm.py", "tempo_kernels.norm.function.layer_norm"),
         ("kernels/tempo_torch/tempoize.py", "tempo_megatron.settings.config"),
         ("kernels/tempo_torch/tempoize.py", "megatron.core"),
         ("kernels/tempo_torch/tempoize.py", "deepspeed"),
         ("tempo_megatron/slots/mlp.py", "deepspeed"),
         ("tempo_megatron/memory/fake_tensors.py", "unittest.mock"),
-        ("tempo_megatron/slots/mlp.py", "tempo_kernels.gelu.function.gelu"),
+        ("tempo_megatron/slots/mlp.py", "tempo_kernels.activation.function.activate"),
         ("tempo_megatron/slots/mlp.py", "launch.pretrain_gpt"),
         ("launch/pretrain_gpt.py", "tests.distributed"),
         ("tempo_megatron/memory/estimate/estimate.py", "tempo_megatron.data.tokenizer.GPT2Tokenizer"),

@@ -20,21 +20,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from roofline.launches import Launch, record_launches
 from roofline.walks import PRODUCTS
 from tempo_kernels import kernel_sums
-from tempo_kernels.activation import kernel as pointwise
+from tempo_kernels.activation import kernel as activation
 from tempo_kernels.attention import kernel as attention_kernel
 from tempo_kernels.attention import kernel_columns, kernel_heads, kernel_rows
 from tempo_kernels.attention.settings import Inputs, Kept, Settings
 from tempo_kernels.dropout_add import kernel as dropout_add
-from tempo_kernels.gelu import kernel as gelu
-from tempo_kernels.glu import kernel as glu
 from tempo_kernels.linear_cross_entropy import kernel as loss_head
 from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
 from tempo_kernels.norm import kernel_long_rows, kernel_lost_channels, kernel_whole_rows, reserve
 from tempo_kernels.norm import kernel_rows as norm_rows
-from tempo_kernels.squared_relu import kernel as squared_relu
 
 SIZES = Sizes(s=2048, b=4, h=4096, ffn=16384, gated_ffn=11008, p=0.1, dtype=torch.bfloat16)
-POINTWISE = [dropout_add, gelu, glu, pointwise, squared_relu, kernel_sums]
+POINTWISE = [dropout_add, activation, kernel_sums]
 POINTWISE += [norm_rows, kernel_whole_rows, kernel_long_rows, kernel_lost_channels]
 VOCABULARY, CHUNK_ROWS = 50304, 4096
 

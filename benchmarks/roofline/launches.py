@@ -70,9 +70,13 @@ def record_launches(run: Callable[[], Any], modules: Iterable[ModuleType]) -> li
 
 def source_of(launch: Launch) -> ASTSource:
     """What Triton's own launcher would compile: ones are constants, multiples of 16 are known as such."""
-    signature, constants, attributes = {}, {}, {}
+    signature: dict[str, Any] = {}
+    constants, attributes = {}, {}
     for index, parameter in enumerate(launch.kernel.params):
         value, specialized = launch.arguments[parameter.name], not parameter.do_not_specialize
+        if isinstance(value, tuple) and not parameter.is_constexpr:  # of floats
+            signature[parameter.name] = ("fp32",) * len(value)
+            continue
         if hasattr(value, "block_shape"):
             signature[parameter.name] = mangle_type(value)
             continue

@@ -132,7 +132,8 @@ def write_reference() -> str:
         f"tempo_torch.{name}" for name in read_constant("kernels/tempo_torch/__init__.py", "__all__")
     ]
     for room in ROOMS:
-        names = read_constant(f"kernels/tempo_kernels/{room}/__init__.py", "__all__")
+        file = f"kernels/tempo_kernels/{room}.py"
+        names = read_constant(file if (ROOT / file).exists() else file.replace(".py", "/__init__.py"), "__all__")
         chapters[f"tempo_kernels.{room}"] = [f"tempo_kernels.{room}.{name}" for name in names]
     for package, names in chapters.items():
         lines += ["", f"## {package}"]

@@ -1,9 +1,19 @@
-"""Arithmetic that the kernels of several rooms share."""
+"""Arithmetic that the kernels of several rooms share, and the dtypes that they take."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_dtype(operation: str, x: Tensor) -> None:
+    """Raises ValueError for a dtype that the kernels do not compute."""
+    if x.dtype not in DTYPES:
+        raise ValueError(f"{operation}: x is {x.dtype}; expected float32, float16 or bfloat16 on a GPU; cast it")
 
 
 @triton.jit

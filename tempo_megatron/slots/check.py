@@ -49,7 +49,7 @@ from tempo_megatron.slots.slot_content import find_class, find_submodules
 
 NUM_TOKENS = 64
 _SLACK = 4
-# Of the derivative from gelu's output, which is 1 where x is large (tempo_kernels/gelu/function.py).
+# Of the derivative from gelu's output, which is 1 where x is large (tempo_kernels/gelu.py).
 _GELU_ERRORS = {torch.float32: 5.1e-5, torch.float16: 7.1e-3, torch.bfloat16: 1.6e-2}
 # What the two layers have in place of the run's: no dropout, no random number, nothing that writes elsewhere.
 _PLAIN = {

@@ -28,15 +28,14 @@ from torch import Tensor
 from ttir_ranges import find_overflows
 
 import tempo_kernels
-from tempo_kernels import kernel_sums, kernel_tiles
-from tempo_kernels.activation import kernel as pointwise
+from tempo_kernels import kernel_sums
+from tempo_kernels.activation import ACTIVATIONS
+from tempo_kernels.activation import kernel as activation
 from tempo_kernels.attention import kernel as attention
 from tempo_kernels.attention.settings import Inputs
 from tempo_kernels.attention.settings import Kept as KeptByAttention
 from tempo_kernels.dropout_add import Draw
 from tempo_kernels.dropout_add import kernel as dropout_add
-from tempo_kernels.gelu import kernel as gelu
-from tempo_kernels.glu import kernel as glu
 from tempo_kernels.linear_cross_entropy import kernel as loss
 from tempo_kernels.linear_cross_entropy.settings import Rows, Settings, Shares
 from tempo_kernels.linear_cross_entropy.shards import Shards
@@ -45,7 +44,6 @@ from tempo_kernels.norm import kernel as norm
 from tempo_kernels.norm import kernel_long_rows as long_rows
 from tempo_kernels.norm import kernel_whole_rows as whole_rows
 from tempo_kernels.norm.operands import Kept, Norm, Statistics
-from tempo_kernels.squared_relu import kernel as squared_relu
 
 LIMIT = 1 << 31
 ROWS, WIDTH, DTYPE = 16, 8192, torch.bfloat16
@@ -88,25 +86,28 @@ def draw(first_row: int) -> Draw:
     return Draw(0.1, 2**64 - 1, 5, first_row)
 
 
-def list_pointwise() -> Iterator[tuple[str, Case]]:
+def list_activations() -> Iterator[tuple[str, Case]]:
     x, grad, bias = random(ROWS, WIDTH), random(ROWS, WIDTH), random(WIDTH)
     half, bits = random(ROWS, WIDTH // 2), torch.randint(256, (ROWS, WIDTH // 8), generator=NUMBERS, dtype=torch.uint8)
-    for form in ("none", "tanh"):
-        run = lambda _, g, y, b, form=form: gelu.backward(g, y, b.view(-1), form, form == "none")[:1]  # noqa: E731
-        yield f"gelu {form} backward", of_rows(run, grad, x, bits)
-    yield "squared_relu backward", of_rows(lambda _, g, y: squared_relu.backward(g, y, True)[:1], grad, x.abs())
-    for name in ("gelu", "gelu_tanh", "silu", "squared_relu"):
-        run = lambda _, x, b, name=name: pointwise.forward_with_bits(x, b, name, -0.75)  # noqa: E731
-        yield f"{name} and its bits", of_rows(run, x, bias)
-        run = lambda _, x, name=name: [pointwise.forward(x, None, name)]  # noqa: E731
-        yield f"{name} without bias", of_rows(run, x)
-        run = lambda _, g, x, b, name=name: pointwise.backward(g, x, b, name, True)[:1]  # noqa: E731
-        yield f"{name} backward from the input", of_rows(run, grad, x, bias)
-    for name in ("gelu", "silu"):
-        run = lambda _, x, b, name=name: [glu.forward(x, b, name)]  # noqa: E731
+    for name, row in ACTIVATIONS.items():
+        run = lambda _, x, b, name=name: [activation.forward(x, b, name, True)]  # noqa: E731
         yield f"{name} gated", of_rows(run, x, bias, width=WIDTH // 2)
-        run = lambda _, g, x, b, name=name: glu.backward(g, x, b, name, True)[:1]  # noqa: E731
-        yield f"{name} gated backward", of_rows(run, half, x, bias)
+        run = lambda _, x, name=name: [activation.forward(x, None, name)]  # noqa: E731
+        yield f"{name} without bias", of_rows(run, x)
+        for is_gated in (False, True):
+            run = lambda _, g, x, b, name=name, gated=is_gated: activation.backward(g, x, b, name, gated, True)[:1]  # noqa: E731
+            yield f"{name} backward, gated {is_gated}", of_rows(run, half if is_gated else grad, x, bias)
+        if row.x_min is not None:
+            run = lambda _, x, b, name=name: activation.forward_inplace(x, b, name)  # noqa: E731
+            yield f"{name} in place", of_rows(run, x, bias)
+            run = lambda _, g, y, b, name=name: activation.backward_inplace(g, y, b.view(-1), name, True)[:1]  # noqa: E731
+            yield f"{name} backward in place", of_rows(run, grad, x, bits)
+    run = lambda _, g, y: activation.backward_inplace(g, y, None, "squared_relu", True)[:1]  # noqa: E731
+    yield "squared_relu backward in place", of_rows(run, grad, x.abs())
+
+
+def list_dropouts() -> Iterator[tuple[str, Case]]:
+    x, grad, bias = random(ROWS, WIDTH), random(ROWS, WIDTH), random(WIDTH)
     run = lambda n, x, b, y: [dropout_add.forward(x[:, None], b, y[:, None], draw(n))]  # noqa: E731
     yield "bias_dropout_add", of_rows(run, x, bias, grad)
     yield "dropout", of_rows(lambda n, x: [dropout_add.forward(x[:, None], None, None, draw(n))], x)
@@ -210,7 +211,8 @@ def list_losses() -> Iterator[tuple[str, Case]]:
 
 CASES = dict(
     [
-        *list_pointwise(),
+        *list_activations(),
+        *list_dropouts(),
         *(case for form in ((4096, False), (4096, True), (32768, False), (32768, True)) for case in list_norms(*form)),
         *list_attention(),
         *list_losses(),
@@ -231,7 +233,7 @@ def last_programs(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> Callabl
 
     builder = interpreter.interpreter_builder
     # Python's range has whole numbers without end, while a compiled loop's counter has its bounds' type.
-    for module in {*list_kernels().values(), kernel_tiles}:
+    for module in set(list_kernels().values()):
         monkeypatch.setattr(module, "range", count_in_bits, raising=False)
 
     def limit(heads: int | None) -> None:

@@ -7,25 +7,18 @@ from functools import partial
 import pytest
 import torch
 from covering import exhaustive, parametrize_covering
-from gelu_inputs import ACTIVATION
-from pointwise_activations import GATED
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from witness import assert_three_witnesses, assert_within_rule
 
 from tempo_kernels import compiled
-from tempo_kernels.activation import cpu as cpu_pointwise
-from tempo_kernels.activation import eager as eager_pointwise
-from tempo_kernels.activation import forward_with_bits
-from tempo_kernels.gelu import cpu as gelu
-from tempo_kernels.gelu.inverse import INVERSES, derivative_float64
-from tempo_kernels.glu import cpu as cpu_glu
+from tempo_kernels.activation import cpu as activation_cpu
+from tempo_kernels.activation import eager as activation_eager
+from tempo_kernels.activation.inverse import INVERSES, derivative_float64
 from tempo_kernels.norm import cpu as cpu_norm
 from tempo_kernels.norm import cpu_compiled, layer_norm, rms_norm
 from tempo_kernels.philox import drop_mask, eager
 from tempo_kernels.philox import function as philox
-from tempo_kernels.squared_relu import cpu as cpu_squared_relu
-from tempo_kernels.squared_relu import eager as eager_squared_relu
 
 
 def compiles(test):
@@ -85,32 +78,43 @@ def test_the_compiler_is_the_one_that_the_environment_names(monkeypatch):
     assert compiled.find_compiler() is None
 
 
+@pytest.fixture
+def not_in_chunks(monkeypatch):
+    monkeypatch.setattr(activation_cpu, "_add_in_chunks", lambda *_: pytest.fail("not compiled"))
+    monkeypatch.setattr(activation_cpu, "_compute_slope", lambda *_: pytest.fail("not compiled"))
+
+
 @compiles
-@parametrize_covering(each={"dtype": [torch.float32, torch.float16, torch.bfloat16], "form": ["none", "tanh"]})
-def test_the_compiled_gelu_backward_is_as_exact_as_the_one_in_chunks(dtype, form):
+@parametrize_covering(each={"dtype": [torch.float32, torch.float16, torch.bfloat16], "activation": INVERSES.keys()})
+def test_the_compiled_gelu_backward_is_as_exact_as_the_specification(dtype, activation, not_in_chunks):
     x = torch.cat([torch.linspace(-8, 8, 1 << 16), torch.linspace(-0.76, -0.74, 1 << 14), torch.zeros(3)]).to(dtype)
-    y, bits = forward_with_bits(x, None, ACTIVATION[form], INVERSES[form].x_min)
-    exact = derivative_float64(y.double(), x.double() >= INVERSES[form].x_min, form)
-    errors = [
-        (backward(torch.ones_like(y), y, bits, form).double() - exact).abs().max()
-        for backward in (gelu._differentiate_compiled, gelu._differentiate_in_chunks)
-    ]
+    y, bits = activation_eager.forward_inplace(x, None, activation)
+    exact = derivative_float64(y.double(), x.double() >= INVERSES[activation].x_min, activation)
+    found = activation_cpu.backward_inplace(torch.ones_like(y), y, bits, activation, False, compiled_elements=64)[0]
+    specified = activation_eager.backward_inplace(torch.ones_like(y), y, bits, activation, False)[0]
+    errors = [(grad_x.double() - exact).abs().max() for grad_x in (found, specified)]
     assert errors[0] <= 1.05 * errors[1]
-    special = torch.tensor([float("nan"), float("inf"), -0.0, 0.0], dtype=dtype).repeat(8)
-    ours = gelu._differentiate_compiled(
-        torch.ones_like(special), special, torch.full((4,), 255, dtype=torch.uint8), form
-    )
+    special = torch.tensor([float("nan"), float("inf"), -0.0, 0.0], dtype=dtype).repeat(32)
+    bits, one = torch.full((16,), 255, dtype=torch.uint8), torch.ones_like(special)
+    ours, _ = activation_cpu.backward_inplace(one, special, bits, activation, False, compiled_elements=64)
     assert torch.equal(ours.isnan(), special.isnan()) and ours[~special.isnan()].isfinite().all()
 
 
-def test_large_tensors_take_the_differentiate_compiled(monkeypatch):
-    used = []
-    monkeypatch.setattr(gelu, "COMPILED_ELEMENTS", 64)
-    monkeypatch.setattr(gelu, "_differentiate_compiled", lambda grad_y, *_: used.append(grad_y.numel()) or grad_y)
-    for size in (63, 64):
-        y, bits = forward_with_bits(torch.randn(size), None, "gelu", -0.75)
-        gelu.backward(torch.ones(size), y, bits, "none", False)
-    assert used == [64]
+@compiles
+@parametrize_covering(
+    each={"activation": ["silu", "gelu", "relu"], "has_bias": [True, False], "dtype": [torch.float32, torch.bfloat16]}
+)
+def test_gated_units_in_one_pass_obey_the_rule(activation, has_bias, dtype, not_in_chunks):
+    x, bias, grad = torch.rand(50, 3, 40) * 16 - 8, torch.randn(40) if has_bias else None, torch.randn(50, 3, 20)
+
+    def results(module, dtype, **compiled):
+        grad_y, x_, bias_ = (None if t is None else t.to(dtype) for t in (grad, x, bias))
+        y = module.forward(x_, bias_, activation, True, **compiled)
+        return y, *module.backward(grad_y, x_, bias_, activation, True, has_bias, **compiled)[: 1 + has_bias]
+
+    found, exact = results(activation_cpu, dtype, compiled_elements=64), results(activation_eager, torch.float64)
+    for name, *witnesses in zip("y x bias".split(), found, results(activation_eager, dtype), exact, strict=False):
+        assert_within_rule(name, *witnesses)
 
 
 # Every pair of the first two.
@@ -174,35 +178,6 @@ def test_a_large_norm_with_lost_channels_obeys_the_rule_uncompiled(monkeypatch):
     assert_three_witnesses(layer_norm, lambda x, w, b: F.layer_norm(x, (40,), w, b), inputs, grad, torch.bfloat16)
 
 
-@compiles
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive([torch.float32])])
-def test_the_compiled_backward_of_the_tanh_gelu_from_its_input_obeys_the_rule(dtype, monkeypatch):
-    monkeypatch.setattr(cpu_pointwise, "COMPILED_ELEMENTS", 64)
-    monkeypatch.setattr(cpu_pointwise, "_add_in_chunks", lambda *_: pytest.fail("in chunks"))
-    x, bias, grad = torch.rand(50, 3, 40) * 16 - 8, torch.randn(40), torch.randn(50, 3, 40)
-    inputs = [t.to(dtype) for t in (x, bias, grad)]
-
-    def differentiate(module, dtype):
-        tensors = [t.to(dtype) for t in inputs]
-        return module.backward(tensors[2], *tensors[:2], "gelu_tanh", True)
-
-    exact = differentiate(eager_pointwise, torch.float64)
-    for name, *found in zip(("x", "bias"), differentiate(cpu_pointwise, dtype), differentiate(eager_pointwise, dtype),
-                            exact, strict=True):  # fmt: skip
-        assert_within_rule(name, *found)
-
-
-@compiles
-def test_the_compiled_backward_of_squared_relu_is_the_specification_bit_for_bit(monkeypatch):
-    y, grad = torch.relu(torch.randn(300, 1000)).square(), torch.randn(300, 1000)
-    y[0, :3] = torch.tensor([torch.inf, torch.nan, 1e-42])
-    expected = eager_squared_relu.backward(grad, y, True)
-    monkeypatch.setattr(cpu_squared_relu, "COMPILED_ELEMENTS", 64)
-    monkeypatch.setattr(cpu_squared_relu, "take_root", lambda _: pytest.fail("not compiled"))
-    for found, like in zip(cpu_squared_relu.backward(grad.mT.contiguous().mT, y, True), expected, strict=True):
-        torch.testing.assert_close(found, like, rtol=0, atol=0, equal_nan=True)
-
-
 @pytest.mark.parametrize(("width", "lanes"), [(1, 1), (2, 1), (7, 1), (40, 8), (64, 32), (768, 64), (65536, 64)])
 def test_columns_are_split_into_more_than_one_group_of_a_power_of_two(width, lanes):
     x, bias = torch.randn(3, 2, width), torch.randn(width)
@@ -220,20 +195,3 @@ def test_only_the_lanes_are_compiled_in():
         if shape == (3, 5, 64):
             graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
-
-
-@compiles
-@parametrize_covering(
-    each={
-        "operation": {name: GATED[name] for name in ("swiglu", "geglu", "reglu")},
-        "has_bias": [True, False],
-        "dtype": [torch.float32, torch.bfloat16],
-    }
-)
-def test_gated_units_in_one_pass_obey_the_rule(operation, has_bias, dtype, monkeypatch):
-    used = []
-    monkeypatch.setattr(cpu_glu, "COMPILED_ELEMENTS", 64)
-    monkeypatch.setattr(cpu_glu, "_add_in_blocks", lambda *_: used.append(1) or [])
-    x, bias, grad = torch.rand(50, 3, 40) * 16 - 8, torch.randn(40) if has_bias else None, torch.randn(50, 3, 20)
-    assert_three_witnesses(*operation, [x, bias], grad, dtype)
-    assert not used

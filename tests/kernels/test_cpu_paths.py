@@ -5,20 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from covering import parametrize_covering
-from gelu_inputs import ACTIVATION, FORMS
 from witness import assert_within_rule
 
-from tempo_kernels.activation import ACTIVATIONS, sum_rows
-from tempo_kernels.activation import cpu as pointwise_cpu
-from tempo_kernels.activation import eager as pointwise_eager
+from tempo_kernels.activation import ACTIVATIONS
+from tempo_kernels.activation import cpu as activation_cpu
+from tempo_kernels.activation import eager as activation_eager
 from tempo_kernels.attention import cpu as attention_cpu
 from tempo_kernels.attention import eager as attention_eager
 from tempo_kernels.attention.settings import Inputs, Kept, Settings
-from tempo_kernels.gelu import cpu as gelu_cpu
-from tempo_kernels.gelu import eager as gelu_eager
-from tempo_kernels.gelu.inverse import INVERSES, derivative_float64
-from tempo_kernels.glu import cpu as glu_cpu
-from tempo_kernels.glu import eager as glu_eager
 from tempo_kernels.linear_cross_entropy import cpu as loss_cpu
 from tempo_kernels.linear_cross_entropy import eager as loss_eager
 from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
@@ -37,67 +31,64 @@ def assert_same(found, expected):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Several blocks of every tensor."""
-    monkeypatch.setattr(pointwise_cpu, "_MAX_CHUNK", 128)
-    monkeypatch.setattr(glu_cpu, "BLOCK_ELEMENTS", 7 * 96)
     monkeypatch.setattr(loss_cpu, "BLOCK_ELEMENTS", 5 * 130)
     monkeypatch.setattr(attention_cpu, "BLOCK_ELEMENTS", 1)
     monkeypatch.setattr(attention_cpu, "MIN_BLOCK_ROWS", 16)
 
 
-@pytest.mark.usefixtures("small_blocks")
 @parametrize_covering(each={"shape": SHAPES}, dtype=DTYPES, activation=ACTIVATIONS.keys())
 def test_an_activation_in_chunks_is_the_specification_bit_for_bit(shape, dtype, activation):
     torch.manual_seed(0)
     x, grad = (torch.rand(shape) * 16 - 8).to(dtype), torch.randn(shape).to(dtype)
+    small = {"chunk_elements": 128}
     for bias in (None, torch.randn(shape[-1]).to(dtype)):
-
-        def results(module, bias=bias):
-            with_bits = module.forward_with_bits(x, bias, activation, -0.7)
-            again = module.forward(x, bias, activation, torch.empty_like(x))
-            return *with_bits, again, *module.backward(grad, x, bias, activation, True)
-
-        found, specified = results(pointwise_cpu), results(pointwise_eager)
-        for ours, theirs in zip(found, specified, strict=True):
+        y = activation_eager.forward(x, bias, activation)
+        assert_same(activation_cpu.forward(x, bias, activation, **small), y)
+        out = torch.empty_like(y)
+        assert activation_cpu.forward(x, bias, activation, out=out, **small) is out
+        assert_same(out, y)
+        found = activation_cpu.backward(grad, x, bias, activation, False, True, **small)
+        for ours, theirs in zip(found, activation_eager.backward(grad, x, bias, activation, False, True), strict=True):
             assert_same(ours, theirs)
-        assert_same(found[0], found[2])
 
 
-@pytest.mark.usefixtures("small_blocks")
-@parametrize_covering(each={"shape": SHAPES}, dtype=DTYPES, form=FORMS)
-def test_gelus_gradient_in_chunks_is_that_of_the_specification(shape, dtype, form):
+@parametrize_covering(
+    each={"shape": SHAPES},
+    dtype=DTYPES,
+    activation=[name for name, row in ACTIVATIONS.items() if row.slope_of_output is not None],
+)
+def test_an_activation_in_place_in_chunks_is_the_specification_bit_for_bit(shape, dtype, activation):
     torch.manual_seed(0)
     x, grad = (torch.rand(shape) * 16 - 8).to(dtype), torch.randn(shape).to(dtype)
-    y, bits = pointwise_eager.forward_with_bits(x, None, ACTIVATION[form], INVERSES[form].x_min)
-    found, expected = (module.backward(grad, y, bits, form, True) for module in (gelu_cpu, gelu_eager))
-    if dtype == torch.float64:
-        assert_same(found[0], expected[0])
-        assert_same(found[1], expected[1])
-    else:
-        # P and Q are fused multiply-adds in one and not in the other.
-        slope = derivative_float64(y.double(), x.double() >= INVERSES[form].x_min, form)
-        assert_within_rule("grad_x", found[0], expected[0], slope * grad.double())
-        assert_same(found[1], sum_rows(found[0]))
+    for bias in (None, torch.randn(shape[-1]).to(dtype)):
+        kept = activation_eager.forward_inplace(x, bias, activation)
+        found = activation_cpu.forward_inplace(x, bias, activation, chunk_elements=128)
+        found += activation_cpu.backward_inplace(grad, *kept, activation, True, chunk_elements=128)
+        expected = *kept, *activation_eager.backward_inplace(grad, *kept, activation, True)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert_same(ours, theirs)
 
 
-@pytest.mark.usefixtures("small_blocks")
 @parametrize_covering(
     each={"shape": [(37, 3, 48), (5, 34), (1, 2), (0, 16), (3, 0), (1024,)]},
     dtype=DTYPES,
-    activation=["silu", "gelu", "gelu_tanh", "relu"],
+    activation=ACTIVATIONS.keys(),
 )
-def test_gated_units_in_blocks_are_the_specification(shape, dtype, activation):
+def test_gated_units_in_chunks_are_the_specification(shape, dtype, activation):
     torch.manual_seed(0)
     x = (torch.rand(shape) * 16 - 8).to(dtype)
     grad = torch.randn(*shape[:-1], shape[-1] // 2).to(dtype)
     for bias in (None, torch.randn(shape[-1]).to(dtype)):
 
-        def results(module, dtype, bias=bias):
-            tensors = [None if t is None else t.to(dtype) for t in (grad, x, bias)]
-            return module.forward(*tensors[1:], activation), *module.backward(*tensors, activation, True)
+        def results(module, dtype, bias=bias, **small):
+            grad_y, x_, bias_ = (None if t is None else t.to(dtype) for t in (grad, x, bias))
+            y = module.forward(x_, bias_, activation, True, **small)
+            return y, *module.backward(grad_y, x_, bias_, activation, True, True, **small)
 
-        exact = results(glu_eager, torch.float64)
+        exact = results(activation_eager, torch.float64)
+        found = results(activation_cpu, dtype, chunk_elements=128)
         for name, *witnesses in zip(
-            ("y", "grad_x", "grad_bias"), results(glu_cpu, dtype), results(glu_eager, dtype), exact, strict=True
+            ("y", "grad_x", "grad_bias"), found, results(activation_eager, dtype), exact, strict=True
         ):
             if dtype == torch.float64:
                 torch.testing.assert_close(*witnesses[:2], rtol=1e-12, atol=1e-12)

@@ -1,16 +1,9 @@
-"""Every Triton kernel compiled ahead of time, with the arguments that its launcher gives it; no GPU is needed.
-
-`PYTHONPATH=benchmarks python tests/kernels/test_kernels_compiled.py` writes to kernel_resources.json what the
-installed Triton makes of each kernel: registers and shared memory. Under another Triton its folder stands first in
-PYTHONPATH.
-"""
+"""Every Triton kernel compiled ahead of time, with the arguments that its launcher gives it; no GPU is needed."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,29 +11,25 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
 
-import triton
-from ahead_of_time import CAPABILITIES, Launch, compiled, narrow_accesses, record_launches, resources, source_of
+from ahead_of_time import Launch, compiled, narrow_accesses, record_launches, resources, source_of
 from covering import exhaustive
 from torch import Tensor
 from ttir_ranges import find_overflows
 
 from tempo_kernels import kernel_sums
-from tempo_kernels.activation import kernel as pointwise
 from tempo_kernels.dropout_add import Draw
 from tempo_kernels.dropout_add import kernel as dropout_add
-from tempo_kernels.gelu import kernel as gelu
-from tempo_kernels.glu import kernel as glu
 from tempo_kernels.norm import kernel as norm
 from tempo_kernels.norm import kernel_long_rows as norm_long_rows
 from tempo_kernels.norm import kernel_lost_channels as norm_lost_channels
 from tempo_kernels.norm import kernel_whole_rows as norm_whole_rows
 from tempo_kernels.norm.operands import Norm
-from tempo_kernels.squared_relu import kernel as squared_relu
 
 MODULES = [dropout_add, norm_whole_rows, norm_long_rows, norm_lost_channels]
-MODULES += [gelu, glu, squared_relu, pointwise, kernel_sums]
+MODULES += [kernel_sums]
 
-TABLE = Path(__file__).with_name("kernel_resources.json")
+# At which two programs of 8 warps share a multiprocessor.
+MOST_REGISTERS = 128
 ROWS, BATCH = 2048, 4
 
 
@@ -55,7 +44,7 @@ def name_of(launch: Launch) -> str:
 def dropout_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, Launch]]:
     x = torch.empty(ROWS // BATCH, BATCH, hidden_size, dtype=dtype)
     draw, loaded = Draw(0.1, 2**64 - 1, 5, 7), Draw(0.1, *torch.zeros(2, dtype=torch.int64), 7)
-    full, plain, backward, without_bias, from_device_data = launches_of(
+    full, plain, backward, _, without_bias, from_device_data, _ = launches_of(
         lambda: (
             dropout_add.forward(x, x[0, 0], x, draw),
             dropout_add.forward(x, None, None, draw),
@@ -123,42 +112,17 @@ def float32_residual_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[
         yield f"layer_norm of it from input {name_of(launch)}", launch
 
 
-def activation_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, Launch]]:
-    x = torch.empty(ROWS, hidden_size, dtype=dtype)
-    bias, bits, half = x[0], torch.empty(x.numel() // 8, dtype=torch.uint8), x[:, : hidden_size // 2].contiguous()
-    runs = {
-        "gelu forward": lambda: pointwise.forward_with_bits(x, bias, "gelu", -0.75),
-        "gelu forward, tanh, without bias": lambda: pointwise.forward_with_bits(x, None, "gelu_tanh", -0.75),
-        "gelu backward": lambda: gelu.backward(x, x, bits, "none", True),
-        "gelu backward without bias": lambda: gelu.backward(x, x, bits, "tanh", False),
-        "gelu backward from the input": lambda: pointwise.backward(x, x, bias, "gelu", True),
-        "gelu backward from the input, tanh": lambda: pointwise.backward(x, x, bias, "gelu_tanh", True),
-        "squared_relu forward": lambda: pointwise.forward(x, bias, "squared_relu"),
-        "squared_relu backward": lambda: squared_relu.backward(x, x, True),
-        "squared_relu backward from the input": lambda: pointwise.backward(x, x, bias, "squared_relu", True),
-        "swiglu forward": lambda: glu.forward(x, bias, "silu"),
-        "swiglu backward": lambda: glu.backward(half, x, bias, "silu", True),
-        "swiglu backward without bias": lambda: glu.backward(half, x, None, "silu", False),
-        "geglu forward": lambda: glu.forward(x, bias, "gelu"),
-        "geglu backward": lambda: glu.backward(half, x, bias, "gelu", True),
-    }
-    for name, run in runs.items():
-        [launch] = launches_of(run)
-        yield name, launch
-
-
 # The production shapes: 16-bit rows that are multiples of eight, short, medium and long, and float32.
 SHAPES: list[tuple[Callable[[torch.dtype, int], Iterator[tuple[str, Launch]]], torch.dtype, int]] = [
     *((dropout_launches, *shape) for shape in ((torch.bfloat16, 4096), (torch.float16, 1000), (torch.float32, 4096))),
     (norm_launches, torch.float32, 4096),
     *((norm_launches, torch.bfloat16, hidden_size) for hidden_size in (1000, 4096, 8192, 12288, 20480)),
     *((float32_residual_launches, torch.bfloat16, hidden_size) for hidden_size in (8192, 12288)),
-    *((activation_launches, *shape) for shape in ((torch.bfloat16, 16384), (torch.float32, 4096))),
 ]
 # Each on one GPU: both dtypes, rows that are short, fill the registers, or are read in parts, and every operation.
 COVERING = {
     capability: [SHAPES[index] for index in indices]
-    for capability, indices in ((90, (0, 4, 6, 11)), (80, (3, 12)), (100, (8, 10)))
+    for capability, indices in ((90, (0, 4, 6)), (80, (3,)), (100, (8, 10)))
 }
 
 
@@ -166,10 +130,6 @@ def cases(shapes: list[Any] = SHAPES) -> Iterator[tuple[str, Launch]]:
     for launches, dtype, hidden_size in shapes:
         for name, launch in launches(dtype, hidden_size):
             yield f"{name}, {str(dtype).removeprefix('torch.')}, h {hidden_size}", launch
-
-
-def measured(kernel: Any, usage: dict[str, int]) -> dict[str, int]:
-    return {"registers": usage["REG"], "shared_bytes": kernel.metadata.shared}
 
 
 @pytest.mark.parametrize(
@@ -181,22 +141,14 @@ def measured(kernel: Any, usage: dict[str, int]) -> dict[str, int]:
     ],
     ids=["90 quick", "90", "80", "100", "90 all", "80 all", "100 all"],
 )
-def test_kernels_keep_to_registers_and_recorded_resources_and_access_16_bytes_at_a_time(capability, shapes):
-    tables = json.loads(TABLE.read_text(encoding="utf-8"))["kernels"]
-    found = {}
+def test_kernels_keep_to_registers_and_access_16_bytes_at_a_time(capability, shapes):
     for name, launch in cases(shapes):
         kernel = compiled(launch, capability)
         usage = resources(kernel.asm["cubin"])
         assert usage["STACK"] == 0 and usage["LOCAL"] == 0, f"{name} spills: {usage}"
-        found[name] = measured(kernel, usage)
+        # A norm's backward holds whole rows and their sums.
+        assert usage["REG"] <= MOST_REGISTERS or "norm" in name, f"{name}: {usage}"
         check_widths(name, launch, narrow_accesses(kernel.asm["ptx"]))
-    recorded = {version: {name: table[name][f"sm_{capability}"] for name in found} for version, table in tables.items()}
-    if triton.__version__ in recorded:
-        assert found == recorded[triton.__version__]
-    for name, usage in found.items():
-        for resource, number in usage.items():
-            most = max(table[name][resource] for table in recorded.values())
-            assert number <= most * 1.25, f"{name}: {resource} {number}, {most} recorded"
 
 
 def check_widths(name: str, launch: Launch, narrow: list[str]) -> None:
@@ -207,16 +159,11 @@ def check_widths(name: str, launch: Launch, narrow: list[str]) -> None:
     if " sums" in name:
         # Of partial sums a thread has one column; its neighbours' threads have the columns beside it.
         narrow = [access for access in narrow if not access.endswith(".b32")]
-    if launch.arguments.get("bits_ptr") is not None:
-        # A thread's eight neighbours have one byte of bits; it has at most 64 elements.
-        narrow_bits = [access for access in narrow if access.endswith(".b8")]
-        assert len(narrow_bits) <= 8, f"{name}: {narrow_bits}"
-        narrow = [access for access in narrow if access not in narrow_bits]
     # What is left is one number per row, or a vector [h] of which a thread has fewer than eight elements; a tile
     # that is read or written narrowly takes at least eight accesses. Of sums over rows a thread has one column, and
-    # there are counters. Where three tiles are loaded ahead, so are their rows' rstd and mean: a tile read
+    # Where three tiles are loaded ahead, so are their rows' rstd and mean: a tile read
     # narrowly, 32 elements a thread, would take 32 copies for each of them.
-    sums_rows = any(launch.arguments.get(name) is not None for name in ("counters_ptr", "sums_ptr"))
+    sums_rows = any(launch.arguments.get(name) is not None for name in ("partial_ptr", "sums_ptr"))
     most = 4 + (3 if sums_rows else 0) + (3 * launch.arguments["BLOCK_ROWS"] if launch.arguments.get("IS_ALONE") else 0)
     assert len(narrow) <= most, f"{name}: {narrow}"
     assert sums_rows or not any(access.endswith(".b16") for access in narrow), f"{name}: {narrow}"
@@ -246,11 +193,6 @@ def test_no_number_of_32_bits_runs_over_in_tensors_of_2_31_elements(launches, dt
     assert [find_overflows(launch) for launch in found.values()] == [[]] * len(found)
 
 
-def test_the_recorded_table_has_every_kernel():
-    tables = json.loads(TABLE.read_text(encoding="utf-8"))["kernels"]
-    assert all(list(table) == list(dict(cases())) for table in tables.values())
-
-
 def test_a_tensor_that_is_not_aligned_is_read_narrowly_and_found_to_be():
     x = torch.empty(4097, dtype=torch.bfloat16)[1:].view(2, 2, 1024)
     [launch] = launches_of(lambda: dropout_add.forward(x, None, None, Draw(0.1, 1, 0, 0)))
@@ -270,17 +212,3 @@ def test_new_keys_probabilities_and_positions_compile_nothing_anew():
     for forms in (draws, loaded):
         launches = launches_of(lambda forms=forms: [run(draw) for draw in forms])
         assert len({source_of(launch).hash() for launch in launches}) == 2
-
-
-def write_table() -> None:
-    kernels: dict[str, dict[str, dict[str, int]]] = {}
-    for name, launch in cases():
-        binaries = {capability: compiled(launch, capability) for capability in CAPABILITIES}
-        kernels[name] = {f"sm_{c}": measured(one, resources(one.asm["cubin"])) for c, one in binaries.items()}
-    table = json.loads(TABLE.read_text(encoding="utf-8"))
-    table["kernels"][triton.__version__] = kernels
-    TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    write_table()

@@ -15,9 +15,8 @@ from covering import exhaustive
 from torch import Tensor
 
 from tempo_kernels import compiled
-from tempo_kernels.gelu import cpu as gelu_cpu
+from tempo_kernels.activation import cpu as activation_cpu
 from tempo_kernels.gelu import gelu
-from tempo_kernels.glu import cpu as glu_cpu
 from tempo_kernels.glu import swiglu
 
 ROOT = Path(__file__).parents[2]
@@ -53,9 +52,8 @@ def untried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_without_a_compiler_large_tensors_go_block_by_block_with_one_warning(untried, monkeypatch) -> None:
     monkeypatch.setattr(compiled, "find_compiler", lambda: None)
     blocks: list[int] = []
-    sums, blocks_of_glu = gelu_cpu._differentiate_in_chunks, glu_cpu._add_in_blocks
-    monkeypatch.setattr(gelu_cpu, "_differentiate_in_chunks", lambda *a: blocks.append(1) or sums(*a))
-    monkeypatch.setattr(glu_cpu, "_add_in_blocks", lambda *a: blocks.append(1) or blocks_of_glu(*a))
+    add_in_chunks = activation_cpu._add_in_chunks
+    monkeypatch.setattr(activation_cpu, "_add_in_chunks", lambda *a: blocks.append(1) or add_in_chunks(*a))
     with pytest.warns(RuntimeWarning, match=WARNING) as found:
         for operation in (gelu, swiglu, gelu, swiglu):
             x = torch.randn(514, 2048, requires_grad=True)

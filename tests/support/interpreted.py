@@ -91,11 +91,11 @@ def assert_as_specified(found, inputs, specification, *names):
 
 
 def check_backward(kernel, eager, tensors, *choice):
-    """An activation's grad_x and grad_bias, and grad_x alone, of the modules' backward(*tensors, *choice, has_bias)."""
-    found = kernel.backward(*tensors, *choice, True)
-    specified = lambda *t: round_sums(eager.backward(*t, *choice, True))  # noqa: E731
+    """An activation's grad_x and grad_bias, and grad_x alone, of the functions' (*tensors, *choice, has_bias)."""
+    found = kernel(*tensors, *choice, True)
+    specified = lambda *t: round_sums(eager(*t, *choice, True))  # noqa: E731
     assert_as_specified(found, tensors, specified, "grad_x", "grad_bias")
-    alone, nothing = kernel.backward(*tensors, *choice, False)
+    alone, nothing = kernel(*tensors, *choice, False)
     assert torch.equal(alone, found[0]) and nothing is None
 
 

@@ -1,32 +1,7 @@
-"""Activations of x + bias that keep their input. Other operations share the formulas (activations.py, for Triton
-kernel_activations.py), the packed bits, the tiles and the sums over rows."""
+"""Activations of x + bias, gated or not, by one kernel pair. gelu, glu, silu and squared_relu name them singly."""
 
-from tempo_kernels.activation.activations import ACTIVATIONS, Activation, double_product
-from tempo_kernels.activation.cpu import choose_chunk_size
-from tempo_kernels.activation.eager import smallest_at_least, sum_rows, unpack_bits
-from tempo_kernels.activation.function import (
-    ACTIVATE,
-    OperationOfInput,
-    activate,
-    check_tensors,
-    forward_with_bits,
-    list_gradients,
-    shape_gradients,
-)
+from tempo_kernels.activation.activations import ACTIVATIONS, Activation
+from tempo_kernels.activation.cpu import make_tables
+from tempo_kernels.activation.function import activate, apply
 
-__all__ = [
-    "ACTIVATE",
-    "ACTIVATIONS",
-    "Activation",
-    "OperationOfInput",
-    "activate",
-    "check_tensors",
-    "choose_chunk_size",
-    "double_product",
-    "forward_with_bits",
-    "list_gradients",
-    "shape_gradients",
-    "smallest_at_least",
-    "sum_rows",
-    "unpack_bits",
-]
+__all__ = ["ACTIVATIONS", "Activation", "activate", "apply", "make_tables"]

@@ -1,9 +1,12 @@
-"""Specifies an activation of x + bias, differentiated from its input, in plain torch.
+"""Specifies activations of x + bias, gated ones too, in plain torch, differentiated from their input or their output.
 
-    y = f(x + bias)        grad_x = grad_y f'(x + bias)
+    y = f(x + bias)                                    grad_x = grad_y f'(x + bias)
+    gate, up = halves of x + bias,  y = f(gate) up     grad_gate = grad_y up f'(gate),  grad_up = grad_y f(gate)
+    in place: y and the bits x + bias >= x_min         grad_x = grad_y f'(x(y))
 
 If the activation's row of the table says so, x + bias is rounded to the dtype of x, as in the operation that it
-replaces; otherwise the sum stays in float32 (float64 for float64). f and f' compute in the dtype of that sum.
+replaces; otherwise, and in gated units, the sum stays in float32 (float64 for float64). f and f' compute in the dtype
+of that sum, f'(x(y)) at least in float32.
 """
 
 from __future__ import annotations
@@ -19,19 +22,61 @@ from tempo_kernels.activation.activations import ACTIVATIONS
 _PLACES = (7, 6, 5, 4, 3, 2, 1, 0)
 
 
-def forward(x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None = None) -> Tensor:
-    """Returns y = f(x + bias), contiguous, written to `out` if given; activation is a name in ACTIVATIONS."""
-    y = ACTIVATIONS[activation].value(add_bias(x, bias, activation)).to(x.dtype)
-    return y if out is None else out.copy_(y)
+def forward(
+    x: Tensor, bias: Tensor | None, activation: str, is_gated: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """Returns y, contiguous, written to `out` if given; activation is a name in ACTIVATIONS. y is f(x + bias), or if
+    gated f(gate) up [..., f] of x [..., 2f]."""
+    total = add_bias(x, bias, activation, is_gated)
+    value = ACTIVATIONS[activation].value
+    if is_gated:
+        gate, up = (half.contiguous() for half in total.chunk(2, -1))
+        y = value(gate) * up
+    else:
+        y = value(total)
+    return y.to(x.dtype) if out is None else out.copy_(y)
 
 
-def forward_with_bits(x: Tensor, bias: Tensor | None, activation: str, threshold: float) -> tuple[Tensor, Tensor]:
-    """Returns y and the bits x + bias >= threshold, eight to a byte, the first in the highest bit."""
+def forward_inplace(x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor | None]:
+    """Returns y, and where the activation has an x_min the bits x + bias >= x_min, eight to a byte, the first in the
+    highest bit."""
+    y, x_min = forward(x, bias, activation), ACTIVATIONS[activation].x_min
+    if x_min is None:
+        return y, None
     total = add_bias(x, bias, activation)
-    flags = (total.flatten() >= smallest_at_least(threshold, total.dtype)).to(torch.uint8)
+    flags = (total.flatten() >= get_smallest_at_least(x_min, total.dtype)).to(torch.uint8)
     eights = F.pad(flags, (0, -x.numel() % 8)).view(-1, 8)
-    bits = (eights << eights.new_tensor(_PLACES)).sum(1, dtype=torch.uint8)
-    return forward(x, bias, activation), bits
+    return y, (eights << eights.new_tensor(_PLACES)).sum(1, dtype=torch.uint8)
+
+
+def backward(
+    grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, is_gated: bool, has_grad_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Returns grad_x, contiguous, and its sum over all dimensions but the last in float32."""
+    total = add_bias(x, bias, activation, is_gated)
+    grad_y = grad_y.contiguous().to(total.dtype)
+    if is_gated:
+        gate, up = (half.contiguous() for half in total.chunk(2, -1))
+        grad_x = torch.cat(differentiate_gated(grad_y, gate, up, activation), -1)
+    else:
+        grad_x = ACTIVATIONS[activation].grad_x(grad_y, total)
+    return _add_sums(grad_x.to(x.dtype), has_grad_bias)
+
+
+def differentiate_gated(grad_y: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Returns grad_gate and grad_up."""
+    return ACTIVATIONS[activation].grad_x(grad_y * up, gate), grad_y * ACTIVATIONS[activation].value(gate)
+
+
+def backward_inplace(
+    grad_y: Tensor, y: Tensor, bits: Tensor | None, activation: str, has_grad_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Returns grad_x, contiguous, and its sum over all dimensions but the last in float32."""
+    slope_of_output = ACTIVATIONS[activation].slope_of_output
+    assert slope_of_output is not None
+    sign = None if bits is None else torch.where(unpack_bits(bits, y.shape), 1.0, -1.0).to(torch.float32)
+    grad_x = (slope_of_output(y, sign) * grad_y).to(y.dtype).contiguous()
+    return _add_sums(grad_x, has_grad_bias)
 
 
 def unpack_bits(bits: Tensor, shape: torch.Size) -> Tensor:
@@ -39,24 +84,15 @@ def unpack_bits(bits: Tensor, shape: torch.Size) -> Tensor:
     return (bits.unsqueeze(1) >> bits.new_tensor(_PLACES) & 1).flatten()[: shape.numel()].view(shape).bool()
 
 
-def backward(
-    grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, has_grad_bias: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Returns grad_x = grad_y f'(x + bias), contiguous, and its sum over all dimensions but the last in float32 [f]."""
-    total = add_bias(x, bias, activation)
-    grad_x = ACTIVATIONS[activation].grad_x(grad_y.contiguous().to(total.dtype), total).to(x.dtype)
-    return grad_x, sum_rows(grad_x) if has_grad_bias else None
-
-
-def add_bias(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+def add_bias(x: Tensor, bias: Tensor | None, activation: str, is_gated: bool = False) -> Tensor:
     """Returns x + bias, contiguous, in the dtype in which the activation takes it."""
-    total = x.contiguous()
-    return total if bias is None else total.to(find_sum_dtype(x, bias, activation)) + bias
+    total = x.contiguous().to(get_sum_dtype(x, bias, activation, is_gated))
+    return total if bias is None else total + bias
 
 
-def find_sum_dtype(x: Tensor, bias: Tensor | None, activation: str) -> torch.dtype:
+def get_sum_dtype(x: Tensor, bias: Tensor | None, activation: str, is_gated: bool = False) -> torch.dtype:
     """Returns the dtype in which the activation takes x + bias."""
-    rounds = bias is None or ACTIVATIONS[activation].rounds_sum
+    rounds = not is_gated and (bias is None or ACTIVATIONS[activation].rounds_sum)
     return x.dtype if rounds else torch.promote_types(x.dtype, torch.float32)
 
 
@@ -67,7 +103,11 @@ def sum_rows(grad: Tensor) -> Tensor:
     return total.to(torch.promote_types(grad.dtype, torch.float32))
 
 
-def smallest_at_least(value: float, dtype: torch.dtype) -> float:
+def get_smallest_at_least(value: float, dtype: torch.dtype) -> float:
     """Returns the smallest number of dtype that is >= value, for a value in the dtype's normal range."""
     spacing = torch.finfo(dtype).eps * 2.0 ** (math.frexp(value)[1] - 1)
     return math.ceil(value / spacing) * spacing
+
+
+def _add_sums(grad_x: Tensor, has_grad_bias: bool) -> tuple[Tensor, Tensor | None]:
+    return grad_x, sum_rows(grad_x) if has_grad_bias else None

@@ -1,8 +1,14 @@
-"""Defines operations y = f(x + bias) that keep x and bias for backward, and not y."""
+"""Defines `activate`, and what the modules of single activations build on: two autograd.Functions, of which one keeps
+the input and differentiates from it, and one keeps the output.
+
+    y = f(x + bias)  or, gated,  y = f(gate) up with gate, up = halves of x + bias
+
+"recompute": x and bias are kept, and y can be made again. "inplace": y is kept, which the next linear keeps anyway, and
+where f falls and rises again a bit per element, which says on which side of f's minimum x is.
+"""
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -39,12 +45,16 @@ def activate(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activate: activation is {activation!r}; expected one of {', '.join(ACTIVATIONS)}")
-    check_tensors(activation, x, bias)
-    return ACTIVATE.apply(activation, x, bias, activation)
+    return apply(activation, x, bias, activation)
 
 
-def check_tensors(operation: str, x: Tensor, bias: Tensor | None) -> None:
-    """Raises ValueError if x has an unsupported dtype, or bias does not fit x."""
+def apply(
+    operation: str, x: Tensor, bias: Tensor | None, activation: str, keep: str = "input", is_gated: bool = False
+) -> Tensor:
+    """Checks the arguments and returns y, differentiable; errors name it `operation`. keep is "output" (in place) or
+    "input"."""
+    if keep not in ("output", "input"):
+        raise ValueError(f'{operation}: keep is {keep!r}; expected "output" or "input"')
     if x.dtype not in _DTYPES:
         raise ValueError(f"{operation}: x is {x.dtype}; expected float32, bfloat16, float16 or float64; cast it")
     if bias is not None and (bias.dim() != 1 or bias.shape != x.shape[-1:] or bias.dtype != x.dtype):
@@ -52,92 +62,88 @@ def check_tensors(operation: str, x: Tensor, bias: Tensor | None) -> None:
             f"{operation}: bias is {bias.dtype} of shape {list(bias.shape)} and x {x.dtype} of shape {list(x.shape)}; "
             "expected a bias of x's dtype, as long as x's last dimension; cast or shard it as x"
         )
+    if is_gated and (x.dim() < 1 or x.size(-1) % 2):
+        raise ValueError(f"{operation}: x has shape {list(x.shape)}; expected [..., 2f], gate then up")
+    y: Tensor
+    if keep == "output":
+        y = _Inplace.apply(x, bias, activation, operation)
+    else:
+        y = _FromInput.apply(x, bias, activation, is_gated, operation)
+    return y
 
 
-def forward_with_bits(x: Tensor, bias: Tensor | None, activation: str, threshold: float) -> list[Tensor]:
-    """Returns [y, bits]: y = f(x + bias) and the bits x + bias >= threshold, eight to a byte, first in the highest bit.
-
-    For use inside an opaque function.
-    """
-    return list(choose_backend(x, cpu).forward_with_bits(x, bias, activation, threshold))
+def _allocate_output(x: Tensor, bias: Tensor | None, activation: str, is_gated: bool) -> list[Tensor]:
+    shape = (*x.shape[:-1], x.size(-1) // 2) if is_gated else x.shape
+    return [torch.empty(shape, dtype=x.dtype, device=x.device)]
 
 
-def shape_gradients(grad_y: Tensor, kept: Tensor, *others: Any) -> list[Tensor]:
-    """Returns empty tensors in the shapes of `list_gradients`' results; the last of `others` is has_grad_bias."""
+def _allocate_output_and_bits(x: Tensor, bias: Tensor | None, activation: str) -> list[Tensor]:
+    [y] = _allocate_output(x, bias, activation, False)
+    if ACTIVATIONS[activation].x_min is None:
+        return [y]
+    return [y, torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)]
+
+
+def _allocate_gradients(grad_y: Tensor, kept: Tensor, *others: Any) -> list[Tensor]:
+    """Returns empty tensors in the shapes of `_list_gradients`' results; the last of `others` is has_grad_bias."""
     grad_x, has_grad_bias = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device), others[-1]
     return [grad_x, grad_x.new_empty(kept.shape[-1:])] if has_grad_bias else [grad_x]
 
 
-def list_gradients(grad_x: Tensor, grad_bias: Tensor | None) -> list[Tensor]:
+def _list_gradients(grad_x: Tensor, grad_bias: Tensor | None) -> list[Tensor]:
     """Lists grad_x and, if there is one, grad_bias in grad_x's dtype."""
-    if grad_bias is None:
-        return [grad_x]
-    return [grad_x, grad_bias if grad_bias.dtype == grad_x.dtype else grad_bias.to(grad_x.dtype)]
+    return [grad_x] if grad_bias is None else [grad_x, grad_bias.to(grad_x.dtype)]
 
 
-class OperationOfInput:
-    """The operation y = f(x + bias) for the functions f of one folder, differentiated from x and bias.
-
-    Args:
-        name: the folder's name in torch.ops.tempo_kernels.
-        cpu: the folder's cpu.py. Like the kernel.py beside it, it defines forward(x, bias, activation, out=None) -> y
-            and backward(grad_y, x, bias, activation, has_grad_bias) -> (grad_x, grad_bias or None).
-        columns_per_output: how many columns of x make one column of y.
-    """
-
-    def __init__(self, name: str, cpu: ModuleType, columns_per_output: int = 1) -> None:
-        def shape_output(x: Tensor, bias: Tensor | None, activation: str) -> list[Tensor]:
-            shape = (*x.shape[:-1], x.size(-1) // columns_per_output) if columns_per_output > 1 else x.shape
-            return [torch.empty(shape, dtype=x.dtype, device=x.device)]
-
-        @opaque(f"{name}(Tensor x, Tensor? bias, str activation) -> Tensor[]", shape_output)
-        def forward(x: Tensor, bias: Tensor | None, activation: str) -> list[Tensor]:
-            return [choose_backend(x, cpu).forward(x, bias, activation)]
-
-        @opaque(
-            f"{name}_backward(Tensor grad_y, Tensor x, Tensor? bias, str activation, bool has_grad_bias) -> Tensor[]",
-            shape_gradients,
-        )
-        def backward(
-            grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, has_grad_bias: bool
-        ) -> list[Tensor]:
-            return list_gradients(*choose_backend(x, cpu).backward(grad_y, x, bias, activation, has_grad_bias))
-
-        def refill(x: Tensor, bias: Tensor | None, activation: str, out: Tensor) -> None:
-            choose_backend(x, cpu).forward(x, bias, activation, out)
-
-        self._forward, self._backward, self._refill = forward, backward, refill
-
-    def apply(self, operation: str, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        """Returns y, differentiable; errors name it `operation`."""
-        y: Tensor = _OfInput.apply(x, bias, activation, self, operation)
-        return y
-
-    def compute(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        """Returns y."""
-        return self._forward(x, bias, activation)[0]
-
-    def differentiate(
-        self, grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, has_grad_bias: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns grad_x and, with has_grad_bias, grad_bias."""
-        grad_x, *grad_bias = self._backward(grad_y, x, bias, activation, has_grad_bias)
-        return grad_x, grad_bias[0] if grad_bias else None
-
-    def refill(self, x: Tensor, bias: Tensor | None, activation: str, out: Tensor) -> None:
-        """Writes the same y, bit for bit, to out."""
-        with torch.no_grad():
-            run_or_simulate(self._refill, x, bias, activation, out)
+@opaque("activation(Tensor x, Tensor? bias, str activation, bool is_gated) -> Tensor[]", _allocate_output)
+def _forward(x: Tensor, bias: Tensor | None, activation: str, is_gated: bool) -> list[Tensor]:
+    return [choose_backend(x, cpu).forward(x, bias, activation, is_gated)]
 
 
-class _OfInput(torch.autograd.Function):
+@opaque(
+    "activation_backward(Tensor grad_y, Tensor x, Tensor? bias, str activation, bool is_gated, bool has_grad_bias)"
+    " -> Tensor[]",
+    _allocate_gradients,
+)
+def _backward(
+    grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, is_gated: bool, has_grad_bias: bool
+) -> list[Tensor]:
+    return _list_gradients(*choose_backend(x, cpu).backward(grad_y, x, bias, activation, is_gated, has_grad_bias))
+
+
+@opaque("activation_inplace(Tensor x, Tensor? bias, str activation) -> Tensor[]", _allocate_output_and_bits)
+def _forward_inplace(x: Tensor, bias: Tensor | None, activation: str) -> list[Tensor]:
+    return [t for t in choose_backend(x, cpu).forward_inplace(x, bias, activation) if t is not None]
+
+
+@opaque(
+    "activation_inplace_backward(Tensor grad_y, Tensor y, Tensor? bits, str activation, bool has_grad_bias)"
+    " -> Tensor[]",
+    _allocate_gradients,
+)
+def _backward_inplace(
+    grad_y: Tensor, y: Tensor, bits: Tensor | None, activation: str, has_grad_bias: bool
+) -> list[Tensor]:
+    return _list_gradients(*choose_backend(y, cpu).backward_inplace(grad_y, y, bits, activation, has_grad_bias))
+
+
+def _refill(ctx: Any, out: Tensor) -> None:
+    """Writes the same y, bit for bit, to out."""
+    x, bias = ctx.saved_tensors
+    with torch.no_grad():
+        run_or_simulate(_write_output, x, bias, ctx.activation, ctx.is_gated, out)
+
+
+def _write_output(x: Tensor, bias: Tensor | None, activation: str, is_gated: bool, out: Tensor) -> None:
+    choose_backend(x, cpu).forward(x, bias, activation, is_gated, out)
+
+
+class _FromInput(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, activation: str, room: OperationOfInput, operation: str
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, activation: str, is_gated: bool, operation: str) -> Tensor:
         ctx.save_for_backward(x, bias)
-        ctx.activation, ctx.room, ctx.operation = activation, room, operation
-        y = room.compute(x, bias, activation)
+        ctx.activation, ctx.is_gated, ctx.operation = activation, is_gated, operation
+        [y] = _forward(x, bias, activation, is_gated)
         allow_refill(ctx, y, _refill)
         return y
 
@@ -145,12 +151,21 @@ class _OfInput(torch.autograd.Function):
     @first_derivative_only(lambda ctx: ctx.operation, "activation")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
-        return *ctx.room.differentiate(grad_y, x, bias, ctx.activation, ctx.needs_input_grad[1]), None, None, None
+        grad_x, *grad_bias = _backward(grad_y, x, bias, ctx.activation, ctx.is_gated, ctx.needs_input_grad[1])
+        return grad_x, grad_bias[0] if grad_bias else None, None, None, None
 
 
-def _refill(ctx: Any, out: Tensor) -> None:
-    ctx.room.refill(*ctx.saved_tensors, ctx.activation, out)
+class _Inplace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, activation: str, operation: str) -> Tensor:
+        y, *bits = _forward_inplace(x, bias, activation)
+        ctx.save_for_backward(y, *bits)
+        ctx.activation, ctx.operation = activation, operation
+        return y
 
-
-ACTIVATE = OperationOfInput("activate", cpu)
-"""The operation of this room, on which others may build."""
+    @staticmethod
+    @first_derivative_only(lambda ctx: ctx.operation, "activation")
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        y, *bits = ctx.saved_tensors
+        grads = _backward_inplace(grad_y, y, bits[0] if bits else None, ctx.activation, ctx.needs_input_grad[1])
+        return grads[0], grads[1] if len(grads) > 1 else None, None, None

@@ -1,138 +1,336 @@
-"""Computes a pointwise activation, differentiated from its input, in Triton; eager.py is the specification.
+"""Computes activations of x + bias in Triton, gated ones too, with formulas from kernel_activations.py; eager.py is the
+specification.
 
-y = f(x + bias) and grad_x = grad_y f'(x + bias), with f and f' from kernel_activations.py, in float32. Forward reads
-one tensor and writes one, backward reads two and writes one, so memory bounds the time as long as the formula is short.
-For operations that differentiate from their output, forward also writes the bits x + bias >= threshold, an eighth of a
-byte mask. A thread holds the eight elements of a byte, so that packing moves nothing between threads.
+Forward reads x and writes y, backward reads grad_y and x or y and writes grad_x, so memory bounds the time as long as
+the formula is short. In place (Andoorveedu et al., "Tempo", NeurIPS 2022), forward also writes a bit per element where
+f falls and rises again, an eighth of a byte mask, and backward turns it into a sign without a comparison or a branch.
+
+Tensors are read as [rows, groups, 8]. A group is eight neighbours, which one thread holds: 16 bytes of a 16-bit type,
+the widest load that there is, and one byte of bits. A tile is a few rows by a strip of groups. With a bias or a gate, a
+row is a row of y; otherwise any FLAT_COLUMNS neighbours make a row. Gates and ups lie a row of y apart in x.
+
+The bias gradient is summed in two stages of fixed order: a program sums its tiles, which lie below one another, in
+registers and writes a row of float32; a second launch adds up these rows (kernel_sums.py).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tempo_kernels import kernel_tiles as tiles
 from tempo_kernels.activation.activations import ACTIVATIONS
-from tempo_kernels.activation.eager import smallest_at_least
-from tempo_kernels.activation.kernel_activations import activate, differentiate
+from tempo_kernels.activation.eager import get_smallest_at_least
+from tempo_kernels.activation.inverse import get_coefficients
+from tempo_kernels.activation.kernel_activations import activate, differentiate, differentiate_output
 from tempo_kernels.kernel_launch import Plan, cache_plans, launch
-from tempo_kernels.kernel_sums import BackwardPlan
+from tempo_kernels.kernel_numbers import check_dtype
+from tempo_kernels.kernel_sums import STRIP_COLUMNS, choose_tiles_per_program, launch_sums, plan_sums
+
+FLAT_COLUMNS = 1024
+TILE_ELEMENTS = 2048
+"""Half as many where sums of gates and ups, or of float32 numbers, would take too many registers."""
+BACKWARD_PROGRAMS = 5
+"""How many programs share a multiprocessor, at 96 registers a thread."""
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+
+
+@triton.jit
+def _get_program(num_columns, GROUPS: tl.constexpr):
+    """Returns this program's block of rows, or chunk of such blocks, as int64, and its strip of columns."""
+    num_strips = tl.cdiv(num_columns, GROUPS * 8)
+    return (tl.program_id(0) // num_strips).to(tl.int64), tl.program_id(0) % num_strips
+
+
+@triton.jit
+def _place_tile(block_row, strip, numel, num_columns, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """Locates a tile of y. A tensor may have more than 2**31 elements, but a tile has few: only its first row is
+    counted in 64 bits, and everything else in 32 bits from there.
+
+    Returns:
+        first: the index of the tile's first row in y, int64.
+        left: how many elements y has from there on, at most ROWS rows.
+        starts [m, 1, 1]: the first element of each row, counted from `first`.
+        column [n, 8]: the columns.
+        inside [m, n, 8]: whether y has such elements.
+    """
+    first = block_row * (ROWS * num_columns)
+    left = tl.minimum(tl.maximum(numel - first, 0), ROWS * num_columns).to(tl.int32)
+    starts = (tl.arange(0, ROWS) * num_columns)[:, None, None]
+    column = (strip * GROUPS + tl.arange(0, GROUPS))[:, None] * 8 + tl.arange(0, 8)[None, :]
+    inside = (column < num_columns)[None, :, :] & (starts + column[None, :, :] < left)
+    return first, left, starts, column, inside
+
+
+@triton.jit
+def _place_bits(first, left, strip, num_columns, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """Returns the offsets [m, n] of a tile's bytes of bits, and whether there are such bytes."""
+    group = strip * GROUPS + tl.arange(0, GROUPS)
+    groups = (tl.arange(0, ROWS) * (num_columns // 8))[:, None] + group[None, :]
+    return first // 8 + groups, (group * 8 < num_columns)[None, :] & (groups * 8 < left)
+
+
+@triton.jit
+def _load_sum(
+    x_ptr, bias_ptr, first, elements, bias_first, column, inside, num_columns, bias_size, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """Loads x + bias in float32, with ROUNDS rounded to x's dtype first. Where y has no elements it is -1e4, far left
+    of GELU's minimum, so that the bits there are 0."""
+    total = tl.load(x_ptr + first + elements, mask=inside, other=-1e4).to(tl.float32)
+    if bias_ptr is not None:
+        if bias_size is not None:
+            total += tl.load(bias_ptr + (first + elements) % bias_size, mask=inside, other=0.0).to(tl.float32)
+        else:
+            bias = tl.load(bias_ptr + bias_first + column, mask=column < num_columns, other=0.0)
+            total += bias.to(tl.float32)[None, :, :]
+        if ROUNDS:
+            total = total.to(x_ptr.dtype.element_ty).to(tl.float32)
+    return total
 
 
 @triton.jit(do_not_specialize=["num_units"])
 def _forward_kernel(
     x_ptr, bias_ptr, y_ptr, bits_ptr,
-    num_units, row_groups, bias_size,
-    UNIT: tl.constexpr, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr, HAS_BIAS: tl.constexpr, WRAPS: tl.constexpr,
-    ROUNDS: tl.constexpr, HAS_BITS: tl.constexpr, THRESHOLD: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    num_units, column_units, bias_size,
+    UNIT: tl.constexpr, ACTIVATION: tl.constexpr, FORM: tl.constexpr, IS_NARROW: tl.constexpr, ROUNDS: tl.constexpr,
+    THRESHOLD: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """One program computes one tile."""
-    row, strip = tiles.find_program(row_groups, BLOCK_GROUPS)
-    first, groups, elements, has_group, inside = tiles.place_tile(
-        row, strip, num_units, row_groups, UNIT, BLOCK_ROWS, BLOCK_GROUPS
-    )
-    x = tiles.load_sum(
-        x_ptr, bias_ptr, first, elements, inside, strip, bias_size, HAS_BIAS, WRAPS, ROUNDS, BLOCK_GROUPS
-    )
-    y = activate(x, ACTIVATION, IS_NARROW)
-    tl.store(y_ptr + first * 8 + elements, y.to(y_ptr.dtype.element_ty), mask=inside)
-    if HAS_BITS:
+    """One program computes one tile; the grid is blocks of rows x strips."""
+    numel, num_columns = num_units.to(tl.int64) * UNIT, column_units * UNIT
+    block_row, strip = _get_program(num_columns, GROUPS)
+    first, left, starts, column, inside = _place_tile(block_row, strip, numel, num_columns, ROWS, GROUPS)
+    elements = starts + column[None, :, :]
+    if FORM == "gated":
+        gates = elements + starts
+        x = _load_sum(x_ptr, bias_ptr, 2 * first, gates, 0, column, inside, num_columns, bias_size, ROUNDS)
+        up = _load_sum(
+            x_ptr, bias_ptr, 2 * first + num_columns, gates, num_columns, column, inside, num_columns, bias_size, ROUNDS
+        )  # fmt: skip
+        y = activate(x, ACTIVATION, IS_NARROW) * up
+    else:
+        x = _load_sum(x_ptr, bias_ptr, first, elements, 0, column, inside, num_columns, bias_size, ROUNDS)
+        y = activate(x, ACTIVATION, IS_NARROW)
+    tl.store(y_ptr + first + elements, y.to(y_ptr.dtype.element_ty), mask=inside)
+    if bits_ptr is not None:
         byte = tl.sum(tl.where(x >= THRESHOLD, (128 >> tl.arange(0, 8))[None, None, :], 0), axis=2)
-        tl.store(bits_ptr + first + groups, byte.to(tl.uint8), mask=has_group)
+        groups, has_group = _place_bits(first, left, strip, num_columns, ROWS, GROUPS)
+        tl.store(bits_ptr + groups, byte.to(tl.uint8), mask=has_group)
 
 
 @triton.jit(do_not_specialize=["num_units", "tiles_per_program"])
 def _backward_kernel(
-    grad_y_ptr, x_ptr, bias_ptr, grad_x_ptr, partial_ptr, counters_ptr, grad_bias_ptr,
-    num_units, row_groups, bias_size, tiles_per_program,
-    UNIT: tl.constexpr, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr, HAS_BIAS: tl.constexpr, WRAPS: tl.constexpr,
-    ROUNDS: tl.constexpr, HAS_GRAD_BIAS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    grad_y_ptr, kept_ptr, bias_ptr, bits_ptr, grad_x_ptr, partial_ptr,
+    num_units, column_units, bias_size, tiles_per_program, bounds, p, q,
+    UNIT: tl.constexpr, ACTIVATION: tl.constexpr, FORM: tl.constexpr, IS_NARROW: tl.constexpr, ROUNDS: tl.constexpr,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """One program computes tiles_per_program tiles below one another, and their sum over rows."""
-    chunk, strip, total = tiles.start_chunk(row_groups, BLOCK_ROWS, BLOCK_GROUPS)
-    for row in range(chunk * tiles_per_program, (chunk + 1) * tiles_per_program):
-        first, _, elements, _, inside = tiles.place_tile(
-            row, strip, num_units, row_groups, UNIT, BLOCK_ROWS, BLOCK_GROUPS
-        )
-        x = tiles.load_sum(
-            x_ptr, bias_ptr, first, elements, inside, strip, bias_size, HAS_BIAS, WRAPS, ROUNDS, BLOCK_GROUPS
-        )
-        _, slope = differentiate(x, ACTIVATION, IS_NARROW)
-        total += tiles.store_gradient(grad_y_ptr, slope, grad_x_ptr, first, elements, inside)
-    if HAS_GRAD_BIAS:
-        tiles.finish_sums(
-            partial_ptr, counters_ptr, grad_bias_ptr, total, chunk, strip, row_groups, BLOCK_ROWS, BLOCK_GROUPS
-        )
+    """One program computes tiles_per_program tiles below one another, and writes their sums over rows to its row of
+    partial; the grid is programs below one another x strips. What was kept is x, or in place y."""
+    numel, num_columns = num_units.to(tl.int64) * UNIT, column_units * UNIT
+    chunk, strip = _get_program(num_columns, GROUPS)
+    total = tl.zeros((ROWS, GROUPS, 8), dtype=tl.float32)
+    up_total = tl.zeros((ROWS, GROUPS, 8), dtype=tl.float32)
+    for block_row in range(chunk * tiles_per_program, (chunk + 1) * tiles_per_program):
+        first, left, starts, column, inside = _place_tile(block_row, strip, numel, num_columns, ROWS, GROUPS)
+        elements = starts + column[None, :, :]
+        grad = tl.load(grad_y_ptr + first + elements, mask=inside, other=0.0).to(tl.float32)
+        if FORM == "gated":
+            gates = elements + starts
+            x = _load_sum(kept_ptr, bias_ptr, 2 * first, gates, 0, column, inside, num_columns, bias_size, ROUNDS)
+            up = _load_sum(
+                kept_ptr, bias_ptr, 2 * first + num_columns, gates, num_columns, column, inside, num_columns,
+                bias_size, ROUNDS,
+            )  # fmt: skip
+            value, slope = differentiate(x, ACTIVATION, IS_NARROW)
+            grad_up = grad * value
+            grad *= up * slope
+            grad_x = grad_x_ptr + 2 * first
+            tl.store(grad_x + gates, grad.to(grad_x_ptr.dtype.element_ty), mask=inside)
+            tl.store(grad_x + num_columns + gates, grad_up.to(grad_x_ptr.dtype.element_ty), mask=inside)
+            up_total += grad_up
+        else:
+            if FORM == "inplace":
+                y = tl.load(kept_ptr + first + elements, mask=inside, other=0.0)
+                is_left = None
+                if bits_ptr is not None:
+                    groups, has_group = _place_bits(first, left, strip, num_columns, ROWS, GROUPS)
+                    byte = tl.load(bits_ptr + groups, mask=has_group, other=0).to(tl.int32)
+                    is_left = (~byte)[:, :, None] << (24 + tl.arange(0, 8))[None, None, :]
+                slope = differentiate_output(y, is_left, ACTIVATION, IS_NARROW, bounds, p, q)
+            else:
+                x = _load_sum(kept_ptr, bias_ptr, first, elements, 0, column, inside, num_columns, bias_size, ROUNDS)
+                _, slope = differentiate(x, ACTIVATION, IS_NARROW)
+            grad *= slope
+            tl.store(grad_x_ptr + first + elements, grad.to(grad_x_ptr.dtype.element_ty), mask=inside)
+        total += grad
+    if partial_ptr is not None:
+        # A row of partial holds the sums of gates, then those of ups.
+        columns = strip * (GROUPS * 8) + tl.arange(0, GROUPS * 8)
+        sums_ptr = partial_ptr + chunk * num_columns * (2 if FORM == "gated" else 1) + columns
+        tl.store(sums_ptr, tl.sum(tl.reshape(total, (ROWS, GROUPS * 8)), axis=0), mask=columns < num_columns)
+        if FORM == "gated":
+            up_sums = tl.sum(tl.reshape(up_total, (ROWS, GROUPS * 8)), axis=0)
+            tl.store(sums_ptr + num_columns, up_sums, mask=columns < num_columns)
 
 
-def forward(x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None = None) -> Tensor:
+def forward(
+    x: Tensor, bias: Tensor | None, activation: str, is_gated: bool = False, out: Tensor | None = None
+) -> Tensor:
     """As in eager.py."""
-    y = tiles.allocate_like(x) if out is None else out
-    _launch_forward(x, bias, activation, y, None, 0.0)
+    shape = (*x.shape[:-1], x.size(-1) // 2) if is_gated else x.shape
+    y = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
+    _launch_forward(x, bias, activation, "gated" if is_gated else "recompute", y, None)
     return y
 
 
-def forward_with_bits(x: Tensor, bias: Tensor | None, activation: str, threshold: float) -> tuple[Tensor, Tensor]:
+def forward_inplace(x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor | None]:
     """As in eager.py."""
-    y = tiles.allocate_like(x)
-    bits = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)
-    _launch_forward(x, bias, activation, y, bits, threshold)
+    y, bits = torch.empty(x.shape, dtype=x.dtype, device=x.device), None
+    if ACTIVATIONS[activation].x_min is not None:
+        bits = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)
+    _launch_forward(x, bias, activation, "inplace", y, bits)
     return y, bits
 
 
-def _launch_forward(
-    x: Tensor, bias: Tensor | None, activation: str, y: Tensor, bits: Tensor | None, threshold: float
-) -> None:
-    tiles.check_dtype(activation, x)
-    if x.numel() == 0:
-        return
-    plan = _plan_forward(tiles.describe(x), bias is not None, activation, bits is not None, threshold)
-    launch(_forward_kernel, plan, (x.contiguous(), None if bias is None else bias.contiguous(), y, bits))
-
-
-@cache_plans
-def _plan_forward(sizes: tiles.Sizes, has_bias: bool, activation: str, has_bits: bool, threshold: float) -> Plan:
-    tiling = tiles.plan_tiles(sizes, has_bias, tiles.FORWARD_TILE[sizes.dtype.itemsize])
-    return Plan(
-        (tiling.row_blocks * tiling.strips,),
-        HAS_BITS=has_bits,
-        THRESHOLD=smallest_at_least(threshold, torch.float32),
-        **_list_arguments(sizes, has_bias, activation, tiling),
-    )
+def _launch_forward(x: Tensor, bias: Tensor | None, activation: str, form: str, y: Tensor, bits: Tensor | None) -> None:
+    check_dtype(activation, x)
+    if x.numel():
+        plan = _plan_forward(_describe(y), bias is not None, activation, form)
+        launch(_forward_kernel, plan, (x.contiguous(), None if bias is None else bias.contiguous(), y, bits))
 
 
 def backward(
-    grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, has_grad_bias: bool
+    grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, is_gated: bool, has_grad_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """As in eager.py, but the sum is in grad_x's dtype; its order is fixed, so every GPU gives the same bits."""
-    plan = _plan_backward(tiles.describe(x), x.device, bias is not None, activation, has_grad_bias)
-    tensors = (grad_y.contiguous(), x.contiguous(), None if bias is None else bias.contiguous())
-    return tiles.launch_backward(_backward_kernel, plan, tensors, x, has_grad_bias)
+    """As in eager.py, but sums of grad_x before it is rounded, in its dtype."""
+    bias = None if bias is None else bias.contiguous()
+    form = "gated" if is_gated else "recompute"
+    return _launch_backward(grad_y, x.contiguous(), bias, None, activation, form, has_grad_bias)
+
+
+def backward_inplace(
+    grad_y: Tensor, y: Tensor, bits: Tensor | None, activation: str, has_grad_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """As in eager.py, but sums of grad_x before it is rounded, in its dtype."""
+    return _launch_backward(grad_y, y, None, bits, activation, "inplace", has_grad_bias)
+
+
+def _launch_backward(
+    grad_y: Tensor, kept: Tensor, bias: Tensor | None, bits: Tensor | None, activation: str, form: str,
+    has_grad_bias: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    check_dtype(activation, kept)
+    grad_x, device = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device), kept.device
+    if kept.numel() == 0:
+        return grad_x, grad_x.new_zeros(kept.size(-1)) if has_grad_bias else None
+    plan = _plan_backward(_describe(grad_y), device, bias is not None, activation, form, has_grad_bias)
+    partial = None
+    if plan.sums is not None:
+        partial = torch.empty(1, plan.num_chunks, kept.size(-1), dtype=torch.float32, device=device)
+    launch(_backward_kernel, plan.launch, (grad_y.contiguous(), kept, bias, bits, grad_x, partial))
+    if not has_grad_bias:
+        return grad_x, None
+    if plan.sums is None:  # rows that share bytes of bits
+        return grad_x, grad_x.view(-1, kept.size(-1)).sum(0)
+    grad_bias = grad_x.new_empty(1, kept.size(-1))
+    assert partial is not None
+    launch_sums(plan.sums, partial, grad_bias)
+    return grad_x, grad_bias[0]
+
+
+class _Sizes(NamedTuple):
+    """What a plan depends on."""
+
+    numel: int
+    num_columns: int
+    """The last size of y; 1 without dimensions."""
+    dtype: torch.dtype
+
+
+def _describe(y: Tensor) -> _Sizes:
+    return _Sizes(y.numel(), y.shape[-1] if y.dim() else 1, y.dtype)
+
+
+class _Tiling(NamedTuple):
+    has_columns: bool
+    """Whether the kernel's columns are y's."""
+    row_blocks: int
+    strips: int
+    arguments: dict[str, Any]
+    """The launch arguments that both kernels share."""
+
+
+def _plan_tiles(sizes: _Sizes, has_bias: bool, activation: str, form: str, sums_rows: bool = False) -> _Tiling:
+    """Chooses strips of 256 to 1024 columns that divide a row, or all of a short one, or STRIP_COLUMNS where rows are
+    summed, and as many rows as fill TILE_ELEMENTS. Units of 8 tell the compiler that rows are aligned.
+
+    Rows whose length is no multiple of 8 would share bytes of bits. Then, as without a bias, the tensor is read as one
+    long row cut into pieces. Gated units have no bits. Raises ValueError where 32 bits do not count a tile's elements.
+    """
+    is_gated = form == "gated"
+    has_columns = is_gated or ((has_bias or sums_rows) and sizes.num_columns % 8 == 0)
+    num_columns = sizes.num_columns if has_columns else FLAT_COLUMNS
+    columns = max(256, min(1024, num_columns & -num_columns))
+    if num_columns <= columns // 2:
+        columns = max(8, triton.next_power_of_2(num_columns))
+    if sums_rows and has_columns:
+        columns = min(columns, STRIP_COLUMNS)
+    rows = TILE_ELEMENTS // columns // (2 if sums_rows and (is_gated or sizes.dtype.itemsize == 4) else 1)
+    if num_columns * rows * (1 + is_gated) >= 1 << 31:
+        raise ValueError(
+            f"{activation}: a row of y has {num_columns} elements; expected fewer than 2**31 in {rows} rows of x, as "
+            "the kernel counts them; divide each row into parts"
+        )
+    unit = 8 if sizes.numel % 8 == 0 and num_columns % 8 == 0 else 1
+    return _Tiling(
+        has_columns,
+        -(-sizes.numel // (num_columns * rows)),
+        -(-num_columns // columns),
+        {
+            "num_units": sizes.numel // unit,
+            "column_units": num_columns // unit,
+            "bias_size": None if has_columns else sizes.num_columns,
+            "UNIT": unit,
+            "ACTIVATION": activation,
+            "FORM": form,
+            "IS_NARROW": sizes.dtype.itemsize == 2,
+            "ROUNDS": not is_gated and ACTIVATIONS[activation].rounds_sum,
+            "ROWS": rows,
+            "GROUPS": columns // 8,
+            **OPTIONS,
+        },
+    )
+
+
+@cache_plans
+def _plan_forward(sizes: _Sizes, has_bias: bool, activation: str, form: str) -> Plan:
+    tiling = _plan_tiles(sizes, has_bias, activation, form)
+    threshold = get_smallest_at_least(ACTIVATIONS[activation].x_min or 0.0, torch.float32)
+    return Plan((tiling.row_blocks * tiling.strips,), THRESHOLD=threshold, **tiling.arguments)
+
+
+class _BackwardPlan(NamedTuple):
+    launch: Plan
+    num_chunks: int
+    sums: Plan | None
+    """Of the launch that adds up the rows of partial, if the kernel sums rows."""
 
 
 @cache_plans
 def _plan_backward(
-    sizes: tiles.Sizes, device: torch.device, has_bias: bool, activation: str, has_grad_bias: bool
-) -> BackwardPlan:
-    tiling = tiles.plan_tiles(sizes, has_bias, tiles.BACKWARD_TILE_BYTES // sizes.dtype.itemsize, has_grad_bias)
-    arguments = _list_arguments(sizes, has_bias, activation, tiling)
-    return tiles.plan_backward(tiling, has_grad_bias, device, **arguments)
-
-
-def _list_arguments(sizes: tiles.Sizes, has_bias: bool, activation: str, tiling: tiles.Tiling) -> dict[str, Any]:
-    """Lists the launch arguments that both kernels share."""
-    return {
-        "bias_size": sizes.num_columns if has_bias else 1,
-        "ACTIVATION": activation,
-        "IS_NARROW": sizes.dtype.itemsize == 2,
-        "HAS_BIAS": has_bias,
-        "WRAPS": not tiling.has_columns,
-        "ROUNDS": ACTIVATIONS[activation].rounds_sum,
-        **tiling.sizes,
-        **tiles.OPTIONS,
-    }
+    sizes: _Sizes, device: torch.device, has_bias: bool, activation: str, form: str, has_grad_bias: bool
+) -> _BackwardPlan:
+    tiling = _plan_tiles(sizes, has_bias, activation, form, has_grad_bias)
+    tiles_per_program, sums = 1, None
+    if has_grad_bias and tiling.has_columns:
+        tiles_per_program = choose_tiles_per_program(tiling.row_blocks, tiling.strips, BACKWARD_PROGRAMS, device)
+    num_chunks = -(-tiling.row_blocks // tiles_per_program)
+    if has_grad_bias and tiling.has_columns:
+        sums = plan_sums((1, num_chunks, sizes.num_columns * (2 if form == "gated" else 1)), 4096, 4, device)
+    has_bits = form == "inplace" and ACTIVATIONS[activation].x_min is not None
+    bounds, p, q = get_coefficients(activation, sizes.dtype) if has_bits else (None, None, None)
+    named = {"tiles_per_program": tiles_per_program, "bounds": bounds, "p": p, "q": q}
+    return _BackwardPlan(Plan((num_chunks * tiling.strips,), **named, **tiling.arguments), num_chunks, sums)

@@ -1,4 +1,4 @@
-"""Computes activations and their derivatives in float32 inside the kernels of pointwise operations.
+"""Computes activations and their derivatives in float32 inside kernels.
 
 Instructions are the budget: on an H200, about 30 per 16-bit element in forward and 45 in backward take as long as the
 memory traffic. Hence 16-bit types, which do not show an error of 1e-7, get an erf with half the instructions of tl.erf.
@@ -85,3 +85,34 @@ def differentiate(x, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr):
         tl.static_assert(ACTIVATION == "relu")
         value, slope = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL), tl.where(x > 0.0, 1.0, 0.0)
     return value, slope
+
+
+@triton.jit
+def differentiate_output(
+    y, is_left, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr, bounds, p, q
+):  # fmt: skip
+    """Computes f'(x) from y = f(x), which has the dtype of the tensor. The sign bit of is_left, an int32, is set left
+    of f's minimum; for bounds, p and q see `get_coefficients` in inverse.py."""
+    if ACTIVATION == "squared_relu":
+        # 2 r for y = r**2; the rounded root is r again, see activations.py. For a 16-bit y an approximate float32 root
+        # suffices, because the rounding hides its error.
+        slope = 2.0 * tl.sqrt(y.to(tl.float32)).to(y.dtype).to(tl.float32) if IS_NARROW else 2.0 * tl.sqrt_rn(y)
+    else:
+        tl.static_assert(ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh")
+        # y - y_min is exact near the minimum, and y_min_low holds the digits that y_min lacks in float32: GELU' is a
+        # square root of the difference there, which amplifies any error. NaN stays NaN.
+        square = tl.maximum(y.to(tl.float32) - bounds[0], bounds[1], propagate_nan=tl.PropagateNan.ALL)
+        square = tl.minimum(square, bounds[2], propagate_nan=tl.PropagateNan.ALL) - bounds[1]
+        # The root gets the branch's sign bit without a comparison. Below, s (s + root_zero) = square + root_zero s.
+        s = (tl.sqrt(square).to(tl.int32, bitcast=True) | (is_left & -0x80000000)).to(tl.float32, bitcast=True)
+        slope = _evaluate(s, p) * invert(_evaluate(s, q)) * (square + bounds[3] * s)
+    return slope
+
+
+@triton.jit
+def _evaluate(s, coefficients):
+    """Evaluates the polynomial with these coefficients, highest power first, by Horner's scheme."""
+    value = coefficients[0] * s + coefficients[1]
+    for index in tl.static_range(2, len(coefficients)):
+        value = value * s + coefficients[index]
+    return value

@@ -19,16 +19,8 @@ from torch import Tensor
 
 from tempo_kernels.dropout_add.draw import Draw
 from tempo_kernels.kernel_launch import MAX_PLANS, Plan, cache_plans, launch
-from tempo_kernels.kernel_sums import (
-    STRIP_COLUMNS,
-    BackwardPlan,
-    add_up,
-    choose_tiles_per_program,
-    is_last,
-    plan_chunks,
-    store_sums,
-)
-from tempo_kernels.kernel_tiles import check_dtype
+from tempo_kernels.kernel_numbers import check_dtype
+from tempo_kernels.kernel_sums import STRIP_COLUMNS, choose_tiles_per_program, launch_sums, plan_sums
 from tempo_kernels.philox import LANES, effective_probability, threshold
 from tempo_kernels.philox.kernel import drop_mask, key_words, load_draw
 
@@ -110,7 +102,7 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=[*VARYING, "tiles_per_program"])
 def _backward_kernel(
-    grad_out_ptr, grad_x_ptr, partial_ptr, counters_ptr, grad_bias_ptr, key_ptr, first_sample_ptr,
+    grad_out_ptr, grad_x_ptr, partial_ptr, key_ptr, first_sample_ptr,
     rows_ptr, samples_ptr,
     num_rows, column_units, batch, inverse, shift, first_sample, first_row, first_group, limit, scale, key_low,
     key_high, tiles_per_program,
@@ -141,10 +133,8 @@ def _backward_kernel(
             total += grad
     if HAS_GRAD_BIAS:
         column = block_column * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-        store_sums(partial_ptr, tl.sum(total, axis=0), chunk, column, num_columns)
-        num_chunks = tl.num_programs(0) // num_strips
-        if is_last(counters_ptr + block_column, num_chunks):
-            add_up(partial_ptr, grad_bias_ptr, column, num_chunks, num_columns, num_columns)
+        partial_ptr += chunk.to(tl.int64) * num_columns
+        tl.store(partial_ptr + column, tl.sum(total, axis=0), mask=column < num_columns)
 
 
 def forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: Draw) -> Tensor:
@@ -181,9 +171,21 @@ def backward(
         return grad_x, grad_x.new_zeros(num_columns, dtype=sum_dtype) if has_grad_bias else None
     drawn, loads, numbers = _list_drawn(draw, grad_out)
     plan = _plan_backward(grad_out.shape, grad_out.element_size(), grad_out.device, draw.p, has_grad_bias, loads)
-    sums = plan.allocate_sums(num_columns, sum_dtype, grad_out.device)
-    launch(_backward_kernel, plan.launch, (grad_out.contiguous(), grad_x, *sums, *drawn), numbers)
-    return grad_x, sums[-1]
+    partial, sums = None, None
+    if has_grad_bias:
+        partial = torch.empty(1, plan.num_chunks, num_columns, dtype=torch.float32, device=grad_out.device)
+        sums = torch.empty(1, num_columns, dtype=sum_dtype, device=grad_out.device)
+    launch(_backward_kernel, plan.launch, (grad_out.contiguous(), grad_x, partial, *drawn), numbers)
+    if partial is None or sums is None:
+        return grad_x, None
+    launch_sums(plan.sums, partial, sums)
+    return grad_x, sums[0]
+
+
+class BackwardPlan(NamedTuple):
+    num_chunks: int
+    launch: Plan
+    sums: Plan
 
 
 @cache_plans
@@ -200,7 +202,10 @@ def _plan_backward(
     if has_grad_bias:
         tiles_per_program = choose_tiles_per_program(tile.row_blocks, tile.strips, BACKWARD_PROGRAMS, device)
     arguments = _list_arguments(shape, tile, p, loads)
-    return plan_chunks(tile.row_blocks, tile.strips, tiles_per_program, has_grad_bias, DRAWN, **arguments)
+    num_chunks = -(-tile.row_blocks // tiles_per_program)
+    arguments |= {"tiles_per_program": tiles_per_program, "HAS_GRAD_BIAS": has_grad_bias}
+    sums = plan_sums((1, num_chunks, shape[-1]), 4096, 4, device)
+    return BackwardPlan(num_chunks, Plan((num_chunks * tile.strips,), DRAWN, **arguments), sums)
 
 
 class _Tile(NamedTuple):

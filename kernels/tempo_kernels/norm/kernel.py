@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.kernel_launch import Plan, cache_plans, guard_device
-from tempo_kernels.kernel_tiles import check_dtype
+from tempo_kernels.kernel_numbers import check_dtype
 from tempo_kernels.norm import kernel_long_rows as long_rows
 from tempo_kernels.norm import kernel_whole_rows as whole_rows
 from tempo_kernels.norm.kernel_lost_channels import SMALLEST, prepare_lost_channels

@@ -5,7 +5,7 @@ The mathematics, its sources and the arguments are those of kernel_whole_rows.py
    The second and third reads come from the L2 cache, where a row of this length stays.
 2. In backward a program owns a row and reads it twice: for the sums of g xhat and of g over the row, then for grad_x.
 3. Such a program cannot sum over rows in registers. _sums_kernel does, in strips of columns: a third read of y (or x)
-   and grad_y, which is cheaper than atomics and has a fixed order. The last program of a strip adds up its sums.
+   and grad_y, which is cheaper than atomics and has a fixed order. A second launch adds up their sums (kernel_sums.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tempo_kernels.kernel_launch import Plan, launch
 from tempo_kernels.kernel_numbers import invert
-from tempo_kernels.kernel_sums import add_up, find_counters, is_last
+from tempo_kernels.kernel_sums import launch_sums, plan_sums
 from tempo_kernels.norm.kernel_lost_channels import (
     choose_divisor,
     find_channels,
@@ -163,7 +163,7 @@ def _backward_kernel(
 @triton.jit(do_not_specialize=["tiles_per_program", "capacity"])
 def _sums_kernel(
     grad_y_ptr, source_ptr, rstd_ptr, mean_ptr, weight_ptr, bias_ptr, slots_ptr, lost_xhat_ptr,
-    partial_ptr, counters_ptr, sums_ptr,
+    partial_ptr,
     num_rows, column_units, capacity, tiles_per_program,
     UNIT: tl.constexpr, SUBTRACTS_MEAN: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, SMALLEST: tl.constexpr,
@@ -195,19 +195,15 @@ def _sums_kernel(
         grad_gamma += grad * xhat
         if HAS_BIAS:
             grad_beta += grad
-    num_chunks = tl.num_programs(0)
-    store_sums(partial_ptr, grad_gamma, grad_beta, column, inside, num_columns, num_chunks, HAS_BIAS)
-    if is_last(counters_ptr + tl.program_id(1), num_chunks):
-        add_up(partial_ptr, sums_ptr, column, num_chunks, num_columns, num_columns)
-        if HAS_BIAS:
-            partial = partial_ptr + num_chunks.to(tl.int64) * num_columns
-            add_up(partial, sums_ptr + num_columns, column, num_chunks, num_columns, num_columns)
+    store_sums(partial_ptr, grad_gamma, grad_beta, column, inside, num_columns, tl.num_programs(0), HAS_BIAS)
 
 
 class BackwardPlan(NamedTuple):
     partial_shape: tuple[int, int, int]
     launch: Plan
     launch_sums: Plan
+    """Of the sums over a program's rows; `sums` adds these up."""
+    sums: Plan
 
 
 def plan_forward(hidden_size: int, **arguments: Any) -> Plan:
@@ -235,6 +231,7 @@ def plan_backward(hidden_size: int, itemsize: int, device: torch.device, **argum
         shape,
         Plan((num_rows,), **arguments, **OPTIONS | {"BLOCK_COLUMNS": block}),
         Plan((num_programs, num_strips), tiles_per_program=tiles_per_program, **arguments, **SUMS_OPTIONS),
+        plan_sums(shape, 4096, 4, device),
     )
 
 
@@ -242,5 +239,5 @@ def launch_backward(plan: BackwardPlan, tensors: tuple[Tensor | None, ...], grad
     """Fills grad_x, and sums [2 or 1, h] with grad_gamma and grad_beta."""
     partial = torch.empty(*plan.partial_shape, dtype=torch.float32, device=grad_x.device)
     launch(_backward_kernel, plan.launch, (*tensors, grad_x))
-    counters = find_counters(grad_x.device, plan.launch_sums.grid[1])
-    launch(_sums_kernel, plan.launch_sums, (*tensors, partial, counters, sums))
+    launch(_sums_kernel, plan.launch_sums, (*tensors, partial))
+    launch_sums(plan.sums, partial, sums)

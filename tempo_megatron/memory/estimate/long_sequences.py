@@ -315,7 +315,7 @@ class LongSequence:
         if "liger" in self.pieces:
             yield Term("gate, up and their product", 3 * width, source="liger_kernel/ops/swiglu.py writes in place")
         elif "tempo" in self.pieces:
-            yield Term("gate, up and their gradients", 4 * width, source="tempo_kernels/glu/function.py")
+            yield Term("gate, up and their gradients", 4 * width, source="tempo_kernels/glu.py")
         else:
             yield Term("gate, its activation, up, gradients of both", 5 * width, source="transformers: LlamaMLP")
         yield Term("gradient of the product", width)

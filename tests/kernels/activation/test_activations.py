@@ -26,8 +26,6 @@ from witness import (
 )
 
 from tempo_kernels.activation import activate
-from tempo_kernels.activation import cpu as pointwise_cpu
-from tempo_kernels.glu import cpu as glu_cpu
 from tempo_kernels.glu import geglu, reglu, swiglu
 from tempo_kernels.squared_relu import squared_relu
 
@@ -43,16 +41,14 @@ def results(name, inputs, grad, dtype):
 
 @every_operation
 @every_dtype
-def test_output_and_gradients_over_the_whole_range_are_as_good_as_torchs(dtype, name, monkeypatch, nan_poison):
-    monkeypatch.setattr(glu_cpu, "BLOCK_ELEMENTS", 7 * 2 * 200)
+def test_output_and_gradients_over_the_whole_range_are_as_good_as_torchs(dtype, name, nan_poison):
     x, grad = over_the_range(is_gated=name in GATED), torch.randn(150, 200)
     for inputs in ([x], [x, torch.randn(x.size(1)) * 0.1]):
         assert_three_witnesses(*OPERATIONS[name], inputs, grad, dtype)
 
 
 @parametrize_covering(each={"shape": SHAPES}, dtype=[*DTYPES, torch.float64], name=OPERATIONS.keys())
-def test_odd_and_empty_shapes_give_torchs_output_and_gradients(shape, dtype, name, monkeypatch, nan_poison):
-    monkeypatch.setattr(pointwise_cpu, "_MAX_CHUNK", 128)
+def test_odd_and_empty_shapes_give_torchs_output_and_gradients(shape, dtype, name, nan_poison):
     *rows, width = shape
     width *= 2 if name in GATED else 1
     x, bias, grad = torch.randn(*rows, width), torch.randn(width), torch.randn(shape)
@@ -100,8 +96,10 @@ def test_the_gate_comes_first_and_the_sum_of_x_and_bias_is_not_rounded():
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_squared_relu_has_torchs_gradient_bit_for_bit_of_every_16_bit_number_and_of_random_ones(dtype, name):
     x = every_number(dtype) if dtype.itemsize == 2 else torch.randn(100_001, dtype=dtype) * 10
+    # A float64 root has no wider type to be taken in.
+    tolerance = 2 * torch.finfo(dtype).eps if dtype == torch.float64 and name == KEEPS_OUTPUT else 0
     for ours, theirs in results(name, [x], torch.randn(x.numel()).to(dtype), dtype):
-        assert torch.equal(ours, theirs)
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=0)
 
 
 def test_no_root_of_a_million_float32_squares_is_rounded_to_its_neighbour_and_small_float16_lose_what_is_documented():
@@ -130,7 +128,7 @@ REFUSED = {
         "squared_relu: x is torch.int64; expecte",
     ),
     "what to keep": (lambda: squared_relu(FOUR, keep="both"), 'keep is \'both\'; expected "output" or "input"'),
-    "a short bias beside squares": (lambda: squared_relu(FOUR, SHORT), r"bias is torch.float32 of shape \[2\]"),
+    "a short bias of squares": (lambda: squared_relu(FOUR, SHORT), r"bias is torch.float32 of shape \[2\]"),
 }
 
 

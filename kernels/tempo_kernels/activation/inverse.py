@@ -51,7 +51,7 @@ class Inverse:
 
 
 INVERSES = {
-    "none": Inverse(
+    "gelu": Inverse(
         x_min=-0.7517915246935645,
         y_min=-0.16997121274471283,
         y_min_low=5.264809199712062e-09,
@@ -71,7 +71,7 @@ INVERSES = {
         ),
         fit_error=2.6439058547209245e-05,
     ),
-    "tanh": Inverse(
+    "gelu_tanh": Inverse(
         x_min=-0.7524614220710163,
         y_min=-0.17004075646400452,
         y_min_low=5.892750482017206e-09,
@@ -94,26 +94,26 @@ INVERSES = {
 }
 
 SHORT_INVERSES = {
-    ("none", torch.bfloat16): replace(
-        INVERSES["none"],
+    ("gelu", torch.bfloat16): replace(
+        INVERSES["gelu"],
         numerator=(-0.300598234, 2.02764559, -3.62606621, 0.989071727, 2.25113845),
         denominator=(0.164392546, -0.000391334295, -0.00371176191, -0.962971747, 1.55462301, 1),
         fit_error=0.0012595698415218681,
     ),
-    ("none", torch.float16): replace(
-        INVERSES["none"],
+    ("gelu", torch.float16): replace(
+        INVERSES["gelu"],
         numerator=(0.106912591, -1.15343332, 4.22156334, -5.81428432, 1.40132046, 2.25347447),
         denominator=(-0.0802057087, 0.465738386, -1.0126797, 1.30438995, -0.372259945, -1.73961496, 1.76171839, 1),
         fit_error=0.0003282757439127667,
     ),
-    ("tanh", torch.bfloat16): replace(
-        INVERSES["tanh"],
+    ("gelu_tanh", torch.bfloat16): replace(
+        INVERSES["gelu_tanh"],
         numerator=(-0.331781417, 2.20365453, -4.02266932, 1.31447673, 2.24966192),
         denominator=(0.126332924, 0.105158046, -0.109893709, -0.973491609, 1.6987499, 1),
         fit_error=0.0013575724861873972,
     ),
-    ("tanh", torch.float16): replace(
-        INVERSES["tanh"],
+    ("gelu_tanh", torch.float16): replace(
+        INVERSES["gelu_tanh"],
         numerator=(0.0970833302, -1.16100156, 4.30087614, -5.90337276, 1.39348042, 2.25014734),
         denominator=(-0.100943714, 0.527285159, -1.09838259, 1.35022175, -0.355267346, -1.80293918, 1.75750792, 1),
         fit_error=0.00039555051233798773,
@@ -122,56 +122,73 @@ SHORT_INVERSES = {
 """What the kernels take for a 16-bit y, whose rounding costs more than these do."""
 
 
-def gelu_float64(x: Tensor, approximate: str) -> Tensor:
+def get_coefficients(activation: str, dtype: torch.dtype) -> tuple[tuple[float, ...], ...]:
+    """Returns what a kernel takes for a y of `dtype`: (y_min, y_min_low, Y_MAX - y_min, root_zero), P and Q."""
+    inverse = INVERSES[activation] if dtype == torch.float32 else SHORT_INVERSES[activation, dtype]
+    # No 16-bit y is so close to the minimum that digits of y_min beyond float32 would matter.
+    y_min_low = inverse.y_min_low if dtype == torch.float32 else 0.0
+    bounds = (inverse.y_min, y_min_low, Y_MAX - inverse.y_min, inverse.root_zero)
+    return bounds, inverse.numerator, inverse.denominator
+
+
+def gelu_float64(x: Tensor, activation: str) -> Tensor:
     """Computes GELU(x) in float64, with small relative error in the left tail too."""
-    return x * _evaluate_gate(x, approximate)[0]
+    return x * _compute_gate(x, activation)[0]
 
 
-def gelu_derivative_float64(x: Tensor, approximate: str) -> Tensor:
+def gelu_derivative_float64(x: Tensor, activation: str) -> Tensor:
     """Computes GELU'(x) in float64."""
-    gate, slope = _evaluate_gate(x, approximate)
+    gate, slope = _compute_gate(x, activation)
     return gate + x * slope
 
 
-def _evaluate_gate(x: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
+def _compute_gate(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """Returns GELU(x) / x and its derivative."""
-    if approximate == "none":
+    if activation == "gelu":
         return torch.special.ndtr(x), torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
     scale = 2 * math.sqrt(2 / math.pi)
     gate = torch.sigmoid(scale * (x + 0.044715 * x**3))
     return gate, gate * (1 - gate) * scale * (1 + 3 * 0.044715 * x * x)
 
 
+def compute_gelu_slope(y: Tensor, sign: Tensor | None, activation: str) -> Tensor:
+    """Computes GELU'(x(y)) in float32, in float64 for float64; sign is 1 where x >= x_min and -1 elsewhere."""
+    assert sign is not None
+    if y.dtype == torch.float64:
+        return derivative_float64(y, sign > 0, activation)
+    return compute_slope(INVERSES[activation], y, sign)
+
+
+def compute_slope(inverse: Inverse, y: Tensor, sign: Tensor) -> Tensor:
+    """Computes GELU'(x(y)) in float32."""
+    above = y.float() - inverse.y_min  # exact near the minimum, where it matters
+    square = above.clamp_(inverse.y_min_low, Y_MAX - inverse.y_min).sub_(inverse.y_min_low)
+    return evaluate(inverse, square.sqrt_().mul_(sign))
+
+
 def evaluate(inverse: Inverse, s: Tensor) -> Tensor:
     """Evaluates the formula in the dtype of s."""
-    p, q = torch.zeros_like(s), torch.zeros_like(s)
-    for coefficient in inverse.numerator:
-        p = p * s + coefficient
-    for coefficient in inverse.denominator:
-        q = q * s + coefficient
-    return p / q * s * (s + inverse.root_zero)
+    p, q = (_evaluate_polynomial(coefficients, s) for coefficients in (inverse.numerator, inverse.denominator))
+    return p.div_(q).mul_(s).mul_(s + inverse.root_zero)
 
 
-def derivative_float64(y: Tensor, is_right: Tensor, approximate: str) -> Tensor:
+def _evaluate_polynomial(coefficients: tuple[float, ...], s: Tensor) -> Tensor:
+    """Evaluates the polynomial with these coefficients, highest power first, by Horner's scheme."""
+    constants = [torch.full((), coefficient, dtype=s.dtype, device=s.device) for coefficient in coefficients[1:]]
+    value = torch.add(constants[0], s, alpha=coefficients[0])
+    for constant in constants[1:]:
+        torch.addcmul(constant, value, s, out=value)
+    return value
+
+
+def derivative_float64(y: Tensor, is_right: Tensor, activation: str) -> Tensor:
     """Finds GELU'(x(y)) by bisection in float64: exact away from the minimum. is_right is the bit x >= x_min."""
-    x_min = torch.full_like(y, INVERSES[approximate].x_min)
+    x_min = torch.full_like(y, INVERSES[activation].x_min)
     y_inside = y.clamp(max=40.0)  # GELU is the identity to float64 from here on, and 0 left of -40
     low = torch.where(is_right, x_min, -40.0)
     high = torch.where(is_right, y_inside.clamp(min=0.0) + 0.2, x_min)
     for _ in range(64):
         middle = 0.5 * (low + high)
-        is_low = (gelu_float64(middle, approximate) < y_inside) == is_right
+        is_low = (gelu_float64(middle, activation) < y_inside) == is_right
         low, high = torch.where(is_low, middle, low), torch.where(is_low, high, middle)
-    return gelu_derivative_float64(0.5 * (low + high), approximate).where(~y.isnan(), y)
-
-
-def interpolate_float64(s: Tensor, approximate: str) -> Tensor:
-    """Finds GELU' at the signed root s in float64 to 1e-8, between 2**16 points of GELU."""
-    inverse = INVERSES[approximate]
-    x = torch.linspace(-12.0, 9.0, 1 << 16, dtype=torch.float64, device=s.device)
-    above = gelu_float64(x, approximate) - (inverse.y_min + inverse.y_min_low)
-    roots, slopes = above.clamp_(min=0.0).sqrt_() * (x - inverse.x_min).sign(), gelu_derivative_float64(x, approximate)
-    right = torch.searchsorted(roots, s).clamp_(1, len(roots) - 1)
-    low, high = roots[right - 1], roots[right]
-    share = ((s - low) / (high - low)).clamp_(0.0, 1.0).nan_to_num_(0.0)  # left of -9 roots do not differ any more
-    return torch.lerp(slopes[right - 1], slopes[right], share)
+    return gelu_derivative_float64(0.5 * (low + high), activation).where(~y.isnan(), y)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tempo_kernels.activation import ACTIVATE, check_tensors
+from tempo_kernels.activation import apply
 from tempo_kernels.transforms import takes_plain_tensors
 
 __all__ = ["silu"]
@@ -25,5 +25,4 @@ def silu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     Error: grad_x's is at most twice torch's own plus one ulp of the largest gradient.
     Raises: ValueError for a dtype or shape that does not fit; RuntimeError on a second derivative.
     """
-    check_tensors("silu", x, bias)
-    return ACTIVATE.apply("silu", x, bias, "silu")
+    return apply("silu", x, bias, "silu")

@@ -1,12 +1,13 @@
-"""Defines `glu`, and `swiglu`, `geglu` and `reglu` by their names: they check their arguments and keep their input."""
+"""Gated linear units: one half of x times an activation of the other half, differentiated from x."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from tempo_kernels.activation import ACTIVATIONS, OperationOfInput, check_tensors
-from tempo_kernels.glu import cpu
+from tempo_kernels.activation import ACTIVATIONS, apply
 from tempo_kernels.transforms import takes_plain_tensors
+
+__all__ = ["geglu", "glu", "reglu", "swiglu"]
 
 
 @takes_plain_tensors
@@ -27,13 +28,13 @@ def glu(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"glu: activation is {activation!r}; expected one of {', '.join(ACTIVATIONS)}")
-    return _glu("glu", x, bias, activation)
+    return apply("glu", x, bias, activation, is_gated=True)
 
 
 @takes_plain_tensors
 def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """silu(gate) * up. See `glu` for all else."""
-    return _glu("swiglu", x, bias, "silu")
+    return apply("swiglu", x, bias, "silu", is_gated=True)
 
 
 @takes_plain_tensors
@@ -41,20 +42,10 @@ def geglu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> T
     """Computes gelu(gate) * up, in the erf ("none") or "tanh" form. See `glu` for all else."""
     if approximate not in ("none", "tanh"):
         raise ValueError(f'geglu: approximate is {approximate!r}; expected "none" (erf) or "tanh"')
-    return _glu("geglu", x, bias, "gelu" if approximate == "none" else "gelu_tanh")
+    return apply("geglu", x, bias, "gelu" if approximate == "none" else "gelu_tanh", is_gated=True)
 
 
 @takes_plain_tensors
 def reglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes relu(gate) * up. See `glu` for all else."""
-    return _glu("reglu", x, bias, "relu")
-
-
-def _glu(name: str, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    check_tensors(name, x, bias)
-    if x.dim() < 1 or x.size(-1) % 2:
-        raise ValueError(f"{name}: x has shape {list(x.shape)}; expected [..., 2f], gate then up")
-    return _GLU.apply(name, x, bias, activation)
-
-
-_GLU = OperationOfInput("glu", cpu, columns_per_output=2)
+    return apply("reglu", x, bias, "relu", is_gated=True)

@@ -1,0 +1,64 @@
+"""The Triton kernels of activations compiled ahead of time, with the arguments that their launchers give; no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
+
+from ahead_of_time import Launch, compiled, narrow_accesses, record_launches, resources, source_of
+from covering import exhaustive, parametrize_covering
+from ttir_ranges import find_overflows
+
+from tempo_kernels import kernel_sums
+from tempo_kernels.activation import ACTIVATIONS, kernel
+
+MOST_REGISTERS = 128
+"""At which four programs share a multiprocessor."""
+INPLACE = [name for name, row in ACTIVATIONS.items() if row.slope_of_output is not None]
+
+
+def list_launches(rows: int, width: int, dtype: torch.dtype, activation: str) -> Iterator[tuple[str, Launch]]:
+    """The launches of every form of an activation, with a bias and without."""
+    x = torch.empty(rows, width, dtype=dtype, device="meta" if rows > 1 << 16 else "cpu")
+    half, bits, inverts = x[:, : width // 2], x.new_empty(x.numel() // 8, dtype=torch.uint8), activation in INPLACE
+    bits = bits if ACTIVATIONS[activation].x_min is not None else None
+    for bias in (x[0], None):
+        has_bias = bias is not None
+        runs = {
+            "forward": lambda bias=bias: kernel.forward(x, bias, activation),
+            "gated forward": lambda bias=bias: kernel.forward(x, bias, activation, True),
+            "backward": lambda bias=bias: kernel.backward(x, x, bias, activation, False, bias is not None),
+            "gated backward": lambda bias=bias: kernel.backward(half, x, bias, activation, True, bias is not None),
+        }
+        if inverts:
+            runs["forward in place"] = lambda bias=bias: kernel.forward_inplace(x, bias, activation)
+            runs["backward in place"] = lambda bias=bias: kernel.backward_inplace(
+                x, x, bits, activation, bias is not None
+            )
+        for name, run in runs.items():
+            for launch in record_launches(run, [kernel, kernel_sums]):
+                yield f"{name}{'' if has_bias else ' without bias'}, {launch.kernel.__name__}", launch
+
+
+@pytest.mark.slow
+@parametrize_covering(
+    each={"activation": ACTIVATIONS.keys()}, dtype={"16": torch.bfloat16, "32": torch.float32}, capability=[90, 80, 100]
+)
+def test_kernels_spill_nothing_and_read_16_bytes_at_a_time(activation, dtype, capability):
+    for name, launch in list_launches(2048, 4096, dtype, activation):
+        binary = compiled(launch, capability)
+        usage, narrow = resources(binary.asm["cubin"]), narrow_accesses(binary.asm["ptx"])
+        assert usage["STACK"] == 0 and usage["LOCAL"] == 0 and usage["REG"] <= MOST_REGISTERS, f"{name}: {usage}"
+        # Of bits a thread has a byte per eight elements, and of a bias and of sums a column or two.
+        assert len(narrow) <= 4, f"{name}: {narrow}"
+
+
+@pytest.mark.parametrize("activation", ["gelu", *exhaustive(*([name] for name in ACTIVATIONS if name != "gelu"))])
+def test_no_number_of_32_bits_runs_over_in_tensors_of_2_31_elements(activation):
+    launches = list_launches((1 << 31) // 8192 + 8, 8192, torch.bfloat16, activation)
+    found = {source_of(launch).hash(): launch for _, launch in launches}
+    assert [find_overflows(launch) for launch in found.values()] == [[]] * len(found)
