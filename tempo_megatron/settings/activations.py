@@ -1,7 +1,7 @@
 """The activations that an MLP can have with Tempo: one table, by the names that a model's JSON has for them.
 
-A new one needs a row here, and Megatron's function in `FUNCTIONS` of `tempo_megatron/slots/mlp.py`. A new formula also
-goes into `tempo_kernels/activation`: for torch into `activations.py`, for Triton into `kernel_activations.py`.
+A new one needs a row here. A new formula also goes into `tempo_kernels/activation`: for torch into the table of
+`activations.py`, for Triton into `kernel_activations.py`; `FUNCTIONS` of `tempo_megatron/slots/mlp.py` takes torch's.
 """
 
 from __future__ import annotations

@@ -36,8 +36,13 @@ from tempo_megatron.slots.linear import (
 
 _MLP_ARGUMENTS = frozenset(inspect.signature(MLP.__init__).parameters)
 
-FUNCTIONS: dict[str, Any] = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu, "squared_relu": squared_relu_of_megatron}
-"""Formula of an activation -> the `activation_func` of a TransformerConfig."""
+FUNCTIONS: dict[str, Any] = {
+    activation.formula: squared_relu_of_megatron
+    if activation.formula == "squared_relu"
+    else getattr(F, activation.formula)
+    for activation in ACTIVATIONS.values()
+}
+"""Formula of an activation -> the `activation_func` of a TransformerConfig: torch's of that name, where it has one."""
 
 _IN_PLACE: dict[str, Callable[..., Tensor]] = {
     "gelu": gelu,

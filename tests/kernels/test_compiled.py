@@ -81,7 +81,7 @@ def test_the_compiler_is_the_one_that_the_environment_names(monkeypatch):
 @pytest.fixture
 def not_in_chunks(monkeypatch):
     monkeypatch.setattr(activation_cpu, "_add_in_chunks", lambda *_: pytest.fail("not compiled"))
-    monkeypatch.setattr(activation_cpu, "_compute_slope", lambda *_: pytest.fail("not compiled"))
+    monkeypatch.setattr(activation_cpu, "_differentiate_output", lambda *_: pytest.fail("not compiled"))
 
 
 @compiles
@@ -98,6 +98,18 @@ def test_the_compiled_gelu_backward_is_as_exact_as_the_specification(dtype, acti
     bits, one = torch.full((16,), 255, dtype=torch.uint8), torch.ones_like(special)
     ours, _ = activation_cpu.backward_inplace(one, special, bits, activation, False, compiled_elements=64)
     assert torch.equal(ours.isnan(), special.isnan()) and ours[~special.isnan()].isfinite().all()
+
+
+@compiles
+def test_the_compiled_backward_of_squared_relu_is_the_specification_bit_for_bit(not_in_chunks):
+    y, grad = torch.relu(torch.randn(300, 1000)).square(), torch.randn(300, 1000)
+    y[0, :3] = torch.tensor([torch.inf, torch.nan, 1e-42])
+    found, expected = (
+        module.backward_inplace(grad.mT.contiguous().mT, y, None, "squared_relu", True, **compiled)
+        for module, compiled in ((activation_cpu, {"compiled_elements": 64}), (activation_eager, {}))
+    )
+    for ours, specified in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, specified, rtol=0, atol=0, equal_nan=True)
 
 
 @compiles

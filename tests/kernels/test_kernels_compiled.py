@@ -211,4 +211,4 @@ def test_new_keys_probabilities_and_positions_compile_nothing_anew():
 
     for forms in (draws, loaded):
         launches = launches_of(lambda forms=forms: [run(draw) for draw in forms])
-        assert len({source_of(launch).hash() for launch in launches}) == 2
+        assert len({source_of(launch).hash() for launch in launches}) == 3

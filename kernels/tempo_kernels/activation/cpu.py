@@ -1,8 +1,8 @@
 """Computes activations on a CPU, where the cost is passes over memory; eager.py is the specification.
 
 Work goes by chunks that stay in the cache. torch's functions are faster than Inductor's code for them; gated units and
-the derivative of GELU from its output are one compiled pass each from COMPILED_ELEMENTS on. Elsewhere the derivative of
-a 16-bit y, which has 65,536 values, is looked up in a table that the formula filled.
+derivatives from the output are one compiled pass each from COMPILED_ELEMENTS on. Elsewhere GELU's derivative from a
+16-bit y, which has 65,536 values, is looked up in a table that the formula filled.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from tempo_kernels.activation.activations import ACTIVATIONS
 from tempo_kernels.activation.eager import (
     differentiate_gated,
+    differentiate_output,
     get_smallest_at_least,
     get_sum_dtype,
     sum_rows,
@@ -125,34 +126,34 @@ def backward_inplace(
 ) -> tuple[Tensor, Tensor | None]:
     """As in eager.py."""
     flat_grad_y, flat_y = grad_y.reshape(-1), y.view(-1)
-    if bits is not None and pays_for(y, compiled_elements):
+    # Inductor would not round a 16-bit root before it is multiplied.
+    if (bits is not None or y.dtype == torch.float32) and pays_for(y, compiled_elements):
         # Signs of 16 bits: Inductor loads vectors of int8 through the stack, which takes longer than all the
         # arithmetic. float16 goes with float16 because Inductor warns where float16 meets bfloat16.
-        sign = _unpack_signs(bits, y.numel()).to(torch.float16 if y.dtype == torch.float16 else torch.bfloat16)
-        flat_grad_x: Tensor = _compile_inplace_backward(activation)(flat_grad_y, flat_y, sign)
+        dtype = torch.float16 if y.dtype == torch.float16 else torch.bfloat16
+        sign = [] if bits is None else [_unpack_signs(bits, y.numel()).to(dtype)]
+        flat_grad_x: Tensor = _compile_inplace_backward(activation)(flat_grad_y, flat_y, *sign)
     else:
         flat_grad_x = torch.empty_like(flat_y)
         size = _choose_chunk_size(chunk_elements)
         for start in range(0, y.numel(), size):
             chunk = slice(start, start + size)
-            slope = _compute_slope(flat_y[chunk], None if bits is None else bits[start // 8 :], activation)
-            torch.mul(slope, flat_grad_y[chunk], out=flat_grad_x[chunk])
+            chunk_bits = None if bits is None else bits[start // 8 : (start + size) // 8]
+            flat_grad_x[chunk] = _differentiate_output(flat_grad_y[chunk], flat_y[chunk], chunk_bits, activation)
     grad_x = flat_grad_x.view(y.shape)
     return grad_x, sum_rows(grad_x) if has_grad_bias else None
 
 
-def _compute_slope(y: Tensor, bits: Tensor | None, activation: str) -> Tensor:
-    """Computes f'(x(y)) of a chunk, by the table where there is one."""
-    slope_of_output = ACTIVATIONS[activation].slope_of_output
-    assert slope_of_output is not None
+def _differentiate_output(grad_y: Tensor, y: Tensor, bits: Tensor | None, activation: str) -> Tensor:
+    """Computes grad_x of a chunk, by the table where there is one."""
     if bits is None:
-        return slope_of_output(y, None)
-    sign = _unpack_signs(bits[: (y.numel() + 7) // 8], y.numel())
+        return differentiate_output(grad_y, y, None, activation)
+    sign = _unpack_signs(bits, y.numel())
     if y.dtype.itemsize > 2 or y.device.type != "cpu":
-        return slope_of_output(y, sign.to(torch.float32))
+        return differentiate_output(grad_y, y, sign.to(torch.float32), activation)
     # A pattern in [-2**15, 2**15): 0 to 65,535 left of the minimum, from 65,536 on right of it.
     index = y.view(torch.int16).to(torch.int32).add_(sign, alpha=32768).add_(65536)
-    return _load_table(y.dtype, activation).index_select(0, index)
+    return (_load_table(y.dtype, activation).index_select(0, index) * grad_y).to(y.dtype)
 
 
 def make_tables() -> None:
@@ -194,7 +195,7 @@ _SIGN_WORDS = [
 
 @functools.cache
 def _compile_inplace_backward(activation: str) -> Compiled:
-    """Compiles (grad_y, y, sign [n]) -> grad_y f'(x(y)) in y's dtype."""
+    """Compiles (grad_y, y, sign [n]) -> grad_y f'(x(y)) in y's dtype; without an x_min there is no sign."""
     # Otherwise the formula's numbers become arguments of the graph and are read for every element. This runs on first
     # use only, because it imports the compiler.
     load: Callable[[], Inverse] = torch.compiler.assume_constant_result(lambda: INVERSES[activation])
@@ -202,7 +203,10 @@ def _compile_inplace_backward(activation: str) -> Compiled:
     def backward(grad_y: Tensor, y: Tensor, sign: Tensor) -> Tensor:
         return (compute_slope(load(), y, sign) * grad_y.float()).to(y.dtype)
 
-    return Compiled(backward)
+    def backward_without_sign(grad_y: Tensor, y: Tensor) -> Tensor:
+        return differentiate_output(grad_y, y, None, activation)
+
+    return Compiled(backward if activation in INVERSES else backward_without_sign)
 
 
 def _choose_chunk_size(chunk_elements: int) -> int:

@@ -72,11 +72,15 @@ def backward_inplace(
     grad_y: Tensor, y: Tensor, bits: Tensor | None, activation: str, has_grad_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Returns grad_x, contiguous, and its sum over all dimensions but the last in float32."""
+    sign = None if bits is None else torch.where(unpack_bits(bits, y.shape), 1.0, -1.0).to(torch.float32)
+    return _add_sums(differentiate_output(grad_y.contiguous(), y, sign, activation), has_grad_bias)
+
+
+def differentiate_output(grad_y: Tensor, y: Tensor, sign: Tensor | None, activation: str) -> Tensor:
+    """Returns grad_y f'(x(y)) in y's dtype; sign is 1 where x >= x_min and -1 elsewhere."""
     slope_of_output = ACTIVATIONS[activation].slope_of_output
     assert slope_of_output is not None
-    sign = None if bits is None else torch.where(unpack_bits(bits, y.shape), 1.0, -1.0).to(torch.float32)
-    grad_x = (slope_of_output(y, sign) * grad_y).to(y.dtype).contiguous()
-    return _add_sums(grad_x, has_grad_bias)
+    return (slope_of_output(y, sign) * grad_y).to(y.dtype)
 
 
 def unpack_bits(bits: Tensor, shape: torch.Size) -> Tensor:
