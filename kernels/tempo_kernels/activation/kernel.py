@@ -275,7 +275,7 @@ def _plan_tiles(sizes: _Sizes, has_bias: bool, activation: str, form: str, sums_
     num_columns = sizes.num_columns if has_columns else FLAT_COLUMNS
     columns = max(256, min(1024, num_columns & -num_columns))
     if num_columns <= columns // 2:
-        columns = max(8, triton.next_power_of_2(num_columns))
+        columns = max(64, triton.next_power_of_2(num_columns))
     if sums_rows and has_columns:
         columns = min(columns, STRIP_COLUMNS)
     rows = TILE_ELEMENTS // columns // (2 if sums_rows and (is_gated or sizes.dtype.itemsize == 4) else 1)
