@@ -52,6 +52,7 @@ ACTIVATIONS = {
             help="gated MLP: gelu of one half times the other (Megatron-LM has --quick-geglu, another)",
         ),
         Activation(name="reglu", formula="relu", is_gated=True),
+        Activation(name="mish", formula="mish"),
     )
 }
 

@@ -62,6 +62,7 @@ ACTIVATIONS: dict[str, tuple[Function, Function]] = {
         of_rounded_sum(lambda x: F.relu(x).square()),
     ),
     "silu": (silu, of_rounded_sum(F.silu)),
+    "mish": (lambda x, bias=None: activate(x, bias, "mish"), of_rounded_sum(F.mish)),
     "relu": (lambda x, bias=None: activate(x, bias, "relu"), of_rounded_sum(F.relu)),
 }
 

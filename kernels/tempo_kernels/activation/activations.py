@@ -69,6 +69,7 @@ ACTIVATIONS = {
         slope_of_output=partial(compute_gelu_slope, activation="gelu_tanh"),
         x_min=INVERSES["gelu_tanh"].x_min,
     ),
+    "mish": Activation(torch._C._nn.mish, torch.ops.aten.mish_backward),
     "relu": Activation(
         partial(torch.clamp_min, min=0), lambda grad_y, x: torch.ops.aten.threshold_backward(grad_y, x, 0)
     ),

@@ -47,6 +47,11 @@ def activate(x, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr):
     elif ACTIVATION == "gelu_tanh":
         # The sigmoid of 2 sqrt(2 / pi) (x + 0.044715 x**3).
         value = x * invert(1.0 + tl.exp2(x * (-2.302208198 - 0.1029432397 * x * x)))
+    elif ACTIVATION == "mish":
+        # x tanh(log(1 + e**x)) = x n / (n + 2) with n = e**x (e**x + 2) (Misra, "Mish", 2019).
+        power = tl.exp2(1.442695041 * tl.minimum(x, 20.0, propagate_nan=tl.PropagateNan.ALL))
+        squares = power * (power + 2.0)
+        value = x * (squares * invert(squares + 2.0))
     elif ACTIVATION == "squared_relu":
         rectified = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
         value = rectified * rectified
@@ -78,6 +83,13 @@ def differentiate(x, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr):
         gate = invert(1.0 + power)
         rest = power * gate
         value, slope = tl.maximum(x, near) * gate, gate + gate * (rest * near * (1.595769122 + 0.2140644488 * square))
+    elif ACTIVATION == "mish":
+        near = tl.minimum(x, 20.0, propagate_nan=tl.PropagateNan.ALL)
+        power = tl.exp2(1.442695041 * near)
+        squares = power * (power + 2.0)
+        inverse = invert(squares + 2.0)
+        gate = squares * inverse
+        value, slope = x * gate, gate + near * (4.0 * power * (power + 1.0) * inverse * inverse)
     elif ACTIVATION == "squared_relu":
         rectified = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
         value, slope = rectified * rectified, 2.0 * rectified
