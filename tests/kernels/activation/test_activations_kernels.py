@@ -153,6 +153,9 @@ def test_a_bias_gradient_sums_many_tiles_in_a_fixed_order(form, monkeypatch):
 def test_what_kernels_do_not_compute_is_refused():
     with pytest.raises(ValueError, match="x is torch.float64; expected float32, float16 or bfloat16"):
         kernel.forward(torch.ones(8, dtype=torch.float64, device=DEVICE), None, "gelu")
+    long = torch.empty(1, 1 << 30, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(ValueError, match="a row of y has 1073741824 elements; expected fewer .*; divide each row"):
+        kernel.forward(long, long[0], "gelu")
 
 
 @kernel_test
