@@ -78,6 +78,7 @@ SHARED_MODULES = (
     "kernel_numbers",
     "kernel_sums",
     "kernel_tiles",
+    "late_check",
     "opaque",
     "refill",
     "saved",

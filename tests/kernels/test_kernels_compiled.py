@@ -1,16 +1,9 @@
-"""Every Triton kernel compiled ahead of time, with the arguments that its launcher gives it; no GPU is needed.
-
-`PYTHONPATH=benchmarks python tests/kernels/test_kernels_compiled.py` writes to kernel_resources.json what the
-installed Triton makes of each kernel: registers and shared memory. Under another Triton its folder stands first in
-PYTHONPATH.
-"""
+"""Every Triton kernel compiled ahead of time, with the arguments that its launcher gives it; no GPU is needed."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
 
-import triton
-from ahead_of_time import CAPABILITIES, Launch, compiled, narrow_accesses, record_launches, resources, source_of
+from ahead_of_time import Launch, compiled, narrow_accesses, record_launches, resources, source_of
 from covering import exhaustive
 from torch import Tensor
 from ttir_ranges import find_overflows
@@ -31,16 +23,16 @@ from tempo_kernels.dropout_add import kernel as dropout_add
 from tempo_kernels.gelu import kernel as gelu
 from tempo_kernels.glu import kernel as glu
 from tempo_kernels.norm import kernel as norm
-from tempo_kernels.norm import kernel_long_rows as norm_long_rows
-from tempo_kernels.norm import kernel_lost_channels as norm_lost_channels
-from tempo_kernels.norm import kernel_whole_rows as norm_whole_rows
-from tempo_kernels.norm.operands import Norm
+from tempo_kernels.norm import kernel_backward as norm_backward
+from tempo_kernels.norm import kernel_forward as norm_forward
+from tempo_kernels.norm.settings import Norm
 from tempo_kernels.squared_relu import kernel as squared_relu
 
-MODULES = [dropout_add, norm_whole_rows, norm_long_rows, norm_lost_channels]
+MODULES = [dropout_add, norm_forward, norm_backward]
 MODULES += [gelu, glu, squared_relu, pointwise, kernel_sums]
 
-TABLE = Path(__file__).with_name("kernel_resources.json")
+# At which two programs of 8 warps share a multiprocessor.
+MOST_REGISTERS = 128
 ROWS, BATCH = 2048, 4
 
 
@@ -73,17 +65,11 @@ def dropout_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str
 
 def norm_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, Launch]]:
     x = torch.empty(ROWS, hidden_size, dtype=dtype)
-    for name, gamma, bias in [
-        ("layer_norm", 1, x[0]),
-        ("rms_norm", 1, None),
-        ("layer_norm with lost channels", 0, x[0]),
-    ]:
-        weight = torch.full((hidden_size,), gamma, dtype=dtype)
-        bias = None if bias is None else torch.zeros_like(bias)
+    for name, bias in [("layer_norm", x[0]), ("rms_norm", None)]:
 
-        def run(weight: Tensor = weight, bias: Tensor | None = bias) -> None:
-            _, kept = norm.forward(x, Norm(weight, bias, 1e-5, bias is not None, False))
-            norm.backward(x, x, kept, bias is not None, dtype, dtype)
+        def run(bias: Tensor | None = bias) -> None:
+            _, kept = norm.forward(x, Norm(x[0], bias, 1e-5, bias is not None, False))
+            norm.differentiate(x, x, kept, bias is not None, dtype, dtype)
 
         for launch in launches_of(run):
             yield f"{name} {name_of(launch)}", launch
@@ -94,30 +80,27 @@ def norm_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, L
         norm.refill(x, x, parameters, statistics)
         norm.backward_from_input(x, x, parameters, statistics)
 
-    forward, refill, *backward = launches_of(run_from_input)
-    yield "layer_norm from input forward", forward
-    yield "layer_norm from input refill", refill
-    for launch in backward:
-        yield f"layer_norm from input {name_of(launch)}", launch
+    for launch in launches_of(run_from_input):
+        form = " given statistics" if launch.arguments.get("HAS_STATISTICS") else ""
+        yield f"layer_norm from input {name_of(launch)}{form}", launch
 
 
 def float32_residual_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, Launch]]:
     """A float32 x beside parameters of `dtype`."""
     x, y = (torch.empty(ROWS, hidden_size, dtype=kind) for kind in (torch.float32, dtype))
-    for name, gamma in [("layer_norm of a float32 residual", 1), ("layer_norm of it with lost channels", 0)]:
-        parameters = Norm(torch.full_like(y[0], gamma), torch.zeros_like(y[0]), 1e-5, True, False)
+    parameters = Norm(y[0], y[0], 1e-5, True, False)
 
-        def run(parameters: Norm = parameters) -> None:
-            _, kept = norm.forward(x, parameters)
-            norm.backward(y, y, kept, True, x.dtype, dtype)
+    def run() -> None:
+        _, kept = norm.forward(x, parameters)
+        norm.differentiate(y, y, kept, True, x.dtype, dtype)
 
-        for launch in launches_of(run):
-            yield f"{name} {name_of(launch)}", launch
+    for launch in launches_of(run):
+        yield f"layer_norm of a float32 residual {name_of(launch)}", launch
 
     def run_from_input() -> None:
-        parameters = Norm(y[0], y[0], 1e-5, True, True)
-        _, statistics = norm.forward_from_input(x, parameters)
-        norm.backward_from_input(y, x, parameters, statistics)
+        zero_centered = parameters._replace(zero_centered=True)
+        _, statistics = norm.forward_from_input(x, zero_centered)
+        norm.backward_from_input(y, x, zero_centered, statistics)
 
     for launch in launches_of(run_from_input):
         yield f"layer_norm of it from input {name_of(launch)}", launch
@@ -168,10 +151,6 @@ def cases(shapes: list[Any] = SHAPES) -> Iterator[tuple[str, Launch]]:
             yield f"{name}, {str(dtype).removeprefix('torch.')}, h {hidden_size}", launch
 
 
-def measured(kernel: Any, usage: dict[str, int]) -> dict[str, int]:
-    return {"registers": usage["REG"], "shared_bytes": kernel.metadata.shared}
-
-
 @pytest.mark.parametrize(
     ("capability", "shapes"),
     [
@@ -181,28 +160,20 @@ def measured(kernel: Any, usage: dict[str, int]) -> dict[str, int]:
     ],
     ids=["90 quick", "90", "80", "100", "90 all", "80 all", "100 all"],
 )
-def test_kernels_keep_to_registers_and_recorded_resources_and_access_16_bytes_at_a_time(capability, shapes):
-    tables = json.loads(TABLE.read_text(encoding="utf-8"))["kernels"]
-    found = {}
+def test_kernels_keep_to_registers_and_access_16_bytes_at_a_time(capability, shapes):
     for name, launch in cases(shapes):
         kernel = compiled(launch, capability)
         usage = resources(kernel.asm["cubin"])
         assert usage["STACK"] == 0 and usage["LOCAL"] == 0, f"{name} spills: {usage}"
-        found[name] = measured(kernel, usage)
+        # A norm's backward holds whole rows and their sums.
+        assert usage["REG"] <= MOST_REGISTERS or "norm" in name, f"{name}: {usage}"
         check_widths(name, launch, narrow_accesses(kernel.asm["ptx"]))
-    recorded = {version: {name: table[name][f"sm_{capability}"] for name in found} for version, table in tables.items()}
-    if triton.__version__ in recorded:
-        assert found == recorded[triton.__version__]
-    for name, usage in found.items():
-        for resource, number in usage.items():
-            most = max(table[name][resource] for table in recorded.values())
-            assert number <= most * 1.25, f"{name}: {resource} {number}, {most} recorded"
 
 
 def check_widths(name: str, launch: Launch, narrow: list[str]) -> None:
     """Tensors are read and written 16 bytes at a time."""
-    if "lost channels" in name:
-        # Each of a thread's elements may be one of those few that are kept one by one.
+    if launch.arguments.get("channels_ptr") is not None:
+        # A norm's lost channels are read and written one by one.
         narrow = [access for access in narrow if not access.endswith((".b16", ".b32", " 0x4 bytes"))]
     if " sums" in name:
         # Of partial sums a thread has one column; its neighbours' threads have the columns beside it.
@@ -214,10 +185,13 @@ def check_widths(name: str, launch: Launch, narrow: list[str]) -> None:
         narrow = [access for access in narrow if access not in narrow_bits]
     # What is left is one number per row, or a vector [h] of which a thread has fewer than eight elements; a tile
     # that is read or written narrowly takes at least eight accesses. Of sums over rows a thread has one column, and
-    # there are counters. Where three tiles are loaded ahead, so are their rows' rstd and mean: a tile read
-    # narrowly, 32 elements a thread, would take 32 copies for each of them.
+    # there are counters. Norms load two numbers for each row of a tile ahead.
     sums_rows = any(launch.arguments.get(name) is not None for name in ("counters_ptr", "sums_ptr"))
-    most = 4 + (3 if sums_rows else 0) + (3 * launch.arguments["BLOCK_ROWS"] if launch.arguments.get("IS_ALONE") else 0)
+    most = (
+        4
+        + (3 if sums_rows else 0)
+        + (2 * launch.arguments.get("BLOCK_ROWS", 0) if "rstd_ptr" in launch.arguments else 0)
+    )
     assert len(narrow) <= most, f"{name}: {narrow}"
     assert sums_rows or not any(access.endswith(".b16") for access in narrow), f"{name}: {narrow}"
 
@@ -246,11 +220,6 @@ def test_no_number_of_32_bits_runs_over_in_tensors_of_2_31_elements(launches, dt
     assert [find_overflows(launch) for launch in found.values()] == [[]] * len(found)
 
 
-def test_the_recorded_table_has_every_kernel():
-    tables = json.loads(TABLE.read_text(encoding="utf-8"))["kernels"]
-    assert all(list(table) == list(dict(cases())) for table in tables.values())
-
-
 def test_a_tensor_that_is_not_aligned_is_read_narrowly_and_found_to_be():
     x = torch.empty(4097, dtype=torch.bfloat16)[1:].view(2, 2, 1024)
     [launch] = launches_of(lambda: dropout_add.forward(x, None, None, Draw(0.1, 1, 0, 0)))
@@ -270,17 +239,3 @@ def test_new_keys_probabilities_and_positions_compile_nothing_anew():
     for forms in (draws, loaded):
         launches = launches_of(lambda forms=forms: [run(draw) for draw in forms])
         assert len({source_of(launch).hash() for launch in launches}) == 2
-
-
-def write_table() -> None:
-    kernels: dict[str, dict[str, dict[str, int]]] = {}
-    for name, launch in cases():
-        binaries = {capability: compiled(launch, capability) for capability in CAPABILITIES}
-        kernels[name] = {f"sm_{c}": measured(one, resources(one.asm["cubin"])) for c, one in binaries.items()}
-    table = json.loads(TABLE.read_text(encoding="utf-8"))
-    table["kernels"][triton.__version__] = kernels
-    TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    write_table()

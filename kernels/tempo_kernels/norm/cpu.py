@@ -79,7 +79,8 @@ def backward_from_input(grad_y: Tensor, x: Tensor, norm: Norm, statistics: Stati
 
 
 def _normalize_layer(rows: Tensor, affine: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    found: tuple[Tensor, Tensor, Tensor] = torch.native_layer_norm(rows, rows.shape[1:], *affine, eps)
+    gamma, beta = affine.unbind()
+    found: tuple[Tensor, Tensor, Tensor] = torch.native_layer_norm(rows, rows.shape[1:], gamma, beta, eps)
     return found
 
 
@@ -112,7 +113,8 @@ def _differentiate(grad_y: Tensor, source: Tensor, kept: Kept, statistics: Stati
             if lost.numel():
                 xhat.index_copy_(1, lost, lost_xhat[block].to(xhat.dtype))
         else:
-            xhat = normalize(source[block], Statistics(*(t if t is None else t[block] for t in statistics)))
+            mean = None if statistics.mean is None else statistics.mean[block]
+            xhat = normalize(source[block], Statistics(statistics.rstd[block], mean))
         grad_x[block], part = differentiate(grad_y[block], xhat, rstd[block], affine)
         sums += part
     return sums

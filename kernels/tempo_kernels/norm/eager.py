@@ -102,7 +102,7 @@ def get_lost_channels(
     carried = (gamma > get_smallest_carried(dtype)) & (gamma <= LARGEST)
     if beta:
         carried &= beta[0] <= MAX_OFFSET * gamma
-    lost = carried.logical_not_().nonzero().squeeze(-1)
+    lost: Tensor = (~carried).nonzero().squeeze(-1)
     if lost.numel() and has_static_shapes:
         raise RuntimeError(
             f"norm: the weight of {lost.numel()} of {affine.size(1)} channels is too small beside its bias for the "

@@ -2,7 +2,7 @@
 
 The host never waits for the GPU. What y does not carry is decided there, in every forward (kernel_forward.py): a
 forward that needs gradients keeps a reserve of h / 64 columns for lost channels. Where more are lost, gradients are
-NaN, and the forward also sets a flag. Backwards copy it to the host, and one of the next raises RuntimeError.
+NaN, and the backward sets a flag. Backwards copy it to the host, and one of the next raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ def forward(
     channels = torch.empty(reserve, dtype=torch.int32, device=x.device)
     lost_xhat = torch.empty(rstd.numel(), reserve, dtype=y.dtype, device=x.device)
     if x.numel() and needs_grad:
-        with guard_device(x):
-            overflow = _get_watch(x.device).flag
-        kept, found = (rstd, None, channels, lost_xhat), (affine, channels, overflow)
-        _launch_forward(x, norm, y, kept, False, blocks, found)
+        _launch_forward(x, norm, y, (rstd, None, channels, lost_xhat), False, blocks, (affine, channels))
     elif x.numel():
         _launch_forward(x, norm, y, (rstd, None, None, None), False, blocks)
     return y, Kept(rstd, affine, channels, lost_xhat)
@@ -54,11 +51,11 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """As in eager.py; the order of the sums over rows is fixed, so the same GPU gives the same bits every time.
 
-    Raises: RuntimeError if a forward on this GPU lost more channels than its reserve has columns, and the host knows.
+    Raises: RuntimeError once the host knows that lost channels had no column here or in an earlier backward.
     """
-    with guard_device(y):
-        _get_watch(y.device).check()
-    return differentiate(grad_y, y, kept, subtracts_mean, x_dtype, sums_dtype, blocks)
+    found = differentiate(grad_y, y, kept, subtracts_mean, x_dtype, sums_dtype, blocks)
+    _get_watch(y.device).check()
+    return found
 
 
 def differentiate(
@@ -70,7 +67,7 @@ def differentiate(
     sums_dtype: torch.dtype,
     blocks: Blocks = BLOCKS,
 ) -> tuple[Tensor, Tensor]:
-    """Computes backward, with NaN where the reserve had too few columns."""
+    """Computes backward, with NaN where lost channels have no column."""
     norm = Norm(kept.affine, None, 0.0, subtracts_mean, zero_centered=False)
     return _launch_backward(grad_y, y, norm, (kept.rstd, None), kept[2:], (x_dtype, sums_dtype), blocks)
 
@@ -138,18 +135,17 @@ def _launch_backward(
     sums = torch.zeros if source.numel() == 0 else torch.empty
     found = sums(1 + norm.subtracts_mean, num_columns, dtype=dtypes[1], device=source.device)
     if source.numel():
-        sizes, form = (
-            (source.numel() // num_columns, num_columns),
-            (lost[0] is not None, norm.subtracts_mean, norm.zero_centered),
-        )
-        plan = plan_backward(*sizes, dtypes[0], source.dtype, *form, source.device, blocks)
+        sizes, form = (source.numel() // num_columns, num_columns), (norm.subtracts_mean, norm.zero_centered)
+        from_output = lost[0] is not None
+        plan = plan_backward(*sizes, dtypes[0], source.dtype, from_output, *form, source.device, blocks)
         weight = norm.weight.contiguous()
-        launch_backward(plan, (grad_y.contiguous(), source, *statistics, weight, *lost), grad_x, found)
+        overflow = _get_watch(source.device).flag if from_output else None
+        launch_backward(plan, (grad_y.contiguous(), source, *statistics, weight, *lost), grad_x, found, overflow)
     return grad_x, found
 
 
 class _Watch:
-    """Tells the host that forwards on one device lost more channels than they had columns for, without waiting."""
+    """Tells the host that norms on one device lost more channels than they had columns for, without waiting."""
 
     def __init__(self, device: torch.device) -> None:
         self.flag = torch.zeros((), dtype=torch.int32, device=device)
@@ -162,17 +158,18 @@ class _Watch:
         if found.is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 return
-            copy, self._copy = self._copy or copy_to_host(found), None
-            if not copy[1]():
-                self._copy = copy
+            with guard_device(found):
+                self._copy = self._copy or copy_to_host(found)
+            found, has_arrived = self._copy
+            if not has_arrived():
                 return
-            found = copy[0]
+            self._copy = None
         if found:
             self.flag.zero_()
             raise RuntimeError(
-                "norm: the weights of more than a 64th of the channels are too small compared with their biases for the output "
-                'to carry the normalised input, and the gradients of a backward were NaN; use keep="input", in Megatron '
-                'tempo.norm "recompute"'
+                "norm: the weights of more than a 64th of the channels are too small compared with their biases for "
+                "the output to carry the normalised input, and gradients of a backward were NaN; use "
+                'keep="input", in Megatron tempo.norm "recompute"'
             )
 
 

@@ -8,9 +8,9 @@ give other bits every time.
   because each writes a row of partial.
 - Long rows: `_means_kernel` reads each row in a loop over columns and stores both means; `_backward_kernel` reads them.
 
-A lost channel takes xhat from its column of lost_xhat. Where it has none, xhat is NaN, and so are the gradients that
-need it. The tile has xhat = 0 in lost channels, whose few columns are then computed apart, so that where none is lost
-a program takes a few branches only.
+A lost channel takes xhat from its column of lost_xhat. Where it has none, xhat is NaN, so are the gradients that need
+it, and a flag says so. The tiles have xhat = 0 in lost channels, whose few columns are then computed apart: where none
+is lost, a program takes a few branches only.
 """
 
 from __future__ import annotations
@@ -141,7 +141,9 @@ def _means_kernel(
         along_xhat += tl.sum(grad * xhat, axis=1)
         along_ones += tl.sum(grad, axis=1)
     if channels_ptr is not None:
-        if tl.load(channels_ptr) >= 0:
+        has_lost = tl.load(channels_ptr) >= 0
+    if channels_ptr is not None:  # noqa: SIM102
+        if has_lost:
             for block in range(0, RESERVE, LOST_COLUMNS):
                 _, _, _, xhat, g = load_lost(
                     grad_y_ptr, weight_ptr, channels_ptr, lost_xhat_ptr, row, inside_row, block, 0,
@@ -152,10 +154,10 @@ def _means_kernel(
     tl.store(means_ptr + num_rows + row, along_ones / NUM_COLUMNS)
 
 
-@triton.jit(do_not_specialize=["tiles_per_program"])
+@triton.jit
 def _backward_kernel(
     grad_y_ptr, source_ptr, rstd_ptr, mean_ptr, weight_ptr, channels_ptr, lost_xhat_ptr, means_ptr, grad_x_ptr,
-    partial_ptr, num_rows, tiles_per_program,
+    partial_ptr, overflow_ptr, num_rows,
     NUM_COLUMNS: tl.constexpr, RESERVE: tl.constexpr, LOST_COLUMNS: tl.constexpr, SMALLEST: tl.constexpr,
     SUBTRACTS_MEAN: tl.constexpr, ZERO_CENTERED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -167,11 +169,13 @@ def _backward_kernel(
     gamma, beta, inverse = load_channels(
         weight_ptr, channels_ptr, column, inside, NUM_COLUMNS, RESERVE, SMALLEST, SUBTRACTS_MEAN, ZERO_CENTERED
     )
-    has_lost = False
     if channels_ptr is not None:
         has_lost = tl.load(channels_ptr) >= 0
+        if tl.max((inverse != inverse).to(tl.int32), axis=0) > 0:
+            tl.store(overflow_ptr, 1)
     grad_gamma = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     grad_beta = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
+    tiles_per_program = tl.cdiv(tl.cdiv(num_rows, BLOCK_ROWS), tl.num_programs(0))
     first = tl.program_id(0) * tiles_per_program
     for tile in tl.range(first, first + tiles_per_program, num_stages=2):
         row = tile * tl.full((1,), BLOCK_ROWS, tl.int64) + tl.arange(0, BLOCK_ROWS)
@@ -193,7 +197,7 @@ def _backward_kernel(
             along_xhat = tl.sum(grad * xhat, axis=1)
             if SUBTRACTS_MEAN:
                 along_ones = tl.sum(grad, axis=1) / NUM_COLUMNS
-            if channels_ptr is not None:
+            if channels_ptr is not None:  # noqa: SIM102
                 if has_lost:
                     for block in tl.static_range(0, RESERVE, LOST_COLUMNS):
                         _, _, _, lost_xhat, g = load_lost(
@@ -216,7 +220,7 @@ def _backward_kernel(
     if SUBTRACTS_MEAN:
         place = partial_ptr + tl.num_programs(0).to(tl.int64) * NUM_COLUMNS + column
         tl.store(place, tl.sum(grad_beta, axis=0), mask=inside)
-    if channels_ptr is not None:
+    if channels_ptr is not None:  # noqa: SIM102
         if has_lost:
             tl.debug_barrier()  # its stores go to the lost columns of what is stored above, and it reads the means
             store_lost(
@@ -254,7 +258,7 @@ def plan_backward(
     # Of a LayerNorm from y a thread holds five numbers per channel, else three or four.
     limit = blocks.backward_row_bytes // (2 if from_output and subtracts_mean else 1)
     is_long = num_columns * x_dtype.itemsize > limit and num_columns > blocks.strip_columns
-    means = Plan((num_rows,), **row, BLOCK_COLUMNS=blocks.row_columns, num_warps=8) if is_long else None
+    means = Plan((num_rows,), **row, **blocks.loop()) if is_long else None
     programs = blocks.backward_warps * (blocks.multiprocessors or count_multiprocessors(device))
     grid, tile = blocks.divide(num_rows, num_columns, is_long, programs, counts_warps=True)
     shape = (1 + subtracts_mean, grid[0], num_columns)
@@ -262,11 +266,14 @@ def plan_backward(
     return BackwardPlan(shape, means, Plan(grid, **row, **tile), plan_sums(shape, num_warps * 1024, num_warps, device))
 
 
-def launch_backward(plan: BackwardPlan, tensors: tuple[Tensor | None, ...], grad_x: Tensor, sums: Tensor) -> None:
-    """Fills grad_x, and sums [2 or 1, h] with grad_gamma and grad_beta; the tensors are those of `_means_kernel`."""
+def launch_backward(
+    plan: BackwardPlan, tensors: tuple[Tensor | None, ...], grad_x: Tensor, sums: Tensor, overflow: Tensor | None
+) -> None:
+    """Fills grad_x, and sums [2 or 1, h] with grad_gamma and grad_beta; from y it sets the flag `overflow` where lost
+    channels have no column. The tensors are those of `_means_kernel`."""
     means = torch.empty(2, grad_x.numel() // sums.size(1), dtype=torch.float32, device=grad_x.device)
     if plan.launch_means is not None:
         launch(_means_kernel, plan.launch_means, (*tensors, means))
     partial = torch.empty(*plan.partial_shape, dtype=torch.float32, device=grad_x.device)
-    launch(_backward_kernel, plan.launch, (*tensors, means, grad_x, partial))
+    launch(_backward_kernel, plan.launch, (*tensors, means, grad_x, partial, overflow))
     launch_sums(plan.launch_sums, partial, sums)

@@ -51,11 +51,11 @@ def is_lost(gamma, beta, SMALLEST: tl.constexpr):
 
 @triton.jit
 def _channels_kernel(
-    weight_ptr, bias_ptr, affine_ptr, channels_ptr, overflow_ptr,
+    weight_ptr, bias_ptr, affine_ptr, channels_ptr,
     NUM_COLUMNS: tl.constexpr, RESERVE: tl.constexpr, SMALLEST: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (1,). Fills affine and channels; sets the flag if more channels are lost than the reserve has columns."""
+    """Grid: (1,). Fills affine and channels."""
     num_lost = 0
     for block in range(0, NUM_COLUMNS, BLOCK_COLUMNS):
         column = block + tl.arange(0, BLOCK_COLUMNS)
@@ -71,8 +71,6 @@ def _channels_kernel(
     for block in range(0, RESERVE, BLOCK_COLUMNS):
         slot = block + tl.arange(0, BLOCK_COLUMNS)
         tl.store(channels_ptr + slot, -1, mask=(slot >= num_lost) & (slot < RESERVE))
-    if num_lost > RESERVE:
-        tl.store(overflow_ptr, 1)
 
 
 @triton.jit
@@ -98,10 +96,10 @@ def _statistics_kernel(
     tl.store(rstd_ptr + row, tl.rsqrt(variance / NUM_COLUMNS + eps))
 
 
-@triton.jit(do_not_specialize=["tiles_per_program"])
+@triton.jit
 def _forward_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, rstd_ptr, mean_ptr, channels_ptr, lost_xhat_ptr,
-    num_rows, tiles_per_program, eps,
+    num_rows, eps,
     NUM_COLUMNS: tl.constexpr, RESERVE: tl.constexpr, LOST_COLUMNS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     HAS_STATISTICS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -109,9 +107,9 @@ def _forward_kernel(
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     inside = column < NUM_COLUMNS
     gamma, beta = load_parameters(weight_ptr, bias_ptr, column, inside, ZERO_CENTERED)
-    has_lost = False
     if channels_ptr is not None:
-        has_lost = (tl.load(channels_ptr) >= 0) & (tl.program_id(1) == 0)
+        has_lost = (tl.load(channels_ptr) >= 0) & (tl.program_id(1) == tl.num_programs(1) - 1)
+    tiles_per_program = tl.cdiv(tl.cdiv(num_rows, BLOCK_ROWS), tl.num_programs(0))
     first = tl.program_id(0) * tiles_per_program
     for tile in tl.range(first, first + tiles_per_program, num_stages=2):
         row = tile * tl.full((1,), BLOCK_ROWS, tl.int64) + tl.arange(0, BLOCK_ROWS)
@@ -136,7 +134,7 @@ def _forward_kernel(
         xhat *= rstd[:, None]
         y = tl.fma(xhat, gamma[None, :], beta[None, :])
         tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
-        if channels_ptr is not None:
+        if channels_ptr is not None:  # noqa: SIM102
             if has_lost:
                 for block in range(0, RESERVE, LOST_COLUMNS):
                     slot = block + tl.arange(0, LOST_COLUMNS)
@@ -167,7 +165,7 @@ def plan_forward(
 ) -> ForwardPlan:
     """Plans `launch_forward`; dtype is y's."""
     row = describe_row(num_columns, zero_centered)
-    in_loop = {"BLOCK_COLUMNS": blocks.row_columns, "num_warps": 8}
+    in_loop = blocks.loop()
     channels = row | {"SMALLEST": eager.get_smallest_carried(dtype)} | in_loop
     del channels["LOST_COLUMNS"]
     is_long = num_columns * x_dtype.itemsize > blocks.forward_row_bytes
@@ -181,7 +179,7 @@ def plan_forward(
 
 def launch_forward(plan: ForwardPlan, tensors: tuple[Tensor | None, ...], found: tuple[Tensor, ...] = ()) -> None:
     """Fills y and what the form keeps; the tensors are those of `_forward_kernel`, `found` those of `_channels_kernel`
-    in place: affine, channels and the flag."""
+    in place: affine and channels."""
     x, weight, bias, y, rstd, mean, *lost = tensors
     if found:
         launch(_channels_kernel, plan.launch_channels, (weight, bias, *found))

@@ -94,7 +94,7 @@ class Blocks(NamedTuple):
     """Of a long row's block, where one program reads the row in a loop."""
     elements: int = 2048
     """Of a tile of short rows, or of a strip of long ones."""
-    strip_columns: int = 256
+    strip_columns: int = 512
     forward_programs: int = 2048
     backward_warps: int = 16
     """Of all programs that run on a multiprocessor at once, at 128 registers a thread."""
@@ -112,5 +112,9 @@ class Blocks(NamedTuple):
         num_strips, num_tiles = -(-num_columns // columns), -(-num_rows // rows)
         num_programs = max(1, programs // (num_strips * (num_warps if counts_warps else 1)))
         tiles_per_program = -(-num_tiles // num_programs)
-        tile = {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns, "num_warps": num_warps}
-        return (-(-num_tiles // tiles_per_program), num_strips), tile | {"tiles_per_program": tiles_per_program}
+        tile = {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns, "num_warps": num_warps, "enable_fp_fusion": True}
+        return (-(-num_tiles // tiles_per_program), num_strips), tile
+
+    def loop(self) -> dict[str, int]:
+        """Returns the arguments of a program that reads a row in a loop."""
+        return {"BLOCK_COLUMNS": self.row_columns, "num_warps": 8, "enable_fp_fusion": True}
