@@ -12,6 +12,7 @@ from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.fakes import run_or_simulate
 from tempo_kernels.norm import cpu
+from tempo_kernels.norm.eager import get_lost_channels
 from tempo_kernels.norm.settings import Kept, Norm, Statistics, get_output_dtype, get_reserve_size
 from tempo_kernels.opaque import call_untraced, is_traced, opaque
 from tempo_kernels.refill import allow_refill
@@ -84,6 +85,15 @@ def rms_norm(
     """Computes RMSNorm over the last dimension: x / sqrt(mean(x**2) + eps) * weight. See `layer_norm` for all else."""
     _check(x, weight, None, keep)
     return _apply(x, weight, None, eps, zero_centered, False, keep)
+
+
+def fits_in_place(weight: Tensor, bias: Tensor | None, zero_centered: bool = False) -> bool:
+    """Returns whether keep="output" has room on every device for the channels of weight and bias [h] that an output of
+    weight's dtype does not carry. On a GPU the host waits for them. True for tensors without numbers or memory."""
+    if weight.is_meta or weight.untyped_storage().nbytes() == 0:
+        return True
+    affine = Norm(weight, bias, 0.0, bias is not None, zero_centered).compute_affine(weight.dtype)
+    return get_lost_channels(affine, weight.dtype).numel() <= get_reserve_size(weight.numel())
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, keep: str) -> None:
