@@ -155,7 +155,7 @@ class _Watch:
         """Raises RuntimeError if a copy of the flag has arrived and says so; starts a copy if none is under way.
         Does neither while a CUDA graph is captured."""
         found = self.flag
-        if found.is_cuda:
+        if found.device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
                 return
             with guard_device(found):
