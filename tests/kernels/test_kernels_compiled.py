@@ -69,7 +69,7 @@ def norm_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, L
 
         def run(bias: Tensor | None = bias) -> None:
             _, kept = norm.forward(x, Norm(x[0], bias, 1e-5, bias is not None, False))
-            norm.differentiate(x, x, kept, bias is not None, dtype, dtype)
+            norm.backward(x, x, kept, bias is not None, dtype, dtype)
 
         for launch in launches_of(run):
             yield f"{name} {name_of(launch)}", launch
@@ -92,7 +92,7 @@ def float32_residual_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[
 
     def run() -> None:
         _, kept = norm.forward(x, parameters)
-        norm.differentiate(y, y, kept, True, x.dtype, dtype)
+        norm.backward(y, y, kept, True, x.dtype, dtype)
 
     for launch in launches_of(run):
         yield f"layer_norm of a float32 residual {name_of(launch)}", launch

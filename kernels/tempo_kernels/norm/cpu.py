@@ -73,8 +73,7 @@ def backward_from_input(grad_y: Tensor, x: Tensor, norm: Norm, statistics: Stati
         grad, *sums = torch.ops.aten.native_layer_norm_backward(*operands, [True, True, True])
         return grad.view(x.shape), torch.stack(sums).to(norm.sums_dtype)
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    none_lost = rows.new_empty(0, 0), rows.new_empty(0, 0)
-    kept = Kept(rstd, affine, *none_lost)
+    kept = Kept(rstd, affine, *[rows.new_empty(0, 0)] * 2)
     return grad_x, _differentiate(view_rows(grad_y), rows, kept, statistics, view_rows(grad_x)).to(norm.sums_dtype)
 
 

@@ -107,11 +107,8 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, keep: str) -> None:
     # A float32 residual: y gets the 16-bit dtype of the linear that follows.
     has_wide_x = x.dtype == torch.float32 and weight.dtype in (torch.bfloat16, torch.float16)
     allowed = (weight.dtype,) if has_wide_x else (x.dtype, torch.float32)
-    shape = x.shape[-1:]
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is None:
-            continue
-        if parameter.shape != shape:
+    for name, parameter in (("weight", weight), ("bias", weight if bias is None else bias)):
+        if parameter.shape != x.shape[-1:]:
             raise ValueError(
                 f"{name} has shape {list(parameter.shape)}; expected [{x.size(-1)}], as x's last size; reshape it"
             )

@@ -48,28 +48,17 @@ def backward(
     x_dtype: torch.dtype,
     sums_dtype: torch.dtype,
     blocks: Blocks = BLOCKS,
+    checks: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """As in eager.py; the order of the sums over rows is fixed, so the same GPU gives the same bits every time.
 
-    Raises: RuntimeError once the host knows that lost channels had no column here or in an earlier backward.
+    Raises: RuntimeError, with `checks`, once the host knows that lost channels had no column here or in an earlier one.
     """
-    found = differentiate(grad_y, y, kept, subtracts_mean, x_dtype, sums_dtype, blocks)
-    _get_watch(y.device).check()
-    return found
-
-
-def differentiate(
-    grad_y: Tensor,
-    y: Tensor,
-    kept: Kept,
-    subtracts_mean: bool,
-    x_dtype: torch.dtype,
-    sums_dtype: torch.dtype,
-    blocks: Blocks = BLOCKS,
-) -> tuple[Tensor, Tensor]:
-    """Computes backward, with NaN where lost channels have no column."""
     norm = Norm(kept.affine, None, 0.0, subtracts_mean, zero_centered=False)
-    return _launch_backward(grad_y, y, norm, (kept.rstd, None), kept[2:], (x_dtype, sums_dtype), blocks)
+    found = _launch_backward(grad_y, y, norm, (kept.rstd, None), kept[2:], (x_dtype, sums_dtype), blocks)
+    if checks:
+        _get_watch(y.device).check()
+    return found
 
 
 def forward_from_input(x: Tensor, norm: Norm, blocks: Blocks = BLOCKS) -> tuple[Tensor, Statistics]:

@@ -74,9 +74,7 @@ def _channels_kernel(
 
 
 @triton.jit
-def _statistics_kernel(
-    x_ptr, rstd_ptr, mean_ptr, eps, NUM_COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
-):  # fmt: skip
+def _statistics_kernel(x_ptr, rstd_ptr, mean_ptr, eps, NUM_COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
     """Grid: (rows,). One program reads one row twice, the second time from the L2 cache."""
     row = tl.program_id(0).to(tl.int64)
     mean = 0.0

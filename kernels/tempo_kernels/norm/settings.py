@@ -76,12 +76,7 @@ def describe_row(num_columns: int, zero_centered: bool) -> dict[str, int]:
     """Returns the arguments of all kernels that read whole tensors; LOST_COLUMNS are read at a time."""
     reserve = get_reserve_size(num_columns)
     columns = min(64, 1 << (reserve - 1).bit_length())
-    return {
-        "NUM_COLUMNS": num_columns,
-        "RESERVE": reserve,
-        "LOST_COLUMNS": columns,
-        "ZERO_CENTERED": zero_centered,
-    }
+    return {"NUM_COLUMNS": num_columns, "RESERVE": reserve, "LOST_COLUMNS": columns, "ZERO_CENTERED": zero_centered}
 
 
 class Blocks(NamedTuple):

@@ -72,7 +72,9 @@ def test_lost_channels_beyond_the_reserve_have_nan_gradients_and_spoil_no_other_
     gone[[7, 15]] = False  # for which there is room
     norm = norm_of(weight, bias)
     y, kept = norm_kernel.forward(x, norm, blocks=blocks)
-    found = cast_sums(norm, *norm_kernel.differentiate(grad, y, kept, has_bias, x.dtype, norm.sums_dtype, blocks))
+    found = cast_sums(
+        norm, *norm_kernel.backward(grad, y, kept, has_bias, x.dtype, norm.sums_dtype, blocks, checks=False)
+    )
     with pytest.raises(RuntimeError, match='keep="input", in Megatron tempo.norm "recompute"'):
         for _ in range(100):
             norm_kernel.backward(grad, y, kept, has_bias, x.dtype, norm.sums_dtype, blocks)
