@@ -77,6 +77,7 @@ SHARED_MODULES = (
     "kernel_launch",
     "kernel_numbers",
     "kernel_sums",
+    "late_check",
     "opaque",
     "refill",
     "saved",

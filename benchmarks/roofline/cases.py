@@ -27,12 +27,11 @@ from tempo_kernels.attention.settings import Inputs, Kept, Settings
 from tempo_kernels.dropout_add import kernel as dropout_add
 from tempo_kernels.linear_cross_entropy import kernel as loss_head
 from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
-from tempo_kernels.norm import kernel_long_rows, kernel_lost_channels, kernel_whole_rows, reserve
-from tempo_kernels.norm import kernel_rows as norm_rows
+from tempo_kernels.norm import kernel_backward as norm_backward
+from tempo_kernels.norm import kernel_forward as norm_forward
 
 SIZES = Sizes(s=2048, b=4, h=4096, ffn=16384, gated_ffn=11008, p=0.1, dtype=torch.bfloat16)
-POINTWISE = [dropout_add, activation, kernel_sums]
-POINTWISE += [norm_rows, kernel_whole_rows, kernel_long_rows, kernel_lost_channels]
+POINTWISE = [dropout_add, activation, kernel_sums, norm_forward, norm_backward]
 VOCABULARY, CHUNK_ROWS = 50304, 4096
 
 
@@ -120,14 +119,12 @@ def _record(
     tensors = [_make_tensor(name, width) for name in operation.inputs]
     elements, itemsize = SIZES.tokens * width, SIZES.dtype.itemsize
     with _use_kernels():
-        record_launches(lambda: function(*tensors), POINTWISE)  # the first call of a norm counts its channels
+        record_launches(lambda: function(*tensors), POINTWISE)
         outputs: list[Tensor] = []
         with Tail() as tail:
             launches = record_launches(lambda: outputs.append(function(*tensors)), POINTWISE)
         name, num_bytes = f"{operation.name} forward, keeps {keeps}", forward.num_bytes(SIZES, width)
         yield _join(name, launches, elements, num_bytes, itemsize, tail)
-        # A whole model's backward pass reads its norms' counts once; what that takes is not one norm's.
-        reserve._written.clear()
         grads = [torch.empty_like(output) for output in outputs]
         with Tail() as tail:
             launches = record_launches(lambda: torch.autograd.grad(outputs, tensors, grads), POINTWISE)

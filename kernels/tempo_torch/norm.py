@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from tempo_kernels.norm import layer_norm, rms_norm
+from tempo_kernels.norm import fits_in_place, layer_norm, rms_norm
 from tempo_torch.replace import Replaced
 
 _EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps", "norm_eps")
@@ -111,6 +111,13 @@ def find_norm(module: nn.Module) -> tuple[type[_Norm], dict[str, Any]] | str | N
     if not (name.endswith("norm") or "layernorm" in name or "rmsnorm" in name) or any(module.children()):
         return None
     return _find_by_result(module)
+
+
+def choose_value(module: nn.Module, zero_centered: bool = False) -> str:
+    """Returns what norm "auto" is: "recompute" if more channels' weights are now too small for their biases than a
+    norm in place has room for, else "inplace"."""
+    weight: Any = module.weight
+    return "inplace" if fits_in_place(weight, getattr(module, "bias", None), zero_centered) else "recompute"
 
 
 def _find_by_result(module: nn.Module) -> tuple[type[_Norm], dict[str, Any]] | str:

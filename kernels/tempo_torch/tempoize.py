@@ -32,7 +32,7 @@ from tempo_torch.linear import DropsInput
 from tempo_torch.loss import FusedLoss, is_language_model, use_fused_loss
 from tempo_torch.mlp import TiledMLP, find_dropout, find_mlp_refusal, is_mlp
 from tempo_torch.multihead import MultiheadAttention
-from tempo_torch.norm import find_norm
+from tempo_torch.norm import choose_value, find_norm
 from tempo_torch.offload import offload_layers
 from tempo_torch.position import Passes
 from tempo_torch.probe import Call, Seen, make_inputs, probe
@@ -283,7 +283,7 @@ def tempoize(
         activation: "recompute" keeps an activation's input and frees its output once a linear has used it; "inplace"
             keeps the output and, for GELU, a bit per element; "auto" is "recompute", which is right whatever follows.
         norm: "inplace" keeps a norm's output; "recompute" its input; "auto" is "inplace", and "recompute" where
-            torch.compile compiles the model.
+            torch.compile compiles the model or where weights are too small for their biases (`tempo_kernels.norm`).
         dropout: "recompute" (and "auto") draws masks again by position; see `samples`.
         attention: "flash" (and "auto") gives attention with dropout a mask by position and no s*s tensor, in
             nn.MultiheadAttention and in models of transformers on "sdpa", and in BLOOM and MPT.
@@ -564,7 +564,7 @@ def _replace_norm(name: str, module: nn.Module, choices: dict[str, str], _: Pass
         return Entry(name, kind, "norm", None, found)
     mixin, attributes = found
     is_auto = choices["norm"] == "auto"
-    value = "inplace" if is_auto else choices["norm"]
+    value = choose_value(module, attributes.get("zero_centered", False)) if is_auto else choices["norm"]
     compiled_value = "recompute" if is_auto else value
     change_class(module, mixin, **attributes, keep=KEEPS[value], compiled_keep=KEEPS[compiled_value])
     return Entry(name, kind, "norm", value, stock_bytes=2.0)

@@ -88,7 +88,7 @@ class TempoLayerNorm(TorchLayerNorm):
     Parameters, their names, flags and checkpoint keys are those of Megatron's norms.
 
     Keeps for backward: y (shared with the next linear), rstd (4 bytes per token), and the normalised input of
-        channels whose gamma is too small beside beta; see `tempo_kernels.norm.layer_norm`.
+        channels whose gamma is too small for their beta; see `tempo_kernels.norm.layer_norm`.
     """
 
     keep: ClassVar[str] = "output"

@@ -41,13 +41,12 @@ from tempo_kernels.linear_cross_entropy.settings import Rows, Settings, Shares
 from tempo_kernels.linear_cross_entropy.shards import Shards
 from tempo_kernels.norm import eager as norm_eager
 from tempo_kernels.norm import kernel as norm
-from tempo_kernels.norm import kernel_long_rows as long_rows
-from tempo_kernels.norm import kernel_whole_rows as whole_rows
-from tempo_kernels.norm.operands import Kept, Norm, Statistics
+from tempo_kernels.norm.settings import Blocks, Kept, Norm, Statistics, get_reserve_size
 
 LIMIT = 1 << 31
 ROWS, WIDTH, DTYPE = 16, 8192, torch.bfloat16
 TAIL = 8
+SMALL_PROGRAMS = Blocks(forward_programs=1 << 24, multiprocessors=1 << 24)
 NUMBERS = torch.Generator().manual_seed(1)
 
 
@@ -122,32 +121,35 @@ def list_norms(width: int, has_lost: bool) -> Iterator[tuple[str, Case]]:
         weight[::100] = 0
     parameters = Norm(weight, bias, 1e-5, True, False)
     y, kept = norm_eager.forward(x, parameters)
-    slots = torch.full((width,), -1, dtype=torch.int32)
-    slots[kept.lost] = torch.arange(len(kept.lost), dtype=torch.int32)
+    missing = get_reserve_size(width) - len(kept.lost)
+    channels = torch.nn.functional.pad(kept.lost, (0, missing), value=-1).int()
+    columns = torch.nn.functional.pad(kept.lost_xhat, (0, missing))
     statistics = norm_eager.forward_from_input(x, parameters)[1]
 
     def forward(_: int, x: Tensor) -> list[Tensor]:
-        y, kept = norm.forward(x, parameters)
-        return [y, kept.rstd]
+        y, found = norm.forward(x, parameters, blocks=SMALL_PROGRAMS)
+        lost = [found.lost_xhat[:, : len(kept.lost)]] if has_lost else []
+        return [y, found.rstd, *lost]
 
     def backward(_: int, grad: Tensor, y: Tensor, rstd: Tensor, columns: Tensor) -> list[Tensor]:
-        return [norm.backward(grad, y, Kept(rstd, kept.affine, slots, columns), True, DTYPE, DTYPE)[0]]
+        kept_by_gpu = Kept(rstd, kept.affine, channels, columns)
+        return [norm.backward(grad, y, kept_by_gpu, True, DTYPE, DTYPE, SMALL_PROGRAMS, checks=False)[0]]
 
     def forward_from_input(_: int, x: Tensor) -> list[Tensor]:
-        y, statistics = norm.forward_from_input(x, parameters)
+        y, statistics = norm.forward_from_input(x, parameters, SMALL_PROGRAMS)
         return [y, *statistics]
 
     def refill(_: int, x: Tensor, *kept: Tensor) -> list[Tensor]:
         y = torch.empty_like(x)
-        norm.refill(y, x, parameters, Statistics(*kept))
+        norm.refill(y, x, parameters, Statistics(*kept), SMALL_PROGRAMS)
         return [y]
 
     def backward_from_input(_: int, grad: Tensor, x: Tensor, *kept: Tensor) -> list[Tensor]:
-        return [norm.backward_from_input(grad, x, parameters, Statistics(*kept))[0]]
+        return [norm.backward_from_input(grad, x, parameters, Statistics(*kept), SMALL_PROGRAMS)[0]]
 
     name = f"norm of {width}{' with lost channels' if has_lost else ''}"
     yield f"{name}", of_rows(forward, x, width=width)
-    yield f"{name} backward", of_rows(backward, grad, y, kept.rstd, kept.lost_xhat, width=width)
+    yield f"{name} backward", of_rows(backward, grad, y, kept.rstd, columns, width=width)
     if not has_lost:
         yield f"{name} from its input", of_rows(forward_from_input, x, width=width)
         yield f"{name} refill", of_rows(refill, x, *statistics, width=width)
@@ -266,9 +268,6 @@ def last_programs(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> Callabl
 @pytest.fixture
 def few_tiles_a_program(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> None:
     monkeypatch.setattr(kernel_sums, "count_multiprocessors", lambda device: 1 << 24)
-    monkeypatch.setattr(whole_rows, "count_multiprocessors", lambda device: 1 << 14)
-    monkeypatch.setattr(whole_rows, "FORWARD_PROGRAMS", 1 << 24)
-    monkeypatch.setattr(long_rows, "SUMS_PROGRAMS", 1 << 24)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU test_large_tensors.py runs all programs")

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from covering import exhaustive, parametrize_covering
+from covering import parametrize_covering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from witness import assert_three_witnesses, assert_within_rule
@@ -16,7 +16,7 @@ from tempo_kernels.activation import cpu as activation_cpu
 from tempo_kernels.activation import eager as activation_eager
 from tempo_kernels.activation.inverse import INVERSES, derivative_float64
 from tempo_kernels.norm import cpu as cpu_norm
-from tempo_kernels.norm import cpu_compiled, layer_norm, rms_norm
+from tempo_kernels.norm import layer_norm, rms_norm
 from tempo_kernels.philox import drop_mask, eager
 from tempo_kernels.philox import function as philox
 
@@ -129,26 +129,14 @@ def test_gated_units_in_one_pass_obey_the_rule(activation, has_bias, dtype, not_
         assert_within_rule(name, *witnesses)
 
 
-# Every pair of the first two.
-IN_ONE_PASS = [
-    ("output", layer_norm, torch.bfloat16, 37),
-    ("output", layer_norm, torch.float32, 40),
-    ("output", rms_norm, torch.bfloat16, 40),
-    ("input", layer_norm, torch.float32, 128),
-    ("input", rms_norm, torch.float32, 37),
-]
-ALL = itertools.product(["output", "input"], [layer_norm, rms_norm], [torch.float32, torch.bfloat16], [40, 128, 37])
-
-
 @compiles
-@pytest.mark.parametrize(
-    ("keep", "norm", "dtype", "width"), [*IN_ONE_PASS, *exhaustive(*(case for case in ALL if case not in IN_ONE_PASS))]
+@parametrize_covering(
+    keep=["output", "input"], norm=[layer_norm, rms_norm], dtype=[torch.bfloat16, torch.float16], width=[37, 40, 128]
 )
-def test_norms_in_one_pass_obey_the_rule(width, keep, norm, dtype, monkeypatch):
-    monkeypatch.setattr(cpu_compiled, "MIN_ELEMENTS", 64)
-    monkeypatch.setattr(cpu_compiled, "BLOCK_ELEMENTS", 64 * 40)  # several blocks, of which the last is small
-    monkeypatch.setattr(cpu_norm, "_blocks", lambda rows: pytest.fail("not compiled"))
-    x, grad = torch.randn(48, 3, width) * 2 + 1, torch.randn(48, 3, width)
+def test_compiled_norms_obey_the_rule(width, keep, norm, dtype, monkeypatch):
+    monkeypatch.setattr(cpu_norm, "differentiate", lambda *_: pytest.fail("not compiled"))
+    rows = cpu_norm.BLOCK_ELEMENTS // width // 3 + 2  # two blocks
+    x, grad = torch.randn(rows, 3, width) * 2 + 1, torch.randn(rows, 3, width)
     gamma, beta = torch.rand(width) + 0.5, torch.randn(width) * 0.3
     gamma[3], beta[3] = -0.5, 0.99  # all that y can carry
     ours, inputs = partial(norm, keep=keep), [x.mT.contiguous().mT, gamma, beta]
@@ -159,34 +147,18 @@ def test_norms_in_one_pass_obey_the_rule(width, keep, norm, dtype, monkeypatch):
 
 
 @compiles
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive([torch.float32])])
-def test_a_compiled_norm_refills_its_output_bit_for_bit_though_its_blocks_are_small(dtype, monkeypatch):
-    monkeypatch.setattr(cpu_compiled, "MIN_ELEMENTS", 48 * 40)
-    monkeypatch.setattr(cpu_norm, "BLOCK_ELEMENTS", 3 * 40)
-    y = rms_norm(torch.randn(48, 40).to(dtype).requires_grad_(), torch.rand(40).to(dtype), keep="input")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_compiled_norm_refills_its_output_bit_for_bit(dtype):
+    y = rms_norm(torch.randn(7000, 40).to(dtype).requires_grad_(), torch.rand(40).to(dtype), keep="input")
     out = torch.full_like(y, float("nan"), requires_grad=False)
     y.grad_fn.refill(y.grad_fn, out)
     assert torch.equal(out, y)
 
 
-@pytest.mark.parametrize(("rows", "calls"), [(48, 1), (51, 17)])
-def test_a_float32_layer_norm_from_its_output_in_one_call_and_in_blocks_obeys_the_rule(rows, calls, monkeypatch):
-    counted, differentiate = [], cpu_norm._differentiate_layer_norm
-    monkeypatch.setattr(cpu_norm, "BLOCK_ELEMENTS", 3 * 40)
-    monkeypatch.setattr(cpu_norm, "_differentiate_layer_norm", lambda *a: counted.append(1) or differentiate(*a))
-    inputs, grad = [torch.randn(rows, 40) * 2 + 1, torch.rand(40) + 0.5, torch.randn(40) * 0.3], torch.randn(rows, 40)
-    layer_norm(*(t.requires_grad_() for t in inputs)).backward(grad)
-    assert len(counted) == calls
-    inputs = [t.detach() for t in inputs]
-    assert_three_witnesses(layer_norm, lambda x, w, b: F.layer_norm(x, (40,), w, b), inputs, grad, torch.float32)
-
-
-def test_a_large_norm_with_lost_channels_obeys_the_rule_uncompiled(monkeypatch):
-    monkeypatch.setattr(cpu_compiled, "MIN_ELEMENTS", 64)
-    monkeypatch.setattr(cpu_compiled, "backward", lambda *_: pytest.fail("a lost channel is not restored"))
+def test_a_large_norm_with_lost_channels_obeys_the_rule():
     gamma, beta = torch.rand(40) + 0.5, torch.randn(40) * 0.3
     gamma[::10], beta[3] = 0, 100
-    inputs, grad = [torch.randn(48, 40) * 2 + 1, gamma, beta], torch.randn(48, 40)
+    inputs, grad = [torch.randn(14000, 40) * 2 + 1, gamma, beta], torch.randn(14000, 40)
     assert_three_witnesses(layer_norm, lambda x, w, b: F.layer_norm(x, (40,), w, b), inputs, grad, torch.bfloat16)
 
 

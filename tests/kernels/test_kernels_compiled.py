@@ -20,12 +20,11 @@ from tempo_kernels import kernel_sums
 from tempo_kernels.dropout_add import Draw
 from tempo_kernels.dropout_add import kernel as dropout_add
 from tempo_kernels.norm import kernel as norm
-from tempo_kernels.norm import kernel_long_rows as norm_long_rows
-from tempo_kernels.norm import kernel_lost_channels as norm_lost_channels
-from tempo_kernels.norm import kernel_whole_rows as norm_whole_rows
-from tempo_kernels.norm.operands import Norm
+from tempo_kernels.norm import kernel_backward as norm_backward
+from tempo_kernels.norm import kernel_forward as norm_forward
+from tempo_kernels.norm.settings import Norm
 
-MODULES = [dropout_add, norm_whole_rows, norm_long_rows, norm_lost_channels]
+MODULES = [dropout_add, norm_forward, norm_backward]
 MODULES += [kernel_sums]
 
 # At which two programs of 8 warps share a multiprocessor.
@@ -62,16 +61,10 @@ def dropout_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str
 
 def norm_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, Launch]]:
     x = torch.empty(ROWS, hidden_size, dtype=dtype)
-    for name, gamma, bias in [
-        ("layer_norm", 1, x[0]),
-        ("rms_norm", 1, None),
-        ("layer_norm with lost channels", 0, x[0]),
-    ]:
-        weight = torch.full((hidden_size,), gamma, dtype=dtype)
-        bias = None if bias is None else torch.zeros_like(bias)
+    for name, bias in [("layer_norm", x[0]), ("rms_norm", None)]:
 
-        def run(weight: Tensor = weight, bias: Tensor | None = bias) -> None:
-            _, kept = norm.forward(x, Norm(weight, bias, 1e-5, bias is not None, False))
+        def run(bias: Tensor | None = bias) -> None:
+            _, kept = norm.forward(x, Norm(x[0], bias, 1e-5, bias is not None, False))
             norm.backward(x, x, kept, bias is not None, dtype, dtype)
 
         for launch in launches_of(run):
@@ -83,30 +76,27 @@ def norm_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, L
         norm.refill(x, x, parameters, statistics)
         norm.backward_from_input(x, x, parameters, statistics)
 
-    forward, refill, *backward = launches_of(run_from_input)
-    yield "layer_norm from input forward", forward
-    yield "layer_norm from input refill", refill
-    for launch in backward:
-        yield f"layer_norm from input {name_of(launch)}", launch
+    for launch in launches_of(run_from_input):
+        form = " given statistics" if launch.arguments.get("HAS_STATISTICS") else ""
+        yield f"layer_norm from input {name_of(launch)}{form}", launch
 
 
 def float32_residual_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, Launch]]:
     """A float32 x beside parameters of `dtype`."""
     x, y = (torch.empty(ROWS, hidden_size, dtype=kind) for kind in (torch.float32, dtype))
-    for name, gamma in [("layer_norm of a float32 residual", 1), ("layer_norm of it with lost channels", 0)]:
-        parameters = Norm(torch.full_like(y[0], gamma), torch.zeros_like(y[0]), 1e-5, True, False)
+    parameters = Norm(y[0], y[0], 1e-5, True, False)
 
-        def run(parameters: Norm = parameters) -> None:
-            _, kept = norm.forward(x, parameters)
-            norm.backward(y, y, kept, True, x.dtype, dtype)
+    def run() -> None:
+        _, kept = norm.forward(x, parameters)
+        norm.backward(y, y, kept, True, x.dtype, dtype)
 
-        for launch in launches_of(run):
-            yield f"{name} {name_of(launch)}", launch
+    for launch in launches_of(run):
+        yield f"layer_norm of a float32 residual {name_of(launch)}", launch
 
     def run_from_input() -> None:
-        parameters = Norm(y[0], y[0], 1e-5, True, True)
-        _, statistics = norm.forward_from_input(x, parameters)
-        norm.backward_from_input(y, x, parameters, statistics)
+        zero_centered = parameters._replace(zero_centered=True)
+        _, statistics = norm.forward_from_input(x, zero_centered)
+        norm.backward_from_input(y, x, zero_centered, statistics)
 
     for launch in launches_of(run_from_input):
         yield f"layer_norm of it from input {name_of(launch)}", launch
@@ -153,18 +143,18 @@ def test_kernels_keep_to_registers_and_access_16_bytes_at_a_time(capability, sha
 
 def check_widths(name: str, launch: Launch, narrow: list[str]) -> None:
     """Tensors are read and written 16 bytes at a time."""
-    if "lost channels" in name:
-        # Each of a thread's elements may be one of those few that are kept one by one.
+    if launch.arguments.get("channels_ptr") is not None:
+        # A norm's lost channels are read and written one by one.
         narrow = [access for access in narrow if not access.endswith((".b16", ".b32", " 0x4 bytes"))]
     if " sums" in name:
         # Of partial sums a thread has one column; its neighbours' threads have the columns beside it.
         narrow = [access for access in narrow if not access.endswith(".b32")]
     # What is left is one number per row, or a vector [h] of which a thread has fewer than eight elements; a tile
     # that is read or written narrowly takes at least eight accesses. Of sums over rows a thread has one column, and
-    # Where three tiles are loaded ahead, so are their rows' rstd and mean: a tile read
-    # narrowly, 32 elements a thread, would take 32 copies for each of them.
+    # Norms load two numbers for each row of a tile ahead.
     sums_rows = any(launch.arguments.get(name) is not None for name in ("partial_ptr", "sums_ptr"))
-    most = 4 + (3 if sums_rows else 0) + (3 * launch.arguments["BLOCK_ROWS"] if launch.arguments.get("IS_ALONE") else 0)
+    most = 4 + (3 if sums_rows else 0)
+    most += 2 * launch.arguments.get("BLOCK_ROWS", 0) if "rstd_ptr" in launch.arguments else 0
     assert len(narrow) <= most, f"{name}: {narrow}"
     assert sums_rows or not any(access.endswith(".b16") for access in narrow), f"{name}: {narrow}"
 

@@ -15,6 +15,10 @@ PARAMETERS = {
         torch.ones(h).masked_fill(torch.arange(h) % 100 == 0, 0.0),
         torch.randn(h) * 0.2,
     ),
+    "one in a hundred beta / gamma 100": lambda h: (
+        torch.ones(h).masked_fill(torch.arange(h) % 100 == 0, 0.01),
+        (torch.randn(h) * 0.2).masked_fill(torch.arange(h) % 100 == 0, 1.0),
+    ),
     "gamma 0 and beta 0": lambda h: (torch.zeros(h), torch.zeros(h)),
     "beta / gamma 100": lambda h: (torch.full((h,), 0.01), torch.ones(h)),
     "beta / gamma about 2": lambda h: (torch.ones(h), torch.full((h,), 1.99)),

@@ -161,6 +161,15 @@ def test_the_report_says_what_was_replaced_left_and_why():
     )
 
 
+@pytest.mark.parametrize(("num_lost", "value"), [(0, "inplace"), (2, "inplace"), (3, "recompute")])
+def test_a_norm_with_more_lost_channels_than_it_has_room_for_is_recomputed(num_lost, value):
+    norm = torch.nn.LayerNorm(128)
+    with torch.no_grad():
+        norm.weight[:num_lost] = 0.0
+    report = report_on(tempoize(torch.nn.Sequential(norm, torch.nn.Linear(128, 8)), seed=1))
+    assert [entry.now for entry in report.replaced if entry.operation == "norm"] == [value]
+
+
 def test_off_leaves_everything_as_it_was():
     model = tempoize(build(), activation="off", norm="off", dropout="off", attention="off", loss="off")
     assert not report_on(model).entries

@@ -12,7 +12,8 @@ from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.fakes import run_or_simulate
 from tempo_kernels.norm import cpu
-from tempo_kernels.norm.operands import Kept, Norm, Statistics, choose_output_dtype
+from tempo_kernels.norm.eager import get_lost_channels
+from tempo_kernels.norm.settings import Kept, Norm, Statistics, get_output_dtype, get_reserve_size
 from tempo_kernels.opaque import call_untraced, is_traced, opaque
 from tempo_kernels.refill import allow_refill
 from tempo_kernels.transforms import takes_plain_tensors
@@ -34,7 +35,7 @@ def layer_norm(
 
     Args:
         x: [..., h], floating point, any strides.
-        weight, bias: [h], of x's dtype or float32; beside a float32 x also both bfloat16 or both float16. bias may be
+        weight, bias: [h], of x's dtype or float32; with a float32 x also both bfloat16 or both float16. bias may be
             None, for a LayerNorm without one.
         eps: added to the variance.
         zero_centered: use 1 + weight in weight's place (Megatron's `layernorm_zero_centered_gamma`), added in float32
@@ -48,28 +49,28 @@ def layer_norm(
 
     Keeps for backward: with keep="output" y itself (one storage with what the next linear keeps, hence free), rstd
         (4 bytes per row), and gamma and beta of this call (8 bytes per channel; RMSNorm 4). A channel is lost if weight
-        is too small beside bias for y to carry the normalised x (lost_channels.py); that column of it is kept in y's
-        dtype. A GPU also keeps channels that would be lost after a small change of the parameters, and an eighth
-        more, in multiples of eight. With keep="input" x, rstd and the mean (4 bytes per row each). With
-        keep="input alone" x: the norm runs once more in backward for its statistics, which pays where rows are short.
+        is too small compared with bias for y to carry the normalised x (eager.py); that column of it is kept in y's
+        dtype. A CPU keeps the lost columns. A GPU, whose host does not wait for numbers, keeps a reserve of h / 64
+        columns, at least one, whether channels are lost or not. With keep="input" x, rstd and the mean (4 bytes per row
+        each). With keep="input alone" x: the norm runs once more in backward for its statistics, which pays where rows
+        are short.
     Error: with keep="input" or "input alone", which are equal bit for bit, at most twice torch's own in the same dtype,
         with sums in float32, plus one ulp of the largest exact value, for any weight and bias. With keep="output" the
         normalised x is recovered from y rounded to its dtype, so it is off by up to half an ulp of y divided by weight.
         This meets the same bound except
         - where the exact gradient of x cancels (RMSNorm with a gradient proportional to y);
-        - for the gradient of a float32 weight beside a 16-bit x (off by 0.2 to 1 % of its maximum), and of a float32 x
-          beside a 16-bit weight (only as exact as that of a 16-bit x);
+        - for the gradient of a float32 weight of a 16-bit x (off by 0.2 to 1 % of its maximum), and of a float32 x with
+          a 16-bit weight (only as exact as that of a 16-bit x);
         - for rows of one channel, of a variance far below eps, or with channels far above all others.
         For these use keep="input", which Megatron's "recompute" is.
         On a CPU y is torch's own LayerNorm, which subtracts the mean after the scale: y / weight is off by up to 5e-7
         of abs(mean) / std of the row, and with keep="output" so is the normalised x.
         If weight or bias changes between forward and backward, keep="output" differentiates at their old values.
-    Raises: ValueError for shapes or dtypes that do not fit; RuntimeError on a second derivative. On a GPU with
-        keep="output" RuntimeError also where a CUDA graph is captured before the first ordinary call, and at the end
-        of a backward pass if parameters changed unseen by torch (`.data`, fused optimizers) and more channels were
-        lost than there was room for. Their gradients are NaN, also in a graph's replays. Compiled graphs have no room.
-    On a GPU with keep="output" the host waits for the GPU in the first forward after parameters changed, once for all
-        norms, and at the end of each backward pass, for the work that was queued before the pass began.
+    Raises: ValueError for shapes or dtypes that do not fit; RuntimeError on a second derivative. With keep="output" on
+        a GPU, where more channels are lost than the reserve has columns, gradients are NaN, and one of the next
+        backwards raises RuntimeError; on a CPU a compiled graph raises it for any lost channel.
+    Source: LayerNorm (Ba et al., 2016), RMSNorm (Zhang and Sennrich, 2019); the backward from the output after In-Place
+        Activated BatchNorm (Rota Bulo et al., CVPR 2018) and Tempo (Andoorveedu et al., 2022).
     """
     _check(x, weight, bias, keep)
     # Backends have two forms only, LayerNorm with a bias and RMSNorm without. h zeros cost nothing beside x.
@@ -86,6 +87,15 @@ def rms_norm(
     return _apply(x, weight, None, eps, zero_centered, False, keep)
 
 
+def fits_in_place(weight: Tensor, bias: Tensor | None, zero_centered: bool = False) -> bool:
+    """Returns whether keep="output" has room on every device for the channels of weight and bias [h] that an output of
+    weight's dtype does not carry. On a GPU the host waits for them. True for tensors without numbers or memory."""
+    if weight.is_meta or weight.untyped_storage().nbytes() == 0:
+        return True
+    affine = Norm(weight, bias, 0.0, bias is not None, zero_centered).compute_affine(weight.dtype)
+    return get_lost_channels(affine, weight.dtype).numel() <= get_reserve_size(weight.numel())
+
+
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, keep: str) -> None:
     if keep not in ("output", "input", "input alone"):
         raise ValueError(f'keep is "{keep}"; expected "output", "input" or "input alone"')
@@ -97,11 +107,8 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, keep: str) -> None:
     # A float32 residual: y gets the 16-bit dtype of the linear that follows.
     has_wide_x = x.dtype == torch.float32 and weight.dtype in (torch.bfloat16, torch.float16)
     allowed = (weight.dtype,) if has_wide_x else (x.dtype, torch.float32)
-    shape = x.shape[-1:]
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is None:
-            continue
-        if parameter.shape != shape:
+    for name, parameter in (("weight", weight), ("bias", weight if bias is None else bias)):
+        if parameter.shape != x.shape[-1:]:
             raise ValueError(
                 f"{name} has shape {list(parameter.shape)}; expected [{x.size(-1)}], as x's last size; reshape it"
             )
@@ -127,24 +134,25 @@ def _apply(
 
 def _allocate_output(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """Allocates y and rstd."""
-    y = torch.empty(x.shape, dtype=choose_output_dtype(x.dtype, norm.weight.dtype), device=x.device)
+    y = torch.empty(x.shape, dtype=get_output_dtype(x.dtype, norm.weight.dtype), device=x.device)
     dtype = torch.promote_types(x.dtype, torch.float32)
     return y, torch.empty(math.prod(x.shape[:-1]), dtype=dtype, device=x.device)
 
 
 def _allocate_kept(x: Tensor, *operands: Any) -> list[Tensor]:
-    norm = Norm(*operands[:5])
+    norm, needs_grad = Norm(*operands[:5]), operands[5]
     y, rstd = _allocate_output(x, norm)
     affine = rstd.new_empty(1 if norm.bias is None else 2, x.size(-1))
-    # Fake tensors have no numbers, so no channel counts as lost.
-    lost = rstd.new_empty(0, dtype=torch.int32 if x.is_cuda else torch.int64)
-    return [y, rstd, affine, lost, y.new_empty(rstd.numel(), 0)]
+    if not x.is_cuda:
+        return [y, rstd, affine, rstd.new_empty(0, dtype=torch.int64), y.new_empty(rstd.numel(), 0)]
+    reserve = get_reserve_size(x.size(-1)) if needs_grad else 0
+    return [y, rstd, affine, rstd.new_empty(reserve, dtype=torch.int32), y.new_empty(rstd.numel(), reserve)]
 
 
-@opaque(f"norm(Tensor x, {OPERANDS}, bool needs_grad, bool keeps_lost) -> Tensor[]", _allocate_kept)
+@opaque(f"norm(Tensor x, {OPERANDS}, bool needs_grad) -> Tensor[]", _allocate_kept)
 def _forward(x: Tensor, *operands: Any) -> list[Tensor]:
-    """Returns y and the tensors of its Kept."""
-    y, kept = choose_backend(x, cpu).forward(x, Norm(*operands[:5]), *operands[5:])
+    """Returns y and the tensors of its Kept, as many as fake tensors of x's shape would have."""
+    y, kept = choose_backend(x, cpu).forward(x, Norm(*operands[:5]), *operands[5:], has_static_shapes=True)
     return [y, *kept]
 
 
@@ -199,8 +207,7 @@ class _FromOutput(torch.autograd.Function):
     ) -> Tensor:
         norm = Norm(weight, bias, *form)
         if is_traced(x):
-            # How many channels are lost depends on data, but a compiled graph needs static shapes: no room.
-            y, *kept = _forward(x, *norm, needs_grad, False)
+            y, *kept = _forward(x, *norm, needs_grad)
         else:
             y, kept = call_untraced(choose_backend(x, cpu).forward, x, x, norm, needs_grad)
         ctx.save_for_backward(y, *kept)

@@ -1,101 +1,95 @@
-"""Computes LayerNorm and RMSNorm on a GPU in Triton: chooses kernels and launches them; eager.py is the specification.
+"""Computes LayerNorm and RMSNorm on a GPU: allocates, plans and launches the kernels; eager.py is the specification.
 
-Rows up to FORWARD_ROW_BYTES and BACKWARD_ROW_BYTES stay in the registers of a program (kernel_whole_rows.py); longer
-ones are read more than once (kernel_long_rows.py). The code that keeps lost channels takes registers, so it is compiled
-in only where channels may be lost. reserve.py says when the host waits for the GPU, and why.
+The host never waits for the GPU. What y does not carry is decided there, in every forward (kernel_forward.py): a
+forward that needs gradients keeps a reserve of h / 64 columns for lost channels. Where more are lost, gradients are
+NaN, and the backward sets a flag. Backwards copy it to the host, and one of the next raises RuntimeError.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from types import ModuleType
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from tempo_kernels.kernel_launch import Plan, cache_plans, guard_device
+from tempo_kernels.kernel_launch import guard_device
 from tempo_kernels.kernel_numbers import check_dtype
-from tempo_kernels.norm import kernel_long_rows as long_rows
-from tempo_kernels.norm import kernel_whole_rows as whole_rows
-from tempo_kernels.norm.kernel_lost_channels import SMALLEST, prepare_lost_channels
-from tempo_kernels.norm.operands import Kept, Norm, Statistics, choose_output_dtype
-from tempo_kernels.norm.reserve import check_after_backward
+from tempo_kernels.late_check import copy_to_host
+from tempo_kernels.norm.kernel_backward import launch_backward, plan_backward
+from tempo_kernels.norm.kernel_forward import launch_forward, plan_forward
+from tempo_kernels.norm.settings import Blocks, Kept, Norm, Statistics, get_output_dtype, get_reserve_size
 
-FORWARD_ROW_BYTES = 32768
-BACKWARD_ROW_BYTES = 16384
-_NONE_LOST = (None, None, None)
-"""affine, slots and lost_xhat of a form that keeps its input."""
+BLOCKS = Blocks()
 
 
-def forward(x: Tensor, norm: Norm, needs_grad: bool = True, keeps_lost: bool = True) -> tuple[Tensor, Kept]:
-    """As in eager.py; `lost` holds each channel's slot, as kernel_lost_channels.py describes it.
-
-    Without keeps_lost there is no room for lost channels; if there are any, backward raises.
-    """
+def forward(
+    x: Tensor, norm: Norm, needs_grad: bool = True, has_static_shapes: bool = False, blocks: Blocks = BLOCKS
+) -> tuple[Tensor, Kept]:
+    """As in eager.py, with a fixed number of columns; Kept says what `lost` holds."""
     y, rstd = _allocate(x, norm)
-    if x.numel() == 0:
-        affine = rstd.new_empty(1 if norm.bias is None else 2, x.size(-1))
-        return y, Kept(rstd, affine, rstd.new_empty(0, dtype=torch.int32), y.new_empty(rstd.numel(), 0))
-    with guard_device(x):
-        lost = prepare_lost_channels(norm, y, needs_grad, keeps_lost)
-    kept = Kept(rstd, lost.affine, lost.slots, _allocate_columns(rstd.numel(), lost.capacity, y.dtype, y.device))
-    _launch_forward(x, norm, y, (rstd, None, *kept[1:], lost.counts), lost.capacity)
-    return y, kept
+    affine = rstd.new_empty(1 if norm.bias is None else 2, x.size(-1))
+    reserve = get_reserve_size(x.size(-1)) if needs_grad else 0
+    channels = torch.empty(reserve, dtype=torch.int32, device=x.device)
+    lost_xhat = torch.empty(rstd.numel(), reserve, dtype=y.dtype, device=x.device)
+    if x.numel() and needs_grad:
+        _launch_forward(x, norm, y, (rstd, None, channels, lost_xhat), False, blocks, (affine, channels))
+    elif x.numel():
+        _launch_forward(x, norm, y, (rstd, None, None, None), False, blocks)
+    return y, Kept(rstd, affine, channels, lost_xhat)
 
 
 def backward(
-    grad_y: Tensor, y: Tensor, kept: Kept, subtracts_mean: bool, x_dtype: torch.dtype, sums_dtype: torch.dtype
+    grad_y: Tensor,
+    y: Tensor,
+    kept: Kept,
+    subtracts_mean: bool,
+    x_dtype: torch.dtype,
+    sums_dtype: torch.dtype,
+    blocks: Blocks = BLOCKS,
+    checks: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """As in eager.py; the order of the sums over rows is fixed, so the same GPU gives the same bits every time."""
-    with guard_device(y):
-        check_after_backward(y.device)
-    # Kernels take gamma by its pointer, and affine begins with gamma.
-    affine = kept.affine
-    norm = Norm(affine, affine[1] if affine.size(0) == 2 else None, 0.0, subtracts_mean, zero_centered=False)
-    return _differentiate(grad_y, y, norm, (x_dtype, sums_dtype), (kept.rstd, None), kept[2:])
+    """As in eager.py; the order of the sums over rows is fixed, so the same GPU gives the same bits every time.
+
+    Raises: RuntimeError, with `checks`, once the host knows that lost channels had no column here or in an earlier one.
+    """
+    norm = Norm(kept.affine, None, 0.0, subtracts_mean, zero_centered=False)
+    found = _launch_backward(grad_y, y, norm, (kept.rstd, None), kept[2:], (x_dtype, sums_dtype), blocks)
+    if checks:
+        _get_watch(y.device).check()
+    return found
 
 
-def forward_from_input(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
+def forward_from_input(x: Tensor, norm: Norm, blocks: Blocks = BLOCKS) -> tuple[Tensor, Statistics]:
     """As in eager.py."""
     y, rstd = _allocate(x, norm)
     statistics = Statistics(rstd, torch.empty_like(rstd) if norm.subtracts_mean else None)
     if x.numel():
-        _launch_forward(x, norm, y, (*statistics, *_NONE_LOST, None), 0, from_input=True)
+        _launch_forward(x, norm, y, (*statistics, None, None), False, blocks)
     return y, statistics
 
 
-def refill(out: Tensor, x: Tensor, norm: Norm, statistics: Statistics) -> None:
+def refill(out: Tensor, x: Tensor, norm: Norm, statistics: Statistics, blocks: Blocks = BLOCKS) -> None:
     """As in eager.py."""
     if x.numel():
-        _launch_forward(x, norm, out, (*statistics, *_NONE_LOST, None), 0, from_input=True, refills=True)
+        _launch_forward(x, norm, out, (*statistics, None, None), True, blocks)
 
 
-def backward_from_input(grad_y: Tensor, x: Tensor, norm: Norm, statistics: Statistics) -> tuple[Tensor, Tensor]:
+def backward_from_input(
+    grad_y: Tensor, x: Tensor, norm: Norm, statistics: Statistics, blocks: Blocks = BLOCKS
+) -> tuple[Tensor, Tensor]:
     """As in eager.py."""
-    return _differentiate(grad_y, x.contiguous(), norm, (x.dtype, norm.sums_dtype), statistics, None)
+    dtypes = (x.dtype, norm.sums_dtype)
+    return _launch_backward(grad_y, x.contiguous(), norm, statistics, (None, None), dtypes, blocks)
 
 
 def _allocate(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """Allocates y and rstd; raises ValueError for a dtype that the kernels do not compute."""
     check_dtype("norm", x)
-    dtype = choose_output_dtype(x.dtype, norm.weight.dtype)
+    dtype = get_output_dtype(x.dtype, norm.weight.dtype)
     y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-    rows = x.numel() // x.size(-1) if x.size(-1) else math.prod(x.shape[:-1])
-    return y, torch.empty(rows, dtype=torch.float32, device=x.device)
-
-
-def _allocate_columns(num_rows: int, capacity: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocates lost_xhat [rows, capacity]; for the usual capacity of 0 it returns the same empty tensor every time."""
-    if not capacity:
-        return _hold_no_columns(num_rows, dtype, device)
-    return torch.empty(num_rows, capacity, dtype=dtype, device=device)
-
-
-@cache_plans
-def _hold_no_columns(num_rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # training keeps this tensor for backward, too
-        return torch.empty(num_rows, 0, dtype=dtype, device=device)
+    return y, torch.empty(math.prod(x.shape[:-1]), dtype=torch.float32, device=x.device)
 
 
 def _launch_forward(
@@ -103,88 +97,72 @@ def _launch_forward(
     norm: Norm,
     y: Tensor,
     kept: tuple[Tensor | None, ...],
-    capacity: int,
-    from_input: bool = False,
-    refills: bool = False,
+    has_statistics: bool,
+    blocks: Blocks,
+    found: tuple[Tensor, ...] = (),
 ) -> None:
-    """Fills y and what is kept: rstd, mean, affine, slots, lost_xhat and counts, None for those the form lacks."""
-    weight, bias, eps, subtracts_mean, zero_centered = norm
-    form = _Form(capacity, from_input, bias is not None, subtracts_mean, zero_centered)
-    rows, plan = _plan_forward(x.shape, x.dtype, y.dtype, form, eps, refills)
+    """Fills y, rstd, mean, channels and lost_xhat, None for those the form lacks; see launch_forward for `found`."""
+    weight, bias, eps, _, zero_centered = norm
+    num_columns = x.size(-1)
+    sizes = x.numel() // num_columns, num_columns
+    plan = plan_forward(*sizes, x.dtype, y.dtype, eps, zero_centered, has_statistics, blocks)
     bias = None if bias is None else bias.contiguous()
-    rows.launch_forward(plan, (x.contiguous(), weight.contiguous(), bias, y, *kept))
+    launch_forward(plan, (x.contiguous(), weight.contiguous(), bias, y, *kept), found)
 
 
-class _Form(NamedTuple):
-    """The properties of a norm and of what it keeps that its launches depend on."""
-
-    capacity: int
-    from_input: bool
-    has_bias: bool
-    subtracts_mean: bool
-    zero_centered: bool
-
-
-@cache_plans
-def _plan_forward(
-    shape: torch.Size, x_dtype: torch.dtype, dtype: torch.dtype, form: _Form, eps: float, refills: bool
-) -> tuple[ModuleType, Plan]:
-    """Chooses the kernels for rows of this shape and plans their launch; dtype is y's."""
-    rows = _choose_rows(shape[-1] * x_dtype.itemsize, form.capacity > 0, FORWARD_ROW_BYTES)
-    return rows, rows.plan_forward(shape[-1], eps=eps, REFILLS=refills, **_list_arguments(shape, dtype, form))
-
-
-def _differentiate(
+def _launch_backward(
     grad_y: Tensor,
     source: Tensor,
     norm: Norm,
-    dtypes: tuple[torch.dtype, torch.dtype],
     statistics: tuple[Tensor, Tensor | None],
-    lost: tuple[Tensor, Tensor] | None,
+    lost: tuple[Tensor | None, ...],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    blocks: Blocks,
 ) -> tuple[Tensor, Tensor]:
-    """Returns grad_x and the sums in these dtypes. `source` is y if `lost` (slots and columns) is given, else x."""
-    grad_x = torch.empty_like(source, dtype=dtypes[0])
-    sums_shape = (1 if norm.bias is None else 2, source.size(-1))
-    if source.numel() == 0:
-        return grad_x, source.new_zeros(sums_shape, dtype=dtypes[1])
-    sums = torch.empty(*sums_shape, dtype=dtypes[1], device=source.device)
-    weight, bias, _, subtracts_mean, zero_centered = norm
-    capacity = 0 if lost is None else lost[1].size(1)
-    form = _Form(capacity, lost is None, bias is not None, subtracts_mean, zero_centered)
-    rows, plan = _plan_backward(source.shape, dtypes[0], source.dtype, source.device, form)
-    bias = None if bias is None else bias.contiguous()
-    tensors = (grad_y.contiguous(), source, *statistics, weight.contiguous(), bias, *(lost or _NONE_LOST[1:]))
-    rows.launch_backward(plan, tensors, grad_x, sums)
-    return grad_x, sums
+    """Returns grad_x and the sums in these dtypes. `source` is y if `lost` (channels and columns) is given, else x."""
+    grad_x, num_columns = torch.empty_like(source, dtype=dtypes[0]), source.size(-1)
+    sums = torch.zeros if source.numel() == 0 else torch.empty
+    found = sums(1 + norm.subtracts_mean, num_columns, dtype=dtypes[1], device=source.device)
+    if source.numel():
+        sizes, form = (source.numel() // num_columns, num_columns), (norm.subtracts_mean, norm.zero_centered)
+        from_output = lost[0] is not None
+        plan = plan_backward(*sizes, dtypes[0], source.dtype, from_output, *form, source.device, blocks)
+        weight = norm.weight.contiguous()
+        overflow = _get_watch(source.device).flag if from_output else None
+        launch_backward(plan, (grad_y.contiguous(), source, *statistics, weight, *lost), grad_x, found, overflow)
+    return grad_x, found
 
 
-@cache_plans
-def _plan_backward(
-    shape: torch.Size, x_dtype: torch.dtype, dtype: torch.dtype, device: torch.device, form: _Form
-) -> tuple[ModuleType, Any]:
-    """Plans backward; x_dtype is grad_x's dtype and dtype that of the source."""
-    rows = _choose_rows(shape[-1] * x_dtype.itemsize, form.capacity > 0, BACKWARD_ROW_BYTES)
-    return rows, rows.plan_backward(shape[-1], x_dtype.itemsize, device, **_list_arguments(shape, dtype, form))
+class _Watch:
+    """Tells the host that norms on one device lost more channels than they had columns for, without waiting."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.flag = torch.zeros((), dtype=torch.int32, device=device)
+        self._copy: tuple[Tensor, Callable[[], bool]] | None = None
+
+    def check(self) -> None:
+        """Raises RuntimeError if a copy of the flag has arrived and says so; starts a copy if none is under way.
+        Does neither while a CUDA graph is captured."""
+        found = self.flag
+        if found.device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return
+            with guard_device(found):
+                self._copy = self._copy or copy_to_host(found)
+            found, has_arrived = self._copy
+            if not has_arrived():
+                return
+            self._copy = None
+        if found:
+            self.flag.zero_()
+            raise RuntimeError(
+                "norm: the weights of more than a 64th of the channels are too small compared with their biases for "
+                "the output to carry the normalised input, and gradients of a backward were NaN; use "
+                'keep="input", in Megatron tempo.norm "recompute"'
+            )
 
 
-def _choose_rows(row_bytes: int, has_lost: bool, limit: int) -> ModuleType:
-    """Chooses kernels by the bytes of a row: a program's registers hold `limit`, or half of it with lost channels."""
-    return long_rows if row_bytes * (2 if has_lost else 1) > limit else whole_rows
-
-
-def _list_arguments(shape: torch.Size, dtype: torch.dtype, form: _Form) -> dict[str, Any]:
-    """Lists the launch arguments of every kernel; h in units of 8 tells the compiler that rows are aligned."""
-    hidden_size = shape[-1]
-    unit = 1 if hidden_size % 8 else 8
-    return {
-        "num_rows": shape.numel() // hidden_size,
-        "column_units": hidden_size // unit,
-        "capacity": form.capacity,
-        "UNIT": unit,
-        "SUBTRACTS_MEAN": form.subtracts_mean,
-        "HAS_BIAS": form.has_bias,
-        "ZERO_CENTERED": form.zero_centered,
-        "HAS_LOST": form.capacity > 0,
-        "FROM_INPUT": form.from_input,
-        "SMALLEST": SMALLEST[dtype],
-    }
+@functools.cache
+def _get_watch(device: torch.device) -> _Watch:
+    with torch.inference_mode(False):  # training writes to its flag, too
+        return _Watch(device)

@@ -9,8 +9,8 @@ nothing. Of many layers alike a few run and stand for the others. Three stacks o
   nothing inside, but for the loss head, whose chunks are a GPU's.
 - "transformer_engine", on a GPU too: attention besides keeps q, k, v, its output and a logsumexp.
 
-Not seen: that Tempo's in-place norm keeps more of channels whose gamma is nearly 0, and what kernels of torch and
-Transformer Engine take and give back inside themselves.
+Not seen: that Tempo's in-place norm keeps more of channels whose gamma is nearly 0, and on a GPU a 64th of its output,
+and what kernels of torch and Transformer Engine take and give back inside themselves.
 """
 
 from __future__ import annotations
