@@ -193,7 +193,7 @@ def _find_block(inputs: Inputs, settings: Settings) -> tuple[int, int]:
     elements = BLOCK_ELEMENTS if q.device.type == "cpu" and not _has_gpu_blocks else GPU_BLOCK_ELEMENTS
     elements_per_row = max(1, q.size(2) * k.size(0))
     rows = elements // elements_per_row
-    if settings.find_window(q.size(0), k.size(0)) != (None, None):
+    if settings.compute_window(q.size(0), k.size(0)) != (None, None):
         rows = min(rows, k.size(0) // 4)
     rows = max(MIN_BLOCK_ROWS, rows // 16 * 16)
     # Samples of different lengths see different keys.
@@ -222,8 +222,8 @@ class _Block:
         self.settings = settings
         self.device = q.device
         self.compute_dtype = torch.promote_types(q.dtype, torch.float32)
-        self.diagonal = settings.find_diagonal(q.size(0), k.size(0))
-        self.first, self.last = settings.find_window(q.size(0), k.size(0))
+        self.diagonal = settings.compute_diagonal(q.size(0), k.size(0))
+        self.first, self.last = settings.compute_window(q.size(0), k.size(0))
         seen = k.size(0) if key_lengths is None else max(0, min(k.size(0), int(key_lengths[samples.start])))
         last = seen if self.last is None else max(0, min(seen, rows.stop + self.last))
         self.keys = slice(0 if self.first is None else max(0, min(last, rows.start + self.first)), last)

@@ -21,7 +21,7 @@ def can_run(inputs: Inputs, settings: Settings) -> bool:
     is_plain = q.device.type == "cpu" and settings.dropout_p == 0 and mask is None and key_lengths is None
     is_plain &= settings.softcap is None and not inputs.changes_scores
     # Its causal mask starts at the first key.
-    fits = settings.find_window(q.size(0), k.size(0)) in ((None, None), (None, 0))
+    fits = settings.compute_window(q.size(0), k.size(0)) in ((None, None), (None, 0))
     return is_plain and fits and q.size(-1) == v.size(-1) and 0 not in (q.numel(), k.numel())
 
 
@@ -53,7 +53,7 @@ def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -
 
 def _is_causal(inputs: Inputs, settings: Settings) -> bool:
     """Whether a query sees keys up to itself, be it by `causal` or by a window without a left end."""
-    return settings.find_window(inputs.q.size(0), inputs.k.size(0))[1] is not None
+    return settings.compute_window(inputs.q.size(0), inputs.k.size(0))[1] is not None
 
 
 def _order_heads(inputs: Inputs) -> tuple[Tensor, ...]:

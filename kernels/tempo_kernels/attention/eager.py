@@ -145,11 +145,11 @@ def _find_scores(inputs: Inputs, settings: Settings) -> Tensor:
         bias = inputs.bias.to(scores.dtype)
         scores = scores + bias.masked_fill(bias < HIDING_BIAS, float("-inf"))
     if inputs.alibi_slopes is not None:
-        distance = column - row - settings.find_diagonal(q.size(0), k.size(0))
+        distance = column - row - settings.compute_diagonal(q.size(0), k.size(0))
         scores = scores + inputs.alibi_slopes.to(scores.dtype).view(-1, 1, 1) * distance
     if mask is not None:
         scores = scores.masked_fill(mask, settings.masked_score)
-    first, last = settings.find_window(q.size(0), k.size(0))
+    first, last = settings.compute_window(q.size(0), k.size(0))
     if first is not None:
         scores = scores.masked_fill(column < row + first, float("-inf"))
     if last is not None:

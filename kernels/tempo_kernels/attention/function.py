@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tempo_kernels.attention import cpu, cpu_flash, documents, walks
+from tempo_kernels.attention import cpu, cpu_flash, documents
 from tempo_kernels.attention.checks import check_settings, check_tensors
 from tempo_kernels.attention.documents import Documents, check_documents
 from tempo_kernels.attention.settings import OPERANDS, Gradients, Inputs, Kept, Settings
@@ -190,13 +190,13 @@ def _takes_sdpa(
 def list_gpu_workspaces(
     operands: Sequence[Any], major: int, multiprocessors: int, is_deterministic: bool = False
 ) -> list[int]:
-    """Returns the bytes of each tensor that backward would hold on a GPU beside its results, all of them at once.
+    """Returns the bytes of each tensor that backward would hold on a GPU apart from its results, all of them at once.
 
     The softmax form's blocks are not among them: it is plain torch, and runs on fake tensors (`use_gpu_blocks`).
 
     Args:
         operands: of the operator `attention_backward` in the form "flash"; the tensors may be fake.
-        major: of the GPU's compute capability.
+        major: of the GPU's compute capability, on which nothing depends today.
         multiprocessors: of the GPU.
         is_deterministic: whether torch is to use deterministic algorithms.
     """
@@ -208,10 +208,30 @@ def list_gpu_workspaces(
     is_special = is_packed or settings.softcap is not None or inputs.changes_scores
     where = inputs.mask, settings.window_size, inputs.key_lengths, settings.first_column
     if not settings.dropout_p and _takes_sdpa(q, k, v, settings.causal, *where, is_special):
-        return walks.list_flash_workspaces(q.shape, k.shape, q.dtype, multiprocessors if is_deterministic else 1)
-    of_gpu = walks.name_architecture(major), multiprocessors
-    splits = None if is_packed else walks.choose_splits(q.shape, k.shape, v.size(-1), q.dtype, *of_gpu)
-    return walks.list_workspaces(q.shape, k.shape, v.size(-1), q.dtype, splits)
+        return list_flash_workspaces(q.shape, k.shape, q.dtype, multiprocessors if is_deterministic else 1)
+    return [4 * q.shape[:3].numel()] * (2 if q.dtype == torch.float32 else 1)
+
+
+def list_flash_workspaces(
+    q_shape: Sequence[int], k_shape: Sequence[int], dtype: torch.dtype, most_splits: int
+) -> list[int]:
+    """Returns the bytes of each tensor that FlashAttention-2's backward holds apart from its results: softmax_d,
+    dq_accum, and with grouped queries dk_expanded and dv_expanded.
+
+    They are those of mha_bwd in its csrc/flash_attn/flash_api.cpp, and in torch's of
+    aten/src/ATen/native/transformers/cuda/flash_attn.
+
+    Args:
+        q_shape, k_shape: [sq, b, a, d] and [sk, b, g, d].
+        dtype: of both.
+        most_splits: the GPU's multiprocessors, each of which has a head's sums where they are deterministic; else 1.
+    """
+    num_queries, batch, heads, head_dim = q_shape
+    multiple = 32 if head_dim <= 128 else 64
+    rows, columns = -(-num_queries // 128) * 128, -(-head_dim // multiple) * multiple
+    expanded = [dtype.itemsize * k_shape[0] * batch * heads * head_dim] * (2 if k_shape[2] != heads else 0)
+    splits = -(-most_splits // (batch * heads))
+    return [4 * batch * heads * rows, 4 * splits * batch * heads * rows * columns, *expanded]
 
 
 def describe(device_type: str, form: str = "flash") -> str:
