@@ -32,8 +32,10 @@ from tempo_kernels.attention.settings import (
     Kept,
     Places,
     Scores,
+    ScoreStep,
     Settings,
     Sizes,
+    Step,
     Steps,
 )
 from tempo_kernels.kernel_launch import Plan, cache_plans, launch
@@ -195,8 +197,8 @@ def backward(
 def _compute_grad_sink(
     inputs: Inputs, settings: Settings, logsumexp: Tensor, delta: Tensor, norm: Tensor | None
 ) -> Tensor | None:
-    """Minus the sum over rows of the sink's probability times the row's sum of out * grad_out, which is delta [b, a,
-    sq] times dropout's scale; norm [b, a, sq] multiplies probabilities."""
+    """Returns minus the sum over rows of the sink's probability times the row's sum of out * grad_out, which is delta
+    [b, a, sq] times dropout's scale; norm [b, a, sq] multiplies probabilities."""
     if inputs.sink is None:
         return None
     sink = inputs.sink.float().view(-1, 1)
@@ -218,7 +220,7 @@ def _count_documents(documents: Documents | None) -> int | None:
 
 
 class _Given(NamedTuple):
-    """What a call's launches take beside q, k, v, results and their plan."""
+    """What a call's launches take apart from q, k, v, results and their plan."""
 
     extras: Extras
     varying: tuple[int, ...]
@@ -301,6 +303,8 @@ def _list_arguments(call: Call, tile: Tile) -> dict[str, Any]:
     ]
     unit = 8 if all(step % 8 == 0 for step in steps) else 1
     steps = [step // unit for step in steps] + [0] * (12 - len(steps))
+    q, k, v, grad_out = (Step(*steps[first : first + 3]) for first in (0, 3, 6, 9))
+    mask, bias = (ScoreStep(*(strides or (0, 0, 0, 0))) for strides in (call.mask_strides, call.bias_strides))
     # In a packed row the numbers of queries and keys are those of a document, which adds their difference itself.
     is_packed = call.num_documents is not None
     lengths = (0, 0) if is_packed else (num_queries, num_keys)
@@ -308,7 +312,7 @@ def _list_arguments(call: Call, tile: Tile) -> dict[str, Any]:
     p = effective_probability(settings.dropout_p)
     hides_first = is_packed and p > 0 and not call.has_samples
     is_part = settings.first_row or settings.first_column
-    cap, nothing = settings.softcap, (0, 0, 0, 0)
+    cap = settings.softcap
     form = Form(
         UNIT=unit,
         HIDES_FIRST=hides_first,
@@ -323,7 +327,7 @@ def _list_arguments(call: Call, tile: Tile) -> dict[str, Any]:
         BLOCK_KEYS=tile.keys,
     )
     return {
-        "steps": Steps(*steps, *(call.mask_strides or nothing), *(call.bias_strides or nothing)),
+        "steps": Steps(q, k, v, grad_out, mask, bias),
         "sizes": Sizes(num_queries, num_keys, batch, heads, heads // groups, call.num_documents or 0),
         "places": Places(
             _NO_LIMIT if first is None and hides_first else first,
@@ -348,7 +352,7 @@ def _list_arguments(call: Call, tile: Tile) -> dict[str, Any]:
 
 
 def _round_up(head_dim: int) -> int:
-    """The columns of a tile: at least 16, and a power of two."""
+    """Returns the columns of a tile: at least 16, and a power of two."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 

@@ -13,10 +13,11 @@ from tempo_kernels.attention.kernel_program import (
     VARYING,
     enter_program,
     enter_row,
-    get_head,
     get_keys,
     get_queries,
-    load_rows,
+    load_keys,
+    load_out,
+    load_queries,
     store_rows,
     widen,
 )
@@ -48,24 +49,16 @@ def _grad_q_kernel(
     program = enter_program(extras, key_low, key_high, first_sample, sizes, places, form, False)
     sample, head, start_row, num_queries = program.sample, program.head, program.start, program.num_queries
     kv_head, index = head // sizes.group_size, sample * sizes.num_heads + head
-    q_ptr = get_head(q_ptr, program.first_query, sample, head, steps.q_row, steps.q_sample, steps.q_head, form.UNIT)
-    grad_out_ptr = get_head(
-        grad_out_ptr, program.first_query, sample, head, steps.grad_row, steps.grad_sample, steps.grad_head, form.UNIT
-    )
-    k_ptr = get_head(k_ptr, program.first_key, sample, kv_head, steps.k_row, steps.k_sample, steps.k_head, form.UNIT)
-    v_ptr = get_head(v_ptr, program.first_key, sample, kv_head, steps.v_row, steps.v_sample, steps.v_head, form.UNIT)
     block_row, order = tl.arange(0, form.BLOCK_QUERIES), order_keys(form.BLOCK_KEYS, False)
     row = start_row + block_row
     rows = index * sizes.num_queries + program.first_query + row
-    q = load_rows(q_ptr, start_row, block_row, steps.q_row * form.UNIT, num_queries, form.HEAD_DIM, form.BLOCK_DIM)
-    grad_out = load_rows(
-        grad_out_ptr, start_row, block_row, steps.grad_row * form.UNIT, num_queries, form.VALUE_DIM, form.VALUE_BLOCK
+    q = load_queries(q_ptr, steps.q, start_row, head, program, form, form.HEAD_DIM, form.BLOCK_DIM)
+    grad_out = load_queries(
+        grad_out_ptr, steps.grad_out, start_row, head, program, form, form.VALUE_DIM, form.VALUE_BLOCK
     )
     logsumexp = tl.load(logsumexp_ptr + rows, mask=row < num_queries, other=float("inf"))
     first, full_start, full_stop, stop = get_keys(program, places, form)
-    step = sizes.batch * sizes.num_heads * form.VALUE_DIM
-    out_ptr += widen(program.first_query) * step + index * form.VALUE_DIM
-    out = load_rows(out_ptr, start_row, block_row, step, num_queries, form.VALUE_DIM, form.VALUE_BLOCK)
+    out = load_out(out_ptr, start_row, head, program, sizes, form)
     delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1) / draw.keep_scale
     if norm_ptr is not None:
         total, delta = tl.zeros_like(delta), tl.zeros_like(delta)
@@ -74,14 +67,8 @@ def _grad_q_kernel(
             origin = get_origin(logsumexp, scores) if extras.mask is not None else 0.0
             total += tl.exp2((sink - origin - logsumexp) * scores.scale)
         for start_key in range(first, stop, form.BLOCK_KEYS):
-            k = load_rows(
-                k_ptr, start_key, order, steps.k_row * form.UNIT, program.num_seen, form.HEAD_DIM, form.BLOCK_DIM,
-                program.num_hidden, form.HIDES_FIRST,
-            )  # fmt: skip
-            v = load_rows(
-                v_ptr, start_key, order, steps.v_row * form.UNIT, program.num_seen, form.VALUE_DIM, form.VALUE_BLOCK,
-                program.num_hidden, form.HIDES_FIRST,
-            )  # fmt: skip
+            k = load_keys(k_ptr, steps.k, start_key, order, kv_head, program, form, form.HEAD_DIM, form.BLOCK_DIM)
+            v = load_keys(v_ptr, steps.v, start_key, order, kv_head, program, form, form.VALUE_DIM, form.VALUE_BLOCK)
             p, _, _ = compute_p(
                 q, k, logsumexp, row, start_row, start_key, sample, head, True,
                 program, extras, steps, places, scores, form, False,
@@ -98,14 +85,8 @@ def _grad_q_kernel(
     tl.store(delta_ptr + rows, delta, mask=row < num_queries)
     grad_q = tl.zeros((form.BLOCK_QUERIES, form.BLOCK_DIM), tl.float32)
     for start_key in range(first, stop, form.BLOCK_KEYS):
-        k = load_rows(
-            k_ptr, start_key, order, steps.k_row * form.UNIT, program.num_seen, form.HEAD_DIM, form.BLOCK_DIM,
-            program.num_hidden, form.HIDES_FIRST,
-        )  # fmt: skip
-        v = load_rows(
-            v_ptr, start_key, order, steps.v_row * form.UNIT, program.num_seen, form.VALUE_DIM, form.VALUE_BLOCK,
-            program.num_hidden, form.HIDES_FIRST,
-        )  # fmt: skip
+        k = load_keys(k_ptr, steps.k, start_key, order, kv_head, program, form, form.HEAD_DIM, form.BLOCK_DIM)
+        v = load_keys(v_ptr, steps.v, start_key, order, kv_head, program, form, form.VALUE_DIM, form.VALUE_BLOCK)
         is_edge = (start_key < full_start) | (full_stop - start_key < form.BLOCK_KEYS)
         p, hides, tangents = compute_p(
             q, k, logsumexp, row, start_row, start_key, sample, head, is_edge,
@@ -137,17 +118,9 @@ def _grad_kv_kernel(
     """
     program = enter_program(extras, key_low, key_high, first_sample, sizes, places, form, True)
     sample, kv_head, start_key, num_queries = program.sample, program.head, program.start, program.num_queries
-    k_ptr = get_head(k_ptr, program.first_key, sample, kv_head, steps.k_row, steps.k_sample, steps.k_head, form.UNIT)
-    v_ptr = get_head(v_ptr, program.first_key, sample, kv_head, steps.v_row, steps.v_sample, steps.v_head, form.UNIT)
     block_row, order = tl.arange(0, form.BLOCK_QUERIES), order_keys(form.BLOCK_KEYS, True)
-    k = load_rows(
-        k_ptr, start_key, order, steps.k_row * form.UNIT, program.num_seen, form.HEAD_DIM, form.BLOCK_DIM,
-        program.num_hidden, form.HIDES_FIRST,
-    )  # fmt: skip
-    v = load_rows(
-        v_ptr, start_key, order, steps.v_row * form.UNIT, program.num_seen, form.VALUE_DIM, form.VALUE_BLOCK,
-        program.num_hidden, form.HIDES_FIRST,
-    )  # fmt: skip
+    k = load_keys(k_ptr, steps.k, start_key, order, kv_head, program, form, form.HEAD_DIM, form.BLOCK_DIM)
+    v = load_keys(v_ptr, steps.v, start_key, order, kv_head, program, form, form.VALUE_DIM, form.VALUE_BLOCK)
     grad_k = tl.zeros((form.BLOCK_KEYS, form.BLOCK_DIM), tl.float32)
     grad_v = tl.zeros((form.BLOCK_KEYS, form.VALUE_BLOCK), tl.float32)
     first, full_start, full_stop, stop = get_queries(program, places, form)
@@ -157,20 +130,10 @@ def _grad_kv_kernel(
     for _ in range(0, num_blocks * sizes.group_size):
         start_row = tl.multiple_of(next_row, form.BLOCK_QUERIES)
         row = start_row + block_row
-        q_head_ptr = get_head(
-            q_ptr, program.first_query, sample, head, steps.q_row, steps.q_sample, steps.q_head, form.UNIT
+        q = load_queries(q_ptr, steps.q, start_row, head, program, form, form.HEAD_DIM, form.BLOCK_DIM)
+        grad_out = load_queries(
+            grad_out_ptr, steps.grad_out, start_row, head, program, form, form.VALUE_DIM, form.VALUE_BLOCK
         )
-        grad_head_ptr = get_head(
-            grad_out_ptr, program.first_query, sample, head, steps.grad_row, steps.grad_sample, steps.grad_head,
-            form.UNIT,
-        )  # fmt: skip
-        q = load_rows(
-            q_head_ptr, start_row, block_row, steps.q_row * form.UNIT, num_queries, form.HEAD_DIM, form.BLOCK_DIM
-        )
-        grad_out = load_rows(
-            grad_head_ptr, start_row, block_row, steps.grad_row * form.UNIT, num_queries, form.VALUE_DIM,
-            form.VALUE_BLOCK,
-        )  # fmt: skip
         rows = (sample * sizes.num_heads + head) * sizes.num_queries + program.first_query + row
         logsumexp = tl.load(logsumexp_ptr + rows, mask=row < num_queries, other=float("inf"))
         delta = tl.load(delta_ptr + rows, mask=row < num_queries, other=0.0)
@@ -243,25 +206,12 @@ def _grad_bias_kernel(
         head, sample = widen(own_head + place % heads_summed), widen(own_sample + place // heads_summed)
         program = enter_row(start_row, sample, head, extras, key_low, key_high, first_sample, sizes, places)
         kv_head, row = head // sizes.group_size, start_row + block_row
-        q_head_ptr = get_head(q_ptr, 0, sample, head, steps.q_row, steps.q_sample, steps.q_head, form.UNIT)
-        k_head_ptr = get_head(k_ptr, 0, sample, kv_head, steps.k_row, steps.k_sample, steps.k_head, form.UNIT)
-        v_head_ptr = get_head(v_ptr, 0, sample, kv_head, steps.v_row, steps.v_sample, steps.v_head, form.UNIT)
-        grad_head_ptr = get_head(
-            grad_out_ptr, 0, sample, head, steps.grad_row, steps.grad_sample, steps.grad_head, form.UNIT
+        q = load_queries(q_ptr, steps.q, start_row, head, program, form, form.HEAD_DIM, form.BLOCK_DIM)
+        k = load_keys(k_ptr, steps.k, start_key, order, kv_head, program, form, form.HEAD_DIM, form.BLOCK_DIM)
+        v = load_keys(v_ptr, steps.v, start_key, order, kv_head, program, form, form.VALUE_DIM, form.VALUE_BLOCK)
+        grad_out = load_queries(
+            grad_out_ptr, steps.grad_out, start_row, head, program, form, form.VALUE_DIM, form.VALUE_BLOCK
         )
-        q = load_rows(
-            q_head_ptr, start_row, block_row, steps.q_row * form.UNIT, sizes.num_queries, form.HEAD_DIM, form.BLOCK_DIM
-        )
-        k = load_rows(
-            k_head_ptr, start_key, order, steps.k_row * form.UNIT, program.num_seen, form.HEAD_DIM, form.BLOCK_DIM
-        )
-        v = load_rows(
-            v_head_ptr, start_key, order, steps.v_row * form.UNIT, program.num_seen, form.VALUE_DIM, form.VALUE_BLOCK
-        )
-        grad_out = load_rows(
-            grad_head_ptr, start_row, block_row, steps.grad_row * form.UNIT, sizes.num_queries, form.VALUE_DIM,
-            form.VALUE_BLOCK,
-        )  # fmt: skip
         rows = (sample * sizes.num_heads + head) * sizes.num_queries + row
         logsumexp = tl.load(logsumexp_ptr + rows, mask=row < sizes.num_queries, other=float("inf"))
         delta = tl.load(delta_ptr + rows, mask=row < sizes.num_queries, other=0.0)

@@ -19,9 +19,9 @@ import triton.language as tl
 from tempo_kernels.attention.kernel_program import (
     VARYING,
     enter_program,
-    get_head,
     get_keys,
-    load_rows,
+    load_keys,
+    load_queries,
     store_rows,
     widen,
 )
@@ -37,14 +37,9 @@ def _forward_kernel(
     program = enter_program(extras, key_low, key_high, first_sample, sizes, places, form, False)
     sample, head, start_row = program.sample, program.head, program.start
     kv_head = head // sizes.group_size
-    q_ptr = get_head(q_ptr, program.first_query, sample, head, steps.q_row, steps.q_sample, steps.q_head, form.UNIT)
-    k_ptr = get_head(k_ptr, program.first_key, sample, kv_head, steps.k_row, steps.k_sample, steps.k_head, form.UNIT)
-    v_ptr = get_head(v_ptr, program.first_key, sample, kv_head, steps.v_row, steps.v_sample, steps.v_head, form.UNIT)
     block_row, order = tl.arange(0, form.BLOCK_QUERIES), order_keys(form.BLOCK_KEYS, False)
     row = start_row + block_row
-    q = load_rows(
-        q_ptr, start_row, block_row, steps.q_row * form.UNIT, program.num_queries, form.HEAD_DIM, form.BLOCK_DIM
-    )
+    q = load_queries(q_ptr, steps.q, start_row, head, program, form, form.HEAD_DIM, form.BLOCK_DIM)
     top = tl.full((form.BLOCK_QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((form.BLOCK_QUERIES,), tl.float32)
     if extras.sink is not None:
@@ -54,10 +49,7 @@ def _forward_kernel(
     out = tl.zeros((form.BLOCK_QUERIES, form.VALUE_BLOCK), tl.float32)
     first, full_start, full_stop, stop = get_keys(program, places, form)
     for start_key in range(first, stop, form.BLOCK_KEYS):
-        k = load_rows(
-            k_ptr, start_key, order, steps.k_row * form.UNIT, program.num_seen, form.HEAD_DIM, form.BLOCK_DIM,
-            program.num_hidden, form.HIDES_FIRST,
-        )  # fmt: skip
+        k = load_keys(k_ptr, steps.k, start_key, order, kv_head, program, form, form.HEAD_DIM, form.BLOCK_DIM)
         is_edge = (start_key < full_start) | (full_stop - start_key < form.BLOCK_KEYS)
         s, _, _ = compute_scores(
             q, k, row, start_row, start_key, sample, head, is_edge, program, extras, steps, places, scores, form, False
@@ -75,10 +67,7 @@ def _forward_kernel(
         if draw.limit is not None:
             drops = draw_drops(row, start_key, sample, head, program, draw, form.BLOCK_KEYS, False)
             p = tl.where(drops, 0.0, p)
-        v = load_rows(
-            v_ptr, start_key, order, steps.v_row * form.UNIT, program.num_seen, form.VALUE_DIM, form.VALUE_BLOCK,
-            program.num_hidden, form.HIDES_FIRST,
-        )  # fmt: skip
+        v = load_keys(v_ptr, steps.v, start_key, order, kv_head, program, form, form.VALUE_DIM, form.VALUE_BLOCK)
         out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
         top = new_top
     # A row that sees no key gets an output of 0 and an infinite logsumexp, which makes backward's probabilities 0.

@@ -223,13 +223,7 @@ def widen(number):
 
 
 @triton.jit
-def get_head(ptr, first, sample, head, row_step, sample_step, head_step, UNIT: tl.constexpr):
-    """Returns the pointer to a head's rows from `first` on; sample and head are int64."""
-    return ptr + (widen(first) * row_step + sample * sample_step + head * head_step) * UNIT
-
-
-@triton.jit
-def load_rows(
+def _load_rows(
     ptr, start, row, step, num_rows, DIM: tl.constexpr, BLOCK: tl.constexpr,
     num_hidden=0, HIDES_FIRST: tl.constexpr = False,
 ):  # fmt: skip
@@ -247,11 +241,37 @@ def load_rows(
 
 
 @triton.jit
+def load_queries(ptr, step, start, head, program, form, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Loads a block of a query head's rows of q or grad_out from `start` on, zeros behind the last."""
+    ptr += (widen(program.first_query) * step.row + program.sample * step.sample + head * step.head) * form.UNIT
+    row = tl.arange(0, form.BLOCK_QUERIES)
+    return _load_rows(ptr, start, row, step.row * form.UNIT, program.num_queries, DIM, BLOCK)
+
+
+@triton.jit
+def load_keys(ptr, step, start, order, kv_head, program, form, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Loads rows start + order [n] of a key-value head of k or v, zeros for keys that nobody sees."""
+    ptr += (widen(program.first_key) * step.row + program.sample * step.sample + kv_head * step.head) * form.UNIT
+    return _load_rows(
+        ptr, start, order, step.row * form.UNIT, program.num_seen, DIM, BLOCK, program.num_hidden, form.HIDES_FIRST
+    )
+
+
+@triton.jit
+def load_out(ptr, start, head, program, sizes, form):
+    """Loads such rows of out [sq, b, a, dv], which is contiguous."""
+    step = sizes.batch * sizes.num_heads * form.VALUE_DIM
+    ptr += widen(program.first_query) * step + (program.sample * sizes.num_heads + head) * form.VALUE_DIM
+    row = tl.arange(0, form.BLOCK_QUERIES)
+    return _load_rows(ptr, start, row, step, program.num_queries, form.VALUE_DIM, form.VALUE_BLOCK)
+
+
+@triton.jit
 def store_rows(
     ptr, start, row, step, num_rows, value, DIM: tl.constexpr, BLOCK: tl.constexpr,
     num_hidden=0, HIDES_FIRST: tl.constexpr = False,
 ):  # fmt: skip
-    """Stores value [m, BLOCK] where load_rows reads."""
+    """Stores value [m, BLOCK] where _load_rows reads."""
     dim = tl.arange(0, BLOCK)
     pointers = ptr + widen(start) * step + (row.to(tl.int64)[:, None] * step + dim[None, :])
     inside = (start + row < num_rows)[:, None] & (dim < DIM)[None, :]

@@ -142,10 +142,10 @@ def _load_bias(row, start_row, start_key, sample, head, program, extras, steps, 
     """Loads the bias of a tile in float32, minus infinity where it hides a key. Offsets within the tile have 32 bits:
     as those of 64 they would take twice the registers."""
     key = order_keys(form.BLOCK_KEYS, KEYS_FIRST)
-    first = extras.bias + sample * steps.bias_sample + head * steps.bias_head
-    first += widen(start_row) * steps.bias_row + widen(start_key) * steps.bias_column
-    offsets = expand_queries((row - start_row) * steps.bias_row, KEYS_FIRST)
-    offsets += expand_keys(key * steps.bias_column, KEYS_FIRST)
+    first = extras.bias + sample * steps.bias.sample + head * steps.bias.head
+    first += widen(start_row) * steps.bias.row + widen(start_key) * steps.bias.column
+    offsets = expand_queries((row - start_row) * steps.bias.row, KEYS_FIRST)
+    offsets += expand_keys(key * steps.bias.column, KEYS_FIRST)
     inside = expand_queries(row < program.num_queries, KEYS_FIRST)
     inside = inside & expand_keys(start_key + key < program.num_keys, KEYS_FIRST)
     bias = tl.load(first + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -156,9 +156,9 @@ def _load_bias(row, start_row, start_key, sample, head, program, extras, steps, 
 def _load_mask(row, start_key, sample, head, program, extras, steps, form, KEYS_FIRST: tl.constexpr):
     """Loads whether the caller's mask hides each key of a tile, int1."""
     key = start_key + tl.arange(0, form.BLOCK_KEYS)
-    pointers = extras.mask + sample * steps.mask_sample + head * steps.mask_head
-    pointers += expand_queries(row.to(tl.int64) * steps.mask_row, KEYS_FIRST)
-    pointers += expand_keys(key.to(tl.int64) * steps.mask_column, KEYS_FIRST)
+    pointers = extras.mask + sample * steps.mask.sample + head * steps.mask.head
+    pointers += expand_queries(row.to(tl.int64) * steps.mask.row, KEYS_FIRST)
+    pointers += expand_keys(key.to(tl.int64) * steps.mask.column, KEYS_FIRST)
     inside = expand_queries(row < program.num_queries, KEYS_FIRST) & expand_keys(key < program.num_keys, KEYS_FIRST)
     return reorder_keys(tl.load(pointers, mask=inside, other=0) != 0, KEYS_FIRST)
 

@@ -157,34 +157,32 @@ class Extras(NamedTuple):
     samples: Tensor | None
 
 
+class Step(NamedTuple):
+    """Strides from one row, sample and head to the next; 0 where there is one only. They are in units of Form.UNIT
+    elements: the kernel's multiplication by UNIT is how the compiler learns that rows are aligned to 16 bytes."""
+
+    row: int
+    sample: int
+    head: int
+
+
+class ScoreStep(NamedTuple):
+    """Strides, in elements, of what is broadcast to the scores [b, a, sq, sk]."""
+
+    sample: int
+    head: int
+    row: int
+    column: int
+
+
 class Steps(NamedTuple):
-    """Strides from one row, sample and head to the next, in units of Form.UNIT elements; 0 where there is one only.
-
-    The kernel's multiplication by UNIT is how the compiler learns that rows are aligned to 16 bytes.
-    """
-
-    q_row: int
-    q_sample: int
-    q_head: int
-    k_row: int
-    k_sample: int
-    k_head: int
-    v_row: int
-    v_sample: int
-    v_head: int
-    grad_row: int
-    """Of grad_out; 0 in forward."""
-    grad_sample: int
-    grad_head: int
-    mask_sample: int
-    """From here on in elements."""
-    mask_head: int
-    mask_row: int
-    mask_column: int
-    bias_sample: int
-    bias_head: int
-    bias_row: int
-    bias_column: int
+    q: Step
+    k: Step
+    v: Step
+    grad_out: Step
+    """Zeros in forward."""
+    mask: ScoreStep
+    bias: ScoreStep
 
 
 class Sizes(NamedTuple):
