@@ -76,8 +76,7 @@ setup(
         *find_packages(include=["tempo_megatron", "tempo_megatron.*"]),
     ],
     data_files=config_files(),
-    package_data={name: ["py.typed"] for name in ("tempo_kernels", "tempo_torch", "tempo_megatron")}
-    | {"tempo_kernels.attention": ["shapes.json"]},
+    package_data={name: ["py.typed"] for name in ("tempo_kernels", "tempo_torch", "tempo_megatron")},
     install_requires=["torch>=2.6", "numpy"],
     extras_require={
         "megatron": MEGATRON,

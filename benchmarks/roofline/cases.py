@@ -22,7 +22,7 @@ from roofline.walks import PRODUCTS
 from tempo_kernels import kernel_sums
 from tempo_kernels.activation import kernel as activation
 from tempo_kernels.attention import kernel as attention_kernel
-from tempo_kernels.attention import kernel_columns, kernel_heads, kernel_rows
+from tempo_kernels.attention import kernel_backward, kernel_forward
 from tempo_kernels.attention.settings import Inputs, Kept, Settings
 from tempo_kernels.dropout_add import kernel as dropout_add
 from tempo_kernels.linear_cross_entropy import kernel as loss_head
@@ -87,8 +87,7 @@ def find_passes() -> Iterator[Pass]:
 
 
 def find_attention_passes(capability: int, head_dim: int, p: float) -> Iterator[AttentionPass]:
-    """Causal, bfloat16, queries, keys and values that are slices of one tensor: forward, backward in two walks (grad_q,
-    grad_kv), and backward in one where the kernels have that."""
+    """Causal, bfloat16, queries, keys and values that are slices of one tensor: forward, grad_q and grad_kv."""
     s, b, a = SIZES.s, SIZES.b, SIZES.h // head_dim
     q, k, v = torch.empty(s, b, a, 3 * head_dim, dtype=torch.bfloat16).split(head_dim, dim=-1)
     out, logsumexp = torch.empty(s, b, a, head_dim, dtype=torch.bfloat16), torch.empty(b, a, s)
@@ -96,18 +95,16 @@ def find_attention_passes(capability: int, head_dim: int, p: float) -> Iterator[
     settings = Settings(**chosen, first_sample=0, first_head=0)
     inputs, kept = Inputs(q, k, v, None, None), Kept(out, logsumexp)
 
-    def record(run: Callable[[], Any], **replaced: Any) -> list[Launch]:
-        with mock.patch.multiple(attention_kernel, find_architecture=lambda device: capability, **replaced):
-            return record_launches(run, [kernel_rows, kernel_columns, kernel_heads])
+    def record(run: Callable[[], Any]) -> list[Launch]:
+        with mock.patch.object(attention_kernel, "get_architecture", lambda device: capability):
+            return record_launches(run, [kernel_forward, kernel_backward])
 
     found = dict(zip(PRODUCTS, record(lambda: attention_kernel.forward(inputs, settings)), strict=False))
     back = partial(attention_kernel.backward, out, inputs, kept, settings)
-    found |= zip(("grad_q", "grad_kv"), record(back, choose_splits=lambda inputs: None), strict=True)
-    chosen_way = record(back)
-    if any(one.kernel in vars(kernel_heads).values() for one in chosen_way):
-        _, found["backward"], _ = chosen_way
+    found |= zip(("grad_q", "grad_kv"), record(back), strict=True)
     for name, launch in found.items():
-        tile = (launch.arguments["BLOCK_QUERIES"], launch.arguments["BLOCK_KEYS"])
+        form = launch.arguments["form"]
+        tile = (form.BLOCK_QUERIES.value, form.BLOCK_KEYS.value)
         yield AttentionPass(f"attention {name}, d {head_dim}, p {p:g}", name, launch, head_dim, p, tile)
 
 

@@ -69,31 +69,49 @@ def record_launches(run: Callable[[], Any], modules: Iterable[ModuleType]) -> li
 
 
 def source_of(launch: Launch) -> ASTSource:
-    """What Triton's own launcher would compile: ones are constants, multiples of 16 are known as such."""
+    """Returns what Triton's own launcher would compile: ones are constants, multiples of 16 are known as such."""
     signature: dict[str, Any] = {}
-    constants, attributes = {}, {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
     for index, parameter in enumerate(launch.kernel.params):
-        value, specialized = launch.arguments[parameter.name], not parameter.do_not_specialize
-        if isinstance(value, tuple) and not parameter.is_constexpr:  # of floats
-            signature[parameter.name] = ("fp32",) * len(value)
-            continue
-        if hasattr(value, "block_shape"):
-            signature[parameter.name] = mangle_type(value)
-            continue
-        number = value.data_ptr() if isinstance(value, Tensor) else value
-        if parameter.is_constexpr or value is None or (specialized and isinstance(value, int) and value == 1):
-            signature[parameter.name] = "constexpr"
-            constants[parameter.name] = value
-            continue
-        if isinstance(value, Tensor):
-            signature[parameter.name] = "*" + TYPES[value.dtype]
-        elif isinstance(value, float):
-            signature[parameter.name] = "fp32"
-        else:
-            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-        if specialized and isinstance(number, int) and number % 16 == 0:
-            attributes[(index,)] = [["tt.divisibility", 16]]
+        specialized = not parameter.do_not_specialize
+        described = _describe(
+            launch.arguments[parameter.name], (index,), parameter.is_constexpr, specialized, constants, attributes
+        )
+        signature[parameter.name] = described
     return ASTSource(launch.kernel, signature, constants, attributes)
+
+
+def _describe(
+    value: Any,
+    path: tuple[int, ...],
+    is_constant: bool,
+    specialized: bool,
+    constants: dict[tuple[int, ...], Any],
+    attributes: dict[tuple[int, ...], Any],
+) -> Any:
+    """Returns the type of an argument, of a tuple a tuple of types, and notes what is known of it."""
+    if isinstance(value, tuple) and not is_constant:
+        declared = [str(kind).endswith("constexpr") for kind in getattr(type(value), "__annotations__", {}).values()]
+        kinds = [
+            _describe(one, (*path, place), is_field, specialized, constants, attributes)
+            for place, (one, is_field) in enumerate(zip(value, declared or [False] * len(value), strict=True))
+        ]
+        return type(value)(*kinds) if hasattr(value, "_fields") else tuple(kinds)
+    if hasattr(value, "block_shape"):
+        return mangle_type(value)
+    is_one = specialized and isinstance(value, int) and value == 1
+    if is_constant or value is None or is_one or isinstance(value, triton.language.constexpr):
+        constants[path] = value
+        return "constexpr"
+    number = value.data_ptr() if isinstance(value, Tensor) else value
+    if specialized and isinstance(number, int) and number % 16 == 0:
+        attributes[path] = [["tt.divisibility", 16]]
+    if isinstance(value, Tensor):
+        return "*" + TYPES[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
 def compiled(launch: Launch, capability: int) -> Any:

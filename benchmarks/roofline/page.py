@@ -6,11 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from roofline import figures, walks
 from roofline.model import CENTRAL, DEVICES, FAST, SLOW, find_share_of_copy, find_time
-from tempo_kernels.attention.walks import choose_splits
 
 Records = Mapping[str, Mapping[str, Any]]
 """The last record of each pass, by name, of one Triton for sm_90."""
@@ -122,11 +119,6 @@ def _list_goals(
             found = find_range(passes, False).over(_find_published("FlashAttention-3", head_dim))
             goal = f"attention, d {head_dim}, p {p:g}: at least 0.8x FlashAttention-3 (the published speed)"
             yield goal, found.show(".2f"), _judge(found.central >= 0.8)
-    runs = {head_dim: _list_heads(head_dim) for head_dim in (64, 128)}
-    taken = "; ".join(f"d {head_dim}: {', '.join(f'{a} to {b}' for a, b in found)}" for head_dim, found in runs.items())
-    goal = "attention: one walk where batch x KV heads is 4 or more (where it takes one walk, up to 132)"
-    is_met = all(found[-1][0] <= 4 and found[-1][1] == H100.multiprocessors for found in runs.values())
-    yield goal, taken, _judge(is_met)
     spilling = sum(one["spilled_bytes"] > 0 for found in of_triton.values() for one in found.values())
     yield "no kernel spills registers", f"{spilling} of {sum(map(len, of_triton.values()))} spill", _judge(not spilling)
     for name, one in records.items():
@@ -138,18 +130,6 @@ def _list_goals(
         if one["tokens"] == 262144 and one["rows"] == 62080:
             goal = "loss head at SkyRL's shape: makes at most 2.5 GB"
             yield goal, f"{one['made_bytes'] / 1e9:.2f} GB", _judge(one["made_bytes"] <= 2.5e9)
-
-
-def _list_heads(head_dim: int) -> list[tuple[int, int]]:
-    """The first and last of each run of numbers of samples x key-value heads, each with a query head of its own, for
-    which backward takes one walk."""
-    runs: list[tuple[int, int]] = []
-    for heads in range(1, H100.multiprocessors + 1):
-        shape = torch.Size((walks.LENGTH, 1, heads, head_dim))
-        if choose_splits(shape, shape, head_dim, torch.bfloat16, 90, H100.multiprocessors):
-            first = runs.pop()[0] if runs and runs[-1][1] == heads - 1 else heads
-            runs.append((first, heads))
-    return runs
 
 
 def _judge(is_met: bool) -> str:

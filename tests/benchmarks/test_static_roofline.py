@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -14,13 +13,8 @@ pytest.importorskip("triton", reason="triton is not installed; it is part of thi
 
 import loss_head
 import static_roofline
-import triton
-from covering import exhaustive
 from measurements import RESULTS, read_records
 from roofline import cases, figures, flash_attention, launches, machine_code, model, walks
-
-RESOURCES = Path(__file__).parents[1] / "kernels" / "kernel_resources.json"
-LIMITS = json.loads(RESOURCES.read_text(encoding="utf-8"))["roofline"]
 
 LISTING = """
         /*0000*/                   LDC R1, c[0x0][0x28] ;                /* 0x00000a00ff017b82 */
@@ -323,35 +317,6 @@ def test_what_stands_in_the_way_is_what_costs_most(changed, obstacle):
     device = model.DEVICES["H200"]
     one = make_pass(device, **{"busiest": "issue", "by_pipe": {"alu": 8.0, "fma": 12.0, "xu": 1.0, "control": 0.1}})
     assert static_roofline.find_obstacle(one | changed, device) == obstacle
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("head_dims", [(128,), *exhaustive([(64, 128)])], ids=str)
-def test_no_kernel_takes_more_instructions_or_less_of_a_multiprocessor_than_recorded(head_dims):
-    """On sm_90; with a Triton of which nothing is recorded, a quarter more than the most of those that are."""
-    known = LIMITS.get(triton.__version__)
-    slack = 1.02 if known else 1.25
-    found = {one.name: static_roofline.measure_pass(one, 90) for one in cases.find_passes() if is_guarded(one.name)}
-    for head_dim in head_dims:
-        for one in cases.find_attention_passes(90, head_dim, 0.1):
-            found[one.name] = static_roofline.measure_attention(one, 90)
-    for name, fields in found.items():
-        recorded = [known[name]] if known else [table[name] for table in LIMITS.values()]
-        for what in ("per_element", "issue_cycles"):
-            if what in fields:
-                limit = slack * max(one[what] for one in recorded)
-                assert fields[what] <= limit, f"{name}: {what} {fields[what]}, expected at most {limit:.1f}"
-        least = min(one["programs_per_sm"] for one in recorded)
-        assert fields["programs_per_sm"] >= least, f"{name}: {fields['programs_per_sm']} programs per SM, not {least}"
-        # test_attention_compiled.py says how few of them loops read.
-        allowed = max(one.get("spilled_bytes", 0) for one in recorded)
-        assert fields["spilled_bytes"] <= allowed, f"{name} spills {fields['spilled_bytes']} bytes"
-        assert fields["serialised"] <= max(one["serialised"] for one in recorded), f"{name}: products wait for another"
-
-
-def is_guarded(name: str) -> bool:
-    """The forms of a layer's defaults; what is left out is compiled by other tests."""
-    return "gelu_tanh" not in name and ("keeps input" not in name or "glu" in name)
 
 
 def test_products_that_wait_for_one_another_are_counted_and_so_is_a_version_of_ptx_that_nothing_compiles():

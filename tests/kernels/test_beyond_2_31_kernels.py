@@ -21,7 +21,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
 
 import triton.language as tl
-from attention_kernel_cases import settings, take_walk
+from attention_kernel_cases import settings
 from interpreted import INTERPRETED
 from roofline.launches import Launch, record_launches, source_of
 from torch import Tensor
@@ -59,8 +59,6 @@ class Case(NamedTuple):
     """Of the large ones."""
     heads: int | None = None
     """Of all samples, where programs are shared out among heads."""
-    splits: tuple[int, int] = (0, 1)
-    """Of attention's one walk."""
 
 
 def random(*shape: int) -> Tensor:
@@ -178,9 +176,7 @@ def list_attention() -> Iterator[tuple[str, Case]]:
             return [out, logsumexp, *(grad for grad in grads if grad is not None)]
 
         shapes = [(s, b, a, d)] * 4 + [(1, a, s, s)] * len(others)
-        for splits in ((0, 1), (2, 2)):
-            walks = "in one walk" if splits[0] else "in two walks"
-            yield f"{name} {walks}", Case(run, own + others, shapes, a * b, splits)
+        yield name, Case(run, own + others, shapes, a * b)
 
 
 def run_results(_: bool, found: Tensor, labels: Tensor, kept: Tensor) -> list[Tensor]:
@@ -272,11 +268,8 @@ def few_tiles_a_program(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> N
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU test_large_tensors.py runs all programs")
 @pytest.mark.parametrize("name", CASES)
-def test_the_last_elements_of_large_tensors_are_those_of_their_rows_alone(
-    name, monkeypatch, last_programs, few_tiles_a_program
-):
+def test_the_last_elements_of_large_tensors_are_those_of_their_rows_alone(name, last_programs, few_tiles_a_program):
     case = CASES[name]
-    take_walk(monkeypatch, *case.splits)
     assert any(torch.Size(shape).numel() > LIMIT for shape in case.shapes)
     expected = case.run(False, *[t.clone() for t in case.tensors])
     last_programs(case.heads)
@@ -297,7 +290,7 @@ def list_kernels() -> dict[str, ModuleType]:
     return found
 
 
-def list_large_launches(cases: Iterable[Case], monkeypatch: pytest.MonkeyPatch) -> dict[str, Launch]:
+def list_large_launches(cases: Iterable[Case]) -> dict[str, Launch]:
     """One launch of each form of each kernel, over large tensors that take no memory."""
     launches: dict[str, Launch] = {}
     modules = set(list_kernels().values())
@@ -306,7 +299,6 @@ def list_large_launches(cases: Iterable[Case], monkeypatch: pytest.MonkeyPatch) 
     for launch in record_launches(lambda: run_results(True, *rows), modules):
         launches.setdefault(source_of(launch).hash(), launch)
     for case in cases:
-        take_walk(monkeypatch, *case.splits)
         tensors = [torch.empty(shape, dtype=t.dtype) for t, shape in zip(case.tensors, case.shapes, strict=True)]
         for launch in record_launches(lambda case=case, tensors=tensors: case.run(True, *tensors), modules):
             launches.setdefault(source_of(launch).hash(), launch)
@@ -314,8 +306,8 @@ def list_large_launches(cases: Iterable[Case], monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-def test_no_number_of_32_bits_runs_over_on_its_way_to_an_address(monkeypatch, fresh_plans):
-    launches = list_large_launches(CASES.values(), monkeypatch)
+def test_no_number_of_32_bits_runs_over_on_its_way_to_an_address(fresh_plans):
+    launches = list_large_launches(CASES.values())
     found: dict[str, list[str]] = {}
     for launch in launches.values():
         name = f"{launch.kernel.fn.__module__}.{launch.kernel.fn.__name__}"

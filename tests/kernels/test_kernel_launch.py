@@ -270,7 +270,6 @@ OPERATIONS = {
     "layer_norm": (layer_norm, leaves_of_norm(), 4),
     "layer_norm, keep input": (partial(layer_norm, keep="input"), leaves_of_norm(), 3),
     "bias_dropout_add": (partial(bias_dropout_add, p=0.1, key=7), leaves((4, 2, 64), (64,), (4, 2, 64)), 3),
-    "attention": (run_attention, leaves(*[(8, 2, 1, 64)] * 3), 3),
     "linear_cross_entropy": (partial(linear_cross_entropy, labels=LABELS), leaves((4, 2, 64), (32, 64)), 4),
 }
 

@@ -18,13 +18,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tempo_kernels.attention import cpu, use_gpu_blocks
 from tempo_kernels.attention.settings import Inputs, Kept, Settings
-from tempo_kernels.attention.walks import choose_splits, list_workspaces, name_architecture
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
 from tempo_megatron.memory.chips import H100, Chip
 from tempo_megatron.memory.commands import estimate as estimate_command
 from tempo_megatron.memory.commands.module_tree import format_trees
-from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks, list_events
+from tempo_megatron.memory.estimate.estimate import estimate_ranks, list_events
 from tempo_megatron.memory.estimate.model_states import count_model_states
 from tempo_megatron.memory.megatron_run import deal_out_layers
 from tempo_megatron.memory.run import Experts, LatentAttention, OptimizerSettings, Run, take_parts
@@ -102,38 +101,21 @@ def test_transformer_engines_layer_keeps_what_the_formula_says(
     )
 
 
-def test_the_sums_of_attentions_backward_are_those_of_the_gpu() -> None:
+def test_attentions_backward_holds_the_same_on_every_gpu() -> None:
     # So wide against its MLP that the peak is in attention's backward.
     sizes = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 64, "num_attention_heads": 2, "seq_length": 2048}
     shape = make_shape(**{**sizes, "vocab_size": 256})
     without_dropout = dataclasses.replace(shape, attention_dropout=0.0)
 
-    def estimate_rank(chip: Chip, shape: ModelShape = shape, tempo: TempoConfig = FLASH, **of_run: Any) -> RankEstimate:
-        (rank,) = estimate_ranks(Run(model=shape, tempo=tempo, chip=chip, dtype=torch.bfloat16, **of_run))
-        return rank
+    def estimate(chip: Chip, shape: ModelShape = shape, tempo: TempoConfig = FLASH) -> int:
+        (rank,) = estimate_ranks(Run(model=shape, tempo=tempo, chip=chip, dtype=torch.bfloat16))
+        return rank.peak_bytes
 
-    def estimate(*of_run: Any, **named: Any) -> int:
-        return estimate_rank(*of_run, **named).peak_bytes
-
-    def count(chip: Chip) -> int:
-        q_shape, dtype = torch.Size((2048, 1, 2, 128)), torch.bfloat16
-        of_chip = name_architecture(chip.major), chip.multiprocessors
-        return sum(list_workspaces(q_shape, q_shape, 128, dtype, choose_splits(q_shape, q_shape, 128, dtype, *of_chip)))
-
-    sums, fewer, none = count(H100), count(Chip(9, 24)), count(Chip(8, 108))
-    assert sums > fewer > none > 0
-    assert estimate(H100) - estimate(Chip(9, 24)) == sums - fewer
-    # torch's own has the same sums on every GPU.
-    assert estimate(H100, without_dropout) == estimate(Chip(9, 24), without_dropout) < estimate(H100)
+    assert estimate(H100) == estimate(Chip(8, 108))
+    # torch's own has float32 sums of q's gradient.
+    assert estimate(H100, without_dropout) == estimate(Chip(9, 24), without_dropout)
+    assert estimate(H100, without_dropout) > estimate(H100)
     assert estimate(H100, tempo=OFF) == estimate(Chip(8, 108), tempo=OFF)
-
-    def name(*of_run: Any, **named: Any) -> int:
-        rank = estimate_rank(*of_run, **named)
-        assert rank.parts["transients"] >= 0 < rank.parts["layers"]
-        return rank.parts["attention's workspaces"]
-
-    # They have a row of their own, which says how many they are.
-    assert [name(chip) for chip in (H100, Chip(9, 24))] == [sums, fewer]
 
 
 def test_the_tree_says_what_each_modules_attention_holds() -> None:
@@ -154,7 +136,7 @@ def test_the_tree_says_what_each_modules_attention_holds() -> None:
     assert find("a100") == 4 * rows + of_q, "of FlashAttention"
     assert find("a100", grouped) == 4 * rows + 2 * of_q, "and gradients of k and v of each head"
     assert find("a100", deterministic=True) == 4 * rows + 54 * of_q, "each multiprocessor has a head's sums"
-    assert find("a100", tempo=FLASH) == 8 * rows, "two walks sum nothing in float32"
+    assert find("a100", tempo=FLASH) == 4 * rows, "Tempo's passes sum nothing in float32"
     assert find(stock="local") == 0, "unfused attention keeps what it makes"
 
 

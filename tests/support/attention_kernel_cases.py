@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from attention_cases import reference
 from interpreted import DEVICE, INTERPRETED, assert_as_specified
 
 from tempo_kernels.attention import kernel as attention_kernel
-from tempo_kernels.attention import kernel_heads
 from tempo_kernels.attention.settings import Inputs, Kept, Settings
-from tempo_kernels.attention.walks import Splits
 
 KEY = 0xFEDCBA9876543210
 
@@ -36,13 +33,6 @@ def settings(
     causal=True, p=0.1, key=KEY, first_sample=2**32 - 1, first_head=3, window_size=None, scale=0.125, **firsts
 ):
     return Settings(causal, scale, p, key, first_sample, first_head, window_size, **firsts)
-
-
-def take_walk(monkeypatch, keys, queries=1):
-    """Backward takes one walk with so many splits of keys and of queries, or two where there are 0."""
-    if keys and not kernel_heads.IS_SUPPORTED:
-        pytest.skip("this version of Triton always takes two walks")
-    monkeypatch.setattr(attention_kernel, "choose_splits", lambda inputs: Splits(keys, queries) if keys else None)
 
 
 def run(module, q, k, v, grad, mask, key_lengths, chosen, **more):

@@ -8,8 +8,14 @@ from tempo_kernels.attention.blocks import (
     merge_blocks,
 )
 from tempo_kernels.attention.cpu import use_gpu_blocks
-from tempo_kernels.attention.function import OPERATIONS, attention, describe, find_backend, list_gpu_workspaces
-from tempo_kernels.attention.walks import list_flash_workspaces
+from tempo_kernels.attention.function import (
+    OPERATIONS,
+    attention,
+    describe,
+    find_backend,
+    list_flash_workspaces,
+    list_gpu_workspaces,
+)
 
 __all__ = [
     "OPERATIONS",

@@ -36,9 +36,9 @@ def attend_block(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> Result:
-    """out and logsumexp of a part of the keys, without autograd.
+    """Returns out and logsumexp of a part of the keys, without autograd.
 
-    Args: those of `attention`, for queries from position first_row on and keys from position first_column on.
+    Args: as `attention`, for queries from position first_row on and keys from position first_column on.
 
     Returns:
         out: [sq, b, a, dv] in float32 (float64 for float64), softmax over these keys with dropout.
@@ -49,7 +49,7 @@ def attend_block(
     settings = Settings(causal, softmax_scale, *draw, window_size, first_row, first_column, softcap)
     inputs = _check(Inputs(q, k, v, alibi_slopes=alibi_slopes), settings)
     with torch.no_grad():
-        found: Result = choose_backend(q, cpu).forward(inputs, settings, out_dtype=_find_dtype(q))
+        found: Result = choose_backend(q, cpu).forward(inputs, settings, out_dtype=_get_dtype(q))
     return found
 
 
@@ -73,9 +73,9 @@ def differentiate_block(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a part of the keys adds to the gradients of q, k and v, in float32 (float64 for float64).
+    """Returns what a part of the keys adds to the gradients of q, k and v, in float32 (float64 for float64).
 
-    Args: those of `attend_block`, and
+    Args: as `attend_block`, and
         grad_out, out: [sq, b, a, dv], of all keys, any floating-point dtype; grad_out is cast to q's.
         logsumexp: [b, a, sq], of all keys, and of the sink where there is one.
 
@@ -93,7 +93,7 @@ def differentiate_block(
 
 
 def merge_blocks(first: Result, second: Result) -> Result:
-    """out and logsumexp of two parts of the keys together. A row that saw no key in a part takes the other's.
+    """Returns out and logsumexp of two parts of the keys together. A row that saw no key in a part takes the other's.
 
     Args:
         first, second: (out [sq, b, a, dv], logsumexp [b, a, sq]), as `attend_block` returns them.
@@ -109,7 +109,7 @@ def merge_blocks(first: Result, second: Result) -> Result:
 
 
 def add_sink(out: Tensor, logsumexp: Tensor, sink: Tensor) -> Result:
-    """out and logsumexp of all keys, with a sink beside them: what `attention` with this sink returns and keeps.
+    """Returns out and logsumexp of all keys and a sink: what `attention` with this sink returns and keeps.
 
     To be called once, when all parts are merged. Autograd goes through it; in an autograd.Function of parts, backward
     takes the new out and logsumexp, for `differentiate_block` and for `differentiate_sink`.
@@ -125,7 +125,8 @@ def add_sink(out: Tensor, logsumexp: Tensor, sink: Tensor) -> Result:
 
 
 def differentiate_sink(grad_out: Tensor, out: Tensor, logsumexp: Tensor, sink: Tensor) -> Tensor:
-    """The gradient of the sink [a] in its dtype: minus the sum over rows of exp(sink - logsumexp) * (grad_out . out).
+    """Returns the gradient of the sink [a] in its dtype: minus the sum over rows of
+    exp(sink - logsumexp) * (grad_out . out).
 
     Args:
         grad_out, out: [sq, b, a, dv], any floating-point dtype.
@@ -141,5 +142,5 @@ def _check(inputs: Inputs, settings: Settings) -> Inputs:
     return inputs
 
 
-def _find_dtype(q: Tensor) -> torch.dtype:
+def _get_dtype(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)

@@ -4,7 +4,7 @@ The algorithm is FlashAttention-2's (Dao, arXiv 2307.08691), but a block of quer
 the softmax needs no running maximum. Backward computes the scores again, or reads the probabilities that forward kept.
 A causal or windowed block ends at the last key that its queries see. Scores are multiplied by log2(e) and exponentials
 are powers of two, because torch's exp takes 15 times as long where a score is minus infinity. Without dropout, torch's
-own flash attention runs where it computes the same (cpu_flash.py). The softmax form uses this file on a GPU too.
+own flash attention runs where it computes the same. The softmax form uses this file on a GPU too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tempo_kernels.attention import cpu_flash
 from tempo_kernels.attention.eager import sum_rows
 from tempo_kernels.attention.settings import HIDING_BIAS, Gradients, Inputs, Kept, Settings
 from tempo_kernels.fakes import skip_alike
@@ -27,7 +26,12 @@ GPU_BLOCK_ELEMENTS = 1 << 26
 MIN_BLOCK_ROWS = 64
 LOG2_E = math.log2(math.e)
 _LOWEST = torch.finfo(torch.float32).min
+# exp(score - logsumexp) inherits the logsumexp's rounding error, below this limit 4e-6: little against 16 bits.
+LARGEST_LOGSUMEXP = 64.0
 _has_gpu_blocks = False
+
+_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @contextlib.contextmanager
@@ -49,16 +53,16 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """As in eager.py."""
     dtype = out_dtype or inputs.q.dtype
-    if probabilities_out is None and dtype == inputs.q.dtype and cpu_flash.can_run(inputs, settings):
-        out, logsumexp = cpu_flash.forward(inputs, settings)
-        if cpu_flash.is_small(logsumexp):
+    if probabilities_out is None and dtype == inputs.q.dtype and _can_run_flash(inputs, settings):
+        out, logsumexp = _forward_by_flash(inputs, settings)
+        if _is_small(logsumexp):
             return out, logsumexp
     q, v = inputs.q, inputs.v
     num_rows, batch, heads, _ = q.shape
     out = torch.empty(*q.shape[:-1], v.size(-1), dtype=dtype, device=q.device)
     compute_dtype = torch.promote_types(q.dtype, torch.float32)
     logsumexp = torch.empty(batch, heads, num_rows, dtype=compute_dtype, device=q.device)
-    rows_per_block, samples_per_block = _find_block(inputs, settings)
+    rows_per_block, samples_per_block = _choose_block(inputs, settings)
     for samples in skip_alike(_cut(batch, samples_per_block), q):
         q_heads, k_heads, v_heads = (_order_heads(t, samples) for t in inputs[:3])
         for rows in _cut(num_rows, rows_per_block):
@@ -67,9 +71,9 @@ def forward(
                 nothing = float("inf") if inputs.sink is None else inputs.sink.to(compute_dtype).unsqueeze(-1)
                 out[rows, samples], logsumexp[samples, :, rows] = 0.0, nothing
                 continue
-            scores = block.find_scores(q_heads, k_heads)
+            scores = block.compute_scores(q_heads, k_heads)
             top = scores.amax(-1, keepdim=True).clamp_min_(_LOWEST)
-            sink = block.find_sink()
+            sink = block.get_sink()
             if sink is not None:
                 top = torch.maximum(top, sink)
             probabilities = scores.sub_(top).exp2_()
@@ -92,11 +96,11 @@ def forward(
 def backward(
     grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings, needs_grad_bias: bool = False
 ) -> Gradients:
-    """As in eager.py; `kept.out` is there where `cpu_flash.can_run_backward`, and with is_part."""
-    if not kept.is_part and kept.probabilities is None and cpu_flash.can_run_backward(inputs, settings):
+    """As in eager.py; `kept.out` is there where `keeps_out`, and with is_part."""
+    if not kept.is_part and kept.probabilities is None and keeps_out(inputs, settings):
         assert kept.logsumexp is not None
-        if cpu_flash.is_small(kept.logsumexp):
-            return cpu_flash.backward(grad_out, inputs, kept, settings)
+        if _is_small(kept.logsumexp):
+            return _backward_by_flash(grad_out, inputs, kept, settings)
     q = inputs.q
     num_rows, batch = q.shape[:2]
     dtype = torch.promote_types(q.dtype, torch.float32) if kept.is_part else q.dtype
@@ -107,13 +111,13 @@ def backward(
         None if t is None or not is_needed else torch.zeros(t.shape, dtype=compute_dtype, device=t.device)
         for t, is_needed in ((inputs.bias, needs_grad_bias), (inputs.sink, True))
     )
-    rows_per_block, samples_per_block = _find_block(inputs, settings)
+    rows_per_block, samples_per_block = _choose_block(inputs, settings)
     for samples in skip_alike(_cut(batch, samples_per_block), q):
         q_heads, k_heads, v_heads = (_order_heads(t, samples) for t in inputs[:3])
         grads_of_samples = _Gradients(q_heads, k_heads, v_heads, _order_heads(grad_out, samples))
         for rows in _cut(num_rows, rows_per_block):
             grads_of_samples.add_block(_Block(samples, rows, inputs, settings), kept, row_sums, grad_bias, grad_sink)
-        for grad, found in zip(grads, grads_of_samples.find_sums(), strict=True):
+        for grad, found in zip(grads, grads_of_samples.compute_sums(), strict=True):
             grad[:, samples] = found.unflatten(0, (-1, grad.size(2))).permute(2, 0, 1, 3)
     if inputs.bias is not None and grad_bias is not None:
         grad_bias = grad_bias.to(inputs.bias.dtype)
@@ -129,7 +133,7 @@ class _Gradients:
         self.q, self.k, self.v, self.grad_out = q, k, v, grad_out
         dtype = torch.promote_types(q.dtype, torch.float32)
         self.grad_q = torch.empty_like(q)
-        # One per query head. find_sums adds up the heads of a group at the end, as torch does, which is more precise.
+        # One per query head. compute_sums adds up a group's heads at the end, as torch does, which is more precise.
         self.grad_k, self.grad_v = (torch.zeros(q.size(0), *t.shape[1:], dtype=dtype, device=t.device) for t in (k, v))
 
     def add_block(
@@ -146,7 +150,7 @@ class _Gradients:
             self.grad_q[:, block.rows] = 0.0
             return
         dtype, settings = self.q.dtype, block.settings
-        probabilities, sink = block.find_probabilities(self.q, self.k, kept)
+        probabilities, sink = block.compute_p(self.q, self.k, kept)
         # [n * g, a/g * rows, d]
         grad_block, q_block = block.cut(self.grad_out), block.cut(self.q)
         grad_probabilities = torch.bmm(grad_block, self.v[:, block.keys].mT).to(probabilities.dtype)
@@ -173,27 +177,27 @@ class _Gradients:
         if grad_bias is not None:
             block.add_to_bias(grad_bias, grad_shown)
         if settings.softcap is not None:
-            tangents = block.find_products(self.q, self.k)
+            tangents = block.compute_products(self.q, self.k)
             grad_scores.addcmul_(grad_scores * tangents, tangents, value=-1)
         grad_scores = grad_scores.to(dtype)
         grad_q_block = torch.bmm(grad_scores, self.k[:, block.keys]).mul_(settings.softmax_scale)
         self.grad_q[:, block.rows] = grad_q_block.view(self.grad_q.size(0), -1, self.grad_q.size(-1))
         block.accumulate(self.grad_k, grad_scores, q_block, settings.softmax_scale)
 
-    def find_sums(self) -> tuple[Tensor, Tensor, Tensor]:
+    def compute_sums(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns grad_q [n * a, sq, d], grad_k and grad_v [n * g, sk, d]."""
         grad_k, grad_v = (t.unflatten(0, (self.k.size(0), -1)).sum(1) for t in (self.grad_k, self.grad_v))
         return self.grad_q, grad_k, grad_v
 
 
-def _find_block(inputs: Inputs, settings: Settings) -> tuple[int, int]:
+def _choose_block(inputs: Inputs, settings: Settings) -> tuple[int, int]:
     """Returns how many queries and samples make a block: few enough that its scores stay in the cache and causal blocks
     end early, many enough that matrix products are fast and calls are worth their overhead."""
     q, k = inputs.q, inputs.k
     elements = BLOCK_ELEMENTS if q.device.type == "cpu" and not _has_gpu_blocks else GPU_BLOCK_ELEMENTS
     elements_per_row = max(1, q.size(2) * k.size(0))
     rows = elements // elements_per_row
-    if settings.find_window(q.size(0), k.size(0)) != (None, None):
+    if settings.compute_window(q.size(0), k.size(0)) != (None, None):
         rows = min(rows, k.size(0) // 4)
     rows = max(MIN_BLOCK_ROWS, rows // 16 * 16)
     # Samples of different lengths see different keys.
@@ -206,7 +210,7 @@ def _cut(size: int, step: int) -> list[slice]:
 
 
 def _order_heads(t: Tensor, samples: slice) -> Tensor:
-    """[n * a, s, d] of t [s, b, a, d]."""
+    """Returns [n * a, s, d] of t [s, b, a, d]."""
     return t[:, samples].permute(1, 2, 0, 3).flatten(0, 1).contiguous()
 
 
@@ -222,16 +226,16 @@ class _Block:
         self.settings = settings
         self.device = q.device
         self.compute_dtype = torch.promote_types(q.dtype, torch.float32)
-        self.diagonal = settings.find_diagonal(q.size(0), k.size(0))
-        self.first, self.last = settings.find_window(q.size(0), k.size(0))
+        self.diagonal = settings.compute_diagonal(q.size(0), k.size(0))
+        self.first, self.last = settings.compute_window(q.size(0), k.size(0))
         seen = k.size(0) if key_lengths is None else max(0, min(k.size(0), int(key_lengths[samples.start])))
         last = seen if self.last is None else max(0, min(seen, rows.stop + self.last))
         self.keys = slice(0 if self.first is None else max(0, min(last, rows.start + self.first)), last)
         self.num_keys = self.keys.stop - self.keys.start
-        self.shown = None if mask is None else self._find_shown(mask)
+        self.shown = None if mask is None else self._get_shown(mask)
 
-    def _find_shown(self, mask: Tensor) -> Tensor:
-        """0 where mask [b or 1, a or 1, sq or 1, sk] hides a key, all bits set elsewhere, for `drop_`:
+    def _get_shown(self, mask: Tensor) -> Tensor:
+        """Returns 0 where mask [b or 1, a or 1, sq or 1, sk] hides a key, all bits set elsewhere, for `drop_`:
         [n * g or 1, rows or a/g * rows or 1, keys]."""
         part = mask[self.samples] if mask.size(0) > 1 else mask
         part = (part[:, :, self.rows] if part.size(2) > 1 else part)[..., self.keys]
@@ -244,20 +248,20 @@ class _Block:
         return part.to(torch.int64 if self.compute_dtype == torch.float64 else torch.int32) - 1
 
     def cut(self, t: Tensor) -> Tensor:
-        """[n * g, a/g * rows, d] of t [n * a, s, d]."""
+        """Returns [n * g, a/g * rows, d] of t [n * a, s, d]."""
         return t[:, self.rows].reshape(self.num_samples * self.groups, -1, t.size(-1))
 
     def cut_statistic(self, t: Tensor) -> Tensor:
-        """[n * g, a/g * rows, 1] of t [b, a, sq]."""
+        """Returns [n * g, a/g * rows, 1] of t [b, a, sq]."""
         return t[self.samples, :, self.rows].reshape(self.num_samples * self.groups, -1, 1)
 
     def split_heads(self, t: Tensor) -> Tensor:
-        """[n, a, rows, x] of t [n * g, a/g * rows, x]."""
+        """Returns [n, a, rows, x] of t [n * g, a/g * rows, x]."""
         return t.view(self.num_samples, self.heads, -1, t.size(-1))
 
-    def find_products(self, q: Tensor, k: Tensor) -> Tensor:
-        """log2(e) times the scores [n * g, a/g * rows, keys] in the dtype of computation, without what is added to
-        them; with a softcap, the tangents by which it is multiplied."""
+    def compute_products(self, q: Tensor, k: Tensor) -> Tensor:
+        """Returns log2(e) times the scores [n * g, a/g * rows, keys] in the dtype of computation, without
+        what is added to them; with a softcap, the tangents by which it is multiplied."""
         scale, operands = self.settings.softmax_scale, (self.cut(q), k[:, self.keys].mT)
         scale = scale * LOG2_E if self.settings.softcap is None else scale / self.settings.softcap
         if q.dtype == self.compute_dtype:
@@ -267,9 +271,9 @@ class _Block:
             scores = torch.bmm(*operands).to(self.compute_dtype).mul_(scale)
         return scores if self.settings.softcap is None else scores.tanh_()
 
-    def find_scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """log2(e) times the scores [n * g, a/g * rows, keys] in the dtype of computation."""
-        scores, masked_score = self.find_products(q, k), self.settings.masked_score * LOG2_E
+    def compute_scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Returns log2(e) times the scores [n * g, a/g * rows, keys] in the dtype of computation."""
+        scores, masked_score = self.compute_products(q, k), self.settings.masked_score * LOG2_E
         if self.settings.softcap is not None:
             scores.mul_(self.settings.softcap * LOG2_E)
         if self.inputs.bias is not None:
@@ -277,7 +281,7 @@ class _Block:
             self.split_heads(scores).add_(bias.masked_fill(bias < HIDING_BIAS, -math.inf), alpha=LOG2_E)
         if self.inputs.alibi_slopes is not None:
             slopes = self.inputs.alibi_slopes.to(self.compute_dtype).mul(LOG2_E).view(-1, 1, 1)
-            self.split_heads(scores).addcmul_(slopes, self._find_distances())
+            self.split_heads(scores).addcmul_(slopes, self._compute_distances())
         if self.shown is not None:
             hiding = torch.zeros_like(self.shown, dtype=scores.dtype).masked_fill_(self.shown == 0, masked_score)
             drop_(scores, self.shown).add_(hiding)
@@ -288,8 +292,8 @@ class _Block:
             scores.sub_(top.masked_fill_(top != masked_score, 0.0))
         return scores
 
-    def find_sink(self) -> Tensor | None:
-        """log2(e) times each row's sink, [n * g, a/g * rows, 1]."""
+    def get_sink(self) -> Tensor | None:
+        """Returns log2(e) times each row's sink, [n * g, a/g * rows, 1]."""
         if self.inputs.sink is None:
             return None
         sink = self.inputs.sink.to(self.compute_dtype).mul(LOG2_E).view(1, -1, 1)
@@ -297,7 +301,7 @@ class _Block:
         return sink.reshape(self.num_samples * self.groups, -1, 1)
 
     def _cut_bias(self, bias: Tensor) -> Tensor:
-        """The block's part of a bias [b or 1, a or 1, sq or 1, sk]."""
+        """Returns the block's part of a bias [b or 1, a or 1, sq or 1, sk]."""
         part = bias[self.samples] if bias.size(0) > 1 else bias
         return (part[:, :, self.rows] if part.size(2) > 1 else part)[..., self.keys]
 
@@ -306,15 +310,15 @@ class _Block:
         part = self._cut_bias(grad_bias)
         part.add_(self.split_heads(grad_scores).sum_to_size(part.shape))
 
-    def _find_distances(self) -> Tensor:
-        """How far behind its query each key stands, [rows, keys]."""
+    def _compute_distances(self) -> Tensor:
+        """Returns how far behind its query each key stands, [rows, keys]."""
         row, column = (self._count(where, 0).to(self.compute_dtype) for where in (self.rows, self.keys))
         return column - (row.unsqueeze(-1) + self.diagonal)
 
-    def find_probabilities(self, q: Tensor, k: Tensor, kept: Kept) -> tuple[Tensor, Tensor | None]:
-        """[n * g, a/g * rows, keys] in the dtype of computation, and those of the sink, [n * g, a/g * rows, 1]."""
+    def compute_p(self, q: Tensor, k: Tensor, kept: Kept) -> tuple[Tensor, Tensor | None]:
+        """Returns P [n * g, a/g * rows, keys] in the dtype of computation, and the sink's, [n * g, a/g * rows, 1]."""
         shape = (self.num_samples * self.groups, -1)
-        sink = self.find_sink()
+        sink = self.get_sink()
         if sink is not None:
             assert kept.logsumexp is not None
             sink = (sink - self.cut_statistic(kept.logsumexp) * LOG2_E).exp2_()
@@ -322,7 +326,7 @@ class _Block:
             found = kept.probabilities[self.samples, :, self.rows, self.keys].to(self.compute_dtype)
             return found.reshape(*shape, self.num_keys), sink
         assert kept.logsumexp is not None
-        probabilities = self.find_scores(q, k).sub_(self.cut_statistic(kept.logsumexp) * LOG2_E).exp2_()
+        probabilities = self.compute_scores(q, k).sub_(self.cut_statistic(kept.logsumexp) * LOG2_E).exp2_()
         if kept.is_part:
             return probabilities, sink
         # The whole row is here: normalising it again takes the rounding of its logsumexp out, which for scores around
@@ -375,3 +379,61 @@ class _Block:
 
     def _count(self, where: slice, first: int) -> Tensor:
         return torch.arange(first + where.start, first + where.stop, dtype=torch.int64, device=self.device)
+
+
+def _can_run_flash(inputs: Inputs, settings: Settings) -> bool:
+    """Whether torch computes this call: no dropout, no mask, scores as they are, and a query sees every key or those up
+    to itself."""
+    q, k, v, mask, key_lengths = inputs[:5]
+    is_plain = q.device.type == "cpu" and settings.dropout_p == 0 and mask is None and key_lengths is None
+    is_plain &= settings.softcap is None and not inputs.changes_scores
+    # Its causal mask starts at the first key.
+    fits = settings.compute_window(q.size(0), k.size(0)) in ((None, None), (None, 0))
+    return is_plain and fits and q.size(-1) == v.size(-1) and 0 not in (q.numel(), k.numel())
+
+
+def _forward_by_flash(inputs: Inputs, settings: Settings) -> tuple[Tensor, Tensor]:
+    """As in eager.py."""
+    out, logsumexp = _flash_forward(
+        *_repeat_heads(inputs), 0.0, _is_causal(inputs, settings), scale=settings.softmax_scale
+    )
+    return out.permute(2, 0, 1, 3).contiguous(), logsumexp.contiguous()
+
+
+def _is_small(logsumexp: Tensor) -> bool:
+    """Whether the rounding of these logsumexps costs nothing; fake tensors, which have no numbers, count as small."""
+    return type(logsumexp) is not Tensor or bool(logsumexp.abs().amax() <= LARGEST_LOGSUMEXP)
+
+
+def keeps_out(inputs: Inputs, settings: Settings) -> bool:
+    """Whether torch computes the gradients, which takes the output. In float32 our blocks are three times as exact."""
+    return _can_run_flash(inputs, settings) and inputs.q.dtype in (torch.bfloat16, torch.float16)
+
+
+def _backward_by_flash(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -> Gradients:
+    """Returns the gradients of q, k and v."""
+    assert kept.out is not None
+    grad_out, out = (t.permute(1, 2, 0, 3) for t in (grad_out, kept.out))
+    operands = (grad_out, *_repeat_heads(inputs), out, kept.logsumexp, 0.0, _is_causal(inputs, settings))
+    grads = _flash_backward(*operands, scale=settings.softmax_scale)
+    grad_q, grad_k, grad_v = (_sum_heads(*pair) for pair in zip(grads, inputs[:3], strict=True))
+    return Gradients(grad_q, grad_k, grad_v)
+
+
+def _is_causal(inputs: Inputs, settings: Settings) -> bool:
+    """Whether a query sees keys up to itself, be it by `causal` or by a window without a left end."""
+    return settings.compute_window(inputs.q.size(0), inputs.k.size(0))[1] is not None
+
+
+def _repeat_heads(inputs: Inputs) -> tuple[Tensor, ...]:
+    """Returns q, k and v as [b, a, s, d], each group once per head that reads it; torch assumes that d has stride 1."""
+    heads = inputs.q.size(2)
+    ordered = ((t if t.stride(3) == 1 else t.contiguous()).permute(1, 2, 0, 3) for t in inputs[:3])
+    return tuple(t if t.size(1) == heads else t.repeat_interleave(heads // t.size(1), dim=1) for t in ordered)
+
+
+def _sum_heads(grad: Tensor, t: Tensor) -> Tensor:
+    """Returns [s, b, g, d] as t of grad [b, a, s, d], summed over the heads of a group."""
+    if grad.size(1) != t.size(2):
+        grad = grad.unflatten(1, (t.size(2), -1)).sum(2)
+    return grad.permute(2, 0, 1, 3).contiguous()

@@ -1,6 +1,6 @@
 """Attention within the documents of a packed row: one document after the other, each as a row of its own.
 
-This is the specification, and what runs on a CPU and in the softmax form; kernel_documents.py does it on a GPU.
+This is the specification, and what runs on a CPU and in the softmax form; kernel_program.py does it on a GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Part(NamedTuple):
 
 
 def check_documents(documents: Documents, inputs: Inputs, settings: Settings) -> None:
-    """Raises ValueError where documents are given that do not fit q and k, or beside what they exclude."""
+    """Raises ValueError where documents are given that do not fit q and k, or with what they exclude."""
     cu_seqlens, cu_seqlens_k, samples = documents
     if cu_seqlens is None:
         if cu_seqlens_k is not None or samples is not None:
@@ -110,8 +110,8 @@ def keeps_out(inputs: Inputs, settings: Settings) -> bool:
 def forward(
     inputs: Inputs, documents: Documents, settings: Settings, probabilities_out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """out [sq, 1, a, dv] and logsumexp [1, a, sq] as in eager.py: 0 and infinite for a token of no document, which has
-    no sink either."""
+    """Returns out [sq, 1, a, dv] and logsumexp [1, a, sq] as in eager.py: 0 and infinite for a token of no
+    document, which has no sink either."""
     q, v = inputs.q, inputs.v
     out = torch.zeros(*q.shape[:-1], v.size(-1), dtype=q.dtype, device=q.device)
     dtype = torch.promote_types(q.dtype, torch.float32)

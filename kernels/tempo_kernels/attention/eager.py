@@ -27,16 +27,17 @@ def forward(
     probabilities_out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [sq, b, a, dv] and logsumexp [b, a, sq] (float32) of q [sq, b, a, d], k [sk, b, g, d] and v [sk, b, g, dv].
+    """Returns out [sq, b, a, dv] and logsumexp [b, a, sq] (float32) of q [sq, b, a, d], k [sk, b, g, d] and v
+    [sk, b, g, dv].
 
     Where a query sees no key, out is 0 and the logsumexp infinite. The probabilities before dropout are written to
     `probabilities_out` [b, a, sq, sk], zeros, where one is given. out has q's dtype, unless another one is given.
     """
     q, v = inputs.q, inputs.v
     heads_v = _order_heads(v, q.size(2), inputs.key_lengths)
-    scores = _find_scores(inputs, settings)
+    scores = _compute_scores(inputs, settings)
     top = F.pad(scores, (0, 1), value=_LOWEST).amax(-1, keepdim=True)
-    sink = _find_sink(inputs)
+    sink = _get_sink(inputs)
     if sink is not None:
         top = torch.maximum(top, sink)
     powers = (scores - top).exp()
@@ -63,13 +64,13 @@ def backward(
     heads_q, heads_k, heads_v, grad = (_order_heads(t, q.size(2), None) for t in (q, k, v, grad_out))
     if key_lengths is not None:
         heads_k, heads_v = (_order_heads(t, q.size(2), key_lengths) for t in (k, v))
-    sink = _find_sink(inputs)
+    sink = _get_sink(inputs)
     if sink is not None:
         assert kept.logsumexp is not None
         sink = (sink - kept.logsumexp.unsqueeze(-1)).exp()
     if kept.probabilities is None:
         assert kept.logsumexp is not None
-        probabilities = (_find_scores(inputs, settings) - kept.logsumexp.unsqueeze(-1)).exp()
+        probabilities = (_compute_scores(inputs, settings) - kept.logsumexp.unsqueeze(-1)).exp()
         if not kept.is_part:
             # Normalise again: for scores around 1e8 the rounding error of a logsumexp is not small.
             total = probabilities.sum(-1, keepdim=True)
@@ -92,7 +93,7 @@ def backward(
     if inputs.bias is not None and needs_grad_bias:
         grad_bias = grad_shown.sum_to_size(inputs.bias.shape).to(inputs.bias.dtype)
     if settings.softcap is not None:
-        grad_scores = grad_scores * (1 - (_find_products(inputs, settings) / settings.softcap) ** 2)
+        grad_scores = grad_scores * (1 - (_compute_products(inputs, settings) / settings.softcap) ** 2)
     grad_scores = grad_scores.to(q.dtype)
     grad_q = (grad_scores @ heads_k) * settings.softmax_scale
     grad_k = (grad_scores.mT @ heads_q).to(probabilities.dtype) * settings.softmax_scale
@@ -104,14 +105,15 @@ def backward(
 
 
 def sum_rows(grad_out: Tensor, kept: Kept) -> Tensor:
-    """Each row's sum of out * grad_out [b, a, sq], in the logsumexp's dtype: what the gradients of its scores share."""
+    """Returns each row's sum of out * grad_out [b, a, sq], in the logsumexp's dtype: what the gradients of its
+    scores share."""
     assert kept.out is not None and kept.logsumexp is not None
     dtype = kept.logsumexp.dtype
     return (kept.out.to(dtype) * grad_out.to(dtype)).sum(-1).permute(1, 2, 0)
 
 
 def _order_heads(t: Tensor, num_heads: int, key_lengths: Tensor | None) -> Tensor:
-    """[b, a, s, d] of [s, b, g, d]: each group once per head that reads it, and zeros behind key_lengths."""
+    """Returns [b, a, s, d] of [s, b, g, d]: each group once per head that reads it, and zeros behind key_lengths."""
     t = t.permute(1, 2, 0, 3).repeat_interleave(num_heads // t.size(2), dim=1)
     if key_lengths is None:
         return t
@@ -119,37 +121,37 @@ def _order_heads(t: Tensor, num_heads: int, key_lengths: Tensor | None) -> Tenso
     return t.masked_fill((column >= key_lengths.unsqueeze(-1))[:, None, :, None], 0.0)
 
 
-def _find_sink(inputs: Inputs) -> Tensor | None:
-    """[a, 1, 1] in the dtype of computation."""
+def _get_sink(inputs: Inputs) -> Tensor | None:
+    """Returns the sink as [a, 1, 1] in the dtype of computation."""
     if inputs.sink is None:
         return None
     return inputs.sink.to(torch.promote_types(inputs.q.dtype, torch.float32)).view(-1, 1, 1)
 
 
-def _find_products(inputs: Inputs, settings: Settings) -> Tensor:
-    """[b, a, sq, sk] in the dtype of computation: scaled products of queries and keys, within the softcap."""
+def _compute_products(inputs: Inputs, settings: Settings) -> Tensor:
+    """Returns [b, a, sq, sk] in the dtype of computation: scaled products of queries and keys, within the softcap."""
     q, k = inputs.q, inputs.k
     scores = _order_heads(q, q.size(2), None) @ _order_heads(k, q.size(2), inputs.key_lengths).mT
     scores = scores.to(torch.promote_types(q.dtype, torch.float32)) * settings.softmax_scale
     return scores if settings.softcap is None else (scores / settings.softcap).tanh() * settings.softcap
 
 
-def _find_scores(inputs: Inputs, settings: Settings) -> Tensor:
-    """[b, a, sq, sk] in the dtype of computation; minus infinity where window, key_lengths and bias hide a key,
+def _compute_scores(inputs: Inputs, settings: Settings) -> Tensor:
+    """Returns [b, a, sq, sk] in the dtype of computation; minus infinity where window, key_lengths and bias hide a key,
     and the masked score where the mask does."""
     q, k, _, mask, key_lengths = inputs[:5]
-    scores = _find_products(inputs, settings)
+    scores = _compute_products(inputs, settings)
     row = torch.arange(q.size(0), dtype=torch.int64, device=q.device).unsqueeze(-1)
     column = torch.arange(k.size(0), dtype=torch.int64, device=q.device)
     if inputs.bias is not None:
         bias = inputs.bias.to(scores.dtype)
         scores = scores + bias.masked_fill(bias < HIDING_BIAS, float("-inf"))
     if inputs.alibi_slopes is not None:
-        distance = column - row - settings.find_diagonal(q.size(0), k.size(0))
+        distance = column - row - settings.compute_diagonal(q.size(0), k.size(0))
         scores = scores + inputs.alibi_slopes.to(scores.dtype).view(-1, 1, 1) * distance
     if mask is not None:
         scores = scores.masked_fill(mask, settings.masked_score)
-    first, last = settings.find_window(q.size(0), k.size(0))
+    first, last = settings.compute_window(q.size(0), k.size(0))
     if first is not None:
         scores = scores.masked_fill(column < row + first, float("-inf"))
     if last is not None:
@@ -164,7 +166,7 @@ def _find_scores(inputs: Inputs, settings: Settings) -> Tensor:
 
 
 def _drop(weights: Tensor, settings: Settings) -> Tensor:
-    """weights [b, a, sq, sk], 0 where dropout drops."""
+    """Returns weights [b, a, sq, sk], 0 where dropout drops."""
     if settings.dropout_p == 0:
         return weights
     sample, head, row = (torch.arange(n, dtype=torch.int64, device=weights.device) for n in weights.shape[:3])

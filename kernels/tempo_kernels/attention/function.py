@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tempo_kernels.attention import cpu, cpu_flash, documents, walks
+from tempo_kernels.attention import cpu, documents
 from tempo_kernels.attention.checks import check_settings, check_tensors
 from tempo_kernels.attention.documents import Documents, check_documents
 from tempo_kernels.attention.settings import OPERANDS, Gradients, Inputs, Kept, Settings
@@ -157,28 +157,20 @@ def find_backend(
         return "torch"
     if dropout_p:
         return "triton"
-    is_special = is_packed or changes_scores
-    takes_sdpa = _takes_sdpa(q, k, v, causal, mask, window_size, key_lengths, first_column, is_special)
+    numbers = Settings(causal, 1.0, dropout_p, None, None, 0, window_size, first_column=first_column)
+    takes_sdpa = _takes_sdpa(Inputs(q, k, v, mask, key_lengths), numbers, is_packed or changes_scores)
     if takes_sdpa and torch.backends.cuda.flash_sdp_enabled() and torch.cuda.is_available():
         return "sdpa" if torch.cuda.get_device_capability(q.device) >= (8, 0) else "triton"
     return "triton"
 
 
-def _takes_sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    mask: Tensor | None,
-    window_size: tuple[int, int] | None,
-    key_lengths: Tensor | None,
-    first_column: int | None,
-    is_special: bool,
-) -> bool:
+def _takes_sdpa(inputs: Inputs, settings: Settings, is_special: bool) -> bool:
     """Whether torch's flash attention can compute a call without dropout, and is preferred to our kernels. `is_special`
     says whether the row is packed, or scores are changed."""
+    q, k, v, mask, key_lengths = inputs[:5]
+    causal, window_size = settings.causal, settings.window_size
     is_plain = PREFERS_SDPA and mask is None and key_lengths is None and window_size in (None, (-1, -1), (-1, 0))
-    is_plain &= (causal or window_size != (-1, 0)) and first_column is None and not is_special
+    is_plain &= (causal or window_size != (-1, 0)) and settings.first_column is None and not is_special
     # torch aligns a causal mask to the first key, and its kernels return the output in q's memory order. Where q is
     # dense or has one sample, that is our order too, and the next linear keeps the output without a copy.
     fits = (not causal or q.size(0) == k.size(0)) and (q.size(1) == 1 or q.is_contiguous()) and q.numel() > 0
@@ -190,28 +182,47 @@ def _takes_sdpa(
 def list_gpu_workspaces(
     operands: Sequence[Any], major: int, multiprocessors: int, is_deterministic: bool = False
 ) -> list[int]:
-    """Returns the bytes of each tensor that backward would hold on a GPU beside its results, all of them at once.
+    """Returns the bytes of each tensor that backward would hold on a GPU apart from its results, all of them at once.
 
     The softmax form's blocks are not among them: it is plain torch, and runs on fake tensors (`use_gpu_blocks`).
 
     Args:
         operands: of the operator `attention_backward` in the form "flash"; the tensors may be fake.
-        major: of the GPU's compute capability.
+        major: of the GPU's compute capability, on which nothing depends today.
         multiprocessors: of the GPU.
         is_deterministic: whether torch is to use deterministic algorithms.
     """
     inputs, packed, settings, _ = _read_operands(tuple(operands[4:-1]))
-    q, k, v = inputs[:3]
+    q, k = inputs[:2]
     if not q.numel():
         return []
     is_packed = packed.cu_seqlens is not None
     is_special = is_packed or settings.softcap is not None or inputs.changes_scores
-    where = inputs.mask, settings.window_size, inputs.key_lengths, settings.first_column
-    if not settings.dropout_p and _takes_sdpa(q, k, v, settings.causal, *where, is_special):
-        return walks.list_flash_workspaces(q.shape, k.shape, q.dtype, multiprocessors if is_deterministic else 1)
-    of_gpu = walks.name_architecture(major), multiprocessors
-    splits = None if is_packed else walks.choose_splits(q.shape, k.shape, v.size(-1), q.dtype, *of_gpu)
-    return walks.list_workspaces(q.shape, k.shape, v.size(-1), q.dtype, splits)
+    if not settings.dropout_p and _takes_sdpa(inputs, settings, is_special):
+        return list_flash_workspaces(q.shape, k.shape, q.dtype, multiprocessors if is_deterministic else 1)
+    return [4 * q.shape[:3].numel()] * (2 if q.dtype == torch.float32 else 1)
+
+
+def list_flash_workspaces(
+    q_shape: Sequence[int], k_shape: Sequence[int], dtype: torch.dtype, most_splits: int
+) -> list[int]:
+    """Returns the bytes of each tensor that FlashAttention-2's backward holds apart from its results: softmax_d,
+    dq_accum, and with grouped queries dk_expanded and dv_expanded.
+
+    They are those of mha_bwd in its csrc/flash_attn/flash_api.cpp, and in torch's of
+    aten/src/ATen/native/transformers/cuda/flash_attn.
+
+    Args:
+        q_shape, k_shape: [sq, b, a, d] and [sk, b, g, d].
+        dtype: of both.
+        most_splits: the GPU's multiprocessors, each of which has a head's sums where they are deterministic; else 1.
+    """
+    num_queries, batch, heads, head_dim = q_shape
+    multiple = 32 if head_dim <= 128 else 64
+    rows, columns = -(-num_queries // 128) * 128, -(-head_dim // multiple) * multiple
+    expanded = [dtype.itemsize * k_shape[0] * batch * heads * head_dim] * (2 if k_shape[2] != heads else 0)
+    splits = -(-most_splits // (batch * heads))
+    return [4 * batch * heads * rows, 4 * splits * batch * heads * rows * columns, *expanded]
 
 
 def describe(device_type: str, form: str = "flash") -> str:
@@ -332,7 +343,7 @@ class _Attention(torch.autograd.Function):
         logsumexp = None if is_softmax and inputs.sink is None else kept[0]
         probabilities = kept[1] if is_softmax else None
         # The softmax form and the CPU's blocks compute whole rows again: only the kernels and torch's own need out.
-        needs_out = documents.keeps_out if packed.cu_seqlens is not None else cpu_flash.can_run_backward
+        needs_out = documents.keeps_out if packed.cu_seqlens is not None else cpu.keeps_out
         kept_out = out if not is_softmax and (inputs.q.is_cuda or needs_out(inputs, settings)) else None
         ctx.save_for_backward(kept_out, logsumexp, probabilities, *tensors, *numbers)
         return out

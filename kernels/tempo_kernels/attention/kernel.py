@@ -1,76 +1,126 @@
-"""Computes attention on a GPU in Triton: chooses tile sizes and launches the passes; eager.py is the specification.
+"""Computes attention on a GPU in Triton: chooses tiles, plans and launches the passes; eager.py is the specification.
 
-The algorithm is FlashAttention-2's (Dao, arXiv 2307.08691). Forward and the gradient of q walk over keys
-(kernel_rows.py). The gradients of k and v walk over queries (kernel_columns.py). With enough heads one walk finds all
-three gradients (kernel_heads.py). The gradient of a bias takes a pass of its own (kernel_bias.py). Of a packed row each
-program has a block of one document (kernel_documents.py). The passes share the code for one tile (kernel_tile.py) and
-take their launch arguments from kernel_plan.py. Scores and masks live in registers only: backward computes the
-probabilities again from the logsumexp, and Philox draws the same bits again.
+The algorithm is FlashAttention-2's (Dao, arXiv 2307.08691): one pass forward (kernel_forward.py), one for the gradient
+of q, one for those of k and v, and one for a bias (kernel_backward.py). Of a packed row each program has a block of one
+document (kernel_program.py). The passes share the code for one tile (kernel_scores.py). Scores and masks live in
+registers only: backward computes the probabilities again from the logsumexp, and Philox draws the same bits again.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from tempo_kernels.attention import kernel_bias, walks
-from tempo_kernels.attention import kernel_columns as columns
-from tempo_kernels.attention import kernel_heads as whole_heads
-from tempo_kernels.attention import kernel_rows as rows
+from tempo_kernels.attention import kernel_backward, kernel_forward
 from tempo_kernels.attention.documents import Documents
-from tempo_kernels.attention.kernel_plan import (
+from tempo_kernels.attention.kernel_program import VARYING
+from tempo_kernels.attention.settings import (
+    MASKED_SCORE,
+    BiasSizes,
+    Draw,
+    Extras,
     Form,
-    plan_forward,
-    plan_grad_bias,
-    plan_one_walk,
-    plan_two_walks,
+    Gradients,
+    Inputs,
+    Kept,
+    Places,
+    Scores,
+    ScoreStep,
+    Settings,
+    Sizes,
+    Step,
+    Steps,
 )
-from tempo_kernels.attention.settings import MASKED_SCORE, Gradients, Inputs, Kept, Settings
-from tempo_kernels.attention.walks import PASSES, SHAPES, Shape
-from tempo_kernels.kernel_launch import HAS_DESCRIPTORS, count_multiprocessors
+from tempo_kernels.kernel_launch import Plan, cache_plans, launch
+from tempo_kernels.philox import effective_probability
 from tempo_kernels.philox.kernel import LANES, key_words
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 MAX_ROW_ELEMENTS = 1 << 24  # so that offsets inside a block of 128 rows fit into 32 bits
 
+
+class Tile(NamedTuple):
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+# By architecture, pass and head_dim up to. For 16-bit types these are the largest tiles that do not spill registers in
+# their loops and fit into shared memory (163 KiB on sm_80, 227 KiB from sm_90 on); no GPU has measured them.
+TILES = {
+    80: {
+        "forward": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 4, 1)},
+        "grad_q": {64: Tile(128, 64, 8, 2), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
+        "grad_kv": {64: Tile(32, 128, 8, 2), 128: Tile(16, 64, 4, 2), 256: Tile(16, 64, 8, 1)},
+    },
+    90: {
+        "forward": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(128, 64, 8, 2)},
+        "grad_q": {64: Tile(64, 64, 4, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
+        "grad_kv": {64: Tile(64, 64, 4, 2), 128: Tile(32, 64, 4, 2), 256: Tile(16, 64, 8, 1)},
+    },
+    100: {
+        "forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)},
+        "grad_q": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
+        "grad_kv": {64: Tile(32, 128, 8, 2), 128: Tile(32, 128, 8, 2), 256: Tile(32, 64, 8, 1)},
+    },
+}
+# Of 16-bit types on any GPU; larger ones spill on sm_80.
+TILES_OF_BIAS = {64: Tile(64, 32, 4, 2), 128: Tile(64, 32, 8, 1), 256: Tile(32, 64, 8, 1)}
 # float32 stays off the tensor cores, which would round its products to TF32.
-FLOAT32_SHAPES = {
-    128: (Shape(32, 32, 8, 1, False),) * 3,
-    256: (Shape(16, 32, 8, 1, False),) * 3,
-}
+FLOAT32_TILES = {128: Tile(32, 32, 8, 1), 256: Tile(16, 32, 8, 1)}
 
-# The gradient of a bias, on any GPU: {head_dim up to: shape}. Larger tiles spill on sm_80.
-SHAPES_OF_BIAS = {
-    64: Shape(64, 32, 4, 2, False),
-    128: Shape(64, 32, 8, 1, False),
-    256: Shape(32, 64, 8, 1, False),
-}
+_NO_LIMIT = -(1 << 30)  # an offset that no row reaches
+
+
+class Call(NamedTuple):
+    """All that a call's launches depend on, apart from its tensors and the numbers that VARYING names."""
+
+    settings: Settings
+    """Without a dropout key and a first sample."""
+    architecture: int
+    """80, 90 or 100; 0 for float32, which does not depend on it."""
+    q_shape: torch.Size
+    k_shape: torch.Size
+    value_dim: int
+    strides: tuple[tuple[int, ...], ...]
+    """Of q, k, v and, in backward, grad_out."""
+    mask_strides: tuple[int, ...] | None
+    bias_strides: tuple[int, ...] | None
+    num_documents: int | None
+    """None where the row is not packed."""
+    has_samples: bool
+
+    @property
+    def head_dim(self) -> int:
+        return max(self.q_shape[3], self.value_dim)
+
+    def get_tile(self, name: str) -> Tile:
+        """Returns the tile of a pass: "forward", "grad_q", "grad_kv" or "grad_bias"."""
+        tiles = TILES_OF_BIAS if name == "grad_bias" else TILES[self.architecture or 90].get(name, {})
+        tiles = tiles if self.architecture else FLOAT32_TILES
+        tile = next(tile for largest, tile in tiles.items() if self.head_dim <= largest)
+        if self.head_dim > 64 and name != "grad_bias" and (self.mask_strides or self.bias_strides):
+            # A tile of the mask or bias lies in registers, too, which leaves room for half of the rows passed over.
+            rows = "queries" if name == "grad_kv" else "keys"
+            tile = tile._replace(**{rows: max(16 if name == "grad_kv" else 32, getattr(tile, rows) // 2)})
+        return tile
 
 
 @functools.cache
-def find_architecture(device: torch.device) -> int:
-    """Returns the key of SHAPES for a device."""
-    return walks.name_architecture(torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9)
-
-
-def choose_shapes(q: Tensor, v: Tensor) -> tuple[Shape, ...]:
-    """Returns the shapes of the passes (forward, grad_q, grad_kv)."""
-    architecture = None if q.dtype == torch.float32 else find_architecture(q.device)
-    return _find_shapes(architecture, max(q.size(-1), v.size(-1)))
-
-
-@functools.cache
-def _find_shapes(architecture: int | None, head_dim: int) -> tuple[Shape, ...]:
-    if architecture is None:
-        return next(shapes for largest, shapes in FLOAT32_SHAPES.items() if head_dim <= largest)
-    passes = [SHAPES[architecture][name] for name in PASSES[:3]]
-    return tuple(next(shape for largest, shape in rows.items() if head_dim <= largest) for rows in passes)
+def get_architecture(device: torch.device) -> int:
+    """Returns the architecture whose kernels a GPU runs: 80, 90 or 100."""
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+    # Consumer Blackwell (12) has neither sm_90's nor sm_100's matrix instructions.
+    return {9: 90, 10: 100}.get(major, 80)
 
 
 def forward(
@@ -93,18 +143,8 @@ def forward(
         logsumexp.fill_(float("inf"))
     if q.numel() == 0 or _count_documents(documents) == 0:
         return out, logsumexp
-    call = _prepare(inputs, settings, documents=documents)
-    shape = choose_shapes(q, v)[0]
-    head_dim = max(q.size(-1), v.size(-1))
-    if head_dim > 64:
-        # A document's own numbers and a tile of the bias or the mask lie in registers, of which so many keys leave too
-        # few.
-        if documents is not None:
-            shape = shape._replace(keys=min(shape.keys, 64 if head_dim <= 128 else 32))
-        if inputs.bias is not None or (inputs.mask is not None and head_dim > 128):
-            shape = shape._replace(keys=max(shape.keys // 2, 32))
-    plan = plan_forward(call.form, shape)
-    rows.launch_forward(plan, (*call.tensors, out, logsumexp, *call.optional), call.drawn)
+    tensors, call, given = _prepare(inputs, settings, documents)
+    _launch(kernel_forward._forward_kernel, plan_pass(call, "forward"), (*tensors, out, logsumexp), given)
     return out, logsumexp if out_dtype is None else logsumexp.mul_(settings.softmax_scale)
 
 
@@ -121,60 +161,56 @@ def backward(
 
     With `kept.is_part` they are float32, out may be of any dtype, and the logsumexp is that of eager.py.
 
-    While it runs it holds what walks.list_workspaces lists: 8 bytes per query and head, and in one walk float32 sums.
+    While it runs it holds 4 bytes per query and head, and 8 in float32.
     """
-    q = inputs.q
+    q, bias = inputs.q, inputs.bias
     dtype = torch.float32 if kept.is_part else q.dtype
-    grad_q, grad_k, grad_v = [
-        torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format) for t in inputs[:3]
-    ]
+    grad_q, grad_k, grad_v = grads = [torch.empty(t.shape, dtype=dtype, device=q.device) for t in inputs[:3]]
+    grad_bias = (
+        torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_grad_bias and bias is not None else None
+    )
     if documents is not None:
-        for grad in (grad_q, grad_k, grad_v):
+        for grad in grads:
             grad.zero_()
-    if kept.is_part:
-        assert kept.logsumexp is not None
-        kept = kept._replace(logsumexp=kept.logsumexp / settings.softmax_scale)
-    grads = grad_q, grad_k, grad_v
-    grad_bias = None
-    if inputs.bias is not None and needs_grad_bias:
-        grad_bias = torch.empty(inputs.bias.shape, dtype=inputs.bias.dtype, device=q.device)
     if q.numel() == 0 or _count_documents(documents) == 0:
         grad_sink = None if inputs.sink is None else torch.zeros_like(inputs.sink)
-        return Gradients(
-            grad_q, grad_k.zero_(), grad_v.zero_(), None if grad_bias is None else grad_bias.zero_(), grad_sink
-        )
-    call = _prepare(inputs, settings, grad_out, kept.is_part, documents)
-    # The documents of a packed row have any length: a program per block shares them out, one per head does not.
-    splits = None if documents is not None else choose_splits(inputs)
-    if splits is not None:
-        statistics, norm = _walk_once(splits, grads, call, kept), None
-    else:
-        statistics, norm = _walk_twice(grads, call, kept)
+        grad_bias = None if grad_bias is None else grad_bias.zero_()
+        return Gradients(grad_q, grad_k.zero_(), grad_v.zero_(), grad_bias, grad_sink)
+    assert kept.logsumexp is not None
+    logsumexp = kept.logsumexp / settings.softmax_scale if kept.is_part else kept.logsumexp
+    (q, k, v, grad_out), call, given = _prepare(inputs, settings, documents, grad_out)
+    delta = torch.empty_like(logsumexp)
+    # A part of a row has no sum to normalise by.
+    norm = torch.empty_like(logsumexp) if q.dtype == torch.float32 and not kept.is_part else None
+    statistics = (grad_out, logsumexp, delta, norm)
+    plan = plan_pass(call, "grad_q")
+    _launch(kernel_backward._grad_q_kernel, plan, (q, k, v, kept.out, *statistics, grad_q), given)
+    plan = plan_pass(call, "grad_kv")
+    _launch(kernel_backward._grad_kv_kernel, plan, (q, k, v, *statistics, grad_k, grad_v), given)
     if grad_bias is not None:
-        plan = plan_grad_bias(call.form, _choose_shape_of_bias(q, inputs.v), grad_bias.shape)
-        tensors = (*call.tensors, statistics, norm, grad_bias, *call.optional)
-        kernel_bias.launch_grad_bias(plan, tensors, call.drawn)
-    return Gradients(*grads, grad_bias, _find_grad_sink(inputs, settings, kept, statistics[1], norm))
+        plan = plan_grad_bias(call, grad_bias.shape)
+        _launch(kernel_backward._grad_bias_kernel, plan, (q, k, v, *statistics, grad_bias), given)
+    grad_sink = _compute_grad_sink(inputs, settings, logsumexp, delta, norm)
+    return Gradients(grad_q, grad_k, grad_v, grad_bias, grad_sink)
 
 
-def _find_grad_sink(
-    inputs: Inputs, settings: Settings, kept: Kept, delta: Tensor, norm: Tensor | None
+def _compute_grad_sink(
+    inputs: Inputs, settings: Settings, logsumexp: Tensor, delta: Tensor, norm: Tensor | None
 ) -> Tensor | None:
-    """Minus the sum over rows of the sink's probability times the row's sum of out * grad_out, which is delta [b, a, sq
-    or more] times dropout's scale; norm [b, a, sq] multiplies probabilities."""
+    """Returns minus the sum over rows of the sink's probability times the row's sum of out * grad_out, which is delta
+    [b, a, sq] times dropout's scale; norm [b, a, sq] multiplies probabilities."""
     if inputs.sink is None:
         return None
-    assert kept.logsumexp is not None
     sink = inputs.sink.float().view(-1, 1)
     if inputs.mask is not None:
         # Where every score is masked, the logsumexp is relative to the masked score.
-        is_relative = (kept.logsumexp.view(torch.int32) & 1).bool()
+        is_relative = (logsumexp.view(torch.int32) & 1).bool()
         sink = torch.where(is_relative, sink - MASKED_SCORE, sink)
-    probabilities = (sink - kept.logsumexp * settings.softmax_scale).exp()
+    p = (sink - logsumexp * settings.softmax_scale).exp()
     if norm is not None:
-        probabilities = torch.where(kept.logsumexp.isinf(), 0.0, probabilities * norm)
-    delta = torch.where(kept.logsumexp.isinf(), 0.0, delta[..., : inputs.q.size(0)])
-    return ((probabilities * delta).sum((0, 2)) * -settings.keep_scale).to(inputs.sink.dtype)
+        p = torch.where(logsumexp.isinf(), 0.0, p * norm)
+    delta = torch.where(logsumexp.isinf(), 0.0, delta)
+    return ((p * delta).sum((0, 2)) * -settings.keep_scale).to(inputs.sink.dtype)
 
 
 def _count_documents(documents: Documents | None) -> int | None:
@@ -183,125 +219,141 @@ def _count_documents(documents: Documents | None) -> int | None:
     return max(0, documents.cu_seqlens.numel() - 1)
 
 
-def choose_splits(inputs: Inputs) -> walks.Splits | None:
-    """Returns how many programs share a key-value head in one walk, or None for two walks; see walks.py."""
-    if not whole_heads.IS_SUPPORTED:
-        return None
-    q, device = inputs.q, inputs.q.device
-    gpu = find_architecture(device), count_multiprocessors(device)
-    return walks.choose_splits(q.shape, inputs.k.shape, inputs.v.size(-1), q.dtype, *gpu)
+class _Given(NamedTuple):
+    """What a call's launches take apart from q, k, v, results and their plan."""
+
+    extras: Extras
+    varying: tuple[int, ...]
+    """The numbers that VARYING names."""
 
 
-def _choose_shape_of_bias(q: Tensor, v: Tensor) -> Shape:
-    if q.dtype == torch.float32:
-        return choose_shapes(q, v)[1]
-    head_dim = max(q.size(-1), v.size(-1))
-    return next(shape for largest, shape in SHAPES_OF_BIAS.items() if head_dim <= largest)
-
-
-class _Call(NamedTuple):
-    """The arguments of a call's launches."""
-
-    form: Form
-    tensors: tuple[Tensor, ...]
-    """q, k, v and, in backward, grad_out, as kernels can read them."""
-    optional: tuple[Tensor | None, ...]
-    """mask, key_lengths, dropout_key, first_sample, bias, alibi_slopes, sink, cu_seqlens, cu_seqlens_k and
-    document_samples, where they are tensors."""
-    drawn: tuple[int, ...]
-    """The numbers that DRAWN names."""
+def _launch(kernel: Any, plan: Plan, tensors: Sequence[Tensor | None], given: _Given) -> None:
+    launch(kernel, Plan(plan.grid, VARYING, extras=given.extras, **plan.named), tensors, given.varying)
 
 
 def _prepare(
-    inputs: Inputs,
-    settings: Settings,
-    grad_out: Tensor | None = None,
-    is_part: bool = False,
-    documents: Documents | None = None,
-) -> _Call:
-    q, k, v, mask, lengths, bias, slopes, sink = inputs
+    inputs: Inputs, settings: Settings, documents: Documents | None, grad_out: Tensor | None = None
+) -> tuple[tuple[Tensor, ...], Call, _Given]:
+    """Returns q, k, v and, in backward, grad_out as kernels can read them; what plans depend on; and all else."""
+    q, k, v, mask, lengths, bias, alibi_slopes, sink = inputs
     tensors, strides = _read((q, k, v) if grad_out is None else (q, k, v, grad_out))
-    if mask is not None:
-        mask = mask.view(torch.uint8).expand(q.size(1), q.size(2), q.size(0), k.size(0))
-    if bias is not None:
-        bias = bias.expand(q.size(1), q.size(2), q.size(0), k.size(0))
-    lengths, slopes, sink = [None if t is None else t.contiguous() for t in (lengths, slopes, sink)]
-    boundaries = key_boundaries = samples = None
-    if documents is not None:
-        boundaries, key_boundaries, samples = [None if t is None else t.contiguous() for t in documents]
-        key_boundaries = boundaries if key_boundaries is None else key_boundaries
+    scores_shape = (q.size(1), q.size(2), q.size(0), k.size(0))
+    mask = None if mask is None else mask.view(torch.uint8).expand(scores_shape)
+    bias = None if bias is None else bias.expand(scores_shape)
+    boundaries, key_boundaries, samples = documents or Documents()
+    key_boundaries = boundaries if key_boundaries is None else key_boundaries
+    samples = samples if settings.dropout_p > 0 else None
     numbers, (key, first_sample) = settings.split()
-    form = Form(
+    lengths, alibi_slopes, sink, boundaries, key_boundaries, samples = [
+        None if t is None else t.contiguous()
+        for t in (lengths, alibi_slopes, sink, boundaries, key_boundaries, samples)
+    ]
+    extras = Extras(mask, lengths, bias, alibi_slopes, sink, key, first_sample, boundaries, key_boundaries, samples)
+    window = settings.window_size
+    window = None if window is None else (window[0], window[1])  # a list has no hash
+    call = Call(
+        dataclasses.replace(settings, dropout_key=0, first_sample=0, window_size=window),
+        0 if q.dtype == torch.float32 else get_architecture(q.device),
         q.shape,
         k.shape,
-        v.shape,
+        v.size(3),
         strides,
         None if mask is None else mask.stride(),
-        lengths is not None,
-        key is not None,
-        first_sample is not None,
-        # A part of a row has no sum to normalise by.
-        q.dtype == torch.float32 and not is_part,
-        settings.causal,
-        float(settings.softmax_scale),
-        float(settings.dropout_p),
-        settings.window_size and tuple(settings.window_size),  # type: ignore[arg-type]
-        settings.first_row,
-        settings.first_column,
-        settings.softcap,
-        settings.hidden_rows,
         None if bias is None else bias.stride(),
-        slopes is not None,
-        sink is not None,
         _count_documents(documents),
-        samples is not None and settings.dropout_p > 0,
-        # Zeros behind a sample's keys, or a document's, only pointers give. On sm_100 a thread has half a row of
-        # scores, in a descriptor's order halves of many calls of Philox: by the machine code a tenth to a fifth more
-        # instructions with heads of 128 and 64.
-        HAS_DESCRIPTORS
-        and lengths is None
-        and documents is None
-        and q.dtype != torch.float32
-        and find_architecture(q.device) in ((90,) if settings.dropout_p else (90, 100))
-        and not any(t.data_ptr() % 16 for t in tensors),
+        samples is not None,
     )
     words = key_words(numbers.dropout_key or 0)  # type: ignore[arg-type]  # the tensors are split off
-    drawn = (*words, numbers.first_sample or 0, settings.first_head)
-    optional = (mask, lengths, key, first_sample, bias, slopes, sink, boundaries, key_boundaries, samples)
-    return _Call(form, tensors, optional, drawn)  # type: ignore[arg-type]
+    return tensors, call, _Given(extras, (*words, numbers.first_sample or 0))  # type: ignore[arg-type]
 
 
-def _walk_once(splits: walks.Splits, grads: tuple[Tensor, ...], call: _Call, kept: Kept) -> Tensor:
-    """Fills the gradients of q, k and v, and returns the statistics."""
-    q, k, v, grad_out = call.tensors
-    assert kept.out is not None and kept.logsumexp is not None
-    plans = plan_one_walk(call.form, walks.choose_shape_of_heads(max(q.size(-1), v.size(-1)))[0], splits)
-    statistics = torch.empty(*plans.statistics_shape, dtype=torch.float32, device=q.device)
-    sums = torch.empty(*plans.sums_shape, dtype=torch.float32, device=q.device)
-    shapes = walks.shape_parts(k.shape, v.size(-1), splits)
-    parts = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes]
-    whole_heads.launch_prepare(plans.launches.prepare, (kept.out, grad_out, kept.logsumexp, statistics))
-    tensors = (q, k, v, grad_out, statistics, sums, *(parts or grads[1:]), *call.optional)
-    whole_heads.launch_walk(plans.launches.walk, tensors, call.drawn)
-    whole_heads.launch_finish(plans.launches.finish, (sums, grads[0], *(parts or (None, None)), *grads[1:]))
-    return statistics
+@cache_plans
+def plan_pass(call: Call, name: str) -> Plan:
+    """Plans the pass "forward", "grad_q" or "grad_kv"."""
+    tile = call.get_tile(name)
+    num_heads, num_rows, block = call.q_shape[1] * call.q_shape[2], call.q_shape[0], tile.queries
+    if name == "grad_kv":
+        num_heads, num_rows, block = call.k_shape[1] * call.k_shape[2], call.k_shape[0], tile.keys
+    num_blocks = -(-num_rows // block)
+    if call.num_documents is not None:
+        num_blocks = num_rows // block + call.num_documents
+    return Plan((num_blocks * num_heads,), VARYING, **_list_arguments(call, tile))
 
 
-def _walk_twice(grads: tuple[Tensor, ...], call: _Call, kept: Kept) -> tuple[Tensor, Tensor | None]:
-    """Fills the gradients of q, k and v, and returns the statistics and, in float32, the norm."""
-    q, k, v, grad_out = call.tensors
-    grad_q, grad_k, grad_v = grads
-    assert kept.logsumexp is not None
-    is_precise = call.form.is_precise
-    keeps_apart = q.dtype != torch.float32 and find_architecture(q.device) == 90
-    plans = plan_two_walks(call.form, *choose_shapes(q, v)[1:], keeps_apart)
-    statistics = torch.empty(*plans.statistics_shape, dtype=torch.float32, device=q.device)
-    norm = torch.empty_like(kept.logsumexp) if is_precise else None
-    tensors = (q, k, v, kept.out, grad_out, kept.logsumexp, statistics, norm, grad_q, *call.optional)
-    rows.launch_grad_q(plans.grad_q, tensors, call.drawn)
-    tensors = (q, k, v, grad_out, statistics, norm, grad_k, grad_v, *call.optional)
-    columns.launch_grad_kv(plans.grad_kv, tensors, call.drawn)
-    return statistics, norm
+@cache_plans
+def plan_grad_bias(call: Call, bias_shape: torch.Size) -> Plan:
+    """Plans the pass for the gradient of a bias."""
+    tile, num_queries = call.get_tile("grad_bias"), call.q_shape[0]
+    samples, heads, rows, num_keys = bias_shape
+    sums_queries = rows < num_queries
+    num_blocks = -(-num_keys // tile.keys) * (1 if sums_queries else -(-num_queries // tile.queries))
+    bias_sizes = BiasSizes(samples, heads, tl.constexpr(sums_queries))
+    return Plan((num_blocks * samples * heads,), VARYING, bias_sizes=bias_sizes, **_list_arguments(call, tile))
+
+
+def _list_arguments(call: Call, tile: Tile) -> dict[str, Any]:
+    """Lists the arguments that all passes share: neither tensors nor numbers of a single call."""
+    settings, (num_queries, batch, heads, head_dim) = call.settings, call.q_shape
+    num_keys, _, groups, _ = call.k_shape
+    shapes = (call.q_shape, call.k_shape, call.k_shape, call.q_shape)
+    steps = [
+        stride if size > 1 else 0
+        for shape, strides in zip(shapes, call.strides, strict=False)
+        for size, stride in zip(shape[:3], strides[:3], strict=True)
+    ]
+    unit = 8 if all(step % 8 == 0 for step in steps) else 1
+    steps = [step // unit for step in steps] + [0] * (12 - len(steps))
+    q, k, v, grad_out = (Step(*steps[first : first + 3]) for first in (0, 3, 6, 9))
+    mask, bias = (ScoreStep(*(strides or (0, 0, 0, 0))) for strides in (call.mask_strides, call.bias_strides))
+    # In a packed row the numbers of queries and keys are those of a document, which adds their difference itself.
+    is_packed = call.num_documents is not None
+    lengths = (0, 0) if is_packed else (num_queries, num_keys)
+    first, last = settings.compute_window(*lengths)
+    p = effective_probability(settings.dropout_p)
+    hides_first = is_packed and p > 0 and not call.has_samples
+    is_part = settings.first_row or settings.first_column
+    cap = settings.softcap
+    form = Form(
+        UNIT=unit,
+        HIDES_FIRST=hides_first,
+        ADDS_MASK=settings.hidden_rows == "added",
+        BRANCHES=call.architecture >= 90,
+        KEEPS_APART=call.architecture == 90,
+        HEAD_DIM=head_dim,
+        BLOCK_DIM=_round_up(head_dim),
+        VALUE_DIM=call.value_dim,
+        VALUE_BLOCK=_round_up(call.value_dim),
+        BLOCK_QUERIES=tile.queries,
+        BLOCK_KEYS=tile.keys,
+    )
+    return {
+        "steps": Steps(q, k, v, grad_out, mask, bias),
+        "sizes": Sizes(num_queries, num_keys, batch, heads, heads // groups, call.num_documents or 0),
+        "places": Places(
+            _NO_LIMIT if first is None and hides_first else first,
+            last,
+            settings.compute_diagonal(*lengths),
+            settings.first_row if is_part else None,
+            settings.first_column or 0 if is_part else None,
+        ),
+        "draw": Draw(settings.first_head, round(p * 65536) if p > 0 else None, 1.0 / (1.0 - p)),
+        "scores": Scores(
+            settings.softmax_scale * math.log2(math.e),
+            settings.softmax_scale,
+            1.0 / settings.softmax_scale,
+            settings.masked_score / settings.softmax_scale,
+            None if cap is None else cap / settings.softmax_scale,
+        ),
+        "form": Form._make(map(tl.constexpr, form)),
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "enable_fp_fusion": True,
+    }
+
+
+def _round_up(head_dim: int) -> int:
+    """Returns the columns of a tile: at least 16, and a power of two."""
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def _read(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[tuple[int, ...], ...]]:

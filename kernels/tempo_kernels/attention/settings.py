@@ -1,5 +1,5 @@
 """Holds attention's arguments: Inputs are its tensors, Settings its numbers, Kept what backward gets of forward, and
-Gradients what it returns."""
+Gradients what it returns. Below them are the groups of arguments that every Triton kernel of attention takes."""
 
 from __future__ import annotations
 
@@ -125,15 +125,142 @@ class Settings:
         """1 / (1 - p): the factor of the probabilities that survive dropout."""
         return 1.0 / (1.0 - effective_probability(self.dropout_p))
 
-    def find_diagonal(self, num_queries: int, num_keys: int) -> int:
-        """The number that makes i + diagonal the key at query i's own position."""
+    def compute_diagonal(self, num_queries: int, num_keys: int) -> int:
+        """Returns the number that makes i + diagonal the key at query i's own position."""
         # With fewer queries than keys the last query sees the last key, unless positions are given.
         return num_keys - num_queries if self.first_column is None else self.first_row - self.first_column
 
-    def find_window(self, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
-        """(first, last) such that query i sees keys i + first to i + last; None where there is no limit."""
-        diagonal = self.find_diagonal(num_queries, num_keys)
+    def compute_window(self, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
+        """Returns (first, last): query i sees keys i + first to i + last. None is no limit."""
+        diagonal = self.compute_diagonal(num_queries, num_keys)
         left, right = self.window_size or (-1, -1)
         if self.causal:
             right = 0
         return (None if left < 0 else diagonal - left, None if right < 0 else diagonal + right)
+
+
+class Extras(NamedTuple):
+    """Tensors that a call may have; a kernel has no code for one that is None."""
+
+    mask: Tensor | None
+    """uint8, broadcast by strides of 0 to [b, a, sq, sk], as the bias is."""
+    key_lengths: Tensor | None
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    sink: Tensor | None
+    key: Tensor | None
+    """The dropout key and the first sample, where they are device data."""
+    first_sample: Tensor | None
+    boundaries: Tensor | None
+    """Where the documents of a packed row begin and end among queries and among keys, and the sample of each."""
+    key_boundaries: Tensor | None
+    samples: Tensor | None
+
+
+class Step(NamedTuple):
+    """Strides from one row, sample and head to the next; 0 where there is one only. They are in units of Form.UNIT
+    elements: the kernel's multiplication by UNIT is how the compiler learns that rows are aligned to 16 bytes."""
+
+    row: int
+    sample: int
+    head: int
+
+
+class ScoreStep(NamedTuple):
+    """Strides, in elements, of what is broadcast to the scores [b, a, sq, sk]."""
+
+    sample: int
+    head: int
+    row: int
+    column: int
+
+
+class Steps(NamedTuple):
+    q: Step
+    k: Step
+    v: Step
+    grad_out: Step
+    """Zeros in forward."""
+    mask: ScoreStep
+    bias: ScoreStep
+
+
+class Sizes(NamedTuple):
+    """How many there are, in a packed row of all documents together."""
+
+    num_queries: int
+    num_keys: int
+    batch: int
+    num_heads: int
+    group_size: int
+    """Query heads that share a key-value head."""
+    num_documents: int
+
+
+class Places(NamedTuple):
+    """Which keys a query sees, and where a part of a row stands in the whole one."""
+
+    first_offset: int | None
+    """Query i sees keys i + first_offset to i + last_offset, in a packed row those of a document as long as its keys.
+    None is no limit."""
+    last_offset: int | None
+    diagonal: int
+    """The key at query i's own position is i + diagonal."""
+    first_row: int | None
+    """The global position of the first query and key, by which dropout draws; None is 0."""
+    first_column: int | None
+
+
+class Draw(NamedTuple):
+    """How dropout draws; the words of the key and the first sample, which change with every step, are kernel arguments
+    of their own."""
+
+    first_head: int
+    limit: int | None
+    """Dropped are numbers of 16 bits below it; None is no dropout."""
+    keep_scale: float
+    """1 / (1 - p)."""
+
+
+class Scores(NamedTuple):
+    """What happens to a score. Kernels hold scores unscaled: scale is applied in the exponent."""
+
+    scale: float
+    """softmax_scale * log2(e), for powers of two."""
+    softmax_scale: float
+    inverse_scale: float
+    masked_score: float
+    """What the mask writes, unscaled."""
+    cap: float | None
+    """The softcap, unscaled."""
+
+
+class Form(NamedTuple):
+    """What the code of a kernel depends on: constants of the compiler."""
+
+    UNIT: Any
+    """8 where all steps of q, k, v and grad_out are multiples of 8 elements, else 1."""
+    HIDES_FIRST: Any
+    """Whether dropout draws by positions in the packed row; see kernel_program._enter_document."""
+    ADDS_MASK: Any
+    """Whether scores that the mask hides get a gradient (hidden_rows="added")."""
+    BRANCHES: Any
+    """Whether a tile in which every query sees every key jumps over the masking code. Before sm_90 the compiler would
+    lose the layout of the tensor cores there, which the next product needs."""
+    KEEPS_APART: Any
+    """Whether kernel_scores.keep_apart is needed: on sm_90 with tensor cores."""
+    HEAD_DIM: Any
+    BLOCK_DIM: Any
+    """HEAD_DIM rounded up to a power of two, at least 16."""
+    VALUE_DIM: Any
+    VALUE_BLOCK: Any
+    BLOCK_QUERIES: Any
+    BLOCK_KEYS: Any
+
+
+class BiasSizes(NamedTuple):
+    """Of how many samples and heads a bias is, and whether it is of one query (a constant of the compiler)."""
+
+    num_samples: int
+    num_heads: int
+    SUMS_QUERIES: Any

@@ -1,27 +1,21 @@
-"""The Triton kernels of attention against their specification: see interpreted.py for where they run.
-
-The backward of one walk is that of kernel_heads.py.
-"""
+"""The Triton kernels of attention against their specification: see interpreted.py for where they run."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import pytest
 import torch
 from attention_cases import Ring, ours, reference
-from attention_kernel_cases import KEY, check, dropped_elements, random_inputs, run, settings, take_walk
+from attention_kernel_cases import KEY, check, dropped_elements, random_inputs, run, settings
 from covering import exhaustive, parametrize_covering
 from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test
 from torch.utils._python_dispatch import TorchDispatchMode
 from witness import assert_within_rule
 
-from tempo_kernels.attention import blocks, eager, find_backend, kernel_plan, kernel_rows, walks
+from tempo_kernels.attention import blocks, eager, find_backend, function
 from tempo_kernels.attention import kernel as attention_kernel
-from tempo_kernels.attention import kernel_tile as tile
 from tempo_kernels.attention.settings import Inputs, Kept
-from tempo_kernels.kernel_launch import HAS_DESCRIPTORS, Layout, forget_plans
 from tempo_kernels.philox import drop_mask, effective_probability
 
 # sq, sk, b, a, g, d
@@ -76,11 +70,9 @@ PARTS = {
 
 
 @kernel_test
-@parametrize_covering(each={"part": PARTS}, dtype=DTYPES, p=[0.0, 0.1], splits=[0, 2])
-def test_parts_of_a_sequence_and_values_of_any_size_do_what_is_specified(part, dtype, p, splits, monkeypatch):
+@parametrize_covering(each={"part": PARTS}, dtype=DTYPES, p=[0.0, 0.1])
+def test_parts_of_a_sequence_and_values_of_any_size_do_what_is_specified(part, dtype, p):
     sq, sk, d, dv, first_row, first_column, causal, window_size = part
-    if dtype != torch.float32:
-        take_walk(monkeypatch, splits)
     shapes = (sq, 4, d), (sk, 2, d), (sk, 2, dv), (sq, 4, dv)
     inputs = [torch.randn(s, 1, heads, size, device=DEVICE).to(dtype) for s, heads, size in shapes]
     check(*inputs, settings(causal, p, window_size=window_size, first_row=first_row, first_column=first_column))
@@ -88,12 +80,10 @@ def test_parts_of_a_sequence_and_values_of_any_size_do_what_is_specified(part, d
 
 @kernel_test
 @parametrize_covering(
-    causal=[True, False], window_size=[None, (9, 0), (-1, 2)], dtype=DTYPES, p=[0.0, 0.1], splits=[0, 2], dv=[32, 16]
+    causal=[True, False], window_size=[None, (9, 0), (-1, 2)], dtype=DTYPES, p=[0.0, 0.1], dv=[32, 16]
 )
-def test_parts_of_the_keys_make_the_whole(causal, window_size, dtype, p, splits, dv, monkeypatch):
+def test_parts_of_the_keys_make_the_whole(causal, window_size, dtype, p, dv, monkeypatch):
     monkeypatch.setattr(blocks, "choose_backend", lambda q, cpu: attention_kernel)
-    if dtype != torch.float32:
-        take_walk(monkeypatch, splits)
     shapes = (20, 4, 32), (32, 2, 32), (32, 2, dv), (20, 4, dv)
     q, k, v, grad = (torch.randn(s, 2, heads, size, device=DEVICE).to(dtype) for s, heads, size in shapes)
     chosen = settings(causal, p, window_size=window_size, first_row=6, first_column=0)
@@ -143,13 +133,9 @@ def test_a_given_mask_does_what_is_specified(make_mask, dtype, causal):
 @kernel_test
 @parametrize_covering(
     each={"hidden_rows": ["added", "zero"], "dtype": DTYPES}, more=["", "bias", "sink", "softcap"],
-    window_size=[None, (9, 0)], splits=[0, 2],
+    window_size=[None, (9, 0)],
 )  # fmt: skip
-def test_rows_whose_keys_are_all_hidden_do_what_is_specified(
-    hidden_rows, dtype, window_size, more, splits, monkeypatch
-):
-    if dtype != torch.float32:
-        take_walk(monkeypatch, splits)
+def test_rows_whose_keys_are_all_hidden_do_what_is_specified(hidden_rows, dtype, window_size, more):
     mask = torch.arange(70) < torch.tensor([0, 40, 70]).view(3, 1, 1, 1)
     given = {"bias": torch.randn(1, 4, 1, 70), "sink": torch.randn(4)}
     given = {name: each.to(DEVICE, dtype) for name, each in given.items() if name == more}
@@ -201,10 +187,8 @@ def test_the_logsumexp_is_the_specified_one_in_units_of_the_unscaled_scores():
 
 
 @kernel_test
-@pytest.mark.parametrize(("splits", "size"), [((0,), 150), ((2, 2), 70)])
-def test_gradients_are_the_same_bits_every_time(splits, size, monkeypatch):
-    take_walk(monkeypatch, *splits)
-    inputs = random_inputs(size, size, 1, 2, 1, 64, torch.bfloat16)
+def test_gradients_are_the_same_bits_every_time():
+    inputs = random_inputs(150, 150, 1, 2, 1, 64, torch.bfloat16)
     first, second = (run(attention_kernel, *inputs, None, None, settings()) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -240,14 +224,6 @@ def test_every_pass_drops_the_specified_elements_bit_for_bit(first_sample, p, ke
 
 
 @kernel_test
-def test_drawing_key_by_key_as_triton_3_3_has_to_drops_the_same_elements(monkeypatch):
-    chosen = settings(False, 0.3)
-    expected = dropped_elements(chosen, 40, 130, 1, 1)[2]
-    monkeypatch.setattr(tile, "JOINS_TRANSPOSED", not tile.JOINS_TRANSPOSED)
-    assert torch.equal(dropped_elements(chosen, 40, 130, 1, 1)[2], expected)
-
-
-@kernel_test
 def test_draws_from_device_data_are_the_same_bit_for_bit():
     inputs = random_inputs(70, 70, 1, 2, 2, 32, torch.float32)
     expected = run(attention_kernel, *inputs, None, None, settings(key=2**64 - 5, first_sample=7))
@@ -257,171 +233,9 @@ def test_draws_from_device_data_are_the_same_bit_for_bit():
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-# sq, sk, b, a, g, d; causal; window
-ONE_WALK = {
-    "odd": ((37, 37, 2, 1, 1, 32), True, None),
-    "blocks": ((130, 130, 1, 1, 1, 64), True, None),
-    "head_dim 128": ((140, 150, 1, 1, 1, 128), True, None),
-    "head_dim 36, grouped": ((70, 80, 1, 2, 1, 36), False, None),
-    "more queries than keys": ((150, 11, 1, 1, 1, 64), False, None),
-    "window": ((150, 150, 1, 1, 1, 64), False, (40, 3)),
-}
-
-
-@kernel_test
-@parametrize_covering(each={"form": ONE_WALK, "splits": [(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 4)]})
-def test_one_walk_for_all_gradients_does_what_is_specified(form, splits, monkeypatch):
-    shape, causal, window = form
-    take_walk(monkeypatch, *splits)
-    check(*random_inputs(*shape, torch.bfloat16), settings(causal, window_size=window))
-
-
-@kernel_test
-@pytest.mark.parametrize("splits", [(2, 1), (1, 2)])
-def test_one_walk_of_float16_with_a_mask_and_lengths_does_what_is_specified(splits, monkeypatch):
-    take_walk(monkeypatch, *splits)
-    q, k, v, grad = random_inputs(70, 70, 3, 2, 1, 32, torch.float16)
-    lengths = torch.tensor([70, 50, 0], device=DEVICE)
-    k[50:, 1], v[50:, 1] = float("nan"), float("nan")
-    mask = (torch.rand(3, 2, 70, 70) < 0.4).to(DEVICE)
-    check(q, k, v, grad, settings(False, 0.0), mask, lengths)
-
-
-@kernel_test
-@pytest.mark.parametrize("splits", [(1, 1), (2, 2)])
-def test_one_walk_drops_the_specified_elements_bit_for_bit(splits, monkeypatch):
-    take_walk(monkeypatch, *splits)
-    sq, sk, chosen = 100, 125, settings(False, 0.4, first_sample=2**47)
-    where = {"sample": torch.tensor(2**47), "head": torch.tensor(3), "row": torch.arange(sq)}
-    expected = drop_mask(KEY, 0.4, **where, num_columns=sk)
-    for name, found in zip(("forward", "grad_q", "grad_v"), dropped_elements(chosen, sq, sk, 1, 1, 128), strict=True):
-        assert torch.equal(found[0, 0].cpu(), expected), name
-
-
-# sq, sk, b, a, g, d; dv; window; p; how many tensors forward and backward describe
-DESCRIBED = {
-    "causal": ((136, 136, 2, 2, 2, 64), 64, None, 0.1, (2, 2)),
-    "grouped, window": ((70, 152, 1, 4, 2, 128), 128, (40, 3), 0.1, (2, 2)),
-    "odd": ((70, 131, 2, 2, 2, 64), 64, None, 0.0, (0, 2)),
-    "one head": ((9, 8, 2, 1, 1, 64), 64, None, 0.1, (2, 2)),
-    "padded heads": ((40, 40, 1, 2, 1, 96), 72, None, 0.1, (2, 2)),
-    "small values": ((40, 40, 1, 1, 1, 40), 24, None, 0.1, (2, 2)),
-    "small heads": ((40, 40, 1, 1, 1, 32), 32, None, 0.1, (0, 0)),
-    "wide heads": ((40, 72, 1, 1, 1, 192), 128, None, 0.1, (2, 0)),  # backward in two walks
-    "heads of no eights": ((40, 40, 1, 1, 1, 36), 36, None, 0.1, (0, 0)),
-}
-
-
-@kernel_test
-@pytest.mark.skipif(not HAS_DESCRIPTORS, reason="this version of Triton gets no tensor descriptors")
-@parametrize_covering(each={"form": DESCRIBED}, dtype=[torch.bfloat16, torch.float16], changes=[False, True])
-def test_described_tensors_do_what_is_specified_and_give_the_bits_that_pointers_give(form, dtype, changes, monkeypatch):
-    shape, dv, window, p, expected = form
-    take_walk(monkeypatch, 2 if expected[1] else 0)
-    described, describe = [], Layout.describe
-    monkeypatch.setattr(Layout, "describe", lambda self, t: described.append(t) or describe(self, t))
-    q, k, *others = random_inputs(*shape, dtype)
-    v, grad = (t[..., :dv] for t in others)
-    mask, more, chosen = None, {}, settings(window is None, p, window_size=window)
-    if changes:
-        sq, sk, b, a = shape[:4]
-        mask = (torch.rand(b, a, sq, sk) < 0.3).to(DEVICE)
-        more = {
-            "bias": torch.randn(1, a, sq, sk, device=DEVICE).to(dtype),
-            "alibi_slopes": torch.rand(a, device=DEVICE),
-        }
-        chosen = dataclasses.replace(chosen, softcap=5.0)
-    check(q, k, v, grad, chosen, mask, **more)
-    assert len(described) == sum(expected)
-    # A descriptor has keys in another order. Where no score differs and all else is whole, sums are exact in any order.
-    q.zero_()
-    for whole in (k, v, grad):
-        whole.mul_(4).round_()
-    found = run(attention_kernel, q, k, v, grad, mask, None, chosen)
-    assert len(described) == 2 * sum(expected)
-    monkeypatch.setattr(attention_kernel, "HAS_DESCRIPTORS", False)
-    by_pointers = run(attention_kernel, q, k, v, grad, mask, None, chosen)
-    assert len(described) == 2 * sum(expected)
-    assert all(torch.equal(a, b) for a, b in zip(found, by_pointers, strict=True))
-
-
-@kernel_test
-@pytest.mark.skipif(not HAS_DESCRIPTORS, reason="this version of Triton gets no tensor descriptors")
-def test_what_no_descriptor_suits_is_read_by_pointers(monkeypatch):
-    described = []
-    monkeypatch.setattr(Layout, "describe", lambda self, t: described.append(t))
-    q = torch.zeros(8, 2, 2, 64, dtype=torch.bfloat16, device=DEVICE)
-    misplaced = torch.zeros(q.numel() + 1, dtype=torch.bfloat16, device=DEVICE)[1:].view(q.shape)
-    odd_rows = torch.zeros(8, 2, 2, 65, dtype=torch.bfloat16, device=DEVICE)[..., :64]
-    samples_inside = torch.zeros_like(q).transpose(1, 2)  # samples and heads have no stride in common
-    for k in (misplaced, odd_rows, samples_inside, q[:, :, :1].expand(-1, -1, 2, -1)):
-        attention_kernel.forward(Inputs(q, k, k), settings())
-    attention_kernel.forward(Inputs(q, q, q, None, torch.tensor([8, 3], device=DEVICE)), settings())
-    attention_kernel.forward(Inputs(q.float(), q.float(), q.float()), settings())
-    assert not described
-
-
-@kernel_test
-def test_heads_that_take_turns_give_the_bits_of_one_after_the_other(monkeypatch):
-    """Of three key-value heads and two samples four take turns, then two."""
-    take_walk(monkeypatch, 0)
-    inputs, found = random_inputs(150, 150, 2, 6, 3, 32, torch.bfloat16), []
-    for heads in (4, 1):
-        monkeypatch.setattr(kernel_plan, "group_heads", lambda num_heads, head_bytes, heads=heads: heads)
-        forget_plans()
-        found.append(run(attention_kernel, *inputs, None, None, settings()))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_heads_take_turns_whose_keys_fit_into_half_of_the_l2_cache(monkeypatch):
-    of_head = 2048 * 256 * 2
-    assert [walks.group_heads(n, of_head) for n in (1, 23, 24, 32, 128)] == [1, 23, 12, 16, 22]
-    assert walks.group_heads(7, 100 * of_head) == 1 and walks.group_heads(7, 0) == 7
-    q, k = torch.empty(2, 2048, 2, 64, 128, dtype=torch.bfloat16)
-    k, plans = k[:, :, :8], []
-    monkeypatch.setattr(kernel_rows, "launch_forward", lambda plan, *others: plans.append(plan))
-    for causal in (True, False):
-        attention_kernel.forward(Inputs(q, k, k), settings(causal))
-    assert [plan.named["heads_in_turn"] for plan in plans] == [16 * 8, 8]
-
-
-def test_one_walk_is_chosen_where_it_is_faster(monkeypatch):
-    monkeypatch.setattr(attention_kernel, "count_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(attention_kernel, "find_architecture", lambda device: 90)
-
-    def choose(heads, groups, head_dim, sk=2048, dtype=torch.bfloat16):
-        k = torch.empty(sk, 1, groups, head_dim, dtype=dtype)
-        return attention_kernel.choose_splits(Inputs(k.new_empty(sk, 1, heads, head_dim), k, k))
-
-    assert [choose(n, n, 128) for n in (8, 64, 128, 140, 264)] == [None, (2, 1), (2, 1), None, (2, 1)]
-    assert [choose(n, n, 64) for n in (64, 128, 256, 280)] == [(2, 1), (1, 1), (1, 1), None]
-    # More programs share a head, unless two walks fill the GPU better or the sums take too much memory.
-    few = [(16, 8), (16, 4), (8, 4), (6, 2), None]
-    assert [choose(n, n, d) for d in (64, 128) for n in (1, 2, 4, 10, 12)] == few * 2
-    assert choose(32, 8, 64) is None and choose(128, 32, 64) == (2, 2)
-    assert [choose(7, 7, d, sk=8192) for d in (64, 72)] == [(8, 2), (4, 4)]  # sums are as wide as 128 with a head of 72
-    assert choose(128, 8, 128) is choose(64, 64, 128, sk=64) is None
-    assert choose(128, 128, 256) is choose(128, 128, 128, dtype=torch.float32) is None
-    monkeypatch.setattr(attention_kernel, "find_architecture", lambda device: 100)
-    assert choose(128, 128, 128) is None
-
-
-@pytest.mark.parametrize(
-    ("sq", "b", "a", "g", "d", "dv", "dtype"),
-    [
-        (300, 2, 128, 32, 64, 64, torch.bfloat16),  # one walk, with a program a head
-        (2048, 1, 4, 4, 128, 128, torch.bfloat16),  # with 16 programs a head
-        (2100, 1, 8, 4, 72, 64, torch.float16),
-        (130, 1, 8, 8, 192, 128, torch.bfloat16),  # two walks
-        (130, 2, 3, 1, 80, 80, torch.float32),
-    ],
-)
-def test_workspaces_are_counted_as_backward_makes_them(sq, b, a, g, d, dv, dtype, monkeypatch):
-    monkeypatch.setattr(attention_kernel, "count_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(attention_kernel, "find_architecture", lambda device: 90)
-    for module in (attention_kernel.rows, attention_kernel.columns, attention_kernel.whole_heads):
-        for name in [name for name in vars(module) if name.startswith("launch_")]:
-            monkeypatch.setattr(module, name, lambda *arguments: None)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_workspaces_are_counted_as_backward_makes_them(dtype, monkeypatch):
+    monkeypatch.setattr(attention_kernel, "launch", lambda *arguments: None)
     made = []
 
     class Watch(TorchDispatchMode):
@@ -431,14 +245,13 @@ def test_workspaces_are_counted_as_backward_makes_them(sq, b, a, g, d, dv, dtype
                 made.append(found.untyped_storage().nbytes())
             return found
 
-    q, k, v = torch.empty(sq, b, a, d, dtype=dtype), torch.empty(sq, b, g, d, dtype=dtype), torch.empty(sq, b, g, dv)
-    inputs = Inputs(q, k, v.to(dtype))
-    kept = Kept(q.new_empty(sq, b, a, dv), torch.empty(b, a, sq))
+    q, k = torch.empty(130, 2, 6, 80, dtype=dtype), torch.empty(130, 2, 3, 80, dtype=dtype)
+    chosen, kept = settings(), Kept(torch.empty_like(q), torch.empty(2, 6, 130))
     with Watch():
-        attention_kernel.backward(kept.out, inputs, kept, settings())
-    gradients = [t.untyped_storage().nbytes() for t in inputs[:3]]
-    splits = walks.choose_splits(q.shape, k.shape, dv, dtype, 90, 132)
-    assert made == [*gradients, *walks.list_workspaces(q.shape, k.shape, dv, dtype, splits)]
+        attention_kernel.backward(kept.out, Inputs(q, k, k), kept, chosen)
+    operands = (kept.out, *kept[:3], *Inputs(q, k, k), None, None, None, *chosen.operands, False, False)
+    gradients = [t.untyped_storage().nbytes() for t in (q, k, k)]
+    assert made == [*gradients, *function.list_gpu_workspaces(operands, 9, 132)]
 
 
 @pytest.mark.gpu
