@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tempo_kernels.recompute import can_refill, drop, find_saved_tensors, hold
 from tempo_torch.replace import Replaced
@@ -23,6 +23,12 @@ class DropsInput(Replaced):
         if args and not torch.compiler.is_compiling() and isinstance(out, Tensor):
             drop_input(args[0], out)
         return out
+
+
+def is_linear(module: Any) -> bool:
+    """Whether a module is one that `DropsInput` replaces."""
+    kind = type(module)
+    return kind is nn.Linear or (kind.__name__, kind.__module__) == ("Conv1D", "transformers.pytorch_utils")
 
 
 def can_be_made(x: Tensor) -> bool:

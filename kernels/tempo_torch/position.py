@@ -80,7 +80,7 @@ class Place:
         """In a compiled graph: the calls since the forward, or the backward, began."""
         self.key_tensor = torch.tensor(_make_signed(derive_key(passes.seed, code, 0)), dtype=torch.int64)
 
-    def find(self, device: torch.device, num_rows: int | None = None) -> tuple[int | Tensor, int | Tensor, int]:
+    def draw(self, device: torch.device, num_rows: int | None = None) -> tuple[int | Tensor, int | Tensor, int]:
         """Returns (key, first row, number of samples) of the mask that is drawn now, to be used once.
 
         Args:

@@ -16,7 +16,7 @@ from tempo_torch.attention import Caught, attend, catching
 from tempo_torch.mlp import check_gathered
 from tempo_torch.norm import MADE, LayerNorm, RMSNorm
 from tempo_torch.replace import Replaced
-from tempo_torch.trial import DIRECT, NORM, THROUGH_STOCK, describe, find_way, list_leaves
+from tempo_torch.trial import DIRECT, NORM, THROUGH_STOCK, describe, get_way, list_leaves
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _CACHES = ("cache", "past_key_values", "past_key_value")
@@ -29,7 +29,7 @@ class TiledProjections(Replaced):
 
     The stock forward is run for a tile until it asks for attention. Where it goes from attention straight to o_proj,
     that is all. Where it has gates or norms between, it runs once more as a whole and is given attention's result: it
-    then keeps what these keep, and makes q, k and v once more in forward. A trial on a few tokens (`find_way`) tells
+    then keeps what these keep, and makes q, k and v once more in forward. A trial on a few tokens (`get_way`) tells
     which, or that the module cannot run in tiles.
     """
 
@@ -79,7 +79,7 @@ class TiledProjections(Replaced):
         norm = kwargs.pop(NORM)
         x, call = self._bind(args, kwargs)
         check_gathered(self, *([] if norm is None else [norm]))
-        way, (batch, length) = self._find_way(x, call), x.shape[:2]
+        way, (batch, length) = self._get_way(x, call), x.shape[:2]
         # What attend_to holds is there until backward: not y, which the norm makes again.
         mask = call.pop("attention_mask", None)
         leaves, structure, places = list_leaves(x, call)
@@ -121,14 +121,14 @@ class TiledProjections(Replaced):
     def find_refusal(self, *args: Any, **kwargs: Any) -> str | None:
         """Why such a call, of which the shapes matter, cannot run in tiles; None where it can. The first call of a form
         is tried."""
-        way = self._find_way(*self._bind(args, kwargs))
+        way = self._get_way(*self._bind(args, kwargs))
         return None if way in (DIRECT, THROUGH_STOCK) else way
 
-    def _find_way(self, hidden: Tensor, call: dict[str, Any]) -> str:
+    def _get_way(self, hidden: Tensor, call: dict[str, Any]) -> str:
         call = {name: value for name, value in call.items() if name not in ("attention_mask", *_CACHES)}
         form = describe(hidden, call)
         if form not in self.tempo_ways:
-            self.tempo_ways[form] = find_way(self, hidden, call)
+            self.tempo_ways[form] = get_way(self, hidden, call)
         return self.tempo_ways[form]
 
     def _bind(self, args: Any, kwargs: Any) -> tuple[Tensor, dict[str, Any]]:

@@ -77,7 +77,7 @@ def plant(patch: pytest.MonkeyPatch, mistake: str) -> None:
     elif mistake == "gradient of a LayerNorm":
         patch.setattr(LayerNorm, "normalise", lambda self, x: scale_gradient(call_norm(self, x), 0.99))
     elif mistake == "form of GELU":
-        tempoize_file = MODULES["tempo_torch.tempoize"]
+        tempoize_file = MODULES["tempo_torch.replacements"]
         patch.setattr(tempoize_file, "name_activation", lambda module: "gelu")
     elif mistake == "divisor":
         patch.setattr(
