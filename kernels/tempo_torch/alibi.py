@@ -11,9 +11,9 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tempo_torch.attention import AttentionPlace, attend_by_position
+from tempo_torch.attention import attend_by_position
 from tempo_torch.functional import RedirectsFunctions
 from tempo_torch.masks import read_once
 
@@ -28,10 +28,7 @@ class AlibiAttention(RedirectsFunctions):
     added are those of the model, which all layers share.
     """
 
-    tempo_place: AttentionPlace
-    training: bool
     slopes: Tensor
-    layer_idx: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns (out, None) where stock returns (out, weights). Raises ValueError with attention="flash" for a call
@@ -79,16 +76,6 @@ class BloomAttention(AlibiAttention):
     adds the lowest number to its scores.
     """
 
-    num_heads: int
-    head_dim: int
-    inv_norm_factor: float
-    hidden_dropout: float
-    pretraining_tp: int
-    slow_but_exact: bool
-    attention_dropout: nn.Dropout
-    query_key_value: nn.Linear
-    dense: nn.Linear
-
     def _find_refusal(self, given: dict[str, Any]) -> str | None:
         is_cut = self.pretraining_tp > 1 and self.slow_but_exact
         return "computes its output in parts (slow_but_exact)" if is_cut else super()._find_refusal(given)
@@ -97,21 +84,15 @@ class BloomAttention(AlibiAttention):
         fused = self.query_key_value(given["hidden_states"]).unflatten(-1, (self.num_heads, 3, self.head_dim))
         bias = None if causal else given["alibi"].unflatten(0, (-1, self.num_heads))
         more: dict[str, Any] = {"causal": causal, "mask": hidden, "hidden_rows": "added"}
-        out = self._attend(given, fused.unbind(-2), self.attention_dropout.p, bias, softmax_scale=self.inv_norm_factor, **more)
+        out = self._attend(
+            given, fused.unbind(-2), self.attention_dropout.p, bias, softmax_scale=self.inv_norm_factor, **more
+        )
         y: Tensor = given["residual"] + self.drop(self.dense(out), self.hidden_dropout)
         return y
 
 
 class MptAttention(AlibiAttention):
     """MPT's attention. Its distances do not depend on padding, so that they always come from slopes."""
-
-    n_heads: int
-    head_dim: int
-    softmax_scale: float
-    attn_dropout_p: float
-    clip_qkv: float | None
-    Wqkv: nn.Linear
-    out_proj: nn.Linear
 
     def _find_refusal(self, given: dict[str, Any]) -> str | None:
         if given["position_bias"] is None or given["position_bias"].size(-1) < given["hidden_states"].size(1):

@@ -379,7 +379,7 @@ def _only(model: Any, units: Sequence[Unit], has_registry: bool) -> Iterator[Non
             if not isinstance(module, Replaced) or id(module) in stay or (units and isinstance(module, DropsInput)):
                 continue
             changed.append((module, type(module)))
-            module.__class__ = module.stock_class  # type: ignore[assignment]
+            module.__class__ = module.stock_class
         if is_stock:
             give_back_attention(model)
         yield

@@ -32,9 +32,6 @@ class RedrawnDropout(Replaced):
     linear recomputes the output.
     """
 
-    p: float
-    training: bool
-    place: Place
     keeps_input = False
 
     def forward(self, x: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class RecomputesExperts(Replaced):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The experts' weighted outputs [t, h] of tokens [t, h], as stock."""
-        stock: Any = self.stock_class
+        stock = self.stock_class
         is_plain = torch.compiler.is_compiling() or not torch.is_grad_enabled()
         if is_plain or read_implementation(self) not in IMPLEMENTATIONS:
             return stock.forward(self, *args, **kwargs)

@@ -20,7 +20,7 @@ class TiledMLP(Replaced):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the stock MLP returns for x [..., h]."""
-        stock: Any = self.stock_class
+        stock = self.stock_class
         x: Tensor
         (x,) = (*args, *kwargs.values())
         if torch.compiler.is_compiling() and not torch.is_grad_enabled():
@@ -30,14 +30,14 @@ class TiledMLP(Replaced):
     # A compiler would look through the tiles and keep what they make.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _run_in_tiles(self, x: Tensor) -> Tensor:
-        stock: Any = self.stock_class
+        stock = self.stock_class
         check_gathered(self)
 
         def run_tile(tile: Tensor) -> Tensor:
             y: Tensor = stock.forward(self, tile.unsqueeze(0))
             return y.squeeze(0)
 
-        parameters = self.parameters()  # type: ignore[attr-defined]
+        parameters = self.parameters()
         rows = recompute_in_tiles(run_tile, x.flatten(0, -2), parameters=parameters, num_rows=x.size(-1))
         y: Tensor = rows.unflatten(0, x.shape[:-1])
         drop_input(x, y)

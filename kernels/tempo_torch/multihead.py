@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tempo_kernels.attention import attention
-from tempo_torch.attention import AttentionPlace
 from tempo_torch.linear import drop_input
 from tempo_torch.masks import read_once
 from tempo_torch.replace import Replaced
@@ -28,23 +27,6 @@ class MultiheadAttention(Replaced):
 
     Keeps for backward: its inputs, as stock does, q, k, v, the output of attention, and 4 bytes per query and head.
     """
-
-    tempo_place: AttentionPlace
-    training: bool
-    dropout: float
-    batch_first: bool
-    add_zero_attn: bool
-    embed_dim: int
-    num_heads: int
-    head_dim: int
-    _qkv_same_embed_dim: bool
-    in_proj_weight: Tensor
-    q_proj_weight: Tensor
-    k_proj_weight: Tensor
-    v_proj_weight: Tensor
-    in_proj_bias: Tensor | None
-    bias_k: Tensor | None
-    out_proj: torch.nn.Linear
 
     def forward(
         self,

@@ -37,8 +37,6 @@ class TiledProjections(Replaced):
     """Those norms of the layer that may be in front of this module."""
     tempo_ways: dict[Any, str]
     """What the trial found, by the form of the call."""
-    o_proj: nn.Module
-    training: bool
     tempo_rows: int | None = None
     """Rows of a tile; None for as many as the hidden size."""
 
@@ -73,7 +71,7 @@ class TiledProjections(Replaced):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the stock module returns; with NORM for what this norm makes of x [b, s, h]."""
-        stock: Any = self.stock_class
+        stock = self.stock_class
         if NORM not in kwargs:
             return stock.forward(self, *args, **kwargs)
         norm = kwargs.pop(NORM)
@@ -108,7 +106,7 @@ class TiledProjections(Replaced):
             q, k, v = (part.unflatten(0, (batch, length)).transpose(1, 2) for part in parts)
             return attend(self, q, k, v, mask, **asked)[0]  # type: ignore[arg-type]
 
-        parameters = [p for name, p in self.named_parameters() if not name.startswith("o_proj.")]  # type: ignore[attr-defined]
+        parameters = [p for name, p in self.named_parameters() if not name.startswith("o_proj.")]
         parameters += [] if norm is None else list(norm.parameters())
         rows = (leaves[place].expand(batch, *leaves[place].shape[1:]).flatten(0, 1) for place in places)
         num_rows = self.tempo_rows or x.size(-1)

@@ -13,11 +13,11 @@ from tempo_kernels.offload import Offload
 from tempo_torch.attention import NAME, PLACE, find_change, give_back_attention, name_implementation
 from tempo_torch.check import Unit, check_model
 from tempo_torch.functional import RedirectsFunctions
+from tempo_torch.inputs import Call
 from tempo_torch.linear import DropsInput
 from tempo_torch.loss import FusedLoss
 from tempo_torch.mlp import TiledMLP, find_dropout
 from tempo_torch.position import Passes
-from tempo_torch.inputs import Call
 from tempo_torch.probe import Seen, probe
 from tempo_torch.projections import TiledProjections
 from tempo_torch.replace import change_class, give_class_back
@@ -148,8 +148,9 @@ class State:
             raise ValueError(_refuse(unit.operation, value, f"{unit.kind}: {why}"))
         if unit.is_registry:
             give_back_attention(model)
-        for module in unit.modules:
-            head: Any = module.get_output_embeddings() if isinstance(module, FusedLoss) else None
+        modules: tuple[Any, ...] = unit.modules
+        for module in modules:
+            head = module.get_output_embeddings() if isinstance(module, FusedLoss) else None
             give_class_back(module)
             if head is not None:
                 give_class_back(head)
