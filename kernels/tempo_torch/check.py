@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from tempo_torch.attention import NAME, PLACE, give_back_attention, is_wrapped, name_implementation
 from tempo_torch.inputs import Call, make_calls, name_inputs
@@ -190,7 +191,10 @@ class Comparison:
 
     def _run(self, watch: _Watch, units: Sequence[Unit], is_wide: bool = False) -> Values:
         args, kwargs = pytree.tree_map(_widen_one, self._call) if is_wide else self._call
-        _seed()
+        torch.manual_seed(0)
+        random.seed(0)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(0)
         setting = _only(self._model, units, self._has_registry)
         with setting, self._passes.keep_all(), _find_ends(self._names) as ends, watch:
             values = _list_outputs(self._model(*args, **kwargs), kwargs.get("attention_mask"))
@@ -294,9 +298,8 @@ def _weigh(value: Tensor) -> Tensor:
     return (value.float() * weights).sum()
 
 
-@contextlib.contextmanager
-def _perturb(names: Mapping[int, str]) -> Iterator[None]:
-    """Changes each module's output, and the gradient of it, by a rounding up or down."""
+def _perturb(names: Mapping[int, str]) -> RemovableHandle:
+    """Changes each module's output, and the gradient of it, by a rounding up or down, until the handle is removed."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def change(x: Tensor, amount: float) -> Tensor:
@@ -308,9 +311,9 @@ def _perturb(names: Mapping[int, str]) -> Iterator[None]:
         def change_one(x: Any) -> Any:
             if not isinstance(x, Tensor) or not x.is_floating_point() or not x.requires_grad:
                 return x
-            eps = get_eps(x)
-            back = max(eps, _GELU_IN_PLACE.get(x.dtype, 0.0)) if _is_in_place(module) else eps
-            y = change(x, eps)
+            y, back = change(x, get_eps(x)), get_eps(x)
+            if "function" in module.__dict__ and module.__dict__.get("keep") == "output":
+                back = max(back, _GELU_IN_PLACE.get(x.dtype, 0.0))
             y.register_hook(lambda grad: change(grad, back))
             return y
 
@@ -318,15 +321,7 @@ def _perturb(names: Mapping[int, str]) -> Iterator[None]:
             return out
         return pytree.tree_map(change_one, out)
 
-    handle = register_module_forward_hook(perturb)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _is_in_place(module: nn.Module) -> bool:
-    return "function" in module.__dict__ and module.__dict__.get("keep") == "output"
+    return register_module_forward_hook(perturb)
 
 
 def _widen_one(value: Any) -> Any:
@@ -359,11 +354,8 @@ def _find_ends(names: Mapping[int, str]) -> Iterator[dict[str, Tensor]]:
         if is_end and not any(isinstance(each, Tensor) and each.requires_grad for each in args):
             found[name] = out
 
-    handle = register_module_forward_hook(note)
-    try:
+    with register_module_forward_hook(note):
         yield found
-    finally:
-        handle.remove()
 
 
 @contextlib.contextmanager
@@ -392,14 +384,6 @@ def _only(model: Any, units: Sequence[Unit], has_registry: bool) -> Iterator[Non
             module.__class__ = kind
 
 
-def _seed() -> None:
-    """Lets all that draws from a generator otherwise than by dropout draw the same in each run."""
-    torch.manual_seed(0)
-    random.seed(0)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(0)
-
-
 @contextlib.contextmanager
 def keep_state(model: Any, passes: Passes) -> Iterator[None]:
     """Lets `model` run in training, without a cache and without checkpointing, and gives it back as it was: what its
@@ -414,37 +398,31 @@ def keep_state(model: Any, passes: Passes) -> Iterator[None]:
     ]
     caches = [(each, each.use_cache) for each in configs.values() if isinstance(getattr(each, "use_cache", None), bool)]
     devices = {each.device for each in model.parameters() if each.device.type != "cpu"}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(keep_random_states(devices))
-        stack.enter_context(run_eagerly())
-        stack.enter_context(warnings.catch_warnings())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.callback(_restore, states, inner, buffers, caches)
+    quiet = warnings.catch_warnings()
+    with keep_random_states(devices), run_eagerly(), quiet, torch.inference_mode(False), torch.enable_grad():
         warnings.simplefilter("ignore")
-        if not model.training:
-            model.train()
-        for config, _ in caches:
-            config.use_cache = False
-        for module in modules:
-            if "gradient_checkpointing" in module.__dict__:
-                module.__dict__["gradient_checkpointing"] = False
-        yield
-
-
-def _restore(states: Any, inner: Any, buffers: Any, caches: Any) -> None:
-    for now, before in states:
-        now.clear()
-        now.update(before)
-    for value, before in inner:
-        value.clear()
-        value.update(before) if isinstance(value, dict) else value.extend(before)
-    for buffer, before in buffers:
-        if not torch.equal(buffer, before):
-            with torch.no_grad():
-                buffer.copy_(before)
-    for config, before in caches:
-        config.use_cache = before
+        try:
+            if not model.training:
+                model.train()
+            for config, _ in caches:
+                config.use_cache = False
+            for module in modules:
+                if "gradient_checkpointing" in module.__dict__:
+                    module.__dict__["gradient_checkpointing"] = False
+            yield
+        finally:
+            for now, before in states:
+                now.clear()
+                now.update(before)
+            for value, held in inner:
+                value.clear()
+                value.update(held) if isinstance(value, dict) else value.extend(held)
+            for buffer, values in buffers:
+                if not torch.equal(buffer, values):
+                    with torch.no_grad():
+                        buffer.copy_(values)
+            for config, uses in caches:
+                config.use_cache = uses
 
 
 def _describe(error: Exception) -> str:

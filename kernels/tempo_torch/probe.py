@@ -157,12 +157,8 @@ class _Watch(TorchDispatchMode):
             if threading.get_ident() == thread and id(module) not in self._originals:
                 self._stack.pop()
 
-        hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
-        try:
+        with register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
