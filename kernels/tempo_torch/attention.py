@@ -173,7 +173,7 @@ def _name_stock(model: Any) -> str:
 
 
 def _find_reader(model: Any, stock: str) -> str | None:
-    """Why code of the model would compute something else beside an attention of another name; None if none would.
+    """Returns why the model's code would compute something else with an attention of another name, or None.
 
     Sparse attention builds its mask only for names that it knows (DeepSeek V3.2), and a module that changes its mask
     relies on the form that its attention wants: numbers to add for "eager", bool for "sdpa" and Tempo's.
@@ -205,7 +205,7 @@ def _list_functions(kind: type[nn.Module]) -> Iterator[types.FunctionType]:
 
 
 def _compares_name(function: types.FunctionType, name: str) -> bool:
-    """Whether a function reads the name of a configuration's attention, and compares something with this one."""
+    """Returns whether a function reads the name of a configuration's attention, and compares something with `name`."""
     if "_attn_implementation" not in function.__code__.co_names:
         return False
     pairs = list(pairwise(dis.get_instructions(function)))
@@ -220,7 +220,7 @@ def _compares_name(function: types.FunctionType, name: str) -> bool:
 
 
 def _changes_mask(function: types.FunctionType) -> bool:
-    """Whether a function gives its attention_mask another value."""
+    """Returns whether a function gives its attention_mask another value."""
     instructions = dis.get_instructions(function)
     return any("attention_mask" in _list_names(each)[: each.opname.count("STORE_FAST")] for each in instructions)
 
@@ -237,13 +237,13 @@ def name_implementation(module: Any) -> str | None:
 
 
 def is_wrapped() -> bool:
-    """Whether something was registered in the place of Tempo's attention, as DeepSpeed's Ulysses is."""
+    """Returns whether something was registered in the place of Tempo's attention, as DeepSpeed's Ulysses is."""
     models: Any = sys.modules.get("transformers.modeling_utils")
     return models is not None and models.ALL_ATTENTION_FUNCTIONS.get(NAME, attend) is not attend
 
 
 def find_change(module: nn.Module) -> str | None:
-    """Why a module that got Tempo's attention does not ask for it any more; None while it does."""
+    """Returns why a module that got Tempo's attention does not ask for it any more; None while it does."""
     place: AttentionPlace | None = module.__dict__.get(PLACE)
     name = name_implementation(module)
     if place is None or place.implementation != NAME or name == NAME:
@@ -266,7 +266,7 @@ def attend(
     """Returns what transformers' sdpa_attention_forward does: (out [b, s, a, d], None) for q, k, v [b, a or g, s, d].
 
     Dropout draws its mask by position. The transposed output is a promise, so that the next linear does not keep it
-    beside the original. If a call asks for what Tempo's attention does not do, stock serves it, and the report says so.
+    twice. If a call asks for what Tempo's attention does not do, stock serves it, and the report says so.
     Raises ValueError for a module that was not given to tempoize, for such a call with attention="flash" or with sinks
     or capped scores, which torch's attention does not have, and for packed rows under Ulysses.
     """
@@ -332,7 +332,7 @@ def attend(
 
 
 def _check_documents(positions: Any) -> None:
-    """Raises ValueError if position_ids [b, s] begin anew inside a row and UlyssesSPAttentionHF, which passes no mask
+    """Raises ValueError if position_ids [b, s] restart inside a row and UlyssesSPAttentionHF, which passes no mask
     on, calls. A GPU is waited for, once in a forward, since the first layer asks. Compiled code does not check."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

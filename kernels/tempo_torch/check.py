@@ -72,7 +72,7 @@ class Unit:
 
 
 def find_obstacle(model: nn.Module) -> str | None:
-    """Why a model cannot run on its own here; None if nothing speaks against it."""
+    """Returns why a model cannot run on its own here; None if nothing speaks against it."""
     parameters = list(model.parameters())
     if not parameters:
         return "it has no parameters"
@@ -91,7 +91,7 @@ def find_obstacle(model: nn.Module) -> str | None:
 
 
 def is_slow(model: nn.Module) -> bool:
-    """Whether forward and backward of some tokens take minutes."""
+    """Returns whether forward and backward of some tokens take minutes."""
     return sum(each.numel() for each in model.parameters() if each.device.type == "cpu") > _MAX_ON_CPU
 
 
@@ -180,7 +180,7 @@ class Comparison:
 
     @functools.cached_property
     def _exact(self) -> Values:
-        """What stock makes of 16 bits in float32; nothing in a wider dtype, or if it does not run there."""
+        """Returns what stock makes of 16 bits in float32; nothing in a wider dtype, or if it does not run there."""
         if self._coarsest < torch.finfo(torch.float16).eps:
             return {}
         try:
@@ -360,7 +360,7 @@ def _find_ends(names: Mapping[int, str]) -> Iterator[dict[str, Tensor]]:
 
 @contextlib.contextmanager
 def _only(model: Any, units: Sequence[Unit], has_registry: bool) -> Iterator[None]:
-    """Lets no unit but these be Tempo's. Linears that drop what others make again are Tempo's beside any."""
+    """Lets no unit but these be Tempo's. Linears that drop what others make again are Tempo's with any unit."""
     stay = {id(module) for unit in units for module in unit.modules}
     # Tiles of projections end in the registry's attention.
     is_stock = has_registry and not any(unit.is_registry or unit.operation == "qkv" for unit in units)

@@ -119,7 +119,7 @@ def _find_forward(stock: type[nn.Module]) -> Any:
 
 @functools.cache
 def _is_gelu(function: Any) -> bool:
-    """Whether a function is GELU by what it computes."""
+    """Returns whether a function is GELU by what it computes."""
     if not isinstance(function, types.FunctionType):
         return False
     x = torch.linspace(-4, 4, 41, dtype=torch.float64, device="cpu")

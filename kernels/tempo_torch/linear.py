@@ -26,13 +26,13 @@ class DropsInput(Replaced):
 
 
 def is_linear(module: Any) -> bool:
-    """Whether a module is one that `DropsInput` replaces."""
+    """Returns whether a module is one that `DropsInput` replaces."""
     kind = type(module)
     return kind is nn.Linear or (kind.__name__, kind.__module__) == ("Conv1D", "transformers.pytorch_utils")
 
 
 def can_be_made(x: Tensor) -> bool:
-    """Whether x, or the tensor that it is a view of, can be recomputed."""
+    """Returns whether x, or the tensor that it is a view of, can be recomputed."""
     return _find_source(x) is not None or _find_factors(x) is not None
 
 

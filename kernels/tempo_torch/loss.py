@@ -344,7 +344,7 @@ class FusedLoss(Replaced):
 
 
 def is_language_model(model: Any) -> bool:
-    """Whether a module is a language model of transformers: it takes labels, and has a head over a vocabulary."""
+    """Returns whether a module is a language model of transformers, which takes labels and has a head over words."""
     models: Any = sys.modules.get("transformers.modeling_utils")
     if models is None or not isinstance(model, models.PreTrainedModel):
         return False

@@ -19,7 +19,7 @@ class TiledMLP(Replaced):
     wide; backward runs it once more. `recompute_in_tiles` says how exact that is."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the stock MLP returns for x [..., h]."""
+        """Returns what the stock MLP returns for x [..., h]."""
         stock = self.stock_class
         x: Tensor
         (x,) = (*args, *kwargs.values())
@@ -55,7 +55,7 @@ def check_gathered(*modules: Any) -> None:
 
 
 def is_mlp(module: nn.Module) -> bool:
-    """Whether a module is an MLP of transformers: its class is named so, and its forward takes one tensor."""
+    """Returns whether a module is an MLP of transformers: its class is named so, and its forward takes one tensor."""
     kind = type(module)
     return kind.__name__.endswith("MLP") and len(inspect.signature(kind.forward).parameters) == 2
 
@@ -67,7 +67,7 @@ def find_dropout(module: nn.Module) -> str | None:
 
 
 def find_mlp_refusal(module: nn.Module) -> str | None:
-    """Why an MLP cannot run in tiles; None where it can: its modules treat each token by itself, and draw nothing."""
+    """Returns why an MLP cannot run in tiles; None where its modules treat each token by itself and draw nothing."""
     for child in module.modules():
         is_linear = isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D"
         if child is module or is_linear or is_activation(child) or isinstance(child, nn.ReLU | nn.Tanh | nn.Sigmoid):

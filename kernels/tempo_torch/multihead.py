@@ -147,5 +147,5 @@ def _compute_hidden(mask: Tensor | None, padding: Tensor | None, batch: int) -> 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _adds(mask: Tensor) -> bool:
-    """Whether a float mask adds numbers other than 0 and -inf."""
+    """Returns whether a float mask adds numbers other than 0 and -inf."""
     return bool(((mask != 0) & (mask != float("-inf"))).any())

@@ -155,7 +155,8 @@ class Passes:
     def __init__(
         self, seed: int, rank: int | None = None, num_ranks: int | None = None, sequence: tuple[int, int] = (0, 1)
     ) -> None:
-        self.seed, self.sequence, self._ranks = seed, sequence, (rank, num_ranks)
+        self.seed, self.sequence = seed, sequence
+        self._ranks: tuple[Any, Any] = (rank, num_ranks)
         self.places: dict[str, Place] = {}
         self.has_repeats = self._knows_repeats = self._keeps_all = False
         self.num_steps = 0
@@ -318,7 +319,7 @@ class Passes:
 
     def _count_step(self, now: Pass) -> int:
         """Returns the first of as many numbers as a pass has samples, which no other step or rank uses."""
-        rank, num_ranks = self._find_rank()
+        rank, num_ranks = get_rank() if None in self._ranks else self._ranks
         if self.step_samples is None:
             self.step_samples = now.num_samples
         step = self.num_steps * num_ranks + rank
@@ -335,14 +336,6 @@ class Passes:
                 "to sample 2**47; expected fewer; say with tempo_torch.samples which samples a forward sees"
             )
         return first + number
-
-    def _find_rank(self) -> tuple[int, int]:
-        rank, num_ranks = self._ranks
-        if rank is not None and num_ranks is not None:
-            return rank, num_ranks
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return torch.distributed.get_rank(), torch.distributed.get_world_size()
-        return 0, 1
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -379,7 +372,7 @@ class Passes:
         return Pass((1 if tensor is None else tensor.size(0)) if said is None else said, device)
 
     def _is_restored(self, now: Pass) -> bool:
-        """Whether somebody has restored the generator's state of a forward that drew."""
+        """Returns whether somebody has restored the generator's state of a forward that drew."""
         state = self._read_state(now)
         return state is not None and state in self._drawn
 
@@ -438,8 +431,15 @@ class Passes:
         return {**self.__dict__, **no_pass, "_owner": {}, "_depth": 0, "_task": None}
 
 
+def get_rank() -> tuple[int, int]:
+    """Returns this process's rank in torch.distributed and the number of ranks; (0, 1) without it."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1
+
+
 def is_in_backward() -> bool:
-    """Whether this forward runs inside a backward."""
+    """Returns whether this forward runs inside a backward."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -457,7 +457,7 @@ def _find_frame() -> FrameType | None:
 
 
 def _is_running(thread: int, frame: FrameType | None) -> bool:
-    """Whether a thread still runs a frame."""
+    """Returns whether a thread still runs a frame."""
     top = sys._current_frames().get(thread)
     while top is not None and top is not frame:
         top = top.f_back

@@ -192,7 +192,7 @@ class _Names(TorchFunctionMode):
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator that can draw random numbers does so with these arguments."""
+    """Returns whether an operator that can draw random numbers does so with these arguments."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.name in ("dropout_p", "p"):
             value = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)

@@ -41,8 +41,8 @@ class TiledProjections(Replaced):
     """Rows of a tile; None for as many as the hidden size."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the stock module returns. Its positional argument is hidden_states, or the norm's input in their place:
-        ZeRO 3 takes the gradients of weights once those of positional arguments are there, or at once without any.
+        """Returns what the stock module returns. Its positional argument is hidden_states, or the norm's input instead:
+        ZeRO 3 takes the gradients of weights when the positional arguments have theirs, and at once without any.
 
         Raises ValueError in training with a cache of keys and values, or for a call whose trial failed.
         """
@@ -70,7 +70,7 @@ class TiledProjections(Replaced):
         return call_stock(x, **call, **{NORM: norm})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the stock module returns; with NORM for what this norm makes of x [b, s, h]."""
+        """Returns what the stock module returns; with NORM for what this norm makes of x [b, s, h]."""
         stock = self.stock_class
         if NORM not in kwargs:
             return stock.forward(self, *args, **kwargs)
@@ -117,8 +117,7 @@ class TiledProjections(Replaced):
             return stock.forward(self, normalise(x), attention_mask=mask, **call)
 
     def find_refusal(self, *args: Any, **kwargs: Any) -> str | None:
-        """Why such a call, of which the shapes matter, cannot run in tiles; None where it can. The first call of a form
-        is tried."""
+        """Returns why such a call cannot run in tiles; None where it can. The first call of each form is tried."""
         way = self._get_way(*self._bind(args, kwargs))
         return None if way in (DIRECT, THROUGH_STOCK) else way
 
@@ -130,7 +129,7 @@ class TiledProjections(Replaced):
         return self.tempo_ways[form]
 
     def _bind(self, args: Any, kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
-        """(hidden_states, the other arguments of a call by name)."""
+        """Returns (hidden_states, the other arguments of a call by name)."""
         signature = inspect.signature(self.stock_class.forward)
         call = signature.bind(self, *args, **kwargs).arguments
         for parameter in signature.parameters.values():
@@ -140,7 +139,7 @@ class TiledProjections(Replaced):
         return call.pop("hidden_states"), call
 
     def follow_norms(self, norms: Iterable[nn.Module]) -> None:
-        """Asks Tempo's norms among `norms`, those of the layer, to tell what they normalise."""
+        """Asks Tempo's norms among `norms`, which the layer has, to tell what they normalise."""
         self.tempo_norms = [norm for norm in norms if isinstance(norm, LayerNorm | RMSNorm)]
         for norm in self.tempo_norms:
             if MADE not in norm.__dict__:
@@ -153,7 +152,7 @@ class TiledProjections(Replaced):
             norm.__dict__.pop(MADE, None)
 
     def _take_made(self, y: Tensor) -> tuple[Any, Tensor]:
-        """(The norm that made y, or None, and what it made it from, or y)."""
+        """Returns (the norm that made y, or None, and what it made it from, or y)."""
         found: tuple[Any, Tensor] = None, y
         for norm in list(self.tempo_norms):
             made = norm.__dict__.get(MADE)
@@ -168,8 +167,7 @@ class TiledProjections(Replaced):
 
 
 def is_projected_attention(module: nn.Module) -> bool:
-    """Whether a module is attention of transformers with rotary embeddings, as Llama's: projections of its own to q, k
-    and v, and one behind attention."""
+    """Returns whether a module is attention of transformers with rotary embeddings and four projections, as Llama's."""
     names = inspect.signature(type(module).forward).parameters
     return {"hidden_states", "position_embeddings", "attention_mask"} <= names.keys() and all(
         isinstance(getattr(module, name, None), nn.Linear) for name in _PROJECTIONS

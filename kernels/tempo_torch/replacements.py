@@ -104,7 +104,7 @@ def finish_projections(model: nn.Module, entries: list[Entry]) -> None:
 
 
 def is_apart(module: nn.Module | None) -> bool:
-    """Whether a module is one of Tempo's that asks no registry for attention, and has an entry of its own."""
+    """Returns whether a module is one of Tempo's that asks no registry for attention, and has an entry of its own."""
     return isinstance(module, MultiheadAttention | AlibiAttention)
 
 

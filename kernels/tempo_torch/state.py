@@ -190,7 +190,7 @@ class State:
         return Report(tuple(entries), seen, self.checked)
 
     def _is_of_registry(self, entry: Entry, modules: dict[str, nn.Module]) -> bool:
-        """Whether an entry stands for all attention that asks transformers' registry."""
+        """Returns whether an entry stands for all attention that asks transformers' registry."""
         return entry.operation == "attention" and not is_apart(modules.get(entry.name))
 
     def _leave_changed(self, entries: Iterable[Entry], modules: dict[str, nn.Module]) -> list[Entry]:
@@ -236,7 +236,7 @@ def _confirm_attention(made: Entry, name: str, module: nn.Module, why: str | Non
 
 
 def _is_by_name(operation: str, value: str) -> bool:
-    """Whether somebody asked for a value that then has to apply."""
+    """Returns whether somebody asked for a value that then has to apply."""
     return value not in ("auto", "off", CHOICES[operation][0])
 
 

@@ -15,7 +15,7 @@ from tempo_torch.attention import find_ranks, give_back_attention
 from tempo_torch.check import is_slow
 from tempo_torch.inputs import make_inputs
 from tempo_torch.offload import offload_layers
-from tempo_torch.position import Passes
+from tempo_torch.position import Passes, get_rank
 from tempo_torch.replace import give_class_back
 from tempo_torch.replacements import finish_projections, is_apart, replace_attention, replace_losses, replace_modules
 from tempo_torch.report import Entry, Report
@@ -161,8 +161,7 @@ def _check_values(
 
 def _divide_sequence(size: int, ranks: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
     """Returns what find_ranks does, and "sequence", for `size` ranks that share a sample's tokens."""
-    is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    rank, total = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if is_there else (0, 1)
+    rank, total = get_rank()
     if ranks or total % size:
         here = "a model with tensor parallelism" if ranks else f"{total} ranks of torch.distributed"
         raise ValueError(
@@ -174,7 +173,7 @@ def _divide_sequence(size: int, ranks: dict[str, tuple[int, int]]) -> dict[str, 
 
 
 def _wants_attention(model: Any, entries: list[Entry]) -> bool:
-    """Whether an entry for all attention that asks transformers' registry is missing."""
+    """Returns whether an entry for all attention that asks transformers' registry is missing."""
     modules = dict(model.named_modules())
     if any(isinstance(module, AlibiAttention) for module in modules.values()):
         return False
@@ -295,7 +294,7 @@ def read_step(model: nn.Module) -> tuple[int, int | None]:
 
 
 def is_tempoized(model: nn.Module) -> bool:
-    """Whether a model, or a module in it, was given to tempoize."""
+    """Returns whether a model, or a module in it, was given to tempoize."""
     return any(isinstance(module.__dict__.get(_ATTRIBUTE), State) for module in model.modules())
 
 

@@ -37,7 +37,7 @@ _found: dict[Any, str] = {}
 
 
 def list_leaves(hidden: Tensor, call: dict[str, Any]) -> tuple[list[Any], Any, list[int]]:
-    """Returns the leaves and the structure of a call beside hidden [b, s, h], and the places of tensors
+    """Returns the leaves and the structure of a call's arguments but hidden [b, s, h], and the places of tensors
     [1 or b, s, ...], which have a row for each token, as cosines and sines have."""
     leaves, structure = pytree.tree_flatten(call, lambda e: e is not call and not isinstance(e, tuple | list))
     batch, length = hidden.shape[:2]
@@ -94,7 +94,7 @@ def _describe_module(module: nn.Module) -> str:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Runs a trial beside what the forward around it may do: autocast, a checkpoint, modes that watch."""
+    """Runs a trial apart from what the forward around it may do: autocast, a checkpoint, modes that watch."""
     with (
         _disable_current_modes(),
         torch.enable_grad(),
@@ -206,7 +206,7 @@ def _copy(module: Any, generator: torch.Generator) -> Any:
 
 
 def _make(leaf: Any, batch: int | None, generator: torch.Generator) -> Any:
-    """What a trial gives in a leaf's place; with `batch`, that of a call, for a few tokens."""
+    """Returns what a trial gives in a leaf's place; with `batch`, that of a call, for a few tokens."""
     if not isinstance(leaf, Tensor):
         return leaf
     samples = _SAMPLES if leaf.dim() and leaf.size(0) == batch else 1
