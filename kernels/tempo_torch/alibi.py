@@ -11,14 +11,11 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
+from torch import Tensor
 
-from tempo_torch.attention import AttentionPlace, attend_by_position
+from tempo_torch.attention import attend_by_position
 from tempo_torch.functional import RedirectsFunctions
-
-_read: Any = WeakIdKeyDictionary()
-"""Of each mask, its version and what was read of it."""
+from tempo_torch.masks import read_once
 
 
 class AlibiAttention(RedirectsFunctions):
@@ -31,20 +28,17 @@ class AlibiAttention(RedirectsFunctions):
     added are those of the model, which all layers share.
     """
 
-    tempo_place: AttentionPlace
-    training: bool
     slopes: Tensor
-    layer_idx: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns (out, None) where stock returns (out, weights). Raises ValueError with attention="flash" for a call
         that Tempo's attention cannot serve."""
-        if not self.tempo_place.was_called:
-            self.tempo_place.was_called = True
+        self.tempo_place.note_call()
         if not self.training:
             return super().forward(*args, **kwargs)
         given = inspect.signature(self.stock_class.forward).bind(self, *args, **kwargs).arguments
-        found = self._find_refusal(given) or _read_mask(given.get("attention_mask"))
+        mask = given.get("attention_mask")
+        found = self._find_refusal(given) or ((False, None) if mask is None else read_once(_read_mask, (mask,)))
         if isinstance(found, str):
             self.tempo_place.refuse(self, found)
             return super().forward(*args, **kwargs)
@@ -82,16 +76,6 @@ class BloomAttention(AlibiAttention):
     adds the lowest number to its scores.
     """
 
-    num_heads: int
-    head_dim: int
-    inv_norm_factor: float
-    hidden_dropout: float
-    pretraining_tp: int
-    slow_but_exact: bool
-    attention_dropout: nn.Dropout
-    query_key_value: nn.Linear
-    dense: nn.Linear
-
     def _find_refusal(self, given: dict[str, Any]) -> str | None:
         is_cut = self.pretraining_tp > 1 and self.slow_but_exact
         return "computes its output in parts (slow_but_exact)" if is_cut else super()._find_refusal(given)
@@ -99,16 +83,9 @@ class BloomAttention(AlibiAttention):
     def _compute(self, given: dict[str, Any], causal: bool, hidden: Tensor | None) -> Tensor:
         fused = self.query_key_value(given["hidden_states"]).unflatten(-1, (self.num_heads, 3, self.head_dim))
         bias = None if causal else given["alibi"].unflatten(0, (-1, self.num_heads))
-        p = self.attention_dropout.p
+        more: dict[str, Any] = {"causal": causal, "mask": hidden, "hidden_rows": "added"}
         out = self._attend(
-            given,
-            fused.unbind(-2),
-            p,
-            bias,
-            causal=causal,
-            mask=hidden,
-            softmax_scale=self.inv_norm_factor,
-            hidden_rows="added",
+            given, fused.unbind(-2), self.attention_dropout.p, bias, softmax_scale=self.inv_norm_factor, **more
         )
         y: Tensor = given["residual"] + self.drop(self.dense(out), self.hidden_dropout)
         return y
@@ -116,14 +93,6 @@ class BloomAttention(AlibiAttention):
 
 class MptAttention(AlibiAttention):
     """MPT's attention. Its distances do not depend on padding, so that they always come from slopes."""
-
-    n_heads: int
-    head_dim: int
-    softmax_scale: float
-    attn_dropout_p: float
-    clip_qkv: float | None
-    Wqkv: nn.Linear
-    out_proj: nn.Linear
 
     def _find_refusal(self, given: dict[str, Any]) -> str | None:
         if given["position_bias"] is None or given["position_bias"].size(-1) < given["hidden_states"].size(1):
@@ -135,14 +104,12 @@ class MptAttention(AlibiAttention):
         if self.clip_qkv:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         qkv = tuple(t.unflatten(-1, (self.n_heads, self.head_dim)) for t in mixed.chunk(3, -1))
-        out = self._attend(
-            given, qkv, self.attn_dropout_p, causal=causal, mask=hidden, softmax_scale=self.softmax_scale
-        )
-        y: Tensor = self.out_proj(out)
+        more: dict[str, Any] = {"causal": causal, "mask": hidden, "softmax_scale": self.softmax_scale}
+        y: Tensor = self.out_proj(self._attend(given, qkv, self.attn_dropout_p, **more))
         return y
 
 
-def find_alibi(module: Any) -> tuple[type[AlibiAttention], Tensor] | None:
+def get_alibi(module: Any) -> tuple[type[AlibiAttention], Tensor] | None:
     """Returns the class that replaces a module's and its slopes, float32 [a]; None if it is no attention with ALiBi."""
     kind = type(module)
     models: Any = sys.modules.get(kind.__module__)
@@ -155,30 +122,19 @@ def find_alibi(module: Any) -> tuple[type[AlibiAttention], Tensor] | None:
     return None
 
 
-def _read_mask(mask: Tensor | None) -> tuple[bool, Tensor | None] | str:
+def _read_mask(mask: Tensor) -> tuple[bool, Tensor | None] | str:
     """Returns (whether attention is causal, what else is hidden) of a float mask of 0 and the lowest number, or of a
-    bool one, True where a key is hidden; or the reason why a mask does more than hide.
-
-    A GPU is waited for once: all layers get the same mask, so they share the result, unless it was written to since.
-    """
-    if mask is None:
-        return False, None
+    bool one, True where a key is hidden; or the reason why a mask does more than hide. A GPU is waited for."""
+    hidden = mask.detach() if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min
     if torch.compiler.is_compiling() or mask.is_inference():
-        return False, _find_hidden(mask)
-    version, found = _read.get(mask, (None, None))
-    if version != mask._version:
-        hidden = _find_hidden(mask)
-        num_queries, num_keys = hidden.shape[-2:]
-        later = torch.ones(num_queries, num_keys, dtype=torch.bool, device=mask.device).triu(1)
-        adds = torch.zeros((), dtype=torch.bool, device=mask.device)
-        if mask.dtype != torch.bool:
-            adds = ((mask != 0) & ~hidden).any()
-        is_other, is_more = torch.stack((adds, (hidden != later).any())).tolist()
-        causal = not is_more and num_queries == num_keys
-        found = "adds a tensor to its scores" if is_other else (causal, None if causal else hidden)
-        _read[mask] = mask._version, found
-    return found  # type: ignore[no-any-return]
-
-
-def _find_hidden(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min
+        return False, hidden
+    num_queries, num_keys = hidden.shape[-2:]
+    later = torch.ones(num_queries, num_keys, dtype=torch.bool, device=mask.device).triu(1)
+    adds = torch.zeros((), dtype=torch.bool, device=mask.device)
+    if mask.dtype != torch.bool:
+        adds = ((mask != 0) & ~hidden).any()
+    is_other, is_more = torch.stack((adds, (hidden != later).any())).tolist()
+    if is_other:
+        return "adds a tensor to its scores"
+    causal = not is_more and num_queries == num_keys
+    return causal, None if causal else hidden

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from tempo_kernels.attention import attention
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.refill import allow_refill
+from tempo_torch.masks import read_once
 from tempo_torch.position import Place
 
 NAME = "tempo"
@@ -39,9 +39,6 @@ _HARMLESS = frozenset(
     "position_ids return_dict seq_idx shift_labels sliding_window target_dtype use_cache cache_position".split()
 )
 """Those that change no result of torch's attention: the mask has windows and documents already."""
-
-_hidden_masks: Any = WeakIdKeyDictionary()
-"""Of each mask, its version and its inverse."""
 
 
 @dataclasses.dataclass
@@ -67,8 +64,18 @@ class AttentionPlace:
     why: str | None = None
     implementation: str | None = None
 
-    def find_first_head(self, module: Any, num_heads: int) -> int:
-        """Returns the index of this call's first head over all processes."""
+    def note_call(self) -> None:
+        """Notes that the module asked for attention."""
+        if not self.was_called:  # a write that a compiler would trace in every call
+            self.was_called = True
+
+    def draw(self, module: Any, device: torch.device, num_rows: int, num_heads: int, p: float) -> dict[str, Any]:
+        """Returns the arguments of attention's dropout for a batch of `num_rows` and this process's heads."""
+        key, first_sample, _ = self.place.draw(device, num_rows)
+        p, first_head = self.place.passes.choose_probability(p), self._get_first_head(module, num_heads)
+        return {"dropout_p": p, "dropout_key": key, "first_sample": first_sample, "first_head": first_head}
+
+    def _get_first_head(self, module: Any, num_heads: int) -> int:
         total = num_heads if self.head_ranks == 1 else module.config.get_text_config().num_attention_heads
         if num_heads == total:
             return 0
@@ -166,7 +173,7 @@ def _name_stock(model: Any) -> str:
 
 
 def _find_reader(model: Any, stock: str) -> str | None:
-    """Why code of the model would compute something else beside an attention of another name; None if none would.
+    """Returns why the model's code would compute something else with an attention of another name, or None.
 
     Sparse attention builds its mask only for names that it knows (DeepSeek V3.2), and a module that changes its mask
     relies on the form that its attention wants: numbers to add for "eager", bool for "sdpa" and Tempo's.
@@ -198,32 +205,28 @@ def _list_functions(kind: type[nn.Module]) -> Iterator[types.FunctionType]:
 
 
 def _compares_name(function: types.FunctionType, name: str) -> bool:
-    """Whether a function reads the name of a configuration's attention, and compares something with this one."""
+    """Returns whether a function reads the name of a configuration's attention, and compares something with `name`."""
     if "_attn_implementation" not in function.__code__.co_names:
         return False
-    code = list(dis.get_instructions(function))
-    reads = any(
-        _name_locals(before)[-1].endswith("config") and then.argval == "_attn_implementation"
-        for before, then in pairwise(code)
-    )
-    return reads and any(
+    pairs = list(pairwise(dis.get_instructions(function)))
+    return any(
+        _list_names(before)[-1].endswith("config") and then.argval == "_attn_implementation" for before, then in pairs
+    ) and any(
         constant.opname.startswith("LOAD_CONST")
         and then.opname in ("COMPARE_OP", "CONTAINS_OP")
         and (constant.argval == name or (isinstance(constant.argval, tuple | frozenset) and name in constant.argval))
-        for constant, then in pairwise(code)
+        for constant, then in pairs
     )
 
 
 def _changes_mask(function: types.FunctionType) -> bool:
-    """Whether a function gives its attention_mask another value."""
-    return any(
-        "attention_mask" in _name_locals(each)[: each.opname.count("STORE_FAST")]
-        for each in dis.get_instructions(function)
-    )
+    """Returns whether a function gives its attention_mask another value."""
+    instructions = dis.get_instructions(function)
+    return any("attention_mask" in _list_names(each)[: each.opname.count("STORE_FAST")] for each in instructions)
 
 
-def _name_locals(instruction: dis.Instruction) -> tuple[str, ...]:
-    """Returns the names of an instruction; since Python 3.13 some have two."""
+def _list_names(instruction: dis.Instruction) -> tuple[str, ...]:
+    """Lists the names of an instruction; since Python 3.13 some have two."""
     names = instruction.argval
     return tuple(map(str, names)) if isinstance(names, tuple) and names else (str(names),)
 
@@ -234,13 +237,13 @@ def name_implementation(module: Any) -> str | None:
 
 
 def is_wrapped() -> bool:
-    """Whether something was registered in the place of Tempo's attention, as DeepSpeed's Ulysses is."""
+    """Returns whether something was registered in the place of Tempo's attention, as DeepSpeed's Ulysses is."""
     models: Any = sys.modules.get("transformers.modeling_utils")
     return models is not None and models.ALL_ATTENTION_FUNCTIONS.get(NAME, attend) is not attend
 
 
 def find_change(module: nn.Module) -> str | None:
-    """Why a module that got Tempo's attention does not ask for it any more; None while it does."""
+    """Returns why a module that got Tempo's attention does not ask for it any more; None while it does."""
     place: AttentionPlace | None = module.__dict__.get(PLACE)
     name = name_implementation(module)
     if place is None or place.implementation != NAME or name == NAME:
@@ -263,7 +266,7 @@ def attend(
     """Returns what transformers' sdpa_attention_forward does: (out [b, s, a, d], None) for q, k, v [b, a or g, s, d].
 
     Dropout draws its mask by position. The transposed output is a promise, so that the next linear does not keep it
-    beside the original. If a call asks for what Tempo's attention does not do, stock serves it, and the report says so.
+    twice. If a call asks for what Tempo's attention does not do, stock serves it, and the report says so.
     Raises ValueError for a module that was not given to tempoize, for such a call with attention="flash" or with sinks
     or capped scores, which torch's attention does not have, and for packed rows under Ulysses.
     """
@@ -271,8 +274,8 @@ def attend(
 
     p = kwargs.get("dropout", 0.0) or 0.0
     place: AttentionPlace | None = getattr(module, PLACE, None)
-    if place is not None and not place.was_called:
-        place.was_called = True
+    if place is not None:
+        place.note_call()
     if _answers and (answers := _answers.get(threading.get_ident())) is not None:
         if not answers:
             raise Caught((query, key, value), attention_mask, kwargs)
@@ -317,7 +320,7 @@ def attend(
         value,
         p,
         causal=causal,
-        mask=None if attention_mask is None else _hide(attention_mask),
+        mask=None if attention_mask is None else read_once(torch.logical_not, (attention_mask,)),  # True is hidden
         bias=bias,
         sink=None if sink is None else sink.to(query.dtype),
         softcap=kwargs.get("softcap"),
@@ -329,7 +332,7 @@ def attend(
 
 
 def _check_documents(positions: Any) -> None:
-    """Raises ValueError if position_ids [b, s] begin anew inside a row and UlyssesSPAttentionHF, which passes no mask
+    """Raises ValueError if position_ids [b, s] restart inside a row and UlyssesSPAttentionHF, which passes no mask
     on, calls. A GPU is waited for, once in a forward, since the first layer asks. Compiled code does not check."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -351,10 +354,7 @@ def attend_by_position(module: Any, query: Tensor, key: Tensor, value: Tensor, p
     """
     place: AttentionPlace | None = getattr(module, PLACE, None)
     if place is not None and p > 0.0:
-        draw_key, first_sample, _ = place.place.find(query.device, query.size(0))
-        first_head = place.find_first_head(module, query.size(1))
-        p = place.place.passes.choose_probability(p)
-        given |= {"dropout_p": p, "dropout_key": draw_key, "first_sample": first_sample, "first_head": first_head}
+        given |= place.draw(module, query.device, query.size(0), query.size(1), p)
     return put_batch_first(attention(*(t.permute(2, 0, 1, 3) for t in (query, key, value)), **given))
 
 
@@ -368,18 +368,6 @@ def _find_refusal(attention_mask: Tensor | None, more: dict[str, Any]) -> str | 
     unknown = (name for name in sorted(more.keys() - _KNOWN - _HARMLESS) if more[name] is not None)
     name = next((name for name in unknown if more[name] is not False), None)
     return None if name is None else f"passes {name} to its attention"
-
-
-def _hide(attention_mask: Tensor) -> Tensor:
-    """Returns True where a key is hidden. All layers get the same mask, so they share one tensor, unless the mask was
-    written to between them."""
-    if torch.compiler.is_compiling() or attention_mask.is_inference():  # neither counts what is written
-        return ~attention_mask
-    version, hidden = _hidden_masks.get(attention_mask, (None, None))
-    if version != attention_mask._version:
-        hidden = ~attention_mask
-        _hidden_masks[attention_mask] = attention_mask._version, hidden
-    return hidden  # type: ignore[no-any-return]
 
 
 def put_batch_first(out: Tensor) -> Tensor:

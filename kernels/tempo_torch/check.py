@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
+import functools
 import random
 import re
 import sys
@@ -29,16 +29,17 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from tempo_torch.attention import NAME, PLACE, give_back_attention, is_wrapped, name_implementation
+from tempo_torch.inputs import Call, make_calls, name_inputs
+from tempo_torch.judge import Values, compute_difference, get_eps, measure
 from tempo_torch.linear import DropsInput
 from tempo_torch.loss import DeferredLogits
 from tempo_torch.position import Passes, is_in_backward
-from tempo_torch.probe import Call, keep_random_states, make_inputs, run_eagerly
+from tempo_torch.probe import keep_random_states, run_eagerly
 from tempo_torch.replace import Replaced, make_class
 
-TOKENS = 32
-_PADDED = 5
 _FACTOR, _FINE_FACTOR = 4.0, 16.0
 """How many times the effect of one rounding in every module a difference may be, in 16 bits and in more. Inside of
 attention, where none is made, scores round by more the larger they are."""
@@ -48,8 +49,8 @@ _MAX_ELEMENTS, _SMALL = 1 << 28, 1 << 20
 _MAX_ON_CPU = 1 << 30
 _GELU_IN_PLACE = {torch.float32: 4e-5, torch.float16: 6.6e-3, torch.bfloat16: 1.6e-2}
 """The error of GELU's derivative from its output (`tempo_kernels.gelu`)."""
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
-Values = dict[str, Tensor | None]
 Choices = dict[Any, list[Tensor]]
 """(Function, shape) -> the indices that it returned, call by call."""
 
@@ -70,54 +71,8 @@ class Unit:
     is_registry: bool = False
 
 
-def make_calls(model: Any, has_loss: bool) -> list[Call] | str:
-    """Makes up inputs with values for a model of transformers: without a mask, and with padding on either side where
-    the model takes a mask. Returns the reason if that is impossible."""
-    limits = (
-        getattr(getattr(model, "config", None), name, TOKENS) for name in ("max_position_embeddings", "n_positions")
-    )
-    call = make_inputs(model, has_loss, min([TOKENS, *(limit for limit in limits if isinstance(limit, int))]))
-    if call is None:
-        return "it takes inputs that could not be made up"
-    device, generator = next(model.parameters()).device, torch.Generator().manual_seed(0)
-    given: dict[str, Tensor] = {}
-    for name, value in call[1].items():
-        if value.is_floating_point():
-            given[name] = torch.randn(value.shape, generator=generator).to(device, value.dtype)
-        else:
-            ids = _list_ids(model.config)
-            given[name] = ids[torch.randint(len(ids), value.shape, generator=generator)].to(device)
-    is_pair = "decoder_input_ids" in given
-    if "labels" in given and not is_pair:
-        given["labels"] = given["input_ids"].clone()
-    calls: list[Call] = [((), given)]
-    if "input_ids" in given and "attention_mask" in inspect.signature(model.forward).parameters:
-        padding = min(_PADDED, given["input_ids"].size(1) // 2)
-        mask = torch.ones_like(given["input_ids"])
-        mask[0, :padding] = 0
-        mask[1, -padding:] = 0
-        padded = {**given, "attention_mask": mask}
-        if "labels" in given and not is_pair:
-            padded["labels"] = given["labels"].masked_fill(mask == 0, -100)
-        calls.append(((), padded))
-    return calls
-
-
-def _list_ids(config: Any) -> Tensor:
-    """Lists the token ids that have no meaning of their own."""
-    text = config.get_text_config()
-    named = {**text.__dict__, **config.__dict__}.items()
-    special = {each for name, value in named if name.endswith(("_token_id", "_token_index")) for each in _list(value)}
-    size = min(value for value in (getattr(text, "vocab_size", None), getattr(config, "vocab_size", None)) if value)
-    return torch.tensor([each for each in range(size) if each not in special] or [0])
-
-
-def _list(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else (value,)
-
-
 def find_obstacle(model: nn.Module) -> str | None:
-    """Why a model cannot run on its own here; None if nothing speaks against it."""
+    """Returns why a model cannot run on its own here; None if nothing speaks against it."""
     parameters = list(model.parameters())
     if not parameters:
         return "it has no parameters"
@@ -136,12 +91,12 @@ def find_obstacle(model: nn.Module) -> str | None:
 
 
 def is_slow(model: nn.Module) -> bool:
-    """Whether forward and backward of some tokens take minutes."""
+    """Returns whether forward and backward of some tokens take minutes."""
     return sum(each.numel() for each in model.parameters() if each.device.type == "cpu") > _MAX_ON_CPU
 
 
 class Comparison:
-    """What stock makes of one call, and how far from it rounding leads."""
+    """What stock makes of one call, and how far from it rounding leads. Whatever stock raises is raised."""
 
     def __init__(self, model: nn.Module, passes: Passes, units: Sequence[Unit], call: Call) -> None:
         self._model, self._passes, self._call = model, passes, call
@@ -149,30 +104,19 @@ class Comparison:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._parameters = _choose_parameters(model)
         self._choices: Choices = {}
-        self._noise: dict[str, Tensor] | None = None
-        self._exact: Values | None = None
         self.largest = 0.0
         """The largest difference that was found to be rounding, of the largest element."""
-        self._stock: Values = {}
-
-    def run_stock(self) -> None:
-        """Runs the stock modules. Whatever they raise is raised."""
         self._stock = self._run(_Watch(self._choices, is_first=True), ())
-        dtypes = {each.dtype for each in self._model.parameters() if each.is_floating_point()}
-        self._coarsest = max(_find_eps(torch.empty(0, dtype=dtype)) for dtype in dtypes)
+        dtypes = {each.dtype for each in model.parameters() if each.is_floating_point()}
+        self._coarsest = max(get_eps(torch.empty(0, dtype=dtype)) for dtype in dtypes)
         self._scales = {
-            name: size.clamp(min=torch.finfo(size.dtype).tiny) for name, size in _measure(self._stock).items()
+            name: size.clamp(min=torch.finfo(size.dtype).tiny) for name, size in measure(self._stock).items()
         }
 
-    @property
-    def num_gradients(self) -> int:
-        """How many gradients are compared."""
-        return sum(name.startswith("grad") for name in self._stock)
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether the model returns a loss."""
-        return "loss" in self._stock
+    def describe(self) -> str:
+        """Names what is compared."""
+        num_gradients = sum(name.startswith("grad") for name in self._stock)
+        return f"{'loss' if 'loss' in self._stock else 'outputs'} and {num_gradients} gradients"
 
     def differs(self, units: Sequence[Unit]) -> str | None:
         """Says what is different where these units, and no others, are Tempo's; None if nothing is."""
@@ -198,19 +142,19 @@ class Comparison:
     def _judge(self, name: str, ours: Tensor | None, scale: Tensor) -> tuple[Tensor, Tensor, bool]:
         """Returns of each row how far ours is, how far it may be, and whether that is small beside the row's size."""
         stock = self._stock[name]
-        distance = _find_difference(stock, ours, scale)
+        distance = compute_difference(stock, ours, scale)
         # How far rounding leads one number, such as a loss, is found by chance only.
-        eps = self._coarsest / 32 if stock is not None and stock.numel() == 1 else _find_eps(stock)
+        eps = self._coarsest / 32 if stock is not None and stock.numel() == 1 else get_eps(stock)
         bound = max(2 * eps, _FLOOR) * scale
         if bool((distance <= bound).all()):
             return distance, bound, True
-        noise = self._measure_noise()[name]
+        noise = self._noise[name]
         bound = torch.maximum(bound, (_FACTOR if self._coarsest > 1e-4 else _FINE_FACTOR) * noise)
-        if bool((distance <= bound).all()) or (exact := self._find_exact().get(name)) is None:
+        if bool((distance <= bound).all()) or (exact := self._exact.get(name)) is None:
             return distance, bound, bool((noise <= 0.1 * scale).all())
         # A sum of many numbers in 16 bits, as of a norm's gradients, may be far off in stock.
-        bound = torch.maximum(bound, 2 * _find_difference(exact, stock, scale))
-        return _find_difference(exact, ours, scale), bound, False
+        bound = torch.maximum(bound, 2 * compute_difference(exact, stock, scale))
+        return compute_difference(exact, ours, scale), bound, False
 
     def trace(self, units: Sequence[Unit]) -> dict[Unit, str]:
         """Finds the units that make a difference, each with what is different then."""
@@ -224,40 +168,36 @@ class Comparison:
             found = {unit: why for unit in units if self.differs([each for each in units if each is not unit]) is None}
         return found or dict.fromkeys(units, why)
 
-    def _measure_noise(self) -> dict[str, Tensor]:
-        if self._noise is None:
-            with _perturb(self._names):
-                noisy = self._run(_Watch(self._choices), ())
-            self._noise = {
-                name: _find_difference(self._stock[name], noisy.get(name), size).nan_to_num(nan=float("inf"))
-                for name, size in _measure(self._stock).items()
-            }
-        return self._noise
+    @functools.cached_property
+    def _noise(self) -> dict[str, Tensor]:
+        """How far one rounding of each module's output and gradient leads stock."""
+        with _perturb(self._names):
+            noisy = self._run(_Watch(self._choices), ())
+        return {
+            name: compute_difference(self._stock[name], noisy.get(name), size).nan_to_num(nan=float("inf"))
+            for name, size in measure(self._stock).items()
+        }
 
-    def _find_exact(self) -> Values:
-        """What stock makes of 16 bits in float32; nothing in a wider dtype, or if it does not run there."""
-        if self._exact is None:
-            self._exact = {}
-            if self._coarsest < torch.finfo(torch.float16).eps:
-                return self._exact
-            try:
-                with _widen(self._model):
-                    self._exact = self._run(_Watch(self._choices), (), is_wide=True)
-            except Exception:  # a foreign model may ask for its dtype
-                self._exact = {}
-        return self._exact
+    @functools.cached_property
+    def _exact(self) -> Values:
+        """Returns what stock makes of 16 bits in float32; nothing in a wider dtype, or if it does not run there."""
+        if self._coarsest < torch.finfo(torch.float16).eps:
+            return {}
+        try:
+            with _widen(self._model):
+                return self._run(_Watch(self._choices), (), is_wide=True)
+        except Exception:  # a foreign model may ask for its dtype
+            return {}
 
     def _run(self, watch: _Watch, units: Sequence[Unit], is_wide: bool = False) -> Values:
         args, kwargs = pytree.tree_map(_widen_one, self._call) if is_wide else self._call
-        mask = kwargs.get("attention_mask")
-        _seed()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_only(self._model, units, self._has_registry))
-            stack.enter_context(self._passes.keep_all())
-            ends = stack.enter_context(_find_ends(self._names))
-            stack.enter_context(watch)
-            out = self._model(*args, **kwargs)
-            values = _list_outputs(out, mask)
+        torch.manual_seed(0)
+        random.seed(0)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(0)
+        setting = _only(self._model, units, self._has_registry)
+        with setting, self._passes.keep_all(), _find_ends(self._names) as ends, watch:
+            values = _list_outputs(self._model(*args, **kwargs), kwargs.get("attention_mask"))
             goal = values["loss"] if "loss" in values else sum(map(_weigh, values.values()))
             found: Values = {name: value.detach().clone() for name, value in values.items()}
             if not isinstance(goal, Tensor) or not goal.requires_grad:
@@ -358,42 +298,8 @@ def _weigh(value: Tensor) -> Tensor:
     return (value.float() * weights).sum()
 
 
-def _split(value: Tensor) -> Tensor:
-    """Views a tensor as rows, one for each sample where it may have samples."""
-    value = value.detach() if value.dtype == torch.float64 else value.detach().float()
-    return value.flatten(1) if value.dim() > 2 and value.size(0) <= 64 else value.reshape(1, -1)
-
-
-def _measure(values: Values) -> dict[str, Tensor]:
-    """The largest finite element of each row of each tensor; no gradient is a 0."""
-    return {name: _find_largest(value) for name, value in values.items()}
-
-
-def _find_largest(value: Tensor | None) -> Tensor:
-    return torch.zeros(1) if value is None else _split(value).nan_to_num(0.0, 0.0, 0.0).abs().amax(1).cpu()
-
-
-def _find_difference(stock: Tensor | None, ours: Tensor | None, size: Tensor) -> Tensor:
-    """Of each row the largest difference where stock's number is one."""
-    if stock is None or ours is None:
-        other = _find_largest(ours if stock is None else stock)
-        return other if other.shape == size.shape else other.amax().expand(size.shape)
-    first, second = _split(stock), _split(ours)
-    if first.shape != second.shape:
-        return torch.full_like(size, float("inf"))
-    return torch.where(first.isfinite(), first - second, 0.0).abs().amax(1).cpu()
-
-
-def _find_eps(x: Tensor | None) -> float:
-    """The relative distance of neighbouring numbers, as products see them."""
-    dtype = torch.float32 if x is None else x.dtype
-    is_coarse = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    return 2.0**-10 if is_coarse else torch.finfo(dtype).eps
-
-
-@contextlib.contextmanager
-def _perturb(names: Mapping[int, str]) -> Iterator[None]:
-    """Changes each module's output, and the gradient of it, by a rounding up or down."""
+def _perturb(names: Mapping[int, str]) -> RemovableHandle:
+    """Changes each module's output, and the gradient of it, by a rounding up or down, until the handle is removed."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def change(x: Tensor, amount: float) -> Tensor:
@@ -405,9 +311,9 @@ def _perturb(names: Mapping[int, str]) -> Iterator[None]:
         def change_one(x: Any) -> Any:
             if not isinstance(x, Tensor) or not x.is_floating_point() or not x.requires_grad:
                 return x
-            eps = _find_eps(x)
-            back = max(eps, _GELU_IN_PLACE.get(x.dtype, 0.0)) if _is_in_place(module) else eps
-            y = change(x, eps)
+            y, back = change(x, get_eps(x)), get_eps(x)
+            if "function" in module.__dict__ and module.__dict__.get("keep") == "output":
+                back = max(back, _GELU_IN_PLACE.get(x.dtype, 0.0))
             y.register_hook(lambda grad: change(grad, back))
             return y
 
@@ -415,18 +321,7 @@ def _perturb(names: Mapping[int, str]) -> Iterator[None]:
             return out
         return pytree.tree_map(change_one, out)
 
-    handle = register_module_forward_hook(perturb)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _is_in_place(module: nn.Module) -> bool:
-    return "function" in module.__dict__ and module.__dict__.get("keep") == "output"
-
-
-_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+    return register_module_forward_hook(perturb)
 
 
 def _widen_one(value: Any) -> Any:
@@ -459,16 +354,13 @@ def _find_ends(names: Mapping[int, str]) -> Iterator[dict[str, Tensor]]:
         if is_end and not any(isinstance(each, Tensor) and each.requires_grad for each in args):
             found[name] = out
 
-    handle = register_module_forward_hook(note)
-    try:
+    with register_module_forward_hook(note):
         yield found
-    finally:
-        handle.remove()
 
 
 @contextlib.contextmanager
 def _only(model: Any, units: Sequence[Unit], has_registry: bool) -> Iterator[None]:
-    """Lets no unit but these be Tempo's. Linears that drop what others make again are Tempo's beside any."""
+    """Lets no unit but these be Tempo's. Linears that drop what others make again are Tempo's with any unit."""
     stay = {id(module) for unit in units for module in unit.modules}
     # Tiles of projections end in the registry's attention.
     is_stock = has_registry and not any(unit.is_registry or unit.operation == "qkv" for unit in units)
@@ -479,7 +371,7 @@ def _only(model: Any, units: Sequence[Unit], has_registry: bool) -> Iterator[Non
             if not isinstance(module, Replaced) or id(module) in stay or (units and isinstance(module, DropsInput)):
                 continue
             changed.append((module, type(module)))
-            module.__class__ = module.stock_class  # type: ignore[assignment]
+            module.__class__ = module.stock_class
         if is_stock:
             give_back_attention(model)
         yield
@@ -490,14 +382,6 @@ def _only(model: Any, units: Sequence[Unit], has_registry: bool) -> Iterator[Non
                 attributes[PLACE] = place
         for module, kind in changed:
             module.__class__ = kind
-
-
-def _seed() -> None:
-    """Lets all that draws from a generator otherwise than by dropout draw the same in each run."""
-    torch.manual_seed(0)
-    random.seed(0)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(0)
 
 
 @contextlib.contextmanager
@@ -514,37 +398,31 @@ def keep_state(model: Any, passes: Passes) -> Iterator[None]:
     ]
     caches = [(each, each.use_cache) for each in configs.values() if isinstance(getattr(each, "use_cache", None), bool)]
     devices = {each.device for each in model.parameters() if each.device.type != "cpu"}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(keep_random_states(devices))
-        stack.enter_context(run_eagerly())
-        stack.enter_context(warnings.catch_warnings())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.callback(_restore, states, inner, buffers, caches)
+    quiet = warnings.catch_warnings()
+    with keep_random_states(devices), run_eagerly(), quiet, torch.inference_mode(False), torch.enable_grad():
         warnings.simplefilter("ignore")
-        if not model.training:
-            model.train()
-        for config, _ in caches:
-            config.use_cache = False
-        for module in modules:
-            if "gradient_checkpointing" in module.__dict__:
-                module.__dict__["gradient_checkpointing"] = False
-        yield
-
-
-def _restore(states: Any, inner: Any, buffers: Any, caches: Any) -> None:
-    for now, before in states:
-        now.clear()
-        now.update(before)
-    for value, before in inner:
-        value.clear()
-        value.update(before) if isinstance(value, dict) else value.extend(before)
-    for buffer, before in buffers:
-        if not torch.equal(buffer, before):
-            with torch.no_grad():
-                buffer.copy_(before)
-    for config, before in caches:
-        config.use_cache = before
+        try:
+            if not model.training:
+                model.train()
+            for config, _ in caches:
+                config.use_cache = False
+            for module in modules:
+                if "gradient_checkpointing" in module.__dict__:
+                    module.__dict__["gradient_checkpointing"] = False
+            yield
+        finally:
+            for now, before in states:
+                now.clear()
+                now.update(before)
+            for value, held in inner:
+                value.clear()
+                value.update(held) if isinstance(value, dict) else value.extend(held)
+            for buffer, values in buffers:
+                if not torch.equal(buffer, values):
+                    with torch.no_grad():
+                        buffer.copy_(values)
+            for config, uses in caches:
+                config.use_cache = uses
 
 
 def _describe(error: Exception) -> str:
@@ -567,9 +445,11 @@ def check_model(model: nn.Module, passes: Passes, units: Sequence[Unit], call: C
         has_loss: whether the made-up inputs have labels.
     """
     try:
-        calls = find_obstacle(model) or (make_calls(model, has_loss) if call is None else [call])
-        if isinstance(calls, str):
-            return _refuse(calls)
+        if (why := find_obstacle(model)) is not None:
+            return _refuse(why)
+        calls = make_calls(model, has_loss) if call is None else [call]
+        if calls is None:
+            return _refuse("it takes inputs that could not be made up")
         with keep_state(model, passes):
             return _compare(model, passes, units, calls)
     except Exception as error:
@@ -582,13 +462,12 @@ def _refuse(why: str) -> Finding:
 
 def _compare(model: nn.Module, passes: Passes, units: Sequence[Unit], calls: Sequence[Call]) -> Finding:
     found: dict[Unit, str] = {}
-    notes, largest, first = [], 0.0, None
+    notes, largest, what = [], 0.0, ""
     for call in calls:
-        comparison = Comparison(model, passes, units, call)
         try:
-            comparison.run_stock()
+            comparison = Comparison(model, passes, units, call)
         except Exception as error:  # a foreign model may raise anything
-            if first is None:
+            if not what:
                 return _refuse(f"without Tempo it fails on these inputs: {_describe(error)}")
             notes.append(f"not with padding, on which stock fails: {_describe(error)}")
             continue
@@ -598,20 +477,8 @@ def _compare(model: nn.Module, passes: Passes, units: Sequence[Unit], calls: Seq
                 return _refuse(f"two runs of the stock modules differ: {why}")
             found |= comparison.trace(rest)
             rest = [unit for unit in units if unit not in found]
-        largest, first = max(largest, comparison.largest), first or comparison
-    assert first is not None
-    what = "loss" if first.has_loss else "outputs"
-    text = f"checked: {what} and {first.num_gradients} gradients equal stock's within {largest:.0e} on "
-    return Finding("; ".join([text + _name_inputs(calls), *notes]), found)
-
-
-def _name_inputs(calls: Sequence[Call]) -> str:
-    args, kwargs = calls[0]
-    shapes = [
-        (name, list(each.shape)) for name, each in [*enumerate(args), *kwargs.items()] if isinstance(each, Tensor)
-    ]
-    if kwargs.get("input_ids") is not None:
-        text = " x ".join(map(str, kwargs["input_ids"].shape)) + " tokens"
-    else:
-        text = ", ".join(f"{name} {shape}" for name, shape in shapes)
-    return text + (", with and without padding" if len(calls) > 1 else "")
+        largest, what = max(largest, comparison.largest), what or comparison.describe()
+    ids = calls[0][1].get("input_ids")
+    where = name_inputs(calls[0]) if ids is None else " x ".join(map(str, ids.shape)) + " tokens"
+    where += ", with and without padding" if len(calls) > 1 else ""
+    return Finding("; ".join([f"checked: {what} equal stock's within {largest:.0e} on {where}", *notes]), found)

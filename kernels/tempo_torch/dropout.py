@@ -32,9 +32,6 @@ class RedrawnDropout(Replaced):
     linear recomputes the output.
     """
 
-    p: float
-    training: bool
-    place: Place
     keeps_input = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,7 +45,7 @@ class RedrawnDropout(Replaced):
 
 def apply_dropout(x: Tensor, p: float, place: Place, keeps_input: bool = False) -> Tensor:
     """Drops elements of x [samples, ...] by the mask of `place`."""
-    key, first_sample, num_samples = place.find(x.device)
+    key, first_sample, num_samples = place.draw(x.device)
     rows = num_samples if x.dim() > 0 and x.size(0) % num_samples == 0 else 1
     p = place.passes.choose_probability(p)
     draw = (p, key, first_sample, _find_column(x.numel() // rows, *place.passes.sequence))

@@ -36,8 +36,8 @@ class RecomputesExperts(Replaced):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The experts' weighted outputs [t, h] of tokens [t, h], as stock."""
-        stock: Any = self.stock_class
+        """Returns the experts' weighted outputs [t, h] of tokens [t, h], as stock."""
+        stock = self.stock_class
         is_plain = torch.compiler.is_compiling() or not torch.is_grad_enabled()
         if is_plain or read_implementation(self) not in IMPLEMENTATIONS:
             return stock.forward(self, *args, **kwargs)
@@ -101,13 +101,13 @@ def read_implementation(module: Any) -> Any:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module was made by transformers' `use_experts_implementation` (5.0 and later)."""
+    """Returns whether a module was made by transformers' `use_experts_implementation` (5.0 and later)."""
     moe: Any = sys.modules.get("transformers.integrations.moe")
     return moe is not None and hasattr(module, "is_concatenated") and hasattr(type(module), "_apply_gate")
 
 
 def find_experts_refusal(module: Any) -> str | None:
-    """Why experts stay as they are; None where their activation can be recomputed."""
+    """Returns why experts stay as they are; None where their activation can be recomputed."""
     if not module.has_gate:
         return "its experts have no gate"
     implementation = read_implementation(module)

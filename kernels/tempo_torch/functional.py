@@ -7,6 +7,7 @@ for the functions of its Python module that forward calls, and for functions tha
 from __future__ import annotations
 
 import functools
+import threading
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -20,14 +21,20 @@ from tempo_torch.dropout import apply_dropout
 from tempo_torch.position import Place
 from tempo_torch.replace import Replaced
 
-_running: list[tuple[Place, frozenset[str]]] = []
+
+class _Running(threading.local):
+    """Of each thread, the places of the forwards that run, the innermost last, and what is redirected in them."""
+
+    def __init__(self) -> None:
+        self.forwards: list[tuple[Place, frozenset[str]]] = []
+
+
+_running = _Running()
 
 
 class RedirectsFunctions(Replaced):
     """A module whose forward calls functions that Tempo has."""
 
-    stock_class: Any
-    function_place: Place
     redirected: frozenset[str]
     """"dropout", "activation" or both."""
 
@@ -41,11 +48,11 @@ class RedirectsFunctions(Replaced):
         return y
 
     def _run(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        _running.append((self.function_place, self.redirected))
+        _running.forwards.append((self.function_place, self.redirected))
         try:
             return function(*args, **kwargs)
         finally:
-            _running.pop()
+            _running.forwards.pop()
 
 
 def find_functions(stock: type[nn.Module]) -> list[str]:
@@ -112,7 +119,7 @@ def _find_forward(stock: type[nn.Module]) -> Any:
 
 @functools.cache
 def _is_gelu(function: Any) -> bool:
-    """Whether a function is GELU by what it computes."""
+    """Returns whether a function is GELU by what it computes."""
     if not isinstance(function, types.FunctionType):
         return False
     x = torch.linspace(-4, 4, 41, dtype=torch.float64, device="cpu")
@@ -138,14 +145,15 @@ def _redirect(function: types.FunctionType) -> types.FunctionType:
         return made
     closure = function.__closure__
     cells = None if closure is None else tuple(types.CellType(*_read(cell)) for cell in closure)
-    names: dict[str, Any] = {**function.__globals__}
+    # A compiler looks up the globals of a function that has a __name__ in the module of that name.
+    names: dict[str, Any] = {name: value for name, value in function.__globals__.items() if name != "__name__"}
     for name, module in (("nn", nn), ("F", F)):
         if names.get(name) is module:
             names[name] = _Names(module)
     if _calls_gelu(function):
         names["gelu"] = _gelu
     made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
-    made.__kwdefaults__ = function.__kwdefaults__
+    made.__kwdefaults__, made.__module__ = function.__kwdefaults__, function.__module__
     _redirected[function] = made
     for place, callee in _find_callees(function).items():
         if not any(_calls_dropout(each) or _calls_gelu(each) for each in _follow(callee)):
@@ -173,13 +181,13 @@ class _Names:
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    place, redirected = _running[-1]
+    place, redirected = _running.forwards[-1]
     if not training or p == 0.0 or p == 1.0 or inplace or "dropout" not in redirected or input.numel() == 0:
         return F.dropout(input, p, training, inplace)
     return apply_dropout(input, p, place)
 
 
 def _gelu(x: Tensor) -> Tensor:
-    if "activation" not in _running[-1][1] or not torch.is_grad_enabled() or not x.requires_grad:
+    if "activation" not in _running.forwards[-1][1] or not torch.is_grad_enabled() or not x.requires_grad:
         return F.gelu(x)
     return apply_activation(x, "gelu", "input")

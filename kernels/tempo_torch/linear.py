@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tempo_kernels.recompute import can_refill, drop, find_saved_tensors, hold
 from tempo_torch.replace import Replaced
@@ -25,8 +25,14 @@ class DropsInput(Replaced):
         return out
 
 
+def is_linear(module: Any) -> bool:
+    """Returns whether a module is one that `DropsInput` replaces."""
+    kind = type(module)
+    return kind is nn.Linear or (kind.__name__, kind.__module__) == ("Conv1D", "transformers.pytorch_utils")
+
+
 def can_be_made(x: Tensor) -> bool:
-    """Whether x, or the tensor that it is a view of, can be recomputed."""
+    """Returns whether x, or the tensor that it is a view of, can be recomputed."""
     return _find_source(x) is not None or _find_factors(x) is not None
 
 

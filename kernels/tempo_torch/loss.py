@@ -10,7 +10,7 @@ The head is called when the loss or the logits are made, so that ZeRO-3 and FSDP
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import inspect
 import sys
 import weakref
@@ -48,9 +48,6 @@ class LossHead(DropsInput):
     """nn.Linear of [..., h] that returns logits [..., v] or, for a request, the tokens' losses in float32."""
 
     tempo_defers = False
-    out_features: int
-    weight: Tensor
-    bias: Tensor | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns logits, or an object that makes them later."""
@@ -69,8 +66,7 @@ class LossHead(DropsInput):
             _IS_OUTSIDE.raise_if_noted()
             _IS_OUTSIDE.note(~is_inside.all())
         weight, bias = self.weight, self.bias
-        if torch.is_autocast_enabled(hidden.device.type):
-            dtype = torch.get_autocast_dtype(hidden.device.type)
+        if (dtype := _get_autocast(hidden)) is not None:
             hidden, weight = hidden.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         rows, labels = hidden.flatten(0, -2).unsqueeze(1), request.labels.reshape(1, -1)
@@ -96,11 +92,10 @@ class DeferredLogits:
     """
 
     def __init__(self, head: LossHead, hidden: Tensor) -> None:
-        device = hidden.device.type
         self._head, self._hidden = head, hidden
-        self._autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        self._autocast = _get_autocast(hidden)
         self._steps: tuple[tuple[str, Any], ...] = ()
-        self._versions = None if torch.compiler.is_compiling() else self._find_versions()
+        self._versions = None if torch.compiler.is_compiling() else self._get_versions()
         self._read: Tensor | None = None
         self.device = hidden.device
         self.dtype = hidden.dtype if self._autocast is None else self._autocast
@@ -111,7 +106,7 @@ class DeferredLogits:
     def read(self) -> Tensor:
         """Returns the logits."""
         if self._read is None:
-            if self._versions is not None and self._versions != self._find_versions():
+            if self._versions is not None and self._versions != self._get_versions():
                 raise RuntimeError(
                     "logits are read after what they are made of was written to; expected to read them before the "
                     'optimizer\'s step; read them earlier, or give tempoize loss="off"'
@@ -138,9 +133,9 @@ class DeferredLogits:
         if not torch.compiler.is_compiling():
             self._relatives.append(weakref.ref(self))
 
-    def find_loss(self, labels: Tensor, ignore_index: int, reduction: str) -> Tensor | None:
+    def compute_loss(self, labels: Tensor, ignore_index: int, reduction: str) -> Tensor | None:
         """Returns F.cross_entropy of the logits and these labels; None if the logits have to be read for it."""
-        if self._read is not None or (scaling := _find_scaling(self._steps)) is None:
+        if self._read is not None or (scaling := _get_scaling(self._steps)) is None:
             return None
         losses = self._call_head(_Request(labels, ignore_index, *scaling))
         losses = losses.to(self.dtype if self._autocast is None else torch.float32)
@@ -150,16 +145,14 @@ class DeferredLogits:
         return total if reduction == "sum" else total / (labels != ignore_index).sum()
 
     def _call_head(self, request: _Request | None) -> Tensor:
-        now, device = torch.get_autocast_dtype(self.device.type), self.device.type
         args = (self._hidden,) if request is None else (self._hidden, request)
-        # Not head(...), which would defer again.
-        call = functools.partial(super(LossHead, self._head).__call__, *args)
-        if self._autocast == (now if torch.is_autocast_enabled(device) else None):
-            return call()  # type: ignore[no-any-return]
-        with torch.autocast(device, dtype=self._autocast, enabled=self._autocast is not None):
-            return call()  # type: ignore[no-any-return]
+        is_same = self._autocast == _get_autocast(self._hidden)
+        dtype, is_enabled = self._autocast, self._autocast is not None
+        with contextlib.nullcontext() if is_same else torch.autocast(self.device.type, dtype=dtype, enabled=is_enabled):
+            # Not head(...), which would defer again.
+            return super(LossHead, self._head).__call__(*args)  # type: ignore[no-any-return]
 
-    def _find_versions(self) -> tuple[Any, ...]:
+    def _get_versions(self) -> tuple[Any, ...]:
         weight = self._head.weight
         return self._hidden._version, weight._version, id(weight)
 
@@ -183,15 +176,12 @@ class DeferredLogits:
         return self._then("divide", other) if isinstance(other, int | float) else self.read() / other
 
     def tanh(self) -> Any:
-        """Notes torch.tanh."""
         return self._then("tanh")
 
     def float(self) -> Any:
-        """Notes a cast to float32."""
         return self._then("to", torch.float32, dtype=torch.float32)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Notes a cast to another dtype, or a move to the device where they are."""
         (target,) = args if len(args) == 1 and not kwargs else (None,)
         if isinstance(target, torch.dtype) and target.is_floating_point:
             return self._then("to", target, dtype=target)
@@ -200,52 +190,43 @@ class DeferredLogits:
         return self.read().to(*args, **kwargs)
 
     def view(self, *shape: Any) -> Any:
-        """Of another shape."""
         sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
         if sizes == (-1, self.shape[-1]):
-            rows = self.shape[:-1].numel()
-            return self._then("view", (rows, self.shape[-1]), shape=torch.Size((rows, self.shape[-1])))
+            shape = torch.Size((self.shape[:-1].numel(), self.shape[-1]))
+            return self._then("view", shape, shape=shape)
         return self.read().view(*shape)
 
-    def reshape(self, *shape: Any) -> Any:
-        """Of another shape."""
-        return self.view(*shape)
+    reshape = view
 
     def contiguous(self) -> DeferredLogits:
-        """Themselves."""
         return self
 
-    @property
-    def data(self) -> Tensor:
-        """Their values, without a graph."""
-        return self.read().data
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        self.read().data = value
-
-    # Properties that are known without values.
+    # What is known without values.
 
     requires_grad = True
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions."""
         return len(self.shape)
 
     def dim(self) -> int:
-        """The number of dimensions."""
         return len(self.shape)
 
     def numel(self) -> int:
-        """The number of elements."""
         return self.shape.numel()
 
     def size(self, dim: int | None = None) -> Any:
-        """The shape, or one size."""
         return self.shape if dim is None else self.shape[dim]
 
     # Operations that read them.
+
+    @property
+    def data(self) -> Tensor:
+        return self.read().data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.read().data = value
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_head":
@@ -261,11 +242,17 @@ class DeferredLogits:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        if func is F.cross_entropy and (loss := _find_cross_entropy(*args, **kwargs)) is not None:
+        if func is F.cross_entropy and (loss := _compute_cross_entropy(*args, **kwargs)) is not None:
             return loss
         if func in (torch.tanh, Tensor.tanh) and len(args) == 1 and not kwargs:
             return args[0].tanh()
         return func(*map(_read_inside, args), **{name: _read_inside(value) for name, value in kwargs.items()})
+
+
+def _get_autocast(x: Tensor) -> torch.dtype | None:
+    """Returns the dtype of autocast on x's device, where that is enabled."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _read_inside(value: Any) -> Any:
@@ -299,7 +286,7 @@ _STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }
 
 
-def _find_scaling(steps: tuple[tuple[str, Any], ...]) -> tuple[float | None, float] | None:
+def _get_scaling(steps: tuple[tuple[str, Any], ...]) -> tuple[float | None, float] | None:
     """Returns (softcap, temperature) of logits after these steps; None if the steps are another function."""
     inner, outer, is_capped = 1.0, 1.0, False
     for name, value in steps:
@@ -316,7 +303,7 @@ def _find_scaling(steps: tuple[tuple[str, Any], ...]) -> tuple[float | None, flo
     return (softcap, temperature) if inner > 0 and 0 < temperature < float("inf") else None
 
 
-def _find_cross_entropy(
+def _compute_cross_entropy(
     input: Any,
     target: Any,
     weight: Any = None,
@@ -334,7 +321,7 @@ def _find_cross_entropy(
         return None
     if target.size(0) != input.size(0) or target.device != input.device or reduction not in ("mean", "sum", "none"):
         return None
-    return input.find_loss(target, ignore_index, reduction)
+    return input.compute_loss(target, ignore_index, reduction)
 
 
 class FusedLoss(Replaced):
@@ -342,8 +329,6 @@ class FusedLoss(Replaced):
 
     labels_place: int
     """The place of `labels` among the arguments of its forward."""
-    training: bool
-    get_output_embeddings: Callable[[], Any]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's output."""
@@ -359,7 +344,7 @@ class FusedLoss(Replaced):
 
 
 def is_language_model(model: Any) -> bool:
-    """Whether a module is a language model of transformers: it takes labels, and has a head over a vocabulary."""
+    """Returns whether a module is a language model of transformers, which takes labels and has a head over words."""
     models: Any = sys.modules.get("transformers.modeling_utils")
     if models is None or not isinstance(model, models.PreTrainedModel):
         return False

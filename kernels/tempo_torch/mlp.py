@@ -19,8 +19,8 @@ class TiledMLP(Replaced):
     wide; backward runs it once more. `recompute_in_tiles` says how exact that is."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the stock MLP returns for x [..., h]."""
-        stock: Any = self.stock_class
+        """Returns what the stock MLP returns for x [..., h]."""
+        stock = self.stock_class
         x: Tensor
         (x,) = (*args, *kwargs.values())
         if torch.compiler.is_compiling() and not torch.is_grad_enabled():
@@ -30,14 +30,14 @@ class TiledMLP(Replaced):
     # A compiler would look through the tiles and keep what they make.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _run_in_tiles(self, x: Tensor) -> Tensor:
-        stock: Any = self.stock_class
+        stock = self.stock_class
         check_gathered(self)
 
         def run_tile(tile: Tensor) -> Tensor:
             y: Tensor = stock.forward(self, tile.unsqueeze(0))
             return y.squeeze(0)
 
-        parameters = self.parameters()  # type: ignore[attr-defined]
+        parameters = self.parameters()
         rows = recompute_in_tiles(run_tile, x.flatten(0, -2), parameters=parameters, num_rows=x.size(-1))
         y: Tensor = rows.unflatten(0, x.shape[:-1])
         drop_input(x, y)
@@ -55,7 +55,7 @@ def check_gathered(*modules: Any) -> None:
 
 
 def is_mlp(module: nn.Module) -> bool:
-    """Whether a module is an MLP of transformers: its class is named so, and its forward takes one tensor."""
+    """Returns whether a module is an MLP of transformers: its class is named so, and its forward takes one tensor."""
     kind = type(module)
     return kind.__name__.endswith("MLP") and len(inspect.signature(kind.forward).parameters) == 2
 
@@ -67,7 +67,7 @@ def find_dropout(module: nn.Module) -> str | None:
 
 
 def find_mlp_refusal(module: nn.Module) -> str | None:
-    """Why an MLP cannot run in tiles; None where it can: its modules treat each token by itself, and draw nothing."""
+    """Returns why an MLP cannot run in tiles; None where its modules treat each token by itself and draw nothing."""
     for child in module.modules():
         is_linear = isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D"
         if child is module or is_linear or is_activation(child) or isinstance(child, nn.ReLU | nn.Tanh | nn.Sigmoid):

@@ -6,27 +6,20 @@ and draws from a generator on any device.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.weak import WeakIdKeyDictionary
 
 from tempo_kernels.attention import attention
-from tempo_torch.attention import AttentionPlace
 from tempo_torch.linear import drop_input
+from tempo_torch.masks import read_once
 from tempo_torch.replace import Replaced
 
 Hidden = tuple[Tensor, Tensor | None]
 """bool [b or 1, a or 1, sq or 1, sk], True where a key is hidden; and [sq or 1, b or 1, a or 1, 1], True for queries
 whose keys are all hidden, None where there are none."""
-
-_ADDS = "adds a tensor to its scores"
-
-_read: Any = WeakIdKeyDictionary()
-"""Of each mask that came first in a call: what it was merged with, and what that gave."""
 
 
 class MultiheadAttention(Replaced):
@@ -34,23 +27,6 @@ class MultiheadAttention(Replaced):
 
     Keeps for backward: its inputs, as stock does, q, k, v, the output of attention, and 4 bytes per query and head.
     """
-
-    tempo_place: AttentionPlace
-    training: bool
-    dropout: float
-    batch_first: bool
-    add_zero_attn: bool
-    embed_dim: int
-    num_heads: int
-    head_dim: int
-    _qkv_same_embed_dim: bool
-    in_proj_weight: Tensor
-    q_proj_weight: Tensor
-    k_proj_weight: Tensor
-    v_proj_weight: Tensor
-    in_proj_bias: Tensor | None
-    bias_k: Tensor | None
-    out_proj: torch.nn.Linear
 
     def forward(
         self,
@@ -66,8 +42,7 @@ class MultiheadAttention(Replaced):
         """Returns (out, weights or None) as stock does. Float masks of 0 and -inf, which stock's encoder makes, count
         as bool ones. Raises ValueError with attention="flash" for a call that Tempo's attention cannot serve."""
         call = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
-        if not self.tempo_place.was_called:
-            self.tempo_place.was_called = True
+        self.tempo_place.note_call()
         if not self.training or self.dropout == 0.0:
             return super().forward(*call)  # type: ignore[misc,no-any-return]
         found = self._find_refusal(need_weights) or self._read_masks(query, key, key_padding_mask, attn_mask, is_causal)
@@ -84,18 +59,15 @@ class MultiheadAttention(Replaced):
             return "appends bias_k and bias_v to its keys and values"
         if self.add_zero_attn:
             return "appends a zero to its keys and values"
-        if self.dropout == 1.0:
-            return "drops all of its probabilities"
-        return None
+        return "drops all of its probabilities" if self.dropout == 1.0 else None
 
     def _read_masks(
         self, query: Tensor, key: Tensor, padding: Tensor | None, mask: Tensor | None, is_causal: bool
     ) -> tuple[bool, Hidden | None] | str:
         """Returns (whether attention is causal, what else is hidden), or the reason why the masks do more than hide."""
-        num_queries, batch = self._measure(query)
-        num_keys, _ = self._measure(key)
         if query.is_nested or key.is_nested or query.numel() == 0 or key.numel() == 0:
             return "takes nested or empty tensors"
+        (num_queries, batch), (num_keys, _) = self._measure(query), self._measure(key)
         if padding is not None and query.dim() == 2:
             padding = padding.unsqueeze(0)
         shapes = (None, (num_queries, num_keys), (batch * self.num_heads, num_queries, num_keys))
@@ -109,7 +81,7 @@ class MultiheadAttention(Replaced):
             mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).triu(1)
         if mask is None and padding is None:
             return False, None
-        hidden = _merge(mask, padding, batch, self.num_heads)
+        hidden = read_once(_compute_hidden, (mask, padding), batch)
         return hidden if isinstance(hidden, str) else (False, hidden)
 
     def _measure(self, x: Tensor) -> tuple[int, int]:
@@ -120,19 +92,9 @@ class MultiheadAttention(Replaced):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool, hidden: Hidden | None) -> Tensor:
         q, k, v = (self._split_heads(t) for t in self._project(query, key, value))
-        draw_key, first_sample, _ = self.tempo_place.place.find(query.device, q.size(1))
+        draw = self.tempo_place.draw(self, query.device, q.size(1), self.num_heads, self.dropout)
         mask, blind = (None, None) if hidden is None else hidden
-        out = attention(
-            q,
-            k,
-            v,
-            causal=causal,
-            mask=mask,
-            softmax_scale=self.head_dim**-0.5,
-            dropout_p=self.tempo_place.place.passes.choose_probability(self.dropout),
-            dropout_key=draw_key,
-            first_sample=first_sample,
-        )
+        out = attention(q, k, v, causal=causal, mask=mask, softmax_scale=self.head_dim**-0.5, **draw)
         if blind is not None:
             out = out.masked_fill(blind, 0.0)  # as in stock; ours would attend to all keys
         y = F.linear(out.flatten(2), self.out_proj.weight, self.out_proj.bias)
@@ -167,32 +129,15 @@ class MultiheadAttention(Replaced):
         return heads.transpose(0, 1) if self.batch_first else heads
 
 
-def _merge(mask: Tensor | None, padding: Tensor | None, batch: int, heads: int) -> Hidden | str:
-    """Returns what a mask [sq, sk] or [b*a, sq, sk] and a padding mask [b, sk] hide, or the reason why they do more.
-
-    All layers get the same masks, so they share one result, unless the masks were written to between them.
-    """
-    first, second = (padding, None) if mask is None else (mask, padding)
-    assert first is not None
-    # Writes to tensors are counted neither by a compiler nor in inference mode.
-    if torch.compiler.is_compiling() or any(t is not None and t.is_inference() for t in (first, second)):
-        return _compute_hidden(mask, padding, batch, heads)
-    given = (mask is None, first._version, None if second is None else second._version, batch, heads)
-    before, other, hidden = _read.get(first, (None, None, None))
-    if before != given or (None if other is None else other()) is not second:
-        hidden = _compute_hidden(mask, padding, batch, heads)
-        _read[first] = given, None if second is None else weakref.ref(second), hidden
-    return hidden  # type: ignore[no-any-return]
-
-
-def _compute_hidden(mask: Tensor | None, padding: Tensor | None, batch: int, heads: int) -> Hidden | str:
+def _compute_hidden(mask: Tensor | None, padding: Tensor | None, batch: int) -> Hidden | str:
+    """Returns what a mask [sq, sk] or [b*a, sq, sk] and a padding mask [b, sk] hide, or the reason why they do more."""
     hidden: Any = None
     for each in (mask, padding):
         if each is None:
             continue
         if each.dtype != torch.bool and (each.requires_grad or not each.is_floating_point() or _adds(each)):
-            return _ADDS
-        found = each if each.dtype == torch.bool else each == float("-inf")
+            return "adds a tensor to its scores"
+        found = each.detach() if each.dtype == torch.bool else each == float("-inf")
         shape = (batch, 1, 1, -1) if each is padding else (batch if found.dim() == 3 else 1, -1, *found.shape[-2:])
         found = found.view(shape)
         hidden = found if hidden is None else hidden | found
@@ -202,5 +147,5 @@ def _compute_hidden(mask: Tensor | None, padding: Tensor | None, batch: int, hea
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _adds(mask: Tensor) -> bool:
-    """Whether a float mask adds numbers other than 0 and -inf."""
+    """Returns whether a float mask adds numbers other than 0 and -inf."""
     return bool(((mask != 0) & (mask != float("-inf"))).any())

@@ -13,15 +13,14 @@ no generator, so that several forwards may begin in one state. A forward in trai
 one number, where stock's dropout advances it by many: then its state comes back only if somebody restores it.
 
 A forward of the model is a Pass. If a backward runs a part of it again, the graph node that asks for it tells which
-forward it belongs to: autograd numbers nodes as they are made, and a pass knows its first and last number. So several
-forwards may run before their backwards, whatever the model returns. Compiled code cannot ask for the node; there a hook
-on the model's outputs brings the pass back.
+forward it belongs to: autograd numbers nodes as they are made, and a pass knows its first and last number. Compiled
+code cannot ask for the node; there a hook on the model's outputs brings the pass back.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
+import functools
 import hashlib
 import inspect
 import sys
@@ -47,7 +46,6 @@ _OVERSIZED_BITS = 16
 _MAX_PASSES = 1 << 10
 _MAX_STATES = 1 << 16
 _ROWS_BITS = 27
-_COUNTED = "num_steps step_samples has_repeats _knows_repeats _next_sample _has_begun _drawn _current _past".split()
 
 
 class Pass:
@@ -56,9 +54,9 @@ class Pass:
     def __init__(self, num_samples: int, device: torch.device) -> None:
         self.num_samples, self.device = num_samples, device
         self.first_sample: int | None = None
-        self.spacing = 0
-        """0, or the bits of the distance between numbers of batches with more samples than the first step's."""
         self.first_sample_tensor: Tensor | None = None
+        # 0, or the bits of the distance between numbers of batches with more samples than the first step's.
+        self.spacing = 0
         self.counts: dict[str, int] = {}
         self.is_over = False
         # The numbers of the nodes that autograd makes during the pass. A checkpointed region around the whole forward
@@ -76,11 +74,10 @@ class Place:
 
     def __init__(self, name: str, code: int, passes: Passes) -> None:
         self.name, self.code, self.passes = name, code, passes
-        self.calls = 0
-        """In a compiled graph: the calls since the forward, or the backward, began."""
+        self.calls = 0  # in a compiled graph: since the forward, or the backward, began
         self.key_tensor = torch.tensor(_make_signed(derive_key(passes.seed, code, 0)), dtype=torch.int64)
 
-    def find(self, device: torch.device, num_rows: int | None = None) -> tuple[int | Tensor, int | Tensor, int]:
+    def draw(self, device: torch.device, num_rows: int | None = None) -> tuple[int | Tensor, int | Tensor, int]:
         """Returns (key, first row, number of samples) of the mask that is drawn now, to be used once.
 
         Args:
@@ -90,17 +87,16 @@ class Place:
         """
         is_traced = torch.compiler.is_compiling()
         now = self.passes.current if is_traced else self.passes.find_current()
-        first: int | Tensor | None = now.first_sample_tensor if is_traced else now.first_sample
+        first: Any = now.first_sample_tensor if is_traced else now.first_sample
         if first is None:
-            assert not is_traced
             first = self.passes.number_samples(now)
         rows = 1 if num_rows is None else -(-num_rows // now.num_samples)
         # Rows that are numbered in another way than samples get keys of their own. Philox takes keys in a row.
         shift = 0
         if rows > 1 or now.spacing > _OVERSIZED_BITS:
             first, shift = first % _FIRST_OVERSIZED * rows, rows + (now.spacing << _ROWS_BITS)
-        if isinstance(first, Tensor):
-            return self._find_traced_key(shift).to(device), first.to(device), now.num_samples
+        if is_traced:
+            return self._get_traced_key(shift).to(device), first.to(device), now.num_samples
         key = derive_key(self.passes.seed, self.code, self._count_call(now))
         return (key + shift) % (1 << 64), first, now.num_samples
 
@@ -122,10 +118,9 @@ class Place:
         self.passes.has_repeats |= call > 0
         return call
 
-    def _find_traced_key(self, shift: int) -> Tensor:
+    def _get_traced_key(self, shift: int) -> Tensor:
         # A tensor, because a number would be compiled in.
-        call = self.calls
-        self.calls = call + 1
+        call, self.calls = self.calls, self.calls + 1
         if call < 0:
             raise RuntimeError(
                 f"{self.name} is called several times in a forward, in a compiled region that is checkpointed; "
@@ -139,8 +134,7 @@ class _Context:
     """What `samples` says. Copies of a model that are made inside share it, so that it ends for them too."""
 
     def __init__(self, num_samples: int | None) -> None:
-        self.num_samples = num_samples
-        self.is_over = False
+        self.num_samples, self.is_over = num_samples, False
 
     def __deepcopy__(self, _: Any) -> _Context:
         return self
@@ -162,32 +156,26 @@ class Passes:
         self, seed: int, rank: int | None = None, num_ranks: int | None = None, sequence: tuple[int, int] = (0, 1)
     ) -> None:
         self.seed, self.sequence = seed, sequence
-        self._knows_samples = rank is not None
+        self._ranks: tuple[Any, Any] = (rank, num_ranks)
         self.places: dict[str, Place] = {}
-        self.has_repeats = False
-        self._keeps_all = False
+        self.has_repeats = self._knows_repeats = self._keeps_all = False
         self.num_steps = 0
         """Forwards that drew, where nobody said which samples they see."""
-        self._ranks = (rank, num_ranks)
         self.step_samples: int | None = None
         """Samples of the first of them."""
+        # What `samples` says, the next sample in it, and whether a forward has drawn in it.
         self._context: _Context | None = None
-        self._next_sample = 0
-        """Of the context."""
-        self._has_begun = False
-        """Whether a forward has drawn in the context."""
+        self._next_sample, self._has_begun = 0, False
         self._drawn: dict[bytes, tuple[int, int]] = {}
         """First sample and spacing of forwards in training without a gradient, by the generator's state before."""
-        self._knows_repeats = False
         self._depth = 0
         # The thread whose forward runs, and the frame in which torch runs it; setdefault is atomic.
         self._owner: dict[str, tuple[int, FrameType | None]] = {}
+        # The outermost backward that runs, and what is gone once it has ended, also by an exception.
         self._task: tuple[int, weakref.ref[Any]] | None = None
-        """The outermost backward that runs, and what is gone once it has ended, also by an exception."""
         self._current: Pass | None = None
         self._past: deque[Pass] = deque(maxlen=_MAX_PASSES)
-        self.handles: list[RemovableHandle] = []
-        """Of the hooks by which the forwards are known."""
+        self.handles: list[RemovableHandle] = []  # of the hooks by which the forwards are known
 
     @property
     def current(self) -> Pass:
@@ -220,19 +208,16 @@ class Passes:
             return None
         node = torch._C._current_autograd_node()
         number = node._sequence_nr() if node is not None else -1
-        for past in reversed(self._past):
-            if past.first_node < number < past.last_node:
-                return past
-        # The number before a pass is that of a region around it, unless another pass ended with it.
-        for past in reversed(self._past):
-            if past.first_node == number < past.last_node:
-                return past
-        if len(self._past) == _MAX_PASSES and number < self._past[0].first_node:
+        found = next((each for each in reversed(self._past) if each.first_node < number < each.last_node), None)
+        if found is None:
+            # The number before a pass is that of a region around it, unless another pass ended with it.
+            found = next((each for each in reversed(self._past) if each.first_node == number < each.last_node), None)
+        if found is None and len(self._past) == _MAX_PASSES and number < self._past[0].first_node:
             raise RuntimeError(
                 f"more than {_MAX_PASSES} forwards ran before the backward of this one; expected fewer; call backward "
                 "earlier"
             )
-        return None
+        return found
 
     def add_place(self, name: str) -> Place:
         """Makes the place of the module with this name."""
@@ -248,8 +233,8 @@ class Passes:
         self.handles.append(model.register_forward_hook(self._end, always_call=True))
         for number, (name, module) in enumerate(model.named_modules()):
             if name:
-                entry = _Entry(self, number)
-                self.handles.append(module.register_forward_pre_hook(entry, prepend=True, with_kwargs=True))
+                enter = functools.partial(self._enter, number)
+                self.handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
 
     def leave(self) -> None:
         """Removes these hooks."""
@@ -272,15 +257,6 @@ class Passes:
         finally:
             context.is_over = True
             self._context, self._next_sample, self._has_begun = before
-
-    @contextlib.contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Lets forwards inside run, and then counts as if they had not."""
-        before = {name: copy.copy(self.__dict__[name]) for name in _COUNTED}
-        try:
-            yield
-        finally:
-            self.__dict__.update(before)
 
     def _get_context(self) -> _Context | None:
         return None if self._context is None or self._context.is_over else self._context
@@ -306,7 +282,7 @@ class Passes:
             return
         size, given = ulysses.get_sequence_parallel_world_size(), self.sequence[1]
         # Where nobody said which samples a rank has, each numbers its own, so that no two draw the same mask.
-        if size != given and (given > 1 or self._knows_samples or self._get_context() is not None):
+        if size != given and (given > 1 or self._ranks[0] is not None or self._get_context() is not None):
             raise ValueError(
                 f"DeepSpeed's Ulysses divides a sample among {size} ranks, and sequence_ranks is {given}; expected "
                 f"the same, or parts of a sample might get one dropout mask; give tempoize sequence_ranks={size}"
@@ -343,7 +319,7 @@ class Passes:
 
     def _count_step(self, now: Pass) -> int:
         """Returns the first of as many numbers as a pass has samples, which no other step or rank uses."""
-        rank, num_ranks = self._find_rank()
+        rank, num_ranks = get_rank() if None in self._ranks else self._ranks
         if self.step_samples is None:
             self.step_samples = now.num_samples
         step = self.num_steps * num_ranks + rank
@@ -360,14 +336,6 @@ class Passes:
                 "to sample 2**47; expected fewer; say with tempo_torch.samples which samples a forward sees"
             )
         return first + number
-
-    def _find_rank(self) -> tuple[int, int]:
-        rank, num_ranks = self._ranks
-        if rank is not None and num_ranks is not None:
-            return rank, num_ranks
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return torch.distributed.get_rank(), torch.distributed.get_world_size()
-        return 0, 1
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -398,15 +366,13 @@ class Passes:
 
     def _make_pass(self, module: nn.Module, args: Any, kwargs: Any) -> Pass:
         tensor, context = _find_batch(module, args, kwargs), self._get_context()
-        num_samples = 1 if tensor is None else tensor.size(0)
-        if context is not None and context.num_samples is not None:
-            num_samples = context.num_samples
-        if isinstance(tensor, FakeTensor):
-            return Pass(num_samples, torch.device("meta"))
-        return Pass(num_samples, torch.device("cpu") if tensor is None else tensor.device)
+        said = None if context is None else context.num_samples
+        device = torch.device("cpu") if tensor is None else tensor.device
+        device = torch.device("meta") if isinstance(tensor, FakeTensor) else device
+        return Pass((1 if tensor is None else tensor.size(0)) if said is None else said, device)
 
     def _is_restored(self, now: Pass) -> bool:
-        """Whether somebody has restored the generator's state of a forward that drew."""
+        """Returns whether somebody has restored the generator's state of a forward that drew."""
         state = self._read_state(now)
         return state is not None and state in self._drawn
 
@@ -442,9 +408,9 @@ class Passes:
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.register_hook(begin_backward)
 
-    def enter(self, number: int, args: Any, kwargs: Any) -> None:
+    def _enter(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Notes, or in backward recalls, how many calls came before a module's call, found by its first tensor."""
-        if self._current is None or (self._knows_repeats and not self.has_repeats):
+        if torch.compiler.is_compiling() or self._current is None or (self._knows_repeats and not self.has_repeats):
             return
         if (tensor := _find_tensor(args, kwargs)) is None:
             return
@@ -465,19 +431,15 @@ class Passes:
         return {**self.__dict__, **no_pass, "_owner": {}, "_depth": 0, "_task": None}
 
 
-class _Entry:
-    """A hook before a module's forward."""
-
-    def __init__(self, passes: Passes, number: int) -> None:
-        self._passes, self._number = passes, number
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._passes.enter(self._number, args, kwargs)
+def get_rank() -> tuple[int, int]:
+    """Returns this process's rank in torch.distributed and the number of ranks; (0, 1) without it."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1
 
 
 def is_in_backward() -> bool:
-    """Whether this forward runs inside a backward."""
+    """Returns whether this forward runs inside a backward."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -495,7 +457,7 @@ def _find_frame() -> FrameType | None:
 
 
 def _is_running(thread: int, frame: FrameType | None) -> bool:
-    """Whether a thread still runs a frame."""
+    """Returns whether a thread still runs a frame."""
     top = sys._current_frames().get(thread)
     while top is not None and top is not frame:
         top = top.f_back

@@ -30,13 +30,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tempo_torch.attention import PLACE
+from tempo_torch.inputs import Call, name_inputs
 from tempo_torch.position import Passes
 from tempo_torch.replace import give_class_back
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_SAMPLES, _TOKENS, _WAVE = 2, 16, 8000
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,40 +55,6 @@ class Seen:
     operators: dict[str, set[str]]
     draws: dict[str, set[str]]
     attention: dict[str, str | None]
-
-
-def make_inputs(model: Any, has_loss: bool, num_tokens: int = _TOKENS) -> Call | None:
-    """Builds a call that a model of transformers accepts from its configuration; None if that does not say enough.
-
-    Args:
-        has_loss: whether the call has labels.
-        num_tokens: how many tokens a sample of text has.
-    """
-    config: Any = getattr(model, "config", None)
-    name = getattr(model, "main_input_name", None)
-    ids = torch.empty(_SAMPLES, num_tokens, dtype=torch.int64, device="meta")
-    inputs: dict[str, Tensor] = {}
-    if name == "input_ids" and hasattr(config, "vocab_size"):
-        inputs = {"input_ids": ids}
-    elif name == "pixel_values" and hasattr(config, "image_size"):
-        size = config.image_size
-        sides = (size, size) if isinstance(size, int) else tuple(size)
-        inputs = {"pixel_values": _make_floats(model, getattr(config, "num_channels", 3), *sides)}
-    elif name == "input_features" and hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
-        inputs = {"input_features": _make_floats(model, config.num_mel_bins, 2 * config.max_source_positions)}
-    elif name == "input_values" and hasattr(config, "conv_stride"):
-        inputs = {"input_values": _make_floats(model, _WAVE)}
-    if not inputs:
-        return None
-    if getattr(config, "is_encoder_decoder", False):
-        inputs["decoder_input_ids"] = ids
-    if has_loss:
-        inputs["labels"] = ids
-    return (), inputs
-
-
-def _make_floats(model: Any, *shape: int) -> Tensor:
-    return torch.empty(_SAMPLES, *shape, dtype=model.dtype, device="meta")
 
 
 def probe(model: nn.Module, passes: Passes, call: Call, calls: dict[str, Call | None] | None = None) -> Seen | str:
@@ -116,11 +80,9 @@ def probe(model: nn.Module, passes: Passes, call: Call, calls: dict[str, Call | 
                 twin(*args, **kwargs)
     except Exception as error:  # a foreign model without values may raise anything
         return f"{type(error).__name__}: {error}".split("\n")[0][:200].rstrip(".")
-    given = [*enumerate(call[0]), *call[1].items()]
-    inputs = ", ".join(f"{name} {list(value.shape)}" for name, value in given if isinstance(value, Tensor))
     places = {name: module.__dict__[PLACE] for name, module in twin.named_modules() if PLACE in module.__dict__}
     attention = {name: place.why for name, place in places.items() if place.was_called}
-    return Seen(inputs, frozenset(watch.called), dict(watch.operators), dict(watch.draws), attention)
+    return Seen(name_inputs(call), frozenset(watch.called), dict(watch.operators), dict(watch.draws), attention)
 
 
 def _note_call(module: nn.Module, name: str, calls: dict[str, Call | None]) -> None:
@@ -142,20 +104,26 @@ def _copy_without_memory(
                 fake = torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype, device="cpu")
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
-    for module in model.modules():
-        for hooks in HOOKS:
-            memo[id(module.__dict__[hooks])] = collections.OrderedDict()
-    twin, twin_passes, copied = copy.deepcopy((model, passes, call), memo)
+    twin, twin_passes, copied = copy_bare(model, memo, passes, call)
     if not model.training:
         twin.train()
     for module in twin.modules():
-        # A function that replaced a forward still refers to the original module.
-        module.__dict__.pop("forward", None)
         if (place := module.__dict__.get(PLACE)) is not None:
             place.is_required = False  # calls that stock would serve are noted, not refused
         if hasattr(module, "gradient_checkpointing"):
             module.__dict__["gradient_checkpointing"] = False
     return twin, twin_passes, copied
+
+
+def copy_bare(model: nn.Module, memo: dict[int, Any], *more: Any) -> tuple[Any, ...]:
+    """Returns deep copies of a model without hooks, and of `more`; `memo` has what takes the place of tensors."""
+    for module in model.modules():
+        memo |= {id(module.__dict__[hooks]): collections.OrderedDict() for hooks in _HOOKS}
+    twin, *others = copy.deepcopy((model, *more), memo)
+    for module in twin.modules():
+        # A function that replaced a forward still refers to the original module.
+        module.__dict__.pop("forward", None)
+    return (twin, *others)
 
 
 class _Watch(TorchDispatchMode):
@@ -189,12 +157,8 @@ class _Watch(TorchDispatchMode):
             if threading.get_ident() == thread and id(module) not in self._originals:
                 self._stack.pop()
 
-        hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
-        try:
+        with register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -228,7 +192,7 @@ class _Names(TorchFunctionMode):
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator that can draw random numbers does so with these arguments."""
+    """Returns whether an operator that can draw random numbers does so with these arguments."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.name in ("dropout_p", "p"):
             value = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)

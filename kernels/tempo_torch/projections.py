@@ -16,7 +16,7 @@ from tempo_torch.attention import Caught, attend, catching
 from tempo_torch.mlp import check_gathered
 from tempo_torch.norm import MADE, LayerNorm, RMSNorm
 from tempo_torch.replace import Replaced
-from tempo_torch.trial import DIRECT, NORM, THROUGH_STOCK, describe, find_way, list_leaves
+from tempo_torch.trial import DIRECT, NORM, THROUGH_STOCK, describe, get_way, list_leaves
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _CACHES = ("cache", "past_key_values", "past_key_value")
@@ -29,7 +29,7 @@ class TiledProjections(Replaced):
 
     The stock forward is run for a tile until it asks for attention. Where it goes from attention straight to o_proj,
     that is all. Where it has gates or norms between, it runs once more as a whole and is given attention's result: it
-    then keeps what these keep, and makes q, k and v once more in forward. A trial on a few tokens (`find_way`) tells
+    then keeps what these keep, and makes q, k and v once more in forward. A trial on a few tokens (`get_way`) tells
     which, or that the module cannot run in tiles.
     """
 
@@ -37,14 +37,12 @@ class TiledProjections(Replaced):
     """Those norms of the layer that may be in front of this module."""
     tempo_ways: dict[Any, str]
     """What the trial found, by the form of the call."""
-    o_proj: nn.Module
-    training: bool
     tempo_rows: int | None = None
     """Rows of a tile; None for as many as the hidden size."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the stock module returns. Its positional argument is hidden_states, or the norm's input in their place:
-        ZeRO 3 takes the gradients of weights once those of positional arguments are there, or at once without any.
+        """Returns what the stock module returns. Its positional argument is hidden_states, or the norm's input instead:
+        ZeRO 3 takes the gradients of weights when the positional arguments have theirs, and at once without any.
 
         Raises ValueError in training with a cache of keys and values, or for a call whose trial failed.
         """
@@ -72,14 +70,14 @@ class TiledProjections(Replaced):
         return call_stock(x, **call, **{NORM: norm})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the stock module returns; with NORM for what this norm makes of x [b, s, h]."""
-        stock: Any = self.stock_class
+        """Returns what the stock module returns; with NORM for what this norm makes of x [b, s, h]."""
+        stock = self.stock_class
         if NORM not in kwargs:
             return stock.forward(self, *args, **kwargs)
         norm = kwargs.pop(NORM)
         x, call = self._bind(args, kwargs)
         check_gathered(self, *([] if norm is None else [norm]))
-        way, (batch, length) = self._find_way(x, call), x.shape[:2]
+        way, (batch, length) = self._get_way(x, call), x.shape[:2]
         # What attend_to holds is there until backward: not y, which the norm makes again.
         mask = call.pop("attention_mask", None)
         leaves, structure, places = list_leaves(x, call)
@@ -108,7 +106,7 @@ class TiledProjections(Replaced):
             q, k, v = (part.unflatten(0, (batch, length)).transpose(1, 2) for part in parts)
             return attend(self, q, k, v, mask, **asked)[0]  # type: ignore[arg-type]
 
-        parameters = [p for name, p in self.named_parameters() if not name.startswith("o_proj.")]  # type: ignore[attr-defined]
+        parameters = [p for name, p in self.named_parameters() if not name.startswith("o_proj.")]
         parameters += [] if norm is None else list(norm.parameters())
         rows = (leaves[place].expand(batch, *leaves[place].shape[1:]).flatten(0, 1) for place in places)
         num_rows = self.tempo_rows or x.size(-1)
@@ -119,20 +117,19 @@ class TiledProjections(Replaced):
             return stock.forward(self, normalise(x), attention_mask=mask, **call)
 
     def find_refusal(self, *args: Any, **kwargs: Any) -> str | None:
-        """Why such a call, of which the shapes matter, cannot run in tiles; None where it can. The first call of a form
-        is tried."""
-        way = self._find_way(*self._bind(args, kwargs))
+        """Returns why such a call cannot run in tiles; None where it can. The first call of each form is tried."""
+        way = self._get_way(*self._bind(args, kwargs))
         return None if way in (DIRECT, THROUGH_STOCK) else way
 
-    def _find_way(self, hidden: Tensor, call: dict[str, Any]) -> str:
+    def _get_way(self, hidden: Tensor, call: dict[str, Any]) -> str:
         call = {name: value for name, value in call.items() if name not in ("attention_mask", *_CACHES)}
         form = describe(hidden, call)
         if form not in self.tempo_ways:
-            self.tempo_ways[form] = find_way(self, hidden, call)
+            self.tempo_ways[form] = get_way(self, hidden, call)
         return self.tempo_ways[form]
 
     def _bind(self, args: Any, kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
-        """(hidden_states, the other arguments of a call by name)."""
+        """Returns (hidden_states, the other arguments of a call by name)."""
         signature = inspect.signature(self.stock_class.forward)
         call = signature.bind(self, *args, **kwargs).arguments
         for parameter in signature.parameters.values():
@@ -142,7 +139,7 @@ class TiledProjections(Replaced):
         return call.pop("hidden_states"), call
 
     def follow_norms(self, norms: Iterable[nn.Module]) -> None:
-        """Asks Tempo's norms among `norms`, those of the layer, to tell what they normalise."""
+        """Asks Tempo's norms among `norms`, which the layer has, to tell what they normalise."""
         self.tempo_norms = [norm for norm in norms if isinstance(norm, LayerNorm | RMSNorm)]
         for norm in self.tempo_norms:
             if MADE not in norm.__dict__:
@@ -155,7 +152,7 @@ class TiledProjections(Replaced):
             norm.__dict__.pop(MADE, None)
 
     def _take_made(self, y: Tensor) -> tuple[Any, Tensor]:
-        """(The norm that made y, or None, and what it made it from, or y)."""
+        """Returns (the norm that made y, or None, and what it made it from, or y)."""
         found: tuple[Any, Tensor] = None, y
         for norm in list(self.tempo_norms):
             made = norm.__dict__.get(MADE)
@@ -170,8 +167,7 @@ class TiledProjections(Replaced):
 
 
 def is_projected_attention(module: nn.Module) -> bool:
-    """Whether a module is attention of transformers with rotary embeddings, as Llama's: projections of its own to q, k
-    and v, and one behind attention."""
+    """Returns whether a module is attention of transformers with rotary embeddings and four projections, as Llama's."""
     names = inspect.signature(type(module).forward).parameters
     return {"hidden_states", "position_embeddings", "attention_mask"} <= names.keys() and all(
         isinstance(getattr(module, name, None), nn.Linear) for name in _PROJECTIONS

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -15,8 +15,12 @@ from torch import nn
 class Replaced:
     """The base of the classes of replaced modules, which derive from it and from the stock class."""
 
-    stock_class: type[nn.Module]
+    stock_class: Any
     mixin_class: type[Replaced]
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...  # what the stock class has
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The class is made at run time, so pickle cannot find it by name.
@@ -40,7 +44,7 @@ def give_class_back(module: nn.Module) -> None:
         )
     for name in (*module.__dict__["tempo_attributes"], "tempo_attributes"):
         module.__dict__.pop(name, None)
-    module.__class__ = module.stock_class  # type: ignore[assignment]
+    module.__class__ = module.stock_class
 
 
 _classes: dict[tuple[type, type], type[nn.Module]] = {}

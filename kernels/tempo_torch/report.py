@@ -28,6 +28,10 @@ class Entry:
     stock_bytes: float = 0.0
     tempo_bytes: float = 0.0
 
+    def leave(self, why: str) -> Entry:
+        """Returns the entry of this module as one that was left."""
+        return dataclasses.replace(self, now=None, why=why)
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:

@@ -6,7 +6,6 @@ layer. So a copy with random float32 weights is called both ways, and its result
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
 import dataclasses
@@ -21,8 +20,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tempo_torch.attention import PLACE, Caught, catching
+from tempo_torch.judge import Values, compute_difference, measure
 from tempo_torch.mlp import find_dropout
-from tempo_torch.probe import HOOKS
+from tempo_torch.probe import copy_bare
 
 DIRECT, THROUGH_STOCK = "direct", "through stock"
 """How attention's result goes on: to o_proj, or through the stock forward."""
@@ -37,7 +37,7 @@ _found: dict[Any, str] = {}
 
 
 def list_leaves(hidden: Tensor, call: dict[str, Any]) -> tuple[list[Any], Any, list[int]]:
-    """Returns the leaves and the structure of a call beside hidden [b, s, h], and the places of tensors
+    """Returns the leaves and the structure of a call's arguments but hidden [b, s, h], and the places of tensors
     [1 or b, s, ...], which have a row for each token, as cosines and sines have."""
     leaves, structure = pytree.tree_flatten(call, lambda e: e is not call and not isinstance(e, tuple | list))
     batch, length = hidden.shape[:2]
@@ -56,7 +56,7 @@ def describe(hidden: Tensor, call: dict[str, Any]) -> Any:
     return str(structure), tuple(f"{kind} {place in places}" for place, kind in enumerate(kinds))
 
 
-def find_way(module: Any, hidden: Tensor, call: dict[str, Any]) -> str:
+def get_way(module: Any, hidden: Tensor, call: dict[str, Any]) -> str:
     """Returns how a module of TiledProjections can run in tiles, or why it cannot.
 
     Args:
@@ -94,7 +94,7 @@ def _describe_module(module: nn.Module) -> str:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Runs a trial beside what the forward around it may do: autocast, a checkpoint, modes that watch."""
+    """Runs a trial apart from what the forward around it may do: autocast, a checkpoint, modes that watch."""
     with (
         _disable_current_modes(),
         torch.enable_grad(),
@@ -106,23 +106,23 @@ def _undisturbed() -> Iterator[None]:
         yield
 
 
-class _Counts(TorchFunctionMode):
-    """Notices that a module numbers tokens by itself, which in a tile it would do from 0. A trial's few numbers may
-    not show it."""
+class _Refuses(TorchFunctionMode):
+    """Raises ValueError where a module calls arange, by which it numbers tokens, in a tile from 0, or drops, which a
+    trial in evaluation would pass over."""
+
+    def __init__(self, refused: Any, why: str) -> None:
+        super().__init__()
+        self._refused, self._why = refused, why
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.arange:
-            raise ValueError("numbers its tokens by itself, which it would do in each tile")
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is self._refused and (func is torch.arange or kwargs.get("p", args[1] if len(args) > 1 else 0.5)):
+            raise ValueError(self._why)
+        return func(*args, **kwargs)
 
 
-class _Draws(TorchFunctionMode):
-    """Notices a dropout function of the module's own, which the trial itself, in evaluation, would pass over."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.dropout and (kwargs or {}).get("p", args[1] if len(args) > 1 else 0.5):
-            raise ValueError("has a dropout of its own behind or in front of attention, and tiles draw no masks")
-        return func(*args, **(kwargs or {}))
+_NUMBERS = "numbers its tokens by itself, which it would do in each tile"
+_DROPS = "has a dropout of its own behind or in front of attention, and tiles draw no masks"
 
 
 def _try(module: Any, hidden: Tensor, call: dict[str, Any]) -> str:
@@ -136,57 +136,58 @@ def _try(module: Any, hidden: Tensor, call: dict[str, Any]) -> str:
     hides = torch.ones(_SAMPLES, 1, _TOKENS, _TOKENS, dtype=torch.bool).tril_()
     hides[1, :, :, -2:] = False
     names, parameters = zip(*twin.named_parameters(), strict=True)
+    place = dataclasses.replace(module.__dict__[PLACE], is_required=False, is_always_ours=True)
 
-    def run(way: str | None, mask: Tensor | None) -> tuple[Any, list[Tensor | None]]:
+    def run(way: str | None, mask: Tensor | None) -> Values:
         own = [type(leaf)() if isinstance(leaf, MutableMapping) else leaf for leaf in made]
         given: dict[str, Any] = {**pytree.tree_unflatten(own, structure), "attention_mask": mask}
         twin.__dict__[PLACE] = None if way is None else place
         if way is None:
-            with _Draws():
+            with _Refuses(nn.functional.dropout, _DROPS):
                 result = module.stock_class.forward(twin, x, **given)
             if any(isinstance(leaf, MutableMapping) and leaf for leaf in own):
                 raise ValueError("shares keys and values with other layers")
         else:
-            twin.__dict__["_find_way"] = lambda *_: way
+            twin.__dict__["_get_way"] = lambda *_: way
             result = twin.forward(x, **given, **{NORM: None})
-        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        found = pytree.tree_leaves(result)
+        outputs = [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.requires_grad]
         weights = torch.Generator("cpu").manual_seed(2)
-        grads = [torch.randn(out.shape, generator=weights) for out in outputs]
-        return result, list(torch.autograd.grad(outputs, [x, *parameters], grads, allow_unused=True))
+        given_grads = [torch.randn(out.shape, generator=weights) for out in outputs]
+        grads = torch.autograd.grad(outputs, [x, *parameters], given_grads, allow_unused=True)
+        values = {f"output {number}": leaf if isinstance(leaf, Tensor) else None for number, leaf in enumerate(found)}
+        return values | dict(zip([f"gradient of {name}" for name in ("hidden_states", *names)], grads, strict=True))
 
-    place = dataclasses.replace(module.__dict__[PLACE], is_required=False, is_always_ours=True)
-    with _Counts(), catching(), contextlib.suppress(Caught):
+    with _Refuses(torch.arange, _NUMBERS), catching(), contextlib.suppress(Caught):
         module.stock_class.forward(twin, x, **pytree.tree_unflatten(made, structure), attention_mask=None)
     why = ""
     expected = {mask: run(None, mask) for mask in (None, hides)}
     for way in (DIRECT, THROUGH_STOCK):
         try:
-            for mask, (result, gradients) in expected.items():
-                found, gradients_found = run(way, mask)
-                _compare("output", found, result)
-                for name, *pair in zip(("hidden_states", *names), gradients_found, gradients, strict=True):
-                    _compare(f"gradient of {name}", *pair)
+            for mask, values in expected.items():
+                _check_equal(run(way, mask), values)
             return way
         except Exception as error:  # of a foreign module
             why = _tell(error)
     return why
 
 
-def _compare(name: str, found: Any, expected: Any) -> None:
-    """Raises ValueError if the tensors in found are not those in expected."""
-    (leaves, structure), (others, other) = pytree.tree_flatten(found), pytree.tree_flatten(expected)
-    if structure != other or [isinstance(leaf, Tensor) for leaf in leaves] != [isinstance(e, Tensor) for e in others]:
-        raise ValueError(f"has {'no' if found is None else 'another form of'} {name} in tiles")
-    for leaf, wanted in zip(leaves, others, strict=True):
-        if isinstance(leaf, Tensor):
-            error, largest = (leaf - wanted).detach().abs().max(), wanted.detach().abs().max()
-            difference = float(error / largest.clamp(min=1e-30))
-            if leaf.shape != wanted.shape or not difference <= _LARGEST_DIFFERENCE:
+def _check_equal(found: Values, expected: Values) -> None:
+    """Raises ValueError if the values in found are not those in expected."""
+    for name in {**expected, **found}:
+        ours, stock = found.get(name), expected.get(name)
+        if (ours is None) != (stock is None) or (name in found) != (name in expected):
+            raise ValueError(f"has {'no' if ours is None else 'another form of'} {name} in tiles")
+        if ours is not None and stock is not None:
+            size = measure({name: stock.flatten()})[name]
+            distance = compute_difference(stock.flatten(), ours.flatten(), size)
+            difference = float(distance / size.clamp(min=1e-30))
+            if ours.shape != stock.shape or not difference <= _LARGEST_DIFFERENCE:
                 raise ValueError(f"has another {name} in tiles: a trial differs by {difference:.1e} of the largest")
 
 
 def _copy(module: Any, generator: torch.Generator) -> Any:
-    """A copy on the CPU without hooks and places, with random weights in float32."""
+    """Returns a copy on the CPU without hooks and places, with random weights in float32."""
     bare = copy.copy(module)
     memo: dict[int, Any] = {}
     bare.__dict__.update({PLACE: None, "tempo_norms": [], "tempo_ways": {}})
@@ -198,17 +199,14 @@ def _copy(module: Any, generator: torch.Generator) -> Any:
             memo[id(parameter)] = nn.Parameter(data)
     for buffer in module.buffers():
         memo[id(buffer)] = _make(buffer, None, generator) if buffer.is_meta else buffer.detach().to("cpu").clone()
-    for each in module.modules():
-        memo |= {id(each.__dict__[hooks]): collections.OrderedDict() for hooks in HOOKS}
-        memo |= {id(e): e for e in [each.__dict__.get("config")] if e is not None}
-    twin = copy.deepcopy(bare, memo).eval()
-    twin.__dict__.pop("forward", None)
-    twin.tempo_rows = _ROWS
+    memo |= {id(e): e for each in module.modules() for e in [each.__dict__.get("config")] if e is not None}
+    (twin,) = copy_bare(bare, memo)
+    twin.eval().tempo_rows = _ROWS
     return twin
 
 
 def _make(leaf: Any, batch: int | None, generator: torch.Generator) -> Any:
-    """What a trial gives in a leaf's place; with `batch`, that of a call, for a few tokens."""
+    """Returns what a trial gives in a leaf's place; with `batch`, that of a call, for a few tokens."""
     if not isinstance(leaf, Tensor):
         return leaf
     samples = _SAMPLES if leaf.dim() and leaf.size(0) == batch else 1

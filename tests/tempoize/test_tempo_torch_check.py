@@ -68,7 +68,7 @@ def fail(*_: Any, **__: Any) -> Any:
 
 def plant(patch: pytest.MonkeyPatch, mistake: str) -> None:
     """Makes one of Tempo's modules, or functions, slightly wrong."""
-    normalise, call_norm, find_loss = RMSNorm.normalise, LayerNorm.normalise, DeferredLogits.find_loss
+    normalise, call_norm, compute_loss = RMSNorm.normalise, LayerNorm.normalise, DeferredLogits.compute_loss
     attention = MODULES["tempo_torch.attention"]
     if mistake == "eps":
         patch.setattr(RMSNorm, "normalise", lambda self, x: normalise(self, x) * (1 - 1e-4))
@@ -77,13 +77,13 @@ def plant(patch: pytest.MonkeyPatch, mistake: str) -> None:
     elif mistake == "gradient of a LayerNorm":
         patch.setattr(LayerNorm, "normalise", lambda self, x: scale_gradient(call_norm(self, x), 0.99))
     elif mistake == "form of GELU":
-        tempoize_file = MODULES["tempo_torch.tempoize"]
+        tempoize_file = MODULES["tempo_torch.replacements"]
         patch.setattr(tempoize_file, "name_activation", lambda module: "gelu")
     elif mistake == "divisor":
         patch.setattr(
             DeferredLogits,
-            "find_loss",
-            lambda self, labels, ignored, _: find_loss(self, labels, ignored, "sum") / (labels.numel() - 2),
+            "compute_loss",
+            lambda self, labels, ignored, _: compute_loss(self, labels, ignored, "sum") / (labels.numel() - 2),
         )
     elif mistake == "crash":
         patch.setattr(RMSNorm, "forward", fail)

@@ -344,18 +344,3 @@ def test_a_pickled_copy_from_inside_of_samples_counts():
     with samples(model, 20):
         twin = pickle.loads(pickle.dumps(model))
     assert draw(twin) == draw(model)
-
-
-def test_forwards_may_run_and_count_for_nothing():
-    model, other = (tempoize(build(), seed=4) for _ in range(2))
-    for each in (model, other):
-        loss_and_gradients(each, make_ids())
-    passes = model.drop.place.passes
-    with samples(model, 3):
-        draw(model)
-        with passes.unchanged(), passes.set_next(0), torch.no_grad():
-            model(make_ids(5))
-        next_one = draw(model)
-    with samples(other, 3 + B):
-        assert next_one == draw(other)
-    assert draw(model) == draw(other) and read_step(model) == read_step(other)

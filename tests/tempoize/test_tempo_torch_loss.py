@@ -118,36 +118,6 @@ def test_loss_and_gradients_are_stocks_and_no_logits_are_kept(name):
     assert "loss" in {entry.operation for entry in report_on(models[0]).replaced}
 
 
-CALLS = {
-    "vocab_size by position": lambda loss, logits: loss(logits, LABELS, VOCAB),
-    "all by position": lambda loss, logits: loss(logits, LABELS.clamp(min=0), VOCAB, torch.tensor(7), 45),
-    "by name": lambda loss, logits: loss(logits=logits, labels=LABELS, vocab_size=VOCAB),
-    "an int of items": lambda loss, logits: loss(logits, LABELS, vocab_size=VOCAB, num_items_in_batch=9),
-    "ignore_index": lambda loss, logits: loss(logits, LABELS.clamp(min=0), VOCAB, ignore_index=0),
-    "shift_labels": lambda loss, logits: loss(logits, None, VOCAB, shift_labels=LABELS),
-    "shift_labels by position": lambda loss, logits: loss(logits, None, VOCAB, None, -100, LABELS),
-    "an unknown argument": lambda loss, logits: loss(logits, LABELS, VOCAB, use_cache=False),
-}
-
-
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_however_a_model_calls_its_loss_function_it_is_stocks(call):
-    class Model(transformers.LlamaForCausalLM):
-        def forward(self, input_ids=None, labels=None, **kwargs):
-            return call(self.loss_function, self.lm_head(self.model(input_ids).last_hidden_state))
-
-    losses = []
-    for is_ours in (True, False):
-        torch.manual_seed(0)
-        model = Model(transformers.LlamaConfig(vocab_size=VOCAB, **GROUPS)).train()
-        if is_ours:
-            tempoize(model, norm="recompute")
-        loss, kept = saved_sizes(functools.partial(model, IDS, labels=LABELS))
-        assert (B * S * VOCAB in kept) is not is_ours
-        losses.append(loss)
-    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
-
-
 def test_logits_are_computed_when_they_are_read_with_their_graph():
     for name in ("LlamaForCausalLM", "Gemma2ForCausalLM", "BertForMaskedLM"):
         found = []
@@ -224,50 +194,28 @@ def write_in_numpy(z):
 
 
 def write_with_operators(z):
-    z *= 0.5
-    z += 0.25
-    z -= 0.5
-    z /= 2.0
-
-
-def write_between(z):
     half = z * 0.5
     z[..., 3] = -4.0
+    z *= 0.5
     z += half
 
 
 WRITES = {
     "an item": lambda z: z.__setitem__((..., 3), -4.0),
-    "a slice": lambda z: z.__setitem__((slice(None), slice(2, 5)), 0.5),
     "a mask": lambda z: z.__setitem__(NEVER, -4.0),
-    "masked_fill_": lambda z: z.masked_fill_(NEVER, -4.0),
-    "add_": lambda z: z.add_(NEVER * 2.0),
-    "mul_": lambda z: z.mul_(0.5),
-    "div_": lambda z: z.div_(2.0),
-    "clamp_": lambda z: z.clamp_(-1.0, 1.0),
-    "tanh_": lambda z: z.tanh_(),
-    "index_fill_": lambda z: z.index_fill_(-1, torch.tensor([3, 4]), -4.0),
-    "index_copy_": lambda z: z.index_copy_(-1, torch.tensor([3]), torch.zeros(B, S, 1)),
-    "copy_": lambda z: z.copy_(z.flip(-1)),
-    "zero_ of a view": lambda z: z[..., 3].zero_(),
-    "fill_ of a slice": lambda z: z[:, 1:4].fill_(0.5),
     "operators": write_with_operators,
+    "masked_fill_": lambda z: z.masked_fill_(NEVER, -4.0),
+    "zero_ of a view": lambda z: z[..., 3].zero_(),
     "relu in place": lambda z: F.relu(z, inplace=True),
     "out=": write_out,
     ".data": write_data,
     ".data =": replace_data,
     "numpy": write_in_numpy,
     "view": lambda z: z.view(-1, VOCAB).index_fill_(1, torch.tensor([3]), -4.0),
-    "view of all": lambda z: z.view(-1)[::7].mul_(0.5),
-    "reshape": lambda z: z.reshape(-1, VOCAB)[:5].mul_(0.5),
     "float": lambda z: z.float().masked_fill_(NEVER, -4.0),
     "to": lambda z: z.to(torch.float32).mul_(0.5),
-    "to the device": lambda z: z.to("cpu").mul_(0.5),
-    "contiguous": lambda z: z.contiguous().view(-1, VOCAB).mul_(0.5),
     "detach": lambda z: z.detach()[..., 3].fill_(-4.0),
-    "transpose": lambda z: z.transpose(0, 1)[2:].mul_(0.5),
     "unbind": lambda z: z.unbind(-1)[3].detach().fill_(-4.0),
-    "a value from before": write_between,
     "no grad": lambda z: torch.no_grad()(z.masked_fill_)(NEVER, -4.0),
 }
 

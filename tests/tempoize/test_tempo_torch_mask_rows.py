@@ -167,7 +167,7 @@ def test_larger_batches_than_two_to_the_16th_share_no_mask():
 
 def find(model, n):
     model(torch.ones(n, 1))
-    key, first, _ = model.inner.place.find(torch.device("cpu"))
+    key, first, _ = model.inner.place.draw(torch.device("cpu"))
     return first, key
 
 

@@ -7,11 +7,13 @@ import dataclasses
 import functools
 import threading
 import types
+from collections import OrderedDict
 
 import pytest
 import torch
 from covering import parametrize_covering
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch_models import B, build, loss_and_gradients, make_ids
 
@@ -295,6 +297,62 @@ def test_layers_compiled_one_by_one_and_checkpointed_draw_the_same_masks():
         expected, found = (loss_and_gradients(model, make_ids(first=step)) for model in (plain, other))
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+class Functional(nn.Module):
+    """Drops by a function; `at_start` is called before."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.at_start = nn.Linear(32, 32), None
+
+    def forward(self, x):
+        if self.at_start is not None:
+            self.at_start()
+        return x + F.dropout(F.gelu(self.linear(x)), 0.25, self.training)
+
+
+def build_functional(names="ab"):
+    torch.manual_seed(0)
+    return tempoize(nn.Sequential(OrderedDict((name, Functional()) for name in names)), seed=7)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_compiled_functions_draw_the_same_masks(is_whole):
+    plain, other = build_functional(), build_functional()
+    compiled = torch.compile(other, backend="aot_eager") if is_whole else other
+    for layer in () if is_whole else other:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(torch.ones(4, 32)), plain(torch.ones(4, 32)))
+
+
+def test_functions_of_models_in_two_threads_draw_at_their_own_places():
+    x, first_is_inside, second_is_inside, may_go = torch.ones(4, 32), *(threading.Event() for _ in range(3))
+    first, second, *others = (build_functional(name) for name in "abab")
+    for model in (first, second, *others):
+        model(x)  # watched
+    expected, found = [model(x) for model in others], []
+
+    def work():
+        first_is_inside.wait(60)
+        found.append(second(x))
+
+    def let_the_other_begin():
+        first_is_inside.set()
+        assert second_is_inside.wait(60)
+
+    second.b.at_start = lambda: (second_is_inside.set(), may_go.wait(60))
+    first.a.at_start = let_the_other_begin
+    thread = threading.Thread(target=work)
+    thread.start()
+    outs = [first(x)]
+    may_go.set()
+    thread.join()
+    assert equal([*outs, *found], expected)
 
 
 def test_two_threads_in_one_model_are_refused():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 import zlib
 from unittest import mock
 
@@ -307,3 +309,16 @@ def test_restore_and_tempoize_again():
     restore(model)
     assert [type(each) for each in model.modules()] == [type(each) for each in stock.modules()]
     assert [set(each.__dict__) for each in model.modules()] == [set(each.__dict__) for each in stock.modules()]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_of_past_steps_are_freed(dtype):
+    model, x = tempoize(nn.MultiheadAttention(E, HEADS, P, batch_first=True), attention="flash"), torch.randn(B, SQ, E)
+    masks = []
+    for _ in range(2):
+        mask = torch.zeros(B, SQ, dtype=dtype)
+        masks.append(weakref.ref(mask))
+        model(x, x, x, key_padding_mask=mask, need_weights=False)
+        del mask
+    gc.collect()
+    assert masks[0]() is masks[1]() is None

@@ -305,24 +305,11 @@ def test_tiles_under_autocast_are_as_exact_as_the_whole(is_checkpointed: bool) -
         assert errors[0] <= 2 * errors[1] + 2**-9 * expected.abs().max(), name
 
 
-def test_adapters_put_in_after_tempoize_run_in_tiles_and_those_before_are_refused() -> None:
+def test_adapters_that_are_there_before_tempoize_are_refused() -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    adapted = peft.LoraConfig(target_modules=["q_proj", "v_proj", "o_proj"], r=4, init_lora_weights=False)
-    losses, gradients = [], []
-    for choices in ({}, {"mlp": "tile", "qkv": "tile"}):
-        model = tempoize(build("Llama", num_key_value_heads=2), norm="recompute", **choices)
-        torch.manual_seed(1)
-        peft.inject_adapter_in_model(adapted, model)
-        model.enable_input_require_grads()
-        losses.append(model(input_ids=IDS, labels=IDS).loss)
-        losses[-1].backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
-    for name, expected in gradients[0].items():
-        assert (gradients[1][name] - expected).abs().max() <= 1e-5 * expected.abs().max(), name
-    assert len(gradients[0]) == 3 * 2 * 3
+    model = peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"], r=4), build("Llama"))
     with pytest.raises(ValueError, match='qkv is "tile", but the model has no module for it'):
-        tempoize(peft.inject_adapter_in_model(adapted, build("Llama")), qkv="tile")
+        tempoize(model, qkv="tile")
 
 
 LORA = {

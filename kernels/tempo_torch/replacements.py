@@ -1,0 +1,223 @@
+"""Replaces the modules of a model, and chooses for each what it becomes, or why it stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from tempo_kernels import KEEPS
+from tempo_torch.activation import IN_PLACE, Activation, is_activation, name_activation
+from tempo_torch.alibi import AlibiAttention, get_alibi
+from tempo_torch.attention import PLACE, AttentionPlace, name_implementation, use_attention
+from tempo_torch.dropout import RedrawnDropout
+from tempo_torch.experts import RecomputesExperts, find_experts_refusal, is_experts
+from tempo_torch.functional import RedirectsFunctions, find_functions, redirect
+from tempo_torch.linear import DropsInput, is_linear
+from tempo_torch.loss import FusedLoss, is_language_model, use_fused_loss
+from tempo_torch.mlp import TiledMLP, find_mlp_refusal, is_mlp
+from tempo_torch.multihead import MultiheadAttention
+from tempo_torch.norm import choose_value, find_norm
+from tempo_torch.position import Passes
+from tempo_torch.projections import TiledProjections, is_projected_attention
+from tempo_torch.replace import Replaced, change_class
+from tempo_torch.report import Entry
+
+_OTHER_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+class Becomes(NamedTuple):
+    """What a module becomes: `mixin` with these attributes, and what its entry in the report says."""
+
+    mixin: type[Replaced]
+    attributes: dict[str, Any]
+    now: str
+    stock_bytes: float = 0.0
+    tempo_bytes: float = 0.0
+    operation: str = ""
+    """The argument of tempoize, where it is not that of the table."""
+
+
+def replace_modules(model: nn.Module, choices: dict[str, str], passes: Passes) -> Iterator[Entry]:
+    """Replaces the modules of a model that are stock, and yields an entry for each that it knows."""
+    for name, module in list(model.named_modules()):
+        if is_linear(module):
+            change_class(module, DropsInput)
+        if isinstance(module, Replaced):
+            continue
+        kind = type(module).__name__
+        for operation, choose in _OPERATIONS:
+            if choices.get(operation) == "off" or (found := choose(name, module, choices, passes)) is None:
+                continue
+            if isinstance(found, str):
+                yield Entry(name, kind, operation, None, found)
+            else:
+                change_class(module, found.mixin, **found.attributes)
+                sizes = found.stock_bytes, found.tempo_bytes
+                yield Entry(name, kind, found.operation or operation, found.now, "", *sizes)
+            break
+
+
+def replace_attention(model: nn.Module, choices: dict[str, str], passes: Passes, head_ranks: tuple[int, int]) -> Entry:
+    """Gives all attention that asks transformers' registry Tempo's, and returns its one entry."""
+    why = use_attention(model)
+    for name, module in model.named_modules() if why is None else ():
+        if "Attention" in type(module).__name__ and not is_apart(module):
+            place = _make_place(f"{name}.attention", choices, passes)
+            place.head_rank, place.head_ranks = head_ranks
+            place.implementation = name_implementation(module)
+            module.__dict__[PLACE] = place
+    return Entry("", type(model).__name__, "attention", "flash" if why is None else None, why or "")
+
+
+def replace_losses(model: nn.Module) -> Iterator[Entry]:
+    """Gives the language models of transformers in `model` the fused loss."""
+    models = [(name, module) for name, module in model.named_modules() if is_language_model(module)]
+    for name, module in models:
+        kind, is_new = type(module).__name__, not isinstance(module, FusedLoss)
+        why = use_fused_loss(module)
+        if is_new:
+            yield Entry(name, kind, "loss", "fused" if why is None else None, why or "")
+    if not models:
+        yield Entry("", type(model).__name__, "loss", None, "it is no language model of transformers")
+
+
+def finish_projections(model: nn.Module, entries: list[Entry]) -> None:
+    """Lets tiled projections follow the norms of their layers, and Tempo's attention serve all their calls.
+
+    Raises ValueError for one that does not get Tempo's attention.
+    """
+    left = [entry.why for entry in entries if entry.operation == "attention" and entry.now is None]
+    pairs = [(layer, child) for layer in model.modules() for child in layer.children()]
+    for layer, child in pairs:
+        if not isinstance(child, TiledProjections):
+            continue
+        child.follow_norms(layer.children())
+        place: AttentionPlace | None = child.__dict__.get(PLACE)
+        if place is None:
+            why = left[0] if left else 'attn_implementation is not "sdpa"'
+            raise ValueError(
+                f'qkv is "tile", but {type(child).__name__} does not get Tempo\'s attention: {why}; set qkv to "off"'
+            )
+        place.is_always_ours = True
+
+
+def is_apart(module: nn.Module | None) -> bool:
+    """Returns whether a module is one of Tempo's that asks no registry for attention, and has an entry of its own."""
+    return isinstance(module, MultiheadAttention | AlibiAttention)
+
+
+def _make_place(name: str, choices: dict[str, str], passes: Passes) -> AttentionPlace:
+    return AttentionPlace(passes.add_place(name), choices["attention"] == "flash")
+
+
+def _choose_norm(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Becomes | str | None:
+    found = find_norm(module)
+    if found is None or isinstance(found, str):
+        return found
+    mixin, attributes = found
+    value = compiled = choices["norm"]
+    if value == "auto":
+        value, compiled = choose_value(module, attributes.get("zero_centered", False)), "recompute"
+    return Becomes(mixin, {**attributes, "keep": KEEPS[value], "compiled_keep": KEEPS[compiled]}, value, 2.0)
+
+
+def _choose_activation(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Becomes | str | None:
+    if not is_activation(module):
+        return None
+    function = name_activation(module)
+    if function is None:
+        return "Tempo has gelu, quick_gelu, silu and squared relu only"
+    attributes = {"function": function, "keep": "input"}
+    if choices["activation"] != "inplace":
+        return Becomes(Activation, attributes, "recompute", 4.0, 2.0)
+    if function not in IN_PLACE:
+        return f"in place exists for {', '.join(IN_PLACE)} only"
+    bits = 0.125 if function.startswith("gelu") else 0.0
+    return Becomes(Activation, {**attributes, "keep": "output"}, "inplace", 2.0, bits)
+
+
+def _choose_experts(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Becomes | str | None:
+    if not is_experts(module):
+        return None
+    if (why := find_experts_refusal(module)) is not None:
+        return why
+    if choices["activation"] == "inplace":
+        return "a gated activation cannot be computed from its output"
+    return Becomes(RecomputesExperts, {}, "recompute", 1.0)
+
+
+def _choose_dropout(name: str, module: nn.Module, _: dict[str, str], passes: Passes) -> Becomes | str | None:
+    if isinstance(module, _OTHER_DROPOUTS):
+        return "it drops channels, or changes more than it drops"
+    if not isinstance(module, nn.Dropout):
+        return None
+    if type(module) is not nn.Dropout or module.inplace:
+        return "it writes in place, or is a class of its own"
+    # peft's dropout: other adapters of the same input, and without dropout this one, keep its input anyway.
+    is_lora = ".lora_dropout." in f".{name}"
+    attributes = {"place": passes.add_place(name), "keeps_input": is_lora}
+    return Becomes(RedrawnDropout, attributes, "recompute", 3.0 if is_lora else 1.0)
+
+
+def _choose_multihead(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> Becomes | None:
+    if type(module) is not nn.MultiheadAttention or not module.dropout:
+        return None  # without dropout stock keeps what ours keeps and draws nothing
+    return Becomes(MultiheadAttention, {PLACE: _make_place(name, choices, passes)}, "flash")
+
+
+def _choose_alibi(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> Becomes | None:
+    if (found := get_alibi(module)) is None:
+        return None
+    mixin, slopes = found
+    place = _make_place(f"{name}.attention", choices, passes)
+    redirected = _redirect_functions(name, module, choices, passes)
+    return Becomes(mixin, {"slopes": slopes, **redirected, PLACE: place}, "flash")
+
+
+def _choose_functions(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> Becomes | None:
+    operations = [operation for operation in find_functions(type(module)) if choices[operation] != "off"]
+    if not operations:
+        return None
+    sizes = (1.0, 0.0) if operations[0] == "dropout" else (4.0, 2.0)
+    redirected = _redirect_functions(name, module, choices, passes)
+    return Becomes(RedirectsFunctions, redirected, "recompute", *sizes, operations[0])
+
+
+def _redirect_functions(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> dict[str, Any]:
+    stock = type(module)
+    redirect(stock)  # made here, so that a compiler need not make it
+    redirected = frozenset(operation for operation in find_functions(stock) if choices[operation] != "off")
+    return {"redirected": redirected, "function_place": passes.add_place(f"{name}.functional")}
+
+
+# ZeRO 3 gathers the weights of a leaf once for all tiles (deepspeed/utils/z3_leaf_module.py).
+
+
+def _choose_mlp(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Becomes | str | None:
+    if not is_mlp(module):
+        return None
+    return find_mlp_refusal(module) or Becomes(TiledMLP, {"_z3_leaf": True}, "tile")
+
+
+def _choose_projections(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Becomes | str | None:
+    if not is_projected_attention(module):
+        return None
+    if choices["attention"] == "off":
+        return "attention is off, and only Tempo's gives back in backward what it made in forward"
+    return Becomes(TiledProjections, {"_z3_leaf": True, "tempo_norms": [], "tempo_ways": {}}, "tile")
+
+
+_OPERATIONS: tuple[tuple[str, Callable[..., Becomes | str | None]], ...] = (
+    ("qkv", _choose_projections),
+    ("mlp", _choose_mlp),
+    ("norm", _choose_norm),
+    ("activation", _choose_experts),
+    ("activation", _choose_activation),
+    ("dropout", _choose_dropout),
+    ("attention", _choose_multihead),
+    ("attention", _choose_alibi),
+    ("", _choose_functions),
+)
+"""The argument of tempoize that decides, and what it makes of a module; the first that knows the module counts."""
