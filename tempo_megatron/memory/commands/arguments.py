@@ -74,20 +74,6 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--gpu-memory", type=parse_memory, metavar="SIZE", help="say whether it fits, such as 80GiB")
     _add_imbalance(group)
-    group.add_argument(
-        "--long-sequence",
-        nargs="*",
-        metavar="PIECE",
-        help="estimate one sample of --seq-length tokens, which --dp ranks of Ulysses divide, under ZeRO 3, with every "
-        "layer recomputed: as transformers runs it, or with pieces such as liger host_checkpoints (docs/estimate.md)",
-    )
-    group.add_argument(
-        "--document-tokens",
-        type=parse_positive,
-        metavar="N",
-        help="with --long-sequence, the tokens of each of the documents that are packed into the sample (default: one "
-        "document)",
-    )
     group.add_argument("--all-ranks", action="store_true", help="a column for every pipeline stage")
     group.add_argument(
         "--tree",

@@ -22,8 +22,6 @@ from tempo_megatron.memory.commands.requested_run import describe_stock, read_re
 from tempo_megatron.memory.commands.token_imbalance import find_token_imbalance
 from tempo_megatron.memory.commands.training_command import Command, take_command
 from tempo_megatron.memory.estimate.estimate import PART_NAMES, RankEstimate, describe_part, estimate_ranks
-from tempo_megatron.memory.estimate.long_allocations import count_reserved
-from tempo_megatron.memory.estimate.long_sequences import LongSequence
 from tempo_megatron.memory.routing import set_imbalance
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory
@@ -49,14 +47,8 @@ def run_estimate(args: argparse.Namespace) -> int:
     Raises ValueError for what cannot be estimated.
     """
     command = take_command(args, add_estimate_arguments)
-    if args.document_tokens is not None and args.long_sequence is None:
-        raise ValueError("--document-tokens is given without --long-sequence, of whose sample it speaks; give both")
     warnings: list[str] = []
     is_asked = True
-    if args.long_sequence is not None:
-        if command is not None:
-            raise ValueError("--long-sequence is given beside a command of Megatron-LM; describe the model by --hf")
-        return _estimate_long_sequence(args)
     if command is None:
         config = take_deepspeed(args)
         run, title = read_requested_run(args, tempo_config_from(args, config or {}), config), name_model(args)
@@ -127,44 +119,6 @@ def run_estimate(args: argparse.Namespace) -> int:
     if command is not None and "Tempo" in found:
         print(f"with Tempo: {write_command(command, _add_tempo(command, args), run, args.vocab_size)}")
     return 0 if fits else 1
-
-
-def _estimate_long_sequence(args: argparse.Namespace) -> int:
-    """Print the terms of the highest moment; the exit status is 1 where it does not fit."""
-    run = read_requested_run(args, TempoConfig.off(), take_deepspeed(args))
-    if run.tensor_parallel * run.pipeline_parallel > 1 or run.model.seq_length % run.data_parallel:
-        raise ValueError(
-            f"--long-sequence divides --seq-length {run.model.seq_length} by --dp {run.data_parallel}, and knows no "
-            "other layout; give a multiple of --dp, and leave --tp and --pp out"
-        )
-    pieces = frozenset(args.long_sequence)
-    asked = LongSequence(run.model, run.optimizer, pieces, run.data_parallel, args.document_tokens)
-    tokens = run.model.seq_length // run.data_parallel
-    moment, terms, peak = asked.find_peak(tokens)
-    print(
-        f"{name_model(args)}, s {run.model.seq_length}, {tokens} tokens a GPU, all layers recomputed, DeepSpeed ZeRO 3"
-        + (f", documents of {asked.document_tokens} tokens" if asked.document_tokens else "")
-    )
-    print(f"pieces: {', '.join(sorted(pieces)) or 'those of transformers'}")
-    width = max(len(term.name) for term in terms)
-    for term in terms:
-        print(f"{term.name:<{width}}{term.count(tokens) / 2**30:>10.3f} GiB  {term.source}".rstrip())
-    print(f"{f'peak, in the {moment}':<{width}}{peak / 2**30:>10.3f} GiB of torch, an estimate")
-    needed = count_reserved(asked, tokens) if args.allocator else peak
-    if args.allocator:
-        print(f"{'reserved by the allocator, expandable segments':<{width}}{needed / 2**30:>10.3f} GiB of torch")
-    print(f"on the host, for each GPU: {format_bytes(asked.count_host_bytes(tokens))}")
-    if args.json:
-        figures = {"moment": moment, "peak_bytes": peak, "host_bytes": asked.count_host_bytes(tokens)}
-        figures |= {"reserved_bytes": needed} if args.allocator else {}
-        figures["terms"] = {term.name: round(term.count(tokens)) for term in terms}
-        Path(args.json).write_text(json.dumps({**figures, "arguments": vars(args)}, indent=2) + "\n", encoding="utf-8")
-    if args.gpu_memory is None:
-        return 0
-    if not args.allocator:
-        most = asked.find_most_tokens(args.gpu_memory) * run.data_parallel
-        print(f"{format_bytes(args.gpu_memory)} a GPU hold {most:,} tokens, by this estimate")
-    return 0 if needed <= args.gpu_memory else 1
 
 
 def read_run_of_command(
