@@ -376,7 +376,7 @@ class Run:
     """Whether unfused attention on a GPU has Megatron's softmax kernel, for the 16-bit scores that the kernel takes."""
 
     gpu: str | None = None
-    """"a100", "h100" or "gb200", for whose libraries workspaces are counted; None counts none."""
+    """"a100", "h100" or "gb200", as whose libraries workspaces are counted; None counts none."""
 
     chip: Chip = H100
     """The GPU's, by which attention's kernels choose how many programs share a head."""

@@ -167,13 +167,18 @@ def name_dtype(run: Run) -> str:
 
 
 def describe_run(run: Run) -> str:
-    """One clause for people: precision, sizes, layout, optimizer, modules, recomputation."""
+    """One clause for people: precision, sizes, every part of the layout, optimizer, modules, recomputation."""
     recomputed = " ".join(run.recompute)
     if run.recompute_num_layers is not None:
         recomputed += f" of {run.recompute_num_layers} layers a chunk"
+    experts = "" if run.experts is None else f", EP {run.experts.expert_parallel}"
+    if run.experts is not None and run.experts.tensor_parallel != run.tensor_parallel:
+        experts += f", ETP {run.experts.tensor_parallel}"
     return (
-        f"{name_dtype(run)}, s {run.model.seq_length}, b {run.micro_batch_size}, TP {run.tensor_parallel}"
-        f"{' + SP' if run.sequence_parallel else ''}, PP {run.pipeline_parallel}, DP {run.data_parallel}: "
+        f"{name_dtype(run)}{'' if run.float8 is None else f' and fp8 {run.float8}'}, s {run.model.seq_length}, "
+        f"b {run.micro_batch_size}, TP {run.tensor_parallel}{' + SP' if run.sequence_parallel else ''}"
+        f"{'' if run.context_parallel == 1 else f', CP {run.context_parallel}'}{experts}, PP {run.pipeline_parallel}"
+        f"{_describe_chunks(run)}, DP {run.data_parallel}: "
         f"{run.world_size:,} rank{'s' if run.world_size > 1 else ''}, {_describe_optimizer(run.optimizer)}, "
         f"stock modules: {describe_stock(run)}{f', recompute {recomputed}' if recomputed else ''}"
     )
@@ -267,8 +272,18 @@ def _count_needed(rank: RankEstimate) -> int:
 def _describe_optimizer(optimizer: OptimizerSettings) -> str:
     if optimizer.kind == "deepspeed":
         return f"DeepSpeed ZeRO {optimizer.zero_stage}"
-    distributed = "distributed optimizer" if optimizer.distributed else "optimizer"
-    return f"Megatron's {distributed}" if optimizer.kind == "megatron" else "no optimizer"
+    if optimizer.kind == "none":
+        return "no optimizer"
+    if optimizer.fsdp is not None:
+        return "Megatron-FSDP"
+    name = "optimizer" if optimizer.muon is None else "Muon"
+    return f"Megatron's {'distributed ' if optimizer.distributed else ''}{name}"
+
+
+def _describe_chunks(run: Run) -> str:
+    """Of an interleaved pipeline."""
+    number = len(run.list_chunks(0))
+    return f" in {number} chunks each" if number > 1 else ""
 
 
 def _list_figures(rank: RankEstimate) -> dict[str, Any]:

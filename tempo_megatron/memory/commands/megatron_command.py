@@ -158,8 +158,16 @@ def read_command(
 
 
 def set_gpu(run: Run, gpu: str | None) -> Run:
-    """The run on a GPU of configs/gpu with its chip; on an H100's where none is named."""
-    return dataclasses.replace(run, gpu=gpu, chip=H100 if gpu is None else read_gpu(gpu).chip or H100)
+    """The run on a GPU, given as `read_gpu` takes it, with its chip; without one its chip is an H100's.
+
+    The libraries are those of an A100, an H100 or a GB200, by the compute capability.
+    """
+    if gpu is None:
+        return dataclasses.replace(run, gpu=None, chip=H100)
+    chip = read_gpu(gpu).chip
+    if chip is None:
+        raise ValueError(f'--gpu {gpu} has no "chip", by which libraries choose; add it as in configs/gpu/h100.json')
+    return dataclasses.replace(run, gpu={9: "h100", 10: "gb200"}.get(chip.major, "a100"), chip=chip)
 
 
 def _read_muon(args: argparse.Namespace) -> OptimizerSettings:
