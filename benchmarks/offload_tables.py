@@ -1,6 +1,6 @@
-"""Plans with offload and of experts, and long sequences: writes the tables of docs/plan.md and docs/estimate.md.
+"""Plans with offload and of experts: writes the tables of docs/plan.md.
 
-All figures are estimates and simulations, on rates of data sheets; none is measured but those that others published.
+All figures are estimates and simulations, on rates of data sheets; none is measured.
 
 python benchmarks/offload_tables.py                     # all
 python benchmarks/offload_tables.py "expert plans"      # one
@@ -19,24 +19,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from measurements import ROOT
 
 from tempo_megatron.cli import main as run_command
 from tempo_megatron.memory.commands.arguments import add_plan_arguments
 from tempo_megatron.memory.commands.plan import read_request
-from tempo_megatron.memory.estimate.long_allocations import count_reserved
-from tempo_megatron.memory.estimate.long_sequences import LongSequence
 from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.memory.plan.planner import MemoryPlan, Planner, PlanProblem
-from tempo_megatron.memory.plan.step_simulation import list_recomputed_layers, simulate_stage, simulate_step
+from tempo_megatron.memory.plan.step_simulation import simulate_stage
 from tempo_megatron.memory.plan.verify import make_problem
-from tempo_megatron.memory.run import OptimizerSettings, Run
-from tempo_megatron.models.shape import make_shape, read_shape_file
 from tempo_megatron.settings.config import TempoConfig
 
 MODELS = ("gpt3_22b", "llama3_8b")
-LONG_MODEL = "configs/model/llama3_8b.json"
 GIB = 2**30
 NUM_BUDGETS = 6
 SHARED = (2, 4)
@@ -49,30 +43,6 @@ OF_EXPERTS = (
     (52, "", ""),
     (48, "", "--moe-token-dispatcher-type alltoall --tempo-moe-permute repeat"),
     (43, "full", ""),
-)
-
-# Tokens, pieces, GiB that NVML called used: projects/sequence-parallelism of ArcticTraining, one H200.
-PUBLISHED = (
-    (65_000, (), 137.36),
-    (300_000, ("liger",), 134.96),
-    (650_000, ("liger", "host_checkpoints", "one_group"), 126.81),
-    (1_200_000, ("liger", "host_checkpoints", "one_group", "tiled_mlp"), 136.15),
-)
-# GiB of these that torch does not allocate: what the driver holds (NVML counts it as used; of an H200's 143,771 MiB
-# torch sees 139.81 GiB), and CUDA's context (of one process 0.50 to 0.65 GiB in torch's messages where memory ran out).
-OUTSIDE = 0.59 + 0.50
-# GPUs, of each what torch may have, ranks, the tokens that are wanted.
-GOALS = (
-    ("one H100 80 GB", 78, 1, 1_000_000),
-    ("one H200", 139, 1, 2_400_000),
-    ("8 x H100 80 GB, Ulysses", 78, 8, 7_600_000),
-)
-OWN = (
-    ("tempo", "host_checkpoints"),
-    ("tempo", "host_checkpoints", "host_attention"),
-    ("tempo", "host_checkpoints", "host_attention", "tiled_mlp"),
-    ("tempo", "host_checkpoints", "host_attention", "tiled_mlp", "one_group"),
-    ("tempo", "host_checkpoints", "host_attention", "tiled_mlp", "one_group", "tiled_norms"),
 )
 
 
@@ -186,77 +156,6 @@ def _share(plan: MemoryPlan, flops: int) -> str:
     return f"{100 * plan.recomputed_flops / flops:.1f}"
 
 
-def make_long(pieces: tuple[str, ...], num_gpus: int = 1) -> LongSequence:
-    # A rank of several has its part of the weights on the GPU, as the published runs of 8 do.
-    optimizer = OptimizerSettings(kind="deepspeed", zero_stage=3, offloads=True, offloads_weights=num_gpus == 1)
-    model = make_shape(**read_shape_file(ROOT / LONG_MODEL))
-    return LongSequence(model, optimizer, frozenset(pieces), num_gpus)
-
-
-def write_published() -> Iterator[str]:
-    yield (
-        "| tokens, one H200 | pieces | highest in the | published, NVML, GiB | allocated, GiB | "
-        f"reserved (`--allocator`), GiB | with {OUTSIDE:.2f} GiB of driver and context | |"
-    )
-    yield "| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: |"
-    for tokens, pieces, published in PUBLISHED:
-        long = make_long(pieces)
-        moment, _, peak = long.find_peak(tokens)
-        found = count_reserved(long, tokens) / GIB
-        yield (
-            f"| {tokens:,} | {_name(pieces)} | {moment} | {published:.2f} | {peak / GIB:.2f} | {found:.2f} | "
-            f"{found + OUTSIDE:.2f} | {100 * ((found + OUTSIDE) / published - 1):+.1f} % |"
-        )
-
-
-def _name(pieces: tuple[str, ...]) -> str:
-    return ", ".join(f"`{name}`" for name in pieces) or "none"
-
-
-def write_terms() -> Iterator[str]:
-    """The terms of the published rows that are most of them."""
-    yield "| tokens | term | GiB | made by |"
-    yield "| ---: | --- | ---: | --- |"
-    for tokens, pieces, _ in PUBLISHED:
-        _, terms, _ = make_long(pieces).find_peak(tokens)
-        for term in sorted(terms, key=lambda each: -each.count(tokens)):
-            if term.count(tokens) >= GIB:
-                yield f"| {tokens:,} | {term.name} | {term.count(tokens) / GIB:.2f} | {term.source} |"
-
-
-def write_goals() -> Iterator[str]:
-    yield "| pieces | " + " | ".join(f"{name}, {size} GiB" for name, size, _, _ in GOALS) + " |"
-    yield "| --- |" + " ---: |" * len(GOALS)
-    yield "| wanted | " + " | ".join(f"{tokens:,}" for *_, tokens in GOALS) + " |"
-    for pieces in OWN:
-        cells = []
-        for _, size, num_gpus, _ in GOALS:
-            long = make_long(pieces, num_gpus)
-            tokens = long.find_most_tokens(size * GIB)
-            host = num_gpus * long.count_host_bytes(tokens) / GIB
-            cells.append(f"{num_gpus * tokens:,} (host {host:,.0f} GiB)")
-        yield f"| {_name(pieces)} | " + " | ".join(cells) + " |"
-
-
-def write_steps() -> Iterator[str]:
-    yield "| tokens | full recomputation, inputs on the host, s | attention's output there too, s | | waits, s |"
-    yield "| ---: | ---: | ---: | ---: | ---: |"
-    model, gpu = make_shape(**read_shape_file(ROOT / LONG_MODEL)), read_gpu("h100")
-    assert gpu.host_link is not None
-    for thousands in (32, 128, 512, 1024):
-        tokens = thousands * 1024
-        shape = dataclasses.replace(model, seq_length=tokens, max_position_embeddings=tokens)
-        run = Run(model=shape, tempo=TempoConfig.off(), dtype=torch.bfloat16)
-        full, kept = (
-            simulate_step(list_recomputed_layers(run, gpu, keeps_attention=keeps), gpu.host_link)
-            for keeps in (False, True)
-        )
-        yield (
-            f"| {tokens:,} | {full.seconds:.2f} | {kept.seconds:.2f} | {full.seconds / kept.seconds:.2f}x | "
-            f"{full.waiting_seconds:.2f} and {kept.waiting_seconds:.2f} |"
-        )
-
-
 def replace(document: str, name: str, lines: Iterator[str]) -> None:
     """Put lines between the marks of this name. Raises ValueError where the document has none."""
     path = ROOT / "docs" / document
@@ -269,10 +168,6 @@ def replace(document: str, name: str, lines: Iterator[str]) -> None:
 
 
 TABLES = {
-    "long published": ("estimate.md", write_published),
-    "long terms": ("estimate.md", write_terms),
-    "long goals": ("estimate.md", write_goals),
-    "long steps": ("estimate.md", write_steps),
     "offload plans": ("plan.md", write_plans),
     "shared uplinks": ("plan.md", write_shared),
     "expert plans": ("plan.md", write_expert_plans),

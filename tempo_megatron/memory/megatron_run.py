@@ -9,12 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from tempo_megatron.memory.run import (
-    OFFLOAD_MODULES,
     ROUTER_DTYPES,
     Experts,
     Hybrid,
     LatentAttention,
-    Offloading,
     OptimizerSettings,
     Run,
     read_recomputation,
@@ -49,7 +47,7 @@ _YOUNG = (
 )
 
 KNOWN_IN_COMMANDS = (
-    *("mtp_num_layers", "pipeline_model_parallel_layout", "fp8", "fine_grained_activation_offloading"),
+    *("mtp_num_layers", "pipeline_model_parallel_layout", "fp8"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "window_attn_skip_freq"),
 )
 """Of the next two, what the estimate of a command knows, and the plan of a run does not."""
@@ -68,7 +66,7 @@ UNKNOWN_IN_LAYERS = {
 UNKNOWN_IN_RUNS = {
     "mtp_num_layers": "multi-token prediction",
     "cpu_offloading": "activations on the host",
-    "fine_grained_activation_offloading": "activations on the host",
+    "fine_grained_activation_offloading": "activations on the host (tempo.offload is known)",
     "distribute_saved_activations": "saved activations that tensor-parallel ranks share",
     "pipeline_model_parallel_layout": "a pipeline layout of its own",
     "account_for_embedding_in_pipeline_split": "an embedding that counts as a layer of its stage",
@@ -77,6 +75,7 @@ UNKNOWN_IN_RUNS = {
 """Likewise, what changes what a step holds beside its layers."""
 
 UNKNOWN_IN_COMMANDS = {
+    "use_torch_fsdp2": "weights sharded by torch's FSDP (--use-megatron-fsdp is known)",
     "fsdp_double_buffer": "buffers of Megatron-FSDP that stay",
     "megatron_fsdp_version": "another version of Megatron-FSDP",
     "optimizer": "another optimizer than Adam",
@@ -131,6 +130,8 @@ _UNKNOWN_IN_EXPERTS = {
     "moe_router_padding_for_quantization": "--moe-router-padding-for-quantization pads the experts' tokens",
     "moe_paged_stash": "--moe-paged-stash keeps the experts' tokens elsewhere",
     "moe_layer_recompute": "--moe-layer-recompute recomputes experts",
+    "moe_latent_size": "--moe-latent-size gives experts other tokens than the layer's",
+    "moe_shared_expert_overlap": "--moe-shared-expert-overlap runs shared experts beside communication",
 }
 
 _STOCK_ATTENTIONS = {"flash": "flash", "unfused": "unfused", "local": "unfused"}
@@ -262,43 +263,8 @@ def read_run(
         and config.cross_entropy_fusion_impl == "native",
         fuses_activation=fuses_activation,
         masked_softmax_fusion=config.masked_softmax_fusion,
-        offloading=None if layers_only else _read_offloading(model_name, config, stock),
         **recomputation,
     )
-
-
-def _read_offloading(model_name: str, config: Any, stock: str) -> Offloading | None:
-    """Raises ValueError for what Megatron refuses, and for what the estimate does not know."""
-    if not getattr(config, "fine_grained_activation_offloading", False):
-        return None
-    option = "--fine-grained-activation-offloading"
-    modules = tuple(config.offload_modules or ())
-    if not modules or set(modules) - set(OFFLOAD_MODULES):
-        given = f"--offload-modules {' '.join(modules)}" if modules else "no --offload-modules"
-        raise ValueError(f"{option} is given with {given}; expected any of {', '.join(OFFLOAD_MODULES)}")
-    if "attn_proj" in modules and "core_attn" not in modules:
-        raise ValueError("--offload-modules attn_proj needs core_attn, whose output it sends; add it")
-    recomputed = tuple(config.recompute_modules or ()) if config.recompute_granularity == "selective" else ()
-    others = {
-        "--transformer-impl local": stock != "transformer_engine",
-        f"a {model_name}": model_name != "GPTModel",
-        "--hybrid-layer-pattern": getattr(config, "hybrid_layer_pattern", None),
-        "--mtp-num-layers": getattr(config, "mtp_num_layers", None),
-        "--fp8-format": getattr(config, "fp8", None),
-        "--recompute-granularity full": config.recompute_granularity == "full",
-        "--recompute-modules moe": "moe" in recomputed,
-        "--recompute-modules core_attn": "core_attn" in recomputed,
-        "--overlap-moe-expert-parallel-comm": getattr(config, "overlap_moe_expert_parallel_comm", False),
-        "experts without --moe-grouped-gemm": config.num_moe_experts and not config.moe_grouped_gemm,
-        # Norm and linear are one module, whose group has what both keep.
-        "--offload-modules qkv_linear without --multi-latent-attention": "qkv_linear" in modules
-        and not config.multi_latent_attention,
-        "--activation-offload-fraction": getattr(config, "activation_offload_fraction", 1.0) != 1.0,
-        "--delta-offload-bytes-across-pp-ranks": getattr(config, "delta_offload_bytes_across_pp_ranks", 0) != 0,
-    }
-    if other := next((words for words, is_so in others.items() if is_so), None):
-        raise ValueError(f"{option} is given with {other}, and the estimate does not know both; leave one of them out")
-    return Offloading(modules=modules, min_size=config.min_offloaded_tensor_size)
 
 
 def deal_out_layers(config: Any) -> tuple[int, ...] | None:
@@ -397,14 +363,11 @@ def _read_experts(config: Any, run: Any) -> Experts:
         layers=parse_layer_frequency(config.moe_layer_freq, config.num_layers),
         shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size,
         has_shared_gate=bool(getattr(config, "moe_shared_expert_gate", False)),
-        overlaps_shared=_overlaps_shared_experts(config),
-        latent_size=getattr(config, "moe_latent_size", None),
         expert_parallel=parallel,
         tensor_parallel=split,
         dispatcher=config.moe_token_dispatcher_type,
         grouped=config.moe_grouped_gemm,
         fuses_permutation=config.moe_permute_fusion,
-        fuses_routing=getattr(config, "moe_router_fusion", False),
         routing=routing,
         aux_loss_coefficient=float(coefficient),
         z_loss_coefficient=config.moe_z_loss_coeff,
@@ -440,25 +403,6 @@ def _read_capacity(config: Any, routing: str) -> float | None:
             "refuses and the estimate does not know; change one of them"
         )
     return factor
-
-
-def _overlaps_shared_experts(config: Any) -> bool:
-    """Raises ValueError where core/transformer/transformer_config.py and moe/moe_layer.py of 0.16.1 do."""
-    if not config.moe_shared_expert_overlap or not config.moe_shared_expert_intermediate_size:
-        return False
-    if config.moe_token_dispatcher_type != "alltoall":
-        raise ValueError(
-            f"--moe-shared-expert-overlap and --moe-token-dispatcher-type {config.moe_token_dispatcher_type} are both "
-            "given, and the estimate knows it with alltoall; change one of them"
-        )
-    others = {
-        "--overlap-moe-expert-parallel-comm": getattr(config, "overlap_moe_expert_parallel_comm", False),
-        "--moe-latent-size": getattr(config, "moe_latent_size", None),
-        "--recompute-modules shared_experts": "shared_experts" in (config.recompute_modules or ()),
-    }
-    if other := next((name for name, is_given in others.items() if is_given), None):
-        raise ValueError(f"--moe-shared-expert-overlap and {other} are both given; leave one of them out")
-    return True
 
 
 def _overlaps_experts(config: Any) -> bool:

@@ -46,17 +46,6 @@ class MegatronFsdp:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TorchFsdp:
-    """torch's FSDP (fully_shard), as Megatron wraps a model in it."""
-
-    reshards: bool = True
-    """Whether a layer's weights are freed behind its forward; else behind its backward."""
-
-    is_made_on_gpu: bool = True
-    """Whether the whole model is on each GPU before it is sharded."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
     """Whose optimizer makes the step, and how it divides gradients and states.
 
@@ -82,9 +71,6 @@ class OptimizerSettings:
 
     fsdp: MegatronFsdp | None = None
     """None shards no weights; else all above but `kind` is the default."""
-
-    torch_fsdp: TorchFsdp | None = None
-    """Likewise, and `distributed` is False."""
 
     overlaps_reduction: bool = False
     """Whether gradients are reduced while backward runs (--overlap-grad-reduce), and so divided into buckets."""
@@ -172,13 +158,6 @@ class Experts:
     has_shared_gate: bool = False
     """Whether a gate weights the shared experts' output (--moe-shared-expert-gate)."""
 
-    overlaps_shared: bool = False
-    """Whether the shared experts run beside the dispatcher's communication (--moe-shared-expert-overlap)."""
-
-    latent_size: int | None = None
-    """Of the tokens that routed experts get, projected from the layer's and back (--moe-latent-size); None is the
-    hidden size."""
-
     expert_parallel: int = 1
     tensor_parallel: int = 1
     """Ranks that one expert is split over."""
@@ -191,9 +170,6 @@ class Experts:
 
     fuses_permutation: bool = False
     """Whether a kernel brings the tokens into the experts' order, and back (--moe-permute-fusion)."""
-
-    fuses_routing: bool = False
-    """Whether kernels choose experts, and find the auxiliary loss (--moe-router-fusion)."""
 
     routing: str = "aux_loss"
     """Megatron's --moe-router-load-balancing-type."""
@@ -325,20 +301,6 @@ class Hybrid:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class Offloading:
-    """What modules of Megatron's keep goes to the host."""
-
-    modules: tuple[str, ...]
-    """Any of OFFLOAD_MODULES."""
-
-    min_size: int = 2**20
-    """Elements of the smallest tensor that goes."""
-
-
-OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """A model, how it lies over devices, and what a step of it is."""
@@ -396,9 +358,6 @@ class Run:
     recompute_num_layers: int | None = None
     """Of "full": the first so many layers of every chunk (--recompute-method block); None is all of them."""
 
-    offloading: Offloading | None = None
-    """Megatron's --fine-grained-activation-offloading."""
-
     stock: str = "local"
     """Whose modules stock ones are: "local" (Megatron's, on a GPU), "transformer_engine", or "cpu"."""
 
@@ -417,7 +376,7 @@ class Run:
     """Whether unfused attention on a GPU has Megatron's softmax kernel, for the 16-bit scores that the kernel takes."""
 
     gpu: str | None = None
-    """"a100", "h100" or "gb200", for whose libraries workspaces are counted; None counts none."""
+    """"a100", "h100" or "gb200", as whose libraries workspaces are counted; None counts none."""
 
     chip: Chip = H100
     """The GPU's, by which attention's kernels choose how many programs share a head."""

@@ -24,9 +24,6 @@ class MadeStorage:
     number: int
     """How many were made before it."""
 
-    is_released: bool = dataclasses.field(default=False, kw_only=True)
-    """Whether its memory was given back while somebody held it."""
-
 
 class StorageFollower(TorchDispatchMode):
     """Sees every operation that reaches torch's dispatcher, in forward and in backward, and the storages it makes.
@@ -70,14 +67,6 @@ class StorageFollower(TorchDispatchMode):
         for key in [key for key, made in self._alive.items() if is_expired(made.reference.cdata)]:
             self._drop(key)
 
-    def release(self, tensor: Tensor) -> None:
-        """Count a tensor's memory as freed, whoever still holds it; it is never used again."""
-        made = self._alive.get(tensor.untyped_storage()._cdata)
-        if made is not None and not made.is_released:
-            self.note_freed(made)
-            self._upper_bound -= made.num_bytes
-            made.is_released, made.num_bytes = True, 0
-
     def count_alive(self) -> int:
         """The bytes that are alive now."""
         self.drop_freed()
@@ -116,8 +105,7 @@ class StorageFollower(TorchDispatchMode):
     def _drop(self, key: int) -> None:
         made = self._alive.pop(key)
         self._upper_bound -= made.num_bytes
-        if not made.is_released:
-            self.note_freed(made)
+        self.note_freed(made)
 
 
 class PeakBytes(StorageFollower):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from tempo_megatron.cli import main
+from tempo_megatron.memory.plan.gpu import list_gpus
 
 TINY, GPT2 = "--model configs/model/gpt2_tiny.json", "--model configs/model/gpt2_124m.json"
 MIXTRAL = "--model configs/model/mixtral_8x7b.json"
@@ -27,13 +30,20 @@ def refuse(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("ledger --model nowhere.json", "cannot be read"),
         (f"ledger {GPT2} --tp 5", "--num-attention-heads 12 is not a multiple of --tp 5; change one of them"),
         (f"ledger {GPT2} --sequence-parallel", "--sequence-parallel needs --tp of at least 2"),
         (f"ledger {GPT2} --recompute full mlp", "--recompute full already recomputes everything"),
         (f"ledger {GPT2} --no-use-tempo", "--no-use-tempo is given"),
         (f"ledger {GPT2} --recompute moe_act", "--recompute-modules is moe_act, and the estimate knows core_attn, mlp"),
-        (f"ledger {MIXTRAL} --timeline step.png", "has experts or latent attention, which it does not follow"),
+        *(
+            (
+                f"ledger {MIXTRAL} --{name} build/step.png",
+                f"--{name} build/step.png is given, and the model has experts",
+            )
+            for name in ("timeline", "html", "trace", "snapshot")
+        ),
+        (f"flops {GPT2} --gpu h100 --step-seconds 1e-9", "--step-seconds is 1e-09, and 1 x NVIDIA H100"),
+        (f"estimate {GPT2} --gpu b300", "the nearest known one is b200"),
         (f"order {MIXTRAL}", "has experts, whose tokens differ from step to step"),
         (f"estimate {GPT2} --ep 2", "--ep 2 is given, and the model has no experts; leave it out"),
         (f"estimate {MIXTRAL} --ep 3 --dp 3", "--ep 3 does not divide the model's 8 experts"),
@@ -163,3 +173,30 @@ def test_a_dropout_of_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit, match="2"):
         main(["ledger", *GPT2.split(), "--dropout", "1"])
     assert "argument --dropout: 1 is not in [0, 1)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["ledger", "estimate", "plan --gpu-memory 1GiB", "order", "flops"])
+def test_a_wrong_path_is_said_before_anything_is_imported(command: str) -> None:
+    given = [sys.executable, "-X", "importtime", "-m", "tempo_megatron", *command.split(), "--model", "nowhere.json"]
+    ran = subprocess.run(given, capture_output=True, text=True)
+    assert ran.returncode == 2 and "nowhere.json cannot be read (No such file" in ran.stderr
+    assert " torch\n" not in ran.stderr
+
+
+def test_every_command_knows_the_same_gpus_and_a_title_names_each_part_of_a_layout(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for gpu in list_gpus():
+        assert main(["estimate", *TINY.split(), "--gpu", gpu, "--no-use-tempo"]) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    words = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    words += "--micro-batch-size 1 --global-batch-size 4 --bf16 --num-experts 4 --moe-grouped-gemm "
+    words += "--expert-model-parallel-size 2 "
+    words += "--moe-token-dispatcher-type alltoall --tensor-model-parallel-size 2 --sequence-parallel "
+    words += "--expert-tensor-parallel-size 1 --context-parallel-size 2 --pipeline-model-parallel-size 2 "
+    words += "--num-layers-per-virtual-pipeline-stage 1 --tokenizer-type NullTokenizer --vocab-size 512 "
+    words += "--use-distributed-optimizer --fp8-format hybrid --fp8-recipe tensorwise"
+    assert main(["estimate", "--world-size", "8", "--", "pretrain_gpt.py", *words.split()]) == 0
+    title = capsys.readouterr().out
+    for part in ("fp8 tensorwise", "TP 2 + SP", "CP 2", "EP 2", "ETP 1", "PP 2 in 2 chunks", "DP 1: 8 ranks"):
+        assert part in title, part

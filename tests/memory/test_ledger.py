@@ -14,7 +14,7 @@ from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.cli import main
 from tempo_megatron.memory.commands.ledger import format_table
 from tempo_megatron.memory.fake_tensors import simulate_layout
-from tempo_megatron.memory.kept.attribution import Row
+from tempo_megatron.memory.kept.attribution import Row, find_row
 from tempo_megatron.memory.kept.ledger import Ledger, build_ledger_config, measure
 from tempo_megatron.memory.kept.plots import list_panels
 from tempo_megatron.models.shape import make_shape
@@ -169,3 +169,9 @@ def test_the_command_lists_each_kind_of_layer_and_what_is_left(tmp_path, capsys)
     for kind in kinds:
         (line,) = [line for line in text.splitlines() if line.startswith(f"each of layers {kind['layers']} ")]
         assert f"{kind['layer_bytes']:,}" in line
+
+
+@pytest.mark.parametrize(("num_keys", "is_scores"), [(128, True), (129, True), (130, False)])
+def test_scores_with_a_sink_are_scores(num_keys: int, is_scores: bool) -> None:
+    row = find_row("decoder.layers.0.self_attention.core_attention", (1, 4, 128, num_keys), {128})
+    assert row.is_scores is is_scores

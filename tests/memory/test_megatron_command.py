@@ -16,18 +16,14 @@ from tempo_megatron.cli import main
 from tempo_megatron.memory.commands.megatron_command import read_command
 from tempo_megatron.memory.commands.megatron_options import READ
 from tempo_megatron.memory.commands.training_command import spell_arguments, split_command
-from tempo_megatron.memory.estimate.estimate import estimate_ranks
 from tempo_megatron.memory.megatron_run import KNOWN_IN_COMMANDS, UNKNOWN_IN_LAYERS, UNKNOWN_IN_RUNS, find_unknown
 from tempo_megatron.memory.run import (
-    OFFLOAD_MODULES,
     Hybrid,
     LatentAttention,
     MegatronFsdp,
     OptimizerSettings,
     Run,
-    TorchFsdp,
 )
-from tempo_megatron.memory.simulated.chunk import simulate_chunk
 
 GPT = (
     "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 "
@@ -35,9 +31,7 @@ GPT = (
 )
 
 FSDP = "--use-distributed-optimizer --use-megatron-fsdp"
-OFFLOADING = "--fine-grained-activation-offloading"
-SHARED = "--num-experts 8 --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap"
-TORCH_FSDP = "--use-torch-fsdp2 --no-gradient-accumulation-fusion --untie-embeddings-and-output-weights"
+EXPERTS = "--num-experts 8 --moe-shared-expert-intermediate-size 64"
 LAYOUT = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
 
 
@@ -137,17 +131,6 @@ def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8)
                 )
             },
         ),
-        (TORCH_FSDP, {"optimizer": OptimizerSettings(distributed=False, torch_fsdp=TorchFsdp())}),
-        (
-            f"{TORCH_FSDP} --torch-fsdp2-no-reshard-after-forward --use-cpu-initialization --fp8-format hybrid "
-            "--fp8-param-gather",
-            {
-                "optimizer": OptimizerSettings(
-                    distributed=False, torch_fsdp=TorchFsdp(reshards=False, is_made_on_gpu=False)
-                ),
-                "float8_weights": False,
-            },
-        ),
         ("--optimizer dist_muon", {"optimizer": OptimizerSettings(distributed=False, muon="laid out")}),
         (
             "--optimizer muon --use-distributed-optimizer --no-use-layer-wise-param-layout",
@@ -198,8 +181,9 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (f"{SHARED} --moe-token-dispatcher-type allgather", "knows it with alltoall"),
-        (f"{SHARED} --moe-token-dispatcher-type alltoall --moe-latent-size 64", "are both given"),
+        (f"{EXPERTS} --moe-shared-expert-overlap", "--moe-shared-expert-overlap runs shared experts beside"),
+        (f"{EXPERTS} --moe-latent-size 64", "--moe-latent-size gives experts other tokens"),
+        ("--fine-grained-activation-offloading", "activations on the host (tempo.offload is known)"),
         ("--num-experts 8 --moe-pad-expert-input-to-capacity", "give both or none"),
         (
             "--num-experts 8 --moe-expert-capacity-factor 1.0 --moe-router-load-balancing-type sinkhorn",
@@ -239,11 +223,6 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
         ),
         ("--multi-latent-attention --transformer-impl local", "needs --transformer-impl transformer_engine"),
         ("--multi-latent-attention --group-query-attention", "are both given"),
-        (OFFLOADING, "is given with no --offload-modules; expected any of attn_norm, qkv_linear, core_attn, attn_proj"),
-        (f"{OFFLOADING} --offload-modules mlp", "is given with --offload-modules mlp; expected any of attn_norm"),
-        (f"{OFFLOADING} --offload-modules attn_proj", "attn_proj needs core_attn, whose output it sends; add it"),
-        (f"{OFFLOADING} --offload-modules qkv_linear", "without --multi-latent-attention, and the estimate does not"),
-        (f"{OFFLOADING} --offload-modules core_attn --mtp-num-layers 1", "is given with --mtp-num-layers, and the"),
         ("--is-hybrid-model", "give --hybrid-layer-pattern with a letter for each: M, *, - or E"),
         ("--hybrid-layer-pattern M*- --hybrid-mlp-ratio 0.3", "are both given; leave the first out"),
         (
@@ -312,10 +291,7 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
         ("--ddp-num-buckets 0", "is 0; expected a positive number"),
         (f"{FSDP} --fsdp-double-buffer", "buffers of Megatron-FSDP that stay"),
         (f"{FSDP} --suggested-communication-unit-size 0", "expected a positive number"),
-        ("--use-torch-fsdp2", "needs --no-gradient-accumulation-fusion, and is not for"),
-        (f"{TORCH_FSDP} --pipeline-model-parallel-size 2", "one pipeline stage and no expert parallelism"),
-        (f"{TORCH_FSDP} --mtp-num-layers 1", "of a GPT with Adam"),
-        (f"{TORCH_FSDP} --init-model-with-meta-device", "nothing gives such weights memory"),
+        ("--use-torch-fsdp2", "sharded by torch's FSDP (--use-megatron-fsdp is known)"),
         ("--delay-wgrad-compute", "needs --overlap-moe-expert-parallel-comm; add it"),
         ("--overlap-param-gather", "needs --use-distributed-optimizer"),
         ("--tp-comm-overlap --tensor-model-parallel-size 2", "--tp-comm-overlap needs"),
@@ -362,45 +338,6 @@ def test_options_of_experts_become_experts() -> None:
     assert (
         experts is not None and (experts.ffn_hidden_size, experts.tensor_parallel) == (2048, 2) and all(experts.layers)
     )
-
-
-def test_what_modules_send_to_the_host_is_counted_to_the_byte() -> None:
-    s, h, heads, inner = 256, 64, 4, 32
-    run = read(
-        f"--num-layers 4 --hidden-size {h} --num-attention-heads {heads} --seq-length {s} "
-        f"--max-position-embeddings {s} --micro-batch-size 1 --global-batch-size 2 --bf16 --swiglu "
-        "--pipeline-model-parallel-size 2 "
-        "--multi-latent-attention --q-lora-rank 48 --kv-lora-rank 40 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
-        f"--v-head-dim 24 --position-embedding-type rope --num-experts 4 --moe-ffn-hidden-size {inner} "
-        "--moe-router-topk 2 --moe-router-force-load-balancing --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
-        f"{OFFLOADING} --offload-modules {' '.join(OFFLOAD_MODULES)} --min-offloaded-tensor-size 2000",
-        world_size=2,
-    )
-    elements = {
-        # Each down projection sends x, each up projection its latent vectors.
-        "qkv_linear": s * (2 * h + 48 + 40),
-        "core_attn": s * heads * (2 * (16 + 8) + 2 * 24),
-        "attn_proj": s * heads * 24,
-        "attn_norm": s * h,
-        "mlp_norm": s * h,
-        "expert_fc1": 2 * s * h,
-        "moe_act": 2 * s * 2 * inner,
-    }
-    layer = 2 * sum(elements.values())
-    first, last = estimate_ranks(run)
-    # Of two layers each; of the micro batch whose backward is next the last one is on the device.
-    assert (first.host_bytes, last.host_bytes) == (2 * 2 * layer - layer, 2 * layer - layer)
-    # The memory of the chunk's input is given back, that of its gradient is not.
-    assert last.at_rest["stage inputs"] == 2 * s * h
-    without = estimate_ranks(dataclasses.replace(run, offloading=None))
-    assert without[0].host_bytes == 0 and without[1].at_rest["stage inputs"] == 2 * (2 * s * h)
-    assert first.peak_bytes < without[0].peak_bytes and last.peak_bytes < without[1].peak_bytes
-    kept = [
-        simulate_chunk(each, range(1, 3), pre_process=False, post_process=False).kept_bytes
-        for each in (run, dataclasses.replace(run, offloading=None))
-    ]
-    # On the GPU x is one tensor, and attention's output too, which its projection has.
-    assert kept[1] - kept[0] == 2 * (layer - 2 * s * h - 2 * elements["attn_proj"])
 
 
 def test_a_command_of_gpt_oss_is_read() -> None:
@@ -613,7 +550,7 @@ def test_the_plan_of_a_command_is_a_command(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize(
     ("words", "name"),
-    [("--hybrid-layer-pattern M*-M", "hybrid"), (FSDP, "Megatron-FSDP"), (TORCH_FSDP, "torch's FSDP")],
+    [("--hybrid-layer-pattern M*-M", "hybrid"), (FSDP, "Megatron-FSDP")],
 )
 def test_a_command_that_only_the_estimate_knows_gets_no_plan(
     words: str, name: str, capsys: pytest.CaptureFixture[str]

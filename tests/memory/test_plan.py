@@ -206,15 +206,14 @@ def test_flops_are_those_of_the_products() -> None:
     llama = count_layer_flops(make_run(shape, tensor_parallel=4), is_causal=False, skips_masked=True)
     assert llama.mlp == 6 * s * h * 14336 // 4 and llama.linears - llama.mlp == 2 * s * h * (2 * h + 2 * 1024) // 4
     assert llama.linear_fc1 == 4 * s * h * 14336 // 4 and llama.linear_qkv == 2 * s * h * (h + 2 * 1024) // 4
-    # Two of 4 experts and a shared one; routed tokens go to a space of 512 and back.
+    # Two of 4 experts and a shared one.
     experts = Experts(
         num_experts=4, per_token=2, ffn_hidden_size=1024, layers=(True,) * 24, shared_ffn_hidden_size=2048
     )
-    for latent, outer in ((None, h), (512, 512)):
-        run = dataclasses.replace(make_run(shape), experts=dataclasses.replace(experts, latent_size=latent))
-        mixture = count_layer_flops(run, is_causal=False, skips_masked=True)
-        assert mixture.linear_fc2 == 2 * s * (h * 2048 + outer * 2 * 1024) and mixture.more_weights == 3 * outer * 2048
-        assert mixture.router == 2 * s * h * 4 + (2 * 2 * s * h * 512 if latent else 0)
+    run = dataclasses.replace(make_run(shape), experts=experts)
+    mixture = count_layer_flops(run, is_causal=False, skips_masked=True)
+    assert mixture.linear_fc2 == 2 * s * (h * 2048 + h * 2 * 1024) and mixture.more_weights == 3 * h * 2048
+    assert mixture.router == 2 * s * h * 4
 
 
 def measure(plan: MemoryPlan, problem: PlanProblem) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from tempo_megatron.memory.plan.gpu import DTYPES
 from tempo_megatron.settings.arguments import add_tempo_arguments
 from tempo_megatron.words.argument_types import (
     parse_fraction,
+    parse_input,
     parse_memory,
     parse_output,
     parse_png,
@@ -32,7 +33,9 @@ def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
     _add_sequence_parallel(parser)
     _add_shape(parser)
     _add_drawn_dropout(parser)
-    parser.add_argument("--deepspeed_config", metavar="JSON", help='take the "tempo" block of this file')
+    parser.add_argument(
+        "--deepspeed_config", type=parse_input, metavar="JSON", help='take the "tempo" block of this file'
+    )
     _add_outputs(parser, plot="stacked bars, stock beside Tempo,")
     parser.add_argument(
         "--timeline",
@@ -63,9 +66,9 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument(
         "--gpu",
-        choices=("a100", "h100", "gb200"),
-        help="count the workspaces that cuBLAS has on this GPU, and take the attention that Transformer Engine takes "
-        "(default: h100 for a command of Megatron-LM, else none)",
+        help=f"{_GPUS}: count the workspaces that cuBLAS has on it, and take the attention that Transformer Engine "
+        "takes, those of an A100, an H100 or a GB200 by its compute capability (default: h100 for a command of "
+        "Megatron-LM, else none)",
     )
     group.add_argument(
         "--allocator",
@@ -74,20 +77,6 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--gpu-memory", type=parse_memory, metavar="SIZE", help="say whether it fits, such as 80GiB")
     _add_imbalance(group)
-    group.add_argument(
-        "--long-sequence",
-        nargs="*",
-        metavar="PIECE",
-        help="estimate one sample of --seq-length tokens, which --dp ranks of Ulysses divide, under ZeRO 3, with every "
-        "layer recomputed: as transformers runs it, or with pieces such as liger host_checkpoints (docs/estimate.md)",
-    )
-    group.add_argument(
-        "--document-tokens",
-        type=parse_positive,
-        metavar="N",
-        help="with --long-sequence, the tokens of each of the documents that are packed into the sample (default: one "
-        "document)",
-    )
     group.add_argument("--all-ranks", action="store_true", help="a column for every pipeline stage")
     group.add_argument(
         "--tree",
@@ -120,6 +109,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--deepspeed_config",
+        type=parse_input,
         metavar="JSON",
         help="estimate what DeepSpeed holds with this file, which also says the precision and, where they are numbers, "
         "the batch sizes (default: what Megatron's distributed optimizer holds)",
@@ -191,7 +181,9 @@ def add_order_arguments(parser: argparse.ArgumentParser) -> None:
     _add_shape(parser)
     _add_drawn_dropout(parser)
     parser.add_argument("--optimizer", choices=("adam", "adamw", "sgd"), default="adam", help="default %(default)s")
-    parser.add_argument("--deepspeed_config", metavar="JSON", help='take the "tempo" block of this file')
+    parser.add_argument(
+        "--deepspeed_config", type=parse_input, metavar="JSON", help='take the "tempo" block of this file'
+    )
     parser.add_argument(
         "--work-limit",
         type=parse_positive,
@@ -214,7 +206,15 @@ _HF = "the folder or config.json of a Hugging Face model"
 
 
 def _add_model(parser: Any, example: str = "configs/model/gpt3_175b.json") -> None:
-    parser.add_argument("--model", required=True, metavar="JSON", help=f"a model, such as {example}, or {_HF}")
+    parser.add_argument(
+        "--model", required=True, type=parse_input, metavar="JSON", help=f"a model, such as {example}, or {_HF}"
+    )
+
+
+def _add_tempo_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--deepspeed_config", type=parse_input, metavar="JSON", help='take the "tempo" block of this file'
+    )
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -224,9 +224,15 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "\n       %(prog)s --script FILE [--world-size N] [...] -- ARGS..."
     )
     group = parser.add_argument_group("what is trained")
-    group.add_argument("--model", metavar="JSON", help=f"a model, such as configs/model/gpt3_175b.json, or {_HF}")
+    group.add_argument(
+        "--model",
+        type=parse_input,
+        metavar="JSON",
+        help=f"a model, such as configs/model/gpt3_175b.json, or {_HF}",
+    )
     group.add_argument(
         "--hf",
+        type=parse_input,
         metavar="FOLDER",
         help="take the sizes of a Hugging Face model: its folder or config.json (gpt2, llama, mistral, mixtral, "
         "qwen2, qwen3, qwen3_moe, megatron-bert)",
@@ -239,12 +245,14 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--script",
+        type=parse_input,
         metavar="FILE",
         help="take the command that a shell script would start; its own arguments stand behind --. bash reads it, and "
         "starts nothing. --world-size goes before what its launcher says",
     )
     group.add_argument(
         "--megatron-yaml",
+        type=parse_input,
         metavar="FILE",
         help="take the arguments of a model_config.yaml of Megatron-LM's functional tests",
     )
@@ -382,6 +390,7 @@ def _add_estimate_step(group: Any) -> None:
     )
     group.add_argument(
         "--deepspeed_config",
+        type=parse_input,
         metavar="JSON",
         help='its precision, ZeRO stage, buckets, offload and batch sizes, and its "tempo" block',
     )

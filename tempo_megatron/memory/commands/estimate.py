@@ -22,8 +22,6 @@ from tempo_megatron.memory.commands.requested_run import describe_stock, read_re
 from tempo_megatron.memory.commands.token_imbalance import find_token_imbalance
 from tempo_megatron.memory.commands.training_command import Command, take_command
 from tempo_megatron.memory.estimate.estimate import PART_NAMES, RankEstimate, describe_part, estimate_ranks
-from tempo_megatron.memory.estimate.long_allocations import count_reserved
-from tempo_megatron.memory.estimate.long_sequences import LongSequence
 from tempo_megatron.memory.routing import set_imbalance
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory
@@ -49,14 +47,8 @@ def run_estimate(args: argparse.Namespace) -> int:
     Raises ValueError for what cannot be estimated.
     """
     command = take_command(args, add_estimate_arguments)
-    if args.document_tokens is not None and args.long_sequence is None:
-        raise ValueError("--document-tokens is given without --long-sequence, of whose sample it speaks; give both")
     warnings: list[str] = []
     is_asked = True
-    if args.long_sequence is not None:
-        if command is not None:
-            raise ValueError("--long-sequence is given beside a command of Megatron-LM; describe the model by --hf")
-        return _estimate_long_sequence(args)
     if command is None:
         config = take_deepspeed(args)
         run, title = read_requested_run(args, tempo_config_from(args, config or {}), config), name_model(args)
@@ -129,44 +121,6 @@ def run_estimate(args: argparse.Namespace) -> int:
     return 0 if fits else 1
 
 
-def _estimate_long_sequence(args: argparse.Namespace) -> int:
-    """Print the terms of the highest moment; the exit status is 1 where it does not fit."""
-    run = read_requested_run(args, TempoConfig.off(), take_deepspeed(args))
-    if run.tensor_parallel * run.pipeline_parallel > 1 or run.model.seq_length % run.data_parallel:
-        raise ValueError(
-            f"--long-sequence divides --seq-length {run.model.seq_length} by --dp {run.data_parallel}, and knows no "
-            "other layout; give a multiple of --dp, and leave --tp and --pp out"
-        )
-    pieces = frozenset(args.long_sequence)
-    asked = LongSequence(run.model, run.optimizer, pieces, run.data_parallel, args.document_tokens)
-    tokens = run.model.seq_length // run.data_parallel
-    moment, terms, peak = asked.find_peak(tokens)
-    print(
-        f"{name_model(args)}, s {run.model.seq_length}, {tokens} tokens a GPU, all layers recomputed, DeepSpeed ZeRO 3"
-        + (f", documents of {asked.document_tokens} tokens" if asked.document_tokens else "")
-    )
-    print(f"pieces: {', '.join(sorted(pieces)) or 'those of transformers'}")
-    width = max(len(term.name) for term in terms)
-    for term in terms:
-        print(f"{term.name:<{width}}{term.count(tokens) / 2**30:>10.3f} GiB  {term.source}".rstrip())
-    print(f"{f'peak, in the {moment}':<{width}}{peak / 2**30:>10.3f} GiB of torch, an estimate")
-    needed = count_reserved(asked, tokens) if args.allocator else peak
-    if args.allocator:
-        print(f"{'reserved by the allocator, expandable segments':<{width}}{needed / 2**30:>10.3f} GiB of torch")
-    print(f"on the host, for each GPU: {format_bytes(asked.count_host_bytes(tokens))}")
-    if args.json:
-        figures = {"moment": moment, "peak_bytes": peak, "host_bytes": asked.count_host_bytes(tokens)}
-        figures |= {"reserved_bytes": needed} if args.allocator else {}
-        figures["terms"] = {term.name: round(term.count(tokens)) for term in terms}
-        Path(args.json).write_text(json.dumps({**figures, "arguments": vars(args)}, indent=2) + "\n", encoding="utf-8")
-    if args.gpu_memory is None:
-        return 0
-    if not args.allocator:
-        most = asked.find_most_tokens(args.gpu_memory) * run.data_parallel
-        print(f"{format_bytes(args.gpu_memory)} a GPU hold {most:,} tokens, by this estimate")
-    return 0 if needed <= args.gpu_memory else 1
-
-
 def read_run_of_command(
     args: argparse.Namespace, command: Command, tempo: TempoConfig | None = None
 ) -> tuple[Run, bool, list[str]]:
@@ -213,13 +167,18 @@ def name_dtype(run: Run) -> str:
 
 
 def describe_run(run: Run) -> str:
-    """One clause for people: precision, sizes, layout, optimizer, modules, recomputation."""
+    """One clause for people: precision, sizes, every part of the layout, optimizer, modules, recomputation."""
     recomputed = " ".join(run.recompute)
     if run.recompute_num_layers is not None:
         recomputed += f" of {run.recompute_num_layers} layers a chunk"
+    experts = "" if run.experts is None else f", EP {run.experts.expert_parallel}"
+    if run.experts is not None and run.experts.tensor_parallel != run.tensor_parallel:
+        experts += f", ETP {run.experts.tensor_parallel}"
     return (
-        f"{name_dtype(run)}, s {run.model.seq_length}, b {run.micro_batch_size}, TP {run.tensor_parallel}"
-        f"{' + SP' if run.sequence_parallel else ''}, PP {run.pipeline_parallel}, DP {run.data_parallel}: "
+        f"{name_dtype(run)}{'' if run.float8 is None else f' and fp8 {run.float8}'}, s {run.model.seq_length}, "
+        f"b {run.micro_batch_size}, TP {run.tensor_parallel}{' + SP' if run.sequence_parallel else ''}"
+        f"{'' if run.context_parallel == 1 else f', CP {run.context_parallel}'}{experts}, PP {run.pipeline_parallel}"
+        f"{_describe_chunks(run)}, DP {run.data_parallel}: "
         f"{run.world_size:,} rank{'s' if run.world_size > 1 else ''}, {_describe_optimizer(run.optimizer)}, "
         f"stock modules: {describe_stock(run)}{f', recompute {recomputed}' if recomputed else ''}"
     )
@@ -313,8 +272,18 @@ def _count_needed(rank: RankEstimate) -> int:
 def _describe_optimizer(optimizer: OptimizerSettings) -> str:
     if optimizer.kind == "deepspeed":
         return f"DeepSpeed ZeRO {optimizer.zero_stage}"
-    distributed = "distributed optimizer" if optimizer.distributed else "optimizer"
-    return f"Megatron's {distributed}" if optimizer.kind == "megatron" else "no optimizer"
+    if optimizer.kind == "none":
+        return "no optimizer"
+    if optimizer.fsdp is not None:
+        return "Megatron-FSDP"
+    name = "optimizer" if optimizer.muon is None else "Muon"
+    return f"Megatron's {'distributed ' if optimizer.distributed else ''}{name}"
+
+
+def _describe_chunks(run: Run) -> str:
+    """Of an interleaved pipeline."""
+    number = len(run.list_chunks(0))
+    return f" in {number} chunks each" if number > 1 else ""
 
 
 def _list_figures(rank: RankEstimate) -> dict[str, Any]:

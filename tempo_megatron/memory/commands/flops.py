@@ -49,6 +49,11 @@ def count_figures(args: argparse.Namespace, gpu: Gpu | None) -> dict[str, Any]:
     }
     if gpu is not None:
         peak = gpu.matmul_flops_per_second[args.dtype]
+        if (least := hardware.total / (args.gpus * peak)) > args.step_seconds:
+            raise ValueError(
+                f"--step-seconds is {args.step_seconds:g}, and {args.gpus} x {gpu.title} need {least:.3g} s for these "
+                "FLOPs at their peak; correct --step-seconds, --gpus or the batch"
+            )
         figures |= {"gpu": gpu.title, "gpus": args.gpus, "step_seconds": args.step_seconds}
         figures |= {
             name: None if flops is None else find_utilisation(flops, args.step_seconds, args.gpus, peak)

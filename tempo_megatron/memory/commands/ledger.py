@@ -36,10 +36,11 @@ def run_ledger(args: argparse.Namespace) -> int:
     """Measure stock and Tempo and print one table. Raises ValueError for what cannot be measured."""
     run = read_requested_run(args, _read_tempo_config(args))
     shape = read_requested_shape(args)
-    if args.timeline and (run.experts is not None or run.latent_attention is not None):
+    followed = next((name for name in ("timeline", "html", "trace", "snapshot") if getattr(args, name)), None)
+    if followed and (run.experts is not None or run.latent_attention is not None):
         raise ValueError(
-            f"--timeline {args.timeline} is given, and the model has experts or latent attention, which it does not "
-            "follow; leave it out: tempo-megatron estimate says what stands at the peak"
+            f"--{followed} {getattr(args, followed)} is given, and the model has experts or latent attention, which it "
+            "does not follow; leave it out: tempo-megatron estimate says what stands at the peak"
         )
     stock, tempo = (measure_run(each, shape) for each in (dataclasses.replace(run, tempo=TempoConfig.off()), run))
     title = (

@@ -31,7 +31,7 @@ from tempo_megatron.memory.megatron_run import (
     split_layout,
 )
 from tempo_megatron.memory.plan.gpu import read_gpu
-from tempo_megatron.memory.run import MegatronFsdp, OptimizerSettings, Run, TorchFsdp
+from tempo_megatron.memory.run import MegatronFsdp, OptimizerSettings, Run
 from tempo_megatron.models.shape import QUICK_GEGLU, pad_vocab_size
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
@@ -140,7 +140,6 @@ def read_command(
             bucket_elements=args.ddp_bucket_size,
             num_buckets=args.ddp_num_buckets,
             fsdp=_read_fsdp(args) if args.use_megatron_fsdp else None,
-            torch_fsdp=_read_torch_fsdp(args, command.family) if args.use_torch_fsdp2 else None,
         ),
         deterministic=args.deterministic_mode,
         cublas_workspace_bytes=_read_workspace(command.launcher),
@@ -159,8 +158,16 @@ def read_command(
 
 
 def set_gpu(run: Run, gpu: str | None) -> Run:
-    """The run on a GPU of configs/gpu with its chip; on an H100's where none is named."""
-    return dataclasses.replace(run, gpu=gpu, chip=H100 if gpu is None else read_gpu(gpu).chip or H100)
+    """The run on a GPU, given as `read_gpu` takes it, with its chip; without one its chip is an H100's.
+
+    The libraries are those of an A100, an H100 or a GB200, by the compute capability.
+    """
+    if gpu is None:
+        return dataclasses.replace(run, gpu=None, chip=H100)
+    chip = read_gpu(gpu).chip
+    if chip is None:
+        raise ValueError(f'--gpu {gpu} has no "chip", by which libraries choose; add it as in configs/gpu/h100.json')
+    return dataclasses.replace(run, gpu={9: "h100", 10: "gb200"}.get(chip.major, "a100"), chip=chip)
 
 
 def _read_muon(args: argparse.Namespace) -> OptimizerSettings:
@@ -224,35 +231,6 @@ def _read_fsdp(args: argparse.Namespace) -> MegatronFsdp:
     )
 
 
-def _read_torch_fsdp(args: argparse.Namespace, family: str) -> TorchFsdp:
-    """Raises ValueError for what Megatron-LM (arguments.py: validate_args) refuses, and what the estimate does not
-    know."""
-    if args.use_megatron_fsdp or args.use_distributed_optimizer or args.gradient_accumulation_fusion or args.fp16:
-        raise ValueError(
-            "--use-torch-fsdp2 needs --no-gradient-accumulation-fusion, and is not for --use-distributed-optimizer, "
-            "--use-megatron-fsdp and --fp16; change what is otherwise"
-        )
-    if (
-        not args.untie_embeddings_and_output_weights
-        or max(args.pipeline_model_parallel_size, args.expert_model_parallel_size) > 1
-    ):
-        raise ValueError(
-            "--use-torch-fsdp2 needs --untie-embeddings-and-output-weights, one pipeline stage and no expert "
-            "parallelism; change what is otherwise"
-        )
-    if family != "gpt" or args.hybrid_layer_pattern or args.mtp_num_layers or args.optimizer != "adam":
-        raise ValueError(
-            "--use-torch-fsdp2 is known to the estimate of a GPT with Adam, without --hybrid-layer-pattern and "
-            "--mtp-num-layers; leave out what is otherwise"
-        )
-    if args.init_model_with_meta_device:
-        raise ValueError(
-            "--use-torch-fsdp2 and --init-model-with-meta-device are both given, and nothing gives such weights "
-            "memory; leave the latter out"
-        )
-    return TorchFsdp(reshards=args.torch_fsdp2_reshard_after_forward, is_made_on_gpu=not args.use_cpu_initialization)
-
-
 def _overlaps_tensor_parallel(args: argparse.Namespace, stock: str) -> bool:
     """Raises ValueError where Megatron-LM (arguments.py: validate_args) or its modules could not."""
     if args.tp_comm_overlap and not (args.sequence_parallel and stock == "transformer_engine"):
@@ -296,8 +274,7 @@ def _find_float8_layers(args: argparse.Namespace) -> tuple[bool, ...] | None:
 
 def _keeps_float8_weights(args: argparse.Namespace) -> bool:
     """Raises ValueError for what Megatron-LM refuses, and what the estimate does not know."""
-    # torch's FSDP gathers them in bf16 (arguments.py:1052 of Megatron-LM at d98e8a64dd).
-    if not args.fp8_param_gather or args.use_torch_fsdp2:
+    if not args.fp8_param_gather:
         return False
     if args.fp8 is None:
         raise ValueError("--fp8-param-gather needs --fp8-format; add it, or leave the other out")

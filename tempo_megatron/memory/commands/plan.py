@@ -177,7 +177,7 @@ def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gp
     run, _, warnings = read_run_of_command(args, command)
     run = set_imbalance(run, args.moe_imbalance)
     _refuse_unknown(run, "the command gives")
-    others = {"Muon": run.optimizer.muon, "Megatron-FSDP": run.optimizer.fsdp, "torch's FSDP": run.optimizer.torch_fsdp}
+    others = {"Muon": run.optimizer.muon, "Megatron-FSDP": run.optimizer.fsdp}
     if name := next((name for name, value in others.items() if value is not None), None):
         raise ValueError(f"the command gives {name}, which the planner does not know; ask tempo-megatron estimate")
     if run.tempo.is_off:

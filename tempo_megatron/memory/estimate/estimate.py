@@ -29,11 +29,6 @@ from tempo_megatron.memory.estimate.muon import Piece, count_muon_states
 from tempo_megatron.memory.estimate.offload import count_moved_of_layers, drop_offload, offload_layers
 from tempo_megatron.memory.estimate.reserved import list_lasting, make_allocator, play_steps
 from tempo_megatron.memory.estimate.rounding import Step, count_rounding
-from tempo_megatron.memory.estimate.torch_fsdp import (
-    count_initial_bytes,
-    count_sharded_rounding,
-    count_sharded_states,
-)
 from tempo_megatron.memory.estimate.workspaces import list_workspaces
 from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import Run
@@ -143,13 +138,10 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
             "--allocator is given with --stock cpu, but it simulates the allocator of a GPU; expected --stock local or "
             "transformer_engine; leave one of them out"
         )
-    shards = optimizer.fsdp is not None or optimizer.torch_fsdp is not None
-    if simulates_allocator and shards:
+    if simulates_allocator and optimizer.fsdp is not None:
         raise ValueError("--allocator does not follow weights that FSDP gathers; leave it out")
     if simulates_allocator and run.tempo.offloads:
         raise ValueError("--allocator does not follow what tempo.offload sends to the host; leave one of them out")
-    if simulates_allocator and run.offloading is not None:
-        raise ValueError("--allocator does not follow activations that Megatron sends to the host; leave it out")
     run.check()
     num_micro_batches = run.num_micro_batches or (1 if stages == 1 and optimizer.kind == "none" else 2 * stages)
     has_gradients = not makes_gradients(optimizer, run.dtype, num_micro_batches > 1)
@@ -167,12 +159,8 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
         if run.tempo.offloads:
             chunks = [offload_layers(chunk, each) for chunk, each in zip(chunks, moved, strict=True)]
         muon = None if optimizer.muon is None else _count_muon(run, chunks, optimizer.muon)
-        sharded, initial = None, 0
-        if optimizer.torch_fsdp is not None:
-            of_weights = chunks[0].parameters, run.dtype, run.data_parallel * run.context_parallel
-            states = count_sharded_states(*of_weights, accumulates=num_micro_batches > 1)
-            initial = count_initial_bytes(*of_weights) if optimizer.torch_fsdp.is_made_on_gpu else 0
-        elif optimizer.fsdp is not None:
+        sharded = None
+        if optimizer.fsdp is not None:
             sharded = ShardedChunk(optimizer.fsdp, chunks[0], run.dtype, run.float8_weights, *_count_sharing(run))
             states = sharded.count_states()
         else:
@@ -184,7 +172,7 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
         traces = None
         # The blocks of tensors that leave for the host are others' meanwhile, and so are those of gathered weights;
         # their rounding is not counted.
-        moves = shards or run.tempo.offloads or run.offloading is not None
+        moves = optimizer.fsdp is not None or run.tempo.offloads
         is_followed = optimizer.kind == "megatron" and not moves
         if simulates_allocator or (run.gpu is not None and is_followed):
             traces = [
@@ -202,16 +190,12 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
             on_gpu["lasting tensors"] = count_lasting_tensors(run, stage)
         rounding = 0 if step is None else step.count_rounding()
         deferred = _count_deferred(run, num_micro_batches) if stage == stages - 1 else 0
-        of_host = [
-            sum(each) + (0 if chunk.offloaded is None else chunk.offloaded.host_bytes)
-            for each, chunk in zip(moved, chunks, strict=True)
-        ]
+        of_host = [sum(each) for each in moved]
         found.append(
             _estimate_rank(
                 *(_name(stage, stages), chunks, states, on_gpu, events, of_host, deferred, rounding, is_combined),
                 inputs_of_experts=_count_inputs_of_experts(run, chunks, layers),
                 sharded=sharded,
-                initial=initial,
             )
         )
         if simulates_allocator and traces is not None:
@@ -348,9 +332,6 @@ def _count_on_gpu(
     rounding = 0
     if sharded is not None:
         rounding = sharded.count_rounding(allocator)
-    elif optimizer.torch_fsdp is not None:
-        ranks, always = run.data_parallel * run.context_parallel, _list_always(run, chunks)
-        rounding = count_sharded_rounding(allocator, chunks[0].parameters, run.dtype, ranks, [*of_cublas, *always])
     elif optimizer.kind == "megatron":
         # Where no step is followed, what it leaves is among the others.
         of_step = [] if step else [*of_cublas, *(chunk.input_bytes for chunk in chunks for _ in range(2))]
@@ -462,7 +443,6 @@ def _estimate_rank(
     *,
     inputs_of_experts: int = 0,
     sharded: ShardedChunk | None = None,
-    initial: int = 0,
 ) -> RankEstimate:
     """Follow a step's events; `waiting` counts, chunk by chunk, the micro batches between forward and backward.
 
@@ -470,7 +450,6 @@ def _estimate_rank(
     rounding: what the allocator adds to the tensors of micro batches.
     inputs_of_experts: what layers with experts keep of the latest micro batch between steps.
     sharded: the chunk, where its weights are gathered.
-    initial: weights before the first step, where they are more than then.
     """
     highest: dict[tuple[int, bool], tuple[Moment, int]] = {}
     for chunk, memory in enumerate(chunks):
@@ -491,12 +470,12 @@ def _estimate_rank(
         if key not in candidates:
             in_flight = sum(n * memory.bytes_in_flight for n, memory in zip(waiting, chunks, strict=True))
             moment, buckets = highest[event.chunk, event.is_forward]
-            earlier = _count_earlier_inputs(chunks, *key) + event.is_forward * _count_ahead(chunks, waiting)
+            earlier = _count_earlier_inputs(chunks, *key)
             own = chunks[event.chunk].count_micro_batch(in_forward=event.is_forward)
             candidates[key] = in_flight + own + moment.num_bytes + buckets + earlier
         waiting[event.chunk] += 1 if event.is_forward else 0
         on_host = sum(n * each for n, each in zip(waiting, moved, strict=True))
-        host_bytes = max(host_bytes, on_host - _count_ahead(chunks, waiting))
+        host_bytes = max(host_bytes, on_host)
         follows_backward |= not event.is_forward
     others, chunk, is_forward, follows_backward = max(candidates, key=lambda key: candidates[key])
     moment, buckets = highest[chunk, is_forward]
@@ -507,13 +486,12 @@ def _estimate_rank(
     transients = moment.rise - moment.workspaces
     parts = lasting | {
         "gradients": states.standing_gradients + moment.gradient_bytes,
-        "communication buffers": lasting["communication buffers"] + buckets + moment.gathered_bytes,
+        "communication buffers": lasting["communication buffers"] + buckets,
         "stage inputs": _count_earlier_inputs(chunks, others, chunk, is_forward, follows_backward),
         "deferred gradients": deferred,
         "micro batches": sum(n * each.micro_batch_bytes for n, each in zip(others, chunks, strict=True))
         + chunks[chunk].count_micro_batch(in_forward=is_forward),
-        "other micro batches' activations": sum(n * each.kept_bytes for n, each in zip(others, chunks, strict=True))
-        + is_forward * _count_ahead(chunks, others),
+        "other micro batches' activations": sum(n * each.kept_bytes for n, each in zip(others, chunks, strict=True)),
         **moment.standing,
         moment.part: moment.standing[moment.part] + min(0, transients),
         "attention's workspaces": moment.workspaces,
@@ -530,7 +508,6 @@ def _estimate_rank(
         "reduction of the gradients": lasting
         | {"gradients": states.reduction, "micro batches": chunks[chunk].micro_batch_bytes},
         "optimizer step": at_rest | {"gradients": states.gradients, "transients": states.step_transient},
-        "sharding of the model": dict.fromkeys(PART_NAMES, 0) | {"weights": initial},
     }
     name_of_moment = max(ends, key=lambda each: sum(ends[each].values()))
     return RankEstimate(name, num_parameters, name_of_moment, ends[name_of_moment], at_rest, host_bytes=host_bytes)
@@ -542,14 +519,7 @@ def _count_own_input(chunk: ChunkMemory) -> int:
     The chunk's block has the input in an attribute until the next one comes (core/transformer/transformer_block.py:578
     of megatron-core 0.16.1), and the schedule lets it keep its gradient (core/pipeline_parallel/schedules.py:469).
     """
-    releases_input = chunk.offloaded is not None and chunk.offloaded.releases_input
-    return (2 - releases_input) * chunk.input_bytes
-
-
-def _count_ahead(chunks: Sequence[ChunkMemory], waiting: Sequence[int]) -> int:
-    """What is on the device, and not on the host, of the micro batch whose backward is next."""
-    offloaded = (each.offloaded for number, each in zip(reversed(waiting), reversed(chunks), strict=True) if number)
-    return next((each.ahead_bytes for each in offloaded if each is not None and each.groups), 0)
+    return 2 * chunk.input_bytes
 
 
 def _count_earlier_inputs(

@@ -87,8 +87,6 @@ def makes_gradients(optimizer: OptimizerSettings, dtype: torch.dtype, accumulate
 
     accumulates: whether a step has more than one micro batch.
     """
-    if optimizer.torch_fsdp is not None:
-        return True
     if accumulates or optimizer.kind == "megatron":
         return False
     if optimizer.kind == "none":

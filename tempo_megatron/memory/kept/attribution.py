@@ -6,7 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -135,12 +135,13 @@ def divide_by_layer(
     return by_layer, rest
 
 
-def find_row(operation: str, shape: tuple[int, ...] = (), lengths: Iterable[int] = ()) -> LedgerRow:
+def find_row(operation: str, shape: tuple[int, ...] = (), lengths: Collection[int] = ()) -> LedgerRow:
     """The ledger's row of an operation; its row of s*s tensors for a shape whose last two sizes are among `lengths`."""
     name = _EXPERT.sub("", _LAYER.sub(r"\1.layers.0", operation))
     while name not in _MODULES:
         name = name.rpartition(".")[0]
-    is_scores = len(shape) > 1 and set(shape[-2:]) <= set(lengths)
+    # A sink is one score more in each row.
+    is_scores = len(shape) > 1 and shape[-2] in lengths and (shape[-1] in lengths or shape[-1] - 1 in lengths)
     return _ROWS.get((name, is_scores)) or _ROWS[name, False]
 
 

@@ -76,8 +76,6 @@ def count_layer_flops(run: Run, *, is_causal: bool, skips_masked: bool) -> Layer
     num_scores = s * (s + 1) // 2 if is_causal and skips_masked else s * s
     head_flops = 2 * tokens * shape.hidden_size * shape.kv_channels
     linear_fc2 = 2 * tokens * shape.hidden_size * _count_inner(run)
-    if run.experts is not None and run.experts.latent_size is not None:
-        linear_fc2 -= 2 * tokens * (shape.hidden_size - run.experts.latent_size) * _count_routed(run.experts) // t
     flops = LayerFlops(
         linear_qkv=(heads + 2 * groups) * head_flops,
         linear_proj=heads * head_flops,
@@ -88,12 +86,11 @@ def count_layer_flops(run: Run, *, is_causal: bool, skips_masked: bool) -> Layer
     if run.experts is not None:
         experts = run.experts
         local = experts.num_experts // experts.expert_parallel * experts.ffn_hidden_size // experts.tensor_parallel
-        outer, products = experts.latent_size or shape.hidden_size, 3 if shape.is_gated else 2
-        to_latent = 2 * (experts.latent_size or 0) * (tokens // (t if run.sequence_parallel else 1))
+        products = 3 if shape.is_gated else 2
         flops = dataclasses.replace(
             flops,
-            router=2 * shape.hidden_size * (tokens // t * experts.num_experts + to_latent),
-            more_weights=products * outer * (local - _count_routed(experts) // t),
+            router=2 * shape.hidden_size * (tokens // t * experts.num_experts),
+            more_weights=products * shape.hidden_size * (local - _count_routed(experts) // t),
         )
     if (latent := run.latent_attention) is not None:
         # Down projections are on every rank, of its own tokens under sequence parallelism.

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -36,11 +35,7 @@ from tempo_megatron.memory.kept.attribution import attribute_all, divide_by_laye
 from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_parameters
 from tempo_megatron.memory.kept.recorder import Recorder, SavedStorage
 from tempo_megatron.memory.kept.timeline import WEIGHTS, StepTimeline, Timeline
-from tempo_megatron.memory.run import ROUTER_DTYPES, Experts, OptimizerSettings, Run, TorchFsdp
-from tempo_megatron.memory.simulated.activation_offload import (
-    ActivationOffload,
-    leave_fused_norms,
-)
+from tempo_megatron.memory.run import ROUTER_DTYPES, Experts, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.cross_entropy import put_fused_cross_entropy
 from tempo_megatron.memory.simulated.device import LastingBuffer, on_device, put_softmax_kernels
 from tempo_megatron.memory.simulated.experts import (
@@ -51,7 +46,6 @@ from tempo_megatron.memory.simulated.experts import (
     put_experts,
 )
 from tempo_megatron.memory.simulated.float8 import count_float8_weights, keep_float8_inputs
-from tempo_megatron.memory.simulated.fused_router import fuse_routing
 from tempo_megatron.memory.simulated.hybrid import put_hybrid_layers
 from tempo_megatron.memory.simulated.latent_attention import put_latent_attention
 from tempo_megatron.memory.simulated.module_tree import Makers, ModuleMemory, build_tree
@@ -71,7 +65,6 @@ from tempo_megatron.memory.simulated.phases import (
     compress,
 )
 from tempo_megatron.memory.simulated.repeated_layers import repeat_layers
-from tempo_megatron.memory.simulated.torch_fsdp import ShardedUnits
 from tempo_megatron.memory.simulated.transformer_engine import (
     choose_attention,
     keep_padding_masks,
@@ -134,14 +127,7 @@ def simulate_chunk(run: Run, layers: range, *, has_gradients: bool = False, **en
     Raises ValueError where torch.distributed is already initialised, and for values that the model cannot have.
     """
     ends = _find_ends(run, layers, **ends_given)
-    arguments = _cut(run, layers), ends, has_gradients, not layers
-    found = _run_chunk(*arguments)[0]
-    if found.offloaded is None or not found.offloaded.groups:
-        return found
-    last = {name: place for place, name in enumerate(found.offloaded.groups)}
-    has_chunks = run.layers_per_virtual_stage is not None or len(run.layers_of_chunks or ()) > run.pipeline_parallel
-    loads_ahead = has_chunks or not ends.head
-    return _run_chunk(*arguments, last_groups=frozenset(last.values()), loads_ahead=loads_ahead)[0]
+    return _run_chunk(_cut(run, layers), ends, has_gradients, not layers)[0]
 
 
 def list_modules(run: Run, layers: range, **ends_given: bool) -> ModuleMemory:
@@ -180,18 +166,13 @@ def _run_chunk(
     has_gradients: bool,
     is_without_layers: bool,
     longest_row: int = 3,
-    last_groups: frozenset[int] = frozenset(),
-    loads_ahead: bool = False,
 ) -> tuple[ChunkMemory, Allocations | None]:
     """What a chunk's micro batch does, and its allocations, where the layers that run show those of all.
-
-    last_groups: of the groups that Megatron sends to the host, the place of the last of each module, once it is known.
-    loads_ahead: as ActivationOffload takes it.
 
     On a CPU there are none: calls of Tempo's operations are replayed, and only their results are seen.
     """
     with _simulate(run):
-        chunk = _Chunk(run, ends, has_gradients, longest_row, last_groups, loads_ahead)
+        chunk = _Chunk(run, ends, has_gradients, longest_row)
         if is_without_layers:
             chunk.drop_layers()
         return chunk.measure()
@@ -199,7 +180,6 @@ def _run_chunk(
 
 def _cut(run: Run, layers: range) -> Run:
     """A run of the chunk alone, of one stage on one rank. Layers count from 0 in it, so that chunks alike are equal."""
-    fsdp = run.optimizer.torch_fsdp
     return dataclasses.replace(
         run,
         # A context-parallel rank has its share of a sample's tokens; what attention gathers of others' it frees.
@@ -217,14 +197,13 @@ def _cut(run: Run, layers: range) -> Run:
         hybrid=run.hybrid
         and dataclasses.replace(run.hybrid, pattern=run.hybrid.pattern[layers.start : layers.stop] or "*"),
         float8_layers=run.float8_layers and (run.float8_layers[layers.start : layers.stop] or (False,)),
-        optimizer=OptimizerSettings(torch_fsdp=fsdp),
+        optimizer=OptimizerSettings(),
         pipeline_parallel=1,
-        # Ranks that share weights decide what is gathered of them.
-        data_parallel=1 if fsdp is None else run.data_parallel,
+        data_parallel=1,
         layers_per_virtual_stage=None,
         first_stage_layers=None,
         last_stage_layers=None,
-        num_micro_batches=None if fsdp is None else min(run.num_micro_batches or 1, 2),
+        num_micro_batches=None,
         # Of the allocator and of cuBLAS, no tensor's.
         cublas_workspace_bytes=None,
         expandable_segments=False,
@@ -252,8 +231,7 @@ def _simulate(run: Run) -> Iterator[None]:
     with simulate_layout(run.tensor_parallel):
         model_parallel_cuda_manual_seed(1234)
         dropout_rng.set_micro_batch(1234, 0)
-        fuses = run.experts is not None and run.experts.fuses_routing
-        with use_fake_tensors(), fuse_routing() if fuses else contextlib.nullcontext():
+        with use_fake_tensors():
             yield
 
 
@@ -262,22 +240,14 @@ def _check_version(run: Run) -> None:
     experts = run.experts
     since_0_16 = {
         "--moe-shared-expert-gate": experts is not None and experts.has_shared_gate,
-        "--moe-latent-size": experts is not None and experts.latent_size is not None,
         "m|L in --pipeline-model-parallel-layout": run.mtp_num_layers > 0 and run.mtp_precedes_head,
-        "--fine-grained-activation-offloading": run.offloading is not None,
     }
     given = next((name for name, is_given in since_0_16.items() if is_given), None)
     if given is not None and not is_since("0.16"):
-        known = "0.16"
-    elif run.offloading is not None and is_since("0.18"):
-        # The modules ask for more than ActivationOffload has.
-        given, known = "--fine-grained-activation-offloading", "0.16 or 0.17"
-    else:
-        return
-    raise ValueError(
-        f"{given} is given and megatron-core {VERSION.public} is installed, with which the estimate does not know it; "
-        f"install {known}"
-    )
+        raise ValueError(
+            f"{given} is given and megatron-core {VERSION.public} is installed, with which the estimate does not know "
+            "it; install 0.16"
+        )
 
 
 def _fuse_attention(config: TempoConfig) -> TempoConfig:
@@ -303,8 +273,6 @@ def describe_parts(config: TransformerConfig, run: Run) -> TransformerConfig:
         config.expert_tensor_parallel_size = run.experts.tensor_parallel
         config.moe_token_dispatcher_type = run.experts.dispatcher
         config.overlap_moe_expert_parallel_comm = run.experts.overlaps
-        config.moe_latent_size = run.experts.latent_size
-        config.moe_shared_expert_overlap = run.experts.overlaps_shared
     return config
 
 
@@ -379,7 +347,6 @@ class _Chunk:
         ends: beside the layers.
         has_gradients: as `simulate_chunk` takes it.
         longest_row: how many layers alike run; of more than that, three stand for all.
-        last_groups, loads_ahead: as `_run_chunk` takes them.
     """
 
     def __init__(
@@ -388,11 +355,8 @@ class _Chunk:
         ends: _Ends,
         has_gradients: bool,
         longest_row: int = 3,
-        last_groups: frozenset[int] = frozenset(),
-        loads_ahead: bool = False,
     ) -> None:
-        self._run, self._ends, self._last_groups, self._loads_ahead = run, ends, last_groups, loads_ahead
-        self._offload: ActivationOffload | None = None
+        self._run, self._ends = run, ends
         self._has_gradients = has_gradients
         shape, fuses = run.model, run.fuses_activation
         if fuses is None:
@@ -404,10 +368,6 @@ class _Chunk:
             recompute=tuple(name for name in run.recompute if name not in _OF_STAND_INS),
             fuse_swiglu=fuses,
         )
-        if run.offloading is not None:
-            config = dataclasses.replace(
-                config, fine_grained_activation_offloading=True, offload_modules=list(run.offloading.modules)
-            )
         asked = chosen = choose(describe_parts(config, run), _leave_latent_attention(run)).config
         attention = choose_attention(run)
         if attention != "unfused":
@@ -490,8 +450,6 @@ class _Chunk:
             keep_padding_masks(self._model)
         if "layernorm" in run.recompute:
             recompute_norms(self._model, has_latent_attention=run.latent_attention is not None)
-        if run.offloading is not None:
-            leave_fused_norms(self._model, has_latent_attention=run.latent_attention is not None)
         # (layer, how many it stands for) of one stack after the other; a layer's place is that in this list.
         self._layers = [
             (layer, times) for stack in self._stacks for layer, (_, times) in zip(stack.layers, rows, strict=True)
@@ -506,9 +464,6 @@ class _Chunk:
             keep_float8_inputs(
                 (layer for layer, _, has in self._in_float8 if has), run.float8, is_fused=attention != "unfused"
             )
-        self._sharded: ShardedUnits | None = None
-        if run.optimizer.torch_fsdp is not None and not has_gradients:
-            self._sharded = self._shard(run.optimizer.torch_fsdp)
         self._is_backward = False
         self._phase: tuple[str, int | None, bool] | None = None
         self._levels: list[tuple[tuple[str, int | None, bool], Phase]] = []
@@ -516,27 +471,6 @@ class _Chunk:
         self._num_gradients = self._num_gradients_before = 0
         # How many events there were at the end of each of the levels.
         self._bounds: list[int] = []
-
-    def _shard(self, fsdp: TorchFsdp) -> ShardedUnits:
-        """The units of Megatron's TorchFullyShardedDataParallel.
-
-        A table of rotary embeddings, of the model or with latent attention of each layer, is one without parameters.
-        """
-        run, (stack,) = self._run, self._stacks
-        has_table = run.model.position_embedding_type == "rope" and run.latent_attention is None
-        of_layers = [None] if run.latent_attention is not None else []
-        units = [self._model.embedding, *([None] if has_table else [])]
-        units += [unit for layer in stack.layers for unit in (layer, *of_layers)]
-        units += [] if run.stock == "local" else [self._model.output_layer]
-        return ShardedUnits(
-            self._model,
-            units,
-            ranks=run.data_parallel * run.context_parallel,
-            is_resharded=fsdp.reshards,
-            names_ahead=run.recompute != (),
-            accumulates=(run.num_micro_batches or 1) > 1,
-            numbers=find_stacked_parameters(self._model),
-        )
 
     def drop_layers(self) -> None:
         """Leave the embedding and the head alone: no ModelShape is without layers."""
@@ -572,7 +506,6 @@ class _Chunk:
             self._find_linear_shapes(),
             forward,
             backward,
-            None if self._offload is None else self._offload.list_offloaded(),
         )
         return memory, self._list_allocations(batch, seen) if isinstance(seen, AllocationTrace) else None
 
@@ -691,14 +624,10 @@ class _Chunk:
         self._buffer = LastingBuffer(seen, self._uses_global_buffer)
         set_global_buffer(self._buffer)
         self._add_marks()
-        if self._sharded is not None:
-            # Behind the marks: what is gathered for a layer is gathered in its phase.
-            self._sharded.add_hooks()
         if isinstance(seen, Makers):
             seen.watch(self._model)
-        with self._seen, self._on_device(self._seen), self._move_to_host(seen):
+        with self._seen, self._on_device(self._seen):
             self._start, self._start_gradients = self._seen.begin_phase(), self._count_gradients()
-            self._start_gathered = 0
             (run or self._run_micro_batch)(batch)
         return seen
 
@@ -706,26 +635,6 @@ class _Chunk:
         run = self._run
         attention = choose_attention(run)
         return on_device(run.stock, seen, run.chip, is_deterministic=run.deterministic, stock_attention=attention)
-
-    def _move_to_host(self, seen: PeakBytes) -> contextlib.AbstractContextManager[None]:
-        if self._run.offloading is None:
-            return contextlib.nullcontext()
-        parameters = [*self._model.parameters()]
-        self._offload = ActivationOffload(
-            self._run.offloading.min_size,
-            parameters,
-            self._last_groups,
-            self._ends.head,
-            self._loads_ahead,
-            self._count_times,
-            seen.release,
-        )
-        return self._offload.manage()
-
-    def _count_times(self) -> int:
-        """How many layers the one that runs stands for."""
-        assert self._phase is not None and self._phase[1] is not None
-        return self._layers[self._phase[1]][1]
 
     def _uses_global_buffer(self) -> bool:
         """Transformer Engine gathers tokens in memory of its own, and its unfused attention's scores are new memory
@@ -744,12 +653,8 @@ class _Chunk:
             self._mark(HEAD if has_end else EMBEDDING, None)
         else:
             self._mark(LAYERS, len(self._layers) - 1)
-        if self._offload is not None:
-            self._offload.begin_backward()
         gradient = None if self._ends.head else self._make_hidden(is_input=False)
         torch.autograd.backward([edge], None if gradient is None else [gradient])
-        if self._sharded is not None:
-            self._sharded.end_backward()
 
     def _run_to_loss(self, batch: dict[str, Any]) -> torch.autograd.graph.GradientEdge:
         """The forward, from whose end backward begins."""
@@ -767,8 +672,6 @@ class _Chunk:
     def _run_forward(self, batch: dict[str, Any]) -> Any:
         if not self._ends.embedding:
             hidden = self._make_hidden(is_input=True).requires_grad_()
-            if self._offload is not None:
-                self._offload.input_tensor = hidden
             self._model.set_input_tensor(hidden)
         takes_mask = self._ends.head and (self._run.model.family == "gpt" or self._tempo.loss == "fused")
         return self._model(**{name: value for name, value in batch.items() if takes_mask or name != "loss_mask"})
@@ -853,14 +756,12 @@ class _Chunk:
         if self._phase is not None:
             peak, workspaces = self._seen.peak, self._seen.peak_workspaces
             level, gradients = self._seen.begin_phase(), self._count_gradients()
-            gathered = 0 if self._sharded is None else count_storage_bytes(self._sharded.list_buffers())
             growth = level - self._start
             rise = max(peak - self._start, growth)
-            of_gradients, of_gathered = gradients - self._start_gradients, gathered - self._start_gathered
-            numbers = rise, growth, of_gradients, self._num_gradients, workspaces, of_gathered
+            numbers = rise, growth, gradients - self._start_gradients, self._num_gradients, workspaces
             self._levels.append((self._phase, Phase(self._phase[0], *numbers)))
             self._bounds.append(len(self._seen.events) if isinstance(self._seen, AllocationTrace) else 0)
-            self._start, self._start_gradients, self._start_gathered = level, gradients, gathered
+            self._start, self._start_gradients = level, gradients
             self._num_gradients_before += self._num_gradients
             self._num_gradients = 0
         else:
@@ -869,10 +770,7 @@ class _Chunk:
     def _count_gradients(self) -> int:
         if self._has_gradients:
             return 0
-        sharded = [] if self._sharded is None else self._sharded.list_gradients()
-        return count_storage_bytes(
-            itertools.chain((p.grad for p in self._model.parameters() if p.grad is not None), sharded)
-        )
+        return count_storage_bytes(p.grad for p in self._model.parameters() if p.grad is not None)
 
     def _count_parameters(self) -> tuple[int, int]:
         """Parameters of the whole chunk, and their bytes."""

@@ -15,13 +15,6 @@ from typing import Any
 import torch
 from megatron.core.activations import squared_relu
 from megatron.core.parallel_state import get_global_memory_buffer
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
-from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import experts as experts_of_megatron
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker, permute
@@ -29,11 +22,9 @@ from torch import Tensor
 
 from tempo_kernels.saved import KeepInput
 from tempo_megatron.memory.run import Experts
-from tempo_megatron.memory.simulated.activation_offload import begin_group, end_group
 from tempo_megatron.memory.simulated.device import LastingBuffer
 from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
 from tempo_megatron.slots.experts import KeepsActivationInput, TempoRoutedMoELayer, TempoTopKRouter
-from tempo_megatron.slots.linear import Return, replace_modules
 
 
 @contextlib.contextmanager
@@ -73,19 +64,13 @@ def put_experts(
     get_moe_layer_wise_logging_tracker().clear()
     for module in model.modules():
         if isinstance(module, MoELayer):
-            if experts.latent_size is not None:
-                _put_latent_projections(module, experts.latent_size)
             module.router.gating = _Gate(module.router.weight, experts.router_dtype)
-            module.router.config.moe_router_fusion = experts.fuses_routing
             if experts.routing == "sinkhorn":
                 module.router.sinkhorn_load_balancing = _balance
             config = module.config
             recomputes = recomputes_activation or isinstance(module.experts, KeepsActivationInput)
             module.experts = LocalExperts(config, experts, is_fused, recomputes)
             module.token_dispatcher = _DISPATCHERS[experts.dispatcher](config, experts, is_deterministic)
-            if experts.overlaps_shared:
-                module.shared_expert_overlap = True
-                module.token_dispatcher.shared_experts = _SharedExpertsBeside(module.shared_experts)
             if experts.dispatcher == "alltoall":
                 keeps_map = not isinstance(module, TempoRoutedMoELayer)
                 module.token_dispatcher.keeps_map = keeps_map
@@ -93,18 +78,6 @@ def put_experts(
                 is_plain = not any(others) and experts.routing != "sinkhorn"
                 is_made_again = isinstance(module.router, TempoTopKRouter) and is_plain
                 module.token_dispatcher.keeps_places = keeps_map or not is_made_again
-
-
-def _put_latent_projections(layer: MoELayer, size: int) -> None:
-    """The layer projects the tokens of routed experts, as moe_layer.py does with linears that each tensor-parallel rank
-    has whole."""
-    hidden, dtype, bias = layer.config.hidden_size, layer.config.params_dtype, layer.config.add_bias_linear
-    # Set behind Megatron's own building of it, which asks for Transformer Engine.
-    layer.config.moe_latent_size = size
-    layer.fc1_latent_proj, layer.fc2_latent_proj = (
-        _Linear(hidden, size, bias, dtype),
-        _Linear(size, hidden, bias, dtype),
-    )
 
 
 class _Linear(torch.nn.Module):
@@ -255,14 +228,13 @@ class LocalExperts(torch.nn.Module):
     def __init__(self, config: Any, experts: Experts, is_fused: bool, recomputes_activation: bool) -> None:
         super().__init__()
         self._recomputes_activation = recomputes_activation
-        self._offloaded = config.offload_modules if getattr(config, "fine_grained_activation_offloading", False) else ()
         self._activation, self._is_gated = config.activation_func, config.gated_linear_unit
         self._largest = getattr(config, "activation_func_clamp_value", None)
         self._offset = getattr(config, "glu_linear_offset", 0.0)
         self._is_fused = is_fused and (self._is_gated or self._activation is squared_relu)
         local = experts.num_experts // experts.expert_parallel
         inner = experts.ffn_hidden_size // experts.tensor_parallel
-        outer = experts.latent_size or config.hidden_size
+        outer = config.hidden_size
         self._joins = local > 1 and not experts.grouped
         self.keep_input: Callable[[Tensor], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         """Around each product, of whose input it decides what is kept."""
@@ -277,22 +249,16 @@ class LocalExperts(torch.nn.Module):
         self.fc2_bias = make(outer) if config.add_bias_linear else None
 
     def forward(self, x: Tensor, _: Any, probabilities: Tensor) -> tuple[Tensor, None]:
-        with self.keep_input(x), begin_group("expert_fc1" in self._offloaded, x, "expert_fc1") as x:
+        with self.keep_input(x):
             inner = self.linear_fc1(x)
-        if "expert_fc1" in self._offloaded:
-            inner = end_group(inner, name="expert_fc1", released=[x])
-        released = inner
         dropped = DroppedOutput() if self._recomputes_activation else None
-        with begin_group("moe_act" in self._offloaded, inner, "moe_act") as inner:
-            inputs = _add_bias(inner, self.fc1_bias), probabilities.unsqueeze(-1)
-            inner = self._activate(*inputs) if dropped is None else dropped.run(self._activate, *inputs)
+        inputs = _add_bias(inner, self.fc1_bias), probabilities.unsqueeze(-1)
+        inner = self._activate(*inputs) if dropped is None else dropped.run(self._activate, *inputs)
         with self.keep_input(inner) if dropped is None else dropped.use():
             out = self.linear_fc2(inner)
         if dropped is not None:
             dropped.recompute_for(out)
-        if "moe_act" in self._offloaded:
-            out = end_group(out, name="moe_act", released=[released])
-        del inner, inputs, released
+        del inner, inputs
         out = _add_bias(out, self.fc2_bias)
         return (_resize(out, out.size(0)) if self._joins else out), None
 
@@ -328,55 +294,6 @@ class _AddBias(torch.autograd.Function):
         return grad, torch.empty_like(ctx.saved_tensors[0])
 
 
-class _SharedExpertsBeside:
-    """The shared experts in the parts that the dispatcher calls, each beside its communication, as the methods of
-    shared_experts.py do on a stream of their own. Stock's, whatever Tempo has in their place."""
-
-    def __init__(self, experts: Any) -> None:
-        self._experts = experts
-        for linear in (experts.linear_fc1, experts.linear_fc2):
-            linear.explicit_expert_comm = True
-
-    def begin(self, x: Tensor) -> None:
-        """Brings the tokens of all tensor-parallel ranks together, which the first linear then keeps."""
-        experts = self._experts
-        self._gate = None
-        if experts.use_shared_expert_gate:
-            self._gate = torch.sigmoid(torch.nn.functional.linear(x, experts.gate_weight))
-        if experts.config.sequence_parallel:
-            self._x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True)
-        else:
-            self._x = copy_to_tensor_model_parallel_region(x)
-        self._put_first_in_backward(self._x)
-
-    def run_first_linear(self, received: Tensor) -> None:
-        self._put_first_in_backward(received)
-        experts, x = self._experts, self._x
-        del self._x
-        between = replace_modules(experts, linear_fc1=Return(*experts.linear_fc1(x)), linear_fc2=Return())
-        self._inner = MLP.forward(between, x)[0]
-
-    def run_second_linear(self, received: Tensor) -> None:
-        self._put_first_in_backward(received)
-        experts, inner = self._experts, self._inner
-        del self._inner
-        out = experts.linear_fc2(inner)[0]
-        is_split = experts.config.sequence_parallel
-        reduce = reduce_scatter_to_sequence_parallel_region if is_split else reduce_from_tensor_model_parallel_region
-        self._out: Tensor = reduce(out)
-        self._put_first_in_backward(self._out)
-
-    def end(self) -> Tensor:
-        out, gate = self._out, self._gate
-        del self._out, self._gate
-        return out if gate is None else out * gate
-
-    @staticmethod
-    def _put_first_in_backward(x: Tensor) -> None:
-        if x.grad_fn is not None:
-            x.grad_fn._set_sequence_nr(torch.iinfo(torch.int).max)  # type: ignore[attr-defined]
-
-
 class _Dispatcher:
     """What all dispatchers share (token_dispatcher.py). T is a rank's tokens, k experts of each."""
 
@@ -386,7 +303,6 @@ class _Dispatcher:
         self._ranks = experts.expert_parallel * experts.tensor_parallel
         self._imbalance = experts.imbalance or 1.0
         self.config = config
-        self.shared_experts: _SharedExpertsBeside | None = None
         self.reversed_local_input_permutation_mapping: Tensor | None = None
         self.keeps_map = True
         """Whether choosing probabilities keeps Megatron's map of experts, and the probabilities of all."""
@@ -437,8 +353,6 @@ class _AllToAll(_Dispatcher):
         self._num_tokens = x.size(0) * x.size(1)
         self._num_routed = self._experts.count_routed(self._num_tokens)
         self._num_sent = self.num_out_tokens = self._experts.count_sent(self._num_tokens)
-        if self.shared_experts is not None:
-            self.shared_experts.begin(x)
         if self._experts.pads_to_capacity and not self._experts.fuses_permutation:
             # Sizes that no token's choice decides.
             x, chosen, self.reversed_local_input_permutation_mapping, *_ = permute(
@@ -456,8 +370,6 @@ class _AllToAll(_Dispatcher):
 
     def dispatch_postprocess(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, None, Tensor]:
         num_rows = self._fill(self._num_routed * self._experts.tensor_parallel)
-        if self.shared_experts is not None:
-            self.shared_experts.run_first_linear(x)
         for changes in (self._experts.tensor_parallel > 1, self._num_local > 1):
             if changes:
                 x, probabilities = _resize(x, num_rows), _resize(probabilities, num_rows)
@@ -475,12 +387,7 @@ class _AllToAll(_Dispatcher):
         return x if self._experts.expert_parallel == 1 else _resize(x, self._num_sent)
 
     def combine_postprocess(self, x: Tensor) -> Tensor:
-        if self.shared_experts is None:
-            return self._unpermute(x, self._num_tokens).view(self._shape)
-        self.shared_experts.run_second_linear(x)
-        out: Tensor = self._unpermute(x, self._num_tokens).view(self._shape)
-        out += self.shared_experts.end()
-        return out
+        return self._unpermute(x, self._num_tokens).view(self._shape)
 
 
 class _Flex(_AllToAll):

@@ -34,15 +34,15 @@ _PER_SCALE_BYTE = 32
 def count_float8_bytes(num_weights: int, recipe: str, gpu: str) -> int:
     """Of weights in float8, as they stand beside those of the run from a step's first micro batch on.
 
-    With one scale each on Hopper transposed too (transformer_engine/pytorch/module/layernorm_linear.py:1763-1823 and
-    tensor/float8_tensor.py:418-430 of 2.20). With scales of blocks everywhere along both sizes: of weights a float32
-    for 128 x 128 elements ("blockwise"), or a byte for 32 ("mxfp8").
+    With one scale each, before Blackwell transposed too (layernorm_linear.py:1763-1823 of
+    transformer_engine/pytorch/module, tensor/float8_tensor.py:418-430, of 2.20). With scales of blocks everywhere along
+    both sizes: of weights a float32 for 128 x 128 elements ("blockwise"), or a byte for 32 ("mxfp8").
     """
     if recipe == "blockwise":
         return 2 * num_weights + 2 * 4 * num_weights // 128**2
     if recipe == "mxfp8":
         return 2 * num_weights + 2 * num_weights // _PER_SCALE_BYTE
-    return (2 if gpu == "h100" else 1) * num_weights
+    return (1 if gpu == "gb200" else 2) * num_weights
 
 
 def keep_float8_inputs(layers: Iterable[torch.nn.Module], recipe: str, *, is_fused: bool) -> None:

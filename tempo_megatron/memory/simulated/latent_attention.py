@@ -21,7 +21,6 @@ from torch import Tensor
 
 from tempo_kernels.fakes import run_or_simulate
 from tempo_megatron.memory.run import LatentAttention
-from tempo_megatron.memory.simulated.activation_offload import begin_group, end_group
 from tempo_megatron.memory.simulated.device import differentiate_stock_attention
 from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
 from tempo_megatron.slots.linear import DropsInput, TempoColumnParallelLinear
@@ -96,37 +95,26 @@ class _LatentAttention(torch.nn.Module):
 
     def forward(self, x: Tensor, attention_mask: Tensor | None, **_: Any) -> tuple[Tensor, Tensor | None]:
         latent, config = self._latent, self._config
-        offloaded = config.offload_modules if getattr(config, "fine_grained_activation_offloading", False) else ()
-        with begin_group("qkv_linear" in offloaded, x, "qkv_linear") as x:
-            q = x
-            if latent.q_lora_rank is not None:
-                q = self.linear_q_down_proj(x)[0]
-            kv, positions = torch.split(
-                self.linear_kv_down_proj(x)[0], [latent.kv_lora_rank, latent.qk_pos_emb_head_dim], dim=-1
-            )
-            if config.sequence_parallel:
-                positions = tensor_parallel.gather_from_sequence_parallel_region(positions)
-            up = DroppedOutput() if self._recomputes_up else None
-            q, k, v = self._project_up(q, kv, positions) if up is None else up.run(self._project_up, q, kv, positions)
-        if "qkv_linear" in offloaded:
-            q = end_group(q, name="qkv_linear", released=[x])
+        q = x
+        if latent.q_lora_rank is not None:
+            q = self.linear_q_down_proj(x)[0]
+        kv, positions = torch.split(
+            self.linear_kv_down_proj(x)[0], [latent.kv_lora_rank, latent.qk_pos_emb_head_dim], dim=-1
+        )
+        if config.sequence_parallel:
+            positions = tensor_parallel.gather_from_sequence_parallel_region(positions)
+        up = DroppedOutput() if self._recomputes_up else None
+        q, k, v = self._project_up(q, kv, positions) if up is None else up.run(self._project_up, q, kv, positions)
         del kv, positions
-        recomputes = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
-        core = "core_attn" in offloaded and not recomputes
-        with contextlib.nullcontext() if up is None else up.use(), begin_group(core, q, "core_attn") as q:
-            if recomputes:
+        with contextlib.nullcontext() if up is None else up.use():
+            if config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules:
                 out = tensor_parallel.checkpoint(self._attend, False, q, k, v, attention_mask)
             else:
                 out = self._attend(q, k, v, attention_mask)
-        if core:
-            out = end_group(out, name="core_attn", released=[q, k, v])
         del q, k, v
         if up is not None:
             up.recompute_for(out)
-        with begin_group("attn_proj" in offloaded, out, "attn_proj") as out:
-            found, bias = self.linear_proj(out)
-        if "attn_proj" in offloaded:
-            found = end_group(found, name="attn_proj", released=[out])
+        found, bias = self.linear_proj(out)
         return found, bias
 
     def _project_up(self, q: Tensor, kv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -32,9 +32,6 @@ class Phase:
     workspaces: int = 0
     """The part of `rise` that attention's workspaces are."""
 
-    gathered_growth: int = 0
-    """The part of `growth` that is weights gathered of other ranks, and buffers of gradients on their way to them."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
@@ -66,21 +63,6 @@ class LayerParameters:
     @property
     def total(self) -> int:
         return self.others + self.experts
-
-
-@dataclasses.dataclass(frozen=True)
-class OffloadedBytes:
-    """What one micro batch of a chunk has sent to the host when its forward is over."""
-
-    groups: tuple[str, ...]
-    """The module of each group of tensors that its forward makes, in order."""
-
-    host_bytes: int
-    releases_input: bool
-    """Whether the memory of the chunk's input is given back."""
-
-    ahead_bytes: int = 0
-    """Of these, the last group of each module, which is on the device before the backward begins."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,9 +107,6 @@ class ChunkMemory:
     forward: tuple[Phase, ...]
     backward: tuple[Phase, ...]
 
-    offloaded: OffloadedBytes | None = None
-    """Where Megatron moves activations to the host."""
-
     @property
     def kept_bytes(self) -> int:
         """What a micro batch whose forward is over and whose backward is yet to come keeps alive."""
@@ -154,7 +133,7 @@ class ChunkMemory:
             for place in range(len(self.backward))
         ]
         standing = dict.fromkeys(PARTS, 0)
-        gradients = num_gradients = gathered = 0
+        gradients = num_gradients = 0
         for phases, is_asked in ((self.forward, not in_backward), (self.backward, in_backward)):
             before = dict.fromkeys(PARTS, 0)
             for place, phase in enumerate(phases):
@@ -172,12 +151,10 @@ class ChunkMemory:
                         num_gradients=num_gradients,
                         num_before=before[phase.part],
                         standing=dict(standing),
-                        gathered_bytes=gathered,
                     )
                 before[phase.part] += 1
-                standing[phase.part] += phase.growth - phase.gradient_growth - phase.gathered_growth
+                standing[phase.part] += phase.growth - phase.gradient_growth
                 gradients += phase.gradient_growth
-                gathered += phase.gathered_growth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,12 +182,9 @@ class Moment:
     standing: dict[str, int]
     """Part -> what of it stood when the phase began."""
 
-    gathered_bytes: int = 0
-    """Of the weights of other ranks and of gradients on their way to them, likewise."""
-
     @property
     def num_bytes(self) -> int:
-        return self.rise + self.gradient_bytes + self.gathered_bytes + sum(self.standing.values())
+        return self.rise + self.gradient_bytes + sum(self.standing.values())
 
 
 def compress(kinds: Iterable[object], longest: int = 3) -> list[tuple[int, int]]:
