@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import re
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
 
-import triton
-from ahead_of_time import compiled, narrow_accesses, record_launches, resources, source_of
+from ahead_of_time import (
+    compiled,
+    count_serialised_products,
+    list_spills_in_loops,
+    narrow_accesses,
+    record_launches,
+    resources,
+    source_of,
+)
 from covering import exhaustive
-from roofline.launches import count_serialised_products, read_cubin
-from roofline.machine_code import find_body, parse
 from ttir_ranges import find_overflows
 
 from tempo_kernels.attention import kernel as attention_kernel
@@ -81,9 +82,8 @@ def test_attention_keeps_to_registers_and_reads_16_bytes_at_a_time(capability, h
     """On sm_90, too, no product waits for the last."""
     for launch in attention_launches(capability, head_dim, dropout_p=p):
         name, kernel = launch[0].__name__, compiled(launch, capability)
-        usage, code = resources(kernel.asm["cubin"]), parse(read_cubin(kernel.asm["cubin"], "-sass"))
+        usage, spills = resources(kernel.asm["cubin"]), list_spills_in_loops(kernel.asm["cubin"])
         # Some numbers of before the loop, which are needed behind it, may wait in memory; few are read in it.
-        spills = [one for one in find_body(code).instructions if one.name.startswith(("LDL", "STL"))]
         few = head_dim == 128 and capability == 90 and len(spills) <= 6
         assert not spills or few, f"{name} spills: {spills}"
         assert usage["STACK"] <= 32 and usage["LOCAL"] == 0, f"{name} spills: {usage}"
@@ -95,38 +95,6 @@ def test_attention_keeps_to_registers_and_reads_16_bytes_at_a_time(capability, h
         assert len(narrow) - copies <= 12 and copies <= 32, f"{name}: {narrow}"
         assert not any(access.endswith(".b16") for access in narrow), f"{name}: {narrow}"
         assert capability != 90 or count_serialised_products(kernel.asm["ptx"]) == 0, name
-
-
-@pytest.mark.parametrize(("head_dim", "p"), [(128, 0.1), *exhaustive((64, 0.1), (64, 0.0), (128, 0.0))])
-def test_one_walk_keeps_its_sums_in_registers_and_adds_16_bytes_at_a_time(head_dim, p):
-    _, prepare, walk, finish = attention_launches(90, head_dim, dropout_p=p, splits=(2, 1))
-    for launch in (prepare, finish):
-        assert resources(compiled(launch, 90).asm["cubin"])["STACK"] == 0
-    kernel = compiled(walk, 90)
-    assert kernel.metadata.shared <= SHARED_BYTES[90] and count_serialised_products(kernel.asm["ptx"]) == 0
-    code = parse(read_cubin(kernel.asm["cubin"], "-sass"))
-    assert not [one for one in find_body(code).instructions if one.name.startswith(("LDL", "STL"))]
-    # Around it a number of each split may wait in memory.
-    assert resources(kernel.asm["cubin"])["STACK"] <= 16
-    # The first block of keys stores; the others add.
-    added = [one.name for one in code if one.name.startswith("RED")]
-    tile = walk.arguments["BLOCK_QUERIES"] * head_dim
-    assert len(added) * 4 * 32 * walk.num_warps == tile and all("F32x4" in name for name in added), added
-
-
-@pytest.mark.skipif(not HAS_DESCRIPTORS, reason="this version of Triton gets no tensor descriptors")
-@pytest.mark.parametrize(("capability", "p"), [(90, 0.1), *exhaustive((90, 0.0), (100, 0.0))])
-def test_descriptors_spare_instructions_and_registers_of_forward(capability, p):
-    """2047 keys do not come by eights. What a warp issues while its products run is spared, too."""
-    counts = []
-    for s in (2047, 2048):
-        kernel = compiled(attention_launches(capability, 128, s=s, dropout_p=p)[0], capability)
-        body = find_body(parse(read_cubin(kernel.asm["cubin"], "-sass")))
-        copies = sum(one.name.startswith("UTMALDG") for one in body.instructions)
-        assert copies == (0 if s % 8 else 2)
-        assert len([one for one in body.instructions if one.name.startswith(("LDL", "STL"))]) <= (6 if s % 8 else 0)
-        counts.append(body.issued - body.find_shadow(1024))
-    assert counts[1] < 0.98 * counts[0]
 
 
 # Rows of SHAPES that the tests above leave out, float32, which all share, and the padding of 80 to 128: sm_80 has the
@@ -172,41 +140,17 @@ OFTEN = [(90, "packed"), (90, "part"), (80, "softcap")]
 SELDOM = [(c, form) for c in (80, 90, 100) for form in OTHER_FORMS if (c, form) not in OFTEN]
 SELDOM.remove((80, "part in one walk"))  # which is sm_90's
 SELDOM.remove((100, "part in one walk"))
+# In a loop of one to two thousand instructions.
+MOST_SPILLS = 40
 
 
 @pytest.mark.parametrize(("capability", "form"), [*OFTEN, *exhaustive(*SELDOM)])
 def test_other_forms_fit_and_leave_their_loops_almost_without_spills(capability, form):
     for launch in attention_launches(capability, 128, **OTHER_FORMS[form]()):
         name, kernel = launch[0].__name__, compiled(launch, capability)
-        body = find_body(parse(read_cubin(kernel.asm["cubin"], "-sass"))).instructions
-        spills = [one.name for one in body if one.name.startswith(("LDL", "STL"))]
+        spills = list_spills_in_loops(kernel.asm["cubin"])
         assert kernel.metadata.shared <= SHARED_BYTES[capability] and resources(kernel.asm["cubin"])["LOCAL"] == 0
-        assert len(spills) <= 0.04 * len(body), f"{name}: {len(spills)} of {len(body)}"
-
-
-SIZES = {
-    "d 128": {"head_dim": 128},
-    "d 192 and 128": {"head_dim": 192, "value_dim": 128},
-    "d 256": {"head_dim": 256},
-    "float32, d 128": {"head_dim": 128, "dtype": torch.float32},
-}
-RECORDED = json.loads(Path(__file__).parents[1].joinpath("kernel_resources.json").read_text(encoding="utf-8"))
-RECORDED = RECORDED["attention_forms"].get(triton.__version__, {})
-
-
-@pytest.mark.parametrize(("name", "capability"), exhaustive(*[(name, c) for name in RECORDED for c in RECORDED[name]]))
-def test_forms_of_all_sizes_spill_no_more_than_what_is_recorded(name, capability):
-    """Main loops' loads and stores of spilled registers; heads of 256 spill in grad_kv in any form."""
-    form, _, size = name.partition(", ")
-    found = {}
-    for launch in attention_launches(int(capability[3:]), **SIZES[size], **{"plain": dict, **OTHER_FORMS}[form]()):
-        kernel = compiled(launch, int(capability[3:]))
-        body = find_body(parse(read_cubin(kernel.asm["cubin"], "-sass"))).instructions
-        spills = sum(one.name.startswith(("LDL", "STL")) for one in body)
-        found[launch.kernel.__name__.strip("_").removesuffix("_kernel")] = spills
-        assert kernel.metadata.shared <= SHARED_BYTES[int(capability[3:])]
-    recorded = {name: one["spills"] for name, one in RECORDED[name][capability].items()}
-    assert found.keys() == recorded.keys() and all(found[name] <= recorded[name] for name in found), found
+        assert len(spills) <= MOST_SPILLS, f"{name}: {spills}"
 
 
 @pytest.mark.parametrize("head_dim", [*exhaustive([64]), 128, *exhaustive([256])])
@@ -214,21 +158,10 @@ def test_forms_of_all_sizes_spill_no_more_than_what_is_recorded(name, capability
 def test_the_gradient_of_a_bias_keeps_to_registers(capability, head_dim):
     *_, launch = attention_launches(capability, head_dim, **OTHER_FORMS["bias"]())
     kernel = compiled(launch, capability)
-    usage, body = resources(kernel.asm["cubin"]), find_body(parse(read_cubin(kernel.asm["cubin"], "-sass")))
-    assert not [one for one in body.instructions if one.name.startswith(("LDL", "STL"))]
+    usage = resources(kernel.asm["cubin"])
+    assert not list_spills_in_loops(kernel.asm["cubin"])
     assert usage["STACK"] <= 32 and usage["LOCAL"] == 0 and kernel.metadata.shared <= SHARED_BYTES[capability]
     assert capability != 90 or count_serialised_products(kernel.asm["ptx"]) == 0
-
-
-@pytest.mark.parametrize("capability", [90, *exhaustive([80])])
-def test_dropout_of_rows_moves_nothing_between_threads(capability):
-    # A shuffle of each thread with itself holds a place and moves nothing.
-    moved = r"\b(?:st|ld)\.shared|stmatrix|ldmatrix|\bshfl\.(?!sync\.bfly\.b32 \S+ \S+ 0,)"
-    for with_dropout, without in zip(
-        attention_launches(capability, 64)[:2], attention_launches(capability, 64, dropout_p=0.0)[:2], strict=True
-    ):
-        moves = [len(re.findall(moved, compiled(launch, capability).asm["ptx"])) for launch in (with_dropout, without)]
-        assert moves[0] <= moves[1]
 
 
 @pytest.mark.parametrize("form", ["float32", *(form for form in OTHER_FORMS if form != "bias")])
