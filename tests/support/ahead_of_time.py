@@ -32,18 +32,22 @@ class Launch(NamedTuple):
     options: dict[str, Any]
     grid: tuple[int, ...]
 
+    @property
+    def name(self) -> str:
+        return f"{self.kernel.fn.__module__.removeprefix('tempo_kernels.')}.{self.kernel.fn.__name__}"
+
 
 class Recorder:
-    """Stands where a kernel stands and writes down how it is launched."""
+    """Stands where a kernel stands and tells `take` how it is launched."""
 
-    def __init__(self, kernel: Any, launches: list[Launch]):
-        self.kernel, self.launches = kernel, launches
+    def __init__(self, kernel: Any, take: Callable[[Launch], None]) -> None:
+        self.kernel, self.take = kernel, take
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, **keywords: Any) -> None:
             named = dict(zip(self.kernel.arg_names, args, strict=False)) | keywords
             options = {name: named.pop(name) for name in list(named) if name not in self.kernel.arg_names}
-            self.launches.append(Launch(self.kernel, named, options, grid))
+            self.take(Launch(self.kernel, named, options, grid))
 
         return launch
 
@@ -55,7 +59,7 @@ def record_launches(run: Callable[[], Any], modules: Iterable[ModuleType]) -> li
         for module in modules:
             for name, kernel in list(vars(module).items()):
                 if name.endswith("_kernel"):
-                    patches.enter_context(mock.patch.object(module, name, Recorder(kernel, launches)))
+                    patches.enter_context(mock.patch.object(module, name, Recorder(kernel, launches.append)))
         run()
     return launches
 
@@ -65,12 +69,9 @@ def source_of(launch: Launch) -> ASTSource:
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
-    for index, parameter in enumerate(launch.kernel.params):
-        specialized = not parameter.do_not_specialize
-        described = _describe(
-            launch.arguments[parameter.name], (index,), parameter.is_constexpr, specialized, constants, attributes
-        )
-        signature[parameter.name] = described
+    for index, one in enumerate(launch.kernel.params):
+        value, specialized = launch.arguments[one.name], not one.do_not_specialize
+        signature[one.name] = _describe(value, (index,), one.is_constexpr, specialized, constants, attributes)
     return ASTSource(launch.kernel, signature, constants, attributes)
 
 
@@ -104,6 +105,17 @@ def _describe(
     if isinstance(value, float):
         return "fp32"
     return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def list_parameters(launch: Launch) -> list[Any]:
+    """Lists the values of the compiled kernel's parameters in order; constants are none of them."""
+
+    def flatten(value: Any, kind: Any) -> list[Any]:
+        if isinstance(kind, tuple):
+            return [one for pair in zip(value, kind, strict=True) for one in flatten(*pair)]
+        return [] if kind == "constexpr" else [value]
+
+    return [one for name, kind in source_of(launch).signature.items() for one in flatten(launch.arguments[name], kind)]
 
 
 def compiled(launch: Launch, capability: int) -> Any:
