@@ -7,9 +7,10 @@ python benchmarks/checkers.py cuxray --capability 80               # spills in l
 
 The cases are those of benchmarks/gpu/right.py, through the public functions. A line for each kernel says `passed`,
 `finding` (the kernel's line and the input) or `not supported` (why), and of how many launches. ttsem and triton-viz
-execute the kernels, so that the results of each case are held against float64, too; the others only compile them. All
-but cuxray report a race where programs hand sums to the last of them by a counter (`is_last`): they do not see that an
-atomic addition orders what stands before it.
+execute the kernels, so that results are held against float64, too; the others only compile them. Known to be the
+checkers': ttsem reports a race where programs hand sums to the last of them by a counter, as it does not know that an
+atomic addition orders what stands before it. Triton's interpreter multiplies bf16 as integers. triton-viz shifts the
+bounds of views that begin behind their storage's first element.
 
 Each checker wants an environment of its own, with Python 3.12:
     pip install torch ttsem triton==3.8.0
@@ -144,8 +145,7 @@ def open_triton_viz(capability: int) -> Iterator[Check]:
     from triton_viz.clients import Sanitizer
     from triton_viz.core import patch
 
-    # It gives what its loops need to the kernel's module alone; device functions of other modules look here, too.
-    vars(builtins)["_triton_viz_loop_patcher"] = patch._loop_patcher
+    vars(builtins)["_triton_viz_loop_patcher"] = patch._loop_patcher  # which it gives to the kernel's module alone
 
     def check(launch: Any) -> tuple[Verdict, bool]:
         launch.kernel[launch.grid](**launch.arguments, **launch.options)  # the sanitizer itself computes no results
@@ -199,9 +199,10 @@ def check_by_sentryward(launch: Any, kernel: Any) -> Verdict:
         found = verify(ptx, input=config, timeout_seconds=60, memory_limit_mib=6144)
     if found["result"] == "race_free":
         return "passed", ""
-    is_finding = found["result"] in ("not_wellsynced", "potential_race", "invalid_lifecycle")
     told = ", ".join(dict.fromkeys(one["code"] for one in found["diagnostics"]))
-    return "finding" if is_finding else "not supported", f"{found['result']}: {told}"[:200]
+    status = found["result"]
+    is_finding = status in ("not_wellsynced", "potential_race", "invalid_lifecycle")
+    return "finding" if is_finding else "not supported", f"{status}: {told}"[:200]
 
 
 def check_by_cuxray(launch: Any, kernel: Any) -> Verdict:
@@ -212,8 +213,7 @@ def check_by_cuxray(launch: Any, kernel: Any) -> Verdict:
     threads, shared = str(32 * kernel.metadata.num_warps), kernel.metadata.shared
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.asm["cubin"])
-        tools = cuxray.resolve()
-        made = cuxray.build_report(file.name, tools, threads, smem_dynamic=shared, use_cache=False, fast=True)
+        made = cuxray.build_report(file.name, cuxray.resolve(), threads, smem_dynamic=shared, fast=True)
     ways = (made["units"][0]["kernels"][0]["access"] or {}).get("worst_bank_conflict_ways") or 1
     told = ["spills in a loop"] * bool(ahead_of_time.list_spills_in_loops(kernel.asm["cubin"]))
     told += [f"bank conflicts of {ways} ways"] * (ways > 1)

@@ -43,6 +43,9 @@ class Recorder:
     def __init__(self, kernel: Any, take: Callable[[Launch], None]) -> None:
         self.kernel, self.take = kernel, take
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
+
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, **keywords: Any) -> None:
             named = dict(zip(self.kernel.arg_names, args, strict=False)) | keywords
