@@ -8,9 +8,9 @@ python benchmarks/checkers.py cuxray --capability 80               # spills in l
 The cases are those of benchmarks/gpu/right.py, through the public functions. A line for each kernel says `passed`,
 `finding` (the kernel's line and the input) or `not supported` (why), and of how many launches. ttsem and triton-viz
 execute the kernels, so that results are held against float64, too; the others only compile them. Known to be the
-checkers': ttsem reports a race where programs hand sums to the last of them by a counter, as it does not know that an
-atomic addition orders what stands before it. Triton's interpreter multiplies bf16 as integers. triton-viz shifts the
-bounds of views that begin behind their storage's first element.
+checkers': ttsem takes sums that are handed on by an atomic counter for a race, Triton's interpreter multiplies bf16 as
+integers, triton-viz shifts the bounds of views that begin behind their storage's first element, and sentryward knows
+no order of the writes inside of one `tl.sum`.
 
 Each checker wants an environment of its own, with Python 3.12:
     pip install torch ttsem triton==3.8.0
