@@ -9,8 +9,8 @@ The cases are those of benchmarks/gpu/right.py, through the public functions. A 
 `finding` (the kernel's line and the input) or `not supported` (why), and of how many launches. ttsem and triton-viz
 execute the kernels, so that results are held against float64, too; the others only compile them. Known to be the
 checkers': ttsem takes sums that are handed on by an atomic counter for a race, Triton's interpreter multiplies bf16 as
-integers, triton-viz shifts the bounds of views that begin behind their storage's first element, and sentryward knows
-no order of the writes inside of one `tl.sum`.
+integers, and triton-viz shifts the bounds of views that begin behind their storage's first element. The race that
+sentryward sees inside of one `tl.sum` is of Triton's own code.
 
 Each checker wants an environment of its own, with Python 3.12:
     pip install torch ttsem triton==3.8.0
