@@ -288,21 +288,6 @@ def tabulate_context(records: list[Record]) -> Table:
     return rows
 
 
-def tabulate_roofline(records: list[Record]) -> Table:
-    """Of each GPU the passes, and how fast the slowest and the median one can be beside a copy of its bytes.
-
-    Records of before the model counted what is around loops are left out.
-    """
-    shares: dict[str, list[float]] = {}
-    for record in records:
-        if "around" in record:
-            for gpu, share in (record.get("share_of_copy") or {}).items():
-                shares.setdefault(gpu, []).append(share)
-    rows = [["bound on the speed, of a copy's", "passes", "median", "least"]]
-    rows += [[gpu, str(len(v)), f"{statistics.median(v):.2f}", f"{min(v):.2f}"] for gpu, v in sorted(shares.items())]
-    return rows
-
-
 def tabulate_loss_head(records: list[Record]) -> Table:
     r = records[-1]
     rows = [["GPT-2 124M, s 512, b 8", "time / stock", "stock's peak / its own"]]
@@ -414,13 +399,6 @@ CLAIMS: dict[str, Card] = {
             "Missed: the paper's averages (arXiv 2310.19295). docs/order.md says why: with many samples activations "
             "make the peak, which no order lowers, and its base contains an allocator's fragments.",
         ),
-    ),
-    "kernels": Card(
-        "What the Triton kernels can reach by their machine code",
-        "python benchmarks/static_roofline.py",
-        RESULTS / "estimate" / "static_roofline.jsonl",
-        tabulate_roofline,
-        ("A bound, not a speed: `python benchmarks/run.py --suite gpu` measures, and has run on no GPU yet.",),
     ),
 }
 

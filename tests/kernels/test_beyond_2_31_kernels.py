@@ -21,9 +21,9 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
 
 import triton.language as tl
+from ahead_of_time import Launch, record_launches, source_of
 from attention_kernel_cases import settings
 from interpreted import INTERPRETED
-from roofline.launches import Launch, record_launches, source_of
 from torch import Tensor
 from ttir_ranges import find_overflows
 

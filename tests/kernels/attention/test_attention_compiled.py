@@ -7,10 +7,16 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
 
-from ahead_of_time import compiled, narrow_accesses, record_launches, resources, source_of
+from ahead_of_time import (
+    compiled,
+    count_serialised_products,
+    list_spills_in_loops,
+    narrow_accesses,
+    record_launches,
+    resources,
+    source_of,
+)
 from covering import exhaustive
-from roofline.launches import count_serialised_products, read_cubin
-from roofline.machine_code import find_body, parse
 from ttir_ranges import find_overflows
 
 from tempo_kernels.attention import kernel as attention_kernel
@@ -68,9 +74,8 @@ def test_attention_keeps_to_registers_and_reads_16_bytes_at_a_time(capability, h
     """On sm_90, too, no product waits for the last."""
     for launch in attention_launches(capability, head_dim, dropout_p=p):
         name, kernel = launch[0].__name__, compiled(launch, capability)
-        usage, code = resources(kernel.asm["cubin"]), parse(read_cubin(kernel.asm["cubin"], "-sass"))
+        usage, spills = resources(kernel.asm["cubin"]), list_spills_in_loops(kernel.asm["cubin"])
         # Some numbers of before the loop, which are needed behind it, may wait in memory; few are read in it.
-        spills = [one for one in find_body(code).instructions if one.name.startswith(("LDL", "STL"))]
         few = head_dim == 128 and capability == 90 and len(spills) <= 6
         assert not spills or few, f"{name} spills: {spills}"
         assert usage["STACK"] <= 32 and usage["LOCAL"] == 0, f"{name} spills: {usage}"
@@ -124,16 +129,17 @@ OTHER_FORMS = {
 }
 OFTEN = [(90, "packed"), (90, "part"), (80, "softcap")]
 SELDOM = [(c, form) for c in (80, 90, 100) for form in OTHER_FORMS if (c, form) not in OFTEN]
+# In a loop of one to two thousand instructions.
+MOST_SPILLS = 40
 
 
 @pytest.mark.parametrize(("capability", "form"), [*OFTEN, *exhaustive(*SELDOM)])
 def test_other_forms_fit_and_leave_their_loops_almost_without_spills(capability, form):
     for launch in attention_launches(capability, 128, **OTHER_FORMS[form]()):
         name, kernel = launch[0].__name__, compiled(launch, capability)
-        body = find_body(parse(read_cubin(kernel.asm["cubin"], "-sass"))).instructions
-        spills = [one.name for one in body if one.name.startswith(("LDL", "STL"))]
+        spills = list_spills_in_loops(kernel.asm["cubin"])
         assert kernel.metadata.shared <= SHARED_BYTES[capability] and resources(kernel.asm["cubin"])["LOCAL"] == 0
-        assert len(spills) <= 0.04 * len(body), f"{name}: {len(spills)} of {len(body)}"
+        assert len(spills) <= MOST_SPILLS, f"{name}: {spills}"
 
 
 @pytest.mark.parametrize("head_dim", [*exhaustive([64]), 128, *exhaustive([256])])
@@ -141,8 +147,8 @@ def test_other_forms_fit_and_leave_their_loops_almost_without_spills(capability,
 def test_the_gradient_of_a_bias_keeps_to_registers(capability, head_dim):
     *_, launch = attention_launches(capability, head_dim, **OTHER_FORMS["bias"]())
     kernel = compiled(launch, capability)
-    usage, body = resources(kernel.asm["cubin"]), find_body(parse(read_cubin(kernel.asm["cubin"], "-sass")))
-    assert not [one for one in body.instructions if one.name.startswith(("LDL", "STL"))]
+    usage = resources(kernel.asm["cubin"])
+    assert not list_spills_in_loops(kernel.asm["cubin"])
     assert usage["STACK"] <= 32 and usage["LOCAL"] == 0 and kernel.metadata.shared <= SHARED_BYTES[capability]
     assert capability != 90 or count_serialised_products(kernel.asm["ptx"]) == 0
 
