@@ -11,8 +11,8 @@ from tempo_kernels.opaque import join_key, split_key
 from tempo_kernels.philox import LANES, check_place, threshold
 
 OPERANDS = (
-    "float p, SymInt key_low, SymInt key_high, Tensor? key, SymInt sample, Tensor? first_sample, SymInt first_row, "
-    "SymInt first_column, Tensor? rows, Tensor? samples"
+    "float p, SymInt key_low, SymInt key_high, SymInt sample, SymInt first_row, SymInt first_column, Tensor? key, "
+    "Tensor? first_sample, Tensor? rows, Tensor? samples"
 )
 
 
@@ -60,9 +60,8 @@ class Draw(NamedTuple):
                     f"first_column is {self.first_column}; expected a multiple of {LANES}, as one draw serves "
                     f"{LANES} columns; begin the part there"
                 )
-        if self.has_tensors:
-            self._check_tensors(x.device)
-            self._check_positions(x)
+        self._check_tensors(x.device)
+        self._check_positions(x)
 
     def _check_tensors(self, device: torch.device) -> None:
         for name, number in (("key", self.key), ("first_sample", self.first_sample)):
@@ -85,67 +84,27 @@ class Draw(NamedTuple):
             if isinstance(first, Tensor) or first != 0:
                 raise ValueError(f"{name} and first_{name[:-1]} are given; expected one of them; leave the other out")
 
+    def split(self) -> tuple[tuple[Any, ...], tuple[Tensor | None, ...]]:
+        """Returns p, the low and the high half of the key, first sample, row and column; and key, first sample, rows
+        and samples where they are tensors, which autograd keeps and checks for changes, else None. A number that is a
+        tensor is 0. Together they are an operator's operands, in the order of the schema OPERANDS."""
+        key, first_sample = (t if isinstance(t, Tensor) else None for t in (self.key, self.first_sample))
+        number = 0 if isinstance(self.first_sample, Tensor) else self.first_sample
+        numbers = (self.p, *split_key(self.key), number, self.first_row, self.first_column)
+        return numbers, (key, first_sample, self.rows, self.samples)
+
     @classmethod
-    def from_operands(
-        cls,
-        p: float,
-        low: int,
-        high: int,
-        key: Tensor | None,
-        number: int,
-        first_sample: Tensor | None,
-        first_row: int,
-        first_column: int,
-        *positions: Tensor | None,
-    ) -> Draw:
-        """Builds the draw from what `operands` returned."""
-        return cls(p, join_key(low, high), number, first_row, first_column).join(key, first_sample, *positions)
-
-    @property
-    def operands(self) -> tuple[Any, ...]:
-        """Returns the flat operands of an operator, in the order of the schema OPERANDS."""
-        numbers, tensors = self.split()
-        key, first_sample, *positions = tensors or [None] * 4
-        place = (numbers.first_sample, first_sample, self.first_row, self.first_column)
-        return self.p, *split_key(numbers.key), key, *place, *positions
-
-    @property
-    def has_tensors(self) -> bool:
-        """Whether the draw holds a tensor; the usual one has numbers alone, for which nothing is taken apart."""
-        is_tensor = isinstance(self.key, Tensor) or isinstance(self.first_sample, Tensor)
-        return is_tensor or self.rows is not None or self.samples is not None
-
-    def split(self) -> tuple[Draw, list[Tensor | None]]:
-        """Returns the draw without its tensors, and the tensors, which autograd keeps and checks for changes: the key,
-        the first sample, rows and samples, each a tensor or None. The list is empty if none is a tensor."""
-        if not self.has_tensors:
-            return self, []
-        numbers = (self.key, self.first_sample)
-        tensors = [number if isinstance(number, Tensor) else None for number in numbers]
-        key, first_sample = (0 if isinstance(number, Tensor) else number for number in numbers)
-        return Draw(self.p, key, first_sample, self.first_row, self.first_column), [*tensors, self.rows, self.samples]
-
-    def join(self, *tensors: Tensor | None) -> Draw:
-        """Puts the tensors that `split` took out back in."""
-        if not tensors:
-            return self
-        key, first_sample, rows, samples = tensors
-        return Draw(
-            self.p,
-            self.key if key is None else key,
-            self.first_sample if first_sample is None else first_sample,
-            self.first_row,
-            self.first_column,
-            rows,
-            samples,
-        )
+    def from_operands(cls, *operands: Any) -> Draw:
+        """Builds the draw from what `split` returned."""
+        p, low, high, number, first_row, first_column, key, first_sample, rows, samples = operands
+        key, first_sample = join_key(low, high) if key is None else key, number if first_sample is None else first_sample
+        return cls(p, key, first_sample, first_row, first_column, rows, samples)
 
     def place(self, num_rows: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns the global rows and samples of the tokens, int64, each of which broadcasts to [num_rows, batch]."""
-        row, sample = (torch.arange(n, dtype=torch.int64, device=device) for n in (num_rows, batch))
-        rows, samples = (self.first_row + row).unsqueeze(-1), self.first_sample + sample
-        if self.rows is not None:
-            rows = self.rows.view(num_rows, -1)
-        if self.samples is not None:
-            samples = self.samples.view(num_rows, -1)
-        return rows, samples
+        rows, samples = self.rows, self.samples
+        if rows is None:
+            rows = self.first_row + torch.arange(num_rows, dtype=torch.int64, device=device)
+        if samples is None:
+            samples = (self.first_sample + torch.arange(batch, dtype=torch.int64, device=device)).unsqueeze(0)
+        return tuple(t.unsqueeze(-1) if t.dim() == 1 else t for t in (rows, samples))  # type: ignore[return-value]
