@@ -160,7 +160,7 @@ def _find_last_bytes(launch: Launch) -> int:
 def _find_loss_passes() -> Iterator[Pass]:
     logits, columns = torch.empty(CHUNK_ROWS, VOCABULARY, dtype=SIZES.dtype), torch.zeros(CHUNK_ROWS, dtype=torch.int64)
     vectors, shares = torch.ones(3, CHUNK_ROWS), Shares(1.0, 0.0, VOCABULARY)
-    [statistics] = record_launches(lambda: loss_head.find_statistics(logits, columns, shares), [loss_head])
+    [statistics] = record_launches(lambda: loss_head.compute_statistics(logits, columns, shares), [loss_head])
     rows = Rows(columns, *vectors)
     [gradient] = record_launches(lambda: loss_head.write_gradient_(logits, rows, shares), [loss_head])
     yield Pass("loss statistics", statistics, logits.numel(), _bytes_of(logits), 2)

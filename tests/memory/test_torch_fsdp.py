@@ -98,6 +98,7 @@ def measure(step: Step, ranks: int, reshards: bool, num_micro_batches: int, monk
     return found
 
 
+@pytest.mark.usefixtures("without_compiler")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.parametrize(
     ("step", "ranks", "reshards", "num_micro_batches"),
@@ -118,7 +119,6 @@ def measure(step: Step, ranks: int, reshards: bool, num_micro_batches: int, monk
 def test_the_peak_of_a_micro_batch_is_estimated(
     step: Step, ranks: int, reshards: bool, num_micro_batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CXX", "no-compiler")
     measured = measure(step, ranks, reshards, num_micro_batches, monkeypatch)
     fsdp = TorchFsdp(reshards=reshards, is_made_on_gpu=False)
     optimizer = OptimizerSettings(distributed=False, torch_fsdp=fsdp)

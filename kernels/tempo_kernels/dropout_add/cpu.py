@@ -26,13 +26,9 @@ def forward(
     if bias is not None:
         bias = bias.to(torch.promote_types(x.dtype, torch.float32))  # once, instead of with every block
     for rows, block, bits in _blocks(out, draw, block_elements):
-        # [rows, b, h]
-        if bias is not None and x.dtype == block.dtype:
-            torch.add(x[rows], bias, out=block)
-        else:
-            block.copy_(x[rows])
-            if bias is not None:
-                block += bias
+        block.copy_(x[rows])
+        if bias is not None:
+            block += bias
         if bits is not None:
             drop_(block, bits)
         if residual is None:
@@ -59,11 +55,7 @@ def backward(
     grad_bias = torch.zeros(grad_out.size(-1), dtype=compute_dtype, device=grad_out.device) if has_grad_bias else None
     scale = 1.0 / (1.0 - effective_probability(draw.p))
     for rows, block, bits in _blocks(grad_x, draw, block_elements):
-        # [rows, b, h]
-        if grad_out.dtype == block.dtype:
-            torch.mul(grad_out[rows], scale, out=block)
-        else:
-            block.copy_(grad_out[rows]).mul_(scale)
+        block.copy_(grad_out[rows]).mul_(scale)
         if bits is not None:
             drop_(block, bits)
         if block.dtype != grad_x.dtype:
@@ -84,15 +76,13 @@ def _blocks(out: Tensor, draw: Draw, block_elements: int) -> Iterator[tuple[slic
     blocks = None
     if compute_dtype != out.dtype:
         blocks = torch.empty((min(step, num_rows), batch, num_columns), dtype=compute_dtype, device=out.device)
-    key = int(draw.key) % 2**64
     row, sample = draw.place(num_rows, batch, out.device)
     sample = sample.expand(num_rows, batch)
     head = torch.zeros((), dtype=torch.int64, device=out.device)
+    columns = {"num_columns": num_columns, "first_column": draw.first_column}
     for start in range(0, num_rows, step):
-        stop = min(start + step, num_rows)
-        bits = None
+        rows, bits = slice(start, min(start + step, num_rows)), None
         if draw.p > 0:
-            where = slice(start, stop)
-            columns = {"num_columns": num_columns, "first_column": draw.first_column}
-            bits = keep_bits(key, draw.p, sample=sample[where], head=head, row=row[where], **columns)
-        yield slice(start, stop), out[start:stop] if blocks is None else blocks[: stop - start], bits
+            key = int(draw.key) % 2**64
+            bits = keep_bits(key, draw.p, sample=sample[rows], head=head, row=row[rows], **columns)
+        yield rows, out[rows] if blocks is None else blocks[: rows.stop - start], bits

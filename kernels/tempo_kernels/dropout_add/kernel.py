@@ -9,7 +9,7 @@ registers over a program's tiles, then over the programs by a second launch (ker
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -43,11 +43,14 @@ def _place_tile(block_row, block_column, num_columns, BLOCK_ROWS: tl.constexpr, 
 
 @triton.jit
 def _drop_tile(
-    row, block_column, num_rows, batch, rows_ptr, samples_ptr, key_low, key_high, first_sample, first_row, first_group,
-    limit, BLOCK_COLUMNS: tl.constexpr,
+    row, block_column, num_rows, batch, key_ptr, first_sample_ptr, rows_ptr, samples_ptr, key_low, key_high,
+    first_sample, first_row, first_group, limit, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Draws the mask of one tile. Row r of [s * b, h] is row r // b of sample r % b, unless numbers are given for each
-    token. first_group is the first column of x divided by eight."""
+    token. first_group is the first column of x divided by eight. What has a pointer is read from memory."""
+    key_low, key_high, first_sample = load_draw(
+        key_ptr, first_sample_ptr, key_low, key_high, first_sample, key_ptr is not None, first_sample_ptr is not None
+    )
     group = first_group + block_column * (BLOCK_COLUMNS // 8) + tl.arange(0, BLOCK_COLUMNS // 8)
     position, sample = first_row + row // batch, first_sample + row % batch
     if rows_ptr is not None:
@@ -79,20 +82,19 @@ def _forward_kernel(
     row, column, offset = _place_tile(block_row, block_column, num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     out = tl.load(x_ptr + offset, mask=inside).to(tl.float32)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + offset, mask=inside).to(tl.float32)
     if bias_ptr is not None:
         out += tl.load(bias_ptr + column, mask=column < num_columns).to(tl.float32)[None, :]
     if limit is not None:
-        key_low, key_high, first_sample = load_draw(
-            key_ptr, first_sample_ptr, key_low, key_high, first_sample, key_ptr is not None, first_sample_ptr is not None
-        )
         dropped = _drop_tile(
-            row, block_column, num_rows, batch, rows_ptr, samples_ptr, key_low, key_high, first_sample, first_row,
-            first_group, limit, BLOCK_COLUMNS,
+            row, block_column, num_rows, batch, key_ptr, first_sample_ptr, rows_ptr, samples_ptr, key_low, key_high,
+            first_sample, first_row, first_group, limit, BLOCK_COLUMNS,
         )  # fmt: skip
         out = tl.where(dropped, 0.0, out)
     scale = _compute_scale(limit)
     if residual_ptr is not None:
-        out = tl.fma(out, scale, tl.load(residual_ptr + offset, mask=inside).to(tl.float32))
+        out = tl.fma(out, scale, residual)
     else:
         out *= scale
     tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=inside)
@@ -109,10 +111,6 @@ def _backward_kernel(
     num_columns = column_units * UNIT
     num_strips = tl.cdiv(num_columns, BLOCK_COLUMNS)
     chunk, block_column = tl.program_id(0) // num_strips, tl.program_id(0) % num_strips
-    if limit is not None:
-        key_low, key_high, first_sample = load_draw(
-            key_ptr, first_sample_ptr, key_low, key_high, first_sample, key_ptr is not None, first_sample_ptr is not None
-        )
     scale = _compute_scale(limit)
     total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     for block_row in range(chunk * tiles_per_program, (chunk + 1) * tiles_per_program):
@@ -121,8 +119,8 @@ def _backward_kernel(
         grad = tl.load(grad_out_ptr + offset, mask=inside, other=0.0).to(tl.float32) * scale
         if limit is not None:
             dropped = _drop_tile(
-                row, block_column, num_rows, batch, rows_ptr, samples_ptr, key_low, key_high, first_sample, first_row,
-                first_group, limit, BLOCK_COLUMNS,
+                row, block_column, num_rows, batch, key_ptr, first_sample_ptr, rows_ptr, samples_ptr, key_low, key_high,
+                first_sample, first_row, first_group, limit, BLOCK_COLUMNS,
             )  # fmt: skip
             grad = tl.where(dropped, 0.0, grad)
         tl.store(grad_x_ptr + offset, grad.to(grad_x_ptr.dtype.element_ty), mask=inside)
@@ -139,10 +137,10 @@ def forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: Draw)
     check_dtype("bias_dropout_add", x)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel():
-        tensors = (x, bias, residual)
-        contiguous = (None if t is None else t.contiguous() for t in tensors)
+        contiguous = (None if t is None else t.contiguous() for t in (x, bias, residual))
         pointers, numbers = _list_drawn(draw, x)
-        launch(_forward_kernel, _plan_forward(x.shape, x.element_size(), draw.p), (*contiguous, out, *pointers), numbers)
+        plan = _plan_forward(x.shape, x.element_size(), draw.p)
+        launch(_forward_kernel, plan, (*contiguous, out, *pointers), numbers)
     return out
 
 
@@ -155,17 +153,16 @@ def backward(
     num_columns, sum_dtype = grad_out.size(-1), sum_dtype or torch.float32
     if grad_out.numel() == 0:
         return grad_x, grad_x.new_zeros(num_columns, dtype=sum_dtype) if has_grad_bias else None
-    plan = _plan_backward(grad_out.shape, grad_out.element_size(), grad_out.device, draw.p, has_grad_bias)
+    num_chunks, plan = _plan_backward(grad_out.shape, grad_out.element_size(), grad_out.device, draw.p, has_grad_bias)
     pointers, numbers = _list_drawn(draw, grad_out)
-    partial = None
+    partial, grad_bias = None, None
     if has_grad_bias:
-        partial = torch.empty(1, plan.num_chunks, num_columns, dtype=torch.float32, device=grad_out.device)
-    launch(_backward_kernel, plan.launch, (grad_out.contiguous(), grad_x, partial, *pointers), numbers)
-    if partial is None:
-        return grad_x, None
-    grad_bias = torch.empty(1, num_columns, dtype=sum_dtype, device=grad_out.device)
-    launch_sums(plan.launch_sums, partial, grad_bias)
-    return grad_x, grad_bias[0]
+        partial = torch.empty(1, num_chunks, num_columns, dtype=torch.float32, device=grad_out.device)
+    launch(_backward_kernel, plan, (grad_out.contiguous(), grad_x, partial, *pointers), numbers)
+    if partial is not None:
+        grad_bias = torch.empty(1, num_columns, dtype=sum_dtype, device=grad_out.device)
+        launch_sums(_plan_sums(partial.shape, grad_out.device), partial, grad_bias)
+    return grad_x, None if grad_bias is None else grad_bias[0]
 
 
 @cache_plans
@@ -174,21 +171,19 @@ def _plan_forward(shape: torch.Size, item_size: int, p: float) -> Plan:
     return Plan((row_blocks * strips,), DRAWN, **arguments)
 
 
-class _BackwardPlan(NamedTuple):
-    num_chunks: int
-    launch: Plan
-    launch_sums: Plan
-
-
 @cache_plans
 def _plan_backward(
     shape: torch.Size, item_size: int, device: torch.device, p: float, has_grad_bias: bool
-) -> _BackwardPlan:
+) -> tuple[int, Plan]:
     row_blocks, strips, arguments = _plan_tiles(shape, item_size, p)
     tiles = choose_tiles_per_program(row_blocks, strips, BACKWARD_PROGRAMS, device) if has_grad_bias else 1
     num_chunks = -(-row_blocks // tiles)
-    plan = Plan((num_chunks * strips,), DRAWN, tiles_per_program=tiles, **arguments)
-    return _BackwardPlan(num_chunks, plan, plan_sums((1, num_chunks, shape[-1]), TILE_BYTES // 4, 4, device))
+    return num_chunks, Plan((num_chunks * strips,), DRAWN, tiles_per_program=tiles, **arguments)
+
+
+@cache_plans
+def _plan_sums(shape: tuple[int, int, int], device: torch.device) -> Plan:
+    return plan_sums(shape, TILE_BYTES // 4, OPTIONS["num_warps"], device)
 
 
 def _plan_tiles(shape: torch.Size, item_size: int, p: float) -> tuple[int, int, dict[str, Any]]:
@@ -197,8 +192,8 @@ def _plan_tiles(shape: torch.Size, item_size: int, p: float) -> tuple[int, int, 
     num_rows, num_columns = shape[0] * shape[1], shape[2]
     if max(num_rows, num_columns) >= 1 << 31:
         raise ValueError(
-            f"bias_dropout_add: x has {num_rows} rows of {num_columns} elements; expected fewer than 2**31 of each, which "
-            "its kernel counts; divide x into parts with a first_row, a first_sample or a first_column of their own"
+            f"bias_dropout_add: x has {num_rows} rows of {num_columns} elements; expected fewer than 2**31 of each, "
+            "which its kernel counts; divide x into parts, each with its first_row, first_sample or first_column"
         )
     unit = 1 if num_columns % 8 else 8  # tells the compiler that rows are aligned
     columns = max(256, min(1024, num_columns & -num_columns))

@@ -46,32 +46,23 @@ class Draw(NamedTuple):
             )
         if threshold(self.p):
             first_sample = 0 if isinstance(self.first_sample, Tensor) else self.first_sample
-            check_place(
-                key=self.key,
-                first_sample=first_sample,
-                num_samples=shape[1],
-                first_row=self.first_row,
-                num_rows=shape[0],
-                first_column=self.first_column,
-                num_columns=shape[2],
-            )
+            samples = {"first_sample": first_sample, "num_samples": shape[1]}
+            rows = {"first_row": self.first_row, "num_rows": shape[0]}
+            check_place(key=self.key, first_column=self.first_column, num_columns=shape[2], **samples, **rows)
             if self.first_column % LANES:
                 raise ValueError(
                     f"first_column is {self.first_column}; expected a multiple of {LANES}, as one draw serves "
                     f"{LANES} columns; begin the part there"
                 )
-        self._check_tensors(x.device)
-        self._check_positions(x)
+        self._check_tensors(x)
 
-    def _check_tensors(self, device: torch.device) -> None:
+    def _check_tensors(self, x: Tensor) -> None:
         for name, number in (("key", self.key), ("first_sample", self.first_sample)):
-            if isinstance(number, Tensor) and (number.dtype, number.dim(), number.device) != (torch.int64, 0, device):
+            if isinstance(number, Tensor) and (number.dtype, number.dim(), number.device) != (torch.int64, 0, x.device):
                 raise ValueError(
                     f"{name} is {number.dtype} of shape {list(number.shape)} on {number.device}; expected an int, or a "
-                    f"0-dim torch.int64 tensor on {device}, as x; move it there"
+                    f"0-dim torch.int64 tensor on {x.device}, as x; move it there"
                 )
-
-    def _check_positions(self, x: Tensor) -> None:
         shapes = [x.shape[:1], x.shape[:2]]
         for name, given, first in (("rows", self.rows, self.first_row), ("samples", self.samples, self.first_sample)):
             if given is None:
@@ -97,7 +88,10 @@ class Draw(NamedTuple):
     def from_operands(cls, *operands: Any) -> Draw:
         """Builds the draw from what `split` returned."""
         p, low, high, number, first_row, first_column, key, first_sample, rows, samples = operands
-        key, first_sample = join_key(low, high) if key is None else key, number if first_sample is None else first_sample
+        key, first_sample = (
+            join_key(low, high) if key is None else key,
+            number if first_sample is None else first_sample,
+        )
         return cls(p, key, first_sample, first_row, first_column, rows, samples)
 
     def place(self, num_rows: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -16,17 +16,9 @@ CHUNK_PER_THREAD = 1 << 15
 
 
 def draw_bits(
-    group: Tensor,
-    c1: Tensor,
-    c2: Tensor,
-    c3: Tensor,
-    k0: int,
-    k1: int,
-    limit: int,
-    *,
-    compiled_from: int = LARGE_DRAW,
-    chunk_per_thread: int = CHUNK_PER_THREAD,
-) -> Tensor:
+    group: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: int, k1: int, limit: int, *,
+    compiled_from: int = LARGE_DRAW, chunk_per_thread: int = CHUNK_PER_THREAD,
+) -> Tensor:  # fmt: skip
     """As in eager.py."""
     num_rows, num_groups = c1.numel(), group.numel()
     bits = torch.empty(num_rows, num_groups, LANES, dtype=torch.int32, device=group.device)
@@ -39,9 +31,7 @@ def draw_bits(
     return bits.view(torch.int64)
 
 
-def _draw_chunk(
-    group: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: int, k1: int, limit: int, bits: Tensor
-) -> None:
+def _draw_chunk(group: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: int, k1: int, limit: int, bits: Tensor) -> None:
     """Writes bits [n, groups, 8]. Both products of a round are one operation, and a word loses the bits above its 32
     only before it is multiplied."""
     multipliers, *keys = (

@@ -58,13 +58,8 @@ def _check_indices(sample: Tensor, head: Tensor, row: Tensor) -> None:
     is_known = row.device.type == "cpu" and type(row) is Tensor and not torch.compiler.is_compiling()
     if not is_known or 0 in (sample.numel(), head.numel(), row.numel()):
         return
-    ends = [(int(low), int(high)) for low, high in (index.aminmax() for index in (sample, head, row))]
-    (first_sample, last_sample), (first_head, last_head), (first_row, last_row) = ends
-    check_place(
-        first_sample=first_sample,
-        num_samples=last_sample - first_sample + 1,
-        first_head=first_head,
-        num_heads=last_head - first_head + 1,
-        first_row=first_row,
-        num_rows=last_row - first_row + 1,
-    )
+    places: dict[str, int] = {}
+    for name, index in (("sample", sample), ("head", head), ("row", row)):
+        first, last = map(int, index.aminmax())
+        places |= {f"first_{name}": first, f"num_{name}s": last - first + 1}
+    check_place(**places)
