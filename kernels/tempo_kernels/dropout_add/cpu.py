@@ -26,9 +26,12 @@ def forward(
     if bias is not None:
         bias = bias.to(torch.promote_types(x.dtype, torch.float32))  # once, instead of with every block
     for rows, block, bits in _blocks(out, draw, block_elements):
-        block.copy_(x[rows])
-        if bias is not None:
-            block += bias
+        if bias is None:
+            block.copy_(x[rows])
+        elif x.dtype == block.dtype:
+            torch.add(x[rows], bias, out=block)
+        else:
+            block.copy_(x[rows]).add_(bias)
         if bits is not None:
             drop_(block, bits)
         if residual is None:
@@ -55,7 +58,10 @@ def backward(
     grad_bias = torch.zeros(grad_out.size(-1), dtype=compute_dtype, device=grad_out.device) if has_grad_bias else None
     scale = 1.0 / (1.0 - effective_probability(draw.p))
     for rows, block, bits in _blocks(grad_x, draw, block_elements):
-        block.copy_(grad_out[rows]).mul_(scale)
+        if grad_out.dtype == block.dtype:
+            torch.mul(grad_out[rows], scale, out=block)
+        else:
+            block.copy_(grad_out[rows]).mul_(scale)
         if bits is not None:
             drop_(block, bits)
         if block.dtype != grad_x.dtype:
