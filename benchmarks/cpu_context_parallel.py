@@ -26,7 +26,6 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from tempo_kernels.attention import attention
-from tempo_kernels.philox import function as philox
 from tempo_megatron import cpu
 from tempo_megatron.slots.context_parallel import COMM_TYPES, attend, choose_exchange
 from tempo_megatron.slots.dropout_rng import find_segments
@@ -43,7 +42,6 @@ def measure_rank(rank: int, store: str, args: argparse.Namespace, found: Any) ->
     cpu.use_cpu()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     parallel_state.initialize_model_parallel(context_parallel_size=RANKS)
-    philox.DRAWS_BEFORE_COMPILING = 0  # as in a long run
     generator = torch.Generator().manual_seed(1)
     shape = (args.seq_length, args.micro_batch_size, HEADS, HEAD_DIM)
     whole = [torch.randn(shape, generator=generator).to(DTYPES[args.dtype]) for _ in range(4)]

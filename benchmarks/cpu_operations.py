@@ -29,7 +29,6 @@ from tempo_kernels.gelu import gelu
 from tempo_kernels.glu import geglu, reglu, swiglu
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy
 from tempo_kernels.norm import layer_norm, rms_norm
-from tempo_kernels.philox import function as philox
 from tempo_kernels.squared_relu import squared_relu
 from tempo_megatron.cpu import use_cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
@@ -201,7 +200,6 @@ def main() -> None:
     if args.clock == "thread" and args.threads != [1]:
         parser.error(f"--clock thread with --threads {args.threads} leaves threads out; expected --threads 1")
     use_cpu()
-    philox.DRAWS_BEFORE_COMPILING = 0
     # As in a process that trains: after a tensor of this size was freed, glibc keeps the memory of smaller ones.
     large = torch.empty(31 << 20, dtype=torch.uint8)
     del large

@@ -23,7 +23,6 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 from tqdm import tqdm
 
-from tempo_kernels.philox import function as philox
 from tempo_megatron import TempoConfig, cpu, tempo_block_spec, tempoize_embedding, tempoize_loss
 from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.models.build import build_transformer_config
@@ -93,7 +92,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     sizes = json.loads(Path(args.model).read_text(encoding="utf-8"))
     sizes["num_layers"] = args.num_layers or sizes["num_layers"]
     cpu.use_cpu()
-    philox.DRAWS_BEFORE_COMPILING = 0  # as in a long run
     with simulate_layout(1):
         model_parallel_cuda_manual_seed(1234)
         jobs = {"stock": Job(sizes, TempoConfig.off(), args), "tempo": Job(sizes, TempoConfig(), args)}

@@ -44,7 +44,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tempo_kernels.activation.inverse import INVERSES, Y_MAX, evaluate
 from tempo_kernels.norm import layer_norm
 from tempo_kernels.offload import Engine, Offload, ThreadDevice, move_all
-from tempo_kernels.philox import function as philox
 from tempo_megatron import TempoConfig, cpu, tempo_block_spec
 from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.plan.gpu import read_gpu
@@ -400,7 +399,6 @@ def main() -> None:
     sizes = Sizes(args.seq_length, args.micro_batch_size, args.hidden_size, DTYPES[args.dtype], args.rounds)
     torch.set_num_threads(1)
     cpu.use_cpu()
-    philox.DRAWS_BEFORE_COMPILING = 0  # as in a long run
     cases = args.only or list_rivals()
     if "Tempo, planned" in cases:
         plan_stack(sizes)  # the planner has layouts of its own, so before this one

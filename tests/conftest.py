@@ -125,6 +125,29 @@ def fresh_plans() -> Iterator[None]:
 
 
 @pytest.fixture
+def untried_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process that has compiled nothing for the CPU yet."""
+    from tempo_kernels import compiled
+
+    monkeypatch.setattr(compiled, "_failure", None)
+    cached = (compiled._try_once, compiled._warn, compiled._load)
+    for function in cached:
+        function.cache_clear()
+    yield
+    for function in cached:
+        function.cache_clear()
+
+
+@pytest.fixture
+def without_compiler(untried_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a C++ compiler: what compiled code makes, no dispatcher sees."""
+    from tempo_kernels import compiled
+
+    monkeypatch.setenv("CXX", "no-compiler")
+    monkeypatch.setattr(compiled, "_warn", lambda obstacle: None)
+
+
+@pytest.fixture
 def nan_poison() -> Iterator[None]:
     """torch.empty and its like give NaN (the largest value for integers), so that an element nobody wrote shows."""
     torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms does the same, and imports Inductor

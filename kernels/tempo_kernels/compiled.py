@@ -1,11 +1,9 @@
 """Compiles plain torch functions, and C++, with Inductor for the CPU, where a C++ compiler is found and works.
 
-A function has one source, compiled or not. C++ (`Library`) is for what Inductor makes several times slower: products of
-32 bits in 64, and sums over rows and over columns in one pass. Compiling costs seconds in each process, and more the
-first time on a machine, so each caller states the size from which it pays. The first tensor of such a size triggers a
-trial: a small function is compiled to find out whether compiling works at all. Nothing else reveals missing Python
-headers, a CXX that names no compiler, or a cache that cannot be written. Where the trial fails, one warning says so and
-plain torch runs block by block.
+A function has one source, compiled or not. Compiling costs seconds in each process, and more the first time on a
+machine, so each caller states the size from which it pays. The first tensor of such a size triggers a trial: a small
+function is compiled. Nothing else reveals missing Python headers, a CXX that names no compiler, or a cache that cannot
+be written. Where the trial fails, one warning says so and plain torch runs block by block.
 """
 
 from __future__ import annotations
@@ -50,9 +48,8 @@ def find_obstacle() -> str | None:
 
 @functools.cache
 def _try_once() -> str | None:
-    if find_compiler() is None:
-        return f"{os.environ.get('CXX', 'g++')} is not found"
     try:
+        _check_compiler()
         function = torch.compile(_add_one_if_compiled, dynamic=True, options=_OPTIONS)
         found = function(torch.zeros(16, dtype=torch.float32, device="cpu"))
     except Exception as error:  # of any kind: import, file system, compiler, linker
@@ -60,6 +57,11 @@ def _try_once() -> str | None:
     if not bool((found == 1).all()):
         return "torch.compile is switched off, by TORCHDYNAMO_DISABLE or in torch._dynamo.config"
     return None
+
+
+def _check_compiler() -> None:
+    if find_compiler() is None:
+        raise OSError(f"{os.environ.get('CXX', 'g++')} is not found")
 
 
 def _add_one_if_compiled(x: Tensor) -> Tensor:
@@ -79,6 +81,12 @@ def _works() -> bool:
     if obstacle is not None:
         _warn(obstacle)
     return obstacle is None
+
+
+def _note_failure(error: Exception) -> None:
+    global _failure
+    _failure = _describe(error)
+    _warn(_failure)
 
 
 @functools.cache
@@ -118,8 +126,7 @@ class Library:
 @functools.cache
 def _load(source: str) -> ctypes.CDLL | None:
     try:
-        if find_compiler() is None:
-            raise OSError(f"{os.environ.get('CXX', 'g++')} is not found")
+        _check_compiler()
         from torch._inductor.codecache import CppCodeCache  # here, because importing it takes seconds
 
         library: ctypes.CDLL = CppCodeCache.load(source, extra_flags=_LIBRARY_FLAGS)
@@ -138,8 +145,8 @@ def pays_for(x: Tensor, min_elements: int, *sizes: int) -> bool:
 
 
 def _is_real(x: Tensor) -> bool:
-    """Whether x is an ordinary tensor on the CPU. Fake tensors have no numbers, and torch compiles anew for each other
-    subclass."""
+    """Whether x is an ordinary tensor on the CPU. Fake tensors have no numbers, and torch compiles once more for each
+    other subclass."""
     return type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu"
 
 
@@ -168,7 +175,7 @@ class Compiled:
 
     def __call__(self, *tensors: Tensor) -> Any:
         """Returns function(*tensors)."""
-        if not all(_is_real(t) for t in tensors) or not _works():
+        if not all(map(_is_real, tensors)) or not _works():
             return self._function(*tensors)
         # Detached: Dynamo would compile in whether a tensor is a leaf or needs a gradient.
         tensors = tuple(t.detach() for t in tensors)
@@ -183,23 +190,13 @@ class Compiled:
                 self._compiled[key] = torch.compile(_copy(self._function), dynamic=True, options=_OPTIONS)
             return self._compiled[key](*tensors)
         except Exception as error:
-            if not _is_of_the_compiler(error):
+            from torch._dynamo.exc import TorchDynamoException  # here, because importing it takes seconds
+
+            # Not of the function itself: a full disk, or no compiler any more.
+            if not isinstance(error, (TorchDynamoException, OSError)):
                 raise
             _note_failure(error)
         return self._function(*tensors)
-
-
-def _note_failure(error: Exception) -> None:
-    global _failure
-    _failure = _describe(error)
-    _warn(_failure)
-
-
-def _is_of_the_compiler(error: Exception) -> bool:
-    """Whether compiling failed, as on a full disk or without the compiler of the trial, not the function itself."""
-    from torch._dynamo.exc import TorchDynamoException  # here, because importing it takes seconds
-
-    return isinstance(error, (TorchDynamoException, OSError))
 
 
 def _copy(function: Callable[..., Any]) -> Callable[..., Any]:

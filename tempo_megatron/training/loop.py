@@ -13,7 +13,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from tempo_kernels.philox import foresee
 from tempo_megatron.memory.live.run_ledger import RunObserver
 from tempo_megatron.models.stage import PipelineStage, list_chunks
 from tempo_megatron.slots.dropout_rng import draws_masks, set_micro_batch
@@ -109,10 +108,8 @@ class Trainer:
             while progress.iteration < run.train_iters and reason == "finished":
                 with self._observe(), self._name_step(progress.iteration + 1):
                     self._step()
-                if progress.iteration == first:
-                    foresee(run.train_iters - first)
-                    if self.offloading.num_layers:
-                        self.log.say(f"offload: {self.offloading.describe()}")
+                if progress.iteration == first and self.offloading.num_layers:
+                    self.log.say(f"offload: {self.offloading.describe()}")
                 self.log.advance()
                 iteration = progress.iteration
                 if iteration % run.log_interval == 0:

@@ -37,8 +37,7 @@ from tempo_kernels.attention.settings import Kept as KeptByAttention
 from tempo_kernels.dropout_add import Draw
 from tempo_kernels.dropout_add import kernel as dropout_add
 from tempo_kernels.linear_cross_entropy import kernel as loss
-from tempo_kernels.linear_cross_entropy.settings import Rows, Settings, Shares
-from tempo_kernels.linear_cross_entropy.shards import Shards
+from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
 from tempo_kernels.norm import eager as norm_eager
 from tempo_kernels.norm import kernel as norm
 from tempo_kernels.norm.settings import Blocks, Kept, Norm, Statistics, get_reserve_size
@@ -179,14 +178,6 @@ def list_attention() -> Iterator[tuple[str, Case]]:
         yield name, Case(run, own + others, shapes, a * b)
 
 
-def run_results(_: bool, found: Tensor, labels: Tensor, kept: Tensor) -> list[Tensor]:
-    """The kernels of a row's own numbers, of which a batch has too few for memory to hold 2**31."""
-    chosen = Settings(Shards(None, False), 9, 0, -100, 0.1, 1e-3, False, 0.0, 0.7, True, labels.numel())
-    loss.find_results(found, labels, chosen)
-    loss.list_rows(labels[0], labels, found[:1], found[:1], kept, chosen)
-    return []
-
-
 def list_losses() -> Iterator[tuple[str, Case]]:
     size = 32768
     logits, columns, vectors = (
@@ -196,14 +187,14 @@ def list_losses() -> Iterator[tuple[str, Case]]:
     )
     shares = Shares(1.0, 0.1, size, False, 30.0, 0.7, True)
 
-    def find_statistics(_: int, logits: Tensor, columns: Tensor) -> list[Tensor]:
-        return [loss.find_statistics(logits, columns, shares).mT]
+    def compute_statistics(_: int, logits: Tensor, columns: Tensor) -> list[Tensor]:
+        return [loss.compute_statistics(logits, columns, shares).mT]
 
     def write_gradient(_: int, logits: Tensor, columns: Tensor, *vectors: Tensor) -> list[Tensor]:
         loss.write_gradient_(logits, Rows(columns, *vectors), shares)
         return [logits]
 
-    yield "the loss's statistics", of_rows(find_statistics, logits, columns, width=size)
+    yield "the loss's statistics", of_rows(compute_statistics, logits, columns, width=size)
     yield "the loss's gradient", of_rows(write_gradient, logits, columns, *vectors, width=size)
 
 
@@ -294,10 +285,6 @@ def list_large_launches(cases: Iterable[Case]) -> dict[str, Launch]:
     """One launch of each form of each kernel, over large tensors that take no memory."""
     launches: dict[str, Launch] = {}
     modules = set(list_kernels().values())
-    with torch.device("meta"):
-        rows = torch.empty(5, LIMIT - 1), torch.empty(1, LIMIT - 1, dtype=torch.int64), torch.empty(3, LIMIT - 1)
-    for launch in record_launches(lambda: run_results(True, *rows), modules):
-        launches.setdefault(source_of(launch).hash(), launch)
     for case in cases:
         tensors = [torch.empty(shape, dtype=t.dtype) for t, shape in zip(case.tensors, case.shapes, strict=True)]
         for launch in record_launches(lambda case=case, tensors=tensors: case.run(True, *tensors), modules):

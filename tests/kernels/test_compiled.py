@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import itertools
-import random
 from functools import partial
 
 import pytest
@@ -17,52 +15,11 @@ from tempo_kernels.activation import eager as activation_eager
 from tempo_kernels.activation.inverse import INVERSES, derivative_float64
 from tempo_kernels.norm import cpu as cpu_norm
 from tempo_kernels.norm import layer_norm, rms_norm
-from tempo_kernels.philox import drop_mask, eager
-from tempo_kernels.philox import function as philox
 
 
 def compiles(test):
     skip = pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
     return pytest.mark.slow(skip(test))
-
-
-def masks():
-    """Masks of many shapes, sizes of 1 among them."""
-    sizes = ((1, 2, 3), (1, 2, 12), (1, 2, 7, 16, 33, 129), (1, 7, 8, 9, 24, 63, 100, 256))
-    shapes = [(5, 3, 2, 40), *random.Random(0).sample(list(itertools.product(*sizes)), 100)]
-    return [
-        drop_mask(
-            0xFEDCBA9876543210,
-            0.3,
-            sample=torch.arange(2**32 - 2, 2**32 - 2 + samples).view(-1, 1, 1),
-            head=torch.arange(heads).view(-1, 1),
-            row=torch.arange(rows),
-            num_columns=num_columns,
-        )
-        for samples, heads, rows, num_columns in shapes
-    ]
-
-
-@compiles
-def test_compiled_masks_are_the_same_bit_for_bit(monkeypatch):
-    plain = masks()
-    used = []
-    function = philox.cpu.draw_bits_compiled
-    monkeypatch.setattr(philox, "DRAWS_BEFORE_COMPILING", 0)
-    monkeypatch.setattr(philox.cpu, "draw_bits_compiled", lambda *args: used.append(function(*args)) or used[-1])
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(masks(), plain, strict=True))
-    assert len(used) == len(plain) and all(bits is not None for bits in used)
-
-
-def test_draws_are_compiled_from_where_it_is_known_that_they_will_be_many(monkeypatch):
-    used = []
-    monkeypatch.setattr(philox.cpu, "draw_bits_compiled", lambda *args: used.append(1) or eager.draw_bits(*args))
-    monkeypatch.setattr(philox, "_drawn", 0)
-    first = masks()
-    philox.foresee(3)
-    assert not used and philox._drawn < philox.DRAWS_BEFORE_COMPILING
-    philox.foresee(philox.DRAWS_BEFORE_COMPILING)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(masks(), first, strict=True)) and used
 
 
 def test_tensors_that_are_not_real_run_the_function_itself():

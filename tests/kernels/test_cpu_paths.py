@@ -111,7 +111,7 @@ def test_gated_units_in_chunks_are_the_specification(shape, dtype, activation):
 def test_the_loss_in_blocks_is_the_specification(dtype, shares):
     torch.manual_seed(0)
     logits, columns = (torch.randn(23, 130) * 5).to(dtype), torch.randint(-20, 150, (23,))
-    found, expected = (m.find_statistics(logits, columns, shares) for m in (loss_cpu, loss_eager))
+    found, expected = (m.compute_statistics(logits, columns, shares) for m in (loss_cpu, loss_eager))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
     grad = torch.randn(23, dtype=found.dtype)
     grad[::5] = 0

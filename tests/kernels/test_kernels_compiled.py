@@ -17,15 +17,12 @@ from torch import Tensor
 from ttir_ranges import find_overflows
 
 from tempo_kernels import kernel_sums
-from tempo_kernels.dropout_add import Draw
-from tempo_kernels.dropout_add import kernel as dropout_add
 from tempo_kernels.norm import kernel as norm
 from tempo_kernels.norm import kernel_backward as norm_backward
 from tempo_kernels.norm import kernel_forward as norm_forward
 from tempo_kernels.norm.settings import Norm
 
-MODULES = [dropout_add, norm_forward, norm_backward]
-MODULES += [kernel_sums]
+MODULES = [norm_forward, norm_backward, kernel_sums]
 
 # At which two programs of 8 warps share a multiprocessor.
 MOST_REGISTERS = 128
@@ -38,25 +35,6 @@ def launches_of(run: Callable[[], Any]) -> list[Launch]:
 
 def name_of(launch: Launch) -> str:
     return str(launch.kernel.__name__.strip("_").removesuffix("_kernel"))
-
-
-def dropout_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, Launch]]:
-    x = torch.empty(ROWS // BATCH, BATCH, hidden_size, dtype=dtype)
-    draw, loaded = Draw(0.1, 2**64 - 1, 5, 7), Draw(0.1, *torch.zeros(2, dtype=torch.int64), 7)
-    full, plain, backward, _, without_bias, from_device_data, _ = launches_of(
-        lambda: (
-            dropout_add.forward(x, x[0, 0], x, draw),
-            dropout_add.forward(x, None, None, draw),
-            dropout_add.backward(x, draw, has_grad_bias=True),
-            dropout_add.backward(x, draw, has_grad_bias=False),
-            dropout_add.backward(x, loaded, has_grad_bias=True),
-        ),
-    )
-    yield "dropout_add forward", full
-    yield "dropout_add forward of dropout alone", plain
-    yield "dropout_add backward", backward
-    yield "dropout_add backward without bias", without_bias
-    yield "dropout_add backward from device data", from_device_data
 
 
 def norm_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, Launch]]:
@@ -104,7 +82,6 @@ def float32_residual_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[
 
 # The production shapes: 16-bit rows that are multiples of eight, short, medium and long, and float32.
 SHAPES: list[tuple[Callable[[torch.dtype, int], Iterator[tuple[str, Launch]]], torch.dtype, int]] = [
-    *((dropout_launches, *shape) for shape in ((torch.bfloat16, 4096), (torch.float16, 1000), (torch.float32, 4096))),
     (norm_launches, torch.float32, 4096),
     *((norm_launches, torch.bfloat16, hidden_size) for hidden_size in (1000, 4096, 8192, 12288, 20480)),
     *((float32_residual_launches, torch.bfloat16, hidden_size) for hidden_size in (8192, 12288)),
@@ -159,21 +136,6 @@ def check_widths(name: str, launch: Launch, narrow: list[str]) -> None:
     assert sums_rows or not any(access.endswith(".b16") for access in narrow), f"{name}: {narrow}"
 
 
-@pytest.mark.parametrize("capability", [90, *exhaustive([80], [100])])
-def test_dropout_add_of_given_rows_and_samples_spills_nothing_and_reads_tensors_16_bytes_at_a_time(capability):
-    x = torch.empty(64, BATCH, 4096, dtype=torch.bfloat16)
-    draw = Draw(0.1, 7, 0, 0, 0, *torch.zeros(2, 64, BATCH, dtype=torch.int64))
-    for launch in launches_of(
-        lambda: (dropout_add.forward(x, x[0, 0], x, draw), dropout_add.backward(x, draw, has_grad_bias=True))
-    ):
-        kernel = compiled(launch, capability)
-        usage = resources(kernel.asm["cubin"])
-        assert usage["STACK"] == 0 and usage["LOCAL"] == 0, usage
-        # One row and one sample for each of a thread's rows are loaded singly, and of sums a thread has one column.
-        narrow = [access for access in narrow_accesses(kernel.asm["ptx"]) if not access.endswith(".b64")]
-        assert len(narrow) <= 7, narrow
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("launches", "dtype", "hidden_size"), SHAPES)
 def test_no_number_of_32_bits_runs_over_in_tensors_of_2_31_elements(launches, dtype, hidden_size, monkeypatch):
@@ -181,24 +143,3 @@ def test_no_number_of_32_bits_runs_over_in_tensors_of_2_31_elements(launches, dt
     monkeypatch.setattr(sys.modules[__name__], "ROWS", 2**31 // hidden_size + 2 * BATCH & -BATCH)
     found = {source_of(launch).hash(): launch for _, launch in launches(dtype, hidden_size)}
     assert [find_overflows(launch) for launch in found.values()] == [[]] * len(found)
-
-
-def test_a_tensor_that_is_not_aligned_is_read_narrowly_and_found_to_be():
-    x = torch.empty(4097, dtype=torch.bfloat16)[1:].view(2, 2, 1024)
-    [launch] = launches_of(lambda: dropout_add.forward(x, None, None, Draw(0.1, 1, 0, 0)))
-    assert len(narrow_accesses(compiled(launch, 90).asm["ptx"])) > 4
-
-
-def test_new_keys_probabilities_and_positions_compile_nothing_anew():
-    x = torch.ones(8, 2, 64)
-    draws = [(0.1, 0, 0, 0), (0.5, 2**64 - 1, 1, 1, 8), (0.3, 2**31, 16, 2**20, 8 << 31), (0.25, 2**63, 2**31 - 1, 16)]
-    numbers = torch.arange(5)  # of which every second one is aligned to 16 bytes
-    loaded = [(0.1, numbers[0], numbers[1], 0), (0.5, numbers[1], numbers[2], 1), (0.3, numbers[4], numbers[3], 16)]
-
-    def run(draw: tuple[Any, ...]) -> None:
-        dropout_add.forward(x, None, None, Draw(*draw))
-        dropout_add.backward(x, Draw(*draw), has_grad_bias=True)
-
-    for forms in (draws, loaded):
-        launches = launches_of(lambda forms=forms: [run(draw) for draw in forms])
-        assert len({source_of(launch).hash() for launch in launches}) == 3

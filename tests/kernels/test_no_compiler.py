@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,20 +35,8 @@ print("obstacle:", compiled.find_obstacle())
 """
 
 
-@pytest.fixture
-def untried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a process that has compiled nothing yet."""
-    monkeypatch.setattr(compiled, "_failure", None)
-    cached = (compiled._try_once, compiled._warn, compiled._load)
-    for function in cached:
-        function.cache_clear()
-    yield
-    for function in cached:
-        function.cache_clear()
-
-
 @pytest.mark.filterwarnings("always")
-def test_without_a_compiler_large_tensors_go_block_by_block_with_one_warning(untried, monkeypatch) -> None:
+def test_without_a_compiler_large_tensors_go_block_by_block_with_one_warning(untried_compiler, monkeypatch) -> None:
     monkeypatch.setattr(compiled, "find_compiler", lambda: None)
     blocks: list[int] = []
     add_in_chunks = activation_cpu._add_in_chunks
@@ -63,14 +50,14 @@ def test_without_a_compiler_large_tensors_go_block_by_block_with_one_warning(unt
     assert "Training runs without" in words and f"python3.{sys.version_info.minor}-dev" in words
 
 
-def test_nothing_is_tried_before_a_large_tensor_comes(untried, monkeypatch) -> None:
+def test_nothing_is_tried_before_a_large_tensor_comes(untried_compiler, monkeypatch) -> None:
     monkeypatch.setattr(compiled, "_try_once", lambda: pytest.fail("a small tensor tried the compiler"))
     for operation in (gelu, swiglu):
         x = torch.randn(8, 64, requires_grad=True)
         operation(x).sum().backward()
 
 
-def test_a_compiler_that_fails_after_its_trial_is_given_up(untried, monkeypatch) -> None:
+def test_a_compiler_that_fails_after_its_trial_is_given_up(untried_compiler, monkeypatch) -> None:
     from torch._dynamo.exc import BackendCompilerFailed
 
     def fail(*_: Tensor) -> Tensor:
@@ -87,14 +74,14 @@ def test_a_compiler_that_fails_after_its_trial_is_given_up(untried, monkeypatch)
 
 @has_compiler
 @pytest.mark.slow
-def test_cpp_that_does_not_compile_calls_nothing_and_costs_one_warning(untried) -> None:
+def test_cpp_that_does_not_compile_calls_nothing_and_costs_one_warning(untried_compiler) -> None:
     library, x = compiled.Library('extern "C" void fill(int64_t threads, float* x) {'), torch.zeros(3)
     with pytest.warns(RuntimeWarning, match="error: "):
         assert not library.run("fill", x)
     assert not library.run("fill", x) and torch.equal(x, torch.zeros(3))
 
 
-def test_an_error_of_the_compiled_function_itself_is_raised(untried, monkeypatch) -> None:
+def test_an_error_of_the_compiled_function_itself_is_raised(untried_compiler, monkeypatch) -> None:
     def fail(*_: Tensor) -> Tensor:
         raise RuntimeError("not enough memory")
 

@@ -35,6 +35,7 @@ from tempo_megatron.memory.storages import PeakBytes
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.slots import dropout_rng
 
+pytestmark = pytest.mark.usefixtures("without_compiler")
 # The 0-dim tensors of the loss, which may or may not be there still when the peak is.
 SCALARS_BYTES = 16
 # What a rank has at most beyond the estimate where gloo's threads free a collective's tensors late.
@@ -102,12 +103,6 @@ TENSOR_PARALLEL = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Inductor's own code makes, no dispatcher sees."""
-    monkeypatch.setenv("CXX", "no-compiler")
-
-
 @pytest.mark.parametrize("step", [*ONE_PROCESS, *TENSOR_PARALLEL], ids=str)
 def test_the_peak_of_a_step_is_estimated(step: Step) -> None:
     use_cpu()
@@ -149,7 +144,7 @@ def test_the_peak_of_a_head_of_many_chunks_and_blocks_is_estimated(
     head = "tempo_kernels.linear_cross_entropy"
     monkeypatch.setitem(pkgutil.resolve_name(f"{head}.checks.CHUNK_BYTES"), "cpu", 96 * 1024 * dtype.itemsize)
     monkeypatch.setattr(f"{head}.cpu.BLOCK_ELEMENTS", 20 << 10)
-    monkeypatch.setattr(f"{head}.chunks.CPU_BLOCK_COLUMNS", 256)
+    monkeypatch.setattr(f"{head}.function.CPU_BLOCK_COLUMNS", 256)
     test_the_peak_of_a_step_is_estimated(Step("gpt", False, AUTO, dtype))
 
 

@@ -9,6 +9,8 @@ from distributed import run_megatron_ranks
 from peak_cases import AUTO
 from step_cases import MATRIX, Run, estimate_run, measure_runs
 
+pytestmark = pytest.mark.usefixtures("without_compiler")
+
 # Of the matrix, each stage in each dtype once; families, numbers of micro batches and Tempo take turns.
 SAMPLE = [
     next(
@@ -39,12 +41,6 @@ OTHER_RUNS = [
     Run(stage=1, bucket=16 << 20, is_wide=False),
     Run(stage=3, dtype=torch.float32),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Inductor's own code makes, no dispatcher sees."""
-    monkeypatch.setenv("CXX", "no-compiler")
 
 
 @pytest.mark.slow

@@ -20,14 +20,9 @@ from tempo_megatron.memory.plan.plots import list_switches
 from tempo_megatron.memory.plan.verify import PlanEstimates, make_problem, make_verified_plan
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
 
+pytestmark = pytest.mark.usefixtures("without_compiler")
 # The 0-dim tensors of the loss, which may or may not be there still when the peak is.
 SCALARS_BYTES = 16
-
-
-@pytest.fixture(autouse=True)
-def _without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Inductor's own code makes, no dispatcher sees."""
-    monkeypatch.setenv("CXX", "no-compiler")
 
 
 @functools.cache

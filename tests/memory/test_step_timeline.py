@@ -21,11 +21,9 @@ from tempo_megatron.slots import dropout_rng
 FOLDER = Path(__file__).parents[2] / "configs" / "model"
 
 
+@pytest.mark.usefixtures("without_compiler")
 @parametrize_covering(each={"family": ["gpt", "llama", "bert"], "recompute": [(), ("full",)]})
-def test_the_peak_is_that_of_peak_bytes(
-    family: str, recompute: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", "no-compiler")
+def test_the_peak_is_that_of_peak_bytes(family: str, recompute: tuple[str, ...]) -> None:
     use_cpu()
     with torch.compiler.set_stance("force_eager"), simulate_layout(1):
         model_parallel_cuda_manual_seed(1)

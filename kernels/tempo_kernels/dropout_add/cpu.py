@@ -11,26 +11,27 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tempo_kernels.dropout_add.draw import Draw
+from tempo_kernels.dropout_add.settings import Draw
 from tempo_kernels.philox import drop_, effective_probability, keep_bits
 
 BLOCK_ELEMENTS = 1 << 19  # large enough that a call of Philox is worth its overhead
 
 
-def forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: Draw) -> Tensor:
+def forward(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: Draw, *, block_elements: int = BLOCK_ELEMENTS
+) -> Tensor:
     """As in eager.py."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     scale = 1.0 / (1.0 - effective_probability(draw.p))
     if bias is not None:
         bias = bias.to(torch.promote_types(x.dtype, torch.float32))  # once, instead of with every block
-    for rows, block, bits in _blocks(out, draw):
-        # [rows, b, h]
-        if bias is not None and x.dtype == block.dtype:
+    for rows, block, bits in _blocks(out, draw, block_elements):
+        if bias is None:
+            block.copy_(x[rows])
+        elif x.dtype == block.dtype:
             torch.add(x[rows], bias, out=block)
         else:
-            block.copy_(x[rows])
-            if bias is not None:
-                block += bias
+            block.copy_(x[rows]).add_(bias)
         if bits is not None:
             drop_(block, bits)
         if residual is None:
@@ -44,15 +45,19 @@ def forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: Draw)
 
 
 def backward(
-    grad_out: Tensor, draw: Draw, has_grad_bias: bool, sum_dtype: torch.dtype | None = None
+    grad_out: Tensor,
+    draw: Draw,
+    has_grad_bias: bool,
+    sum_dtype: torch.dtype | None = None,
+    *,
+    block_elements: int = BLOCK_ELEMENTS,
 ) -> tuple[Tensor, Tensor | None]:
     """As in eager.py."""
     grad_x = torch.empty(grad_out.shape, dtype=grad_out.dtype, device=grad_out.device)
     compute_dtype = torch.promote_types(grad_out.dtype, torch.float32)
     grad_bias = torch.zeros(grad_out.size(-1), dtype=compute_dtype, device=grad_out.device) if has_grad_bias else None
     scale = 1.0 / (1.0 - effective_probability(draw.p))
-    for rows, block, bits in _blocks(grad_x, draw):
-        # [rows, b, h]
+    for rows, block, bits in _blocks(grad_x, draw, block_elements):
         if grad_out.dtype == block.dtype:
             torch.mul(grad_out[rows], scale, out=block)
         else:
@@ -66,26 +71,24 @@ def backward(
     return grad_x, None if grad_bias is None else grad_bias.to(sum_dtype or compute_dtype)
 
 
-def _blocks(out: Tensor, draw: Draw) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+def _blocks(out: Tensor, draw: Draw, block_elements: int) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     """Yields consecutive blocks of rows: the slice, a buffer [rows, b, h], and what dropout keeps (None: all).
 
     If out has the dtype to compute in, the buffer is out's own rows.
     """
     num_rows, batch, num_columns = out.shape
-    step = max(1, BLOCK_ELEMENTS // max(1, batch * num_columns))
+    step = max(1, block_elements // max(1, batch * num_columns))
     compute_dtype = torch.promote_types(out.dtype, torch.float32)
     blocks = None
     if compute_dtype != out.dtype:
         blocks = torch.empty((min(step, num_rows), batch, num_columns), dtype=compute_dtype, device=out.device)
-    key = int(draw.key) % 2**64
     row, sample = draw.place(num_rows, batch, out.device)
     sample = sample.expand(num_rows, batch)
     head = torch.zeros((), dtype=torch.int64, device=out.device)
+    columns = {"num_columns": num_columns, "first_column": draw.first_column}
     for start in range(0, num_rows, step):
-        stop = min(start + step, num_rows)
-        bits = None
+        rows, bits = slice(start, min(start + step, num_rows)), None
         if draw.p > 0:
-            where = slice(start, stop)
-            columns = {"num_columns": num_columns, "first_column": draw.first_column}
-            bits = keep_bits(key, draw.p, sample=sample[where], head=head, row=row[where], **columns)
-        yield slice(start, stop), out[start:stop] if blocks is None else blocks[: stop - start], bits
+            key = int(draw.key) % 2**64
+            bits = keep_bits(key, draw.p, sample=sample[rows], head=head, row=row[rows], **columns)
+        yield rows, out[rows] if blocks is None else blocks[: rows.stop - start], bits

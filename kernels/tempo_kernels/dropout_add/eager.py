@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tempo_kernels.dropout_add.draw import Draw
+from tempo_kernels.dropout_add.settings import Draw
 from tempo_kernels.philox import drop_mask, effective_probability
 
 

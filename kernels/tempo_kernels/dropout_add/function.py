@@ -10,8 +10,8 @@ from torch import Tensor
 from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.dropout_add import cpu
-from tempo_kernels.dropout_add.draw import OPERANDS, Draw
-from tempo_kernels.opaque import call_untraced, is_traced, opaque, separate
+from tempo_kernels.dropout_add.settings import OPERANDS, Draw
+from tempo_kernels.opaque import opaque, separate
 from tempo_kernels.transforms import takes_plain_tensors
 
 
@@ -69,7 +69,7 @@ def _allocate(x: Tensor, *_: Any) -> list[Tensor]:
 
 @opaque(f"bias_dropout_add(Tensor x, Tensor? bias, Tensor? residual, {OPERANDS}) -> Tensor[]", _allocate)
 def _forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, *operands: Any) -> list[Tensor]:
-    return [_compute(x, bias, residual, Draw.from_operands(*operands))]
+    return [choose_backend(x, cpu).forward(x, bias, residual, Draw.from_operands(*operands))]
 
 
 def _allocate_gradients(grad_out: Tensor, bias_dtype: torch.dtype | None, *_: Any) -> list[Tensor]:
@@ -82,42 +82,26 @@ def _allocate_gradients(grad_out: Tensor, bias_dtype: torch.dtype | None, *_: An
 )
 def _backward(grad_out: Tensor, bias_dtype: torch.dtype | None, *operands: Any) -> list[Tensor]:
     """Returns grad_x and, if bias_dtype is given, grad_bias in that dtype."""
-    grads = _differentiate(grad_out, Draw.from_operands(*operands), bias_dtype)
+    backend, draw = choose_backend(grad_out, cpu), Draw.from_operands(*operands)
+    grads = backend.backward(grad_out, draw, bias_dtype is not None, bias_dtype)
     return [grad for grad in grads if grad is not None]
-
-
-def _compute(x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: Draw) -> Tensor:
-    out: Tensor = choose_backend(x, cpu).forward(x, bias, residual, draw)
-    return out
-
-
-def _differentiate(grad_out: Tensor, draw: Draw, bias_dtype: torch.dtype | None) -> tuple[Tensor | None, Tensor | None]:
-    grads: tuple[Tensor, Tensor | None] = choose_backend(grad_out, cpu).backward(
-        grad_out, draw, bias_dtype is not None, bias_dtype
-    )
-    return grads
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: Draw) -> Tensor:
-        ctx.draw, tensors = draw.split()
-        if tensors:
-            ctx.save_for_backward(*tensors)
+        ctx.numbers, tensors = draw.split()
+        ctx.save_for_backward(*tensors)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        if is_traced(x):
-            return _forward(x, bias, residual, *draw.operands)[0]
-        return call_untraced(_compute, x, x, bias, residual, draw)
+        return _forward(x, bias, residual, *ctx.numbers, *tensors)[0]
 
     @staticmethod
     @first_derivative_only("bias_dropout_add", "dropout")
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         has_grad_x, has_grad_bias, has_grad_residual, _ = ctx.needs_input_grad
-        grad_x, grad_bias = None, None
+        grads: list[Tensor | None] = []
         if has_grad_x or has_grad_bias:
-            draw, dtype = ctx.draw.join(*ctx.saved_tensors), ctx.bias_dtype if has_grad_bias else None
-            if is_traced(grad_out):
-                grad_x, grad_bias = (*_backward(grad_out, dtype, *draw.operands), None)[:2]
-            else:
-                grad_x, grad_bias = call_untraced(_differentiate, grad_out, grad_out, draw, dtype)
+            bias_dtype = ctx.bias_dtype if has_grad_bias else None
+            grads = [*_backward(grad_out, bias_dtype, *ctx.numbers, *ctx.saved_tensors)]
+        grad_x, grad_bias = [*grads, None, None][:2]
         return grad_x if has_grad_x else None, grad_bias, grad_out if has_grad_residual else None, None

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tempo_kernels.linear_cross_entropy.settings import Settings
-from tempo_kernels.linear_cross_entropy.shards import Shards
+from tempo_kernels.linear_cross_entropy.settings import Settings, Shards
 
 # The bytes of a chunk's logits, if there are several chunks. Each chunk reads and writes the weight's gradient once, so
 # it must not be small. 28 MiB hold 144 tokens of GPT-2's vocabulary in float32: on a CPU about as fast as 256 tokens,
@@ -73,14 +72,14 @@ def make_settings(
     vocab_size: int | None,
     vocab_start: int,
     ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
     chunk_tokens: int | None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     excludes_padding: bool = False,
     softcap: float | None = None,
     temperature: float = 1.0,
     has_entropy: bool = False,
-    *,
     sums_weight: bool,
     knows_statistics: bool = True,
 ) -> Settings:
@@ -89,7 +88,7 @@ def make_settings(
     sums_weight: whether several chunks need memory to sum their gradients of weight.
     knows_statistics: whether the gradient is made when every token's statistics are known, as in a backward.
     """
-    chunk_rows, chunk_columns = _find_chunks(chunk_tokens, hidden, weight, shards, sums_weight, knows_statistics)
+    chunk_rows, chunk_columns = choose_chunks(chunk_tokens, hidden, weight, shards, sums_weight, knows_statistics)
     num_columns = weight.shape[0]
     num_rows = num_columns * shards.size
     if vocab_size is not None and not 1 <= vocab_size <= num_rows:
@@ -147,13 +146,8 @@ def check_main_grad(weight: Tensor) -> bool:
     return True
 
 
-def _find_chunks(
-    chunk_tokens: int | None,
-    hidden: Tensor,
-    weight: Tensor,
-    shards: Shards,
-    sums_weight: bool,
-    knows_statistics: bool,
+def choose_chunks(
+    chunk_tokens: int | None, hidden: Tensor, weight: Tensor, shards: Shards, sums_weight: bool, knows_statistics: bool
 ) -> tuple[int, int]:
     """Returns the rows of hidden per chunk, chunk_tokens / num_segments, and the columns per chunk of backward or 0. By
     default they are those that need least memory.

@@ -24,8 +24,8 @@ from torch import Tensor
 from tempo_kernels.linear_cross_entropy.settings import Rows, Settings, Shares
 
 
-def find_statistics(logits: Tensor, columns: Tensor, shares: Shares) -> Tensor:
-    """Returns the statistics [3 to 5, n] of logits z [n, v]: top, total and the target's l, with an other share also
+def compute_statistics(logits: Tensor, columns: Tensor, shares: Shares) -> Tensor:
+    """Computes the statistics [3 to 5, n] of logits z [n, v]: top, total and the target's l, with an other share also
     sum_real (l - top), for the entropy also weighted.
 
     columns [n] are the targets as columns of this shard; a target on another shard has a logit of -inf here.
@@ -44,7 +44,7 @@ def find_statistics(logits: Tensor, columns: Tensor, shares: Shares) -> Tensor:
     return torch.stack(found)
 
 
-def find_results(found: Tensor, labels: Tensor, settings: Settings) -> tuple[tuple[Tensor, ...], Tensor]:
+def compute_results(found: Tensor, labels: Tensor, settings: Settings) -> tuple[tuple[Tensor, ...], Tensor]:
     """Returns losses and, if asked for, entropies [...], and what backward takes, top, total, expected [2 or 3, ...],
     from the statistics [3 to 5, ...] of the whole vocabulary and the labels [...]."""
     top, total, target, *more = found.unbind(0)
@@ -63,11 +63,11 @@ def find_results(found: Tensor, labels: Tensor, settings: Settings) -> tuple[tup
     return (losses, entropies), torch.stack((top, total, expected))
 
 
-def list_rows(
+def compute_rows(
     columns: Tensor, labels: Tensor, grad: Tensor, grad_entropy: Tensor | None, kept: Tensor, settings: Settings
 ) -> Rows:
     """Returns what `write_gradient_` takes: the gradients [n] of the losses and of the entropies divided by the
-    temperature, with 0 for ignored labels [n]. kept [2 or 3, n] is as `find_results` returned it."""
+    temperature, with 0 for ignored labels [n]. kept [2 or 3, n] is as `compute_results` returned it."""
     top, total, *expected = kept.unbind(0)
     is_ignored = labels == settings.ignore_index
     grad = _weigh(grad, is_ignored, settings)
@@ -98,7 +98,7 @@ def write_gradient_(logits: Tensor, rows: Rows, shares: Shares) -> None:
     if rows.slope is not None:
         slope = rows.slope.unsqueeze(1)
         factor, is_ignored = factor + slope * make_finite(above), is_ignored & (slope == 0)
-    values = above.exp() * factor
+    values = above.exp_().mul_(factor)
     if shares.other:
         values[:, : shares.num_real] -= grad * shares.other
     column, is_here = locate_columns(rows.columns, logits.size(1))
@@ -107,7 +107,7 @@ def write_gradient_(logits: Tensor, rows: Rows, shares: Shares) -> None:
         values *= slope_of_cap
     if shares.excludes_padding:
         values[:, shares.num_real :] = 0.0
-    logits.copy_(values.masked_fill(is_ignored, 0.0))
+    logits.copy_(values.masked_fill_(is_ignored, 0.0))
 
 
 def scale_logits(logits: Tensor, shares: Shares) -> tuple[Tensor, Tensor | None]:

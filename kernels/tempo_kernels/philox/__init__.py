@@ -9,18 +9,7 @@ from tempo_kernels.philox.eager import (
     philox4x32,
     threshold,
 )
-from tempo_kernels.philox.function import DRAWS, drop_mask, foresee, keep_bits
+from tempo_kernels.philox.function import DRAWS, drop_mask, keep_bits
 
-__all__ = [
-    "DRAWS",
-    "LANES",
-    "check_place",
-    "derive_key",
-    "drop_",
-    "drop_mask",
-    "effective_probability",
-    "foresee",
-    "keep_bits",
-    "philox4x32",
-    "threshold",
-]
+__all__ = ["DRAWS", "LANES", "check_place", "derive_key", "drop_", "drop_mask", "effective_probability", "keep_bits"]
+__all__ += ["philox4x32", "threshold"]

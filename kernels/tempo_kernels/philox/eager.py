@@ -39,11 +39,11 @@ def philox4x32(counter: Words, key: int, rounds: int = ROUNDS) -> Words:
     Returns:
         Four ints or int64 tensors in [0, 2**32).
     """
+    return _compute_rounds(counter, key & WORD, key >> 32, rounds)
+
+
+def _compute_rounds(counter: Words, k0: Any, k1: Any, rounds: int) -> Words:
     c0, c1, c2, c3 = counter
-    return _rounds(c0, c1, c2, c3, key & WORD, key >> 32, rounds)
-
-
-def _rounds(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, rounds: int) -> Words:
     for _ in range(rounds):
         # The int64 product wraps around, but it has the bits of the unsigned product, and the masks drop the sign.
         # Broadcasting keeps tensors that do not depend on every coordinate small during the first rounds.
@@ -87,17 +87,9 @@ def effective_probability(p: float) -> float:
 
 
 def check_place(
-    *,
-    key: int | Tensor = 0,
-    first_sample: int = 0,
-    num_samples: int = 1,
-    first_head: int = 0,
-    num_heads: int = 1,
-    first_row: int = 0,
-    num_rows: int = 1,
-    first_column: int = 0,
-    num_columns: int = 1,
-) -> None:
+    *, key: int | Tensor = 0, first_sample: int = 0, num_samples: int = 1, first_head: int = 0, num_heads: int = 1,
+    first_row: int = 0, num_rows: int = 1, first_column: int = 0, num_columns: int = 1,
+) -> None:  # fmt: skip
     """Raises ValueError if an index exceeds its bits of the counter, or the key exceeds 64 bits.
 
     An index that is too large would share the mask of another place: head 2**16 of sample 0 is head 0 of sample 2**32.
@@ -137,7 +129,8 @@ def draw_bits(group: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Any, k1: An
     All arithmetic is 64 bits wide, and the words are joined only at the end: then Inductor vectorises all of it, which
     halves the time.
     """
-    words = torch.stack(_rounds(group, c1.unsqueeze(-1), c2.unsqueeze(-1), c3.unsqueeze(-1), k0, k1, ROUNDS))
+    counter = (group, c1.unsqueeze(-1), c2.unsqueeze(-1), c3.unsqueeze(-1))
+    words = torch.stack(_compute_rounds(counter, k0, k1, ROUNDS))
     first, second = ((words & 0xFFFF) - limit) >> 63, ((words >> 16) - limit) >> 63
     kept = ~((first & WORD) | (second << 32))
     return kept.permute(1, 2, 0).contiguous()

@@ -1,8 +1,4 @@
-"""Draws dropout masks: checks their places, and chooses what draws them.
-
-On a CPU compiled words take a quarter of the time of others. They have the same bits, so switching to them after
-DRAWS_BEFORE_COMPILING calls changes no result.
-"""
+"""Defines `drop_mask` and `keep_bits`: checks the places of a mask, and chooses what draws it."""
 
 from __future__ import annotations
 
@@ -13,13 +9,8 @@ from tempo_kernels.fakes import run_or_simulate
 from tempo_kernels.philox import cpu, eager
 from tempo_kernels.philox.eager import LANES, WORD, check_place, threshold
 
-DRAWS_BEFORE_COMPILING = 1 << 28
-"""Calls of Philox that, not compiled, take about as much longer as the compiler takes."""
-
 DRAWS = (cpu.draw_bits, eager.draw_bits)
-"""What draws on a CPU and elsewhere before it is compiled, by which a program that counts memory knows it."""
-
-_drawn = 0
+"""What draws on a CPU and elsewhere, by which a program that counts memory knows it."""
 
 
 def drop_mask(
@@ -48,7 +39,6 @@ def keep_bits(
     key: int, p: float, *, sample: Tensor, head: Tensor, row: Tensor, num_columns: int, first_column: int = 0
 ) -> Tensor:
     """Returns int32 [..., num_columns] for `drop_`: 0 where dropout drops, all bits set elsewhere; see `drop_mask`."""
-    global _drawn
     k0, k1, limit = key & WORD, key >> 32, threshold(p)
     _check_indices(sample, head, row)
     c1, c2, c3 = torch.broadcast_tensors(row, head + ((sample >> 32) << 16), sample & WORD)
@@ -57,21 +47,10 @@ def keep_bits(
     end = -(-(first_column + num_columns) // LANES)
     group = torch.arange(first_group, end, dtype=torch.int64, device=row.device)
     c1, c2, c3 = (c.reshape(-1).contiguous() for c in (c1, c2, c3))
-    _drawn += group.numel() * c1.numel()
-    is_elsewhere, bits = group.device.type != "cpu" or torch.compiler.is_compiling(), None
-    if _drawn >= DRAWS_BEFORE_COMPILING and not is_elsewhere:
-        bits = cpu.draw_bits_compiled(group, c1, c2, c3, k0, k1, limit)
-    if bits is None:
-        bits = run_or_simulate(DRAWS[is_elsewhere], group, c1, c2, c3, k0=k0, k1=k1, limit=limit)
+    is_elsewhere = group.device.type != "cpu" or torch.compiler.is_compiling()
+    bits = run_or_simulate(DRAWS[is_elsewhere], group, c1, c2, c3, k0=k0, k1=k1, limit=limit)
     # View each int64 as two int32: torch runs on little-endian machines only, so the lower half comes first.
     return bits.view(*shape, group.numel() * LANES // 2).view(torch.int32)[..., skipped : skipped + num_columns]
-
-
-def foresee(num_repeats: int) -> None:
-    """Announces that all draws so far will be repeated `num_repeats` times, as after the first step of a run. If
-    compiling pays for itself by the end of the run, it begins now. No mask changes."""
-    global _drawn
-    _drawn += num_repeats * _drawn
 
 
 def _check_indices(sample: Tensor, head: Tensor, row: Tensor) -> None:
@@ -79,13 +58,8 @@ def _check_indices(sample: Tensor, head: Tensor, row: Tensor) -> None:
     is_known = row.device.type == "cpu" and type(row) is Tensor and not torch.compiler.is_compiling()
     if not is_known or 0 in (sample.numel(), head.numel(), row.numel()):
         return
-    ends = [(int(low), int(high)) for low, high in (index.aminmax() for index in (sample, head, row))]
-    (first_sample, last_sample), (first_head, last_head), (first_row, last_row) = ends
-    check_place(
-        first_sample=first_sample,
-        num_samples=last_sample - first_sample + 1,
-        first_head=first_head,
-        num_heads=last_head - first_head + 1,
-        first_row=first_row,
-        num_rows=last_row - first_row + 1,
-    )
+    places: dict[str, int] = {}
+    for name, index in (("sample", sample), ("head", head), ("row", row)):
+        first, last = map(int, index.aminmax())
+        places |= {f"first_{name}": first, f"num_{name}s": last - first + 1}
+    check_place(**places)

@@ -152,19 +152,8 @@ class _HeadKernels:
     """What the loss head's kernels make of a chunk's logits."""
 
     @staticmethod
-    def find_statistics(logits: Tensor, columns: Tensor, shares: Any) -> Tensor:
+    def compute_statistics(logits: Tensor, columns: Tensor, shares: Any) -> Tensor:
         return logits.new_empty(shares.num_statistics, logits.size(0), dtype=torch.float32)
-
-    @staticmethod
-    def find_results(found: Tensor, labels: Tensor, settings: Any) -> tuple[tuple[Tensor, ...], Tensor]:
-        results = [found.new_empty(labels.shape) for _ in range(1 + settings.has_entropy)]
-        return tuple(results), found.new_empty(1 + len(results), *labels.shape)
-
-    @staticmethod
-    def list_rows(
-        columns: Tensor, labels: Tensor, grad: Tensor, grad_entropy: Tensor | None, kept: Tensor, settings: Any
-    ) -> Tensor:
-        return kept.new_empty(2 + (grad_entropy is not None), labels.numel())
 
     @staticmethod
     def write_gradient_(logits: Tensor, rows: Any, shares: Any) -> None:

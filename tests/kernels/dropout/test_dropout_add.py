@@ -40,15 +40,18 @@ def test_forward_and_backward_obey_the_rule(shape, has_bias, has_residual, dtype
     assert_three_witnesses(ours, reference, [x, bias, residual if has_residual else None], grad, dtype)
 
 
+ROWS_OF_TOKENS, SAMPLES_OF_TOKENS = torch.arange(13).flip(0), torch.arange(39).view(13, 3)
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-def test_blocks_of_rows_give_what_the_whole_gives(dtype, monkeypatch):
+@pytest.mark.parametrize("place", [(7, 9), (0, 0, 0, ROWS_OF_TOKENS, SAMPLES_OF_TOKENS)], ids=["numbers", "tokens"])
+def test_blocks_of_rows_give_what_the_whole_gives(dtype, place):
     # Small whole numbers and a scale of 2: sums are exact in any order.
     x, residual = (torch.randint(-8, 9, (13, 3, 40)).to(dtype) for _ in range(2))
-    draw = Draw(0.5, 2**63 + 5, 7, 9)
+    draw = Draw(0.5, 2**63 + 5, *place)
     out, (grad_x, grad_bias) = cpu.forward(x, x[0, 0], residual, draw), cpu.backward(x, draw, True)
-    monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", 4 * 3 * 40)
-    assert torch.equal(cpu.forward(x, x[0, 0], residual, draw), out)
-    found = cpu.backward(x, draw, True)
+    assert torch.equal(cpu.forward(x, x[0, 0], residual, draw, block_elements=4 * 3 * 40), out)
+    found = cpu.backward(x, draw, True, block_elements=4 * 3 * 40)
     assert torch.equal(found[0], grad_x) and torch.equal(found[1], grad_bias)
 
 
@@ -67,12 +70,11 @@ PLACES = {"rows": {"rows": ROWS}, "samples": {"samples": SAMPLES}, "both": {"row
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.parametrize("compute", [bias_dropout_add, compiled_dropout_add], ids=["plain", "compiled"])
 @pytest.mark.parametrize("places", [*PLACES.values(), {"rows": SAMPLES + 6, "samples": ROWS // 2}], ids=str)
-def test_each_token_draws_the_mask_of_the_row_and_sample_that_it_is_given(places, compute, monkeypatch):
+def test_each_token_draws_the_mask_of_the_row_and_sample_that_it_is_given(places, compute):
     whole = bias_dropout_add(torch.ones(12, 6, 40), None, None, p=0.4, key=5)
     rows, samples = (places.get(name, other) for name, other in (("rows", torch.arange(6)), ("samples", None)))
     samples = torch.arange(2).expand(6, 2) if samples is None else samples.view(6, -1)
     expected = whole[rows.view(6, -1).expand(6, 2), samples.expand(6, 2)]
-    monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", 4 * 2 * 40)
     x = torch.ones(6, 2, 40, requires_grad=True)
     out = compute(x, None, None, p=0.4, key=5, **places)
     assert torch.equal(out, expected)
@@ -104,6 +106,12 @@ def test_a_part_of_the_columns_draws_the_mask_that_they_have_in_the_whole(comput
 def test_rows_and_samples_that_do_not_fit_are_refused(places, sentence):
     with pytest.raises(ValueError, match=sentence):
         bias_dropout_add(torch.ones(6, 2, 40), None, None, p=0.4, key=5, **places)
+
+
+def test_no_tokens_may_have_rows_of_their_own():
+    x = torch.ones(0, 2, 8, requires_grad=True)
+    bias_dropout_add(x, None, None, p=0.4, key=5, rows=torch.empty(0).long()).sum().backward()
+    assert x.grad.shape == x.shape
 
 
 def as_device_data(key, first_sample):

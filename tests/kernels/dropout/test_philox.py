@@ -6,6 +6,7 @@ import pytest
 import torch
 from philox_vectors import KNOWN_ANSWERS
 
+from tempo_kernels import compiled
 from tempo_kernels.philox import cpu, derive_key, drop_mask, eager, effective_probability, philox4x32
 
 
@@ -37,14 +38,26 @@ def test_an_element_is_read_from_its_own_counter_and_lane():
 @pytest.mark.parametrize(
     ("num_rows", "num_groups", "chunk"), [(7, 5, 10), (7, 5, 35), (3, 40, 8), (0, 4, 8), (4, 0, 8), (1, 1, 1)]
 )
-def test_chunks_of_a_mask_have_the_bits_of_the_specification(monkeypatch, num_rows, num_groups, chunk):
-    monkeypatch.setattr(cpu, "CHUNK_PER_THREAD", chunk)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+def test_chunks_of_a_mask_have_the_bits_of_the_specification(num_rows, num_groups, chunk):
     words = torch.randint(2**32, (4, max(num_rows, num_groups)))
     words[:, :2] = torch.tensor([0, 2**32 - 1])[: words.size(1)]
     counter = words[0, :num_groups], *words[1:, :num_rows]
     for limit, k0, k1 in ((0, 0, 0), (1, 2**32 - 1, 2**31), (6554, 1, 2), (32768, 3, 4), (65535, 5, 2**32 - 1)):
-        assert torch.equal(cpu.draw_bits(*counter, k0, k1, limit), eager.draw_bits(*counter, k0, k1, limit))
+        found = cpu.draw_bits(*counter, k0, k1, limit, chunk_per_thread=chunk)
+        assert torch.equal(found, eager.draw_bits(*counter, k0, k1, limit))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
+@pytest.mark.parametrize("num_rows", [1, 7, 40])
+def test_compiled_masks_have_the_bits_of_the_specification(num_rows):
+    for num_groups in (1, 2, 3, 7, 8, 9, 63, 64, 65, 200):
+        words = torch.randint(2**32, (4, max(num_rows, num_groups)))
+        counter = words[0, :num_groups], *words[1:, :num_rows]
+        for limit, k0, k1 in ((1, 2**32 - 1, 2**31), (6554, 1, 2**32 - 1), (65535, 2**31, 0)):
+            found = cpu.draw_bits(*counter, k0, k1, limit, compiled_from=0)
+            assert torch.equal(found, eager.draw_bits(*counter, k0, k1, limit))
+    assert compiled.find_obstacle() is None
 
 
 def test_a_part_of_the_mask_equals_the_same_part_of_the_whole():

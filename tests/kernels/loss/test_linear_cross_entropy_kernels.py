@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import loss_head_inputs
-import numpy as np
 import pytest
 import torch
 from covering import parametrize_covering
@@ -13,9 +12,8 @@ from interpreted import DEVICE, DTYPES, INTERPRETED, assert_as_specified, kernel
 from loss_head_inputs import HEADS, head_inputs, random_labels
 from witness import assert_three_witnesses
 
-from tempo_kernels.linear_cross_entropy import eager, function, kernel, operators
-from tempo_kernels.linear_cross_entropy.settings import Rows, Settings, Shares
-from tempo_kernels.linear_cross_entropy.shards import Shards
+from tempo_kernels.linear_cross_entropy import eager, function, kernel
+from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
 
 # The target's share and every other column's; has padding left out; softcap; temperature.
 PLAIN, SMOOTHED = (1.0, 0.0), (0.87, 1e-3)
@@ -32,7 +30,7 @@ chunk_of_logits = functools.partial(loss_head_inputs.chunk_of_logits, device=DEV
 
 def check(logits, targets, shares):
     """Each statistic, and the gradient with and without a part of the entropy's."""
-    found = kernel.find_statistics(logits, targets, shares)
+    found = kernel.compute_statistics(logits, targets, shares)
     num_used = shares.num_real if shares.excludes_padding else logits.size(1)
     is_here = ((targets >= 0) & (targets < num_used)).cpu()
     assert torch.equal(found[2].cpu() > -torch.inf, is_here)
@@ -44,7 +42,7 @@ def check(logits, targets, shares):
 
     names = ["top", "total", "target", "entropy" if shares.has_entropy else "sum"][: len(found)]
     assert_as_specified(
-        finite(found), [logits], lambda t: finite(eager.find_statistics(t, targets.cpu(), shares)), *names
+        finite(found), [logits], lambda t: finite(eager.compute_statistics(t, targets.cpu(), shares)), *names
     )
     top = found[0] + torch.rand(logits.size(0), device=DEVICE)  # another shard's is larger
     top = top.masked_fill(top == -torch.inf, 3.0)
@@ -85,42 +83,6 @@ def test_scaled_logits_and_the_entropy_are_as_specified(shape, scaling, dtype):
 
 
 @kernel_test
-@pytest.mark.parametrize(("smoothing", "z_loss", "temperature", "has_entropy"), [
-    (0.0, 0.0, 1.0, False), (0.1, 1e-3, 0.7, False), (0.0, 1e-3, 1.0, True), (0.0, 0.0, 0.7, True)
-])  # fmt: skip
-def test_losses_and_the_numbers_of_each_row_are_as_specified(smoothing, z_loss, temperature, has_entropy):
-    n = kernel.ROWS + 5
-    numbers = (1000, 0, 3, smoothing, z_loss, False, 0.0, temperature, has_entropy, n)
-    settings = Settings(Shards(None, False), *numbers)
-    found = torch.randn(3 + (smoothing > 0) + has_entropy, 1, n, device=DEVICE)
-    found[1] = torch.cat((1 + torch.logspace(-7, 3, n - 3, device=DEVICE), torch.tensor([1.0, 0.0, torch.inf])))
-    labels = torch.randint(6, (1, n), device=DEVICE)
-
-    def results(module, found):
-        losses, kept = module.find_results(found, labels.to(found.device), settings)
-        return [*losses, *kept.nan_to_num()]
-
-    with np.errstate(divide="ignore", invalid="ignore"):
-        finite = found.clone()
-        finite[1, :, -2:] = 1.0
-        names = ["loss", *["entropy"] * has_entropy, "top", "total", *["expected"] * has_entropy]
-        assert_as_specified(results(kernel, finite), [finite], lambda t: results(eager, t), *names)
-        for ours, exact in zip(results(kernel, found), results(eager, found), strict=True):
-            torch.testing.assert_close(ours[0, -2:], exact[0, -2:], equal_nan=True)
-        rows = found[[0, 1, -1]][: 2 + has_entropy, 0, 2:]  # a part of longer rows
-        grads = torch.randn(1 + has_entropy, n - 2, device=DEVICE)
-        grads[:, :9] = 0
-
-        def list_rows(module, grads, rows):
-            where = labels[0, 2:].to(grads.device)
-            made = module.list_rows(where, where, grads[0], grads[1] if has_entropy else None, rows, settings)
-            return [t[:-2] for t in made[1:] if t is not None]
-
-        names = ["top", "scale", "grad", *["slope"] * has_entropy]
-        assert_as_specified(list_rows(kernel, grads, rows), [grads, rows], lambda *t: list_rows(eager, *t), *names)
-
-
-@kernel_test
 @pytest.mark.parametrize("scale", [1e-3, 0.3, 100.0])
 def test_the_cap_is_as_exact_as_torchs_tanh(scale):
     logits, targets = chunk_of_logits(3, 5000, torch.float32, scale)
@@ -155,7 +117,7 @@ def test_logits_up_to_the_largest_number_and_minus_infinity_have_the_right_expon
     logits[3] = -torch.inf  # a shard of which every column is excluded
     targets = torch.tensor([9, 3, -1, 0], device=DEVICE)
     shares = Shares(1.0, 0.0, logits.size(1), has_entropy=True)
-    found = kernel.find_statistics(logits, targets, shares)
+    found = kernel.compute_statistics(logits, targets, shares)
     assert found[0].tolist() == logits.amax(-1).tolist()
     assert found[1].tolist() == [2, 7, 1, 0] and found[3].tolist() == [0, 0, 0, 0]
     grad = torch.tensor([1.0, 1.0, 1.0, 0.0], device=DEVICE)
@@ -175,7 +137,7 @@ def test_nan_and_infinity_stay_in_their_row(has_entropy, value, place):
     logits, targets = chunk_of_logits(3, kernel.BLOCK + 9, torch.bfloat16)
     logits[1, place] = value
     shares = Shares(1.0, 0.0, logits.size(1), has_entropy=has_entropy)
-    found = kernel.find_statistics(logits, targets, shares)
+    found = kernel.compute_statistics(logits, targets, shares)
     for statistics in found[1::2]:
         assert statistics.isnan().tolist() == [False, True, False]
     grad = torch.ones(3, device=DEVICE)
@@ -194,8 +156,8 @@ def test_columns_of_minus_infinity_count_for_nothing_and_have_no_gradient(has_en
     logits, targets = chunk_of_logits(3, 2 * kernel.BLOCK, torch.float32)[0], torch.full((3,), -1, device=DEVICE)
     logits[:, : kernel.BLOCK] = -torch.inf
     shares = Shares(1.0, 0.0, logits.size(1) if has_entropy else 1, has_entropy=has_entropy)
-    alone = kernel.find_statistics(logits[:, kernel.BLOCK :].contiguous(), targets, shares)
-    found = kernel.find_statistics(logits, targets, shares)
+    alone = kernel.compute_statistics(logits[:, kernel.BLOCK :].contiguous(), targets, shares)
+    found = kernel.compute_statistics(logits, targets, shares)
     chosen = [0, 1, 3] if has_entropy else [0, 1]
     assert torch.equal(found[chosen], alone[chosen])
     one = torch.ones(3, device=DEVICE)
@@ -208,7 +170,7 @@ def test_columns_of_minus_infinity_count_for_nothing_and_have_no_gradient(has_en
 def test_no_rows_give_no_statistics(more):
     logits, targets = chunk_of_logits(0, 9, torch.float32)
     shares = Shares(1.0, 0.0, 5, *more) if more else Shares(0.9, 0.1, 9)
-    assert kernel.find_statistics(logits, targets, shares).shape == (4, 0)
+    assert kernel.compute_statistics(logits, targets, shares).shape == (4, 0)
     kernel.write_gradient_(logits, Rows(targets, *torch.empty(3 + bool(more), 0, device=DEVICE)), shares)
 
 
@@ -221,15 +183,13 @@ WHOLE = {
 
 @kernel_test
 @pytest.mark.parametrize(("head", "case"), WHOLE.values(), ids=WHOLE)
-@pytest.mark.parametrize("keeps_order", [False, True], ids=["ordered", "as given"])
-def test_the_whole_function_is_right_by_the_three_witnesses(head, case, keeps_order, monkeypatch):
-    monkeypatch.setattr(operators, "choose_backend", lambda x, cpu: kernel if x.dtype in DTYPES else cpu)
-    monkeypatch.setattr(function, "can_keep_order", lambda hidden, _: keeps_order and hidden.dtype in DTYPES)
+def test_the_whole_function_is_right_by_the_three_witnesses(head, case, monkeypatch):
+    monkeypatch.setattr(function, "choose_backend", lambda x, cpu: kernel if x.dtype in DTYPES else cpu)
     labels = random_labels(5, 2, 90, ignored=(0,))
 
     def ours(*tensors):
-        device, number = DEVICE if tensors[0].dtype in DTYPES else "cpu", 10 if keeps_order else 4
-        return head.ours(*(t.to(device) for t in (*tensors, labels)), chunk_tokens=number, **case).cpu()
+        device = DEVICE if tensors[0].dtype in DTYPES else "cpu"
+        return head.ours(*(t.to(device) for t in (*tensors, labels)), chunk_tokens=4, **case).cpu()
 
     for dtype in DTYPES:
         inputs, grad = head_inputs(s=5, b=2), head.random_grad(labels)
@@ -244,9 +204,9 @@ def test_a_chunk_of_more_than_two_billion_logits_is_addressed():
     logits[-9:] = torch.randn(9, columns)
     targets = torch.full((rows,), 5, device="cuda")
     shares = Shares(1.0, 0.0, columns)
-    found = kernel.find_statistics(logits, targets, shares)
+    found = kernel.compute_statistics(logits, targets, shares)
     assert_as_specified(
-        found[:, -9:], [logits[-9:]], lambda t: eager.find_statistics(t, targets[-9:].cpu(), shares), "0", "1", "2"
+        found[:, -9:], [logits[-9:]], lambda t: eager.compute_statistics(t, targets[-9:].cpu(), shares), "0", "1", "2"
     )
     assert (found[1, :-9] == columns).all()
     one = torch.ones(rows, device="cuda")
@@ -258,5 +218,5 @@ def test_a_chunk_of_more_than_two_billion_logits_is_addressed():
 def test_float64_is_refused_where_kernels_run():
     logits = torch.zeros(1, 8, dtype=torch.float64, device=DEVICE)
     with pytest.raises(ValueError, match="logits are torch.float64; expected float32, float16 or bfloat16"):
-        kernel.find_statistics(logits, torch.zeros(1, dtype=torch.int64, device=DEVICE), Shares(1.0, 0.0, 8))
+        kernel.compute_statistics(logits, torch.zeros(1, dtype=torch.int64, device=DEVICE), Shares(1.0, 0.0, 8))
     assert INTERPRETED or logits.is_cuda

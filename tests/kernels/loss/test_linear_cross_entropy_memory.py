@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tempo_kernels.linear_cross_entropy import checks, chunks, cpu, linear_cross_entropy
+from tempo_kernels.linear_cross_entropy import cpu, function, linear_cross_entropy, use_chunk_bytes
 
 
 class Allocations(TorchDispatchMode):
@@ -56,7 +56,7 @@ def test_at_most_one_chunk_of_logits_is_alive(case, dtype, monkeypatch):
 
     chunk_bytes, weight_bytes = chunk_tokens * v * dtype.itemsize, v * h * 4
     # A row in float32, and what eager.py makes of it.
-    block_bytes = (4 if head is HEADS["losses"] else 8 * 4) * v
+    block_bytes = (3 if head is HEADS["losses"] else 8) * 4 * v
     tokens_bytes = s * b * (h * 4 + 24 * 8)
     with torch.no_grad(), Allocations(hidden, weight, labels) as seen:
         run()
@@ -70,17 +70,18 @@ def test_at_most_one_chunk_of_logits_is_alive(case, dtype, monkeypatch):
     assert seen.peak_bytes <= peak < s * b * v * dtype.itemsize
 
 
-def test_with_fewer_tokens_than_rows_of_weight_backward_sums_in_neither_weights_gradient_nor_chunks(monkeypatch):
+def test_with_fewer_tokens_than_rows_of_weight_backward_sums_in_neither_weights_gradient_nor_chunks():
     tokens, h, v = 64, 256, 4000
-    monkeypatch.setitem(checks.CHUNK_BYTES, "cpu", tokens * 512 * 2)
+    chunk_bytes = tokens * 512 * 2
     hidden, weight = (torch.randn(shape).bfloat16().requires_grad_() for shape in ((tokens, 1, h), (v, h)))
     labels = torch.randint(v, (1, tokens))
-    peak, chunked = (
-        measure_peak(lambda n=n: linear_cross_entropy(hidden, weight, labels, chunk_tokens=n).sum(), hidden, weight)
-        for n in (None, 16)
-    )
+    with use_chunk_bytes(chunk_bytes):
+        peak, chunked = (
+            measure_peak(lambda n=n: linear_cross_entropy(hidden, weight, labels, chunk_tokens=n).sum(), hidden, weight)
+            for n in (None, 16)
+        )
     assert weight.grad.dtype == torch.bfloat16 and chunked > 3 * weight.nbytes  # a sum in float32, and its copy
-    assert peak < weight.nbytes + 4 * tokens * h * 4 + checks.CHUNK_BYTES["cpu"] + (1 << 19)
+    assert peak < weight.nbytes + 4 * tokens * h * 4 + chunk_bytes + cpu.BLOCK_ELEMENTS * 3 * 4
 
 
 @pytest.mark.gpu
@@ -122,7 +123,6 @@ def test_the_head_never_takes_more_than_the_logits_that_it_saves(has_weights, to
     """Nor more than in chunks of the default size, whose sum in float32 costs more than the logits of few tokens."""
     h, v = sizes
     monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", v)
-    monkeypatch.setitem(checks.CHUNK_BYTES, "cpu", 32 * v * 2)
     hidden = torch.randn(tokens, 1, h).bfloat16().requires_grad_()
     weight = (torch.randn(v, h) / h**0.5).bfloat16().requires_grad_()
     labels = torch.randint(v, (1, tokens))
@@ -138,7 +138,8 @@ def test_the_head_never_takes_more_than_the_logits_that_it_saves(has_weights, to
         return torch.nn.functional.cross_entropy(logits.view(tokens, v), labels[0])
 
     inputs = (hidden, weight, labels)
-    ours, chunked, stock = (measure_peak(each, *inputs) for each in (run, lambda: run(chunk_tokens=32), run_stock))
+    with use_chunk_bytes(32 * v * 2):
+        ours, chunked, stock = (measure_peak(each, *inputs) for each in (run, lambda: run(chunk_tokens=32), run_stock))
     small = 64 * tokens * 8 + 3 * 4 * v + 16 * tokens * h
     assert (ours <= chunked + small) and (ours <= stock + small), (ours, chunked, stock, small)
     if tokens == 64 and h == 256:
@@ -304,7 +305,7 @@ def test_fusion_without_main_grad_is_refused():
     torch.testing.assert_close(losses, F.cross_entropy(torch.zeros(1, V), torch.zeros(1).long()).expand(B, S))
 
 
-@pytest.mark.skipif(not chunks._HAS_WIDE_PRODUCT, reason="this torch cannot multiply 16-bit matrices into float32")
+@pytest.mark.skipif(not function._HAS_WIDE_PRODUCT, reason="this torch cannot multiply 16-bit matrices into float32")
 def test_on_a_gpu_each_chunks_product_is_added_to_the_weights_gradient_unrounded(monkeypatch):
     """Only CUDA has that product: here it is substituted, and meta tensors show that torch takes its arguments."""
     addmm, calls = torch.addmm, []
@@ -318,29 +319,13 @@ def test_on_a_gpu_each_chunks_product_is_added_to_the_weights_gradient_unrounded
         assert out is total and out.dtype == torch.float32
         return out.copy_(addmm(total, left.float(), right.float(), beta=beta))
 
-    monkeypatch.setattr(chunks, "_multiplies_into", lambda total: total.dtype == torch.float32)
+    monkeypatch.setattr(function, "_multiplies_into", lambda total: total.dtype == torch.float32)
     monkeypatch.setattr(torch, "addmm", add_product)
     grad_logits, tokens = torch.randn(4, 16, V).bfloat16(), torch.randn(4, 16, H).bfloat16()
     total = torch.full((V, H), float("nan"))
     for number in range(4):
-        chunks._accumulate(total, grad_logits[number].t(), tokens[number], is_empty=number == 0)
+        function._accumulate(total, grad_logits[number].t(), tokens[number], is_empty=number == 0)
     assert calls == [0, 1, 1, 1]
     exact = (grad_logits.double().flatten(0, 1).t() @ tokens.double().flatten(0, 1)).float()
     torch.testing.assert_close(total, exact, rtol=1e-5, atol=1e-5)
     assert not torch.allclose((grad_logits[0].t() @ tokens[0]).float(), grad_logits[0].float().t() @ tokens[0].float())
-
-
-def test_a_head_of_several_chunks_multiplies_into_the_gradient_where_torch_can(monkeypatch):
-    added = []
-
-    def add_product(total, left, right, **named):
-        added.append((tuple(total.shape), named.pop("out_dtype")))
-        named["out"].addmm_(left.float(), right.float(), beta=named["beta"])
-
-    hidden, weight = (torch.randn(shape).bfloat16().requires_grad_() for shape in ((S, B, H), (V, H)))
-    labels = random_labels()
-    monkeypatch.setattr(chunks, "_multiplies_into", lambda total: True)
-    monkeypatch.setattr(torch, "addmm", add_product)
-    linear_cross_entropy(hidden, weight, labels, chunk_tokens=-(-S * B // 3)).sum().backward()
-    assert added == [((V, H), torch.float32)] * 3
-    assert weight.grad is not None and weight.grad.isfinite().all()

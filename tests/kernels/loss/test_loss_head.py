@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,10 +21,11 @@ from loss_head_inputs import (
     reference,
 )  # fmt: skip
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from witness import assert_three_witnesses, kept_storages, outputs_and_gradients, ulp
 
-from tempo_kernels.linear_cross_entropy import checks, chunks, cpu, linear_cross_entropy, linear_log_prob
+from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob, use_chunk_bytes
+from tempo_kernels.linear_cross_entropy.checks import choose_chunks
+from tempo_kernels.linear_cross_entropy.settings import Shards
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAN, INF = float("nan"), float("inf")
@@ -51,16 +51,15 @@ def test_results_and_gradients_are_right_by_the_three_witnesses(case, dtype, chu
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @both_heads
-def test_gradients_of_chunks_of_columns_are_right_by_the_three_witnesses(head, dtype, monkeypatch):
+def test_gradients_of_chunks_of_columns_are_right_by_the_three_witnesses(head, dtype):
     """The last of four chunks has padding only, and the third some."""
     v = 400
-    monkeypatch.setitem(checks.CHUNK_BYTES, "cpu", 4096)
-    make_columns = Mock(side_effect=chunks.Head.make_columns)
-    monkeypatch.setattr(chunks.Head, "make_columns", lambda *inputs: make_columns(*inputs))
-    for has_bias in (False, True):
-        settings = head.cases["everything"] | {"vocab_size": 300}
-        assert_right(head, head_inputs(has_bias, v=v), random_labels(v=300), dtype, **settings)
-    assert [call.args[1].chunk_columns for call in make_columns.mock_calls] == [128, 128]
+    settings = head.cases["everything"] | {"vocab_size": 300}
+    with use_chunk_bytes(4096):
+        hidden, weight, _ = (t.to(dtype) for t in head_inputs(v=v))
+        assert choose_chunks(None, hidden, weight, Shards(None, False), True, True)[1] == 128
+        for has_bias in (False, True):
+            assert_right(head, head_inputs(has_bias, v=v), random_labels(v=300), dtype, **settings)
 
 
 @parametrize_covering(case=LOSSES.cases, dtype=DTYPES, chunk_tokens=[1, 4, 1000])
@@ -292,42 +291,3 @@ def test_what_does_not_fit_log_probabilities_is_refused_in_one_sentence(change, 
     arguments = {"labels": torch.zeros(B, S, dtype=torch.int64), **change}
     with pytest.raises(ValueError, match=message):
         linear_log_prob(torch.zeros(S, B, H), torch.zeros(V, H), **arguments)
-
-
-class _Operations(TorchDispatchMode):
-    """Notes the operations of torch, but for those of the backend."""
-
-    def __init__(self, monkeypatch):
-        super().__init__()
-        self.names, self._in_backend = [], False
-        for name in ("find_statistics", "write_gradient_"):
-            monkeypatch.setattr(cpu, name, self._leave_out(getattr(cpu, name)))
-
-    def _leave_out(self, function):
-        def call(*args):
-            self._in_backend = True
-            try:
-                return function(*args)
-            finally:
-                self._in_backend = False
-
-        return call
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not self._in_backend:
-            self.names.append(func.overloadpacket._qualified_op_name.removeprefix("aten::"))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("chunk_tokens", [None, S * B, S * B + 1])
-def test_where_one_chunk_holds_all_rows_nothing_is_cut_or_joined(chunk_tokens, monkeypatch):
-    """Each of these operations costs the host as much as the launch of a kernel."""
-    hidden, weight = (t.requires_grad_() for t in head_inputs(False)[:2])
-    labels, grad = random_labels(), torch.ones(B, S)
-    with _Operations(monkeypatch) as noted:
-        found = linear_cross_entropy(hidden, weight, labels, chunk_tokens=chunk_tokens)
-        forward, noted.names = noted.names, []
-        torch.autograd.grad(found, (hidden, weight), grad)
-    assert not {"slice", "alias", "copy_", "amax", "exp"} & {*forward, *noted.names}
-    assert forward.count("mm") == 1 and len(forward) <= 24
-    assert len(noted.names) <= 28

@@ -13,8 +13,9 @@ from distributed import run_ranks
 from loss_head_inputs import CASES, HEADS, H, head_inputs, losses, random_labels
 from witness import assert_within_rule
 
-from tempo_kernels.linear_cross_entropy import chunks, linear_cross_entropy, linear_log_prob, use_chunk_bytes
-from tempo_kernels.linear_cross_entropy.shards import Shards
+from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob, use_chunk_bytes
+from tempo_kernels.linear_cross_entropy.checks import choose_chunks
+from tempo_kernels.linear_cross_entropy.settings import Shards
 
 S, B, V = 8, 3, 100
 # Of the last of four shards nothing, or a part, is not padding.
@@ -101,11 +102,9 @@ def results_by_columns():
     (hidden, *parameters), labels, grad = few_tokens()
     parts = [hidden, *(t.chunk(2)[rank] for t in parameters)]
     ours = functools.partial(losses, group=dist.group.WORLD, vocab_start=300 * rank)
-    made = mock.patch.object(chunks.Head, "make_columns", autospec=True, side_effect=chunks.Head.make_columns)
-    with use_chunk_bytes(2 * 24 * 128), made as make_columns:
-        found = results_of(ours, parts, labels, grad)
-    assert make_columns.call_args.args[1].chunk_columns == 128
-    return found
+    with use_chunk_bytes(2 * 24 * 128):
+        assert choose_chunks(None, *parts[:2], Shards(dist.group.WORLD, False), True, True)[1] == 128
+        return results_of(ours, parts, labels, grad)
 
 
 def test_shards_whose_backward_goes_through_columns_equal_the_whole_computation():
