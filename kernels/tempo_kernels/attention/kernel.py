@@ -32,7 +32,7 @@ from tempo_kernels.attention.kernel_plan import (
 )
 from tempo_kernels.attention.settings import MASKED_SCORE, Gradients, Inputs, Kept, Settings
 from tempo_kernels.attention.walks import PASSES, SHAPES, Shape
-from tempo_kernels.kernel_launch import HAS_DESCRIPTORS, count_multiprocessors
+from tempo_kernels.kernel_launch import count_multiprocessors
 from tempo_kernels.philox.kernel import LANES, key_words
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -255,15 +255,6 @@ def _prepare(
         sink is not None,
         _count_documents(documents),
         samples is not None and settings.dropout_p > 0,
-        # Zeros behind a sample's keys, or a document's, only pointers give. On sm_100 a thread has half a row of
-        # scores, in a descriptor's order halves of many calls of Philox: by the machine code a tenth to a fifth more
-        # instructions with heads of 128 and 64.
-        HAS_DESCRIPTORS
-        and lengths is None
-        and documents is None
-        and q.dtype != torch.float32
-        and find_architecture(q.device) in ((90,) if settings.dropout_p else (90, 100))
-        and not any(t.data_ptr() % 16 for t in tensors),
     )
     words = key_words(numbers.dropout_key or 0)  # type: ignore[arg-type]  # the tensors are split off
     drawn = (*words, numbers.first_sample or 0, settings.first_head)

@@ -10,7 +10,7 @@ bits. `walks.choose_splits` says how many splits there are.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import triton
@@ -35,7 +35,7 @@ from tempo_kernels.attention.kernel_tile import (
     order_keys,
     store_rows,
 )
-from tempo_kernels.kernel_launch import Layout, Plan, launch
+from tempo_kernels.kernel_launch import Plan, launch
 from tempo_kernels.philox.kernel import load_draw
 
 IS_SUPPORTED = "disable_licm" in inspect.signature(tl.range.__init__).parameters
@@ -316,11 +316,11 @@ class HeadPlans(NamedTuple):
     finish: Plan
 
 
-def plan_heads(num_row_blocks: int, num_kv_heads: int, layouts: Mapping[int, Layout], **numbers: Any) -> HeadPlans:
-    """Plans the three launches; the layouts are the walk's, the numbers have the names of the kernels' arguments."""
+def plan_heads(num_row_blocks: int, num_kv_heads: int, **numbers: Any) -> HeadPlans:
+    """Plans the three launches; the numbers have the names of the kernels' arguments."""
     return HeadPlans(
         Plan((num_row_blocks,), **{name: numbers[name] for name in _PREPARES}),
-        Plan((num_kv_heads * numbers["KEY_SPLITS"] * numbers["QUERY_SPLITS"],), DRAWN, layouts, **numbers),
+        Plan((num_kv_heads * numbers["KEY_SPLITS"] * numbers["QUERY_SPLITS"],), DRAWN, **numbers),
         Plan((num_row_blocks,), **{name: numbers[name] for name in _FINISHES}),
     )
 

@@ -12,17 +12,12 @@ from tempo_kernels.attention import kernel_heads as whole_heads
 from tempo_kernels.attention.kernel_tile import DRAWN
 from tempo_kernels.attention.settings import MASKED_SCORES, Settings
 from tempo_kernels.attention.walks import Shape, Splits, group_heads, round_up, shape_statistics, shape_sums
-from tempo_kernels.kernel_launch import Layout, Plan, cache_plans
+from tempo_kernels.kernel_launch import Plan, cache_plans
 from tempo_kernels.philox import effective_probability
 
 PIPELINES_BRANCHES = not triton.__version__.startswith("3.2.")  # triton 3.2 cannot order loads around branches
 
 Strides = tuple[int, ...]
-
-# By the machine code for sm_90 and the model of benchmarks/roofline, descriptors take 1 to 9 % off forward with heads
-# of 40 to 256, also of 192 beside values of 128. With heads of 16 and 32 pointers are 1 to 7 % faster. In one walk the
-# two are within 2 %, but descriptors leave 0 or 8 bytes of spilled registers of up to 64 with heads of 96.
-MAX_POINTED_HEAD_DIM = 32
 
 _NO_LIMIT = -(1 << 30)  # an offset that no row reaches
 
@@ -54,8 +49,6 @@ class Form(NamedTuple):
     num_documents: int | None
     """None where the row is not packed."""
     loads_samples: bool
-    describes: bool
-    """Whether the GPU has tensor descriptors, and the tensors' types and addresses suit them."""
 
 
 class WalkPlans(NamedTuple):
@@ -80,10 +73,9 @@ def plan_forward(form: Form, shape: Shape) -> Plan:
     num_queries, batch, heads, _ = form.q_shape
     num_keys, _, groups, _ = form.k_shape
     blocks = _count_blocks(form, num_queries, shape.queries)
-    layouts = _describe_keys(form, shape.keys)
-    numbers = _list_numbers(form, shape) | {"DESCRIBES": bool(layouts)}
+    numbers = _list_numbers(form, shape) | {"DESCRIBES": False}
     numbers["heads_in_turn"] = _group_kv_heads(form, num_keys) * (heads // groups)
-    return Plan((blocks * batch * heads,), DRAWN, layouts, **numbers)
+    return Plan((blocks * batch * heads,), DRAWN, **numbers)
 
 
 @cache_plans
@@ -108,8 +100,7 @@ def plan_one_walk(form: Form, shape: Shape, splits: Splits) -> HeadsPlans:
     """Plans the three launches of kernel_heads.py."""
     statistics_shape, sums_shape = shape_statistics(form.q_shape), shape_sums(form.q_shape, splits.keys)
     _, batch, heads, padded = statistics_shape
-    layouts = _describe_queries(form, shape.queries)
-    numbers = _list_numbers(form, shape) | {"DESCRIBES": bool(layouts)}
+    numbers = _list_numbers(form, shape) | {"DESCRIBES": False}
     numbers |= {"softmax_scale": form.softmax_scale, "KEEPS_APART": True}
     numbers |= {"KEY_SPLITS": splits.keys, "QUERY_SPLITS": splits.queries}
     # A warp has at least 16 columns of grad_q and 8 of its rows; where there are more warps, they share the rows.
@@ -118,7 +109,7 @@ def plan_one_walk(form: Form, shape: Shape, splits: Splits) -> HeadsPlans:
     return HeadsPlans(
         statistics_shape,
         sums_shape,
-        whole_heads.plan_heads(num_row_blocks, num_kv_heads, layouts, **numbers),
+        whole_heads.plan_heads(num_row_blocks, num_kv_heads, **numbers),
     )
 
 
@@ -145,47 +136,6 @@ def _group_kv_heads(form: Form, rows_read: int) -> int:
         return 1
     _, batch, groups, _ = form.k_shape
     return group_heads(batch * groups, rows_read * (form.q_shape[3] + form.v_shape[3]) * 2)
-
-
-def _describe_queries(form: Form, block: int) -> dict[int, Layout]:
-    """Returns the layouts of q and grad_out by their places among a pass's pointers, for blocks of rows of one head: t
-    [s, b, a, d] as [b, a, s, d]. There are none where the passes take pointers."""
-    layouts = {}
-    for place, head_dim in ((0, form.q_shape[3]), (3, form.v_shape[3])):
-        s, b, heads, _ = form.q_shape
-        steps = _find_steps(form, (s, b, heads, head_dim), form.strides[place])
-        if steps is None:
-            return {}
-        by_row, by_sample, by_head = steps
-        block_shape = (1, 1, block, round_up(head_dim))
-        layouts[place] = Layout((b, heads, s, head_dim), (by_sample, by_head, by_row, 1), block_shape)
-    return layouts
-
-
-def _describe_keys(form: Form, block: int) -> dict[int, Layout]:
-    """Returns the layouts of k and v by their places among a pass's pointers, for blocks of keys of one head in the
-    order of kernel_tile.order_keys: key 8 i + 2 j + k of t [s, b, g, d] is at [sample and head, j, i, k]. There are
-    none where the passes take pointers. A descriptor has up to 5 dimensions, so that samples and heads need a stride in
-    common, and keys come by eights."""
-    layouts = {}
-    for place, (s, b, heads, head_dim) in ((1, form.k_shape), (2, form.v_shape)):
-        steps = _find_steps(form, (s, b, heads, head_dim), form.strides[place])
-        if steps is None or s % 8 or (b > 1 and heads > 1 and steps[1] != heads * steps[2]):
-            return {}
-        by_key, by_sample, by_head = steps
-        strides = (by_head if heads > 1 else by_sample, 2 * by_key, 8 * by_key, by_key, 1)
-        shape, block_shape = (b * heads, 4, s // 8, 2, head_dim), (1, 4, block // 8, 2, round_up(head_dim))
-        layouts[place] = Layout(shape, strides, block_shape)
-    return layouts
-
-
-def _find_steps(form: Form, sizes: tuple[int, ...], strides: Strides) -> list[int] | None:
-    """Returns the strides of a tensor's first three dimensions for a descriptor; None where no descriptor has them. A
-    dimension of one element has no stride of its own. A block wider than head_dim is filled up with zeros."""
-    steps = [stride if size > 1 else 8 for size, stride in zip(sizes[:3], strides[:3], strict=True)]
-    is_faster = form.describes and form.q_shape[3] > MAX_POINTED_HEAD_DIM
-    suits = is_faster and all(step > 0 and step % 8 == 0 for step in steps)
-    return steps if suits else None
 
 
 def _list_numbers(form: Form, shape: Shape) -> dict[str, Any]:

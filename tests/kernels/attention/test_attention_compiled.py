@@ -26,7 +26,6 @@ from tempo_kernels.attention import kernel_rows as rows
 from tempo_kernels.attention.documents import Documents
 from tempo_kernels.attention.settings import Inputs, Kept, Settings
 from tempo_kernels.attention.walks import Splits
-from tempo_kernels.kernel_launch import HAS_DESCRIPTORS
 
 # sm_86, sm_89 and sm_120 run the tiles of sm_80, with less room than that has.
 SHARED_BYTES = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -112,21 +111,6 @@ def test_one_walk_keeps_its_sums_in_registers_and_adds_16_bytes_at_a_time(head_d
     added = [one.name for one in code if one.name.startswith("RED")]
     tile = walk.arguments["BLOCK_QUERIES"] * head_dim
     assert len(added) * 4 * 32 * walk.num_warps == tile and all("F32x4" in name for name in added), added
-
-
-@pytest.mark.skipif(not HAS_DESCRIPTORS, reason="this version of Triton gets no tensor descriptors")
-@pytest.mark.parametrize(("capability", "p"), [(90, 0.1), *exhaustive((90, 0.0), (100, 0.0))])
-def test_descriptors_spare_instructions_and_registers_of_forward(capability, p):
-    """2047 keys do not come by eights. What a warp issues while its products run is spared, too."""
-    counts = []
-    for s in (2047, 2048):
-        kernel = compiled(attention_launches(capability, 128, s=s, dropout_p=p)[0], capability)
-        body = find_body(parse(read_cubin(kernel.asm["cubin"], "-sass")))
-        copies = sum(one.name.startswith("UTMALDG") for one in body.instructions)
-        assert copies == (0 if s % 8 else 2)
-        assert len([one for one in body.instructions if one.name.startswith(("LDL", "STL"))]) <= (6 if s % 8 else 0)
-        counts.append(body.issued - body.find_shadow(1024))
-    assert counts[1] < 0.98 * counts[0]
 
 
 # Rows of SHAPES that the tests above leave out, float32, which all share, and the padding of 80 to 128: sm_80 has the
@@ -246,5 +230,4 @@ def test_new_keys_lengths_and_strides_compile_nothing_anew():
     for s, p, key, first_sample in calls:
         launches = attention_launches(90, 64, s=s, dropout_p=p, dropout_key=key, first_sample=first_sample)
         hashes |= {source_of(launch).hash() for launch in launches}
-    # Descriptors are for keys that come by eights.
-    assert len(hashes) == 3 + HAS_DESCRIPTORS
+    assert len(hashes) == 3

@@ -5,7 +5,6 @@ The backward of one walk is that of kernel_heads.py.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import pytest
@@ -21,7 +20,7 @@ from tempo_kernels.attention import blocks, eager, find_backend, kernel_plan, ke
 from tempo_kernels.attention import kernel as attention_kernel
 from tempo_kernels.attention import kernel_tile as tile
 from tempo_kernels.attention.settings import Inputs, Kept
-from tempo_kernels.kernel_launch import HAS_DESCRIPTORS, Layout, forget_plans
+from tempo_kernels.kernel_launch import forget_plans
 from tempo_kernels.philox import drop_mask, effective_probability
 
 # sq, sk, b, a, g, d
@@ -296,69 +295,6 @@ def test_one_walk_drops_the_specified_elements_bit_for_bit(splits, monkeypatch):
     expected = drop_mask(KEY, 0.4, **where, num_columns=sk)
     for name, found in zip(("forward", "grad_q", "grad_v"), dropped_elements(chosen, sq, sk, 1, 1, 128), strict=True):
         assert torch.equal(found[0, 0].cpu(), expected), name
-
-
-# sq, sk, b, a, g, d; dv; window; p; how many tensors forward and backward describe
-DESCRIBED = {
-    "causal": ((136, 136, 2, 2, 2, 64), 64, None, 0.1, (2, 2)),
-    "grouped, window": ((70, 152, 1, 4, 2, 128), 128, (40, 3), 0.1, (2, 2)),
-    "odd": ((70, 131, 2, 2, 2, 64), 64, None, 0.0, (0, 2)),
-    "one head": ((9, 8, 2, 1, 1, 64), 64, None, 0.1, (2, 2)),
-    "padded heads": ((40, 40, 1, 2, 1, 96), 72, None, 0.1, (2, 2)),
-    "small values": ((40, 40, 1, 1, 1, 40), 24, None, 0.1, (2, 2)),
-    "small heads": ((40, 40, 1, 1, 1, 32), 32, None, 0.1, (0, 0)),
-    "wide heads": ((40, 72, 1, 1, 1, 192), 128, None, 0.1, (2, 0)),  # backward in two walks
-    "heads of no eights": ((40, 40, 1, 1, 1, 36), 36, None, 0.1, (0, 0)),
-}
-
-
-@kernel_test
-@pytest.mark.skipif(not HAS_DESCRIPTORS, reason="this version of Triton gets no tensor descriptors")
-@parametrize_covering(each={"form": DESCRIBED}, dtype=[torch.bfloat16, torch.float16], changes=[False, True])
-def test_described_tensors_do_what_is_specified_and_give_the_bits_that_pointers_give(form, dtype, changes, monkeypatch):
-    shape, dv, window, p, expected = form
-    take_walk(monkeypatch, 2 if expected[1] else 0)
-    described, describe = [], Layout.describe
-    monkeypatch.setattr(Layout, "describe", lambda self, t: described.append(t) or describe(self, t))
-    q, k, *others = random_inputs(*shape, dtype)
-    v, grad = (t[..., :dv] for t in others)
-    mask, more, chosen = None, {}, settings(window is None, p, window_size=window)
-    if changes:
-        sq, sk, b, a = shape[:4]
-        mask = (torch.rand(b, a, sq, sk) < 0.3).to(DEVICE)
-        more = {
-            "bias": torch.randn(1, a, sq, sk, device=DEVICE).to(dtype),
-            "alibi_slopes": torch.rand(a, device=DEVICE),
-        }
-        chosen = dataclasses.replace(chosen, softcap=5.0)
-    check(q, k, v, grad, chosen, mask, **more)
-    assert len(described) == sum(expected)
-    # A descriptor has keys in another order. Where no score differs and all else is whole, sums are exact in any order.
-    q.zero_()
-    for whole in (k, v, grad):
-        whole.mul_(4).round_()
-    found = run(attention_kernel, q, k, v, grad, mask, None, chosen)
-    assert len(described) == 2 * sum(expected)
-    monkeypatch.setattr(attention_kernel, "HAS_DESCRIPTORS", False)
-    by_pointers = run(attention_kernel, q, k, v, grad, mask, None, chosen)
-    assert len(described) == 2 * sum(expected)
-    assert all(torch.equal(a, b) for a, b in zip(found, by_pointers, strict=True))
-
-
-@kernel_test
-@pytest.mark.skipif(not HAS_DESCRIPTORS, reason="this version of Triton gets no tensor descriptors")
-def test_what_no_descriptor_suits_is_read_by_pointers(monkeypatch):
-    described = []
-    monkeypatch.setattr(Layout, "describe", lambda self, t: described.append(t))
-    q = torch.zeros(8, 2, 2, 64, dtype=torch.bfloat16, device=DEVICE)
-    misplaced = torch.zeros(q.numel() + 1, dtype=torch.bfloat16, device=DEVICE)[1:].view(q.shape)
-    odd_rows = torch.zeros(8, 2, 2, 65, dtype=torch.bfloat16, device=DEVICE)[..., :64]
-    samples_inside = torch.zeros_like(q).transpose(1, 2)  # samples and heads have no stride in common
-    for k in (misplaced, odd_rows, samples_inside, q[:, :, :1].expand(-1, -1, 2, -1)):
-        attention_kernel.forward(Inputs(q, k, k), settings())
-    attention_kernel.forward(Inputs(q, q, q, None, torch.tensor([8, 3], device=DEVICE)), settings())
-    attention_kernel.forward(Inputs(q.float(), q.float(), q.float()), settings())
-    assert not described
 
 
 @kernel_test
