@@ -73,15 +73,12 @@ SHARED_MODULES = (
     "backend",
     "compiled",
     "derivative",
-    "fakes",
     "kernel_launch",
     "kernel_numbers",
     "kernel_sums",
     "kernel_tiles",
     "opaque",
-    "refill",
     "saved",
-    "transforms",
 )
 
 

@@ -1,4 +1,4 @@
-"""Launches by plans: the same plan for equal arguments, the tensors' device, and no number that compiles a kernel again."""
+"""Launches by plans: one plan for equal arguments, the tensors' device, and no number that compiles a kernel again."""
 
 from __future__ import annotations
 

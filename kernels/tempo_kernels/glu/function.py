@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from tempo_kernels.activation import ACTIVATIONS, OperationOfInput, check_tensors
+from tempo_kernels.derivative import takes_plain_tensors
 from tempo_kernels.glu import cpu
-from tempo_kernels.transforms import takes_plain_tensors
 
 
 @takes_plain_tensors

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tempo_kernels.fakes import skip_alike
 from tempo_kernels.linear_cross_entropy.settings import Settings
 from tempo_kernels.linear_cross_entropy.shards import take
+from tempo_kernels.opaque import skip_alike
 
 ROW_BLOCK_BYTES = 1 << 25
 # Columns of the vocabulary per product on a CPU: few enough that the result of a few tokens stays in the cache.

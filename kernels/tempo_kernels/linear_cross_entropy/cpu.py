@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tempo_kernels.fakes import skip_alike
 from tempo_kernels.linear_cross_entropy import eager
 from tempo_kernels.linear_cross_entropy.eager import find_results, list_rows, locate_columns, make_finite
 from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
+from tempo_kernels.opaque import skip_alike
 
 __all__ = ["find_results", "find_statistics", "list_rows", "write_gradient_"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tempo_kernels.derivative import first_derivative_only
+from tempo_kernels.derivative import first_derivative_only, takes_plain_tensors
 from tempo_kernels.linear_cross_entropy.checks import check_main_grad, check_scaling, check_tensors, make_settings
 from tempo_kernels.linear_cross_entropy.operators import (
     can_keep_order,
@@ -24,7 +24,6 @@ from tempo_kernels.linear_cross_entropy.operators import (
 from tempo_kernels.linear_cross_entropy.settings import Settings
 from tempo_kernels.linear_cross_entropy.shards import Shards
 from tempo_kernels.opaque import call_untraced, is_traced
-from tempo_kernels.transforms import takes_plain_tensors
 
 _SCALED_ELEMENTS = 1 << 22
 

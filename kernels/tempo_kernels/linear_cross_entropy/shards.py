@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from tempo_kernels.fakes import skip_alike
+from tempo_kernels.opaque import skip_alike
 
 
 def take(t: Tensor, block: slice, dim: int = 0) -> Tensor:

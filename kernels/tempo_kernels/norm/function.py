@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.backend import choose_backend
-from tempo_kernels.derivative import first_derivative_only
-from tempo_kernels.fakes import run_or_simulate
+from tempo_kernels.derivative import first_derivative_only, takes_plain_tensors
 from tempo_kernels.norm import cpu
 from tempo_kernels.norm.operands import Kept, Norm, Statistics, choose_output_dtype
-from tempo_kernels.opaque import call_untraced, is_traced, opaque
-from tempo_kernels.refill import allow_refill
-from tempo_kernels.transforms import takes_plain_tensors
+from tempo_kernels.opaque import call_untraced, is_traced, opaque, run_or_simulate
+from tempo_kernels.saved import allow_refill
 
 OPERANDS = "Tensor weight, Tensor? bias, float eps, bool subtracts_mean, bool zero_centered"
 

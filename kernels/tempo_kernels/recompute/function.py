@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tempo_kernels.derivative import first_derivative_only
+from tempo_kernels.derivative import check_transforms, first_derivative_only
 from tempo_kernels.recompute.graph import is_about_to_run
-from tempo_kernels.refill import allow_refill
-from tempo_kernels.transforms import check_transforms
+from tempo_kernels.saved import allow_refill
 
 _WRITES = (
     "function writes to an argument or to a buffer of its module, and would write again in its second run; expected a "

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tempo_kernels.derivative import check_transforms
 from tempo_kernels.recompute.function import _are_equal, _Call, _find_other_leaf, _read_random_states
 from tempo_kernels.recompute.kept_outputs import run_attention
 from tempo_kernels.saved import KeepInput
-from tempo_kernels.transforms import check_transforms
 
 
 def recompute_in_tiles(

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from tempo_kernels.activation import ACTIVATE, check_tensors, list_gradients, shape_gradients
 from tempo_kernels.backend import choose_backend
-from tempo_kernels.derivative import first_derivative_only
+from tempo_kernels.derivative import first_derivative_only, takes_plain_tensors
 from tempo_kernels.opaque import opaque
 from tempo_kernels.squared_relu import cpu
-from tempo_kernels.transforms import takes_plain_tensors
 
 
 @takes_plain_tensors
