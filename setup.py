@@ -22,7 +22,7 @@ DEEPSPEED = ["deepspeed>=0.16"]
 TRAIN = [*MEGATRON, *DEEPSPEED, "tokenizers", "safetensors", "tensorboard", "matplotlib", "plotly", "tqdm", "pyyaml"]
 DOCS = ["mkdocs-material>=9.6,<10", "mkdocstrings-python"]  # the site; docs/site/mkdocs.yml says why these
 DATA = ["pyarrow", "zstandard"]
-GPU = ["triton>=3.2; sys_platform == 'linux'"]
+GPU = ["triton>=3.3; sys_platform == 'linux'"]
 MPI = ["mpi4py"]
 BENCHMARKS = ["scikit-learn"]  # the digits of benchmarks/training_proof.py
 TEST = [
@@ -77,7 +77,7 @@ setup(
     ],
     data_files=config_files(),
     package_data={name: ["py.typed"] for name in ("tempo_kernels", "tempo_torch", "tempo_megatron")},
-    install_requires=["torch>=2.6", "numpy"],
+    install_requires=["torch>=2.7", "numpy"],
     extras_require={
         "megatron": MEGATRON,
         "deepspeed": DEEPSPEED,

@@ -7,8 +7,8 @@
 #       TORCH_INDEX_URL  the package index to take torch from where none is at hand
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
-TORCH="torch>=2.6"
-TORCH_IS_NEW_ENOUGH='import torch; raise SystemExit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6))'
+TORCH="torch>=2.7"
+TORCH_IS_NEW_ENOUGH='import torch; raise SystemExit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7))'
 
 die() {
     printf '%s\n' "$*" >&2

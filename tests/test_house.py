@@ -73,15 +73,13 @@ SHARED_MODULES = (
     "backend",
     "compiled",
     "derivative",
-    "fakes",
+    "late_check",
     "kernel_launch",
     "kernel_numbers",
     "kernel_sums",
     "late_check",
     "opaque",
-    "refill",
     "saved",
-    "transforms",
 )
 
 

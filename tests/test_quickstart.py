@@ -73,7 +73,7 @@ def test_torch_is_installed_from_the_nearest_place_that_has_the_right_build(
     assert done.returncode == 0, done.stderr
     found = [call for call in (tmp_path / "calls").read_text().splitlines() if " -m pip install " in call]
     for call, options in zip(found, calls, strict=True):
-        assert call.endswith(f"{options} torch>=2.6") and ("index" in call) == bool(options)
+        assert call.endswith(f"{options} torch>=2.7") and ("index" in call) == bool(options)
     assert all(words in done.stdout for words in said)
 
 

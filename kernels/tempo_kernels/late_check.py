@@ -24,7 +24,7 @@ class LateCheck:
         self._under_way: collections.deque[tuple[Tensor, Callable[[], bool]]] = collections.deque()
 
     def note(self, flag: Tensor) -> None:
-        """Take one 0-dim bool flag. Ignore a fake one, which has no value, and any flag during the capture of a CUDA
+        """Takes one 0-dim bool flag. Ignores a fake one, which has no value, and any flag during the capture of a CUDA
         graph, which the host cannot follow."""
         if isinstance(flag, FakeTensor):
             return
@@ -34,7 +34,7 @@ class LateCheck:
             self._under_way.append(copy_to_host(flag))
 
     def raise_if_noted(self) -> None:
-        """Raise the error where a flag that has arrived is True."""
+        """Raises the error where a flag that has arrived is True."""
         while self._under_way and self._under_way[0][1]():
             self._raise_if(self._under_way.popleft()[0])
 
@@ -45,7 +45,7 @@ class LateCheck:
 
 
 def copy_to_host(flag: Tensor) -> tuple[Tensor, Callable[[], bool]]:
-    """Start the copy of a flag from a GPU. Returns host memory, and a function that says whether the flag is there."""
+    """Starts the copy of a flag from a GPU. Returns host memory, and a function that says whether the flag is there."""
     host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
     host.copy_(flag, non_blocking=True)
     event = torch.cuda.Event()

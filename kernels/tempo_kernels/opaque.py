@@ -1,26 +1,29 @@
 """Makes functions opaque: torch.compile, fake tensors and autocast do not look into them.
 
-In a compiled graph such a function is one node whose shapes are known beforehand. Nothing in it is traced: no size,
-number or key is compiled in, and no branch on data breaks the graph. Fake and meta tensors get results of the same
-shapes without any computation. With ordinary tensors the function is called directly, at no cost.
-
-Autocast does not reach inside: the dtype of the inputs is that of the products, in forward and in backward.
+In a compiled graph such a function is one node whose shapes are known beforehand: no size, number or key is compiled
+in, and no branch on data breaks the graph. Fake and meta tensors get results of the same shapes without any
+computation; a program that counts memory on fake tensors passes to `simulate` what runs instead. With ordinary tensors
+the function is called directly. Autocast does not reach inside: the inputs' dtype is the products', in both directions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tempo_kernels.fakes import find_simulation
-
 Function = Callable[..., Sequence[Tensor]]
 ResultT = TypeVar("ResultT")
+RoundT = TypeVar("RoundT")
 
+NUM_ROUNDS = 3
+"""The rounds that a loop over fake blocks runs: the first, one that represents all others, and the last."""
+
+_simulation: Callable[..., Any] | None = None
 _WORD = 1 << 32
 
 
@@ -42,10 +45,7 @@ class Opaque:
 
     def call(self, first: Tensor, *others: Any, **more: Any) -> Sequence[Tensor]:
         """Calls the function itself, whatever `first` is. `more` may hold arguments that an operator cannot take."""
-        if _is_autocast(first):
-            with without_autocast(first.device.type):
-                return self._function(first, *others, **more)
-        return self._function(first, *others, **more)
+        return call_untraced(self._function, first, first, *others, **more)
 
     def trace(self, first: Tensor, *others: Any) -> Sequence[Tensor]:
         """Calls the operator: in a graph it becomes a node, with fake tensors it returns empty results."""
@@ -54,29 +54,10 @@ class Opaque:
 
     def __call__(self, first: Tensor, *others: Any) -> Sequence[Tensor]:
         """Calls the function, as an operator if `first` is traced."""
-        if is_traced(first):
-            simulation = find_simulation(first)
-            return self.trace(first, *others) if simulation is None else simulation(self, first, *others)
-        return self.call(first, *others) if _is_autocast(first) else self._function(first, *others)
-
-
-def _is_autocast(tensor: Tensor) -> bool:
-    # Asking about all devices first is ten times cheaper than asking about this one.
-    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(tensor.device.type)
-
-
-def call_untraced(function: Callable[..., ResultT], first: Tensor, *others: Any) -> ResultT:
-    """Returns function(*others), called as an opaque function is where nothing traces `first`, but without packing the
-    arguments into an operator's operands."""
-    if _is_autocast(first):
-        with without_autocast(first.device.type):
-            return function(*others)
-    return function(*others)
-
-
-def is_traced(tensor: Tensor) -> bool:
-    """Whether torch.compile traces this call, or the tensor is fake or meta."""
-    return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor) or tensor.is_meta
+        if not is_traced(first):
+            return self.call(first, *others)
+        simulation = _get_simulation(first)
+        return self.trace(first, *others) if simulation is None else simulation(self, first, *others)
 
 
 def opaque(schema: str, shapes: Function) -> Callable[[Function], Opaque]:
@@ -89,17 +70,32 @@ def opaque(schema: str, shapes: Function) -> Callable[[Function], Opaque]:
     return lambda function: Opaque(schema, function, shapes)
 
 
+def is_traced(tensor: Tensor) -> bool:
+    """Whether torch.compile traces this call, or the tensor is fake or meta."""
+    return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+def call_untraced(function: Callable[..., ResultT], first: Tensor, *others: Any, **more: Any) -> ResultT:
+    """Returns function(*others, **more) without the autocast of `first`'s device, as an opaque function is called where
+    nothing traces `first`."""
+    device_type = first.device.type
+    if torch.is_autocast_enabled(device_type):
+        with without_autocast(device_type):
+            return function(*others, **more)
+    return function(*others, **more)
+
+
+def without_autocast(device_type: str) -> torch.autocast:
+    """Returns a context in which no operation casts its inputs."""
+    return torch.autocast(device_type, enabled=False)
+
+
 def separate(*tensors: Tensor | None) -> list[Tensor | None]:
     """Returns the tensors, under torch.compile as distinct objects: it refuses an autograd.Function that is given the
     same object twice, as in attention(x, x, x)."""
     if not torch.compiler.is_compiling():
         return list(tensors)
     return [None if t is None else t.view_as(t) for t in tensors]
-
-
-def without_autocast(device_type: str) -> torch.autocast:
-    """Returns a context in which no operation casts its inputs."""
-    return torch.autocast(device_type, enabled=False)
 
 
 def split_key(key: int | Tensor | None) -> tuple[int, int]:
@@ -113,3 +109,37 @@ def split_key(key: int | Tensor | None) -> tuple[int, int]:
 def join_key(low: int, high: int) -> int:
     """Returns the key that has these words."""
     return low | high << 32
+
+
+@contextlib.contextmanager
+def simulate(run: Callable[..., Any]) -> Iterator[None]:
+    """Replaces calls of `function` with fake tensors inside the context by run(function, *inputs, **numbers), where
+    `function` is an Opaque operation or was given to `run_or_simulate`."""
+    global _simulation
+    before, _simulation = _simulation, run
+    try:
+        yield
+    finally:
+        _simulation = before
+
+
+def run_or_simulate(function: Callable[..., ResultT], first: Tensor, *others: Any, **numbers: Any) -> ResultT:
+    """Returns function(first, *others, **numbers), or, if `first` is fake, what the innermost `simulate` returns
+    instead. No size depends on `numbers`."""
+    simulation = _get_simulation(first)
+    if simulation is None:
+        return function(first, *others, **numbers)
+    result: ResultT = simulation(function, first, *others, **numbers)
+    return result
+
+
+def skip_alike(rounds: Sequence[RoundT], x: Tensor) -> Sequence[RoundT]:
+    """Returns the rounds of a loop over blocks of x, or, if x is fake, only the first two and the last: the rounds
+    between make and free what the second one does."""
+    if len(rounds) <= NUM_ROUNDS or not isinstance(x, FakeTensor):
+        return rounds
+    return [*rounds[: NUM_ROUNDS - 1], rounds[-1]]
+
+
+def _get_simulation(x: Tensor) -> Callable[..., Any] | None:
+    return _simulation if isinstance(x, FakeTensor) else None

@@ -1,17 +1,63 @@
-"""Reads and replaces what autograd keeps for backward."""
+"""Reads and replaces what autograd keeps for backward, and says which outputs can be made again in its place.
+
+An operation offers by `allow_refill` to make its output again; `recompute.drop` takes the offer. Torch counts the
+writes to a tensor, even those that no graph sees, as under no_grad. An output that was written to differs from what its
+operation would make, so `drop` refuses it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-# torch 2.6 does not say whether hooks keep a saved tensor.
-CAN_ASK_FOR_HOOKS = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
+
+class Refillable(Protocol):
+    """The grad_fn of an output that can be made again: that of an autograd.Function which keeps inputs only and whose
+    forward calls `allow_refill`."""
+
+    refill: Callable[[Any, Tensor], None]
+    """refill(grad_fn, out) makes `out`, of the output's shape, strides and dtype, hold the output once more."""
+
+    version: int | None
+    """The output's version when it was made; None where torch counts none."""
+
+    saved_tensors: tuple[Tensor | None, ...]
+
+
+def allow_refill(ctx: Any, y: Tensor, refill: Callable[[Any, Tensor], None]) -> None:
+    """Lets the grad_fn of an autograd.Function make its output y again; called at the end of forward.
+
+    Args:
+        ctx: of the forward; becomes a `Refillable`.
+        refill: see Refillable.
+    """
+    ctx.refill, ctx.version = refill, get_version(y)
+
+
+def can_refill(y: Tensor) -> bool:
+    """Whether `drop` can drop y: it has a graph, and `recompute` or an operation with keep="input" made it."""
+    return hasattr(y.grad_fn, "refill")
+
+
+def get_version(y: Tensor) -> int | None:
+    """Returns how often y was written to; None for an inference tensor and under a compiler, which do not count it."""
+    return None if torch.compiler.is_compiling() or y.is_inference() else y._version
+
+
+def check_version(y: Tensor) -> None:
+    """Raises ValueError if y, which its grad_fn can make again, was written to since."""
+    producer = cast(Any, y.grad_fn)
+    if producer.version not in (None, y._version):
+        raise ValueError(
+            f"y of shape {list(y.shape)} was written to in place after {producer.name()} made it, as by a forward hook "
+            "under no_grad, and would be made again without that; expected it as it was made; let the hook return "
+            "another tensor, or leave the operation to stock"
+        )
 
 
 class Kept:
@@ -87,31 +133,30 @@ def find_nodes_since(number: int, outputs: Iterable[Tensor]) -> Iterator[Any]:
 
 def find_saved_tensors(node: Any) -> Iterator[tuple[Any, Tensor | Kept]]:
     """Yields (SavedTensor, the tensor or Kept in it) of a node, except those that other hooks keep."""
-    is_python = isinstance(node, torch.autograd.function.BackwardCFunction)
-    for name in ("_raw_saved_tensors",) if is_python else _list_saved_names(cast(Any, type(node))):
+    for _, saved in _list_saved(node):
+        for one in saved:
+            held = one.data  # which skips the check for writes to the tensor; autograd makes it in backward
+            if isinstance(held, Kept) or (isinstance(held, Tensor) and one.unpack_hook is None):
+                yield one, held
+
+
+def check_saved(node: Any) -> None:
+    """Raises torch's RuntimeError if a tensor that a node keeps, by no hooks, was written to in place since."""
+    for name, saved in _list_saved(node):
+        if all(one.unpack_hook is None for one in saved):
+            getattr(node, name)
+
+
+def _list_saved(node: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yields (name of the attribute that gives tensors, their SavedTensors) of a node."""
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        yield "saved_tensors", cast(Any, node)._raw_saved_tensors
+        return
+    for name in _list_saved_names(cast(Any, type(node))):
         saved = getattr(node, name)
-        saved = saved if isinstance(saved, tuple) else (saved,)
-        if CAN_ASK_FOR_HOOKS:
-            # .data skips the check for writes to the tensor; autograd makes it in backward.
-            kept = [one.data if one.unpack_hook is None or isinstance(one.data, Kept) else None for one in saved]
-        else:
-            value = node.saved_tensors if is_python else getattr(node, name.removeprefix("_raw"))
-            kept = list(value) if isinstance(value, tuple) else [value]
-        yield from ((one, held) for one, held in zip(saved, kept, strict=True) if isinstance(held, Tensor | Kept))
+        yield name.removeprefix("_raw"), saved if isinstance(saved, tuple) else (saved,)
 
 
 @functools.cache
 def _list_saved_names(node_type: Any) -> list[str]:
     return [name for name in dir(node_type) if name.startswith("_raw_saved_")]
-
-
-def check_saved(node: Any) -> None:
-    """Raises torch's RuntimeError if a tensor that a node keeps, by no hooks, was written to in place since."""
-    if isinstance(node, torch.autograd.function.BackwardCFunction):
-        if all(saved.unpack_hook is None for saved in cast(Any, node)._raw_saved_tensors):
-            _ = node.saved_tensors
-        return
-    for name in _list_saved_names(cast(Any, type(node))):
-        saved = getattr(node, name)
-        if all(one.unpack_hook is None for one in (saved if isinstance(saved, tuple) else (saved,))):
-            getattr(node, name.removeprefix("_raw"))

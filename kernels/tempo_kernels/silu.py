@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tempo_kernels.activation import apply
-from tempo_kernels.transforms import takes_plain_tensors
+from tempo_kernels.derivative import takes_plain_tensors
 
 __all__ = ["silu"]
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from tempo_kernels.attention import attention
 from tempo_kernels.derivative import first_derivative_only
-from tempo_kernels.refill import allow_refill
+from tempo_kernels.saved import allow_refill
 from tempo_torch.masks import read_once
 from tempo_torch.position import Place
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_kernels.philox import LANES
-from tempo_kernels.refill import allow_refill
+from tempo_kernels.saved import allow_refill
 from tempo_torch.linear import can_be_made, drop_input
 from tempo_torch.position import Place
 from tempo_torch.replace import Replaced

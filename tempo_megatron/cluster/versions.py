@@ -11,10 +11,10 @@ from tempo_megatron.extras import check_installed
 
 # Packages that doctor lists. Those that Tempo needs or was tested with have the range of setup.py; others have none.
 PACKAGES: dict[str, str] = {
-    "torch": ">=2.6",
+    "torch": ">=2.7",
     "megatron-core": ">=0.14,<0.21",
     "deepspeed": ">=0.16",
-    "triton": ">=3.2",
+    "triton": ">=3.3",
     "numpy": "",
     "apex": "",
     "transformer_engine": "",

@@ -21,8 +21,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 
-from tempo_kernels.fakes import simulate
-from tempo_kernels.opaque import Opaque
+from tempo_kernels.opaque import Opaque, simulate
 from tempo_megatron.roam.read_graph import CapturedStep, StepReader, Update, is_random
 from tempo_megatron.roam.refusals import BatchStructure, check_model, explain_refusals, refuse_changed_attributes
 from tempo_megatron.roam.updates import ParameterUpdate, check_optimizer, measure_update

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tempo_kernels import fakes
+from tempo_kernels import opaque
 from tempo_kernels.attention import cpu
 from tempo_kernels.attention.settings import Inputs, Kept, Settings
 from tempo_megatron.memory.storages import PeakBytes
@@ -65,7 +65,7 @@ def test_the_rounds_that_are_left_out_hold_no_more(
     monkeypatch.setattr(cpu, "_choose_block", lambda *_: (64, 2))
     settings = Settings(causal, 0.25, 0.1, 7, 0, 0, window)
     *short, num_short = measure(num_samples, settings, dtype, has_mask=has_mask)
-    monkeypatch.setattr(fakes, "NUM_ROUNDS", num_samples)
+    monkeypatch.setattr(opaque, "NUM_ROUNDS", num_samples)
     *whole, num_whole = measure(num_samples, settings, dtype, has_mask=has_mask)
     assert short == whole
     assert (num_short < num_whole) == (num_samples > 6)

@@ -17,11 +17,9 @@ from torch import Tensor
 from tempo_kernels.activation import cpu
 from tempo_kernels.activation.activations import ACTIVATIONS
 from tempo_kernels.backend import choose_backend
-from tempo_kernels.derivative import first_derivative_only
-from tempo_kernels.fakes import run_or_simulate
-from tempo_kernels.opaque import opaque
-from tempo_kernels.refill import allow_refill
-from tempo_kernels.transforms import takes_plain_tensors
+from tempo_kernels.derivative import first_derivative_only, takes_plain_tensors
+from tempo_kernels.opaque import opaque, run_or_simulate
+from tempo_kernels.saved import allow_refill
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tempo_kernels.attention.eager import sum_rows
 from tempo_kernels.attention.settings import HIDING_BIAS, Gradients, Inputs, Kept, Settings
-from tempo_kernels.fakes import skip_alike
+from tempo_kernels.opaque import skip_alike
 from tempo_kernels.philox import drop_, keep_bits
 
 BLOCK_ELEMENTS = 1 << 19

@@ -13,10 +13,9 @@ from tempo_kernels.attention.checks import check_settings, check_tensors
 from tempo_kernels.attention.documents import Documents, check_documents
 from tempo_kernels.attention.settings import OPERANDS, Gradients, Inputs, Kept, Settings
 from tempo_kernels.backend import choose_backend
-from tempo_kernels.derivative import first_derivative_only
+from tempo_kernels.derivative import first_derivative_only, takes_plain_tensors
 from tempo_kernels.opaque import call_untraced, is_traced, opaque, separate, without_autocast
 from tempo_kernels.saved import keeping
-from tempo_kernels.transforms import takes_plain_tensors
 
 PREFERS_SDPA = True
 """Whether torch's scaled_dot_product_attention runs instead of our kernels, where it can. Which of them is faster has

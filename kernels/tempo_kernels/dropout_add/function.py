@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.backend import choose_backend
-from tempo_kernels.derivative import first_derivative_only
+from tempo_kernels.derivative import first_derivative_only, takes_plain_tensors
 from tempo_kernels.dropout_add import cpu
 from tempo_kernels.dropout_add.settings import OPERANDS, Draw
 from tempo_kernels.opaque import opaque, separate
-from tempo_kernels.transforms import takes_plain_tensors
 
 
 @takes_plain_tensors

@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.backend import choose_backend
-from tempo_kernels.derivative import first_derivative_only
-from tempo_kernels.fakes import skip_alike
+from tempo_kernels.derivative import first_derivative_only, takes_plain_tensors
 from tempo_kernels.linear_cross_entropy import cpu
 from tempo_kernels.linear_cross_entropy.checks import check_main_grad, check_scaling, check_tensors, make_settings
 from tempo_kernels.linear_cross_entropy.eager import compute_results, compute_rows
 from tempo_kernels.linear_cross_entropy.settings import Rows, Settings, Shards
-from tempo_kernels.opaque import is_traced, opaque
-from tempo_kernels.transforms import takes_plain_tensors
+from tempo_kernels.opaque import is_traced, opaque, skip_alike
 
 CPU_BLOCK_COLUMNS = 1024
 """Columns of the vocabulary per product on a CPU: few enough that the result of a few tokens stays in the cache."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tempo_kernels.fakes import skip_alike
+from tempo_kernels.opaque import skip_alike
 
 
 class Shards(NamedTuple):

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.backend import choose_backend
-from tempo_kernels.derivative import first_derivative_only
-from tempo_kernels.fakes import run_or_simulate
+from tempo_kernels.derivative import first_derivative_only, takes_plain_tensors
 from tempo_kernels.norm import cpu
 from tempo_kernels.norm.eager import get_lost_channels
 from tempo_kernels.norm.settings import Kept, Norm, Statistics, get_output_dtype, get_reserve_size
-from tempo_kernels.opaque import call_untraced, is_traced, opaque
-from tempo_kernels.refill import allow_refill
-from tempo_kernels.transforms import takes_plain_tensors
+from tempo_kernels.opaque import call_untraced, is_traced, opaque, run_or_simulate
+from tempo_kernels.saved import allow_refill
 
 OPERANDS = "Tensor weight, Tensor? bias, float eps, bool subtracts_mean, bool zero_centered"
 

@@ -34,7 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from tempo_kernels.offload.engine import Engine, Group, Handle, Unit
-from tempo_kernels.saved import CAN_ASK_FOR_HOOKS, Kept, check_saved, find_nodes_since, find_saved_tensors, follow_held
+from tempo_kernels.saved import Kept, check_saved, find_nodes_since, find_saved_tensors, follow_held
 
 Moves = Callable[[str], bool]
 """Whether a layer moves what it saves in a module of this name ("" for the layer itself) first, or INPUT."""
@@ -134,7 +134,7 @@ class Offload:
         ahead: how many layers' groups are copied back before the backward reaches them.
         min_bytes: a storage that has fewer stays on the device.
 
-    Raises ValueError for a layer that is not in `root`, and for a torch that does not say what hooks keep.
+    Raises ValueError for a layer that is not in `root`.
     """
 
     def __init__(
@@ -146,11 +146,6 @@ class Offload:
         ahead: int = 1,
         min_bytes: int = MIN_BYTES,
     ) -> None:
-        if not CAN_ASK_FOR_HOOKS:
-            raise ValueError(
-                f"torch is {torch.__version__}, which does not say what a saved tensor holds; offload needs torch 2.7 "
-                "or later; install it, or leave offload off"
-            )
         inside = set(root.modules())
         if any(layer not in inside for layer in layers):
             raise ValueError("a layer to offload is not in the model; expected modules of it; name others")

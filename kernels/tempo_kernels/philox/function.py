@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tempo_kernels.fakes import run_or_simulate
+from tempo_kernels.opaque import run_or_simulate
 from tempo_kernels.philox import cpu, eager
 from tempo_kernels.philox.eager import LANES, WORD, check_place, threshold
 

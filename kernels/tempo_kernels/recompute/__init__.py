@@ -5,8 +5,7 @@ from tempo_kernels.recompute.function import adopt, recompute
 from tempo_kernels.recompute.graph import drop, hold
 from tempo_kernels.recompute.kept_outputs import keep_attention
 from tempo_kernels.recompute.tiles import attend_to_tiles, recompute_in_tiles
-from tempo_kernels.refill import Refillable, can_refill
-from tempo_kernels.saved import Kept, find_saved_tensors
+from tempo_kernels.saved import Kept, Refillable, can_refill, find_saved_tensors
 
 __all__ = [
     "Kept",

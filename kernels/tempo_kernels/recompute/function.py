@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tempo_kernels.derivative import first_derivative_only
+from tempo_kernels.derivative import check_transforms, first_derivative_only
 from tempo_kernels.recompute.graph import is_about_to_run
-from tempo_kernels.refill import allow_refill
-from tempo_kernels.transforms import check_transforms
+from tempo_kernels.saved import allow_refill
 
 _WRITES = (
     "function writes to an argument or to a buffer of its module, and would write again in its second run; expected a "
@@ -47,7 +46,7 @@ def recompute(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Ten
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    call = _Call(function, args, kwargs)
+    call = Call(function, args, kwargs)
     tensors = call.take_tensors()
     check_transforms("recompute", tensors)
     y: Tensor = _Recomputed.apply(call, *tensors)
@@ -73,7 +72,7 @@ def adopt(y: Tensor, function: Callable[..., Tensor], *args: Any, **kwargs: Any)
     """
     if not y.requires_grad:
         return y
-    call = _Call(function, args, kwargs)
+    call = Call(function, args, kwargs)
     tensors = call.take_tensors()
     check_transforms("adopt", tensors)
     call.made = y
@@ -81,7 +80,7 @@ def adopt(y: Tensor, function: Callable[..., Tensor], *args: Any, **kwargs: Any)
     return adopted
 
 
-class _Call:
+class Call:
     """A call function(*args, **kwargs) without its tensors; `run` takes others in their place."""
 
     made: Tensor | None = None
@@ -169,7 +168,7 @@ class _State:
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, call: Call, *tensors: Tensor) -> Tensor:
         y, call.made = call.made, None
         if y is None:
             y = _run_first_time(call, _make_leaves(tensors, ctx.needs_input_grad[1:]))
@@ -196,20 +195,20 @@ def _make_leaves(tensors: Sequence[Tensor], needs_grad: Sequence[bool]) -> list[
     return [tensor.detach().requires_grad_(needed) for tensor, needed in zip(tensors, needs_grad, strict=True)]
 
 
-def _run_first_time(call: _Call, leaves: list[Tensor]) -> Tensor:
+def _run_first_time(call: Call, leaves: list[Tensor]) -> Tensor:
     """Returns y with its graph but without saved tensors.
 
     Raises ValueError if a second run would give another result, or a gradient would be lost.
     """
     versions = [leaf._version for leaf in leaves]
-    states = _read_random_states(leaves)
+    states = read_random_states(leaves)
     with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse_to_unpack):
         y = call.run(leaves)
-        if not _are_equal(states, _read_random_states(leaves)):
+        if states != read_random_states(leaves):
             # Another thread may have drawn instead: only a second run tells.
-            states = _read_random_states(leaves)
+            states = read_random_states(leaves)
             call.run(leaves)
-            if not _are_equal(states, _read_random_states(leaves)):
+            if states != read_random_states(leaves):
                 raise ValueError(
                     "function draws random numbers, and would draw others in its second run; draw outside of it, and "
                     "pass what was drawn, such as a mask, as an argument"
@@ -222,7 +221,7 @@ def _run_first_time(call: _Call, leaves: list[Tensor]) -> Tensor:
         raise ValueError(
             "function returns one of its arguments or a view of one; expected a new tensor; call it without recompute"
         )
-    if (other := _find_other_leaf(leaves, y)) is not None:
+    if (other := find_other_leaf(leaves, y)) is not None:
         raise ValueError(
             f"function uses a tensor of shape {list(other.shape)} that needs a gradient and is not an argument; "
             "pass it as an argument (of a module, give the module itself as the function)"
@@ -230,7 +229,7 @@ def _run_first_time(call: _Call, leaves: list[Tensor]) -> Tensor:
     return y
 
 
-def _find_other_leaf(leaves: list[Tensor], y: Tensor) -> Tensor | None:
+def find_other_leaf(leaves: list[Tensor], y: Tensor) -> Tensor | None:
     """Finds a leaf of y's graph that is not among `leaves`; None if there is none."""
     own = {id(leaf) for leaf in leaves}
     pending: list[Any] = [y.grad_fn]
@@ -251,26 +250,18 @@ def _refuse_to_unpack(_: None) -> Tensor:
     raise RuntimeError("function differentiates inside itself, which recompute does not support; call it directly")
 
 
-def _read_random_states(tensors: Sequence[Tensor]) -> list[Tensor | int]:
-    """Returns the states of torch's default generators, of the CPU and of the GPUs that hold these tensors.
-
-    The list is empty under fake tensors, which draw no numbers and under which a state has none.
+def read_random_states(tensors: Sequence[Tensor]) -> list[Any]:
+    """Returns the states of torch's default generators, of the CPU and of the GPUs that hold these tensors, as what can
+    be compared; none under fake tensors, which draw no numbers.
     """
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
         return []
-    states: list[Tensor | int] = [torch.default_generator.get_state()]
+    states: list[Any] = [torch.default_generator.get_state().numpy().tobytes()]
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         # A generator cannot be read while a graph is captured; the warm-up runs before the capture checked it.
         if not torch.cuda.is_current_stream_capturing():
             states.append(torch.cuda.default_generators[device.index].get_offset())
     return states
-
-
-def _are_equal(states: list[Tensor | int], others: list[Tensor | int]) -> bool:
-    return all(
-        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
-        for a, b in zip(states, others, strict=True)
-    )
 
 
 def _run_again(ctx: Any) -> tuple[Tensor, list[Tensor]]:

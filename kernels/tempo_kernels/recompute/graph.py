@@ -23,8 +23,16 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from tempo_kernels.refill import Refillable, can_refill, check_version, find_version
-from tempo_kernels.saved import CAN_ASK_FOR_HOOKS, Kept, find_nodes_since, find_saved_tensors, note_held
+from tempo_kernels.saved import (
+    Kept,
+    Refillable,
+    can_refill,
+    check_version,
+    find_nodes_since,
+    find_saved_tensors,
+    get_version,
+    note_held,
+)
 
 
 def drop(
@@ -62,9 +70,6 @@ def drop(
     first = (outputs[0] if since is None else since).grad_fn
     if first is None or not torch.is_grad_enabled():
         return
-    if not (CAN_ASK_FOR_HOOKS or _saves_without_hooks()):
-        _warn_of_hooks()
-        return
     promise = _find_promise(outputs[0]) if make is None else _Promise(outputs, make, since)
     is_found = False
     for node in _find_nodes_between(first, (after,) if isinstance(after, Tensor) else tuple(after)):
@@ -94,7 +99,7 @@ def hold(y: Tensor) -> Callable[[], Tensor]:
     if not can_refill(y):
         held = Kept(y)
         note_held(held)
-        return functools.partial(_take_held, held, find_version(y))
+        return functools.partial(_take_held, held, get_version(y))
     check_version(y)
     promise = _find_promise(y)
     whole = promise.find_part(y)
@@ -106,7 +111,7 @@ def hold(y: Tensor) -> Callable[[], Tensor]:
 
 def _take_held(held: Kept, version: int | None) -> Tensor:
     y = held.unpack()
-    if held.tensor is not None and find_version(y) != version:
+    if held.tensor is not None and get_version(y) != version:
         raise RuntimeError(
             f"a tensor of shape {list(y.shape)}, from which a dropped tensor is made again, was written to in place "
             "since it was used; expected it as it was; write to a copy, or leave the operation to stock"
@@ -269,14 +274,3 @@ def _warn_of_hooks_from(home: str) -> None:
         RuntimeWarning,
         stacklevel=4,
     )
-
-
-def _saves_without_hooks() -> bool:
-    """Whether autograd itself keeps what is saved now. Registering hooks on a saved tensor tells: it fails if there are
-    any already."""
-    node: Any = torch.empty(0, dtype=torch.float32, requires_grad=True).square().grad_fn
-    try:
-        node._raw_saved_self.register_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    except RuntimeError:
-        return False
-    return True

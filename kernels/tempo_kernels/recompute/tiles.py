@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tempo_kernels.recompute.function import _are_equal, _Call, _find_other_leaf, _read_random_states
+from tempo_kernels.derivative import check_transforms
+from tempo_kernels.recompute.function import Call, find_other_leaf, read_random_states
 from tempo_kernels.recompute.kept_outputs import run_attention
 from tempo_kernels.saved import KeepInput
-from tempo_kernels.transforms import check_transforms
 
 
 def recompute_in_tiles(
@@ -30,7 +30,7 @@ def recompute_in_tiles(
         function: gives each row of x, along the first dimension, its row of the result, from that row and `parameters`
             alone. Under tensor parallelism it may communicate; all ranks must have as many rows.
         x: [s, ...].
-        parameters: all tensors beside x that function uses and that need a gradient.
+        parameters: all tensors besides x that function uses and that need a gradient.
         num_rows: of a tile; the last one may have fewer.
 
     Returns:
@@ -45,19 +45,8 @@ def recompute_in_tiles(
     Raises: ValueError where function draws from torch's generators; in backward where it uses a tensor that needs a
         gradient and was not given. RuntimeError under create_graph.
     """
-    assert num_rows > 0
     check_transforms("recompute_in_tiles", (x,))
-    # In a function of our own, a module's parameters are not replaced: `parameters` names them.
-    call = _Call(lambda tile: function(tile), (x,), {})
-    call.take_tensors()
-    given = [parameter for parameter in parameters if parameter.requires_grad]
-    if not torch.is_grad_enabled() or not (x.requires_grad or given):
-        return _run(call, num_rows, x)[0]
-    # A checkpoint runs a layer again until it has what it kept. Kept by a node of its own in front, x is there before
-    # function runs.
-    kept = KeepInput.apply(x) if x.requires_grad else x
-    y: Tensor = _Tiled.apply(call, num_rows, kept, *given)
-    return y
+    return _run_in_tiles(function, None, x, (), parameters, num_rows)
 
 
 def attend_to_tiles(
@@ -85,26 +74,41 @@ def attend_to_tiles(
     Error: as for `recompute_in_tiles`.
     Raises: as `recompute_in_tiles`.
     """
-    assert num_rows > 0
     check_transforms("attend_to_tiles", (x,))
-    call = _Call(project, (x, *beside), {})
+    return _run_in_tiles(project, attend, x, beside, parameters, num_rows)
+
+
+def _run_in_tiles(
+    function: Callable[..., Any],
+    attend: Callable[..., Tensor] | None,
+    x: Tensor,
+    beside: tuple[Tensor, ...],
+    parameters: Iterable[Tensor],
+    num_rows: int,
+) -> Tensor:
+    assert num_rows > 0
+    # In a function of our own, a module's parameters are not replaced: `parameters` names them.
+    call = Call(lambda *tile: function(*tile), (x, *beside), {})
     call.take_tensors()
     given = [parameter for parameter in parameters if parameter.requires_grad]
     if not torch.is_grad_enabled() or not (x.requires_grad or given):
-        return attend(*_run(call, num_rows, x, *beside))
+        parts = _run(call, num_rows, x, *beside)
+        return parts[0] if attend is None else attend(*parts)
+    # A checkpoint runs a layer again until it has what it kept. Kept by a node of its own in front, x is there before
+    # function runs.
     kept = KeepInput.apply(x) if x.requires_grad else x
-    y: Tensor = _TiledAttention.apply(call, attend, num_rows, beside, kept, *given)
+    y: Tensor = _Tiled.apply(call, attend, num_rows, beside, kept, *given)
     return y
 
 
 def _cut(num_all: int, num_rows: int) -> Iterator[slice]:
-    """The tiles; one without rows where there are none."""
+    """Yields the tiles; one without rows where there are none."""
     return (slice(first, min(first + num_rows, num_all)) for first in range(0, max(num_all, 1), num_rows))
 
 
-def _run(call: _Call, num_rows: int, x: Tensor, *beside: Tensor) -> tuple[Tensor, ...]:
-    """What function gives, without a graph."""
-    states = _read_random_states([x])
+def _run(call: Call, num_rows: int, x: Tensor, *beside: Tensor) -> tuple[Tensor, ...]:
+    """Returns what function gives, without a graph."""
+    states = read_random_states([x])
     whole: tuple[Tensor, ...] = ()
     with torch.no_grad():
         for rows in _cut(x.size(0), num_rows):
@@ -115,7 +119,7 @@ def _run(call: _Call, num_rows: int, x: Tensor, *beside: Tensor) -> tuple[Tensor
             whole = whole or tuple(tile.new_empty(x.size(0), *tile.shape[1:]) for tile in tiles)
             for y, tile in zip(whole, tiles, strict=True):
                 y[rows] = tile
-    if not _are_equal(states, _read_random_states([x])):
+    if states != read_random_states([x]):
         raise ValueError(
             "a function that runs in tiles draws random numbers, and would draw others in its second run; expected one "
             "that draws none, such as an MLP without dropout; leave it whole"
@@ -123,84 +127,65 @@ def _run(call: _Call, num_rows: int, x: Tensor, *beside: Tensor) -> tuple[Tensor
     return whole
 
 
-def _list_outputs(found: Any) -> tuple[Tensor, ...]:
-    return found if isinstance(found, tuple) else (found,)
+def _list_outputs(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
 
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, num_rows: int, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.call, ctx.num_rows, ctx.parameters = call, num_rows, parameters
-        ctx.keeper = x.grad_fn
-        if ctx.keeper is None:
-            ctx.save_for_backward(x)
-        return _run(call, num_rows, x)[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivative()
-        return None, None, *_run_backward(ctx, _take_x(ctx), (), (grad_y,))
-
-
-class _TiledAttention(torch.autograd.Function):
-    @staticmethod
     def forward(
         ctx: Any,
-        call: _Call,
-        attend: Callable[..., Tensor],
+        call: Call,
+        attend: Callable[..., Tensor] | None,
         num_rows: int,
         beside: tuple[Tensor, ...],
         x: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
         ctx.call, ctx.num_rows, ctx.parameters, ctx.beside = call, num_rows, parameters, beside
-        ctx.keeper = x.grad_fn
-        parts = _run(call, num_rows, x, *beside)
-        ctx.attend = _Call(attend, parts, {})
-        ctx.attend.take_tensors()
-        y, made, ctx.give_back = run_attention(lambda: ctx.attend.run(parts, with_graph=False))
+        ctx.keeper, ctx.attend = x.grad_fn, None
+        parts, made = _run(call, num_rows, x, *beside), list[Tensor]()
+        y = parts[0]
+        if attend is not None:
+            ctx.attend = Call(attend, parts, {})
+            ctx.attend.take_tensors()
+            y, made, ctx.give_back = run_attention(lambda: ctx.attend.run(parts, with_graph=False))
         ctx.num_made = len(made)
         ctx.save_for_backward(*made, *([x] if ctx.keeper is None else []))
         return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivative()
-        x, made = _take_x(ctx), ctx.saved_tensors[: ctx.num_made]
-        leaves = [part.requires_grad_() for part in _run(ctx.call, ctx.num_rows, x, *ctx.beside)]
-        with ctx.give_back(made):
-            y = ctx.attend.run(leaves)
-        grads = torch.autograd.grad(y, leaves, grad_y)
-        del y, leaves, made
-        return None, None, None, None, *_run_backward(ctx, x, ctx.beside, grads)
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "what runs in tiles is not twice differentiable, and create_graph=True is given; expected one "
+                "derivative; leave the tiles out"
+            )
+        x: Tensor = (ctx if ctx.keeper is None else ctx.keeper).saved_tensors[-1]
+        grads: tuple[Tensor, ...] = (grad_y,)
+        if ctx.attend is not None:
+            grads = _differentiate_attention(ctx, x, grad_y)
+        return None, None, None, None, *_run_backward(ctx, x, grads)
 
 
-def _refuse_second_derivative() -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "what runs in tiles is not twice differentiable, and create_graph=True is given; expected one "
-            "derivative; leave the tiles out"
-        )
+def _differentiate_attention(ctx: Any, x: Tensor, grad_y: Tensor) -> tuple[Tensor, ...]:
+    """Returns the gradients of q, k and v, which are made again and freed here."""
+    leaves = [part.requires_grad_() for part in _run(ctx.call, ctx.num_rows, x, *ctx.beside)]
+    with ctx.give_back(ctx.saved_tensors[: ctx.num_made]):
+        y = ctx.attend.run(leaves)
+    return torch.autograd.grad(y, leaves, grad_y)
 
 
-def _take_x(ctx: Any) -> Tensor:
-    """x, which is saved last."""
-    x: Tensor = (ctx if ctx.keeper is None else ctx.keeper).saved_tensors[-1]
-    return x
-
-
-def _run_backward(
-    ctx: Any, x: Tensor, beside: tuple[Tensor, ...], grads: tuple[Tensor, ...]
-) -> tuple[Tensor | None, ...]:
-    """The gradients of x and of each parameter: runs function on each tile once more, and differentiates it."""
+def _run_backward(ctx: Any, x: Tensor, grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of x and of each parameter: runs function on each tile once more, and differentiates it."""
     call, parameters = ctx.call, ctx.parameters
     needs_grad_x = ctx.needs_input_grad[-1 - len(parameters)]
     grad_x = torch.empty_like(x) if needs_grad_x else None
     sums = [_Sum(parameter) for parameter in parameters]
     for rows in _cut(x.size(0), ctx.num_rows):
         leaf = x[rows].detach().requires_grad_(needs_grad_x)
-        y = _list_outputs(call.run([leaf, *(each[rows] for each in beside)]))
-        others = (_find_other_leaf([leaf, *parameters], each) for each in y) if rows.start == 0 else ()
+        y = _list_outputs(call.run([leaf, *(each[rows] for each in ctx.beside)]))
+        others = (find_other_leaf([leaf, *parameters], each) for each in y) if rows.start == 0 else ()
         if (other := next((each for each in others if each is not None), None)) is not None:
             raise ValueError(
                 f"a function that runs in tiles uses a tensor of shape {list(other.shape)} that needs a gradient "

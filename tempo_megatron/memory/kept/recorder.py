@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tempo_kernels.saved import CAN_ASK_FOR_HOOKS, Kept, find_nodes_since, find_saved_tensors
+from tempo_kernels.saved import Kept, find_nodes_since, find_saved_tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,18 +146,7 @@ class Recorder(Scopes):
 
 
 class GraphReader(Scopes):
-    """Reads what a Recorder records from the graph of a model's outputs, and changes nothing in the run.
-
-    Raises ValueError where torch is too old to read a graph without running its hooks.
-    """
-
-    def __init__(self, model: torch.nn.Module, exclude: tuple[Tensor, ...] = ()) -> None:
-        if not CAN_ASK_FOR_HOOKS:
-            raise ValueError(
-                f"torch is {torch.__version__}, which does not say what a saved tensor holds; expected 2.7 or later; "
-                "leave --tempo-ledger out"
-            )
-        super().__init__(model, exclude)
+    """Reads what a Recorder records from the graph of a model's outputs, and changes nothing in the run."""
 
     def list_saved(self, outputs: Iterable[Tensor]) -> list[SavedStorage]:
         """The distinct storages that the graph behind `outputs` holds, in the order of its nodes."""

@@ -25,9 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tempo_kernels import attention
-from tempo_kernels.fakes import simulate
 from tempo_kernels.linear_cross_entropy import CHUNK_BYTES, OPERATIONS, use_chunk_bytes
-from tempo_kernels.opaque import Opaque
+from tempo_kernels.opaque import Opaque, simulate
 from tempo_kernels.philox import DRAWS
 from tempo_megatron.memory.chips import H100, Chip
 from tempo_megatron.memory.storages import PeakBytes

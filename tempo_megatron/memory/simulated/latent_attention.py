@@ -19,7 +19,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from tempo_kernels.fakes import run_or_simulate
+from tempo_kernels.opaque import run_or_simulate
 from tempo_megatron.memory.run import LatentAttention
 from tempo_megatron.memory.simulated.device import differentiate_stock_attention
 from tempo_megatron.memory.simulated.dropped_output import DroppedOutput

@@ -10,7 +10,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tempo_kernels import saved
 from tempo_kernels.gelu import gelu
 from tempo_kernels.norm import layer_norm, rms_norm
 from tempo_kernels.recompute import drop, graph, hold, recompute
@@ -137,18 +136,6 @@ def test_a_checkpoint_which_drops_it_all_is_no_reason_to_warn():
     graph._warn_of_hooks_from.cache_clear()
     out = checkpoint(lambda *tensors: dropping(bias_gelu, linear)(*tensors)[0], *inputs, use_reentrant=False)
     out.sum().backward()
-
-
-def test_without_a_way_to_ask_for_hooks_as_in_torch_2_6_the_same_is_dropped_and_the_same_left(monkeypatch):
-    for module in (graph, saved):
-        monkeypatch.setattr(module, "CAN_ASK_FOR_HOOKS", False)
-    inputs, linear = leaves(), linear_of()
-    out, memory = dropping(bias_gelu, linear)(*inputs)
-    assert memory.expired()
-    assert_same(torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(linear(bias_gelu(*inputs)).sum(), inputs))
-    test_under_somebodys_hooks_what_they_keep_is_theirs_and_right_which_one_warning_says(
-        torch.autograd.graph.save_on_cpu
-    )
 
 
 class Linear(torch.autograd.Function):
