@@ -85,8 +85,8 @@ def cases(shape: Shape) -> Iterator[tuple[str, Case]]:
     s, b, h = shape
     hidden, wide, row, inner = shape, (s, b, 4 * h), (h,), (4 * h,)
     outer = ((s, b, 8 * h), (8 * h,))
-    for keep in ("output", "input"):
-        suffix = "" if keep == "output" else " from input"
+    for keep in ("inplace", "recompute"):
+        suffix = "" if keep == "inplace" else " from input"
         for form, name in (("none", "gelu"), ("tanh", "gelu tanh")):
             yield name + suffix, Case(*_gelus(form, keep), (wide, inner))
         yield (

@@ -73,7 +73,6 @@ SHARED_MODULES = (
     "backend",
     "compiled",
     "derivative",
-    "late_check",
     "kernel_launch",
     "kernel_numbers",
     "kernel_sums",

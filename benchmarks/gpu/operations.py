@@ -56,7 +56,7 @@ def _gelu(name: str, approximate: str) -> Operation:
             ),
             Form(
                 "input",
-                _always(lambda x, bias: gelu(x, bias, approximate, keep="input")),
+                _always(lambda x, bias: gelu(x, bias, approximate, keep="recompute")),
                 Traffic(2, 1),
                 Traffic(3, 2),
                 refill=Traffic(2, 1),
@@ -99,13 +99,13 @@ def _norm(
         (
             Form(
                 "output",
-                _always(functools.partial(tempo, keep="output")),
+                _always(functools.partial(tempo, keep="inplace")),
                 Traffic(2, count, row_bytes=4, column_bytes=float32_parameters),
                 Traffic(3, count, row_bytes=4, column_bytes=float32_parameters),
             ),
             Form(
                 "input",
-                _always(functools.partial(tempo, keep="input")),
+                _always(functools.partial(tempo, keep="recompute")),
                 Traffic(2, count, all_statistics),
                 Traffic(3, count + 1, all_statistics),
                 refill=Traffic(2, count, all_statistics),

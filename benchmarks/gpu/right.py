@@ -67,7 +67,7 @@ def list_cases() -> Iterator[Case]:
 
 def _list_pointwise() -> Iterator[tuple[Any, ...]]:
     shapes = {"a bias": [(37, 3, 1000), (1000,)], "an odd bias": [(5, 3, 1001), (1001,)], "no bias": [(7, 333)]}
-    for keep in ("output", "input"):
+    for keep in ("inplace", "recompute"):
         for form in ("none", "tanh"):
             for title, each in shapes.items():
                 run = functools.partial(gelu, approximate=form, keep=keep)
@@ -88,8 +88,8 @@ def _glu(activation: str, x: Tensor, bias: Tensor) -> Tensor:
 
 def _list_norms() -> Iterator[tuple[Any, ...]]:
     for width in (1000, 20000):  # whole rows, and rows that are read more than once
-        for keep in ("output", "input"):
-            for lost in (False, True) if keep == "output" else (False,):
+        for keep in ("inplace", "recompute"):
+            for lost in (False, True) if keep == "inplace" else (False,):
                 title = f"keeping its {keep}, rows of {width}{', lost channels' if lost else ''}"
                 shapes = [(19, 3, width), (width,), (width,)]
                 prepare = _lose_channels if lost else _center_weight

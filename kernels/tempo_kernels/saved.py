@@ -40,7 +40,7 @@ def allow_refill(ctx: Any, y: Tensor, refill: Callable[[Any, Tensor], None]) -> 
 
 
 def can_refill(y: Tensor) -> bool:
-    """Whether `drop` can drop y: it has a graph, and `recompute` or an operation with keep="input" made it."""
+    """Whether `drop` can drop y: it has a graph, and `recompute` or an operation with keep="recompute" made it."""
     return hasattr(y.grad_fn, "refill")
 
 

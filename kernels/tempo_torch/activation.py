@@ -45,8 +45,8 @@ def quick_gelu(x: Tensor) -> Tensor:
 class Activation(Replaced):
     """An activation of Tempo.
 
-    Keeps for backward: with keep "input" its input, and linears that are Tempo's drop the output; with "output" the
-    output and, for GELU, a bit per element.
+    Keeps for backward: with keep "recompute" its input, and linears that are Tempo's drop the output; with "inplace"
+    the output and, for GELU, a bit per element.
     """
 
     function: str
@@ -63,7 +63,7 @@ def apply_activation(x: Tensor, function: str, keep: str) -> Tensor:
     """Applies the activation `function` to x [..., f]."""
     if function == "quick_gelu":
         return quick_gelu(x) if torch.compiler.is_compiling() else recompute(quick_gelu, x)
-    return IN_PLACE[function](x) if keep == "output" else activate(x, None, function)
+    return IN_PLACE[function](x) if keep == "inplace" else activate(x, None, function)
 
 
 def name_activation(module: nn.Module) -> str | None:

@@ -312,7 +312,7 @@ def _perturb(names: Mapping[int, str]) -> RemovableHandle:
             if not isinstance(x, Tensor) or not x.is_floating_point() or not x.requires_grad:
                 return x
             y, back = change(x, get_eps(x)), get_eps(x)
-            if "function" in module.__dict__ and module.__dict__.get("keep") == "output":
+            if "function" in module.__dict__ and module.__dict__.get("keep") == "inplace":
                 back = max(back, _GELU_IN_PLACE.get(x.dtype, 0.0))
             y.register_hook(lambda grad: change(grad, back))
             return y

@@ -190,4 +190,4 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 def _gelu(x: Tensor) -> Tensor:
     if "activation" not in _running.forwards[-1][1] or not torch.is_grad_enabled() or not x.requires_grad:
         return F.gelu(x)
-    return apply_activation(x, "gelu", "input")
+    return apply_activation(x, "gelu", "recompute")

@@ -23,8 +23,8 @@ MADE = "tempo_made"
 class _Norm(Replaced):
     """A norm module of Tempo.
 
-    Keeps for backward: with keep="output" its output, which the next linear keeps anyway, and 4 bytes per row; with
-    keep="input" its input, and Tempo's linears drop the output. See `tempo_kernels.norm`.
+    Keeps for backward: with keep="inplace" its output, which the next linear keeps anyway, and 4 bytes per row; with
+    keep="recompute" its input, and Tempo's linears drop the output. See `tempo_kernels.norm`.
     """
 
     keep: str

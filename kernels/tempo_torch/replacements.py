@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from tempo_kernels import KEEPS
 from tempo_torch.activation import IN_PLACE, Activation, is_activation, name_activation
 from tempo_torch.alibi import AlibiAttention, get_alibi
 from tempo_torch.attention import PLACE, AttentionPlace, name_implementation, use_attention
@@ -120,7 +119,7 @@ def _choose_norm(name: str, module: nn.Module, choices: dict[str, str], _: Passe
     value = compiled = choices["norm"]
     if value == "auto":
         value, compiled = choose_value(module, attributes.get("zero_centered", False)), "recompute"
-    return Becomes(mixin, {**attributes, "keep": KEEPS[value], "compiled_keep": KEEPS[compiled]}, value, 2.0)
+    return Becomes(mixin, {**attributes, "keep": value, "compiled_keep": compiled}, value, 2.0)
 
 
 def _choose_activation(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Becomes | str | None:
@@ -129,13 +128,13 @@ def _choose_activation(name: str, module: nn.Module, choices: dict[str, str], _:
     function = name_activation(module)
     if function is None:
         return "Tempo has gelu, quick_gelu, silu and squared relu only"
-    attributes = {"function": function, "keep": "input"}
+    attributes = {"function": function, "keep": "recompute"}
     if choices["activation"] != "inplace":
         return Becomes(Activation, attributes, "recompute", 4.0, 2.0)
     if function not in IN_PLACE:
         return f"in place exists for {', '.join(IN_PLACE)} only"
     bits = 0.125 if function.startswith("gelu") else 0.0
-    return Becomes(Activation, {**attributes, "keep": "output"}, "inplace", 2.0, bits)
+    return Becomes(Activation, {**attributes, "keep": "inplace"}, "inplace", 2.0, bits)
 
 
 def _choose_experts(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Becomes | str | None:

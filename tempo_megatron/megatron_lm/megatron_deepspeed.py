@@ -31,7 +31,6 @@ from megatron.model import transformer
 from megatron.model.enums import AttnMaskType, LayerType
 from torch import Tensor
 
-from tempo_kernels import KEEPS
 from tempo_kernels.attention import attention
 from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_kernels.gelu import gelu
@@ -96,7 +95,7 @@ def use_tempo(args: argparse.Namespace, tempo_config: TempoConfig) -> tuple[Temp
         for norm in {megatron.model.LayerNorm, megatron.model.RMSNorm}:
             norm.forward = _run_norm
     if chosen.activation != "off":
-        transformer.ParallelMLP.forward = functools.partialmethod(_run_mlp, keep=KEEPS[chosen.activation])
+        transformer.ParallelMLP.forward = functools.partialmethod(_run_mlp, keep=chosen.activation)
     if chosen.attention != "off":
         transformer.CoreAttention.forward = functools.partialmethod(_run_attention, form=chosen.attention)
     if chosen.dropout != "off":
@@ -156,7 +155,7 @@ def _find_obstacle(args: argparse.Namespace, operation: str, choice: str) -> str
         return "Megatron-DeepSpeed's loss head has no place for a fused one"
     if operation == "activation":
         return _find_obstacle_of_activation(args, choice)
-    if operation == "norm" and KEEPS[choice] == "input":
+    if operation == "norm" and choice == "recompute":
         return (
             "Megatron-DeepSpeed's linears do not say when they have used a norm's output, so that it cannot be dropped"
         )
@@ -170,7 +169,7 @@ def _find_obstacle_of_activation(args: argparse.Namespace, choice: str) -> str |
     for flag in ("openai_gelu", "onnx_safe"):
         if getattr(args, flag, False):
             return f"--{flag.replace('_', '-')} has a formula of its own"
-    return find_inplace_refusal("swiglu") if args.swiglu and KEEPS[choice] == "output" else None
+    return find_inplace_refusal("swiglu") if args.swiglu and choice == "inplace" else None
 
 
 def patch_scripts(
@@ -322,7 +321,7 @@ def _run_mlp(mlp: Any, hidden_states: Tensor, keep: str) -> tuple[Tensor, Tensor
     else:
         y = squared_relu(x, bias, keep=keep)
     output, output_bias = mlp.dense_4h_to_h(y)
-    if keep == "input":
+    if keep == "recompute":
         drop(y, after=output)
     return output, output_bias
 

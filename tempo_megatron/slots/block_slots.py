@@ -11,7 +11,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from tempo_kernels import KEEPS
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots import transformer_engine as te
 from tempo_megatron.slots.attention import TempoDotProductAttention, TempoSelfAttention
@@ -103,7 +102,7 @@ class Slot:
             return "off"
         module = find_class(self.content)
         if self.operation in ("norm", "activation"):
-            return next(value for value, keep in KEEPS.items() if keep == module.keep)
+            return str(module.keep)
         # The other operations have a single value besides "off" and "auto".
         return str(getattr(module, "value", OPERATIONS[self.operation].choices[-1]))
 

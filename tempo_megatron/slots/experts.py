@@ -44,7 +44,7 @@ from tempo_megatron.slots.slot_content import find_class
 class KeepsActivationInput:
     """What marks experts whose activation keeps its input only."""
 
-    keep: ClassVar[str] = "input"
+    keep: ClassVar[str] = "recompute"
 
 
 class _BetweenLinears(KeepsActivationInput):

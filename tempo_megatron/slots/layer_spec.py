@@ -30,7 +30,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 
-from tempo_kernels import KEEPS
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots import hybrid
@@ -420,7 +419,7 @@ def _replace_norm(slot: Any, transformer_config: TransformerConfig, tempo_config
     stock = (FusedLayerNorm, WrappedTorchNorm, transformer_block.LayerNormImpl)
     if slot not in stock and not te.is_residual_norm(slot, transformer_config):
         return slot
-    tempo_norm = te.replace_norm(slot, _NORMS.get((transformer_config.normalization, KEEPS.get(tempo_config.norm))))
+    tempo_norm = te.replace_norm(slot, _NORMS.get((transformer_config.normalization, tempo_config.norm)))
     if tempo_norm is not None or slot is not WrappedTorchNorm:
         return tempo_norm or slot
     return {"LayerNorm": TorchLayerNorm, "RMSNorm": TorchRMSNorm}.get(transformer_config.normalization, slot)
@@ -468,7 +467,7 @@ def _replace_attention(
     if tempo_config.attention != "off" and (stock_attention is DotProductAttention or is_te):
         # The norms of latent attention are in front of the projections.
         norms = [] if is_latent else [norm for name in INNER_NORMS if is_there(norm := changes.get(name))]
-        pins = drops_projection or any(getattr(norm, "keep", "input") == "input" for norm in norms)
+        pins = drops_projection or any(getattr(norm, "keep", "recompute") == "recompute" for norm in norms)
         core_attention = (te.ATTENTIONS if is_te else _ATTENTIONS)[tempo_config.attention]
         changes["core_attention"] = ModuleSpec(core_attention, {"stack": stack, "has_pinned_projection": pins})
     if is_latent:
@@ -486,7 +485,7 @@ def _replace_attention(
 def _recomputes_norms(changes: dict[str, Any]) -> bool:
     """Whether queries and keys have norms that keep their input."""
     norms = (changes.get(name) for name in INNER_NORMS)
-    return any(getattr(norm, "keep", "") == "input" for norm in norms)
+    return any(getattr(norm, "keep", "") == "recompute" for norm in norms)
 
 
 def keeps_copies(*, is_megatrons: bool, is_grouped: bool) -> bool:
@@ -540,7 +539,7 @@ def _replace_mlp(slot: Any, transformer_config: TransformerConfig, tempo_config:
         # The activation's input is at hand here, so its derivative is exact even with activation "inplace".
         module = _LINEAR_MLPS[tempo_config.linear_fc1][tempo_config.activation == "off"]
     elif stock is MLP:
-        module = _MLPS.get(KEEPS.get(tempo_config.activation, ""), MLP)
+        module = _MLPS.get(tempo_config.activation, MLP)
     if module is None:
         return slot
     if isinstance(slot, functools.partial):

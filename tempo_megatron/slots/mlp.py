@@ -18,7 +18,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from tempo_kernels import KEEPS
 from tempo_kernels.activation import activate
 from tempo_kernels.gelu import gelu
 from tempo_kernels.glu import glu
@@ -80,11 +79,11 @@ def find_activation_refusal(config: TransformerConfig, choice: str) -> str | Non
     if name is None:
         *others, last = (each.replace("_", " ") for each in ACTIVATIONS)
         return f"activation is {describe_activation(config)}, and Tempo has {', '.join(others)} and {last} only"
-    return find_inplace_refusal(name) if KEEPS[choice] == "output" else None
+    return find_inplace_refusal(name) if choice == "inplace" else None
 
 
 def _find_refusal_of_experts(config: TransformerConfig, choice: str) -> str | None:
-    if KEEPS[choice] == "output":
+    if choice == "inplace":
         return (
             f"num_moe_experts is {config.num_moe_experts}, and an expert's activation is weighted by probabilities, "
             "which may be 0, so that its input cannot be computed from its output"
@@ -106,7 +105,7 @@ def _choose_activation(
         is_tanh = config.bias_activation_fusion or getattr(config, "use_te_activation_func", False)
         approximate = "tanh" if is_tanh else "none"
     formula = "gelu_tanh" if (activation.formula, approximate) == ("gelu", "tanh") else activation.formula
-    if keep == "output":
+    if keep == "inplace":
         return _IN_PLACE[formula]
     return functools.partial(glu if activation.is_gated else activate, activation=formula)
 
@@ -124,7 +123,7 @@ class TempoMLP(MLP):
     Submodule names and checkpoint keys are MLP's.
     """
 
-    keep: ClassVar[str] = "output"
+    keep: ClassVar[str] = "inplace"
     approximate: ClassVar[str | None] = None
     """GELU's form; None for the configuration's."""
 
@@ -148,7 +147,7 @@ class TempoMLP(MLP):
         # Pass on only the names that this Megatron's MLP takes.
         accepted = {name: value for name, value in kwargs.items() if name in _MLP_ARGUMENTS}
         super().__init__(config, submodules, is_expert, input_size, ffn_hidden_size, tp_group, **accepted)
-        if self.keep == "output" and is_quantised(config):
+        if self.keep == "inplace" and is_quantised(config):
             keep_given_input(self.linear_fc2)
         self._activation = self._make_activation()
 
@@ -172,7 +171,7 @@ class TempoMLP(MLP):
         # [s, b, f/p], before a gated activation 2f/p
         intermediate = self._activation(*self.linear_fc1(hidden_states))
         output = self.linear_fc2(intermediate)
-        if self.keep == "input":
+        if self.keep == "recompute":
             drop(intermediate, after=output[0])
         return output
 
@@ -181,7 +180,7 @@ class TempoRecomputeMLP(TempoMLP):
     """TempoMLP that keeps the activation's input. The output is freed after W2 has used it, and made again for W2's
     backward. Exact, for any activation, gated ones included."""
 
-    keep = "input"
+    keep = "recompute"
 
     def _make_activation(self) -> Callable[[Tensor, Tensor | None], Tensor]:
         # Layers of experts can have any activation, and so can the dense layers beside them.

@@ -91,7 +91,7 @@ class TempoLayerNorm(TorchLayerNorm):
         channels whose gamma is too small for their beta; see `tempo_kernels.norm.layer_norm`.
     """
 
-    keep: ClassVar[str] = "output"
+    keep: ClassVar[str] = "inplace"
 
     def forward(self, x: Tensor) -> Tensor:
         """y of x's shape and dtype (of weight's, where x is a float32 residual), in memory of its own."""
@@ -103,7 +103,7 @@ class TempoLayerNorm(TorchLayerNorm):
 class TempoRMSNorm(TorchRMSNorm):
     """RMSNorm in Megatron's norm slot that keeps its output instead of its input; see TempoLayerNorm."""
 
-    keep: ClassVar[str] = "output"
+    keep: ClassVar[str] = "inplace"
 
     def forward(self, x: Tensor) -> Tensor:
         """y of x's shape and dtype (of weight's, where x is a float32 residual), in memory of its own."""
@@ -116,15 +116,15 @@ class TempoRecomputeLayerNorm(TempoLayerNorm):
     it drops the output after use; before any other linear the output stays too, as in stock. Of queries and keys
     [s, b, heads, d] it keeps the input alone."""
 
-    keep = "input"
+    keep = "recompute"
 
 
 class TempoRecomputeRMSNorm(TempoRMSNorm):
     """TempoRMSNorm that keeps its input and rstd; see TempoRecomputeLayerNorm."""
 
-    keep = "input"
+    keep = "recompute"
 
 
 def _choose_keep(keep: str, x: Tensor) -> str:
     # A head's row is so short that its statistics would be up to 1 / 32 of it.
-    return "input alone" if keep == "input" and x.dim() == 4 else keep
+    return "recompute statistics" if keep == "recompute" and x.dim() == 4 else keep

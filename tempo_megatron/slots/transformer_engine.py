@@ -39,7 +39,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
-from tempo_kernels import KEEPS
 from tempo_kernels.norm import layer_norm, rms_norm
 from tempo_kernels.recompute import drop, hold
 from tempo_megatron.settings.config import TempoConfig
@@ -62,14 +61,14 @@ class SplitNorm(NormInFront):
     norm's output too. The linear that runs is Transformer Engine's column-parallel one, on this module's weight and
     bias.
 
-    Keeps for backward: with `keep` "output" rstd and y, in the memory that the linear keeps too; with "input" x and the
-        statistics, and no y. Stock keeps x, y and the statistics.
+    Keeps for backward: with `keep` "inplace" rstd and y, in the memory that the linear keeps too; with "recompute" x
+        and the statistics, and no y. Stock keeps x, y and the statistics.
     """
 
     linear_class: ClassVar[Any]
     """Megatron's class for Transformer Engine's column-parallel linear."""
 
-    keep: ClassVar[str] = "output"
+    keep: ClassVar[str] = "inplace"
     runs_again: ClassVar[bool] = False
     """Whether a LinearCall asks for the norm's output."""
 
@@ -79,7 +78,7 @@ class SplitNorm(NormInFront):
         bare.use_cpu_initialization, bare.init_model_with_meta_device = False, True
         # In a tuple, so that it is not registered as a submodule: it uses this module's parameters.
         self._linear = (self.linear_class(input_size, output_size, config=bare, **kwargs),)
-        if self.keep == "output" and is_quantised(config):
+        if self.keep == "inplace" and is_quantised(config):
             keep_given_input(self._linear[0])
 
     def forward(self: Any, x: Tensor) -> Any:
@@ -89,7 +88,7 @@ class SplitNorm(NormInFront):
         if self.runs_again and torch.is_grad_enabled():
             self.normed = hold(y)
         result = self.run_linear(y)
-        if self.keep == "input":
+        if self.keep == "recompute":
             drop(y, after=result[0])
         if not self.return_layernorm_output:
             return result
@@ -276,15 +275,15 @@ def replace_linears(submodules: Any, tempo_config: TempoConfig, after_norms: tup
         getattr(submodules, "linear_proj", None), "TERowParallelLinear"
     ):
         changes["linear_proj"] = make_dropping_linear(DropsInput, extension.TERowParallelLinear)
-    keep = KEEPS.get(tempo_config.norm)
-    if keep is None:
+    keep = tempo_config.norm
+    if keep == "off":
         return changes
     for name, slot in list_fields(submodules).items():
         if _is_stock(slot, _NORM_AND_LINEAR):
             runs_again = getattr(tempo_config, name, "off") == "recompute"
             stock = getattr(extension, _NORM_AND_LINEAR)
             changes[name] = make_split_norm(stock, extension.TEColumnParallelLinear, keep, runs_again)
-        elif keep == "input" and name in after_norms and _is_stock(slot, "TEColumnParallelLinear"):
+        elif keep == "recompute" and name in after_norms and _is_stock(slot, "TEColumnParallelLinear"):
             changes[name] = make_dropping_linear(DropsInput, extension.TEColumnParallelLinear)
     return changes
 
@@ -295,7 +294,7 @@ def replace_mlp_class(module: Any, tempo_config: TempoConfig) -> Any:
         return None
     if (found := _FUSED_LINEAR_MLPS.get(tempo_config.linear_fc1)) is not None:
         return found
-    return _FUSED_MLPS.get(KEEPS.get(tempo_config.activation, ""))
+    return _FUSED_MLPS.get(tempo_config.activation)
 
 
 def is_norm_and_linear(slot: Any) -> bool:

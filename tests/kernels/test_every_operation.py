@@ -235,6 +235,7 @@ PUBLIC: dict[str, Callable[[Tensor], Tensor]] = {
 every_public_operation = pytest.mark.parametrize("name", PUBLIC)
 SHARED_ROOMS = {"philox", "activation", "offload"}
 BESIDE_OPERATIONS = {
+    "fits_in_place",
     "describe",
     "find_backend",
     "list_flash_workspaces",

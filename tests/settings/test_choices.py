@@ -12,7 +12,6 @@ from megatron.core.activations import squared_relu
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional as F
 
-from tempo_kernels import KEEPS
 from tempo_megatron import TempoConfig
 from tempo_megatron.models.build import build_transformer_config
 from tempo_megatron.models.shape import make_shape
@@ -169,9 +168,9 @@ def test_a_row_of_the_table_is_built_named_and_computed(name: str) -> None:
     gate, up = x.chunk(2, -1) if activation.is_gated else (x, torch.ones(()))
     expected = FUNCTIONS[activation.formula](gate) * up
     (expected_grad,) = torch.autograd.grad(expected.sum(), x)
-    for keep in (KEEPS[value], "input"):
+    for keep in (value, "recompute"):
         y = _choose_activation(config, keep, None)(x, None)
         torch.testing.assert_close(y, expected)
         # In place, GELU's derivative is that of an inverse: section "Error" of its docstring.
-        tolerance = {"rtol": 0.0, "atol": 1e-4} if keep == "output" else {}
+        tolerance = {"rtol": 0.0, "atol": 1e-4} if keep == "inplace" else {}
         torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], expected_grad, **tolerance)

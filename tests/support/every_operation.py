@@ -49,10 +49,10 @@ def log_probs(x: Tensor, bias: Tensor, weight: Tensor, form: str) -> Tensor:
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "gelu": lambda x, b, *_: gelu(x, b),
     "gelu tanh": lambda x, b, *_: gelu(x, b, approximate="tanh"),
-    "gelu of its input": lambda x, b, *_: gelu(x, b, keep="input"),
-    "gelu tanh of its input": lambda x, b, *_: gelu(x, b, approximate="tanh", keep="input"),
+    "gelu of its input": lambda x, b, *_: gelu(x, b, keep="recompute"),
+    "gelu tanh of its input": lambda x, b, *_: gelu(x, b, approximate="tanh", keep="recompute"),
     "squared_relu": lambda x, b, *_: squared_relu(x, b),
-    "squared_relu of its input": lambda x, b, *_: squared_relu(x, b, keep="input"),
+    "squared_relu of its input": lambda x, b, *_: squared_relu(x, b, keep="recompute"),
     "silu": lambda x, b, *_: silu(x, b),
     "relu": lambda x, b, *_: activate(x, b, "relu"),
     "glu": lambda x, b, *_: glu(x, b, "silu"),
@@ -60,9 +60,9 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "geglu": lambda x, b, *_: geglu(x, b),
     "reglu": lambda x, b, *_: reglu(x, b),
     "layer_norm": lambda x, b, *_: layer_norm(x, 2 + b.tanh(), b.tanh()),
-    "layer_norm of its input": lambda x, b, *_: layer_norm(x, b, x.flatten(0, 1).select(0, 0), keep="input"),
+    "layer_norm of its input": lambda x, b, *_: layer_norm(x, b, x.flatten(0, 1).select(0, 0), keep="recompute"),
     "rms_norm": lambda x, b, *_: rms_norm(x, 2 + b.tanh()),
-    "rms_norm of its input": lambda x, b, *_: rms_norm(x, b, zero_centered=True, keep="input"),
+    "rms_norm of its input": lambda x, b, *_: rms_norm(x, b, zero_centered=True, keep="recompute"),
     "bias_dropout_add": lambda x, b, c, w, key, first: bias_dropout_add(
         x, b, x * 2, p=0.1, key=key, first_sample=first
     ),

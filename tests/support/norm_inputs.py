@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-FORMS = ["output", "input"]
+FORMS = ["inplace", "recompute"]
 NAMES = ["y", "grad_x", "grad_weight", "grad_bias"]
 PARAMETERS = {
     "initial": lambda h: (torch.ones(h), torch.zeros(h)),

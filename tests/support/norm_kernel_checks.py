@@ -34,7 +34,7 @@ def cast_sums(norm, grad_x, sums):
 
 
 def norm_from_input(module, x, weight, bias, grad, zero_centered=False, **more):
-    """The same with keep="input"; y is also filled in again."""
+    """The same with keep="recompute"; y is also filled in again."""
     norm = norm_of(weight, bias, zero_centered)
     y, statistics = module.forward_from_input(x, norm, **more)
     refilled = torch.full_like(y, float("nan"))
@@ -58,7 +58,7 @@ def check_both_forms(x, weight, bias, grad, zero_centered=False, **more):
     if len(lost) <= get_reserve_size(x.size(-1)) or not x.numel():
         check_norm(norm_forward_and_backward, x, weight, bias, grad, zero_centered, **more)
     else:
-        with pytest.raises(RuntimeError, match='keep="input", in Megatron tempo.norm "recompute"'):
+        with pytest.raises(RuntimeError, match='keep="recompute", in Megatron tempo.norm "recompute"'):
             norm_forward_and_backward(norm_kernel, x, weight, bias, grad, zero_centered, **more)
 
 

@@ -52,13 +52,13 @@ def gated(function: Function) -> Function:
 
 # The name in the table of pointwise: (ours, which keeps its input, what it replaces).
 ACTIVATIONS: dict[str, tuple[Function, Function]] = {
-    "gelu": (lambda x, bias=None: gelu(x, bias, keep="input"), of_rounded_sum(F.gelu)),
+    "gelu": (lambda x, bias=None: gelu(x, bias, keep="recompute"), of_rounded_sum(F.gelu)),
     "gelu_tanh": (
-        lambda x, bias=None: gelu(x, bias, "tanh", keep="input"),
+        lambda x, bias=None: gelu(x, bias, "tanh", keep="recompute"),
         of_float32_sum(lambda x: F.gelu(x, approximate="tanh")),
     ),
     "squared_relu": (
-        lambda x, bias=None: squared_relu(x, bias, keep="input"),
+        lambda x, bias=None: squared_relu(x, bias, keep="recompute"),
         of_rounded_sum(lambda x: F.relu(x).square()),
     ),
     "silu": (silu, of_rounded_sum(F.silu)),

@@ -31,7 +31,7 @@ ACTIVATIONS = {
 }
 
 
-@pytest.mark.parametrize("keep", ["output", "input"])
+@pytest.mark.parametrize("keep", ["inplace", "recompute"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_layer_norm_without_bias_is_torchs(dtype, keep):
     torch.manual_seed(0)

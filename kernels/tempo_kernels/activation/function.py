@@ -47,12 +47,12 @@ def activate(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
 
 
 def apply(
-    operation: str, x: Tensor, bias: Tensor | None, activation: str, keep: str = "input", is_gated: bool = False
+    operation: str, x: Tensor, bias: Tensor | None, activation: str, keep: str = "recompute", is_gated: bool = False
 ) -> Tensor:
-    """Checks the arguments and returns y, differentiable; errors name it `operation`. keep is "output" (in place) or
-    "input"."""
-    if keep not in ("output", "input"):
-        raise ValueError(f'{operation}: keep is {keep!r}; expected "output" or "input"')
+    """Checks the arguments and returns y, differentiable; errors name it `operation`. keep is "inplace" or
+    "recompute"."""
+    if keep not in ("inplace", "recompute"):
+        raise ValueError(f'{operation}: keep is {keep!r}; expected "inplace" or "recompute"')
     if x.dtype not in _DTYPES:
         raise ValueError(f"{operation}: x is {x.dtype}; expected float32, bfloat16, float16 or float64; cast it")
     if bias is not None and (bias.dim() != 1 or bias.shape != x.shape[-1:] or bias.dtype != x.dtype):
@@ -63,7 +63,7 @@ def apply(
     if is_gated and (x.dim() < 1 or x.size(-1) % 2):
         raise ValueError(f"{operation}: x has shape {list(x.shape)}; expected [..., 2f], gate then up")
     y: Tensor
-    if keep == "output":
+    if keep == "inplace":
         y = _Inplace.apply(x, bias, activation, operation)
     else:
         y = _FromInput.apply(x, bias, activation, is_gated, operation)

@@ -27,7 +27,7 @@ SMALLEST, LARGEST = 2.0**-62, 2.0**126
 
 
 def forward(x: Tensor, norm: Norm, needs_grad: bool = True, has_static_shapes: bool = False) -> tuple[Tensor, Kept]:
-    """Returns y [..., h] and what keep="output" keeps with it. See get_lost_channels for has_static_shapes."""
+    """Returns y [..., h] and what keep="inplace" keeps with it. See get_lost_channels for has_static_shapes."""
     y, statistics = forward_from_input(x, norm)
     affine = norm.compute_affine(x.dtype)
     lost = get_lost_channels(affine, y.dtype, needs_grad, has_static_shapes)
@@ -45,7 +45,7 @@ def backward(
 
 
 def forward_from_input(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
-    """Returns y [..., h] and what keep="input" keeps with x."""
+    """Returns y [..., h] and what keep="recompute" keeps with x."""
     rows = view_rows(x).to(torch.promote_types(x.dtype, torch.float32))
     mean = rows.mean(-1) if norm.subtracts_mean else None
     centred = rows if mean is None else rows - mean.unsqueeze(-1)
@@ -106,7 +106,7 @@ def get_lost_channels(
     if lost.numel() and has_static_shapes:
         raise RuntimeError(
             f"norm: the weight of {lost.numel()} of {affine.size(1)} channels is too small beside its bias for the "
-            'output to carry the normalised input, for which a compiled graph has no room; use keep="input", in '
+            'output to carry the normalised input, for which a compiled graph has no room; use keep="recompute", in '
             'Megatron tempo.norm "recompute"'
         )
     return lost

@@ -27,7 +27,7 @@ def layer_norm(
     eps: float = 1e-5,
     *,
     zero_centered: bool = False,
-    keep: str = "output",
+    keep: str = "inplace",
 ) -> Tensor:
     """Computes LayerNorm over the last dimension: (x - mean) / sqrt(var + eps) * weight + bias.
 
@@ -38,33 +38,34 @@ def layer_norm(
         eps: added to the variance.
         zero_centered: use 1 + weight in weight's place (Megatron's `layernorm_zero_centered_gamma`), added in float32
             as Transformer Engine does; Megatron's own `weight + 1` rounds the sum to weight's dtype.
-        keep: "output", "input" or "input alone".
+        keep: "inplace", "recompute" or "recompute statistics".
 
     Returns:
         y [..., h], contiguous, in x's dtype. With a float32 x and a 16-bit weight, as for Megatron's
         `--fp32-residual-connection`, y has weight's dtype: x is normalised in float32 and rounded once, to the dtype
         of the linear that follows, as in Apex's FastLayerNorm. The gradient of x is float32 then.
 
-    Keeps for backward: with keep="output" y itself (one storage with what the next linear keeps, hence free), rstd
+    Keeps for backward: with keep="inplace" y itself (one storage with what the next linear keeps, hence free), rstd
         (4 bytes per row), and gamma and beta of this call (8 bytes per channel; RMSNorm 4). A channel is lost if weight
         is too small compared with bias for y to carry the normalised x (eager.py); that column of it is kept in y's
         dtype. A CPU keeps the lost columns. A GPU, whose host does not wait for numbers, keeps a reserve of h / 64
-        columns, at least one, whether channels are lost or not. With keep="input" x, rstd and the mean (4 bytes per row
-        each). With keep="input alone" x: the norm runs once more in backward for its statistics, which pays where rows
-        are short.
-    Error: with keep="input" or "input alone", which are equal bit for bit, at most twice torch's own in the same dtype,
-        with sums in float32, plus one ulp of the largest exact value, for any weight and bias. With keep="output" the
-        normalised x is recovered from y rounded to its dtype, so it is off by up to half an ulp of y divided by weight.
+        columns, at least one, whether channels are lost or not. With keep="recompute" x, rstd and the mean (4 bytes per
+        row each). With keep="recompute statistics" x: the norm runs once more in backward for its statistics, which
+        pays where rows are short.
+    Error: with keep="recompute" or "recompute statistics", which are equal bit for bit, at most twice torch's own in
+        the same dtype, with sums in float32, plus one ulp of the largest exact value, for any weight and bias. With
+        keep="inplace" the normalised x is recovered from y rounded to its dtype, so it is off by up to half an ulp of y
+        divided by weight.
         This meets the same bound except
         - where the exact gradient of x cancels (RMSNorm with a gradient proportional to y);
         - for the gradient of a float32 weight of a 16-bit x (off by 0.2 to 1 % of its maximum), and of a float32 x with
           a 16-bit weight (only as exact as that of a 16-bit x);
         - for rows of one channel, of a variance far below eps, or with channels far above all others.
-        For these use keep="input", which Megatron's "recompute" is.
+        For these use keep="recompute", which Megatron's "recompute" is.
         On a CPU y is torch's own LayerNorm, which subtracts the mean after the scale: y / weight is off by up to 5e-7
-        of abs(mean) / std of the row, and with keep="output" so is the normalised x.
-        If weight or bias changes between forward and backward, keep="output" differentiates at their old values.
-    Raises: ValueError for shapes or dtypes that do not fit; RuntimeError on a second derivative. With keep="output" on
+        of abs(mean) / std of the row, and with keep="inplace" so is the normalised x.
+        If weight or bias changes between forward and backward, keep="inplace" differentiates at their old values.
+    Raises: ValueError for shapes or dtypes that do not fit; RuntimeError on a second derivative. With keep="inplace" on
         a GPU, where more channels are lost than the reserve has columns, gradients are NaN, and one of the next
         backwards raises RuntimeError; on a CPU a compiled graph raises it for any lost channel.
     Source: LayerNorm (Ba et al., 2016), RMSNorm (Zhang and Sennrich, 2019); the backward from the output after In-Place
@@ -78,7 +79,7 @@ def layer_norm(
 
 @takes_plain_tensors
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float = 1e-5, *, zero_centered: bool = False, keep: str = "output"
+    x: Tensor, weight: Tensor, eps: float = 1e-5, *, zero_centered: bool = False, keep: str = "inplace"
 ) -> Tensor:
     """Computes RMSNorm over the last dimension: x / sqrt(mean(x**2) + eps) * weight. See `layer_norm` for all else."""
     _check(x, weight, None, keep)
@@ -86,7 +87,7 @@ def rms_norm(
 
 
 def fits_in_place(weight: Tensor, bias: Tensor | None, zero_centered: bool = False) -> bool:
-    """Returns whether keep="output" has room on every device for the channels of weight and bias [h] that an output of
+    """Returns whether keep="inplace" has room on every device for the channels of weight and bias [h] that an output of
     weight's dtype does not carry. On a GPU the host waits for them. True for tensors without numbers or memory."""
     if weight.is_meta or weight.untyped_storage().nbytes() == 0:
         return True
@@ -95,8 +96,8 @@ def fits_in_place(weight: Tensor, bias: Tensor | None, zero_centered: bool = Fal
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, keep: str) -> None:
-    if keep not in ("output", "input", "input alone"):
-        raise ValueError(f'keep is "{keep}"; expected "output", "input" or "input alone"')
+    if keep not in ("inplace", "recompute", "recompute statistics"):
+        raise ValueError(f'keep is "{keep}"; expected "inplace", "recompute" or "recompute statistics"')
     if x.dim() < 1 or not x.is_floating_point():
         raise ValueError(f"x is {x.dtype} of shape {list(x.shape)}; expected a floating-point [..., h] tensor; cast it")
     fits = weight.dtype == x.dtype and weight.shape == x.shape[-1:]
@@ -119,8 +120,8 @@ def _apply(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool, subtracts_mean: bool, keep: str
 ) -> Tensor:
     form = (eps, subtracts_mean, zero_centered)
-    if keep != "output":
-        y: Tensor = _FromInput.apply(x, weight, bias, form, keep == "input")
+    if keep != "inplace":
+        y: Tensor = _FromInput.apply(x, weight, bias, form, keep == "recompute")
     else:
         # Inside forward gradients are always off, so the caller's state is read here.
         needs_grad = torch.is_grad_enabled() and (
@@ -193,7 +194,7 @@ def _allocate_gradients_from_input(grad_y: Tensor, x: Tensor, *operands: Any) ->
     _allocate_gradients_from_input,
 )
 def _backward_from_input(grad_y: Tensor, x: Tensor, *operands: Any) -> list[Tensor]:
-    """As _backward, from what keep="input" keeps; the sums are in the norm's sums_dtype."""
+    """As _backward, from what keep="recompute" keeps; the sums are in the norm's sums_dtype."""
     norm, statistics = Norm(*operands[:5]), Statistics(*operands[5:])
     return [*choose_backend(x, cpu).backward_from_input(grad_y, x, norm, statistics)]
 

@@ -158,7 +158,7 @@ class _Watch:
             raise RuntimeError(
                 "norm: the weights of more than a 64th of the channels are too small compared with their biases for "
                 "the output to carry the normalised input, and gradients of a backward were NaN; use "
-                'keep="input", in Megatron tempo.norm "recompute"'
+                'keep="recompute", in Megatron tempo.norm "recompute"'
             )
 
 

@@ -37,7 +37,7 @@ class Norm(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What keep="output" keeps with y; each backend has its own form of `lost` and `lost_xhat`."""
+    """What keep="inplace" keeps with y; each backend has its own form of `lost` and `lost_xhat`."""
 
     rstd: Tensor
     """[rows], of the dtype that the norm computes in."""
@@ -51,7 +51,7 @@ class Kept(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """What keep="input" keeps with x, [rows] each; an RMSNorm has no mean."""
+    """What keep="recompute" keeps with x, [rows] each; an RMSNorm has no mean."""
 
     rstd: Tensor
     mean: Tensor | None

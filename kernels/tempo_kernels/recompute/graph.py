@@ -51,9 +51,9 @@ def drop(
     Derivatives of any order are the same as if y was kept, as far as the operation that made y has them.
 
     Args:
-        y: the output of `recompute`, or of an operation with keep="input", whose grad_fn can make it again; with `make`
-            any tensors of the graph, such as a linear's output and tensors made from it, the earliest first. A y that
-            was written to, as by a forward hook, is refused, because recomputing it would lose what was written. With
+        y: the output of `recompute`, or of an operation with keep="recompute", whose grad_fn can make it again; with
+            `make` any tensors of the graph, such as a linear's output and tensors made from it, the earliest first. A y
+            that was written to, as by a forward hook, is refused, because recomputing it would lose what was written. With
             `make` this goes unnoticed, so y must not be written to.
         after: the result of the operation that used y, such as a linear's output, or the results of all operations
             that did. An operation whose result is not named keeps y.
@@ -236,7 +236,7 @@ def _find_promise(y: Tensor) -> _Promise:
     if not can_refill(y):
         raise ValueError(
             f"y was made by {producer.name()}, which cannot make it again; expected recompute(function, ...) or an "
-            'operation with keep="input"; make y with one of them'
+            'operation with keep="recompute"; make y with one of them'
         )
     reference = getattr(producer, "promise", None)
     promise = reference() if reference is not None else None

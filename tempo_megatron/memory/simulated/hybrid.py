@@ -56,7 +56,7 @@ class _MambaLayer(torch.nn.Module):
         super().__init__()
         self._dropout, self._is_fused = config.hidden_dropout, config.bias_dropout_fusion
         self.norm, self.mamba_bda = layer.input_layernorm, layer.self_attn_bda
-        drops_norm = getattr(self.norm, "keep", "") == "input"
+        drops_norm = getattr(self.norm, "keep", "") == "recompute"
         linear = TempoColumnParallelLinear if drops_norm else ColumnParallelLinear
         self.mixer = _MambaMixer(config, hybrid, linear, num_processors)
 

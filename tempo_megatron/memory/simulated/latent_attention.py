@@ -41,7 +41,7 @@ def put_latent_attention(
     for layer in model.modules():
         if hasattr(layer, "self_attention"):
             norm: Any = type(layer.input_layernorm)
-            attention = _InputDroppingAttention if getattr(norm, "keep", "") == "input" else _LatentAttention
+            attention = _InputDroppingAttention if getattr(norm, "keep", "") == "recompute" else _LatentAttention
             layer.self_attention = attention(config, latent, norm, is_fused, recomputes_up)
 
 

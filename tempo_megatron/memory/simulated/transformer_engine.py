@@ -96,7 +96,7 @@ def put_norm_kernels(model: torch.nn.Module) -> None:
 
 
 def _normalize(norm: TorchRMSNorm, x: Tensor) -> Tensor:
-    return rms_norm(x, norm.weight, norm.eps, zero_centered=norm.zero_centered_gamma, keep="input")
+    return rms_norm(x, norm.weight, norm.eps, zero_centered=norm.zero_centered_gamma, keep="recompute")
 
 
 def recompute_norms(model: torch.nn.Module, *, has_latent_attention: bool) -> None:

@@ -124,10 +124,10 @@ REFUSED = {
     "a short bias of gates": (lambda: geglu(FOUR, SHORT), r"geglu: bias is torch.float32 of shape \[2\]"),
     "a bias of gates of 16 bits": (lambda: swiglu(FOUR, HALF), r"bias is torch.float16 of shape \[4\] and x torch.f"),
     "squared integers": (
-        lambda: squared_relu(torch.arange(4), keep="input"),
+        lambda: squared_relu(torch.arange(4), keep="recompute"),
         "squared_relu: x is torch.int64; expecte",
     ),
-    "what to keep": (lambda: squared_relu(FOUR, keep="both"), 'keep is \'both\'; expected "output" or "input"'),
+    "what to keep": (lambda: squared_relu(FOUR, keep="both"), 'keep is \'both\'; expected "inplace" or "recompute"'),
     "a short bias of squares": (lambda: squared_relu(FOUR, SHORT), r"bias is torch.float32 of shape \[2\]"),
 }
 

@@ -126,7 +126,7 @@ def test_what_keeps_its_input_keeps_that_and_one_or_two_numbers_a_row(function, 
     x = torch.randn(64, 128).to(dtype).requires_grad_()
     parameters = [t.to(dtype).requires_grad_() for t in PARAMETERS["gamma 0 and beta 0"](128)]
     parameters = parameters[: 2 if function is layer_norm else 1]
-    kept = kept_storages(partial(function, keep="input"), x, *parameters)
+    kept = kept_storages(partial(function, keep="recompute"), x, *parameters)
     for tensor in (x, *parameters):
         del kept[tensor.data_ptr()]
     assert list(kept.values()) == [64 * 4] * len(parameters)
@@ -138,12 +138,14 @@ def test_what_keeps_its_input_alone_makes_its_numbers_again_and_gives_the_same_b
     x, grad = torch.randn(2, 16, 2, 4, 33).to(dtype)
     parameters = [t.to(dtype).requires_grad_() for t in PARAMETERS["one in a hundred gamma 0"](33)]
     leaves = [x.requires_grad_(), *parameters[: 2 if function is layer_norm else 1]]
-    kept = kept_storages(partial(function, keep="input alone"), *leaves)
+    kept = kept_storages(partial(function, keep="recompute statistics"), *leaves)
     assert sorted(kept) == sorted(tensor.data_ptr() for tensor in leaves)
-    alone, both = (results(partial(function, keep=keep), leaves, grad) for keep in ("input alone", "input"))
+    alone, both = (
+        results(partial(function, keep=keep), leaves, grad) for keep in ("recompute statistics", "recompute")
+    )
     assert all(torch.equal(a, b) for a, b in zip(alone, both, strict=True))
     # A slice, as queries are of a projection's output.
-    y = function(x[..., 1:, :], *leaves[1:], keep="input alone")
+    y = function(x[..., 1:, :], *leaves[1:], keep="recompute statistics")
     y.grad_fn.refill(y.grad_fn, out := torch.full_like(y, torch.nan))
     assert torch.equal(out, y)
 
@@ -171,7 +173,7 @@ LARGE = (1024, 512)  # compiled on a CPU
 
 
 @pytest.mark.parametrize(
-    ("shape", "keep"), [*product([(4, 8)], FORMS), (LARGE, "output"), *exhaustive((LARGE, "input"))]
+    ("shape", "keep"), [*product([(4, 8)], FORMS), (LARGE, "inplace"), *exhaustive((LARGE, "recompute"))]
 )
 def test_what_ran_in_inference_mode_first_can_be_trained(shape, keep):
     leaves = [torch.randn(shape), *PARAMETERS["trained"](shape[-1])]
@@ -193,10 +195,10 @@ def test_an_output_may_be_changed_in_place_where_backward_does_not_read_it(funct
         y = change(function(*leaves, keep=keep))
         return [y, *torch.autograd.grad(y.square().sum(), leaves)]
 
-    expected = find(lambda y: y * 2, "input")
-    assert all(torch.equal(*pair) for pair in zip(find(lambda y: y.mul_(2), "input"), expected, strict=True))
+    expected = find(lambda y: y * 2, "recompute")
+    assert all(torch.equal(*pair) for pair in zip(find(lambda y: y.mul_(2), "recompute"), expected, strict=True))
     with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
-        find(lambda y: y.mul_(2), "output")
+        find(lambda y: y.mul_(2), "inplace")
 
 
 @pytest.mark.exhaustive  # of norms large enough to be compiled; test_every_operation.py has the others
@@ -206,7 +208,7 @@ def test_another_default_dtype_changes_nothing(dtype):
         torch.manual_seed(0)
         leaves = [t.to(dtype).requires_grad_() for t in (torch.randn(1024, 320, dtype=torch.float32),)]
         leaves += [t.to(dtype).requires_grad_() for t in (torch.ones(320, dtype=torch.float32), torch.zeros(320))]
-        outputs = [layer_norm(*leaves), rms_norm(*leaves[:2], keep="input")]
+        outputs = [layer_norm(*leaves), rms_norm(*leaves[:2], keep="recompute")]
         return [*outputs, *torch.autograd.grad([y.float().square().sum() for y in outputs], leaves)]
 
     expected = results()
@@ -234,7 +236,7 @@ REFUSED = {
     "other 16-bit weight dtype": (
         X.half(), BRAIN, ONES, {}, "weight is torch.bfloat16; expected torch.float16 or torch.float32, beside x's",
     ),
-    "unknown form": (X, ONES, ONES, {"keep": "both"}, 'keep is "both".*expected "output", "input" or "input alone"'),
+    "unknown form": (X, ONES, ONES, {"keep": "both"}, 'keep is "both".*expected "inplace", "recompute"'),
 }  # fmt: skip
 
 

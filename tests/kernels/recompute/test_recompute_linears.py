@@ -95,7 +95,7 @@ class Block(nn.Module):
         from tempo_kernels.norm import layer_norm
         from tempo_kernels.recompute import drop
 
-        keep = "input" if self.drops else "output"
+        keep = "recompute" if self.drops else "inplace"
         normalised = layer_norm(x, self.gamma, self.beta, keep=keep)
         hidden = self.first(normalised)
         activated = gelu(hidden, keep=keep)

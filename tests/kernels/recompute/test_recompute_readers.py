@@ -70,10 +70,10 @@ def test_what_torch_made_is_refused():
 OPERATIONS = {
     "recompute": lambda x, bias: recompute(bias_gelu, x, bias),
     "silu": silu,
-    "gelu": lambda x, bias: gelu(x, bias, keep="input"),
-    "squared_relu": lambda x, bias: squared_relu(x, bias, keep="input"),
-    "layer_norm": lambda x, bias: layer_norm(x, bias, bias, keep="input"),
-    "rms_norm": lambda x, bias: rms_norm(x, bias, keep="input"),
+    "gelu": lambda x, bias: gelu(x, bias, keep="recompute"),
+    "squared_relu": lambda x, bias: squared_relu(x, bias, keep="recompute"),
+    "layer_norm": lambda x, bias: layer_norm(x, bias, bias, keep="recompute"),
+    "rms_norm": lambda x, bias: rms_norm(x, bias, keep="recompute"),
 }
 
 
