@@ -52,9 +52,9 @@ def drop(
 
     Args:
         y: the output of `recompute`, or of an operation with keep="recompute", whose grad_fn can make it again; with
-            `make` any tensors of the graph, such as a linear's output and tensors made from it, the earliest first. A y
-            that was written to, as by a forward hook, is refused, because recomputing it would lose what was written. With
-            `make` this goes unnoticed, so y must not be written to.
+            `make` any tensors of the graph, such as a linear's output and tensors made from it, the earliest first. A
+            y that was written to, as by a forward hook, is refused, because recomputing it would lose what was
+            written. With `make` this goes unnoticed, so y must not be written to.
         after: the result of the operation that used y, such as a linear's output, or the results of all operations
             that did. An operation whose result is not named keeps y.
         make: runs under no_grad and returns the tensors of y anew, in order: with the same sizes, strides and offsets,
