@@ -11,7 +11,15 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
 
-from ahead_of_time import Launch, compiled, narrow_accesses, record_launches, resources, source_of
+from ahead_of_time import (
+    Launch,
+    compiled,
+    list_spills_in_loops,
+    narrow_accesses,
+    record_launches,
+    resources,
+    source_of,
+)
 from covering import exhaustive
 from torch import Tensor
 from ttir_ranges import find_overflows
@@ -24,8 +32,8 @@ from tempo_kernels.norm.settings import Norm
 
 MODULES = [norm_forward, norm_backward, kernel_sums]
 
-# At which two programs of 8 warps share a multiprocessor.
-MOST_REGISTERS = 128
+# A norm's backward holds whole rows and their sums.
+MOST_REGISTERS = 168
 ROWS, BATCH = 2048, 4
 
 
@@ -89,7 +97,7 @@ SHAPES: list[tuple[Callable[[torch.dtype, int], Iterator[tuple[str, Launch]]], t
 # Each on one GPU: both dtypes, rows that are short, fill the registers, or are read in parts, and every operation.
 COVERING = {
     capability: [SHAPES[index] for index in indices]
-    for capability, indices in ((90, (0, 4, 6)), (80, (3,)), (100, (8, 10)))
+    for capability, indices in ((90, (1, 3)), (80, (0,)), (100, (5, 7)))
 }
 
 
@@ -112,9 +120,10 @@ def test_kernels_keep_to_registers_and_access_16_bytes_at_a_time(capability, sha
     for name, launch in cases(shapes):
         kernel = compiled(launch, capability)
         usage = resources(kernel.asm["cubin"])
-        assert usage["STACK"] == 0 and usage["LOCAL"] == 0, f"{name} spills: {usage}"
-        # A norm's backward holds whole rows and their sums.
-        assert usage["REG"] <= MOST_REGISTERS or "norm" in name, f"{name}: {usage}"
+        # At most a pair of registers waits in memory, and none in a loop.
+        assert usage["STACK"] <= 8 and usage["LOCAL"] == 0, f"{name} spills: {usage}"
+        assert not list_spills_in_loops(kernel.asm["cubin"]), f"{name} spills in a loop"
+        assert usage["REG"] <= MOST_REGISTERS, f"{name}: {usage}"
         check_widths(name, launch, narrow_accesses(kernel.asm["ptx"]))
 
 
@@ -128,7 +137,7 @@ def check_widths(name: str, launch: Launch, narrow: list[str]) -> None:
         narrow = [access for access in narrow if not access.endswith(".b32")]
     # What is left is one number per row, or a vector [h] of which a thread has fewer than eight elements; a tile
     # that is read or written narrowly takes at least eight accesses. Of sums over rows a thread has one column, and
-    # Norms load two numbers for each row of a tile ahead.
+    # norms load two numbers for each row of a tile ahead.
     sums_rows = any(launch.arguments.get(name) is not None for name in ("partial_ptr", "sums_ptr"))
     most = 4 + (3 if sums_rows else 0)
     most += 2 * launch.arguments.get("BLOCK_ROWS", 0) if "rstd_ptr" in launch.arguments else 0
