@@ -89,7 +89,7 @@ def test_gated_units_in_one_pass_obey_the_rule(activation, has_bias, dtype, not_
 @compiles
 @parametrize_covering(
     keep=["inplace", "recompute"],
-    norm=[layer_norm, rms_norm],
+    norm=["layer_norm", "rms_norm"],
     dtype=[torch.bfloat16, torch.float16],
     width=[37, 40, 128],
 )
@@ -99,8 +99,9 @@ def test_compiled_norms_obey_the_rule(width, keep, norm, dtype, monkeypatch):
     x, grad = torch.randn(rows, 3, width) * 2 + 1, torch.randn(rows, 3, width)
     gamma, beta = torch.rand(width) + 0.5, torch.randn(width) * 0.3
     gamma[3], beta[3] = -0.5, 0.99  # all that y can carry
-    ours, inputs = partial(norm, keep=keep), [x.mT.contiguous().mT, gamma, beta]
-    if norm is rms_norm:
+    ours = partial({"layer_norm": layer_norm, "rms_norm": rms_norm}[norm], keep=keep)
+    inputs = [x.mT.contiguous().mT, gamma, beta]
+    if norm == "rms_norm":
         assert_three_witnesses(ours, lambda x, w: F.rms_norm(x, (width,), w, 1e-5), inputs[:2], grad, dtype)
     else:
         assert_three_witnesses(ours, lambda x, w, b: F.layer_norm(x, (width,), w, b), inputs, grad, dtype)
