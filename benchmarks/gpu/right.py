@@ -102,7 +102,8 @@ def _list_norms() -> Iterator[tuple[Any, ...]]:
 def _center_weight(tensors: list[Tensor]) -> None:
     """Gives parameters as training leaves them: weights near 1, biases near 0."""
     tensors[1].mul_(0.1).add_(1)
-    tensors[2].mul_(0.1)
+    for bias in tensors[2:]:
+        bias.mul_(0.1)
 
 
 def _lose_channels(tensors: list[Tensor]) -> None:
