@@ -29,12 +29,6 @@ def write(folder: Path) -> int:
     return 0
 
 
-def keep_measured(text: str, path: Path) -> str:
-    """Returns a document's new text with the tables that stand in its file."""
-    found = path.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0] if path.exists() else ""
-    return _put(text, found) if found else text
-
-
 def _put(text: str, table: str) -> str:
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}{table}{END}{rest.partition(END)[2]}"

@@ -11,7 +11,6 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch._functorch.config
@@ -20,10 +19,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu import timing
-from gpu.operation import Operation, Sizes
-from gpu.operations import OPERATIONS
+from gpu.operations import OPERATIONS, Operation, Sizes
+from gpu.right import WITHOUT_FLASH
 from gpu.steps import Step
-from tempo_kernels.attention import attention, function
+from tempo_kernels.attention import attention
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 
 EAGER, COMPILE, LIGER = "eager", "compile", "liger"
@@ -57,6 +56,24 @@ class Implementation(NamedTuple):
 def tempo(operation: Operation, sizes: Sizes) -> list[Implementation]:
     """One for each form, named after what it keeps."""
     return [Implementation(form.keeps, form.factory(sizes.p)) for form in operation.forms]
+
+
+def count_bytes(one: Implementation, tensors: Sequence[Tensor]) -> int:
+    """Counts what forward and backward must move: each input and what was kept read once, each result written once."""
+    kept: dict[int, int] = {}
+
+    def note(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    leaves = one.leaves(tensors)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        outputs = one.outputs(leaves)
+    of_forward = {t.untyped_storage().data_ptr(): t.nbytes for t in (*leaves, *outputs)}
+    grads = [torch.randn_like(y) for y in outputs]
+    found = {t.data_ptr(): t.nbytes for t in torch.autograd.grad(outputs, leaves, grads)}
+    of_backward = found | {t.data_ptr(): t.nbytes for t in grads}
+    return sum((kept | of_forward).values()) + sum(kept.values()) + sum(of_backward.values())
 
 
 def eager(operation: Operation, sizes: Sizes) -> Implementation:
@@ -175,7 +192,7 @@ def measure_attention(
 
     def ours(p: float) -> Function:
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with mock.patch.object(function, "PREFERS_SDPA", False):  # without dropout, too; torch's is the rival
+            with sdpa_kernel(WITHOUT_FLASH):  # without dropout, too; torch's is the rival
                 return attention(q, k, v, causal=True, softmax_scale=shape.d**-0.5, dropout_p=p, dropout_key=1)
 
         return run
@@ -245,12 +262,10 @@ def measure_operation(operation: Operation, clock: Any, device: str, sizes: Size
     """Times forward and backward of an operation's forms and of all others, in turn, beside a copy."""
     found, left_out = comparable(operation, sizes, device)
     compared = [*tempo(operation, sizes), eager(operation, sizes), *found]
-    width, tensors = operation.width_of(sizes), operation.tensors(sizes, device)
+    tensors = operation.tensors(sizes, device)
     num_sets = timing.count_sets(sum(t.nbytes for t in tensors), device)
     sets = [tensors, *(operation.tensors(sizes, device) for _ in range(num_sets - 1))]
-    ideal = {
-        form.keeps: sum(t.num_bytes(sizes, width) for t in (form.forward, form.backward)) for form in operation.forms
-    }
+    ideal = {one.name: count_bytes(one, tensors) for one in tempo(operation, sizes)}
     copies = [timing.copy_pass(size, num_sets, device, f"copy {keeps}") for keeps, size in ideal.items()]
     measured = timing.measure([*copies, *(one.time(sets) for one in compared)], clock)
     ms = {name: each.ms for name, each in measured.items()}

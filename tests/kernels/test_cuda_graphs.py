@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from gpu import operations
-from gpu.operation import Sizes
+from gpu.operations import Sizes
 from torch import Tensor
 
 from tempo_kernels.dropout_add import bias_dropout_add
@@ -22,7 +22,7 @@ FORMS = [
     for operation in operations.OPERATIONS
     for form in operation.forms
 ]
-REFILLED = [param for param in FORMS if param.values[1].refill is not None]
+REFILLED = [param for param in FORMS if param.values[1].refills]
 ON_ANY_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 CALLS = 8
 SLEEP_CYCLES = 1_000_000_000  # half a second
@@ -99,7 +99,7 @@ def test_a_replay_over_new_data_is_an_ordinary_call(operation, form, device):
 @pytest.mark.parametrize(("operation", "form"), REFILLED)
 def test_a_replay_refills_what_was_dropped(operation, form, device):
     function = form.factory(SIZES.p)
-    scale = torch.randn(operation.width_of(SIZES), device=device).to(SIZES.dtype)
+    scale = torch.randn(getattr(SIZES, operation.width), device=device).to(SIZES.dtype)
 
     # As a linear does, a product keeps y; and its bits do not depend on what else runs.
     def keeping(*tensors: Tensor) -> Tensor:
