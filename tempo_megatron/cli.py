@@ -196,6 +196,8 @@ def _run(argv: list[str]) -> int:
     command = _COMMANDS[args.command]
     if command.needs:
         check_installed("it", command.needs, "megatron.core")
+    if command.arguments:
+        _import(command.arguments).check_model(args)
     return int(getattr(_import(command.module), f"run_{args.command}")(args))
 
 

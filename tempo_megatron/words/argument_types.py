@@ -93,15 +93,6 @@ def parse_output(text: str) -> str:
     return text
 
 
-def parse_input(text: str) -> str:
-    """Reads the path of a file, or of a folder, that is read later; checks that it can be read."""
-    try:
-        os.listdir(text) if os.path.isdir(text) else open(text, "rb").close()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text} cannot be read ({error.strerror}); correct the path") from None
-    return text
-
-
 def parse_png(text: str) -> str:
     if Path(text).suffix.lower() != ".png":
         raise argparse.ArgumentTypeError(f"{text} does not end in .png, which is what is drawn")

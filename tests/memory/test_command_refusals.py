@@ -30,6 +30,7 @@ def refuse(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ("ledger --model nowhere.json", "cannot be read"),
         (f"ledger {GPT2} --tp 5", "--num-attention-heads 12 is not a multiple of --tp 5; change one of them"),
         (f"ledger {GPT2} --sequence-parallel", "--sequence-parallel needs --tp of at least 2"),
         (f"ledger {GPT2} --recompute full mlp", "--recompute full already recomputes everything"),

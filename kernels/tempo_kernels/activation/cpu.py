@@ -179,12 +179,18 @@ def _load_table(dtype: torch.dtype, activation: str) -> Tensor:
 
 def _unpack_signs(bits: Tensor, numel: int) -> Tensor:
     """Returns int8 [numel]: 1 where a bit is set and -1 where it is not."""
-    return _make_sign_words(bits.device).index_select(0, bits.int()).view(torch.int8)[:numel]
+    return _load_sign_words(bits.device).index_select(0, bits.int()).view(torch.int8)[:numel]
 
 
-def _make_sign_words(device: torch.device) -> Tensor:
-    """Makes, for every byte of bits, the eight signs as one 64-bit word: torch gathers words fastest."""
-    return torch.tensor(_SIGN_WORDS, dtype=torch.int64, device=device)
+def _load_sign_words(device: torch.device) -> Tensor:
+    """Returns, for every byte of bits, the eight signs as one 64-bit word: torch gathers words fastest."""
+    key = torch.int64, str(device)
+    if key in _tables:
+        return _tables[key]
+    words = torch.tensor(_SIGN_WORDS, dtype=torch.int64, device=device)
+    if type(words) is Tensor:  # a fake tensor must not outlive its mode
+        _tables[key] = words
+    return words
 
 
 _SIGN_WORDS = [

@@ -39,7 +39,7 @@ from tempo_kernels.attention.settings import (
     Steps,
 )
 from tempo_kernels.kernel_launch import Plan, cache_plans, launch
-from tempo_kernels.philox import effective_probability
+from tempo_kernels.philox import effective_probability, threshold
 from tempo_kernels.philox.kernel import LANES, key_words
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -336,7 +336,7 @@ def _list_arguments(call: Call, tile: Tile) -> dict[str, Any]:
             settings.first_row if is_part else None,
             settings.first_column or 0 if is_part else None,
         ),
-        "draw": Draw(settings.first_head, round(p * 65536) if p > 0 else None, 1.0 / (1.0 - p)),
+        "draw": Draw(settings.first_head, threshold(p) if p > 0 else None, 1.0 / (1.0 - p)),
         "scores": Scores(
             settings.softmax_scale * math.log2(math.e),
             settings.softmax_scale,

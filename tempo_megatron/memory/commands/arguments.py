@@ -6,13 +6,13 @@ They stand apart from the commands, which import torch and Megatron: help and a 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from tempo_megatron.memory.plan.gpu import DTYPES
 from tempo_megatron.settings.arguments import add_tempo_arguments
 from tempo_megatron.words.argument_types import (
     parse_fraction,
-    parse_input,
     parse_memory,
     parse_output,
     parse_png,
@@ -26,6 +26,17 @@ _RECOMPUTE_ALLOWED = ("core_attn", "mlp", "moe", "mla_up_proj", "full")
 _GPUS = "a100, b200, gb200, gh200, h100, h200, rtx4090, or a file such as configs/gpu/h100.json"
 
 
+def check_model(args: argparse.Namespace) -> None:
+    """Raises ValueError if there is no file of the model, which takes no import of torch to say."""
+    for name in ("model", "hf"):
+        path = getattr(args, name, None)
+        if path is not None and not args.words and not Path(path).exists():
+            raise ValueError(
+                f"--{name} {path} cannot be read (No such file or directory); give a file of configs/model, or the "
+                "folder or config.json of a Hugging Face model"
+            )
+
+
 def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `tempo-megatron ledger`."""
     _add_model(parser, "configs/model/gpt2_124m.json")
@@ -33,9 +44,7 @@ def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
     _add_sequence_parallel(parser)
     _add_shape(parser)
     _add_drawn_dropout(parser)
-    parser.add_argument(
-        "--deepspeed_config", type=parse_input, metavar="JSON", help='take the "tempo" block of this file'
-    )
+    parser.add_argument("--deepspeed_config", metavar="JSON", help='take the "tempo" block of this file')
     _add_outputs(parser, plot="stacked bars, stock beside Tempo,")
     parser.add_argument(
         "--timeline",
@@ -109,7 +118,6 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--deepspeed_config",
-        type=parse_input,
         metavar="JSON",
         help="estimate what DeepSpeed holds with this file, which also says the precision and, where they are numbers, "
         "the batch sizes (default: what Megatron's distributed optimizer holds)",
@@ -181,9 +189,7 @@ def add_order_arguments(parser: argparse.ArgumentParser) -> None:
     _add_shape(parser)
     _add_drawn_dropout(parser)
     parser.add_argument("--optimizer", choices=("adam", "adamw", "sgd"), default="adam", help="default %(default)s")
-    parser.add_argument(
-        "--deepspeed_config", type=parse_input, metavar="JSON", help='take the "tempo" block of this file'
-    )
+    parser.add_argument("--deepspeed_config", metavar="JSON", help='take the "tempo" block of this file')
     parser.add_argument(
         "--work-limit",
         type=parse_positive,
@@ -206,15 +212,11 @@ _HF = "the folder or config.json of a Hugging Face model"
 
 
 def _add_model(parser: Any, example: str = "configs/model/gpt3_175b.json") -> None:
-    parser.add_argument(
-        "--model", required=True, type=parse_input, metavar="JSON", help=f"a model, such as {example}, or {_HF}"
-    )
+    parser.add_argument("--model", required=True, metavar="JSON", help=f"a model, such as {example}, or {_HF}")
 
 
 def _add_tempo_file(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--deepspeed_config", type=parse_input, metavar="JSON", help='take the "tempo" block of this file'
-    )
+    parser.add_argument("--deepspeed_config", metavar="JSON", help='take the "tempo" block of this file')
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -226,13 +228,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is trained")
     group.add_argument(
         "--model",
-        type=parse_input,
         metavar="JSON",
         help=f"a model, such as configs/model/gpt3_175b.json, or {_HF}",
     )
     group.add_argument(
         "--hf",
-        type=parse_input,
         metavar="FOLDER",
         help="take the sizes of a Hugging Face model: its folder or config.json (gpt2, llama, mistral, mixtral, "
         "qwen2, qwen3, qwen3_moe, megatron-bert)",
@@ -245,14 +245,12 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--script",
-        type=parse_input,
         metavar="FILE",
         help="take the command that a shell script would start; its own arguments stand behind --. bash reads it, and "
         "starts nothing. --world-size goes before what its launcher says",
     )
     group.add_argument(
         "--megatron-yaml",
-        type=parse_input,
         metavar="FILE",
         help="take the arguments of a model_config.yaml of Megatron-LM's functional tests",
     )
@@ -390,7 +388,6 @@ def _add_estimate_step(group: Any) -> None:
     )
     group.add_argument(
         "--deepspeed_config",
-        type=parse_input,
         metavar="JSON",
         help='its precision, ZeRO stage, buckets, offload and batch sizes, and its "tempo" block',
     )
