@@ -8,9 +8,8 @@ python benchmarks/checkers.py cuxray --capability 80               # spills in l
 The cases are those of benchmarks/gpu/right.py, through the public functions. A line for each kernel says `passed`,
 `finding` (the kernel's line and the input) or `not supported` (why), and of how many launches. ttsem and triton-viz
 execute the kernels, so that results are held against float64, too; the others only compile them. Known to be the
-checkers': ttsem takes sums that are handed on by an atomic counter for a race, Triton's interpreter multiplies bf16 as
-integers, and triton-viz shifts the bounds of views that begin behind their storage's first element. The race that
-sentryward sees inside of one `tl.sum` is of Triton's own code.
+checkers': Triton's interpreter multiplies bf16 as integers, and triton-viz shifts the bounds of views that begin behind
+their storage's first element. The race that sentryward sees inside of one `tl.sum` is of Triton's own code.
 
 Each checker wants an environment of its own, with Python 3.12:
     pip install torch ttsem triton==3.8.0
