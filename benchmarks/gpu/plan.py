@@ -124,23 +124,9 @@ def pretrain(options: Options) -> dict[str, Any]:
     rates = {}
     for form, more in {"stock": [], "tempo": ["--use-tempo"]}.items():
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "launch/pretrain_gpt.py"]
-        command += [
-            "--deepspeed_config",
-            "configs/deepspeed/zero1_bf16.json",
-            "--model",
-            "configs/model/gpt2_345m.json",
-        ]
-        command += [
-            "--data-path",
-            str(data),
-            "--micro-batch-size",
-            "8",
-            "--global-batch-size",
-            "8",
-            "--train-iters",
-            "20",
-        ]
-        command += ["--eval-iters", "0", "--log-interval", "10", "--lr", "1e-4", *more]
+        command += ["--deepspeed_config", "configs/deepspeed/zero1_bf16.json", "--data-path", str(data), *more]
+        command += "--model configs/model/gpt2_345m.json --micro-batch-size 8 --global-batch-size 8".split()
+        command += "--train-iters 20 --eval-iters 0 --log-interval 10 --lr 1e-4".split()
         printed = _run(command, environment)
         rates[form] = next((line for line in reversed(printed.splitlines()) if "tokens" in line), "")
     return {"answer": "; ".join(f"{form}: {line.strip()}" for form, line in rates.items())[:300]}

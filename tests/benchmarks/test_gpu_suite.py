@@ -207,6 +207,10 @@ def test_the_report_lists_what_failed_was_mispredicted_or_is_slower(tmp_path, ca
              "predicted": {"stock": {"kept_bytes": 2**30}}, "batch": 8, **about},
             {"step": "gelu", "part": "fast", "outcome": "passed", "answer": "b",
              "ms": {"inplace": 2.0, "copy inplace": 1.0, "eager": 4.0, "compile": 1.5}, **about},
+            {"step": "attention", "part": "fast", "outcome": "passed", "answer": "c",
+             "ms": {"tempo, p 0.1": 2.0, "tempo, p 0": 2.0, "sdpa, p 0.1": 4.0, "sdpa, p 0": 1.0}, **about},
+            {"step": "steps of A", "part": "fast", "outcome": "passed", "answer": "d", "batch": 8,
+             "tokens_per_s": {"stock": 10.0, "stock compiled": 12.0, "tempo": 8.0}, **about},
         ],
     )  # fmt: skip
     assert report.write(tmp_path) == 0
@@ -214,7 +218,9 @@ def test_the_report_lists_what_failed_was_mispredicted_or_is_slower(tmp_path, ca
     for line in (
         "silu, bf16: off by 3",
         "stock's kept_bytes was predicted -50.0 % off",
-        "gelu: compile is faster, 1.500",
+        "gelu: compile is 1.33 times as fast as inplace",
+        "attention: sdpa, p 0 is 2.00 times as fast as tempo, p 0",
+        "steps of A: stock compiled is 1.50 times as fast as tempo",
     ):
         assert line in told
     table = list(report.make_model_table(read_records(tmp_path / "first.jsonl")))
