@@ -39,11 +39,11 @@ class Plan:
         self.grid, self.varying, self.named = grid, tuple(varying), named
 
 
-def launch(kernel: Any, plan: Plan, tensors: Sequence[Tensor | None], numbers: Sequence[int] = ()) -> None:
+def launch(kernel: Any, plan: Plan, tensors: Sequence[Any], numbers: Sequence[int] = ()) -> None:
     """Launches `kernel` on the device of the first tensor, which must not be None.
 
     Args:
-        tensors: all of the kernel's pointers, in its order.
+        tensors: all of the kernel's pointers, in its order: tensors, None, or tuples of them.
         numbers: the values of plan.varying.
     """
     first = tensors[0]

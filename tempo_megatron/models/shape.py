@@ -528,6 +528,14 @@ def pad_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tp: int) 
     return -(-vocab_size // multiple) * multiple
 
 
+def describe_unreadable(option: str, path: str | Path, error: OSError) -> str:
+    """Returns one sentence on a model's file that an option names and nobody can read."""
+    return (
+        f"{option} {path} cannot be read ({error.strerror}); give a file of configs/model, or the folder or "
+        "config.json of a Hugging Face model"
+    )
+
+
 def read_shape_file(path: str | Path) -> dict[str, Any]:
     """The fields of ModelShape in a file of configs/model, or in the config.json of a Hugging Face model or its folder;
     names and types are checked.
@@ -539,10 +547,7 @@ def read_shape_file(path: str | Path) -> dict[str, Any]:
             return read_config_fields(path)
         values = read_object(path)
     except OSError as error:
-        raise ValueError(
-            f"--model {path} cannot be read ({error.strerror}); give a file of configs/model, or the folder or "
-            "config.json of a Hugging Face model"
-        ) from error
+        raise ValueError(describe_unreadable("--model", path, error)) from error
     except ValueError as error:
         raise ValueError(f"--model {error}") from error
     for name, value in values.items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ _CHUNK_STEP = 128
 # the first in the highest bit. 64-bit products, for eight bytes at once, take longer.
 _COLLECT_BITS = 0x08040201
 
-_tables: dict[tuple[torch.dtype, str], Tensor] = {}
+_tables: dict[Hashable, Tensor] = {}
 
 
 def forward(
@@ -165,32 +165,32 @@ def make_tables() -> None:
 
 def _load_table(dtype: torch.dtype, activation: str) -> Tensor:
     """Returns float32 [131072]: f'(x(y)) of every value of a 16-bit dtype by its int16 pattern, of x < x_min first."""
-    if (dtype, activation) in _tables:
-        return _tables[dtype, activation]
     slope_of_output = ACTIVATIONS[activation].slope_of_output
     assert slope_of_output is not None
-    pattern = torch.arange(-32768, 32768, dtype=torch.int32, device="cpu").to(torch.int16)
-    signs = torch.tensor([[-1.0], [1.0]], dtype=torch.float32, device="cpu")
-    table = slope_of_output(pattern.view(dtype).repeat(2, 1), signs).view(-1)
+
+    def fill() -> Tensor:
+        pattern = torch.arange(-32768, 32768, dtype=torch.int32, device="cpu").to(torch.int16)
+        signs = torch.tensor([[-1.0], [1.0]], dtype=torch.float32, device="cpu")
+        return slope_of_output(pattern.view(dtype).repeat(2, 1), signs).view(-1)
+
+    return _make_once((dtype, activation), fill)
+
+
+def _make_once(key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+    """Returns what `make` returned when this key came first."""
+    if key in _tables:
+        return _tables[key]
+    table = make()
     if type(table) is Tensor:  # a fake tensor must not outlive its mode
-        _tables[dtype, activation] = table
+        _tables[key] = table
     return table
 
 
 def _unpack_signs(bits: Tensor, numel: int) -> Tensor:
     """Returns int8 [numel]: 1 where a bit is set and -1 where it is not."""
-    return _load_sign_words(bits.device).index_select(0, bits.int()).view(torch.int8)[:numel]
-
-
-def _load_sign_words(device: torch.device) -> Tensor:
-    """Returns, for every byte of bits, the eight signs as one 64-bit word: torch gathers words fastest."""
-    key = torch.int64, str(device)
-    if key in _tables:
-        return _tables[key]
-    words = torch.tensor(_SIGN_WORDS, dtype=torch.int64, device=device)
-    if type(words) is Tensor:  # a fake tensor must not outlive its mode
-        _tables[key] = words
-    return words
+    # For every byte of bits the eight signs are one 64-bit word: torch gathers words fastest.
+    words = _make_once(bits.device, lambda: torch.tensor(_SIGN_WORDS, dtype=torch.int64, device=bits.device))
+    return words.index_select(0, bits.int()).view(torch.int8)[:numel]
 
 
 _SIGN_WORDS = [

@@ -144,7 +144,12 @@ def forward(
     if q.numel() == 0 or _count_documents(documents) == 0:
         return out, logsumexp
     tensors, call, given = _prepare(inputs, settings, documents)
-    _launch(kernel_forward._forward_kernel, plan_pass(call, "forward"), (*tensors, out, logsumexp), given)
+    launch(
+        kernel_forward._forward_kernel,
+        plan_pass(call, "forward"),
+        (*tensors, out, logsumexp, given.extras),
+        given.varying,
+    )
     return out, logsumexp if out_dtype is None else logsumexp.mul_(settings.softmax_scale)
 
 
@@ -183,13 +188,14 @@ def backward(
     # A part of a row has no sum to normalise by.
     norm = torch.empty_like(logsumexp) if q.dtype == torch.float32 and not kept.is_part else None
     statistics = (grad_out, logsumexp, delta, norm)
-    plan = plan_pass(call, "grad_q")
-    _launch(kernel_backward._grad_q_kernel, plan, (q, k, v, kept.out, *statistics, grad_q), given)
-    plan = plan_pass(call, "grad_kv")
-    _launch(kernel_backward._grad_kv_kernel, plan, (q, k, v, *statistics, grad_k, grad_v), given)
+    extras, varying = given
+    pointers: tuple[Any, ...] = (q, k, v, kept.out, *statistics, grad_q, extras)
+    launch(kernel_backward._grad_q_kernel, plan_pass(call, "grad_q"), pointers, varying)
+    pointers = (q, k, v, *statistics, grad_k, grad_v, extras)
+    launch(kernel_backward._grad_kv_kernel, plan_pass(call, "grad_kv"), pointers, varying)
     if grad_bias is not None:
-        plan = plan_grad_bias(call, grad_bias.shape)
-        _launch(kernel_backward._grad_bias_kernel, plan, (q, k, v, *statistics, grad_bias), given)
+        pointers = (q, k, v, *statistics, grad_bias, extras)
+        launch(kernel_backward._grad_bias_kernel, plan_grad_bias(call, grad_bias.shape), pointers, varying)
     grad_sink = _compute_grad_sink(inputs, settings, logsumexp, delta, norm)
     return Gradients(grad_q, grad_k, grad_v, grad_bias, grad_sink)
 
@@ -225,10 +231,6 @@ class _Given(NamedTuple):
     extras: Extras
     varying: tuple[int, ...]
     """The numbers that VARYING names."""
-
-
-def _launch(kernel: Any, plan: Plan, tensors: Sequence[Tensor | None], given: _Given) -> None:
-    launch(kernel, Plan(plan.grid, VARYING, extras=given.extras, **plan.named), tensors, given.varying)
 
 
 def _prepare(

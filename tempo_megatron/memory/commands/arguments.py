@@ -6,10 +6,11 @@ They stand apart from the commands, which import torch and Megatron: help and a 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import os
 from typing import Any
 
 from tempo_megatron.memory.plan.gpu import DTYPES
+from tempo_megatron.models.shape import describe_unreadable
 from tempo_megatron.settings.arguments import add_tempo_arguments
 from tempo_megatron.words.argument_types import (
     parse_fraction,
@@ -30,11 +31,11 @@ def check_model(args: argparse.Namespace) -> None:
     """Raises ValueError if there is no file of the model, which takes no import of torch to say."""
     for name in ("model", "hf"):
         path = getattr(args, name, None)
-        if path is not None and not args.words and not Path(path).exists():
-            raise ValueError(
-                f"--{name} {path} cannot be read (No such file or directory); give a file of configs/model, or the "
-                "folder or config.json of a Hugging Face model"
-            )
+        if path is not None and not args.words:
+            try:
+                os.stat(path)
+            except OSError as error:
+                raise ValueError(describe_unreadable(f"--{name}", path, error)) from error
 
 
 def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
@@ -213,10 +214,6 @@ _HF = "the folder or config.json of a Hugging Face model"
 
 def _add_model(parser: Any, example: str = "configs/model/gpt3_175b.json") -> None:
     parser.add_argument("--model", required=True, metavar="JSON", help=f"a model, such as {example}, or {_HF}")
-
-
-def _add_tempo_file(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--deepspeed_config", metavar="JSON", help='take the "tempo" block of this file')
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

@@ -23,16 +23,13 @@ from tempo_megatron.memory.estimate.estimate import list_events
 from tempo_megatron.memory.estimate.offload import count_moved
 from tempo_megatron.memory.plan.cost import (
     convert_to_femtoseconds,
-    count_layer_flops,
     count_moved_bytes,
     count_recomputed_flops,
     count_window_bytes,
 )
-from tempo_megatron.memory.plan.gpu import Gpu, HostLink
+from tempo_megatron.memory.plan.gpu import HostLink
 from tempo_megatron.memory.plan.kept_rows import measure_rows
 from tempo_megatron.memory.plan.planner import PlanProblem, StagePlan
-from tempo_megatron.memory.run import Run
-from tempo_megatron.models.build import DTYPES
 
 # Of a second: shorter rests are those of rounding.
 _ROUNDING = 1e-12
@@ -244,27 +241,6 @@ def simulate_stage(problem: PlanProblem, stage: int, plan: StagePlan) -> Simulat
         [(event.is_forward, event.micro_batch) for event in events],
         num_gpus=gpu.host_link.gpus_per_uplink,
     )
-
-
-def list_recomputed_layers(run: Run, gpu: Gpu, *, keeps_attention: bool) -> list[SimulatedLayer]:
-    """The layers of a model of which each sends its input to the host and runs again before its backward.
-
-    Times are those of products: the backward of a linear has two for each of forward's, that of fused attention five
-    for its two (arXiv 2205.14135: scores and the gradient of the probabilities are computed again for three gradients).
-
-    keeps_attention: whether attention's output and logsumexp go to the host too, so that attention does not run again.
-    """
-    flops, shape, tokens = count_layer_flops(run, is_causal=True, skips_masked=True), run.model, run.model.seq_length
-    rate = gpu.matmul_flops_per_second[{dtype: name for name, dtype in DTYPES.items()}[run.dtype]]
-    again = flops.linears + (0 if keeps_attention else flops.core_attention)
-    heads = shape.num_attention_heads
-    moved = tokens * shape.hidden_size * run.dtype.itemsize
-    if keeps_attention:
-        moved += tokens * heads * (shape.kv_channels * run.dtype.itemsize + 4)
-    backward = (again + 2 * flops.linears + 2.5 * flops.core_attention) / rate
-    layer = SimulatedLayer(flops.total / rate, backward, 0, moved)
-    last = dataclasses.replace(layer, kept_bytes=moved, moved_bytes=0)
-    return [layer] * (shape.num_layers - 1) + [last]
 
 
 def list_layers(problem: PlanProblem, plan: StagePlan) -> list[SimulatedLayer]:

@@ -80,18 +80,6 @@ def put_experts(
                 module.token_dispatcher.keeps_places = keeps_map or not is_made_again
 
 
-class _Linear(torch.nn.Module):
-    """A linear that keeps its input and weight, and adds its bias in the product."""
-
-    def __init__(self, inner: int, outer: int, bias: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(outer, inner, dtype=dtype))
-        self.bias = torch.nn.Parameter(torch.empty(outer, dtype=dtype)) if bias else None
-
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return _Product.apply(x, self.weight, x.dtype, None, self.bias), None
-
-
 def count_expert_parameters(layer: torch.nn.Module) -> int:
     """Of the routed experts, whose states other ranks share than those of the rest."""
     return sum(
@@ -135,21 +123,17 @@ def _balance(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 class _Product(torch.autograd.Function):
     """x W^T of x [..., n] and W [..., m, n], which keeps x and W. W may be of several experts, whose tokens stand one
-    behind another in x; then `num_results` is m. A bias [m] is added in the same kernel."""
+    behind another in x; then `num_results` is m."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype, num_results: int | None, bias: Tensor | None = None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype, num_results: int | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.bias_size = None if bias is None else bias.size(0)
         return x.new_empty(*x.shape[:-1], num_results or weight.size(0), dtype=dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
-        bias = None if ctx.bias_size is None else weight.new_empty(ctx.bias_size)
-        return torch.empty_like(x), torch.empty_like(weight), None, None, bias
+        return torch.empty_like(x), torch.empty_like(weight), None, None
 
 
 class LinearsOfExperts(torch.nn.Module):

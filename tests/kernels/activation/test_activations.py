@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from covering import parametrize_covering
-from pointwise_activations import (
+from activation_cases import (
     DTYPES,
     GATED,
     IN_PLACE,
@@ -19,6 +18,7 @@ from pointwise_activations import (
     every_number,
     over_the_range,
 )  # fmt: skip
+from covering import parametrize_covering
 from witness import (
     assert_three_witnesses,
     kept_storages,

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from activation_cases import ACTIVATIONS, every_number, misaligned, over_the_range, strided
 from covering import parametrize_covering
 from gelu_inputs import ACTIVATION, FORMS, exact_derivative, floor_of, inputs, minimum_of
 from interpreted import DEVICE, DTYPES, assert_as_specified, check_backward, check_many_tiles, kernel_test
-from pointwise_activations import ACTIVATIONS, every_number, misaligned, over_the_range, strided
 from witness import ulp
 
 from tempo_kernels.activation import ACTIVATIONS as TABLE
