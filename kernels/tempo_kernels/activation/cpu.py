@@ -157,7 +157,8 @@ def _differentiate_output(grad_y: Tensor, y: Tensor, bits: Tensor | None, activa
 
 
 def make_tables() -> None:
-    """Makes the tables of every 16-bit dtype and form of GELU now instead of at the first use of each."""
+    """Makes the tables of signs and of every 16-bit dtype and form of GELU now instead of at the first use of each."""
+    _load_sign_words(torch.device("cpu"))
     for dtype in (torch.bfloat16, torch.float16):
         for activation in INVERSES:
             _load_table(dtype, activation)
@@ -188,9 +189,12 @@ def _make_once(key: Hashable, make: Callable[[], Tensor]) -> Tensor:
 
 def _unpack_signs(bits: Tensor, numel: int) -> Tensor:
     """Returns int8 [numel]: 1 where a bit is set and -1 where it is not."""
-    # For every byte of bits the eight signs are one 64-bit word: torch gathers words fastest.
-    words = _make_once(bits.device, lambda: torch.tensor(_SIGN_WORDS, dtype=torch.int64, device=bits.device))
-    return words.index_select(0, bits.int()).view(torch.int8)[:numel]
+    return _load_sign_words(bits.device).index_select(0, bits.int()).view(torch.int8)[:numel]
+
+
+def _load_sign_words(device: torch.device) -> Tensor:
+    """Returns, for every byte of bits, the eight signs as one 64-bit word: torch gathers words fastest."""
+    return _make_once(device, lambda: torch.tensor(_SIGN_WORDS, dtype=torch.int64, device=device))
 
 
 _SIGN_WORDS = [
