@@ -27,36 +27,34 @@ _HEAD = """<!-- Written by `python benchmarks/compatibility.py --write-docs`; no
 
 # What Tempo is held against, layout by layout
 
-Each number is of cases that hold: dropout 0 and 0.1, float32 and bfloat16 are the four of one field. The models are
-small, the modules Megatron's own, and the processes gloo's on a CPU, 1, 2 or 4, and 8 with context parallelism;
-pipelines run Megatron's schedules, 1F1B and interleaved. A case holds where all of this does:
+A 4 says that four cases hold: dropout 0 and 0.1, each in float32 and bfloat16. The models are small, the modules and
+the schedules of pipelines Megatron's own. They run on 1, 2 or 4 processes of a CPU, with context parallelism on up to
+8. A case holds if all of this does:
 
-- Losses of all tokens and the gradient of every parameter: error(ours) <= 2 x error(witness) + 1 ulp of the largest
-  exact value. At dropout 0 exact is stock Megatron in float64 on one process, and the witness is stock of the same
-  dtype in the same layout, without recomputation. At dropout 0.1 exact is Tempo in float64 on one process without
-  recomputation, and the witness is the same choice and dtype on one process, or, for what only a layout rounds, stock
-  in that layout at dropout 0. GELU in place has its floor beside that: 5.1e-5 (float32) or 1.6e-2 (bfloat16) of the
-  largest exact value; and the weight of a norm in place, in float32, half of its round-off times the sum over tokens of
-  abs(dy * normalised x), because the x that y carries is off by as much. The models are so small that the largest
-  error is a matter of luck: a case that is over its limit with one draw of the weights is held to the rule over
-  {draws} draws, the sum of its errors to the sum of their limits.
-- Every element of every dropout mask is that of one process, and the ranks together draw all of them.
+- Losses of all tokens and every parameter's gradient: error(ours) <= 2 x error(witness) + 1 ulp of the largest exact
+  value. All exact runs are in float64 on one process. At dropout 0 the exact run is stock Megatron, and the witness is
+  stock in the case's dtype and layout. At dropout 0.1 the exact run is Tempo, and the witness is Tempo with the same
+  choice and dtype on one process, or, for what only a layout rounds, stock in that layout at dropout 0. Exact runs and
+  witnesses recompute nothing. Two operations in place have a further allowance: GELU 5.1e-5 (float32) or 1.6e-2
+  (bfloat16) of the largest exact value, and the weight of a norm in float32 half its round-off times the sum over
+  tokens of abs(dy * normalised x). A case over its limit is repeated with {draws} draws of the weights; then the sum of
+  its errors must keep to the sum of their limits.
+- Every element of every dropout mask is the one that a single process draws, and the ranks together draw all of them.
 - What the layers keep for backward is within 1 % of the formula of `tests/support/kept_formula.py`.
 
-`off` is stock Megatron; at dropout 0.1 its masks depend on the layout, so that there it is only run, and its bytes are
-held against the formula. GPT has LayerNorm, GELU, biases, learned positions and tied weights, Llama RMSNorm, SwiGLU,
-grouped queries, rotary positions, no biases and weights of its own in the output layer.
+`off` is stock Megatron; at dropout 0.1, where its masks depend on the layout, only its kept bytes are compared. GPT has
+LayerNorm, GELU, biases, learned positions and tied weights. Llama has RMSNorm, SwiGLU, grouped queries, rotary
+positions, no biases and untied weights.
 """
 _SEQUENCE_HEAD = """## Context parallelism, packed rows, latent attention, multi-token prediction
 
-Two cases of `auto` for each field: dropout 0 in bfloat16, and dropout 0.1 in float32, which full recomputation draws
-again with TP 2, except for packed rows of MTP, where Megatron 0.16.1 ends in a TypeError. MLA is a GPT with latent
-attention, RMSNorm and heads of 12 and 6, MTP a GPT that predicts two further tokens, with losses per token. A packed
-row (`PackedSeqParams`, thd) has documents of 16, 32 and 16 tokens, and its samples are announced. Stock has neither
-context parallelism nor packed rows on a CPU. What a case is held against is therefore one context-parallel rank, on
-which the documents run one after the other, each in a row of its own; so are its masks. In bfloat16 the gradients of
-context-parallel ranks are added up in float32, as Megatron's optimizers do. Each stage of a pipeline is told where
-documents begin. The formula leaves out what packed rows keep besides: boundaries, and numbers of tokens for dropout.
+A 2 says that two cases of `auto` hold: dropout 0 in bfloat16, and dropout 0.1 in float32, with TP 2 under full
+recomputation (except for packed rows of MTP, where Megatron 0.16.1 ends in a TypeError). MLA is a GPT with latent
+attention, RMSNorm and heads of 12 and 6. MTP is a GPT that predicts two further tokens. A packed row
+(`PackedSeqParams`, thd) has documents of 16, 32 and 16 tokens, and every stage of a pipeline is told where they begin.
+Stock has neither context parallelism nor packed rows on a CPU, so a case is compared with one context-parallel rank
+that has each document in a row of its own. In bfloat16 the gradients of context-parallel ranks are added in float32,
+as Megatron's optimizers do. The formula leaves out the boundaries and token numbers that packed rows keep.
 """
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import dis
 import inspect
+import re
 import sys
 import threading
 import types
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -121,7 +120,7 @@ def catching(*answers: Tensor) -> Iterator[None]:
         del _answers[thread]
 
 
-def find_ranks(model: Any) -> dict[str, tuple[int, int]]:
+def get_ranks(model: Any) -> dict[str, tuple[int, int]]:
     """Returns {"heads": (rank, size), "samples": (rank, size)}: this process among those that share the heads, and the
     samples, of a model that transformers distributed by tensor parallelism; empty for any other model."""
     mesh = getattr(model, "_device_mesh", None)
@@ -183,12 +182,24 @@ def _find_reader(model: Any, stock: str) -> str | None:
     ]
     if not any("ALL_ATTENTION_FUNCTIONS" in each.__code__.co_names for _, each in functions):
         return None  # no module asks the registry
+    target = r"[\w.\[\]]+"
+    compares_name = rf"""(==|!=|\bin\b)[^:\n]*["']{stock}["']"""
+    changes_mask = rf"^ +({target}, )*attention_mask(, {target})* [|*+&-]?= "
     for kind, function in functions:
-        if _compares_name(function, stock):
+        if "_attn_implementation" in function.__code__.co_names and _matches(function, compares_name):
             return f'{kind} asks whether attn_implementation is "{stock}", and computes something else if it is not'
-        if stock == "eager" and "Attention" in kind and _changes_mask(function):
+        has_mask = stock == "eager" and "Attention" in kind and "attention_mask" in function.__code__.co_varnames
+        if has_mask and _matches(function, changes_mask):
             return f'{kind} changes its attention_mask, which has numbers for "eager" only'
     return None
+
+
+def _matches(function: types.FunctionType, pattern: str) -> bool:
+    """Returns whether the source of a function has a line like `pattern`; True if nobody can read its source."""
+    try:
+        return re.search(pattern, inspect.getsource(function), re.MULTILINE) is not None
+    except OSError:
+        return True
 
 
 def _list_functions(kind: type[nn.Module]) -> Iterator[types.FunctionType]:
@@ -202,33 +213,6 @@ def _list_functions(kind: type[nn.Module]) -> Iterator[types.FunctionType]:
             function = inspect.unwrap(getattr(member, "__func__", None) or getattr(member, "fget", None) or member)
             if isinstance(function, types.FunctionType) and name != "__init__":
                 yield function
-
-
-def _compares_name(function: types.FunctionType, name: str) -> bool:
-    """Returns whether a function reads the name of a configuration's attention, and compares something with `name`."""
-    if "_attn_implementation" not in function.__code__.co_names:
-        return False
-    pairs = list(pairwise(dis.get_instructions(function)))
-    return any(
-        _list_names(before)[-1].endswith("config") and then.argval == "_attn_implementation" for before, then in pairs
-    ) and any(
-        constant.opname.startswith("LOAD_CONST")
-        and then.opname in ("COMPARE_OP", "CONTAINS_OP")
-        and (constant.argval == name or (isinstance(constant.argval, tuple | frozenset) and name in constant.argval))
-        for constant, then in pairs
-    )
-
-
-def _changes_mask(function: types.FunctionType) -> bool:
-    """Returns whether a function gives its attention_mask another value."""
-    instructions = dis.get_instructions(function)
-    return any("attention_mask" in _list_names(each)[: each.opname.count("STORE_FAST")] for each in instructions)
-
-
-def _list_names(instruction: dis.Instruction) -> tuple[str, ...]:
-    """Lists the names of an instruction; since Python 3.13 some have two."""
-    names = instruction.argval
-    return tuple(map(str, names)) if isinstance(names, tuple) and names else (str(names),)
 
 
 def name_implementation(module: Any) -> str | None:

@@ -48,7 +48,7 @@ def apply_dropout(x: Tensor, p: float, place: Place, keeps_input: bool = False) 
     key, first_sample, num_samples = place.draw(x.device)
     rows = num_samples if x.dim() > 0 and x.size(0) % num_samples == 0 else 1
     p = place.passes.choose_probability(p)
-    draw = (p, key, first_sample, _find_column(x.numel() // rows, *place.passes.sequence))
+    draw = (p, key, first_sample, _compute_first_column(x.numel() // rows, *place.passes.samples.sequence))
     # torch.compile decides itself what is kept.
     traced = torch.compiler.is_compiling()
     if traced or not torch.is_grad_enabled() or not x.requires_grad or not (keeps_input or can_be_made(x)):
@@ -59,7 +59,7 @@ def apply_dropout(x: Tensor, p: float, place: Place, keeps_input: bool = False) 
     return y
 
 
-def _find_column(num_columns: int, part: int, num_parts: int) -> int:
+def _compute_first_column(num_columns: int, part: int, num_parts: int) -> int:
     """Returns the place in a sample of the first of num_columns elements that a rank has of it."""
     if num_parts > 1 and num_columns % LANES:
         raise ValueError(

@@ -59,7 +59,7 @@ def find_functions(stock: type[nn.Module]) -> list[str]:
     """Lists which of "dropout" and "activation" a class's forward calls as functions, directly or indirectly."""
     if stock.__module__.startswith("torch."):
         return []
-    functions = list(_follow(_find_forward(stock)))
+    functions = list(_follow(_get_forward(stock)))
     found = {"dropout": any(map(_calls_dropout, functions)), "activation": any(map(_calls_gelu, functions))}
     return [operation for operation, is_called in found.items() if is_called]
 
@@ -108,7 +108,7 @@ def _follow(function: Any, seen: set[types.FunctionType] | None = None) -> Itera
         yield from _follow(callee, seen)
 
 
-def _find_forward(stock: type[nn.Module]) -> Any:
+def _get_forward(stock: type[nn.Module]) -> Any:
     """Returns the function of a class's forward, without transformers' decorator for checkpointing, which the derived
     class applies again."""
     forward: Any = stock.forward
@@ -135,7 +135,7 @@ _redirected: dict[Any, Any] = {}
 def redirect(stock: type[nn.Module]) -> Any:
     """Returns the class's forward with Tempo's functions in place of those that it and its callees name; made once."""
     if stock not in _redirected:
-        _redirected[stock] = _redirect(_find_forward(stock))
+        _redirected[stock] = _redirect(_get_forward(stock))
     return _redirected[stock]
 
 
@@ -149,7 +149,7 @@ def _redirect(function: types.FunctionType) -> types.FunctionType:
     names: dict[str, Any] = {name: value for name, value in function.__globals__.items() if name != "__name__"}
     for name, module in (("nn", nn), ("F", F)):
         if names.get(name) is module:
-            names[name] = _Names(module)
+            names[name] = _Namespace(module)
     if _calls_gelu(function):
         names["gelu"] = _gelu
     made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
@@ -166,7 +166,7 @@ def _redirect(function: types.FunctionType) -> types.FunctionType:
     return made
 
 
-class _Names:
+class _Namespace:
     """torch.nn, or its functional, with another dropout."""
 
     def __init__(self, module: Any) -> None:
@@ -174,7 +174,7 @@ class _Names:
         if module is F:
             self.dropout = _dropout
         elif module is nn:
-            self.functional = _Names(F)
+            self.functional = _Namespace(F)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)

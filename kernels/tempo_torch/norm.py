@@ -95,7 +95,7 @@ class RMSNorm(_Norm):
         return rms_norm(x, self.weight, eps, zero_centered=self.zero_centered, keep=self._choose_keep())
 
 
-def find_norm(module: nn.Module) -> tuple[type[_Norm], dict[str, Any]] | str | None:
+def recognise_norm(module: nn.Module) -> tuple[type[_Norm], dict[str, Any]] | str | None:
     """Returns Tempo's class for a norm and its attributes, the reason if there is none, or None if it is no norm."""
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         if len(module.normalized_shape) != 1:
@@ -103,14 +103,14 @@ def find_norm(module: nn.Module) -> tuple[type[_Norm], dict[str, Any]] | str | N
         if module.weight is None:
             return "it has no weight"
         if type(module).forward not in (nn.LayerNorm.forward, nn.RMSNorm.forward):
-            return _find_by_result(module)
+            return _recognise_by_result(module)
         if isinstance(module, nn.LayerNorm):
             return LayerNorm, {"tempo_eps": module.eps}
         return RMSNorm, {"tempo_eps": module.eps, "zero_centered": False}
     name = type(module).__name__.lower()
     if not (name.endswith("norm") or "layernorm" in name or "rmsnorm" in name) or any(module.children()):
         return None
-    return _find_by_result(module)
+    return _recognise_by_result(module)
 
 
 def choose_value(module: nn.Module, zero_centered: bool = False) -> str:
@@ -120,7 +120,7 @@ def choose_value(module: nn.Module, zero_centered: bool = False) -> str:
     return "inplace" if fits_in_place(weight, getattr(module, "bias", None), zero_centered) else "recompute"
 
 
-def _find_by_result(module: nn.Module) -> tuple[type[_Norm], dict[str, Any]] | str:
+def _recognise_by_result(module: nn.Module) -> tuple[type[_Norm], dict[str, Any]] | str:
     """Finds out what a class computes by calling it on random numbers, because models write the same norm in many
     ways."""
     parameters = dict(module.named_parameters(recurse=False))

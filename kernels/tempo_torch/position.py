@@ -8,10 +8,6 @@ A tensor may have more rows than the forward has samples: frames of videos, or c
 row of the sample), under a key for each number of rows, so that no other forward, step or rank has theirs, whatever
 the sizes of batches are.
 
-Gradient caching runs a batch without a gradient, restores torch's generator, and runs it again with one. Masks advance
-no generator, so that several forwards may begin in one state. A forward in training without a gradient advances it by
-one number, where stock's dropout advances it by many: then its state comes back only if somebody restores it.
-
 A forward of the model is a Pass. If a backward runs a part of it again, the graph node that asks for it tells which
 forward it belongs to: autograd numbers nodes as they are made, and a pass knows its first and last number. Compiled
 code cannot ask for the node; there a hook on the model's outputs brings the pass back.
@@ -21,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import inspect
 import sys
 import threading
@@ -40,33 +35,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from tempo_kernels.philox import derive_key
+from tempo_torch.numbering import FIRST_OVERSIZED, OVERSIZED_BITS, Pass, Samples, get_next_node
 
-_FIRST_OVERSIZED = 1 << 47
-_OVERSIZED_BITS = 16
 _MAX_PASSES = 1 << 10
-_MAX_STATES = 1 << 16
 _ROWS_BITS = 27
-
-
-class Pass:
-    """One forward of the model: its samples, and how often it called the places that draw."""
-
-    def __init__(self, num_samples: int, device: torch.device) -> None:
-        self.num_samples, self.device = num_samples, device
-        self.first_sample: int | None = None
-        self.first_sample_tensor: Tensor | None = None
-        # 0, or the bits of the distance between numbers of batches with more samples than the first step's.
-        self.spacing = 0
-        self.counts: dict[str, int] = {}
-        self.is_over = False
-        # The numbers of the nodes that autograd makes during the pass. A checkpointed region around the whole forward
-        # runs it without a graph, and the region's own node has the number before.
-        self.first_node = _get_next_node() - 1
-        self.last_node = self.first_node
-        # `counts` at a module's call with a tensor, by (the module's number, the tensor's storage). A weak reference
-        # frees the memory, but keeps another storage from getting the same address.
-        self.entries: dict[tuple[int, int], tuple[StorageWeakRef, dict[str, int] | None]] = {}
-        self.recalled: dict[str, int] | None = None
 
 
 class Place:
@@ -86,15 +58,15 @@ class Place:
                 one for each sample.
         """
         is_traced = torch.compiler.is_compiling()
-        now = self.passes.current if is_traced else self.passes.find_current()
+        now = self.passes.current if is_traced else self.passes.get_current()
         first: Any = now.first_sample_tensor if is_traced else now.first_sample
         if first is None:
-            first = self.passes.number_samples(now)
+            first = self.passes.samples.number(now)
         rows = 1 if num_rows is None else -(-num_rows // now.num_samples)
         # Rows that are numbered in another way than samples get keys of their own. Philox takes keys in a row.
         shift = 0
-        if rows > 1 or now.spacing > _OVERSIZED_BITS:
-            first, shift = first % _FIRST_OVERSIZED * rows, rows + (now.spacing << _ROWS_BITS)
+        if rows > 1 or now.spacing > OVERSIZED_BITS:
+            first, shift = first % FIRST_OVERSIZED * rows, rows + (now.spacing << _ROWS_BITS)
         if is_traced:
             return self._get_traced_key(shift).to(device), first.to(device), now.num_samples
         key = derive_key(self.passes.seed, self.code, self._count_call(now))
@@ -130,19 +102,6 @@ class Place:
         return key if shift == 0 else key + shift
 
 
-class _Context:
-    """What `samples` says. Copies of a model that are made inside share it, so that it ends for them too."""
-
-    def __init__(self, num_samples: int | None) -> None:
-        self.num_samples, self.is_over = num_samples, False
-
-    def __deepcopy__(self, _: Any) -> _Context:
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"num_samples": self.num_samples, "is_over": True}  # another process is outside of it
-
-
 class Passes:
     """The forwards of one model, and the places in it that draw.
 
@@ -155,19 +114,9 @@ class Passes:
     def __init__(
         self, seed: int, rank: int | None = None, num_ranks: int | None = None, sequence: tuple[int, int] = (0, 1)
     ) -> None:
-        self.seed, self.sequence = seed, sequence
-        self._ranks: tuple[Any, Any] = (rank, num_ranks)
+        self.seed, self.samples = seed, Samples(rank, num_ranks, sequence)
         self.places: dict[str, Place] = {}
         self.has_repeats = self._knows_repeats = self._keeps_all = False
-        self.num_steps = 0
-        """Forwards that drew, where nobody said which samples they see."""
-        self.step_samples: int | None = None
-        """Samples of the first of them."""
-        # What `samples` says, the next sample in it, and whether a forward has drawn in it.
-        self._context: _Context | None = None
-        self._next_sample, self._has_begun = 0, False
-        self._drawn: dict[bytes, tuple[int, int]] = {}
-        """First sample and spacing of forwards in training without a gradient, by the generator's state before."""
         self._depth = 0
         # The thread whose forward runs, and the frame in which torch runs it; setdefault is atomic.
         self._owner: dict[str, tuple[int, FrameType | None]] = {}
@@ -187,8 +136,8 @@ class Passes:
             )
         return self._current
 
-    def find_current(self) -> Pass:
-        """Finds `current`: in backward, the pass whose graph asks for a part of its forward."""
+    def get_current(self) -> Pass:
+        """Returns `current`: in backward, the pass whose graph asks for a part of its forward."""
         if is_in_backward() and (found := self._find_past()) is not None and found is not self._current:
             self._current, found.recalled = found, None
         return self.current
@@ -243,25 +192,6 @@ class Passes:
         self.handles.clear()
 
     @contextlib.contextmanager
-    def set_next(self, first_sample: int, num_samples: int | None = None) -> Iterator[None]:
-        """The context of `samples`."""
-        if not 0 <= first_sample < _FIRST_OVERSIZED:
-            raise ValueError(f"first_sample is {first_sample}; expected 0 to 2**47 - 1, the index over the whole run")
-        if num_samples is not None and num_samples < 1:
-            raise ValueError(f"num_samples is {num_samples}; expected at least 1, the samples of each batch")
-        before = self._context, self._next_sample, self._has_begun
-        context = _Context(num_samples)
-        self._context, self._next_sample, self._has_begun = context, first_sample, False
-        try:
-            yield
-        finally:
-            context.is_over = True
-            self._context, self._next_sample, self._has_begun = before
-
-    def _get_context(self) -> _Context | None:
-        return None if self._context is None or self._context.is_over else self._context
-
-    @contextlib.contextmanager
     def keep_all(self) -> Iterator[None]:
         """Lets dropout keep every element inside the context, on the paths that it takes otherwise."""
         before, self._keeps_all = self._keeps_all, True
@@ -273,69 +203,6 @@ class Passes:
     def choose_probability(self, p: float) -> float:
         """Returns p; inside of `keep_all` a probability above 0 that 16 bits realise as 0."""
         return min(p, 2.0**-20) if self._keeps_all else p
-
-    def check_sequence(self) -> None:
-        """Raises ValueError if ranks among which DeepSpeed's Ulysses divides a sample would draw masks as if they had
-        another place in it, or as if each had the whole sample."""
-        ulysses: Any = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
-        if ulysses is None or ulysses._SEQUENCE_PARALLEL_GROUP is None:
-            return
-        size, given = ulysses.get_sequence_parallel_world_size(), self.sequence[1]
-        # Where nobody said which samples a rank has, each numbers its own, so that no two draw the same mask.
-        if size != given and (given > 1 or self._ranks[0] is not None or self._get_context() is not None):
-            raise ValueError(
-                f"DeepSpeed's Ulysses divides a sample among {size} ranks, and sequence_ranks is {given}; expected "
-                f"the same, or parts of a sample might get one dropout mask; give tempoize sequence_ranks={size}"
-            )
-
-    def number_samples(self, now: Pass) -> int:
-        """Returns the index of a pass's first sample, found once, when it first draws."""
-        context, state = self._get_context(), self._read_state(now)
-        drawn = None if state is None else self._drawn.get(state)
-        if context is not None and not self._has_begun:
-            number = self._next_sample  # what a person says comes first
-        elif drawn is not None:
-            number, now.spacing = drawn
-        else:
-            number = self._next_sample if context is not None else self._count_step(now)
-        if state is not None and (drawn is not None or not torch.is_grad_enabled()):
-            self._drawn[state] = number, now.spacing
-            if len(self._drawn) > _MAX_STATES:
-                del self._drawn[next(iter(self._drawn))]
-            torch.rand((), device=now.device if now.device.type == "cuda" else "cpu")
-        if context is not None:
-            self._next_sample, self._has_begun = number + now.num_samples, True
-        now.first_sample = number
-        return number
-
-    def _read_state(self, now: Pass) -> bytes | None:
-        """Returns a hash of the generator's state and of the batch's size; None where nobody can ask for it again."""
-        if torch.is_grad_enabled() and not self._drawn:
-            return None
-        if now.device.type == "meta" or torch._C._are_functorch_transforms_active():
-            return None  # nothing can be drawn
-        state = torch.cuda.get_rng_state(now.device) if now.device.type == "cuda" else torch.get_rng_state()
-        return hashlib.blake2b(state.numpy().tobytes() + b"%d" % now.num_samples, digest_size=16).digest()
-
-    def _count_step(self, now: Pass) -> int:
-        """Returns the first of as many numbers as a pass has samples, which no other step or rank uses."""
-        rank, num_ranks = get_rank() if None in self._ranks else self._ranks
-        if self.step_samples is None:
-            self.step_samples = now.num_samples
-        step = self.num_steps * num_ranks + rank
-        self.num_steps += 1
-        if now.num_samples <= self.step_samples:
-            first, number = 0, step * self.step_samples
-        else:
-            # More samples than in the first step get numbers of their own, of which other ranks need not know.
-            now.spacing = max(_OVERSIZED_BITS, (now.num_samples - 1).bit_length())
-            first, number = _FIRST_OVERSIZED, step << now.spacing
-        if number + now.num_samples > _FIRST_OVERSIZED:
-            raise ValueError(
-                f"{self.num_steps} forwards on {num_ranks} ranks, the first of {self.step_samples} samples, have come "
-                "to sample 2**47; expected fewer; say with tempo_torch.samples which samples a forward sees"
-            )
-        return first + number
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -356,25 +223,21 @@ class Passes:
         for place in self.places.values():
             place.calls = 0
         now = self._make_pass(module, args, kwargs)
-        if is_in_backward() and (past := self._find_past() or (None if self._is_restored(now) else self._current)):
+        if is_in_backward() and (
+            past := self._find_past() or (None if self.samples.is_restored(now) else self._current)
+        ):
             # A checkpointed region around the whole forward runs it again.
             self._current, past.is_over, past.counts = past, False, {}
             return
         self._current = now
         if module.training:
-            now.first_sample_tensor = torch.tensor(self.number_samples(now), dtype=torch.int64)
+            now.first_sample_tensor = torch.tensor(self.samples.number(now), dtype=torch.int64)
 
     def _make_pass(self, module: nn.Module, args: Any, kwargs: Any) -> Pass:
-        tensor, context = _find_batch(module, args, kwargs), self._get_context()
-        said = None if context is None else context.num_samples
+        tensor, said = _find_batch(module, args, kwargs), self.samples.get_said()
         device = torch.device("cpu") if tensor is None else tensor.device
         device = torch.device("meta") if isinstance(tensor, FakeTensor) else device
         return Pass((1 if tensor is None else tensor.size(0)) if said is None else said, device)
-
-    def _is_restored(self, now: Pass) -> bool:
-        """Returns whether somebody has restored the generator's state of a forward that drew."""
-        state = self._read_state(now)
-        return state is not None and state in self._drawn
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -394,7 +257,7 @@ class Passes:
             now.entries.clear()
             now.counts.clear()
         if now.first_sample is not None and not is_in_backward():
-            now.last_node = _get_next_node()
+            now.last_node = get_next_node()
             self._past.append(now)
         for past in self._past if self.has_repeats else ():
             past.entries = {entry: found for entry, found in past.entries.items() if not found[0].expired()}
@@ -414,7 +277,7 @@ class Passes:
             return
         if (tensor := _find_tensor(args, kwargs)) is None:
             return
-        now, storage = self.find_current(), tensor.untyped_storage()
+        now, storage = self.get_current(), tensor.untyped_storage()
         entry = (number, storage._cdata)
         _, found = now.entries.get(entry, (None, None))
         if now.is_over:
@@ -431,21 +294,9 @@ class Passes:
         return {**self.__dict__, **no_pass, "_owner": {}, "_depth": 0, "_task": None}
 
 
-def get_rank() -> tuple[int, int]:
-    """Returns this process's rank in torch.distributed and the number of ranks; (0, 1) without it."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1
-
-
 def is_in_backward() -> bool:
     """Returns whether this forward runs inside a backward."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _get_next_node() -> int:
-    """Returns the number that autograd will give the next node."""
-    return torch._C._autograd._get_sequence_nr()
 
 
 def _find_frame() -> FrameType | None:

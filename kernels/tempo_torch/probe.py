@@ -76,7 +76,7 @@ def probe(model: nn.Module, passes: Passes, call: Call, calls: dict[str, Call | 
             watch = _Watch(twin, model)
             # Inside a checkpointed region, these hooks keep the region's own from taking what is saved here.
             hooks = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-            with mode, watch, _Names(watch), twin_passes.set_next(0), hooks, watch.follow():
+            with mode, watch, _Names(watch), twin_passes.samples.set_next(0), hooks, watch.follow():
                 twin(*args, **kwargs)
     except Exception as error:  # a foreign model without values may raise anything
         return f"{type(error).__name__}: {error}".split("\n")[0][:200].rstrip(".")

@@ -16,7 +16,7 @@ from tempo_torch.attention import Caught, attend, catching
 from tempo_torch.mlp import check_gathered
 from tempo_torch.norm import MADE, LayerNorm, RMSNorm
 from tempo_torch.replace import Replaced
-from tempo_torch.trial import DIRECT, NORM, THROUGH_STOCK, describe, get_way, list_leaves
+from tempo_torch.trial import DIRECT, NORM, THROUGH_STOCK, get_form, get_way, list_leaves
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _CACHES = ("cache", "past_key_values", "past_key_value")
@@ -123,7 +123,7 @@ class TiledProjections(Replaced):
 
     def _get_way(self, hidden: Tensor, call: dict[str, Any]) -> str:
         call = {name: value for name, value in call.items() if name not in ("attention_mask", *_CACHES)}
-        form = describe(hidden, call)
+        form = get_form(hidden, call)
         if form not in self.tempo_ways:
             self.tempo_ways[form] = get_way(self, hidden, call)
         return self.tempo_ways[form]

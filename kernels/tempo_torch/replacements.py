@@ -17,7 +17,7 @@ from tempo_torch.linear import DropsInput, is_linear
 from tempo_torch.loss import FusedLoss, is_language_model, use_fused_loss
 from tempo_torch.mlp import TiledMLP, find_mlp_refusal, is_mlp
 from tempo_torch.multihead import MultiheadAttention
-from tempo_torch.norm import choose_value, find_norm
+from tempo_torch.norm import choose_value, recognise_norm
 from tempo_torch.position import Passes
 from tempo_torch.projections import TiledProjections, is_projected_attention
 from tempo_torch.replace import Replaced, change_class
@@ -112,7 +112,7 @@ def _make_place(name: str, choices: dict[str, str], passes: Passes) -> Attention
 
 
 def _choose_norm(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Becomes | str | None:
-    found = find_norm(module)
+    found = recognise_norm(module)
     if found is None or isinstance(found, str):
         return found
     mixin, attributes = found

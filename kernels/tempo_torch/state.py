@@ -11,7 +11,8 @@ from torch import nn
 
 from tempo_kernels.offload import Offload
 from tempo_torch.attention import NAME, PLACE, find_change, give_back_attention, name_implementation
-from tempo_torch.check import Unit, check_model
+from tempo_torch.check import check_model
+from tempo_torch.compare import Unit
 from tempo_torch.functional import RedirectsFunctions
 from tempo_torch.inputs import Call
 from tempo_torch.linear import DropsInput
@@ -100,7 +101,7 @@ class State:
         """Watches, as a hook before forwards, the first training forward whose inputs differ from the watched ones."""
         if not model.training:
             return
-        self.passes.check_sequence()
+        self.passes.samples.check_sequence()
         is_flash = self.choices["attention"] == "flash"
         if self._is_settled and not is_flash:
             return

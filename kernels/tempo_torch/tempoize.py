@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from tempo_torch.alibi import AlibiAttention
-from tempo_torch.attention import find_ranks, give_back_attention
+from tempo_torch.attention import get_ranks, give_back_attention
 from tempo_torch.check import is_slow
 from tempo_torch.inputs import make_inputs
+from tempo_torch.numbering import get_rank
 from tempo_torch.offload import offload_layers
-from tempo_torch.position import Passes, get_rank
+from tempo_torch.position import Passes
 from tempo_torch.replace import give_class_back
 from tempo_torch.replacements import finish_projections, is_apart, replace_attention, replace_losses, replace_modules
 from tempo_torch.report import Entry, Report
@@ -93,7 +94,7 @@ def tempoize(
     choices |= {"mlp": mlp, "qkv": qkv}
     _check_model(model)
     _check_values({**choices, "check": check}, seed, rank, num_ranks, offload, offload_ahead, sequence_ranks)
-    ranks = find_ranks(model)
+    ranks = get_ranks(model)
     if sequence_ranks != 1:
         ranks = _divide_sequence(sequence_ranks, ranks)
     if rank is None and ranks:
@@ -160,7 +161,7 @@ def _check_values(
 
 
 def _divide_sequence(size: int, ranks: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """Returns what find_ranks does, and "sequence", for `size` ranks that share a sample's tokens."""
+    """Returns what get_ranks does, and "sequence", for `size` ranks that share a sample's tokens."""
     rank, total = get_rank()
     if ranks or total % size:
         here = "a model with tensor parallelism" if ranks else f"{total} ranks of torch.distributed"
@@ -263,7 +264,7 @@ def samples(model: nn.Module, first_sample: int, num_samples: int | None = None)
     process that sees the batches of all ranks one after another. `set_step` continues the count after a resume.
     Raises ValueError for another index, for fewer than one sample, or for another model.
     """
-    with _get_state(model)[1].passes.set_next(first_sample, num_samples):
+    with _get_state(model)[1].passes.samples.set_next(first_sample, num_samples):
         yield
 
 
@@ -281,16 +282,16 @@ def set_step(model: nn.Module, num_forwards: int, num_samples: int | None = None
         raise ValueError(f"num_forwards is {num_forwards}; expected at least 0, the forwards in training so far")
     if num_samples is not None and num_samples < 1:
         raise ValueError(f"num_samples is {num_samples}; expected at least 1, the samples of the run's first forward")
-    passes = _get_state(model)[1].passes
-    passes.num_steps = num_forwards
+    counted = _get_state(model)[1].passes.samples
+    counted.num_steps = num_forwards
     if num_samples is not None:
-        passes.step_samples = num_samples
+        counted.step_samples = num_samples
 
 
 def read_step(model: nn.Module) -> tuple[int, int | None]:
     """Returns the arguments of `set_step`: (training forwards so far, samples of the first one or None before it)."""
-    passes = _get_state(model)[1].passes
-    return passes.num_steps, passes.step_samples
+    counted = _get_state(model)[1].passes.samples
+    return counted.num_steps, counted.step_samples
 
 
 def is_tempoized(model: nn.Module) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator, MutableMapping
+import re
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -20,17 +21,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tempo_torch.attention import PLACE, Caught, catching
-from tempo_torch.judge import Values, compute_difference, measure
+from tempo_torch.compare import Comparison, Unit, describe_error
 from tempo_torch.mlp import find_dropout
-from tempo_torch.probe import copy_bare
+from tempo_torch.probe import copy_bare, keep_random_states
+from tempo_torch.replace import Replaced
 
 DIRECT, THROUGH_STOCK = "direct", "through stock"
 """How attention's result goes on: to o_proj, or through the stock forward."""
 NORM = "tempo_norm"
 """The keyword by which a call that runs in tiles is told the norm, or None, that makes what it projects."""
 _SAMPLES, _TOKENS, _ROWS = 2, 7, 4
-_LARGEST_DIFFERENCE = 1e-4
-"""Of the largest element. Sums of thousands of products in float32 differ by a tenth of it."""
 
 _found: dict[Any, str] = {}
 """Results by what a module is, since layers are alike."""
@@ -49,7 +49,7 @@ def list_leaves(hidden: Tensor, call: dict[str, Any]) -> tuple[list[Any], Any, l
     return leaves, structure, places
 
 
-def describe(hidden: Tensor, call: dict[str, Any]) -> Any:
+def get_form(hidden: Tensor, call: dict[str, Any]) -> Any:
     """Returns the form of a call, by which it may need a trial of its own."""
     leaves, structure, places = list_leaves(hidden, call)
     kinds = ("Tensor" if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves)
@@ -64,23 +64,14 @@ def get_way(module: Any, hidden: Tensor, call: dict[str, Any]) -> str:
     """
     if (why := find_dropout(module)) is not None:
         return why
-    key = module.stock_class, _describe_module(module), describe(hidden, call)
+    key = module.stock_class, _describe_module(module), get_form(hidden, call)
     if key not in _found:
         try:
             with _undisturbed():
                 _found[key] = _try(module, hidden, call)
         except Exception as error:  # a foreign module may raise anything
-            _found[key] = _tell(error)
+            _found[key] = _shorten(f"it fails on a few tokens: {describe_error(error)}")
     return _found[key]
-
-
-def _tell(error: Exception) -> str:
-    first = next(iter(str(error).splitlines()), "")[:120].rstrip(".")
-    return (
-        first
-        if isinstance(error, ValueError | Caught)
-        else f"fails on a few tokens with {type(error).__name__}: {first}"
-    )
 
 
 def _describe_module(module: nn.Module) -> str:
@@ -100,7 +91,7 @@ def _undisturbed() -> Iterator[None]:
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
         torch.device("cpu"),
-        torch.random.fork_rng(devices=[]),
+        keep_random_states(),
         saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
     ):
         yield
@@ -128,62 +119,56 @@ _DROPS = "has a dropout of its own behind or in front of attention, and tiles dr
 def _try(module: Any, hidden: Tensor, call: dict[str, Any]) -> str:
     generator = torch.Generator("cpu").manual_seed(1)
     twin = _copy(module, generator)
-    x = torch.randn(_SAMPLES, _TOKENS, hidden.size(-1), generator=generator).requires_grad_()
+    hidden_states = torch.randn(_SAMPLES, _TOKENS, hidden.size(-1), generator=generator)
     leaves, structure, places = list_leaves(hidden, call)
     batch = hidden.size(0)
     made = [_make(leaf, batch if place in places else None, generator) for place, leaf in enumerate(leaves)]
+    alone = _Alone(twin, hidden_states, lambda: pytree.tree_unflatten(list(map(_empty, made)), structure))
+    with _Refuses(torch.arange, _NUMBERS), catching(), contextlib.suppress(Caught):
+        module.stock_class.forward(twin, hidden_states, **alone.make_call(), attention_mask=None)
+    given = alone.make_call()
+    with _Refuses(nn.functional.dropout, _DROPS):
+        module.stock_class.forward(twin, hidden_states, **given, attention_mask=None)
+    if any(isinstance(leaf, MutableMapping) and leaf for leaf in list_leaves(hidden, given)[0]):
+        raise ValueError("shares keys and values with other layers")
     # A padded sample, causal.
     hides = torch.ones(_SAMPLES, 1, _TOKENS, _TOKENS, dtype=torch.bool).tril_()
     hides[1, :, :, -2:] = False
-    names, parameters = zip(*twin.named_parameters(), strict=True)
-    place = dataclasses.replace(module.__dict__[PLACE], is_required=False, is_always_ours=True)
-
-    def run(way: str | None, mask: Tensor | None) -> Values:
-        own = [type(leaf)() if isinstance(leaf, MutableMapping) else leaf for leaf in made]
-        given: dict[str, Any] = {**pytree.tree_unflatten(own, structure), "attention_mask": mask}
-        twin.__dict__[PLACE] = None if way is None else place
-        if way is None:
-            with _Refuses(nn.functional.dropout, _DROPS):
-                result = module.stock_class.forward(twin, x, **given)
-            if any(isinstance(leaf, MutableMapping) and leaf for leaf in own):
-                raise ValueError("shares keys and values with other layers")
-        else:
-            twin.__dict__["_get_way"] = lambda *_: way
-            result = twin.forward(x, **given, **{NORM: None})
-        found = pytree.tree_leaves(result)
-        outputs = [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.requires_grad]
-        weights = torch.Generator("cpu").manual_seed(2)
-        given_grads = [torch.randn(out.shape, generator=weights) for out in outputs]
-        grads = torch.autograd.grad(outputs, [x, *parameters], given_grads, allow_unused=True)
-        values = {f"output {number}": leaf if isinstance(leaf, Tensor) else None for number, leaf in enumerate(found)}
-        return values | dict(zip([f"gradient of {name}" for name in ("hidden_states", *names)], grads, strict=True))
-
-    with _Refuses(torch.arange, _NUMBERS), catching(), contextlib.suppress(Caught):
-        module.stock_class.forward(twin, x, **pytree.tree_unflatten(made, structure), attention_mask=None)
+    place = module.__dict__[PLACE]
+    twin.__dict__[PLACE] = dataclasses.replace(place, is_required=False, is_always_ours=True)
+    unit = Unit("qkv", module.stock_class.__name__, (twin,))
+    comparisons = [Comparison(alone, place.place.passes, [unit], ((), {"attention_mask": m})) for m in (None, hides)]
     why = ""
-    expected = {mask: run(None, mask) for mask in (None, hides)}
     for way in (DIRECT, THROUGH_STOCK):
-        try:
-            for mask, values in expected.items():
-                _check_equal(run(way, mask), values)
+        twin.__dict__["_get_way"] = lambda *_, way=way: way
+        found = next(filter(None, (each.differs([unit]) for each in comparisons)), None)
+        if found is None:
             return way
-        except Exception as error:  # of a foreign module
-            why = _tell(error)
+        why = _shorten(found)
     return why
 
 
-def _check_equal(found: Values, expected: Values) -> None:
-    """Raises ValueError if the values in found are not those in expected."""
-    for name in {**expected, **found}:
-        ours, stock = found.get(name), expected.get(name)
-        if (ours is None) != (stock is None) or (name in found) != (name in expected):
-            raise ValueError(f"has {'no' if ours is None else 'another form of'} {name} in tiles")
-        if ours is not None and stock is not None:
-            size = measure({name: stock.flatten()})[name]
-            distance = compute_difference(stock.flatten(), ours.flatten(), size)
-            difference = float(distance / size.clamp(min=1e-30))
-            if ours.shape != stock.shape or not difference <= _LARGEST_DIFFERENCE:
-                raise ValueError(f"has another {name} in tiles: a trial differs by {difference:.1e} of the largest")
+def _shorten(why: str) -> str:
+    """Returns a sentence about "it" without the subject; of Tempo's own exceptions it keeps what they say only."""
+    return re.sub("^it (fails [a-z ]+: (ValueError|Caught): )?", "", why)
+
+
+class _Alone(nn.Module):
+    """A model of one attention module. Its input is a parameter, whose gradient is compared with the others."""
+
+    def __init__(self, attention: nn.Module, hidden_states: Tensor, make_call: Callable[[], dict[str, Any]]) -> None:
+        super().__init__()
+        self.hidden_states, self.attention, self.make_call = nn.Parameter(hidden_states), attention, make_call
+
+    def forward(self, attention_mask: Tensor | None) -> Any:
+        more = {NORM: None} if isinstance(self.attention, Replaced) else {}
+        # Not through __call__, which would look for the norm in front.
+        return self.attention.forward(self.hidden_states, **self.make_call(), attention_mask=attention_mask, **more)
+
+
+def _empty(leaf: Any) -> Any:
+    """Returns an argument of a call as it is before the call: layers that share keys and values fill a mapping."""
+    return type(leaf)() if isinstance(leaf, MutableMapping) else leaf
 
 
 def _copy(module: Any, generator: torch.Generator) -> Any:

@@ -1,0 +1,395 @@
+"""Compares a model, or one module, with its stock modules on the same inputs, by numbers.
+
+Forward and backward run once with the stock modules and once with Tempo's. Dropout keeps every element in both, and
+Tempo's modules run as they do with dropout. The outputs, the gradients where they end in the model and those of some
+parameters must then agree up to rounding. What rounding does to this very model is measured: stock runs once more, and
+every module's output and every gradient of one is changed by one rounding up or down. A difference is traced by halving
+to the units of replaced modules that make it.
+
+Where a mixture's router, or an index, chooses by values that differ by a rounding, it may choose otherwise. So the
+choices of the first run of stock hold in all others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import random
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from tempo_torch.attention import NAME, PLACE, give_back_attention
+from tempo_torch.inputs import Call
+from tempo_torch.linear import DropsInput
+from tempo_torch.loss import DeferredLogits
+from tempo_torch.position import Passes, is_in_backward
+from tempo_torch.replace import Replaced
+
+_FACTOR, _FINE_FACTOR = 4.0, 16.0
+"""How many times the effect of one rounding in every module a difference may be, in 16 bits and in more. Inside of
+attention, where none is made, scores round by more the larger they are."""
+_FLOOR = 4e-6
+"""A difference below two roundings, and below this part of the largest element, is none."""
+_MAX_ELEMENTS, _SMALL = 1 << 28, 1 << 20
+_GELU_IN_PLACE = {torch.float32: 4e-5, torch.float16: 6.6e-3, torch.bfloat16: 1.6e-2}
+"""The error of GELU's derivative from its output (`tempo_kernels.gelu`)."""
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+Values = dict[str, Tensor | None]
+"""Outputs and gradients of one run by name; None for a gradient that there is not."""
+Indices = dict[Any, list[Tensor]]
+"""(Function, shape) -> the indices that it returned, call by call."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unit:
+    """What is replaced, and given back, together.
+
+    Args:
+        operation, kind: the argument of tempoize that decides about it, and the stock class.
+        modules: those whose class is Tempo's.
+        is_registry: whether it is the entry of transformers' registry of attention functions.
+    """
+
+    operation: str
+    kind: str
+    modules: tuple[nn.Module, ...]
+    is_registry: bool = False
+
+
+class Comparison:
+    """What stock makes of one call, and how far from it rounding leads. Whatever stock raises is raised."""
+
+    def __init__(self, model: nn.Module, passes: Passes, units: Sequence[Unit], call: Call) -> None:
+        self._model, self._passes, self._call = model, passes, call
+        self._has_registry = any(unit.is_registry for unit in units)
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._parameters = _choose_parameters(model)
+        self._indices: Indices = {}
+        self.largest = 0.0
+        """The largest difference that was found to be rounding, of the largest element."""
+        self._stock = self._run(is_first=True)
+        dtypes = {each.dtype for each in model.parameters() if each.is_floating_point()}
+        self._coarsest = max(_get_eps(torch.empty(0, dtype=dtype)) for dtype in dtypes)
+        self._scales = {
+            name: size.clamp(min=torch.finfo(size.dtype).tiny) for name, size in _measure(self._stock).items()
+        }
+
+    def describe(self) -> str:
+        """Names what is compared."""
+        num_gradients = sum(name.startswith("grad") for name in self._stock)
+        return f"{'loss' if 'loss' in self._stock else 'outputs'} and {num_gradients} gradients"
+
+    def differs(self, units: Sequence[Unit]) -> str | None:
+        """Says what is different where these units, and no others, are Tempo's; None if nothing is."""
+        try:
+            ours = self._run(units)
+        except Exception as error:  # whatever Tempo's modules, or a foreign model with them, may raise
+            return f"it fails where stock runs: {describe_error(error)}"
+        worst, found, largest = 1.0, None, 0.0
+        for name, scale in self._scales.items():
+            if name.startswith("grad") and name not in ours:
+                continue  # tiles call the module where nobody sees it
+            distance, bound, counts = self._judge(name, ours.get(name), scale)
+            largest = max(largest, (distance / scale).max().item() if counts else 0.0)
+            excess = torch.nan_to_num(distance / bound, nan=float("inf"))
+            row = int(excess.argmax())
+            if excess[row] > worst:
+                worst, part, limit = excess[row].item(), (distance / scale)[row].item(), (bound / scale)[row].item()
+                found = f"it differs from stock: {name} by {part:.2g} of its largest, bound {limit:.1g}"
+        if found is None:
+            self.largest = largest
+        return found
+
+    def _judge(self, name: str, ours: Tensor | None, scale: Tensor) -> tuple[Tensor, Tensor, bool]:
+        """Returns of each row how far ours is, how far it may be, and whether that is small beside the row's size."""
+        stock = self._stock[name]
+        distance = _compute_difference(stock, ours, scale)
+        # How far rounding leads one number, such as a loss, is found by chance only.
+        eps = self._coarsest / 32 if stock is not None and stock.numel() == 1 else _get_eps(stock)
+        bound = max(2 * eps, _FLOOR) * scale
+        if bool((distance <= bound).all()):
+            return distance, bound, True
+        noise = self._noise[name]
+        bound = torch.maximum(bound, (_FACTOR if self._coarsest > 1e-4 else _FINE_FACTOR) * noise)
+        if bool((distance <= bound).all()) or (exact := self._exact.get(name)) is None:
+            return distance, bound, bool((noise <= 0.1 * scale).all())
+        # A sum of many numbers in 16 bits, as of a norm's gradients, may be far off in stock.
+        bound = torch.maximum(bound, 2 * _compute_difference(exact, stock, scale))
+        return _compute_difference(exact, ours, scale), bound, False
+
+    def trace(self, units: Sequence[Unit]) -> dict[Unit, str]:
+        """Finds the units that make a difference, each with what is different then."""
+        if (why := self.differs(units)) is None:
+            return {}
+        if len(units) == 1:
+            return {units[0]: why}
+        half = len(units) // 2
+        found = {**self.trace(units[:half]), **self.trace(units[half:])}
+        if not found:  # they differ together only
+            found = {unit: why for unit in units if self.differs([each for each in units if each is not unit]) is None}
+        return found or dict.fromkeys(units, why)
+
+    @functools.cached_property
+    def _noise(self) -> dict[str, Tensor]:
+        """How far one rounding of each module's output and gradient leads stock."""
+        with _perturb(self._names):
+            noisy = self._run()
+        return {
+            name: _compute_difference(self._stock[name], noisy.get(name), size).nan_to_num(nan=float("inf"))
+            for name, size in _measure(self._stock).items()
+        }
+
+    @functools.cached_property
+    def _exact(self) -> Values:
+        """Returns what stock makes of 16 bits in float32; nothing in a wider dtype, or if it does not run there."""
+        if self._coarsest < torch.finfo(torch.float16).eps:
+            return {}
+        try:
+            with _widen(self._model):
+                return self._run(is_wide=True)
+        except Exception:  # a foreign model may ask for its dtype
+            return {}
+
+    def _run(self, units: Sequence[Unit] = (), is_wide: bool = False, is_first: bool = False) -> Values:
+        args, kwargs = pytree.tree_map(_widen_one, self._call) if is_wide else self._call
+        torch.manual_seed(0)
+        random.seed(0)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(0)
+        fixed = _FixedChoices(self._indices, is_first)
+        setting = _only(self._model, units, self._has_registry)
+        with setting, self._passes.keep_all(), _note_ends(self._names) as ends, fixed:
+            values = _list_outputs(self._model(*args, **kwargs), kwargs.get("attention_mask"))
+            goal = values["loss"] if "loss" in values else sum(map(_weigh, values.values()))
+            found: Values = {name: value.detach().clone() for name, value in values.items()}
+            if not isinstance(goal, Tensor) or not goal.requires_grad:
+                raise ValueError("none of its outputs needs a gradient")
+            stopped = {**ends, **self._parameters}
+            ends.clear()
+            grads = torch.autograd.grad(goal, list(stopped.values()), allow_unused=True)
+        return found | {f"grad of {name}": grad for name, grad in zip(stopped, grads, strict=True)}
+
+
+class _FixedChoices(TorchFunctionMode):
+    """Lets torch's dropout keep every element, and holds what was chosen by size in the first run."""
+
+    def __init__(self, indices: Indices, is_first: bool = False) -> None:
+        super().__init__()
+        self._indices, self._is_first = indices, is_first
+        self._calls: dict[Any, int] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            x = args[0] if args else kwargs["input"]
+            return (x, torch.ones_like(x, dtype=torch.bool)) if func is torch.native_dropout else x
+        place = _DROP_ARGUMENTS.get(func)
+        if place is not None:
+            args = (*args[:place], 0.0, *args[place + 1 :]) if len(args) > place else args
+            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
+        if func in _CHOOSING:
+            return self._choose(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _choose(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        indices = out if isinstance(out, Tensor) else out[1]
+        if is_in_backward() or not args or not args[0].is_floating_point():
+            return out
+        # Each function of each shape by itself: attention of one of the two may choose where the other's does not.
+        key = func, indices.shape
+        number = self._calls[key] = self._calls.get(key, -1) + 1
+        if self._is_first:
+            self._indices.setdefault(key, []).append(indices)
+        if number >= len(chosen := self._indices.get(key, [])):
+            return out
+        held = chosen[number]
+        if isinstance(out, Tensor):
+            return held
+        dim = kwargs.get("dim", args[_CHOOSING[func]] if len(args) > _CHOOSING[func] else -1)
+        return type(out)((args[0].gather(dim, held), held))
+
+
+_DROPOUTS = {
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
+    torch.dropout_, torch.native_dropout, torch.feature_dropout, torch.feature_dropout_, torch.alpha_dropout,
+    torch.feature_alpha_dropout,
+}  # fmt: skip
+_DROP_ARGUMENTS = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
+"""Functions with an argument dropout_p -> its place."""
+_CHOOSING: dict[Any, int] = {
+    torch.topk: 2, Tensor.topk: 2, torch.sort: 1, Tensor.sort: 1,
+    torch.argmax: 1, Tensor.argmax: 1, torch.argsort: 1, Tensor.argsort: 1,
+}  # fmt: skip
+"""Functions that return indices, some behind values -> the place of dim."""
+
+
+def _choose_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Chooses of each kind of trainable parameter, by its name, the first, and of small ones the last."""
+    kinds: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.is_floating_point() and parameter.numel():
+            kinds.setdefault(re.sub(r"\d+", "#", name), []).append((name, parameter))
+    chosen: dict[str, Tensor] = {}
+    for (name, first), *others in sorted(kinds.values(), key=lambda each: each[0][1].numel()):
+        if sum(each.numel() for each in chosen.values()) + first.numel() <= _MAX_ELEMENTS:
+            chosen[name] = first
+            chosen |= dict(others[-1:]) if first.numel() <= _SMALL else {}
+    return chosen
+
+
+def _list_outputs(out: Any, mask: Tensor | None) -> dict[str, Tensor]:
+    """Lists the numbers in a model's output, with 0 for tokens that are hidden by a mask [b, s]."""
+    found = {}
+    for name, value in out.items() if isinstance(out, Mapping) else (("output", out),):
+        for number, leaf in enumerate(pytree.tree_leaves(value)):
+            if isinstance(leaf, DeferredLogits):
+                with torch.no_grad():
+                    leaf = leaf.read()
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not leaf.numel():
+                continue
+            if isinstance(mask, Tensor) and leaf.dim() > 2 and leaf.shape[:2] == mask.shape:
+                leaf = leaf.masked_fill((mask == 0).view(*mask.shape, *[1] * (leaf.dim() - 2)), 0.0)
+            found[f"{name}.{number}" if number else str(name)] = leaf
+    return found
+
+
+def _weigh(value: Tensor) -> Tensor:
+    """Sums the elements with weights from 0 to 1."""
+    weights = torch.rand(value.shape, generator=torch.Generator().manual_seed(0)).to(value.device)
+    return (value.float() * weights).sum()
+
+
+def _perturb(names: Mapping[int, str]) -> RemovableHandle:
+    """Changes each module's output, and the gradient of it, by a rounding up or down, until the handle is removed."""
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def change(x: Tensor, amount: float) -> Tensor:
+        generator = generators.setdefault(x.device, torch.Generator(x.device).manual_seed(1))
+        signs = 2 * torch.randint(0, 2, x.shape, generator=generator, device=x.device, dtype=torch.int8) - 1
+        return x * (1 + amount * signs.to(x.dtype))
+
+    def perturb(module: nn.Module, _: Any, out: Any) -> Any:
+        def change_one(x: Any) -> Any:
+            if not isinstance(x, Tensor) or not x.is_floating_point() or not x.requires_grad:
+                return x
+            y, back = change(x, _get_eps(x)), _get_eps(x)
+            if "function" in module.__dict__ and module.__dict__.get("keep") == "inplace":
+                back = max(back, _GELU_IN_PLACE.get(x.dtype, 0.0))
+            y.register_hook(lambda grad: change(grad, back))
+            return y
+
+        if id(module) not in names or not isinstance(out, Tensor | tuple | list):
+            return out
+        return pytree.tree_map(change_one, out)
+
+    return register_module_forward_hook(perturb)
+
+
+def _widen_one(value: Any) -> Any:
+    return value.to(_WIDER.get(value.dtype, value.dtype)) if isinstance(value, Tensor) else value
+
+
+@contextlib.contextmanager
+def _widen(model: nn.Module) -> Iterator[None]:
+    """Gives parameters and buffers wider numbers inside the context."""
+    before = [(each, each.data) for each in (*model.parameters(), *model.buffers())]
+    try:
+        for tensor, data in before:
+            tensor.data = _widen_one(data)
+        yield
+    finally:
+        for tensor, data in before:
+            tensor.data = data
+
+
+@contextlib.contextmanager
+def _note_ends(names: Mapping[int, str]) -> Iterator[dict[str, Tensor]]:
+    """Collects what modules return at which gradients end in the model, such as embeddings of tokens."""
+    found: dict[str, Tensor] = {}
+
+    def note(module: nn.Module, args: Any, out: Any) -> None:
+        name = names.get(id(module))
+        if name is None or len(found) == 4 or name in found or any(module.children()):
+            return
+        is_end = isinstance(out, Tensor) and out.is_floating_point() and out.requires_grad
+        if is_end and not any(isinstance(each, Tensor) and each.requires_grad for each in args):
+            found[name] = out
+
+    with register_module_forward_hook(note):
+        yield found
+
+
+@contextlib.contextmanager
+def _only(model: Any, units: Sequence[Unit], has_registry: bool) -> Iterator[None]:
+    """Lets no unit but these be Tempo's. Linears that drop what others make again are Tempo's with any unit."""
+    stay = {id(module) for unit in units for module in unit.modules}
+    # Tiles of projections end in the registry's attention.
+    is_stock = has_registry and not any(unit.is_registry or unit.operation == "qkv" for unit in units)
+    changed = []
+    places = [(module.__dict__, module.__dict__[PLACE]) for module in model.modules() if PLACE in module.__dict__]
+    try:
+        for module in model.modules():
+            if not isinstance(module, Replaced) or id(module) in stay or (units and isinstance(module, DropsInput)):
+                continue
+            changed.append((module, type(module)))
+            module.__class__ = module.stock_class
+        if is_stock:
+            give_back_attention(model)
+        yield
+    finally:
+        if is_stock:
+            model.set_attn_implementation(NAME)
+            for attributes, place in places:
+                attributes[PLACE] = place
+        for module, kind in changed:
+            module.__class__ = kind
+
+
+def describe_error(error: Exception) -> str:
+    """Returns the kind of an exception and the first line of what it says."""
+    return f"{type(error).__name__}: {error}".split("\n")[0][:300].rstrip(".")
+
+
+def _measure(values: Values) -> dict[str, Tensor]:
+    """Returns the largest finite element of each row of each tensor; no gradient is a 0."""
+    return {name: _get_largest(value) for name, value in values.items()}
+
+
+def _compute_difference(stock: Tensor | None, ours: Tensor | None, size: Tensor) -> Tensor:
+    """Returns of each row the largest difference where stock's number is one; `size` is what stock measures."""
+    if stock is None or ours is None:
+        other = _get_largest(ours if stock is None else stock)
+        return other if other.shape == size.shape else other.amax().expand(size.shape)
+    first, second = _split(stock), _split(ours)
+    if first.shape != second.shape:
+        return torch.full_like(size, float("inf"))
+    return torch.where(first.isfinite(), first - second, 0.0).abs().amax(1).cpu()
+
+
+def _get_eps(x: Tensor | None) -> float:
+    """Returns the relative distance of neighbouring numbers, as products see them."""
+    dtype = torch.float32 if x is None else x.dtype
+    is_coarse = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    return 2.0**-10 if is_coarse else torch.finfo(dtype).eps
+
+
+def _split(value: Tensor) -> Tensor:
+    """Views a tensor as rows, one for each sample where it may have samples."""
+    value = value.detach() if value.dtype == torch.float64 else value.detach().float()
+    return value.flatten(1) if value.dim() > 2 and value.size(0) <= 64 else value.reshape(1, -1)
+
+
+def _get_largest(value: Tensor | None) -> Tensor:
+    return torch.zeros(1) if value is None else _split(value).nan_to_num(0.0, 0.0, 0.0).abs().amax(1).cpu()
