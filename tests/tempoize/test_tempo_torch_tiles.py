@@ -9,65 +9,54 @@ from unittest import mock
 
 import pytest
 import torch
-import transformers
 from distributed import run_ranks
+from tiny_models import Step, assert_equal_step, assert_same_step, build, list_reasons, step
 from torch import Tensor, nn
 from transformers_cases import checkpoint_layers
 
 from tempo_kernels.attention import cpu
-from tempo_kernels.recompute import keep_attention, recompute, recompute_in_tiles
+from tempo_kernels.recompute import drop, keep_attention, recompute, recompute_in_tiles
 from tempo_megatron.memory.kept.recorder import GraphReader, Recorder
 from tempo_megatron.memory.storages import PeakBytes
-from tempo_torch import report_on, restore, samples, tempoize
+from tempo_torch import restore, samples, tempoize
 
 IDS = torch.arange(2 * 40).view(2, 40) * 7 % 64
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
-
-
-def build(kind: str, **more: Any) -> Any:
-    torch.manual_seed(0)
-    settings = {**SIZES, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
-    settings |= {"use_cache": False, **more}
-    if kind == "Qwen2":
-        settings["num_key_value_heads"] = 2
-    config = getattr(transformers, f"{kind}Config")(**settings)
-    name = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
-    return getattr(transformers, name)(config).train()
+SIZES = {"intermediate_size": 96, "num_hidden_layers": 3}
+LAYER = {"intermediate_size": 96, "num_hidden_layers": 1}
+TILES = {"mlp": "tile", "qkv": "tile"}
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "GPTNeoX"])
 def test_tiles_give_the_loss_and_gradients_of_stock(kind: str, is_checkpointed: bool) -> None:
-    losses, gradients, calls = [], [], 0
+    steps, calls = [], [0]
+
+    def count(*_: Any) -> None:
+        calls[0] += 1
+
     for mlp in ("off", "tile"):
-        model = tempoize(build(kind), mlp=mlp)
+        model = tempoize(build(kind, **SIZES, num_key_value_heads=2), mlp=mlp)
         if is_checkpointed:
             checkpoint_layers(model, use_reentrant=False)
         names = [name for name, _ in model.named_modules() if name.endswith((".down_proj", ".dense_4h_to_h"))]
-
-        def count(*_: Any) -> None:
-            nonlocal calls
-            calls += 1
-
-        calls = 0
         for name in names:
             model.get_submodule(name).register_forward_hook(count)
-        losses.append(model(input_ids=IDS, labels=IDS).loss)
-        losses[-1].backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters()})
+        calls[0] = 0
+        steps.append(step(model, IDS))
     # 80 tokens are three tiles of 32: once in forward, once in backward, and no third time in a checkpoint.
-    assert calls == 3 * 2 * len(names) and {e.now for e in report_on(model).entries if e.operation == "mlp"} == {"tile"}
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
-    for name, expected in gradients[0].items():
-        assert (gradients[1][name] - expected).abs().max() <= 2e-6 * expected.abs().max(), name
-    mlp = restore(model).get_submodule(names[0].rpartition(".")[0])
-    assert type(mlp) is type(build(kind).get_submodule(names[0].rpartition(".")[0])) and not hasattr(mlp, "_z3_leaf")
+    assert calls[0] == 3 * 2 * len(names) and list_reasons(model, "mlp") == {"tile"}
+    assert_same_step(steps[1], steps[0], rtol=2e-6)
+    mlp, stock = (
+        each.get_submodule(names[0].rpartition(".")[0])
+        for each in (restore(model), build(kind, **SIZES, num_key_value_heads=2))
+    )
+    assert type(mlp) is type(stock) and not hasattr(mlp, "_z3_leaf")
 
 
 def test_of_an_mlp_its_input_is_kept_and_not_that_if_the_norm_can_make_it_again() -> None:
     kept = {}
     for norm in ("inplace", "recompute"):
-        model = tempoize(build("Llama"), mlp="tile", norm=norm)
+        model = tempoize(build("Llama", **SIZES), mlp="tile", norm=norm)
         recorder = Recorder(model)
         with recorder.record():
             model(input_ids=IDS, labels=IDS)
@@ -118,8 +107,6 @@ def test_linears_that_add_to_main_grad_themselves_do_so_for_each_tile() -> None:
 
 
 def test_a_promise_takes_the_place_of_the_input() -> None:
-    from tempo_kernels.recompute import drop
-
     torch.manual_seed(0)
     linear, x = nn.Linear(8, 8), torch.randn(20, 8, requires_grad=True)
     y = recompute(torch.tanh, x)
@@ -161,34 +148,29 @@ PROJECTED: list[tuple[str, dict[str, Any]]] = [
 def test_q_k_and_v_in_tiles_give_the_loss_and_gradients_of_stock_projections(
     kind: str, more: dict[str, Any], again: str
 ) -> None:
-    losses, gradients, calls = [], [], []
+    steps, calls = [], []
     for qkv in ("off", "tile"):
         offload = "all" if again == "kept, offloaded" else "off"
-        model = tempoize(build(kind, **more), mlp="tile", qkv=qkv, offload=offload)
+        model = tempoize(build(kind, **SIZES, **more), mlp="tile", qkv=qkv, offload=offload)
         if again != "no":
             kept = {"context_fn": keep_attention} if again.startswith("kept") else {}
             checkpoint_layers(model, use_reentrant=again == "reentrant", **kept)
         for _ in range(3 if offload == "all" else 1):  # the same bits each time: a stale address would change them
-            model.zero_grad()
             with samples(model, 0), mock.patch("tempo_kernels.attention.cpu.forward", wraps=cpu.forward) as forward:
-                losses.append(model(input_ids=IDS, labels=IDS).loss)
-                losses[-1].backward()
-            gradients.append({name: p.grad for name, p in model.named_parameters()})
+                steps.append(step(model, IDS))
             calls.append(forward.call_count)
     # Its own backward never runs attention again; a checkpoint does where nothing keeps attention.
     assert calls[-1] == (6 if again in ("whole", "reentrant") else 3)
-    for loss, found in zip(losses[1:], gradients[1:], strict=True):
-        torch.testing.assert_close(loss, losses[0], rtol=1e-6, atol=0)
-        for name, expected in gradients[0].items():
-            assert (found[name] - expected).abs().max() <= 1e-5 * expected.abs().max(), name
-    assert {e.now for e in report_on(model).entries if e.operation == "qkv"} == {"tile"}
+    for found in steps[1:]:
+        assert_same_step(found, steps[0])
+    assert list_reasons(model, "qkv") == {"tile"}
     attention = restore(model).model.layers[0].self_attn
     assert type(attention) is type(build(kind, **more).model.layers[0].self_attn)
     assert not {"tempo_norms", "_z3_leaf"} & attention.__dict__.keys()
 
 
 def test_training_runs_in_tiles_and_nothing_holds_the_input_of_a_layer_after_it() -> None:
-    model = tempoize(build("Llama", num_hidden_layers=1), mlp="tile", qkv="tile")
+    model = tempoize(build("Llama", **LAYER), **TILES)
     rows: list[int] = []
     for name in ("self_attn.q_proj", "mlp.up_proj"):
         model.model.layers[0].get_submodule(name).register_forward_hook(lambda *each: rows.append(each[2].size(1)))
@@ -210,32 +192,29 @@ def test_compiled_layers_run_in_tiles_and_keep_what_tiles_keep(is_checkpointed: 
     found = {}
     for how in ("stock", "tile", "stock, compiled", "tile, compiled"):
         qkv = how.split(",")[0].replace("stock", "off")
-        model = tempoize(build("Llama", attention_dropout=0.1), mlp=qkv, qkv=qkv)
+        model = tempoize(build("Llama", **SIZES, attention_dropout=0.1), mlp=qkv, qkv=qkv)
         if is_checkpointed:
             checkpoint_layers(model, use_reentrant=False, context_fn=keep_attention)
         for layer in model.model.layers if how.endswith("compiled") else ():
             layer.compile(backend="aot_eager")
         for _ in range(2):  # the first forward finds which norm is in front of attention
-            model.zero_grad()
+            reader = GraphReader(model)
             with samples(model, 0):
-                loss = model(input_ids=IDS, labels=IDS).loss
-            kept = sum(saved.num_bytes for saved in GraphReader(model).list_saved([loss]))
-            loss.backward()
-        found[how] = kept / (IDS.numel() * 32 * 4), loss.detach(), [p.grad for p in model.parameters()]
-    for _, loss, gradients in found.values():
-        torch.testing.assert_close(loss, found["stock"][1], rtol=1e-6, atol=0)
-        for gradient, expected in zip(gradients, found["stock"][2], strict=True):
-            assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max()
+                kept = sum(saved.num_bytes for saved in reader.list_saved([model(input_ids=IDS, labels=IDS).loss]))
+            with samples(model, 0):
+                found[how] = kept / (IDS.numel() * 32 * 4), step(model, IDS)
+    for _, each in found.values():
+        assert_same_step(each, found["stock"][1])
     if not is_checkpointed:
         # 3 of it is the output of the norm in front of the MLP, which nobody makes again where it is compiled.
         assert found["tile, compiled"][0] == pytest.approx(found["tile"][0] + 3, abs=0.1)
         assert found["tile, compiled"][0] < found["stock, compiled"][0] / 3
-        assert all(torch.equal(*pair) for pair in zip(found["tile"][2], found["tile, compiled"][2], strict=True))
+        assert_equal_step(found["tile"][1], found["tile, compiled"][1])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_one_graph_has_no_room_for_tiles_in_training_and_needs_none_in_evaluation() -> None:
-    model = tempoize(build("Llama", num_hidden_layers=1), mlp="tile", qkv="tile")
+    model = tempoize(build("Llama", **LAYER), **TILES)
     compiled = torch.compile(model.model.layers[0].mlp, backend="aot_eager", fullgraph=True)
     x = torch.randn(1, 80, 32)
     with torch.no_grad():
@@ -245,15 +224,15 @@ def test_one_graph_has_no_room_for_tiles_in_training_and_needs_none_in_evaluatio
 
 
 def test_training_with_a_cache_is_refused_where_tiles_would_not_run() -> None:
-    model = tempoize(build("Llama", num_hidden_layers=1), qkv="tile")
+    model = tempoize(build("Llama", **LAYER), qkv="tile")
     with pytest.raises(ValueError, match="LlamaAttention fills a cache of keys and values; set model.config"):
         model(input_ids=IDS, labels=IDS, use_cache=True)
     assert model.eval()(input_ids=IDS, use_cache=True).past_key_values.get_seq_length() == IDS.size(1)
 
 
 def test_a_model_in_another_thread_runs_its_attention_while_tiles_are_projected() -> None:
-    tiled = tempoize(build("Llama", attention_dropout=0.1), mlp="tile", qkv="tile")
-    plain = tempoize(build("Llama", attention_dropout=0.1))
+    tiled = tempoize(build("Llama", **SIZES, attention_dropout=0.1), **TILES)
+    plain = tempoize(build("Llama", **SIZES, attention_dropout=0.1))
     is_projecting, may_go = threading.Event(), threading.Event()
 
     def wait(*_: Any) -> None:
@@ -274,7 +253,7 @@ def test_a_model_in_another_thread_runs_its_attention_while_tiles_are_projected(
 def test_the_output_of_a_norm_in_tiles_is_not_there_at_the_peak() -> None:
     peaks = []
     for qkv in ("off", "tile"):
-        model = tempoize(build("Llama", attention_dropout=0.1), mlp="tile", norm="recompute", qkv=qkv)
+        model = tempoize(build("Llama", **SIZES, attention_dropout=0.1), mlp="tile", norm="recompute", qkv=qkv)
         checkpoint_layers(model, use_reentrant=False, context_fn=keep_attention)
         embedded = torch.randn(1, 512, 32, requires_grad=True)
         for _ in range(2):  # the first forward is also watched
@@ -289,16 +268,14 @@ def test_the_output_of_a_norm_in_tiles_is_not_there_at_the_peak() -> None:
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_tiles_under_autocast_are_as_exact_as_the_whole(is_checkpointed: bool) -> None:
-    found = []
-    for choices, is_exact in (({}, True), ({}, False), ({"mlp": "tile", "qkv": "tile"}, False)):
-        model = tempoize(build("Llama", num_key_value_heads=2), norm="recompute", **choices)
+    steps = []
+    for choices, is_exact in (({}, True), ({}, False), (TILES, False)):
+        model = tempoize(build("Llama", **SIZES, num_key_value_heads=2), norm="recompute", **choices)
         if is_checkpointed:
             checkpoint_layers(model, use_reentrant=False, context_fn=keep_attention)
         with torch.autocast("cpu", torch.bfloat16, enabled=not is_exact):
-            loss = model(input_ids=IDS, labels=IDS).loss
-        loss.backward()
-        found.append((loss, {name: p.grad for name, p in model.named_parameters()}))
-    (exact, gradients), (whole, gradients_of_whole), (tiled, gradients_of_tiled) = found
+            steps.append(step(model, IDS))
+    (exact, gradients), (whole, gradients_of_whole), (tiled, gradients_of_tiled) = steps
     assert (tiled - exact).abs() <= 2 * (whole - exact).abs() + 1e-3
     for name, expected in gradients.items():
         errors = [(each[name] - expected).abs().max() for each in (gradients_of_tiled, gradients_of_whole)]
@@ -307,7 +284,7 @@ def test_tiles_under_autocast_are_as_exact_as_the_whole(is_checkpointed: bool) -
 
 def test_adapters_that_are_there_before_tempoize_are_refused() -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    model = peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"], r=4), build("Llama"))
+    model = peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"], r=4), build("Llama", **SIZES))
     with pytest.raises(ValueError, match='qkv is "tile", but the model has no module for it'):
         tempoize(model, qkv="tile")
 
@@ -327,9 +304,9 @@ def test_adapters_of_some_projections_train_as_in_stock_and_their_dropout_is_ref
     """In the documented order: tempoize, peft, tempoize. The input of the first layer needs no gradient."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     adapted = peft.LoraConfig(target_modules=targets, r=4, lora_dropout=dropout, init_lora_weights=False)
-    found: list[tuple[Tensor, dict[str, Tensor]]] = []
-    for choices in ({}, {"mlp": "tile", "qkv": "tile"}):
-        model = tempoize(build("Llama", num_key_value_heads=2), **choices)
+    found: list[Step] = []
+    for choices in ({}, TILES):
+        model = tempoize(build("Llama", **SIZES, num_key_value_heads=2), **choices)
         torch.manual_seed(1)
         peft.inject_adapter_in_model(adapted, model)
         if dropout and choices:
@@ -337,13 +314,9 @@ def test_adapters_of_some_projections_train_as_in_stock_and_their_dropout_is_ref
                 tempoize(model, **choices)
             return
         with samples(tempoize(model, **choices), 0):
-            loss = model(input_ids=IDS, labels=IDS).loss
-        loss.backward()
-        found.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}))
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-6, atol=0)
-    assert len(found[0][1]) == 2 * 3 * len(targets)
-    for name, expected in found[0][1].items():
-        assert (found[1][1][name] - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+            found.append(step(model, IDS))
+    assert_same_step(found[1], found[0])
+    assert sum(gradient is not None for gradient in found[0][1].values()) == 2 * 3 * len(targets)
 
 
 def train_under_zero_3(choices: dict[str, str], threshold: int) -> tuple[list[float], dict[str, Tensor], int]:
@@ -352,7 +325,7 @@ def train_under_zero_3(choices: dict[str, str], threshold: int) -> tuple[list[fl
     from deepspeed.utils import safe_get_full_grad
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # nobody needs it, and it is compiled
-    model = tempoize(build("Llama", num_key_value_heads=2), norm="recompute", **choices)
+    model = tempoize(build("Llama", **SIZES, num_key_value_heads=2), norm="recompute", **choices)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     zero = {"stage": 3, "stage3_param_persistence_threshold": threshold, "stage3_max_reuse_distance": 0}
     config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "zero_optimization": zero}
@@ -378,8 +351,7 @@ def train_under_zero_3(choices: dict[str, str], threshold: int) -> tuple[list[fl
 
 
 def train_under_zero_3_each_way() -> Any:
-    tiles = {"mlp": "tile", "qkv": "tile"}
-    return [train_under_zero_3(choices, threshold) for threshold in (0, 100) for choices in ({}, tiles)]
+    return [train_under_zero_3(choices, threshold) for threshold in (0, 100) for choices in ({}, TILES)]
 
 
 @pytest.mark.slow
@@ -395,26 +367,21 @@ def test_zero_3_gathers_weights_once_for_all_tiles_and_gives_the_losses_and_grad
             assert gathered_for_tiles == gathered > 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "more", "given", "message"),
-    [
-        ("GPTNeoX", {}, {}, 'qkv is "tile", but the model has no module for it; set it to "off"'),
-        (
-            "Llama",
-            {},
-            {"attention": "off"},
-            'qkv is "tile", but attention is off, and only Tempo\'s .*; set it to "off"',
-        ),
-        (
-            "Llama",
-            {"attn_implementation": "eager"},
-            {},
-            'does not get Tempo.s attention: attn_implementation is "eager"',
-        ),
-    ],
-)
+NO_TILES: list[tuple[str, dict[str, Any], dict[str, str], str]] = [
+    ("GPTNeoX", {}, {}, 'the model has no module for it; set it to "off"'),
+    ("Llama", {}, {"attention": "off"}, 'attention is off, and only Tempo\'s .*; set it to "off"'),
+    (
+        "Llama",
+        {"attn_implementation": "eager"},
+        {},
+        '.* does not get Tempo.s attention: attn_implementation is "eager"',
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "more", "given", "message"), NO_TILES)
 def test_attention_whose_projections_cannot_run_in_tiles_is_refused(
     kind: str, more: dict[str, Any], given: dict[str, str], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f'qkv is "tile", but {message}'):
         tempoize(build(kind, **more), qkv="tile", **given)
