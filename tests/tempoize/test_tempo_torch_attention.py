@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="transformers is not installed; pip install tempo-megatron[test]")
-
 import transformers
+from tiny_models import GROUPS
+from tiny_models import build as build_tiny
+from tiny_models import list_reasons as list_all_reasons
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 
-from tempo_torch import report_on, restore, set_step, tempoize
+from tempo_torch import restore, set_step, tempoize
 from tempo_torch.attention import PLACE, attend
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
-SIZES |= {"bos_token_id": 1, "eos_token_id": 2, "use_cache": False, "intermediate_size": 48}
-GROUPS = {"num_key_value_heads": 2, "head_dim": 8}
 IDS = torch.arange(26).view(2, 13) * 7 % 60 + 3
 P = {"GPT2": "attn_pdrop", "Bert": "attention_probs_dropout_prob"}
 
 
-def build(name, p=0.0, model=None, dtype=torch.float64, **more):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **more, P.get(name, "attention_dropout"): p})
-    built = getattr(transformers, model or f"{name}ForCausalLM")(config).to(dtype).train()
-    with torch.no_grad():
-        for parameter in built.parameters():
-            parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)  # so that scores matter
-    return built
+def build(name, p=0.0, dtype=torch.float64, **more):
+    return build_tiny(name, dtype, 4.0, **{**more, P.get(name, "attention_dropout"): p})
+
+
+def list_attention(model):
+    return list_all_reasons(model, "attention")
 
 
 def loss_and_gradients(model, mask=None):
@@ -56,29 +51,19 @@ def find_places(model):
     return [module.__dict__[PLACE] for module in model.modules() if PLACE in module.__dict__]
 
 
-def list_attention(model):
-    """(what it does, or why not) of each entry of attention in the report."""
-    return {entry.now or entry.why for entry in report_on(model).entries if entry.operation == "attention"}
-
-
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 PADDED = {
     "Llama": ("Llama", GROUPS),
     "Mistral, in windows": ("Mistral", {**GROUPS, "sliding_window": 5}),
     "Qwen3": ("Qwen3", GROUPS),
-    "Gemma 3": ("Gemma3Text", {**GROUPS, "sliding_window": 3, "model": "Gemma3ForCausalLM"}),
+    "Gemma 3": ("Gemma3", {**GROUPS, "sliding_window": 3}),
     "OPT": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}),
-    "GPT-2": ("GPT2", {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "model": "GPT2LMHeadModel"}),
-    "ModernBERT": (
-        "ModernBert",
-        {"cls_token_id": 1, "sep_token_id": 2, "local_attention": 4, "model": "ModernBertForMaskedLM"},
-    ),
-    "BERT": ("Bert", {"hidden_dropout_prob": 0.0, "model": "BertForMaskedLM"}),
+    "GPT-2": ("GPT2", {"embd_pdrop": 0.0, "resid_pdrop": 0.0}),
+    "ModernBERT": ("ModernBert", {"cls_token_id": 1, "sep_token_id": 2, "local_attention": 4}),
+    "BERT": ("Bert", {"hidden_dropout_prob": 0.0}),
     # Stock itself gives NaN in float64, whose lowest number overflows beside a score.
     "Gemma 2": ("Gemma2", {**GROUPS, "sliding_window": 3, "dtype": torch.float32}),
-    "gpt-oss": (
-        "GptOss",
-        {**GROUPS, "sliding_window": 3, "num_local_experts": 2, "num_experts_per_tok": 1, "dtype": torch.float32},
-    ),
+    "gpt-oss": ("GptOss", {**GROUPS, "sliding_window": 3, **EXPERTS, "dtype": torch.float32}),
 }
 
 

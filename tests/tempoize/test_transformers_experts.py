@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from tiny_models import assert_equal_step, assert_same_step, step
+from tiny_models import build as build_tiny
 
 from tempo_megatron.memory.kept.recorder import GraphReader
 from tempo_torch import report_on, restore, tempoize
@@ -17,10 +18,8 @@ if not hasattr(transformers.PreTrainedModel, "set_experts_implementation"):
     pytest.skip(f"transformers {transformers.__version__} has no experts implementations", allow_module_level=True)
 
 TOKENS, TOP, INNER = 32, 2, 24
-SIZES = {
-    **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96},
-    **{"num_key_value_heads": 4, "num_experts_per_tok": TOP, "use_cache": False},
-}
+LAYERS, HIDDEN = 2, 32
+IDS = torch.arange(TOKENS).view(2, -1) * 7 % 90
 MODELS: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4, "intermediate_size": INNER},
     "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": INNER},
@@ -35,48 +34,38 @@ OTHERS = {"norm": "off", "dropout": "off", "attention": "off", "loss": "off"}
 
 
 def build(name: str, implementation: str) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SIZES, **MODELS[name])
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    sizes = {"vocab_size": 96, "num_key_value_heads": 4, "num_experts_per_tok": TOP}
+    model = build_tiny(name, **sizes, **MODELS[name])
     model.set_experts_implementation(implementation)
-    return model.train()
+    return model
 
 
-def train(model: Any) -> tuple[Tensor, dict[str, Tensor | None], int]:
-    """The loss, gradients by name, and the bytes that autograd holds after the forward."""
-    ids = torch.arange(TOKENS).view(2, -1) * 7 % 90
+def measure(model: Any) -> int:
+    """The bytes that autograd holds after a forward."""
     reader = GraphReader(model)
-    with reader.follow():
-        loss = model(input_ids=ids, labels=ids).loss
-    kept = sum(saved.num_bytes for saved in reader.list_saved([loss]))
-    loss.backward()
-    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}, kept
+    return sum(saved.num_bytes for saved in reader.list_saved([model(input_ids=IDS, labels=IDS).loss]))
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_inputs_of_products_are_made_again(name: str, implementation: str) -> None:
-    loss, gradients, kept = train(build(name, implementation))
+    stock = build(name, implementation)
+    expected, kept = step(stock, IDS), measure(stock)
     model = tempoize(build(name, implementation), activation="recompute", **OTHERS)
-    own_loss, own_gradients, own_kept = train(model)
-    assert torch.equal(own_loss, loss) and own_gradients.keys() == gradients.keys()
-    for parameter, gradient in gradients.items():
-        own = own_gradients[parameter]
-        assert (own is None) == (gradient is None)
-        if gradient is not None and own is not None:
-            # The derivative of Tempo's silu rounds otherwise than torch's; gpt-oss writes its own function out.
-            near = 0.0 if name == "GptOss" else 1e-6 * gradient.abs().max().item()
-            torch.testing.assert_close(own, gradient, rtol=0, atol=near)
+    found, own_kept = step(model, IDS), measure(model)
+    assert torch.equal(found[0], expected[0])
+    # The derivative of Tempo's silu rounds otherwise than torch's; gpt-oss writes its own function out.
+    assert_same_step(found, expected, rtol=0.0 if name == "GptOss" else 1e-6, atol=0.0)
     # The function of the gate and the product, in float32; gpt-oss keeps what it clamps and adds besides, and DeepSeek
     # has as many shared experts, whose linears are modules.
-    gated = 2 * SIZES["num_hidden_layers"] * TOKENS * TOP * INNER * 4 * (1 + (name == "DeepseekV3"))
+    gated = 2 * LAYERS * TOKENS * TOP * INNER * 4 * (1 + (name == "DeepseekV3"))
     # A copy of each token for each of its experts; the tokens themselves are kept anyway.
-    copies = SIZES["num_hidden_layers"] * TOKENS * TOP * SIZES["hidden_size"] * 4
+    copies = LAYERS * TOKENS * TOP * HIDDEN * 4
     assert kept - own_kept == gated + copies if name != "GptOss" else kept - own_kept >= 2 * gated + copies
     replaced = [entry for entry in report_on(model).replaced if entry.module.endswith("Experts")]
-    assert len(replaced) == SIZES["num_hidden_layers"]
-    restored, _, stock_kept = train(restore(model))
-    assert torch.equal(restored, loss) and stock_kept == kept
+    assert len(replaced) == LAYERS
+    assert_equal_step(step(restore(model), IDS), expected)
+    assert measure(model) == kept
 
 
 def test_what_cannot_be_recomputed_is_reported() -> None:
@@ -87,4 +76,4 @@ def test_what_cannot_be_recomputed_is_reported() -> None:
     model = tempoize(build("GptOss", "grouped_mm"), activation="auto", **OTHERS)
     model.set_experts_implementation("eager")
     # One that is chosen later is followed.
-    assert train(model)[2] < train(build("GptOss", "eager"))[2]
+    assert measure(model) < measure(build("GptOss", "eager"))
