@@ -7,13 +7,12 @@ import sys
 
 import pytest
 import torch
+import transformers
 from covering import exhaustive
+from tiny_models import GROUPS, assert_equal_step, assert_same_step, build, list_reasons, step
 from torch.utils.checkpoint import checkpoint
-from witness import assert_within_rule
-
-pytest.importorskip("transformers", reason="transformers is not installed; pip install tempo-megatron[test]")
-
 from transformers_cases import CASES, kept_sbh, measure, with_bytes_of_a_gpu
+from witness import assert_within_rule
 
 from tempo_torch import report_on, restore, tempoize
 
@@ -81,17 +80,12 @@ def test_masks_are_the_same_with_checkpointing(name):
 
 
 def test_the_keys_and_files_of_a_saved_model_are_stocks(tmp_path):
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
-    model = tempoize(BertForMaskedLM(config))
+    model = tempoize(build("Bert"))
     model.save_pretrained(tmp_path)
-    assert (
-        '"BertForMaskedLM"' in (tmp_path / "config.json").read_text()
-        and "tempo" not in (tmp_path / "config.json").read_text()
-    )
-    loaded = BertForMaskedLM.from_pretrained(tmp_path)
-    assert type(loaded) is BertForMaskedLM and loaded.config._attn_implementation == "sdpa"
+    config = (tmp_path / "config.json").read_text()
+    assert '"BertForMaskedLM"' in config and "tempo" not in config
+    loaded = transformers.BertForMaskedLM.from_pretrained(tmp_path)
+    assert type(loaded) is transformers.BertForMaskedLM and loaded.config._attn_implementation == "sdpa"
     ours, theirs = model.state_dict(), loaded.state_dict()
     assert list(ours) == list(theirs) and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
@@ -162,19 +156,6 @@ def test_adapters_that_are_added_later_are_taken_by_tempoize_again():
     assert found[0] == found[1]
 
 
-def test_restore_gives_a_model_its_own_attention_and_loss_again():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    settings = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=50, attention_dropout=0.1, **settings)).train()
-    classes = [type(each) for each in model.modules()]
-    restore(tempoize(model))
-    assert [type(each) for each in model.modules()] == classes and model.config._attn_implementation == "sdpa"
-    assert not [name for each in model.modules() for name in each.__dict__ if "tempo" in name]
-    ids = torch.arange(24).view(2, 12)
-    assert isinstance(model(input_ids=ids, labels=ids).logits, torch.Tensor)
-
-
 def test_a_version_below_the_oldest_that_is_tested_is_refused(monkeypatch):
     from tempo_torch.versions import OLDEST_VERSIONS
 
@@ -190,55 +171,27 @@ def test_a_version_below_the_oldest_that_is_tested_is_refused(monkeypatch):
     tempoize(model)
 
 
-_TINY = {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
-_TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 5, "pad_token_id": 0, "bos_token_id": 1}
-_TINY |= {"eos_token_id": 2}
 SCORES = {
-    "sinks": ("GptOss", {**_TINY, "num_local_experts": 2, "num_experts_per_tok": 1}, "attention_dropout"),
-    "capped": ("Gemma2", {**_TINY, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 16}, "attention_dropout"),
-    "bias by position": (
-        "T5",
-        {
-            **{"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 50},
-            "decoder_start_token_id": 0,
-        },
-        "dropout_rate",
+    "GptOss": ({**GROUPS, "sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1}, "attention_dropout"),
+    "Gemma2": (
+        {**GROUPS, "sliding_window": 5, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 16},
+        "attention_dropout",
     ),
+    "T5": ({"d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}, "dropout_rate"),
 }
+IDS = torch.arange(24).view(2, 12) * 7 % 47 + 3
 
 
-@pytest.mark.parametrize(("name", "settings", "p"), SCORES.values(), ids=SCORES)
-def test_sinks_caps_and_biases_by_position_are_those_of_stock_and_masks_repeat(name, settings, p):
-    import transformers
-
-    model = f"{name}ForConditionalGeneration" if name == "T5" else f"{name}ForCausalLM"
-    ids = torch.arange(24).view(2, 12) * 7 % 47 + 3
-
-    def build(dropout, **choices):
-        torch.manual_seed(0)
-        config = getattr(transformers, f"{name}Config")(**settings, **{p: dropout})
-        built = getattr(transformers, model)(config).train()
-        # Weights large enough that the scores matter.
-        with torch.no_grad():
-            for parameter in built.parameters():
-                parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
-        return tempoize(built, seed=3, **choices) if choices else built
-
-    def run(built):
-        loss = built(input_ids=ids, labels=ids).loss
-        loss.backward()
-        return loss.detach(), {key: each.grad for key, each in built.named_parameters() if each.grad is not None}
-
-    (loss, grads), (stock_loss, stock) = (run(build(0.0, **choices)) for choices in ({"attention": "auto"}, {}))
-    torch.testing.assert_close(loss, stock_loss, rtol=1e-5, atol=1e-6)
-    largest = max(grad.abs().max().item() for grad in stock.values())
-    assert grads.keys() == stock.keys()
-    for key, grad in stock.items():
-        torch.testing.assert_close(grads[key], grad, rtol=1e-4, atol=1e-5 * largest, msg=key)
-    dropping = [build(0.1, attention="flash") for _ in range(2)]
-    first, again = (run(each)[0] for each in dropping)
-    assert torch.equal(first, again) and not torch.allclose(first, loss)
-    assert not {entry for entry in report_on(dropping[0]).left if entry.operation == "attention"}
+@pytest.mark.parametrize("kind", SCORES)
+def test_sinks_caps_and_biases_by_position_are_those_of_stock_and_masks_repeat(kind):
+    settings, p = SCORES[kind]
+    ours, stock = (build(kind, weights=4.0, **settings, **{p: 0.0}) for _ in range(2))
+    without = step(tempoize(ours, seed=3, attention="auto"), IDS)
+    assert_same_step(without, step(stock, IDS), rtol=1e-4, atol=1e-5)
+    dropping = [build(kind, weights=4.0, **settings, **{p: 0.1}) for _ in range(2)]
+    first, again = (step(tempoize(model, seed=3, attention="flash"), IDS) for model in dropping)
+    assert torch.equal(first[0], again[0]) and not torch.allclose(first[0], without[0])
+    assert list_reasons(dropping[0], "attention") == {"flash"}
 
 
 def pack(lengths, half_window):
@@ -253,106 +206,93 @@ def pack(lengths, half_window):
 
 @pytest.mark.parametrize("is_sparse", [False, True], ids=["all predictions", "sparse predictions"])
 def test_modernbert_predicts_masked_words_of_padded_and_unpadded_batches_as_stock_does_and_repeats_its_masks(is_sparse):
-    from transformers import ModernBertConfig, ModernBertForMaskedLM
-
     lengths = [24, 17]
     ids = torch.arange(48).view(2, 24) * 7 % 47 + 3
     seen = torch.arange(24) < torch.tensor(lengths).unsqueeze(-1)
     labels = ids.masked_fill(~seen | (ids % 3 > 0), -100)
     padded = {"input_ids": ids, "attention_mask": seen.long(), "labels": labels}
     row = {"input_ids": ids[seen].unsqueeze(0), "labels": labels[seen].unsqueeze(0), **pack(lengths, 4)}
-    sizes = {"vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-    sizes |= {"intermediate_size": 96, "local_attention": 8, "sparse_prediction": is_sparse, "pad_token_id": 0}
-    sizes |= dict.fromkeys(("cls_token_id", "bos_token_id"), 1) | dict.fromkeys(("sep_token_id", "eos_token_id"), 2)
+    sizes = {"num_hidden_layers": 3, "local_attention": 8, "sparse_prediction": is_sparse}
+    sizes |= {"cls_token_id": 1, "sep_token_id": 2}
 
-    def build(p, **choices):
-        torch.manual_seed(0)
-        config = ModernBertConfig(**sizes, attention_dropout=p, mlp_dropout=min(p, 0.1), embedding_dropout=p)
-        model = ModernBertForMaskedLM(config).double().train()
+    def make(p, **choices):
+        rates = {"attention_dropout": p, "mlp_dropout": min(p, 0.1), "embedding_dropout": p}
+        model = build("ModernBert", torch.float64, **sizes, **rates)
         return tempoize(model, seed=3, **choices) if choices else model
 
     def run(model, inputs):
-        loss = model(**inputs).loss
-        loss.backward()
-        found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-        model.zero_grad(set_to_none=True)
-        return {"loss": loss.detach(), **found}
+        loss, gradients = step(model, inputs["input_ids"], **{key: inputs[key] for key in inputs if key != "input_ids"})
+        return {"loss": loss, **{name: gradient for name, gradient in gradients.items() if gradient is not None}}
 
-    stock, dropping = build(0.0), [build(0.1, attention="flash") for _ in range(2)]
+    stock, dropping = make(0.0), [make(0.1, attention="flash") for _ in range(2)]
     expected = run(stock, padded)
     for inputs in (padded, row, {**padded, "attention_mask": None}):
         # Dropout this small neither drops nor scales, but has Tempo's attention run; in float64, where another function
         # would be far off.
-        found, same = run(build(1e-15, attention="flash", dropout="off", loss="off"), inputs), run(stock, inputs)
+        found, same = run(make(1e-15, attention="flash", dropout="off", loss="off"), inputs), run(stock, inputs)
         for key, value in same.items():
             torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-11, msg=key)
         if inputs is row:
             torch.testing.assert_close(found["loss"], expected["loss"])
         first, again = (run(model, inputs) for model in dropping)
         assert all(map(torch.equal, first.values(), again.values())) and not torch.equal(first["loss"], same["loss"])
-    assert not [entry for entry in report_on(dropping[0]).left if entry.operation == "attention"]
+    assert list_reasons(dropping[0], "attention") == {"flash"}
 
 
 RIGHT, LEFT, INSIDE = (torch.ones(2, 12, dtype=torch.int64) for _ in range(3))
 RIGHT[1, -4:], LEFT[1, :4], INSIDE[1, 4:6] = 0, 0, 0
 PADDINGS = {"none": None, "right": RIGHT, "left": LEFT, "inside": INSIDE}
-ALIBI_IDS = torch.arange(24).view(2, 12) * 7 % 47 + 3
 
 
 def build_alibi(name, p=0.0, dtype=torch.float32, **choices):
-    import transformers
-
-    torch.manual_seed(0)
-    if name == "Bloom":
-        sizes = {"vocab_size": 50, "hidden_size": 64, "n_layer": 2, "n_head": 4}
-        config = transformers.BloomConfig(**sizes, hidden_dropout=p, attention_dropout=p)
-    else:
-        config = transformers.MptConfig(vocab_size=50, d_model=64, n_layers=2, n_heads=4, max_seq_len=160)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).train()
+    rates = {"hidden_dropout": p, "attention_dropout": p} if name == "Bloom" else {"max_seq_len": 160}
+    model = build(name, dtype, 4.0, hidden_size=64, **rates)
     for module in model.modules():  # transformers' configuration takes whole numbers only
         if type(module).__name__ == "MptAttention":
             module.attn_dropout_p, module.clip_qkv = p, 3.0
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
-    model = model.to(dtype)
     return tempoize(model, seed=3, **choices) if choices else model
 
 
-def alibi_loss_and_gradients(model, mask=None):
+def step_alibi(model, mask=None):
     # No padded query counts, as it would where one predicts the first token of a sample.
-    hidden = torch.zeros_like(ALIBI_IDS, dtype=torch.bool) if mask is None else mask == 0
-    labels = ALIBI_IDS.masked_fill(hidden | hidden.roll(1, 1), -100)
-    loss = model(input_ids=ALIBI_IDS, attention_mask=mask, labels=labels).loss
-    loss.backward()
-    return {"loss": loss.detach()} | {name: each.grad for name, each in model.named_parameters()}
+    hidden = torch.zeros_like(IDS, dtype=torch.bool) if mask is None else mask == 0
+    return step(model, IDS, attention_mask=mask, labels=IDS.masked_fill(hidden | hidden.roll(1, 1), -100))
 
 
 @pytest.mark.parametrize("padding", PADDINGS.values(), ids=PADDINGS)
 @pytest.mark.parametrize("name", ["Bloom", "Mpt"])
 def test_alibi_is_that_of_stock_with_any_padding(name, padding):
     ours, stock = (build_alibi(name, **choices) for choices in ({"attention": "flash"}, {}))
-    found, expected = (alibi_loss_and_gradients(model, padding) for model in (ours, stock))
-    largest = max(value.abs().max().item() for value in expected.values())
-    for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6 * largest, msg=key)
+    assert_same_step(step_alibi(ours, padding), step_alibi(stock, padding), atol=1e-6)
     ours.eval()
-    assert torch.equal(*(m(ALIBI_IDS, attention_mask=padding).logits for m in (ours, stock.eval())))
+    assert torch.equal(*(m(IDS, attention_mask=padding).logits for m in (ours, stock.eval())))
 
 
 @pytest.mark.parametrize("name", ["Bloom", "Mpt"])
 def test_attention_with_alibi_repeats_its_masks_and_is_given_back(name):
     models = [build_alibi(name, 0.1, attention="flash") for _ in range(2)]
     models[1].gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-    first, second = (alibi_loss_and_gradients(model) for model in models)
-    assert all(torch.equal(first[key], second[key]) for key in first)
-    assert not torch.equal(first["loss"], alibi_loss_and_gradients(models[0])["loss"])
-    (kind,) = {entry.module for entry in report_on(models[0]).replaced if entry.operation == "attention"}
-    assert kind == f"{name}Attention"
-    assert not [entry for entry in report_on(models[0]).left if entry.operation == "attention"]
-    stock = build_alibi(name)
-    restore(models[0])
-    assert [each.__dict__.keys() for each in models[0].modules()] == [each.__dict__.keys() for each in stock.modules()]
+    first, second = map(step_alibi, models)
+    assert_equal_step(first, second)
+    assert not torch.equal(first[0], step_alibi(models[0])[0])
+    assert list_reasons(models[0], "attention") == {"flash"}
+
+
+def build_plain(name):
+    if name in ("Bloom", "Mpt"):
+        return build_alibi(name, 0.1)
+    return build(name, attention_dropout=0.1)
+
+
+@pytest.mark.parametrize("name", ["Bloom", "Mpt", "Llama"])
+def test_restore_gives_a_model_its_own_attention_and_loss_again(name):
+    model, stock = build_plain(name), build_plain(name)
+    step(tempoize(model), IDS)
+    restore(model)
+    for ours, theirs in zip(model.modules(), stock.modules(), strict=True):
+        assert type(ours) is type(theirs) and ours.__dict__.keys() == theirs.__dict__.keys()
+    assert name != "Llama" or model.config._attn_implementation == "sdpa"
+    assert isinstance(model(input_ids=IDS, labels=IDS).logits, torch.Tensor)
 
 
 @pytest.mark.parametrize("name", ["Bloom", "Mpt"])
@@ -384,24 +324,24 @@ def test_alibi_of_slopes_is_more_exact_than_stocks_own_tensor_in_16_bits():
 
 def test_a_call_that_asks_for_the_weights_of_attention_with_alibi_is_stocks_or_refused():
     ours = build_alibi("Bloom", attention="auto")
-    weights = ours(ALIBI_IDS, output_attentions=True).attentions
+    weights = ours(IDS, output_attentions=True).attentions
     assert weights[0].shape == (2, 4, 12, 12)
     with pytest.raises(ValueError, match="returns its weights"):
-        build_alibi("Bloom", attention="flash")(ALIBI_IDS, output_attentions=True)
+        build_alibi("Bloom", attention="flash")(IDS, output_attentions=True)
 
 
 def test_shared_layers_draw_the_same_masks_with_checkpointing():
-    from transformers import AlbertConfig, AlbertModel
-
     sizes = {"hidden_size": 64, "embedding_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 
-    def build():
+    def make():
         torch.manual_seed(0)
         p = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-        model = AlbertModel(AlbertConfig(vocab_size=128, intermediate_size=128, **sizes, **p)).train()
+        model = transformers.AlbertModel(
+            transformers.AlbertConfig(vocab_size=128, intermediate_size=128, **sizes, **p)
+        ).train()
         return tempoize(model, seed=2, norm="recompute")
 
-    plain, other = build(), build()
+    plain, other = make(), make()
     (group,) = other.encoder.albert_layer_groups
     group.forward = functools.partial(checkpoint, group.forward, use_reentrant=False, preserve_rng_state=False)
     for _ in range(2):
