@@ -24,8 +24,8 @@ class AlibiAttention(RedirectsFunctions):
     Where a mask hides later keys only, the distances are computed from slopes in float32. Beside any other mask BLOOM's
     own tensor [b * a, 1, sk] is added, which counts a sample's tokens without its padding.
 
-    Keeps for backward: q, k, v, the output of attention, and 4 bytes per query and head; masks and tensors that are
-    added are those of the model, which all layers share.
+    Keeps for backward: q, k, v, the output of attention, and 4 bytes per query and head; the model's masks and
+    added tensors are shared by all layers.
     """
 
     slopes: Tensor

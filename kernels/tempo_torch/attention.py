@@ -221,7 +221,7 @@ def name_implementation(module: Any) -> str | None:
 
 
 def is_wrapped() -> bool:
-    """Returns whether something was registered in the place of Tempo's attention, as DeepSpeed's Ulysses is."""
+    """Returns whether something was registered in place of Tempo's attention, as DeepSpeed's Ulysses is."""
     models: Any = sys.modules.get("transformers.modeling_utils")
     return models is not None and models.ALL_ATTENTION_FUNCTIONS.get(NAME, attend) is not attend
 
@@ -280,8 +280,8 @@ def attend(
     if (why := _find_refusal(attention_mask, kwargs)) is not None:
         if is_special:
             raise ValueError(
-                f"{type(module).__name__} {why}, which neither Tempo's attention nor torch's does beside sinks or "
-                'capped scores; expected a call without it; give tempoize attention="off"'
+                f"{type(module).__name__} {why}, which neither Tempo's attention nor torch's does together with "
+                'sinks or capped scores; expected a call without it; give tempoize attention="off"'
             )
         if place is not None:
             place.refuse(module, why)
@@ -325,7 +325,7 @@ def _check_documents(positions: Any) -> None:
     # Tensors of a probe have no values.
     if type(positions) is Tensor and positions.dim() == 2 and bool((positions[:, 1:] == 0).any()):
         raise ValueError(
-            "position_ids begin anew inside a row, and UlyssesSPAttentionHF passes no mask on, so that the documents "
+            "position_ids restart inside a row, and UlyssesSPAttentionHF passes no mask on, so that the documents "
             "of a packed row would attend to one another; expected one document in a row; unpack the rows, or give "
             'tempoize attention="off" and DeepSpeed core_attn_implementation="flash_attention_2"'
         )

@@ -32,7 +32,7 @@ def find_obstacle(model: nn.Module) -> str | None:
     if any(hasattr(each, "ds_id") and each.shape != getattr(each, "ds_shape", each.shape) for each in parameters):
         return "ZeRO-3 has partitioned its parameters"
     if name_implementation(model) == NAME and is_wrapped():
-        return "another attention is registered in the place of Tempo's, such as one of ranks that share tokens"
+        return "another attention is registered in place of Tempo's, such as Ulysses for ranks that share tokens"
     if any(hasattr(each, "device_mesh") for each in parameters) or (getattr(model, "_tp_size", None) or 1) > 1:
         return "ranks share its parameters"
     replaced = [module for module in model.modules() if isinstance(module, Replaced)]

@@ -1,9 +1,9 @@
 """Compares a model, or one module, with its stock modules on the same inputs, by numbers.
 
 Forward and backward run once with the stock modules and once with Tempo's. Dropout keeps every element in both, and
-Tempo's modules run as they do with dropout. The outputs, the gradients where they end in the model and those of some
-parameters must then agree up to rounding. What rounding does to this very model is measured: stock runs once more, and
-every module's output and every gradient of one is changed by one rounding up or down. A difference is traced by halving
+Tempo's modules run as they do with dropout. The outputs, the gradients where they end in the model and the gradients
+of some parameters must then agree up to rounding. What rounding does to this very model is measured: stock runs once
+more, and every module's output and every gradient of one is changed by one rounding up or down. A difference is traced
 to the units of replaced modules that make it.
 
 Where a mixture's router, or an index, chooses by values that differ by a rounding, it may choose otherwise. So the
@@ -112,7 +112,7 @@ class Comparison:
         return found
 
     def _judge(self, name: str, ours: Tensor | None, scale: Tensor) -> tuple[Tensor, Tensor, bool]:
-        """Returns of each row how far ours is, how far it may be, and whether that is small beside the row's size."""
+        """Returns of each row how far ours is, how far it may be, and whether the bound is small for it."""
         stock = self._stock[name]
         distance = _compute_difference(stock, ours, scale)
         # How far rounding leads one number, such as a loss, is found by chance only.
@@ -129,16 +129,12 @@ class Comparison:
         return _compute_difference(exact, ours, scale), bound, False
 
     def trace(self, units: Sequence[Unit]) -> dict[Unit, str]:
-        """Finds the units that make a difference, each with what is different then."""
-        if (why := self.differs(units)) is None:
-            return {}
-        if len(units) == 1:
-            return {units[0]: why}
-        half = len(units) // 2
-        found = {**self.trace(units[:half]), **self.trace(units[half:])}
-        if not found:  # they differ together only
-            found = {unit: why for unit in units if self.differs([each for each in units if each is not unit]) is None}
-        return found or dict.fromkeys(units, why)
+        """Finds the units that make a difference, alone or only together, each with what is different then."""
+        found = {unit: why for unit in units if (why := self.differs([unit])) is not None}
+        if not found and (why := self.differs(units)) is not None:
+            needed = [unit for unit in units if self.differs([each for each in units if each is not unit]) is None]
+            found = dict.fromkeys(needed or units, why)
+        return found
 
     @functools.cached_property
     def _noise(self) -> dict[str, Tensor]:

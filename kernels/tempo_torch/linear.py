@@ -18,7 +18,7 @@ class DropsInput(Replaced):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the stock linear returns."""
-        # Not in forward, because hooks, such as those of ZeRO-3, wrap the input that forward sees.
+        # Not in forward, because hooks, such as ZeRO-3's, wrap the input that forward sees.
         out = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if args and not torch.compiler.is_compiling() and isinstance(out, Tensor):
             drop_input(args[0], out)

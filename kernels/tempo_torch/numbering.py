@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 FIRST_OVERSIZED = 1 << 47
-"""The numbers from here on are those of batches with more samples than the first step's."""
+"""From here on batches are numbered that have more samples than the first step's."""
 OVERSIZED_BITS = 16
 _MAX_STATES = 1 << 16
 

@@ -153,13 +153,13 @@ class Passes:
             self._task = task, weakref.ref(end)
             torch.autograd.Variable._execution_engine.queue_callback(end)
         if task != self._task[0]:
-            # Reentrant checkpointing runs a backward of its own, whose nodes another thread may have numbered.
+            # Reentrant checkpointing runs a nested backward, whose nodes another thread may have numbered.
             return None
         node = torch._C._current_autograd_node()
         number = node._sequence_nr() if node is not None else -1
         found = next((each for each in reversed(self._past) if each.first_node < number < each.last_node), None)
         if found is None:
-            # The number before a pass is that of a region around it, unless another pass ended with it.
+            # The number before a pass belongs to a region around it, unless another pass ended with it.
             found = next((each for each in reversed(self._past) if each.first_node == number < each.last_node), None)
         if found is None and len(self._past) == _MAX_PASSES and number < self._past[0].first_node:
             raise RuntimeError(

@@ -61,7 +61,7 @@ def probe(model: nn.Module, passes: Passes, call: Call, calls: dict[str, Call | 
     """Returns what model(*args, **kwargs) runs in training, or the reason why that cannot be found out.
 
     Args:
-        passes: those of the model, which was given to tempoize.
+        passes: the passes of the model, which was given to tempoize.
         call: (args, kwargs), of which only shapes and dtypes matter.
         calls: takes what the modules named in it are called with; where they are Tempo's, stock runs in their place.
     """

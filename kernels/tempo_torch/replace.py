@@ -63,7 +63,7 @@ def make_class(mixin: type[Replaced], stock: type[nn.Module]) -> type[nn.Module]
 
 
 def _show_signature(mixin: type[Replaced], stock: type[nn.Module]) -> Any:
-    """Gives a mixin's forward(*args, **kwargs) the stock forward's signature; None if it has a signature of its own.
+    """Gives a mixin's forward(*args, **kwargs) the stock forward's signature; None if it declares another signature.
 
     The Trainer needs it: it drops the columns of a data set that are no arguments of a model's forward.
     """

@@ -35,7 +35,7 @@ class Becomes(NamedTuple):
     stock_bytes: float = 0.0
     tempo_bytes: float = 0.0
     operation: str = ""
-    """The argument of tempoize, where it is not that of the table."""
+    """The argument of tempoize, where the table names another."""
 
 
 def replace_modules(model: nn.Module, choices: dict[str, str], passes: Passes) -> Iterator[Entry]:
@@ -103,7 +103,7 @@ def finish_projections(model: nn.Module, entries: list[Entry]) -> None:
 
 
 def is_apart(module: nn.Module | None) -> bool:
-    """Returns whether a module is one of Tempo's that asks no registry for attention, and has an entry of its own."""
+    """Returns whether a module is one of Tempo's that asks no registry for attention, and has its own entry."""
     return isinstance(module, MultiheadAttention | AlibiAttention)
 
 
@@ -153,7 +153,7 @@ def _choose_dropout(name: str, module: nn.Module, _: dict[str, str], passes: Pas
     if not isinstance(module, nn.Dropout):
         return None
     if type(module) is not nn.Dropout or module.inplace:
-        return "it writes in place, or is a class of its own"
+        return "it writes in place, or its class derives from nn.Dropout"
     # peft's dropout: other adapters of the same input, and without dropout this one, keep its input anyway.
     is_lora = ".lora_dropout." in f".{name}"
     attributes = {"place": passes.add_place(name), "keeps_input": is_lora}

@@ -195,7 +195,7 @@ class State:
         return entry.operation == "attention" and not is_apart(modules.get(entry.name))
 
     def _leave_changed(self, entries: Iterable[Entry], modules: dict[str, nn.Module]) -> list[Entry]:
-        """Returns these entries; that of the registry's attention as left if another one was set since."""
+        """Returns these entries; the registry's attention counts as left if another one was set since."""
         why = next(filter(None, map(find_change, modules.values())), None)
         return [
             each.leave(f"it {why}") if why and each.now and self._is_of_registry(each, modules) else each

@@ -234,7 +234,7 @@ def check(model: nn.Module, *args: Any, **kwargs: Any) -> str:
     what the report then says of it. Without arguments it makes up inputs, as tempoize does.
 
     Both run forward and backward in training, and every dropout keeps all. Loss or outputs, the gradients of embeddings
-    and those of the first parameter of each kind, and of small ones the last, must agree. The bound is four times in
+    and of the first parameter of each kind, and of small ones the last, must agree. The bound is four times in
     16 bits, and else 16 times, what one rounding of every module's output and gradient does to stock, at least two
     roundings and 4e-6 of the largest element. What differs is given back to stock, and the report says so.
 

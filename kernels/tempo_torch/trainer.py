@@ -29,7 +29,7 @@ class TempoCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         check_versions(OLDEST_VERSIONS)
         if getattr(args, "use_liger_kernel", False):
             raise ValueError(
-                "use_liger_kernel is set beside TempoCallback, and each puts forwards of its own into the model; "
+                "use_liger_kernel is set together with TempoCallback, and both replace forwards of the model; "
                 "expected one of them; leave the other out"
             )
         if model is not None and not is_tempoized(model):
@@ -39,7 +39,7 @@ class TempoCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         """Continues the count of forwards, after a checkpoint was loaded, if any."""
         if not is_tempoized(model):
             raise ValueError(
-                "the Trainer has made its model anew, as with model_init, which TempoCallback does not see; expected a "
+                "the Trainer has made a new model, as with model_init, which TempoCallback does not see; expected a "
                 "model_init that returns a model that was given to tempoize; call tempoize in model_init"
             )
         self._model = model

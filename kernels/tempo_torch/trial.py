@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tempo_torch.attention import PLACE, Caught, catching
+from tempo_torch.attention import PLACE
 from tempo_torch.compare import Comparison, Unit, describe_error
 from tempo_torch.mlp import find_dropout
 from tempo_torch.probe import copy_bare, keep_random_states
@@ -50,7 +50,7 @@ def list_leaves(hidden: Tensor, call: dict[str, Any]) -> tuple[list[Any], Any, l
 
 
 def get_form(hidden: Tensor, call: dict[str, Any]) -> Any:
-    """Returns the form of a call, by which it may need a trial of its own."""
+    """Returns the form of a call, which decides whether it needs another trial."""
     leaves, structure, places = list_leaves(hidden, call)
     kinds = ("Tensor" if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves)
     return str(structure), tuple(f"{kind} {place in places}" for place, kind in enumerate(kinds))
@@ -101,19 +101,13 @@ class _Refuses(TorchFunctionMode):
     """Raises ValueError where a module calls arange, by which it numbers tokens, in a tile from 0, or drops, which a
     trial in evaluation would pass over."""
 
-    def __init__(self, refused: Any, why: str) -> None:
-        super().__init__()
-        self._refused, self._why = refused, why
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is self._refused and (func is torch.arange or kwargs.get("p", args[1] if len(args) > 1 else 0.5)):
-            raise ValueError(self._why)
+        if func is torch.arange:
+            raise ValueError("numbers its tokens by itself, which it would do in each tile")
+        if func is nn.functional.dropout and kwargs.get("p", args[1] if len(args) > 1 else 0.5):
+            raise ValueError("has a dropout behind or in front of attention, and tiles draw no masks")
         return func(*args, **kwargs)
-
-
-_NUMBERS = "numbers its tokens by itself, which it would do in each tile"
-_DROPS = "has a dropout of its own behind or in front of attention, and tiles draw no masks"
 
 
 def _try(module: Any, hidden: Tensor, call: dict[str, Any]) -> str:
@@ -124,10 +118,8 @@ def _try(module: Any, hidden: Tensor, call: dict[str, Any]) -> str:
     batch = hidden.size(0)
     made = [_make(leaf, batch if place in places else None, generator) for place, leaf in enumerate(leaves)]
     alone = _Alone(twin, hidden_states, lambda: pytree.tree_unflatten(list(map(_empty, made)), structure))
-    with _Refuses(torch.arange, _NUMBERS), catching(), contextlib.suppress(Caught):
-        module.stock_class.forward(twin, hidden_states, **alone.make_call(), attention_mask=None)
     given = alone.make_call()
-    with _Refuses(nn.functional.dropout, _DROPS):
+    with _Refuses():
         module.stock_class.forward(twin, hidden_states, **given, attention_mask=None)
     if any(isinstance(leaf, MutableMapping) and leaf for leaf in list_leaves(hidden, given)[0]):
         raise ValueError("shares keys and values with other layers")
@@ -191,7 +183,7 @@ def _copy(module: Any, generator: torch.Generator) -> Any:
 
 
 def _make(leaf: Any, batch: int | None, generator: torch.Generator) -> Any:
-    """Returns what a trial gives in a leaf's place; with `batch`, that of a call, for a few tokens."""
+    """Returns what a trial gives in a leaf's place; with `batch`, the call's number of samples, for a few tokens."""
     if not isinstance(leaf, Tensor):
         return leaf
     samples = _SAMPLES if leaf.dim() and leaf.size(0) == batch else 1

@@ -91,7 +91,7 @@ def test_mamba_hybrids_train_as_stock(kind: str) -> None:
 
 GEMMA4 = {**ROPES, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "global_head_dim": 8}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "SeedOss": ({"residual_dropout": 0.1}, "it has a dropout of its own behind or in front of attention, and .*"),
+    "SeedOss": ({"residual_dropout": 0.1}, "it has a dropout behind or in front of attention, and .*"),
     "DiffLlama": ({}, "it asks for attention once more"),
     "Doge": ({}, "it makes a mask from what it projects"),
     "GptOss": ({**EXPERTS, **ROPES}, "it differs from stock: grad of attention.sinks by 1 of its largest, .*"),

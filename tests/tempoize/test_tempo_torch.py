@@ -151,7 +151,7 @@ def test_the_report_says_what_was_replaced_left_and_why():
         "1": "it has no weight",
         "3": "Tempo has gelu, quick_gelu, silu and squared relu only",
         "5": "it drops channels, or changes more than it drops",
-        "6": "it writes in place, or is a class of its own",
+        "6": "it writes in place, or its class derives from nn.Dropout",
     }
     assert "1 x  left      norm        LayerNorm  it has no weight" in str(report)
     assert str(report_on(tempoize(nn.Identity(), attention="off", loss="off"))) == (

@@ -135,7 +135,7 @@ def test_a_keyword_that_tempos_attention_does_not_know_is_left_to_stock_or_refus
     for more in ({"indices": torch.zeros(2, 13, 4)}, {"factor": 2.0}):
         with pytest.raises(ValueError, match=f'attention is "flash", but LlamaAttention passes {next(iter(more))}'):
             attend_with(required=True, **more)
-        with pytest.raises(ValueError, match=f"passes {next(iter(more))} .* beside sinks or capped scores"):
+        with pytest.raises(ValueError, match=f"passes {next(iter(more))} .* together with sinks or capped scores"):
             attend_with(s_aux=torch.zeros(4), **more)
 
 

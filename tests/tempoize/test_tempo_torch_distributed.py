@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from distributed import run_ranks
+from tiny_models import build as build_tiny
 from torch import nn
 from torch.nn import functional as F
 from torch_models import H, S, build, make_ids
@@ -22,11 +23,7 @@ def loss_of(model, ids):
 
 def build_gpt2():
     """A model of transformers, whose head and attention are Tempo's too."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    settings = {"n_positions": S, "n_embd": H, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=50, use_cache=False, **settings))
+    return build_tiny("GPT2", vocab_size=50, hidden_size=H, max_position_embeddings=S, num_attention_heads=2)
 
 
 def build_for(kind):
@@ -113,7 +110,6 @@ def one_rank_of_each_kind():
 @pytest.mark.slow
 def test_losses_are_those_of_one_process():
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
-    pytest.importorskip("transformers", reason="transformers is not installed; pip install tempo-megatron[test]")
     expected = {kind: one_process(kind) for kind in ("DDP", "FSDP2 GPT-2")}
     for rank in run_ranks(one_rank_of_each_kind, 2):
         for kind, losses in rank.items():

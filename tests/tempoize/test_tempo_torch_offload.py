@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import random
 from typing import Any
@@ -10,40 +9,27 @@ from typing import Any
 import pytest
 import torch
 from slow_links import SlowLink
+from tiny_models import assert_equal_step
+from tiny_models import build as build_tiny
+from tiny_models import step as step_on
 from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 from transformers_cases import checkpoint_layers
 
 from tempo_kernels.offload import Engine
 from tempo_kernels.recompute import keep_attention
 from tempo_torch import restore, tempoize
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "vocab_size": 96,
-}
-MODELS = {
-    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES, num_key_value_heads=2)),
-    "bert": (BertForMaskedLM, BertConfig(**SIZES)),
-}
+MODELS: dict[str, dict[str, Any]] = {"Llama": {"num_key_value_heads": 2}, "Bert": {}}
+SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
 TOKENS, INPUT_BYTES = torch.arange(64).view(2, 32) * 7 % 96, 2 * 32 * 64 * 4
 
 
-def build(name: str) -> Any:
-    kind, config = MODELS[name]
-    torch.manual_seed(0)
-    return kind(copy.deepcopy(config)).train()
+def build(name: str = "Llama") -> Any:
+    return build_tiny(name, **SIZES, **MODELS[name])
 
 
-def step(model: nn.Module) -> list[Tensor]:
-    model.zero_grad()
-    torch.manual_seed(0)
-    loss = model(input_ids=TOKENS, labels=TOKENS).loss
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+def step(model: nn.Module) -> Any:
+    return step_on(model, TOKENS)
 
 
 def find_engine(model: nn.Module) -> Engine:
@@ -63,7 +49,7 @@ def test_no_bit_changes_and_layers_move_what_they_keep(name: str, recompute: str
     tempoize(moved, seed=1, offload="all")
     engine = find_engine(moved)
     for _ in range(2):
-        assert all(map(torch.equal, step(moved), step(kept)))
+        assert_equal_step(step(moved), step(kept))
     assert engine.num_stalls == engine.device_bytes == 0
     if recompute == "nothing":
         assert engine.moved_bytes >= 2 * 3 * 8 * INPUT_BYTES
@@ -75,7 +61,7 @@ def test_no_bit_changes_and_layers_move_what_they_keep(name: str, recompute: str
 
 
 def test_names_move_what_their_modules_keep() -> None:
-    model = tempoize(build("llama"), seed=1, offload="mlp.down_proj+input")
+    model = tempoize(build(), seed=1, offload="mlp.down_proj+input")
     engine = find_engine(model)
     step(model)
     assert engine.moved_bytes == 0, "the product before down_proj is made again"
@@ -89,7 +75,7 @@ def test_names_move_what_their_modules_keep() -> None:
 @pytest.mark.parametrize(
     ("model", "value", "message"),
     [
-        (lambda: build("llama"), "mlp.down", 'offload has "mlp.down", which is no module'),
+        (lambda: build(), "mlp.down", 'offload has "mlp.down", which is no module'),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), "all", "Sequential has no nn.ModuleList of several"),
     ],
     ids=["a wrong name", "no layers"],
@@ -103,7 +89,7 @@ class Pair:
     """A model that keeps everything, and one that moves all of it, on a device of its own."""
 
     def __init__(self, draw: random.Random, recompute: bool | None) -> None:
-        self.kept, self.moved = build("llama"), build("llama")
+        self.kept, self.moved = build(), build()
         for model in (self.kept, self.moved) if recompute is not None else ():
             context = {} if recompute else {"context_fn": keep_attention}
             checkpoint_layers(model, use_reentrant=recompute, **context)
@@ -195,7 +181,7 @@ def test_two_lists_of_layers_in_one_module_move_together() -> None:
 def test_ahead_0_has_one_layer_less_on_the_device_in_backward() -> None:
     peaks = []
     for ahead in (0, 1):
-        model = tempoize(build("llama"), seed=1, offload="all", offload_ahead=ahead)
+        model = tempoize(build(), seed=1, offload="all", offload_ahead=ahead)
         engine = find_engine(model)
         step(model)
         loss = model(input_ids=TOKENS, labels=TOKENS).loss
@@ -204,4 +190,4 @@ def test_ahead_0_has_one_layer_less_on_the_device_in_backward() -> None:
         peaks.append(engine.peak_device_bytes)
     assert peaks[1] - peaks[0] >= 8 * INPUT_BYTES
     with pytest.raises(ValueError, match="offload_ahead is -1; expected a number of layers"):
-        tempoize(build("llama"), offload="all", offload_ahead=-1)
+        tempoize(build(), offload="all", offload_ahead=-1)

@@ -6,21 +6,12 @@ import pytest
 import torch
 from covering import exhaustive
 
-pytest.importorskip("transformers", reason="transformers is not installed; pip install tempo-megatron[test]")
 pytest.importorskip("accelerate", reason="accelerate is not installed; pip install tempo-megatron[test]")
 
+from tiny_models import build
 from torch.nn import functional as F
 from torch.utils.data import SequentialSampler
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import Trainer, TrainingArguments
 
 from tempo_torch import read_step, report_on, tempoize
 from tempo_torch.trainer import TempoCallback
@@ -31,9 +22,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
-
-
-SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 
 
 def make_arguments(folder, steps, **more):
@@ -48,9 +36,8 @@ def make_data(samples=40):
     return [{"input_ids": row, "labels": row} for row in torch.arange(samples * 16).view(samples, 16) * 7 % 47 + 3]
 
 
-def make_model():
-    torch.manual_seed(0)
-    return BertForMaskedLM(BertConfig(vocab_size=50, max_position_embeddings=16, **SIZES))
+def make_model(kind="Bert"):
+    return build(kind, vocab_size=50, num_hidden_layers=1, num_attention_heads=2)
 
 
 class TrainerInOrder(Trainer):
@@ -89,11 +76,7 @@ def test_a_resumed_run_has_the_losses_of_the_run_that_went_on(tmp_path, samples,
 
 @pytest.mark.parametrize("name", ["GPT2", "Llama"])
 def test_a_trainer_with_default_arguments_trains_a_language_model(tmp_path, name):
-    torch.manual_seed(0)
-    if name == "GPT2":
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=2, n_positions=16))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=50, **SIZES))
+    model = make_model(name)
     data = [{**row, "length": 16} for row in make_data(8)]  # a column that is no argument of a forward
     arguments = TrainingArguments(str(tmp_path), max_steps=2, report_to=[], use_cpu=True, logging_steps=1)
     trainer = Trainer(model, arguments, train_dataset=data, callbacks=[TempoCallback()])
@@ -108,7 +91,7 @@ def test_a_loss_of_ones_own_finds_the_logits(tmp_path):
 
     found = []
     for callbacks in ([TempoCallback(dropout="off", attention="off", norm="recompute")], []):
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=50, **SIZES))
+        model = make_model("Llama")
         model.load_state_dict({key: torch.full_like(value, 0.02) for key, value in model.state_dict().items()})
         arguments = make_arguments(tmp_path, 2)
         more = {"compute_loss_func": smoothed, "callbacks": callbacks}
@@ -123,14 +106,12 @@ def test_a_model_init_that_tempoizes_trains_and_one_that_does_not_is_refused(tmp
     trainer = Trainer(model_init=lambda: tempoize(make_model(), seed=1), **more)
     trainer.train()
     assert len(read_losses(trainer)) == 1 and read_step(trainer.model) == (2, 2)
-    with pytest.raises(
-        ValueError, match="the Trainer has made its model anew, as with model_init, which TempoCallback"
-    ):
-        Trainer(model_init=make_model, **more).train()
+    with pytest.raises(ValueError, match="the Trainer has made a new model, as with model_init, which TempoCallback"):
+        Trainer(model_init=lambda: make_model(), **more).train()
 
 
 def test_liger_beside_tempo_is_refused(tmp_path):
     arguments = make_arguments(tmp_path, 1)
     arguments.use_liger_kernel = True
-    with pytest.raises(ValueError, match="use_liger_kernel is set beside TempoCallback, and each puts forwards of its"):
+    with pytest.raises(ValueError, match="use_liger_kernel is set together with TempoCallback, and both replace"):
         TempoCallback().on_init_end(arguments, None, None, make_model())

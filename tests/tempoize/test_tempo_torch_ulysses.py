@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from distributed import run_ranks
+from tiny_models import build
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tempo_kernels.recompute import keep_attention
 from tempo_torch import report_on, restore, tempoize
 
 SEQ_LENGTH, BATCH, LAYERS = 32, 4, 2
+SIZES = {"vocab_size": 50, "num_hidden_layers": LAYERS}
 EVERYTHING = {"mlp": "tile", "offload": "all", "offload_ahead": 0}
 
 
@@ -25,21 +27,11 @@ class CountsAttention(TorchDispatchMode):
 
 def build_phi(p):
     """A model with dropout behind the embedding, in attention, behind it and behind the MLP."""
-    from transformers import PhiConfig, PhiForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": LAYERS}
-    sizes |= {"attention_dropout": p, "resid_pdrop": p, "embd_pdrop": p}
-    return PhiForCausalLM(PhiConfig(vocab_size=50, use_cache=False, **sizes)).train()
+    return build("Phi", attention_dropout=p, resid_pdrop=p, embd_pdrop=p, **SIZES)
 
 
 def build_llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"num_hidden_layers": LAYERS}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=50, use_cache=False, **sizes)).train()
+    return build("Llama", num_key_value_heads=2, **SIZES)
 
 
 def train(model, rank, size, groups=1, documents=1):
@@ -123,7 +115,6 @@ def train_rank_with_dropout(p):
 @pytest.mark.slow
 def test_ranks_of_ulysses_draw_the_masks_of_one_process_in_attention_and_elsewhere():
     pytest.importorskip("deepspeed.runtime.sequence_parallel.ulysses_sp", reason="this DeepSpeed has no Ulysses")
-    pytest.importorskip("transformers", reason="transformers is not installed; pip install tempo-megatron[test]")
     whole = tempoize(build_phi(0.1))
     expected = torch.stack([train(whole, 0, 1)[0] for _ in range(2)])
     assert expected[0] != expected[1]
@@ -148,7 +139,6 @@ def test_ranks_of_ulysses_draw_the_masks_of_one_process_in_attention_and_elsewhe
 )
 def test_ranks_of_ulysses_compute_what_one_process_computes(size, settings, register_first):
     pytest.importorskip("deepspeed.runtime.sequence_parallel.ulysses_sp", reason="this DeepSpeed has no Ulysses")
-    pytest.importorskip("transformers", reason="transformers is not installed; pip install tempo-megatron[test]")
     stock = build_llama()
     expected, _ = train(stock, 0, 1)
     for loss, grads, num_forwards, report in run_ranks(train_rank, size, settings, register_first):
