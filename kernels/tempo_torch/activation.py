@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tempo_kernels.activation import activate
 from tempo_kernels.gelu import gelu
@@ -16,17 +17,6 @@ from tempo_kernels.recompute import recompute
 from tempo_kernels.squared_relu import squared_relu
 from tempo_torch.replace import Replaced
 
-# Of transformers; several of its classes write the same function in different ways.
-_NAMES = {
-    "GELUActivation": "gelu",
-    "GELUTanh": "gelu_tanh",
-    "NewGELUActivation": "gelu_tanh",
-    "FastGELUActivation": "gelu_tanh",
-    "AccurateGELUActivation": "gelu_tanh",
-    "QuickGELUActivation": "quick_gelu",
-    "SiLUActivation": "silu",
-    "ReLUSquaredActivation": "squared_relu",
-}
 IN_PLACE: dict[str, Callable[..., Tensor]] = {
     "gelu": gelu,
     "gelu_tanh": partial(gelu, approximate="tanh"),
@@ -66,17 +56,30 @@ def apply_activation(x: Tensor, function: str, keep: str) -> Tensor:
     return IN_PLACE[function](x) if keep == "inplace" else activate(x, None, function)
 
 
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": quick_gelu,
+    "silu": F.silu,
+    "squared_relu": lambda x: F.relu(x).square(),
+}
+
+
+def name_function(function: Callable[[Tensor], Tensor]) -> str | None:
+    """Returns the name of the activation that a function computes, by its values, since models write the same one in
+    many ways; None where it is none that Tempo has."""
+    x = torch.tensor([*range(-40, 41), 200, -200], dtype=torch.float64, device="cpu") / 8
+    try:
+        with torch.random.fork_rng(devices=[]):
+            y = function(x)
+        return next((name for name, known in _FUNCTIONS.items() if torch.allclose(y, known(x), 1e-8, 1e-10)), None)
+    except Exception:  # a foreign function may raise anything
+        return None
+
+
 def name_activation(module: nn.Module) -> str | None:
-    """What an activation module computes; None where it is none that Tempo has."""
-    if type(module) is nn.GELU:
-        return "gelu" if module.approximate == "none" else "gelu_tanh"
-    if type(module) is nn.SiLU:
-        return None if module.inplace else "silu"
-    activations: Any = sys.modules.get("transformers.activations")
-    for name, function in _NAMES.items():
-        if activations is not None and type(module) is getattr(activations, name, None):
-            return function
-    return None
+    """Returns what an activation module computes; None where it is none that Tempo has, or writes in place."""
+    return None if getattr(module, "inplace", False) else name_function(partial(type(module).forward, module))
 
 
 def is_activation(module: nn.Module) -> bool:

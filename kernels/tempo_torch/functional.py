@@ -6,7 +6,6 @@ for the functions of its Python module that forward calls, and for functions tha
 
 from __future__ import annotations
 
-import functools
 import threading
 import types
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tempo_torch.activation import apply_activation
+from tempo_torch.activation import apply_activation, name_function
 from tempo_torch.dropout import apply_dropout
 from tempo_torch.position import Place
 from tempo_torch.replace import Replaced
@@ -70,7 +69,8 @@ def _calls_dropout(function: types.FunctionType) -> bool:
 
 
 def _calls_gelu(function: types.FunctionType) -> bool:
-    return "gelu" in function.__code__.co_names and _is_gelu(function.__globals__.get("gelu"))
+    gelu = function.__globals__.get("gelu") if "gelu" in function.__code__.co_names else None
+    return isinstance(gelu, types.FunctionType) and name_function(gelu) == "gelu"
 
 
 def _find_callees(function: types.FunctionType) -> dict[str | int, types.FunctionType]:
@@ -115,18 +115,6 @@ def _get_forward(stock: type[nn.Module]) -> Any:
     if any(base.__name__ == "GradientCheckpointingLayer" for base in stock.__mro__):
         forward = getattr(forward, "__wrapped__", forward)
     return forward
-
-
-@functools.cache
-def _is_gelu(function: Any) -> bool:
-    """Returns whether a function is GELU by what it computes."""
-    if not isinstance(function, types.FunctionType):
-        return False
-    x = torch.linspace(-4, 4, 41, dtype=torch.float64, device="cpu")
-    try:
-        return bool(torch.allclose(function(x), F.gelu(x)))
-    except Exception:  # a foreign function may raise anything
-        return False
 
 
 _redirected: dict[Any, Any] = {}

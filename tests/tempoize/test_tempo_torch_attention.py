@@ -100,15 +100,23 @@ def test_sparse_attention_stays_sparse_in_training_and_in_eval(name):
         tempoize(build(name, **SPARSE), attention="flash")
 
 
-def test_attention_that_changes_the_mask_of_eager_is_left_to_stock():
-    class ChangingAttention(GptOssAttention):
-        def forward(self, hidden_states, attention_mask=None, **kwargs):
-            attention_mask = attention_mask.masked_fill(attention_mask < 0, -1.0)
-            return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
+CHANGES = """
+def forward(self, hidden_states, attention_mask=None, **kwargs):
+    attention_mask = attention_mask.masked_fill(attention_mask < 0, -1.0)
+    return GptOssAttention.forward(self, hidden_states, attention_mask=attention_mask, **kwargs)
+"""
 
+
+@pytest.mark.parametrize("has_source", [True, False])
+def test_attention_that_changes_the_mask_of_eager_is_left_to_stock(has_source, tmp_path):
+    file, names = tmp_path / "changing.py", {"GptOssAttention": GptOssAttention}
+    if has_source:
+        file.write_text(CHANGES)
+    exec(compile(CHANGES, file, "exec"), names)
+    changing = type("ChangingAttention", (GptOssAttention,), {"forward": names["forward"]})
     model = build("GptOss", **PADDED["gpt-oss"][1])
     for layer in model.model.layers:
-        layer.self_attn.__class__ = ChangingAttention
+        layer.self_attn.__class__ = changing
     expected = loss_and_gradients(model)
     assert_alike(loss_and_gradients(tempoize(model)), expected)
     assert list_attention(model) == {'ChangingAttention changes its attention_mask, which has numbers for "eager" only'}

@@ -130,13 +130,6 @@ def test_dropout_in_evaluation_draws_anew_in_every_forward():
     assert not equal(masks(model=model)[:1], masks(model=model)[:1])
 
 
-def test_ranks_see_the_samples_of_one_process_that_has_them_all():
-    whole, ranks = tempoize(Dropouts(), seed=7), [tempoize(Dropouts(), seed=7, rank=r, num_ranks=2) for r in range(2)]
-    for _ in range(3):
-        parts = [masks(2, model=model) for model in ranks]
-        assert equal(masks(4, model=whole), [torch.cat(pair) for pair in zip(*parts, strict=True)])
-
-
 def test_forwards_inside_one_context_see_one_batch_after_another():
     model = tempoize(Dropouts(), seed=7)
     with samples(model, 10):
