@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 
 from tempo_megatron.roam.execute import OrderedStep
 from tempo_megatron.roam.graph import count_bytes
-from tempo_megatron.roam.placement import WORK_LIMIT, find_placement, list_rectangles
+from tempo_megatron.roam.placement import find_placement, list_rectangles
 from tempo_megatron.roam.read_graph import CapturedStep, list_tensors
 
 # The alignment of torch's own allocators. With another one a kernel may add up in another order.
@@ -63,7 +63,6 @@ class ArenaStep(OrderedStep):
         captured: the step.
         model: the model that was captured, with real tensors.
         order: an order of the captured graph's operations; None is the order of eager mode.
-        work_limit: that of `find_placement`.
     """
 
     def __init__(
@@ -71,8 +70,6 @@ class ArenaStep(OrderedStep):
         captured: CapturedStep,
         model: torch.nn.Module,
         order: Sequence[int] | None = None,
-        *,
-        work_limit: int = WORK_LIMIT,
     ) -> None:
         super().__init__(captured, model, order)
         order = range(len(captured.nodes)) if order is None else order
@@ -81,7 +78,7 @@ class ArenaStep(OrderedStep):
         alignment = _ALIGNMENT.get(device.type, max(_ALIGNMENT.values()))
         storages, rectangles = list_rectangles(captured.graph, order)
         chosen = {storage: each for storage, each in zip(storages, rectangles, strict=True) if storage in placed}
-        placement = find_placement(list(chosen.values()), alignment=alignment, work_limit=work_limit)
+        placement = find_placement(list(chosen.values()), alignment=alignment)
         arena = torch.empty(placement.height, dtype=torch.uint8, device=device)
         self.arena_bytes = placement.height
         self.allocated_bytes = _count_rest(captured, order, placed)

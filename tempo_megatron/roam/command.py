@@ -20,23 +20,27 @@ from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.commands.requested_run import read_requested_shape
 from tempo_megatron.memory.fake_tensors import simulate_layout, use_megatron_fakes
 from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_parameters
+from tempo_megatron.memory.simulated.chunk import fuse_attention
 from tempo_megatron.models.build import DTYPES, build_model, make_inputs
 from tempo_megatron.models.shape import ModelShape, name_shape_file, pad_vocab_size
 from tempo_megatron.plots import COLOURS, import_pyplot, save, tidy
 from tempo_megatron.roam.capture import capture_step
-from tempo_megatron.roam.graph import count_bytes, show_progress
+from tempo_megatron.roam.graph import count_bytes
 from tempo_megatron.roam.order import OperationOrder, find_order
 from tempo_megatron.roam.placement import Placement, find_arena
 from tempo_megatron.roam.read_graph import CapturedStep
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.settings.operations import STACKS
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.choose import choose
 from tempo_megatron.words.argument_types import format_bytes
 from tempo_megatron.words.deepspeed_json import read_deepspeed_json
 
 _OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+_USE = (
+    "to use it: OrderedStep runs such an order of a model without dropout (docs/order.md); "
+    'torch.compile(model, backend="tempo_order") orders each compiled graph; Megatron\'s own loop cannot yet'
+)
 # The alignment of every address, as torch's CUDA allocator has it.
 _ALIGNMENT = 512
 
@@ -59,13 +63,11 @@ def run_order(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     captured = capture_megatron_step(shape, tempo_config, args)
     captured_at = time.perf_counter()
-    with show_progress("order") as note:
-        plan = find_order(captured.graph, work_limit=args.work_limit, note_progress=note)
+    plan = find_order(captured.graph, work_limit=args.work_limit)
     ordered_at = time.perf_counter()
     placement = None
     if not args.no_layout:
-        with show_progress("layout") as note:
-            arena = find_arena(captured.graph, plan.order, alignment=_ALIGNMENT, note_progress=note)
+        arena = find_arena(captured.graph, plan.order, alignment=_ALIGNMENT)
         plan, placement = dataclasses.replace(plan, order=arena.order), arena.placement
     seconds = {
         "capture": captured_at - start,
@@ -96,7 +98,11 @@ def run_order(args: argparse.Namespace) -> int:
 
 
 def capture_megatron_step(shape: ModelShape, tempo_config: TempoConfig, args: argparse.Namespace) -> CapturedStep:
-    """Captures forward and backward of one micro batch, and the update, on one rank, in the dtype of the parameters."""
+    """Captures forward and backward of one micro batch, and the update, on one rank, in the dtype of the parameters.
+
+    Stock attention is fused, as people run it: it keeps its output and a float32 for each row of scores, as
+    FlashAttention does. Tempo's operation stands for it.
+    """
     cpu.use_cpu()
     with simulate_layout(1):
         model_parallel_cuda_manual_seed(1234)
@@ -104,14 +110,12 @@ def capture_megatron_step(shape: ModelShape, tempo_config: TempoConfig, args: ar
         with use_megatron_fakes():
             dtype, recompute = DTYPES[args.dtype], tuple(args.recompute)
             config = build_ledger_config(shape, sequence_parallel=False, dtype=dtype, recompute=recompute)
-            chosen = choose(config, tempo_config).config
+            chosen = choose(config, fuse_attention(tempo_config)).config
             vocab_size = pad_vocab_size(shape.vocab_size or 0, shape.make_vocab_size_divisible_by, 1)
             model = build_model(shape, config, chosen, vocab_size)
             convert_parameters(model, dtype)
             model.train()
-            # On a CPU stock attention needs the causal mask as an input.
-            gives_mask = any(chosen.for_layer(0, stack).attention == "off" for stack in STACKS)
-            inputs = make_inputs(shape, vocab_size, args.micro_batch_size, causal_mask=gives_mask)
+            inputs = make_inputs(shape, vocab_size, args.micro_batch_size, causal_mask=False)
             optimizer = _OPTIMIZERS[args.optimizer](model.parameters())
 
             def compute_loss(model: torch.nn.Module, inputs: Any) -> Tensor:
@@ -138,7 +142,7 @@ def format_order(
         waste = _percent(placement.height - placement.lower_bound, placement.height)
         lines.append(f"arena                    {format_bytes(placement.height)}, {waste} above its bound")
     times = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
-    return "\n".join([*lines, times])
+    return "\n".join([*lines, times, _USE])
 
 
 def _percent(part: int, whole: int) -> str:

@@ -6,10 +6,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 
@@ -139,32 +137,6 @@ def check_order(graph: StepGraph, order: Sequence[int]) -> None:
     for place, before in enumerate(graph.find_predecessors()):
         for other in before:
             assert steps[other] < steps[place], f"{graph.operations[place].name} runs too early"
-
-
-NoteProgress = Callable[[int, int], None]
-"""Called with the numbers of operations done and in all."""
-
-
-@contextlib.contextmanager
-def show_progress(what: str) -> Iterator[NoteProgress | None]:
-    """Shows a progress bar if stderr is a terminal; yields the function to call with the numbers done and in all."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from tqdm import tqdm
-
-    with tqdm(desc=what, unit="op", leave=False) as bar:
-
-        def note(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield note
-
-
-def scale_progress(note: NoteProgress | None, done: int, size: int, total: int) -> Callable[[float], None] | None:
-    """Returns a function that notes a share, from 0 to 1, of the next `size` operations of `total`."""
-    return (lambda share: note(done + int(min(share, 1.0) * size), total)) if note else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,9 +5,9 @@ graph. Here it takes no solver:
 
 1. `cut` splits the step at operations that are comparable with every other one, as ROAM does. Every order runs the
    parts one after the other. The part with the highest peak goes first; the others need not get below its bound.
-2. `_tighten` improves an order of a part without ever raising its peak: operations that only free memory move forward
-   (`advance_frees`), operations that only allocate move back (`delay_makes`). It starts from the given order and, if
-   that is not enough, from two list schedules (`list_by_memory`, `list_depth_first`).
+2. `advance_frees` improves an order of a part without ever raising its peak: operations that only free memory move
+   forward. It starts from the given order and, if that is not enough, from two list schedules (`list_by_memory`,
+   `list_depth_first`).
 3. `_Repair` takes the operation at the peak. A minimum cut (search.py) gives the state of least memory in which it can
    run: a lower bound of every order's peak, and a state through which the order is led, until none is better.
 4. Where bound and peak still differ, `Search` looks for the least peak, within its work limit.
@@ -15,15 +15,14 @@ graph. Here it takes no solver:
 Lemma: moving operations so never raises a peak. The bytes alive, M, are submodular over states: M(S & T) + M(S | T) <=
 M(S) + M(T). Let S become X, with M(X) <= M(S), by one operation that fits below the limit. Any order that goes on from
 S over states T may go on from X over T | X instead, and M(T | X) <= M(T) + M(X) - M(T & X) <= M(T), because T & X is S
-or X. The same holds from the end backward.
+or X.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
-from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tempo_megatron.roam.graph import (
     Problem,
@@ -33,7 +32,6 @@ from tempo_megatron.roam.graph import (
     make_problem,
     renumber,
     restrict,
-    scale_progress,
 )
 from tempo_megatron.roam.search import LeastState, Search, find_least_state
 
@@ -62,35 +60,28 @@ class OperationOrder:
         return self.peak_bytes == self.lower_bound
 
 
-def find_order(
-    graph: StepGraph, *, work_limit: int = WORK_LIMIT, note_progress: Callable[[int, int], None] | None = None
-) -> OperationOrder:
+def find_order(graph: StepGraph, *, work_limit: int = WORK_LIMIT) -> OperationOrder:
     """Finds an order whose peak is as low as the steps above get it, and never higher than that of the given order.
 
     Args:
         graph: the step.
         work_limit: the operations that the exact search of each range may examine. The result depends on it and on no
             clock.
-        note_progress: called with the numbers of operations ordered and in all, also during a long search.
     """
     problem = make_problem(graph)
     ranges = cut(problem)
     given = problem.count_steps(range(len(problem)))
     order = list(range(len(problem)))
     fixed = [given[inside.start] for inside in ranges if len(inside) == 1]
-    solved, lower_bound, work = 0, max(fixed, default=problem.start_bytes), 0
+    lower_bound, work = max(fixed, default=problem.start_bytes), 0
     peaks = [lower_bound]
     # The range with the highest peak first: the others have nothing to gain below its bound.
     for inside in sorted((each for each in ranges if len(each) > 1), key=lambda r: -max(given[r.start : r.stop])):
-        note_share = scale_progress(note_progress, solved, len(inside), len(problem))
-        part = solve_range(restrict(problem, inside), max(lower_bound, 0), work_limit, note_share)
+        part = solve_range(restrict(problem, inside), max(lower_bound, 0), work_limit)
         order[inside.start : inside.stop] = [inside.start + place for place in part.order]
         lower_bound = max(lower_bound, part.lower_bound)
         peaks.append(part.peak)
         work += part.work
-        solved += len(inside)
-        if note_progress:
-            note_progress(solved, len(problem))
     check_order(graph, order)
     peak = max(peaks)
     assert peak == problem.count_peak(order) and lower_bound <= peak <= max(given, default=peak)
@@ -107,14 +98,12 @@ class RangeOrder:
     work: int
 
 
-def solve_range(
-    problem: Problem, enough: int, work_limit: int, note_share: Callable[[float], None] | None = None
-) -> RangeOrder:
+def solve_range(problem: Problem, enough: int, work_limit: int) -> RangeOrder:
     """Finds the best order of a range; it stops improving at a peak of `enough`."""
-    order = _tighten(problem, range(len(problem)))
+    order = advance_frees(problem, range(len(problem)))
     peak = problem.count_peak(order)
     if peak > enough:
-        others = (_tighten(problem, listed) for listed in (list_by_memory(problem), list_depth_first(problem)))
+        others = (advance_frees(problem, listed) for listed in (list_by_memory(problem), list_depth_first(problem)))
         order = min((order, *others), key=problem.count_peak)
         peak = problem.count_peak(order)
     bound, work = min(enough, peak), 0
@@ -122,15 +111,11 @@ def solve_range(
         order, bound = _Repair(problem, order, enough).run()
         peak = problem.count_peak(order)
     if peak > max(bound, enough):
-        result = Search(problem).run(peak, work_limit, note_share)
+        result = Search(problem).run(peak, work_limit)
         bound, work = max(bound, result.lower_bound), result.work
         if result.order is not None:
             order, peak = result.order, problem.count_peak(result.order)
     return RangeOrder(order, peak, bound, work)
-
-
-def _tighten(problem: Problem, order: Sequence[int]) -> list[int]:
-    return delay_makes(problem, advance_frees(problem, order))
 
 
 _MOST_CUTS = 200
@@ -171,7 +156,7 @@ class _Repair:
         for state in (least.smallest, least.largest):
             ahead = [each for each in self._order if state >> each & 1]
             behind = [each for each in self._order if not state >> each & 1 and each != place]
-            order = _tighten(problem, [*ahead, place, *behind])
+            order = advance_frees(problem, [*ahead, place, *behind])
             if _weigh(problem, order) < _weigh(problem, self._order):
                 self._order = order
                 return True
@@ -248,73 +233,6 @@ def advance_frees(problem: Problem, order: Sequence[int]) -> list[int]:
 
 def _fits(state: State, place: int, limit: int) -> bool:
     return place in state.ready and state.alive + state.problem.transient_bytes[place] <= limit
-
-
-def delay_makes(problem: Problem, order: Sequence[int]) -> list[int]:
-    """Moves operations back: builds the order from its end, and prefers operations before which no more is alive than
-    behind them and which fit below the peak."""
-    state, limit = _StateFromEnd(problem), problem.count_peak(order)
-    for wished in reversed(order):
-        while not state.is_placed[wished]:
-            state.place(next((each for _, each in state.frees if state.fits(each, limit)), wished))
-    return state.order[::-1]
-
-
-class _StateFromEnd:
-    """Which operations of a problem are placed, from the end backward, and which may be placed next."""
-
-    def __init__(self, problem: Problem) -> None:
-        self._problem, n = problem, len(problem)
-        self.order, self.is_placed = list[int](), [False] * n
-        self.frees = list[tuple[int, int]]()
-        """(number, place) of the placeable operations before which no more is alive than behind them, oldest first."""
-        self._alive = problem.base_bytes + sum(
-            problem.sizes[s] for s in problem.kept if s in problem.makers or problem.users[s]
-        )
-        self._is_used_later = [s in problem.kept for s in range(len(problem.sizes))]
-        self._waiting = [len(after) for after in problem.successors]
-        self._numbers = dict[int, int]()
-        # By how much more is alive before each operation than behind it: storages that no later operation uses, less
-        # those that it makes.
-        self._rises = [
-            sum(problem.sizes[s] for s in problem.uses[place] if not self._is_used_later[s])
-            - sum(problem.sizes[s] for s in problem.makes[place])
-            for place in range(n)
-        ]
-        for place in range(n):
-            if not self._waiting[place]:
-                self._admit(place)
-
-    def fits(self, place: int, limit: int) -> bool:
-        return self._alive + self._rises[place] + self._problem.transient_bytes[place] <= limit
-
-    def place(self, place: int) -> None:
-        problem = self._problem
-        self._alive += self._rises[place]
-        self.order.append(place)
-        self.is_placed[place] = True
-        if self._rises[place] <= 0:
-            self.frees.remove((self._numbers[place], place))
-        for storage in problem.uses[place]:
-            if not self._is_used_later[storage]:
-                self._is_used_later[storage] = True
-                for other in problem.users[storage]:
-                    self._lower(other, problem.sizes[storage])
-        for other in problem.predecessors[place]:
-            self._waiting[other] -= 1
-            if not self._waiting[other]:
-                self._admit(other)
-
-    def _admit(self, place: int) -> None:
-        self._numbers[place] = len(self._numbers)
-        if self._rises[place] <= 0:
-            insort(self.frees, (self._numbers[place], place))
-
-    def _lower(self, place: int, size: int) -> None:
-        before = self._rises[place]
-        self._rises[place] -= size
-        if before > 0 >= self._rises[place] and place in self._numbers and not self.is_placed[place]:
-            insort(self.frees, (self._numbers[place], place))
 
 
 def list_by_memory(problem: Problem) -> list[int]:

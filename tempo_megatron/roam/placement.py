@@ -5,9 +5,8 @@ by integer programs. `find_placement` keeps the order of operations and takes no
 
 1. Rectangles are split where none is alive on both sides. The most bytes alive at once are a lower bound of each part.
 2. `Filler` fills an arena of exactly that height from the bottom, so that at every step the rest can still fit.
-3. If that fails, `_place_greedily` places rectangles one by one at the lowest or the narrowest fitting gap, in many
+3. If that fails, `_place_greedily` places rectangles one by one at the lowest or the narrowest fitting gap, in twelve
    orders. Where a rectangle reaches too high, it goes earlier in the next attempt.
-4. A part of few rectangles is solved exactly by `search_lowest`, a branch and bound.
 
 `find_arena` may also change the order of operations: where the peak is flat and long, an arena of its height has no
 room for gaps, so it tries orders of the same peak in which fewer steps come close to it (`order.flatten_order`).
@@ -18,18 +17,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from tempo_megatron.roam.graph import StepGraph, find_lifetimes, scale_progress
+from tempo_megatron.roam.graph import StepGraph, find_lifetimes
 from tempo_megatron.roam.order import flatten_order
 
-WORK_LIMIT = 600_000
-# Up to so many rectangles are placed exactly, by branch and bound.
-_FEW = 9
 _UNLIMITED = 1 << 62
 
 
@@ -80,35 +75,28 @@ def find_placement(
     rectangles: Sequence[Rectangle],
     *,
     alignment: int = 1,
-    work_limit: int = WORK_LIMIT,
     num_fills: int = 4,
-    note_progress: Callable[[int, int], None] | None = None,
+    only_fills: bool = False,
 ) -> Placement:
-    """Finds a placement that is as low as the four steps above get it.
+    """Finds a placement that is as low as the three steps above get it.
 
     Args:
         rectangles: the storages to place.
         alignment: the alignment of every offset; sizes are rounded up to it.
-        work_limit: how many rectangles are placed greedily in all. The result depends on it and on no clock.
         num_fills: how many orders `Filler` tries.
-        note_progress: called with the numbers of rectangles placed and in all, also while one part takes long.
+        only_fills: whether to leave step 3 out.
     """
     sizes = [-(-each.size // alignment) * alignment for each in rectangles]
     rounded = [dataclasses.replace(each, size=size) for each, size in zip(rectangles, sizes, strict=True)]
-    offsets, heights, bounds, placed = [0] * len(rounded), [0], [0], 0
+    offsets, heights, bounds = [0] * len(rounded), [0], [0]
     parts = _split(rounded)
     # The highest part first: the others have nothing to gain below its bound.
     for part in sorted(parts, key=lambda part: -find_most_alive([rounded[i] for i in part])):
-        note_share = scale_progress(note_progress, placed, len(part), len(rounded))
-        share_of_work = work_limit * len(part) // len(rounded)
-        found = _place_part([rounded[i] for i in part], max(bounds), share_of_work, num_fills, note_share)
+        found = _place_part([rounded[i] for i in part], max(bounds), num_fills, only_fills)
         for index, offset in zip(part, found.offsets, strict=True):
             offsets[index] = offset
         heights.append(found.height)
         bounds.append(found.lower_bound)
-        placed += len(part)
-        if note_progress:
-            note_progress(placed, len(rounded))
     check_placement(rounded, offsets)
     return Placement(tuple(offsets), max(heights), max(bounds))
 
@@ -168,37 +156,24 @@ def _split(rectangles: Sequence[Rectangle]) -> list[list[int]]:
 _ROUNDS = 12
 
 
-def _place_part(
-    rectangles: Sequence[Rectangle],
-    enough: int,
-    work_limit: int,
-    num_fills: int,
-    note_share: Callable[[float], None] | None = None,
-) -> Placement:
-    """Places one part by steps 2 to 4; an attempt ends as soon as it gets as high as the best so far."""
+def _place_part(rectangles: Sequence[Rectangle], enough: int, num_fills: int, only_fills: bool) -> Placement:
+    """Places one part by steps 2 and 3; an attempt ends as soon as it gets as high as the best so far."""
     bound = find_most_alive(rectangles)
-    goal, work = max(bound, enough), 0
+    goal = max(bound, enough)
     stacked = [0, *itertools.accumulate(each.size for each in rectangles)]
     offsets, height = stacked[:-1], stacked[-1]
     if height > goal and (filled := _fill_part(rectangles, goal, num_fills)) is not None:
         offsets, height = filled, _find_height(rectangles, filled)
-    for order, best in _list_starts(rectangles):
+    starts = [] if only_fills or height <= goal else _list_starts(rectangles)
+    for order, best in starts:
         for _ in range(_ROUNDS):
             if height <= goal:
                 return Placement(tuple(offsets), height, bound)
             attempt, num_placed = _place_greedily(rectangles, order, best=best, limit=height - 1)
-            work += num_placed
             if num_placed == len(order):
                 offsets, height = attempt, _find_height(rectangles, attempt)
             else:
                 order.insert(0, order.pop(num_placed))
-        if work >= work_limit:
-            break
-        if note_share:
-            note_share(work / work_limit)
-    if len(rectangles) <= _FEW:
-        offsets, height = search_lowest(rectangles, offsets, height, goal=goal)
-        bound = max(bound, height if height > goal else bound)
     return Placement(tuple(offsets), height, bound)
 
 
@@ -217,29 +192,25 @@ def _fill_part(rectangles: Sequence[Rectangle], height: int, num_fills: int) -> 
     return None
 
 
-def _list_starts(rectangles: Sequence[Rectangle]) -> Iterator[tuple[list[int], bool]]:
-    """Yields orders in which to place, and whether rectangles go to the narrowest gap or to the lowest.
+def _list_starts(rectangles: Sequence[Rectangle]) -> list[tuple[list[int], bool]]:
+    """Lists orders in which to place, each with whether rectangles go to the narrowest gap or to the lowest.
 
     Large or long-lived rectangles come first, or those that are both. In half of the orders, rectangles that live while
-    most bytes are alive come before all others. Endless variations follow, with weights drawn with a fixed seed.
+    most bytes are alive come before all others.
     """
-    rng = random.Random(0)
     sizes = [max(each.size, 1) for each in rectangles]
     lengths = [each.last - each.first + 1 for each in rectangles]
     crowds = _find_crowds(rectangles)
-    most = max(crowds, default=0)
-    exact = itertools.product(((1, 1), (0, 1), (1, 0)), (0.0, 1.0), (False, True))
-    drawn = (
-        ((rng.random(), rng.random()), rng.choice((0.0, 0.9, 0.97, 0.99, 1.0)), rng.random() < 0.5)
-        for _ in itertools.count()
-    )
-    for number, ((by_size, by_length), share, best) in enumerate(itertools.chain(exact, drawn)):
-        noise = rng.choice((0.0, 0.0, 0.1, 0.3)) if number >= 12 else 0.0
+    starts = []
+    for (by_size, by_length), crowded_first, best in itertools.product(
+        ((1, 1), (0, 1), (1, 0)), (False, True), (False, True)
+    ):
         keys = [
-            (-min(crowd, share * most), -(size**by_size) * length**by_length * (1 + noise * rng.random()))
+            (-crowd if crowded_first else 0, -(size**by_size) * length**by_length)
             for crowd, size, length in zip(crowds, sizes, lengths, strict=True)
         ]
-        yield sorted(range(len(keys)), key=keys.__getitem__), best
+        starts.append((sorted(range(len(keys)), key=keys.__getitem__), best))
+    return starts
 
 
 def _find_crowds(rectangles: Sequence[Rectangle]) -> list[int]:
@@ -277,37 +248,6 @@ def _place_greedily(
         low[count], high[count], first[count], last[count] = offset, offset + each.size, each.first, each.last
         offsets[index] = offset
     return offsets, n
-
-
-def search_lowest(
-    rectangles: Sequence[Rectangle], offsets: list[int], height: int, *, goal: int
-) -> tuple[list[int], int]:
-    """Finds the lowest placement by branch and bound; it starts from a placement and stops at a height of `goal`.
-
-    Any placement can be pushed down until each rectangle lies at 0 or on top of another, so some lowest placement has
-    this form. Placing rectangles by ascending offset, each as low as possible, makes every such placement from one
-    order of the rectangles. The search goes over these orders and drops those that get as high as the best so far.
-    """
-    placed = dict[int, int]()
-
-    def extend(ground: int, top: int) -> None:
-        nonlocal offsets, height
-        if len(placed) == len(rectangles):
-            offsets, height = [placed[i] for i in range(len(rectangles))], top
-            return
-        for index, each in enumerate(rectangles):
-            if index in placed:
-                continue
-            under = (i for i in placed if rectangles[i].meets(each))
-            offset = max((placed[i] + rectangles[i].size for i in under), default=0)
-            new_top = max(top, offset + each.size)
-            if offset >= ground and new_top < height and height > goal:
-                placed[index] = offset
-                extend(offset, new_top)
-                del placed[index]
-
-    extend(0, 0)
-    return offsets, height
 
 
 _PLACED = 1 << 62
@@ -394,8 +334,8 @@ class Filler:
 
 # Flatter orders lower the steps within 1/20 of the arena's height below its peak, then within 1/14, ...
 _DEPTHS = (20, 14, 10, 7)
-# These parts of the work limit go to the given order at first, and to each flatter order.
-_FIRST_SHARE, _FLAT_SHARE = 12, 24
+# For each flatter order, so many operations are reordered, and rectangles filled in.
+_FLAT_WORK = 25_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -411,34 +351,26 @@ def find_arena(
     order: Sequence[int],
     *,
     alignment: int = 1,
-    work_limit: int = WORK_LIMIT,
-    note_progress: Callable[[int, int], None] | None = None,
 ) -> ArenaPlacement:
     """Finds the lowest arena for this order, or for an order whose peak is no higher.
 
-    If the placement of the given order does not soon get down to its bound, flatter orders are tried, and then all work
-    goes to the given one.
+    If the placement of the given order does not get down to its bound, flatter orders are filled in.
 
     Args:
         graph: the step.
         order: an order of its operations.
-        alignment, note_progress: those of `find_placement`.
-        work_limit: that of `find_placement` for the given order. For each flatter one, a 24th as many operations are
-            reordered, and as many rectangles filled in.
+        alignment: of every offset; sizes are rounded up to it.
     """
 
-    def place(order: Sequence[int], rectangles: Sequence[Rectangle], **limits: int) -> ArenaPlacement:
-        placement = find_placement(rectangles, alignment=alignment, note_progress=note_progress, **limits)
+    def place(order: Sequence[int], rectangles: Sequence[Rectangle], **fills: Any) -> ArenaPlacement:
+        placement = find_placement(rectangles, alignment=alignment, **fills)
         return ArenaPlacement(tuple(order), placement)
 
-    rectangles, share = list_rectangles(graph, order)[1], work_limit // _FLAT_SHARE
-    best = place(order, rectangles, work_limit=work_limit // _FIRST_SHARE)
+    best = place(order, list_rectangles(graph, order)[1])
     for part in _DEPTHS:
         if not best.placement.is_optimal:
-            flat = flatten_order(graph, order, best.placement.lower_bound // part, work_limit=share)
+            flat = flatten_order(graph, order, best.placement.lower_bound // part, work_limit=_FLAT_WORK)
             of_flat = list_rectangles(graph, flat)[1]
-            found = place(flat, of_flat, work_limit=0, num_fills=share // len(of_flat))
+            found = place(flat, of_flat, only_fills=True, num_fills=max(1, _FLAT_WORK // max(1, len(of_flat))))
             best = min(best, found, key=lambda plan: plan.placement.height)
-    if not best.placement.is_optimal:
-        best = min(best, place(order, rectangles, work_limit=work_limit), key=lambda plan: plan.placement.height)
     return best

@@ -7,11 +7,14 @@ alive when an operation runs, and the state in which this is so.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
-from collections import deque
-from collections.abc import Callable
 from functools import reduce
 from operator import or_
+from typing import Any
+
+import networkx
+from networkx.algorithms.flow import dinitz
 
 from tempo_megatron.roam.graph import Problem
 
@@ -46,11 +49,8 @@ class Search:
         ]
         self._before = [reduce(or_, (1 << each for each in before), 0) for before in problem.predecessors]
 
-    def run(self, limit: int, work_limit: int, note_share: Callable[[float], None] | None = None) -> SearchResult:
-        """Searches until an order is found, no state is left, or `work_limit` operations have been examined.
-
-        It calls `note_share` now and then with the share of the work limit that is spent.
-        """
+    def run(self, limit: int, work_limit: int) -> SearchResult:
+        """Searches until an order is found, no state is left, or `work_limit` operations have been examined."""
         problem = self._problem
         roots = tuple(place for place, before in enumerate(problem.predecessors) if not before)
         first = self._run_free(_Front(0, problem.start_bytes, roots, problem.start_bytes))
@@ -67,8 +67,6 @@ class Search:
                 return SearchResult(_read_trail(trail, state), level, work)
             if work > work_limit:
                 return SearchResult(None, level, work)
-            if note_share:
-                note_share(work / max(work_limit, 1))
             for place in front.ready:
                 work += 1
                 if front.alive + problem.transient_bytes[place] >= limit:
@@ -127,8 +125,7 @@ def _read_trail(trail: dict[int, tuple[int, list[int]]], state: int) -> list[int
     return [place for part in reversed(parts) for place in part]
 
 
-_INFINITE = 1 << 62
-_SOURCE, _SINK = 0, 1
+_SOURCE, _SINK = "source", "sink"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,114 +148,34 @@ def find_least_state(problem: Problem, place: int) -> LeastState:
     """
     before, behind = problem.ancestors[place], problem.descendants[place] | 1 << place
     free = [each for each in range(len(problem)) if not (before | behind) >> each & 1]
-    network = _Network(2 + len(free))
-    nodes = {each: 2 + number for number, each in enumerate(free)}
-    constant = problem.base_bytes
-    for each in free:
-        for other in problem.predecessors[each]:
-            if other in nodes:
-                network.connect(nodes[each], nodes[other], _INFINITE)
+    nodes, constant, network = frozenset(free), problem.base_bytes, networkx.DiGraph()
+    network.add_nodes_from((_SOURCE, _SINK))
+    # Edges without a capacity have an infinite one.
+    network.add_edges_from((each, other) for each in free for other in problem.predecessors[each] if other in nodes)
     for storage, users in enumerate(problem.users):
         maker, size = problem.makers.get(storage), problem.sizes[storage]
         if not users or not size or (maker is not None and behind >> maker & 1):
             continue
-        origin = nodes.get(maker, _SOURCE) if maker is not None else _SOURCE
-        if storage in problem.kept or behind >> users[-1] & 1 or any(behind >> user & 1 for user in users):
-            if origin == _SOURCE:
-                constant += size
-            else:
-                network.connect(origin, _SINK, size)
-            continue
-        readers = [nodes[user] for user in users if user in nodes and user != maker]
-        if len(readers) == 1:
-            network.connect(origin, readers[0], size)
+        origin = maker if maker in nodes else _SOURCE
+        if storage in problem.kept or any(behind >> user & 1 for user in users):
+            readers = [_SINK]
+        else:
+            readers = [user for user in users if user in nodes and user != maker]
+        if origin == _SOURCE and readers == [_SINK]:
+            constant += size
         elif readers:
-            shared = network.add_node()
-            network.connect(origin, shared, size)
-            for reader in readers:
-                network.connect(shared, reader, _INFINITE)
-    cost = network.push_flow()
-    from_source, to_sink = network.reach_from_source(), network.reach_to_sink()
-    smallest = sum(1 << each for each in free if from_source[nodes[each]])
-    largest = sum(1 << each for each in free if not to_sink[nodes[each]])
-    return LeastState(constant + cost, before | smallest, before | largest)
+            held = "storage", storage
+            network.add_edge(origin, held, capacity=size)
+            network.add_edges_from((held, reader) for reader in readers)
+    residual = dinitz(network, _SOURCE, _SINK)
+    with_room = networkx.subgraph_view(residual, filter_edge=functools.partial(_has_room, residual))
+    from_source: set[Any] = networkx.descendants(with_room, _SOURCE)
+    to_sink: set[Any] = networkx.ancestors(with_room, _SINK)
+    smallest = sum(1 << each for each in free if each in from_source)
+    largest = sum(1 << each for each in free if each not in to_sink)
+    return LeastState(constant + residual.graph["flow_value"], before | smallest, before | largest)
 
 
-class _Network:
-    """A flow network with Dinic's algorithm for its maximum flow."""
-
-    def __init__(self, num_nodes: int) -> None:
-        self._arcs: list[list[int]] = [[] for _ in range(num_nodes)]
-        self._heads = list[int]()
-        self._room = list[int]()
-
-    def add_node(self) -> int:
-        self._arcs.append([])
-        return len(self._arcs) - 1
-
-    def connect(self, tail: int, head: int, capacity: int) -> None:
-        # Arcs come in pairs: arc i ^ 1 is the reverse of arc i.
-        self._arcs[tail].append(len(self._heads))
-        self._arcs[head].append(len(self._heads) + 1)
-        self._heads += [head, tail]
-        self._room += [capacity, 0]
-
-    def push_flow(self) -> int:
-        """Pushes the maximum flow from source to sink; returns its value."""
-        total = 0
-        while (levels := self._measure_levels())[_SINK] >= 0:
-            positions = [0] * len(self._arcs)
-            while pushed := self._push_path(levels, positions):
-                total += pushed
-        return total
-
-    def _measure_levels(self) -> list[int]:
-        levels = [-1] * len(self._arcs)
-        levels[_SOURCE] = 0
-        queue = deque([_SOURCE])
-        while queue:
-            node = queue.popleft()
-            for arc in self._arcs[node]:
-                head = self._heads[arc]
-                if self._room[arc] and levels[head] < 0:
-                    levels[head] = levels[node] + 1
-                    queue.append(head)
-        return levels
-
-    def _push_path(self, levels: list[int], positions: list[int]) -> int:
-        node, path = _SOURCE, list[int]()
-        while node != _SINK:
-            arcs = self._arcs[node]
-            while positions[node] < len(arcs):
-                arc = arcs[positions[node]]
-                if self._room[arc] and levels[self._heads[arc]] == levels[node] + 1:
-                    break
-                positions[node] += 1
-            if positions[node] < len(arcs):
-                path.append(arcs[positions[node]])
-                node = self._heads[path[-1]]
-            elif path:
-                node = self._heads[path.pop() ^ 1]
-                positions[node] += 1
-            else:
-                return 0
-        pushed = min(self._room[arc] for arc in path)
-        for arc in path:
-            self._room[arc] -= pushed
-            self._room[arc ^ 1] += pushed
-        return pushed
-
-    def reach_from_source(self) -> list[bool]:
-        return [level >= 0 for level in self._measure_levels()]
-
-    def reach_to_sink(self) -> list[bool]:
-        found = [False] * len(self._arcs)
-        found[_SINK] = True
-        stack = [_SINK]
-        while stack:
-            for arc in self._arcs[stack.pop()]:
-                tail = self._heads[arc]
-                if self._room[arc ^ 1] and not found[tail]:
-                    found[tail] = True
-                    stack.append(tail)
-        return found
+def _has_room(residual: Any, tail: Any, head: Any) -> bool:
+    edge = residual[tail][head]
+    return bool(edge["flow"] < edge["capacity"])

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import io
 import random
-import re
-import sys
 
 import pytest
 from hypothesis import given, settings
 from roam_cases import find_least_peak, graphs, make_training_graph
-from tqdm import tqdm
 
 from tempo_megatron.roam.graph import (
     Operation,
@@ -21,9 +16,8 @@ from tempo_megatron.roam.graph import (
     cut,
     make_problem,
     restrict,
-    show_progress,
 )
-from tempo_megatron.roam.order import advance_frees, delay_makes, find_order, list_by_memory, list_depth_first
+from tempo_megatron.roam.order import advance_frees, find_order, list_by_memory, list_depth_first
 from tempo_megatron.roam.search import Search, find_least_state
 
 
@@ -56,48 +50,13 @@ def test_without_work_the_plan_is_valid_and_its_bound_is_one(graph: StepGraph) -
 
 @settings(max_examples=80, deadline=None)
 @given(graphs(max_operations=10))
-def test_shifts_raise_no_peak(graph: StepGraph) -> None:
+def test_frees_that_move_forward_raise_no_peak(graph: StepGraph) -> None:
     problem = make_problem(graph)
-    peak = max(count_bytes(graph, range(len(problem))))
-    for order in (advance_frees(problem, range(len(problem))), delay_makes(problem, range(len(problem)))):
-        check_order(graph, order)
-        assert max(count_bytes(graph, order)) <= peak
+    order = advance_frees(problem, range(len(problem)))
+    check_order(graph, order)
+    assert max(count_bytes(graph, order)) <= max(count_bytes(graph, range(len(problem))))
     check_order(graph, list_by_memory(problem))
     check_order(graph, list_depth_first(problem))
-
-
-@settings(max_examples=80, deadline=None)
-@given(graphs(max_operations=10))
-def test_a_delayed_order_is_what_its_rule_says(graph: StepGraph) -> None:
-    """From the end: the first that became ready of those that fit and have no more alive before them, else the last."""
-    problem = make_problem(graph)
-    n = len(problem)
-    limit, behind, ready, expected = problem.count_peak(range(n)), 0, list[int](), list[int]()
-
-    def count_alive(state: int) -> int:
-        """Before anything in `state` runs, and after all the rest."""
-        storages = (
-            s
-            for s, users in enumerate(problem.users)
-            if (s in problem.kept and (s in problem.makers or users)) or any(state >> user & 1 for user in users)
-        )
-        return problem.base_bytes + sum(problem.sizes[s] for s in storages if not state >> problem.makers.get(s, n) & 1)
-
-    def list_ready() -> list[int]:
-        return [i for i in range(n) if not behind >> i & 1 and problem.descendants[i] & ~behind == 0]
-
-    for wished in reversed(range(n)):
-        while not behind >> wished & 1:
-            ready += [each for each in list_ready() if each not in ready]
-            steps = {each: count_alive(behind | 1 << each) for each in ready if not behind >> each & 1}
-            chosen = (
-                each
-                for each, before in steps.items()
-                if before <= count_alive(behind) and before + problem.transient_bytes[each] <= limit
-            )
-            expected.append(next(chosen, wished))
-            behind |= 1 << expected[-1]
-    assert delay_makes(problem, range(n)) == expected[::-1]
 
 
 @settings(max_examples=80, deadline=None)
@@ -184,27 +143,3 @@ def test_a_graph_whose_order_does_not_run_is_refused() -> None:
         StepGraph((Operation(name="reader", after=(1,)), maker), (1,))
     with pytest.raises(ValueError, match="fewer than 0 bytes"):
         StepGraph((maker,), (-1,))
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_terminal_shows_a_bar_that_moves_within_one_long_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a graph that is one range: its search is what takes long."""
-    graph, terminal = make_hard_graph(), Terminal()
-    monkeypatch.setattr("tqdm.tqdm", functools.partial(tqdm, mininterval=0))  # drawn at each note
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with show_progress("order") as note:
-        assert note is not None
-        plan = find_order(graph, work_limit=3000, note_progress=note)
-    percents = {int(found) for found in re.findall(r"order: *(\d+)%", terminal.getvalue())}
-    assert len({percent for percent in percents if 0 < percent < 100}) > 2
-    assert plan == find_order(graph, work_limit=3000)
-
-
-def test_no_terminal_shows_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    with show_progress("order") as note:
-        assert note is None
-    assert capsys.readouterr().err == ""

@@ -188,7 +188,7 @@ def add_order_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `tempo-megatron order`."""
     _add_model(parser, "configs/model/gpt2_tiny.json")
     _add_shape(parser)
-    _add_drawn_dropout(parser)
+    _add_dropout(parser)
     parser.add_argument("--optimizer", choices=("adam", "adamw", "sgd"), default="adam", help="default %(default)s")
     parser.add_argument("--deepspeed_config", metavar="JSON", help='take the "tempo" block of this file')
     parser.add_argument(

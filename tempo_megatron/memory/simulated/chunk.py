@@ -250,7 +250,7 @@ def _check_version(run: Run) -> None:
         )
 
 
-def _fuse_attention(config: TempoConfig) -> TempoConfig:
+def fuse_attention(config: TempoConfig) -> TempoConfig:
     """`config` with Tempo's attention where it is stock: it keeps what Transformer Engine's does."""
 
     def fuse(block: Mapping[str, str]) -> dict[str, str]:
@@ -371,7 +371,7 @@ class _Chunk:
         asked = chosen = choose(describe_parts(config, run), _leave_latent_attention(run)).config
         attention = choose_attention(run)
         if attention != "unfused":
-            chosen = _fuse_attention(chosen)
+            chosen = fuse_attention(chosen)
         stacks = STACKS_OF_FAMILIES[shape.family]
         layers = range(shape.num_layers)
         kinds = [{stack: chosen.for_layer(layer, stack) for stack in stacks} for layer in layers]
