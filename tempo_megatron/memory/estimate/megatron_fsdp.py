@@ -25,7 +25,7 @@ import torch
 from tempo_megatron.memory.estimate.allocator import CachingAllocator
 from tempo_megatron.memory.estimate.model_states import ModelStates
 from tempo_megatron.memory.run import MegatronFsdp
-from tempo_megatron.memory.simulated.phases import EMBEDDING, HEAD, LAYERS, ChunkMemory, LayerParameters, Moment
+from tempo_megatron.memory.simulated.chunk_memory import EMBEDDING, HEAD, LAYERS, ChunkMemory, LayerParameters, Segment
 
 _MOMENTS = 8
 """Bytes of Adam's two, in float32."""
@@ -94,19 +94,19 @@ class ShardedChunk:
         allocator.allocate(num_gradient_bytes)
         return allocator.allocated - total - num_gradient_bytes
 
-    def count_buckets(self, moment: Moment, *, in_backward: bool) -> int:
+    def count_held(self, segment: Segment) -> int:
         """Bytes of the weights of units that are gathered, and of gradients that are not reduced yet."""
-        layers, place = self.memory.layer_parameters, moment.num_before
+        layers, place = self.memory.layer_parameters, segment.num_before
         ahead: tuple[LayerParameters, ...] = ()
-        if moment.part == LAYERS:
-            ahead = layers[: len(layers) - place][::-1] if in_backward else layers[place:]
-        elif moment.part == EMBEDDING and not in_backward:
+        if segment.part == LAYERS:
+            ahead = layers[: len(layers) - place][::-1] if segment.is_backward else layers[place:]
+        elif segment.part == EMBEDDING and not segment.is_backward:
             ahead = layers
         gathered = self._gather(ahead) + (0 if self.fsdp.keeps_outer_weights else self._count_outside())
-        if not in_backward:
+        if not segment.is_backward:
             return gathered
-        done = layers[::-1][: {HEAD: 0, LAYERS: place + 1, EMBEDDING: len(layers)}[moment.part]]
-        waiting = max(0, moment.num_gradients - sum(each.total for each in done)) * (self.ranks > 1)
+        done = layers[::-1][: {HEAD: 0, LAYERS: place + 1, EMBEDDING: len(layers)}[segment.part]]
+        waiting = max(0, segment.num_gradients - sum(each.total for each in done)) * (self.ranks > 1)
         found, elements = waiting * self._find_communicated_bytes(False), 0
         for each in reversed(done):
             # Those of the unit whose backward runs; before them, the latest first, as many as may wait.
@@ -115,6 +115,10 @@ class ShardedChunk:
             elements += self._count_shared(each)
             found += self._count_gradients(each)
         return gathered + found
+
+    def count_flush(self, segment: Segment) -> int:
+        """None: what is reduced is counted among what waits."""
+        return 0
 
     def _list_groups(self) -> Iterator[tuple[int, int, bool]]:
         """Elements of the weights that are one buffer, ranks that share them, and whether they are in float8."""

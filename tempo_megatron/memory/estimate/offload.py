@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from tempo_kernels.offload import MIN_BYTES
 from tempo_megatron.memory.kept.attribution import find_row
 from tempo_megatron.memory.kept.recorder import SavedStorage
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import STACKS_OF_FAMILIES, record_chunk
-from tempo_megatron.memory.simulated.phases import LAYERS, ChunkMemory, Phase
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, OFFLOAD
 from tempo_megatron.settings.operations import find_offload_row, is_moved
@@ -98,30 +97,3 @@ def count_moved_of_layers(run: Run, layers: range) -> tuple[int, ...]:
         for place, kind in enumerate(distinct)
     }
     return (*(moved[kind] for kind in kinds[:-1]), 0)
-
-
-def offload_layers(memory: ChunkMemory, moved: Sequence[int]) -> ChunkMemory:
-    """A chunk whose layers send these bytes to the host, and get them back."""
-
-    def change(phases: Sequence[Phase], behind: Sequence[int], *, comes: bool) -> tuple[Phase, ...]:
-        """behind: what leaves, or comes, while each layer runs, in the order of `phases`."""
-        # The backward of a stage that has no head begins with a phase of its last layer in which nothing is moved yet.
-        rest = iter([0] * (sum(phase.part == LAYERS for phase in phases) - len(behind)) + list(behind))
-        changed = []
-        for phase in phases:
-            if phase.part == LAYERS:
-                num_bytes = next(rest)
-                # It is freed when the layer's forward ends, and there from the begin of its backward.
-                rise, growth = (num_bytes, num_bytes) if comes else (0, -num_bytes)
-                changed.append(dataclasses.replace(phase, rise=phase.rise + rise, growth=phase.growth + growth))
-            else:
-                changed.append(phase)
-        return tuple(changed)
-
-    # While a layer runs, what the layer before it sent leaves, or comes back.
-    before = [0, *moved[:-1]]
-    return dataclasses.replace(
-        memory,
-        forward=change(memory.forward, before, comes=False),
-        backward=change(memory.backward, before[::-1], comes=True),
-    )
