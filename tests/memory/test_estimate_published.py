@@ -18,6 +18,7 @@ from tempo_megatron.memory.estimate.allocator import CachingAllocator, Library
 from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.estimate.lasting_tensors import count_lasting_tensors
 from tempo_megatron.memory.estimate.megatron_fsdp import ShardedChunk
+from tempo_megatron.memory.estimate.model_states import ModelStates
 from tempo_megatron.memory.estimate.muon import count_muon_states
 from tempo_megatron.memory.estimate.play import Step
 from tempo_megatron.memory.estimate.rounding import count_rounding, list_own_pieces
@@ -48,6 +49,8 @@ NEAR = (
 )
 GOLDENS = json.loads((Path(published_peaks.__file__).parent / "published" / "megatron.json").read_text("utf-8"))
 ROWS = {row["id"]: row for row in GOLDENS["megatron_goldens"]}
+
+NO_STATES = ModelStates(weights=0)
 
 
 def make_run(sizes: dict[str, Any], **settings: Any) -> Run:
@@ -152,7 +155,7 @@ def test_megatron_fsdp_shards_all_gathers_ahead_and_reduces_at_the_end_of_backwa
 
     def list_buckets(chunk: ShardedChunk, *, in_backward: bool) -> list[int]:
         segments = chunk.memory.backward if in_backward else chunk.memory.forward
-        return [chunk.count_held(each) for each in segments if each.part == LAYERS]
+        return [sum(chunk.list_held(each).values()) for each in segments if each.part == LAYERS]
 
     assert list_buckets(chunk, in_backward=False) == [2 * layer * number for number in (4, 3, 2, 1)]
     # Weights of the layers that are left, and gradients of those that are done, the same layer among both, beside the
@@ -174,7 +177,7 @@ def test_a_unit_of_megatron_fsdp_takes_the_hole_of_the_gathered_one_before_it() 
 
     def count(ranks: int, *, is_expandable: bool = False) -> int:
         chunk = ShardedChunk(MegatronFsdp(main_bytes=4), memory, torch.bfloat16, False, ranks, ranks)
-        return chunk.count_rounding(CachingAllocator(is_expandable=is_expandable))
+        return chunk.place(CachingAllocator(is_expandable=is_expandable))
 
     assert count(2) == 3 * MIB // 4
     # One rank gathers nothing: 4, 8, 6.5 and, in a segment of their own, 13 MiB in 14; gradients of 10.5 in 12.
@@ -188,7 +191,7 @@ def test_blocks_that_are_not_split_count_whole() -> None:
 
     def count(optimizer: OptimizerSettings, *chunks: ChunkMemory, is_expandable: bool = False) -> int:
         allocator = CachingAllocator(is_expandable=is_expandable)
-        step = Step(allocator, chunks, [(True, 0, 0), (False, 0, 0)], {}) if chunks else None
+        step = Step(allocator, chunks, [(True, 0, 0), (False, 0, 0)], {}, buckets=NO_STATES) if chunks else None
         ranks = 2 if optimizer.distributed else 1
         return count_rounding(allocator, [large], torch.bfloat16, [], optimizer, parts=(ranks, ranks), step=step)
 
@@ -209,7 +212,7 @@ def test_tensors_of_a_step_take_holes_that_are_too_large() -> None:
 
     def count(*events: tuple[bool, int, int], before: tuple[tuple[int, int], ...] = ()) -> int:
         chunk = make_chunk([*before, *sizes[:5]], sizes[5:])
-        return Step(CachingAllocator(), [chunk], events, {}).count_rounding()
+        return Step(CachingAllocator(), [chunk], events, {}, buckets=NO_STATES).count_rounding()
 
     # The third tensor takes the first one's place, 1 MiB of which is left: 12 MiB for 11.
     assert count((True, 0, 0), (False, 0, 0)) == MIB
@@ -231,7 +234,7 @@ def test_a_step_leaves_the_latest_input_of_each_chunk_its_gradient_and_workspace
 
     both = [(True, 0, 0), (True, 1, 0), (False, 0, 0), (False, 1, 0)]
     allocator = CachingAllocator()
-    step = Step(allocator, [chunk], both, {Library.ENGINE: [32 * MIB], Library.TORCH: [8 * MIB]})
+    step = Step(allocator, [chunk], both, {Library.ENGINE: [32 * MIB], Library.TORCH: [8 * MIB]}, buckets=NO_STATES)
     # Two inputs with 3 MiB each, the second one's mask, and the workspace; torch's is made behind the step.
     assert play(step) == (2 * (5 + 3) + 2 + 32) * MIB
     assert step.count_left() == (2 * 5 + 32 + 8) * MIB
@@ -240,10 +243,10 @@ def test_a_step_leaves_the_latest_input_of_each_chunk_its_gradient_and_workspace
     assert step.count_left() == allocator.allocated == (2 * 5 + 32 + 8) * MIB
     # With one more in flight each backward but the last leaves them to the schedule until the next backward.
     ahead = [(True, 0, 0), (True, 1, 0), (False, 0, 0), (True, 2, 0), (False, 1, 0), (False, 2, 0)]
-    more = Step(CachingAllocator(), [chunk], ahead, {})
+    more = Step(CachingAllocator(), [chunk], ahead, {}, buckets=NO_STATES)
     assert [play(more), more.count_left()] == [(4 * 5 + 2 * 3 + 2) * MIB, 2 * 5 * MIB]
     # Of one micro batch the highest moment is where it comes: beside what the last one left.
-    alone = Step(CachingAllocator(), [chunk], both[::2], {})
+    alone = Step(CachingAllocator(), [chunk], both[::2], {}, buckets=NO_STATES)
     assert [play(alone), play(alone)] == [2 * 5 * MIB, (3 * 5 + 2) * MIB]
 
 

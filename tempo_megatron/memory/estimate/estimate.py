@@ -26,7 +26,7 @@ from tempo_megatron.memory.estimate.model_states import (
     makes_gradients,
 )
 from tempo_megatron.memory.estimate.muon import Piece, count_muon_states
-from tempo_megatron.memory.estimate.offload import count_moved_of_layers, drop_offload
+from tempo_megatron.memory.estimate.offload import drop_offload, list_moved_of_layers
 from tempo_megatron.memory.estimate.play import Peak, Step, Sums
 from tempo_megatron.memory.estimate.reserved import list_lasting, make_allocator, play_steps
 from tempo_megatron.memory.estimate.rounding import count_rounding
@@ -140,10 +140,6 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
             "--allocator is given with --stock cpu, but it simulates the allocator of a GPU; expected --stock local or "
             "transformer_engine; leave one of them out"
         )
-    if simulates_allocator and optimizer.fsdp is not None:
-        raise ValueError("--allocator does not follow weights that FSDP gathers; leave it out")
-    if simulates_allocator and run.tempo.offloads:
-        raise ValueError("--allocator does not follow what tempo.offload sends to the host; leave one of them out")
     run.check()
     num_micro_batches = run.num_micro_batches or (1 if stages == 1 and optimizer.kind == "none" else 2 * stages)
     has_gradients = not makes_gradients(optimizer, run.dtype, num_micro_batches > 1)
@@ -151,7 +147,7 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
     for stage in range(stages) if only is None else [only]:
         layers = run.list_chunks(stage)
         of_stage = assume_routing(run, stage)
-        moved = [count_moved_of_layers(of_stage, each) for each in layers]
+        moved = [list_moved_of_layers(of_stage, each) for each in layers]
         here = dataclasses.replace(of_stage, tempo=drop_offload(run.tempo)) if run.tempo.offloads else of_stage
         ends = run.list_ends(stage)
         chunks = [
@@ -187,11 +183,8 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
             # The next step has what the first one left.
             sums.play()
         allocator = CachingAllocator(is_expandable=run.expandable_segments, counts_reserved=False)
-        # The blocks of tensors that leave for the host are others' meanwhile, and so are those of gathered weights;
-        # their rounding is not counted.
-        moves = optimizer.fsdp is not None or run.tempo.offloads
         step = None
-        if run.gpu is not None and optimizer.kind == "megatron" and not moves:
+        if run.gpu is not None and optimizer.kind == "megatron":
             step = make_step(allocator, events=_list_until_full(events), workspaces=workspaces)
         on_gpu = _count_on_gpu(run, chunks, muon and muon[1], allocator, step, workspaces, sharded)
         if run.gpu is not None:
@@ -206,14 +199,14 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
                 rounding=0 if step is None else step.count_rounding(),
                 deferred=_count_deferred(run, num_micro_batches) if stage == stages - 1 else 0,
                 inputs_of_experts=_count_inputs_of_experts(run, chunks, layers),
-                host_bytes=_count_on_host(events, [sum(each) for each in moved]),
+                host_bytes=_count_on_host(events, [sum(map(sum, each)) for each in moved]),
             )
         )
         if simulates_allocator:
             whole = make_allocator(is_expandable=run.expandable_segments)
             step = make_step(whole, events=_list_until_full(events), workspaces=workspaces)
             others = [on_gpu[name] for name in ("float8 weights", "lasting tensors") if name in on_gpu]
-            place = functools.partial(_place, run, chunks, states, muon and muon[1], whole, step, others)
+            place = functools.partial(_place, run, chunks, states, muon and muon[1], whole, step, others, sharded)
             rounded, reserved = play_steps(whole, step, states, place)
             found[-1] = dataclasses.replace(found[-1], rounded_bytes=rounded, reserved_bytes=reserved)
     return tuple(found)
@@ -227,8 +220,16 @@ def _place(
     allocator: CachingAllocator,
     step: Step,
     others: Sequence[int],
+    sharded: ShardedChunk | None,
 ) -> None:
     """Allocates what stays from step to step; `others` are bytes that neither `states` nor `chunks` have."""
+    if sharded is not None:
+        sharded.place(allocator, step)
+        for size in [*others, *_list_always(run, chunks)]:
+            allocator.allocate(size)
+        # As large as one tensor: which units' they are does not matter where all are converted.
+        step.gradients = [allocator.allocate(states.gradients - states.standing_gradients)]
+        return
     if run.optimizer.kind == "megatron":
         _round_states(run, chunks, pieces, allocator, step, [*others, *_list_always(run, chunks)])
         return
@@ -340,7 +341,7 @@ def _count_on_gpu(
     placeholders = _list_placeholder_gradients(run, chunks)
     rounding = 0
     if sharded is not None:
-        rounding = sharded.count_rounding(allocator)
+        rounding = sharded.place(allocator, step)
     elif optimizer.kind == "megatron":
         # Where no step is followed, what it leaves is among the others.
         of_step = [] if step else [*of_cublas, *(chunk.input_bytes for chunk in chunks for _ in range(2))]

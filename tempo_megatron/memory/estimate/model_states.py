@@ -73,10 +73,11 @@ class ModelStates:
     step_transient: int = 0
     """What reducing the gradients and the optimizer's step make beside all this; there is no activation then."""
 
-    def count_held(self, segment: Segment) -> int:
+    def list_held(self, segment: Segment) -> dict[str, int]:
         """Bytes of buckets and reduced gradients while a segment runs."""
-        buckets = self.bucket if segment.num_gradients > 0 or self.bucket_stays else 0
-        return buckets + (self.reduced_gradients if segment.num_gradients > self.bucket_elements else 0)
+        has_bucket = segment.num_gradients > 0 or self.bucket_stays
+        is_reduced = segment.num_gradients > self.bucket_elements
+        return {"bucket": has_bucket * self.bucket, "reduced": is_reduced * self.reduced_gradients}
 
     def count_flush(self, segment: Segment) -> int:
         """Bytes that a full bucket takes at a segment's end: it is reduced when a gradient is complete."""

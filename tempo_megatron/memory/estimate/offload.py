@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from tempo_kernels.offload import MIN_BYTES
 from tempo_megatron.memory.kept.attribution import find_row
@@ -34,11 +34,17 @@ def drop_offload(config: TempoConfig) -> TempoConfig:
 def sum_movable_rows(saved: Iterable[SavedStorage], seq_length: int) -> dict[str, int]:
     """One of OFFLOAD_ROWS -> the bytes of a layer that go to the host by that name."""
     found: collections.Counter[str] = collections.Counter()
+    for name, num_bytes in _list_movable(saved, seq_length):
+        found[name] += num_bytes
+    return dict(found)
+
+
+def _list_movable(saved: Iterable[SavedStorage], seq_length: int) -> Iterator[tuple[str, int]]:
+    """Of each storage of a layer that may go to the host, one of OFFLOAD_ROWS and its bytes."""
     for storage in saved:
         name = find_offload_row(find_row(storage.operation, storage.shape, (seq_length,)))
         if name is not None and storage.num_bytes >= MIN_BYTES:
-            found[name] += storage.num_bytes
-    return dict(found)
+            yield name, storage.num_bytes
 
 
 def count_moved(rows: Mapping[str, int], offload: str) -> int:
@@ -46,13 +52,14 @@ def count_moved(rows: Mapping[str, int], offload: str) -> int:
     return sum(num_bytes for name, num_bytes in rows.items() if is_moved(name, offload))
 
 
-def count_moved_of_layers(run: Run, layers: range) -> tuple[int, ...]:
-    """For each layer of a chunk, counted from 0 over the whole model, the bytes that one micro batch sends to the host.
+def list_moved_of_layers(run: Run, layers: range) -> tuple[tuple[int, ...], ...]:
+    """For each layer of a chunk, counted from 0 over the whole model, the bytes of each storage that one micro batch
+    sends to the host.
 
     Raises ValueError for a T5, a hybrid and multi-token prediction, whose layers the engine does not know.
     """
     if not layers or not run.tempo.offloads:
-        return (0,) * len(layers)
+        return ((),) * len(layers)
     others = {
         "a T5": run.model.family == "t5",
         "a hybrid model": run.hybrid is not None,
@@ -93,7 +100,11 @@ def count_moved_of_layers(run: Run, layers: range) -> tuple[int, ...]:
         )
     )
     moved = {
-        kind: count_moved(sum_movable_rows(by_layer[stack, place], seq_length), kind[0].offload)
+        kind: tuple(
+            num_bytes
+            for name, num_bytes in _list_movable(by_layer[stack, place], seq_length)
+            if is_moved(name, kind[0].offload)
+        )
         for place, kind in enumerate(distinct)
     }
-    return (*(moved[kind] for kind in kinds[:-1]), 0)
+    return (*(moved[kind] for kind in kinds[:-1]), ())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from tempo_megatron.memory.estimate.allocator import Block, CachingAllocator, Library
 from tempo_megatron.memory.simulated.chunk_memory import (
@@ -39,19 +39,11 @@ class Sums:
 class Buckets(Protocol):
     """What a step has of weights and gradients while a segment runs, beside those that stand."""
 
-    def count_held(self, segment: Segment) -> int:
-        """Bytes as long as it runs."""
+    def list_held(self, segment: Segment) -> Mapping[Any, int]:
+        """What -> the bytes of a tensor that is there as long as it runs."""
 
     def count_flush(self, segment: Segment) -> int:
         """Bytes more at its end."""
-
-
-class _NoBuckets:
-    def count_held(self, segment: Segment) -> int:
-        return 0
-
-    def count_flush(self, segment: Segment) -> int:
-        return 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +68,9 @@ class _MicroBatch:
     standing: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     """Part -> bytes behind its last segment, without gradients."""
 
+    on_host: dict[int, list[tuple[int, int]]] = dataclasses.field(default_factory=dict)
+    """Layer -> number and bytes of each storage that is on the host in place of `alive`."""
+
     gradients: int = 0
     mask: _Tensor = (None, 0)
 
@@ -93,8 +88,8 @@ class Step:
         chunks: of the rank.
         events: (whether it is a forward, micro batch, chunk) in their order.
         workspaces: whose -> the bytes of each, which the first product of that library allocates.
-        buckets: of ZeRO or of Megatron-FSDP; they lie nowhere.
-        moved: for each chunk the bytes that each layer sends to the host; where they leave from is not followed.
+        buckets: of ZeRO or of Megatron-FSDP.
+        moved: for each chunk, of each layer the bytes of each storage that it sends to the host.
         received_bytes: of the gradient that the schedule has from a backward to the end of the next forward.
         is_combined: whether a forward runs beside the backward before it, one segment of each at a time, as in
             megatron-core 0.16.1 (core/models/common/model_chunk_schedule_plan.py: TransformerModelChunkSchedulePlan).
@@ -107,14 +102,15 @@ class Step:
         events: Iterable[tuple[bool, int, int]],
         workspaces: Mapping[Library, Sequence[int]],
         *,
-        buckets: Buckets | None = None,
-        moved: Sequence[Sequence[int]] | None = None,
+        buckets: Buckets,
+        moved: Sequence[Sequence[Sequence[int]]] | None = None,
         received_bytes: int = 0,
         is_combined: bool = False,
     ) -> None:
         self._allocator, self._chunks, self._received_bytes = allocator, chunks, received_bytes
         self._workspaces, self._workspace_bytes = {**workspaces}, 0
-        self._buckets = buckets or _NoBuckets()
+        self._buckets = buckets
+        self._held: dict[Any, _Tensor] = {}
         self._moved = [_list_moved(*each) for each in zip(chunks, moved or [()] * len(chunks), strict=True)]
         self._turns = _list_turns([*events], is_combined)
         self._exact = 0
@@ -169,6 +165,7 @@ class Step:
                     del self._in_flight[number, chunk]
                     self._end(micro_batch, is_latest=latest[chunk] == number)
         self._forget_last()
+        self._hold({})
         for library in [*self._workspaces]:
             self._make_workspaces(library)
 
@@ -179,13 +176,14 @@ class Step:
         memory, latest[chunk] = self._chunks[chunk], number
         found = self._in_flight[number, chunk] = _MicroBatch(chunk)
         first = memory.forward[0]
+        self._hold(self._buckets.list_held(first))
         if memory.input_bytes:
             # It is received before the micro batch is read.
             found.alive[first.events[0][0]] = self._make(memory.input_bytes)
         for place, size in enumerate(memory.batch_bytes, start=1):
             found.alive[-place] = self._make(size)
         found.mask = self._make(memory.mask_bytes)
-        self._note_highest(self._exact, found, first, [], self._buckets.count_held(first))
+        self._note_highest(self._exact, found, first, [])
         # The chunk has the new input in the place of the last one's.
         last = self._of_chunks.pop(chunk, [])
         if self._last_chunk == chunk:
@@ -196,30 +194,51 @@ class Step:
         return found
 
     def _run(self, micro_batch: _MicroBatch, segment: Segment, beside: Sequence[_MicroBatch]) -> None:
-        memory, moved = self._chunks[micro_batch.chunk], 0
-        if segment.part == LAYERS:
-            moved = self._moved[micro_batch.chunk].get((segment.is_backward, segment.num_before), 0)
-        if segment.is_backward:
-            # It is there from the begin of the layer's backward.
-            self._exact += moved
+        memory, moved = self._chunks[micro_batch.chunk], None
+        self._hold(self._buckets.list_held(segment))
         begin = self._exact
+        if segment.part == LAYERS:
+            moved = self._moved[micro_batch.chunk].get((segment.is_backward, segment.num_before))
+        if moved is not None and segment.is_backward:
+            # It is there from the begin of the layer's backward.
+            for number, size in micro_batch.on_host.pop(moved[0], ()):
+                micro_batch.alive[number] = self._make(size)
+        num_moved, begin = self._exact - begin, self._exact
         if memory.input_bytes and segment is memory.forward[0]:
             begin -= memory.input_bytes
         if isinstance(self._allocator, Sums):
             self._exact = begin + segment.growth
         else:
             begin += self._place(micro_batch, segment, is_received=begin < self._exact)
-        highest, held = begin + segment.rise, self._buckets.count_held(segment)
-        held += max(0, self._exact + self._buckets.count_flush(segment) - highest)
+        highest, flush = begin + segment.rise, [self._make(self._buckets.count_flush(segment))]
+        above = max(0, self._exact - highest)
+        self._drop(flush)
         # A forward beside a backward takes turns with it inside a layer, too: only what it leaves counts.
         if segment.is_backward or not beside:
-            self._note_highest(highest, micro_batch, segment, beside, held, segment.workspaces)
-        if not segment.is_backward:
+            self._note_highest(highest + above, micro_batch, segment, beside, above, segment.workspaces)
+        if moved is not None and not segment.is_backward:
             # It is freed when the layer's forward ends.
-            self._exact -= moved
-        micro_batch.standing[segment.part] += segment.growth + (moved if segment.is_backward else -moved)
-        micro_batch.standing[segment.part] -= segment.gradient_growth
+            num_moved = -self._send(micro_batch, segment, *moved)
+        micro_batch.standing[segment.part] += segment.growth - segment.gradient_growth + num_moved
         micro_batch.gradients += segment.gradient_growth
+
+    def _send(self, micro_batch: _MicroBatch, segment: Segment, layer: int, sizes: Sequence[int]) -> int:
+        """Free what a layer has sent to the host while `segment`, of the next layer, ran: how many bytes.
+
+        A storage is known by its size: the latest one before the segment that is there.
+        """
+        sent = micro_batch.on_host[layer] = [(0, size) for size in sizes]
+        if isinstance(self._allocator, Sums):
+            self._exact -= sum(sizes)
+            return sum(sizes)
+        first = next((number for number, size in segment.events if size >= 0), 0)
+        before = {number: size for number, (_, size) in micro_batch.alive.items() if 0 <= number < first}
+        for place, size in enumerate(sizes):
+            number = max(number for number, of in before.items() if of == size)
+            del before[number]
+            sent[place] = number, size
+            self._drop([micro_batch.alive.pop(number)])
+        return sum(sizes)
 
     def _place(self, micro_batch: _MicroBatch, segment: Segment, *, is_received: bool) -> int:
         """Bytes of workspaces that are made meanwhile.
@@ -247,29 +266,30 @@ class Step:
         micro_batch: _MicroBatch,
         segment: Segment,
         beside: Sequence[_MicroBatch],
-        held: int,
+        flush: int = 0,
         workspaces: int = 0,
     ) -> None:
         """Keep what is there if it is more than ever.
 
         Args:
-            num_bytes: of the tensors, without what buckets hold.
+            num_bytes: of all tensors.
             micro_batch: that runs.
             segment: of it.
             beside: another one that runs, whose tensors count as transients.
-            held: by buckets.
+            flush: what of them reducing a full bucket takes.
             workspaces: of attention.
         """
-        if num_bytes + held <= self.highest:
+        if num_bytes <= self.highest:
             return
-        self.highest = num_bytes + held
+        self.highest = num_bytes
+        held = sum(size for _, size in self._held.values()) + flush
         others = [each for each in self._in_flight.values() if each is not micro_batch and each not in beside]
         # Its own segment has not counted what it made and freed yet.
         activations = sum(each.level for each in others)
         batches = sum(self._chunks[each.chunk].micro_batch_bytes + each.mask[1] for each in [micro_batch, *others])
         kept = [self._of_schedule, *self._of_chunks.values()]
         inputs = sum(size for tensors in kept for _, size in tensors)
-        own = num_bytes - activations - batches - inputs - self._workspace_bytes
+        own = num_bytes - activations - batches - inputs - held - self._workspace_bytes
         # Below 0 where the workspaces take less than the segment has freed of its part.
         transients = own - micro_batch.level - workspaces
         direction = "backward" if segment.is_backward else "forward"
@@ -315,6 +335,12 @@ class Step:
         self._drop(self._of_schedule)
         self._last_chunk = None
 
+    def _hold(self, wanted: Mapping[Any, int]) -> None:
+        self._drop([self._held.pop(what) for what, (_, size) in [*self._held.items()] if wanted.get(what) != size])
+        for what, size in wanted.items():
+            if what not in self._held:
+                self._held[what] = self._make(size)
+
     def _make(self, size: int) -> _Tensor:
         self._exact += size
         return self._allocator.allocate(size), size
@@ -352,15 +378,18 @@ def _list_turns(events: list[tuple[bool, int, int]], is_combined: bool) -> list[
     return turns
 
 
-def _list_moved(chunk: ChunkMemory, moved: Sequence[int]) -> dict[tuple[bool, int], int]:
-    """(whether it is backward, place among the segments of layers there) -> bytes that leave, or come, meanwhile.
+_Moved = tuple[int, Sequence[int]]
+"""A layer, and the bytes of each storage that it sends to the host."""
+
+
+def _list_moved(chunk: ChunkMemory, moved: Sequence[Sequence[int]]) -> dict[tuple[bool, int], _Moved]:
+    """(whether it is backward, place among the segments of layers there) -> what leaves, or comes, meanwhile.
 
     While a layer runs, what the layer before it sent leaves, or comes back. The backward of a stage that has no head
     begins with a segment of its last layer in which nothing is moved yet.
     """
-    before = [0, *moved[:-1]] if moved else []
-    found = {}
-    for is_backward, segments, behind in ((False, chunk.forward, before), (True, chunk.backward, before[::-1])):
-        ahead = sum(each.part == LAYERS for each in segments) - len(behind)
-        found.update({(is_backward, place): size for place, size in enumerate(behind, start=ahead)})
+    sent = [*enumerate(moved[:-1])]
+    ahead = sum(each.part == LAYERS for each in chunk.backward) - len(moved)
+    found: dict[tuple[bool, int], _Moved] = {(False, layer + 1): (layer, sizes) for layer, sizes in sent if sizes}
+    found.update({(True, ahead + place): each for place, each in enumerate(sent[::-1]) if each[1]})
     return found

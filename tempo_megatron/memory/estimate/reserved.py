@@ -39,6 +39,7 @@ def play_steps(
         step.play()
         sizes = [each.size for each in step.gradients if each is not None]
         step.gradients = [allocator.allocate(size) for size in sizes]
+        allocator.free(allocator.allocate(max(0, states.reduction - states.standing_gradients)))
         at_step = [allocator.allocate(max(0, states.gradients - states.standing_gradients - sum(sizes)))]
         at_step.append(allocator.allocate(states.step_transient))
         for block in at_step:
@@ -54,17 +55,16 @@ def list_lasting(chunks: Sequence[ChunkMemory], dtype: torch.dtype, states: Mode
     """Bytes of each tensor that stays from step to step where the optimizer is not Megatron's.
 
     Args:
-        chunks: of the rank; they have the weights.
+        chunks: of the rank.
         dtype: of the weights.
-        states: gradients, optimizer states and buffers.
+        states: of the rank.
     """
     parameters = [each.size * dtype.itemsize for chunk in chunks for each in chunk.parameters]
-    yield from parameters
     total = sum(parameters)
+    # ZeRO 3 has its part of each.
+    yield from (states.weights * size // total for size in parameters)
     yield from (states.standing_gradients * size // total for size in parameters)
     # Two moments and the weights' copy.
     yield from [states.optimizer_states // 3] * 3
     yield states.communication_buffers
     yield max(chunk.global_buffer_bytes for chunk in chunks)
-    yield states.bucket
-    yield states.reduced_gradients
