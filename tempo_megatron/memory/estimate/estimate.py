@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tempo_megatron.memory.estimate.allocator import CachingAllocator, Library
 from tempo_megatron.memory.estimate.lasting_tensors import count_lasting_tensors
@@ -186,9 +186,12 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
         step = None
         if run.gpu is not None and optimizer.kind == "megatron":
             step = make_step(allocator, events=_list_until_full(events), workspaces=workspaces)
-        on_gpu = _count_on_gpu(run, chunks, muon and muon[1], allocator, step, workspaces, sharded)
+        place_states = functools.partial(_place_states, run, chunks, muon and muon[1], sharded)
+        on_gpu = _count_on_gpu(run, chunks, workspaces)
         if run.gpu is not None:
             on_gpu["lasting tensors"] = count_lasting_tensors(run, stage)
+        if step is not None:
+            on_gpu["rounding"] = place_states(allocator, step)
         found.append(
             _estimate_rank(
                 _name(stage, stages),
@@ -206,7 +209,7 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
             whole = make_allocator(is_expandable=run.expandable_segments)
             step = make_step(whole, events=_list_until_full(events), workspaces=workspaces)
             others = [on_gpu[name] for name in ("float8 weights", "lasting tensors") if name in on_gpu]
-            place = functools.partial(_place, run, chunks, states, muon and muon[1], whole, step, others, sharded)
+            place = functools.partial(_place, run, chunks, states, place_states, whole, step, others)
             rounded, reserved = play_steps(whole, step, states, place)
             found[-1] = dataclasses.replace(found[-1], rounded_bytes=rounded, reserved_bytes=reserved)
     return tuple(found)
@@ -216,22 +219,14 @@ def _place(
     run: Run,
     chunks: Sequence[ChunkMemory],
     states: ModelStates,
-    pieces: Sequence[Piece] | None,
+    place_states: Callable[..., int],
     allocator: CachingAllocator,
     step: Step,
     others: Sequence[int],
-    sharded: ShardedChunk | None,
 ) -> None:
     """Allocates what stays from step to step; `others` are bytes that neither `states` nor `chunks` have."""
-    if sharded is not None:
-        sharded.place(allocator, step)
-        for size in [*others, *_list_always(run, chunks)]:
-            allocator.allocate(size)
-        # As large as one tensor: which units' they are does not matter where all are converted.
-        step.gradients = [allocator.allocate(states.gradients - states.standing_gradients)]
-        return
     if run.optimizer.kind == "megatron":
-        _round_states(run, chunks, pieces, allocator, step, [*others, *_list_always(run, chunks)])
+        place_states(allocator, step, others)
         return
     for size in [*list_lasting(chunks, run.dtype, states), *others]:
         allocator.allocate(size)
@@ -320,61 +315,48 @@ def _name(stage: int, num_stages: int) -> str:
 
 
 def _count_on_gpu(
-    run: Run,
-    chunks: Sequence[ChunkMemory],
-    pieces: Sequence[Piece] | None,
-    allocator: CachingAllocator,
-    step: Step | None,
-    workspaces: Mapping[Library, Sequence[int]],
-    sharded: ShardedChunk | None,
+    run: Run, chunks: Sequence[ChunkMemory], workspaces: Mapping[Library, Sequence[int]]
 ) -> dict[str, int]:
-    """The parts of a rank at rest that depend on the GPU and its libraries; none where nothing says which GPU it is.
-
-    pieces: of Muon's states.
-    allocator: an empty one, which has what stays then.
-    step: of the chunks, on that allocator; None where it is not followed.
-    sharded: the chunk, where its weights are gathered.
-    """
+    """The parts of a rank at rest that depend on the GPU and its libraries; none where nothing says which GPU it is."""
     if run.gpu is None:
         return {}
-    optimizer, of_cublas = run.optimizer, list(itertools.chain(*workspaces.values()))
-    placeholders = _list_placeholder_gradients(run, chunks)
-    rounding = 0
-    if sharded is not None:
-        rounding = sharded.place(allocator, step)
-    elif optimizer.kind == "megatron":
-        # Where no step is followed, what it leaves is among the others.
-        of_step = [] if step else [*of_cublas, *(chunk.input_bytes for chunk in chunks for _ in range(2))]
-        rounding = _round_states(run, chunks, pieces, allocator, step, [*of_step, *_list_always(run, chunks)])
     float8, num_float8 = 0, _count_float8_weights(chunks)
-    if run.float8 is not None:
+    # A transposed copy is made for a unit's backward (megatron_fsdp.py: release_params_fp8_transpose_cache).
+    is_transposed_anew = run.float8_weights and run.optimizer.fsdp is not None
+    if run.float8 is not None and not is_transposed_anew:
         float8 = count_float8_bytes(num_float8, run.float8, run.gpu) - (num_float8 if run.float8_weights else 0)
-        if run.float8_weights and optimizer.fsdp is not None:
-            # A transposed copy is made for a unit's backward (megatron_fsdp.py: release_params_fp8_transpose_cache).
-            float8 = 0
     return {
-        "workspaces": sum(of_cublas),
-        "rounding": rounding,
-        "placeholder gradients": sum(placeholders),
+        "workspaces": sum(itertools.chain(*workspaces.values())),
+        "placeholder gradients": sum(_list_placeholder_gradients(run, chunks)),
         "float8 weights": float8,
     }
 
 
-def _list_always(run: Run, chunks: Sequence[ChunkMemory]) -> list[int]:
-    """The bytes of each tensor of Megatron's run that no step makes, beside the states."""
-    placeholders = [] if run.gpu is None else _list_placeholder_gradients(run, chunks)
-    return [max(each.global_buffer_bytes for each in chunks), *placeholders]
-
-
-def _round_states(
+def _place_states(
     run: Run,
     chunks: Sequence[ChunkMemory],
     pieces: Sequence[Piece] | None,
+    sharded: ShardedChunk | None,
     allocator: CachingAllocator,
     step: Step | None,
-    others: Sequence[int],
+    others: Sequence[int] = (),
 ) -> int:
-    """What `count_rounding` says of the states of Megatron's optimizer, which `allocator` then has."""
+    """Allocates what stays from step to step where the optimizer is Megatron's, and says what the allocator adds to it.
+
+    Args:
+        run: of the rank.
+        chunks: of the rank.
+        pieces: of Muon's states.
+        sharded: the chunk, where its weights are gathered.
+        allocator: an empty one.
+        step: of the chunks, on it.
+        others: bytes of each tensor that neither the states nor the chunks have.
+    """
+    others = [*others, max(each.global_buffer_bytes for each in chunks)]
+    if run.gpu is not None:
+        others += _list_placeholder_gradients(run, chunks)
+    if sharded is not None:
+        return sharded.place(allocator, others, step)
     return count_rounding(
         allocator,
         [chunk.parameters for chunk in chunks],

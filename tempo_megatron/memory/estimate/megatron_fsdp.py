@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -80,10 +80,13 @@ class ShardedChunk:
             gradients_at_rest=gradients + converted,
         )
 
-    def place(self, allocator: CachingAllocator, step: Step | None = None) -> int:
-        """Allocate what stays from step to step, but for the copies that gradients are converted to.
+    def place(self, allocator: CachingAllocator, others: Iterable[int] = (), step: Step | None = None) -> int:
+        """Allocate what stays from step to step.
 
-        step: the first, on the same allocator, before Adam's moments are made.
+        Args:
+            allocator: an empty one.
+            others: bytes of each tensor that stays and that neither the states are nor the step makes.
+            step: the first, on the same allocator, before Adam's moments are made.
 
         Returns the bytes that the allocator counts beyond those of the buffers, which have a stream of their own.
         """
@@ -98,12 +101,16 @@ class ShardedChunk:
             stream.allocate(own * of_main)
             stream.free(whole)
         stream.allocate(num_gradient_bytes)
-        allocator.allocate(self._count_outside() if self.fsdp.keeps_outer_weights else 0)
+        states = self.count_states()
+        for size in [states.communication_buffers, *others]:
+            allocator.allocate(size)
         if step is not None:
             step.play()
         for own, *_ in groups:
             for _ in range(2):
                 allocator.allocate(own * _MOMENTS // 2)
+        if step is not None:
+            step.gradients = [allocator.allocate(states.gradients - states.standing_gradients)]
         return stream.allocated - total - num_gradient_bytes
 
     def list_held(self, segment: Segment) -> dict[tuple[str, int | None], int]:
