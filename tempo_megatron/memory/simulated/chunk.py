@@ -88,7 +88,6 @@ from tempo_megatron.slots.choose import Choices, choose
 from tempo_megatron.slots.megatron_versions import VERSION, is_since
 
 _Counter = TypeVar("_Counter", bound=PeakBytes)
-_T = TypeVar("_T")
 STACKS_OF_MODULES = ("local", "transformer_engine", "cpu")
 # Of Megatron's recompute modules, those that modules of `memory.simulated` do themselves.
 _OF_STAND_INS = ("layernorm", "mla_up_proj", "moe_act")
@@ -724,10 +723,6 @@ class _Chunk:
             is_matrix = len(shape) == 2 and id(parameter) not in no_matrices
             return [Parameter(shape, is_matrix, number is not None)] * (number or 1)
 
-        return self._list_for_all(describe)
-
-    def _list_for_all(self, describe: Callable[[Tensor], list[_T]]) -> Iterator[_T]:
-        """What `describe` says of each parameter of the whole chunk, in the order of the modules."""
         layers = {id(p): (layer, times) for layer, times in self._layers for p in layer.parameters()}
         listed: set[int] = set()
         for parameter in self._model.parameters():
