@@ -77,7 +77,7 @@ def estimate_row(row: Mapping[str, Any]) -> Result:
     try:
         world_size = row["world_size"] or _find_world_size(row)
         last = min(
-            (_estimate(row, world_size, workspace)[-1] for workspace in _list_workspaces(row)),
+            (_estimate(row, world_size, workspace) for workspace in _list_workspaces(row)),
             key=lambda rank: abs(rank.at_rest_bytes - measured[1]),
         )
     except ValueError as error:
@@ -92,7 +92,8 @@ def _list_workspaces(row: Mapping[str, Any]) -> list[str]:
     return [":4096:2:16:8", ":4096:8"] if depends else [""]
 
 
-def _estimate(row: Mapping[str, Any], world_size: int, workspace: str = "") -> Sequence[Any]:
+def _estimate(row: Mapping[str, Any], world_size: int, workspace: str = "") -> Any:
+    """The estimate of the last rank."""
     from tempo_megatron.memory.commands.megatron_command import read_command
     from tempo_megatron.memory.commands.training_command import spell_arguments, split_command
     from tempo_megatron.memory.estimate.estimate import estimate_ranks
@@ -109,7 +110,7 @@ def _estimate(row: Mapping[str, Any], world_size: int, workspace: str = "") -> S
     if row.get("releases_outer_weights"):
         fsdp = dataclasses.replace(run.optimizer.fsdp, keeps_outer_weights=False)
         run = dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, fsdp=fsdp))
-    return estimate_ranks(run)
+    return estimate_ranks(run, only=run.pipeline_parallel - 1)[0]
 
 
 def _find_world_size(row: Mapping[str, Any]) -> int:
@@ -127,7 +128,7 @@ def _find_world_size(row: Mapping[str, Any]) -> int:
     errors: dict[int, int] = {}
     for size in (smallest * 2**n for n in range(11)):
         try:
-            errors[size] = abs(_estimate(row, size)[-1].at_rest_bytes - row["allocated_at_rest_bytes"])
+            errors[size] = abs(_estimate(row, size).at_rest_bytes - row["allocated_at_rest_bytes"])
         except ValueError:
             # The batch does not divide so; with one size, that is what is said of the row.
             if not errors and size == smallest:

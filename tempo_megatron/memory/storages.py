@@ -134,8 +134,12 @@ class PeakBytes(StorageFollower):
         self.peak, self.peak_workspaces = max((self.peak, self.peak_workspaces), before)
         return result, rise
 
+    def note_rise(self, num_bytes: int) -> None:
+        """Count `num_bytes` beyond what is alive as alive for a moment."""
+        self.raise_peak(self.count_alive() + num_bytes)
+
     def raise_peak(self, num_bytes: int) -> None:
-        """Count `num_bytes` as alive for a moment."""
+        """Count `num_bytes` as all that is alive for a moment."""
         if num_bytes > self.peak:
             self.peak, self.peak_workspaces = num_bytes, 0
 
@@ -155,46 +159,6 @@ class PeakBytes(StorageFollower):
         # Most operations make too little for a new peak.
         if self._upper_bound > self.peak:
             self.raise_peak(self.count_alive())
-
-
-PRODUCT, BATCHED_PRODUCT = -2, -3
-"""In place of bytes, where a matrix product begins, or a batch of them."""
-
-_PRODUCTS = {
-    torch.ops.aten.mm.default: PRODUCT,
-    torch.ops.aten.addmm.default: PRODUCT,
-    torch.ops.aten.bmm.default: BATCHED_PRODUCT,
-    torch.ops.aten.baddbmm.default: BATCHED_PRODUCT,
-}
-
-
-class AllocationTrace(PeakBytes):
-    """PeakBytes that lists when each storage is made and freed; a free is seen when memory is next made."""
-
-    def __init__(self, *known: Tensor) -> None:
-        super().__init__(*known)
-        self.events: list[tuple[int, int]] = []
-        """(number, bytes) where a storage is made, (number, -1) where it is freed; products have negative numbers."""
-        self._num_products = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _PRODUCTS:
-            self.drop_freed()
-            self._num_products += 1
-            self.events.append((-self._num_products, _PRODUCTS[func]))
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def note(self, new: dict[int, torch.UntypedStorage], inputs: Any) -> None:
-        self.drop_freed()
-        super().note(new, inputs)
-
-    def describe(self, storage: torch.UntypedStorage, inputs: Any) -> MadeStorage:
-        made = super().describe(storage, inputs)
-        self.events.append((made.number, made.num_bytes))
-        return made
-
-    def note_freed(self, made: MadeStorage) -> None:
-        self.events.append((made.number, -1))
 
 
 def find_storages(tensors: Iterable[Tensor]) -> dict[int, int]:

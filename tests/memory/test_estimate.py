@@ -23,12 +23,13 @@ from tempo_megatron.cli import main
 from tempo_megatron.memory.chips import H100, Chip
 from tempo_megatron.memory.commands import estimate as estimate_command
 from tempo_megatron.memory.commands.module_tree import format_trees
-from tempo_megatron.memory.estimate.estimate import estimate_ranks, list_events
+from tempo_megatron.memory.estimate.estimate import estimate_ranks
 from tempo_megatron.memory.estimate.model_states import count_model_states
+from tempo_megatron.memory.estimate.schedule import list_events
 from tempo_megatron.memory.megatron_run import deal_out_layers
 from tempo_megatron.memory.run import Experts, LatentAttention, OptimizerSettings, Run, take_parts
 from tempo_megatron.memory.simulated.chunk import list_modules, simulate_chunk
-from tempo_megatron.memory.simulated.phases import HEAD, LAYERS, ChunkMemory, compress
+from tempo_megatron.memory.simulated.chunk_memory import HEAD, LAYERS, ChunkMemory, compress
 from tempo_megatron.memory.storages import PeakBytes, count_storage_bytes
 from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
 from tempo_megatron.words.argument_types import format_bytes

@@ -10,21 +10,24 @@ from typing import Any
 import published_peaks
 import pytest
 import torch
+from made_chunks import make_chunk
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
-from tempo_megatron.memory.estimate.allocator import Allocations, CachingAllocator, Library
+from tempo_megatron.memory.estimate.allocator import CachingAllocator, Library
 from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.estimate.lasting_tensors import count_lasting_tensors
 from tempo_megatron.memory.estimate.megatron_fsdp import ShardedChunk
+from tempo_megatron.memory.estimate.model_states import ModelStates
 from tempo_megatron.memory.estimate.muon import count_muon_states
-from tempo_megatron.memory.estimate.rounding import Step, count_rounding, list_own_pieces
+from tempo_megatron.memory.estimate.play import Step
+from tempo_megatron.memory.estimate.rounding import count_rounding, list_own_pieces
 from tempo_megatron.memory.estimate.workspaces import find_torch_bytes, list_workspaces
 from tempo_megatron.memory.routing import assume_routing, expect_imbalance
 from tempo_megatron.memory.run import Experts, Hybrid, LatentAttention, MegatronFsdp, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import list_modules, simulate_chunk
+from tempo_megatron.memory.simulated.chunk_memory import ENGINE_PRODUCT, LAYERS, ChunkMemory, LayerParameters, Parameter
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory
-from tempo_megatron.memory.simulated.phases import LAYERS, ChunkMemory, LayerParameters, Parameter
 from tempo_megatron.memory.simulated.transformer_engine import choose_attention
 from tempo_megatron.models.shape import make_shape
 
@@ -46,6 +49,8 @@ NEAR = (
 )
 GOLDENS = json.loads((Path(published_peaks.__file__).parent / "published" / "megatron.json").read_text("utf-8"))
 ROWS = {row["id"]: row for row in GOLDENS["megatron_goldens"]}
+
+NO_STATES = ModelStates(weights=0)
 
 
 def make_run(sizes: dict[str, Any], **settings: Any) -> Run:
@@ -149,8 +154,8 @@ def test_megatron_fsdp_shards_all_gathers_ahead_and_reduces_at_the_end_of_backwa
     assert releasing.peak_bytes == rank.peak_bytes
 
     def list_buckets(chunk: ShardedChunk, *, in_backward: bool) -> list[int]:
-        moments = chunk.memory.list_moments(in_backward=in_backward)
-        return [chunk.count_buckets(each, in_backward=in_backward) for each in moments if each.part == LAYERS]
+        segments = chunk.memory.backward if in_backward else chunk.memory.forward
+        return [sum(chunk.list_held(each).values()) for each in segments if each.part == LAYERS]
 
     assert list_buckets(chunk, in_backward=False) == [2 * layer * number for number in (4, 3, 2, 1)]
     # Weights of the layers that are left, and gradients of those that are done, the same layer among both, beside the
@@ -172,7 +177,7 @@ def test_a_unit_of_megatron_fsdp_takes_the_hole_of_the_gathered_one_before_it() 
 
     def count(ranks: int, *, is_expandable: bool = False) -> int:
         chunk = ShardedChunk(MegatronFsdp(main_bytes=4), memory, torch.bfloat16, False, ranks, ranks)
-        return chunk.count_rounding(CachingAllocator(is_expandable=is_expandable))
+        return chunk.place(CachingAllocator(is_expandable=is_expandable))
 
     assert count(2) == 3 * MIB // 4
     # One rank gathers nothing: 4, 8, 6.5 and, in a segment of their own, 13 MiB in 14; gradients of 10.5 in 12.
@@ -184,11 +189,9 @@ def test_blocks_that_are_not_split_count_whole() -> None:
     """Less than 1 MiB that is left of a segment counts with the tensor in it."""
     large = [Parameter((19 * MIB // 4,), is_matrix=False)]
 
-    def count(
-        optimizer: OptimizerSettings, *, is_expandable: bool = False, traces: tuple[Allocations, ...] = ()
-    ) -> int:
+    def count(optimizer: OptimizerSettings, *chunks: ChunkMemory, is_expandable: bool = False) -> int:
         allocator = CachingAllocator(is_expandable=is_expandable)
-        step = Step(allocator, traces, [(True, 0, 0), (False, 0, 0)], {}) if traces else None
+        step = Step(allocator, chunks, [(True, 0, 0), (False, 0, 0)], {}, buckets=NO_STATES) if chunks else None
         ranks = 2 if optimizer.distributed else 1
         return count_rounding(allocator, [large], torch.bfloat16, [], optimizer, parts=(ranks, ranks), step=step)
 
@@ -198,7 +201,7 @@ def test_blocks_that_are_not_split_count_whole() -> None:
     # has 1 MiB too much, and so have the gradients.
     assert count(DISTRIBUTED) == 2 * MIB
     # 40 MiB that the first step freed have room for both moments.
-    assert count(WHOLE, traces=(Allocations((), (), 0, ((1, 40 * MIB), (1, -1)), 1),)) == 2 * MIB
+    assert count(WHOLE, make_chunk([(1, 40 * MIB)], [(1, -1)])) == 2 * MIB
     # Expandable segments are split however little is left.
     assert count(WHOLE, is_expandable=True) == count(DISTRIBUTED, is_expandable=True) == 0
 
@@ -208,8 +211,8 @@ def test_tensors_of_a_step_take_holes_that_are_too_large() -> None:
     sizes = [(1, 4 * MIB), (2, 4 * MIB), (1, -1), (3, 3 * MIB), (4, 4 * MIB), (2, -1), (3, -1), (4, -1)]
 
     def count(*events: tuple[bool, int, int], before: tuple[tuple[int, int], ...] = ()) -> int:
-        trace = Allocations((), (), 0, (*before, *sizes), len(before) + 5)
-        return Step(CachingAllocator(), [trace], events, {}).count_rounding()
+        chunk = make_chunk([*before, *sizes[:5]], sizes[5:])
+        return Step(CachingAllocator(), [chunk], events, {}, buckets=NO_STATES).count_rounding()
 
     # The third tensor takes the first one's place, 1 MiB of which is left: 12 MiB for 11.
     assert count((True, 0, 0), (False, 0, 0)) == MIB
@@ -222,24 +225,29 @@ def test_tensors_of_a_step_take_holes_that_are_too_large() -> None:
 
 def test_a_step_leaves_the_latest_input_of_each_chunk_its_gradient_and_workspaces() -> None:
     """An input of 5 MiB, its gradient, and 3 MiB in between; the first product of the layers comes behind the input."""
-    events = ((1, 5 * MIB), (2, 3 * MIB), (2, -1), (3, 5 * MIB))
-    trace = Allocations((), (), 0, events, 2, 5 * MIB, 2 * MIB, {Library.ENGINE: 1})
+    forward = [(1, 5 * MIB), (-1, ENGINE_PRODUCT), (2, 3 * MIB)]
+    chunk = make_chunk(forward, [(2, -1), (3, 5 * MIB)], input_bytes=5 * MIB, mask_bytes=2 * MIB)
+
+    def play(step: Step) -> int:
+        step.play()
+        return step.highest
+
     both = [(True, 0, 0), (True, 1, 0), (False, 0, 0), (False, 1, 0)]
     allocator = CachingAllocator()
-    step = Step(allocator, [trace], both, {Library.ENGINE: [32 * MIB], Library.TORCH: [8 * MIB]})
+    step = Step(allocator, [chunk], both, {Library.ENGINE: [32 * MIB], Library.TORCH: [8 * MIB]}, buckets=NO_STATES)
     # Two inputs with 3 MiB each, the second one's mask, and the workspace; torch's is made behind the step.
-    assert step.play() == (2 * (5 + 3) + 2 + 32) * MIB
+    assert play(step) == (2 * (5 + 3) + 2 + 32) * MIB
     assert step.count_left() == (2 * 5 + 32 + 8) * MIB
     # The first new input takes the place of the last one and its gradient.
-    assert step.play() == (2 * (5 + 3) + 2 + 32 + 8) * MIB
+    assert play(step) == (2 * (5 + 3) + 2 + 32 + 8) * MIB
     assert step.count_left() == allocator.allocated == (2 * 5 + 32 + 8) * MIB
     # With one more in flight each backward but the last leaves them to the schedule until the next backward.
     ahead = [(True, 0, 0), (True, 1, 0), (False, 0, 0), (True, 2, 0), (False, 1, 0), (False, 2, 0)]
-    more = Step(CachingAllocator(), [trace], ahead, {})
-    assert [more.play(), more.count_left()] == [(4 * 5 + 2 * 3 + 2) * MIB, 2 * 5 * MIB]
+    more = Step(CachingAllocator(), [chunk], ahead, {}, buckets=NO_STATES)
+    assert [play(more), more.count_left()] == [(4 * 5 + 2 * 3 + 2) * MIB, 2 * 5 * MIB]
     # Of one micro batch the highest moment is where it comes: beside what the last one left.
-    alone = Step(CachingAllocator(), [trace], both[::2], {})
-    assert [alone.play(), alone.play()] == [2 * 5 * MIB, (3 * 5 + 2) * MIB]
+    alone = Step(CachingAllocator(), [chunk], both[::2], {}, buckets=NO_STATES)
+    assert [play(alone), play(alone)] == [2 * 5 * MIB, (3 * 5 + 2) * MIB]
 
 
 def test_deterministic_experts_keep_what_they_hand_back_and_local_routers_have_a_workspace() -> None:

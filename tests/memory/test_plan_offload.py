@@ -16,7 +16,7 @@ from tempo_megatron.cli import main
 from tempo_megatron.memory.commands.arguments import add_plan_arguments
 from tempo_megatron.memory.commands.plan import read_request
 from tempo_megatron.memory.estimate.estimate import estimate_ranks
-from tempo_megatron.memory.estimate.offload import count_moved_of_layers
+from tempo_megatron.memory.estimate.offload import list_moved_of_layers
 from tempo_megatron.memory.plan.cost import choose_rows_to_move, count_window_bytes
 from tempo_megatron.memory.plan.gpu import HostLink, read_gpu
 from tempo_megatron.memory.plan.planner import Planner, PlanProblem
@@ -79,7 +79,7 @@ def test_the_estimate_of_a_plan_is_what_the_plan_says_and_that_of_its_block() ->
     (rank,) = estimate_ranks(run)
     stage = plan.stages[0]
     assert stage.moved_bytes > 0 and rank.peak_bytes == stage.peak_bytes <= args.gpu_memory
-    assert rank.host_bytes == stage.host_bytes == sum(count_moved_of_layers(run, range(16)))
+    assert rank.host_bytes == stage.host_bytes == sum(map(sum, list_moved_of_layers(run, range(16))))
 
 
 def test_copies_within_their_windows_never_let_anyone_wait_and_a_step_holds_what_the_solver_says() -> None:

@@ -16,7 +16,7 @@ from training_job import Data, fork_beside, run, successful
 
 from tempo_megatron.memory.commands.arguments import add_plan_arguments
 from tempo_megatron.memory.commands.plan import read_request
-from tempo_megatron.memory.estimate.estimate import list_events
+from tempo_megatron.memory.estimate.schedule import list_events
 from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.memory.plan.planner import MemoryPlan
 from tempo_megatron.memory.plan.step_simulation import SimulatedLayer, list_layers, simulate_step

@@ -17,7 +17,7 @@ from training_job import Data, Run, fork_beside, run, successful, zero
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory import run as memory_run
 from tempo_megatron.memory.estimate.estimate import estimate_ranks
-from tempo_megatron.memory.estimate.offload import count_moved_of_layers
+from tempo_megatron.memory.estimate.offload import list_moved_of_layers
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.words.argument_types import format_bytes
 
@@ -150,7 +150,8 @@ def test_a_budget_below_what_tempo_keeps_sends_rows_to_the_host_and_changes_no_l
     (record,) = planned.of_kind("run")
     plan = record["plan"]
     assert 0.99 * plan["peak_bytes"] <= read_count(planned) <= plan["peak_bytes"] <= budget
-    moved = count_moved_of_layers(describe(TempoConfig.from_dict(plan["block"]), config, dtype), range(4))
+    described = describe(TempoConfig.from_dict(plan["block"]), config, dtype)
+    moved = [sum(sizes) for sizes in list_moved_of_layers(described, range(4))]
     assert min(moved[:-1]) == max(moved) and moved[-1] == 0
     assert read_count(planned, "bytes,") == 2 * moved[0]
     assert read_count(planned, "host has") == read_count(planned, "a pool of") == plan["host_bytes"] == sum(moved)

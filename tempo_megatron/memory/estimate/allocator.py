@@ -14,7 +14,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import enum
-from collections.abc import Mapping
 
 ROUNDING_BYTES = 512
 SMALL_BYTES = 1 << 20
@@ -30,35 +29,6 @@ class Library(enum.Enum):
     ENGINE = enum.auto()
     TORCH = enum.auto()
     TORCH_BACKWARD = enum.auto()
-
-
-@dataclasses.dataclass(frozen=True)
-class Allocations:
-    """Of one rank: what stays, and what a micro batch does."""
-
-    parameter_bytes: tuple[int, ...]
-    """Of each parameter."""
-
-    batch_bytes: tuple[int, ...]
-    """Of each tensor of the micro batch."""
-
-    global_buffer_bytes: int
-    """Megatron's global memory buffer."""
-
-    events: tuple[tuple[int, int], ...]
-    """(number, bytes) where a storage is made, (number, -1) where it is freed."""
-
-    num_forward_events: int
-    """How many of them belong to the forward."""
-
-    input_bytes: int = 0
-    """Of the hidden states that come from another chunk; they stay behind the backward, with their gradient."""
-
-    mask_bytes: int = 0
-    """Of the samples' masks, which no module keeps."""
-
-    first_products: Mapping[Library, int] = dataclasses.field(default_factory=dict)
-    """Before which event each library first multiplies."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)

@@ -1,8 +1,8 @@
 """Estimates the memory of a training run on every kind of rank, for any number of devices, without hardware.
 
-A step is followed phase by phase: embedding, every layer, loss head, forward and backward, in the order of the
-pipeline's schedule, and then the optimizer's step. The estimate is the highest moment of all. What a phase adds comes
-from the real modules on fake tensors (`tempo_megatron.memory.simulated.chunk`); nothing in the sum is fitted.
+What a micro batch makes and frees in embedding, layers and loss head, forward and backward, is listed by running the
+real modules on fake tensors (`tempo_megatron.memory.simulated.chunk`), and played in the order of the pipeline's
+schedule (`play.py`); then comes the optimizer's step. The estimate is the highest moment; nothing in it is fitted.
 
 Not in it: memory that an operation takes and gives back inside itself (but for Tempo's on a CPU), what an allocator
 keeps free, CUDA's context, NCCL's buffers, what an allocator rounds up and cuBLAS's workspaces where no GPU is named,
@@ -15,9 +15,9 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from tempo_megatron.memory.estimate.allocator import Allocations, CachingAllocator, Library
+from tempo_megatron.memory.estimate.allocator import CachingAllocator, Library
 from tempo_megatron.memory.estimate.lasting_tensors import count_lasting_tensors
 from tempo_megatron.memory.estimate.megatron_fsdp import ShardedChunk
 from tempo_megatron.memory.estimate.model_states import (
@@ -26,15 +26,17 @@ from tempo_megatron.memory.estimate.model_states import (
     makes_gradients,
 )
 from tempo_megatron.memory.estimate.muon import Piece, count_muon_states
-from tempo_megatron.memory.estimate.offload import count_moved_of_layers, drop_offload, offload_layers
+from tempo_megatron.memory.estimate.offload import drop_offload, list_moved_of_layers
+from tempo_megatron.memory.estimate.play import Peak, Step, Sums
 from tempo_megatron.memory.estimate.reserved import list_lasting, make_allocator, play_steps
-from tempo_megatron.memory.estimate.rounding import Step, count_rounding
+from tempo_megatron.memory.estimate.rounding import count_rounding
+from tempo_megatron.memory.estimate.schedule import Event, list_events
 from tempo_megatron.memory.estimate.workspaces import list_workspaces
 from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import Run
-from tempo_megatron.memory.simulated.chunk import simulate_chunk, trace_chunk
+from tempo_megatron.memory.simulated.chunk import simulate_chunk
+from tempo_megatron.memory.simulated.chunk_memory import ChunkMemory
 from tempo_megatron.memory.simulated.float8 import count_float8_bytes
-from tempo_megatron.memory.simulated.phases import ChunkMemory, Moment
 
 _BUCKET_ELEMENTS, _BUCKET_ELEMENTS_OF_RANK = 40_000_000, 1_000_000
 
@@ -138,10 +140,6 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
             "--allocator is given with --stock cpu, but it simulates the allocator of a GPU; expected --stock local or "
             "transformer_engine; leave one of them out"
         )
-    if simulates_allocator and optimizer.fsdp is not None:
-        raise ValueError("--allocator does not follow weights that FSDP gathers; leave it out")
-    if simulates_allocator and run.tempo.offloads:
-        raise ValueError("--allocator does not follow what tempo.offload sends to the host; leave one of them out")
     run.check()
     num_micro_batches = run.num_micro_batches or (1 if stages == 1 and optimizer.kind == "none" else 2 * stages)
     has_gradients = not makes_gradients(optimizer, run.dtype, num_micro_batches > 1)
@@ -149,15 +147,13 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
     for stage in range(stages) if only is None else [only]:
         layers = run.list_chunks(stage)
         of_stage = assume_routing(run, stage)
-        moved = [count_moved_of_layers(of_stage, each) for each in layers]
+        moved = [list_moved_of_layers(of_stage, each) for each in layers]
         here = dataclasses.replace(of_stage, tempo=drop_offload(run.tempo)) if run.tempo.offloads else of_stage
         ends = run.list_ends(stage)
         chunks = [
             simulate_chunk(here, each, **beside, has_gradients=has_gradients)
             for each, beside in zip(layers, ends, strict=True)
         ]
-        if run.tempo.offloads:
-            chunks = [offload_layers(chunk, each) for chunk, each in zip(chunks, moved, strict=True)]
         muon = None if optimizer.muon is None else _count_muon(run, chunks, optimizer.muon)
         sharded = None
         if optimizer.fsdp is not None:
@@ -166,43 +162,54 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
         else:
             states = _count_states(run, chunks, accumulates=num_micro_batches > 1) if muon is None else muon[0]
         is_combined = run.experts is not None and run.experts.overlaps and num_micro_batches > 1
-        events = [
-            *list_events(stage, stages, len(chunks), num_micro_batches, run.micro_batch_group, is_combined=is_combined)
-        ]
-        traces = None
-        # The blocks of tensors that leave for the host are others' meanwhile, and so are those of gathered weights;
-        # their rounding is not counted.
-        moves = optimizer.fsdp is not None or run.tempo.offloads
-        is_followed = optimizer.kind == "megatron" and not moves
-        if simulates_allocator or (run.gpu is not None and is_followed):
-            traces = [
-                trace_chunk(of_stage, each, **beside, has_gradients=has_gradients)
-                for each, beside in zip(layers, ends, strict=True)
-            ]
+        group = run.micro_batch_group or stages
+        # Later groups of micro batches repeat what earlier ones did.
+        number = min(num_micro_batches, 4 * group + num_micro_batches % group)
+        events = [*list_events(stage, stages, len(chunks), number, group, is_combined=is_combined)]
         workspaces = list_workspaces(run, has_head=stage == stages - 1)
+        make_step = functools.partial(
+            Step,
+            chunks=chunks,
+            buckets=states if sharded is None else sharded,
+            moved=moved,
+            # Between interleaved chunks that of the next backward is received ahead
+            # (core/pipeline_parallel/schedules.py:2195-2269 and 1740-1960 of megatron-core 0.16.1).
+            received_bytes=max(each.output_bytes for each in chunks),
+            is_combined=is_combined,
+        )
+        sums = make_step(Sums(), events=events, workspaces={})
+        sums.play()
+        if sums.count_left():
+            # The next step has what the first one left.
+            sums.play()
         allocator = CachingAllocator(is_expandable=run.expandable_segments, counts_reserved=False)
-        until_full = [*_list_until_full(events)]
         step = None
-        if traces is not None and run.gpu is not None and is_followed:
-            step = Step(allocator, traces, until_full, workspaces)
-        on_gpu = _count_on_gpu(run, chunks, muon and muon[1], allocator, step, workspaces, sharded)
+        if run.gpu is not None and optimizer.kind == "megatron":
+            step = make_step(allocator, events=_list_until_full(events), workspaces=workspaces)
+        place_states = functools.partial(_place_states, run, chunks, muon and muon[1], sharded)
+        on_gpu = _count_on_gpu(run, chunks, workspaces)
         if run.gpu is not None:
             on_gpu["lasting tensors"] = count_lasting_tensors(run, stage)
-        rounding = 0 if step is None else step.count_rounding()
-        deferred = _count_deferred(run, num_micro_batches) if stage == stages - 1 else 0
-        of_host = [sum(each) for each in moved]
+        if step is not None:
+            on_gpu["rounding"] = place_states(allocator, step)
         found.append(
             _estimate_rank(
-                *(_name(stage, stages), chunks, states, on_gpu, events, of_host, deferred, rounding, is_combined),
+                _name(stage, stages),
+                chunks,
+                states,
+                on_gpu,
+                sums.peak,
+                rounding=0 if step is None else step.count_rounding(),
+                deferred=_count_deferred(run, num_micro_batches) if stage == stages - 1 else 0,
                 inputs_of_experts=_count_inputs_of_experts(run, chunks, layers),
-                sharded=sharded,
+                host_bytes=_count_on_host(events, [sum(map(sum, each)) for each in moved]),
             )
         )
-        if simulates_allocator and traces is not None:
+        if simulates_allocator:
             whole = make_allocator(is_expandable=run.expandable_segments)
-            step = Step(whole, traces, until_full, workspaces)
+            step = make_step(whole, events=_list_until_full(events), workspaces=workspaces)
             others = [on_gpu[name] for name in ("float8 weights", "lasting tensors") if name in on_gpu]
-            place = functools.partial(_place, run, chunks, traces, states, muon and muon[1], whole, step, others)
+            place = functools.partial(_place, run, chunks, states, place_states, whole, step, others)
             rounded, reserved = play_steps(whole, step, states, place)
             found[-1] = dataclasses.replace(found[-1], rounded_bytes=rounded, reserved_bytes=reserved)
     return tuple(found)
@@ -211,30 +218,28 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
 def _place(
     run: Run,
     chunks: Sequence[ChunkMemory],
-    traces: Sequence[Allocations],
     states: ModelStates,
-    pieces: Sequence[Piece] | None,
+    place_states: Callable[..., int],
     allocator: CachingAllocator,
     step: Step,
     others: Sequence[int],
 ) -> None:
     """Allocates what stays from step to step; `others` are bytes that neither `states` nor `chunks` have."""
     if run.optimizer.kind == "megatron":
-        _round_states(run, chunks, pieces, allocator, step, [*others, *_list_always(run, chunks)])
+        place_states(allocator, step, others)
         return
-    for size in [*list_lasting(traces, states), *others]:
+    for size in [*list_lasting(chunks, run.dtype, states), *others]:
         allocator.allocate(size)
 
 
-def _list_until_full(events: Sequence[Event]) -> Iterator[tuple[bool, int, int]]:
+def _list_until_full(events: Sequence[Event]) -> Sequence[Event]:
     """The events until a step has twice had as many micro batches in flight as it ever has.
 
     Later ones repeat them, with the same blocks.
     """
     levels = list(itertools.accumulate(1 if event.is_forward else -1 for event in events))
     full = [place for place, level in enumerate(levels) if level == max(levels)]
-    for event in events[: full[:2][-1] + 2]:
-        yield event.is_forward, event.micro_batch, event.chunk
+    return events[: full[:2][-1] + 2]
 
 
 def _count_states(run: Run, chunks: Sequence[ChunkMemory], *, accumulates: bool) -> ModelStates:
@@ -310,61 +315,48 @@ def _name(stage: int, num_stages: int) -> str:
 
 
 def _count_on_gpu(
-    run: Run,
-    chunks: Sequence[ChunkMemory],
-    pieces: Sequence[Piece] | None,
-    allocator: CachingAllocator,
-    step: Step | None,
-    workspaces: Mapping[Library, Sequence[int]],
-    sharded: ShardedChunk | None,
+    run: Run, chunks: Sequence[ChunkMemory], workspaces: Mapping[Library, Sequence[int]]
 ) -> dict[str, int]:
-    """The parts of a rank at rest that depend on the GPU and its libraries; none where nothing says which GPU it is.
-
-    pieces: of Muon's states.
-    allocator: an empty one, which has what stays then.
-    step: of the chunks, on that allocator; None where it is not followed.
-    sharded: the chunk, where its weights are gathered.
-    """
+    """The parts of a rank at rest that depend on the GPU and its libraries; none where nothing says which GPU it is."""
     if run.gpu is None:
         return {}
-    optimizer, of_cublas = run.optimizer, list(itertools.chain(*workspaces.values()))
-    placeholders = _list_placeholder_gradients(run, chunks)
-    rounding = 0
-    if sharded is not None:
-        rounding = sharded.count_rounding(allocator)
-    elif optimizer.kind == "megatron":
-        # Where no step is followed, what it leaves is among the others.
-        of_step = [] if step else [*of_cublas, *(chunk.input_bytes for chunk in chunks for _ in range(2))]
-        rounding = _round_states(run, chunks, pieces, allocator, step, [*of_step, *_list_always(run, chunks)])
     float8, num_float8 = 0, _count_float8_weights(chunks)
-    if run.float8 is not None:
+    # A transposed copy is made for a unit's backward (megatron_fsdp.py: release_params_fp8_transpose_cache).
+    is_transposed_anew = run.float8_weights and run.optimizer.fsdp is not None
+    if run.float8 is not None and not is_transposed_anew:
         float8 = count_float8_bytes(num_float8, run.float8, run.gpu) - (num_float8 if run.float8_weights else 0)
-        if run.float8_weights and optimizer.fsdp is not None:
-            # A transposed copy is made for a unit's backward (megatron_fsdp.py: release_params_fp8_transpose_cache).
-            float8 = 0
     return {
-        "workspaces": sum(of_cublas),
-        "rounding": rounding,
-        "placeholder gradients": sum(placeholders),
+        "workspaces": sum(itertools.chain(*workspaces.values())),
+        "placeholder gradients": sum(_list_placeholder_gradients(run, chunks)),
         "float8 weights": float8,
     }
 
 
-def _list_always(run: Run, chunks: Sequence[ChunkMemory]) -> list[int]:
-    """The bytes of each tensor of Megatron's run that no step makes, beside the states."""
-    placeholders = [] if run.gpu is None else _list_placeholder_gradients(run, chunks)
-    return [max(each.global_buffer_bytes for each in chunks), *placeholders]
-
-
-def _round_states(
+def _place_states(
     run: Run,
     chunks: Sequence[ChunkMemory],
     pieces: Sequence[Piece] | None,
+    sharded: ShardedChunk | None,
     allocator: CachingAllocator,
     step: Step | None,
-    others: Sequence[int],
+    others: Sequence[int] = (),
 ) -> int:
-    """What `count_rounding` says of the states of Megatron's optimizer, which `allocator` then has."""
+    """Allocates what stays from step to step where the optimizer is Megatron's, and says what the allocator adds to it.
+
+    Args:
+        run: of the rank.
+        chunks: of the rank.
+        pieces: of Muon's states.
+        sharded: the chunk, where its weights are gathered.
+        allocator: an empty one.
+        step: of the chunks, on it.
+        others: bytes of each tensor that neither the states nor the chunks have.
+    """
+    others = [*others, max(each.global_buffer_bytes for each in chunks)]
+    if run.gpu is not None:
+        others += _list_placeholder_gradients(run, chunks)
+    if sharded is not None:
+        return sharded.place(allocator, others, step)
     return count_rounding(
         allocator,
         [chunk.parameters for chunk in chunks],
@@ -435,82 +427,51 @@ def _estimate_rank(
     chunks: Sequence[ChunkMemory],
     states: ModelStates,
     on_gpu: dict[str, int],
-    events: Iterable[Event],
-    moved: Sequence[int],
-    deferred: int = 0,
-    rounding: int = 0,
-    is_combined: bool = False,
+    peak: Peak,
     *,
-    inputs_of_experts: int = 0,
-    sharded: ShardedChunk | None = None,
+    rounding: int,
+    deferred: int,
+    inputs_of_experts: int,
+    host_bytes: int,
 ) -> RankEstimate:
-    """Follow a step's events; `waiting` counts, chunk by chunk, the micro batches between forward and backward.
+    """The highest moment of a step: of its micro batches, of the reduction of the gradients, or the optimizer's step.
 
-    moved: what a micro batch sends to the host, chunk by chunk.
     rounding: what the allocator adds to the tensors of micro batches.
+    deferred: of `_count_deferred`.
     inputs_of_experts: what layers with experts keep of the latest micro batch between steps.
-    sharded: the chunk, where its weights are gathered.
     """
-    highest: dict[tuple[int, bool], tuple[Moment, int]] = {}
-    for chunk, memory in enumerate(chunks):
-        for is_forward in (True, False):
-            moments = memory.list_moments(in_backward=not is_forward, is_combined=is_combined)
-            if sharded is None:
-                with_buckets = [(moment, states.count_buckets(moment)) for moment in moments]
-            else:
-                with_buckets = [
-                    (moment, sharded.count_buckets(moment, in_backward=not is_forward)) for moment in moments
-                ]
-            highest[chunk, is_forward] = max(with_buckets, key=lambda each: each[0].num_bytes + each[1])
-    waiting, follows_backward, host_bytes = [0] * len(chunks), False, 0
-    candidates: dict[tuple[tuple[int, ...], int, bool, bool], int] = {}
-    for event in events:
-        waiting[event.chunk] -= 0 if event.is_forward else 1
-        key = (tuple(waiting), event.chunk, event.is_forward, follows_backward)
-        if key not in candidates:
-            in_flight = sum(n * memory.bytes_in_flight for n, memory in zip(waiting, chunks, strict=True))
-            moment, buckets = highest[event.chunk, event.is_forward]
-            earlier = _count_earlier_inputs(chunks, *key)
-            own = chunks[event.chunk].count_micro_batch(in_forward=event.is_forward)
-            candidates[key] = in_flight + own + moment.num_bytes + buckets + earlier
-        waiting[event.chunk] += 1 if event.is_forward else 0
-        on_host = sum(n * each for n, each in zip(waiting, moved, strict=True))
-        host_bytes = max(host_bytes, on_host)
-        follows_backward |= not event.is_forward
-    others, chunk, is_forward, follows_backward = max(candidates, key=lambda key: candidates[key])
-    moment, buckets = highest[chunk, is_forward]
     # Its chunks share one, which stays from the first micro batch on.
     buffer = max(each.global_buffer_bytes for each in chunks)
     lasting = _list_parts(states) | {"global memory buffer": buffer} | on_gpu
-    # Below 0 where the workspaces take less than the phase has freed of its part.
-    transients = moment.rise - moment.workspaces
-    parts = lasting | {
-        "gradients": states.standing_gradients + moment.gradient_bytes,
-        "communication buffers": lasting["communication buffers"] + buckets,
-        "stage inputs": _count_earlier_inputs(chunks, others, chunk, is_forward, follows_backward),
-        "deferred gradients": deferred,
-        "micro batches": sum(n * each.micro_batch_bytes for n, each in zip(others, chunks, strict=True))
-        + chunks[chunk].count_micro_batch(in_forward=is_forward),
-        "other micro batches' activations": sum(n * each.kept_bytes for n, each in zip(others, chunks, strict=True)),
-        **moment.standing,
-        moment.part: moment.standing[moment.part] + min(0, transients),
-        "attention's workspaces": moment.workspaces,
-        "transients": max(0, transients),
-    }
-    parts["rounding"] += rounding
-    num_parameters = sum(memory.num_parameters for memory in chunks)
+    parts = lasting | {"deferred gradients": deferred, **peak.parts}
+    for part, beside in (
+        ("gradients", states.standing_gradients),
+        ("communication buffers", lasting["communication buffers"]),
+        ("rounding", rounding),
+    ):
+        parts[part] += beside
     at_rest = lasting | {
         "gradients": states.gradients_at_rest,
         "stage inputs": sum(_count_own_input(each) for each in chunks) + inputs_of_experts,
     }
     ends = {
-        moment.name: parts,
+        peak.name: parts,
         "reduction of the gradients": lasting
-        | {"gradients": states.reduction, "micro batches": chunks[chunk].micro_batch_bytes},
+        | {"gradients": states.reduction, "micro batches": chunks[-1].micro_batch_bytes},
         "optimizer step": at_rest | {"gradients": states.gradients, "transients": states.step_transient},
     }
-    name_of_moment = max(ends, key=lambda each: sum(ends[each].values()))
-    return RankEstimate(name, num_parameters, name_of_moment, ends[name_of_moment], at_rest, host_bytes=host_bytes)
+    moment = max(ends, key=lambda each: sum(ends[each].values()))
+    num_parameters = sum(memory.num_parameters for memory in chunks)
+    return RankEstimate(name, num_parameters, moment, ends[moment], at_rest, host_bytes=host_bytes)
+
+
+def _count_on_host(events: Iterable[Event], moved: Sequence[int]) -> int:
+    """Bytes on the host at most, of what a micro batch sends there, chunk by chunk."""
+    highest = level = 0
+    for event in events:
+        level += moved[event.chunk] if event.is_forward else -moved[event.chunk]
+        highest = max(highest, level)
+    return highest
 
 
 def _count_own_input(chunk: ChunkMemory) -> int:
@@ -522,25 +483,6 @@ def _count_own_input(chunk: ChunkMemory) -> int:
     return 2 * chunk.input_bytes
 
 
-def _count_earlier_inputs(
-    chunks: Sequence[ChunkMemory], waiting: Sequence[int], current: int, is_forward: bool, follows_backward: bool
-) -> int:
-    """What a stage has of micro batches whose backward is over while chunk `current` runs.
-
-    A chunk with none in flight has the last one's input. In forward the schedule's variables, too, have what the
-    backward before it took and gave: the output, from whose graph the input and its gradient hang, and the gradient
-    that was received; between interleaved chunks this is the one for the next backward, received ahead
-    (core/pipeline_parallel/schedules.py:2195-2269 and 1740-1960 of megatron-core 0.16.1).
-    """
-    idle = (each for place, each in enumerate(chunks) if place != current and not waiting[place])
-    handed = 0
-    if is_forward and follows_backward:
-        chunk = chunks[current]
-        received = chunk.output_bytes if len(chunks) == 1 else max(each.output_bytes for each in chunks)
-        handed = _count_own_input(chunk) + received
-    return sum(map(_count_own_input, idle)) + handed
-
-
 def _list_parts(states: ModelStates) -> dict[str, int]:
     return {
         **dict.fromkeys(PART_NAMES, 0),
@@ -548,53 +490,3 @@ def _list_parts(states: ModelStates) -> dict[str, int]:
         "optimizer states": states.optimizer_states,
         "communication buffers": states.communication_buffers,
     }
-
-
-@dataclasses.dataclass(frozen=True)
-class Event:
-    """The forward or the backward of one micro batch through one chunk of a stage."""
-
-    is_forward: bool
-    micro_batch: int
-    chunk: int
-
-
-def list_events(
-    stage: int,
-    num_stages: int,
-    num_chunks: int,
-    num_micro_batches: int,
-    group: int | None = None,
-    *,
-    is_combined: bool = False,
-) -> Iterator[Event]:
-    """What a stage does in one step, in Megatron's order (schedules.py: get_schedule_table of megatron-core 0.16.1).
-
-    Args:
-        stage: from 0.
-        num_stages: p.
-        num_chunks: chunks of layers per stage; 1 is 1F1B without interleaving.
-        num_micro_batches: of a step.
-        group: how many micro batches pass through one chunk before the next chunk begins; None is p.
-        is_combined: whether a forward runs beside the backward of another micro batch; of chunks one more goes ahead.
-    """
-    if num_chunks == 1:
-        places = [(micro_batch, 0) for micro_batch in range(num_micro_batches)]
-        warmup = num_stages - stage - 1
-    else:
-        group = group or num_stages
-        places = [
-            (micro_batch, chunk)
-            for first in range(0, num_micro_batches, group)
-            for chunk in range(num_chunks)
-            for micro_batch in range(first, min(first + group, num_micro_batches))
-        ]
-        warmup = 2 * (num_stages - stage - 1) + (num_chunks - 1) * group + is_combined
-    warmup = min(warmup, len(places))
-    for number in range(len(places) + warmup):
-        if number < len(places):
-            micro_batch, chunk = places[number]
-            yield Event(True, micro_batch, chunk)
-        if number >= warmup:
-            micro_batch, chunk = places[number - warmup]
-            yield Event(False, micro_batch, num_chunks - 1 - chunk)

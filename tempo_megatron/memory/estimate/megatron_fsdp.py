@@ -11,21 +11,22 @@ when backward ends (megatron_fsdp.py: _grad_acc; GradReducePipeline.wait_for_pre
 
 The buffers are made on a stream of their own (training/training.py:2523 of Megatron-LM at d98e8a64dd), unit by unit: a
 rank's part of the weights, the whole unit, from which it is filled, and the part of the main copies; then one buffer of
-all gradients. What torch's allocator adds to these is counted; what it adds to Adam's moments and in a step is not.
+all gradients. What torch's allocator adds to these and in a step is counted; what it adds to Adam's moments is not.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from tempo_megatron.memory.estimate.allocator import CachingAllocator
 from tempo_megatron.memory.estimate.model_states import ModelStates
+from tempo_megatron.memory.estimate.play import Step
 from tempo_megatron.memory.run import MegatronFsdp
-from tempo_megatron.memory.simulated.phases import EMBEDDING, HEAD, LAYERS, ChunkMemory, LayerParameters, Moment
+from tempo_megatron.memory.simulated.chunk_memory import EMBEDDING, HEAD, LAYERS, ChunkMemory, LayerParameters, Segment
 
 _MOMENTS = 8
 """Bytes of Adam's two, in float32."""
@@ -79,42 +80,71 @@ class ShardedChunk:
             gradients_at_rest=gradients + converted,
         )
 
-    def count_rounding(self, allocator: CachingAllocator) -> int:
-        """Bytes that an empty allocator counts beyond those of the buffers."""
-        total = num_gradient_bytes = 0
-        for size, ranks, is_float8 in self._list_groups():
-            own, of_weight = math.ceil(size / ranks), 1 if is_float8 else self.dtype.itemsize
-            of_main = self.fsdp.main_bytes or 0
+    def place(self, allocator: CachingAllocator, others: Iterable[int] = (), step: Step | None = None) -> int:
+        """Allocate what stays from step to step.
+
+        Args:
+            allocator: an empty one.
+            others: bytes of each tensor that stays and that neither the states are nor the step makes.
+            step: the first, on the same allocator, before Adam's moments are made.
+
+        Returns the bytes that the allocator counts beyond those of the buffers, which have a stream of their own.
+        """
+        stream, total, num_gradient_bytes = allocator.add_stream(), 0, 0
+        groups = [(math.ceil(size / ranks), *each) for each in self._list_groups() for size, ranks, _ in [each]]
+        for own, size, ranks, is_float8 in groups:
+            of_weight, of_main = 1 if is_float8 else self.dtype.itemsize, self.fsdp.main_bytes or 0
             num_gradient_bytes += own * self._find_gradient_bytes(is_float8)
             total += own * (of_weight + of_main)
-            allocator.allocate(own * of_weight)
-            whole = allocator.allocate(size * of_weight if ranks > 1 else 0)
-            allocator.allocate(own * of_main)
-            allocator.free(whole)
-        allocator.allocate(num_gradient_bytes)
-        return allocator.allocated - total - num_gradient_bytes
+            stream.allocate(own * of_weight)
+            whole = stream.allocate(size * of_weight if ranks > 1 else 0)
+            stream.allocate(own * of_main)
+            stream.free(whole)
+        stream.allocate(num_gradient_bytes)
+        states = self.count_states()
+        for size in [states.communication_buffers, *others]:
+            allocator.allocate(size)
+        if step is not None:
+            step.play()
+        for own, *_ in groups:
+            for _ in range(2):
+                allocator.allocate(own * _MOMENTS // 2)
+        if step is not None:
+            step.gradients = [allocator.allocate(states.gradients - states.standing_gradients)]
+        return stream.allocated - total - num_gradient_bytes
 
-    def count_buckets(self, moment: Moment, *, in_backward: bool) -> int:
-        """Bytes of the weights of units that are gathered, and of gradients that are not reduced yet."""
-        layers, place = self.memory.layer_parameters, moment.num_before
-        ahead: tuple[LayerParameters, ...] = ()
-        if moment.part == LAYERS:
-            ahead = layers[: len(layers) - place][::-1] if in_backward else layers[place:]
-        elif moment.part == EMBEDDING and not in_backward:
-            ahead = layers
-        gathered = self._gather(ahead) + (0 if self.fsdp.keeps_outer_weights else self._count_outside())
-        if not in_backward:
-            return gathered
-        done = layers[::-1][: {HEAD: 0, LAYERS: place + 1, EMBEDDING: len(layers)}[moment.part]]
-        waiting = max(0, moment.num_gradients - sum(each.total for each in done)) * (self.ranks > 1)
-        found, elements = waiting * self._find_communicated_bytes(False), 0
-        for each in reversed(done):
+    def list_held(self, segment: Segment) -> dict[tuple[str, int | None], int]:
+        """Bytes of the weights of each unit that is gathered, and of its gradients that are not reduced yet.
+
+        A unit is its layer's place; None is what is outside the units.
+        """
+        layers, place = self.memory.layer_parameters, segment.num_before
+        units = range(len(layers))
+        ahead: Sequence[int] = ()
+        if segment.part == LAYERS:
+            ahead = units[: len(layers) - place][::-1] if segment.is_backward else units[place:]
+        elif segment.part == EMBEDDING and not segment.is_backward:
+            ahead = units
+        found: dict[tuple[str, int | None], int] = {("weights", unit): size for unit, size in self._gather(ahead)}
+        if not self.fsdp.keeps_outer_weights:
+            found["weights", None] = self._count_outside()
+        if not segment.is_backward:
+            return found
+        done = units[len(layers) - {HEAD: 0, LAYERS: place + 1, EMBEDDING: len(layers)}[segment.part] :]
+        waiting = max(0, segment.num_gradients - sum(layers[unit].total for unit in done)) * (self.ranks > 1)
+        found["gradients", None] = waiting * self._find_communicated_bytes(False)
+        elements = 0
+        for unit in done:
             # Those of the unit whose backward runs; before them, the latest first, as many as may wait.
             if elements > self.fsdp.unit_elements:
                 break
-            elements += self._count_shared(each)
-            found += self._count_gradients(each)
-        return gathered + found
+            elements += self._count_shared(layers[unit])
+            found["gradients", unit] = self._count_gradients(layers[unit])
+        return found
+
+    def count_flush(self, segment: Segment) -> int:
+        """None: what is reduced is counted among what waits."""
+        return 0
 
     def _list_groups(self) -> Iterator[tuple[int, int, bool]]:
         """Elements of the weights that are one buffer, ranks that share them, and whether they are in float8."""
@@ -133,16 +163,16 @@ class ShardedChunk:
         outside = self.memory.num_parameters - sum(each.total for each in self.memory.layer_parameters)
         return self.dtype.itemsize * outside * (self.ranks > 1)
 
-    def _gather(self, layers: tuple[LayerParameters, ...]) -> int:
-        """Bytes of the first of these units, and of those that follow it up to the limit."""
-        found = elements = 0
-        for place, layer in enumerate(layers):
+    def _gather(self, units: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """The first of these units, and those that follow it up to the limit, each with the bytes of its weights."""
+        elements = 0
+        for place, unit in enumerate(units):
             if elements >= self.fsdp.unit_elements // 2:
                 break
+            layer = self.memory.layer_parameters[unit]
             size = self._count_shared(layer)
             elements += size if place else 0
-            found += size * self.dtype.itemsize - self._count_float8(layer) * (self.dtype.itemsize - 1)
-        return found
+            yield unit, size * self.dtype.itemsize - self._count_float8(layer) * (self.dtype.itemsize - 1)
 
     def _count_gradients(self, layer: LayerParameters) -> int:
         float8 = self._count_float8(layer)

@@ -28,7 +28,7 @@ import dataclasses
 import torch
 
 from tempo_megatron.memory.run import BUCKET_ELEMENTS, OptimizerSettings
-from tempo_megatron.memory.simulated.phases import Moment
+from tempo_megatron.memory.simulated.chunk_memory import Segment
 
 _FLOAT32 = 4
 _MOMENTS = 2
@@ -73,13 +73,15 @@ class ModelStates:
     step_transient: int = 0
     """What reducing the gradients and the optimizer's step make beside all this; there is no activation then."""
 
-    def count_buckets(self, moment: Moment) -> int:
-        """What is there of buckets and reduced gradients at the highest point of a phase."""
-        buckets = self.bucket if moment.num_gradients > 0 or self.bucket_stays else 0
-        if moment.num_gradients <= self.bucket_elements:
-            return buckets
-        # A bucket is reduced when a gradient is complete, as at the phase's end, not where the phase is highest.
-        return buckets + self.reduced_gradients + max(0, self.flush - (moment.rise - moment.growth))
+    def list_held(self, segment: Segment) -> dict[str, int]:
+        """Bytes of buckets and reduced gradients while a segment runs."""
+        has_bucket = segment.num_gradients > 0 or self.bucket_stays
+        is_reduced = segment.num_gradients > self.bucket_elements
+        return {"bucket": has_bucket * self.bucket, "reduced": is_reduced * self.reduced_gradients}
+
+    def count_flush(self, segment: Segment) -> int:
+        """Bytes that a full bucket takes at a segment's end: it is reduced when a gradient is complete."""
+        return self.flush if segment.num_gradients > self.bucket_elements else 0
 
 
 def makes_gradients(optimizer: OptimizerSettings, dtype: torch.dtype, accumulates: bool) -> bool:

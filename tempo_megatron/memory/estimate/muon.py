@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from tempo_megatron.memory.estimate.model_states import ModelStates
-from tempo_megatron.memory.simulated.phases import Parameter
+from tempo_megatron.memory.simulated.chunk_memory import Parameter
 
 _FLOAT32 = 4
 _MUON, _ADAM = 1, 2

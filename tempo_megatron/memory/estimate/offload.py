@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from tempo_kernels.offload import MIN_BYTES
 from tempo_megatron.memory.kept.attribution import find_row
 from tempo_megatron.memory.kept.recorder import SavedStorage
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import STACKS_OF_FAMILIES, record_chunk
-from tempo_megatron.memory.simulated.phases import LAYERS, ChunkMemory, Phase
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, OFFLOAD
 from tempo_megatron.settings.operations import find_offload_row, is_moved
@@ -35,11 +34,17 @@ def drop_offload(config: TempoConfig) -> TempoConfig:
 def sum_movable_rows(saved: Iterable[SavedStorage], seq_length: int) -> dict[str, int]:
     """One of OFFLOAD_ROWS -> the bytes of a layer that go to the host by that name."""
     found: collections.Counter[str] = collections.Counter()
+    for name, num_bytes in _list_movable(saved, seq_length):
+        found[name] += num_bytes
+    return dict(found)
+
+
+def _list_movable(saved: Iterable[SavedStorage], seq_length: int) -> Iterator[tuple[str, int]]:
+    """Of each storage of a layer that may go to the host, one of OFFLOAD_ROWS and its bytes."""
     for storage in saved:
         name = find_offload_row(find_row(storage.operation, storage.shape, (seq_length,)))
         if name is not None and storage.num_bytes >= MIN_BYTES:
-            found[name] += storage.num_bytes
-    return dict(found)
+            yield name, storage.num_bytes
 
 
 def count_moved(rows: Mapping[str, int], offload: str) -> int:
@@ -47,13 +52,14 @@ def count_moved(rows: Mapping[str, int], offload: str) -> int:
     return sum(num_bytes for name, num_bytes in rows.items() if is_moved(name, offload))
 
 
-def count_moved_of_layers(run: Run, layers: range) -> tuple[int, ...]:
-    """For each layer of a chunk, counted from 0 over the whole model, the bytes that one micro batch sends to the host.
+def list_moved_of_layers(run: Run, layers: range) -> tuple[tuple[int, ...], ...]:
+    """For each layer of a chunk, counted from 0 over the whole model, the bytes of each storage that one micro batch
+    sends to the host.
 
     Raises ValueError for a T5, a hybrid and multi-token prediction, whose layers the engine does not know.
     """
     if not layers or not run.tempo.offloads:
-        return (0,) * len(layers)
+        return ((),) * len(layers)
     others = {
         "a T5": run.model.family == "t5",
         "a hybrid model": run.hybrid is not None,
@@ -94,34 +100,11 @@ def count_moved_of_layers(run: Run, layers: range) -> tuple[int, ...]:
         )
     )
     moved = {
-        kind: count_moved(sum_movable_rows(by_layer[stack, place], seq_length), kind[0].offload)
+        kind: tuple(
+            num_bytes
+            for name, num_bytes in _list_movable(by_layer[stack, place], seq_length)
+            if is_moved(name, kind[0].offload)
+        )
         for place, kind in enumerate(distinct)
     }
-    return (*(moved[kind] for kind in kinds[:-1]), 0)
-
-
-def offload_layers(memory: ChunkMemory, moved: Sequence[int]) -> ChunkMemory:
-    """A chunk whose layers send these bytes to the host, and get them back."""
-
-    def change(phases: Sequence[Phase], behind: Sequence[int], *, comes: bool) -> tuple[Phase, ...]:
-        """behind: what leaves, or comes, while each layer runs, in the order of `phases`."""
-        # The backward of a stage that has no head begins with a phase of its last layer in which nothing is moved yet.
-        rest = iter([0] * (sum(phase.part == LAYERS for phase in phases) - len(behind)) + list(behind))
-        changed = []
-        for phase in phases:
-            if phase.part == LAYERS:
-                num_bytes = next(rest)
-                # It is freed when the layer's forward ends, and there from the begin of its backward.
-                rise, growth = (num_bytes, num_bytes) if comes else (0, -num_bytes)
-                changed.append(dataclasses.replace(phase, rise=phase.rise + rise, growth=phase.growth + growth))
-            else:
-                changed.append(phase)
-        return tuple(changed)
-
-    # While a layer runs, what the layer before it sent leaves, or comes back.
-    before = [0, *moved[:-1]]
-    return dataclasses.replace(
-        memory,
-        forward=change(memory.forward, before, comes=False),
-        backward=change(memory.backward, before[::-1], comes=True),
-    )
+    return (*(moved[kind] for kind in kinds[:-1]), ())

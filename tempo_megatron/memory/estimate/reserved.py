@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from tempo_megatron.memory.estimate.allocator import Allocations, CachingAllocator, ExpandableAllocator
+import torch
+
+from tempo_megatron.memory.estimate.allocator import CachingAllocator, ExpandableAllocator
 from tempo_megatron.memory.estimate.model_states import ModelStates
-from tempo_megatron.memory.estimate.rounding import Step
+from tempo_megatron.memory.estimate.play import Step
+from tempo_megatron.memory.simulated.chunk_memory import ChunkMemory
 
 _STEPS = 2
 """The first leaves the free blocks that the second finds."""
@@ -36,6 +39,7 @@ def play_steps(
         step.play()
         sizes = [each.size for each in step.gradients if each is not None]
         step.gradients = [allocator.allocate(size) for size in sizes]
+        allocator.free(allocator.allocate(max(0, states.reduction - states.standing_gradients)))
         at_step = [allocator.allocate(max(0, states.gradients - states.standing_gradients - sum(sizes)))]
         at_step.append(allocator.allocate(states.step_transient))
         for block in at_step:
@@ -47,20 +51,20 @@ def play_steps(
     )
 
 
-def list_lasting(traces: Sequence[Allocations], states: ModelStates) -> Iterator[int]:
+def list_lasting(chunks: Sequence[ChunkMemory], dtype: torch.dtype, states: ModelStates) -> Iterator[int]:
     """Bytes of each tensor that stays from step to step where the optimizer is not Megatron's.
 
     Args:
-        traces: of each chunk of the rank; they have the weights.
-        states: gradients, optimizer states and buffers.
+        chunks: of the rank.
+        dtype: of the weights.
+        states: of the rank.
     """
-    parameters = [size for trace in traces for size in trace.parameter_bytes]
-    yield from parameters
+    parameters = [each.size * dtype.itemsize for chunk in chunks for each in chunk.parameters]
     total = sum(parameters)
+    # ZeRO 3 has its part of each.
+    yield from (states.weights * size // total for size in parameters)
     yield from (states.standing_gradients * size // total for size in parameters)
     # Two moments and the weights' copy.
     yield from [states.optimizer_states // 3] * 3
     yield states.communication_buffers
-    yield max(trace.global_buffer_bytes for trace in traces)
-    yield states.bucket
-    yield states.reduced_gradients
+    yield max(chunk.global_buffer_bytes for chunk in chunks)

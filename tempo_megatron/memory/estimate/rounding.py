@@ -18,20 +18,19 @@ say, take a block of 4, each layer adds 1 MiB.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from tempo_megatron.memory.estimate.allocator import Allocations, Block, CachingAllocator, Library, round_up
+from tempo_megatron.memory.estimate.allocator import CachingAllocator, round_up
 from tempo_megatron.memory.estimate.model_states import find_gradient_bytes
+from tempo_megatron.memory.estimate.play import Step
 from tempo_megatron.memory.run import OptimizerSettings
-from tempo_megatron.memory.simulated.phases import Parameter
+from tempo_megatron.memory.simulated.chunk_memory import Parameter
 
 _FLOAT32 = 4
 _MOMENTS = 2
-_FREED = -1
 _ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
 """Elements to which the distributed optimizer rounds up a parameter's begin and a bucket's end
 (core/optimizer/param_layout.py)."""
@@ -121,149 +120,6 @@ def count_rounding(
     left = 0 if step is None else step.count_left()
     allocated = allocator.allocated + of_buffers.allocated
     return allocated - total - sum(copies) - sum(others) - sum(converted) - sum(moments) - left
-
-
-_Block = tuple[Block | None, int]
-"""A block and the bytes of the tensor in it."""
-
-
-class Step:
-    """Plays a step's allocations as often as it is asked to.
-
-    Args:
-        allocator: where they are.
-        traces: of each chunk of the rank.
-        events: (whether it is a forward, micro batch, chunk) in their order.
-        workspaces: whose -> the bytes of each, which the first product of that library allocates.
-    """
-
-    def __init__(
-        self,
-        allocator: CachingAllocator,
-        traces: Sequence[Allocations],
-        events: Iterable[tuple[bool, int, int]],
-        workspaces: Mapping[Library, Sequence[int]],
-    ) -> None:
-        self._allocator = allocator
-        self._workspaces = {**workspaces}
-        self._traces, self._events = traces, [*events]
-        in_flight = {(micro_batch, chunk) for is_forward, micro_batch, chunk in self._events if is_forward}
-        in_flight -= {(micro_batch, chunk) for is_forward, micro_batch, chunk in self._events if not is_forward}
-        self._events += [(False, *each) for each in sorted(in_flight, key=lambda each: (-each[1], each[0]))]
-        self._exact = 0
-        # What a chunk's backward leaves, its input and that one's gradient: the chunk has the latest, and the
-        # schedule's variables those of the last backward.
-        self._of_chunks: dict[int, list[_Block]] = {}
-        self._of_schedule: list[_Block] = []
-        self._last_chunk: int | None = None
-        self.gradients: list[Block | None] = []
-        """Their float32 copies, which the next step frees (`zero_grad`)."""
-
-    def count_left(self) -> int:
-        """Bytes of the tensors that stay from the last step to the next."""
-        return self._exact
-
-    def count_rounding(self) -> int:
-        """Bytes that the allocator counts at a step's peak beyond those of the step's tensors."""
-        at_rest, exact = self._allocator.allocated, self._exact
-        self._allocator.peak_allocated = at_rest
-        highest = self.play()
-        return self._allocator.peak_allocated - at_rest - (highest - exact)
-
-    def play(self) -> int:
-        """The highest sum of the step's tensors, those among them that were there before it."""
-        highest = self._exact
-        latest: dict[int, int] = {}
-        in_flight: dict[tuple[int, int], dict[int, _Block]] = {}
-        for is_forward, micro_batch, chunk in self._events:
-            trace = self._traces[chunk]
-            alive = in_flight.setdefault((micro_batch, chunk), {})
-            if is_forward:
-                latest[chunk] = micro_batch
-                begin, end = 0, trace.num_forward_events
-                if trace.input_bytes:
-                    # It is received before the micro batch is read.
-                    alive[trace.events[0][0]] = self._make(trace.input_bytes)
-                    begin = 1
-                for place, size in enumerate(trace.batch_bytes, start=1):
-                    alive[-place] = self._make(size)
-                mask = self._make(trace.mask_bytes)
-                highest = max(highest, self._exact)
-                # The chunk has the new input in the place of the last one's.
-                last = self._of_chunks.pop(chunk, [])
-                if self._last_chunk == chunk:
-                    # None where the last backward was that of an earlier micro batch: the schedule has its own.
-                    self._of_schedule += last
-                else:
-                    self._drop(last)
-            else:
-                self._forget_last()
-                begin, end = trace.num_forward_events, len(trace.events)
-            products = self._find_first_products(trace, is_forward)
-            exact, allocate, free = self._exact, self._allocator.allocate, self._allocator.free
-            for place, (number, size) in enumerate(itertools.islice(trace.events, begin, end), begin):
-                if place in products:
-                    self._exact = exact
-                    for library in products[place]:
-                        self._make_workspaces(library)
-                    exact = self._exact
-                if size == _FREED:
-                    block, size = alive.pop(number)
-                    free(block)
-                    exact -= size
-                else:
-                    alive[number] = allocate(size), size
-                    exact += size
-                    if exact > highest:
-                        highest = exact
-            self._exact = exact
-            if is_forward:
-                self._drop([mask])
-                self._forget_last()
-            else:
-                self._end(in_flight.pop((micro_batch, chunk)), chunk, is_latest=latest[chunk] == micro_batch)
-        self._forget_last()
-        for library in [*self._workspaces]:
-            self._make_workspaces(library)
-        return highest
-
-    def _find_first_products(self, trace: Allocations, is_forward: bool) -> dict[int, list[Library]]:
-        """Place of an event of a forward or a backward -> libraries that first multiply there."""
-        found: dict[int, list[Library]] = {}
-        for library in self._workspaces:
-            place = trace.first_products.get(library)
-            if place is not None and is_forward == (place < trace.num_forward_events):
-                found.setdefault(place, []).append(library)
-        return found
-
-    def _make_workspaces(self, library: Library) -> None:
-        for size in self._workspaces.pop(library):
-            self._make(size)
-
-    def _end(self, alive: dict[int, _Block], chunk: int, *, is_latest: bool) -> None:
-        size = self._traces[chunk].input_bytes
-        stays = [each for number, each in alive.items() if number >= 0 and size and each[1] == size]
-        # The loss and the micro batch.
-        self._drop([each for each in alive.values() if each not in stays])
-        self._last_chunk = chunk
-        if is_latest:
-            self._of_chunks[chunk] = stays
-        else:
-            self._of_schedule = stays
-
-    def _forget_last(self) -> None:
-        self._drop(self._of_schedule)
-        self._last_chunk = None
-
-    def _make(self, size: int) -> _Block:
-        self._exact += size
-        return self._allocator.allocate(size), size
-
-    def _drop(self, blocks: list[_Block]) -> None:
-        for block, size in blocks:
-            self._allocator.free(block)
-            self._exact -= size
-        blocks.clear()
 
 
 def list_own_pieces(

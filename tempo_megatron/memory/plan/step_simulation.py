@@ -19,8 +19,8 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from tempo_megatron.memory.estimate.estimate import list_events
 from tempo_megatron.memory.estimate.offload import count_moved
+from tempo_megatron.memory.estimate.schedule import list_events
 from tempo_megatron.memory.plan.cost import (
     convert_to_femtoseconds,
     count_moved_bytes,

@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -29,13 +29,28 @@ from torch import Tensor
 
 from tempo_kernels.gelu import make_tables
 from tempo_megatron import cpu
-from tempo_megatron.memory.estimate.allocator import Allocations, Library
 from tempo_megatron.memory.fake_tensors import set_global_buffer, simulate_layout, use_fake_tensors
 from tempo_megatron.memory.kept.attribution import attribute_all, divide_by_layer
 from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_parameters
 from tempo_megatron.memory.kept.recorder import Recorder, SavedStorage
 from tempo_megatron.memory.kept.timeline import WEIGHTS, StepTimeline, Timeline
 from tempo_megatron.memory.run import ROUTER_DTYPES, Experts, OptimizerSettings, Run
+from tempo_megatron.memory.simulated.chunk_memory import (
+    EMBEDDING,
+    ENGINE_PRODUCT,
+    HEAD,
+    LAYERS,
+    TORCH_PRODUCT,
+    ChunkMemory,
+    Event,
+    Key,
+    LayerParameters,
+    Parameter,
+    Segment,
+    compress,
+    divide_blocks,
+)
+from tempo_megatron.memory.simulated.chunk_trace import ChunkTrace
 from tempo_megatron.memory.simulated.cross_entropy import put_fused_cross_entropy
 from tempo_megatron.memory.simulated.device import LastingBuffer, on_device, put_softmax_kernels
 from tempo_megatron.memory.simulated.experts import (
@@ -54,16 +69,6 @@ from tempo_megatron.memory.simulated.multi_token_prediction import (
     place_final_norm,
     put_multi_token_prediction,
 )
-from tempo_megatron.memory.simulated.phases import (
-    EMBEDDING,
-    HEAD,
-    LAYERS,
-    ChunkMemory,
-    LayerParameters,
-    Parameter,
-    Phase,
-    compress,
-)
 from tempo_megatron.memory.simulated.repeated_layers import repeat_layers
 from tempo_megatron.memory.simulated.transformer_engine import (
     choose_attention,
@@ -72,14 +77,7 @@ from tempo_megatron.memory.simulated.transformer_engine import (
     put_stock_attention,
     recompute_norms,
 )
-from tempo_megatron.memory.storages import (
-    BATCHED_PRODUCT,
-    PRODUCT,
-    AllocationTrace,
-    PeakBytes,
-    count_storage_bytes,
-    find_storages,
-)
+from tempo_megatron.memory.storages import PeakBytes, find_storages
 from tempo_megatron.models.build import build_model, make_inputs, make_specs
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.settings.config import TempoConfig
@@ -90,9 +88,6 @@ from tempo_megatron.slots.choose import Choices, choose
 from tempo_megatron.slots.megatron_versions import VERSION, is_since
 
 _Counter = TypeVar("_Counter", bound=PeakBytes)
-_TORCH = BATCHED_PRODUCT
-_LIBRARIES = {PRODUCT: Library.ENGINE, _TORCH: Library.TORCH}
-_T = TypeVar("_T")
 STACKS_OF_MODULES = ("local", "transformer_engine", "cpu")
 # Of Megatron's recompute modules, those that modules of `memory.simulated` do themselves.
 _OF_STAND_INS = ("layernorm", "mla_up_proj", "moe_act")
@@ -126,8 +121,10 @@ def simulate_chunk(run: Run, layers: range, *, has_gradients: bool = False, **en
 
     Raises ValueError where torch.distributed is already initialised, and for values that the model cannot have.
     """
-    ends = _find_ends(run, layers, **ends_given)
-    return _run_chunk(_cut(run, layers), ends, has_gradients, not layers)[0]
+    arguments = _cut(run, layers), _find_ends(run, layers, **ends_given), has_gradients, not layers
+    found = _run_chunk(*arguments) or _run_chunk(*arguments, longest_row=max(1, len(layers)))
+    assert found is not None
+    return found
 
 
 def list_modules(run: Run, layers: range, **ends_given: bool) -> ModuleMemory:
@@ -138,15 +135,6 @@ def list_modules(run: Run, layers: range, **ends_given: bool) -> ModuleMemory:
         if not layers:
             chunk.drop_layers()
         return chunk.list_modules(layers.start)
-
-
-def trace_chunk(run: Run, layers: range, *, has_gradients: bool = False, **ends_given: bool) -> Allocations:
-    """Every allocation of one micro batch of all layers of a chunk on a GPU; arguments as for `simulate_chunk`."""
-    ends = _find_ends(run, layers, **ends_given)
-    arguments = _cut(run, layers), ends, has_gradients, not layers
-    found = _run_chunk(*arguments)[1] or _run_chunk(*arguments, longest_row=max(1, len(layers)))[1]
-    assert found is not None
-    return found
 
 
 def _find_ends(
@@ -166,11 +154,8 @@ def _run_chunk(
     has_gradients: bool,
     is_without_layers: bool,
     longest_row: int = 3,
-) -> tuple[ChunkMemory, Allocations | None]:
-    """What a chunk's micro batch does, and its allocations, where the layers that run show those of all.
-
-    On a CPU there are none: calls of Tempo's operations are replayed, and only their results are seen.
-    """
+) -> ChunkMemory | None:
+    """What a chunk's micro batch does; None where the layers that run do not show what all do."""
     with _simulate(run):
         chunk = _Chunk(run, ends, has_gradients, longest_row)
         if is_without_layers:
@@ -340,7 +325,7 @@ def _configure_experts(config: TransformerConfig, experts: Experts, layers: Sequ
 
 
 class _Chunk:
-    """One chunk, built of the layers that stand for all, and the phases of its micro batch.
+    """One chunk, built of the layers that stand for all, and what its micro batch does.
 
     Args:
         run: of one stage, which is the chunk.
@@ -465,12 +450,9 @@ class _Chunk:
                 (layer for layer, _, has in self._in_float8 if has), run.float8, is_fused=attention != "unfused"
             )
         self._is_backward = False
-        self._phase: tuple[str, int | None, bool] | None = None
-        self._levels: list[tuple[tuple[str, int | None, bool], Phase]] = []
-        # Since the phase began, and before it.
-        self._num_gradients = self._num_gradients_before = 0
-        # How many events there were at the end of each of the levels.
-        self._bounds: list[int] = []
+        self._key: Key | None = None
+        # Whose operations ran, and how many events of the trace there were at their end.
+        self._bounds: list[tuple[Key, int]] = []
 
     def drop_layers(self) -> None:
         """Leave the embedding and the head alone: no ModelShape is without layers."""
@@ -479,83 +461,52 @@ class _Chunk:
         self._layers = [*self._further.items()]
         self._in_float8 = [each for each in self._in_float8 if each[0] in self._further]
 
-    def measure(self) -> tuple[ChunkMemory, Allocations | None]:
+    def measure(self) -> ChunkMemory | None:
+        """What the micro batch does; None where the layers that run do not show what all do."""
         batch = self._make_batch()
-        seen = self._follow(batch, PeakBytes if self._run.stock == "cpu" else AllocationTrace)
-        forward, backward = (
-            tuple(
-                phase
-                for (_, place, in_backward), phase in self._levels
-                if in_backward == is_backward
-                for _ in range(1 if place is None else self._layers[place][1])
-            )
-            for is_backward in (False, True)
+        segments = self._list_segments(self._follow(batch, ChunkTrace))
+        if segments is None:
+            return None
+        return ChunkMemory(
+            num_parameters=self._count_parameters(),
+            num_expert_parameters=sum(times * count_expert_parameters(layer) for layer, times in self._layers),
+            batch_bytes=tuple(self._list_batch(batch)),
+            mask_bytes=0 if self._keeps_masks else self._count_masks(),
+            largest_layer_parameters=self._count_largest(),
+            global_buffer_bytes=self._buffer.count_bytes(),
+            input_bytes=0 if self._ends.embedding else self._count_hidden(is_input=True),
+            output_bytes=0 if self._ends.head else self._count_hidden(is_input=False),
+            parameters=tuple(self._list_parameters()),
+            layer_parameters=tuple(
+                each for layer, times, has in self._in_float8 for each in [_describe_parameters(layer, has)] * times
+            ),
+            float8_weights=sum(times * count_float8_weights(layer) for layer, times, has in self._in_float8 if has),
+            linear_shapes=self._find_linear_shapes(),
+            forward=tuple(each for each in segments if not each.is_backward),
+            backward=tuple(each for each in segments if each.is_backward),
         )
-        memory = ChunkMemory(
-            *self._count_parameters(),
-            sum(times * count_expert_parameters(layer) for layer, times in self._layers),
-            sum(self._list_batch(batch)),
-            0 if self._keeps_masks else self._count_masks(),
-            self._count_largest(),
-            self._buffer.count_bytes(),
-            0 if self._ends.embedding else self._count_hidden(is_input=True),
-            0 if self._ends.head else self._count_hidden(is_input=False),
-            tuple(self._list_parameters()),
-            tuple(each for layer, times, has in self._in_float8 for each in [_describe_parameters(layer, has)] * times),
-            sum(times * count_float8_weights(layer) for layer, times, has in self._in_float8 if has),
-            self._find_linear_shapes(),
-            forward,
-            backward,
-        )
-        return memory, self._list_allocations(batch, seen) if isinstance(seen, AllocationTrace) else None
 
-    def _list_allocations(self, batch: Mapping[str, Any], seen: AllocationTrace) -> Allocations | None:
-        seen.drop_freed()
-        bounds = [*self._bounds, len(seen.events)]
-        # What is freed behind the last phase is freed at its end.
-        phases = [*self._levels, self._levels[-1]]
-        segments = [
-            (key, self._name_libraries(key[0], seen.events[begin:end]))
-            for (key, _), begin, end in zip(phases, [0, *bounds[:-1]], bounds, strict=True)
+    def _list_segments(self, trace: ChunkTrace) -> list[Segment] | None:
+        trace.drop_freed()
+        # What is freed behind the last bound is freed at the end of what ran then.
+        bounds = [*self._bounds, (self._bounds[-1][0], len(trace.events))]
+        begins = [0, *(end for _, end in self._bounds)]
+        blocks = [
+            (key, self._name_libraries(key[0], trace.events[begin:end]))
+            for (key, end), begin in zip(bounds, begins, strict=True)
         ]
-        found = repeat_layers(segments, {place: each for place, (_, each) in enumerate(self._layers) if each > 1})
+        found = repeat_layers(blocks, {place: each for place, (_, each) in enumerate(self._layers) if each > 1})
         if found is None:
             return None
-        parameters = tuple(self._list_for_all(lambda parameter: [_count([parameter], in_bytes=True)]))
-        input_bytes = 0 if self._ends.embedding else self._count_hidden(is_input=True)
-        events, num_forward, products = self._take_products_out(*found)
-        masks = 0 if self._keeps_masks else self._count_masks()
-        return Allocations(
-            *(parameters, tuple(self._list_batch(batch)), self._buffer.count_bytes(), events, num_forward),
-            *(input_bytes, masks, products),
-        )
+        repeated, originals = found
+        workspaces = {number: trace.workspaces[name] for number, name in originals.items() if name in trace.workspaces}
+        return divide_blocks(repeated, trace.gradients, workspaces)
 
-    def _name_libraries(self, part: str, events: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    def _name_libraries(self, part: str, events: Sequence[Event]) -> list[Event]:
         """Events in which each product is its library's: torch's are those of unfused attention and the head."""
-        is_engine = self._run.stock == "transformer_engine" and part == LAYERS
-        return [
-            (number, _TORCH if size == BATCHED_PRODUCT or (size == PRODUCT and not is_engine) else size)
-            for number, size in events
-        ]
-
-    def _take_products_out(
-        self, events: Sequence[tuple[int, int]], num_forward: int
-    ) -> tuple[tuple[tuple[int, int], ...], int, dict[Library, int]]:
-        """Events without products, how many are the forward's, and the first one behind a product of each library."""
-        first: dict[Library, int] = {}
-        pure: list[tuple[int, int]] = []
-        without = num_forward
-        for place, (number, size) in enumerate(events):
-            if size not in _LIBRARIES:
-                pure.append((number, size))
-                continue
-            is_backward = place >= num_forward
-            library = _LIBRARIES[size]
-            if library is Library.TORCH and is_backward:
-                library = Library.TORCH_BACKWARD
-            first.setdefault(library, len(pure))
-            without -= not is_backward
-        return tuple(pure), without, first
+        if self._run.stock == "transformer_engine" and part == LAYERS:
+            return [*events]
+        return [(number, TORCH_PRODUCT if size == ENGINE_PRODUCT else size) for number, size in events]
 
     def _list_batch(self, batch: Mapping[str, Any]) -> list[int]:
         """The bytes of each of the micro batch's own tensors that stay until its backward."""
@@ -613,7 +564,7 @@ class _Chunk:
         count_with: type[_Counter],
         run: Callable[[dict[str, Any]], None] | None = None,
     ) -> _Counter:
-        """Run the micro batch, whose phases are then in `_levels`, or what `run` runs of it."""
+        """Run the micro batch, or what `run` runs of it."""
         if self._has_gradients:
             for parameter in self._model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
@@ -627,7 +578,6 @@ class _Chunk:
         if isinstance(seen, Makers):
             seen.watch(self._model)
         with self._seen, self._on_device(self._seen):
-            self._start, self._start_gradients = self._seen.begin_phase(), self._count_gradients()
             (run or self._run_micro_batch)(batch)
         return seen
 
@@ -639,7 +589,7 @@ class _Chunk:
     def _uses_global_buffer(self) -> bool:
         """Transformer Engine gathers tokens in memory of its own, and its unfused attention's scores are new memory
         (pytorch/attention/dot_product_attention/backends.py:574); embedding and loss head are Megatron's."""
-        is_in_layers = self._phase is not None and self._phase[0] == LAYERS
+        is_in_layers = self._key is not None and self._key[0] == LAYERS
         return self._run.stock != "transformer_engine" or not is_in_layers
 
     def _run_micro_batch(self, batch: dict[str, Any]) -> None:
@@ -701,7 +651,7 @@ class _Chunk:
         return batch
 
     def _add_marks(self) -> None:
-        """Begin a phase where a layer begins, forward and backward, where the head does, and at the first gradient."""
+        """Note where a layer begins, forward and backward, where the head does, and each gradient."""
         for parameter in self._model.parameters():
             parameter.register_post_accumulate_grad_hook(self._note_gradient)
         if self._ends.embedding:
@@ -732,53 +682,33 @@ class _Chunk:
             self._watch(output, EMBEDDING, None)
 
     def _is_in_further_layer(self) -> bool:
-        place = self._phase and self._phase[1]
+        place = self._key and self._key[1]
         return place is not None and self._layers[place][0] in self._further
 
     def _watch(self, output: Tensor, part: str, place: int | None) -> None:
-        """Begin the phase of `part` in backward where the gradient of its output is there."""
+        """Let `part` begin in backward where the gradient of its output is there."""
         if output.requires_grad:
             output.register_hook(lambda _: self._mark(part, place))
 
     def _note_gradient(self, parameter: Tensor) -> None:
-        """Count a gradient that is complete; what DeepSpeed makes when the first one is, has no memory before."""
-        if self._num_gradients_before == self._num_gradients == 0:
-            self._close()
-        self._num_gradients += parameter.numel()
+        if isinstance(self._seen, ChunkTrace) and parameter.grad is not None:
+            self._seen.note_gradient(parameter.grad)
 
     def _mark(self, part: str, place: int | None) -> None:
         key = (part, place, self._is_backward)
-        if key != self._phase:
+        if key != self._key:
             self._close()
-            self._phase = key
+            self._key = key
 
     def _close(self) -> None:
-        if self._phase is not None:
-            peak, workspaces = self._seen.peak, self._seen.peak_workspaces
-            level, gradients = self._seen.begin_phase(), self._count_gradients()
-            growth = level - self._start
-            rise = max(peak - self._start, growth)
-            numbers = rise, growth, gradients - self._start_gradients, self._num_gradients, workspaces
-            self._levels.append((self._phase, Phase(self._phase[0], *numbers)))
-            self._bounds.append(len(self._seen.events) if isinstance(self._seen, AllocationTrace) else 0)
-            self._start, self._start_gradients = level, gradients
-            self._num_gradients_before += self._num_gradients
-            self._num_gradients = 0
-        else:
-            self._start = self._seen.begin_phase()
+        self._seen.drop_freed()
+        if self._key is not None and isinstance(self._seen, ChunkTrace):
+            self._bounds.append((self._key, len(self._seen.events)))
 
-    def _count_gradients(self) -> int:
-        if self._has_gradients:
-            return 0
-        return count_storage_bytes(p.grad for p in self._model.parameters() if p.grad is not None)
-
-    def _count_parameters(self) -> tuple[int, int]:
-        """Parameters of the whole chunk, and their bytes."""
-        total = [_count(self._model.parameters(), in_bytes) for in_bytes in (False, True)]
-        for layer, times in self._layers:
-            for place, in_bytes in enumerate((False, True)):
-                total[place] += (times - 1) * _count(layer.parameters(), in_bytes)
-        return total[0], total[1]
+    def _count_parameters(self) -> int:
+        """Of the whole chunk."""
+        of_further = sum((times - 1) * _count(layer.parameters()) for layer, times in self._layers)
+        return _count(self._model.parameters()) + of_further
 
     def _list_parameters(self) -> Iterator[Parameter]:
         """Each parameter of the whole chunk, in the order of the modules."""
@@ -793,10 +723,6 @@ class _Chunk:
             is_matrix = len(shape) == 2 and id(parameter) not in no_matrices
             return [Parameter(shape, is_matrix, number is not None)] * (number or 1)
 
-        return self._list_for_all(describe)
-
-    def _list_for_all(self, describe: Callable[[Tensor], list[_T]]) -> Iterator[_T]:
-        """What `describe` says of each parameter of the whole chunk, in the order of the modules."""
         layers = {id(p): (layer, times) for layer, times in self._layers for p in layer.parameters()}
         listed: set[int] = set()
         for parameter in self._model.parameters():
@@ -824,19 +750,19 @@ class _Chunk:
             *(layer for layer, _ in self._layers),
             *(getattr(self._model, n, None) for n in ("embedding", "output_layer")),
         ]
-        return max((_count(part.parameters(), False) for part in parts if part is not None), default=0)
+        return max((_count(part.parameters()) for part in parts if part is not None), default=0)
 
 
 def _describe_parameters(layer: torch.nn.Module, has_float8: bool) -> LayerParameters:
     experts = count_expert_parameters(layer)
-    others = _count(layer.parameters(), False) - experts
+    others = _count(layer.parameters()) - experts
     of_experts = count_float8_weights(layer, of_experts=True)
     in_float8 = (count_float8_weights(layer) - of_experts, of_experts) if has_float8 else (0, 0)
     return LayerParameters(others, experts, *in_float8)
 
 
-def _count(parameters: Any, in_bytes: bool) -> int:
-    return sum(p.numel() * (p.element_size() if in_bytes else 1) for p in parameters)
+def _count(parameters: Iterable[Tensor]) -> int:
+    return sum(p.numel() for p in parameters)
 
 
 def simulate_step(run: Run, *, title: str) -> Timeline:

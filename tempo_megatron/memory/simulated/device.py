@@ -294,7 +294,7 @@ class _Replay:
             if not known:
                 self._calls[key] = self._note(found, rise, growth)
             return found, start + rise, rise - growth
-        self._seen.raise_peak(start + call.rise)
+        self._seen.note_rise(call.rise)
         results = [torch.empty_strided(size, stride, dtype=dtype) for size, stride, dtype in call.results]
         return tree_unflatten(results, call.structure), start + call.rise, call.held
 

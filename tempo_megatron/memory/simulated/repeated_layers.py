@@ -6,26 +6,23 @@ import collections
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
-Event = tuple[int, int]
-"""(number, bytes) where a storage is made, (number, -1) where it is freed."""
-Key = tuple[str, int | None, bool]
-"""Whose operations run: the part, the layer's place, and whether it is backward."""
-_FREED = -1
+from tempo_megatron.memory.simulated.chunk_memory import FREED, Block, Event, Key
+
 _Storage = tuple[int, int]
 """(the block that made it, its rank among those that the block made)."""
 
 
 def repeat_layers(
-    segments: Iterable[tuple[Key, Sequence[Event]]], times: Mapping[int | None, int]
-) -> tuple[tuple[Event, ...], int] | None:
-    """The events of a micro batch in which every layer runs, and how many are the forward's; None where the layers are
-    not alike.
+    segments: Iterable[Block], times: Mapping[int | None, int]
+) -> tuple[list[Block], dict[int, int]] | None:
+    """The blocks of a micro batch in which every layer runs, and the storage of `segments` that each of their storages
+    is a copy of; None where the layers are not alike.
 
     A layer of the middle frees what it made itself, or what its neighbours did, in forward and in backward. Another
     one like it frees the same of its own neighbours, if the first and the last of the three made the same.
 
     Args:
-        segments: of a micro batch, in order: whose operations ran, and their events.
+        segments: of a micro batch, in order; those next to one another with one key are one block.
         times: place of each layer that stands for several, whose neighbours are like it -> how many.
     """
     blocks: list[tuple[Key, list[Event]]] = []
@@ -43,14 +40,17 @@ def repeat_layers(
         return None
     # Every storage of the copies has a number of its own.
     numbers: collections.defaultdict[tuple[_Storage, int], int] = collections.defaultdict(itertools.count().__next__)
-    found: list[Event] = []
-    num_forward = 0
+    found: list[Block] = []
+    originals: dict[int, int] = {}
 
     def copy(index: int, number: int) -> list[Event]:
         """The events of a block, of the copy with this number from 1, or of a layer that stands for itself."""
         (_, place, _), events = blocks[index]
         of, copied = times.get(place, 1), []
         for name, size in events:
+            if size < FREED:
+                copied.append((name, size))
+                continue
             block, rank = makers[name]
             maker, direction = blocks[block][0][1], blocks[block][0][2]
             storages = [((block, rank), 1)]
@@ -67,18 +67,20 @@ def repeat_layers(
                 nearest: dict[int | None, Sequence[int]] = {maker - 1: [1], maker + 1: [last]}
                 storages = [((block, rank), each) for each in nearest.get(place, range(1, last + 1))]
             copied += [(numbers[each], size) for each in storages]
+            if size != FREED:
+                originals[copied[-1][0]] = name
         return copied
 
-    for index, ((_, place, is_backward), _) in enumerate(blocks):
+    for index, (key, _) in enumerate(blocks):
+        _, place, is_backward = key
         copies = range(1, times.get(place, 1) + 1)
         for number in reversed(copies) if is_backward else copies:
-            found += copy(index, number)
-        num_forward = num_forward if is_backward else len(found)
-    return tuple(found), num_forward
+            found.append((key, copy(index, number)))
+    return found, originals
 
 
 def _list_made(events: Iterable[Event]) -> list[Event]:
-    return [(name, size) for name, size in events if size != _FREED]
+    return [(name, size) for name, size in events if size != FREED]
 
 
 def _find_makers(
@@ -136,7 +138,7 @@ def _free_alike(
             for is_backward in (False, True)
             for name, size in blocks[layers[place, is_backward]][1]
             for block, rank in [makers[name]]
-            if size == _FREED and blocks[block][0][1] == of
+            if size == FREED and blocks[block][0][1] == of
         )
 
     others = {None, *(place for place, _ in layers)}

@@ -1,0 +1,395 @@
+"""Plays a step: the micro batches of a rank's chunks, every storage in the order of the pipeline's schedule.
+
+What the tensors take at most, of which parts that is, and what an allocator adds to it, are counters of one loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from tempo_megatron.memory.estimate.allocator import Block, CachingAllocator, Library
+from tempo_megatron.memory.simulated.chunk_memory import (
+    ENGINE_PRODUCT,
+    FREED,
+    LAYERS,
+    PARTS,
+    TORCH_PRODUCT,
+    ChunkMemory,
+    Segment,
+)
+
+_Tensor = tuple[Block | None, int]
+"""A block and the bytes of the tensor in it."""
+
+
+class Sums:
+    """In an allocator's place where tensors are summed alone: a segment is then one step, not one for each storage."""
+
+    allocated = peak_allocated = 0
+
+    def allocate(self, num_bytes: int) -> None:
+        """Nothing lies anywhere."""
+
+    def free(self, block: Block | None) -> None:
+        """Nothing lay anywhere."""
+
+
+class Buckets(Protocol):
+    """What a step has of weights and gradients while a segment runs, beside those that stand."""
+
+    def list_held(self, segment: Segment) -> Mapping[Any, int]:
+        """What -> the bytes of a tensor that is there as long as it runs."""
+
+    def count_flush(self, segment: Segment) -> int:
+        """Bytes more at its end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """The highest moment of a step's micro batches."""
+
+    name: str
+    """`forward of the loss head`."""
+
+    parts: Mapping[str, int]
+    """Part -> bytes, of those of `estimate.PART_NAMES` that micro batches have."""
+
+
+@dataclasses.dataclass(eq=False)
+class _MicroBatch:
+    """What one micro batch has of one chunk."""
+
+    chunk: int
+    alive: dict[int, _Tensor] = dataclasses.field(default_factory=dict)
+    """Number of a storage, or below 0 of a tensor of the micro batch itself -> where it is."""
+
+    standing: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    """Part -> bytes behind its last segment, without gradients."""
+
+    on_host: dict[int, list[tuple[int, int]]] = dataclasses.field(default_factory=dict)
+    """Layer -> number and bytes of each storage that is on the host in place of `alive`."""
+
+    gradients: int = 0
+    mask: _Tensor = (None, 0)
+
+    @property
+    def level(self) -> int:
+        """Bytes behind its last segment, without the micro batch's own tensors."""
+        return sum(self.standing.values()) + self.gradients
+
+
+class Step:
+    """Plays a step as often as it is asked to.
+
+    Args:
+        allocator: where everything is.
+        chunks: of the rank.
+        events: (whether it is a forward, micro batch, chunk) in their order.
+        workspaces: whose -> the bytes of each, which the first product of that library allocates.
+        buckets: of ZeRO or of Megatron-FSDP.
+        moved: for each chunk, of each layer the bytes of each storage that it sends to the host.
+        received_bytes: of the gradient that the schedule has from a backward to the end of the next forward.
+        is_combined: whether a forward runs beside the backward before it, one segment of each at a time, as in
+            megatron-core 0.16.1 (core/models/common/model_chunk_schedule_plan.py: TransformerModelChunkSchedulePlan).
+    """
+
+    def __init__(
+        self,
+        allocator: CachingAllocator | Sums,
+        chunks: Sequence[ChunkMemory],
+        events: Iterable[tuple[bool, int, int]],
+        workspaces: Mapping[Library, Sequence[int]],
+        *,
+        buckets: Buckets,
+        moved: Sequence[Sequence[Sequence[int]]] | None = None,
+        received_bytes: int = 0,
+        is_combined: bool = False,
+    ) -> None:
+        self._allocator, self._chunks, self._received_bytes = allocator, chunks, received_bytes
+        self._workspaces, self._workspace_bytes = {**workspaces}, 0
+        self._buckets = buckets
+        self._held: dict[Any, _Tensor] = {}
+        self._moved = [_list_moved(*each) for each in zip(chunks, moved or [()] * len(chunks), strict=True)]
+        self._turns = _list_turns([*events], is_combined)
+        self._exact = 0
+        # What a chunk's backward leaves, its input and that one's gradient: the chunk has the latest, and the
+        # schedule's variables those of the last backward, with the gradient that it took or that is next.
+        self._of_chunks: dict[int, list[_Tensor]] = {}
+        self._of_schedule: list[_Tensor] = []
+        self._last_chunk: int | None = None
+        self._in_flight: dict[tuple[int, int], _MicroBatch] = {}
+        self.highest = 0
+        """The highest sum of the last step's tensors, those among them that were there before it."""
+        self.peak = Peak("", {})
+        """Of the last step."""
+        self.gradients: list[Block | None] = []
+        """Their float32 copies, which the next step frees (`zero_grad`)."""
+
+    def count_left(self) -> int:
+        """Bytes of the tensors that stay from the last step to the next."""
+        return self._exact
+
+    def count_rounding(self) -> int:
+        """Play, and say what the allocator counts at the step's peak beyond the step's tensors, in bytes."""
+        at_rest, exact = self._allocator.allocated, self._exact
+        self._allocator.peak_allocated = at_rest
+        self.play()
+        return self._allocator.peak_allocated - at_rest - (self.highest - exact)
+
+    def play(self) -> None:
+        """Find `highest` and `peak`."""
+        self.highest = -1
+        latest: dict[int, int] = {}
+        for turn in self._turns:
+            running = [(each, self._begin(*each, latest)) for each in turn]
+            of_turn = [
+                self._chunks[chunk].forward if is_forward else self._chunks[chunk].backward
+                for is_forward, _, chunk in turn
+            ]
+            for place in range(max(map(len, of_turn))):
+                for (_, micro_batch), segments in zip(running, of_turn, strict=True):
+                    if place < len(segments):
+                        beside = [other for _, other in running if other is not micro_batch]
+                        peak_allocated = self._allocator.peak_allocated
+                        self._run(micro_batch, segments[place], beside)
+                        if beside and not segments[place].is_backward:
+                            self._allocator.peak_allocated = peak_allocated
+            for (is_forward, number, chunk), micro_batch in running:
+                if is_forward:
+                    self._drop([micro_batch.mask])
+                    micro_batch.mask = (None, 0)
+                    self._forget_last()
+                else:
+                    del self._in_flight[number, chunk]
+                    self._end(micro_batch, is_latest=latest[chunk] == number)
+        self._forget_last()
+        self._hold({})
+        for library in [*self._workspaces]:
+            self._make_workspaces(library)
+
+    def _begin(self, is_forward: bool, number: int, chunk: int, latest: dict[int, int]) -> _MicroBatch:
+        if not is_forward:
+            self._forget_last()
+            return self._in_flight[number, chunk]
+        memory, latest[chunk] = self._chunks[chunk], number
+        found = self._in_flight[number, chunk] = _MicroBatch(chunk)
+        first = memory.forward[0]
+        self._hold(self._buckets.list_held(first))
+        if memory.input_bytes:
+            # It is received before the micro batch is read.
+            found.alive[first.events[0][0]] = self._make(memory.input_bytes)
+        for place, size in enumerate(memory.batch_bytes, start=1):
+            found.alive[-place] = self._make(size)
+        found.mask = self._make(memory.mask_bytes)
+        self._note_highest(self._exact, found, first, [])
+        # The chunk has the new input in the place of the last one's.
+        last = self._of_chunks.pop(chunk, [])
+        if self._last_chunk == chunk:
+            # None where the last backward was that of an earlier micro batch: the schedule has its own.
+            self._of_schedule += last
+        else:
+            self._drop(last)
+        return found
+
+    def _run(self, micro_batch: _MicroBatch, segment: Segment, beside: Sequence[_MicroBatch]) -> None:
+        memory, moved = self._chunks[micro_batch.chunk], None
+        self._hold(self._buckets.list_held(segment))
+        begin = self._exact
+        if segment.part == LAYERS:
+            moved = self._moved[micro_batch.chunk].get((segment.is_backward, segment.num_before))
+        if moved is not None and segment.is_backward:
+            # It is there from the begin of the layer's backward.
+            for number, size in micro_batch.on_host.pop(moved[0], ()):
+                micro_batch.alive[number] = self._make(size)
+        num_moved, begin = self._exact - begin, self._exact
+        if memory.input_bytes and segment is memory.forward[0]:
+            begin -= memory.input_bytes
+        if isinstance(self._allocator, Sums):
+            self._exact = begin + segment.growth
+        else:
+            begin += self._place(micro_batch, segment, is_received=begin < self._exact)
+        highest, flush = begin + segment.rise, [self._make(self._buckets.count_flush(segment))]
+        above = max(0, self._exact - highest)
+        self._drop(flush)
+        # A forward beside a backward takes turns with it inside a layer, too: only what it leaves counts.
+        if segment.is_backward or not beside:
+            self._note_highest(highest + above, micro_batch, segment, beside, above, segment.workspaces)
+        if moved is not None and not segment.is_backward:
+            # It is freed when the layer's forward ends.
+            num_moved = -self._send(micro_batch, segment, *moved)
+        micro_batch.standing[segment.part] += segment.growth - segment.gradient_growth + num_moved
+        micro_batch.gradients += segment.gradient_growth
+
+    def _send(self, micro_batch: _MicroBatch, segment: Segment, layer: int, sizes: Sequence[int]) -> int:
+        """Free what a layer has sent to the host while `segment`, of the next layer, ran: how many bytes.
+
+        A storage is known by its size: the latest one before the segment that is there.
+        """
+        sent = micro_batch.on_host[layer] = [(0, size) for size in sizes]
+        if isinstance(self._allocator, Sums):
+            self._exact -= sum(sizes)
+            return sum(sizes)
+        first = next((number for number, size in segment.events if size >= 0), 0)
+        before = {number: size for number, (_, size) in micro_batch.alive.items() if 0 <= number < first}
+        for place, size in enumerate(sizes):
+            number = max(number for number, of in before.items() if of == size)
+            del before[number]
+            sent[place] = number, size
+            self._drop([micro_batch.alive.pop(number)])
+        return sum(sizes)
+
+    def _place(self, micro_batch: _MicroBatch, segment: Segment, *, is_received: bool) -> int:
+        """Bytes of workspaces that are made meanwhile.
+
+        is_received: whether the first storage, the input, is there.
+        """
+        alive, exact, made = micro_batch.alive, self._exact, 0
+        allocate, free = self._allocator.allocate, self._allocator.free
+        for number, size in segment.events[1:] if is_received else segment.events:
+            if size >= 0:
+                alive[number] = allocate(size), size
+                exact += size
+            elif size == FREED:
+                block, size = alive.pop(number)
+                free(block)
+                exact -= size
+            elif self._workspaces:
+                made += self._make_workspaces(_find_library(size, is_backward=segment.is_backward))
+        self._exact = exact + made
+        return made
+
+    def _note_highest(
+        self,
+        num_bytes: int,
+        micro_batch: _MicroBatch,
+        segment: Segment,
+        beside: Sequence[_MicroBatch],
+        flush: int = 0,
+        workspaces: int = 0,
+    ) -> None:
+        """Keep what is there if it is more than ever.
+
+        Args:
+            num_bytes: of all tensors.
+            micro_batch: that runs.
+            segment: of it.
+            beside: another one that runs, whose tensors count as transients.
+            flush: what of them reducing a full bucket takes.
+            workspaces: of attention.
+        """
+        if num_bytes <= self.highest:
+            return
+        self.highest = num_bytes
+        held = sum(size for _, size in self._held.values()) + flush
+        others = [each for each in self._in_flight.values() if each is not micro_batch and each not in beside]
+        # Its own segment has not counted what it made and freed yet.
+        activations = sum(each.level for each in others)
+        batches = sum(self._chunks[each.chunk].micro_batch_bytes + each.mask[1] for each in [micro_batch, *others])
+        kept = [self._of_schedule, *self._of_chunks.values()]
+        inputs = sum(size for tensors in kept for _, size in tensors)
+        own = num_bytes - activations - batches - inputs - held - self._workspace_bytes
+        # Below 0 where the workspaces take less than the segment has freed of its part.
+        transients = own - micro_batch.level - workspaces
+        direction = "backward" if segment.is_backward else "forward"
+        self.peak = Peak(
+            f"{direction} of the {segment.part}",
+            {
+                "gradients": micro_batch.gradients,
+                "communication buffers": held,
+                "stage inputs": inputs,
+                "micro batches": batches,
+                "other micro batches' activations": activations,
+                **micro_batch.standing,
+                segment.part: micro_batch.standing[segment.part] + min(0, transients),
+                "attention's workspaces": workspaces,
+                "transients": max(0, transients),
+            },
+        )
+
+    def _make_workspaces(self, library: Library) -> int:
+        """How many bytes they have."""
+        made = [self._make(size)[1] for size in self._workspaces.pop(library, ())]
+        self._workspace_bytes += sum(made)
+        return sum(made)
+
+    def _end(self, micro_batch: _MicroBatch, *, is_latest: bool) -> None:
+        chunk, size = micro_batch.chunk, self._chunks[micro_batch.chunk].input_bytes
+        alive = micro_batch.alive
+        if isinstance(self._allocator, Sums):
+            stays: list[_Tensor] = [(None, size)] * 2 if size else []
+            self._exact -= micro_batch.level + self._chunks[chunk].micro_batch_bytes - 2 * size
+        else:
+            stays = [each for number, each in alive.items() if number >= 0 and size and each[1] == size]
+            # The loss and the micro batch.
+            self._drop([each for each in alive.values() if each not in stays])
+        self._last_chunk = chunk
+        if is_latest:
+            self._of_chunks[chunk] = stays
+        else:
+            self._of_schedule = stays
+        self._of_schedule.append(self._make(self._received_bytes))
+
+    def _forget_last(self) -> None:
+        self._drop(self._of_schedule)
+        self._last_chunk = None
+
+    def _hold(self, wanted: Mapping[Any, int]) -> None:
+        self._drop([self._held.pop(what) for what, (_, size) in [*self._held.items()] if wanted.get(what) != size])
+        for what, size in wanted.items():
+            if what not in self._held:
+                self._held[what] = self._make(size)
+
+    def _make(self, size: int) -> _Tensor:
+        self._exact += size
+        return self._allocator.allocate(size), size
+
+    def _drop(self, tensors: list[_Tensor]) -> None:
+        for block, size in tensors:
+            self._allocator.free(block)
+            self._exact -= size
+        tensors.clear()
+
+
+def _find_library(product: int, *, is_backward: bool) -> Library:
+    if product == TORCH_PRODUCT:
+        return Library.TORCH_BACKWARD if is_backward else Library.TORCH
+    assert product == ENGINE_PRODUCT
+    return Library.ENGINE
+
+
+_Turn = Sequence[tuple[bool, int, int]]
+
+
+def _list_turns(events: list[tuple[bool, int, int]], is_combined: bool) -> list[_Turn]:
+    """Events that run at a time; what is in flight behind the last one has its backward then."""
+    in_flight = {(micro_batch, chunk) for is_forward, micro_batch, chunk in events if is_forward}
+    in_flight -= {(micro_batch, chunk) for is_forward, micro_batch, chunk in events if not is_forward}
+    events += [(False, *each) for each in sorted(in_flight, key=lambda each: (-each[1], each[0]))]
+    turns: list[_Turn] = []
+    for event in events:
+        is_forward = event[0]
+        if is_combined and is_forward and turns and not turns[-1][0][0]:
+            # The forward's segment is over when the backward's runs.
+            turns[-1] = [event, *turns[-1]]
+        else:
+            turns.append([event])
+    return turns
+
+
+_Moved = tuple[int, Sequence[int]]
+"""A layer, and the bytes of each storage that it sends to the host."""
+
+
+def _list_moved(chunk: ChunkMemory, moved: Sequence[Sequence[int]]) -> dict[tuple[bool, int], _Moved]:
+    """(whether it is backward, place among the segments of layers there) -> what leaves, or comes, meanwhile.
+
+    While a layer runs, what the layer before it sent leaves, or comes back. The backward of a stage that has no head
+    begins with a segment of its last layer in which nothing is moved yet.
+    """
+    sent = [*enumerate(moved[:-1])]
+    ahead = sum(each.part == LAYERS for each in chunk.backward) - len(moved)
+    found: dict[tuple[bool, int], _Moved] = {(False, layer + 1): (layer, sizes) for layer, sizes in sent if sizes}
+    found.update({(True, ahead + place): each for place, each in enumerate(sent[::-1]) if each[1]})
+    return found
