@@ -94,23 +94,23 @@ def find_faults(hosts: list[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
 
     An error stops a job, a warning may disturb it.
     """
-    for facts in hosts:
-        comparable = {
-            **{name: (value, "install the same version") for name, value in facts["versions"].items()},
-            **{f"the code of {name}": (value, "copy the same checkout") for name, value in facts["sources"].items()},
-            "the device": ("GPU" if facts["gpus"] else "CPU", "leave it out, or see whether its driver runs"),
+    values = [
+        {
+            **{(name, "install the same version"): value for name, value in facts["versions"].items()},
+            **{(f"the code of {name}", "copy the same checkout"): value for name, value in facts["sources"].items()},
+            ("the device", "leave the host out, or mend its driver"): "GPU" if facts["gpus"] else "CPU",
         }
-        facts["comparable"] = comparable
-    for name in dict.fromkeys(name for facts in hosts for name in facts["comparable"]):
+        for facts in hosts
+    ]
+    for name, remedy in values[0]:
         # Of two values that are equally frequent, that of the lower rank.
-        usual = Counter(facts["comparable"][name][0] for facts in hosts).most_common(1)[0][0]
-        for facts in hosts:
-            value, remedy = facts["comparable"][name]
-            if value != usual:
-                yield "error", facts["host"], f"{name} is {value or 'missing'}, elsewhere it is {usual}; {remedy} there"
+        usual = Counter(own[name, remedy] for own in values).most_common(1)[0][0]
+        for facts, own in zip(hosts, values, strict=True):
+            if (value := own[name, remedy]) != usual:
+                text = f"{name} is {value or 'missing'}, elsewhere it is {usual or 'missing'}; {remedy} there"
+                yield "error", facts["host"], text
     clock = statistics.median(facts["time"] for facts in hosts)
     for facts in hosts:
-        del facts["comparable"]
         if abs(facts["time"] - clock) > _MOST_CLOCK_SECONDS:
             yield "warning", facts["host"], f"its clock differs by {facts['time'] - clock:+.1f} s; start chrony there"
         if facts["shm_bytes"] < _LEAST_SHM_BYTES:

@@ -112,46 +112,37 @@ def _is_srun(environ: MutableMapping[str, str]) -> bool:
 
 def _read_slurm(environ: MutableMapping[str, str]) -> str:
     world_size = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1)
-    nodes = expand_hostlist(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "127.0.0.1")
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
     _fill(
         environ,
         rank=int(environ["SLURM_PROCID"]),
         world_size=world_size,
         local_rank=int(environ.get("SLURM_LOCALID", "0")),
-        local_world_size=_count_tasks_on_this_node(environ, world_size, len(nodes)),
-        address=nodes[0],
+        local_world_size=_count_tasks_on_this_node(environ, world_size),
+        address=find_first_host(nodes),
         # All ranks of a job must compute the same port, and two jobs on one node different ports.
         port=DEFAULT_MASTER_PORT + int(environ.get("SLURM_JOB_ID", "0")) % 1000,
     )
     return "srun"
 
 
-def _count_tasks_on_this_node(environ: MutableMapping[str, str], world_size: int, num_nodes: int) -> int:
+def _count_tasks_on_this_node(environ: MutableMapping[str, str], world_size: int) -> int:
     """Reads this node's entry of SLURM_STEP_TASKS_PER_NODE, which looks like `2(x3),1`."""
     counts: list[int] = []
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()):
             counts += [int(match[1])] * int(match[2] or 1)
     node = int(environ.get("SLURM_NODEID", "0"))
+    num_nodes = int(environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
     return counts[node] if node < len(counts) else max(1, world_size // num_nodes)
 
 
-def expand_hostlist(hostlist: str) -> list[str]:
-    """Expands `node[01-03,7],gpu1` to node01, node02, node03, node7, gpu1. Raises ValueError if it cannot."""
-    hosts: list[str] = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hostlist):
-        match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]+)\]([^\[\]]*)", part)
-        if match is None:
-            if "[" in part or "]" in part:
-                raise ValueError(f"Slurm's node list {hostlist!r} is not understood; set MASTER_ADDR to its first node")
-            hosts.append(part)
-            continue
-        prefix, ranges, suffix = match.groups()
-        for item in ranges.split(","):
-            first, _, last = item.partition("-")
-            numbers = range(int(first), int(last or first) + 1)
-            hosts += [f"{prefix}{number:0{len(first)}d}{suffix}" for number in numbers]
-    return hosts
+def find_first_host(hostlist: str) -> str:
+    """Returns the first of Slurm's node list, which looks like `node[01-03,7],gpu1`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", hostlist)
+    if first is None:
+        raise ValueError(f"Slurm's node list {hostlist!r} is not understood; set MASTER_ADDR to its first node")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
 
 
 def _fill(

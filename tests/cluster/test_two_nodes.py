@@ -15,7 +15,7 @@ from training_job import SCRIPT, Data, Run, arguments, finished, make_data, run,
 from two_nodes import ADDRESSES, TwoNodes, find_obstacle, start_two_nodes
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT = os.environ.get("TEMPO_TEST_FAULT_TIMEOUT", "10")
+TIMEOUT = "10"
 LAYOUT = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--lr-decay-style", "constant"]
 
 
@@ -111,7 +111,7 @@ def one_host(data: Data, folder: Path, world_size: int, iterations: int) -> Run:
 
 @pytest.mark.slow
 def test_tensor_parallel_within_hosts_and_a_stop_that_saves(nodes: TwoNodes, data: Data, tmp_path: Path) -> None:
-    """By deepspeed and pdsh: 2 hosts of 2 ranks. SIGTERM to deepspeed saves, and no process stays on any host."""
+    """By deepspeed and pdsh: 2 hosts of 2 ranks. SIGTERM to one rank saves, and no process stays on any host."""
     expected = one_host(data, tmp_path / "one", 4, 100000)
     folder = tmp_path / "two"
     folder.mkdir()
@@ -120,14 +120,13 @@ def test_tensor_parallel_within_hosts_and_a_stop_that_saves(nodes: TwoNodes, dat
     runner = ["-m", "deepspeed.launcher.runner", "-H", hostfile, "--master_addr", ADDRESSES["node0"]]
     process = start(nodes, "node0", [*runner, str(SCRIPT), *argv], folder / "rank0.log")
     wait_for_steps(process, folder, 2)
-    (launcher,) = nodes.find_processes("node0", "deepspeed.launcher.runner")
-    subprocess.run(nodes.inside("node0", ["kill", "-TERM", launcher]), check=True)
+    subprocess.run(nodes.inside("node1", ["pkill", "-TERM", "-f", "local_rank=0"]), check=True)
     code = process.wait(900)
     result = finished(folder, [code])
     assert code == 0, result.output
     assert "4 x CPU" in result.output and "by deepspeed: TP 2 + SP, DP 2" in result.output
     assert result.losses_hex[:2] == expected.losses_hex
-    assert "asked 4 ranks to save and end" in result.output and "node0: stopped by " in result.output
+    assert "node0: stopped by a signal to another rank" in result.output
     latest = (folder / "save" / "latest").read_text().strip()
     assert (folder / "save" / latest / "run.json").exists()
     for node in ADDRESSES:
