@@ -3,9 +3,10 @@
 They meet in torch's store, which rank 0 or torchrun's agent serves. It needs no process group: a rank whose command
 line is wrong can say so, and the ranks are compared before a collective that some of them would not call.
 
-From then on a thread of each rank counts up in the store once a second. Rank 0 reads all counts, the others see whether
-the store still answers. A process group's timeout cannot do this: it would have to be longer than any save or compile,
-and gloo goes on counting while a suspended job sleeps. Here a rank counts only the seconds in which it runs itself.
+From then on a thread of each rank counts up in the store once a second. Rank 0 reads all counts, the others rank 0's,
+and all see whether the store answers. A process group's timeout cannot do this: it would have to be longer than any
+save or compile, and gloo goes on counting while a suspended job sleeps. Here a rank counts only the seconds in which it
+runs.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from tempo_megatron.training.watch.agreement import AgreedError, connect_again, 
 from tempo_megatron.training.watch.rank_process import RankLog, find_launchers, has_ended
 
 _BEAT_SECONDS = 1.0
+_MISSED_BEATS = 3  # fewer may be a busy machine's
 # A failure that may follow from another one waits this long for that to be reported. In this time a rank that has ended
 # is also told from one that has not.
 _CAUSE_SECONDS = 5.0
@@ -92,6 +94,7 @@ class Team:
         team = cls(open_store(timeout_s) if world_size > 1 else None, rank, world_size, log)
         if not fault_timeout:
             return team
+        fault_timeout = max(fault_timeout, _MISSED_BEATS * _find_pause(world_size))
         if world_size > 1:
             team.is_watched, team._beats = True, connect_again(timeout_s)
             team._beats.set(f"tempo/process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
@@ -148,8 +151,9 @@ class Team:
         own = Cause(self.rank, socket.gethostname(), sentence)
         self.begin_to_end()
         if self.is_watched:
+            if is_secondary:
+                self._tell("tempo/suspicion")
             if is_secondary or (self.rank and not self._is_ready):  # an error that all have, rank 0 reports
-                self._tell("tempo/suspicion" if is_secondary else "tempo/wrong")
                 self._has_cause.wait(2 * _CAUSE_SECONDS)
             if not self._has_cause.is_set():
                 self._call(lambda: self._decide(own))
@@ -177,7 +181,7 @@ class Team:
 
         def count() -> None:
             self._beats.add(key, 1)
-            while self._beats.add(awaited, 0) < number:
+            while awaited and self._beats.add(awaited, 0) < number:
                 time.sleep(0.1)
 
         self._call(count, seconds)
@@ -197,8 +201,10 @@ class Team:
             self._tell("tempo/left", "tempo/left", 0 if self.rank else self.world_size, _LEAVE_SECONDS)
 
     def _exchange(self, limit: float) -> None:
-        """Counts up, reads whether the run ends, and on rank 0 whether each rank counts."""
+        """Counts up, reads whether the run ends, and sees who counts: rank 0 all ranks, the others rank 0."""
         beats, counts, heard = self._beats, [0] * self.world_size, [0.0] * self.world_size
+        others = range(1, self.world_size) if self.rank == 0 else range(1)
+        pause = _find_pause(self.world_size)
         try:
             while True:
                 beats.add(f"tempo/beat/{self.rank}", 1)
@@ -206,16 +212,16 @@ class Team:
                     self._end(Cause(**json.loads(beats.get("tempo/end"))))
                     return
                 self._answered = self._now
-                if self.rank == 0:
-                    patience = min(limit, _CAUSE_SECONDS) if beats.add("tempo/suspicion", 0) else limit
-                    for rank in range(1, self.world_size):
-                        count = beats.add(f"tempo/beat/{rank}", 0)
-                        if count != counts[rank]:
-                            counts[rank], heard[rank] = count, self._now
-                        elif count and self._now - heard[rank] > patience:
-                            host, pid = json.loads(beats.get(f"tempo/process/{rank}"))
-                            self._decide(Cause(rank, host, _say_silent(self._now - heard[rank]), True, pid))
-                time.sleep(_BEAT_SECONDS)
+                if beats.add("tempo/suspicion", 0):
+                    limit = min(limit, max(_CAUSE_SECONDS, _MISSED_BEATS * pause))
+                for rank in others:
+                    count = beats.add(f"tempo/beat/{rank}", 0)
+                    if count != counts[rank]:
+                        counts[rank], heard[rank] = count, self._now
+                    elif count and self._now - heard[rank] > limit:
+                        host, pid = json.loads(beats.get(f"tempo/process/{rank}"))
+                        self._decide(Cause(rank, host, _say_silent(self._now - heard[rank]), True, pid))
+                time.sleep(pause)
         except RuntimeError:
             text = "the store that it serves is gone: its process was killed, or its host has gone down"
             self._end(Cause(0, self._first_host, text, True, self._first_pid))
@@ -257,6 +263,11 @@ class Team:
         """Prints the cause on rank 0 or, if rank 0 was lost, on the first ranks of each node."""
         if self.rank == 0 or (cause.rank == 0 and cause.is_lost and os.environ.get("LOCAL_RANK") in ("0", "1")):
             print(cause.describe(), file=sys.stderr, flush=True)
+
+
+def _find_pause(world_size: int) -> float:
+    """Returns the seconds between two beats: a store that thousands of ranks ask has more to do."""
+    return max(_BEAT_SECONDS, world_size / 1000)
 
 
 def _say_silent(seconds: float) -> str:
