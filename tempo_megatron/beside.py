@@ -1,8 +1,7 @@
 """Calls a function in a Python process of its own, beside a run.
 
 Planning, measuring and explaining need process groups, random states and memory that the run has for itself. The other
-process sees no GPU and takes one thread. The heartbeat's processes (training/watch) are not started here: they import
-the standard library only, and outlive the rank that they watch.
+process sees no GPU and takes one thread.
 """
 
 from __future__ import annotations

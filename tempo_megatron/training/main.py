@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -26,7 +27,7 @@ from tempo_megatron.training.watch.rank_process import RankLog, find_launchers
 if TYPE_CHECKING:
     from tempo_megatron.training.watch.team import Team
 
-# gloo's messages when a rank is gone. NCCL has none: the heartbeat ends its ranks.
+# gloo's messages when a rank is gone. NCCL has none: the team ends its ranks.
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 _MEETING_SECONDS = 60.0  # used if the command line, which sets this limit, is wrong
 _REMEDY_SECONDS = 30.0  # the other ranks wait while one computes what would have fitted
@@ -104,19 +105,21 @@ class _Attempt:
             with contextlib.suppress(ValueError):
                 self._join(_MEETING_SECONDS, _MEETING_SECONDS)
             raise
-        self._join(args.distributed_timeout_minutes * 60.0, args.heartbeat_seconds)
+        self._join(args.distributed_timeout_minutes * 60.0, args.fault_timeout)
         return args
 
-    def _join(self, timeout_s: float, heartbeat_s: float) -> None:
+    def _join(self, timeout_s: float, fault_timeout: float) -> None:
         """Joins the other ranks. A run of one process without a launcher has none, and imports torch later."""
         if int(os.environ["WORLD_SIZE"]) > 1 or find_launchers():
             from tempo_megatron.training.watch.team import Team
 
-            self.team = Team.join(self.log, timeout_s=timeout_s, heartbeat_s=heartbeat_s)
+            self.team = Team.join(self.log, timeout_s=timeout_s, fault_timeout=fault_timeout)
 
     def _report(self, error: Exception) -> None:
         from tempo_megatron.training.watch.agreement import AgreedError
 
+        if self.team is not None and self.team.is_watched:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher's, as soon as a rank has ended: say why first
         agreed = isinstance(error, AgreedError)
         is_secondary = _follows_from_another(error) or (agreed and self.log.rank != 0)
         sentence = find_sentence_for_the_user(error)

@@ -61,7 +61,7 @@ parse_fraction = _restrict(parse_number, lambda value: 0.0 <= value < 1.0, "is n
 parse_probability = _restrict(parse_number, lambda value: 0.0 <= value <= 1.0, "is not in [0, 1]")
 parse_share = _restrict(parse_number, lambda value: 0.0 < value <= 1.0, "is not in (0, 1]")
 # With fewer than 5 seconds, a machine that is busy for a moment would count as lost.
-parse_heartbeat = _restrict(
+parse_fault_timeout = _restrict(
     parse_not_negative_float,
     lambda value: value == 0 or 5.0 <= value <= 1e6,
     "is neither 0 nor from 5 to 1000000 seconds",

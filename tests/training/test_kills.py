@@ -55,7 +55,7 @@ def test_a_run_that_is_killed_again_and_again_goes_on_as_if_it_never_was(
     data: Data, whole: Run, tmp_path: Path, kills: int
 ) -> None:
     draw = random.Random(7)
-    sizes = ["--train-iters", str(STEPS), "--save-interval", "1", "--heartbeat-seconds", "10"]
+    sizes = ["--train-iters", str(STEPS), "--save-interval", "1", "--fault-timeout", "10"]
     save = tmp_path / "save"
     options = [*sizes, "--save", str(save), "--load", str(save), "--metrics-file", str(tmp_path / "m.jsonl")]
     inside, reached = 0, [0]

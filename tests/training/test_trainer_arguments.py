@@ -102,7 +102,7 @@ WRONG_ARGUMENTS = [
     ("--save ''", "--save is empty; give a value, or leave it out"),
     ("--seed 4294967296", "4294967296 is not below 4294967296"),
     ("--hidden-size " + "9" * 30, "is beyond 1000000000000, the largest number that is taken"),
-    ("--heartbeat-seconds 1", "1 is neither 0 nor from 5 to 1000000 seconds"),
+    ("--fault-timeout 1", "1 is neither 0 nor from 5 to 1000000 seconds"),
     ("--use-tempo --tempo-layers " + "[" * 5000, "is not valid JSON (it is nested too deeply)"),
     ("--tempo-activation inplace", "--tempo-activation is given but Tempo is off; add --use-tempo"),
     ("--mask-prob 0.2", "unrecognized arguments: --mask-prob"),

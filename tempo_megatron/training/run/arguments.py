@@ -14,8 +14,8 @@ from tempo_megatron.models.arguments import add_model_arguments
 from tempo_megatron.settings.arguments import add_ledger_argument, add_tempo_arguments
 from tempo_megatron.training.run.masking import MASKING_DEFAULTS, SPAN_DEFAULTS, add_masking_arguments
 from tempo_megatron.words.argument_types import (
+    parse_fault_timeout,
     parse_fraction,
-    parse_heartbeat,
     parse_minutes,
     parse_not_negative,
     parse_not_negative_float,
@@ -359,12 +359,12 @@ def _add_distributed(parser: argparse.ArgumentParser) -> None:
         "get on ends the run after this (default %(default)s)",
     )
     group.add_argument(
-        "--heartbeat-seconds",
-        type=parse_heartbeat,
-        default=30.0,
+        "--fault-timeout",
+        type=parse_fault_timeout,
+        default=60.0,
+        metavar="SECONDS",
         help="how long a rank may be stopped, or its host silent, until the run ends; a rank that is busy is neither, "
-        "and one that dies ends the run at once. A small process beside each rank watches it; 0 starts none "
-        "(default %(default)g)",
+        "and 0 lets the ranks not watch one another (default %(default)g)",
     )
     group.add_argument(
         "--local_rank", "--local-rank", type=int, default=-1, help="set by launchers; LOCAL_RANK decides"

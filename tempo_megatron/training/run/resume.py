@@ -92,7 +92,7 @@ OF_EACH_START = {
     **dict.fromkeys(("exit_interval", "exit_signal_handler", "eval_only"), "when this start ends"),
     **dict.fromkeys(("load", "pretrained_checkpoint", "override_opt_param_scheduler"), "how this start begins"),
     **dict.fromkeys(("num_workers", "data_cache_path"), "how samples are read, not which"),
-    **dict.fromkeys(("distributed_timeout_minutes", "heartbeat_seconds"), "how ranks watch one another"),
+    **dict.fromkeys(("distributed_timeout_minutes", "fault_timeout"), "how ranks watch one another"),
     "use_cpu_initialization": "only for the first weights",
     "tempo_arguments": "text for the banner",
 }

@@ -138,7 +138,7 @@ class RunConfig:
     sequence_parallel: bool
     use_cpu_initialization: bool
     distributed_timeout_minutes: int
-    heartbeat_seconds: float
+    fault_timeout: float
     on_gpu: bool
     deepspeed_config: str
     """Path of the JSON."""

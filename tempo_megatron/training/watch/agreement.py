@@ -52,8 +52,19 @@ def open_store(timeout_s: float) -> Any:
         raise ValueError(
             f"rank 0 at {address}:{port} was not reached ({text}); check that it runs and that no firewall is between"
         ) from error
-    # torchrun's store outlives the ranks: it starts them again with the same one.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"attempt_{attempt}", store)  # type: ignore[attr-defined]
+    store = _name_attempt(store)
     register_rendezvous_handler("tempo", lambda url, **_: iter([(store, rank, world_size)]))
     return store
+
+
+def connect_again(timeout_s: float) -> Any:
+    """Opens another connection to the store, for a thread: a call that waits keeps its connection to itself."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    how: Any = {"is_master": False, "wait_for_workers": False, "timeout": datetime.timedelta(seconds=timeout_s)}
+    return _name_attempt(dist.TCPStore(address, port, **how))  # type: ignore[attr-defined]
+
+
+def _name_attempt(store: Any) -> Any:
+    # torchrun's store outlives the ranks: it starts them again with the same one.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt_{attempt}", store)  # type: ignore[attr-defined]

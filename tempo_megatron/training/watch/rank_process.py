@@ -6,44 +6,38 @@ Nothing here imports torch, so that a rank can report a wrong command line befor
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import socket
 from pathlib import Path
 
-from tempo_megatron.training.watch.heartbeat_process import read_stat, read_state
+import psutil
 
 _PROGRAMS = ("deepspeed", "ds", "deepspeed.pt", "torchrun")
 _MODULES = ("deepspeed.launcher.", "torch.distributed.run", "torch.distributed.launch")
 
 
-def find_launchers() -> list[tuple[int, str]]:
-    """Lists (pid, start time) of each launcher above this process, up to the first ancestor that is none.
+def find_launchers() -> list[psutil.Process]:
+    """Lists the launchers above this process, up to the first ancestor that is none.
 
     `deepspeed` starts a launcher on each node, which starts the ranks and survives when `deepspeed` is killed.
     """
-    found = []
-    pid = os.getppid()
-    while pid > 1 and is_launcher(_read_words(pid)):
-        found.append((pid, read_state(pid)[1]))
-        pid = int(read_stat(pid)[1])
-    return found
+    return list(itertools.takewhile(lambda process: is_launcher(process.cmdline()), psutil.Process().parents()))
 
 
 def is_launcher(words: list[str]) -> bool:
     """Whether a command line is a launcher of DeepSpeed's or torch's, rather than a script that calls one."""
-    names = [Path(word).name for word in words[:2]]
-    if any(name in _PROGRAMS for name in names):
+    if any(Path(word).name in _PROGRAMS for word in words[:2]):
         return True
-    modules = [after for option, after in zip(words[:8], words[1:9], strict=False) if option == "-m"]
+    modules = [after for option, after in itertools.pairwise(words[:9]) if option == "-m"]
     return any(module.startswith(_MODULES) for module in modules)
 
 
-def _read_words(pid: int) -> list[str]:
+def has_ended(process: psutil.Process) -> bool:
     try:
-        content = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return []
-    return [os.fsdecode(word) for word in content.split(b"\0")[:-1]]
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 class RankLog:

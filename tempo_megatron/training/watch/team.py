@@ -1,40 +1,44 @@
-"""Lets the ranks of a run meet, detect one another's failure, and exit together with one reported cause.
+"""Lets the ranks of a run meet, notice one another's failure, and end together with one reported cause.
 
-They meet in torch's store, which needs no process group: a rank whose command line is wrong can say so, and the ranks
-are compared before a collective that some of them would not call. From then on a small process beside each rank
-(heartbeat_process.py) watches it. If a rank fails, dies, is stopped or cannot be reached, every other one is told why
-and ends, wherever it waits.
+They meet in torch's store, which rank 0 or torchrun's agent serves. It needs no process group: a rank whose command
+line is wrong can say so, and the ranks are compared before a collective that some of them would not call.
+
+From then on a thread of each rank counts up in the store once a second. Rank 0 reads all counts, the others rank 0's,
+and all see whether the store answers. A process group's timeout cannot do this: it would have to be longer than any
+save or compile, and gloo goes on counting while a suspended job sleeps. Here a rank counts only the seconds in which it
+runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import json
 import os
-import resource
-import secrets
+import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 import traceback
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
-from tempo_megatron.cluster.host import is_loopback, list_addresses
-from tempo_megatron.training.differences import find_difference
-from tempo_megatron.training.watch import heartbeat_process
-from tempo_megatron.training.watch.agreement import AgreedError, open_store
-from tempo_megatron.training.watch.heartbeat_process import CAUSE_SECONDS, FIRST_SECONDS
-from tempo_megatron.training.watch.rank_process import RankLog, find_launchers
+import psutil
 
-_KEY = "tempo"
-_VERDICT_SECONDS = 20.0  # how long a rank that has failed waits for the judge's cause
-_BACKLOG = 1 << 14  # the system lowers it to its own limit
+from tempo_megatron.training.differences import find_difference
+from tempo_megatron.training.watch.agreement import AgreedError, connect_again, open_store
+from tempo_megatron.training.watch.rank_process import RankLog, find_launchers, has_ended
+
+_BEAT_SECONDS = 1.0
+_MISSED_BEATS = 3  # fewer may be a busy machine's
+# A failure that may follow from another one waits this long for that to be reported. In this time a rank that has ended
+# is also told from one that has not.
+_CAUSE_SECONDS = 5.0
+_TOLD_SECONDS = 5.0  # how long the ranks wait for one another's last words
+_LEAVE_SECONDS = 30.0  # how long rank 0 waits for the others at a good end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +50,8 @@ class Cause:
     sentence: str
     is_lost: bool = False
     """Whether the rank cannot report it itself."""
+
+    pid: int = 0
 
     def describe(self) -> str:
         return f"error on rank {self.rank} ({self.host}): {self.sentence}"
@@ -60,41 +66,42 @@ class Team:
     def __init__(self, store: Any, rank: int, world_size: int, log: RankLog) -> None:
         self.store, self.rank, self.world_size, self.log = store, rank, world_size, log
         self.cause: Cause | None = None
+        self.is_watched = False
+        """Whether the ranks are told of one another's failures."""
+        self._beats: Any = None
+        self._first_host, self._first_pid = "", 0
+        self._is_ready = False
         self._has_cause = threading.Event()
         self._lock = threading.Lock()
         self._ending_thread: threading.Thread | None = None
-        self._is_ready = False
-        self._watcher: subprocess.Popen[bytes] | None = None
+        self._now = self._answered = 0.0  # seconds in which this process ran
 
     @classmethod
-    def join(cls, log: RankLog, *, timeout_s: float, heartbeat_s: float) -> Team | None:
+    def join(cls, log: RankLog, *, timeout_s: float, fault_timeout: float) -> Team | None:
         """Meets the other ranks; returns None for a run of one process without a launcher.
 
         Args:
             log: of this rank.
             timeout_s: how long the others may take to come.
-            heartbeat_s: how long a rank may be stopped or out of reach; 0 starts no watcher.
+            fault_timeout: for how many seconds a rank may be stopped or out of reach; 0: the ranks do not watch.
 
         Raises ValueError if rank 0's port is in use or rank 0 cannot be reached.
         """
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         launchers = find_launchers()
-        if world_size == 1:
-            team = cls(None, rank, world_size, log)
-            if not launchers or not heartbeat_s:
-                return None
-            team._start_watcher(None, "", heartbeat_s, launchers)
+        if world_size == 1 and not launchers:
+            return None
+        team = cls(open_store(timeout_s) if world_size > 1 else None, rank, world_size, log)
+        if not fault_timeout:
             return team
-        team = cls(open_store(timeout_s), rank, world_size, log)
-        if heartbeat_s:
-            address, token = team._find_judge(heartbeat_s)
-            team._start_watcher(address, token, heartbeat_s, launchers)
+        fault_timeout = max(fault_timeout, _MISSED_BEATS * _find_pause(world_size))
+        if world_size > 1:
+            team.is_watched, team._beats = True, connect_again(timeout_s)
+            team._beats.set(f"tempo/process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
+            team._first_host, team._first_pid = json.loads(team._beats.get("tempo/process/0"))
+            threading.Thread(target=team._exchange, args=(fault_timeout,), name="beats", daemon=True).start()
+        threading.Thread(target=team._look, args=(fault_timeout, launchers), name="look", daemon=True).start()
         return team
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether the ranks are told of one another's failures."""
-        return self._watcher is not None and self.world_size > 1
 
     def compare(self, facts: Mapping[str, Any], timeout_s: float) -> None:
         """Raises AgreedError, with the difference, on every rank if one has other `facts` than rank 0.
@@ -104,18 +111,16 @@ class Team:
         if self.world_size == 1:
             return
         self._is_ready = True
-        self._order("ready")
         described = {"host": socket.gethostname(), **facts}
-        self.store.set(f"{_KEY}/facts/{self.rank}", zlib.compress(json.dumps(described, default=str).encode()))
-        verdict = f"{_KEY}/verdict"
+        self.store.set(f"tempo/facts/{self.rank}", zlib.compress(json.dumps(described, default=str).encode()))
         if self.rank == 0:
-            self.store.set(verdict, self._judge_facts(timeout_s))
-        self.store.wait([verdict], datetime.timedelta(seconds=timeout_s + 60))
-        if sentence := self.store.get(verdict).decode():
+            self.store.set("tempo/verdict", self._judge_facts(timeout_s))
+        self.store.wait(["tempo/verdict"], timedelta(seconds=timeout_s + 60))
+        if sentence := self.store.get("tempo/verdict").decode():
             raise AgreedError(sentence)
 
     def _judge_facts(self, timeout_s: float) -> str:
-        keys = [f"{_KEY}/facts/{rank}" for rank in range(self.world_size)]
+        keys = [f"tempo/facts/{rank}" for rank in range(self.world_size)]
         deadline = time.monotonic() + timeout_s
         while not self.store.check(keys):
             if time.monotonic() > deadline:
@@ -128,7 +133,7 @@ class Team:
         return find_difference([json.loads(zlib.decompress(self.store.get(key))) for key in keys]) or ""
 
     def begin_to_end(self) -> None:
-        """Makes this thread the one that reports the end; if the heartbeat's thread already does, waits for the end."""
+        """Makes this thread the one that reports the end; if another already does, waits for the end."""
         if not self._claim_end():
             threading.Event().wait()
 
@@ -145,69 +150,96 @@ class Team:
         """
         own = Cause(self.rank, socket.gethostname(), sentence)
         self.begin_to_end()
-        if not self.is_watched:
-            return own
-        patience = CAUSE_SECONDS if is_secondary else FIRST_SECONDS if self.rank and not self._is_ready else 0.0
-        self._order("failed " + json.dumps({"sentence": sentence, "patience": patience}))
-        self._has_cause.wait(_VERDICT_SECONDS)
+        if self.is_watched:
+            if is_secondary:
+                self._tell("tempo/suspicion")
+            if is_secondary or (self.rank and not self._is_ready):  # an error that all have, rank 0 reports
+                self._has_cause.wait(2 * _CAUSE_SECONDS)
+            if not self._has_cause.is_set():
+                self._call(lambda: self._decide(own))
+                self._has_cause.wait(_TOLD_SECONDS)
         return self.cause or own
 
+    def _decide(self, cause: Cause) -> None:
+        """Makes `cause` the run's, unless there is one already."""
+        self._beats.compare_set("tempo/end", "", json.dumps(dataclasses.asdict(cause)))
+
+    @staticmethod
+    def _call(act: Callable[[], Any], seconds: float = _TOLD_SECONDS) -> None:
+        """Calls the store from a thread, for at most `seconds`: one that is out of reach never answers."""
+
+        def try_it() -> None:
+            with contextlib.suppress(RuntimeError):
+                act()
+
+        thread = threading.Thread(target=try_it, daemon=True)
+        thread.start()
+        thread.join(seconds)
+
+    def _tell(self, key: str, awaited: str = "", number: int = 0, seconds: float = _TOLD_SECONDS) -> None:
+        """Counts `key` up, and waits until `awaited` is at least `number`."""
+
+        def count() -> None:
+            self._beats.add(key, 1)
+            while awaited and self._beats.add(awaited, 0) < number:
+                time.sleep(0.1)
+
+        self._call(count, seconds)
+
     def confirm(self) -> None:
-        """Lets the others end, now that rank 0 has reported why."""
-        self._order("told")
+        """Lets the ranks end after rank 0 has reported why, and rank 0, which may serve the store, after the others."""
+        if self.is_watched and self.rank == 0:
+            others = self.world_size - 1 - (self.cause is not None and self.cause.is_lost)
+            self._tell("tempo/said", "tempo/heard", others)
+        elif self.is_watched:
+            self._tell("tempo/heard", "tempo/said", 1)
 
     def leave(self) -> None:
         """Says goodbye, so that the other ranks do not report this one as lost."""
         self.begin_to_end()
-        self._order("bye")
+        if self.is_watched:
+            self._tell("tempo/left", "tempo/left", 0 if self.rank else self.world_size, _LEAVE_SECONDS)
 
-    def _order(self, line: str) -> None:
-        if self._watcher is not None and self._watcher.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._watcher.stdin.write(line.encode() + b"\n")
-                self._watcher.stdin.flush()
+    def _exchange(self, limit: float) -> None:
+        """Counts up, reads whether the run ends, and sees who counts: rank 0 all ranks, the others rank 0."""
+        beats, counts, heard = self._beats, [0] * self.world_size, [0.0] * self.world_size
+        others = range(1, self.world_size) if self.rank == 0 else range(1)
+        pause = _find_pause(self.world_size)
+        try:
+            while True:
+                beats.add(f"tempo/beat/{self.rank}", 1)
+                if beats.check(["tempo/end"]):
+                    self._end(Cause(**json.loads(beats.get("tempo/end"))))
+                    return
+                self._answered = self._now
+                if beats.add("tempo/suspicion", 0):
+                    limit = min(limit, max(_CAUSE_SECONDS, _MISSED_BEATS * pause))
+                for rank in others:
+                    count = beats.add(f"tempo/beat/{rank}", 0)
+                    if count != counts[rank]:
+                        counts[rank], heard[rank] = count, self._now
+                    elif count and self._now - heard[rank] > limit:
+                        host, pid = json.loads(beats.get(f"tempo/process/{rank}"))
+                        self._decide(Cause(rank, host, _say_silent(self._now - heard[rank]), True, pid))
+                time.sleep(pause)
+        except RuntimeError:
+            text = "the store that it serves is gone: its process was killed, or its host has gone down"
+            self._end(Cause(0, self._first_host, text, True, self._first_pid))
 
-    def _find_judge(self, heartbeat_s: float) -> tuple[tuple[str, int], str]:
-        """Returns address and token of the judge, which rank 0 starts."""
-        key = f"{_KEY}/judge"
-        if self.rank == 0:
-            check_open_files(self.world_size)
-            address, listener = open_listener(os.environ)
-            token = secrets.token_hex(16)
-            settings = {"token": token, "world_size": self.world_size, "limit": heartbeat_s}
-            settings |= {"listener": listener.fileno()}
-            judge = start_process("judge", settings, pass_fds=(listener.fileno(),), stdout=subprocess.DEVNULL)
-            assert judge.stdin is not None
-            judge.stdin.close()
-            self.store.set(key, json.dumps([address, listener.getsockname()[1], token]))
-            listener.close()
-        address, port, token = json.loads(self.store.get(key))
-        return (address, port), token
-
-    def _start_watcher(
-        self, address: tuple[str, int] | None, token: str, heartbeat_s: float, launchers: list[tuple[int, str]]
-    ) -> None:
-        settings = {"address": address, "token": token, "rank": self.rank, "limit": heartbeat_s}
-        self._watcher = start_process("watch", {**settings, "launchers": launchers}, stdout=subprocess.PIPE)
-        assert self._watcher.stdout is not None
-        if self._watcher.stdout.readline() != b"ready\n":
-            where = "" if address is None else f" rank 0 at {address[0]}, port {address[1]},"
-            raise ValueError(
-                f"the heartbeat of rank {self.rank} does not reach{where} where another port than the run's own has to "
-                "be open; open the ports between the nodes, or go without a heartbeat: --heartbeat-seconds 0"
-            )
-        threading.Thread(target=self._listen, name="heartbeat", daemon=True).start()
-
-    def _listen(self) -> None:
-        assert self._watcher is not None and self._watcher.stdout is not None
-        for line in self._watcher.stdout:
-            word, _, rest = line.decode().partition(" ")
-            if word == "end":
-                end = json.loads(rest)
-                self._end(Cause(end["rank"], end["host"], end["sentence"], end.get("is_lost", False)))
+    def _look(self, limit: float, launchers: list[psutil.Process]) -> None:
+        """Counts the seconds in which this process runs, and ends it if rank 0 or a launcher is gone."""
+        last = time.monotonic()
+        while True:
+            time.sleep(_BEAT_SECONDS / 4)
+            passed, last = time.monotonic() - last, time.monotonic()
+            self._now += min(passed, 2 * _BEAT_SECONDS)
+            if self.is_watched and self._now - self._answered > limit:
+                silent = _say_silent(self._now - self._answered)
+                self._end(Cause(0, self._first_host, silent, True, self._first_pid))
                 return
-        if self._claim_end():
-            self._end(Cause(self.rank, socket.gethostname(), "the process that watches this rank was killed"))
+            if any(map(has_ended, launchers)):
+                launchers = []
+                os.kill(os.getpid(), signal.SIGTERM)
 
     def _end(self, cause: Cause) -> None:
         """Ends this process, wherever it waits, unless the main thread has failed too and ends it."""
@@ -220,6 +252,11 @@ class Team:
         self.log.write(f"{cause.describe()}\nThis rank was here:\n{stack}")
         self.say(cause)
         self.confirm()
+        if cause.is_lost and cause.host == socket.gethostname():
+            # Launchers wait 30 s for a process that is stopped.
+            with contextlib.suppress(psutil.Error):
+                if (lost := psutil.Process(cause.pid)).ppid() == os.getppid():
+                    lost.kill()
         os._exit(1)
 
     def say(self, cause: Cause) -> None:
@@ -228,44 +265,13 @@ class Team:
             print(cause.describe(), file=sys.stderr, flush=True)
 
 
-def open_listener(environ: Mapping[str, str]) -> tuple[str, socket.socket]:
-    """Opens the judge's listener on rank 0's host; returns the address for the other ranks, and the listener.
-
-    It listens at the address of MASTER_ADDR or, if the host resolves that name to loopback, of Gloo's interface. If
-    neither belongs to this host, as behind network address translation, it listens at all addresses.
-    """
-    name = environ["MASTER_ADDR"]
-    places = []
-    with contextlib.suppress(OSError):
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        places = [(str(address[0]), family) for family, _, _, _, address in found]
-    if int(environ["LOCAL_WORLD_SIZE"]) < int(environ["WORLD_SIZE"]):
-        places = [(address, family) for address, family in places if not is_loopback(address)]
-        interface = environ.get("GLOO_SOCKET_IFNAME")
-        places += [(address, socket.AF_INET) for device, address, _ in list_addresses() if device == interface]
-    for address, family in places:
-        with contextlib.suppress(OSError):  # it is not an address of this host
-            return address, socket.create_server((address, 0), family=family, backlog=_BACKLOG)
-    if socket.has_dualstack_ipv6():
-        return name, socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
-    return name, socket.create_server(("", 0), backlog=_BACKLOG)
+def _find_pause(world_size: int) -> float:
+    """Returns the seconds between two beats: a store that thousands of ranks ask has more to do."""
+    return max(_BEAT_SECONDS, world_size / 1000)
 
 
-def check_open_files(world_size: int) -> None:
-    """Raises ValueError if this host allows fewer open files than the judge of so many ranks needs."""
-    needed, allowed = heartbeat_process.count_files(world_size), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if allowed != resource.RLIM_INFINITY and allowed < needed:
-        raise ValueError(
-            f"the heartbeat of {world_size} ranks needs {needed} open files on rank 0's host, which allows {allowed}; "
-            f"raise its hard limit (`ulimit -Hn {needed}`), or go without a heartbeat: --heartbeat-seconds 0"
-        )
-
-
-def start_process(role: str, settings: Mapping[str, Any], **options: Any) -> subprocess.Popen[bytes]:
-    """Starts a watcher or the judge, in a session of its own, which Ctrl-C and Ctrl-Z of a terminal do not reach."""
-    command = [sys.executable, "-I", "-S", heartbeat_process.__file__, role]
-    process = subprocess.Popen(command, start_new_session=True, stdin=subprocess.PIPE, **options)
-    assert process.stdin is not None
-    process.stdin.write(json.dumps({**settings, "parent": os.getpid()}).encode() + b"\n")
-    process.stdin.flush()
-    return process
+def _say_silent(seconds: float) -> str:
+    return (
+        f"nothing has come from it for {seconds:.0f} s: its process was killed or stopped, its host is down, or its "
+        "link is cut"
+    )
