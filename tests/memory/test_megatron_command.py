@@ -13,17 +13,12 @@ import pytest
 import torch
 
 from tempo_megatron.cli import main
-from tempo_megatron.memory.commands.megatron_command import read_command
-from tempo_megatron.memory.commands.megatron_options import READ
-from tempo_megatron.memory.commands.training_command import spell_arguments, split_command
-from tempo_megatron.memory.megatron_run import KNOWN_IN_COMMANDS, UNKNOWN_IN_LAYERS, UNKNOWN_IN_RUNS, find_unknown
-from tempo_megatron.memory.run import (
-    Hybrid,
-    LatentAttention,
-    MegatronFsdp,
-    OptimizerSettings,
-    Run,
-)
+from tempo_megatron.memory.megatron.command import spell_arguments, split_command
+from tempo_megatron.memory.megatron.options import READ
+from tempo_megatron.memory.megatron.read_command import read_command
+from tempo_megatron.memory.megatron.read_run import find_unknown
+from tempo_megatron.memory.refusals import KNOWN_IN_COMMANDS, UNKNOWN_IN_LAYERS, UNKNOWN_IN_RUNS
+from tempo_megatron.memory.run import Hybrid, LatentAttention, MegatronFsdp, OptimizerSettings, Run
 
 GPT = (
     "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 "
@@ -31,7 +26,6 @@ GPT = (
 )
 
 FSDP = "--use-distributed-optimizer --use-megatron-fsdp"
-EXPERTS = "--num-experts 8 --moe-shared-expert-intermediate-size 64"
 LAYOUT = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
 
 
@@ -178,127 +172,97 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
     assert run.world_size == ranks
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (f"{EXPERTS} --moe-shared-expert-overlap", "--moe-shared-expert-overlap runs shared experts beside"),
-        (f"{EXPERTS} --moe-latent-size 64", "--moe-latent-size gives experts other tokens"),
-        ("--fine-grained-activation-offloading", "activations on the host (tempo.offload is known)"),
-        ("--num-experts 8 --moe-pad-expert-input-to-capacity", "give both or none"),
-        (
-            "--num-experts 8 --moe-expert-capacity-factor 1.0 --moe-router-load-balancing-type sinkhorn",
-            "sinkhorn are both given",
-        ),
-        (
-            "--num-experts 8 --moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 4.1 "
-            "--moe-pad-expert-input-to-capacity",
-            "fails above 4, where an expert has more rows than there are tokens",
-        ),
-        ("--num-experts 8 --moe-paged-stash", "keeps the experts' tokens elsewhere"),
-        ("--num-experts 8 --expert-model-parallel-size 3", "do not divide the 8 experts"),
-        ("--num-experts 8 --moe-layer-freq [1]*3", "names 3 layers, and there are 12"),
-        ("--num-experts 8 --moe-layer-freq x", "expected a number, or lists such as ([0]*1+[1]*15)"),
-        (
-            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3 --global-batch-size 16 "
-            "--micro-batch-size 4",
-            "1 micro batches pass through chunks in groups of 2",
-        ),
-        ("--mtp-standalone", "--mtp-standalone gives the run multi-token prediction in a stage of its own"),
-        (f"{LAYOUT} Et*12|L --num-virtual-stages-per-pipeline-rank 1", "are both given"),
-        (f"{LAYOUT} Et*11|L", "is not E, 12 times t and L"),
-        (f"{LAYOUT} Et*12L", "has 1 chunks, which are not a multiple of --pipeline-model-parallel-size 2"),
-        (f"{LAYOUT} Et*12|m|m|L --mtp-num-layers 2", "has m in chunk 1 and 2 of 0 to 3; expected all of them in the"),
-        (
-            "--num-experts 8 --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm",
-            "--moe-token-dispatcher-type alltoall or flex",
-        ),
-        (
-            "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --recompute-method "
-            "uniform --overlap-moe-expert-parallel-comm --recompute-granularity full --recompute-num-layers 1",
-            "are both given",
-        ),
-        (
-            "--recompute-granularity selective --recompute-modules layernorm --transformer-impl local",
-            "the estimate knows core_attn, mlp only",
-        ),
-        ("--multi-latent-attention --transformer-impl local", "needs --transformer-impl transformer_engine"),
-        ("--multi-latent-attention --group-query-attention", "are both given"),
-        ("--is-hybrid-model", "give --hybrid-layer-pattern with a letter for each: M, *, - or E"),
-        ("--hybrid-layer-pattern M*- --hybrid-mlp-ratio 0.3", "are both given; leave the first out"),
-        (
-            "--hybrid-layer-pattern M*- --transformer-impl local",
-            "with --transformer-impl transformer_engine and without",
-        ),
-        ("--hybrid-layer-pattern MG", "has G, which the estimate does not know"),
-        ("--hybrid-layer-pattern M*-/MM", "prediction of MM, and the estimate knows *- and *E there"),
-        ("--hybrid-layer-pattern M*-/*-/*E", "has *- and *E for multi-token prediction; give one pattern"),
-        ("--hybrid-layer-pattern M*- --mtp-num-layers 1", "needs a pattern for its layers"),
-        ("--hybrid-layer-pattern M|*|- --pipeline-model-parallel-size 2", "3 chunks; expected a multiple"),
-        ("--hybrid-layer-pattern ME", "has E, and there are no experts; give --num-experts"),
-        ("--hybrid-layer-pattern M- --num-virtual-stages-per-pipeline-rank 2", "whose | cut the pipeline"),
-        ("--hybrid-layer-pattern M- --mamba-num-heads 12", "do not divide over each other"),
-        ("--hybrid-layer-pattern M- --mamba-head-dim 0", "--mamba-head-dim is 0; expected a positive number"),
-        ("--hybrid-layer-pattern M- --disable-mamba-mem-eff-path", "a scan that keeps what it could compute again"),
-        ("--multi-latent-attention --v-head-dim 0", "--v-head-dim is 0; expected a positive number"),
-        ("--context-parallel-size 3", "8 GPUs are not a multiple"),
-        ("--num-distributed-optimizer-instances 2", "needs --use-distributed-optimizer"),
-        ("--use-distributed-optimizer --num-distributed-optimizer-instances 3", "does not divide the 8 ranks"),
-        ("--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear", "it knows native and te"),
-        ("--bf16 false", "'false' belongs to no option"),
-        ("--hidden 5", "nearest is --hidden-size"),
-        ("--hiden-size 5", "nearest is --hidden-size"),
-        ("--batch-size 4", "give --micro-batch-size"),
-        ("--fp16", "--bf16 and --fp16 are both given"),
-        ("--global-batch-size 33", "is not a multiple of --micro-batch-size 4"),
-        ("--tensor-model-parallel-size 3", "8 GPUs are not a multiple"),
-        ("--tensor-model-parallel-size 0", "expected a positive number"),
-        ("--num-attention-heads 7", "not a multiple"),
-        ("--num-layers", "expected one argument"),
-        ("--swiglu=1", "ignored explicit argument"),
-        ("--pipeline-model-parallel-size 8", "12 layers are not a multiple"),
-        ("--encoder-num-layers 12", "--num-layers and --encoder-num-layers are both given"),
-        ("--recompute-granularity full", "needs --recompute-method"),
-        ("--defer-embedding-wgrad-compute", "needs --pipeline-model-parallel-size of at least 2"),
-        (
-            "--pipeline-model-parallel-size 2 --defer-embedding-wgrad-compute --wgrad-deferral-limit -1",
-            "expected 0 or more",
-        ),
-        ("--exp-avg-dtype bf16", "--exp-avg-dtype bf16 needs --use-precision-aware-optimizer"),
-        ("--use-precision-aware-optimizer", "needs --use-distributed-optimizer and Adam"),
-        ("--main-grads-dtype bf16 --accumulate-allreduce-grads-in-fp32", "are both given"),
-        ("--optimizer lion", "another optimizer than Adam"),
-        ("--fp8-format hybrid --fp8-recipe custom", "--fp8-recipe custom gives the run scales"),
-        ("--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather", "needs --use-distributed-optimizer"),
-        ("--fp8-param-gather --use-distributed-optimizer", "needs --fp8-format"),
-        ("--fp8-format hybrid --fp8-recipe delayed --first-last-layers-bf16", "is not for --fp8-recipe delayed"),
-        (
-            "--fp8-format hybrid --fp8-recipe mxfp8 --first-last-layers-bf16 --num-layers-at-start-in-bf16 13",
-            "are not from 0 to the 12 layers",
-        ),
-        ("--fp8-format hybrid --fp8-recipe mxfp8 --fp8-param-gather --use-distributed-optimizer", "weights of mxfp8"),
-        ("--fp8-format hybrid --transformer-impl local", "--fp8-format needs Transformer Engine's modules"),
-        ("--optimizer muon --num-distributed-optimizer-instances 2 --use-distributed-optimizer", "not for --optimizer"),
-        ("--optimizer muon --muon-scalar-optimizer lion", "knows adam"),
-        ("--optimizer dist_muon --overlap-grad-reduce", "knows one bucket"),
-        ("--use-megatron-fsdp", "needs --use-distributed-optimizer, and the estimate knows it with Adam"),
-        (
-            f"{FSDP} --data-parallel-sharding-strategy optim",
-            "with --data-parallel-sharding-strategy optim_grads_params",
-        ),
-        (f"{FSDP} --pipeline-model-parallel-size 2", "in one pipeline stage"),
-        (f"{FSDP} --fp8-format hybrid --fp8-recipe blockwise --fp8-param-gather", "weights of --fp8-recipe blockwise"),
-        ("--ddp-bucket-size 5000 --ddp-num-buckets 2", "are both given"),
-        ("--ddp-num-buckets 0", "is 0; expected a positive number"),
-        (f"{FSDP} --fsdp-double-buffer", "buffers of Megatron-FSDP that stay"),
-        (f"{FSDP} --suggested-communication-unit-size 0", "expected a positive number"),
-        ("--use-torch-fsdp2", "sharded by torch's FSDP (--use-megatron-fsdp is known)"),
-        ("--delay-wgrad-compute", "needs --overlap-moe-expert-parallel-comm; add it"),
-        ("--overlap-param-gather", "needs --use-distributed-optimizer"),
-        ("--tp-comm-overlap --tensor-model-parallel-size 2", "--tp-comm-overlap needs"),
-        ("--step-batch-size-schedule '0:32 1B:64'", "given beside --global-batch-size"),
-    ],
-)
-def test_what_cannot_be_is_one_sentence(words: str, sentence: str) -> None:
+# Words -> of the sentence.
+REFUSED = f"""
+--num-experts 8 --moe-shared-expert-overlap => --moe-shared-expert-overlap runs shared experts beside
+--num-experts 8 --moe-latent-size 64 => --moe-latent-size gives experts other tokens
+--num-experts 8 --moe-paged-stash => keeps the experts' tokens elsewhere
+--num-experts 8 --moe-pad-expert-input-to-capacity => give both or none
+--num-experts 8 --moe-expert-capacity-factor 1.0 --moe-router-load-balancing-type sinkhorn => sinkhorn are both given
+--num-experts 8 --moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 4.1 \
+--moe-pad-expert-input-to-capacity => fails above 4, where an expert has more rows than there are tokens
+--num-experts 8 --expert-model-parallel-size 3 => --expert-model-parallel-size 3 does not divide the model's 8 experts
+--num-experts 8 --expert-model-parallel-size 8 --expert-tensor-parallel-size 2 => does not divide the 8 ranks
+--num-experts 8 --moe-layer-freq [1]*3 => names 3 layers, and there are 12
+--num-experts 8 --moe-layer-freq x => expected a number, or lists such as ([0]*1+[1]*15)
+--num-experts 8 --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm => -dispatcher-type alltoall or flex
+--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --recompute-method uniform \
+--overlap-moe-expert-parallel-comm --recompute-granularity full --recompute-num-layers 1 => are both given
+--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3 --global-batch-size 16 \
+--micro-batch-size 4 => 1 micro batches pass through chunks in groups of 2
+--fine-grained-activation-offloading => activations on the host (tempo.offload is known)
+--mtp-standalone => --mtp-standalone gives the run multi-token prediction in a stage of its own
+{LAYOUT} Et*12|L --num-virtual-stages-per-pipeline-rank 1 => are both given
+{LAYOUT} Et*11|L => is not E, 12 times t and L
+{LAYOUT} Et*12L => has 1 chunks, which are not a multiple of --pipeline-model-parallel-size 2
+{LAYOUT} Et*12|m|m|L --mtp-num-layers 2 => has m in chunk 1 and 2 of 0 to 3; expected all of them in the
+--recompute-granularity selective --recompute-modules layernorm --transformer-impl local => knows core_attn, mlp only
+--multi-latent-attention --transformer-impl local => needs --transformer-impl transformer_engine
+--multi-latent-attention --group-query-attention => are both given
+--multi-latent-attention --v-head-dim 0 => --v-head-dim is 0; expected a positive number
+--is-hybrid-model => give --hybrid-layer-pattern with a letter for each: M, *, - or E
+--hybrid-layer-pattern M*- --hybrid-mlp-ratio 0.3 => are both given; leave the first out
+--hybrid-layer-pattern M*- --transformer-impl local => with --transformer-impl transformer_engine and without
+--hybrid-layer-pattern MG => has G, which the estimate does not know
+--hybrid-layer-pattern M*-/MM => prediction of MM, and the estimate knows *- and *E there
+--hybrid-layer-pattern M*-/*-/*E => has *- and *E for multi-token prediction; give one pattern
+--hybrid-layer-pattern M*- --mtp-num-layers 1 => needs a pattern for its layers
+--hybrid-layer-pattern M|*|- --pipeline-model-parallel-size 2 => 3 chunks; expected a multiple
+--hybrid-layer-pattern ME => has E, and there are no experts; give --num-experts
+--hybrid-layer-pattern M- --num-virtual-stages-per-pipeline-rank 2 => whose | cut the pipeline
+--hybrid-layer-pattern M- --mamba-num-heads 12 => do not divide over each other
+--hybrid-layer-pattern M- --disable-mamba-mem-eff-path => a scan that keeps what it could compute again
+--context-parallel-size 3 => 8 GPUs are not a multiple of --tensor-model-parallel-size 1 times
+--tensor-model-parallel-size 3 => 8 GPUs are not a multiple
+--tensor-model-parallel-size 0 => --tensor-model-parallel-size is 0; expected a positive number
+--tensor-model-parallel-size 8 --num-attention-heads 4 --kv-channels 64 => 4 is not a multiple of --tensor-model
+--use-distributed-optimizer --num-distributed-optimizer-instances 3 => does not divide the 8 ranks
+--num-distributed-optimizer-instances 2 => --num-distributed-optimizer-instances 2 needs --use-distributed-optimizer
+--exp-avg-dtype bf16 => --exp-avg-dtype bf16 needs --use-precision-aware-optimizer
+--overlap-param-gather => needs --use-distributed-optimizer and --overlap-grad-reduce
+--fp8-param-gather --use-distributed-optimizer => needs --fp8-format; add it, or leave the other out
+--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear => give native or te
+--bf16 false => 'false' belongs to no option
+--hidden 5 => nearest is --hidden-size
+--hiden-size 5 => nearest is --hidden-size
+--hidden-size=-- => --hidden-size has no value; give one
+--batch-size 4 => give --micro-batch-size
+--fp16 => --bf16 and --fp16 are both given
+--global-batch-size 33 => is not a multiple of --micro-batch-size 4
+--num-attention-heads 7 => not a multiple
+--num-layers => expected one argument
+--swiglu=1 => ignored explicit argument
+--pipeline-model-parallel-size 8 => 12 layers are not a multiple of --pipeline-model-parallel-size 8
+--encoder-num-layers 12 => --num-layers and --encoder-num-layers are both given
+--recompute-granularity full => needs --recompute-method
+--defer-embedding-wgrad-compute => needs --pipeline-model-parallel-size of at least 2
+--pipeline-model-parallel-size 2 --defer-embedding-wgrad-compute --wgrad-deferral-limit -1 => expected 0 or more
+--optimizer muon --use-precision-aware-optimizer --use-distributed-optimizer => is for --optimizer adam
+--use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16 \
+--accumulate-allreduce-grads-in-fp32 => are both given
+--optimizer lion => another optimizer than Adam
+--optimizer muon --num-distributed-optimizer-instances 2 --use-distributed-optimizer => not for --optimizer
+--optimizer muon --muon-scalar-optimizer lion => knows adam
+--optimizer dist_muon --overlap-grad-reduce => knows one bucket
+--fp8-format hybrid --fp8-recipe custom => --fp8-recipe custom gives the run scales
+--fp8-format hybrid --fp8-recipe delayed --first-last-layers-bf16 => is not for --fp8-recipe delayed
+--fp8-format hybrid --fp8-recipe mxfp8 --first-last-layers-bf16 --num-layers-at-start-in-bf16 13 => from 0 to the 12
+--fp8-format hybrid --fp8-recipe mxfp8 --fp8-param-gather --use-distributed-optimizer => weights of mxfp8
+--fp8-format hybrid --transformer-impl local => or change --transformer-impl or --gpu
+{FSDP} --optimizer muon => known to the estimate with Adam and without
+{FSDP} --data-parallel-sharding-strategy optim => with --data-parallel-sharding-strategy optim_grads_params
+{FSDP} --pipeline-model-parallel-size 2 => in one pipeline stage
+{FSDP} --fp8-format hybrid --fp8-recipe blockwise --fp8-param-gather => weights of --fp8-recipe blockwise
+{FSDP} --fsdp-double-buffer => buffers of Megatron-FSDP that stay
+--use-torch-fsdp2 => sharded by torch's FSDP (--use-megatron-fsdp is known)
+--tp-comm-overlap --tensor-model-parallel-size 2 => --tp-comm-overlap needs
+--step-batch-size-schedule '0:32 1B:64' => given beside --global-batch-size
+""".replace("\\\n", "").strip()
+
+
+@pytest.mark.parametrize("line", REFUSED.splitlines())
+def test_what_cannot_be_is_one_sentence(line: str) -> None:
+    words, sentence = line.split(" => ")
     with pytest.raises(ValueError) as caught:
         read(f"{GPT} {words}")
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
@@ -506,7 +470,7 @@ def test_a_script_says_its_command_and_is_not_run(
 ) -> None:
     file = tmp_path / "train it.sh"
     file.write_text(script, encoding="utf-8")
-    monkeypatch.setattr("tempo_megatron.memory.commands.shell_script._SECONDS", 5)
+    monkeypatch.setattr("tempo_megatron.memory.megatron.shell_script._SECONDS", 5)
     words = [*f"estimate --vocab-size 500 {ours} --script".split(), str(file), "--"]
     status = main([*words, "--tensor-model-parallel-size 2"])
     written = capsys.readouterr()

@@ -15,13 +15,18 @@ from typing import Any
 
 from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.commands.arguments import add_estimate_arguments
-from tempo_megatron.memory.commands.megatron_command import read_command, set_gpu, write_command
-from tempo_megatron.memory.commands.megatron_options import VERSION
 from tempo_megatron.memory.commands.module_tree import describe_tree, format_trees, list_trees
-from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run, take_deepspeed
+from tempo_megatron.memory.commands.requested_run import (
+    describe_stock,
+    read_requested_run,
+    take_command,
+    take_deepspeed,
+)
 from tempo_megatron.memory.commands.token_imbalance import find_token_imbalance
-from tempo_megatron.memory.commands.training_command import Command, take_command
 from tempo_megatron.memory.estimate.estimate import PART_NAMES, RankEstimate, describe_part, estimate_ranks
+from tempo_megatron.memory.megatron.command import Command
+from tempo_megatron.memory.megatron.options import VERSION
+from tempo_megatron.memory.megatron.read_command import read_command, set_gpu, write_command
 from tempo_megatron.memory.routing import set_imbalance
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory
