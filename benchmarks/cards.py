@@ -362,7 +362,10 @@ CLAIMS: dict[str, Card] = {
         "The estimate meets peaks that others measured on GPUs",
         "python benchmarks/published_peaks.py benchmarks/published/megatron.json --write-docs",
         ROOT / "docs" / "published_peaks.md",
-        lambda _: [["", ""], ["all rows", read_block(ROOT / "docs" / "published_peaks.md", "published").partition("\n")[0]]],
+        lambda _: [
+            ["", ""],
+            ["all rows", read_block(ROOT / "docs" / "published_peaks.md", "published").partition("\n")[0]],
+        ],
         ("Rows that cannot be expressed, and those farther off, stand in the table with their reasons.",),
     ),
     "compatibility": Card(

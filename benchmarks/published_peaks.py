@@ -2,7 +2,7 @@
 
     python benchmarks/published_peaks.py benchmarks/published/megatron.json                 # a table of all rows
     python benchmarks/published_peaks.py FILE --only gpt3_7b --json rows.json
-    python benchmarks/published_peaks.py FILE --write-docs                                  # docs/published_peaks.md, the plot
+    python benchmarks/published_peaks.py FILE --write-docs                                  # docs/published_peaks.md
 
 A row has the arguments of a run of pretrain_gpt.py, pretrain_bert.py or pretrain_t5.py, and what its last rank counted
 as allocated: between two steps, and at most. What is not published is what brings the bytes at rest nearest: of a
@@ -225,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path, help="a JSON with megatron_goldens")
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose id holds TEXT")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the results to OUT too")
-    parser.add_argument("--write-docs", action="store_true", help="write the table and the plot of docs/published_peaks.md")
+    parser.add_argument("--write-docs", action="store_true", help="write docs/published_peaks.md and its plot")
     args = parser.parse_args(argv)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.simplefilter("ignore")

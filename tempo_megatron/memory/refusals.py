@@ -1,265 +1,191 @@
-"""What a run cannot have together, or the estimate does not know together: one table, which `Run.check` asks.
+"""What a run cannot have together, or the estimate does not know together, and what it does not know at all.
 
-A row is what concerns a run, and the sentence that a user reads. In a sentence `{0.x}` is what the run has, and a name
-such as `{tp}` is the option as the user typed it: Megatron-LM's, which are our trainer's too, or a command's of ours.
-`memory.megatron.derived` has the like for options of Megatron-LM that no Run has. What is wrong with one argument by
-itself is said where that is read.
+`list_refusals` is the one table over a Run, which `Run.check` asks: a condition, and the sentence that a user reads,
+with each option as it was typed. `memory.megatron.derived` has the like for options of Megatron-LM that no Run has.
+What is wrong with one argument by itself is said where that is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
-
-Refusal = tuple[Callable[[Any], object], str]
-"""What says whether it concerns a run, by true or by a dictionary of what the sentence takes too, and the sentence."""
 
 MEGATRONS = {
     "tp": "--tensor-model-parallel-size",
     "pp": "--pipeline-model-parallel-size",
     "cp": "--context-parallel-size",
     "ep": "--expert-model-parallel-size",
-    "dp": "--world-size",
+    "ranks": "--world-size",
     "stock": "--transformer-impl",
 }
-"""Name in a sentence -> the option of Megatron-LM and of our trainer."""
+"""Part of a layout, and whose modules stock ones are -> the option of Megatron-LM and of our trainer."""
 
-OURS = {**MEGATRONS, "tp": "--tp", "pp": "--pp", "ep": "--ep", "dp": "--dp", "stock": "--stock"}
+OURS = {**MEGATRONS, "tp": "--tp", "pp": "--pp", "ep": "--ep", "ranks": "--dp", "stock": "--stock"}
 """Likewise, of the commands estimate, plan and ledger."""
 
 
-def refuse(rows: Iterable[Refusal], given: Any, names: Mapping[str, str] = MEGATRONS) -> None:
-    """Raise ValueError with the sentence of the first row that concerns what is given."""
-    for concerns, sentence in rows:
-        if found := concerns(given):
-            raise ValueError(sentence.format(given, **{**names, **(found if isinstance(found, dict) else {})}))
+def list_refusals(run: Any, names: Mapping[str, str] = MEGATRONS) -> Iterator[str]:
+    """A sentence for each thing that a Run cannot be; each takes it that none before it was said.
+
+    names: MEGATRONS or OURS.
+    """
+    model, experts, optimizer = run.model, run.experts, run.optimizer
+    tp, pp, cp = (names[part] for part in ("tp", "pp", "cp"))
+    is_engine = run.stock == "transformer_engine"
+    if model.vocab_size is None:
+        yield "the model has no vocab_size; give --vocab-size"
+    yield from _list_refused_stages(run, pp)
+    if run.mtp_num_layers and model.family != "gpt":
+        yield f"--mtp-num-layers is {run.mtp_num_layers}, and the model is no GPT; leave it out"
+    if run.hybrid is not None and not run.hybrid.divides(model.hidden_size, run.tensor_parallel, run.context_parallel):
+        yield (
+            f"the {run.hybrid.find_num_heads(model.hidden_size)} heads of a Mamba layer and --mamba-num-groups "
+            f"{run.hybrid.num_groups} do not divide over each other and over {tp} {run.tensor_parallel} and {cp} "
+            f"{run.context_parallel}; change --mamba-num-heads or --mamba-num-groups"
+        )
+    if run.context_parallel > 1 and (model.family != "gpt" or not is_engine):
+        yield (
+            f"{cp} is {run.context_parallel}, which Megatron has for a GPT with Transformer Engine's attention only; "
+            f"leave it out, or give {names['stock']} transformer_engine"
+        )
+    if run.context_parallel > 1 and model.seq_length % (2 * run.context_parallel):
+        yield (
+            f"--seq-length {model.seq_length} is not a multiple of twice {cp} {run.context_parallel}, as each rank "
+            "takes two chunks; change one of them"
+        )
+    if experts is not None:
+        yield from _list_refused_experts(run, names)
+    if run.overlaps_tensor_parallel and not (run.sequence_parallel and is_engine):
+        yield (
+            f"--tp-comm-overlap needs {tp} of at least 2, --sequence-parallel and {names['stock']} transformer_engine; "
+            "add what is missing, or leave it out"
+        )
+    if run.deferred_head_gradients is not None and (run.pipeline_parallel == 1 or not run.fuses_gradient_accumulation):
+        yield (
+            f"--defer-embedding-wgrad-compute needs {pp} of at least 2 and the fusion of gradient accumulation; add "
+            "the one and leave --no-gradient-accumulation-fusion out, or leave it out"
+        )
+    if optimizer.fsdp is not None and (run.pipeline_parallel > 1 or run.mtp_num_layers):
+        yield (
+            "--use-megatron-fsdp is known to the estimate in one pipeline stage and without multi-token prediction; "
+            "leave out what is otherwise"
+        )
+    if run.float8 is not None and (not is_engine or run.gpu == "a100"):
+        yield (
+            "--fp8-format needs Transformer Engine's modules and Hopper or Blackwell; leave it out, or change "
+            f"{names['stock']} or --gpu"
+        )
+    if run.float8 == "mxfp8" and run.gpu == "h100":
+        yield "--fp8-recipe mxfp8 needs Blackwell; leave it out, or give --gpu gb200"
+    if run.float8 == "delayed" and run.float8_layers is not None:
+        yield (
+            "--first-last-layers-bf16 is not for --fp8-recipe delayed; give tensorwise, blockwise or mxfp8, or leave "
+            "it out"
+        )
+    if run.float8_weights and (run.float8 == "mxfp8" or (run.float8 == "blockwise" and optimizer.fsdp is not None)):
+        yield (
+            f"--fp8-param-gather gathers weights of --fp8-recipe {run.float8} through buffers that the estimate does "
+            "not know; leave it out"
+        )
 
 
-def _misses_ends(run: Any) -> dict[str, Any] | None:
-    """Of a pipeline whose ends have numbers of layers, with which the stages between them cannot share the rest."""
+def _list_refused_stages(run: Any, pp: str) -> Iterator[str]:
+    """Of layers that the stages of a pipeline share."""
+    stages, num_layers, cut = run.pipeline_parallel, run.model.num_layers, run.layers_of_chunks
+    if run.model.family == "t5" and stages > 1:
+        yield (
+            f"{pp} is {stages}, and the model is a T5, whose encoder and decoder have stages of their own, which the "
+            "estimate does not know; leave it out"
+        )
+    if cut is not None:
+        if len(cut) % stages or sum(cut) != num_layers or min(cut) < 0:
+            yield (
+                f"the pipeline's {len(cut)} chunks have {sum(cut)} layers; expected a multiple of {pp} {stages}, and "
+                f"the model's {num_layers} layers"
+            )
+        return
     given = {"first": run.first_stage_layers, "last": run.last_stage_layers}
     ends = {name: number for name, number in given.items() if number is not None}
-    rest, others = run.model.num_layers - sum(ends.values()), run.pipeline_parallel - len(ends)
-    if not ends or (others > 0 and rest >= others and rest % others == 0) or (others == 0 and rest == 0):
-        return None
     options = " and ".join(f"--decoder-{name}-pipeline-num-layers {number}" for name, number in ends.items())
-    wanted = "a positive multiple of them" if others > 0 else "none"
-    return {"ends": options, "rest": rest, "others": max(others, 0), "wanted": wanted}
-
-
-def _has_uneven_stages(run: Any) -> dict[str, int] | None:
-    if run.layers_per_virtual_stage is None or run.layers_of_chunks is not None:
-        return None
+    rest, others = num_layers - sum(ends.values()), stages - len(ends)
+    if not ends and num_layers % stages:
+        yield f"{num_layers} layers are not a multiple of {pp} {stages}; change one of them"
+    if ends and stages == 1:
+        yield f"{options} needs at least 2 stages, and there is 1; leave it out, or raise {pp}"
+    if ends and (rest < others or (rest % others if others else rest)):
+        yield (
+            f"{options} leaves {rest} of {num_layers} layers for {others} other stages; expected "
+            f"{'a positive multiple of them' if others else 'none'}; change one of them"
+        )
+    per_chunk = run.layers_per_virtual_stage
+    if per_chunk is None:
+        return
     layers = run.list_stage_layers()
-    return {"least": min(layers), "most": max(layers)} if min(layers) < max(layers) else None
-
-
-def _misses_groups(run: Any) -> dict[str, int] | None:
-    """Of an interleaved pipeline, whose micro batches pass through each chunk in groups."""
-    stages = run.pipeline_parallel
+    if len({*layers}) > 1:
+        yield (
+            f"--num-layers-per-virtual-pipeline-stage is {per_chunk} and stages have {min(layers)} to {max(layers)} "
+            "layers; expected stages of equally many; leave one out"
+        )
+    if stages == 1 or layers[0] % per_chunk:
+        yield (
+            f"--num-layers-per-virtual-pipeline-stage is {per_chunk}; expected a divisor of the {layers[0]} layers of "
+            "one of at least 2 stages; change it or leave it out"
+        )
     group, number = run.micro_batch_group or stages, run.num_micro_batches or 0
-    if run.layers_per_virtual_stage is None or run.layers_of_chunks is not None:
-        return None
-    return {"group": group} if 0 < number % group < stages or 0 < number < group or group < stages else None
+    if 0 < number % group < stages or 0 < number < group or group < stages:
+        yield (
+            f"{number} micro batches pass through chunks in groups of {group}, of which none may be smaller than {pp} "
+            f"{stages}, as interleaving needs; change one of them"
+        )
 
 
-def _lacks_rows(run: Any) -> dict[str, str] | None:
-    """Of experts that are padded to their capacity: their rows are taken from the tokens, which are fewer
-    (core/transformer/moe/moe_utils.py: permute of megatron-core 0.16.1)."""
-    experts = run.experts
-    if experts is None or experts.capacity_factor is None or not experts.pads_to_capacity:
-        return None
+def _list_refused_experts(run: Any, names: Mapping[str, str]) -> Iterator[str]:
+    """Of a mixture: how its experts divide, what they can take, and what may run beside them."""
+    experts, ep = run.experts, names["ep"]
+    parallel, shared, ranks = experts.expert_parallel, experts.tensor_parallel, run.ranks_of_stage
+    if experts.num_experts % parallel:
+        yield f"{ep} {parallel} does not divide the model's {experts.num_experts} experts; change it"
+    if ranks % (parallel * shared):
+        yield (
+            f"{ep} {parallel} times {shared}, over which an expert is split, does not divide the {ranks} ranks of a "
+            f"pipeline stage; change {ep}, {names['tp']} or {names['ranks']}"
+        )
+    if experts.capacity_factor is not None and experts.routing == "sinkhorn":
+        yield (
+            "--moe-expert-capacity-factor and --moe-router-load-balancing-type sinkhorn are both given; leave one of "
+            "them out"
+        )
+    if experts.pads_to_capacity and experts.capacity_factor is None:
+        yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor; give both or none"
+    if experts.pads_to_capacity and experts.dispatcher == "flex":
+        yield (
+            "--moe-pad-expert-input-to-capacity and --moe-token-dispatcher-type flex are both given, which DeepEP "
+            "refuses and the estimate does not know; change one of them"
+        )
     most = experts.num_experts / experts.per_token
-    return {"most": f"{most:g}"} if experts.dispatcher == "alltoall" and experts.capacity_factor > most else None
+    # Rows are taken from the tokens, which are fewer (core/transformer/moe/moe_utils.py: permute of core 0.16.1).
+    if experts.pads_to_capacity and experts.dispatcher == "alltoall" and experts.capacity_factor > most:
+        yield (
+            f"--moe-expert-capacity-factor is {experts.capacity_factor:g} and experts are padded to it; Megatron's "
+            f"all-to-all fails above {most:g}, where an expert has more rows than there are tokens; lower it, or use "
+            "--moe-token-dispatcher-type allgather"
+        )
+    is_cut = run.pipeline_parallel == 1 or len(run.list_chunks(0)) > 1
+    if experts.overlaps and (experts.dispatcher == "allgather" or parallel == 1 or not is_cut):
+        yield (
+            f"--overlap-moe-expert-parallel-comm needs {ep} of at least 2, --moe-token-dispatcher-type alltoall or "
+            "flex, and several chunks of each pipeline stage where there are stages; change what is missing, or leave "
+            "it out"
+        )
+    if experts.overlaps and "full" in run.recompute:
+        yield "--overlap-moe-expert-parallel-comm and --recompute-granularity full are both given; leave one out"
 
 
-def _misdivides_mamba(run: Any) -> dict[str, int] | None:
-    """As ssm/mamba_mixer.py and ssm/mamba_context_parallel.py of megatron-core 0.16.1."""
-    if run.hybrid is None or "M" not in run.hybrid.pattern:
-        return None
-    tp, cp, groups = run.tensor_parallel, run.context_parallel, run.hybrid.num_groups
-    heads = run.hybrid.find_num_heads(run.model.hidden_size)
-    of_rank = max(1, groups // tp)
-    divides = not (heads % groups or groups % tp or heads % (tp * cp)) and 0 in (of_rank % cp, cp % of_rank)
-    return None if divides else {"heads": heads}
+def refuse(sentences: Iterator[str]) -> None:
+    """Raise ValueError with the first sentence, where there is one."""
+    if (sentence := next(sentences, None)) is not None:
+        raise ValueError(sentence)
 
-
-def _is_cut(run: Any) -> bool:
-    """Whether each pipeline stage has several chunks, where there are stages."""
-    return run.pipeline_parallel == 1 or len(run.list_chunks(0)) > 1
-
-
-REFUSALS: tuple[Refusal, ...] = (
-    (lambda run: run.model.vocab_size is None, "the model has no vocab_size; give --vocab-size"),
-    # Layers in the stages of a pipeline.
-    (
-        lambda run: run.model.family == "t5" and run.pipeline_parallel > 1,
-        "{pp} is {0.pipeline_parallel}, and the model is a T5, whose encoder and decoder have stages of their own, "
-        "which the estimate does not know; leave it out",
-    ),
-    (
-        lambda run: (
-            run.layers_of_chunks is not None
-            and (
-                len(run.layers_of_chunks) % run.pipeline_parallel
-                or sum(run.layers_of_chunks) != run.model.num_layers
-                or min(run.layers_of_chunks) < 0
-            )
-            and {"number": len(run.layers_of_chunks), "layers": sum(run.layers_of_chunks)}
-        ),
-        "the pipeline's {number} chunks have {layers} layers; expected a multiple of {pp} {0.pipeline_parallel}, and "
-        "the model's {0.model.num_layers} layers",
-    ),
-    (
-        lambda run: (
-            run.layers_of_chunks is None
-            and run.first_stage_layers is None
-            and run.last_stage_layers is None
-            and run.model.num_layers % run.pipeline_parallel
-        ),
-        "{0.model.num_layers} layers are not a multiple of {pp} {0.pipeline_parallel}; change one of them",
-    ),
-    (
-        lambda run: run.pipeline_parallel == 1 and _misses_ends(run),
-        "{ends} needs at least 2 stages, and there is 1; leave it out, or raise {pp}",
-    ),
-    (
-        _misses_ends,
-        "{ends} leaves {rest} of {0.model.num_layers} layers for {others} other stages; expected {wanted}; change one "
-        "of them",
-    ),
-    (
-        _has_uneven_stages,
-        "--num-layers-per-virtual-pipeline-stage is {0.layers_per_virtual_stage} and stages have {least} to {most} "
-        "layers; expected stages of equally many; leave one out",
-    ),
-    (
-        lambda run: (
-            run.layers_per_virtual_stage is not None
-            and run.layers_of_chunks is None
-            and (run.pipeline_parallel == 1 or run.list_stage_layers()[0] % run.layers_per_virtual_stage)
-            and {"layers": run.list_stage_layers()[0]}
-        ),
-        "--num-layers-per-virtual-pipeline-stage is {0.layers_per_virtual_stage}; expected a divisor of the {layers} "
-        "layers of one of at least 2 stages; change it or leave it out",
-    ),
-    (
-        _misses_groups,
-        "{0.num_micro_batches} micro batches pass through chunks in groups of {group}, of which none may be smaller "
-        "than {pp} {0.pipeline_parallel}, as interleaving needs; change one of them",
-    ),
-    # Multi-token prediction, and layers of several kinds.
-    (
-        lambda run: run.mtp_num_layers and run.model.family != "gpt",
-        "--mtp-num-layers is {0.mtp_num_layers}, and the model is no GPT; leave it out",
-    ),
-    (
-        _misdivides_mamba,
-        "the {heads} heads of a Mamba layer and --mamba-num-groups {0.hybrid.num_groups} do not divide over each other "
-        "and over {tp} {0.tensor_parallel} and {cp} {0.context_parallel}; change --mamba-num-heads or "
-        "--mamba-num-groups",
-    ),
-    # Tokens, experts and states over ranks.
-    (
-        lambda run: run.context_parallel > 1 and (run.model.family != "gpt" or run.stock != "transformer_engine"),
-        "{cp} is {0.context_parallel}, which Megatron has for a GPT with Transformer Engine's attention only; leave it "
-        "out, or give {stock} transformer_engine",
-    ),
-    (
-        lambda run: run.context_parallel > 1 and run.model.seq_length % (2 * run.context_parallel),
-        "--seq-length {0.model.seq_length} is not a multiple of twice {cp} {0.context_parallel}, as each rank takes "
-        "two chunks; change one of them",
-    ),
-    (
-        lambda run: run.experts is not None and run.experts.num_experts % run.experts.expert_parallel,
-        "{ep} {0.experts.expert_parallel} does not divide the model's {0.experts.num_experts} experts; change it",
-    ),
-    (
-        lambda run: (
-            run.experts is not None and run.ranks_of_stage % (run.experts.expert_parallel * run.experts.tensor_parallel)
-        ),
-        "{ep} {0.experts.expert_parallel} times {0.experts.tensor_parallel}, over which an expert is split, does not "
-        "divide the {0.ranks_of_stage} ranks of a pipeline stage; change {ep}, {tp} or {dp}",
-    ),
-    (
-        _lacks_rows,
-        "--moe-expert-capacity-factor is {0.experts.capacity_factor:g} and experts are padded to it; Megatron's "
-        "all-to-all fails above {most}, where an expert has more rows than there are tokens; lower it, or use "
-        "--moe-token-dispatcher-type allgather",
-    ),
-    (
-        lambda run: run.experts is not None and run.experts.pads_to_capacity and run.experts.capacity_factor is None,
-        "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor; give both or none",
-    ),
-    (
-        lambda run: run.experts is not None and run.experts.pads_to_capacity and run.experts.dispatcher == "flex",
-        "--moe-pad-expert-input-to-capacity and --moe-token-dispatcher-type flex are both given, which DeepEP refuses "
-        "and the estimate does not know; change one of them",
-    ),
-    (
-        lambda run: (
-            run.experts is not None and run.experts.capacity_factor is not None and run.experts.routing == "sinkhorn"
-        ),
-        "--moe-expert-capacity-factor and --moe-router-load-balancing-type sinkhorn are both given; leave one of them "
-        "out",
-    ),
-    (
-        lambda run: (
-            run.experts is not None
-            and run.experts.overlaps
-            and (run.experts.dispatcher == "allgather" or run.experts.expert_parallel == 1 or not _is_cut(run))
-        ),
-        "--overlap-moe-expert-parallel-comm needs {ep} of at least 2, --moe-token-dispatcher-type alltoall or flex, "
-        "and several chunks of each pipeline stage where there are stages; change what is missing, or leave it out",
-    ),
-    (
-        lambda run: run.experts is not None and run.experts.overlaps and "full" in run.recompute,
-        "--overlap-moe-expert-parallel-comm and --recompute-granularity full are both given; leave one of them out",
-    ),
-    (
-        lambda run: run.overlaps_tensor_parallel and not (run.sequence_parallel and run.stock == "transformer_engine"),
-        "--tp-comm-overlap needs {tp} of at least 2, --sequence-parallel and {stock} transformer_engine; add what is "
-        "missing, or leave it out",
-    ),
-    (
-        lambda run: (
-            run.deferred_head_gradients is not None
-            and (run.pipeline_parallel == 1 or not run.fuses_gradient_accumulation)
-        ),
-        "--defer-embedding-wgrad-compute needs {pp} of at least 2 and the fusion of gradient accumulation; add the one "
-        "and leave --no-gradient-accumulation-fusion out, or leave it out",
-    ),
-    (
-        lambda run: run.optimizer.fsdp is not None and (run.pipeline_parallel > 1 or run.mtp_num_layers),
-        "--use-megatron-fsdp is known to the estimate in one pipeline stage and without multi-token prediction; leave "
-        "out what is otherwise",
-    ),
-    # Float8.
-    (
-        lambda run: run.float8 is not None and (run.stock != "transformer_engine" or run.gpu == "a100"),
-        "--fp8-format needs Transformer Engine's modules and Hopper or Blackwell; leave it out, or change {stock} or "
-        "--gpu",
-    ),
-    (
-        lambda run: run.float8 == "mxfp8" and run.gpu == "h100",
-        "--fp8-recipe mxfp8 needs Blackwell; leave it out, or give --gpu gb200",
-    ),
-    (
-        lambda run: run.float8 == "delayed" and run.float8_layers is not None,
-        "--first-last-layers-bf16 is not for --fp8-recipe delayed; give tensorwise, blockwise or mxfp8, or leave it "
-        "out",
-    ),
-    (
-        lambda run: run.float8_weights and run.float8 == "mxfp8",
-        "--fp8-param-gather gathers weights of mxfp8 through buffers that the estimate does not know; leave it out",
-    ),
-    (
-        lambda run: run.float8_weights and run.optimizer.fsdp is not None and run.float8 == "blockwise",
-        "--use-megatron-fsdp gathers weights of --fp8-recipe {0.float8} through buffers that the estimate does not "
-        "know; leave --fp8-param-gather out",
-    ),
-)
-"""Asked in this order: each row takes it that none before it concerns the run."""
 
 KNOWN_IN_COMMANDS = (
     *("mtp_num_layers", "pipeline_model_parallel_layout", "fp8"),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tempo_megatron.memory.chips import H100, Chip
-from tempo_megatron.memory.refusals import MEGATRONS, REFUSALS, refuse
+from tempo_megatron.memory.refusals import MEGATRONS, list_refusals, refuse
 from tempo_megatron.models.shape import ModelShape, check_layout, pad_vocab_size
 from tempo_megatron.settings.config import TempoConfig
 
@@ -277,6 +277,14 @@ class Hybrid:
     def find_num_heads(self, hidden_size: int) -> int:
         return self.num_heads or 2 * hidden_size // self.head_dim
 
+    def divides(self, hidden_size: int, tensor_parallel: int, context_parallel: int) -> bool:
+        """Whether Mamba's heads divide over ranks (ssm/mamba_mixer.py and ssm/mamba_context_parallel.py of
+        megatron-core 0.16.1)."""
+        heads, groups = self.find_num_heads(hidden_size), self.num_groups
+        of_rank = max(1, groups // tensor_parallel)
+        fits = not (heads % groups or groups % tensor_parallel or heads % (tensor_parallel * context_parallel))
+        return "M" not in self.pattern or (fits and 0 in (of_rank % context_parallel, context_parallel % of_rank))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
@@ -454,7 +462,7 @@ class Run:
         names: what the user calls the options, `memory.refusals.MEGATRONS` or `OURS`.
         """
         check_layout(self.model, self.tensor_parallel, self.sequence_parallel, option=names["tp"])
-        refuse(REFUSALS, self, names)
+        refuse(list_refusals(self, names))
 
 
 def take_parts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -13,7 +14,11 @@ import pytest
 import torch
 
 from tempo_megatron.cli import main
+from tempo_megatron.memory.commands.estimate import describe_run
 from tempo_megatron.memory.plan.gpu import list_gpus
+from tempo_megatron.memory.run import MegatronFsdp, OptimizerSettings, Run
+from tempo_megatron.models.shape import make_shape, read_shape_file
+from tempo_megatron.settings.config import TempoConfig
 
 TINY, GPT2 = "--model configs/model/gpt2_tiny.json", "--model configs/model/gpt2_124m.json"
 MIXTRAL = "--model configs/model/mixtral_8x7b.json"
@@ -131,11 +136,20 @@ def test_a_dropout_of_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None
     assert "argument --dropout: 1 is not in [0, 1)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["ledger", "estimate", "plan --gpu-memory 1GiB", "order", "flops"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(f"{name} --model no.json" for name in ("ledger", "estimate", "plan --gpu-memory 1GiB", "order", "flops")),
+        f"ledger {TINY} --deepspeed_config no.json",
+        "estimate --script no.json -- a",
+        "plan --gpu-memory 1GiB --megatron-yaml no.json",
+        f"flops {TINY} --step-seconds 1 --gpu no.json",
+    ],
+)
 def test_a_wrong_path_is_said_before_anything_is_imported(command: str) -> None:
-    given = [sys.executable, "-X", "importtime", "-m", "tempo_megatron", *command.split(), "--model", "nowhere.json"]
+    given = [sys.executable, "-X", "importtime", "-m", "tempo_megatron", *command.split()]
     ran = subprocess.run(given, capture_output=True, text=True)
-    assert ran.returncode == 2 and "nowhere.json cannot be read (No such file" in ran.stderr
+    assert ran.returncode == 2 and re.search("no.json (cannot be read|is unknown)", ran.stderr)
     assert " torch\n" not in ran.stderr
 
 
@@ -156,3 +170,24 @@ def test_every_command_knows_the_same_gpus_and_a_title_names_each_part_of_a_layo
     title = capsys.readouterr().out
     for part in ("fp8 tensorwise", "TP 2 + SP", "CP 2", "EP 2", "ETP 1", "PP 2 in 2 chunks", "DP 1: 8 ranks"):
         assert part in title, part
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        (OptimizerSettings(kind="none"), "no optimizer"),
+        (OptimizerSettings(kind="deepspeed", zero_stage=2), "DeepSpeed ZeRO 2,"),
+        (OptimizerSettings(kind="deepspeed", zero_stage=3, offloads=True), "DeepSpeed ZeRO 3 with states on the host"),
+        (OptimizerSettings(distributed=False), "Megatron's optimizer"),
+        (OptimizerSettings(instances=2), "Megatron's distributed optimizer in 2 instances"),
+        (OptimizerSettings(distributed=False, muon="dealt"), "Megatron's Muon, states dealt"),
+        (OptimizerSettings(fsdp=MegatronFsdp(main_bytes=4)), "Megatron-FSDP"),
+    ],
+)
+def test_a_title_names_optimizer_recomputation_and_offload(optimizer: OptimizerSettings, expected: str) -> None:
+    shape = make_shape(**read_shape_file("configs/model/gpt2_tiny.json"), vocab_size=512)
+    tempo = TempoConfig(offload="all")
+    title = describe_run(
+        Run(model=shape, tempo=tempo, optimizer=optimizer, recompute=("full",), recompute_num_layers=1)
+    )
+    assert expected in title and title.endswith(", recompute full of 1 layers a chunk, offload=all")

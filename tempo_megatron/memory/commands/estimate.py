@@ -172,7 +172,7 @@ def name_dtype(run: Run) -> str:
 
 
 def describe_run(run: Run) -> str:
-    """One clause for people: precision, sizes, every part of the layout, optimizer, modules, recomputation."""
+    """One clause for people: precision, sizes, every part of the layout, optimizer, modules, recomputation, offload."""
     recomputed = " ".join(run.recompute)
     if run.recompute_num_layers is not None:
         recomputed += f" of {run.recompute_num_layers} layers a chunk"
@@ -186,6 +186,7 @@ def describe_run(run: Run) -> str:
         f"{_describe_chunks(run)}, DP {run.data_parallel}: "
         f"{run.world_size:,} rank{'s' if run.world_size > 1 else ''}, {_describe_optimizer(run.optimizer)}, "
         f"stock modules: {describe_stock(run)}{f', recompute {recomputed}' if recomputed else ''}"
+        f"{f', {run.tempo.describe_offload()}' if run.tempo.offloads else ''}"
     )
 
 
@@ -276,13 +277,16 @@ def _count_needed(rank: RankEstimate) -> int:
 
 def _describe_optimizer(optimizer: OptimizerSettings) -> str:
     if optimizer.kind == "deepspeed":
-        return f"DeepSpeed ZeRO {optimizer.zero_stage}"
+        on_host = " and ".join(["states"] * optimizer.offloads + ["weights"] * optimizer.offloads_weights)
+        return f"DeepSpeed ZeRO {optimizer.zero_stage}{f' with {on_host} on the host' if on_host else ''}"
     if optimizer.kind == "none":
         return "no optimizer"
     if optimizer.fsdp is not None:
         return "Megatron-FSDP"
-    name = "optimizer" if optimizer.muon is None else "Muon"
-    return f"Megatron's {'distributed ' if optimizer.distributed else ''}{name}"
+    if optimizer.muon is not None:
+        return f"Megatron's Muon{'' if optimizer.muon == 'whole' else f', states {optimizer.muon}'}"
+    instances = f" in {optimizer.instances} instances" if optimizer.instances > 1 else ""
+    return f"Megatron's {'distributed ' if optimizer.distributed else ''}optimizer{instances}"
 
 
 def _describe_chunks(run: Run) -> str:

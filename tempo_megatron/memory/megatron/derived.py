@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from tempo_megatron.memory.refusals import (
     UNKNOWN_IN_COMMANDS,
     UNKNOWN_IN_LAYERS,
     UNKNOWN_IN_RUNS,
-    Refusal,
     refuse,
 )
 from tempo_megatron.memory.run import MegatronFsdp, OptimizerSettings
@@ -50,321 +50,210 @@ _HYBRID_SPECS = [
     ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
     ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
 ]
-_RATIOS = ("hybrid_attention_ratio", "hybrid_mlp_ratio")
 _ACTIVATIONS = ("swiglu", "squared_relu", QUICK_GEGLU)
-_REQUIRED = ("hidden_size", "num_attention_heads", "max_position_embeddings", "micro_batch_size")
 # Of the precision-aware optimizer.
 _DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 def _list_given(args: argparse.Namespace, *fields: str) -> list[str]:
-    """The options of these fields that are not what they are by default."""
-    return [list_options(field)[0] for field in fields if getattr(args, field) != find_default(field)]
+    """The options of these fields that are not what they are by default, as they were typed: with a value, but for a
+    switch."""
+    found = []
+    for field in fields:
+        if hasattr(args, field) and (value := getattr(args, field)) != find_default(field):
+            words = value if isinstance(value, list) else [] if isinstance(value, bool) else [value]
+            found.append(" ".join([" or ".join(list_options(field)), *map(str, words)]))
+    return found
 
 
-def _allow_one(*fields: str) -> Refusal:
-    """A row for options of which one may be given."""
-
-    def find_two(args: argparse.Namespace) -> dict[str, str] | None:
-        given = _list_given(args, *fields)
-        return {"first": given[0], "second": given[1]} if len(given) > 1 else None
-
-    return find_two, "{first} and {second} are both given; leave one of them out"
-
-
-def _need(field: str, *needed: str) -> Refusal:
-    """A row for an option that needs others."""
-
-    def find_missing(args: argparse.Namespace) -> dict[str, str] | None:
-        missing = [list_options(each)[0] for each in needed if not _list_given(args, each)]
-        if not missing or not _list_given(args, field):
-            return None
-        return {"option": _spell(args, field), "missing": " and ".join(missing)}
-
-    return find_missing, "{option} needs {missing}; add it, or leave the other out"
-
-
-def _spell(args: argparse.Namespace, field: str) -> str:
-    """As a user typed a field, with its value but for a switch."""
-    value = getattr(args, field)
-    words = " or ".join(list_options(field))
-    return (
-        words
-        if isinstance(value, bool)
-        else f"{words} {' '.join(map(str, value)) if isinstance(value, list) else value}"
-    )
-
-
-def _find_unknown(args: argparse.Namespace) -> dict[str, str] | None:
-    """The first field that no Run has and that is not what it is by default."""
-    for field, words in {**UNKNOWN_IN_LAYERS, **UNKNOWN_IN_RUNS, **UNKNOWN_IN_COMMANDS}.items():
-        is_known = field in KNOWN_IN_COMMANDS or (field == "optimizer" and _is_muon(args))
-        if not is_known and hasattr(args, field) and getattr(args, field) != find_default(field):
-            return {"option": _spell(args, field), "words": words}
-    return None
-
-
-def _find_missing(args: argparse.Namespace) -> dict[str, str] | None:
-    has_layers = args.num_layers is not None or args.encoder_num_layers is not None or args.hybrid_layer_pattern
-    names = (*(() if has_layers else ("num_layers",)), *_REQUIRED)
-    if args.seq_length is None and args.encoder_seq_length is None:
-        names += ("seq_length",)
-    if args.family == "t5":
-        names += ("decoder_seq_length",)
-    missing = next((name for name in names if getattr(args, name) is None), None)
-    return None if missing is None else {"option": list_options(missing)[0]}
-
-
-def _names_unknown_layers(args: argparse.Namespace) -> bool:
-    if not args.spec:
-        return False
-    is_known = (
-        args.spec == ["local"] if args.family == "bert" else args.hybrid_layer_pattern and args.spec in _HYBRID_SPECS
-    )
-    return not is_known
-
-
-def _find_cut(args: argparse.Namespace) -> dict[str, str] | None:
-    given = _list_given(args, *_CUTS, *_ACCOUNTS)
-    return {"option": given[0]} if args.hybrid_layer_pattern is not None and given else None
-
-
-def _is_muon(args: argparse.Namespace) -> bool:
-    return args.optimizer in _MUONS
-
-
-CONTRADICTIONS: tuple[Refusal, ...] = (
-    (
-        lambda args: (
-            args.hybrid_layer_pattern is None
-            and (
-                args.trains_hybrid
-                or args.is_hybrid_model
-                or args.mtp_hybrid_override_pattern
-                or _list_given(args, *_RATIOS)
-            )
-        ),
-        "the layers are of several kinds, and no pattern says which; give --hybrid-layer-pattern with a letter for "
-        "each: M, *, - or E",
-    ),
-    (
-        lambda args: (
-            args.hybrid_layer_pattern is not None and (given := _list_given(args, *_RATIOS)) and {"option": given[0]}
-        ),
-        "{option} and --hybrid-layer-pattern are both given; leave the first out",
-    ),
-    (
-        lambda args: (
-            args.hybrid_layer_pattern is not None
-            and (args.family != "gpt" or args.transformer_impl == "local" or args.multi_latent_attention)
-        ),
-        "--hybrid-layer-pattern is for pretrain_hybrid.py with --transformer-impl transformer_engine and without "
-        "--multi-latent-attention; change what is otherwise, or leave it out",
-    ),
-    (_find_cut, "{option} is given beside --hybrid-layer-pattern, whose | cut the pipeline; leave it out"),
-    (
-        _find_unknown,
-        "{option} gives the run {words}, which the estimate does not know; leave it out for an estimate without",
-    ),
-    _need("delay_wgrad_compute", "overlap_moe_expert_parallel_comm"),
-    (
-        lambda args: args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "linear",
-        "--cross-entropy-fusion-impl linear gives the run a fused output layer, which the estimate does not know; give "
-        "native or te",
-    ),
-    (
-        lambda args: args.transformer_impl == "inference_optimized",
-        "--transformer-impl inference_optimized trains nothing; give local or transformer_engine",
-    ),
-    (
-        lambda args: _names_unknown_layers(args) and {"layers": " ".join(args.spec)},
-        "--spec {layers} names layers that the estimate does not know; leave it out",
-    ),
-    (
-        lambda args: args.position_embedding_type in ("yarn", "mrope", "relative"),
-        "--position-embedding-type {0.position_embedding_type} is not known to the estimate; give learned_absolute, "
-        "rope or none",
-    ),
-    (
-        lambda args: (
-            not (
-                args.add_position_embedding
-                or args.use_rotary_position_embeddings
-                or args.position_embedding_type == "rope"
-            )
-        ),
-        "--no-position-embedding is taken no longer; give --position-embedding-type none",
-    ),
-    _allow_one("num_layers", "encoder_num_layers"),
-    _allow_one("seq_length", "encoder_seq_length"),
-    (_find_missing, "{option} is missing, and Megatron-LM has no default for it; give it"),
-    _allow_one(*_CUTS),
-    _allow_one(*_ACTIVATIONS),
-    _allow_one("bf16", "fp16"),
-    (
-        lambda args: args.attention_backend == "local" and args.spec != ["local"],
-        "--attention-backend local needs --spec local; give another one",
-    ),
-    (
-        lambda args: args.step_batch_size_schedule and _list_given(args, "global_batch_size", "rampup_batch_size"),
-        "--step-batch-size-schedule is given beside --global-batch-size or --rampup-batch-size; leave one out",
-    ),
-    # The optimizer.
-    _allow_one("ddp_bucket_size", "ddp_num_buckets"),
-    _need("num_distributed_optimizer_instances", "use_distributed_optimizer"),
-    _need("overlap_param_gather", "use_distributed_optimizer", "overlap_grad_reduce"),
-    _need("use_precision_aware_optimizer", "use_distributed_optimizer"),
-    _need("use_megatron_fsdp", "use_distributed_optimizer"),
-    _need("fp8_param_gather", "fp8", "use_distributed_optimizer"),
-    *(_need(field, "use_precision_aware_optimizer") for field in _DTYPES),
-    (
-        lambda args: _is_muon(args) and args.fp16,
-        "--optimizer {0.optimizer} does not train with --fp16; give --bf16",
-    ),
-    (
-        lambda args: _is_muon(args) and args.num_distributed_optimizer_instances > 1,
-        "--num-distributed-optimizer-instances {0.num_distributed_optimizer_instances} is not for --optimizer "
-        "{0.optimizer}; leave one of them out",
-    ),
-    (
-        lambda args: _is_muon(args) and args.muon_scalar_optimizer != "adam",
-        "--muon-scalar-optimizer {0.muon_scalar_optimizer} is not known to the estimate, which knows adam; leave it "
-        "out",
-    ),
-    (
-        lambda args: _is_muon(args) and _divide_muon(args) == "laid out" and args.overlap_grad_reduce,
-        "--overlap-grad-reduce pads each of several buckets of --optimizer {0.optimizer}, and the estimate knows one "
-        "bucket; leave it out, or add --no-use-layer-wise-param-layout",
-    ),
-    (
-        lambda args: args.accumulate_allreduce_grads_in_fp32 and args.main_grads_dtype != "fp32",
-        "--accumulate-allreduce-grads-in-fp32 and --main-grads-dtype {0.main_grads_dtype} are both given; leave one of "
-        "them out",
-    ),
-    (
-        lambda args: args.use_precision_aware_optimizer and args.optimizer != "adam",
-        "--use-precision-aware-optimizer is for --optimizer adam, and it is {0.optimizer}; leave one of them out",
-    ),
-    (
-        lambda args: (
-            args.use_megatron_fsdp
-            and (
-                args.data_parallel_sharding_strategy != "optim_grads_params"
-                or args.outer_dp_sharding_strategy != "no_shard"
-                or args.num_distributed_optimizer_instances > 1
-            )
-        ),
-        "--use-megatron-fsdp is known to the estimate with --data-parallel-sharding-strategy optim_grads_params and "
-        "one group of ranks; leave out what says otherwise, --outer-dp-sharding-strategy and "
-        "--num-distributed-optimizer-instances among it",
-    ),
-    (
-        lambda args: args.use_megatron_fsdp and (args.optimizer != "adam" or args.use_precision_aware_optimizer),
-        "--use-megatron-fsdp is known to the estimate with Adam and without --use-precision-aware-optimizer; change "
-        "what is otherwise",
-    ),
-    # Float8.
-    (
-        lambda args: args.fp8 is not None and args.fp8_recipe == "custom",
-        "--fp8-recipe custom gives the run scales that the estimate does not know; give tensorwise, delayed, blockwise "
-        "or mxfp8",
-    ),
-    (
-        lambda args: args.defer_embedding_wgrad_compute and args.wgrad_deferral_limit < 0,
-        "--wgrad-deferral-limit is {0.wgrad_deferral_limit}; expected 0 or more",
-    ),
+# Of which one may be given.
+_ALTERNATIVES = (
+    ("num_layers", "encoder_num_layers"),
+    ("seq_length", "encoder_seq_length"),
+    _CUTS,
+    _ACTIVATIONS,
+    ("bf16", "fp16"),
+    ("ddp_bucket_size", "ddp_num_buckets"),
 )
-"""Rows over the options as they are typed."""
+# Field -> what it needs.
+_NEEDS = {
+    "delay_wgrad_compute": ("overlap_moe_expert_parallel_comm",),
+    "num_distributed_optimizer_instances": ("use_distributed_optimizer",),
+    "overlap_param_gather": ("use_distributed_optimizer", "overlap_grad_reduce"),
+    "use_precision_aware_optimizer": ("use_distributed_optimizer",),
+    **dict.fromkeys(_DTYPES, ("use_precision_aware_optimizer",)),
+    "use_megatron_fsdp": ("use_distributed_optimizer",),
+    "fp8_param_gather": ("fp8", "use_distributed_optimizer"),
+}
+
+
+def list_contradictions(args: argparse.Namespace) -> Iterator[str]:
+    """A sentence for each thing that the options, as they were typed, cannot say or the estimate does not know."""
+    has_pattern = args.hybrid_layer_pattern is not None
+    ratios = _list_given(args, "hybrid_attention_ratio", "hybrid_mlp_ratio")
+    is_hybrid = args.trains_hybrid or args.is_hybrid_model or args.mtp_hybrid_override_pattern or ratios
+    if is_hybrid and not has_pattern:
+        yield (
+            "the layers are of several kinds, and no pattern says which; give --hybrid-layer-pattern with a letter for "
+            "each: M, *, - or E"
+        )
+    if ratios and has_pattern:
+        yield f"{ratios[0]} and --hybrid-layer-pattern are both given; leave the first out"
+    if has_pattern and (args.family != "gpt" or args.transformer_impl == "local" or args.multi_latent_attention):
+        yield (
+            "--hybrid-layer-pattern is for pretrain_hybrid.py with --transformer-impl transformer_engine and without "
+            "--multi-latent-attention; change what is otherwise, or leave it out"
+        )
+    if has_pattern and (cuts := _list_given(args, *_CUTS, *_ACCOUNTS)):
+        yield f"{cuts[0]} is given beside --hybrid-layer-pattern, whose | cut the pipeline; leave it out"
+    is_muon = args.optimizer in _MUONS
+    for field, words in {**UNKNOWN_IN_LAYERS, **UNKNOWN_IN_RUNS, **UNKNOWN_IN_COMMANDS}.items():
+        is_known = field in KNOWN_IN_COMMANDS or (field == "optimizer" and is_muon)
+        for option in () if is_known else _list_given(args, field):
+            yield (
+                f"{option} gives the run {words}, which the estimate does not know; leave it out for an estimate "
+                "without"
+            )
+    if args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "linear":
+        yield (
+            "--cross-entropy-fusion-impl linear gives the run a fused output layer, which the estimate does not know; "
+            "give native or te"
+        )
+    if args.transformer_impl == "inference_optimized":
+        yield "--transformer-impl inference_optimized trains nothing; give local or transformer_engine"
+    is_known = args.spec == ["local"] if args.family == "bert" else has_pattern and args.spec in _HYBRID_SPECS
+    if args.spec and not is_known:
+        yield f"--spec {' '.join(args.spec)} names layers that the estimate does not know; leave it out"
+    position = args.position_embedding_type
+    if position in ("yarn", "mrope", "relative"):
+        yield (
+            f"--position-embedding-type {position} is not known to the estimate; give learned_absolute, rope or none"
+        )
+    if not (args.add_position_embedding or args.use_rotary_position_embeddings or position == "rope"):
+        yield "--no-position-embedding is taken no longer; give --position-embedding-type none"
+    for fields in _ALTERNATIVES:
+        if len(given := _list_given(args, *fields)) > 1:
+            yield f"{given[0].split()[0]} and {given[1].split()[0]} are both given; leave one of them out"
+    for required in _list_required(args):
+        if all(getattr(args, field) is None for field in required):
+            yield f"{list_options(required[0])[0]} is missing, and Megatron-LM has no default for it; give it"
+    if args.attention_backend == "local" and args.spec != ["local"]:
+        yield "--attention-backend local needs --spec local; give another one"
+    if args.step_batch_size_schedule and _list_given(args, "global_batch_size", "rampup_batch_size"):
+        yield "--step-batch-size-schedule is given beside --global-batch-size or --rampup-batch-size; leave one out"
+    for field, needed in _NEEDS.items():
+        missing = [list_options(each)[0] for each in needed if not _list_given(args, each)]
+        for option in _list_given(args, field) if missing else ():
+            yield f"{option} needs {' and '.join(missing)}; add it, or leave the other out"
+    instances = args.num_distributed_optimizer_instances
+    if is_muon and args.fp16:
+        yield f"--optimizer {args.optimizer} does not train with --fp16; give --bf16"
+    if is_muon and instances > 1:
+        yield (
+            f"--num-distributed-optimizer-instances {instances} is not for --optimizer {args.optimizer}; leave one of "
+            "them out"
+        )
+    if is_muon and args.muon_scalar_optimizer != "adam":
+        yield f"--muon-scalar-optimizer {args.muon_scalar_optimizer} is not known to the estimate; give adam"
+    if is_muon and _divide_muon(args) == "laid out" and args.overlap_grad_reduce:
+        yield (
+            f"--overlap-grad-reduce pads each of several buckets of --optimizer {args.optimizer}, and the estimate "
+            "knows one bucket; leave it out, or add --no-use-layer-wise-param-layout"
+        )
+    if args.accumulate_allreduce_grads_in_fp32 and args.main_grads_dtype != "fp32":
+        yield (
+            f"--accumulate-allreduce-grads-in-fp32 and --main-grads-dtype {args.main_grads_dtype} are both given; "
+            "leave one of them out"
+        )
+    if args.use_precision_aware_optimizer and args.optimizer != "adam":
+        yield f"--use-precision-aware-optimizer is for --optimizer adam, and it is {args.optimizer}; leave one out"
+    strategies = args.data_parallel_sharding_strategy, args.outer_dp_sharding_strategy
+    if args.use_megatron_fsdp and (strategies != ("optim_grads_params", "no_shard") or instances > 1):
+        yield (
+            "--use-megatron-fsdp is known to the estimate with --data-parallel-sharding-strategy optim_grads_params "
+            "and one group of ranks; leave out what says otherwise, --outer-dp-sharding-strategy and "
+            "--num-distributed-optimizer-instances among it"
+        )
+    if args.use_megatron_fsdp and (args.optimizer != "adam" or args.use_precision_aware_optimizer):
+        yield (
+            "--use-megatron-fsdp is known to the estimate with Adam and without --use-precision-aware-optimizer; "
+            "change what is otherwise"
+        )
+    if args.fp8 is not None and args.fp8_recipe == "custom":
+        yield (
+            "--fp8-recipe custom gives the run scales that the estimate does not know; give tensorwise, delayed, "
+            "blockwise or mxfp8"
+        )
+    if args.defer_embedding_wgrad_compute and args.wgrad_deferral_limit < 0:
+        yield f"--wgrad-deferral-limit is {args.wgrad_deferral_limit}; expected 0 or more"
+
+
+def _list_required(args: argparse.Namespace) -> Iterator[tuple[str, ...]]:
+    """Fields of which one must have a value."""
+    yield "num_layers", "encoder_num_layers", "hybrid_layer_pattern"
+    yield from (("hidden_size",), ("num_attention_heads",), ("max_position_embeddings",), ("micro_batch_size",))
+    yield "seq_length", "encoder_seq_length"
+    if args.family == "t5":
+        yield ("decoder_seq_length",)
+
+
+def list_misfits(args: argparse.Namespace) -> Iterator[str]:
+    """A sentence for each thing that does not fit once all is derived."""
+    pp, cp, dp = args.pipeline_model_parallel_size, args.context_parallel_size, args.data_parallel_size
+    if args.spare_ranks:
+        yield (
+            f"{args.world_size} GPUs are not a multiple of --tensor-model-parallel-size "
+            f"{args.tensor_model_parallel_size} times --pipeline-model-parallel-size {pp} times "
+            f"--context-parallel-size {cp}; change one of them"
+        )
+    if dp * cp % args.num_distributed_optimizer_instances:
+        yield (
+            f"--num-distributed-optimizer-instances {args.num_distributed_optimizer_instances} does not divide the "
+            f"{dp * cp} ranks that share states; change it"
+        )
+    if args.decoder_num_layers not in (None, args.num_layers):
+        yield (
+            f"--decoder-num-layers is {args.decoder_num_layers}, and the estimate knows as many as the encoder's "
+            f"{args.num_layers}; change one of them"
+        )
+    longest = max(args.seq_length, args.decoder_seq_length or 0)
+    if args.max_position_embeddings < longest:
+        yield (
+            f"--max-position-embeddings {args.max_position_embeddings} is less than the {longest} tokens of a sample; "
+            "raise it"
+        )
+    per_chunk, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
+    if (per_chunk and (pp == 1 or _count_places(args) % (pp * per_chunk))) or (
+        chunks and _count_places(args) % (pp * chunks)
+    ):
+        yield (
+            f"{_list_given(args, *_CUTS)[0]} does not divide the {args.num_layers} layers of "
+            f"--pipeline-model-parallel-size {pp} into chunks; change it or leave it out"
+        )
+    if args.global_batch_size % (args.micro_batch_size * dp):
+        yield (
+            f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "
+            f"{args.micro_batch_size} times {dp} data-parallel ranks; change one of them"
+        )
+    method = args.recompute_method
+    if args.recompute_granularity == "full" and method is None:
+        yield "--recompute-granularity full needs --recompute-method uniform or block; give one"
+    if args.recompute_granularity == "full" and args.recompute_num_layers is None:
+        yield f"--recompute-method {method} needs --recompute-num-layers; give it"
+    if args.recompute_granularity == "selective" and method is not None:
+        yield "--recompute-method is for --recompute-granularity full; leave it out"
+    first, last, of_stage = args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16, args.num_layers // pp
+    is_left_out = args.fp8 is not None and args.first_last_layers_bf16 and args.fp8_recipe != "delayed"
+    if is_left_out and not (0 <= first <= of_stage and 0 <= last <= of_stage):
+        yield (
+            f"--num-layers-at-start-in-bf16 {first} and --num-layers-at-end-in-bf16 {last} are not from 0 to the "
+            f"{of_stage} layers of a pipeline stage; change one of them"
+        )
 
 
 def _count_places(args: argparse.Namespace) -> int:
     """Layers, and what counts as one in the pipeline."""
     return int(args.num_layers + sum(getattr(args, name) for name in _ACCOUNTS))
-
-
-def _count_stage_layers(args: argparse.Namespace) -> int:
-    return int(args.num_layers // args.pipeline_model_parallel_size)
-
-
-MISFITS: tuple[Refusal, ...] = (
-    (
-        lambda args: args.spare_ranks,
-        "{0.world_size} GPUs are not a multiple of {tp} {0.tensor_model_parallel_size} times {pp} "
-        "{0.pipeline_model_parallel_size} times {cp} {0.context_parallel_size}; change one of them",
-    ),
-    (
-        lambda args: (
-            args.data_parallel_size * args.context_parallel_size % args.num_distributed_optimizer_instances
-            and {"ranks": args.data_parallel_size * args.context_parallel_size}
-        ),
-        "--num-distributed-optimizer-instances {0.num_distributed_optimizer_instances} does not divide the {ranks} "
-        "ranks that share states; change it",
-    ),
-    (
-        lambda args: args.decoder_num_layers not in (None, args.num_layers),
-        "--decoder-num-layers is {0.decoder_num_layers}, and the estimate knows as many as the encoder's "
-        "{0.num_layers}; change one of them",
-    ),
-    (
-        lambda args: (
-            (longest := max(args.seq_length, args.decoder_seq_length or 0)) > args.max_position_embeddings
-            and {"longest": longest}
-        ),
-        "--max-position-embeddings {0.max_position_embeddings} is less than the {longest} tokens of a sample; raise it",
-    ),
-    (
-        lambda args: (
-            args.num_layers_per_virtual_pipeline_stage is not None
-            and (
-                args.pipeline_model_parallel_size == 1
-                or _count_places(args)
-                % (args.pipeline_model_parallel_size * args.num_layers_per_virtual_pipeline_stage)
-            )
-        ),
-        "--num-layers-per-virtual-pipeline-stage {0.num_layers_per_virtual_pipeline_stage} does not divide the "
-        "{0.num_layers} layers of {pp} {0.pipeline_model_parallel_size} into chunks; change it or leave it out",
-    ),
-    (
-        lambda args: (
-            args.num_virtual_stages_per_pipeline_rank is not None
-            and _count_places(args) % (args.pipeline_model_parallel_size * args.num_virtual_stages_per_pipeline_rank)
-        ),
-        "--num-virtual-stages-per-pipeline-rank {0.num_virtual_stages_per_pipeline_rank} does not divide the "
-        "{0.num_layers} layers of {pp} {0.pipeline_model_parallel_size}; change it or leave it out",
-    ),
-    (
-        lambda args: args.global_batch_size % (args.micro_batch_size * args.data_parallel_size),
-        "--global-batch-size {0.global_batch_size} is not a multiple of --micro-batch-size {0.micro_batch_size} times "
-        "{0.data_parallel_size} data-parallel ranks; change one of them",
-    ),
-    (
-        lambda args: args.recompute_granularity == "full" and args.recompute_method is None,
-        "--recompute-granularity full needs --recompute-method uniform or block; give one",
-    ),
-    (
-        lambda args: args.recompute_granularity == "full" and args.recompute_num_layers is None,
-        "--recompute-method {0.recompute_method} needs --recompute-num-layers; give it",
-    ),
-    (
-        lambda args: args.recompute_granularity == "selective" and args.recompute_method is not None,
-        "--recompute-method is for --recompute-granularity full; leave it out",
-    ),
-    (
-        lambda args: (
-            args.fp8 is not None
-            and args.first_last_layers_bf16
-            and args.fp8_recipe != "delayed"
-            and not (
-                0 <= args.num_layers_at_start_in_bf16 <= _count_stage_layers(args)
-                and 0 <= args.num_layers_at_end_in_bf16 <= _count_stage_layers(args)
-            )
-            and {"layers": _count_stage_layers(args)}
-        ),
-        "--num-layers-at-start-in-bf16 {0.num_layers_at_start_in_bf16} and --num-layers-at-end-in-bf16 "
-        "{0.num_layers_at_end_in_bf16} are not from 0 to the {layers} layers of a pipeline stage; change one of them",
-    ),
-)
-"""Rows over the options and what is derived from them."""
 
 
 def derive(args: argparse.Namespace, command: Command, world_size: int | None, warnings: list[str]) -> None:
@@ -379,7 +268,7 @@ def derive(args: argparse.Namespace, command: Command, world_size: int | None, w
     """
     args.family, args.trains_hybrid = command.family, command.trains_hybrid
     args.num_moe_experts = args.num_moe_experts or None
-    refuse(CONTRADICTIONS, args)
+    refuse(list_contradictions(args))
     if args.hybrid_layer_pattern is not None:
         if not command.trains_hybrid:
             warnings.append(f"{command.script} is taken as pretrain_hybrid.py, as --hybrid-layer-pattern is given")
@@ -387,7 +276,7 @@ def derive(args: argparse.Namespace, command: Command, world_size: int | None, w
     _derive_layout(args, _agree_on_world_size(command, world_size), warnings)
     _derive_model(args)
     _derive_step(args)
-    refuse(MISFITS, args)
+    refuse(list_misfits(args))
     args.virtual_pipeline_model_parallel_size = _count_chunks(args)
 
 
@@ -514,7 +403,7 @@ def read_optimizer(args: argparse.Namespace) -> OptimizerSettings:
     gradient_bytes = 4 if args.fp16 and args.accumulate_allreduce_grads_in_fp32 else None
     if args.bf16 and (args.grad_reduce_in_bf16 or args.main_grads_dtype == "bf16"):
         gradient_bytes = 2
-    muon = _divide_muon(args) if _is_muon(args) else None
+    muon = _divide_muon(args) if args.optimizer in _MUONS else None
     return OptimizerSettings(
         distributed=args.use_distributed_optimizer and muon is None,
         instances=1 if muon else args.num_distributed_optimizer_instances,
