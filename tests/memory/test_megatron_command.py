@@ -18,7 +18,7 @@ from tempo_megatron.memory.megatron.options import READ
 from tempo_megatron.memory.megatron.read_command import read_command
 from tempo_megatron.memory.megatron.read_run import find_unknown
 from tempo_megatron.memory.refusals import KNOWN_IN_COMMANDS, UNKNOWN_IN_LAYERS, UNKNOWN_IN_RUNS
-from tempo_megatron.memory.run import Hybrid, LatentAttention, MegatronFsdp, OptimizerSettings, Run
+from tempo_megatron.memory.run import Experts, Hybrid, LatentAttention, MegatronFsdp, OptimizerSettings, Run
 
 GPT = (
     "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 "
@@ -138,38 +138,31 @@ def test_words_become_fields_of_a_run(words: str, expected: dict[str, object]) -
     assert {name: getattr(run, name) for name in expected} == expected
 
 
-@pytest.mark.parametrize(("config", "expected"), [(":4096:8", 32 << 20), (":4096:2:16:8", (8 << 20) + (128 << 10))])
-def test_the_environment_says_how_large_a_workspace_of_cublas_is(config: str, expected: int) -> None:
-    launcher = f"CUBLAS_WORKSPACE_CONFIG={config} torchrun --nproc-per-node 8"
-    assert read(GPT, f"{launcher} pretrain_gpt.py", world_size=None).cublas_workspace_bytes == expected
+@pytest.mark.parametrize(
+    ("launcher", "expected"),
+    [
+        ("CUBLAS_WORKSPACE_CONFIG=:4096:8", {"cublas_workspace_bytes": 32 << 20, "expandable_segments": False}),
+        ("CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8", {"cublas_workspace_bytes": (8 << 20) + (128 << 10)}),
+        ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", {"expandable_segments": True}),
+        ("PYTORCH_ALLOC_CONF=max_split_size_mb:64,expandable_segments:true", {"expandable_segments": True}),
+        (
+            "PYTORCH_ALLOC_CONF=expandable_segments:False PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            {"expandable_segments": False},
+        ),
+        ("torchrun --nproc-per-node 4", {"world_size": 4}),
+        (
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 python -m torch.distributed.run --nproc_per_node=8 --nnodes 2",
+            {"world_size": 16},
+        ),
+        ("deepspeed --num_gpus 8 --num_nodes 2", {"world_size": 16}),
+    ],
+)
+def test_what_stands_before_the_script_is_read(launcher: str, expected: dict[str, object]) -> None:
+    world_size = None if "world_size" in expected else 8
+    run = read(f"{GPT} --global-batch-size 64", f"{launcher} examples/pretrain_gpt.py", world_size=world_size)
+    assert {name: getattr(run, name) for name in expected} == expected
     with pytest.raises(ValueError, match="CUBLAS_WORKSPACE_CONFIG is 4096:8; expected"):
         read(GPT, "CUBLAS_WORKSPACE_CONFIG=4096:8 pretrain_gpt.py")
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", True),
-        ("PYTORCH_ALLOC_CONF=garbage_collection_threshold:0.8,expandable_segments:true", True),
-        ("PYTORCH_ALLOC_CONF=expandable_segments:False PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", False),
-        ("CUBLAS_WORKSPACE_CONFIG=:4096:8", False),
-    ],
-)
-def test_the_environment_says_whether_segments_are_expandable(settings: str, expected: bool) -> None:
-    assert read(GPT, f"{settings} pretrain_gpt.py").expandable_segments is expected
-
-
-@pytest.mark.parametrize(
-    ("launcher", "ranks"),
-    [
-        ("torchrun --nproc-per-node 4", 4),
-        ("CUDA_DEVICE_MAX_CONNECTIONS=1 python -m torch.distributed.run --nproc_per_node=8 --nnodes 2", 16),
-        ("deepspeed --num_gpus 8 --num_nodes 2", 16),
-    ],
-)
-def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> None:
-    run = read(f"{GPT} --global-batch-size 64", f"{launcher} examples/pretrain_gpt.py", world_size=None)
-    assert run.world_size == ranks
 
 
 # Words -> of the sentence.
@@ -281,42 +274,38 @@ def test_options_of_experts_become_experts() -> None:
         "--tensor-model-parallel-size 2 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 "
         "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 --moe-router-dtype fp32"
     )
-    experts = read(f"{GPT} {options}").experts
-    assert experts is not None and experts.layers == (False, False, *(True, False) * 5) and not experts.overlaps
-    overlap = "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm"
-    overlapping = read(f"{GPT} {options} {overlap}").experts
-    assert overlapping == dataclasses.replace(experts, dispatcher="alltoall", overlaps=True)
-    assert (experts.per_token, experts.ffn_hidden_size, experts.expert_parallel, experts.tensor_parallel) == (
-        4,
-        256,
-        4,
-        1,
+    expected = Experts(
+        num_experts=8,
+        layers=(False, False, *(True, False) * 5),
+        per_token=4,
+        ffn_hidden_size=256,
+        expert_parallel=4,
+        routing="seq_aux_loss",
+        aux_loss_coefficient=1e-4,
+        router_dtype=torch.float32,
     )
-    assert (experts.routing, experts.aux_loss_coefficient, experts.router_dtype) == (
-        "seq_aux_loss",
-        1e-4,
-        torch.float32,
+    assert read(f"{GPT} {options}").experts == expected
+    overlap = "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm"
+    assert read(f"{GPT} {options} {overlap}").experts == dataclasses.replace(
+        expected, dispatcher="alltoall", overlaps=True
     )
     # Of the dense layers' size and split, where nothing else is said; every layer has them.
-    experts = read(f"{GPT} --num-experts 8 --tensor-model-parallel-size 2").experts
-    assert (
-        experts is not None and (experts.ffn_hidden_size, experts.tensor_parallel) == (2048, 2) and all(experts.layers)
-    )
+    usual = Experts(num_experts=8, per_token=2, ffn_hidden_size=2048, layers=(True,) * 12, tensor_parallel=2)
+    assert read(f"{GPT} --num-experts 8 --tensor-model-parallel-size 2").experts == usual
 
 
 def test_a_command_of_gpt_oss_is_read() -> None:
     """Of examples/gptoss/02_train.sh in NVIDIA/Megatron-LM@d98e8a64dd, what other commands do not have."""
     words = (
-        "--quick-geglu --glu-linear-offset 1.0 --softmax-type learnable --window-attn-skip-freq 2 --window-size 127,0"
+        "--quick-geglu --glu-linear-offset 1.0 --softmax-type learnable --window-attn-skip-freq 2 --window-size 127,0 "
+        "--activation-func-clamp-value 7.0 --no-bias-gelu-fusion --no-bias-dropout-fusion"
     )
-    run = read(f"{GPT} {words} --activation-func-clamp-value 7.0 --no-bias-gelu-fusion --no-bias-dropout-fusion")
+    run = read(f"{GPT} {words}")
     shape = run.model
     assert (shape.activation, shape.softmax_type, shape.window_attn_skip_freq) == ("quick_geglu", "learnable", 2)
     assert shape.activation_func_clamp_value == 7.0 and run.fuses_activation is False
-    assert [read(f"{GPT} --swiglu {more}").fuses_activation for more in ("", "--no-bias-swiglu-fusion")] == [
-        True,
-        False,
-    ]
+    fused, separate = (read(f"{GPT} --swiglu {more}").fuses_activation for more in ("", "--no-bias-swiglu-fusion"))
+    assert (fused, separate) == (True, False)
 
 
 def test_an_option_that_nobody_knows_is_a_warning() -> None:
@@ -526,26 +515,7 @@ def test_a_command_that_only_the_estimate_knows_gets_no_plan(
     assert f"the command gives {name}, which the planner does not know; ask tempo-megatron estimate" in sentences[0]
 
 
-_TYPED = [
-    "0",
-    "-1",
-    "1",
-    "2",
-    "3",
-    "8",
-    "1e9",
-    "nan",
-    "inf",
-    "",
-    "true",
-    "false",
-    "[1",
-    "none",
-    "é",
-    "--",
-    "128,0",
-    "M*-E|M/*E",
-]
+_TYPED = (*"0 -1 1 2 3 8 1e9 nan inf true false [1 none é -- 128,0 M*-E|M/*E".split(), "")
 _KINDS = (
     "--hybrid-layer-pattern M*-M --mamba-num-heads 16",
     "--hybrid-layer-pattern ME*E/*E/*E --position-embedding-type rope --num-experts 8",
