@@ -1,6 +1,6 @@
 """Reads a Run from Megatron's configuration and arguments, whether a model was built from them or a command gives them.
 
-`megatron_lm.run_reader` has the configuration of a built model, `memory.commands.megatron_command` a command's words.
+`megatron_lm.run_reader` has the configuration of a built model, `read_command` a command's words.
 """
 
 from __future__ import annotations
