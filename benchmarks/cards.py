@@ -361,8 +361,11 @@ CLAIMS: dict[str, Card] = {
     "published_peaks": Card(
         "The estimate meets peaks that others measured on GPUs",
         "python benchmarks/published_peaks.py benchmarks/published/megatron.json --write-docs",
-        ROOT / "docs" / "estimate.md",
-        lambda _: [["", ""], ["all rows", read_block(ROOT / "docs" / "estimate.md", "published").partition("\n")[0]]],
+        ROOT / "docs" / "published_peaks.md",
+        lambda _: [
+            ["", ""],
+            ["all rows", read_block(ROOT / "docs" / "published_peaks.md", "published").partition("\n")[0]],
+        ],
         ("Rows that cannot be expressed, and those farther off, stand in the table with their reasons.",),
     ),
     "compatibility": Card(

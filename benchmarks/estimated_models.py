@@ -5,7 +5,8 @@ python benchmarks/estimated_models.py           # what benchmarks/results/estima
 Stock is Transformer Engine's modules on a GPU with fused attention, or with unfused attention where the paper's
 baseline had it (arXiv 2210.10246), and fully recomputed. Adam's states are there, as in training in bf16 with float32
 copies: 18 bytes a parameter on one GPU. Of a GPU's memory 1 GiB is left for CUDA's context and fragments. Nothing here
-is measured on a GPU, so there are no tokens per second; docs/estimate.md says how near estimates of published runs are.
+is measured on a GPU, so there are no tokens per second; docs/published_peaks.md says how near
+estimates of published runs are.
 
 - model: a case is a model and a choice. Models of more than 2B parameters are four layers of their shape.
 - scale: a case is a model of arXiv 2205.05198 (its layout, TP 8, one micro batch), a sequence length and a choice.

@@ -2,7 +2,7 @@
 
     python benchmarks/published_peaks.py benchmarks/published/megatron.json                 # a table of all rows
     python benchmarks/published_peaks.py FILE --only gpt3_7b --json rows.json
-    python benchmarks/published_peaks.py FILE --write-docs                                  # docs/estimate.md, the plot
+    python benchmarks/published_peaks.py FILE --write-docs                                  # docs/published_peaks.md
 
 A row has the arguments of a run of pretrain_gpt.py, pretrain_bert.py or pretrain_t5.py, and what its last rank counted
 as allocated: between two steps, and at most. What is not published is what brings the bytes at rest nearest: of a
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-_DOCS = ROOT / "docs" / "estimate.md"
+_DOCS = ROOT / "docs" / "published_peaks.md"
 _PLOT = ROOT / "docs" / "images" / "published_peaks.png"
 _BEGIN, _END = "<!-- published: begin -->", "<!-- published: end -->"
 _MIB = 2**20
@@ -94,9 +94,9 @@ def _list_workspaces(row: Mapping[str, Any]) -> list[str]:
 
 def _estimate(row: Mapping[str, Any], world_size: int, workspace: str = "") -> Any:
     """The estimate of the last rank."""
-    from tempo_megatron.memory.commands.megatron_command import read_command
-    from tempo_megatron.memory.commands.training_command import spell_arguments, split_command
     from tempo_megatron.memory.estimate.estimate import estimate_ranks
+    from tempo_megatron.memory.megatron.command import spell_arguments, split_command
+    from tempo_megatron.memory.megatron.read_command import read_command
 
     arguments = row["args"]
     family = next((family for family in ("bert", "t5") if row["id"].startswith(f"{family}/")), "gpt")
@@ -168,7 +168,7 @@ def _count_near(found: Sequence[Result]) -> str:
 
 
 def write_docs(results: Sequence[Result]) -> None:
-    """The table of docs/estimate.md, and the plot beside it."""
+    """The table of docs/published_peaks.md, and the plot beside it."""
     lines = [
         summarize(results) + ".",
         "",
@@ -226,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path, help="a JSON with megatron_goldens")
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose id holds TEXT")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the results to OUT too")
-    parser.add_argument("--write-docs", action="store_true", help="write the table and the plot of docs/estimate.md")
+    parser.add_argument("--write-docs", action="store_true", help="write docs/published_peaks.md and its plot")
     args = parser.parse_args(argv)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.simplefilter("ignore")

@@ -193,7 +193,7 @@ def _run(argv: list[str]) -> int:
     if command.needs:
         check_installed("it", command.needs, "megatron.core")
     if command.arguments:
-        _import(command.arguments).check_model(args)
+        _import(command.arguments).check_files(args)
     return int(getattr(_import(command.module), f"run_{args.command}")(args))
 
 

@@ -120,7 +120,7 @@ def _find_obstacle(config: Any) -> str | None:
 
 def _read_layers(config: Any, tempo_config: TempoConfig, run: Any, has_transformer_engine: bool) -> Any:
     """The Run of these layers, as on a GPU. Raises ValueError for what the estimate does not know."""
-    from tempo_megatron.memory.megatron_run import find_unknown_in_layers, read_run
+    from tempo_megatron.memory.megatron.read_run import find_unknown_in_layers, read_run
     from tempo_megatron.slots.mlp import describe_activation
 
     ranks = config.context_parallel_size

@@ -69,7 +69,7 @@ class Planning:
 
         from tempo_megatron.megatron_lm.run_reader import read_configured_run
         from tempo_megatron.memory.live.aside import share_host
-        from tempo_megatron.memory.megatron_run import find_unknown
+        from tempo_megatron.memory.megatron.read_run import find_unknown
         from tempo_megatron.memory.plan.gpu import find_gpu
         from tempo_megatron.memory.plan.planner import PlanRequest
 

@@ -17,7 +17,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.T5.t5_model import T5Model
 
 from tempo_megatron.memory.chips import find_chip
-from tempo_megatron.memory.megatron_run import find_unknown, find_unknown_in_layers, read_run
+from tempo_megatron.memory.megatron.read_run import find_unknown, find_unknown_in_layers, read_run
 from tempo_megatron.memory.run import Run
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.mlp import describe_activation
@@ -26,7 +26,7 @@ from tempo_megatron.slots.mlp import describe_activation
 def read_configured_run(
     name: str, config: Any, arguments: Mapping[str, Any], run: Any, tempo: TempoConfig, *, layers_only: bool = False
 ) -> Run:
-    """As `tempo_megatron.memory.megatron_run.read_run`, of a model on this process's device."""
+    """As `tempo_megatron.memory.megatron.read_run.read_run`, of a model on this process's device."""
     is_local = getattr(run, "transformer_impl", "local") == "local"
     stock = ("local" if is_local else "transformer_engine") if torch.cuda.is_available() else "cpu"
     activation = describe_activation(config)

@@ -1,13 +1,14 @@
 """Run: what is trained and how, as the estimate, the planner and the report after out-of-memory take it.
 
 Four readers make one: `tempo_megatron.training.planning` reads the trainer's RunConfig,
-`tempo_megatron.megatron_lm.run_reader` a run of Megatron-LM, `tempo_megatron.memory.commands.megatron_command` the
+`tempo_megatron.megatron_lm.run_reader` a run of Megatron-LM, `tempo_megatron.memory.megatron.read_command` the
 command that would start one, and `tempo_megatron.memory.commands.requested_run` the arguments of our own commands.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from tempo_megatron.memory.chips import H100, Chip
+from tempo_megatron.memory.refusals import MEGATRONS, list_refusals, refuse
 from tempo_megatron.models.shape import ModelShape, check_layout, pad_vocab_size
 from tempo_megatron.settings.config import TempoConfig
 
@@ -199,18 +201,6 @@ class Experts:
     overlaps: bool = False
     """Whether one micro batch's forward runs beside another's backward (--overlap-moe-expert-parallel-comm)."""
 
-    def __post_init__(self) -> None:
-        if self.capacity_factor is None or not self.pads_to_capacity or self.dispatcher != "alltoall":
-            return
-        most = self.num_experts / self.per_token
-        if self.capacity_factor > most:
-            # An expert's rows are taken from the tokens, which are fewer (core/transformer/moe/moe_utils.py: permute).
-            raise ValueError(
-                f"--moe-expert-capacity-factor is {self.capacity_factor:g} and experts are padded to it; Megatron's "
-                f"all-to-all fails above {most:g}, where an expert has more rows than there are tokens; lower it, or "
-                "use --moe-token-dispatcher-type allgather"
-            )
-
     @property
     def has_assumed_share(self) -> bool:
         """Whether what a rank's experts get depends on the tokens, which nobody has."""
@@ -287,18 +277,13 @@ class Hybrid:
     def find_num_heads(self, hidden_size: int) -> int:
         return self.num_heads or 2 * hidden_size // self.head_dim
 
-    def check(self, hidden_size: int, tensor_parallel: int, context_parallel: int) -> None:
-        """Raise ValueError where Mamba's heads do not divide (ssm/mamba_mixer.py and ssm/mamba_context_parallel.py of
+    def divides(self, hidden_size: int, tensor_parallel: int, context_parallel: int) -> bool:
+        """Whether Mamba's heads divide over ranks (ssm/mamba_mixer.py and ssm/mamba_context_parallel.py of
         megatron-core 0.16.1)."""
         heads, groups = self.find_num_heads(hidden_size), self.num_groups
         of_rank = max(1, groups // tensor_parallel)
-        divides = not (heads % groups or groups % tensor_parallel or heads % (tensor_parallel * context_parallel))
-        if "M" in self.pattern and not (divides and 0 in (of_rank % context_parallel, context_parallel % of_rank)):
-            raise ValueError(
-                f"the {heads} heads of a Mamba layer and --mamba-num-groups {groups} do not divide over each other and "
-                f"over tensor parallel size {tensor_parallel} and context parallel size {context_parallel}; change "
-                "--mamba-num-heads or --mamba-num-groups"
-            )
+        fits = not (heads % groups or groups % tensor_parallel or heads % (tensor_parallel * context_parallel))
+        return "M" not in self.pattern or (fits and 0 in (of_rank % context_parallel, context_parallel % of_rank))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -415,13 +400,17 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
+        return self.pipeline_parallel * self.ranks_of_stage
+
+    @property
+    def ranks_of_stage(self) -> int:
+        """GPUs of one pipeline stage."""
+        return self.tensor_parallel * self.context_parallel * self.data_parallel
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding. Raises ValueError where the model has no vocab_size."""
-        if self.model.vocab_size is None:
-            raise ValueError("the model has no vocab_size; give --vocab-size")
+        """Rows of the embedding, of a model with a vocab_size."""
+        assert self.model.vocab_size is not None
         return pad_vocab_size(self.model.vocab_size, self.model.make_vocab_size_divisible_by, self.tensor_parallel)
 
     def find_recomputed(self, layer: int) -> tuple[str, ...]:
@@ -430,62 +419,31 @@ class Run:
         return () if number is not None and "full" in self.recompute and layer >= number else self.recompute
 
     def list_stage_layers(self) -> list[int]:
-        """How many layers each stage has, as Megatron deals them out. Raises ValueError where it could not."""
-        stages, num_layers = self.pipeline_parallel, self.model.num_layers
-        given = {"first": self.first_stage_layers, "last": self.last_stage_layers}
-        options = " and ".join(
-            f"--decoder-{name}-pipeline-num-layers {n}" for name, n in given.items() if n is not None
-        )
-        if not options:
-            if num_layers % stages:
-                raise ValueError(f"{num_layers} layers are not a multiple of {stages} stages; change one of them")
-            return [num_layers // stages] * stages
-        if stages == 1:
-            raise ValueError(f"{options} needs at least 2 stages, and there is 1; leave it out, or add stages")
-        rest = num_layers - sum(n or 0 for n in given.values())
-        others = stages - sum(n is not None for n in given.values())
-        if rest < others or (rest % others if others else rest):
-            raise ValueError(
-                f"{options} leaves {rest} of {num_layers} layers for {others} other stages; expected "
-                f"{'a positive multiple of them' if others else 'none'}; change one of them"
-            )
-        per_stage = rest // others if others else 0
+        """How many layers each stage has, as Megatron deals them out over what `check` lets through."""
+        stages, first, last = self.pipeline_parallel, self.first_stage_layers, self.last_stage_layers
+        others = stages - (first is not None) - (last is not None)
+        per_stage = (self.model.num_layers - (first or 0) - (last or 0)) // others if others else 0
         found = [per_stage] * stages
-        found[0] = per_stage if given["first"] is None else given["first"]
-        found[-1] = per_stage if given["last"] is None else given["last"]
+        found[0] = per_stage if first is None else first
+        found[-1] = per_stage if last is None else last
         return found
 
     def list_chunks(self, stage: int) -> list[range]:
         """The layers of each chunk of a stage, counted from 0 over the whole model; one chunk without interleaving.
 
-        Raises ValueError where the model cannot be cut so.
+        Of a run that `check` lets through.
         """
+        stages, per_chunk = self.pipeline_parallel, self.layers_per_virtual_stage
         if self.layers_of_chunks is not None:
-            return self._list_given_chunks(self.layers_of_chunks, stage)
-        layers, stages = self.list_stage_layers(), self.pipeline_parallel
-        per_chunk = self.layers_per_virtual_stage
+            firsts = [0, *itertools.accumulate(self.layers_of_chunks)]
+            places = range(stage, len(self.layers_of_chunks), stages)
+            return [range(firsts[place], firsts[place + 1]) for place in places]
         if per_chunk is None:
+            layers = self.list_stage_layers()
             first = sum(layers[:stage])
             return [range(first, first + layers[stage])]
-        if len(set(layers)) > 1:
-            raise ValueError(
-                f"--num-layers-per-virtual-pipeline-stage is {per_chunk} and stages have {min(layers)} to "
-                f"{max(layers)} layers; expected stages of equally many; leave one out"
-            )
-        if stages == 1 or layers[0] % per_chunk:
-            raise ValueError(
-                f"--num-layers-per-virtual-pipeline-stage is {per_chunk}; expected a divisor of the {layers[0]} layers "
-                "of one of at least 2 stages; change it or leave it out"
-            )
-        group = self.micro_batch_group or stages
-        number = self.num_micro_batches or 0
-        if 0 < number % group < stages or 0 < number < group or group < stages:
-            raise ValueError(
-                f"{number} micro batches pass through chunks in groups of {group}, of which none may be smaller than "
-                f"the {stages} pipeline stages, as interleaving needs; change one of them"
-            )
-        firsts = range(stage * per_chunk, self.model.num_layers, stages * per_chunk)
-        return [range(first, first + per_chunk) for first in firsts]
+        firsts_of_stage = range(stage * per_chunk, self.model.num_layers, stages * per_chunk)
+        return [range(first, first + per_chunk) for first in firsts_of_stage]
 
     def list_ends(self, stage: int) -> list[dict[str, bool]]:
         """What each of the chunks has beside layers, in the words of `memory.simulated.chunk.simulate_chunk`."""
@@ -498,45 +456,13 @@ class Run:
             for place in places
         ]
 
-    def _list_given_chunks(self, sizes: tuple[int, ...], stage: int) -> list[range]:
-        stages, num_layers = self.pipeline_parallel, self.model.num_layers
-        if len(sizes) % stages or sum(sizes) != num_layers or min(sizes) < 0:
-            raise ValueError(
-                f"the pipeline's {len(sizes)} chunks have {sum(sizes)} layers; expected a multiple of its {stages} "
-                f"stages, and the model's {num_layers} layers"
-            )
-        firsts = [sum(sizes[:place]) for place in range(len(sizes))]
-        return [range(firsts[place], firsts[place] + sizes[place]) for place in range(stage, len(sizes), stages)]
+    def check(self, names: Mapping[str, str] = MEGATRONS) -> None:
+        """Raises ValueError where the model cannot lie over the devices so, or the estimate does not know it so.
 
-    def check(self) -> None:
-        """Raise ValueError where the model cannot lie over the devices so."""
-        check_layout(self.model, self.tensor_parallel, self.sequence_parallel, option="--tp")
-        _ = self.padded_vocab_size
-        if self.float8 is not None and (self.stock != "transformer_engine" or self.gpu == "a100"):
-            raise ValueError(
-                "--fp8-format needs Transformer Engine's modules and Hopper or Blackwell; leave it out, or change "
-                "--transformer-impl or --gpu"
-            )
-        if self.hybrid is not None:
-            self.hybrid.check(self.model.hidden_size, self.tensor_parallel, self.context_parallel)
-        if self.float8 == "mxfp8" and self.gpu == "h100":
-            raise ValueError("--fp8-recipe mxfp8 needs Blackwell; leave it out, or give --gpu gb200")
-        if self.context_parallel > 1 and (self.model.family != "gpt" or self.stock != "transformer_engine"):
-            raise ValueError(
-                f"context parallel size is {self.context_parallel}, which Megatron has for a GPT with Transformer "
-                "Engine's attention only; expected 1"
-            )
-        if self.context_parallel > 1 and self.model.seq_length % (2 * self.context_parallel):
-            raise ValueError(
-                f"{self.model.seq_length} tokens are not a multiple of twice the context parallel size "
-                f"{self.context_parallel}, as each rank takes two chunks; change one of them"
-            )
-        if self.model.family == "t5" and self.pipeline_parallel > 1:
-            raise ValueError(
-                f"{self.pipeline_parallel} pipeline stages are given, but the model is a T5, whose encoder and decoder "
-                "have stages of their own, which the estimate does not know; expected 1"
-            )
-        self.list_chunks(0)
+        names: what the user calls the options, `memory.refusals.MEGATRONS` or `OURS`.
+        """
+        check_layout(self.model, self.tensor_parallel, self.sequence_parallel, option=names["tp"])
+        refuse(list_refusals(self, names))
 
 
 def take_parts(
@@ -553,18 +479,15 @@ def take_parts(
         tensor_parallel: of the Run; an expert is split as the layers are, but for one with biases.
         expert_parallel: ranks that share the experts; None is 1.
 
-    Raises ValueError where the experts do not divide, or have what the estimate does not know.
+    Raises ValueError where expert_parallel is given for a model without experts.
     """
     found: dict[str, Any] = {"model": shape.leave_parts()}
-    number, parallel = shape.num_experts, expert_parallel or 1
-    if number is None:
-        if expert_parallel is not None:
-            raise ValueError(f"--ep {parallel} is given, and the model has no experts; leave it out")
-    else:
-        if number % parallel:
-            raise ValueError(f"--ep {parallel} does not divide the model's {number} experts; change it")
+    parallel = expert_parallel or 1
+    if shape.num_experts is None and expert_parallel is not None:
+        raise ValueError(f"--ep {parallel} is given, and the model has no experts; leave it out")
+    if shape.num_experts is not None:
         found["experts"] = Experts(
-            num_experts=number,
+            num_experts=shape.num_experts,
             per_token=shape.moe_router_topk,
             ffn_hidden_size=shape.expert_size,
             layers=shape.layers_with_experts,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -13,11 +14,16 @@ import pytest
 import torch
 
 from tempo_megatron.cli import main
+from tempo_megatron.memory.commands.estimate import describe_run
 from tempo_megatron.memory.plan.gpu import list_gpus
+from tempo_megatron.memory.run import MegatronFsdp, OptimizerSettings, Run
+from tempo_megatron.models.shape import make_shape, read_shape_file
+from tempo_megatron.settings.config import TempoConfig
 
 TINY, GPT2 = "--model configs/model/gpt2_tiny.json", "--model configs/model/gpt2_124m.json"
 MIXTRAL = "--model configs/model/mixtral_8x7b.json"
 PLAN = "--model configs/model/gpt2_345m.json --gpu a100 --gpu-memory 16GB --fixed-memory 6GB --micro-batch-size 8"
+ZERO2 = "--deepspeed_config configs/deepspeed/zero2_bf16.json"
 BF16 = {"bf16": {"enabled": True}}
 
 
@@ -27,106 +33,60 @@ def refuse(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None
     assert message in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("ledger --model nowhere.json", "cannot be read"),
-        (f"ledger {GPT2} --tp 5", "--num-attention-heads 12 is not a multiple of --tp 5; change one of them"),
-        (f"ledger {GPT2} --sequence-parallel", "--sequence-parallel needs --tp of at least 2"),
-        (f"ledger {GPT2} --recompute full mlp", "--recompute full already recomputes everything"),
-        (f"ledger {GPT2} --no-use-tempo", "--no-use-tempo is given"),
-        (f"ledger {GPT2} --recompute moe_act", "--recompute-modules is moe_act, and the estimate knows core_attn, mlp"),
-        *(
-            (
-                f"ledger {MIXTRAL} --{name} build/step.png",
-                f"--{name} build/step.png is given, and the model has experts",
-            )
-            for name in ("timeline", "html", "trace", "snapshot")
-        ),
-        (f"flops {GPT2} --gpu h100 --step-seconds 1e-9", "--step-seconds is 1e-09, and 1 x NVIDIA H100"),
-        (f"estimate {GPT2} --gpu b300", "the nearest known one is b200"),
-        (f"order {MIXTRAL}", "has experts, whose tokens differ from step to step"),
-        (f"estimate {GPT2} --ep 2", "--ep 2 is given, and the model has no experts; leave it out"),
-        (f"estimate {MIXTRAL} --ep 3 --dp 3", "--ep 3 does not divide the model's 8 experts"),
-        (
-            f"estimate {MIXTRAL} --ep 4 --dp 4 --moe-imbalance 4.1",
-            "the fullest of 4 ranks gets at most 4 times an equal",
-        ),
-        (f"plan {MIXTRAL} --gpu-memory 80GiB --moe-imbalance 0.5", "--moe-imbalance is 0.5; expected at least 1"),
-        (f"estimate {MIXTRAL} --ep 2", "does not divide the 1 ranks of a pipeline stage"),
-        (
-            f"""ledger {TINY} --tempo-layers '{{"3-4": {{"norm": "off"}}}}'""",
-            'tempo.layers["3-4"] goes beyond the decoder\'s 4 layers',
-        ),
-        (f"estimate {GPT2} --pp 7", "12 layers are not a multiple of 7 stages; change one of them"),
-        (f"estimate {GPT2} --zero 1 --optimizer megatron", "ZeRO is DeepSpeed's: leave one out"),
-        (f"estimate {GPT2} --decoder-first-pipeline-num-layers 2", "needs at least 2 stages, and there is 1"),
-        (
-            f"estimate {GPT2} --pp 3 --decoder-last-pipeline-num-layers 3",
-            "leaves 9 of 12 layers for 2 other stages",
-        ),
-        (f"estimate {GPT2} --sequence-parallel", "--sequence-parallel needs --tp of at least 2"),
-        (
-            f"estimate {GPT2} --pp 2 --num-layers-per-virtual-pipeline-stage 4",
-            "expected a divisor of the 6 layers",
-        ),
-        (f"estimate {GPT2} --recompute full mlp", "give it alone"),
-        (
-            f"estimate {GPT2} --allocator --stock cpu",
-            "it simulates the allocator of a GPU; expected --stock local or transformer_engine",
-        ),
-        (f"estimate {GPT2} --tempo-norm off", "Tempo is off"),
-        (
-            f"estimate {GPT2} --stock local --stock-attention unfused",
-            "--stock-attention unfused is Transformer Engine's, and the stock modules are local, whose att",
-        ),
-        (
-            f"estimate {GPT2} --no-masked-softmax-fusion",
-            "stock attention (transformer_engine) has no softmax kernel to leave out;",
-        ),
-        (
-            f"estimate {GPT2} --no-masked-softmax-fusion --stock cpu",
-            "stock attention (cpu) has no softmax kernel to leave out;",
-        ),
-        (
-            f"estimate {TINY} --zero 1 --deepspeed_config configs/deepspeed/zero2_bf16.json",
-            '--zero is 1, but "zero_optimization.stage" in the DeepSpeed JSON is 2',
-        ),
-        (
-            f"estimate {TINY} --optimizer megatron --deepspeed_config configs/deepspeed/zero2_bf16.json",
-            "is given with --optimizer megatron; that file's optimizer is DeepSpeed's",
-        ),
-        ("estimate --model configs/model/t5_base.json --pp 2", "2 pipeline stages are given, but the model is a T5"),
-        (f"plan {PLAN} --gpu-memory 6.1GB", "5.68 GiB a GPU are given, and the least that fits is"),
-        (f"plan {PLAN} --pp 7", "7 pipeline stages do not divide the model's 24 layers; give a divisor"),
-        (f"plan {PLAN} --tp 3", "--num-attention-heads 16 is not a multiple of --tp 3"),
-        (f"plan {PLAN} --gpu h1000", "--gpu h1000 is unknown; the nearest known one is h100"),
-        (
-            f"plan {PLAN} --pp 8 --fixed-memory 6GB 5GB 4GB",
-            "--fixed-memory has 3 sizes; expected one, or one for each of 8 stages",
-        ),
-        (
-            f"plan {PLAN} --model configs/model/t5_base.json",
-            "the planner does not support T5; give a GPT or a BERT",
-        ),
-        (
-            f"plan {PLAN} --dp 2 --micro-batch-size 4 --global-batch-size 12",
-            "--global-batch-size 12 is not a multiple of --dp 2 times a micro batch of 4; change one of them",
-        ),
-        (
-            f"plan {PLAN} --num-micro-batches 4 --global-batch-size 12",
-            "--global-batch-size and --num-micro-batches are both given",
-        ),
-        ("bench --calibrate --output nowhere/mine.json", "lies in a folder that does not exist"),
-        ("bench --calibrate --output mine.json --device cuda", "torch sees no CUDA device"),
-        ("flops --model configs/model/gpt3_175b.json --tp 8 --step-seconds 3", "give both or neither"),
-    ],
-)
+# Words -> of the sentence.
+REFUSED = f"""
+ledger --model nowhere.json => cannot be read
+ledger {GPT2} --tp 5 => --num-attention-heads 12 is not a multiple of --tp 5; change one of them
+ledger {GPT2} --sequence-parallel => --sequence-parallel needs --tp of at least 2
+ledger {GPT2} --recompute full mlp => --recompute full already recomputes everything; give it alone
+ledger {GPT2} --no-use-tempo => --no-use-tempo is given
+ledger {GPT2} --recompute moe_act => --recompute-modules is moe_act, and the estimate knows core_attn, mlp
+ledger {MIXTRAL} --timeline build/step.png => --timeline build/step.png is given, and the model has experts
+ledger {MIXTRAL} --html build/step.png => --html build/step.png is given, and the model has experts
+ledger {MIXTRAL} --trace build/step.png => --trace build/step.png is given, and the model has experts
+ledger {MIXTRAL} --snapshot build/step.png => --snapshot build/step.png is given, and the model has experts
+ledger {TINY} --tempo-layers '{{"3-4": {{"norm": "off"}}}}' => tempo.layers["3-4"] goes beyond the decoder's 4 layers
+flops {GPT2} --gpu h100 --step-seconds 1e-9 => --step-seconds is 1e-09, and 1 x NVIDIA H100
+flops {GPT2} --tp 8 --step-seconds 3 => give both or neither
+order {MIXTRAL} => has experts, whose tokens differ from step to step
+estimate {GPT2} --gpu b300 => the nearest known one is b200
+estimate {GPT2} --ep 2 => --ep 2 is given, and the model has no experts; leave it out
+estimate {MIXTRAL} --ep 3 --dp 3 => --ep 3 does not divide the model's 8 experts
+estimate {MIXTRAL} --ep 2 => does not divide the 1 ranks of a pipeline stage; change --ep, --tp or --dp
+estimate {MIXTRAL} --ep 4 --dp 4 --moe-imbalance 4.1 => the fullest of 4 ranks gets at most 4 times an equal
+estimate {GPT2} --pp 7 => 12 layers are not a multiple of --pp 7; change one of them
+estimate {GPT2} --zero 1 --optimizer megatron => ZeRO is DeepSpeed's: leave one out
+estimate {GPT2} --decoder-first-pipeline-num-layers 2 => needs at least 2 stages, and there is 1
+estimate {GPT2} --pp 3 --decoder-last-pipeline-num-layers 3 => leaves 9 of 12 layers for 2 other stages
+estimate {GPT2} --pp 2 --num-layers-per-virtual-pipeline-stage 4 => expected a divisor of the 6 layers
+estimate {GPT2} --allocator --stock cpu => the allocator of a GPU; expected --stock local or transformer_engine
+estimate {GPT2} --tempo-norm off => Tempo is off
+estimate {GPT2} --stock local --stock-attention unfused => is Transformer Engine's, and the stock modules are local
+estimate {GPT2} --no-masked-softmax-fusion => stock attention (transformer_engine) has no softmax kernel to leave out;
+estimate {GPT2} --no-masked-softmax-fusion --stock cpu => stock attention (cpu) has no softmax kernel to leave out;
+estimate {TINY} --zero 1 {ZERO2} => --zero is 1, but "zero_optimization.stage" in the DeepSpeed JSON is 2
+estimate {TINY} --optimizer megatron {ZERO2} => given with --optimizer megatron; that file's optimizer is DeepSpeed's
+estimate --model configs/model/t5_base.json --pp 2 => --pp is 2, and the model is a T5
+plan {MIXTRAL} --gpu-memory 80GiB --moe-imbalance 0.5 => --moe-imbalance is 0.5; expected at least 1
+plan {PLAN} --gpu-memory 6.1GB => 5.68 GiB a GPU are given, and the least that fits is
+plan {PLAN} --pp 7 => 24 layers are not a multiple of --pp 7; change one of them
+plan {PLAN} --tp 3 => --num-attention-heads 16 is not a multiple of --tp 3
+plan {PLAN} --gpu h1000 => --gpu h1000 is unknown; the nearest known one is h100
+plan {PLAN} --pp 8 --fixed-memory 6GB 5GB 4GB => has 3 sizes; expected one, or one for each of 8 stages
+plan {PLAN} --model configs/model/t5_base.json => the planner does not support T5; give a GPT or a BERT
+plan {PLAN} --dp 2 --micro-batch-size 4 --global-batch-size 12 => is not a multiple of --dp 2 times a micro batch of 4
+plan {PLAN} --num-micro-batches 4 --global-batch-size 12 => --global-batch-size and --num-micro-batches are both given
+bench --calibrate --output nowhere/mine.json => lies in a folder that does not exist
+bench --calibrate --output mine.json --device cuda => torch sees no CUDA device
+""".strip()
+
+
+@pytest.mark.parametrize("line", REFUSED.splitlines())
 def test_what_cannot_be_is_one_sentence(
-    words: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    refuse(words, message, capsys)
+    refuse(*line.split(" => "), capsys)
 
 
 @pytest.mark.parametrize("command", ["estimate", "plan --gpu-memory 80GiB --gpu h100"])
@@ -176,11 +136,20 @@ def test_a_dropout_of_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None
     assert "argument --dropout: 1 is not in [0, 1)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["ledger", "estimate", "plan --gpu-memory 1GiB", "order", "flops"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(f"{name} --model no.json" for name in ("ledger", "estimate", "plan --gpu-memory 1GiB", "order", "flops")),
+        f"ledger {TINY} --deepspeed_config no.json",
+        "estimate --script no.json -- a",
+        "plan --gpu-memory 1GiB --megatron-yaml no.json",
+        f"flops {TINY} --step-seconds 1 --gpu no.json",
+    ],
+)
 def test_a_wrong_path_is_said_before_anything_is_imported(command: str) -> None:
-    given = [sys.executable, "-X", "importtime", "-m", "tempo_megatron", *command.split(), "--model", "nowhere.json"]
+    given = [sys.executable, "-X", "importtime", "-m", "tempo_megatron", *command.split()]
     ran = subprocess.run(given, capture_output=True, text=True)
-    assert ran.returncode == 2 and "nowhere.json cannot be read (No such file" in ran.stderr
+    assert ran.returncode == 2 and re.search("no.json (cannot be read|is unknown)", ran.stderr)
     assert " torch\n" not in ran.stderr
 
 
@@ -201,3 +170,24 @@ def test_every_command_knows_the_same_gpus_and_a_title_names_each_part_of_a_layo
     title = capsys.readouterr().out
     for part in ("fp8 tensorwise", "TP 2 + SP", "CP 2", "EP 2", "ETP 1", "PP 2 in 2 chunks", "DP 1: 8 ranks"):
         assert part in title, part
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        (OptimizerSettings(kind="none"), "no optimizer"),
+        (OptimizerSettings(kind="deepspeed", zero_stage=2), "DeepSpeed ZeRO 2,"),
+        (OptimizerSettings(kind="deepspeed", zero_stage=3, offloads=True), "DeepSpeed ZeRO 3 with states on the host"),
+        (OptimizerSettings(distributed=False), "Megatron's optimizer"),
+        (OptimizerSettings(instances=2), "Megatron's distributed optimizer in 2 instances"),
+        (OptimizerSettings(distributed=False, muon="dealt"), "Megatron's Muon, states dealt"),
+        (OptimizerSettings(fsdp=MegatronFsdp(main_bytes=4)), "Megatron-FSDP"),
+    ],
+)
+def test_a_title_names_optimizer_recomputation_and_offload(optimizer: OptimizerSettings, expected: str) -> None:
+    shape = make_shape(**read_shape_file("configs/model/gpt2_tiny.json"), vocab_size=512)
+    tempo = TempoConfig(offload="all")
+    title = describe_run(
+        Run(model=shape, tempo=tempo, optimizer=optimizer, recompute=("full",), recompute_num_layers=1)
+    )
+    assert expected in title and title.endswith(", recompute full of 1 layers a chunk, offload=all")

@@ -482,14 +482,14 @@ def test_a_stage_keeps_the_last_input_of_each_chunk_and_its_gradient() -> None:
 def test_overlapped_layers_with_experts_keep_their_latest_input_and_its_gradient() -> None:
     """Of each layer with experts whose input is not a stage's own."""
     experts = Experts(
-        num_experts=4, per_token=2, ffn_hidden_size=64, layers=(False, True, True, True), dispatcher="alltoall"
+        num_experts=4, per_token=2, ffn_hidden_size=64, layers=(False, True, True, True), expert_parallel=2
     )
     sizes = {**SMALL, "seq_length": 64, "hidden_size": 64, "num_layers": 4, "add_bias_linear": False}
     hidden = 64 * 4 * 64 * 2
 
     def count(*, overlaps: bool = True, dispatcher: str = "alltoall", **settings: Any) -> list[int]:
         given = dataclasses.replace(experts, overlaps=overlaps, dispatcher=dispatcher)
-        ranks = estimate_ranks(make_run(sizes, num_micro_batches=4, experts=given, **settings))
+        ranks = estimate_ranks(make_run(sizes, num_micro_batches=4, data_parallel=2, experts=given, **settings))
         return [rank.at_rest["stage inputs"] // hidden for rank in ranks]
 
     assert count() == [3 * 2]
@@ -658,7 +658,7 @@ def test_gradients_and_states_have_dtypes(settings: dict[str, Any], gradients: f
 def test_gradients_of_the_output_layer_wait_on_the_last_stage(limit: int | None, waiting: int) -> None:
     sizes = {**SMALL, "seq_length": 64, "num_layers": 2}
     settings: dict[str, Any] = {"pipeline_parallel": 2, "num_micro_batches": 4, "deferred_head_gradients": limit}
-    run = make_run(sizes, **settings)
+    run = make_run(sizes, fuses_gradient_accumulation=True, **settings)
     first, last = (rank.parts["deferred gradients"] for rank in estimate_ranks(run))
     assert (first, last) == (0, waiting * 2 * 4 * 64 * (run.padded_vocab_size + 512))
 

@@ -14,8 +14,8 @@ import pytest
 from megatron_wheels import unpack
 
 from tempo_megatron.memory import commands
-from tempo_megatron.memory.commands.megatron_options import READ, is_ignored, parse_options
-from tempo_megatron.memory.commands.training_command import spell_arguments
+from tempo_megatron.memory.megatron.command import spell_arguments
+from tempo_megatron.memory.megatron.options import READ, is_ignored, parse_options
 
 PUBLISHED = Path(__file__).parent.parent.parent / "benchmarks" / "published" / "megatron.json"
 # Reads lists of words; writes what the options are, and what the parser makes of each list.

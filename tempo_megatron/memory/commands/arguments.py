@@ -9,7 +9,7 @@ import argparse
 import os
 from typing import Any
 
-from tempo_megatron.memory.plan.gpu import DTYPES
+from tempo_megatron.memory.plan.gpu import DTYPES, read_gpu
 from tempo_megatron.models.shape import describe_unreadable
 from tempo_megatron.settings.arguments import add_tempo_arguments
 from tempo_megatron.words.argument_types import (
@@ -27,15 +27,20 @@ _RECOMPUTE_ALLOWED = ("core_attn", "mlp", "moe", "mla_up_proj", "full")
 _GPUS = "a100, b200, gb200, gh200, h100, h200, rtx4090, or a file such as configs/gpu/h100.json"
 
 
-def check_model(args: argparse.Namespace) -> None:
-    """Raises ValueError if there is no file of the model, which takes no import of torch to say."""
-    for name in ("model", "hf"):
-        path = getattr(args, name, None)
-        if path is not None and not args.words:
+def check_files(args: argparse.Namespace) -> None:
+    """Raises ValueError if there is no file of that name, or no such GPU, which takes no import of torch to say."""
+    for option in ("--model", "--hf", "--deepspeed_config", "--script", "--megatron-yaml"):
+        path = getattr(args, option[2:].replace("-", "_"), None)
+        is_model = option in ("--model", "--hf")
+        # With a command it is said that a model has no place there.
+        if path is not None and not (is_model and args.words):
             try:
                 os.stat(path)
             except OSError as error:
-                raise ValueError(describe_unreadable(f"--{name}", path, error)) from error
+                unreadable = f"{option} {path} cannot be read ({error.strerror}); correct the path"
+                raise ValueError(describe_unreadable(option, path, error) if is_model else unreadable) from error
+    if getattr(args, "gpu", None) is not None:
+        read_gpu(args.gpu)
 
 
 def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,13 +15,18 @@ from typing import Any
 
 from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.commands.arguments import add_estimate_arguments
-from tempo_megatron.memory.commands.megatron_command import read_command, set_gpu, write_command
-from tempo_megatron.memory.commands.megatron_options import VERSION
 from tempo_megatron.memory.commands.module_tree import describe_tree, format_trees, list_trees
-from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run, take_deepspeed
+from tempo_megatron.memory.commands.requested_run import (
+    describe_stock,
+    read_requested_run,
+    take_command,
+    take_deepspeed,
+)
 from tempo_megatron.memory.commands.token_imbalance import find_token_imbalance
-from tempo_megatron.memory.commands.training_command import Command, take_command
 from tempo_megatron.memory.estimate.estimate import PART_NAMES, RankEstimate, describe_part, estimate_ranks
+from tempo_megatron.memory.megatron.command import Command
+from tempo_megatron.memory.megatron.options import VERSION
+from tempo_megatron.memory.megatron.read_command import read_command, set_gpu, write_command
 from tempo_megatron.memory.routing import set_imbalance
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory
@@ -167,7 +172,7 @@ def name_dtype(run: Run) -> str:
 
 
 def describe_run(run: Run) -> str:
-    """One clause for people: precision, sizes, every part of the layout, optimizer, modules, recomputation."""
+    """One clause for people: precision, sizes, every part of the layout, optimizer, modules, recomputation, offload."""
     recomputed = " ".join(run.recompute)
     if run.recompute_num_layers is not None:
         recomputed += f" of {run.recompute_num_layers} layers a chunk"
@@ -181,6 +186,7 @@ def describe_run(run: Run) -> str:
         f"{_describe_chunks(run)}, DP {run.data_parallel}: "
         f"{run.world_size:,} rank{'s' if run.world_size > 1 else ''}, {_describe_optimizer(run.optimizer)}, "
         f"stock modules: {describe_stock(run)}{f', recompute {recomputed}' if recomputed else ''}"
+        f"{f', {run.tempo.describe_offload()}' if run.tempo.offloads else ''}"
     )
 
 
@@ -271,13 +277,16 @@ def _count_needed(rank: RankEstimate) -> int:
 
 def _describe_optimizer(optimizer: OptimizerSettings) -> str:
     if optimizer.kind == "deepspeed":
-        return f"DeepSpeed ZeRO {optimizer.zero_stage}"
+        on_host = " and ".join(["states"] * optimizer.offloads + ["weights"] * optimizer.offloads_weights)
+        return f"DeepSpeed ZeRO {optimizer.zero_stage}{f' with {on_host} on the host' if on_host else ''}"
     if optimizer.kind == "none":
         return "no optimizer"
     if optimizer.fsdp is not None:
         return "Megatron-FSDP"
-    name = "optimizer" if optimizer.muon is None else "Muon"
-    return f"Megatron's {'distributed ' if optimizer.distributed else ''}{name}"
+    if optimizer.muon is not None:
+        return f"Megatron's Muon{'' if optimizer.muon == 'whole' else f', states {optimizer.muon}'}"
+    instances = f" in {optimizer.instances} instances" if optimizer.instances > 1 else ""
+    return f"Megatron's {'distributed ' if optimizer.distributed else ''}optimizer{instances}"
 
 
 def _describe_chunks(run: Run) -> str:

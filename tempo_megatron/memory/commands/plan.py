@@ -18,10 +18,15 @@ from tempo_megatron.extras import check_installed
 from tempo_megatron.memory.commands.arguments import add_plan_arguments
 from tempo_megatron.memory.commands.estimate import name_dtype, name_model, print_notes, read_run_of_command
 from tempo_megatron.memory.commands.ledger import format_layout
-from tempo_megatron.memory.commands.megatron_command import write_command
-from tempo_megatron.memory.commands.megatron_options import parse_options
-from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run, take_deepspeed
-from tempo_megatron.memory.commands.training_command import Command, drop_options, take_command
+from tempo_megatron.memory.commands.requested_run import (
+    describe_stock,
+    read_requested_run,
+    take_command,
+    take_deepspeed,
+)
+from tempo_megatron.memory.megatron.command import Command, drop_options
+from tempo_megatron.memory.megatron.options import parse_options
+from tempo_megatron.memory.megatron.read_command import write_command
 from tempo_megatron.memory.plan.gpu import Gpu, find_gpu, read_gpu
 from tempo_megatron.memory.plan.planner import MemoryPlan, PlanProblem, PlanRequest, StagePlan
 from tempo_megatron.memory.plan.step_simulation import simulate_stage

@@ -8,13 +8,15 @@ argument may say what the file leaves to "auto", and otherwise nothing else than
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from tempo_megatron.memory.run import Experts, OptimizerSettings, Run, read_recomputation, take_parts
+from tempo_megatron.memory.megatron.command import Command, find_in_script, read_test_case, split_command
+from tempo_megatron.memory.refusals import OURS
+from tempo_megatron.memory.run import OptimizerSettings, Run, read_recomputation, take_parts
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.models.huggingface.config import read_config_fields
-from tempo_megatron.models.shape import ModelShape, check_layout, make_shape, read_shape_file
+from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.deepspeed_json import read_deepspeed_json
 
@@ -32,6 +34,44 @@ _FIELDS = {
     "micro_batch_size": "micro_batch_size",
     "num_micro_batches": "num_micro_batches",
 }
+# Arguments of ours that say nothing of the run, or what the command cannot.
+_BESIDE_A_COMMAND = (
+    *("command", "words", "script", "world_size", "megatron_yaml", "vocab_size", "use_tempo", "gpu", "gpu_memory"),
+    *("allocator", "moe_imbalance", "all_ranks", "tree", "json", "plot", "fixed_memory", "recompute_allowed"),
+)
+
+
+def take_command(args: argparse.Namespace, add_arguments: Callable[[argparse.ArgumentParser], None]) -> Command | None:
+    """The command that stands behind --, or in the file of --script or --megatron-yaml; None where there is a --model.
+
+    Args:
+        args: of `estimate` or `plan`.
+        add_arguments: declares what they are.
+
+    Raises ValueError where there is neither, and for an argument that says what the command says.
+    """
+    if not args.words and args.megatron_yaml is None and args.script is None:
+        if args.model is None and args.hf is None:
+            raise ValueError(
+                "nothing is given to look at; give --model with a file of configs/model, --hf with a folder, or a "
+                "command of Megatron-LM behind --, such as -- pretrain_gpt.py --num-layers 12 ..."
+            )
+        if args.model is not None and args.hf is not None:
+            raise ValueError("--model and --hf are both given; leave one of them out")
+        if args.world_size is not None:
+            raise ValueError("--world-size is for a command of Megatron-LM behind --; give --tp, --pp and --dp")
+        return None
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    for name, value in vars(args).items():
+        if name not in _BESIDE_A_COMMAND and not name.startswith("tempo_") and value != parser.get_default(name):
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} is given beside a command of Megatron-LM, which says it; leave it out")
+    if args.script is not None and args.megatron_yaml is not None:
+        raise ValueError("--script and --megatron-yaml are both given; leave one of them out")
+    if args.script is not None:
+        return find_in_script(args.script, args.words, args.world_size)
+    return split_command(args.words) if args.megatron_yaml is None else read_test_case(args.megatron_yaml, args.words)
 
 
 def read_requested_run(args: argparse.Namespace, tempo: TempoConfig, deepspeed: Mapping[str, Any] | None = None) -> Run:
@@ -45,15 +85,21 @@ def read_requested_run(args: argparse.Namespace, tempo: TempoConfig, deepspeed: 
     Raises ValueError where the model cannot lie so, or an argument does not go with another or with the JSON.
     """
     shape = read_requested_shape(args)
-    check_layout(shape, args.tp, args.sequence_parallel, option="--tp")
     given = {field: getattr(args, name, None) for name, field in _FIELDS.items()}
     of_stock = _read_stock(args) if hasattr(args, "stock") else {}
     parts = take_parts(
         shape, stock=of_stock.get("stock", "cpu"), tensor_parallel=args.tp, expert_parallel=getattr(args, "ep", None)
     )
-    _check_layout_of_experts(args, parts.get("experts"))
-    _check_recomputation(args.recompute, parts)
-    return Run(
+    if args.recompute and "full" not in args.recompute:
+        read_recomputation(
+            "selective",
+            None,
+            None,
+            args.recompute,
+            has_experts="experts" in parts,
+            has_latent_attention="latent_attention" in parts,
+        )
+    run = Run(
         **parts,
         tempo=tempo,
         optimizer=_read_optimizer(args, deepspeed),
@@ -62,29 +108,8 @@ def read_requested_run(args: argparse.Namespace, tempo: TempoConfig, deepspeed: 
         **{field: value for field, value in given.items() if value not in (None, "auto")},
         **of_stock,
     )
-
-
-def _check_layout_of_experts(args: argparse.Namespace, experts: Experts | None) -> None:
-    if experts is None:
-        return
-    ranks, needed = args.tp * getattr(args, "dp", 1), experts.expert_parallel * experts.tensor_parallel
-    if ranks % needed:
-        raise ValueError(
-            f"--ep {experts.expert_parallel} times {experts.tensor_parallel}, over which an expert is split, does not "
-            f"divide the {ranks} ranks of a pipeline stage; change --ep, --tp or --dp"
-        )
-
-
-def _check_recomputation(recompute: Sequence[str], parts: Mapping[str, Any]) -> None:
-    if recompute and "full" not in recompute:
-        read_recomputation(
-            "selective",
-            None,
-            None,
-            recompute,
-            has_experts="experts" in parts,
-            has_latent_attention="latent_attention" in parts,
-        )
+    run.check(OURS)
+    return run
 
 
 def read_requested_shape(args: argparse.Namespace) -> ModelShape:

@@ -1,6 +1,6 @@
 """Reads a Run from Megatron's configuration and arguments, whether a model was built from them or a command gives them.
 
-`megatron_lm.run_reader` has the configuration of a built model, `memory.commands.megatron_command` a command's words.
+`megatron_lm.run_reader` has the configuration of a built model, `read_command` a command's words.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tempo_megatron.memory.megatron.derived import split_layout
+from tempo_megatron.memory.refusals import UNKNOWN_IN_COMMANDS, UNKNOWN_IN_LAYERS, UNKNOWN_IN_RUNS
 from tempo_megatron.memory.run import (
     ROUTER_DTYPES,
     Experts,
@@ -20,7 +22,6 @@ from tempo_megatron.memory.run import (
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.expert_layers import parse_layer_frequency
-from tempo_megatron.words.pipeline_layout import parse_pipeline_layout
 
 _FAMILIES = {"GPTModel": "gpt", "BertModel": "bert", "T5Model": "t5"}
 # What a TransformerConfig and a ModelShape call by the same name.
@@ -45,84 +46,6 @@ _YOUNG = (
     ("window_attn_skip_freq", None),
     ("activation_func_clamp_value", None),
 )
-
-KNOWN_IN_COMMANDS = (
-    *("mtp_num_layers", "pipeline_model_parallel_layout", "fp8"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "window_attn_skip_freq"),
-)
-"""Of the next two, what the estimate of a command knows, and the plan of a run does not."""
-
-UNKNOWN_IN_LAYERS = {
-    "heterogeneous_block_specs": "layers of several kinds",
-    "fp8": "float8",
-    "fp4": "float4",
-    "fp32_residual_connection": "a float32 residual stream",
-    "attention_output_gate": "gates on attention's output",
-    "experimental_attention_variant": "an experimental attention",
-    "window_attn_skip_freq": "layers with and without a window",
-}
-"""Field of a TransformerConfig -> what it gives a run that changes what a layer keeps, in ways that no Run can say."""
-
-UNKNOWN_IN_RUNS = {
-    "mtp_num_layers": "multi-token prediction",
-    "cpu_offloading": "activations on the host",
-    "fine_grained_activation_offloading": "activations on the host (tempo.offload is known)",
-    "distribute_saved_activations": "saved activations that tensor-parallel ranks share",
-    "pipeline_model_parallel_layout": "a pipeline layout of its own",
-    "account_for_embedding_in_pipeline_split": "an embedding that counts as a layer of its stage",
-    "account_for_loss_in_pipeline_split": "a loss that counts as a layer of its stage",
-}
-"""Likewise, what changes what a step holds beside its layers."""
-
-UNKNOWN_IN_COMMANDS = {
-    "use_torch_fsdp2": "weights sharded by torch's FSDP (--use-megatron-fsdp is known)",
-    "fsdp_double_buffer": "buffers of Megatron-FSDP that stay",
-    "megatron_fsdp_version": "another version of Megatron-FSDP",
-    "optimizer": "another optimizer than Adam",
-    "optimizer_cpu_offload": "optimizer states on the host",
-    "offload_optimizer_states": "optimizer states on the host",
-    "ddp_reduce_scatter_with_fp32_accumulation": "gradients that are reduced through all-to-all",
-    "ddp_param_name_patterns_for_fp32_local_accumulation": "gradients of several dtypes",
-    "fp16_lm_cross_entropy": "a cross entropy in float16",
-    "cuda_graph_impl": "CUDA graphs, whose pools keep the memory of each layer",
-    "cuda_graph_impl_deprecated": "CUDA graphs, whose pools keep the memory of each layer",
-    "nccl_ub": "buffers that NCCL registers",
-    "keep_fp8_transpose_cache": "transposed weights in float8 that stay",
-    "mtp_standalone": "multi-token prediction in a stage of its own",
-    "mla_down_proj_fusion": "down projections that are one",
-    "tensor_parallel_num_weight_shards": "weights sharded beside tensor parallelism",
-    "hybrid_context_parallel": "context parallelism",
-    "use_mamba_mem_eff_path": "a scan that keeps what it could compute again",
-    "linear_attention_type": "linear attention",
-    "dsv4_mode": "an experimental attention",
-    "no_rope_freq": "layers with and without rotary embeddings",
-    "qk_l2_norm": "an L2 norm of queries and keys",
-    "qk_clip": "the largest logits of attention",
-    "log_max_attention_logit": "the largest logits of attention",
-    "openai_gelu": "OpenAI's GELU",
-    "apply_residual_connection_post_layernorm": "a residual stream behind the norms",
-    "post_self_attn_layernorm": "a norm behind attention",
-    "post_mlp_layernorm": "a norm behind the MLP",
-    "use_te_activation_func": "Transformer Engine's activation",
-    "use_transformer_engine_op_fuser": "Transformer Engine's fused operations",
-    "use_grouped_gemm_for_dense_mlp": "an MLP through grouped matrix products",
-    "fused_residual_rmsnorm": "a norm that is fused with the residual stream",
-    "mlp_chunks_for_training": "an MLP that runs in chunks",
-    "batch_invariant_mode": "batch-invariant kernels",
-    "use_kitchen_attention": "Kitchen's attention",
-    "te_precision_config_file": "precisions by a file",
-    "fp8_output_proj": "an output layer in float8",
-    "fp4_param_gather": "weights in float4",
-    "sft": "sequences that are packed for fine-tuning",
-    "logits_save_dir": "logits that are saved",
-    "logits_load_dir": "distillation",
-    "use_legacy_models": "models from before Megatron-core",
-    "yaml_cfg": "a configuration in a file of its own",
-    "perform_rl_step": "reinforcement learning",
-    "skip_train": "no training",
-    "freeze_all_layers": "frozen layers",
-}
-"""Likewise, of a command: a run that is built is planned without some of these, whose layers keep what others keep."""
 
 _UNKNOWN_IN_EXPERTS = {
     "moe_input_jitter_eps": "--moe-input-jitter-eps gives the router inputs with noise",
@@ -231,7 +154,7 @@ def read_run(
     return Run(
         model=model,
         tempo=tempo,
-        experts=_read_experts(config, run) if config.num_moe_experts else None,
+        experts=_read_experts(config) if config.num_moe_experts else None,
         latent_attention=_read_latent_attention(model_name, config, stock) if config.multi_latent_attention else None,
         hybrid=_read_hybrid(config) if getattr(config, "hybrid_layer_pattern", None) else None,
         optimizer=OptimizerSettings(
@@ -245,7 +168,7 @@ def read_run(
         sequence_parallel=config.sequence_parallel,
         layers_per_virtual_stage=chunks and config.num_layers // (stages * chunks),
         layers_of_chunks=deal_out_layers(config),
-        mtp_num_layers=_read_multi_token_prediction(model_name, config),
+        mtp_num_layers=getattr(config, "mtp_num_layers", None) or 0,
         mtp_repeats_layer=getattr(config, "mtp_use_repeated_layer", False),
         mtp_precedes_head=bool(config.pipeline_model_parallel_layout) and split_layout(config)[-1] == "L",
         micro_batch_group=getattr(config, "microbatch_group_size_per_vp_stage", None),
@@ -295,27 +218,6 @@ def deal_out_layers(config: Any) -> tuple[int, ...] | None:
     return tuple(found)
 
 
-def split_layout(config: Any) -> list[str]:
-    """The letters of each chunk of --pipeline-model-parallel-layout, as parse_pipeline_layout returns them.
-
-    Raises ValueError where it is not of this model, and where m stands elsewhere than beside the loss or in the chunk
-    before it, in one chunk and behind the first stage, as Megatron wants it.
-    """
-    given, stages, number = (
-        config.pipeline_model_parallel_layout,
-        config.pipeline_model_parallel_size,
-        config.mtp_num_layers or 0,
-    )
-    chunks = parse_pipeline_layout(given, config.num_layers, stages, number)
-    with_m = [place for place, chunk in enumerate(chunks) if "m" in chunk]
-    if number and (len(with_m) > 1 or with_m[0] < len(chunks) - min(2, stages)):
-        raise ValueError(
-            f"--pipeline-model-parallel-layout {given} has m in chunk {' and '.join(map(str, with_m))} of "
-            f"0 to {len(chunks) - 1}; expected all of them in the last or in the one before it"
-        )
-    return chunks
-
-
 def _read_hybrid(config: Any) -> Hybrid:
     """Of a configuration with a pattern. Raises ValueError for layers that the estimate does not know."""
     pattern, _, predicting = config.hybrid_layer_pattern.partition("/")
@@ -329,42 +231,27 @@ def _read_hybrid(config: Any) -> Hybrid:
     )
 
 
-def _read_multi_token_prediction(model_name: str, config: Any) -> int:
-    number = getattr(config, "mtp_num_layers", None) or 0
-    if number and model_name != "GPTModel":
-        raise ValueError(f"--mtp-num-layers is for a GPTModel, and the model is a {model_name}; leave it out")
-    return int(number)
-
-
-def _read_experts(config: Any, run: Any) -> Experts:
+def _read_experts(config: Any) -> Experts:
     """Of a configuration with experts. Raises ValueError for what no Experts can say, or cannot be."""
     for field, words in _UNKNOWN_IN_EXPERTS.items():
         if getattr(config, field, None):
             raise ValueError(f"{words}, which the estimate does not know")
-    parallel = config.expert_model_parallel_size
-    split = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
-    number = config.num_moe_experts
-    ranks = config.tensor_model_parallel_size * config.context_parallel_size * run.data_parallel_size
-    if number % parallel or ranks % (parallel * split):
-        raise ValueError(
-            f"--expert-model-parallel-size {parallel} and --expert-tensor-parallel-size {split} do not divide the "
-            f"{number} experts and the {ranks} ranks of a pipeline stage; change one of them"
-        )
     routing, coefficient = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     if not isinstance(routing, str):
         if len(routing) > 1:
             raise ValueError("several kinds of load balancing at once are given, and the estimate knows one")
         routing = routing[0]
+    capacity = config.moe_expert_capacity_factor
     coefficient = coefficient if isinstance(coefficient, (int, float)) else coefficient[0]
     return Experts(
-        num_experts=number,
+        num_experts=config.num_moe_experts,
         per_token=config.moe_router_topk,
         ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size,
         layers=parse_layer_frequency(config.moe_layer_freq, config.num_layers),
         shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size,
         has_shared_gate=bool(getattr(config, "moe_shared_expert_gate", False)),
-        expert_parallel=parallel,
-        tensor_parallel=split,
+        expert_parallel=config.expert_model_parallel_size,
+        tensor_parallel=config.expert_tensor_parallel_size or config.tensor_model_parallel_size,
         dispatcher=config.moe_token_dispatcher_type,
         grouped=config.moe_grouped_gemm,
         fuses_permutation=config.moe_permute_fusion,
@@ -377,50 +264,11 @@ def _read_experts(config: Any, run: Any) -> Experts:
         num_groups=config.moe_router_num_groups,
         group_topk=config.moe_router_group_topk,
         router_dtype=ROUTER_DTYPES[config.moe_router_dtype],
-        capacity_factor=_read_capacity(config, routing),
+        capacity_factor=None if capacity is None or capacity < 0 else float(capacity),
         pads_to_capacity=config.moe_pad_expert_input_to_capacity,
         imbalance=1.0 if config.moe_router_force_load_balancing else None,
-        overlaps=_overlaps_experts(config),
+        overlaps=bool(getattr(config, "overlap_moe_expert_parallel_comm", False)),
     )
-
-
-def _read_capacity(config: Any, routing: str) -> float | None:
-    """Raises ValueError where core/transformer/transformer_config.py of megatron-core 0.16.1 does."""
-    factor = config.moe_expert_capacity_factor
-    factor = None if factor is None or factor < 0 else float(factor)
-    if factor is not None and routing == "sinkhorn":
-        raise ValueError(
-            "--moe-expert-capacity-factor and --moe-router-load-balancing-type sinkhorn are both given; leave one of "
-            "them out"
-        )
-    if not config.moe_pad_expert_input_to_capacity:
-        return factor
-    if factor is None:
-        raise ValueError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor; give both or none")
-    if config.moe_token_dispatcher_type == "flex":
-        raise ValueError(
-            "--moe-pad-expert-input-to-capacity and --moe-token-dispatcher-type flex are both given, which DeepEP "
-            "refuses and the estimate does not know; change one of them"
-        )
-    return factor
-
-
-def _overlaps_experts(config: Any) -> bool:
-    """Raises ValueError where core/transformer/transformer_config.py of megatron-core 0.16.1 does."""
-    if not getattr(config, "overlap_moe_expert_parallel_comm", False):
-        return False
-    is_cut = config.pipeline_model_parallel_size == 1 or config.virtual_pipeline_model_parallel_size
-    if config.moe_token_dispatcher_type == "allgather" or config.expert_model_parallel_size == 1 or not is_cut:
-        raise ValueError(
-            "--overlap-moe-expert-parallel-comm needs --expert-model-parallel-size of at least 2, "
-            "--moe-token-dispatcher-type alltoall or flex, and several chunks of each pipeline stage where there are "
-            "stages; change what is missing, or leave it out"
-        )
-    if config.recompute_granularity == "full":
-        raise ValueError(
-            "--overlap-moe-expert-parallel-comm and --recompute-granularity full are both given; leave one of them out"
-        )
-    return True
 
 
 def _read_latent_attention(model_name: str, config: Any, stock: str) -> LatentAttention:

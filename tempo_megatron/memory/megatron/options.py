@@ -1,7 +1,7 @@
 """Lists the options of Megatron-LM's training scripts: those that are read, and those that memory does not depend on.
 
 Names, kinds and defaults are those of Megatron-LM 0.19, and the names of 0.16 to main beside them. A field is called as
-TransformerConfig calls it. What is read and cannot be estimated yet stands in `memory.megatron_run.UNKNOWN`.
+TransformerConfig calls it. What is read and cannot be estimated stands in `memory.refusals`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,13 @@ class Option:
 
     choices: tuple[str, ...] | None = None
     nargs: str | int | None = None
+    is_size: bool = False
+    """Whether it is at least 1."""
+
+
+def _size(default: int | None = None, field: str | None = None) -> Option:
+    """A whole number of at least 1."""
+    return Option(default=default, field=field, is_size=True)
 
 
 def _switch(field: str | None = None, default: bool = False) -> Option:
@@ -49,19 +56,19 @@ _FLOAT_TYPES = ("fp32", "bf16", "fp16")
 
 READ: dict[str, Option] = {
     # The model.
-    "num-layers": Option(),
-    "encoder-num-layers": Option(),
+    "num-layers": _size(),
+    "encoder-num-layers": _size(),
     "decoder-num-layers": Option(),
-    "hidden-size": Option(),
-    "ffn-hidden-size": Option(),
-    "num-attention-heads": Option(),
+    "hidden-size": _size(),
+    "ffn-hidden-size": _size(),
+    "num-attention-heads": _size(),
     "group-query-attention": _switch(),
-    "num-query-groups": Option(default=1),
-    "kv-channels": Option(),
-    "seq-length": Option(),
+    "num-query-groups": _size(default=1),
+    "kv-channels": _size(),
+    "seq-length": _size(),
     "encoder-seq-length": Option(),
-    "decoder-seq-length": Option(),
-    "max-position-embeddings": Option(),
+    "decoder-seq-length": _size(),
+    "max-position-embeddings": _size(),
     "position-embedding-type": _words(
         "learned_absolute", "learned_absolute", "rope", "yarn", "mrope", "relative", "none"
     ),
@@ -104,9 +111,9 @@ READ: dict[str, Option] = {
     "no-rope-freq": _words(None),
     "rotary-percent": Option(float, 1.0),
     # The vocabulary.
-    "vocab-size": Option(),
-    "padded-vocab-size": Option(),
-    "make-vocab-size-divisible-by": Option(default=128),
+    "vocab-size": _size(),
+    "padded-vocab-size": _size(),
+    "make-vocab-size-divisible-by": _size(default=128),
     "vocab-extra-ids": Option(default=0),
     "vocab-file": _words(None),
     "no-pad-vocab-size": _switch("pad_vocab_size", True),
@@ -144,10 +151,10 @@ READ: dict[str, Option] = {
     "logits-save-dir": _words(None),
     "logits-load-dir": _words(None),
     # The layout.
-    "tensor-model-parallel-size": Option(default=1),
-    "pipeline-model-parallel-size": Option(default=1),
-    "num-layers-per-virtual-pipeline-stage": Option(),
-    "num-virtual-stages-per-pipeline-rank": Option(),
+    "tensor-model-parallel-size": _size(default=1),
+    "pipeline-model-parallel-size": _size(default=1),
+    "num-layers-per-virtual-pipeline-stage": _size(),
+    "num-virtual-stages-per-pipeline-rank": _size(),
     "microbatch-group-size-per-virtual-pipeline-stage": Option(field="microbatch_group_size_per_vp_stage"),
     "overlap-p2p-communication-warmup-flush": _switch(),
     "decoder-first-pipeline-num-layers": Option(field="num_layers_in_first_pipeline_stage"),
@@ -161,13 +168,13 @@ READ: dict[str, Option] = {
     "defer-embedding-wgrad-compute": _switch(),
     "wgrad-deferral-limit": Option(default=0),
     "delay-wgrad-compute": _switch(),
-    "context-parallel-size": Option(default=1),
+    "context-parallel-size": _size(default=1),
     "cp-comm-type": Option(str, ("p2p",), nargs="+"),
     "hierarchical-context-parallel-sizes": Option(nargs="+"),
     "hybrid-context-parallel": _switch(),
     # The step.
-    "micro-batch-size": Option(),
-    "global-batch-size": Option(),
+    "micro-batch-size": _size(),
+    "global-batch-size": _size(),
     "rampup-batch-size": Option(nargs=3),
     "step-batch-size-schedule": Option(str),
     "bf16": _switch(),
@@ -175,7 +182,7 @@ READ: dict[str, Option] = {
     "recompute-activations": _switch(),
     "recompute-granularity": _words(None, "full", "selective"),
     "recompute-method": _words(None, "uniform", "block"),
-    "recompute-num-layers": Option(),
+    "recompute-num-layers": _size(),
     "recompute-modules": Option(str, nargs="+"),
     "distribute-saved-activations": _switch(),
     "cpu-offloading-num-layers": Option(default=0, field="cpu_offloading"),
@@ -189,12 +196,12 @@ READ: dict[str, Option] = {
     "muon-scalar-optimizer": _words("adam", "adam", "lion"),
     "no-use-layer-wise-param-layout": _switch("use_layer_wise_param_layout", True),
     "use-distributed-optimizer": _switch(),
-    "num-distributed-optimizer-instances": Option(default=1),
+    "num-distributed-optimizer-instances": _size(default=1),
     "overlap-grad-reduce": _switch(),
     "overlap-param-gather": _switch(),
     "overlap-param-gather-with-optimizer-step": _switch(),
-    "ddp-bucket-size": Option(),
-    "ddp-num-buckets": Option(),
+    "ddp-bucket-size": _size(),
+    "ddp-num-buckets": _size(),
     "ddp-pad-buckets-for-high-nccl-busbw": _switch(),
     "ddp-param-name-patterns-for-fp32-local-accumulation": Option(str, (), nargs="+"),
     "accumulate-allreduce-grads-in-fp32": _switch(),
@@ -223,7 +230,7 @@ READ: dict[str, Option] = {
     "megatron-fsdp-grad-comm-dtype": _words("auto", *_FLOAT_TYPES, "auto"),
     "megatron-fsdp-version": Option(default=1),
     "fsdp-double-buffer": _switch(),
-    "suggested-communication-unit-size": Option(),
+    "suggested-communication-unit-size": _size(),
     # Eight bits and fewer.
     "fp8-format": _words(None, "e4m3", "hybrid", field="fp8"),
     "fp8-recipe": _words("delayed", "tensorwise", "delayed", "mxfp8", "blockwise", "custom"),
@@ -280,16 +287,16 @@ READ: dict[str, Option] = {
     "overlap-moe-expert-parallel-comm": _switch(),
     # Latent attention.
     "multi-latent-attention": _switch(),
-    "q-lora-rank": Option(),
-    "kv-lora-rank": Option(default=32),
-    "qk-head-dim": Option(default=128),
-    "qk-pos-emb-head-dim": Option(default=64),
-    "v-head-dim": Option(default=128),
+    "q-lora-rank": _size(),
+    "kv-lora-rank": _size(default=32),
+    "qk-head-dim": _size(default=128),
+    "qk-pos-emb-head-dim": _size(default=64),
+    "v-head-dim": _size(default=128),
     "mla-down-proj-fusion": _switch(),
     "cache-mla-latents": _switch(),
     "rope-type": _words(None, "rope", "yarn"),
     # Further heads, and layers that are no transformer's.
-    "mtp-num-layers": Option(),
+    "mtp-num-layers": _size(),
     "mtp-use-repeated-layer": _switch(),
     "mtp-standalone": _switch(),
     "mtp-hybrid-override-pattern": _words(None),
@@ -298,10 +305,10 @@ READ: dict[str, Option] = {
     "hybrid-override-pattern": _words(None, field="hybrid_layer_pattern"),
     "hybrid-attention-ratio": Option(float),
     "hybrid-mlp-ratio": Option(float),
-    "mamba-state-dim": Option(default=128),
-    "mamba-head-dim": Option(default=64),
-    "mamba-num-groups": Option(default=8),
-    "mamba-num-heads": Option(),
+    "mamba-state-dim": _size(default=128),
+    "mamba-head-dim": _size(default=64),
+    "mamba-num-groups": _size(default=8),
+    "mamba-num-heads": _size(),
     "disable-mamba-mem-eff-path": _switch("use_mamba_mem_eff_path", True),
 }
 """Option without its dashes -> what it takes."""
@@ -411,6 +418,13 @@ def parse_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """
     parser = _make_parser()
     args, rest = parser.parse_known_args(list(words))
+    for name, option in READ.items():
+        value = getattr(args, _find_field(name))
+        if value == [] and option.nargs is None:
+            # What argparse makes of --name=--.
+            raise ValueError(f"--{name} has no value; give one")
+        if option.is_size and value is not None and value < 1:
+            raise ValueError(f"--{name} is {value}; expected a positive number")
     warnings = []
     owner = None
     for word in rest:

@@ -4,8 +4,8 @@
     CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 8 pretrain_gpt.py ARGS...
     deepspeed --num_gpus 8 pretrain_bert.py ARGS...
 
-It is given behind --, in a shell script, or as the test case of a functional test. `megatron_command` reads what it
-says of a run.
+It is given behind --, in a shell script, or as the test case of a functional test. `read_command` reads what it says
+of a run.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import argparse
 import dataclasses
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tempo_megatron.extras import check_installed
-from tempo_megatron.memory.commands.shell_script import SETTINGS, read_script
+from tempo_megatron.memory.megatron.shell_script import SETTINGS, read_script
 
 MODELS = {"gpt": "GPTModel", "bert": "BertModel", "t5": "T5Model"}
 """Family of a script -> the class of its model, as Megatron calls it."""
@@ -33,11 +33,6 @@ _SCRIPTS = {"gpt": "gpt", "bert": "bert", "t5": "t5", "hybrid": "gpt", "mamba": 
 _HYBRIDS = ("hybrid", "mamba")
 _EXPECTED = f"{', '.join(f'pretrain_{name}.py' for name in list(_SCRIPTS)[:-1])} or pretrain_mamba.py"
 _SCRIPT = re.compile(r"(?:.*[/_])?pretrain_(\w+)\.py")
-# Arguments of ours that say nothing of the run, or what the command cannot.
-_BESIDE_A_COMMAND = (
-    *("command", "words", "script", "world_size", "megatron_yaml", "vocab_size", "use_tempo", "gpu", "gpu_memory"),
-    *("allocator", "moe_imbalance", "all_ranks", "tree", "json", "plot", "fixed_memory", "recompute_allowed"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,54 +125,17 @@ def _read_as_shell(name: str, text: str) -> list[str]:
         raise ValueError(f"{name} of the test case is {text}, whose last quote does not end; correct it") from None
 
 
-def take_command(args: argparse.Namespace, add_arguments: Callable[[argparse.ArgumentParser], None]) -> Command | None:
-    """The command that stands behind --, or in the file of --script or --megatron-yaml; None where there is a --model.
+def find_in_script(file: str, words: Sequence[str], world_size: int | None) -> Command:
+    """The one command of a shell script that trains.
 
     Args:
-        args: of `estimate` or `plan`.
-        add_arguments: declares what they are.
+        file: the script.
+        words: its own arguments.
+        world_size: GPUs of the whole run, in place of what the script's launcher says of its nodes, which is mostly a
+            place to fill in; None keeps that.
 
-    Raises ValueError where there is neither, and for an argument that says what the command says.
+    Raises ValueError where there is no command, or several that differ.
     """
-    if not args.words and args.megatron_yaml is None and args.script is None:
-        if args.model is None and args.hf is None:
-            raise ValueError(
-                "nothing is given to look at; give --model with a file of configs/model, --hf with a folder, or a "
-                "command of Megatron-LM behind --, such as -- pretrain_gpt.py --num-layers 12 ..."
-            )
-        if args.model is not None and args.hf is not None:
-            raise ValueError("--model and --hf are both given; leave one of them out")
-        if args.world_size is not None:
-            raise ValueError("--world-size is for a command of Megatron-LM behind --; give --tp, --pp and --dp")
-        return None
-    parser = argparse.ArgumentParser(add_help=False)
-    add_arguments(parser)
-    for name, value in vars(args).items():
-        if name not in _BESIDE_A_COMMAND and not name.startswith("tempo_") and value != parser.get_default(name):
-            raise ValueError(
-                f"{spell_option(name)} is given beside a command of Megatron-LM, which says it; leave it out"
-            )
-    if args.script is not None:
-        if args.megatron_yaml is not None:
-            raise ValueError("--script and --megatron-yaml are both given; leave one of them out")
-        command = _find_in_script(args.script, args.words)
-        if args.world_size is None:
-            return command
-        # What a script says of its nodes is mostly a place to fill in.
-        settings = [word for word in command.launcher if word.partition("=")[0] in SETTINGS]
-        return dataclasses.replace(command, launcher=(*settings, "python"), world_size=None)
-    if args.megatron_yaml is None:
-        return split_command(args.words)
-    command = split_command(args.words or [f"pretrain_{_guess_family(args.megatron_yaml)}.py"])
-    arguments, environment = _read_test_case(args.megatron_yaml)
-    launcher = command.launcher
-    if settings := [f"{name}={environment[name]}" for name in SETTINGS if name in environment]:
-        launcher = (*settings, *(launcher or ("python",)))
-    return dataclasses.replace(command, launcher=launcher, options=(*command.options, *spell_arguments(arguments)))
-
-
-def _find_in_script(file: str, words: Sequence[str]) -> Command:
-    """The one command of a script that trains. Raises ValueError where there is none, or several that differ."""
     started = read_script(file, words)
     training = {tuple(each) for each in started if any(_SCRIPT.fullmatch(word) for word in each)}
     if len(training) != 1:
@@ -185,7 +143,24 @@ def _find_in_script(file: str, words: Sequence[str]) -> Command:
             f"--script {file} starts {len(training) or 'no'} command{'s' if training else ''} of {_EXPECTED}, "
             "and one is expected; give it behind -- instead"
         )
-    return split_command(training.pop())
+    command = split_command(training.pop())
+    if world_size is None:
+        return command
+    settings = [word for word in command.launcher if word.partition("=")[0] in SETTINGS]
+    return dataclasses.replace(command, launcher=(*settings, "python"), world_size=None)
+
+
+def read_test_case(file: str, words: Sequence[str]) -> Command:
+    """The command of a model_config.yaml of Megatron-LM's functional tests, behind the words that name its script.
+
+    Raises ValueError where the file has no arguments, or its folder does not say which script it is of.
+    """
+    command = split_command(words or [f"pretrain_{_guess_family(file)}.py"])
+    arguments, environment = _read_yaml(file)
+    launcher = command.launcher
+    if settings := [f"{name}={environment[name]}" for name in SETTINGS if name in environment]:
+        launcher = (*settings, *(launcher or ("python",)))
+    return dataclasses.replace(command, launcher=launcher, options=(*command.options, *spell_arguments(arguments)))
 
 
 def _guess_family(file: str) -> str:
@@ -202,7 +177,7 @@ def _guess_family(file: str) -> str:
     return next((part for part in reversed(folders) if part in _SCRIPTS), "gpt")
 
 
-def _read_test_case(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read_yaml(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """MODEL_ARGS and ENV_VARS of a model_config.yaml. Raises ValueError where it has no MODEL_ARGS."""
     check_installed("--megatron-yaml", "train", "yaml")
     import yaml  # type: ignore[import-untyped]
@@ -228,8 +203,3 @@ def drop_options(words: Sequence[str], beginnings: tuple[str, ...]) -> list[str]
         if not is_dropped:
             found.append(word)
     return found
-
-
-def spell_option(name: str) -> str:
-    """The option of an argument of that name."""
-    return "--" + name.replace("_", "-")

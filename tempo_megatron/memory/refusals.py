@@ -1,0 +1,266 @@
+"""What a run cannot have together, or the estimate does not know together, and what it does not know at all.
+
+`list_refusals` is the one table over a Run, which `Run.check` asks: a condition, and the sentence that a user reads,
+with each option as it was typed. `memory.megatron.derived` has the like for options of Megatron-LM that no Run has.
+What is wrong with one argument by itself is said where that is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+MEGATRONS = {
+    "tp": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "cp": "--context-parallel-size",
+    "ep": "--expert-model-parallel-size",
+    "ranks": "--world-size",
+    "stock": "--transformer-impl",
+}
+"""Part of a layout, and whose modules stock ones are -> the option of Megatron-LM and of our trainer."""
+
+OURS = {**MEGATRONS, "tp": "--tp", "pp": "--pp", "ep": "--ep", "ranks": "--dp", "stock": "--stock"}
+"""Likewise, of the commands estimate, plan and ledger."""
+
+
+def list_refusals(run: Any, names: Mapping[str, str] = MEGATRONS) -> Iterator[str]:
+    """A sentence for each thing that a Run cannot be; each takes it that none before it was said.
+
+    names: MEGATRONS or OURS.
+    """
+    model, experts, optimizer = run.model, run.experts, run.optimizer
+    tp, pp, cp = (names[part] for part in ("tp", "pp", "cp"))
+    is_engine = run.stock == "transformer_engine"
+    if model.vocab_size is None:
+        yield "the model has no vocab_size; give --vocab-size"
+    yield from _list_refused_stages(run, pp)
+    if run.mtp_num_layers and model.family != "gpt":
+        yield f"--mtp-num-layers is {run.mtp_num_layers}, and the model is no GPT; leave it out"
+    if run.hybrid is not None and not run.hybrid.divides(model.hidden_size, run.tensor_parallel, run.context_parallel):
+        yield (
+            f"the {run.hybrid.find_num_heads(model.hidden_size)} heads of a Mamba layer and --mamba-num-groups "
+            f"{run.hybrid.num_groups} do not divide over each other and over {tp} {run.tensor_parallel} and {cp} "
+            f"{run.context_parallel}; change --mamba-num-heads or --mamba-num-groups"
+        )
+    if run.context_parallel > 1 and (model.family != "gpt" or not is_engine):
+        yield (
+            f"{cp} is {run.context_parallel}, which Megatron has for a GPT with Transformer Engine's attention only; "
+            f"leave it out, or give {names['stock']} transformer_engine"
+        )
+    if run.context_parallel > 1 and model.seq_length % (2 * run.context_parallel):
+        yield (
+            f"--seq-length {model.seq_length} is not a multiple of twice {cp} {run.context_parallel}, as each rank "
+            "takes two chunks; change one of them"
+        )
+    if experts is not None:
+        yield from _list_refused_experts(run, names)
+    if run.overlaps_tensor_parallel and not (run.sequence_parallel and is_engine):
+        yield (
+            f"--tp-comm-overlap needs {tp} of at least 2, --sequence-parallel and {names['stock']} transformer_engine; "
+            "add what is missing, or leave it out"
+        )
+    if run.deferred_head_gradients is not None and (run.pipeline_parallel == 1 or not run.fuses_gradient_accumulation):
+        yield (
+            f"--defer-embedding-wgrad-compute needs {pp} of at least 2 and the fusion of gradient accumulation; add "
+            "the one and leave --no-gradient-accumulation-fusion out, or leave it out"
+        )
+    if optimizer.fsdp is not None and (run.pipeline_parallel > 1 or run.mtp_num_layers):
+        yield (
+            "--use-megatron-fsdp is known to the estimate in one pipeline stage and without multi-token prediction; "
+            "leave out what is otherwise"
+        )
+    if run.float8 is not None and (not is_engine or run.gpu == "a100"):
+        yield (
+            "--fp8-format needs Transformer Engine's modules and Hopper or Blackwell; leave it out, or change "
+            f"{names['stock']} or --gpu"
+        )
+    if run.float8 == "mxfp8" and run.gpu == "h100":
+        yield "--fp8-recipe mxfp8 needs Blackwell; leave it out, or give --gpu gb200"
+    if run.float8 == "delayed" and run.float8_layers is not None:
+        yield (
+            "--first-last-layers-bf16 is not for --fp8-recipe delayed; give tensorwise, blockwise or mxfp8, or leave "
+            "it out"
+        )
+    if run.float8_weights and (run.float8 == "mxfp8" or (run.float8 == "blockwise" and optimizer.fsdp is not None)):
+        yield (
+            f"--fp8-param-gather gathers weights of --fp8-recipe {run.float8} through buffers that the estimate does "
+            "not know; leave it out"
+        )
+
+
+def _list_refused_stages(run: Any, pp: str) -> Iterator[str]:
+    """Of layers that the stages of a pipeline share."""
+    stages, num_layers, cut = run.pipeline_parallel, run.model.num_layers, run.layers_of_chunks
+    if run.model.family == "t5" and stages > 1:
+        yield (
+            f"{pp} is {stages}, and the model is a T5, whose encoder and decoder have stages of their own, which the "
+            "estimate does not know; leave it out"
+        )
+    if cut is not None:
+        if len(cut) % stages or sum(cut) != num_layers or min(cut) < 0:
+            yield (
+                f"the pipeline's {len(cut)} chunks have {sum(cut)} layers; expected a multiple of {pp} {stages}, and "
+                f"the model's {num_layers} layers"
+            )
+        return
+    given = {"first": run.first_stage_layers, "last": run.last_stage_layers}
+    ends = {name: number for name, number in given.items() if number is not None}
+    options = " and ".join(f"--decoder-{name}-pipeline-num-layers {number}" for name, number in ends.items())
+    rest, others = num_layers - sum(ends.values()), stages - len(ends)
+    if not ends and num_layers % stages:
+        yield f"{num_layers} layers are not a multiple of {pp} {stages}; change one of them"
+    if ends and stages == 1:
+        yield f"{options} needs at least 2 stages, and there is 1; leave it out, or raise {pp}"
+    if ends and (rest < others or (rest % others if others else rest)):
+        yield (
+            f"{options} leaves {rest} of {num_layers} layers for {others} other stages; expected "
+            f"{'a positive multiple of them' if others else 'none'}; change one of them"
+        )
+    per_chunk = run.layers_per_virtual_stage
+    if per_chunk is None:
+        return
+    layers = run.list_stage_layers()
+    if len({*layers}) > 1:
+        yield (
+            f"--num-layers-per-virtual-pipeline-stage is {per_chunk} and stages have {min(layers)} to {max(layers)} "
+            "layers; expected stages of equally many; leave one out"
+        )
+    if stages == 1 or layers[0] % per_chunk:
+        yield (
+            f"--num-layers-per-virtual-pipeline-stage is {per_chunk}; expected a divisor of the {layers[0]} layers of "
+            "one of at least 2 stages; change it or leave it out"
+        )
+    group, number = run.micro_batch_group or stages, run.num_micro_batches or 0
+    if 0 < number % group < stages or 0 < number < group or group < stages:
+        yield (
+            f"{number} micro batches pass through chunks in groups of {group}, of which none may be smaller than {pp} "
+            f"{stages}, as interleaving needs; change one of them"
+        )
+
+
+def _list_refused_experts(run: Any, names: Mapping[str, str]) -> Iterator[str]:
+    """Of a mixture: how its experts divide, what they can take, and what may run beside them."""
+    experts, ep = run.experts, names["ep"]
+    parallel, shared, ranks = experts.expert_parallel, experts.tensor_parallel, run.ranks_of_stage
+    if experts.num_experts % parallel:
+        yield f"{ep} {parallel} does not divide the model's {experts.num_experts} experts; change it"
+    if ranks % (parallel * shared):
+        yield (
+            f"{ep} {parallel} times {shared}, over which an expert is split, does not divide the {ranks} ranks of a "
+            f"pipeline stage; change {ep}, {names['tp']} or {names['ranks']}"
+        )
+    if experts.capacity_factor is not None and experts.routing == "sinkhorn":
+        yield (
+            "--moe-expert-capacity-factor and --moe-router-load-balancing-type sinkhorn are both given; leave one of "
+            "them out"
+        )
+    if experts.pads_to_capacity and experts.capacity_factor is None:
+        yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor; give both or none"
+    if experts.pads_to_capacity and experts.dispatcher == "flex":
+        yield (
+            "--moe-pad-expert-input-to-capacity and --moe-token-dispatcher-type flex are both given, which DeepEP "
+            "refuses and the estimate does not know; change one of them"
+        )
+    most = experts.num_experts / experts.per_token
+    # Rows are taken from the tokens, which are fewer (core/transformer/moe/moe_utils.py: permute of core 0.16.1).
+    if experts.pads_to_capacity and experts.dispatcher == "alltoall" and experts.capacity_factor > most:
+        yield (
+            f"--moe-expert-capacity-factor is {experts.capacity_factor:g} and experts are padded to it; Megatron's "
+            f"all-to-all fails above {most:g}, where an expert has more rows than there are tokens; lower it, or use "
+            "--moe-token-dispatcher-type allgather"
+        )
+    is_cut = run.pipeline_parallel == 1 or len(run.list_chunks(0)) > 1
+    if experts.overlaps and (experts.dispatcher == "allgather" or parallel == 1 or not is_cut):
+        yield (
+            f"--overlap-moe-expert-parallel-comm needs {ep} of at least 2, --moe-token-dispatcher-type alltoall or "
+            "flex, and several chunks of each pipeline stage where there are stages; change what is missing, or leave "
+            "it out"
+        )
+    if experts.overlaps and "full" in run.recompute:
+        yield "--overlap-moe-expert-parallel-comm and --recompute-granularity full are both given; leave one out"
+
+
+def refuse(sentences: Iterator[str]) -> None:
+    """Raise ValueError with the first sentence, where there is one."""
+    if (sentence := next(sentences, None)) is not None:
+        raise ValueError(sentence)
+
+
+KNOWN_IN_COMMANDS = (
+    *("mtp_num_layers", "pipeline_model_parallel_layout", "fp8"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "window_attn_skip_freq"),
+)
+"""Of the next two, what the estimate of a command knows, and the plan of a built run does not."""
+
+UNKNOWN_IN_LAYERS = {
+    "heterogeneous_block_specs": "layers of several kinds",
+    "fp8": "float8",
+    "fp4": "float4",
+    "fp32_residual_connection": "a float32 residual stream",
+    "attention_output_gate": "gates on attention's output",
+    "experimental_attention_variant": "an experimental attention",
+    "window_attn_skip_freq": "layers with and without a window",
+}
+"""Field of a TransformerConfig -> what it gives a run that changes what a layer keeps, in ways that no Run can say."""
+
+UNKNOWN_IN_RUNS = {
+    "mtp_num_layers": "multi-token prediction",
+    "cpu_offloading": "activations on the host",
+    "fine_grained_activation_offloading": "activations on the host (tempo.offload is known)",
+    "distribute_saved_activations": "saved activations that tensor-parallel ranks share",
+    "pipeline_model_parallel_layout": "a pipeline layout of its own",
+    "account_for_embedding_in_pipeline_split": "an embedding that counts as a layer of its stage",
+    "account_for_loss_in_pipeline_split": "a loss that counts as a layer of its stage",
+}
+"""Likewise, what changes what a step holds beside its layers."""
+
+UNKNOWN_IN_COMMANDS = {
+    "use_torch_fsdp2": "weights sharded by torch's FSDP (--use-megatron-fsdp is known)",
+    "fsdp_double_buffer": "buffers of Megatron-FSDP that stay",
+    "megatron_fsdp_version": "another version of Megatron-FSDP",
+    "optimizer": "another optimizer than Adam",
+    "optimizer_cpu_offload": "optimizer states on the host",
+    "offload_optimizer_states": "optimizer states on the host",
+    "ddp_reduce_scatter_with_fp32_accumulation": "gradients that are reduced through all-to-all",
+    "ddp_param_name_patterns_for_fp32_local_accumulation": "gradients of several dtypes",
+    "fp16_lm_cross_entropy": "a cross entropy in float16",
+    "cuda_graph_impl": "CUDA graphs, whose pools keep the memory of each layer",
+    "cuda_graph_impl_deprecated": "CUDA graphs, whose pools keep the memory of each layer",
+    "nccl_ub": "buffers that NCCL registers",
+    "keep_fp8_transpose_cache": "transposed weights in float8 that stay",
+    "mtp_standalone": "multi-token prediction in a stage of its own",
+    "mla_down_proj_fusion": "down projections that are one",
+    "tensor_parallel_num_weight_shards": "weights sharded beside tensor parallelism",
+    "hybrid_context_parallel": "context parallelism",
+    "use_mamba_mem_eff_path": "a scan that keeps what it could compute again",
+    "linear_attention_type": "linear attention",
+    "dsv4_mode": "an experimental attention",
+    "no_rope_freq": "layers with and without rotary embeddings",
+    "qk_l2_norm": "an L2 norm of queries and keys",
+    "qk_clip": "the largest logits of attention",
+    "log_max_attention_logit": "the largest logits of attention",
+    "openai_gelu": "OpenAI's GELU",
+    "apply_residual_connection_post_layernorm": "a residual stream behind the norms",
+    "post_self_attn_layernorm": "a norm behind attention",
+    "post_mlp_layernorm": "a norm behind the MLP",
+    "use_te_activation_func": "Transformer Engine's activation",
+    "use_transformer_engine_op_fuser": "Transformer Engine's fused operations",
+    "use_grouped_gemm_for_dense_mlp": "an MLP through grouped matrix products",
+    "fused_residual_rmsnorm": "a norm that is fused with the residual stream",
+    "mlp_chunks_for_training": "an MLP that runs in chunks",
+    "batch_invariant_mode": "batch-invariant kernels",
+    "use_kitchen_attention": "Kitchen's attention",
+    "te_precision_config_file": "precisions by a file",
+    "fp8_output_proj": "an output layer in float8",
+    "fp4_param_gather": "weights in float4",
+    "sft": "sequences that are packed for fine-tuning",
+    "logits_save_dir": "logits that are saved",
+    "logits_load_dir": "distillation",
+    "use_legacy_models": "models from before Megatron-core",
+    "yaml_cfg": "a configuration in a file of its own",
+    "perform_rl_step": "reinforcement learning",
+    "skip_train": "no training",
+    "freeze_all_layers": "frozen layers",
+}
+"""Likewise, of a command: a run that is built is planned without some of these, whose layers keep what others keep."""
