@@ -149,7 +149,7 @@ def plan(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[float, s
     [
         (["--model={mixture}", "--dp=2", "--gpu-memory=40MiB", "--recompute-allowed"], ""),
         *exhaustive(
-            (["--world-size=2", "--gpu-memory=40MiB"], f"{MIXTURE} --use-tempo"),
+            (["--world-size=2", "--gpu-memory=40MiB", "--margin=1"], f"{MIXTURE} --use-tempo"),
             (["--model={mixture}", "--fixed-memory=30MiB", "--gpu-memory=32MiB", "--micro-batch-size=2"], ""),
         ),
     ],

@@ -36,7 +36,8 @@ _SCRIPT = re.compile(r"(?:.*[/_])?pretrain_(\w+)\.py")
 # Arguments of ours that say nothing of the run, or what the command cannot.
 _BESIDE_A_COMMAND = (
     *("command", "words", "script", "world_size", "megatron_yaml", "vocab_size", "use_tempo", "gpu", "gpu_memory"),
-    *("allocator", "moe_imbalance", "all_ranks", "tree", "json", "plot", "fixed_memory", "recompute_allowed"),
+    *("allocator", "moe_imbalance", "all_ranks", "tree", "json", "plot", "fixed_memory", "margin"),
+    "recompute_allowed",
 )
 
 
