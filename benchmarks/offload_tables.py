@@ -1,6 +1,6 @@
 """Plans with offload and of experts: writes the tables of docs/plan.md.
 
-All figures are estimates and simulations, on rates of data sheets; none is measured.
+All figures are estimates, on rates of data sheets; none is measured.
 
 python benchmarks/offload_tables.py                     # all
 python benchmarks/offload_tables.py "expert plans"      # one
@@ -24,17 +24,14 @@ from measurements import ROOT
 from tempo_megatron.cli import main as run_command
 from tempo_megatron.memory.commands.arguments import add_plan_arguments
 from tempo_megatron.memory.commands.plan import read_request
+from tempo_megatron.memory.plan.flops import count_layer_flops
 from tempo_megatron.memory.plan.gpu import read_gpu
-from tempo_megatron.memory.plan.planner import MemoryPlan, Planner, PlanProblem
-from tempo_megatron.memory.plan.step_simulation import simulate_stage
-from tempo_megatron.memory.plan.verify import make_problem
+from tempo_megatron.memory.plan.planner import MemoryPlan, Planner, PlanRequest
 from tempo_megatron.settings.config import TempoConfig
 
 MODELS = ("gpt3_22b", "llama3_8b")
 GIB = 2**30
 NUM_BUDGETS = 6
-SHARED = (2, 4)
-"""GPUs that share an uplink."""
 
 # GiB, what the command of docs/plan.md allows beside, and what is written at its end.
 OF_EXPERTS = (
@@ -46,75 +43,28 @@ OF_EXPERTS = (
 )
 
 
-def read_problem(model: str, *words: str) -> PlanProblem:
+def read(model: str, *words: str) -> PlanRequest:
     parser = argparse.ArgumentParser()
     add_plan_arguments(parser)
     path = ROOT / "configs" / "model" / f"{model}.json"
     options = f"--model={path} --seq-length=8192 --tp=8 --sequence-parallel --gpu-memory=80GB".split()
-    return make_problem(read_request(parser.parse_args([*options, *words]), read_gpu("h100"))[0])[0]
+    return read_request(parser.parse_args([*options, *words]), read_gpu("h100"))[0]
 
 
 def write_plans() -> Iterator[str]:
-    """A row for each budget between the least of a plan without the host and what keeps everything."""
-    yield "| | budget, GiB | keep or recompute, ms | again, % | or the host, ms | again, % | sent, GiB | waits, ms |"
-    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    """A row for each budget between the least that fits without the host and what keeps everything."""
+    yield "| | budget, GiB | keep or recompute, ms | again, % | or the host, ms | again, % | sent, GiB |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     for model in MODELS:
-        problem = read_problem(model)
-        with_host = share_link(problem, 1)
-        alone, planner = Planner(problem), Planner(with_host)
-        sizes = [planner.find_smallest().peak_bytes, *list_budgets(alone)]
-        flops = problem.flops.total * problem.run.model.num_layers
-        for size in sizes:
-            without, plan = alone.find(size), planner.find(size)
-            assert plan is not None
-            stage = plan.stages[0]
-            waits = simulate_stage(with_host, 0, stage).waiting_seconds
-            assert without is None or plan.seconds <= without.seconds
-            old = ("none", "") if without is None else (f"{without.seconds * 1e3:.1f}", _share(without, flops))
+        alone = Planner(read(model))
+        planner = Planner(dataclasses.replace(alone.request, host_bytes=128 * GIB))
+        flops = count_layer_flops(alone.request.run).total * alone.request.run.model.num_layers
+        least, most = min(plan.peak_bytes for plan in alone.list_smallest()), alone.plan(10**15).peak_bytes
+        for size in (least + (most - least) * part // (NUM_BUDGETS - 1) for part in range(NUM_BUDGETS)):
+            without, plan = alone.plan(size), planner.plan(size)
             yield (
-                f"| {model} | {size / GIB:.2f} | {old[0]} | {old[1]} | {plan.seconds * 1e3:.1f} | "
-                f"{_share(plan, flops)} | {stage.moved_bytes / GIB:.2f} | {waits * 1e3:.1f} |"
-            )
-
-
-def share_link(problem: PlanProblem, gpus_per_uplink: int) -> PlanProblem:
-    """The problem with 128 GiB of the host for each GPU, so many of which share an uplink to it."""
-    assert problem.gpu.host_link is not None
-    link = dataclasses.replace(problem.gpu.host_link, gpus_per_uplink=gpus_per_uplink)
-    return dataclasses.replace(problem, host_bytes=128 * GIB, gpu=dataclasses.replace(problem.gpu, host_link=link))
-
-
-def list_budgets(planner: Planner) -> list[int]:
-    """From the least that a plan needs to what keeps everything."""
-    least, all_kept = planner.find_smallest().peak_bytes, planner.find(10**15)
-    assert all_kept is not None
-    return [least + (all_kept.peak_bytes - least) * part // (NUM_BUDGETS - 1) for part in range(NUM_BUDGETS)]
-
-
-def write_shared() -> Iterator[str]:
-    """The same budgets where GPUs behind one switch share its uplink."""
-    names = " | ".join(f"{number} GPUs, ms | again, % | waits, ms" for number in SHARED)
-    yield f"| | budget, GiB | keep or recompute, ms | alone, ms | {names} | 4 GPUs, the plan of one alone: waits, ms |"
-    yield "| --- | ---: | ---: | ---: |" + " ---: | ---: | ---: |" * len(SHARED) + " ---: |"
-    for model in MODELS:
-        problem = read_problem(model)
-        alone, unshared = Planner(problem), Planner(share_link(problem, 1))
-        problems = {number: share_link(problem, number) for number in SHARED}
-        planners = {number: Planner(each) for number, each in problems.items()}
-        flops = problem.flops.total * problem.run.model.num_layers
-        for size in list_budgets(alone):
-            without, own = alone.find(size), unshared.find(size)
-            assert without is not None and own is not None
-            cells = []
-            for number, planner in planners.items():
-                plan = planner.find(size)
-                assert plan is not None and own.seconds <= plan.seconds <= without.seconds
-                waits = simulate_stage(problems[number], 0, plan.stages[0]).waiting_seconds
-                cells.append(f"{plan.seconds * 1e3:.1f} | {_share(plan, flops)} | {waits * 1e3:.1f}")
-            careless = simulate_stage(problems[SHARED[-1]], 0, own.stages[0]).waiting_seconds
-            yield (
-                f"| {model} | {size / GIB:.2f} | {without.seconds * 1e3:.1f} | {own.seconds * 1e3:.1f} | "
-                f"{' | '.join(cells)} | {careless * 1e3:.1f} |"
+                f"| {model} | {size / GIB:.2f} | {without.seconds * 1e3:.1f} | {_share(without, flops)} | "
+                f"{plan.seconds * 1e3:.1f} | {_share(plan, flops)} | {plan.stages[0].moved_bytes / GIB:.2f} |"
             )
 
 
@@ -131,7 +81,9 @@ def write_expert_plans() -> Iterator[str]:
         peak = max(rank["peak_bytes"] for rank in estimated[name])
         yield f"| {name if name == 'stock' else 'any'} | {words} | {peak / GIB:.2f} | no plan | |"
     for size, allowed, more in OF_EXPERTS:
-        found = _run(f"plan --gpu h100 --gpu-memory {size}GiB --recompute-allowed {allowed} -- {options} {more}")
+        found = _run(
+            f"plan --gpu h100 --gpu-memory {size}GiB --margin 0 --recompute-allowed {allowed} -- {options} {more}"
+        )
         (stage,) = found["stages"]
         longer = stage["added_seconds"] / (stage["seconds"] - stage["added_seconds"])
         chosen = " ".join([TempoConfig.from_dict(found["tempo"]).describe(), *found["megatron_arguments"]])
@@ -169,7 +121,6 @@ def replace(document: str, name: str, lines: Iterator[str]) -> None:
 
 TABLES = {
     "offload plans": ("plan.md", write_plans),
-    "shared uplinks": ("plan.md", write_shared),
     "expert plans": ("plan.md", write_expert_plans),
 }
 

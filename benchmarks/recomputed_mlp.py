@@ -4,8 +4,8 @@ python benchmarks/recomputed_mlp.py    # appends to benchmarks/results/cpu/recom
 
 Megatron's layer with Tempo's operations, shaped as Llama 3 8B's at a quarter of its width, alternates with itself under
 Megatron's `--recompute-modules mlp`, and with `linear_fc1` "recompute"; time is CPU seconds of forward and backward in
-float32. Beside it stands what the planner's price (tempo_megatron/memory/plan/cost.py) says of the whole width in bf16
-on an H100: a model's, which no GPU has measured. Both are ratios to the layer that runs no product again.
+float32. With it stands what the planner's price (tempo_megatron/memory/plan/choices.py) says of the whole width in
+bf16 on an H100: a model's, which no GPU has measured. Both are ratios to the layer that runs no product again.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 
 from tempo_megatron import TempoConfig, cpu, tempo_block_spec
 from tempo_megatron.memory.fake_tensors import simulate_layout
-from tempo_megatron.memory.plan.cost import (
-    convert_to_femtoseconds,
-    count_layer_flops,
+from tempo_megatron.memory.plan.choices import (
+    LayerPrices,
     count_moved_bytes,
     count_recomputed_flops,
     count_weight_bytes,
@@ -58,12 +57,14 @@ def make_layer_shape(hidden_size: int, seq_length: int) -> ModelShape:
 def model_ms(form: str, seq_length: int) -> float:
     """Forward and backward of a layer at the whole width on an H100, by the planner's price."""
     tempo_config, recompute = FORMS[form]
-    run = Run(model=make_layer_shape(4096, seq_length), tempo=tempo_config, recompute=tuple(recompute))
-    flops = count_layer_flops(run, is_causal=True, skips_masked=True)
+    shape = make_layer_shape(4096, seq_length)
+    run = Run(model=shape, tempo=tempo_config, recompute=tuple(recompute), stock="transformer_engine")
+    prices = LayerPrices(run, read_gpu("h100"))
+    flops = prices.flops
     products = 3 * flops.total + count_recomputed_flops(flops, recompute, tempo_config)
     # A linear's FLOPs are two for each weight and token.
     moved = count_weight_bytes(flops.linears // (2 * seq_length), 2) + count_moved_bytes(run, tempo_config, recompute)
-    return convert_to_femtoseconds(read_gpu("h100"), torch.bfloat16, flops=products, moved_bytes=moved) / 1e12
+    return prices.seconds(products, moved) * 1e3
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

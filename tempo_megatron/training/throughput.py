@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from tempo_megatron.memory.plan.flops import count_forward_flops, count_model_flops, find_utilisation
 from tempo_megatron.memory.plan.gpu import recognise_gpu
-from tempo_megatron.memory.plan.model_flops import count_forward_flops, count_model_flops, find_utilisation
 from tempo_megatron.training.run.run_config import RunConfig
 
 MFU, TFLOPS = "mfu", "tflops_per_s_per_rank"

@@ -1,24 +1,31 @@
-"""Rows of the ledger that the planner predicts from a few measured layers: the witness counts the same, row by row."""
+"""Rows of the ledger that the planner measures: the witness counts the same, row by row, and the ladder holds."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import json
-from collections.abc import Sequence
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from covering import exhaustive
 from kept_formula import list_layer_rows, make_layer
 from peak_cases import LLAMA as LLAMA_FORM
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
-from tempo_megatron.memory.plan import kept_rows
-from tempo_megatron.memory.plan.kept_rows import Rows, Values, complete, measure_rows, measure_stock_layer
+from tempo_megatron.memory.plan.choices import (
+    LADDER,
+    Values,
+    list_values,
+    measure_rows,
+    measure_stock_layer,
+    replace_value,
+)
+from tempo_megatron.memory.plan.gpu import read_gpu
+from tempo_megatron.memory.plan.planner import PlanRequest, make_plan
 from tempo_megatron.memory.run import Run
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
@@ -56,26 +63,41 @@ def make_config(choice: Values) -> TempoConfig:
         *exhaustive(("Llama", "", ()), ("BERT", "", ("core_attn", "mlp")), ("GPT", "", ("full",))),
     ],
 )
-def test_rows_are_those_of_the_formula(model: str, layout: str, recompute: tuple[str, ...]) -> None:
+def test_rows_are_those_of_the_formula_and_the_ladder_holds(
+    model: str, layout: str, recompute: tuple[str, ...]
+) -> None:
     run = make_run(model, **LAYOUTS[layout], recompute=recompute)
-    found, layer = measure_rows(run, recompute), make_layer(run)
-    assert len(found.measured) < len(found.rows) / 4
-    for choice, rows in found.rows.items():
+    found, layer, modules = measure_rows(run), make_layer(run), frozenset(recompute)
+    values = list_values(run)
+    every = itertools.product(*(values[name] for name in LAYER_OPERATIONS))
+    possible = [choice for choice in every if found.is_possible(modules, choice)]
+    taken = random.Random(0).sample(possible, 24)
+    lower = {
+        replace_value(choice, name, value): choice
+        for choice, (name, ladder) in itertools.product(taken[:8], LADDER.items())
+        for value in ladder[ladder.index(choice[LAYER_OPERATIONS.index(name)]) + 1 :]
+        if value in values[name]
+    }
+    lower = {choice: before for choice, before in lower.items() if found.is_possible(modules, choice)}
+    measured = dict(zip([*taken, *lower], found.measure(modules, [*taken, *lower]), strict=True))
+    for choice in taken:
         counted: dict[str, int] = {}
         for row in list_layer_rows(layer, make_config(choice)):
             counted[row.operation] = counted.get(row.operation, 0) + row.num_bytes
         found_of_row: dict[str, int] = {}
-        for title, num_bytes in rows.items():
+        for title, num_bytes in measured[choice].items():
             title = title.removesuffix(", small")
             found_of_row[title] = found_of_row.get(title, 0) + num_bytes
         assert found_of_row == counted, choice
+    for choice, before in lower.items():
+        assert sum(measured[choice].values()) <= sum(measured[before].values()), (choice, before)
 
 
 def test_a_projection_that_would_save_nothing_is_no_choice_and_counts_as_stock() -> None:
-    rows, off = measure_rows(make_run("Llama"), ()), ("off",) * 7
-    again = (*off[:5], "recompute", "off")
-    assert off in rows.rows and again not in rows.rows
-    assert rows.count(make_config(again)) == rows.count(make_config(off))
+    rows, off, plain = measure_rows(make_run("Llama")), ("off",) * 7, frozenset[str]()
+    again = replace_value(off, "linear_qkv", "recompute")
+    assert rows.is_possible(plain, off) and not rows.is_possible(plain, again)
+    assert rows.count(plain, [again]) == rows.count(plain, [off])
 
 
 def test_flash_attention_keeps_its_output_twice() -> None:
@@ -85,35 +107,6 @@ def test_flash_attention_keeps_its_output_twice() -> None:
         for attention in ("flash", "fused")
     )
     assert flash - fused == 2 * 32 * 64 * 2
-
-
-OPERATIONS = [("off", "on")] * 3 + [("off", "a", "b")]
-CHOICES: list[Values] = list(itertools.product(*OPERATIONS))
-
-
-def count(choices: Sequence[Values], asked: list[Values], *, is_chaos: bool) -> list[Rows]:
-    asked += choices
-    together = [CHOICES.index(choice) if is_chaos else choice[:3].count("on") ** 2 for choice in choices]
-    return [{"three": number, "one": len(choice[3])} for number, choice in zip(together, choices, strict=True)]
-
-
-@pytest.mark.parametrize("is_chaos", [False, True])
-def test_what_cannot_be_predicted_is_measured(is_chaos: bool) -> None:
-    asked: list[Values] = []
-    rows, measured = complete(CHOICES, lambda choices: count(choices, asked, is_chaos=is_chaos))
-    assert [rows[choice] for choice in CHOICES] == count(CHOICES, [], is_chaos=is_chaos)
-    assert len(asked) == len(set(asked)) and measured == set(asked)
-    assert (len(asked) == len(CHOICES)) is is_chaos
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", [(), *exhaustive([("core_attn",)])])
-def test_norms_of_queries_and_keys_are_predicted_to_the_byte(recompute: tuple[str, ...]) -> None:
-    model = make_shape(**LLAMA, qk_layernorm=True, kv_channels=32, vocab_size=1)
-    run = Run(model=model, tempo=TempoConfig.off(), stock="cpu", dtype=torch.float32, recompute=recompute)
-    found = measure_rows(run, recompute)
-    measured, _ = kept_rows._measure_layers(run, list(found.rows))
-    assert list(found.rows.values()) == measured
 
 
 @pytest.mark.slow
@@ -141,12 +134,12 @@ def test_a_qwen_is_planned_estimated_and_measured_from_one_file(
 
 
 def test_an_mlp_in_tiles_is_planned_where_it_is_written_and_keeps_what_a_recomputed_one_does() -> None:
-    found = [
-        measure_rows(dataclasses.replace(make_run("GPT"), tempo=tempo), ()).rows
-        for tempo in (TempoConfig(linear_fc1="tile"), TempoConfig())
-    ]
-    tiles = {values: rows for values, rows in found[0].items() if "tile" in values}
-    assert tiles and not any("tile" in values for values in found[1])
-    for values, rows in tiles.items():
-        again = found[1][tuple("recompute" if value == "tile" else value for value in values)]
-        assert sum(rows.values()) == sum(again.values())
+    tiled = dataclasses.replace(make_run("GPT"), tempo=TempoConfig(linear_fc1="tile"))
+    again = replace_value(("off",) * 7, "linear_fc1", "recompute")
+    tiles = replace_value(again, "linear_fc1", "tile")
+    assert "tile" not in list_values(tiled)["linear_fc1"]
+    rows = measure_rows(tiled)
+    assert rows.count(frozenset(), [tiles]) == rows.count(frozenset(), [again])
+    tiled = dataclasses.replace(tiled, model=dataclasses.replace(tiled.model, vocab_size=128))
+    plan = make_plan(PlanRequest(run=tiled, gpu=read_gpu("h100"), fixed_sizes=(1,)), 10**12)
+    assert plan.block["linear_fc1"] == "tile"

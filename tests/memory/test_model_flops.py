@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from tempo_megatron.cli import main
-from tempo_megatron.memory.plan.gpu import read_gpu
-from tempo_megatron.memory.plan.model_flops import (
+from tempo_megatron.memory.plan.flops import (
     count_forward_flops,
     count_hardware_flops,
     count_model_flops,
     find_utilisation,
 )
+from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.models.shape import make_shape, read_shape_file
 
 V, S = 51200, 2048

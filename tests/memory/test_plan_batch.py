@@ -15,16 +15,10 @@ import torch
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
 from tempo_megatron.memory.estimate.estimate import estimate_ranks
-from tempo_megatron.memory.plan import verify
+from tempo_megatron.memory.plan import planner
 from tempo_megatron.memory.plan.gpu import read_gpu
-from tempo_megatron.memory.plan.planner import PlanRequest, make_smallest_plan
-from tempo_megatron.memory.plan.verify import (
-    choose_trial,
-    list_micro_batches,
-    make_problem,
-    plan_memory,
-    try_micro_batches,
-)
+from tempo_megatron.memory.plan.micro_batches import choose_trial, list_micro_batches, try_micro_batches
+from tempo_megatron.memory.plan.planner import NothingFitsError, Planner, PlanRequest, make_plan
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.models.shape import make_shape, read_shape_file
 
@@ -41,7 +35,7 @@ GIB = 2**30
 @pytest.fixture(autouse=True, scope="module")
 def _estimates_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verify, "estimate_ranks", functools.cache(estimate_ranks))
+        patch.setattr(planner, "estimate_ranks", functools.cache(estimate_ranks))
         yield
 
 
@@ -60,9 +54,9 @@ def estimate_bert(size: int, tempo: TempoConfig) -> int:
 
 def estimate_smallest(size: int) -> int:
     """What the plan that needs least needs."""
-    problem, estimates = make_problem(ask_bert(size))
-    assert estimates is not None
-    return max(estimates.estimate_plan(make_smallest_plan(problem)))
+    with pytest.raises(NothingFitsError) as error:
+        Planner(ask_bert(size)).plan(0)
+    return error.value.least_bytes
 
 
 def is_largest(size: int, needs: Callable[[int], int], budget: int) -> bool:
@@ -84,7 +78,7 @@ def test_the_papers_cases_are_as_the_page_says(memory: int) -> None:
     assert is_largest(paper, lambda size: estimate_bert(size, PAPER), budget)
     assert is_largest(once, estimate_smallest, budget)
     assert stock < paper <= once and (row[3], row[5]) == (f"{paper / stock:.2f}", f"{once / stock:.2f}")
-    plan, _ = plan_memory(ask_bert(once), budget)
+    plan = make_plan(ask_bert(once), budget)
     assert TempoConfig.from_dict(plan.block).describe() == row[6] and plan.peak_bytes <= budget
 
 
@@ -103,11 +97,11 @@ def make_small_request() -> PlanRequest:
 def test_the_micro_batch_is_that_of_least_time_a_sample_of_all_that_fit() -> None:
     request = make_small_request()
     budget = 29 * 2**20
-    trials = try_micro_batches(request, budget, 9)
+    trials = try_micro_batches(request, budget, 9, lambda: None)
     assert [trial.micro_batch_size for trial in trials] == [1, 3]  # 9 does not fit
     for trial in trials:
         assert trial.plan.peak_bytes <= budget
-        assert trial.problem.run.num_micro_batches == 9 // trial.micro_batch_size
+        assert trial.planner.request.run.num_micro_batches == 9 // trial.micro_batch_size
     best = choose_trial(trials)
     assert best.seconds_per_sample == min(trial.seconds_per_sample for trial in trials)
     # Two stages: with few micro batches they wait for one another; with many small ones weights are read often.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from covering import exhaustive
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
-from tempo_megatron.memory.plan import verify as plan_verify
+from tempo_megatron.memory.plan import planner as plan_planner
 from tempo_megatron.memory.run import Run
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +36,7 @@ def test_the_plan_for_sizes_of_each_stage_is_a_block_arguments_and_a_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "plan.json"
-    sizes = [f"{52 - stage}GiB" for stage in range(8)]
+    sizes = [f"{50 - stage}GiB" for stage in range(8)]
     assert main([*LARGE, "--gpu-memory=56GiB", "--fixed-memory", *sizes, f"--json={file}"]) == 0
     out = capsys.readouterr().out
     figures = json.loads(file.read_text())
@@ -47,7 +48,7 @@ def test_the_plan_for_sizes_of_each_stage_is_a_block_arguments_and_a_table(
     assert "gpt3_175b, bf16, s 2048, b 4, TP 8 + SP, PP 8, 56.00 GiB a GPU" in out
     assert "data-sheet (uncalibrated) rates" in out
     assert [stage["layers"] for stage in figures["stages"]] == [[n, n + 11] for n in range(0, 96, 12)]
-    assert max(stage["peak_bytes"] for stage in figures["stages"]) <= 56 * 2**30
+    assert max(stage["peak_bytes"] for stage in figures["stages"]) <= 0.97 * 56 * 2**30
     assert figures["gpu"]["calibrated"] is False
 
 
@@ -56,13 +57,13 @@ def test_without_fixed_memory_the_plan_fits_by_the_estimate_of_exactly_that_plan
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[str, tuple[str, ...]]] = []
-    estimate_ranks = plan_verify.estimate_ranks
+    estimate_ranks = plan_planner.estimate_ranks
 
-    def estimate(run: Run) -> Any:
+    def estimate(run: Run, **settings: bool) -> Any:
         asked.append((run.tempo.describe(), run.recompute))
-        return estimate_ranks(run)
+        return estimate_ranks(run, **settings)
 
-    monkeypatch.setattr(plan_verify, "estimate_ranks", estimate)
+    monkeypatch.setattr(plan_planner, "estimate_ranks", estimate)
     file, model = tmp_path / "plan.json", MODELS / "gpt2_345m.json"
     arguments = ["plan", f"--model={model}", "--gpu=h100", "--gpu-memory=8GiB", "--micro-batch-size=4"]
     terminal = io.StringIO()
@@ -72,7 +73,7 @@ def test_without_fixed_memory_the_plan_fits_by_the_estimate_of_exactly_that_plan
     assert f"\rplan: {len(asked)} estimates of a step\r" in terminal.getvalue()
     figures = json.loads(file.read_text())
     (stage,) = figures["stages"]
-    assert 7.8 * 2**30 < stage["peak_bytes"] <= 8 * 2**30
+    assert 0.95 * 8 * 2**30 < stage["peak_bytes"] <= 0.97 * 8 * 2**30
     assert (TempoConfig.from_file(file).describe(), ()) in asked and len(asked) <= 9
 
 
@@ -103,8 +104,8 @@ def test_two_budgets_are_two_plans_and_what_megatron_may_not_recompute_it_does_n
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     outputs = []
-    for more in (["--gpu-memory=16GB"], ["--gpu-memory=6.7GB"], ["--gpu-memory=12GB", "--recompute-allowed"]):
-        assert main([*SMALL, *more]) == 0
+    for more in ("--gpu-memory=16GB", "--gpu-memory=6.7GB --margin=0", "--gpu-memory=12GB --recompute-allowed"):
+        assert main([*SMALL, *more.split()]) == 0
         outputs.append(capsys.readouterr().out)
     assert outputs[0].splitlines()[-1] == outputs[2].splitlines()[-1] == "without --recompute-granularity"
     assert "--recompute-granularity full --recompute-method block" in outputs[1].splitlines()[-1]
@@ -131,6 +132,75 @@ LATENT = (
     "--multi-latent-attention --kv-lora-rank 64 --qk-head-dim 64 --v-head-dim 64 --qk-pos-emb-head-dim 32 "
     "--moe-layer-freq [0,1,1,1] --pipeline-model-parallel-size 2"
 )
+
+
+def plan(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[float, str]:
+    """What a plan command needs, in bytes, and what it says."""
+    status = main(["plan", *words])
+    out, err = capsys.readouterr()
+    assert status == 0 or " the least that fits is " in err, err
+    (text,) = re.findall(r"the least that fits is ([\d.]+ .iB)", err) or [""]
+    return (float(text[:-4]) * {"M": 2**20, "G": 2**30}[text[-3]] if text else 0.0), out + err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["--model={mixture}", "--dp=2", "--gpu-memory=40MiB", "--recompute-allowed"], ""),
+        *exhaustive(
+            (["--world-size=2", "--gpu-memory=40MiB", "--margin=1"], f"{MIXTURE} --use-tempo"),
+            (["--model={mixture}", "--fixed-memory=30MiB", "--gpu-memory=32MiB", "--micro-batch-size=2"], ""),
+        ),
+    ],
+)
+def test_each_remedy_is_taken_and_helps(
+    words: list[str], command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixture = tmp_path / "mixture.json"
+    sizes = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 512, "vocab_size": 1000}
+    experts = {"num_experts": 8, "moe_router_topk": 4, "moe_ffn_hidden_size": 192, "activation": "swiglu"}
+    mixture.write_text(json.dumps({**sizes, **experts, "normalization": "RMSNorm", "add_bias_linear": False}))
+    asked = ["--gpu=h100", *(word.format(mixture=mixture) for word in words)]
+    needed, text = plan([*asked, *(["--", *command.split()] if command else [])], capsys)
+    own, _, of_command = text.rpartition("; give ")[2].strip().partition(", or in the command ")
+    options = [option.split() for option in own.split(" or ")]
+    assert needed and options[0][0] == "--gpu-memory" and len(options) + bool(of_command) >= 2
+    for option in options:
+        less, said = plan([*asked, *option, *(["--", *command.split()] if command else [])], capsys)
+        assert less < needed, (option, said)
+        assert less == 0 or option[0] != "--gpu-memory"
+    for option in filter(None, of_command.split(" or ")):
+        less, said = plan([*asked, "--", *command.split(), *option.split()], capsys)
+        assert less < needed, (option, said)
+
+
+def test_experts_that_are_not_divided_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"--model={MODELS / 'qwen3_30b_a3b.json'} --dp=8 --gpu=h100 --gpu-memory=80GiB --fixed-memory=50GB".split()
+    _, whole = plan(words, capsys)
+    _, divided = plan([*words, "--ep=8"], capsys)
+    assert "the 128 experts are not divided: each of 8 ranks has all of them; --ep divides them" in whole
+    assert "not divided" not in divided and ", DP 8, EP 8, " in divided
+    assert "2.40 GiB (3 %) stay free" in divided
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--margin=100"], "is not a percentage from 0 to under 100"),
+        (["--allocator", "--fixed-memory=1GB"], "--allocator does not go with --fixed-memory"),
+        (["--ep=8"], "--ep 8 is given, and the model has no experts"),
+        (["--cp=3"], "not a multiple of twice the context parallel size 3"),
+    ],
+)
+def test_what_does_not_go_together_is_one_sentence(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        assert main(["plan", f"--model={MODELS / 'gpt2_345m.json'}", "--gpu=h100", "--gpu-memory=8GiB", *words]) != 0
+    except SystemExit as end:
+        assert end.code
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

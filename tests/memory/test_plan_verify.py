@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,11 +11,12 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from peak_cases import Step, make_run, measure_step
 
 from tempo_megatron import TempoConfig, use_cpu
+from tempo_megatron.memory.estimate.estimate import estimate_ranks
 from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.plan.gpu import read_gpu
-from tempo_megatron.memory.plan.planner import MemoryPlan, PlanProblem, PlanRequest, make_plan, make_smallest_plan
+from tempo_megatron.memory.plan.planner import MemoryPlan, Planner, PlanRequest, make_smallest_plan
 from tempo_megatron.memory.plan.plots import list_switches
-from tempo_megatron.memory.plan.verify import PlanEstimates, make_problem, make_verified_plan
+from tempo_megatron.memory.run import Run
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
 
 pytestmark = pytest.mark.usefixtures("without_compiler")
@@ -25,27 +24,25 @@ pytestmark = pytest.mark.usefixtures("without_compiler")
 SCALARS_BYTES = 16
 
 
-@functools.cache
-def ask(family: str, **layout: int) -> tuple[PlanProblem, PlanEstimates]:
-    """The problem of a small step, whose estimates the tests of this file share."""
-    step = Step(family, False, TempoConfig.off())
-    run = make_run(step, tempo=TempoConfig(), **layout)
-    problem, estimates = make_problem(PlanRequest(run=run, gpu=read_gpu("h100")))
-    assert estimates is not None
-    return problem, estimates
+def describe(family: str, **layout: int) -> Run:
+    return make_run(Step(family, False, TempoConfig.off()), tempo=TempoConfig(), **layout)
 
 
-def list_budgets(problem: PlanProblem, estimates: PlanEstimates, num: int) -> list[int]:
+def ask(family: str, **layout: int) -> Planner:
+    """The planner of a small step."""
+    return Planner(PlanRequest(run=describe(family, **layout), gpu=read_gpu("h100")))
+
+
+def list_budgets(planner: Planner, num: int) -> list[int]:
     """From the least that fits to what the shortest step of all needs, by the estimate."""
-    smallest = max(estimates.estimate_plan(make_smallest_plan(problem)))
-    most = max(estimates.estimate_plan(make_plan(problem, 10**15)))
+    smallest = max(planner.play(make_smallest_plan(planner.request)))
+    most = planner.plan(10**15).peak_bytes
     return [smallest + (most - smallest) * index // (num - 1) for index in range(num)]
 
 
 def measure(step: Step, plan: MemoryPlan) -> int:
-    tempo = TempoConfig.from_dict(plan.block)
     taken = dataclasses.replace(
-        step, tempo=tempo, recompute=tuple(sorted(plan.recompute)), num_full=plan.num_full or None
+        step, tempo=plan.tempo, recompute=tuple(sorted(plan.recompute)), num_full=plan.num_full or None
     )
     with torch.compiler.set_stance("force_eager"), simulate_layout(1):
         model_parallel_cuda_manual_seed(1)
@@ -56,36 +53,33 @@ def measure(step: Step, plan: MemoryPlan) -> int:
 @pytest.mark.parametrize("family", ["llama", *exhaustive(["gpt"], ["bert"])])
 def test_no_real_step_exceeds_the_budget_of_its_plan(family: str) -> None:
     use_cpu()
-    step = Step(family, False, TempoConfig.off())
-    problem, estimates = ask(family)
+    step, planner = Step(family, False, TempoConfig.off()), ask(family)
     measurements: dict[tuple[str, tuple[str, ...]], int] = {}
     seconds = []
-    for budget in list_budgets(problem, estimates, 5):
-        plan, _ = make_verified_plan(problem, budget, estimates.estimate_plan)
+    for budget in list_budgets(planner, 5):
+        plan = planner.plan(budget)
         taken = str(plan.block), plan.megatron_arguments
         if taken not in measurements:  # the same step has the same bytes
             measurements[taken] = measure(step, plan)
-        measured = measurements[taken]
-        assert measured <= plan.peak_bytes + SCALARS_BYTES <= budget + SCALARS_BYTES
-        assert measured >= 0.9 * plan.peak_bytes
-        if not plan.num_full:
-            assert abs(measured - plan.peak_bytes) <= SCALARS_BYTES
+        assert abs(measurements[taken] - plan.peak_bytes) <= SCALARS_BYTES and plan.peak_bytes <= budget
         seconds.append(plan.seconds)
-    assert len(measurements) >= 3 and seconds == sorted(seconds, reverse=True)
+    assert len(measurements) >= 3
+    assert all(later <= earlier * 1.005 for earlier, later in zip(seconds, seconds[1:], strict=False))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", *exhaustive(["bert"])])
 def test_where_all_layers_recomputed_would_fit_a_plan_is_found(family: str) -> None:
-    problem, estimates = ask(family)
     forms = (
         TempoConfig.off(),
         TempoConfig(activation="recompute", norm="recompute", dropout="recompute", attention="flash", loss="off"),
         TempoConfig(**{**dict.fromkeys(LAYER_OPERATIONS, "recompute"), "moe_permute": "off"}, loss="off"),
     )
+    planner = ask(family)
     for modules in (("full",), ()):
-        budget = min(estimates.estimate(form, modules)[0].peak_bytes for form in forms)
-        assert make_verified_plan(problem, budget, estimates.estimate_plan)[0].peak_bytes <= budget
+        runs = (dataclasses.replace(planner.request.run, tempo=form, recompute=modules) for form in forms)
+        budget = min(estimate_ranks(run)[0].peak_bytes for run in runs)
+        assert planner.plan(budget).peak_bytes <= budget
 
 
 @pytest.mark.slow
@@ -97,45 +91,54 @@ def test_where_all_layers_recomputed_would_fit_a_plan_is_found(family: str) -> N
     ],
 )
 def test_no_single_switch_that_fits_by_the_estimate_beats_the_plan(layout: dict[str, int]) -> None:
-    problem, estimates = ask("llama", **layout)
-    for name, switch in list_switches(problem).items():
-        needed = max(estimates.estimate_plan(switch))
-        plan, corrected = make_verified_plan(problem, needed, estimates.estimate_plan)
-        assert plan.peak_bytes <= needed and plan.seconds <= switch.seconds, name
-        assert [stage.peak_bytes for stage in plan.stages] == list(estimates.estimate_plan(plan))
-        assert make_plan(corrected, needed).seconds <= plan.seconds
+    planner = ask("llama", **layout)
+    for name, switch in list_switches(planner).items():
+        needed = max(planner.play(switch))
+        plan = planner.plan(needed)
+        assert plan.peak_bytes <= needed and plan.seconds <= switch.seconds * 1.005, name
+        assert [stage.peak_bytes for stage in plan.stages] == planner.play(plan)
+
+
+class _Judging(Planner):
+    """A planner whose estimate differs from its own figures by a factor, or by one for what sends rows to the host."""
+
+    factor, host_factor = 1.0, 1.0
+
+    def play(self, plan: MemoryPlan) -> list[int]:
+        factor = self.host_factor if plan.host_bytes else self.factor
+        return [int(factor * each) for each in super().play(plan)]
 
 
 @pytest.mark.slow
 def test_what_the_estimate_finds_more_is_made_up_for() -> None:
-    """An estimate that is 5 % above the plan's own figures, and one that is 5 % below."""
-    problem, estimates = ask("llama")
-    budget = int(0.9 * make_plan(problem, 10**15).peak_bytes)
+    """An estimate that is 5 % above the estimate, and one that is 5 % below."""
+    request = ask("llama").request
+    planner = _Judging(request)
+    budget = int(0.75 * planner.plan(10**15).peak_bytes)
+    plans = {}
+    for factor in (1.05, 1.0, 0.95):
+        judging = _Judging(request)
+        judging.factor = judging.host_factor = factor
+        plans[factor] = judging.plan(budget)
+    assert max(plan.peak_bytes for plan in plans.values()) <= budget
+    assert plans[0.95].seconds <= plans[1.0].seconds * 1.005 and plans[1.0].seconds <= plans[1.05].seconds * 1.005
+    assert plans[0.95].seconds < plans[1.05].seconds
 
-    def judge(factor: float) -> MemoryPlan:
-        def estimate(plan: MemoryPlan) -> Sequence[int]:
-            return [int(factor * each) for each in estimates.estimate_plan(plan)]
 
-        return make_verified_plan(problem, budget, estimate)[0]
-
-    strict, exact, loose = (judge(factor) for factor in (1.05, 1.0, 0.95))
-    assert max(plan.peak_bytes for plan in (strict, exact, loose)) <= budget
-    assert loose.seconds <= exact.seconds <= strict.seconds and loose.seconds < strict.seconds
+def ask_with_host(factor: float) -> Planner:
+    link = dataclasses.replace(read_gpu("gh200").host_link, to_host_bytes_per_second=1e13, to_gpu_bytes_per_second=1e13)
+    gpu = dataclasses.replace(read_gpu("h100"), host_link=link)
+    judging = _Judging(PlanRequest(run=describe("llama"), gpu=gpu, host_bytes=2**30))
+    judging.host_factor = factor
+    return judging
 
 
 @pytest.mark.exhaustive
 def test_a_plan_with_the_host_is_never_slower_than_one_without_whatever_the_estimate_finds() -> None:
     """An estimate that is 3 % above the plan's own figures where something is sent to the host."""
-    problem, estimates = ask("llama")
-    link = dataclasses.replace(read_gpu("gh200").host_link, to_host_bytes_per_second=1e13, to_gpu_bytes_per_second=1e13)
-    with_host = dataclasses.replace(problem, host_bytes=2**30, gpu=dataclasses.replace(problem.gpu, host_link=link))
-    least, most = make_smallest_plan(problem).peak_bytes, make_plan(problem, 10**15).peak_bytes
-
-    def estimate(plan: MemoryPlan) -> Sequence[int]:
-        return [int(each * (1.03 if plan.host_bytes else 1)) for each in estimates.estimate_plan(plan)]
-
-    assert make_smallest_plan(with_host).host_bytes
+    alone = ask("llama")
+    least, *_, most = list_budgets(alone, 2)
     budget = int(least + 0.2 * (most - least))
-    alone, _ = make_verified_plan(problem, budget, estimate)
-    plan, corrected = make_verified_plan(with_host, budget, estimate)
-    assert plan.peak_bytes <= budget and plan.seconds <= alone.seconds and corrected.host_bytes == 2**30
+    assert ask_with_host(1.0).plan(budget).host_bytes
+    plan = ask_with_host(1.03).plan(budget)
+    assert plan.peak_bytes <= budget and plan.seconds <= alone.plan(budget).seconds * 1.005

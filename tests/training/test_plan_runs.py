@@ -1,5 +1,5 @@
-"""A plan with the host, run: what the engine has on the device and the host, and the order of its copies, are those
-that the plan and its simulation say."""
+"""A plan with the host, run: what the engine has on the device and the host are what the plan says, and its copies are
+in the order of the schedule."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from training_job import Data, fork_beside, run, successful
 
 from tempo_megatron.memory.commands.arguments import add_plan_arguments
 from tempo_megatron.memory.commands.plan import read_request
+from tempo_megatron.memory.estimate.offload import count_moved
 from tempo_megatron.memory.estimate.schedule import list_events
+from tempo_megatron.memory.plan.choices import measure_rows
 from tempo_megatron.memory.plan.gpu import read_gpu
-from tempo_megatron.memory.plan.planner import MemoryPlan
-from tempo_megatron.memory.plan.step_simulation import SimulatedLayer, list_layers, simulate_step
-from tempo_megatron.memory.plan.verify import plan_memory
+from tempo_megatron.memory.plan.planner import MemoryPlan, PlanRequest, make_plan
 
 SIZES = {"num_layers": 6, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 64}
 WORDS = [
@@ -71,7 +71,7 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def find_plan(folder: Path, gpu: Path, stages: int, budget: str) -> tuple[Any, MemoryPlan]:
+def find_plan(folder: Path, gpu: Path, stages: int, budget: str) -> tuple[PlanRequest, MemoryPlan]:
     model, zero = folder / "model.json", folder / "zero.json"
     model.write_text(json.dumps({**SIZES, "vocab_size": 512, "make_vocab_size_divisible_by": 64}))
     zero.write_text(json.dumps(ZERO))
@@ -82,14 +82,14 @@ def find_plan(folder: Path, gpu: Path, stages: int, budget: str) -> tuple[Any, M
     words += ["--gpu-memory", budget, "--fixed-memory", "1MB", "--recompute-allowed"]
     words += ["--host-memory", "1GiB", "--gpus-per-node", "1"]
     args = parser.parse_args(words)
-    plan, problem = plan_memory(read_request(args, read_gpu(str(gpu)))[0], args.gpu_memory)
-    return problem, plan
+    request, _ = read_request(args, read_gpu(str(gpu)))
+    return request, make_plan(request, args.gpu_memory)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stages", "budget"), [(1, "4.6MB"), *exhaustive((1, "2.5MB"), (1, "6.9MB"), (2, "3.5MB"))])
 def test_the_engine_does_what_the_plan_says(data: Data, tmp_path: Path, gpu: Path, stages: int, budget: str) -> None:
-    problem, plan = find_plan(tmp_path, gpu, stages, budget)
+    request, plan = find_plan(tmp_path, gpu, stages, budget)
     assert plan.host_bytes
     layout = ["--pipeline-model-parallel-size", str(stages)]
     config = {**ZERO, "tempo": plan.block}
@@ -104,19 +104,17 @@ def test_the_engine_does_what_the_plan_says(data: Data, tmp_path: Path, gpu: Pat
     for rank, stage in enumerate(plan.stages):
         counted = json.loads((tmp_path / "run" / f"metrics.jsonl.{rank}").read_text())
         assert counted["host"] == counted["pool"] == stage.host_bytes
-        moving = [
-            SimulatedLayer(layer.forward_seconds, layer.backward_seconds, 0, layer.moved_bytes)
-            for layer in list_layers(problem, stage)
-        ]
-        events = [(event.is_forward, event.micro_batch) for event in list_events(rank, stages, 1, 2)]
-        step = simulate_step(moving, problem.gpu.host_link, events)
-        assert counted["device"] == step.device_bytes <= 2 * max(layer.moved_bytes for layer in moving)
+        rows = measure_rows(request.run)
+        moved = [count_moved(rows.list_movable(choice), choice.offload) for choice in stage.choices]
+        assert sum(moved) == stage.moved_bytes and counted["device"] <= 2 * max(moved)
         copies = iter(counted["copies"])
-        for goes_out, _, layer in step.copies:
-            left = moving[layer].moved_bytes
-            while left > 0:
-                is_out, num_bytes = next(copies)
-                assert is_out == goes_out
-                left -= num_bytes
-            assert left == 0
+        for event in list_events(rank, stages, 1, 2):
+            # What a layer sends leaves behind its forward; it comes back while the next layer's backward runs.
+            for num_bytes in filter(None, moved if event.is_forward else moved[::-1]):
+                left = num_bytes
+                while left > 0:
+                    is_out, copied = next(copies)
+                    assert is_out == event.is_forward
+                    left -= copied
+                assert left == 0
         assert next(copies, None) is None

@@ -22,8 +22,7 @@ from tempo_megatron.models.shape import make_shape
 from tempo_megatron.words.argument_types import format_bytes
 
 SIZES = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 8, "seq_length": 256}
-# The quickstart's shape in one process, without dropout, so that stock has the same losses. A smaller model has
-# one plan for both budgets.
+# The quickstart's shape in one process, without dropout, so that stock has the same losses.
 QUICKSTART = [
     *(word for name, size in SIZES.items() for word in ("--" + name.replace("_", "-"), str(size))),
     *("--micro-batch-size", "8", "--global-batch-size", "8", "--train-iters", "2"),
@@ -112,7 +111,6 @@ def test_budgets_between_tempo_and_stock_are_kept_and_change_no_loss(
     tempo, stock = (estimate(each, config, dtype) for each in (TempoConfig(), TempoConfig.off()))
     unplanned = run_stock(name)
     assert read_count(unplanned) > 0.97 * stock
-    plans = []
     for share in (0.0, 0.2) if dtype == torch.float32 else (0.2,):
         budget = int(tempo + share * (stock - tempo))
         block = {"memory_budget": f"{budget}B", "norm": "inplace"}
@@ -130,8 +128,6 @@ def test_budgets_between_tempo_and_stock_are_kept_and_change_no_loss(
         )
         assert f"           {TempoConfig.from_dict(plan['block']).describe()}" in planned.output
         assert planned.losses == pytest.approx(unplanned.losses, rel=1e-4 if dtype == torch.float32 else 2e-3)
-        plans.append((plan["block"], plan["recompute"], plan["num_full"]))
-    assert len(plans) == 1 or plans[0] != plans[1]
 
 
 @pytest.mark.slow

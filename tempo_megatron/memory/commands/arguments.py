@@ -115,6 +115,18 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="what a GPU may hold, such as 76GiB: its memory less what CUDA and NCCL take, and what fragments",
     )
     parser.add_argument(
+        "--margin",
+        type=_parse_margin,
+        default=3.0,
+        metavar="PERCENT",
+        help="of --gpu-memory, what a plan leaves free, as an estimate may err (default 3)",
+    )
+    parser.add_argument(
+        "--allocator",
+        action="store_true",
+        help="let what torch's CUDA caching allocator reserves fit, by a simulation, not the tensors alone",
+    )
+    parser.add_argument(
         "--fixed-memory",
         type=parse_memory,
         nargs="+",
@@ -128,7 +140,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="estimate what DeepSpeed holds with this file, which also says the precision and, where they are numbers, "
         "the batch sizes (default: what Megatron's distributed optimizer holds)",
     )
-    _add_sizes(parser, tp="tensor", pp="pipeline", dp="data")
+    _add_sizes(parser, tp="tensor", pp="pipeline", dp="data", cp="context")
+    _add_expert_parallel(parser)
     _add_sequence_parallel(parser)
     _add_plan_batch(parser)
     _add_stock(parser, ("transformer_engine", "local"), ("fused", "flash", "unfused"))
@@ -270,6 +283,22 @@ def _add_sequence_parallel(parser: Any) -> None:
     parser.add_argument("--sequence-parallel", action="store_true", help="shard norms and dropout over tokens as well")
 
 
+def _add_expert_parallel(parser: Any) -> None:
+    parser.add_argument(
+        "--ep",
+        type=parse_positive,
+        metavar="N",
+        help="expert parallel size: ranks of --tp and --dp that share the experts (default 1)",
+    )
+
+
+def _parse_margin(text: str) -> float:
+    margin = float(text)
+    if not 0 <= margin < 100:
+        raise argparse.ArgumentTypeError(f"{text} is not a percentage from 0 to under 100")
+    return margin
+
+
 def _add_imbalance(parser: Any) -> None:
     parser.add_argument(
         "--moe-imbalance",
@@ -348,12 +377,7 @@ def _add_dropout(parser: Any) -> None:
 
 def _add_estimate_layout(group: Any) -> None:
     _add_sizes(group, tp="tensor", pp="pipeline", dp="data")
-    group.add_argument(
-        "--ep",
-        type=parse_positive,
-        metavar="N",
-        help="expert parallel size: ranks of --tp and --dp that share the experts (default 1)",
-    )
+    _add_expert_parallel(group)
     _add_sequence_parallel(group)
     group.add_argument(
         "--num-layers-per-virtual-pipeline-stage",

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from tempo_megatron.memory.commands.requested_run import read_requested_shape
-from tempo_megatron.memory.plan.gpu import Gpu, read_gpu
-from tempo_megatron.memory.plan.model_flops import (
+from tempo_megatron.memory.plan.flops import (
     count_forward_flops,
     count_hardware_flops,
     count_model_flops,
     find_utilisation,
 )
+from tempo_megatron.memory.plan.gpu import Gpu, read_gpu
 from tempo_megatron.models.shape import name_shape_file, pad_vocab_size
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,8 @@ from tempo_megatron.memory.megatron.command import Command, drop_options
 from tempo_megatron.memory.megatron.options import parse_options
 from tempo_megatron.memory.megatron.read_command import write_command
 from tempo_megatron.memory.plan.gpu import Gpu, find_gpu, read_gpu
-from tempo_megatron.memory.plan.planner import MemoryPlan, PlanProblem, PlanRequest, StagePlan
-from tempo_megatron.memory.plan.step_simulation import simulate_stage
-from tempo_megatron.memory.plan.verify import choose_trial, plan_memory, try_micro_batches
+from tempo_megatron.memory.plan.micro_batches import choose_trial, try_micro_batches
+from tempo_megatron.memory.plan.planner import RECOMPUTED, MemoryPlan, NothingFitsError, Planner, PlanRequest, StagePlan
 from tempo_megatron.memory.routing import assume_fullest, set_imbalance
 from tempo_megatron.memory.run import Run, read_recomputation
 from tempo_megatron.settings.config import TempoConfig
@@ -45,7 +45,8 @@ _PLANNED = (
 )
 # Fields of a Run that the planner knows.
 _KNOWN = (
-    *("model", "tempo", "optimizer", "tensor_parallel", "pipeline_parallel", "data_parallel", "sequence_parallel"),
+    *("model", "tempo", "optimizer", "tensor_parallel", "pipeline_parallel", "data_parallel", "context_parallel"),
+    "sequence_parallel",
     *("micro_batch_size", "num_micro_batches", "dtype", "recompute", "recompute_num_layers"),
     *("stock", "stock_attention", "masked_softmax_fusion", "fuses_activation", "experts", "latent_attention"),
     # Of what stands around the layers, where the estimate counts it.
@@ -66,6 +67,7 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.html:
         check_installed("--html", "train", "plotly")
     command = take_command(args, add_plan_arguments)
+    given = copy.deepcopy(args)
     warnings: list[str] = []
     if command is None:
         request, samples_per_rank = read_request(args, gpu)
@@ -73,28 +75,21 @@ def run_plan(args: argparse.Namespace) -> int:
     else:
         (request, warnings), samples_per_rank = _read_request_of_command(args, command, gpu), None
         title = Path(command.script).name
-    trials = []
-    with _show_estimates() as note_estimate:
-        if args.micro_batch_size == "auto":
-            trials = try_micro_batches(request, args.gpu_memory, samples_per_rank, note_estimate)
-            trial = choose_trial(trials)
-            plan, problem = trial.plan, trial.problem
-        else:
-            plan, problem = plan_memory(request, args.gpu_memory, note_estimate)
-    run = problem.run
+    budget, trials = leave_margin(args), []
+    try:
+        with _show_estimates() as note_estimate:
+            if args.micro_batch_size == "auto":
+                trials = try_micro_batches(request, budget, samples_per_rank, note_estimate)
+                trial = choose_trial(trials)
+                plan, planner = trial.plan, trial.planner
+            else:
+                planner = Planner(request, note_estimate)
+                plan = planner.plan(budget)
+    except NothingFitsError as error:
+        raise ValueError(f"{error}; {_name_remedies(given, command, request, error.least_bytes)}") from error
     print_notes(command, warnings)
-    print(f"{title}, {name_dtype(run)}, s {run.model.seq_length}, b {run.micro_batch_size}, ", end="")
-    layout = format_layout(run.tensor_parallel, run.sequence_parallel)
-    print(f"{layout}, PP {run.pipeline_parallel}, {format_bytes(args.gpu_memory)} a GPU")
-    print(f"{gpu.title}: {'measured' if gpu.calibrated else 'data-sheet (uncalibrated)'} rates")
-    print(f"stock modules, where a value is off: {describe_stock(run)}\n")
-    fullest = assume_fullest(run).experts
-    if fullest is not None and fullest.has_assumed_share:
-        print(f"assumed token imbalance: experts of the fullest rank get {fullest.imbalance:.2f} times an equal share")
-    table = format_plan(problem, plan)
+    table = describe_run(args, title, planner.request, plan)
     print(table)
-    if problem.host_bytes:
-        print(describe_offload(problem, plan))
     for each in trials:
         rate = args.dp / each.seconds_per_sample
         print(f"b {each.micro_batch_size}: {rate:.1f} samples/s, peak {format_bytes(each.plan.peak_bytes)}")
@@ -102,11 +97,13 @@ def run_plan(args: argparse.Namespace) -> int:
     print(" ".join(plan.megatron_arguments) or "without --recompute-granularity")
     if command is not None:
         print(_write_planned_command(args, command, request.run, plan))
+    fullest = assume_fullest(planner.request.run).experts
     if args.json:
         figures = {
             "tempo": plan.block,
             "megatron_arguments": plan.megatron_arguments,
-            "micro_batch_size": run.micro_batch_size,
+            "micro_batch_size": planner.request.run.micro_batch_size,
+            "gap_seconds": plan.gap_seconds,
             "stages": [_list_figures(stage) for stage in plan.stages],
             "moe_imbalance": fullest and fullest.imbalance,
             "gpu": dataclasses.asdict(gpu),
@@ -116,16 +113,112 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.plot:
         from tempo_megatron.memory.plan.plots import plot_plan
 
-        plot_plan(problem, plan, args.gpu_memory, args.plot, f"{title} on {gpu.title}")
+        plot_plan(planner, plan, budget, args.plot, f"{title} on {gpu.title}")
     if args.html:
         from tempo_megatron.html_report import HtmlReport
         from tempo_megatron.memory.plan.plots import add_plan
 
         report = HtmlReport(f"{title} on {gpu.title}, {format_bytes(args.gpu_memory)}")
         report.add_text(table)
-        add_plan(report, problem, plan, args.gpu_memory)
+        add_plan(report, planner, plan, budget)
         report.save(args.html)
     return 0
+
+
+def leave_margin(args: argparse.Namespace) -> int:
+    """What a plan may take of --gpu-memory."""
+    return int(args.gpu_memory * (1 - args.margin / 100))
+
+
+def describe_run(args: argparse.Namespace, title: str, request: PlanRequest, plan: MemoryPlan) -> str:
+    """What is planned, what it stands on, and the plan's table."""
+    run, gpu = request.run, request.gpu
+    sizes = {"PP": run.pipeline_parallel, "CP": run.context_parallel, "DP": run.data_parallel}
+    layout = [format_layout(run.tensor_parallel, run.sequence_parallel), f"PP {sizes.pop('PP')}"]
+    layout += [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    layout += [f"EP {run.experts.expert_parallel}"] if run.experts is not None else []
+    free = format_bytes(args.gpu_memory - leave_margin(args))
+    lines = [
+        f"{title}, {name_dtype(run)}, s {run.model.seq_length}, b {run.micro_batch_size}, {', '.join(layout)}, "
+        f"{format_bytes(args.gpu_memory)} a GPU",
+        f"of it {free} ({args.margin:g} %) stay free for what the estimate misses (--margin), and the peak is "
+        + ("what torch's allocator reserves" if request.counts_reserved else "that of tensors (--allocator: reserved)"),
+        f"{gpu.title}: {'measured' if gpu.calibrated else 'data-sheet (uncalibrated)'} rates",
+        f"stock modules, where a value is off: {describe_stock(run)}",
+    ]
+    fullest, num_ranks = assume_fullest(run).experts, run.tensor_parallel * run.data_parallel
+    if fullest is not None and fullest.has_assumed_share:
+        lines.append(
+            f"assumed token imbalance: experts of the fullest rank get {fullest.imbalance:.2f} times an equal share"
+        )
+    if fullest is not None and fullest.expert_parallel == 1 and num_ranks > 1:
+        option = "--ep" if args.model or args.hf else "--expert-model-parallel-size"
+        lines.append(
+            f"the {fullest.num_experts} experts are not divided: each of {num_ranks} ranks has all of them; {option} "
+            "divides them"
+        )
+    lines += ["", format_plan(request, plan)]
+    if request.host_bytes:
+        lines.append(describe_offload(request, plan))
+    return "\n".join(lines)
+
+
+def _name_remedies(args: argparse.Namespace, command: Command | None, request: PlanRequest, least_bytes: int) -> str:
+    """What to give so that a plan fits, or is nearer to it: options that the command takes, each by itself.
+
+    Args:
+        args: as they were parsed.
+        command: of Megatron-LM; its options are named in place of ours.
+        request: what was planned.
+        least_bytes: of the plan that needs least.
+    """
+    run = request.run
+    names = ("--tp", "--pp", "--ep", "--micro-batch-size")
+    if command is not None:
+        names = (
+            *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--expert-model-parallel-size"),
+            "--micro-batch-size",
+        )
+    wanted = [
+        2 * run.tensor_parallel,
+        2 * run.pipeline_parallel,
+        2 * (run.experts.expert_parallel if run.experts else 0),
+    ]
+    wanted.append(0 if args.micro_batch_size == "auto" else run.micro_batch_size // 2)
+    if request.fixed_sizes:
+        # They are those of this layout.
+        wanted[:3] = 0, 0, 0
+    size = -(-int(least_bytes / (1 - args.margin / 100) + 1) // 2**20)
+    found = [f"--gpu-memory {size}MiB"]
+    if set(args.recompute_allowed) != RECOMPUTED:
+        found.append(f"--recompute-allowed {' '.join(sorted(RECOMPUTED))}")
+    of_command: list[str] = []
+    for name, number in zip(names, wanted, strict=True):
+        words = [name, str(number)]
+        if name == names[0] and run.experts is not None and not run.sequence_parallel:
+            # Megatron takes experts under tensor parallelism with it only.
+            words.append("--sequence-parallel")
+        if number and _is_taken(args, command, request.gpu, words):
+            (found if command is None else of_command).append(" ".join(words))
+    rest = f", or in the command {' or '.join(of_command)}" if of_command else ""
+    return f"give {' or '.join(found)}{rest}"
+
+
+def _is_taken(args: argparse.Namespace, command: Command | None, gpu: Gpu, words: Sequence[str]) -> bool:
+    """Whether the plan command takes an option with another number, and perhaps a switch behind them."""
+    changed, (name, number, *switches) = copy.deepcopy(args), words
+    try:
+        if command is None:
+            setattr(changed, name.removeprefix("--").replace("-", "_"), int(number))
+            for switch in switches:
+                setattr(changed, switch.removeprefix("--").replace("-", "_"), True)
+            read_request(changed, gpu)
+        else:
+            options = (*drop_options(command.options, (name,)), *words)
+            _read_request_of_command(changed, dataclasses.replace(command, options=options), gpu)
+    except ValueError:
+        return False
+    return True
 
 
 def read_request(args: argparse.Namespace, gpu: Gpu) -> tuple[PlanRequest, int | None]:
@@ -140,15 +233,25 @@ def read_request(args: argparse.Namespace, gpu: Gpu) -> tuple[PlanRequest, int |
     if samples is not None and args.micro_batch_size != "auto":
         args.num_micro_batches = samples // args.micro_batch_size
     run = set_imbalance(read_requested_run(args, TempoConfig(), config), args.moe_imbalance)
-    request = PlanRequest(
+    run = dataclasses.replace(run, context_parallel=args.cp)
+    _refuse_unknown(run, "the model has")
+    return _make_request(args, run, gpu), samples
+
+
+def _make_request(args: argparse.Namespace, run: Run, gpu: Gpu) -> PlanRequest:
+    """Raises ValueError where the run cannot lie so, or options do not go together."""
+    run.check()
+    if args.allocator and (args.host_memory is not None or args.fixed_memory):
+        other = "--fixed-memory" if args.fixed_memory else "--host-memory"
+        raise ValueError(f"--allocator does not go with {other}, whose blocks it cannot follow; leave one of them out")
+    return PlanRequest(
         run=run,
         gpu=gpu,
         recompute=frozenset(args.recompute_allowed),
         fixed_sizes=tuple(args.fixed_memory or ()),
         host_bytes=_share_host(args, run),
+        counts_reserved=args.allocator,
     )
-    _refuse_unknown(request.run, "the model has")
-    return request, samples
 
 
 def _share_host(args: argparse.Namespace, run: Run) -> int:
@@ -187,14 +290,7 @@ def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gp
         raise ValueError(f"the command gives {name}, which the planner does not know; ask tempo-megatron estimate")
     if run.tempo.is_off:
         raise ValueError("--no-use-tempo is given, and the plan is what Tempo does; leave it out")
-    request = PlanRequest(
-        run=dataclasses.replace(run, recompute=(), recompute_num_layers=None),
-        gpu=gpu,
-        recompute=frozenset(args.recompute_allowed),
-        fixed_sizes=tuple(args.fixed_memory or ()),
-        host_bytes=_share_host(args, run),
-    )
-    return request, warnings
+    return _make_request(args, dataclasses.replace(run, recompute=(), recompute_num_layers=None), gpu), warnings
 
 
 def _write_planned_command(args: argparse.Namespace, command: Command, run: Run, plan: MemoryPlan) -> str:
@@ -241,7 +337,7 @@ def _show_estimates() -> Iterator[Callable[[], None]]:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def format_plan(problem: PlanProblem, plan: MemoryPlan) -> str:
+def format_plan(request: PlanRequest, plan: MemoryPlan) -> str:
     """A line per stage, then what its layers have."""
     lines = [
         f"{'stage':>5}{'layers':>10}{'in flight':>11}{'peak':>12}{'kept/micro batch':>18}"
@@ -255,30 +351,28 @@ def format_plan(problem: PlanProblem, plan: MemoryPlan) -> str:
             f"{format_bytes(stage.peak_bytes):>12}{format_bytes(stage.kept_bytes):>18}{flops:>14}"
             f"{stage.added_seconds * 1e3:>11.3f}{stage.seconds * 1e3:>10.3f}"
         )
-    stages, added = problem.run.pipeline_parallel, max(stage.added_seconds for stage in plan.stages)
-    num_micro_batches = problem.run.num_micro_batches or stages
+    stages, added = request.run.pipeline_parallel, max(stage.added_seconds for stage in plan.stages)
+    num_micro_batches = request.run.num_micro_batches or stages
     step = plan.seconds * (num_micro_batches + stages - 1)
     lines.append(
         f"ms of one micro batch, forward and backward; the slowest stage has {plan.seconds * 1e3:.3f} "
         f"({added * 1e3:.3f} at most added), a step of {num_micro_batches} {step * 1e3:.3f}"
     )
+    lines.append(f"at most {plan.gap_seconds * 1e3:.3f} ms from the best plan of any kinds of layers, by these figures")
     lines.append(plan.tempo.describe())
     return "\n".join(lines)
 
 
-def describe_offload(problem: PlanProblem, plan: MemoryPlan) -> str:
+def describe_offload(request: PlanRequest, plan: MemoryPlan) -> str:
     """What goes to the host, the memory that this takes there, and how fast the link is."""
-    link = problem.gpu.host_link
+    link = request.gpu.host_link
     assert link is not None
     shared = f", {link.gpus_per_uplink} GPUs share it" if link.gpus_per_uplink > 1 else ""
     moved = ", ".join(format_bytes(stage.moved_bytes) for stage in plan.stages)
-    steps = [simulate_stage(problem, number, stage) for number, stage in enumerate(plan.stages)]
-    waiting = max(step.waiting_seconds for step in steps)
     return (
         f"to the host, of each micro batch by stage: {moved}; at most {format_bytes(plan.host_bytes)} a GPU of "
-        f"{format_bytes(problem.host_bytes)} there, pinned ({link.title}, {link.to_host_bytes_per_second / 1e9:g} GB/s "
-        f"out and {link.to_gpu_bytes_per_second / 1e9:g} back{shared})\n"
-        f"simulated event by event, which is a model: a step waits {waiting * 1e3:.3f} ms at most for copies"
+        f"{format_bytes(request.host_bytes)} there, pinned ({link.title}, {link.to_host_bytes_per_second / 1e9:g} GB/s "
+        f"out and {link.to_gpu_bytes_per_second / 1e9:g} back{shared})"
     )
 
 

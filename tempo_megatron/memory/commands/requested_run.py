@@ -37,7 +37,7 @@ _FIELDS = {
 # Arguments of ours that say nothing of the run, or what the command cannot.
 _BESIDE_A_COMMAND = (
     *("command", "words", "script", "world_size", "megatron_yaml", "vocab_size", "use_tempo", "gpu", "gpu_memory"),
-    *("allocator", "moe_imbalance", "all_ranks", "tree", "json", "plot", "fixed_memory", "recompute_allowed"),
+    *("allocator", "moe_imbalance", "all_ranks", "tree", "json", "plot", "fixed_memory", "margin", "recompute_allowed"),
 )
 
 

@@ -207,7 +207,7 @@ class RunLedger:
             run = self._read_run(model)
             if run.experts is not None and not all(run.experts.layers):
                 return {}, "some layers have experts and others not"
-            found = Beside("tempo_megatron.memory.plan.kept_rows:measure_stock_layer", run).wait()
+            found = Beside("tempo_megatron.memory.plan.choices:measure_stock_layer", run).wait()
         except ValueError as error:
             return {}, str(error)
         return dict(found), ""

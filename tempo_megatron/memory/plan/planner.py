@@ -2,10 +2,17 @@
 
 A layer may have any values of the operations that its model can have. Megatron's recomputation is the whole model's:
 none; `core_attn`, `mlp` or both in every layer (`mla_up_proj` with latent attention, `moe` with experts); or the first
-N layers of every stage as a whole (`--recompute-method block`). Where some layers have experts and others not, all
-count as layers with experts; the estimate, which knows each, tells by how much a plan is off (`verify`). Within each
-of these modes the choice is exact (`solver`). The loss head takes the form that needs less at the peak of the last
-stage, because neither form computes a product twice.
+N layers of every stage as a whole (`--recompute-method block`). The loss head takes the form that needs less at the
+peak of the last stage, because neither form computes a product twice.
+
+The search is greedy. Of the undominated options of a layer (`choices`) it takes two, one that keeps more and one that
+costs more, and gives the first to as many layers of a stage as fit. It tries every two, for all stages alike and for
+each stage by itself, and takes the fewest kinds of layers that cost no more than 0.5 % of the step, since a person
+reads the config. Each plan is then played by the estimate (`estimate_ranks`); what that finds beyond the search's own
+figure is added to the fixed bytes, and the search goes on until the shortest plan that it finds is one that fits.
+
+`MemoryPlan.gap_seconds` bounds what is lost: no choice of any number of kinds is shorter by more, by the same prices
+and bytes. The bound is that of fractions of layers, which may have any two options.
 """
 
 from __future__ import annotations
@@ -14,61 +21,54 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from tempo_megatron.memory.plan.cost import (
-    LayerFlops,
-    choose_rows_to_move,
-    convert_to_femtoseconds,
-    count_layer_flops,
-    count_moved_bytes,
+import numpy as np
+
+from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
+from tempo_megatron.memory.plan.choices import (
+    LayerChoice,
+    LayerOption,
+    LayerPrices,
+    Values,
     count_recomputed_flops,
     count_weight_bytes,
-    count_window_bytes,
+    list_values,
+    make_ladder,
+    make_options,
+    measure_rows,
+    replace_value,
 )
+from tempo_megatron.memory.plan.flops import count_head_flops
 from tempo_megatron.memory.plan.gpu import Gpu
-from tempo_megatron.memory.plan.kept_rows import measure_rows
-from tempo_megatron.memory.plan.solver import BareStage, LayerOption, RecomputeMode, Solution, Solver, StageChoice
+from tempo_megatron.memory.plan.search import Mode, Stage, count_peak, stay_at_end
 from tempo_megatron.memory.run import Run
+from tempo_megatron.memory.simulated.chunk import describe_parts
+from tempo_megatron.models.build import build_transformer_config
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, OFFLOAD, write_layers
+from tempo_megatron.settings.operations import CHOICES, INPUT
+from tempo_megatron.slots.choose import refuse_written
 from tempo_megatron.words.argument_types import format_bytes
 
 RECOMPUTED = frozenset(("core_attn", "mlp", "moe", "mla_up_proj", "full"))
 """Every name of Megatron's recomputation that the planner knows."""
-_FEMTO = 1e15
+_MAX_PLAYED = 16
+_REFERENCE = {"activation": "inplace", "norm": "inplace", "dropout": "recompute", "attention": "flash"}
+NoteEstimate = Callable[[], object]
 
 
-@dataclasses.dataclass(frozen=True)
-class FixedBytes:
-    """What a rank holds whatever its layers keep.
-
-    These are weights, gradients, optimizer states, buffers, the embedding, and the temporary tensors of what runs.
-    """
-
-    in_layers: int
-    """While a layer's backward runs, without what its recomputation makes again."""
-    at_head: int
-    """At the highest moment before any layer's backward."""
+def _ignore() -> None:
+    """Note nothing."""
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerChoice:
-    """One way to run a layer."""
+class NothingFitsError(ValueError):
+    """No plan fits into the memory that is given."""
 
-    values: tuple[str, ...]
-    """The value of each of LAYER_OPERATIONS."""
-    recompute: frozenset[str]
-    """What Megatron recomputes of the layer."""
-    offload: str = "off"
-    """Which of its rows go to the host: "all", or names of OFFLOAD_ROWS joined by "+"."""
-
-    def list_values(self) -> dict[str, str]:
-        return dict(zip(LAYER_OPERATIONS, self.values, strict=True))
-
-    def make_config(self) -> TempoConfig:
-        return TempoConfig.from_dict({**self.list_values(), "loss": "off"})
+    least_bytes: int
+    """What the plan that needs least needs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,12 +80,14 @@ class PlanRequest:
     gpu: Gpu
     recompute: frozenset[str] | None = RECOMPUTED
     """What Megatron may recompute; None: it recomputes what the run says."""
-    remedy: str = "raise --gpu-memory, --tp or --pp, or lower --micro-batch-size"
+    remedy: str = ""
     """What a user can do where nothing fits."""
     fixed_sizes: tuple[int, ...] = ()
     """What a GPU holds whatever its layers keep, one size or one for each stage; empty: it is estimated."""
     host_bytes: int = 0
     """What the host has for what the layers of one GPU send there; 0: nothing is sent."""
+    counts_reserved: bool = False
+    """Whether a plan's peak is what torch's caching allocator takes from the device, not the tensors alone."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "run", dataclasses.replace(self.run, chip=self.gpu.chip or self.run.chip))
@@ -105,35 +107,18 @@ class PlanRequest:
         number = self.run.recompute_num_layers or self.layers_of_stage
         return None if self.recompute is not None else min(number, self.layers_of_stage)
 
-    def may_recompute(self, modules: Iterable[str]) -> bool:
-        """Whether Megatron may recompute these modules; "full" means whole layers."""
-        return frozenset(self.run.recompute if self.recompute is None else self.recompute).issuperset(modules)
-
-    @property
-    def flops(self) -> LayerFlops:
-        """FLOPs of one layer's forward."""
-        run = self.run
-        skips_masked = run.stock == "transformer_engine" and run.stock_attention != "unfused"
-        return count_layer_flops(run, is_causal=run.model.family == "gpt", skips_masked=skips_masked)
-
-    @property
-    def head_flops(self) -> int:
-        """FLOPs of the output layer's forward on one rank."""
-        run = self.run
-        tokens = run.model.seq_length * run.micro_batch_size
-        return 2 * tokens * run.model.hidden_size * run.padded_vocab_size // run.tensor_parallel
+    def list_modes(self) -> list[frozenset[str]]:
+        """What Megatron may recompute together in a plan."""
+        if self.recompute is None:
+            return [frozenset(self.run.recompute)]
+        return [each for each in list_recomputations(self.run) if self.recompute.issuperset(each)]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanProblem(PlanRequest):
-    """A request with everything that its plan depends on."""
-
-    fixed_bytes: Mapping[str, Sequence[FixedBytes]]
-    """Form of the loss head ("off" or "fused") -> the fixed bytes of each stage."""
-    values: Mapping[str, Sequence[str]]
-    """Operation, the loss among them -> the values that the model can have, "off" first; never "auto"."""
-    corrections: tuple[int, ...] = ()
-    """Bytes to add to the fixed bytes of each stage; empty: none."""
+def list_recomputations(run: Run) -> list[frozenset[str]]:
+    """What Megatron may recompute together in a model: modules that have one in each layer, or whole layers."""
+    attention = "core_attn" if run.latent_attention is None else "mla_up_proj"
+    mlp = "mlp" if run.experts is None else "moe"
+    return [frozenset(each) for each in ((), (attention,), (mlp,), (attention, mlp), ("full",))]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,6 +156,8 @@ class MemoryPlan:
     megatron_arguments: tuple[str, ...]
     """Megatron's recomputation as words of the command line."""
     stages: tuple[StagePlan, ...]
+    gap_seconds: float = 0.0
+    """Of one micro batch on the slowest stage: by no more is any plan shorter that fits, by the planner's figures."""
 
     @property
     def tempo(self) -> TempoConfig:
@@ -195,49 +182,25 @@ class MemoryPlan:
         return sum(stage.recomputed_flops for stage in self.stages)
 
 
-def make_plan(problem: PlanProblem, budget: int) -> MemoryPlan:
+def make_plan(request: PlanRequest, budget: int, note_estimate: NoteEstimate = _ignore) -> MemoryPlan:
     """The plan with the shortest step of those in which each GPU holds at most `budget` bytes.
 
-    Raises ValueError where none fits; it says by how much, and names the plan that needs least.
-    """
-    plan = find_plan(problem, budget)
-    if plan.peak_bytes > budget:
-        raise_impossible(problem, plan, budget)
-    return plan
-
-
-def find_plan(problem: PlanProblem, budget: int) -> MemoryPlan:
-    """As `make_plan`, but where nothing fits, the plan that needs least."""
-    planner = Planner(problem)
-    return planner.find(budget) or planner.find_smallest()
-
-
-def raise_impossible(problem: PlanProblem, smallest: MemoryPlan, budget: int) -> NoReturn:
-    """Raise ValueError: by how much `smallest`, the plan that needs least, misses the budget, and what it is."""
-    words = " ".join(smallest.megatron_arguments) or "no recomputation by Megatron"
-    raise ValueError(
-        f"{format_bytes(budget)} a GPU are given, and the least that fits is {format_bytes(smallest.peak_bytes)}, "
-        f"{format_bytes(smallest.peak_bytes - budget)} more: {smallest.tempo.describe()}, {words}; {problem.remedy}"
-    )
-
-
-def make_smallest_plan(problem: PlanProblem) -> MemoryPlan:
-    """Among the plans with the lowest peak, the one with the shortest step."""
-    return Planner(problem).find_smallest()
-
-
-def plan_alike(problem: PlanProblem, values: Mapping[str, Sequence[str]], modules: Sequence[str]) -> MemoryPlan:
-    """The plan that needs least of those in which all layers are alike.
-
     Args:
-        problem: the model, and the values of operations that `values` does not name.
-        values: operation -> the values to choose from.
-        modules: what Megatron recomputes, in every layer; "full" is all layers, or as many as the run says.
+        request: what is planned.
+        budget: bytes of one GPU.
+        note_estimate: called after each estimate of a step.
+
+    Raises:
+        NothingFitsError: says by how much, and names the plan that needs least.
+        ValueError: where the planner does not know the model, the layout does not fit it, or it cannot have a value
+            that was written.
     """
-    run = dataclasses.replace(problem.run, recompute=tuple(modules), recompute_num_layers=problem.num_full)
-    return make_smallest_plan(
-        dataclasses.replace(problem, values={**problem.values, **values}, run=run, recompute=None)
-    )
+    return Planner(request, note_estimate).plan(budget)
+
+
+def make_smallest_plan(request: PlanRequest) -> MemoryPlan:
+    """The plan that needs least of those in which all layers are alike. Raises ValueError as `make_plan`."""
+    return min(Planner(request).list_smallest(), key=lambda plan: plan.peak_bytes)
 
 
 def count_in_flight(run: Run, stage: int) -> int:
@@ -245,157 +208,388 @@ def count_in_flight(run: Run, stage: int) -> int:
     return min(run.pipeline_parallel - stage, run.num_micro_batches or run.pipeline_parallel)
 
 
-def list_modes(problem: PlanProblem) -> list[tuple[str, ...]]:
-    """What Megatron may recompute together in a plan, each time sorted."""
-    if problem.recompute is None:
-        return [tuple(sorted(problem.run.recompute))]
-    return [each for each in list_recomputations(problem.run) if problem.may_recompute(each)]
+@dataclasses.dataclass(frozen=True)
+class _Pick:
+    """What the search takes in one mode."""
 
-
-def list_recomputations(run: Run) -> list[tuple[str, ...]]:
-    """What Megatron may recompute together in a model: modules that have one in each layer, or whole layers."""
-    attention = "core_attn" if run.latent_attention is None else "mla_up_proj"
-    mlp = "mlp" if run.experts is None else "moe"
-    return [(), (attention,), (mlp,), (attention, mlp), ("full",)]
+    mode: Mode
+    seconds: float
+    """Of one micro batch on the slowest stage."""
+    num_full: int
+    stages: list[list[LayerOption]]
 
 
 class Planner:
-    """Hands a problem to the solver and describes the solver's solutions as plans."""
+    """Searches the plans of a request, and plays them.
 
-    def __init__(self, problem: PlanProblem) -> None:
-        self._problem, self._flops = problem, problem.flops
-        self._loss = min(problem.values["loss"], key=lambda form: problem.fixed_bytes[form][-1].at_head)
-        self._measure_rows = functools.cache(functools.partial(measure_rows, problem.run))
-        self._recomputed = [frozenset(each) for each in list_modes(problem)]
-        self._modes = [self._make_mode(each) for each in self._recomputed]
-        self._solver = Solver(self._modes)
+    Args:
+        request: what is planned.
+        note_estimate: called after each estimate of a step.
+        tolerance: share of a step that fewer kinds of layers may cost.
+
+    Raises ValueError as `make_plan`.
+    """
+
+    def __init__(
+        self, request: PlanRequest, note_estimate: NoteEstimate = _ignore, *, tolerance: float = 0.005
+    ) -> None:
+        self.request, self._note_estimate, self._tolerance = request, note_estimate, tolerance
+        run = request.run
+        self.values = _read_values(run)
+        self._rows = measure_rows(run)
+        self._prices = LayerPrices(run, request.gpu, moves=request.host_bytes > 0)
+        self._resident = LayerPrices(run, request.gpu)
+        self._estimate = functools.cache(self._estimate_once)
+        self._loss, self._fixed = self._read_fixed() if request.fixed_sizes else self._estimate_fixed()
+        self._modes = [
+            self._make_mode(recompute, moves=moves)
+            for moves in sorted({False, request.host_bytes > 0})
+            for recompute in request.list_modes()
+        ]
+
+    def plan(self, budget: int) -> MemoryPlan:
+        """The plan with the shortest step that fits. Raises NothingFitsError where none does."""
+        played: list[MemoryPlan] = []
+        seen: set[str] = set()
+        rest = list(self._modes)
+
+        def take(mode: Mode, plan: MemoryPlan) -> bool:
+            """Play a plan, and correct its mode; returns whether it is a new one."""
+            key = repr((plan.block, plan.megatron_arguments))
+            if key in seen:
+                return False
+            seen.add(key)
+            peaks = self.play(plan)
+            before = mode.corrections or (0,) * len(peaks)
+            stages = [*zip(before, peaks, plan.stages, strict=True)]
+            mode.corrections = tuple(known + peak - stage.peak_bytes for known, peak, stage in stages)
+            checked = [dataclasses.replace(stage, peak_bytes=peak) for _, peak, stage in stages]
+            played.append(dataclasses.replace(plan, stages=tuple(checked)))
+            return True
+
+        def get_best() -> MemoryPlan | None:
+            fitting = [plan for plan in played if plan.peak_bytes <= budget]
+            return min(fitting, key=lambda plan: plan.seconds, default=None)
+
+        while rest and len(played) < _MAX_PLAYED:
+            found = [pick for mode in rest if (pick := self._pick(mode, budget)) is not None]
+            pick = min(found, key=lambda each: each.seconds, default=None)
+            best = get_best()
+            if pick is None or (best is not None and pick.seconds >= best.seconds):
+                break
+            if not take(pick.mode, self._describe(pick.mode, pick.num_full, self._prefer_stock(pick.stages))):
+                rest.remove(pick.mode)
+        if get_best() is None:
+            for mode, plan in self._descend(played):
+                take(mode, plan)
+        best = get_best()
+        if best is None:
+            self._raise_impossible(min(played, key=lambda plan: plan.peak_bytes), budget)
+        bound = min(self._bound(mode, budget) for mode in self._modes)
+        return dataclasses.replace(best, gap_seconds=max(0.0, best.seconds - bound))
+
+    def play(self, plan: MemoryPlan) -> list[int]:
+        """The peak of each stage by the estimate; by the search's figures where fixed sizes are given."""
+        if self.request.fixed_sizes:
+            return [stage.peak_bytes for stage in plan.stages]
+        num_layers = plan.num_full if 0 < plan.num_full < self.request.layers_of_stage else None
+        ranks = self._estimate(plan.tempo, plan.recompute, num_layers, self.request.counts_reserved)
+        return [rank.peak_bytes if rank.reserved_bytes is None else rank.reserved_bytes for rank in ranks]
 
     def find(self, budget: int) -> MemoryPlan | None:
-        """The plan with the shortest step of those that fit into `budget` bytes; None where none does."""
-        solution = self._solver.solve(budget)
-        return None if solution is None else self._describe(solution)
+        """The shortest plan by the search's figures, which nothing has played; None where none fits."""
+        found = [pick for mode in self._modes if (pick := self._pick(mode, budget)) is not None]
+        pick = min(found, key=lambda each: each.seconds, default=None)
+        return None if pick is None else self._describe(pick.mode, pick.num_full, pick.stages)
 
-    def find_smallest(self) -> MemoryPlan:
-        """Among the plans with the lowest peak, the one with the shortest step."""
-        plan = self.find(self._solver.find_smallest().peak_bytes)
-        assert plan is not None
-        return plan
+    def _pick(self, mode: Mode, budget: int) -> _Pick | None:
+        """The shortest choice of a mode, or one of fewer kinds of layers that costs little more; None where none
+        fits."""
+        # Kinds of layers -> seconds of the slowest stage, of all together, and what they have.
+        best: dict[int, tuple[float, float, int, Sequence[LayerOption] | None, list[int]]] = {}
+        stages = self._make_stages(mode)
 
-    def _describe(self, solution: Solution[LayerChoice]) -> MemoryPlan:
-        mode, recompute = self._modes[solution.mode], self._recomputed[solution.mode]
+        def note(kinds: int, slowest: float, total: float, num_full: int, full: Any, pairs: list[int]) -> None:
+            if slowest < math.inf and (kinds not in best or (slowest, total) < best[kinds][:2]):
+                best[kinds] = slowest, total, num_full, full, pairs
+
+        for (place, full), num_full in itertools.product(enumerate(mode.fulls), mode.numbers):
+            # What layers have that are recomputed as a whole is a kind of its own where it is not what others have.
+            more = int(place > 0)
+            seconds = np.array([mode.fill(stage, budget - stage.fixed_bytes, num_full, full)[1] for stage in stages])
+            slowest, total = seconds.max(axis=0), seconds.sum(axis=0)
+            for kinds, allowed in ((1, mode.is_single), (2, ~mode.is_single)):
+                if allowed.any():
+                    pair = min(map(int, np.flatnonzero(allowed)), key=lambda each: (slowest[each], total[each]))
+                    note(kinds + more, slowest[pair], total[pair], num_full, full, [pair] * len(stages))
+            own = seconds.argmin(axis=1)
+            least = seconds.min(axis=1)
+            note(3 + more, least.max(), least.sum(), num_full, full, own.tolist())
+        if not best:
+            return None
+        allowed_seconds = min(each[0] for each in best.values()) * (1 + self._tolerance)
+        slowest, _, num_full, full, pairs = next(each for _, each in sorted(best.items()) if each[0] <= allowed_seconds)
+        layers = []
+        for stage, pair in zip(stages, pairs, strict=True):
+            numbers, _ = mode.fill(stage, budget - stage.fixed_bytes, num_full, full)
+            number, first, second = int(numbers[pair]), int(mode.first[pair]), int(mode.second[pair])
+            others = [mode.options[first]] * number + [mode.options[second]] * (stage.num_layers - num_full - number)
+            layers.append([*([full[second]] * num_full if full else []), *others])
+        return _Pick(mode, slowest, num_full, layers)
+
+    def make_alike(self, values: Values, recompute: frozenset[str], num_full: int | None = None) -> MemoryPlan:
+        """The plan in which all layers have the same values.
+
+        Args:
+            values: of each of LAYER_OPERATIONS.
+            recompute: what Megatron recomputes, in every layer.
+            num_full: layers of each stage that "full" takes; None is all.
+        """
+        mode = next(mode for mode in self._modes if not mode.moves and mode.recompute == recompute)
+        (option,) = make_options(self._rows, self._resident, [LayerChoice(values, recompute)])
+        number = 0
+        others = option
+        if "full" in recompute:
+            number = num_full or self.request.num_full or self.request.layers_of_stage
+            (others,) = make_options(self._rows, self._resident, [LayerChoice(values, frozenset())])
+        layers = [option] * number + [others] * (self.request.layers_of_stage - number)
+        return self._describe(mode, number, [layers] * self.request.run.pipeline_parallel)
+
+    def list_smallest(self) -> list[MemoryPlan]:
+        """The plan that needs least of each mode, of those in which all layers are alike and none sends anything."""
+        found = []
+        for mode in self._modes:
+            if not mode.moves:
+                plans = [self.make_alike(option.choice.values, mode.recompute) for option in mode.options]
+                found.append(min(plans, key=lambda plan: (plan.peak_bytes, plan.seconds)))
+        return found
+
+    def _descend(self, played: list[MemoryPlan]) -> Iterator[tuple[Mode, MemoryPlan]]:
+        """Yields plans to play where none fits by the rows, towards the one that needs least by the estimate.
+
+        Rows count what layers keep, but not what an operation's backward makes for itself, which decides once little
+        is kept. So try the smallest plan of each mode; then, from the best plan on, each value of each operation, that
+        of attention first, whose backward makes most.
+
+        Args:
+            played: all plans that were played, which grows meanwhile.
+        """
+        modes = {mode.recompute: mode for mode in self._modes if not mode.moves}
+        for plan in self.list_smallest():
+            yield modes[frozenset(plan.recompute)], plan
+        for operation in sorted(LAYER_OPERATIONS, key=lambda name: name != "attention"):
+            for value in self.values[operation]:
+                best = min(played, key=lambda plan: plan.peak_bytes)
+                recompute = frozenset(best.recompute)
+                values = replace_value(best.stages[0].choices[-1].values, operation, value)
+                if self._rows.is_possible(recompute, values):
+                    yield modes[recompute], self.make_alike(values, recompute)
+
+    def _raise_impossible(self, smallest: MemoryPlan, budget: int) -> NoReturn:
+        words = " ".join(smallest.megatron_arguments) or "no recomputation by Megatron"
+        error = NothingFitsError(
+            f"{format_bytes(budget)} a GPU are given, and the least that fits is {format_bytes(smallest.peak_bytes)}, "
+            f"{format_bytes(smallest.peak_bytes - budget)} more: {smallest.tempo.describe()}, {words}"
+            + (f"; {self.request.remedy}" if self.request.remedy else "")
+        )
+        error.least_bytes = smallest.peak_bytes
+        raise error
+
+    def _bound(self, mode: Mode, budget: int) -> float:
+        return max(mode.bound(stage, budget - stage.fixed_bytes) for stage in self._make_stages(mode))
+
+    def _make_mode(self, recompute: frozenset[str], *, moves: bool) -> Mode:
+        prices = self._prices if moves else self._resident
+        is_full = "full" in recompute
+        options = make_ladder(self._rows, prices, frozenset() if is_full else recompute, self.values)
+        if not is_full:
+            return Mode(recompute, options, (), (), moves=moves)
+        alike = make_options(self._rows, prices, [LayerChoice(each.choice.values, recompute) for each in options])
+        cheapest = min(alike, key=lambda option: (option.seconds, option.replay_bytes))
+        fulls = [alike, [cheapest] * len(alike)]
+        moved = self._rows.list_movable(alike[0].choice).get(INPUT, 0)
+        if 0 < moved <= prices.window_bytes:
+            fulls += [[option.move(INPUT, moved, prices.copy_seconds(moved)) for option in each] for each in fulls]
+        given = self.request.num_full
+        numbers = range(1, self.request.layers_of_stage + 1) if given is None else (given,)
+        return Mode(recompute, options, fulls, numbers, moves=moves)
+
+    def _make_stages(self, mode: Mode) -> list[Stage]:
+        """The stages as the search sees them, with what the estimate has corrected."""
+        run, flops, num_layers = self.request.run, self._prices.flops, self.request.layers_of_stage
+        found = []
+        for index in range(run.pipeline_parallel):
+            head_flops = count_head_flops(run) if index == run.pipeline_parallel - 1 else 0
+            # The products of a linear are two operations a token and weight.
+            tokens = run.model.seq_length * run.micro_batch_size // run.context_parallel
+            num_weights = (num_layers * flops.linears + head_flops) // (2 * tokens)
+            num_weights += num_layers * _count_idle_weights(run)
+            in_layers, at_head = self._fixed[index]
+            m = count_in_flight(run, index)
+            correction = mode.corrections[index] if mode.corrections else 0
+            found.append(
+                Stage(
+                    num_layers=num_layers,
+                    in_flight=m,
+                    fixed_bytes=in_layers + correction + m * self._rows.count_stack(mode.recompute),
+                    head_bytes=max(0, at_head - in_layers),
+                    # Backward computes two products for each of forward's.
+                    base_seconds=self._prices.seconds(
+                        3 * (num_layers * flops.total + head_flops),
+                        count_weight_bytes(num_weights, run.dtype.itemsize),
+                    ),
+                    host_bytes=self.request.host_bytes // m if mode.moves else 0,
+                )
+            )
+        return found
+
+    def _prefer_stock(self, stages: Sequence[Sequence[LayerOption]]) -> list[list[LayerOption]]:
+        """The same layers, with stock's value wherever all layers that have another one take and keep as much with
+        it."""
+        current = {option: option for options in stages for option in options}
+        self._measure_variants([option.choice for option in current])
+        for place, operation in enumerate(LAYER_OPERATIONS):
+            for value in {option.choice.values[place] for option in current.values()}:
+                group = {key: option for key, option in current.items() if option.choice.values[place] == value}
+                earlier = self.values[operation][: self.values[operation].index(value)]
+                for stock in earlier:
+                    found = {key: self._replace(option, operation, stock) for key, option in group.items()}
+                    if all(found.values()):
+                        current |= {key: option for key, option in found.items() if option is not None}
+                        break
+        return [[current[option] for option in options] for options in stages]
+
+    def _measure_variants(self, choices: Sequence[LayerChoice]) -> None:
+        """Measure together what each choice keeps with other values of single operations."""
+        by_mode = collections.defaultdict[frozenset[str], list[Values]](list)
+        for choice, operation in itertools.product(choices, LAYER_OPERATIONS):
+            for value in self.values[operation][:-1]:
+                by_mode[choice.recompute].append(replace_value(choice.values, operation, value))
+        for recompute, values in by_mode.items():
+            self._rows.count(recompute, values)
+
+    def _replace(self, option: LayerOption, operation: str, value: str) -> LayerOption | None:
+        """The option with another value; None where it is not possible, or is in anything worse or another one."""
+        values = replace_value(option.choice.values, operation, value)
+        choice = dataclasses.replace(option.choice, values=values)
+        if not self._rows.is_possible(choice.recompute, values):
+            return None
+        (found,) = make_options(self._rows, self._resident, [choice])
+        if option.moved_bytes:
+            if self._rows.list_movable(choice) != self._rows.list_movable(option.choice):
+                return None
+            found = found.move(option.choice.offload, option.moved_bytes, option.copy_seconds)
+        is_alike = found.kept_bytes <= option.kept_bytes and found.replay_bytes <= option.replay_bytes
+        return found if is_alike and found.seconds <= option.seconds * (1 + 1e-12) else None
+
+    def _describe(self, mode: Mode, num_full: int, stages: Sequence[Sequence[LayerOption]]) -> MemoryPlan:
+        recompute = tuple(sorted(mode.recompute))
         words: tuple[str, ...] = ()
-        if solution.num_full:
-            words = ("full", "--recompute-method", "block", "--recompute-num-layers", str(solution.num_full))
+        if num_full:
+            words = ("full", "--recompute-method", "block", "--recompute-num-layers", str(num_full))
         elif recompute:
-            words = ("selective", "--recompute-modules", *sorted(recompute))
-        pairs = zip(mode.stages, solution.stages, strict=True)
+            words = ("selective", "--recompute-modules", *recompute)
+        pairs = [*zip(self._make_stages(mode), map(stay_at_end, stages), strict=True)]
         return MemoryPlan(
-            recompute=tuple(sorted(recompute)),
-            num_full=solution.num_full,
-            block=_write_block([choice for stage in solution.stages for choice in stage.names], self._loss),
+            recompute=recompute,
+            num_full=num_full,
+            block=_write_block([option.choice for _, options in pairs for option in options], self._loss),
             megatron_arguments=("--recompute-granularity", *words) if words else (),
-            stages=tuple(self._describe_stage(number, recompute, *pair) for number, pair in enumerate(pairs)),
+            stages=tuple(self._describe_stage(number, mode, num_full, *pair) for number, pair in enumerate(pairs)),
         )
 
     def _describe_stage(
-        self, number: int, recompute: frozenset[str], stage: BareStage, found: StageChoice[LayerChoice]
+        self, number: int, mode: Mode, num_full: int, stage: Stage, options: Sequence[LayerOption]
     ) -> StagePlan:
-        configs = [(choice.recompute, choice.make_config()) for choice in found.names]
-        moved = found.host_bytes // stage.in_flight
+        moved = sum(option.moved_bytes for option in options)
+        added = sum(option.seconds for option in options)
         return StagePlan(
             layers=range(number * stage.num_layers, (number + 1) * stage.num_layers),
-            choices=found.names,
+            choices=tuple(option.choice for option in options),
             in_flight=stage.in_flight,
-            peak_bytes=found.peak_bytes,
-            kept_bytes=self._measure_rows(recompute).stack_bytes
-            + sum(self._measure_rows(of_layer).count(config) for of_layer, config in configs)
-            - moved,
-            recomputed_flops=sum(count_recomputed_flops(self._flops, *each) for each in configs),
-            seconds=found.cost / _FEMTO,
-            added_seconds=(found.cost - stage.base_cost) / _FEMTO,
-            moved_bytes=moved,
-            host_bytes=found.host_bytes,
-        )
-
-    def _make_mode(self, recompute: frozenset[str]) -> RecomputeMode[LayerChoice]:
-        stages = tuple(self._make_stage(index, recompute) for index in range(self._problem.run.pipeline_parallel))
-        if "full" in recompute:
-            return RecomputeMode(
-                self._list_options(frozenset()), stages, self._list_options(recompute), self._problem.num_full
-            )
-        return RecomputeMode(self._list_options(recompute), stages)
-
-    def _make_stage(self, index: int, recompute: frozenset[str]) -> BareStage:
-        problem = self._problem
-        num_layers, num_stages = problem.layers_of_stage, problem.run.pipeline_parallel
-        head_flops = problem.head_flops if index == num_stages - 1 else 0
-        # Backward computes two products for each of forward's.
-        flops = 3 * (num_layers * self._flops.total + head_flops)
-        # The products of a linear are two operations a token and weight.
-        tokens = problem.run.model.seq_length * problem.run.micro_batch_size
-        num_weights = (num_layers * self._flops.linears + head_flops) // (2 * tokens)
-        num_weights += num_layers * self._flops.more_weights
-        in_flight = count_in_flight(problem.run, index)
-        fixed = problem.fixed_bytes[self._loss][index]
-        correction = problem.corrections[index] if problem.corrections else 0
-        return BareStage(
-            num_layers=num_layers,
-            in_flight=in_flight,
-            fixed_bytes=fixed.in_layers + correction + in_flight * self._measure_rows(recompute).stack_bytes,
-            base_cost=convert_to_femtoseconds(
-                problem.gpu,
-                problem.run.dtype,
-                flops=flops,
-                moved_bytes=count_weight_bytes(num_weights, problem.run.dtype.itemsize),
+            peak_bytes=count_peak(stage, options, num_full),
+            kept_bytes=self._rows.count_stack(mode.recompute) + sum(option.kept_bytes for option in options),
+            recomputed_flops=sum(
+                count_recomputed_flops(self._prices.flops, each.choice.recompute, each.choice.make_config())
+                for each in options
             ),
-            head_bytes=max(0, fixed.at_head - fixed.in_layers),
-            host_bytes=problem.host_bytes,
+            seconds=stage.base_seconds + added,
+            added_seconds=added,
+            moved_bytes=moved,
+            host_bytes=stage.in_flight * moved,
         )
 
-    def _list_options(self, recompute: frozenset[str]) -> tuple[LayerOption[LayerChoice], ...]:
-        values = (self._problem.values.get(name, ("off",)) for name in LAYER_OPERATIONS)
-        possible = self._measure_rows(recompute).rows
-        choices = (each for each in itertools.product(*values) if each in possible)
-        return tuple(
-            option for each in choices for option in self._add_moving(self._make_option(LayerChoice(each, recompute)))
-        )
+    def _read_fixed(self) -> tuple[str, list[tuple[int, int]]]:
+        """The form of the loss head, and what the request gives each stage.
 
-    def _add_moving(self, option: LayerOption[LayerChoice]) -> Iterator[LayerOption[LayerChoice]]:
-        """The option, and the same layer with some of its rows on the host."""
-        yield option
-        problem, choice = self._problem, option.name
-        if not problem.host_bytes:
-            return
-        window = count_window_bytes(problem.gpu, problem.run.dtype, self._flops.total)
-        rows = self._measure_rows(choice.recompute).list_movable(choice.values)
-        for offload, num_bytes in choose_rows_to_move(rows, window).items():
-            moved = convert_to_femtoseconds(problem.gpu, problem.run.dtype, moved_bytes=2 * num_bytes)
-            yield dataclasses.replace(
-                option,
-                name=dataclasses.replace(choice, offload=offload),
-                kept_bytes=option.kept_bytes - num_bytes,
-                cost=option.cost + moved,
-                moved_bytes=num_bytes,
-                resident=option,
+        Raises ValueError unless there is one size, or one for each stage.
+        """
+        sizes, num_stages = self.request.fixed_sizes, self.request.run.pipeline_parallel
+        if len(sizes) not in (1, num_stages):
+            raise ValueError(
+                f"--fixed-memory has {len(sizes)} sizes; expected one, or one for each of {num_stages} stages"
             )
+        sizes = sizes * num_stages if len(sizes) == 1 else sizes
+        return self.values["loss"][0], [(size, size) for size in sizes]
 
-    def _make_option(self, choice: LayerChoice) -> LayerOption[LayerChoice]:
-        problem, config = self._problem, choice.make_config()
-        is_full, rows = "full" in choice.recompute, self._measure_rows(frozenset())
-        kept = self._measure_rows(choice.recompute).count(config)
-        # Backward runs the MLP's first linear again, and attention when the MLP has been differentiated, so that never
-        # both results exist. In a layer that Megatron recomputes Tempo recomputes neither.
-        attention = "flash" if config.attention == "recompute" else config.attention
-        with_mlp = dataclasses.replace(config, linear_fc1="off")
-        with_attention = dataclasses.replace(with_mlp if is_full else config, linear_qkv="off", attention=attention)
-        without = max(rows.count(each) for each in (with_mlp, with_attention))
-        cost = convert_to_femtoseconds(
-            problem.gpu,
-            problem.run.dtype,
-            flops=count_recomputed_flops(self._flops, choice.recompute, config),
-            moved_bytes=count_moved_bytes(problem.run, config, choice.recompute),
+    def _estimate_fixed(self) -> tuple[str, list[tuple[int, int]]]:
+        """The form of the loss head with which the last stage needs less; and for each stage what the estimates of a
+        reference run count beyond what its layers keep, in a layer's backward and in the loss head.
+
+        There are two such estimates, without recomputation and with full recomputation. Each peak is the higher of two
+        moments: in the loss head, and in a layer's backward, where a recomputed layer exists once more.
+        """
+        known: dict[str, Any] = {name: value for name, value in _REFERENCE.items() if value in self.values[name]}
+        reference = dataclasses.replace(TempoConfig.off(), **known)
+        values = tuple(getattr(reference, name) for name in LAYER_OPERATIONS)
+        forms = {form: dataclasses.replace(reference, loss=form) for form in self.values["loss"]}
+        loss = min(forms, key=lambda form: self._estimate(forms[form], (), None, False)[-1].peak_bytes)
+
+        def count_around(recompute: tuple[str, ...]) -> list[int]:
+            modules, run = frozenset(recompute), self.request.run
+            (of_layer,) = self._rows.count(modules, [values])
+            kept = self.request.layers_of_stage * of_layer + self._rows.count_stack(modules)
+            ranks = self._estimate(forms[loss], recompute, None, False)
+            return [rank.peak_bytes - count_in_flight(run, stage) * kept for stage, rank in enumerate(ranks)]
+
+        (again,) = self._rows.count(frozenset(), [values])
+        peaks = zip(count_around(()), count_around(("full",)), strict=True)
+        return loss, [(min(plain, full - again), plain) for plain, full in peaks]
+
+    def _estimate_once(
+        self, tempo: TempoConfig, recompute: tuple[str, ...], num_layers: int | None, counts_reserved: bool
+    ) -> tuple[RankEstimate, ...]:
+        run = dataclasses.replace(self.request.run, tempo=tempo, recompute=recompute, recompute_num_layers=num_layers)
+        found = estimate_ranks(run, simulates_allocator=counts_reserved)
+        self._note_estimate()
+        return found
+
+
+def _read_values(run: Run) -> dict[str, Values]:
+    """Operation, the loss among them -> the values among which a plan chooses, stock's first, as what was written
+    leaves them.
+
+    Raises ValueError where the planner does not know the model, or it cannot have a value that was written.
+    """
+    if run.model.family == "t5":
+        raise ValueError("the planner does not support T5; give a GPT or a BERT")
+    if run.tempo.layers:
+        raise ValueError(
+            "tempo.layers is given, and a plan gives the layers their values; leave it out, or leave the budget out"
         )
-        return LayerOption(choice, kept, cost, without if is_full else max(0, without - kept))
+    refuse_written(describe_parts(build_transformer_config(run.model, dtype=run.dtype), run), run.tempo)
+    written = {name: getattr(run.tempo, name) for name in CHOICES}
+    return {name: found if written[name] == "auto" else (written[name],) for name, found in list_values(run).items()}
+
+
+def _count_idle_weights(run: Run) -> int:
+    """Weights of a rank's experts in one layer beyond those that the products of one token read; perhaps below 0."""
+    experts = run.experts
+    if experts is None:
+        return 0
+    local = experts.num_experts // experts.expert_parallel * experts.ffn_hidden_size // experts.tensor_parallel
+    routed = experts.per_token * experts.ffn_hidden_size // run.tensor_parallel
+    return (3 if run.model.is_gated else 2) * run.model.hidden_size * (local - routed)
 
 
 def _write_block(layers: Sequence[LayerChoice], loss: str) -> dict[str, Any]:

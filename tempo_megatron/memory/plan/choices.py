@@ -1,0 +1,481 @@
+"""The ladder of choices for one layer: what it keeps for backward, and what this costs.
+
+The bytes are measured: one model on tensors without memory gets layers of different choices, and the ledger's rows of
+each are read. The time is a price: products that run again over the GPU's rate, and bytes that elementwise work moves
+beyond stock over its bandwidth. Tempo's operations repeat products in linears and attention that run again only, as
+Megatron's recomputation does; the others compute elementwise results again, or read one tensor in place of another. A
+choice that moves fewer bytes than stock counts as free, never as a gain. Collectives that are repeated are not counted.
+
+Most of the up to 288 choices need no measurement, because another one costs no more and keeps no more: the values of an
+operation are ordered by what they keep (`LADDER`), and where a value further down has the same price it is taken. What
+remains is measured and pruned to the choices that no other one matches in bytes, time, and bytes made again.
+
+What a layer sends to the host has to be there when the next layer's forward ends, and to be back when the next layer's
+backward does, or they would wait. These windows are the time of the products alone, so with rates of a data sheet,
+which no program reaches, they are shorter than they will be.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tempo_kernels.offload import MIN_BYTES
+from tempo_megatron.memory.kept.attribution import name_row, sum_rows
+from tempo_megatron.memory.plan.flops import LayerFlops, count_inner, count_layer_flops
+from tempo_megatron.memory.plan.gpu import Gpu
+from tempo_megatron.memory.routing import assume_fullest
+from tempo_megatron.memory.run import Run
+from tempo_megatron.memory.simulated.chunk import STACKS_OF_FAMILIES, describe_parts, record_chunk
+from tempo_megatron.models.build import DTYPES, build_transformer_config
+from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
+from tempo_megatron.settings.operations import CHOICES, INPUT, LEDGER_ROWS, OFFLOAD_ROWS, find_offload_row
+from tempo_megatron.slots.choose import find_refusal
+from tempo_megatron.slots.layer_spec import keeps_copies
+
+Values = tuple[str, ...]
+"""The value of each of LAYER_OPERATIONS, never "auto"."""
+Rows = Mapping[str, int]
+"""Row of the ledger -> bytes; what of it is too small for offload is a row of its own."""
+LADDER = {
+    "activation": ("off", "inplace", "recompute"),
+    "dropout": ("off", "recompute"),
+    "attention": ("off", "softmax", "flash", "recompute"),
+    "linear_fc1": ("off", "recompute"),
+    "linear_qkv": ("off", "recompute"),
+    "moe_permute": ("off", "recompute", "repeat"),
+}
+"""Operation -> its values, of which each keeps no more than those before it. Norms have no such order: with a
+recomputed MLP one that is recomputed keeps more than one in place."""
+_WRITTEN_ONLY = {"moe_permute": "repeat", "linear_fc1": "tile"}
+"""Operation -> the value that no plan chooses by itself."""
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Ends the name of the part of a row whose storages no offload moves.
+_SMALL = ", small"
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerChoice:
+    """One way to run a layer."""
+
+    values: Values
+    recompute: frozenset[str]
+    """What Megatron recomputes of the layer."""
+    offload: str = "off"
+    """Which of its rows go to the host: "all", or names of OFFLOAD_ROWS joined by "+"."""
+
+    def list_values(self) -> dict[str, str]:
+        return dict(zip(LAYER_OPERATIONS, self.values, strict=True))
+
+    def make_config(self) -> TempoConfig:
+        return TempoConfig.from_dict({**self.list_values(), "loss": "off"})
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerOption:
+    """A choice, and what it takes for one micro batch."""
+
+    choice: LayerChoice
+    kept_bytes: int
+    """On the device from forward to backward."""
+    seconds: float
+    """Beyond the products of forward and backward."""
+    replay_bytes: int
+    """That its recomputation has made again when its backward begins."""
+    moved_bytes: int = 0
+    """On the host from forward to backward, beside `kept_bytes`."""
+    copy_seconds: float = 0.0
+    """Of `seconds`, what these take of the device's bandwidth."""
+
+    def move(self, offload: str, moved_bytes: int, copy_seconds: float) -> LayerOption:
+        """The same layer, with these of the bytes that it keeps on the host."""
+        return LayerOption(
+            dataclasses.replace(self.choice, offload=offload),
+            self.kept_bytes - moved_bytes,
+            self.seconds + copy_seconds,
+            self.replay_bytes,
+            moved_bytes,
+            copy_seconds,
+        )
+
+    def stay(self) -> LayerOption:
+        """The same layer with nothing on the host."""
+        kept, seconds = self.kept_bytes + self.moved_bytes, self.seconds - self.copy_seconds
+        return LayerOption(dataclasses.replace(self.choice, offload="off"), kept, seconds, self.replay_bytes)
+
+
+def list_values(run: Run) -> dict[str, Values]:
+    """Operation -> the values among which a plan chooses, "off" first: those that a model can have, and that the
+    estimate knows. Two are chosen only where they are written: tokens that are sent again, whose price takes a rate of
+    the network, and the MLP in tiles, which keeps what a recomputed one does."""
+    config = describe_parts(build_transformer_config(run.model, dtype=run.dtype), run)
+    is_unknown = {"attention": run.latent_attention is not None, "linear_fc1": run.experts is not None}
+    return {
+        name: tuple(
+            value
+            for value in sorted(choices, key=lambda value: value != "off")
+            if value == "off"
+            or (
+                value not in ("auto", _WRITTEN_ONLY.get(name))
+                and not is_unknown.get(name)
+                and find_refusal(name, value, config) is None
+            )
+        )
+        for name, choices in CHOICES.items()
+    }
+
+
+class LayerRows:
+    """What a layer of a run's model keeps with any choice, measured when it is asked for.
+
+    In a model of experts it is a layer with them.
+
+    Args:
+        run: one of `_keep_layer`.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._rows: dict[tuple[frozenset[str], Values], Rows] = {}
+        self._stack_bytes: dict[frozenset[str], int] = {}
+        (stack,) = STACKS_OF_FAMILIES[run.model.family]
+        self._movable = {
+            name_row(row, run.model.activation): name
+            for row in LEDGER_ROWS
+            if row.stack == stack and (name := find_offload_row(row)) is not None
+        }
+
+    def measure(self, recompute: frozenset[str], choices: Iterable[Values]) -> list[Rows]:
+        """The rows of each choice with this recomputation by Megatron.
+
+        Raises ValueError where torch.distributed is already initialised.
+        """
+        # A layer that is recomputed as a whole keeps its input, whatever its values are.
+        asked = [("off",) * len(LAYER_OPERATIONS) if "full" in recompute else each for each in choices]
+        unknown = [each for each in dict.fromkeys(asked) if (recompute, each) not in self._rows]
+        if unknown:
+            found, stack = _measure_layers(dataclasses.replace(self._run, recompute=tuple(sorted(recompute))), unknown)
+            self._rows |= {(recompute, each): rows for each, rows in zip(unknown, found, strict=True)}
+            self._stack_bytes[recompute] = stack
+        return [self._rows[recompute, each] for each in asked]
+
+    def count(self, recompute: frozenset[str], choices: Iterable[Values]) -> list[int]:
+        """Bytes of a layer of each choice.
+
+        A projection that runs again saves nothing where stock attention keeps copies of q, k and v. The slots refuse
+        both together, so this counts the projection as stock.
+        """
+        possible = [
+            each if self.is_possible(recompute, each) else replace_value(each, "linear_qkv", "off") for each in choices
+        ]
+        return [sum(rows.values()) for rows in self.measure(recompute, possible)]
+
+    def count_stack(self, recompute: frozenset[str]) -> int:
+        """What the layers of a stage keep together: with full recomputation the angles of rotary embeddings."""
+        if recompute not in self._stack_bytes:
+            self.measure(recompute, [("off",) * len(LAYER_OPERATIONS)])
+        return self._stack_bytes[recompute]
+
+    def list_movable(self, choice: LayerChoice) -> dict[str, int]:
+        """One of OFFLOAD_ROWS -> the bytes that a layer can send to the host by that name."""
+        found: collections.Counter[str] = collections.Counter()
+        (rows,) = self.measure(choice.recompute, [choice.values])
+        for title, num_bytes in rows.items():
+            if title in self._movable:
+                found[self._movable[title]] += num_bytes
+        return dict(found)
+
+    def is_possible(self, recompute: frozenset[str], choice: Values) -> bool:
+        """Whether the slots take a choice: stock attention may keep copies of what its projection would run again."""
+        values = dict(zip(LAYER_OPERATIONS, choice, strict=True))
+        if values["attention"] != "off" or values["linear_qkv"] == "off" or "core_attn" in recompute:
+            return True
+        run = self._run
+        is_grouped = run.model.num_query_groups != run.model.num_attention_heads
+        return not keeps_copies(is_megatrons=run.stock != "transformer_engine", is_grouped=is_grouped)
+
+
+def measure_rows(run: Run) -> LayerRows:
+    """The rows of the layers of a run's model on one rank, whatever its recomputation and its values are."""
+    return _make_rows(_keep_layer(run))
+
+
+@functools.lru_cache(maxsize=64)
+def _make_rows(run: Run) -> LayerRows:
+    return LayerRows(run)
+
+
+def measure_stock_layer(run: Run) -> Rows:
+    """Measure the rows of a stock layer of a run's model, without recomputation.
+
+    Raises ValueError where torch.distributed is already initialised.
+    """
+    (rows,) = measure_rows(run).measure(frozenset(), [("off",) * len(LAYER_OPERATIONS)])
+    found: collections.Counter[str] = collections.Counter()
+    for title, num_bytes in rows.items():
+        found[title.removesuffix(_SMALL)] += num_bytes
+    return dict(found)
+
+
+def _keep_layer(run: Run) -> Run:
+    """A Run of the fields on which the bytes of a layer depend, so that runs with equal layers are equal."""
+    # The tokens of the stage that has most: what is returned has neither stages nor a vocabulary.
+    experts = assume_fullest(run).experts
+    written: dict[str, Any] = {
+        name: value for name, value in _WRITTEN_ONLY.items() if getattr(run.tempo, name) == value
+    }
+    return Run(
+        model=dataclasses.replace(
+            run.model, num_layers=1, vocab_size=1, seq_length=run.model.seq_length // run.context_parallel
+        ),
+        tempo=dataclasses.replace(TempoConfig.off(), **written),
+        experts=experts and dataclasses.replace(experts, layers=(True,)),
+        latent_attention=run.latent_attention,
+        tensor_parallel=run.tensor_parallel,
+        context_parallel=run.context_parallel,
+        sequence_parallel=run.sequence_parallel,
+        micro_batch_size=run.micro_batch_size,
+        dtype=run.dtype,
+        stock=run.stock,
+        stock_attention=run.stock_attention,
+        masked_softmax_fusion=run.masked_softmax_fusion,
+    )
+
+
+def _measure_layers(run: Run, choices: Sequence[Values]) -> tuple[list[Rows], int]:
+    """The rows of one layer of each choice, and the bytes that the layers keep together."""
+    layers = {str(place): dict(zip(LAYER_OPERATIONS, choice, strict=True)) for place, choice in enumerate(choices)}
+    model = dataclasses.replace(run.model, num_layers=len(choices))
+    experts = run.experts and dataclasses.replace(run.experts, layers=(True,) * len(choices))
+    tempo = dataclasses.replace(TempoConfig.off(), layers=layers)
+    by_layer, rest = record_chunk(dataclasses.replace(run, model=model, experts=experts, tempo=tempo))
+    (stack,) = STACKS_OF_FAMILIES[model.family]
+    found: list[Rows] = []
+    for place in range(len(choices)):
+        rows: dict[str, int] = {}
+        for is_small, suffix in ((False, ""), (True, _SMALL)):
+            part = [storage for storage in by_layer[stack, place] if (storage.num_bytes < MIN_BYTES) == is_small]
+            summed = sum_rows(part, (model.seq_length,), model.activation)
+            rows |= {row.operation + suffix: row.num_bytes for row in summed}
+        found.append(rows)
+    # The rest is the mask, which belongs to the micro batch.
+    return found, sum(storage.num_bytes for storage in rest if storage.operation == stack)
+
+
+def replace_value(values: Values, operation: str, value: str) -> Values:
+    place = LAYER_OPERATIONS.index(operation)
+    return (*values[:place], value, *values[place + 1 :])
+
+
+class LayerPrices:
+    """The time of the choices for a layer of a run on a GPU, for one micro batch.
+
+    Args:
+        run: model, layout and micro batch.
+        gpu: rates.
+        moves: whether the plan may send something to the host.
+
+    Raises ValueError where something is sent and nothing says how fast the link is.
+    """
+
+    def __init__(self, run: Run, gpu: Gpu, *, moves: bool = False) -> None:
+        self._run, self._gpu = run, gpu
+        self.flops = count_layer_flops(run)
+        self.window_bytes = count_window_bytes(gpu, self.seconds(self.flops.total)) if moves else 0
+
+    def seconds(self, flops: int, moved_bytes: int = 0) -> float:
+        """The time of products and then of elementwise work."""
+        rate = self._gpu.matmul_flops_per_second[_DTYPE_NAMES[self._run.dtype]]
+        return flops / rate + moved_bytes / self._gpu.bytes_per_second
+
+    def copy_seconds(self, num_bytes: int) -> float:
+        """What the device's memory takes for a copy to the host and one back."""
+        return self.seconds(0, 2 * num_bytes)
+
+    def price(self, choice: LayerChoice) -> float:
+        """What a choice adds to forward and backward of a layer, without its copies to the host."""
+        config = choice.make_config()
+        return self.seconds(
+            count_recomputed_flops(self.flops, choice.recompute, config),
+            count_moved_bytes(self._run, config, choice.recompute),
+        )
+
+
+def make_ladder(
+    rows: LayerRows, prices: LayerPrices, recompute: frozenset[str], values: Mapping[str, Sequence[str]]
+) -> list[LayerOption]:
+    """The undominated options of a layer with this recomputation by Megatron, of those with these values, by ascending
+    time; of equal ones the first stays."""
+    possible = {
+        each: prices.price(LayerChoice(each, recompute))
+        for each in itertools.product(*(values.get(name, ("off",)) for name in LAYER_OPERATIONS))
+        if rows.is_possible(recompute, each)
+    }
+    taken = [LayerChoice(each, recompute) for each in possible if not _is_matched(each, possible, values)]
+    options = [each for option in make_options(rows, prices, taken) for each in _add_moving(option, rows, prices)]
+    found: list[LayerOption] = []
+    for option in sorted(options, key=_list_figures):
+        if not any(all(map(float.__le__, _list_figures(other), _list_figures(option))) for other in found):
+            found.append(option)
+    return found
+
+
+def _is_matched(choice: Values, possible: Mapping[Values, float], values: Mapping[str, Sequence[str]]) -> bool:
+    """Whether a value further down the ladder, of one operation, has no higher price."""
+    for operation, value in zip(LAYER_OPERATIONS, choice, strict=True):
+        ladder = LADDER.get(operation, ())
+        further = ladder[ladder.index(value) + 1 :] if value in ladder else ()
+        for other in further:
+            lower = replace_value(choice, operation, other)
+            if other in values.get(operation, ()) and possible.get(lower, float("inf")) <= possible[choice]:
+                return True
+    return False
+
+
+def _list_figures(option: LayerOption) -> tuple[float, float, float, float]:
+    return option.seconds, float(option.kept_bytes), float(option.replay_bytes), float(option.moved_bytes)
+
+
+def make_options(rows: LayerRows, prices: LayerPrices, choices: Sequence[LayerChoice]) -> list[LayerOption]:
+    """Measure and price choices of one kind of recomputation, without offload."""
+    if not choices:
+        return []
+    recompute, plain = choices[0].recompute, frozenset[str]()
+    kept = rows.count(recompute, [each.values for each in choices])
+    # Backward runs the MLP's first linear again, and attention when the MLP has been differentiated, so that never both
+    # results exist. In a layer that Megatron recomputes Tempo recomputes neither.
+    with_mlp = [replace_value(each.values, "linear_fc1", "off") for each in choices]
+    with_attention = [
+        replace_value(mlp if "full" in recompute else each.values, "linear_qkv", "off")
+        for each, mlp in zip(choices, with_mlp, strict=True)
+    ]
+    with_attention = [
+        replace_value(each, "attention", "flash") if each[LAYER_OPERATIONS.index("attention")] == "recompute" else each
+        for each in with_attention
+    ]
+    without = list(map(max, rows.count(plain, with_mlp), rows.count(plain, with_attention)))
+    return [
+        LayerOption(each, num_bytes, prices.price(each), whole if "full" in recompute else max(0, whole - num_bytes))
+        for each, num_bytes, whole in zip(choices, kept, without, strict=True)
+    ]
+
+
+def _add_moving(option: LayerOption, rows: LayerRows, prices: LayerPrices) -> Iterator[LayerOption]:
+    """The option, and the same layer with some of its rows on the host."""
+    yield option
+    if not prices.window_bytes:
+        return
+    for offload, num_bytes in choose_rows_to_move(rows.list_movable(option.choice), prices.window_bytes).items():
+        yield option.move(offload, num_bytes, prices.copy_seconds(num_bytes))
+
+
+def choose_rows_to_move(rows: Mapping[str, int], window_bytes: int) -> dict[str, int]:
+    """Values of `offload` -> what a layer with these movable rows sends: the largest sets of rows that fit the window,
+    half of it and a quarter of it; none of 0 bytes, and no size twice.
+
+    Of sets of one size the one with fewer rows, the larger rows first, is taken.
+    """
+    names = sorted((name for name in rows if rows[name]), key=lambda name: (-rows[name], OFFLOAD_ROWS.index(name)))
+    sets: dict[int, tuple[str, ...]] = {}
+    for number in range(1, len(names) + 1):
+        for chosen in itertools.combinations(names, number):
+            sets.setdefault(sum(rows[name] for name in chosen), chosen)
+    found = {}
+    for size in sorted({max((s for s in sets if s <= window_bytes // part), default=0) for part in (1, 2, 4)} - {0}):
+        is_all = len(sets[size]) == len(names) and sets[size] != (INPUT,)
+        found["all" if is_all else "+".join(sorted(sets[size], key=OFFLOAD_ROWS.index))] = size
+    return found
+
+
+def count_window_bytes(gpu: Gpu, layer_seconds: float) -> int:
+    """The bytes that a layer can send to the host in the next layer's forward, of `layer_seconds`, and get back in its
+    backward, which computes two products for each of forward's, while all GPUs that share an uplink copy.
+
+    Raises ValueError where nothing says how fast the link is.
+    """
+    if gpu.host_link is None:
+        raise ValueError(
+            f"--host-memory is given, and the file of {gpu.title} has no host_link, the rates to the host's memory; "
+            "write it as in configs/gpu/h100.json, or measure it with tempo-megatron bench --calibrate"
+        )
+    to_host, to_gpu = gpu.host_link.share()
+    return int(min(layer_seconds * to_host, 2 * layer_seconds * to_gpu))
+
+
+def count_recomputed_flops(flops: LayerFlops, recompute: frozenset[str], config: TempoConfig) -> int:
+    """FLOPs that Megatron's recomputation of a layer and Tempo's repeat. Nothing is computed a third time."""
+    if "full" in recompute:
+        return flops.total
+    found = flops.linear_qkv * (config.linear_qkv == "recompute")
+    found += flops.core_attention * ("core_attn" in recompute or config.attention == "recompute")
+    found += flops.up_projections * ("mla_up_proj" in recompute)
+    of_mlp = {"recompute": flops.linear_fc1, "tile": flops.mlp}.get(config.linear_fc1, 0)
+    return found + (flops.mlp if recompute & {"mlp", "moe"} else of_mlp)
+
+
+def count_moved_bytes(run: Run, config: TempoConfig, recompute: frozenset[str]) -> int:
+    """Bytes that elementwise work of one layer reads and writes beyond stock, per micro batch on one rank.
+
+    Args:
+        run: model, layout and micro batch.
+        config: the layer's values, without "auto".
+        recompute: what Megatron recomputes of the layer.
+    """
+    shape = run.model
+    t, tokens, element_bytes = run.tensor_parallel, shape.seq_length * run.micro_batch_size, run.dtype.itemsize
+    tokens //= run.context_parallel
+    # With sequence parallelism a rank has only its part of the tokens outside of attention and MLP.
+    hidden = tokens // (t if run.sequence_parallel else 1) * shape.hidden_size * element_bytes
+    num_elements = tokens * (count_inner(run) // t)
+    y = num_elements * element_bytes
+    x = 2 * y if shape.is_gated else y
+    moved = 0
+    if config.linear_fc1 in ("recompute", "tile"):
+        # A recomputed MLP is counted below.
+        moved += 0 if recompute & {"mlp", "full"} else x + y
+    elif config.activation == "recompute":
+        moved += 0 if "moe" in recompute else x + y
+    elif config.activation == "inplace" and shape.activation == "gelu":
+        # A bit per element is written and read. The output is read instead of the input, which costs nothing more.
+        moved += 2 * (-(-num_elements // 8))
+    # Each of a token's experts has a copy of it.
+    copies = run.experts.per_token * hidden if run.experts is not None else 0
+    if config.moe_permute != "off" and not recompute & {"moe", "full"}:
+        moved += 2 * copies
+    if config.norm == "recompute":
+        moved += 2 * (2 * hidden)
+    elif config.norm == "inplace":
+        num_statistics = 2 if shape.normalization == "LayerNorm" else 1
+        moved += 2 * (2 * 4 * num_statistics * shape.hidden_size)
+    if "full" not in recompute:
+        heads = (shape.num_attention_heads + shape.num_query_groups) // t
+        queries_and_keys = tokens * heads * shape.kv_channels * element_bytes
+        # With norms of their own they are normalised and rotated again, also where the projection is not repeated.
+        is_normalised = config.norm == "recompute" and shape.qk_layernorm and config.attention != "off"
+        is_rotated = config.linear_qkv == "recompute" or is_normalised
+        # Once more for their statistics, which are not kept.
+        moved += 2 * 2 * queries_and_keys * is_normalised
+        moved += 2 * queries_and_keys * (is_rotated and shape.position_embedding_type == "rope")
+    if config.attention == "softmax":
+        # Backward reads the softmax's output and writes its dropout again.
+        scores = tokens * shape.num_attention_heads // t * shape.seq_length * element_bytes
+        moved += 2 * scores if shape.attention_dropout > 0 else 0
+    # Elementwise work that runs again with the products around it.
+    if "full" in recompute:
+        # Two norms, and two sums of an output and the residual.
+        moved += 2 * (2 * hidden) + 2 * (3 * hidden) + x + y + 2 * 2 * copies
+    elif recompute & {"mlp", "moe"}:
+        # Copies are made, and added up again.
+        moved += x + y + 2 * 2 * copies
+    return moved
+
+
+def count_weight_bytes(num_weights: int, element_bytes: int) -> int:
+    """Bytes that a micro batch of any size moves: forward and backward read each weight, and backward adds its gradient
+    to a float32 sum."""
+    return num_weights * (2 * element_bytes + 2 * 4)
