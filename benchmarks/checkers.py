@@ -75,10 +75,11 @@ def replace_kernels(take: Callable[[Any], None], with_assembler: bool = True) ->
         for module in pkgutil.walk_packages(tempo_kernels.__path__, "tempo_kernels."):
             if not module.name.rpartition(".")[2].startswith("kernel"):
                 continue
-            names = vars(importlib.import_module(module.name))
+            loaded = importlib.import_module(module.name)
+            names = vars(loaded)
             for name, value in list(names.items()):
                 if name.endswith("_kernel") and hasattr(value, "arg_names"):
-                    patches.enter_context(mock.patch.dict(names, {name: ahead_of_time.Recorder(value, take)}))
+                    patches.enter_context(mock.patch.object(loaded, name, ahead_of_time.Recorder(value, take)))
             if "IS_COMPILED" in names and not with_assembler:  # for good, as compiled kernels remember what it was
                 names["IS_COMPILED"] = type(names["IS_COMPILED"])(False)
         for name, answer in answers.items():

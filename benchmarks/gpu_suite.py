@@ -2,6 +2,7 @@
 
 python benchmarks/gpu_suite.py first --output FOLDER      # the same with --resume FOLDER goes on
 python benchmarks/gpu_suite.py first --dry-run            # the plan, then all of it at a tiny size on a CPU
+python benchmarks/gpu_suite.py first --dry-run --interpret # the same; Triton's interpreter runs the kernels
 python benchmarks/gpu_suite.py first --compile-only       # fills build/gpu_cache, which can be carried to the GPU
 python benchmarks/gpu_suite.py report FOLDER              # tables, and what has to be changed
 python benchmarks/gpu_suite.py predict                    # benchmarks/gpu/predicted.json, on any machine
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import re
 import shutil
 import sys
@@ -48,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_first(args: argparse.Namespace) -> int:
     is_gpu = torch.cuda.is_available()
+    if args.interpret and not args.dry_run:
+        print("gpu_suite: --interpret runs kernels on a CPU; give it with --dry-run", file=sys.stderr)
+        return 2
     if args.compile_only:
         print(plan.compile_ahead(plan.Options("cuda", Path(), args.arch))["answer"])
         packed = Path(shutil.make_archive(str(plan.CACHE), "gztar", plan.CACHE))
@@ -61,7 +66,9 @@ def run_first(args: argparse.Namespace) -> int:
     if args.resume is None:
         (folder / "first.jsonl").unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
-    options = plan.Options("cpu" if args.dry_run else "cuda", folder, args.arch, args.wheels)
+    options = plan.Options("cpu" if args.dry_run else "cuda", folder, args.arch, args.wheels, args.interpret)
+    if args.interpret:
+        os.environ["TRITON_INTERPRET"] = "1"  # for the process that runs the steps
     on_gpu, steps = plan.list_steps(options._replace(device="cuda")), plan.list_steps(options)
     print(*plan.describe(on_gpu, args.seconds), sep="\n", flush=True)
     about = {"device": torch.cuda.get_device_name() if is_gpu else "cpu", "cuda": torch.version.cuda}
@@ -85,9 +92,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     first.add_argument("--output", type=Path, help="folder for the results (default: benchmarks/results/DEVICE)")
     first.add_argument("--resume", type=Path, metavar="FOLDER", help="run what this folder has no answer for yet")
     first.add_argument("--seconds", type=float, default=SECONDS, help="in which it ends (default %(default)s)")
-    first.add_argument("--wheels", type=Path, metavar="DIR", help="megatron-core, deepspeed and what they need")
+    first.add_argument(
+        "--wheels", type=Path, metavar="DIR", help="liger-kernel, megatron-core, deepspeed and what they need"
+    )
     first.add_argument("--commit", help="for the records, where the folder is a copy without its repository")
     first.add_argument("--dry-run", action="store_true", help="without a GPU, at a tiny size")
+    first.add_argument("--interpret", action="store_true", help="with --dry-run: kernels in Triton's interpreter")
     first.add_argument("--compile-only", action="store_true", help="compile the kernels and end; needs no GPU")
     told = commands.add_parser("report", help="tables of a folder's results, and what has to be changed")
     told.add_argument("folder", type=Path)

@@ -10,16 +10,24 @@ import functools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from gpu.steps import LeftOut, Step, Wrong
+from tempo_kernels import attention
+from tempo_kernels.linear_cross_entropy import CHUNK_BYTES, use_chunk_bytes
+from tempo_kernels.linear_cross_entropy import OPERATIONS as HEAD_OPERATIONS
+from tempo_kernels.opaque import Opaque, simulate
 
 PREDICTED = Path(__file__).with_name("predicted.json")
 GIB = 2**30
@@ -168,25 +176,26 @@ def _compare(found: dict[str, Any], predicted: dict[str, Any], form: str, name: 
     return f" ({100 * (predicted[form][name] / found[form][name] - 1):+.1f} % predicted)"
 
 
-def find_largest_batch(model: Model, device: str, most: int = MOST) -> dict[str, Any]:
-    """Finds by bisection how many samples a step has at most, stock and Tempo, and how fast such a step is."""
-    largest, rates = {}, {}
-    for form in ("stock", "tempo"):
-        trainee, fits, too_many = Trainee(model, form, device), 0, model.batch
-        while too_many < most and trainee.fits(too_many):
-            fits, too_many = too_many, 2 * too_many
-        while too_many - fits > max(1, fits // 32):
-            middle = (fits + too_many) // 2
-            fits, too_many = (middle, too_many) if trainee.fits(middle) else (fits, middle)
-        if not fits:
-            raise Wrong(f"{form} has no room for one sample")
-        batch = make_batch(model, fits, device)
-        largest[form] = fits
-        rates[form] = statistics.median(trainee.tokens_per_s(batch) for _ in range(ROUNDS))
-        del trainee, batch
-        torch.cuda.empty_cache()
-    text = f"stock {largest['stock']} samples, Tempo {largest['tempo']}; {_compare_rates(rates)}"
-    return {"answer": text, "largest_batch": largest, "tokens_per_s": rates}
+def find_largest_batch(model: Model, form: str, device: str, most: int = MOST) -> dict[str, Any]:
+    """Finds by bisection how many samples a step of this form has at most, and how fast such a step is."""
+    trainee, fits, too_many = Trainee(model, form, device), 0, model.batch
+    while too_many < most and trainee.fits(too_many):
+        fits, too_many = too_many, 2 * too_many
+    while too_many - fits > max(1, fits // 32):
+        middle = (fits + too_many) // 2
+        fits, too_many = (middle, too_many) if trainee.fits(middle) else (fits, middle)
+    if not fits:
+        raise Wrong(f"{form} has no room for one sample")
+    if form == "stock compiled":  # what is compiled for one size only is faster, and may take a little more
+        del trainee
+        torch._dynamo.reset()
+        trainee = Trainee(model, form, device)
+        while fits and not trainee.fits(fits):
+            fits -= max(1, fits // 32)
+    batch = make_batch(model, fits, device)
+    rate = statistics.median(trainee.tokens_per_s(batch) for _ in range(ROUNDS))
+    text = f"{fits} samples, {rate:,.0f} tokens/s"
+    return {"answer": text, "model": model.name, "form": form, "largest_batch": fits, "tokens_per_s": {form: rate}}
 
 
 def time_steps(model: Model, device: str) -> dict[str, Any]:
@@ -198,12 +207,9 @@ def time_steps(model: Model, device: str) -> dict[str, Any]:
         for form, trainee in trainees.items():
             rates[form].append(trainee.tokens_per_s(batch))
     medians = {form: statistics.median(found[WARM_UPS:]) for form, found in rates.items()}
-    return {"answer": _compare_rates(medians), "tokens_per_s": medians, "batch": model.batch, "all": rates}
-
-
-def _compare_rates(rates: dict[str, float]) -> str:
-    text = ", ".join(f"{form} {rate:,.0f} tokens/s" for form, rate in rates.items())
-    return f"{text}; Tempo / stock {rates['tempo'] / rates['stock']:.3f}"
+    text = ", ".join(f"{form} {rate:,.0f} tokens/s" for form, rate in medians.items())
+    text += f"; Tempo / stock {medians['tempo'] / medians['stock']:.3f}"
+    return {"answer": text, "tokens_per_s": medians, "batch": model.batch, "all": rates}
 
 
 def list_memory_steps(device: str) -> Iterator[Step]:
@@ -213,16 +219,24 @@ def list_memory_steps(device: str) -> Iterator[Step]:
         yield Step(f"{name} beside stock", "right", 15.0, functools.partial(compare_with_stock, sized, device))
     for name, sized in models.items():
         yield Step(f"memory of {name}", "memory", 12.0, functools.partial(measure_memory, sized, device))
-    sized, most = (GPT2, MOST) if device == "cuda" else (GPT2.shrink(), 4)
-    run = functools.partial(find_largest_batch, sized, device, most)
-    yield Step(f"largest batch of {GPT2.name}", "memory", 45.0, run)
+    yield from _list_largest(GPT2, ("stock", "tempo"), "memory", device)
+
+
+def _list_largest(model: Model, forms: Sequence[str], part: str, device: str) -> Iterator[Step]:
+    sized, most = (model, MOST) if device == "cuda" else (model.shrink(), 4)
+    for form in forms:
+        run = functools.partial(find_largest_batch, sized, form, device, most)
+        yield Step(f"largest batch of {model.name}, {form}", part, 45.0 if "compiled" in form else 18.0, run)
 
 
 def list_speed_steps(device: str) -> Iterator[Step]:
     """Yields the steps of "Is it fast?" that train whole models."""
     for model in (GPT2, BERT):
         sized = model if device == "cuda" else model.shrink()
-        yield Step(f"steps of {model.name}", "fast", 50.0, functools.partial(time_steps, sized, device))
+        yield Step(f"steps of {model.name}", "fast", 45.0, functools.partial(time_steps, sized, device))
+    yield from _list_largest(BERT, ("stock", "tempo"), "fast", device)
+    for model in (GPT2, BERT):
+        yield from _list_largest(model, ("stock compiled",), "fast", device)
 
 
 def predict() -> dict[str, dict[str, dict[str, int]]]:
@@ -232,14 +246,8 @@ def predict() -> dict[str, dict[str, dict[str, int]]]:
 
 def follow(model: Model, form: str) -> dict[str, int]:
     """Returns what a step of the model keeps and takes at most, on tensors without memory."""
-    from tempo_kernels.gelu import make_tables
-    from tempo_megatron.memory.fake_tensors import use_fake_tensors
-    from tempo_megatron.memory.simulated.device import on_device
-    from tempo_megatron.memory.storages import PeakBytes
-
-    make_tables()
     module = build(model, form, "meta")
-    with use_fake_tensors():
+    with FakeTensorMode(allow_non_fake_inputs=True):
         batch, fakes = make_batch(model, model.batch, "cpu"), {}
         for each in module.modules():
             for tensors in (each._parameters, each._buffers):
@@ -248,17 +256,73 @@ def follow(model: Model, form: str) -> dict[str, int]:
                         fake = torch.empty(t.shape, dtype=t.dtype)
                         fakes[id(t)] = t, nn.Parameter(fake) if isinstance(t, nn.Parameter) else fake
                     tensors[name] = None if t is None else fakes[id(t)][1]
-        seen = PeakBytes(*module.parameters(), *module.buffers(), *batch.values())
-        with on_device("local", seen), seen, _FlashAttention():
+        known = [*module.parameters(), *module.buffers(), *batch.values()]
+        with simulate(_call_on_gpu), use_chunk_bytes(CHUNK_BYTES["cuda"]), _Bytes(known) as seen, _Flash():
             loss = module(**batch).loss
             kept = seen.count_alive()
             loss.backward()
     return {"kept_bytes": kept, "peak_bytes": seen.peak}
 
 
-class _FlashAttention(TorchFunctionMode):
-    """On a GPU torch's attention keeps no mask of its dropout; on a CPU only attention without dropout keeps none."""
+class _Bytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operations make, but for those of `known` tensors."""
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._known = {t.untyped_storage()._cdata for t in known}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def count_alive(self) -> int:
+        self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}
+        return sum(size for _, size in self._alive.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out, num_made = func(*args, **(kwargs or {})), len(self._alive)
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor) and not t.is_meta and t.untyped_storage()._cdata not in self._known:
+                storage = t.untyped_storage()
+                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        if len(self._alive) > num_made:
+            self.peak = max(self.peak, self.count_alive())
+        return out
+
+
+def _call_on_gpu(function: Any, *inputs: Any, **numbers: Any) -> Any:
+    """A kernel makes its results only, and attention's backward what it sums up."""
+    if function in HEAD_OPERATIONS:
+        return function.call(*inputs, backend=_HeadKernels)
+    if not isinstance(function, Opaque):
+        return None
+    results = function.trace(*inputs)
+    if function is attention.OPERATIONS[1] and inputs[2] is not None:
+        held = [torch.empty(size, dtype=torch.uint8) for size in attention.list_gpu_workspaces(inputs, 9, 132)]
+        del held
+    return results
+
+
+class _HeadKernels:
+    """What the loss head's kernels make of a chunk's logits."""
+
+    @staticmethod
+    def compute_statistics(logits: Tensor, columns: Tensor, shares: Any) -> Tensor:
+        return logits.new_empty(shares.num_statistics, logits.size(0), dtype=torch.float32)
+
+    @staticmethod
+    def write_gradient_(logits: Tensor, rows: Any, shares: Any) -> None:
+        """It writes over the logits."""
+
+
+class _Flash(TorchFunctionMode):
+    """On a GPU torch's attention keeps no mask of its dropout; on a CPU only attention without dropout keeps none.
+    torch's dropout keeps a byte per element."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {**(kwargs or {}), **({"dropout_p": 0.0} if func is F.scaled_dot_product_attention else {})}
-        return func(*args, **given)
+        given = dict(kwargs or {})
+        if func is F.dropout:
+            return _drop(*args, **given)
+        return func(*args, **(given | ({"dropout_p": 0.0} if func is F.scaled_dot_product_attention else {})))
+
+
+def _drop(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(x, p, True)[0] if training and p > 0 else x

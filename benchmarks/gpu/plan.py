@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -24,7 +25,9 @@ CACHE = ROOT / "build" / "gpu_cache"
 """What was compiled, for Triton and Inductor."""
 PACKED = CACHE.with_suffix(".tar.gz")
 """The same in one file, to be carried to another machine."""
-SITE = Path("/tmp/tempo_site")
+SITE = ROOT / "build" / "gpu_site"
+"""Where the carried wheels are installed."""
+PIP = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrade", "--target", str(SITE)]
 
 
 class Options(NamedTuple):
@@ -35,15 +38,19 @@ class Options(NamedTuple):
     folder: Path
     arch: int = 90
     wheels: Path | None = None
+    is_interpreted: bool = False
+    """Whether the kernels run in Triton's interpreter, on a CPU."""
 
 
 def list_steps(options: Options) -> Sequence[Step]:
     """Lists the steps, most important first; what has no time left is left to a second call."""
     device = options.device
+    sys.path.append(str(SITE))  # behind what the machine has itself
     found = [Step("compile", "right", 75.0, functools.partial(compile_ahead, options))]
-    found += right.list_steps(device)
+    found += right.list_steps(device, options.is_interpreted)
     found += models.list_memory_steps(device)
     found += models.list_speed_steps(device)
+    found.append(Step("wheels", "fast", 5.0, functools.partial(install_wheels, options)))
     found += rivals.list_steps(device)
     found.append(Step("20 steps with Megatron and DeepSpeed", "fast", 90.0, functools.partial(pretrain, options)))
     for tool in ("memcheck", "racecheck"):
@@ -105,12 +112,21 @@ def compile_share(arch: int, share: str) -> None:
             print(f"COMPILED {case.name}", flush=True)
 
 
+def install_wheels(options: Options) -> dict[str, Any]:
+    """Installs the wheels that were carried; raises LeftOut if Liger, a rival of what follows, is not there then."""
+    found = sorted(options.wheels.glob("*.whl")) if options.wheels else []
+    if found:
+        _run([*PIP, *map(str, found)], dict(os.environ))
+        importlib.invalidate_caches()
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise LeftOut(f"{len(found)} wheels, none of them liger_kernel: operations are not compared with Liger's")
+    return {"answer": f"{len(found)} wheels; operations are compared with Liger's, too"}
+
+
 def pretrain(options: Options) -> dict[str, Any]:
     """Runs 20 steps of GPT-2 345M by launch/pretrain_gpt.py, stock and Tempo; raises LeftOut without the wheels."""
     if options.wheels is None or options.device != "cuda":
         raise LeftOut("megatron-core and deepspeed are not there: --wheels DIR brings them")
-    found = sorted([*options.wheels.glob("*.whl"), *options.wheels.glob("*.tar.gz")])
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation", "--target"]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(SITE), os.environ.get("PYTHONPATH", "")]),
@@ -119,7 +135,8 @@ def pretrain(options: Options) -> dict[str, Any]:
     data = options.folder / "data" / "mine"
     data.parent.mkdir(parents=True, exist_ok=True)
     prepare = [sys.executable, "launch/prepare_data.py", "--input", "kernels", "tempo_megatron", "--extensions", ".py"]
-    _run([*pip, str(SITE), *map(str, found)], environment)
+    for sources in options.wheels.glob("*.tar.gz"):
+        _run([*PIP, "--no-build-isolation", str(sources)], environment)
     _run([*prepare, "--vocab-size", "4096", "--output-prefix", str(data)], environment)
     rates = {}
     for form, more in {"stock": [], "tempo": ["--use-tempo"]}.items():

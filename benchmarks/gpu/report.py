@@ -10,6 +10,7 @@ from typing import Any
 
 from measurements import ROOT, read_records
 
+from gpu.models import FORMS
 from gpu.steps import FAILED, NOT_ENDED, PASSED
 
 BEGIN, END = "<!-- measured on a GPU: begin -->\n", "<!-- measured on a GPU: end -->"
@@ -48,7 +49,7 @@ def summarise(folder: Path) -> Iterator[str]:
         yield f"{question} {', '.join(f'{number} {outcome}' for outcome, number in counts.items()) or 'nothing ran'}"
         for record in of_part:
             is_wrong = record["outcome"] in (FAILED, NOT_ENDED)
-            if is_wrong or part == "memory" or record["step"].startswith("steps of"):
+            if is_wrong or part == "memory" or record["step"].startswith(("steps of", "largest batch of")):
                 yield f"  {record['step']}: {record['outcome']}: {record['answer']}"
 
 
@@ -83,19 +84,33 @@ def make_model_table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yields the rows of the models' steps: memory, tokens/s."""
     found = {record["step"]: record for record in records if record["outcome"] == PASSED}
     device = next((record["device"] for record in records if record["device"] != "cpu"), "")
-    yield f"| {device}, bf16 | stock | Tempo | Tempo / stock |"
-    yield "| --- | ---: | ---: | ---: |"
+    yield f"| {device}, bf16 | stock | stock compiled | Tempo | Tempo / best stock |"
+    yield "| --- | ---: | ---: | ---: | ---: |"
     for step, record in found.items():
         if "measured" in record:
             for name in ("kept_bytes", "peak_bytes"):
-                stock, tempo = (record["measured"][form][name] / GIB for form in ("stock", "tempo"))
+                sizes = {form: each[name] / GIB for form, each in record["measured"].items()}
                 title = f"{step.removeprefix('memory of ')}, batch {record['batch']}, {name.partition('_')[0]} GiB"
-                yield f"| {title} | {stock:.2f} | {tempo:.2f} | {tempo / stock:.2f} |"
-        elif "tokens_per_s" in record:
-            batch = record.get("largest_batch") or dict.fromkeys(("stock", "tempo"), record["batch"])
-            stock, tempo = (record["tokens_per_s"][form] for form in ("stock", "tempo"))
-            title = f"{step}, tokens/s at batch {batch['stock']} and {batch['tempo']}"
-            yield f"| {title} | {stock:,.0f} | {tempo:,.0f} | {tempo / stock:.3f} |"
+                yield _make_row(title, {form: (size, f"{size:.2f}") for form, size in sizes.items()})
+        elif "batch" in record:
+            rates = record["tokens_per_s"]
+            title = f"{step.removeprefix('steps of ')}, batch {record['batch']}, tokens/s"
+            yield _make_row(title, {form: (rate, f"{rate:,.0f}") for form, rate in rates.items()})
+    largest: dict[str, dict[str, tuple[float, str]]] = {}
+    for record in (each for each in found.values() if "largest_batch" in each):
+        form, batch = record["form"], record["largest_batch"]
+        rate = record["tokens_per_s"][form]
+        largest.setdefault(record["model"], {})[form] = rate, f"{rate:,.0f} ({batch})"
+    for model, cells in largest.items():
+        yield _make_row(f"{model}, tokens/s (at its own largest batch)", cells)
+
+
+def _make_row(title: str, cells: dict[str, tuple[float, str]]) -> str:
+    """Makes a row of a number and its text for each form, and Tempo's share of the best other one."""
+    texts = [cells[form][1] if form in cells else "" for form in FORMS]
+    others = [number for form, (number, _) in cells.items() if form != "tempo"]
+    share = f"{cells['tempo'][0] / max(others):.3f}" if others and "tempo" in cells else ""
+    return f"| {' | '.join([title, *texts, share])} |"
 
 
 def make_speed_table(records: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -8,12 +8,12 @@ functions of position, so the CPU draws the same ones. Sizes are no multiples of
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +25,10 @@ from gpu.steps import LeftOut, Step, Wrong
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from attention_cases import Ring, reference
+from attention_cases import Ring
 from witness import ulp
 
 from tempo_kernels.attention import attention
-from tempo_kernels.attention.settings import Settings
 from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_kernels.gelu import gelu
 from tempo_kernels.glu import glu
@@ -57,18 +56,23 @@ class Case(NamedTuple):
     """Writes into the random inputs what a path needs."""
 
 
-def list_cases() -> Iterator[Case]:
-    """Yields every case, the kernels that most of training runs first."""
+def list_cases(length: int = 200) -> Iterator[Case]:
+    """Yields every case, the kernels that most of training runs first; attention has this many keys, and the others
+    have rows in proportion."""
     for name, dtype in DTYPES.items():
-        for title, shapes, run, *more in [*_list_pointwise(), *_list_norms(), *_list_losses()]:
+        for title, shapes, run, *more in [
+            *_list_pointwise(37 * length // 200),
+            *_list_norms(19 * length // 200),
+            *_list_losses(),
+        ]:
             yield Case(f"{title}, {name}", dtype, shapes, run, *more)
     for one in ATTENTION:
         for name in DTYPES if one.all_dtypes else ("bf16",):
-            yield _make_attention(one, name)
+            yield _make_attention(one, name, length)
 
 
-def _list_pointwise() -> Iterator[tuple[Any, ...]]:
-    shapes = {"a bias": [(37, 3, 1000), (1000,)], "an odd bias": [(5, 3, 1001), (1001,)], "no bias": [(7, 333)]}
+def _list_pointwise(rows: int) -> Iterator[tuple[Any, ...]]:
+    shapes = {"a bias": [(rows, 3, 1000), (1000,)], "an odd bias": [(5, 3, 1001), (1001,)], "no bias": [(7, 333)]}
     for keep in ("inplace", "recompute"):
         for form in ("none", "tanh"):
             for title, each in shapes.items():
@@ -77,23 +81,23 @@ def _list_pointwise() -> Iterator[tuple[Any, ...]]:
         yield f"squared_relu, {keep}", shapes["a bias"], functools.partial(squared_relu, keep=keep)
     yield "silu", shapes["a bias"], silu
     for activation in ("silu", "gelu", "gelu_tanh", "relu"):
-        yield f"glu {activation}", [(37, 3, 1000), (1000,)], functools.partial(_glu, activation)
+        yield f"glu {activation}", shapes["a bias"], functools.partial(_glu, activation)
     for p in (0.1, 0.0):
         run = functools.partial(bias_dropout_add, p=p, key=KEY, first_sample=SAMPLE, first_row=5)
-        yield f"bias_dropout_add, p {p:g}", [(37, 3, 1000), (1000,), (37, 3, 1000)], run
-        yield f"bias_dropout_add, p {p:g}, odd", [(37, 3, 999), (999,), (37, 3, 999)], run
+        yield f"bias_dropout_add, p {p:g}", [(rows, 3, 1000), (1000,), (rows, 3, 1000)], run
+        yield f"bias_dropout_add, p {p:g}, odd", [(rows, 3, 999), (999,), (rows, 3, 999)], run
 
 
 def _glu(activation: str, x: Tensor, bias: Tensor) -> Tensor:
     return glu(x, bias, activation)
 
 
-def _list_norms() -> Iterator[tuple[Any, ...]]:
+def _list_norms(rows: int) -> Iterator[tuple[Any, ...]]:
     for width in (1000, 20000):  # whole rows, and rows that are read more than once
         for keep in ("inplace", "recompute"):
             for lost in (False, True) if keep == "inplace" else (False,):
                 title = f"{keep}, rows of {width}{', lost channels' if lost else ''}"
-                shapes = [(19, 3, width), (width,), (width,)]
+                shapes = [(rows, 3, width), (width,), (width,)]
                 prepare = _lose_channels if lost else _center_weight
                 yield f"layer_norm, {title}", shapes, functools.partial(layer_norm, keep=keep), None, prepare
                 yield f"rms_norm, {title}", shapes[:2], functools.partial(rms_norm, keep=keep), None, prepare
@@ -147,7 +151,8 @@ class Attention(NamedTuple):
     name: str
     d: int = 64
     dv: int | None = None
-    sq: int = 200
+    queries: float = 1.0
+    """As a share of the keys."""
     groups: int = 4
     """Of 4 heads."""
     p: float = 0.1
@@ -166,7 +171,7 @@ ATTENTION = [
     Attention("causal, d 256", 256),
     Attention("causal, d 192 and 128", 192, 128),
     Attention("grouped queries, d 128", 128, groups=2),
-    Attention("fewer queries than keys, d 64", sq=77),
+    Attention("fewer queries than keys, d 64", queries=0.4),
     Attention("window, d 128", 128, window=(30, 0)),
     *(Attention(f"no dropout, d {d}", d, p=0.0) for d in (64, 128, 256)),
     Attention("no dropout, full, d 64", p=0.0, causal=False),
@@ -176,50 +181,42 @@ ATTENTION = [
         for p in (0.1, 0.0)
     ),
 ]
-_DOCUMENTS = (3, 70, 70, 133, 190)
 
 
-def _make_attention(one: Attention, dtype: str) -> Case:
-    sk, b, a = 200, 1 if one.extra == "packed" else 2, 4
-    shapes = [(one.sq, b, a, one.d), (sk, b, one.groups, one.d), (sk, b, one.groups, one.dv or one.d)]
+def _make_attention(one: Attention, dtype: str, sk: int) -> Case:
+    b, a, sq = 1 if one.extra == "packed" else 2, 4, int(one.queries * sk)
+    shapes = [(sq, b, a, one.d), (sk, b, one.groups, one.d), (sk, b, one.groups, one.dv or one.d)]
     if one.extra in ("bias", "sink"):
-        shapes.append({"bias": (1, a, one.sq, sk), "sink": (a,)}[one.extra])
-    chosen = Settings(
-        one.causal, one.d**-0.5, one.p, KEY, SAMPLE, HEAD, one.window, softcap=2.0 if one.extra == "softcap" else None
-    )
+        shapes.append({"bias": (1, a, sq, sk), "sink": (a,)}[one.extra])
+    numbers = {"causal": one.causal, "softmax_scale": one.d**-0.5, "dropout_p": one.p, "dropout_key": KEY}
+    numbers |= {"first_sample": SAMPLE, "first_head": HEAD, "window_size": one.window}
+    numbers |= {"softcap": 2.0 if one.extra == "softcap" else None}
 
     def give(device: torch.device) -> dict[str, Any]:
         """The extra that needs no gradient."""
         mask = torch.zeros(b, 1, 1, sk, dtype=torch.bool)
         mask[-1, ..., :9] = True
+        documents = [share * sk // 20 for share in (1, 7, 7, 13, 19)]
         found: dict[str, Any] = {
             "mask": {"mask": mask},
-            "lengths": {"key_lengths": torch.tensor([sk - 51, sk])},
+            "lengths": {"key_lengths": torch.tensor([sk - sk // 4, sk])},
             "slopes": {"alibi_slopes": 2.0 ** -torch.arange(1, a + 1)},
-            "packed": {"cu_seqlens": torch.tensor(_DOCUMENTS, dtype=torch.int32)},
+            "packed": {"cu_seqlens": torch.tensor(documents, dtype=torch.int32)},
         }.get(one.extra, {})
         return {name: t.to(device) for name, t in found.items()}
 
-    def ours(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
-        if one.extra == "parts":
-            found: Tensor = Ring.apply(q, k, v, chosen)
-            return found
+    def compute(form: str, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
         named = {one.extra: more[0]} if more else give(q.device)
         with sdpa_kernel(WITHOUT_FLASH):
-            return attention(q, k, v, **vars(chosen), **named)
+            return attention(q, k, v, form=form, **numbers, **named)
 
-    def plain(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
-        if one.extra == "packed":
-            parts = [q.new_zeros(_DOCUMENTS[0], b, a, v.size(3))]
-            for first, last in zip(_DOCUMENTS, _DOCUMENTS[1:], strict=False):
-                at = dataclasses.replace(chosen, first_row=first, first_column=first)
-                if last > first:
-                    parts.append(reference(q[first:last], k[first:last], v[first:last], at))
-            parts.append(q.new_zeros(sk - _DOCUMENTS[-1], b, a, v.size(3)))
-            return torch.cat(parts)
-        return reference(q, k, v, chosen, **({one.extra: more[0]} if more else give(q.device)))
+    def compute_parts(*tensors: Tensor) -> Tensor:
+        found: Tensor = Ring.apply(*tensors, SimpleNamespace(**numbers, first_row=0))
+        return found
 
-    return Case(f"attention, {one.name}, {dtype}", DTYPES[dtype], shapes, ours, plain)
+    function = compute_parts if one.extra == "parts" else functools.partial(compute, "flash")
+    name = f"attention, {one.name}, {dtype}"
+    return Case(name, DTYPES[dtype], shapes, function, functools.partial(compute, "softmax"))
 
 
 def make_inputs(case: Case) -> list[Tensor]:
@@ -336,6 +333,99 @@ def overlap(device: str) -> dict[str, Any]:
     return {"answer": f"{len(found)} backwards on two streams at once have the bits of one alone"}
 
 
+def come_late(case: Case) -> dict[str, Any]:
+    """Checks a case on a stream of its own, where the inputs are written late: a kernel on another stream would read
+    them before."""
+    stream = torch.cuda.Stream()
+
+    def run_late(*tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+        torch.cuda._sleep(20_000_000)  # 10 ms, in which forward and backward are launched
+        return case.function(*(t * 1 for t in tensors))
+
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+        torch.cuda.current_stream().wait_stream(stream)
+
+    return check(case._replace(function=run_late, plain=case.plain or case.function), "cuda", around)
+
+
+def check_families(device: str, kind: str) -> dict[str, Any]:
+    """Checks one case of each kernel family "on another stream" or "on a second device"; raises Wrong."""
+    if device != "cuda" or (kind == "on a second device" and torch.cuda.device_count() < 2):
+        raise LeftOut(f"there is no {'second GPU' if device == 'cuda' else 'GPU'}")
+    wrong, cases = [], [case for case in list_cases() if case.name in FAMILIES]
+    for case in cases:
+        try:
+            come_late(case) if kind == "on another stream" else check(case, "cuda:1")
+        except Wrong as one:
+            wrong.append(f"{case.name}: {one}")
+    if wrong:
+        raise Wrong(f"{len(wrong)} of {len(cases)} cases; {wrong[0]}")
+    return {"answer": f"{len(cases)} cases are right {kind}"}
+
+
+def replay_layer(device: str) -> dict[str, Any]:
+    """Replays a CUDA graph of a whole layer, with dropout, three times with other masks, inputs and gradients; raises
+    Wrong unless the results are those of the same steps without a graph. On a CPU a replay is one more step."""
+    s, b, h, a = (512, 4, 1024, 16) if device == "cuda" else (16, 2, 64, 2)
+    key, sample = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+    shapes = [(s, b, h), (h, 3 * h), (h, h), (h,), (h,), (h,), (h, 4 * h), (4 * h,), (4 * h, h), (h,)]
+    leaves = [torch.randn(shape, device=device) * shape[0] ** -0.5 for shape in shapes]
+    leaves[0] *= s**0.5
+    leaves[4] += 1  # gamma
+    leaves = [t.bfloat16().requires_grad_() for t in leaves]
+    grad = torch.randn(shapes[0], device=device).bfloat16()
+
+    def step() -> list[Tensor]:
+        x, qkv, projection, bias, gamma, beta, up, up_bias, down, down_bias = leaves
+        q, k, v = (x @ qkv).view(s, b, a, -1).chunk(3, -1)
+        where = {"dropout_p": 0.1, "dropout_key": key, "first_sample": sample}
+        y = attention(q, k, v, causal=True, softmax_scale=(h // a) ** -0.5, **where).flatten(2)
+        x = bias_dropout_add(y @ projection, bias, x, p=0.1, key=key + 1, first_sample=sample)
+        y = gelu(layer_norm(x, gamma, beta) @ up, up_bias) @ down
+        out = bias_dropout_add(y, down_bias, x, p=0.1, key=key + 2, first_sample=sample)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    replay = _capture(step) if device == "cuda" else step
+    seen: list[Tensor] = []
+    for number in range(3):
+        for t in (leaves[0], grad):
+            t.detach().copy_(torch.randn_like(t))
+        key.fill_(1000 * number + 7)
+        sample.fill_(SAMPLE + number)
+        found, wanted = [t.clone() for t in replay()], step()
+        for place, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+            share = float((ours - theirs).abs().max() / ulp(theirs.abs().max().cpu(), ours.dtype))
+            if not share <= 4:  # of products that another algorithm sums up
+                raise Wrong(f"replay {number}: result {place} is off by {share:.3g} roundings of its largest number")
+        if seen and torch.equal(seen[-1], found[0]):
+            raise Wrong(f"replay {number} gave the results of the one before")
+        seen.append(found[0])
+    return {"answer": f"3 replays with other masks and inputs are 3 steps without a graph, {len(leaves) + 1} results"}
+
+
+def _capture(step: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
+    """Returns a function that replays `step`, whose results it writes over each time."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+
+    def replay() -> list[Tensor]:
+        graph.replay()
+        return results
+
+    return replay
+
+
 def offload(device: str) -> dict[str, Any]:
     """Trains with offload while the streams are delayed at random; raises Wrong unless gradients keep their bits."""
     from torch import nn
@@ -371,19 +461,6 @@ def offload(device: str) -> dict[str, Any]:
     return {"answer": f"3 steps of {layers} layers have the gradients of a run without it"}
 
 
-def run_tests(device: str, path: str) -> dict[str, Any]:
-    """Runs the tests for a GPU of one file of tests/; raises Wrong with the first of those that fail."""
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=line", "-rfE"]
-    command += ["-m", "gpu" if device == "cuda" else "not gpu and not slow"]
-    done = subprocess.run([*command, str(ROOT / "tests" / path)], cwd=ROOT, capture_output=True, text=True)
-    print(done.stdout, done.stderr, sep="\n", flush=True)
-    lines = done.stdout.strip().splitlines() or [""]
-    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    if done.returncode not in (0, 5):
-        raise Wrong(f"{lines[-1]}; {failed[0] if failed else f'pytest ended with {done.returncode}'}"[:300])
-    return {"answer": lines[-1].strip("= ")}
-
-
 def sanitize(device: str, tool: str) -> dict[str, Any]:
     """Runs one small case of each kernel family under compute-sanitizer; raises Wrong with its first finding."""
     if device != "cuda":
@@ -398,13 +475,16 @@ def sanitize(device: str, tool: str) -> dict[str, Any]:
     return {"answer": found[-1].strip("= ") if found else "no finding"}
 
 
-SANITIZED = (
+FAMILIES = (
     "gelu none, inplace, a bias, bf16",
+    "squared_relu, inplace, bf16",
+    "silu, bf16",
     "glu silu, bf16",
     "layer_norm, inplace, rows of 1000, bf16",
     "rms_norm, recompute, rows of 20000, bf16",
     "bias_dropout_add, p 0.1, bf16",
     "loss head, bf16",
+    "log probabilities and entropy, soft cap, bf16",
     "attention, causal, d 64, bf16",
 )
 
@@ -412,20 +492,42 @@ SANITIZED = (
 def run_sanitized() -> None:
     """Runs these cases once on the GPU: what compute-sanitizer watches."""
     for case in list_cases():
-        if case.name in SANITIZED:
+        if case.name in FAMILIES:
             run(case.function, [t.to("cuda") for t in make_inputs(case)])
     torch.cuda.synchronize()
 
 
-def list_steps(device: str) -> Iterator[Step]:
+@contextlib.contextmanager
+def interpret() -> Iterator[None]:
+    """Runs the kernels in Triton's interpreter, where TRITON_INTERPRET=1 was set before triton was imported."""
+    import checkers
+    import interpreted  # noqa: F401  # it rounds as a GPU does
+
+    def launch(one: Any) -> None:
+        one.kernel[one.grid](**one.arguments, **one.options)
+
+    with checkers.replace_kernels(launch):
+        yield
+
+
+def check_interpreted(case: Case) -> dict[str, Any]:
+    """Checks a case whose kernels Triton's interpreter runs; raises LeftOut for what it cannot compute."""
+    if case.dtype == torch.bfloat16 and case.name.startswith("attention"):
+        raise LeftOut("Triton's interpreter multiplies bfloat16 as integers")
+    return check(case, "cpu", interpret)
+
+
+def list_steps(device: str, is_interpreted: bool = False) -> Iterator[Step]:
     """Yields the steps of this part, most important first."""
     is_gpu = device == "cuda"
-    for case in list_cases():
-        yield Step(case.name, "right", 0.3, functools.partial(check, case, device))
+    for case in list_cases(40 if is_interpreted else 200):
+        run_case = functools.partial(check_interpreted if is_interpreted else check, case)
+        yield Step(case.name, "right", 0.3, run_case if is_interpreted else functools.partial(run_case, device))
     yield Step("masks are those of a CPU", "right", 2.0, functools.partial(compare_masks, device))
+    yield Step("a CUDA graph of a layer", "right", 4.0, functools.partial(replay_layer, device))
+    for kind in ("on another stream", "on a second device"):
+        yield Step(f"each family {kind}", "right", 4.0, functools.partial(check_families, device, kind))
     yield Step("two streams", "right", 2.0, functools.partial(overlap, device))
     yield Step("offload", "right", 3.0, functools.partial(offload, device))
     beyond = functools.partial(reach_beyond, device, 2**31 if is_gpu else 2**13)
     yield Step("attention beyond 2**31 elements", "right", 6.0, beyond)
-    for path, seconds in (("kernels/test_cuda_graphs.py", 30.0), ("kernels/test_large_tensors.py", 45.0)):
-        yield Step(path, "right", seconds, functools.partial(run_tests, device, path))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import subprocess
 import sys
 import time
 import types
@@ -12,7 +14,7 @@ import fake_gpu
 import gpu_suite
 import pytest
 import torch
-from gpu import models, operations, plan, report, right, rivals, timing
+from gpu import models, operations, plan, report, right, rivals
 from gpu.operations import Sizes
 from gpu.steps import LeftOut, Step, Wrong, run_plan
 from measurements import append_records, read_records
@@ -110,10 +112,25 @@ def test_the_plan_fits_into_its_seconds_and_says_what_it_leaves(tmp_path):
         assert any(f"attention, causal, d 64, {dtype}" in name for name in names)
 
 
-def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch, capsys):
+@pytest.mark.parametrize("more", [[], ["--interpret"]])
+def test_without_a_gpu_it_says_so_in_one_sentence(more, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu_suite.main(["first"]) == 2
+    assert gpu_suite.main(["first", *more]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_carried_wheels_are_installed_and_without_liger_a_line_says_so(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(plan, "_run", lambda command, environment: calls.append(command))
+    (tmp_path / "einops-0.8-py3-none-any.whl").touch()
+    with pytest.raises(LeftOut, match="1 wheels, none of them liger_kernel"):
+        plan.install_wheels(plan.Options("cpu", tmp_path, wheels=tmp_path))
+    monkeypatch.setattr(plan.importlib.util, "find_spec", lambda name: name)
+    assert plan.install_wheels(plan.Options("cpu", tmp_path, wheels=tmp_path))["answer"].startswith("1 wheels")
+    assert [command[-1] for command in calls] == [str(tmp_path / "einops-0.8-py3-none-any.whl")] * 2
+    with pytest.raises(LeftOut, match="0 wheels"):
+        monkeypatch.setattr(plan.importlib.util, "find_spec", lambda name: None)
+        plan.install_wheels(plan.Options("cpu", tmp_path))
 
 
 # Right
@@ -137,17 +154,64 @@ def test_a_case_that_is_right_passes_and_a_wrong_one_is_one_line(name):
 
 def test_the_checks_of_masks_large_tensors_streams_and_offload_run_and_see_a_fault(monkeypatch):
     for check in (
+        right.replay_layer,
         right.compare_masks,
         right.overlap,
         right.offload,
         functools.partial(right.reach_beyond, limit=2**13),
     ):
         assert check("cpu")["answer"]
+    for kind in ("on another stream", "on a second device"):
+        with pytest.raises(LeftOut, match="no GPU"):
+            right.check_families("cpu", kind)
+    names = {case.name for case in right.list_cases()}
+    assert names.issuperset(right.FAMILIES)
     drop = right.bias_dropout_add
     number = iter(range(9))
     monkeypatch.setattr(right, "bias_dropout_add", lambda *t, key, **more: drop(*t, key=key + next(number), **more))
     with pytest.raises(Wrong, match="bias_dropout_add: .* have another mask"):
         right.compare_masks("cpu")
+    monkeypatch.setattr(right, "_capture", lambda step: step)
+    with pytest.raises(Wrong, match="replay 0: result 0 is off by"):  # whose masks differ from step to step
+        right.replay_layer("cpu")
+
+
+def test_a_family_that_is_wrong_on_another_stream_is_named(monkeypatch):
+    """Streams that do nothing stand where a CPU has none."""
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda one: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    check = right.check
+    monkeypatch.setattr(right, "check", lambda case, device, around: check(case, "cpu", around))
+    monkeypatch.setattr(right, "FAMILIES", right.FAMILIES[:2])
+    assert right.check_families("cuda", "on another stream")["answer"] == "2 cases are right on another stream"
+    cases = [one._replace(function=lambda *t: t[0] * t[1], plain=one.function) for one in right.list_cases()]
+    monkeypatch.setattr(right, "list_cases", lambda: cases)
+    with pytest.raises(Wrong, match="2 of 2 cases; gelu none, inplace, a bias, bf16: "):
+        right.check_families("cuda", "on another stream")
+
+
+@pytest.mark.slow
+def test_the_interpreter_runs_the_kernels_of_a_case():
+    code = """if True:
+        import fake_gpu, gpu_suite, checkers
+        from gpu import right
+        launches, replace = [], checkers.replace_kernels
+        checkers.replace_kernels = lambda take: replace(lambda one: (launches.append(one), take(one)))
+        cases = {case.name: case for case in right.list_cases(40)}
+        print(right.check_interpreted(cases["attention, causal, d 64, fp16"])["answer"], len(launches))
+        try:
+            right.check_interpreted(cases["attention, causal, d 64, bf16"])
+        except right.LeftOut as reason:
+            print(reason)
+    """
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    first, second = done.stdout.splitlines()[-2:]
+    assert first.startswith("off by 0.") and int(first.split()[-1]) >= 4
+    assert second == "Triton's interpreter multiplies bfloat16 as integers"
 
 
 @pytest.mark.slow
@@ -179,8 +243,9 @@ def test_every_model_trains_in_all_forms_and_its_largest_batch_is_found(model, m
     monkeypatch.setattr(
         models.Trainee, "fits", lambda self, n: n <= (5 if self.form == "stock" else 9) and fits(self, n)
     )
-    found = models.find_largest_batch(tiny, "cpu", 64)
-    assert found["largest_batch"] == {"stock": 5, "tempo": 9} and "Tempo / stock" in found["answer"]
+    found = {form: models.find_largest_batch(tiny, form, "cpu", 64) for form in models.FORMS}
+    assert {form: one["largest_batch"] for form, one in found.items()} == {"stock": 5, "stock compiled": 9, "tempo": 9}
+    assert found["tempo"]["answer"].startswith("9 samples, ")
 
 
 def test_a_model_that_differs_from_stock_under_tempoize_is_wrong(monkeypatch):
@@ -211,6 +276,9 @@ def test_the_report_lists_what_failed_was_mispredicted_or_is_slower(tmp_path, ca
              "ms": {"tempo, p 0.1": 2.0, "tempo, p 0": 2.0, "sdpa, p 0.1": 4.0, "sdpa, p 0": 1.0}, **about},
             {"step": "steps of A", "part": "fast", "outcome": "passed", "answer": "d", "batch": 8,
              "tokens_per_s": {"stock": 10.0, "stock compiled": 12.0, "tempo": 8.0}, **about},
+            *({"step": f"largest batch of A, {form}", "part": "fast", "outcome": "passed", "answer": "e", "model": "A",
+               "form": form, "largest_batch": batch, "tokens_per_s": {form: rate}, **about}
+              for form, batch, rate in (("stock", 4, 20.0), ("tempo", 9, 30.0))),
         ],
     )  # fmt: skip
     assert report.write(tmp_path) == 0
@@ -224,7 +292,9 @@ def test_the_report_lists_what_failed_was_mispredicted_or_is_slower(tmp_path, ca
     ):
         assert line in told
     table = list(report.make_model_table(read_records(tmp_path / "first.jsonl")))
-    assert "| A, batch 8, kept GiB | 2.00 | 1.00 | 0.50 |" in table
+    assert "| A, batch 8, kept GiB | 2.00 |  | 1.00 | 0.500 |" in table
+    assert "| A, batch 8, tokens/s | 10 | 12 | 8 | 0.667 |" in table
+    assert "| A, tokens/s (at its own largest batch) | 20 (4) |  | 30 (9) | 1.500 |" in table
 
 
 # Operations
@@ -234,16 +304,16 @@ def test_the_report_lists_what_failed_was_mispredicted_or_is_slower(tmp_path, ca
 def test_tempo_computes_what_the_plain_formula_does(name, form):
     sizes, operation = TINY._replace(p=0.0, dtype=torch.float32), OPERATIONS[name]
     tensors = operation.tensors(sizes, "cpu")
-    plain = rivals.eager(operation, sizes)
-    grads = [torch.randn_like(output) for output in plain.outputs(plain.leaves(tensors))]
-    [one] = [each for each in rivals.tempo(operation, sizes) if each.name == form.keeps]
-    found, same = (rivals.results(each, tensors, grads) for each in (one, plain))
-    exact = rivals.results(plain, [t.double() for t in tensors], [t.double() for t in grads])
+    functions = form.factory(0.0), operation.plain(0.0)
+    found, same = (rivals.Pass(function, tensors)() for function in functions)
+    exact = rivals.Pass(operation.plain(0.0), [t.double() for t in tensors])
+    exact._grads = [grad.double() for grad in rivals.Pass(operation.plain(0.0), tensors)._grads]
+    exact = exact()
     for index, witnesses in enumerate(zip(found, same, exact, strict=True)):
         # GELU from its output is at the floor of an exact inverse, which its own tests know.
         if not (name.startswith("gelu") and form.keeps == "inplace" and index > 0):
             assert_within_rule(f"result {index}", *witnesses)
-    assert rivals.disagreement(found, exact) < 1e-3
+    assert rivals.compute_disagreement(found, exact) < 1e-3
 
 
 @pytest.mark.parametrize(("name", "num_tensors"), [("squared_relu", (5, 5)), ("swiglu", (8,))])
@@ -251,30 +321,28 @@ def test_bytes_are_those_that_both_passes_must_move(name, num_tensors):
     """x, y, grad_y, grad_x, and in backward what is kept: x or y; a gated x counts twice."""
     operation = OPERATIONS[name]
     tensors, size = operation.tensors(TINY, "cpu"), 2 * TINY.s * TINY.b * getattr(TINY, operation.width)
-    found = [rivals.count_bytes(one, tensors) for one in rivals.tempo(operation, TINY)]
+    found = [rivals.Pass(form.factory(0.1), tensors).count_bytes() for form in operation.forms]
     assert found == [number * size for number in num_tensors]
 
 
 def test_operations_attention_and_the_loss_head_are_compared_in_turn(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    for name in ("WARM_UP_MS", "MEASURED_MS"):
-        monkeypatch.setattr(timing, name, 0.5)
-    clock = timing.HostClock()
-    found = rivals.measure_operation(OPERATIONS["squared_relu"], clock, "cpu", TINY)
+    monkeypatch.setattr(rivals, "ROUNDS", 2)
+    found = rivals.measure_operation(OPERATIONS["squared_relu"], "cpu", TINY)
     assert set(found["ms"]) == {"inplace", "recompute", "copy inplace", "copy recompute", "eager", "compile"}
     assert "liger" in found["left_out"]
-    found = rivals.measure_attention(clock, "cpu", rivals.AttentionShape(64, 2, 2, 32), SDPBackend.MATH)
+    found = rivals.measure_attention("cpu", rivals.AttentionShape(64, 2, 2, 32), SDPBackend.MATH)
     assert set(found["ms"]) == {"tempo, p 0.1", "tempo, p 0", "sdpa, p 0.1", "sdpa, p 0"}
-    for shape in (rivals.HeadShape(16, 2, 32, 96), rivals.HeadShape(16, 2, 32, 96, True)):
-        assert {"eager", "compile"} <= set(rivals.measure_head(clock, "cpu", shape)["ms"])
-        hidden, weight = torch.randn(16, 2, 32), torch.randn(96, 32)
-        heads = {name: each for name, each in rivals.list_heads(shape, "cpu").items() if name != "liger"}
-        losses = [each(hidden, weight).item() for each in heads.values()]
-        assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
+    shape = rivals.HeadShape(16, 2, 32, 96)
+    assert {"eager", "compile"} <= set(rivals.measure_head("cpu", shape)["ms"])
+    hidden, weight = torch.randn(16, 2, 32), torch.randn(96, 32)
+    heads = {name: each for name, each in rivals.list_heads(shape, "cpu").items() if name != "liger"}
+    losses = [each(hidden, weight).item() for each in heads.values()]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
 
 
 def test_a_baseline_that_is_missing_raises_or_disagrees_is_left_out_and_says_why(monkeypatch):
-    monkeypatch.setattr(rivals, "compiled", rivals.eager)
+    monkeypatch.setattr(rivals, "_compile", lambda function: function)
 
     def left_out(function):
         module = types.ModuleType("liger_kernel.ops.layer_norm")
@@ -283,43 +351,21 @@ def test_a_baseline_that_is_missing_raises_or_disagrees_is_left_out_and_says_why
         for name in ("liger_kernel", "liger_kernel.ops"):
             monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        return rivals.comparable(OPERATIONS["layer_norm"], TINY, "cpu")[1]["liger"]
+        return rivals.measure_operation(OPERATIONS["layer_norm"], "cpu", TINY)["left_out"]["liger"]
 
     def broken(*tensors):
         raise RuntimeError("no such device\nand more")
 
     assert left_out(None) == "LookupError: liger-kernel has no LigerLayerNormFunction here"
     assert left_out(broken) == "RuntimeError: no such device"
-    assert left_out(lambda x, weight, bias, eps: x * weight + bias).startswith("disagrees with torch eager by")
+    assert left_out(lambda x, weight, bias, eps: x * weight + bias).startswith(
+        "ValueError: disagrees with torch eager by"
+    )
     assert left_out(lambda x, weight, bias, eps: (x * weight + bias) * float("nan")).endswith("by inf of its norm")
 
 
-class PresetClock:
-    """Times that were written down before."""
-
-    def __init__(self, ms: dict[str, list[float]]) -> None:
-        self.ms_of, self.order = {name: iter(found) for name, found in ms.items()}, []
-
-    def ms(self, one) -> float:
-        self.order.append(one.name)
-        return next(self.ms_of[one.name])
-
-
-def test_implementations_take_turns_until_each_was_measured_long_enough(monkeypatch):
-    monkeypatch.setattr(timing, "WARM_UP_MS", 3.0)
-    monkeypatch.setattr(timing, "MEASURED_MS", 10.0)
-    passes = [timing.Pass("quick", lambda: None, 2), timing.Pass("slow", lambda: None, 1)]
-    # Two passes that do not count, then 3 ms of warm-up: two passes of 2 calls, or one.
-    clock = PresetClock({"quick": [9, 9, 1, 1, 1, 3, 2], "slow": [50, 50, 40, 7, 5, 6]})
-    found = timing.measure(passes, clock)
-    assert clock.order == ["quick"] * 4 + ["slow"] * 3 + ["quick", "slow"] * 3
-    assert found == {"quick": (2.0, 0.5), "slow": (6.0, pytest.approx(1 / 6))}
-
-
 class Event:
-    """Of a GPU that wakes up after as many milliseconds as it was told to sleep; launching takes the host 3."""
-
-    slept_ms = 0.0
+    """Of a GPU that takes 2 ms."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -327,25 +373,18 @@ class Event:
     def record(self) -> None:
         pass
 
-    def query(self) -> bool:
-        return Event.slept_ms < 3.0
-
-    def synchronize(self) -> None:
-        pass
+    synchronize = record
 
     def elapsed_time(self, end: Event) -> float:
-        return 8.0 if self.query() else 6.0
+        return 2.0
 
 
-def test_a_pass_that_the_gpu_began_before_it_was_queued_is_measured_again(monkeypatch):
-    def sleep(cycles: int) -> None:
-        Event.slept_ms = cycles / timing.CudaClock.SLEEP_CYCLES_PER_MS
-
-    monkeypatch.setattr(torch.cuda, "_sleep", sleep)
+def test_passes_take_turns_behind_a_gpu_that_sleeps(monkeypatch):
+    order = []
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append("sleep"))
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    clock, runs = timing.CudaClock(), []
-    assert clock.ms(timing.Pass("one", lambda: runs.append(1), 3)) == 2.0
-    assert len(runs) == 3 and clock.lead_ms == 4.0 and not clock.waits
-    monkeypatch.setattr(timing.CudaClock, "MAX_LEAD_MS", 2.0)
-    clock = timing.CudaClock()
-    assert clock.ms(timing.Pass("waiting", lambda: None, 1)) == 8.0 and clock.waits == {"waiting"}
+    monkeypatch.setattr(rivals, "ROUNDS", 2)
+    monkeypatch.setattr(rivals, "WARM_UPS", 1)
+    passes = {name: functools.partial(order.append, name) for name in "ab"}
+    assert rivals.measure(passes, "cuda") == {"a": 2.0, "b": 2.0}
+    assert order == ["sleep", "a", "sleep", "b"] * 3
