@@ -52,9 +52,12 @@ def forward(
 ) -> Tensor:
     """As in eager.py."""
     shape = (*x.shape[:-1], x.size(-1) // 2) if is_gated else x.shape
-    y = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
     if is_gated and _pays_to_compile(x, compiled_elements):
-        return y.copy_(_compile_gated_forward(activation)(*_split(x), *_split(_default_bias(x, bias))).view(shape))
+        found = _compile_gated_forward(activation)(*_split(x), *_split(_default_bias(x, bias)))
+        # Not a view to autograd, which would refuse to change a view in place.
+        y: Tensor = torch.ops.aten._unsafe_view(found, shape)
+        return y if out is None else out.copy_(y)
+    y = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
     if bias is None and not is_gated:
         # In one contiguous piece, because torch rounds the remainder of a loop differently.
         return ACTIVATIONS[activation].value(x.contiguous(), out=y)
