@@ -32,7 +32,7 @@ def activate(
     *,
     keep: str = "recompute",
     is_gated: bool = False,
-    operation: str = "activate",
+    operation: str | None = None,
 ) -> Tensor:
     """Computes f(x + bias), or gated f(gate) up of the halves of x + bias, for an activation f of ACTIVATIONS.
 
@@ -44,7 +44,7 @@ def activate(
         keep: "recompute" to differentiate from x + bias; "inplace" to differentiate from y, for an activation that has
             a slope_of_output and is not gated.
         is_gated: whether f takes the first half of x + bias and multiplies the second.
-        operation: the name in errors.
+        operation: the name in errors; the activation's by default.
 
     Returns:
         y [..., f] of x's dtype, contiguous. On a CPU it is torch's activation of x + bias, bit for bit, except that
@@ -57,7 +57,9 @@ def activate(
     Raises: ValueError for an activation, keep, dtype or shape that does not fit; RuntimeError on a second derivative.
     """
     if activation not in ACTIVATIONS:
-        raise ValueError(f"{operation}: activation is {activation!r}; expected one of {', '.join(ACTIVATIONS)}")
+        names = ", ".join(ACTIVATIONS)
+        raise ValueError(f"{operation or 'activate'}: activation is {activation!r}; expected one of {names}")
+    operation = operation or activation
     if keep not in ("inplace", "recompute"):
         raise ValueError(f'{operation}: keep is {keep!r}; expected "inplace" or "recompute"')
     if keep == "inplace" and (is_gated or ACTIVATIONS[activation].slope_of_output is None):
