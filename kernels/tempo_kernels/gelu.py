@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tempo_kernels.activation import apply, make_tables
+from tempo_kernels.activation import activate, make_tables
 from tempo_kernels.derivative import takes_plain_tensors
 
 __all__ = ["gelu", "make_tables"]
@@ -36,4 +36,5 @@ def gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none", *, ke
     """
     if approximate not in ("none", "tanh"):
         raise ValueError(f'gelu: approximate is {approximate!r}; expected "none" (erf) or "tanh"')
-    return apply("gelu", x, bias, "gelu" if approximate == "none" else "gelu_tanh", keep)
+    form = "gelu" if approximate == "none" else "gelu_tanh"
+    return activate(x, bias, form, keep=keep, operation="gelu")

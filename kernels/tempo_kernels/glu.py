@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tempo_kernels.activation import ACTIVATIONS, apply
+from tempo_kernels.activation import activate
 from tempo_kernels.derivative import takes_plain_tensors
 
 __all__ = ["geglu", "glu", "reglu", "swiglu"]
@@ -26,15 +26,13 @@ def glu(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     Error: one rounding of the float32 result (stock rounds after each of up to three steps); grad_x likewise.
     Raises: ValueError for an activation, dtype or shape that does not fit; RuntimeError on a second derivative.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"glu: activation is {activation!r}; expected one of {', '.join(ACTIVATIONS)}")
-    return apply("glu", x, bias, activation, is_gated=True)
+    return activate(x, bias, activation, is_gated=True, operation="glu")
 
 
 @takes_plain_tensors
 def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """silu(gate) * up. See `glu` for all else."""
-    return apply("swiglu", x, bias, "silu", is_gated=True)
+    return activate(x, bias, "silu", is_gated=True, operation="swiglu")
 
 
 @takes_plain_tensors
@@ -42,10 +40,11 @@ def geglu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> T
     """Computes gelu(gate) * up, in the erf ("none") or "tanh" form. See `glu` for all else."""
     if approximate not in ("none", "tanh"):
         raise ValueError(f'geglu: approximate is {approximate!r}; expected "none" (erf) or "tanh"')
-    return apply("geglu", x, bias, "gelu" if approximate == "none" else "gelu_tanh", is_gated=True)
+    form = "gelu" if approximate == "none" else "gelu_tanh"
+    return activate(x, bias, form, is_gated=True, operation="geglu")
 
 
 @takes_plain_tensors
 def reglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes relu(gate) * up. See `glu` for all else."""
-    return apply("reglu", x, bias, "relu", is_gated=True)
+    return activate(x, bias, "relu", is_gated=True, operation="reglu")

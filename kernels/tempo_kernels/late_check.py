@@ -33,6 +33,19 @@ class LateCheck:
         elif not torch.cuda.is_current_stream_capturing():
             self._under_way.append(copy_to_host(flag))
 
+    def watch(self, flag: Tensor) -> None:
+        """Takes the same flag again and again, which stays True once it is: copies it only when no copy is under way,
+        and sets it to False before it raises the error. Does nothing during the capture of a CUDA graph."""
+        if flag.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        try:
+            self.raise_if_noted()
+            if not self._under_way:
+                self.note(flag)
+        except self._kind:
+            flag.zero_()
+            raise
+
     def raise_if_noted(self) -> None:
         """Raises the error where a flag that has arrived is True."""
         while self._under_way and self._under_way[0][1]():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tempo_kernels.activation import apply
+from tempo_kernels.activation import activate
 from tempo_kernels.derivative import takes_plain_tensors
 
 __all__ = ["silu"]
@@ -25,4 +25,4 @@ def silu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     Error: grad_x's is at most twice torch's own plus one ulp of the largest gradient.
     Raises: ValueError for a dtype or shape that does not fit; RuntimeError on a second derivative.
     """
-    return apply("silu", x, bias, "silu")
+    return activate(x, bias, "silu", operation="silu")

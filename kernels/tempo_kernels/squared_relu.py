@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tempo_kernels.activation import apply
+from tempo_kernels.activation import activate
 from tempo_kernels.derivative import takes_plain_tensors
 
 __all__ = ["squared_relu"]
@@ -29,4 +29,4 @@ def squared_relu(x: Tensor, bias: Tensor | None = None, *, keep: str = "inplace"
         to 3.5e-4.
     Raises: ValueError for a dtype, shape or keep that does not fit; RuntimeError on a second derivative.
     """
-    return apply("squared_relu", x, bias, "squared_relu", keep)
+    return activate(x, bias, "squared_relu", keep=keep, operation="squared_relu")

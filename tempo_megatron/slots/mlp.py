@@ -19,10 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tempo_kernels.activation import activate
-from tempo_kernels.gelu import gelu
-from tempo_kernels.glu import glu
 from tempo_kernels.recompute import can_refill, drop, recompute, recompute_in_tiles
-from tempo_kernels.squared_relu import squared_relu
 from tempo_megatron.settings.activations import ACTIVATIONS, find_inplace_refusal
 from tempo_megatron.slots.linear import (
     LinearCall,
@@ -42,12 +39,6 @@ FUNCTIONS: dict[str, Any] = {
     for activation in ACTIVATIONS.values()
 }
 """Formula of an activation -> the `activation_func` of a TransformerConfig: torch's of that name, where it has one."""
-
-_IN_PLACE: dict[str, Callable[..., Tensor]] = {
-    "gelu": gelu,
-    "gelu_tanh": functools.partial(gelu, approximate="tanh"),
-    "squared_relu": squared_relu,
-}
 
 
 def name_activation(config: TransformerConfig) -> str | None:
@@ -105,9 +96,7 @@ def _choose_activation(
         is_tanh = config.bias_activation_fusion or getattr(config, "use_te_activation_func", False)
         approximate = "tanh" if is_tanh else "none"
     formula = "gelu_tanh" if (activation.formula, approximate) == ("gelu", "tanh") else activation.formula
-    if keep == "inplace":
-        return _IN_PLACE[formula]
-    return functools.partial(glu if activation.is_gated else activate, activation=formula)
+    return functools.partial(activate, activation=formula, keep=keep, is_gated=activation.is_gated, operation=name)
 
 
 def _may_be_recomputed() -> bool:

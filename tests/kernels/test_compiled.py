@@ -38,7 +38,7 @@ def test_the_compiler_is_the_one_that_the_environment_names(monkeypatch):
 @pytest.fixture
 def not_in_chunks(monkeypatch):
     monkeypatch.setattr(activation_cpu, "_add_in_chunks", lambda *_: pytest.fail("not compiled"))
-    monkeypatch.setattr(activation_cpu, "_differentiate_output", lambda *_: pytest.fail("not compiled"))
+    monkeypatch.setattr(activation_cpu, "_compute_slope", lambda *_: pytest.fail("not compiled"))
 
 
 @compiles

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,8 @@ class Activation(NamedTuple):
 
     value: Callable[..., Tensor]
     """value(x, out=None): f(x), written to `out` where that is given."""
-    grad_x: Callable[[Tensor, Tensor], Tensor]
-    """grad_x(grad_y, x): grad_y f'(x)."""
+    grad_x: Callable[..., Tensor]
+    """grad_x(grad_y, x, out=None): grad_y f'(x), written to `out`, which may be x, where that is given."""
     rounds_sum: bool = True
     """Whether x + bias is rounded to the dtype of x before f, as torch rounds it. Megatron's fused GELU does not."""
     slope_of_output: Callable[[Tensor, Tensor | None], Tensor] | None = None
@@ -35,8 +35,11 @@ def _square_relu(x: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.mul(rectified, rectified, out=out)
 
 
-def _differentiate_square_relu(grad_y: Tensor, x: Tensor) -> Tensor:
-    return torch.clamp_min(x, 0).mul_(2).mul_(grad_y)
+def _differentiate_square_relu(grad_y: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+    rectified = torch.clamp_min(x, 0, out=out)
+    # 2 r grad_y in one pass with one rounding; adding -0 leaves every number as it is, where 0 would change -0.
+    zero = torch.full((), -0.0, dtype=x.dtype, device=x.device)
+    return torch.addcmul(zero, rectified, grad_y, value=2, out=rectified)
 
 
 def _compute_square_relu_slope(y: Tensor, sign: Tensor | None) -> Tensor:
@@ -52,26 +55,36 @@ def _compute_square_relu_slope(y: Tensor, sign: Tensor | None) -> Tensor:
     return y.double().rsqrt().reciprocal().to(y.dtype).mul_(2)
 
 
-_gelu_backward = torch.ops.aten.gelu_backward
+def _differentiate(function: Any, *numbers: Any, **names: Any) -> Callable[..., Tensor]:
+    """Makes a derivative from an operator of torch, whose `out`, if it has one, is named grad_input."""
+
+    def grad_x(grad_y: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is not None and "grad_input" in function.overloads():
+            return function.grad_input(grad_y, x, *numbers, **names, grad_input=out)  # type: ignore[no-any-return]
+        found: Tensor = function(grad_y, x, *numbers, **names)
+        return found if out is None else out.copy_(found)
+
+    return grad_x
+
+
+_aten = torch.ops.aten
 
 ACTIVATIONS = {
-    "silu": Activation(torch._C._nn.silu, torch.ops.aten.silu_backward),
+    "silu": Activation(torch._C._nn.silu, _differentiate(_aten.silu_backward)),
     "gelu": Activation(
         F.gelu,
-        _gelu_backward,
+        _differentiate(_aten.gelu_backward),
         slope_of_output=partial(compute_gelu_slope, activation="gelu"),
         x_min=INVERSES["gelu"].x_min,
     ),
     "gelu_tanh": Activation(
         partial(F.gelu, approximate="tanh"),
-        partial(_gelu_backward, approximate="tanh"),
+        _differentiate(_aten.gelu_backward, approximate="tanh"),
         rounds_sum=False,
         slope_of_output=partial(compute_gelu_slope, activation="gelu_tanh"),
         x_min=INVERSES["gelu_tanh"].x_min,
     ),
-    "mish": Activation(torch._C._nn.mish, torch.ops.aten.mish_backward),
-    "relu": Activation(
-        partial(torch.clamp_min, min=0), lambda grad_y, x: torch.ops.aten.threshold_backward(grad_y, x, 0)
-    ),
+    "mish": Activation(torch._C._nn.mish, _differentiate(_aten.mish_backward)),
+    "relu": Activation(partial(torch.clamp_min, min=0), _differentiate(_aten.threshold_backward, 0)),
     "squared_relu": Activation(_square_relu, _differentiate_square_relu, slope_of_output=_compute_square_relu_slope),
 }

@@ -17,19 +17,20 @@ from torch import Tensor
 
 from tempo_kernels.activation.activations import ACTIVATIONS
 from tempo_kernels.activation.eager import (
+    compute_slope,
     differentiate_gated,
     differentiate_output,
     get_smallest_at_least,
     get_sum_dtype,
     sum_rows,
 )
-from tempo_kernels.activation.inverse import INVERSES, Inverse, compute_slope
+from tempo_kernels.activation.inverse import INVERSES, Inverse, compute_slope_by
 from tempo_kernels.compiled import Compiled, pays_for, split_columns
 
 COMPILED_ELEMENTS = 1 << 20
 """Elements of a tensor from which on one compilation, which takes seconds, is worth its time."""
-CHUNK_ELEMENTS = 1 << 17
-"""Elements of a chunk for each thread: 512 KiB of float32."""
+CHUNK_ELEMENTS = 1 << 18
+"""Elements of a chunk for each thread: 1 MiB of float32."""
 # A chunk fills whole bytes of bits, and whole vector registers: torch rounds the remainder of a loop differently.
 _CHUNK_STEP = 128
 
@@ -51,9 +52,12 @@ def forward(
 ) -> Tensor:
     """As in eager.py."""
     shape = (*x.shape[:-1], x.size(-1) // 2) if is_gated else x.shape
-    y = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
     if is_gated and _pays_to_compile(x, compiled_elements):
-        return y.copy_(_compile_gated_forward(activation)(*_split(x), *_split(_default_bias(x, bias))).view(shape))
+        found = _compile_gated_forward(activation)(*_split(x), *_split(_default_bias(x, bias)))
+        # Not a view to autograd, which would refuse to change a view in place.
+        y: Tensor = torch.ops.aten._unsafe_view(found, shape)
+        return y if out is None else out.copy_(y)
+    y = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
     if bias is None and not is_gated:
         # In one contiguous piece, because torch rounds the remainder of a loop differently.
         return ACTIVATIONS[activation].value(x.contiguous(), out=y)
@@ -110,8 +114,10 @@ def backward(
                 halves = differentiate_gated(rows_grad_y, gate, up, activation)
                 for half, place in zip(halves, rows_grad_x.chunk(2, -1), strict=True):
                     place.copy_(half)
+            elif total.dtype == x.dtype:
+                ACTIVATIONS[activation].grad_x(rows_grad_y, total, out=rows_grad_x)
             else:
-                rows_grad_x.copy_(ACTIVATIONS[activation].grad_x(rows_grad_y, total))
+                rows_grad_x.copy_(ACTIVATIONS[activation].grad_x(rows_grad_y, total, out=total))
     return grad_x, sum_rows(grad_x) if has_grad_bias else None
 
 
@@ -139,21 +145,22 @@ def backward_inplace(
         for start in range(0, y.numel(), size):
             chunk = slice(start, start + size)
             chunk_bits = None if bits is None else bits[start // 8 : (start + size) // 8]
-            flat_grad_x[chunk] = _differentiate_output(flat_grad_y[chunk], flat_y[chunk], chunk_bits, activation)
+            slope = _compute_slope(flat_y[chunk], chunk_bits, activation)
+            torch.mul(slope, flat_grad_y[chunk], out=flat_grad_x[chunk])
     grad_x = flat_grad_x.view(y.shape)
     return grad_x, sum_rows(grad_x) if has_grad_bias else None
 
 
-def _differentiate_output(grad_y: Tensor, y: Tensor, bits: Tensor | None, activation: str) -> Tensor:
-    """Computes grad_x of a chunk, by the table where there is one."""
+def _compute_slope(y: Tensor, bits: Tensor | None, activation: str) -> Tensor:
+    """Computes f'(x(y)) of a chunk, by the table where there is one."""
     if bits is None:
-        return differentiate_output(grad_y, y, None, activation)
+        return compute_slope(y, None, activation)
     sign = _unpack_signs(bits, y.numel())
     if y.dtype.itemsize > 2 or y.device.type != "cpu":
-        return differentiate_output(grad_y, y, sign.to(torch.float32), activation)
+        return compute_slope(y, sign.to(torch.float32), activation)
     # A pattern in [-2**15, 2**15): 0 to 65,535 left of the minimum, from 65,536 on right of it.
     index = y.view(torch.int16).to(torch.int32).add_(sign, alpha=32768).add_(65536)
-    return (_load_table(y.dtype, activation).index_select(0, index) * grad_y).to(y.dtype)
+    return _load_table(y.dtype, activation).index_select(0, index)
 
 
 def make_tables() -> None:
@@ -166,13 +173,11 @@ def make_tables() -> None:
 
 def _load_table(dtype: torch.dtype, activation: str) -> Tensor:
     """Returns float32 [131072]: f'(x(y)) of every value of a 16-bit dtype by its int16 pattern, of x < x_min first."""
-    slope_of_output = ACTIVATIONS[activation].slope_of_output
-    assert slope_of_output is not None
 
     def fill() -> Tensor:
         pattern = torch.arange(-32768, 32768, dtype=torch.int32, device="cpu").to(torch.int16)
         signs = torch.tensor([[-1.0], [1.0]], dtype=torch.float32, device="cpu")
-        return slope_of_output(pattern.view(dtype).repeat(2, 1), signs).view(-1)
+        return compute_slope(pattern.view(dtype).repeat(2, 1), signs, activation).view(-1)
 
     return _make_once((dtype, activation), fill)
 
@@ -211,7 +216,7 @@ def _compile_inplace_backward(activation: str) -> Compiled:
     load: Callable[[], Inverse] = torch.compiler.assume_constant_result(lambda: INVERSES[activation])
 
     def backward(grad_y: Tensor, y: Tensor, sign: Tensor) -> Tensor:
-        return (compute_slope(load(), y, sign) * grad_y.float()).to(y.dtype)
+        return (compute_slope_by(load(), y, sign) * grad_y.float()).to(y.dtype)
 
     def backward_without_sign(grad_y: Tensor, y: Tensor) -> Tensor:
         return differentiate_output(grad_y, y, None, activation)
@@ -225,10 +230,11 @@ def _choose_chunk_size(chunk_elements: int) -> int:
 
 
 def _add_in_chunks(
-    x: Tensor, bias: Tensor | None, activation: str, is_gated: bool, chunk_elements: int, *others: Tensor
+    x: Tensor, bias: Tensor | None, activation: str, is_gated: bool, chunk_elements: int, out: Tensor, *others: Tensor
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yields (x + bias [rows, width], the same rows of others...) for consecutive chunks; width is 1 where neither a
-    bias nor a gate needs columns."""
+    """Yields (x + bias [rows, width], the same rows of out, and of others...) for consecutive chunks; width is 1 where
+    neither a bias nor a gate needs columns. The sum, which may be overwritten, lies in out's own memory where out has
+    its shape and dtype, else in one buffer for all chunks; where nothing is added or cast, it is x itself."""
     if x.numel() == 0:
         return
     width = x.size(-1) if is_gated or bias is not None else 1
@@ -236,9 +242,18 @@ def _add_in_chunks(
     chunk_rows = -(-_choose_chunk_size(chunk_elements) // (width * step)) * step
     dtype = get_sum_dtype(x, bias, activation, is_gated)
     bias = None if bias is None else bias.to(dtype)  # once, instead of with every chunk
-    tensors = (t.view(num_rows, -1).split(chunk_rows) for t in (x.contiguous(), *others))
-    for rows_x, *rows in zip(*tensors, strict=True):
-        yield rows_x.to(dtype) if bias is None else rows_x.to(dtype) + bias, *rows
+    is_in_out = out.dtype == dtype and out.numel() == x.numel()
+    sums = None if is_in_out else torch.empty((min(chunk_rows, num_rows), width), dtype=dtype, device=x.device)
+    tensors = (t.view(num_rows, -1).split(chunk_rows) for t in (x.contiguous(), out, *others))
+    for rows_x, rows_out, *rows in zip(*tensors, strict=True):
+        total = rows_out if sums is None else sums[: rows_x.size(0)]
+        if bias is None:
+            total = rows_x if rows_x.dtype == dtype else total.copy_(rows_x)
+        elif rows_x.dtype == dtype:
+            torch.add(rows_x, bias, out=total)
+        else:
+            total.copy_(rows_x).add_(bias)
+        yield total, rows_out, *rows
 
 
 def _write_value(total: Tensor, activation: str, is_gated: bool, out: Tensor) -> None:

@@ -78,9 +78,14 @@ def backward_inplace(
 
 def differentiate_output(grad_y: Tensor, y: Tensor, sign: Tensor | None, activation: str) -> Tensor:
     """Returns grad_y f'(x(y)) in y's dtype; sign is 1 where x >= x_min and -1 elsewhere."""
+    return (compute_slope(y, sign, activation) * grad_y).to(y.dtype)
+
+
+def compute_slope(y: Tensor, sign: Tensor | None, activation: str) -> Tensor:
+    """Computes f'(x(y)), at least in float32 where there is a sign."""
     slope_of_output = ACTIVATIONS[activation].slope_of_output
     assert slope_of_output is not None
-    return (slope_of_output(y, sign) * grad_y).to(y.dtype)
+    return slope_of_output(y, sign)
 
 
 def unpack_bits(bits: Tensor, shape: torch.Size) -> Tensor:

@@ -1,4 +1,4 @@
-"""Defines `activate`, and what the modules of single activations build on: two autograd.Functions, of which one keeps
+"""Defines `activate`, of which gelu, glu, silu and squared_relu are faces: two autograd.Functions, of which one keeps
 the input and differentiates from it, and one keeps the output.
 
     y = f(x + bias)  or, gated,  y = f(gate) up with gate, up = halves of x + bias
@@ -25,34 +25,46 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @takes_plain_tensors
-def activate(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """Computes f(x + bias) for an activation f of ACTIVATIONS.
+def activate(
+    x: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    *,
+    keep: str = "recompute",
+    is_gated: bool = False,
+    operation: str | None = None,
+) -> Tensor:
+    """Computes f(x + bias), or gated f(gate) up of the halves of x + bias, for an activation f of ACTIVATIONS.
 
     Args:
-        x: [..., f], float32, bfloat16, float16 or float64 (on a GPU not float64), any strides.
-        bias: [f] of x's dtype, or None.
+        x: [..., f], gated [..., 2f], gate then up; float32, bfloat16, float16 or float64 (on a GPU not float64), any
+            strides.
+        bias: as long as x's last dimension and of x's dtype, or None.
         activation: a name in ACTIVATIONS; "gelu" is the erf form.
+        keep: "recompute" to differentiate from x + bias; "inplace" to differentiate from y, for an activation that has
+            a slope_of_output and is not gated.
+        is_gated: whether f takes the first half of x + bias and multiplies the second.
+        operation: the name in errors; the activation's by default.
 
     Returns:
         y [..., f] of x's dtype, contiguous. On a CPU it is torch's activation of x + bias, bit for bit, except that
-        "gelu_tanh" adds x and bias in float32 and rounds once.
+        "gelu_tanh" and gated units add x and bias in float32 and round once.
 
-    Keeps for backward: x and bias, not y; `recompute.drop` can recompute y.
-    Error: grad_x's is at most twice torch's own plus one ulp of the largest gradient.
-    Raises: ValueError for an activation, dtype or shape that does not fit; RuntimeError on a second derivative.
+    Keeps for backward: with keep="recompute" x and bias, not y; `recompute.drop` can recompute y. With keep="inplace" y
+        and, for an activation that has an x_min, one bit per element.
+    Error: grad_x's is at most twice torch's own plus one ulp of the largest gradient; in place see `gelu` and
+        `squared_relu`.
+    Raises: ValueError for an activation, keep, dtype or shape that does not fit; RuntimeError on a second derivative.
     """
     if activation not in ACTIVATIONS:
-        raise ValueError(f"activate: activation is {activation!r}; expected one of {', '.join(ACTIVATIONS)}")
-    return apply(activation, x, bias, activation)
-
-
-def apply(
-    operation: str, x: Tensor, bias: Tensor | None, activation: str, keep: str = "recompute", is_gated: bool = False
-) -> Tensor:
-    """Checks the arguments and returns y, differentiable; errors name it `operation`. keep is "inplace" or
-    "recompute"."""
+        names = ", ".join(ACTIVATIONS)
+        raise ValueError(f"{operation or 'activate'}: activation is {activation!r}; expected one of {names}")
+    operation = operation or activation
     if keep not in ("inplace", "recompute"):
         raise ValueError(f'{operation}: keep is {keep!r}; expected "inplace" or "recompute"')
+    if keep == "inplace" and (is_gated or ACTIVATIONS[activation].slope_of_output is None):
+        unit = f"gated {activation}" if is_gated else activation
+        raise ValueError(f'{operation}: keep is "inplace", and the output of {unit} gives no slope; use "recompute"')
     if x.dtype not in _DTYPES:
         raise ValueError(f"{operation}: x is {x.dtype}; expected float32, bfloat16, float16 or float64; cast it")
     if bias is not None and (bias.dim() != 1 or bias.shape != x.shape[-1:] or bias.dtype != x.dtype):

@@ -156,10 +156,10 @@ def compute_gelu_slope(y: Tensor, sign: Tensor | None, activation: str) -> Tenso
     assert sign is not None
     if y.dtype == torch.float64:
         return derivative_float64(y, sign > 0, activation)
-    return compute_slope(INVERSES[activation], y, sign)
+    return compute_slope_by(INVERSES[activation], y, sign)
 
 
-def compute_slope(inverse: Inverse, y: Tensor, sign: Tensor) -> Tensor:
+def compute_slope_by(inverse: Inverse, y: Tensor, sign: Tensor) -> Tensor:
     """Computes GELU'(x(y)) in float32."""
     above = y.float() - inverse.y_min  # exact near the minimum, where it matters
     square = above.clamp_(inverse.y_min_low, Y_MAX - inverse.y_min).sub_(inverse.y_min_low)

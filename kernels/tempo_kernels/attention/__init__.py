@@ -1,12 +1,5 @@
 """Attention with dropout that keeps q, k, v, the output and one logsumexp per row: no s*s tensor, no mask."""
 
-from tempo_kernels.attention.blocks import (
-    add_sink,
-    attend_block,
-    differentiate_block,
-    differentiate_sink,
-    merge_blocks,
-)
 from tempo_kernels.attention.cpu import use_gpu_blocks
 from tempo_kernels.attention.function import (
     OPERATIONS,
@@ -15,6 +8,13 @@ from tempo_kernels.attention.function import (
     find_backend,
     list_flash_workspaces,
     list_gpu_workspaces,
+)
+from tempo_kernels.attention.function_parts import (
+    add_sink,
+    attend_block,
+    differentiate_block,
+    differentiate_sink,
+    merge_blocks,
 )
 
 __all__ = [

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from tempo_kernels.attention.settings import MASKED_SCORES, Inputs, Settings
+from tempo_kernels.attention.settings import MASKED_SCORES, Documents, Inputs, Settings
 from tempo_kernels.opaque import is_traced
 from tempo_kernels.philox import check_place, effective_probability
 
@@ -133,3 +134,69 @@ def check_settings(q: Tensor, settings: Settings, form: str) -> None:
                 f"{name} is {number.dtype} of shape {list(number.shape)} on {number.device}; expected an int, or a "
                 f"0-dim torch.int64 tensor on {q.device}, as q; move it there"
             )
+
+
+def check_documents(documents: Documents, inputs: Inputs, settings: Settings) -> None:
+    """Raises ValueError where documents are given that do not fit q and k, or with what they exclude."""
+    cu_seqlens, cu_seqlens_k, samples = documents
+    if cu_seqlens is None:
+        if cu_seqlens_k is not None or samples is not None:
+            raise ValueError("cu_seqlens_k or document_samples is given without cu_seqlens; give cu_seqlens too")
+        return
+    excluded = {
+        "mask": inputs.mask is not None,
+        "bias": inputs.bias is not None,
+        "key_lengths": inputs.key_lengths is not None,
+        "first_row": settings.first_row != 0,
+        "first_column": settings.first_column is not None,
+    }
+    if found := [name for name, is_given in excluded.items() if is_given]:
+        raise ValueError(
+            f"{found[0]} is given beside cu_seqlens; expected one of them, for documents have their own rows"
+        )
+    q = inputs.q
+    if q.size(1) != 1:
+        raise ValueError(
+            f"q has {q.size(1)} samples beside cu_seqlens; expected 1, the packed row; view q as [t, 1, a, d]"
+        )
+    number = max(0, cu_seqlens.numel() - 1)
+    wanted = {
+        "cu_seqlens": (cu_seqlens, torch.int32, [number + 1]),
+        "cu_seqlens_k": (cu_seqlens_k, torch.int32, [number + 1]),
+        "document_samples": (samples, torch.int64, [number]),
+    }
+    for name, (tensor, dtype, shape) in wanted.items():
+        if tensor is not None and (tensor.dtype, list(tensor.shape), tensor.device) != (dtype, shape, q.device):
+            raise ValueError(
+                f"{name} is {tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}; expected {dtype} of shape "
+                f"{shape} on {q.device}, for {number} documents"
+            )
+    is_ordered = settings.causal or settings.window_size is not None
+    if cu_seqlens_k is not None and samples is None and settings.dropout_p and is_ordered:
+        raise ValueError(
+            "cu_seqlens_k is given without document_samples to causal or windowed attention with dropout, whose "
+            "queries and keys then have no common positions; give document_samples"
+        )
+    # Only on a CPU: reading numbers from a GPU would wait for it.
+    if q.device.type == "cpu" and not is_traced(q):
+        _check_boundaries("cu_seqlens", cu_seqlens, q.size(0), "q")
+        _check_boundaries("cu_seqlens_k", cu_seqlens if cu_seqlens_k is None else cu_seqlens_k, inputs.k.size(0), "k")
+        if cu_seqlens_k is not None and settings.causal and bool((cu_seqlens.diff() > cu_seqlens_k.diff()).any()):
+            raise ValueError(
+                "cu_seqlens and cu_seqlens_k: a document of causal attention has more queries than keys; expected at "
+                "least as many keys; give causal=False"
+            )
+
+
+def _check_boundaries(name: str, boundaries: Tensor, num_tokens: int, of: str) -> None:
+    numbers = boundaries.tolist()
+    if (
+        not numbers
+        or numbers[0] < 0
+        or numbers[-1] > num_tokens
+        or any(end < start for start, end in pairwise(numbers))
+    ):
+        raise ValueError(
+            f"{name} is {numbers}; expected at least one number, growing from 0 or more to at most {num_tokens}, the "
+            f"tokens of {of}"
+        )

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tempo_kernels.attention import cpu, documents
-from tempo_kernels.attention.checks import check_settings, check_tensors
-from tempo_kernels.attention.documents import Documents, check_documents
-from tempo_kernels.attention.settings import OPERANDS, Gradients, Inputs, Kept, Settings
+from tempo_kernels.attention import cpu, cpu_documents
+from tempo_kernels.attention.checks import check_documents, check_settings, check_tensors
+from tempo_kernels.attention.settings import OPERANDS, Documents, Gradients, Inputs, Kept, Settings
 from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only, takes_plain_tensors
 from tempo_kernels.opaque import call_untraced, is_traced, opaque, separate, without_autocast
@@ -268,7 +267,7 @@ def _compute(inputs: Inputs, packed: Documents, settings: Settings, is_softmax: 
         kernel = choose_backend(q, cpu)
         out, logsumexp = kernel.forward(inputs, settings, documents=packed if is_packed else None)
     elif is_packed:
-        out, logsumexp = documents.forward(inputs, packed, settings, kept)
+        out, logsumexp = cpu_documents.forward(inputs, packed, settings, kept)
     else:
         out, logsumexp = cpu.forward(inputs, settings, kept)
     return (out, logsumexp) if kept is None else (out, logsumexp, kept)
@@ -309,7 +308,7 @@ def _differentiate(
         grads: Gradients = kernel.backward(grad_out, inputs, kept, settings, packed_row, needs_grad_bias)
         return grads
     if is_packed:
-        return documents.backward(grad_out, inputs, packed, kept, settings)
+        return cpu_documents.backward(grad_out, inputs, packed, kept, settings)
     return cpu.backward(grad_out, inputs, kept, settings, needs_grad_bias)
 
 
@@ -342,7 +341,7 @@ class _Attention(torch.autograd.Function):
         logsumexp = None if is_softmax and inputs.sink is None else kept[0]
         probabilities = kept[1] if is_softmax else None
         # The softmax form and the CPU's blocks compute whole rows again: only the kernels and torch's own need out.
-        needs_out = documents.keeps_out if packed.cu_seqlens is not None else cpu.keeps_out
+        needs_out = cpu_documents.keeps_out if packed.cu_seqlens is not None else cpu.keeps_out
         kept_out = out if not is_softmax and (inputs.q.is_cuda or needs_out(inputs, settings)) else None
         ctx.save_for_backward(kept_out, logsumexp, probabilities, *tensors, *numbers)
         return out

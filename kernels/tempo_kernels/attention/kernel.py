@@ -19,11 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tempo_kernels.attention import kernel_backward, kernel_forward
-from tempo_kernels.attention.documents import Documents
 from tempo_kernels.attention.kernel_program import VARYING
 from tempo_kernels.attention.settings import (
     MASKED_SCORE,
     BiasSizes,
+    Documents,
     Draw,
     Extras,
     Form,
@@ -130,7 +130,7 @@ def forward(
 
     The logsumexp is infinite where a query sees no key. Where every score is masked, it is relative to the masked
     score, and its last bit is 1. Where an out_dtype is given, out has it, and the logsumexp is that of eager.py.
-    Of a packed row they are those of documents.py.
+    Of a packed row they are those of cpu_documents.py.
     """
     q, v = inputs.q, inputs.v
     _check(inputs, settings)

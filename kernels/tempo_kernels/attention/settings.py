@@ -1,5 +1,6 @@
-"""Holds attention's arguments: Inputs are its tensors, Settings its numbers, Kept what backward gets of forward, and
-Gradients what it returns. Below them are the groups of arguments that every Triton kernel of attention takes."""
+"""Holds attention's arguments: Inputs and Documents are its tensors, Settings its numbers, Kept what backward gets of
+forward, and Gradients what it returns. Below them are the groups of arguments that every Triton kernel of attention
+takes."""
 
 from __future__ import annotations
 
@@ -40,6 +41,14 @@ class Inputs(NamedTuple):
     def changes_scores(self) -> bool:
         """Whether something is added to the scores, or to their softmax's sum."""
         return self.bias is not None or self.alibi_slopes is not None or self.sink is not None
+
+
+class Documents(NamedTuple):
+    """Where the documents of a packed row begin and end, as in `attention`; without tensors the row is not packed."""
+
+    cu_seqlens: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    samples: Tensor | None = None
 
 
 class Kept(NamedTuple):

@@ -1,34 +1,30 @@
 """Defines `linear_cross_entropy` and `linear_log_prob`: the loss head, with the logits of one chunk alive at a time.
 
-A chunk's logits are one matrix product. The backend (cpu.py or kernel.py) computes their statistics, or overwrites them
-with their gradient. Two more products turn this gradient into those of the hidden states and of the weight. eager.py
-has the mathematics. Chunks are tokens; where that takes less memory, backward's are columns of the vocabulary.
-
-torch.compile, fake tensors and autocast do not look into the three operations that hold the chunks. As operators they
-take flat operands: tensors, flags, then the numbers of a Settings one by one, and a group by its name.
+chunks.py makes the logits, operators.py holds the loops over chunks, and eager.py has the mathematics.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only, takes_plain_tensors
-from tempo_kernels.linear_cross_entropy import cpu
 from tempo_kernels.linear_cross_entropy.checks import check_main_grad, check_scaling, check_tensors, make_settings
-from tempo_kernels.linear_cross_entropy.eager import compute_results, compute_rows
-from tempo_kernels.linear_cross_entropy.settings import Rows, Settings, Shards
-from tempo_kernels.opaque import is_traced, opaque, skip_alike
+from tempo_kernels.linear_cross_entropy.operators import (
+    compute_gradients,
+    compute_losses,
+    compute_losses_and_gradients,
+    list_operands,
+    order_rows,
+    order_tokens,
+)
+from tempo_kernels.linear_cross_entropy.settings import Settings, Shards
+from tempo_kernels.opaque import is_traced
 
-CPU_BLOCK_COLUMNS = 1024
-"""Columns of the vocabulary per product on a CPU: few enough that the result of a few tokens stays in the cache."""
-_PRODUCT_BYTES = 1 << 25
 _SCALED_ELEMENTS = 1 << 22
-_HAS_WIDE_PRODUCT = hasattr(torch.ops.aten.addmm, "dtype_out")
 
 
 @takes_plain_tensors
@@ -175,311 +171,6 @@ def _sums_weight(weight: Tensor, takes_main_grad: bool) -> bool:
     return main_grad.dtype != torch.promote_types(weight.dtype, torch.float32)
 
 
-class Head(NamedTuple):
-    """The tensors of the head: hidden [m, h] of this rank, weight [v/p, h], bias [v/p] or None, labels [t, m]."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    labels: Tensor
-
-    def make_logits(self, settings: Settings) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yields per chunk the slice of rows, their tokens [n, h], and logits [n, v/p] in a shared buffer."""
-        memory = None
-        for rows, tokens in settings.shards.gather(self.hidden, settings.chunk_rows):
-            memory = tokens.new_empty(tokens.size(0), self.weight.size(0)) if memory is None else memory
-            logits = memory[: tokens.size(0)]
-            step = logits.size(1) if logits.is_cuda else CPU_BLOCK_COLUMNS
-            for start in skip_alike(range(0, logits.size(1), step), logits):
-                columns = slice(start, start + step)
-                self._multiply(tokens, columns, logits[:, columns])
-            yield rows, tokens, logits
-
-    def make_columns(self, settings: Settings) -> Iterator[tuple[slice, Tensor]]:
-        """Yields per chunk the slice of columns, and logits [m, n] in a shared buffer."""
-        num_rows, num_columns = self.hidden.size(0), self.weight.size(0)
-        memory = self.hidden.new_empty(num_rows * min(num_columns, settings.chunk_columns))
-        starts = range(0, num_columns, settings.chunk_columns)
-        blocks = [slice(start, min(start + settings.chunk_columns, num_columns)) for start in starts]
-        for columns in skip_alike(blocks, memory):
-            size = columns.stop - columns.start
-            logits = memory[: num_rows * size].view(num_rows, size)
-            self._multiply(self.hidden, columns, logits)
-            yield columns, logits
-
-    def _multiply(self, tokens: Tensor, columns: slice, out: Tensor) -> None:
-        """Writes some columns of tokens weight^T + bias to out."""
-        weight = self.weight[columns].t()
-        if self.bias is None:
-            torch.mm(tokens, weight, out=out)
-        else:
-            torch.addmm(self.bias[columns], tokens, weight, out=out)
-
-
-class _Gradients:
-    """Sums over chunks the gradients of hidden [m, h] in its dtype, of weight in `Settings.get_weight_dtype`, and of
-    bias in float32; None for those that are not asked for. The weight's is added to `total` if that is given."""
-
-    def __init__(self, head: Head, has_grads: Sequence[bool], total: Tensor | None, settings: Settings) -> None:
-        hidden, weight = head.hidden, head.weight
-        self._shards, self._head = settings.shards, head
-        self._sums_hidden, self._weight_is_empty = settings.chunk_columns > 0, total is None
-        compute_dtype = torch.promote_types(weight.dtype, torch.float32)
-        self.hidden: Tensor | None = None
-        self.weight = total
-        self.bias: Tensor | None = None
-        if has_grads[0]:
-            self.hidden = torch.empty_like(hidden, dtype=compute_dtype if self._sums_hidden else hidden.dtype)
-        if has_grads[1] and total is None:
-            self.weight = torch.empty_like(weight, dtype=settings.get_weight_dtype(weight.dtype, hidden.size(0)))
-        if has_grads[2]:
-            self.bias = weight.new_zeros(weight.size(0), dtype=compute_dtype)
-
-    def add(self, rows: slice, tokens: Tensor, grad_logits: Tensor) -> None:
-        """Adds the part of a chunk of tokens. The ranks sum hidden's while the weight's is computed."""
-        work = None
-        if self.hidden is not None:
-            out = self.hidden[rows]
-            part = out if self._shards.num_segments == 1 else out.new_empty(tokens.shape)
-            torch.mm(grad_logits, self._head.weight, out=part)
-            work = self._shards.start_reduction(part, out)
-        if self.weight is not None:
-            _accumulate(self.weight, grad_logits.t(), tokens, self._weight_is_empty)
-            self._weight_is_empty = False
-        if self.bias is not None:
-            self.bias += grad_logits.sum(0, dtype=self.bias.dtype)
-        if work is not None:
-            work.wait()
-
-    def add_columns(self, columns: slice, grad_logits: Tensor) -> None:
-        """Adds the part of a chunk of columns: all of these rows of weight's gradient, and a part of hidden's."""
-        if self.hidden is not None:
-            _accumulate(self.hidden, grad_logits, self._head.weight[columns], columns.start == 0)
-        if self.weight is not None:
-            torch.mm(grad_logits.t(), self._head.hidden, out=self.weight[columns])
-            self._weight_is_empty = False
-        if self.bias is not None:
-            self.bias[columns] = grad_logits.sum(0, dtype=self.bias.dtype)
-
-    def finish(self) -> list[Tensor]:
-        """Returns those that are asked for."""
-        if self._sums_hidden and self.hidden is not None:
-            self.hidden = self.hidden.to(self._head.hidden.dtype)
-            work = self._shards.start_reduction(self.hidden, self.hidden)
-            if work is not None:
-                work.wait()
-        if self.weight is not None and self._weight_is_empty:
-            self.weight.zero_()  # there are no tokens
-        return [t for t in (self.hidden, self.weight, self.bias) if t is not None]
-
-
-def _accumulate(total: Tensor, left: Tensor, right: Tensor, is_empty: bool) -> None:
-    """Adds left right to total, or writes it there if total is empty."""
-    beta = 0 if is_empty else 1
-    if total.dtype == right.dtype:
-        torch.addmm(total, left, right, beta=beta, out=total)
-        return
-    if _multiplies_into(total):
-        torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
-        return
-    # A product of 16-bit matrices is rounded to 16 bits, once per chunk; the sum over chunks stays in float32.
-    step = max(1, _PRODUCT_BYTES // (total.size(1) * right.element_size()))
-    for start in range(0, total.size(0), step):
-        block = slice(start, start + step)
-        part = total[block]
-        # Written in one expression, so that no name keeps the product alive while the next one is made.
-        (part.copy_ if is_empty else part.add_)(left[block] @ right)
-
-
-def _multiplies_into(total: Tensor) -> bool:
-    """Whether torch can add a product of 16-bit matrices to a float32 `total` without rounding it first: on a GPU, from
-    about torch 2.8 on."""
-    return total.is_cuda and total.dtype == torch.float32 and _HAS_WIDE_PRODUCT
-
-
-def _join_shards(statistics: Tensor, num_columns: int, settings: Settings) -> Tensor:
-    """Exchanges the shards' statistics [3 to 5, ...] and joins them to those of the whole vocabulary."""
-    if settings.shards.size == 1:
-        return statistics
-    found = settings.shards.exchange(statistics)
-    tops, totals, targets = found[:, 0], found[:, 1], found[:, 2]
-    top = tops.amax(0)
-    shifts = tops - top
-    factors = shifts.exp()
-    whole = [top, (totals * factors).sum(0), targets.amax(0)]
-    if settings.other_share > 0:
-        of_shards = enumerate(zip(found[:, 3], shifts, strict=True))
-        others = [of_shard + settings.count_real(rank, num_columns) * shift for rank, (of_shard, shift) in of_shards]
-        whole.append(torch.stack(others).sum(0))
-    if settings.has_entropy:
-        # A shard whose every logit is -inf adds nothing.
-        shifts = shifts.masked_fill(factors == 0, 0.0)
-        whole.append(((found[:, -1] + totals * shifts) * factors).sum(0))
-    return torch.stack(whole)
-
-
-_HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels"
-_HAS_GRADS = "bool has_grad_hidden, bool has_grad_weight, bool has_grad_bias"
-_SETTINGS = (
-    "str group, bool sequence_parallel, SymInt vocab_size, SymInt vocab_start, SymInt ignore_index, "
-    "float label_smoothing, float z_loss, bool excludes_padding, float softcap, float temperature, bool has_entropy, "
-    "SymInt chunk_rows, SymInt chunk_columns"
-)
-
-
-def _list_operands(settings: Settings) -> tuple[Any, ...]:
-    """Flattens settings to an operator's operands, in the order of the schema _SETTINGS."""
-    shards, *numbers = settings
-    return "" if shards.group is None else shards.group.group_name, shards.sequence_parallel, *numbers
-
-
-def _read_settings(group: str, sequence_parallel: bool, *numbers: Any) -> Settings:
-    """Builds the settings from what `_list_operands` returned."""
-    found = None
-    if group:
-        # Imported here, because a torch built without torch.distributed has no such module and no groups.
-        from torch._C._distributed_c10d import _resolve_process_group
-
-        found = _resolve_process_group(group)  # type: ignore[arg-type]  # a NewType of str
-    return Settings(Shards(found, sequence_parallel), *numbers)
-
-
-def _read_head(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *others: Any
-) -> tuple[Head, Sequence[bool], Settings]:
-    """Returns the tensors, which of them get a gradient, and the settings, from operands by the schemas."""
-    settings = _read_settings(*others[-13:])
-    return Head(hidden.flatten(0, 1), weight, bias, _order_rows(labels, settings)), others[:-13], settings
-
-
-def _order_rows(t: Tensor, settings: Settings) -> Tensor:
-    """Brings t [b, s] into the order of hidden's rows, [segments, s/segments * b]."""
-    segments = settings.shards.num_segments
-    return t.t().reshape(segments, t.numel() // segments)
-
-
-def _order_tokens(t: Tensor, labels: Tensor) -> Tensor:
-    """Brings t from the order of hidden's rows to [b, s], as labels, in memory of its own."""
-    return t.view(labels.size(1), labels.size(0)).t().clone(memory_format=torch.contiguous_format)
-
-
-def _cut(t: Tensor, rows: slice) -> Tensor:
-    """Returns a chunk [n] of t [t, m], or [..., n] of t [..., t, m]."""
-    return t[..., rows].flatten(-2)
-
-
-def _allocate_losses(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *settings: Any
-) -> list[Tensor]:
-    found = _read_settings(*settings)
-    segments, num_results = found.shards.num_segments, 2 if found.has_entropy else 1
-    shape, dtype = (segments, labels.numel() // segments), torch.promote_types(hidden.dtype, torch.float32)
-    results = [hidden.new_empty(shape, dtype=dtype) for _ in range(num_results)]
-    return [*results, hidden.new_empty((num_results + 1, *shape), dtype=dtype)]
-
-
-@opaque(f"linear_cross_entropy({_HEAD}, {_SETTINGS}) -> Tensor[]", _allocate_losses)
-def compute_losses(*operands: Any, backend: Any = None) -> list[Tensor]:
-    """Returns losses and, if asked for, entropies [t, m], and for backward each token's top, total and expected over
-    all shards [2 or 3, t, m]. The shards exchange their statistics once.
-
-    In all three operations `backend` is not an operand, so only `call` takes it. It has the functions of cpu.py; by
-    default it is the device's.
-    """
-    head, _, settings = _read_head(*operands)
-    backend, num_columns = backend or choose_backend(head.hidden, cpu), head.weight.size(0)
-    shares = settings.get_shares(num_columns)
-    dtype = torch.promote_types(head.hidden.dtype, torch.float32)
-    statistics = head.hidden.new_empty(shares.num_statistics, *head.labels.shape, dtype=dtype)
-    for rows, _, logits in head.make_logits(settings):
-        columns = _cut(head.labels, rows) - settings.vocab_start
-        part = backend.compute_statistics(logits, columns, shares)
-        statistics[..., rows] = part.view(*statistics.shape[:2], -1)
-    results, kept = compute_results(_join_shards(statistics, num_columns, settings), head.labels, settings)
-    return [*results, kept]
-
-
-def _allocate_gradients(grad: Tensor, grad_entropy: Tensor | None, kept: Tensor, *operands: Any) -> list[Tensor]:
-    (hidden, weight, *_), has_grads, settings = _read_head(*operands)
-    gradients = [
-        hidden.new_empty(hidden.shape),
-        weight.new_empty(weight.shape, dtype=settings.get_weight_dtype(weight.dtype, hidden.size(0))),
-        weight.new_empty(weight.shape[:1], dtype=torch.promote_types(weight.dtype, torch.float32)),
-    ]
-    return [t for t, has_grad in zip(gradients, has_grads, strict=True) if has_grad]
-
-
-@opaque(
-    f"linear_cross_entropy_backward(Tensor grad, Tensor? grad_entropy, Tensor kept, {_HEAD}, {_HAS_GRADS}, "
-    f"{_SETTINGS}) -> Tensor[]",
-    _allocate_gradients,
-)
-def compute_gradients(
-    grad: Tensor, grad_entropy: Tensor | None, kept: Tensor, *operands: Any, total: Tensor | None = None,
-    backend: Any = None,
-) -> list[Tensor]:  # fmt: skip
-    """Returns the gradients that are asked for: of hidden [m, h], of weight in `Settings.get_weight_dtype`, and of bias
-    in float32. It computes each chunk's logits again.
-
-    grad [t, m] is the gradient of the losses, grad_entropy that of the entropies. The weight's gradient is added to
-    `total` if that is given. An operator cannot take it; only `compute_gradients.call` does.
-    """
-    head, has_grads, settings = _read_head(*operands)
-    backend = backend or choose_backend(head.hidden, cpu)
-    gradients = _Gradients(head, has_grads, total, settings)
-    shares = settings.get_shares(head.weight.size(0))
-
-    def read_rows(rows: slice) -> Rows:
-        labels, of_entropies = _cut(head.labels, rows), None if grad_entropy is None else _cut(grad_entropy, rows)
-        columns = labels - settings.vocab_start
-        return compute_rows(columns, labels, _cut(grad, rows), of_entropies, _cut(kept, rows), settings)
-
-    if settings.chunk_columns:
-        assert total is None
-        whole = read_rows(slice(None))
-        for columns, logits in head.make_columns(settings):
-            num_real = min(max(shares.num_real - columns.start, 0), logits.size(1))
-            own = whole._replace(columns=whole.columns - columns.start)
-            backend.write_gradient_(logits, own, shares._replace(num_real=num_real))
-            gradients.add_columns(columns, logits)
-        return gradients.finish()
-    for rows, tokens, logits in head.make_logits(settings):
-        backend.write_gradient_(logits, read_rows(rows), shares)
-        gradients.add(rows, tokens, logits)
-    return gradients.finish()
-
-
-def _allocate_losses_and_gradients(token_weights: Tensor, *operands: Any) -> list[Tensor]:
-    return [torch.empty_like(token_weights), *_allocate_gradients(token_weights, None, token_weights, *operands)]
-
-
-@opaque(
-    f"weighted_linear_cross_entropy(Tensor token_weights, {_HEAD}, {_HAS_GRADS}, {_SETTINGS}) -> Tensor[]",
-    _allocate_losses_and_gradients,
-)
-def compute_losses_and_gradients(token_weights: Tensor, *operands: Any, backend: Any = None) -> list[Tensor]:
-    """Returns losses [t, m] and the gradients of sum(token_weights * losses) as in `compute_gradients`; shards exchange
-    statistics per chunk."""
-    head, has_grads, settings = _read_head(*operands)
-    backend, num_columns = backend or choose_backend(head.hidden, cpu), head.weight.size(0)
-    shares, losses = settings.get_shares(num_columns), torch.empty_like(token_weights)
-    gradients = _Gradients(head, has_grads, None, settings)
-    for rows, tokens, logits in head.make_logits(settings):
-        labels = _cut(head.labels, rows)
-        columns = labels - settings.vocab_start
-        statistics = _join_shards(backend.compute_statistics(logits, columns, shares), num_columns, settings)
-        results, kept = compute_results(statistics, labels, settings)
-        losses[:, rows] = results[0].view(losses.size(0), -1)
-        own = compute_rows(columns, labels, _cut(token_weights, rows), None, kept, settings)
-        backend.write_gradient_(logits, own, shares)
-        gradients.add(rows, tokens, logits)
-    return [losses, *gradients.finish()]
-
-
-OPERATIONS = (compute_losses, compute_gradients, compute_losses_and_gradients)
-"""The operations that hold a chunk's logits inside, on a GPU too."""
-
-
 def _spread(found: Sequence[Tensor], has_grads: Sequence[bool]) -> Iterator[Tensor | None]:
     """Yields the gradients in the places of has_grads, and None in the others."""
     remaining = iter(found)
@@ -490,10 +181,10 @@ def _compute_results(
     ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings, fused: bool
 ) -> list[Tensor]:
     """Runs the forward of both functions: losses and, if asked for, entropies, [b, s]."""
-    *results, kept = compute_losses(hidden, weight, bias, labels, *_list_operands(settings))
+    *results, kept = compute_losses(hidden, weight, bias, labels, *list_operands(settings))
     ctx.save_for_backward(hidden, weight, bias, labels, kept)
     ctx.settings, ctx.parameter = settings, weight if fused else None
-    return [_order_tokens(t, labels) for t in results]
+    return [order_tokens(t, labels) for t in results]
 
 
 def _differentiate(ctx: Any, grad_losses: Tensor, grad_entropies: Tensor | None = None) -> tuple[Tensor | None, ...]:
@@ -501,9 +192,9 @@ def _differentiate(ctx: Any, grad_losses: Tensor, grad_entropies: Tensor | None 
     hidden, weight, bias, labels, kept = ctx.saved_tensors
     settings, has_grads = ctx.settings, ctx.needs_input_grad[:3]
     grad, grad_entropy = (
-        None if t is None else _order_rows(t, settings).to(kept.dtype) for t in (grad_losses, grad_entropies)
+        None if t is None else order_rows(t, settings).to(kept.dtype) for t in (grad_losses, grad_entropies)
     )
-    operands = (grad, grad_entropy, kept, hidden, weight, bias, labels, *has_grads, *_list_operands(settings))
+    operands = (grad, grad_entropy, kept, hidden, weight, bias, labels, *has_grads, *list_operands(settings))
     main_grad = None if ctx.parameter is None else ctx.parameter.main_grad
     is_added = main_grad is not None and main_grad.dtype == kept.dtype and not is_traced(hidden)
     found = compute_gradients.call(*operands, total=main_grad) if is_added else compute_gradients(*operands)
@@ -575,16 +266,16 @@ class _WeightedLinearCrossEntropy(torch.autograd.Function):
         fused: bool,
     ) -> tuple[Tensor, Tensor]:
         has_grads = ctx.needs_input_grad[:3]
-        rows = _order_rows(token_weights, settings).to(torch.promote_types(hidden.dtype, torch.float32))
+        rows = order_rows(token_weights, settings).to(torch.promote_types(hidden.dtype, torch.float32))
         # Token weights as small as 1 / (s b) would make a float16 gradient of the logits underflow.
         unit = rows.abs().amax() if rows.numel() else rows.new_ones(())
         unit = torch.where(unit > 0, unit, 1.0)
-        operands = (rows / unit, hidden, weight, bias, labels, *has_grads, *_list_operands(settings))
+        operands = (rows / unit, hidden, weight, bias, labels, *has_grads, *list_operands(settings))
         losses, *found = compute_losses_and_gradients(*operands)
         ctx.save_for_backward(*_spread(found, has_grads), unit, link)
         ctx.shape, ctx.dtype, ctx.parameter = hidden.shape, weight.dtype, weight if fused else None
         ctx.is_spent = False
-        total, losses = (rows * losses).sum(), _order_tokens(losses, labels)
+        total, losses = (rows * losses).sum(), order_tokens(losses, labels)
         ctx.mark_non_differentiable(losses)
         return total, losses
 

@@ -9,7 +9,7 @@ exp(x - top) is computed as exp2((x - top) log2(e)). exp2(x log2(e) - top log2(e
 relative error is 6e-5 for logits around 1000, and beyond 2e38 top log2(e) overflows.
 
 The cap, the temperature, the exclusion of padding and the entropy are compiled in only where they are asked for. Their
-values do not compile a kernel anew.
+values do not compile a kernel again.
 """
 
 from __future__ import annotations

@@ -108,14 +108,14 @@ def _differentiate(grad_y: Tensor, source: Tensor, kept: Kept, statistics: Stati
     sums, scale, shift = torch.zeros_like(affine), affine[0].reciprocal(), affine[1:].sum(0)
     for block in _blocks(source):
         if statistics is None:
-            xhat = (source[block] - shift).mul_(scale)
+            # An RMSNorm has nothing to subtract.
+            xhat = source[block] * scale if affine.size(0) == 1 else (source[block] - shift).mul_(scale)
             if lost.numel():
                 xhat.index_copy_(1, lost, lost_xhat[block].to(xhat.dtype))
         else:
             mean = None if statistics.mean is None else statistics.mean[block]
             xhat = normalize(source[block], Statistics(statistics.rstd[block], mean))
-        grad_x[block], part = differentiate(grad_y[block], xhat, rstd[block], affine)
-        sums += part
+        sums += differentiate(grad_y[block], xhat, rstd[block], affine, grad_x[block])[1]
     return sums
 
 

@@ -75,17 +75,21 @@ def normalize(rows: Tensor, statistics: Statistics) -> Tensor:
     return centred * rstd.unsqueeze(-1)
 
 
-def differentiate(grad_y: Tensor, xhat: Tensor, rstd: Tensor, affine: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns grad_x [rows, h], and the sums [1 or 2, h], in rstd's dtype; a norm with a beta subtracts its mean."""
+def differentiate(
+    grad_y: Tensor, xhat: Tensor, rstd: Tensor, affine: Tensor, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns grad_x [rows, h], written to `out` if given, and the sums [1 or 2, h], in rstd's dtype; a norm with a
+    beta subtracts its mean."""
     gamma, *beta = affine
     grad, num_columns = grad_y.to(rstd.dtype), max(1, grad_y.size(-1))
-    product = grad * xhat
+    is_wide = out is not None and out.dtype == grad.dtype
+    product = torch.mul(grad, xhat, out=out if is_wide else None)
     sums = torch.stack([product.sum(0), *(grad.sum(0) for _ in beta)])
     slope = product.mv(gamma).div_(num_columns).unsqueeze(-1)
     grad_x = torch.mul(grad, gamma, out=product).addcmul_(xhat, slope, value=-1)
     if beta:
         grad_x -= grad.mv(gamma).div_(num_columns).unsqueeze(-1)
-    return grad_x.mul_(rstd.unsqueeze(-1)), sums
+    return torch.mul(grad_x, rstd.unsqueeze(-1), out=grad_x if out is None else out), sums
 
 
 def get_lost_channels(

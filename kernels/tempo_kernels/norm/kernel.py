@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from tempo_kernels.kernel_launch import guard_device
 from tempo_kernels.kernel_numbers import check_dtype
-from tempo_kernels.late_check import copy_to_host
+from tempo_kernels.late_check import LateCheck
 from tempo_kernels.norm.kernel_backward import launch_backward, plan_backward
 from tempo_kernels.norm.kernel_forward import launch_forward, plan_forward
 from tempo_kernels.norm.settings import Blocks, Kept, Norm, Statistics, get_output_dtype, get_reserve_size
@@ -57,7 +56,9 @@ def backward(
     norm = Norm(kept.affine, None, 0.0, subtracts_mean, zero_centered=False)
     found = _launch_backward(grad_y, y, norm, (kept.rstd, None), kept[2:], (x_dtype, sums_dtype), blocks)
     if checks:
-        _get_watch(y.device).check()
+        flag, check = _get_overflow(y.device)
+        with guard_device(flag):
+            check.watch(flag)
     return found
 
 
@@ -128,41 +129,19 @@ def _launch_backward(
         from_output = lost[0] is not None
         plan = plan_backward(*sizes, dtypes[0], source.dtype, from_output, *form, source.device, blocks)
         weight = norm.weight.contiguous()
-        overflow = _get_watch(source.device).flag if from_output else None
+        overflow = _get_overflow(source.device)[0] if from_output else None
         launch_backward(plan, (grad_y.contiguous(), source, *statistics, weight, *lost), grad_x, found, overflow)
     return grad_x, found
 
 
-class _Watch:
-    """Tells the host that norms on one device lost more channels than they had columns for, without waiting."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.flag = torch.zeros((), dtype=torch.int32, device=device)
-        self._copy: tuple[Tensor, Callable[[], bool]] | None = None
-
-    def check(self) -> None:
-        """Raises RuntimeError if a copy of the flag has arrived and says so; starts a copy if none is under way.
-        Does neither while a CUDA graph is captured."""
-        found = self.flag
-        if found.device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                return
-            with guard_device(found):
-                self._copy = self._copy or copy_to_host(found)
-            found, has_arrived = self._copy
-            if not has_arrived():
-                return
-            self._copy = None
-        if found:
-            self.flag.zero_()
-            raise RuntimeError(
-                "norm: the weights of more than a 64th of the channels are too small compared with their biases for "
-                "the output to carry the normalised input, and gradients of a backward were NaN; use "
-                'keep="recompute", in Megatron tempo.norm "recompute"'
-            )
-
-
 @functools.cache
-def _get_watch(device: torch.device) -> _Watch:
+def _get_overflow(device: torch.device) -> tuple[Tensor, LateCheck]:
+    """Returns the flag that the backwards on a device set where norms lost more channels than they had columns for, and
+    what tells the host of it."""
     with torch.inference_mode(False):  # training writes to its flag, too
-        return _Watch(device)
+        flag = torch.zeros((), dtype=torch.int32, device=device)
+    return flag, LateCheck(
+        "norm: the weights of more than a 64th of the channels are too small compared with their biases for the output "
+        "to carry the normalised input, and gradients of a backward were NaN; use "
+        'keep="recompute", in Megatron tempo.norm "recompute"'
+    )

@@ -81,7 +81,7 @@ class Unit:
         self.device, self.version = tensor.device, tensor._version
         self._tensor: Tensor | None = tensor.detach()
         self.place = Place.RESIDENT
-        self.first, self.end = _find_bytes(tensor)
+        self.first, self.end = _get_byte_range(tensor)
         """The bytes of the storage that its users see."""
         self._bytes: Tensor | None = None
         """The unit's bytes on the device, uint8."""
@@ -102,7 +102,7 @@ class Unit:
         was written to since the unit was made."""
         if self.version != tensor._version:
             return False
-        first, end = _find_bytes(tensor)
+        first, end = _get_byte_range(tensor)
         if self.place is Place.RESIDENT:
             self.first, self.end = min(first, self.first), max(end, self.end)
         return self.first <= first and end <= self.end
@@ -358,7 +358,7 @@ def _make_engine(num_groups: int | None, debug: bool) -> Engine:
     return Engine(num_groups=num_groups, debug=debug)
 
 
-def _find_bytes(tensor: Tensor) -> tuple[int, int]:
+def _get_byte_range(tensor: Tensor) -> tuple[int, int]:
     """Returns where, in its storage, the block with a tensor's first byte begins, and the byte after its last."""
     last: int = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     first = int(tensor.storage_offset()) * tensor.element_size()

@@ -18,7 +18,7 @@ LANES = tl.constexpr(eager.LANES)
 
 def key_words(key: int) -> tuple[int, int]:
     """Splits a key into two signed 32-bit numbers. As launch arguments they have the same type for every key, so that,
-    listed in do_not_specialize, no key compiles a kernel anew."""
+    listed in do_not_specialize, no key compiles a kernel again."""
     low, high = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
     return low - (low >> 31 << 32), high - (high >> 31 << 32)
 

@@ -57,8 +57,8 @@ def drop(
             written. With `make` this goes unnoticed, so y must not be written to.
         after: the result of the operation that used y, such as a linear's output, or the results of all operations
             that did. An operation whose result is not named keeps y.
-        make: runs under no_grad and returns the tensors of y anew, in order: with the same sizes, strides and offsets,
-            in storages of the same size, shared where the originals share them.
+        make: runs under no_grad and returns new tensors like those of y, in order: with the same sizes, strides and
+            offsets, in storages of the same size, shared where the originals share them.
         since: a tensor of the graph that was made before every operation that keeps y, and whose gradient is complete
             after their backwards; for a y with `make` that has no graph, such as indices.
 

@@ -128,6 +128,11 @@ REFUSED = {
         "squared_relu: x is torch.int64; expecte",
     ),
     "what to keep": (lambda: squared_relu(FOUR, keep="both"), 'keep is \'both\'; expected "inplace" or "recompute"'),
+    "an output without a slope": (lambda: activate(FOUR, None, "silu", keep="inplace"), "output of silu gives no sl"),
+    "a gated output": (
+        lambda: activate(FOUR, None, "gelu", keep="inplace", is_gated=True, operation="swap"),
+        'swap: keep is "inplace", and the output of gated gelu gives no slope; use "recompute"',
+    ),
     "a short bias of squares": (lambda: squared_relu(FOUR, SHORT), r"bias is torch.float32 of shape \[2\]"),
 }
 

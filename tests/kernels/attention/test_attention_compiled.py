@@ -21,8 +21,7 @@ from ttir_ranges import find_overflows
 
 from tempo_kernels.attention import kernel as attention_kernel
 from tempo_kernels.attention import kernel_backward, kernel_forward
-from tempo_kernels.attention.documents import Documents
-from tempo_kernels.attention.settings import Inputs, Kept, Settings
+from tempo_kernels.attention.settings import Documents, Inputs, Kept, Settings
 
 # sm_86, sm_89 and sm_120 run the tiles of sm_80, with less room than that has.
 SHARED_BYTES = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}

@@ -1,4 +1,4 @@
-"""Attention within the documents of a packed row in the kernels, against documents.py; see interpreted.py."""
+"""Attention within the documents of a packed row in the kernels, against cpu_documents.py; see interpreted.py."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from covering import parametrize_covering
 from interpreted import DEVICE, DTYPES, kernel_test
 from witness import ulp
 
-from tempo_kernels.attention import attention, documents
+from tempo_kernels.attention import attention, cpu_documents
 from tempo_kernels.attention import kernel as attention_kernel
-from tempo_kernels.attention.documents import Documents
-from tempo_kernels.attention.settings import Inputs, Kept
+from tempo_kernels.attention.settings import Documents, Inputs, Kept
 
 TOKENS, HEADS, GROUPS, DIM = 100, 4, 2, 32
 BOUNDARIES = {
@@ -49,10 +48,10 @@ def on_cpu(tensors, dtype):
 
 
 def check_documents(inputs, packed, grad, chosen):
-    """Three witnesses, of which two are documents.py, in the same dtype and in float64."""
+    """Three witnesses, of which two are cpu_documents.py, in the same dtype and in float64."""
     found = find(attention_kernel, inputs, packed, grad, chosen)
     same, exact = (
-        find(documents, Inputs(*on_cpu(inputs, t)), Documents(*on_cpu(packed, t)), grad.cpu().to(t), chosen)
+        find(cpu_documents, Inputs(*on_cpu(inputs, t)), Documents(*on_cpu(packed, t)), grad.cpu().to(t), chosen)
         for t in (grad.dtype, torch.float64)
     )
     for name, ours, theirs, truth in zip(

@@ -13,7 +13,7 @@ from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test
 from torch.utils._python_dispatch import TorchDispatchMode
 from witness import assert_within_rule
 
-from tempo_kernels.attention import blocks, eager, find_backend, function
+from tempo_kernels.attention import eager, find_backend, function, function_parts
 from tempo_kernels.attention import kernel as attention_kernel
 from tempo_kernels.attention.settings import Inputs, Kept
 from tempo_kernels.philox import drop_mask, effective_probability
@@ -83,7 +83,7 @@ def test_parts_of_a_sequence_and_values_of_any_size_do_what_is_specified(part, d
     causal=[True, False], window_size=[None, (9, 0), (-1, 2)], dtype=DTYPES, p=[0.0, 0.1], dv=[32, 16]
 )
 def test_parts_of_the_keys_make_the_whole(causal, window_size, dtype, p, dv, monkeypatch):
-    monkeypatch.setattr(blocks, "choose_backend", lambda q, cpu: attention_kernel)
+    monkeypatch.setattr(function_parts, "choose_backend", lambda q, cpu: attention_kernel)
     shapes = (20, 4, 32), (32, 2, 32), (32, 2, dv), (20, 4, dv)
     q, k, v, grad = (torch.randn(s, 2, heads, size, device=DEVICE).to(dtype) for s, heads, size in shapes)
     chosen = settings(causal, p, window_size=window_size, first_row=6, first_column=0)

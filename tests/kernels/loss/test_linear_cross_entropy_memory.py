@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tempo_kernels.linear_cross_entropy import cpu, function, linear_cross_entropy, use_chunk_bytes
+from tempo_kernels.linear_cross_entropy import chunks, cpu, linear_cross_entropy, use_chunk_bytes
 
 
 class Allocations(TorchDispatchMode):
@@ -305,7 +305,7 @@ def test_fusion_without_main_grad_is_refused():
     torch.testing.assert_close(losses, F.cross_entropy(torch.zeros(1, V), torch.zeros(1).long()).expand(B, S))
 
 
-@pytest.mark.skipif(not function._HAS_WIDE_PRODUCT, reason="this torch cannot multiply 16-bit matrices into float32")
+@pytest.mark.skipif(not chunks._HAS_WIDE_PRODUCT, reason="this torch cannot multiply 16-bit matrices into float32")
 def test_on_a_gpu_each_chunks_product_is_added_to_the_weights_gradient_unrounded(monkeypatch):
     """Only CUDA has that product: here it is substituted, and meta tensors show that torch takes its arguments."""
     addmm, calls = torch.addmm, []
@@ -319,12 +319,12 @@ def test_on_a_gpu_each_chunks_product_is_added_to_the_weights_gradient_unrounded
         assert out is total and out.dtype == torch.float32
         return out.copy_(addmm(total, left.float(), right.float(), beta=beta))
 
-    monkeypatch.setattr(function, "_multiplies_into", lambda total: total.dtype == torch.float32)
+    monkeypatch.setattr(chunks, "_multiplies_into", lambda total: total.dtype == torch.float32)
     monkeypatch.setattr(torch, "addmm", add_product)
     grad_logits, tokens = torch.randn(4, 16, V).bfloat16(), torch.randn(4, 16, H).bfloat16()
     total = torch.full((V, H), float("nan"))
     for number in range(4):
-        function._accumulate(total, grad_logits[number].t(), tokens[number], is_empty=number == 0)
+        chunks._accumulate(total, grad_logits[number].t(), tokens[number], is_empty=number == 0)
     assert calls == [0, 1, 1, 1]
     exact = (grad_logits.double().flatten(0, 1).t() @ tokens.double().flatten(0, 1)).float()
     torch.testing.assert_close(total, exact, rtol=1e-5, atol=1e-5)
