@@ -158,7 +158,7 @@ def find_least_state(problem: Problem, place: int) -> LeastState:
             continue
         origin = maker if maker in nodes else _SOURCE
         if storage in problem.kept or any(behind >> user & 1 for user in users):
-            readers = [_SINK]
+            readers: list[Any] = [_SINK]
         else:
             readers = [user for user in users if user in nodes and user != maker]
         if origin == _SOURCE and readers == [_SINK]:
