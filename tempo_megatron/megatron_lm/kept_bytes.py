@@ -98,5 +98,5 @@ def measure_layers(run: Any) -> KeptBytes:
     """The figures of a Run that `read_layers` has read."""
     from tempo_megatron.memory.kept.ledger import measure_run
 
-    found = (measure_run(dataclasses.replace(run, tempo=tempo)) for tempo in (TempoConfig.off(), run.tempo))
-    return KeptBytes(*(round(ledger.mean_layer_bytes) for ledger in found))
+    stock, tempo = (measure_run(dataclasses.replace(run, tempo=each)) for each in (TempoConfig.off(), run.tempo))
+    return KeptBytes(stock=round(stock.mean_layer_bytes), tempo=round(tempo.mean_layer_bytes))

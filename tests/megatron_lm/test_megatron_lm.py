@@ -15,7 +15,6 @@ import pytest
 import torch
 from distributed import run_megatron_ranks, run_ranks
 from gpt import SEQ_LENGTH, VOCAB_SIZE, build_gpt, gpt_config
-from kept_formula import LayerShape, count_layer_bytes
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
@@ -234,15 +233,6 @@ def test_kept_bytes_of_experts_and_latent_attention_are_a_mean_over_layers() -> 
     assert found["experts"] == (tokens * (2 * (ffn + routed) + 2 * (8 + 4) - 4 * 2)) // 2
     # So do norms: in front of attention, of the vectors of queries and keys, and in front of MLP and experts.
     assert found["latent"] == found["experts"] + tokens * 2 * (64 + 32 + 8 + 64)
-    dense = LayerShape(
-        seq_length=448, micro_batch_size=3, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4,
-        num_query_groups=4, kv_channels=16, dtype=torch.bfloat16, tensor_parallel=2, sequence_parallel=True,
-        hidden_dropout=0.1, attention_dropout=0.1,
-    )  # fmt: skip
-    assert found["dense"] == tuple(count_layer_bytes(dense, each) for each in (TempoConfig.off(), DENSE))
-
-
-DENSE = TempoConfig(activation="inplace", norm="inplace", dropout="recompute", attention="flash", loss="off")
 
 
 def _kept_by_kinds_of_layers() -> dict[str, Any]:
@@ -272,12 +262,6 @@ def _kept_by_kinds_of_layers() -> dict[str, Any]:
     ):
         kept = measure_layers(read_layers(config, tempo, run, has_transformer_engine=True))
         found[name] = (kept.stock or 0) - (kept.tempo or 0)
-    names = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "bf16", "params_dtype")
-    dense = TransformerConfig(
-        **{name: sizes[name] for name in names}, tensor_model_parallel_size=2, sequence_parallel=True
-    )
-    kept = measure_layers(read_layers(dense, DENSE, run, has_transformer_engine=False))
-    found["dense"] = kept.stock, kept.tempo
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)  # the rank leaves it
