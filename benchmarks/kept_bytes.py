@@ -51,6 +51,7 @@ def measure() -> Iterator[dict[str, Any]]:
                     tensor_parallel=tp,
                     sequence_parallel=sequence_parallel,
                     recompute=recomputed,
+                    stock="cpu",
                 )
             )
             for config in CONFIGS

@@ -107,7 +107,8 @@ train stock --no-use-tempo
 train tempo --use-tempo
 
 python -m tempo_megatron ledger --model $model --vocab-size 4096 --tp $tp "${layout[@]}" \
-    --micro-batch-size $micro_batch_size --dtype $dtype --dropout 0.1 --json "$output/ledger.json" >"$output/ledger.txt"
+    --micro-batch-size $micro_batch_size --dtype $dtype --dropout 0.1 --stock local \
+    --json "$output/ledger.json" >"$output/ledger.txt"
 
 echo
 echo "== stock and Tempo: gpt2_tiny, $dtype, tensor parallel $tp${layout:+ with sequence parallelism}, dropout 0.1"

@@ -14,14 +14,20 @@ import pytest
 import torch
 from covering import parametrize_covering
 from distributed import run_megatron_ranks
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
-from tempo_megatron.memory.kept.ledger import Ledger, build_ledger_config, measure, measure_run
+from tempo_megatron.memory.kept.attribution import attribute_all, sum_rows
+from tempo_megatron.memory.kept.ledger import measure_run
+from tempo_megatron.memory.kept.recorder import Recorder
 from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import Experts, LatentAttention, Run, take_parts
 from tempo_megatron.memory.simulated.chunk import record_chunk
+from tempo_megatron.memory.simulated.configuration import build_ledger_config
+from tempo_megatron.models.build import build_model, make_inputs
 from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
+from tempo_megatron.slots import dropout_rng
 
 FOLDER = Path(__file__).parents[2] / "configs" / "model"
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 96}
@@ -46,14 +52,14 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"num_experts": 4, "moe_ffn_hidden_size": 96, "moe_expert_capacity_factor": 0.7},
         **{"moe_pad_expert_input_to_capacity": True, "moe_aux_loss_coeff": 0.01},
     },
-    "latent attention": {
-        **{**LLAMA, "position_embedding_type": "yarn"},
-        **{"multi_latent_attention": True, "qk_layernorm": True, "q_lora_rank": 64, "kv_lora_rank": 32},
-        **{"qk_head_dim": 32, "qk_pos_emb_head_dim": 16, "v_head_dim": 24},
-    },
     "squared relu": {"activation": "squared_relu"},
     "BERT": {"family": "bert", "num_tokentypes": 2, "add_binary_head": True},
     "T5": {"family": "t5"},
+}
+LATENT: dict[str, Any] = {
+    **{**LLAMA, "position_embedding_type": "yarn"},
+    **{"multi_latent_attention": True, "qk_layernorm": True, "q_lora_rank": 64, "kv_lora_rank": 32},
+    **{"qk_head_dim": 32, "qk_pos_emb_head_dim": 16, "v_head_dim": 24},
 }
 TEMPO = {"stock": TempoConfig.off(), "tempo": TempoConfig()}
 # Rows that a stock layer has, and those of them that Tempo leaves nothing in.
@@ -63,45 +69,50 @@ OWN_ROWS = {
         | {"shared experts' swiglu", "shared experts' linear_fc2"},
         {"experts' linear_fc2", "shared experts' linear_fc2", "swiglu"},
     ),
-    "latent attention": (
-        {"linear_q_down_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm"},
-        {"linear_q_down_proj", "linear_q_up_proj", "linear_kv_up_proj"},
-    ),
 }
 
 
-def measure_fake(shape: ModelShape, tempo_config: TempoConfig, tp: int, micro_batch_size: int = 1) -> Ledger:
-    """On tensors without memory, bf16."""
-    return measure_run(
-        Run(
-            **take_parts(shape, stock="cpu", tensor_parallel=tp),
-            tempo=tempo_config,
-            tensor_parallel=tp,
-            sequence_parallel=tp > 1,
-            micro_batch_size=micro_batch_size,
-        ),
-        shape,
+def make_run(
+    shape: ModelShape, tempo_config: TempoConfig, tp: int, micro_batch_size: int = 1, stock: str = "cpu"
+) -> Run:
+    return Run(
+        **take_parts(shape, stock=stock, tensor_parallel=tp),
+        tempo=tempo_config,
+        tensor_parallel=tp,
+        sequence_parallel=tp > 1,
+        micro_batch_size=micro_batch_size,
+        stock=stock,
     )
 
 
-def ledgers(values: dict[str, Any], tempo_config: TempoConfig, tp: int) -> list[Ledger]:
-    """Measured on real tensors, and on fake ones."""
+def measure_real(shape: ModelShape, tempo_config: TempoConfig, tp: int) -> dict[str, int]:
+    """Row -> bytes, of real tensors of one layer in each stack, two samples in bfloat16."""
     cpu.use_cpu()
-    shape = make_shape(**{**SIZES, **values})
-    experts = take_parts(shape, stock="cpu", tensor_parallel=tp).get("experts")
+    one = dataclasses.replace(shape, num_layers=1)
     with simulate_layout(tp):
-        config = build_ledger_config(shape, sequence_parallel=tp > 1, dtype=torch.bfloat16, recompute=())
-        sizes: dict[str, Any] = {"shape": shape, "seq_length": 96, "vocab_size": 512, "micro_batch_size": 2}
-        real = measure(config, tempo_config, **sizes)
-        return [real, measure(config, tempo_config, on_fake_tensors=True, experts=experts, **sizes)]
+        config = build_ledger_config(one, sequence_parallel=tp > 1, dtype=torch.bfloat16, recompute=())
+        model_parallel_cuda_manual_seed(1234)
+        dropout_rng.set_micro_batch(1234, 0)
+        model = build_model(one, config, tempo_config, 512).to(torch.bfloat16).train()
+        inputs = make_inputs(one, 512, 2, causal_mask=tempo_config.attention == "off")
+        if shape.family == "gpt" or tempo_config.loss != "off":
+            labels = inputs["labels" if shape.family == "gpt" else "lm_labels"]
+            inputs["loss_mask"] = torch.ones(labels.shape, dtype=torch.float32)
+        recorder = Recorder(model, exclude=tuple(value for value in inputs.values() if value is not None))
+        with attribute_all(recorder, model), recorder.record():
+            outputs = model(**inputs)
+        saved = recorder.list_saved()
+        del outputs
+    return {row.operation: row.num_bytes for row in sum_rows(saved, [96], shape.activation)}
 
 
 # Megatron compiles its squared relu, on a CPU too, and Dynamo looks at what autograd warns of.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @parametrize_covering(values=MODELS, tp=[1, 2], tempo_config=TEMPO)
 def test_fake_tensors_give_every_row_of_real_ones(values: dict[str, Any], tp: int, tempo_config: TempoConfig) -> None:
-    real, fake = ledgers(values, tempo_config, tp)
-    assert fake.rows == real.rows and fake.layer_bytes == real.layer_bytes > 0
+    shape = make_shape(**{**SIZES, **values}, vocab_size=512)
+    fake = measure_run(make_run(shape, tempo_config, tp, 2))
+    assert {row.operation: row.num_bytes for row in fake.rows} == measure_real(shape, tempo_config, tp)
     model = next(name for name, each in MODELS.items() if each == values)
     with_stock, not_with_tempo = OWN_ROWS.get(model, (set(), set()))
     titles = {row.operation for row in fake.layer_rows}
@@ -110,7 +121,8 @@ def test_fake_tensors_give_every_row_of_real_ones(values: dict[str, Any], tp: in
 
 
 def test_tempo_keeps_no_scores_and_less_in_each_stack_of_a_t5() -> None:
-    stock, tempo = (ledgers(MODELS["T5"], config, 2)[0] for config in TEMPO.values())
+    shape = make_shape(**{**SIZES, **MODELS["T5"]}, vocab_size=512)
+    stock, tempo = (measure_run(make_run(shape, config, 2, 2)) for config in TEMPO.values())
     assert tempo.scores_bytes == 0 < stock.scores_bytes
     for stack in ("encoder", "decoder"):
         kept = [
@@ -123,9 +135,17 @@ def test_tempo_keeps_no_scores_and_less_in_each_stack_of_a_t5() -> None:
 
 def test_the_mask_that_bert_makes_counts_once_and_not_in_each_layer() -> None:
     for config in TEMPO.values():
-        ledger = ledgers(MODELS["BERT"], config, 1)[0]
+        ledger = measure_run(make_run(make_shape(**{**SIZES, **MODELS["BERT"]}, vocab_size=512), config, 1, 2))
         (mask,) = [row for row in ledger.outside_rows if row.operation == "attention mask"]
         assert mask.num_bytes == 2 * 96 * 96
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_latent_attention_of_transformer_engine_keeps_what_tempos_on_real_tensors_does(tp: int) -> None:
+    shape = make_shape(**{**SIZES, **LATENT}, vocab_size=512)
+    fake = measure_run(make_run(shape, TempoConfig(), tp, 2, "transformer_engine"))
+    real = measure_real(shape, TempoConfig(), tp)
+    assert fake.layer_bytes == sum(real[name] for name in real.keys() - {row.operation for row in fake.outside_rows})
 
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.json")), ids=lambda file: file.stem)
@@ -133,11 +153,14 @@ def test_every_model_has_a_ledger_in_seconds_and_without_its_memory(file: Path) 
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     shape = make_shape(**{"vocab_size": 51200, **read_shape_file(file)})
     tp = 8 if shape.num_attention_heads % 8 == 0 else 1
-    stock, tempo = (measure_fake(shape, choice, tp, micro_batch_size=4) for choice in TEMPO.values())
-    assert 0 < tempo.layer_bytes < 0.35 * stock.layer_bytes
     is_mixed = len({*shape.layers_with_experts}) == 2
-    assert len(tempo.layer_kinds) == len(stock.layer_kinds) == 1 + is_mixed
-    assert (tempo.mean_layer_bytes < tempo.layer_bytes) == is_mixed and tempo.num_layers == shape.num_layers
+    for modules, share in {"transformer_engine": 0.95, "cpu": 0.35}.items():
+        if modules == "cpu" and shape.multi_latent_attention:
+            continue  # there is no such run
+        stock, tempo = (measure_run(make_run(shape, choice, tp, 4, modules)) for choice in TEMPO.values())
+        assert 0 < tempo.layer_bytes < share * stock.layer_bytes
+        assert len(tempo.layer_kinds) == len(stock.layer_kinds) == 1 + is_mixed
+        assert (tempo.mean_layer_bytes < tempo.layer_bytes) == is_mixed and tempo.num_layers == shape.num_layers
     assert time.process_time() - start < 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
 
@@ -158,13 +181,13 @@ GOALS: dict[str, tuple[dict[str, Any], TempoConfig, float]] = {
 @parametrize_covering(each={"goal": GOALS, "tp": [1, 2]})
 def test_a_layer_keeps_at_most_its_goal(goal: tuple[dict[str, Any], TempoConfig, float], tp: int) -> None:
     values, tempo_config, most = goal
-    ledger = measure_fake(make_shape(**{**LARGE, **values}), tempo_config, tp)
+    ledger = measure_run(make_run(make_shape(**{**LARGE, **values}), tempo_config, tp))
     assert ledger.scores_bytes == 0 and most - 0.2 < ledger.layer_sbh * tp <= most
 
 
 def test_rope_keeps_nothing_beside_that() -> None:
     shapes = (make_shape(**LARGE, **SWIGLU, **more) for more in ({}, {"position_embedding_type": "rope"}))
-    without, rope = (measure_fake(shape, TempoConfig(), 1).layer_sbh for shape in shapes)
+    without, rope = (measure_run(make_run(shape, TempoConfig(), 1)).layer_sbh for shape in shapes)
     assert rope == without
 
 

@@ -11,6 +11,7 @@ from covering import exhaustive
 from training_job import Data, MaskedData, fork_beside, make_data, make_masked_data, run, successful
 
 from tempo_megatron.cli import main
+from tempo_megatron.memory.kept.attribution import format_size
 
 LLAMA = (
     "--swiglu --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 2 "
@@ -45,7 +46,7 @@ def observe(data: Any, folder: Path, *extra: str, beside_plain: bool = False, **
     for name in ("trace.json", "snapshot.pickle"):
         assert (folder / "found" / f"led.stage0.timeline.{name}").stat().st_size > 1000
     assert step["peak_bytes"] == max(map(sum, zip(*step["levels"].values(), strict=True)))
-    assert f"{step['peak_bytes']:,}" in seen.output and found["kept_bytes"] < step["peak_bytes"]
+    assert format_size(step["peak_bytes"]) in seen.output and found["kept_bytes"] < step["peak_bytes"]
     return found
 
 
@@ -58,7 +59,8 @@ def predict(tmp_path: Path, sizes: dict[str, Any], *extra: str) -> dict[str, Any
     model, out = tmp_path / "model.json", tmp_path / "predicted.json"
     small = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "vocab_size": 512}
     model.write_text(json.dumps({**small, "make_vocab_size_divisible_by": 64, **sizes}))
-    argv = ["ledger", "--model", str(model), "--micro-batch-size", "2", "--dtype", "fp32", "--json", str(out), *extra]
+    argv = ["ledger", "--model", str(model), "--micro-batch-size", "2", "--dtype", "fp32", "--stock", "local"]
+    argv += ["--json", str(out), *extra]
     assert main(argv) == 0
     predicted: dict[str, Any] = json.loads(out.read_text())
     return predicted

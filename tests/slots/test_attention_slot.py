@@ -9,7 +9,6 @@ import pytest
 import torch
 from covering import exhaustive, parametrize_covering
 from gpt import SEQ_LENGTH, build_gpt, gpt_config, gradients, tokens_of
-from megatron.core import parallel_state
 from megatron.core.fusions import fused_softmax
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -17,9 +16,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch.nn import functional as F
 
 from tempo_kernels.attention import describe
-from tempo_megatron import TempoConfig, cpu
-from tempo_megatron.memory.fake_tensors import simulate_layout
-from tempo_megatron.memory.kept.ledger import build_ledger_config, measure
+from tempo_megatron import TempoConfig
+from tempo_megatron.memory.kept.ledger import measure_run
+from tempo_megatron.memory.run import Run
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.attention import TempoDotProductAttention, TempoSoftmaxDotProductAttention
@@ -145,26 +144,19 @@ FORMS = {"flash": 0.125, "softmax": 0.0}
 """logsumexp, 4 bytes per token and head, in sbh where a head has 32 columns."""
 
 
-def kept_by_grouped_queries(num_query_groups, attention, **settings):
+def kept_by_grouped_queries(num_query_groups, attention, tp=1, norm="inplace", **settings):
     """sbh of a layer of 8 heads."""
-    sizes = {"num_layers": 1, "hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 8}
-    config = build_ledger_config(
-        make_shape(**sizes, num_query_groups=num_query_groups, seq_length=NUM_TOKENS),
-        sequence_parallel=parallel_state.get_tensor_model_parallel_world_size() > 1,
-        dtype=torch.bfloat16,
-        recompute=(),
-    )
-    tempo_config = TempoConfig(attention=attention, norm=settings.pop("norm", "inplace"))
-    for name, value in settings.items():
-        setattr(config, name, value)
-    return measure(config, tempo_config, vocab_size=64, seq_length=NUM_TOKENS).layer_sbh
+    sizes = {"num_layers": 1, "hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 8, "vocab_size": 64}
+    shape = make_shape(**sizes, num_query_groups=num_query_groups, seq_length=NUM_TOKENS, **settings)
+    tempo = TempoConfig(attention=attention, norm=norm)
+    return measure_run(
+        Run(model=shape, tempo=tempo, stock="cpu", tensor_parallel=tp, sequence_parallel=tp > 1)
+    ).layer_sbh
 
 
 @parametrize_covering(num_query_groups=[8, 4, 2], tp=[1, 2], attention=list(FORMS))
 def test_attention_keeps_q_k_and_v_and_nothing_of_their_size_beside(num_query_groups, tp, attention):
-    cpu.use_cpu()
-    with simulate_layout(tp):
-        found = kept_by_grouped_queries(num_query_groups, attention)
+    found = kept_by_grouped_queries(num_query_groups, attention, tp)
     # 16-bit q, k, v, context, two norms and gelu output; a bit per gelu element; rstd of two norms.
     per_rank = 2 + 2 * 2 * num_query_groups / 8 + 2 + 2 * 2 + 8 + 0.5 + FORMS[attention]
     # Each rank of a sequence-parallel group holds its rows of a norm's output, and all of two norms' gamma and beta.
@@ -177,10 +169,8 @@ STATISTICS = {"inplace": 4, "recompute": 0, "off": 4}
 
 @pytest.mark.parametrize("norm", STATISTICS)
 def test_copies_are_not_made_where_a_norm_of_q_or_k_keeps_the_projection(norm):
-    cpu.use_cpu()
-    with simulate_layout(1):
-        found = kept_by_grouped_queries(8, "softmax", qk_layernorm=True, norm=norm)
-        plain = kept_by_grouped_queries(8, "softmax", norm=norm)
+    found = kept_by_grouped_queries(8, "softmax", qk_layernorm=True, norm=norm)
+    plain = kept_by_grouped_queries(8, "softmax", norm=norm)
     statistics = 2 * 8 * STATISTICS[norm] / 256
     # In place the norms keep q and k themselves, with gamma and beta of a head's 32 columns. Stock keeps the
     # projection, and q and k are attention's. Recomputed, the projection alone is kept.

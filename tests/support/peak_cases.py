@@ -13,8 +13,8 @@ from torch import Tensor
 from tempo_kernels.gelu import make_tables
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
-from tempo_megatron.memory.kept.ledger import build_ledger_config
 from tempo_megatron.memory.run import OptimizerSettings, Run
+from tempo_megatron.memory.simulated.configuration import build_ledger_config
 from tempo_megatron.memory.storages import PeakBytes, count_storage_bytes
 from tempo_megatron.models.build import build_model, make_inputs
 from tempo_megatron.models.shape import ModelShape, make_shape

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tempo_megatron.html_report import HtmlReport
-from tempo_megatron.memory.commands.requested_run import read_requested_run, read_requested_shape
-from tempo_megatron.memory.kept.attribution import Row, format_host
+from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run
+from tempo_megatron.memory.kept.attribution import Row, format_host, format_size
 from tempo_megatron.memory.kept.ledger import Ledger, measure_run
 from tempo_megatron.memory.kept.plots import (
     Bars,
@@ -23,7 +23,7 @@ from tempo_megatron.memory.kept.plots import (
 from tempo_megatron.memory.kept.timeline import format_timeline
 from tempo_megatron.memory.kept.timeline_files import write_snapshot, write_trace
 from tempo_megatron.memory.simulated.chunk import simulate_step
-from tempo_megatron.models.shape import name_shape_file
+from tempo_megatron.models.shape import ModelShape, name_shape_file
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import read_layers
@@ -35,18 +35,20 @@ _WIDTH = 34
 def run_ledger(args: argparse.Namespace) -> int:
     """Measure stock and Tempo and print one table. Raises ValueError for what cannot be measured."""
     run = read_requested_run(args, _read_tempo_config(args))
-    shape = read_requested_shape(args)
+    if run.stock == "local":
+        run = dataclasses.replace(run, stock="cpu")
     followed = next((name for name in ("timeline", "html", "trace", "snapshot") if getattr(args, name)), None)
     if followed and (run.experts is not None or run.latent_attention is not None):
         raise ValueError(
             f"--{followed} {getattr(args, followed)} is given, and the model has experts or latent attention, which it "
             "does not follow; leave it out: tempo-megatron estimate says what stands at the peak"
         )
-    stock, tempo = (measure_run(each, shape) for each in (dataclasses.replace(run, tempo=TempoConfig.off()), run))
+    stock, tempo = (measure_run(each) for each in (dataclasses.replace(run, tempo=TempoConfig.off()), run))
     title = (
         f"{name_shape_file(args.model)}, {args.dtype}, s {stock.seq_length}, b {stock.micro_batch_size}, "
-        f"dropout {args.dropout:g}, {format_layout(args.tp, args.sequence_parallel)}"
-        f"{', recompute ' + ' '.join(args.recompute) if args.recompute else ''}"
+        f"{describe_dropout(run.model)}, {format_layout(args.tp, args.sequence_parallel)}"
+        f"{', recompute ' + ' '.join(args.recompute) if args.recompute else ''}, "
+        f"stock modules: {describe_stock(run)}"
     )
     report = HtmlReport(title) if args.html else None
     print(title)
@@ -102,7 +104,7 @@ def format_table(stock: Ledger, tempo: Ledger) -> str:
 
     def format_line(name: str, stock_bytes: int, tempo_bytes: int) -> str:
         return f"{name:<{_WIDTH}}" + "".join(
-            f"{num_bytes:>17,}{ledger.convert_to_sbh(num_bytes):>11.3f}"
+            f"{format_size(num_bytes):>17}{ledger.convert_to_sbh(num_bytes):>11.3f}"
             for ledger, num_bytes in ((stock, stock_bytes), (tempo, tempo_bytes))
         )
 
@@ -130,8 +132,18 @@ def format_table(stock: Ledger, tempo: Ledger) -> str:
     )
     lines.append(f"{'':<{_WIDTH}}{'model':>28}{tempo.model_bytes / stock.model_bytes:>11.3f}")
     if on_host := format_host(tempo.layer_kinds, _WIDTH):
-        lines += [rule, *on_host, f"{'on the device while it moves':<{_WIDTH}}{tempo.most_moving_bytes:>17,}"]
+        lines += [
+            rule,
+            *on_host,
+            f"{'on the device while it moves':<{_WIDTH}}{format_size(tempo.most_moving_bytes):>17}",
+        ]
     return "\n".join(lines)
+
+
+def describe_dropout(shape: ModelShape) -> str:
+    """`dropout 0.1`, or `dropout 0 (attention 0.1)`."""
+    hidden, attention = shape.hidden_dropout, shape.attention_dropout
+    return f"dropout {hidden:g}" + ("" if attention == hidden else f" (attention {attention:g})")
 
 
 def format_layout(tp: int, sequence_parallel: bool) -> str:

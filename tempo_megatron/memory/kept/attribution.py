@@ -180,6 +180,11 @@ def name_row(row: LedgerRow, activation: str) -> str:
     return row.title.removesuffix(ACTIVATION) + activation if row.title.endswith(ACTIVATION) else row.title
 
 
+def format_size(num_bytes: int) -> str:
+    """`625,314,820`, and from ten digits on `1.86 GiB`."""
+    return f"{num_bytes:,}" if num_bytes < 10**9 else f"{num_bytes / 2**30:,.2f} GiB"
+
+
 def format_host(kinds: Iterable[LayerKind], width: int) -> list[str]:
     """Lines with the bytes of one micro batch on the host, for each kind of layer row by row; none where none are."""
     kinds = [kind for kind in kinds if kind.host_bytes]
@@ -187,7 +192,7 @@ def format_host(kinds: Iterable[LayerKind], width: int) -> list[str]:
         return []
     lines = [f"{'on the host, of these':<{width}}{'bytes':>17}"]
     for kind in kinds:
-        lines += [f"{row.operation:<{width}}{row.host_bytes:>17,}" for row in kind.rows if row.host_bytes]
-        lines.append(f"{f'each of layers {kind.layers}':<{width}}{kind.host_bytes:>17,}")
+        lines += [f"{row.operation:<{width}}{format_size(row.host_bytes):>17}" for row in kind.rows if row.host_bytes]
+        lines.append(f"{f'each of layers {kind.layers}':<{width}}{format_size(kind.host_bytes):>17}")
     total = sum(kind.num_layers * kind.host_bytes for kind in kinds)
-    return [*lines, f"{'all layers, each micro batch':<{width}}{total:>17,}"]
+    return [*lines, f"{'all layers, each micro batch':<{width}}{format_size(total):>17}"]

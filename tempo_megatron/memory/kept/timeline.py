@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from tempo_megatron.memory.kept.attribution import attribute_all, find_row, name_row
+from tempo_megatron.memory.kept.attribution import attribute_all, find_row, format_size, name_row
 from tempo_megatron.memory.kept.recorder import Scopes
 from tempo_megatron.memory.storages import MadeStorage, StorageFollower, find_storages
 from tempo_megatron.slots.mlp import describe_activation
@@ -304,10 +304,10 @@ def format_timeline(timeline: Timeline) -> str:
             small[each.category] += each.num_bytes
     for each in [*parts, *(PeakPart(category, "smaller ones", small[category]) for category in sorted(small))]:
         share = each.num_bytes / timeline.peak_bytes
-        lines.append(f"{each.category:<28}{each.operation:<44}{each.num_bytes:>17,}{share:>8.1%}")
-    lines += [rule, f"{'peak':<72}{timeline.peak_bytes:>17,}{1:>8.0%}"]
+        lines.append(f"{each.category:<28}{each.operation:<44}{format_size(each.num_bytes):>17}{share:>8.1%}")
+    lines += [rule, f"{'peak':<72}{format_size(timeline.peak_bytes):>17}{1:>8.0%}"]
     if timeline.host_peak_bytes:
-        lines.append(f"{'on the host, not among these, at most':<72}{timeline.host_peak_bytes:>17,}")
+        lines.append(f"{'on the host, not among these, at most':<72}{format_size(timeline.host_peak_bytes):>17}")
     return "\n".join(lines)
 
 

@@ -21,7 +21,15 @@ from torch.utils._pytree import tree_leaves
 from tempo_kernels.offload import Engine
 from tempo_megatron.beside import Beside
 from tempo_megatron.html_report import HtmlReport
-from tempo_megatron.memory.kept.attribution import LayerKind, Row, attribute_all, divide_by_layer, format_host, sum_rows
+from tempo_megatron.memory.kept.attribution import (
+    LayerKind,
+    Row,
+    attribute_all,
+    divide_by_layer,
+    format_host,
+    format_size,
+    sum_rows,
+)
 from tempo_megatron.memory.kept.plots import Bars, add_kept, add_timeline, list_parts, plot_kept, plot_timeline
 from tempo_megatron.memory.kept.recorder import GraphReader, SavedStorage
 from tempo_megatron.memory.kept.timeline import (
@@ -255,8 +263,8 @@ def format_measured(found: Measured) -> str:
     rule = "-" * len(lines[-1])
 
     def write(name: str, num_bytes: int, stock_bytes: int | None = None) -> str:
-        beside = "" if stock_bytes is None else f"{stock_bytes:>19,}"
-        return f"{name:<{_WIDTH}}{num_bytes:>17,}{num_bytes / found.sbh_bytes:>11.3f}{beside}"
+        beside = "" if stock_bytes is None else f"{format_size(stock_bytes):>19}"
+        return f"{name:<{_WIDTH}}{format_size(num_bytes):>17}{num_bytes / found.sbh_bytes:>11.3f}{beside}"
 
     for kind in found.layers:
         lines.append(rule)
@@ -271,9 +279,9 @@ def format_measured(found: Measured) -> str:
     lines.append(write(f"this rank, {num_layers} layers", found.kept_bytes))
     if on_host := format_host(found.layers, _WIDTH):
         lines += [rule, *on_host]
-        lines.append(f"{'all micro batches, memory taken':<{_WIDTH}}{found.host_pool_bytes:>17,}")
-        lines += [f"{'on the device while it moves':<{_WIDTH}}{found.most_moving_bytes:>17,}", rule]
-    lines += [f"{name:<{_WIDTH}}{num_bytes:>17,}" for name, num_bytes in found.standing.items()]
+        lines.append(f"{'all micro batches, memory taken':<{_WIDTH}}{format_size(found.host_pool_bytes):>17}")
+        lines += [f"{'on the device while it moves':<{_WIDTH}}{format_size(found.most_moving_bytes):>17}", rule]
+    lines += [f"{name:<{_WIDTH}}{format_size(num_bytes):>17}" for name, num_bytes in found.standing.items()]
     if found.stock_unknown:
         lines.append(f"no column of stock: {found.stock_unknown}")
     return "\n".join(lines)

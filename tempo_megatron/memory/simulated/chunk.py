@@ -31,7 +31,6 @@ from tempo_kernels.gelu import make_tables
 from tempo_megatron import cpu
 from tempo_megatron.memory.fake_tensors import set_global_buffer, simulate_layout, use_fake_tensors
 from tempo_megatron.memory.kept.attribution import attribute_all, divide_by_layer
-from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_parameters
 from tempo_megatron.memory.kept.recorder import Recorder, SavedStorage
 from tempo_megatron.memory.kept.timeline import WEIGHTS, StepTimeline, Timeline
 from tempo_megatron.memory.run import ROUTER_DTYPES, Experts, OptimizerSettings, Run
@@ -51,6 +50,11 @@ from tempo_megatron.memory.simulated.chunk_memory import (
     divide_blocks,
 )
 from tempo_megatron.memory.simulated.chunk_trace import ChunkTrace
+from tempo_megatron.memory.simulated.configuration import (
+    build_ledger_config,
+    convert_parameters,
+    leave_out_stand_ins,
+)
 from tempo_megatron.memory.simulated.cross_entropy import put_fused_cross_entropy
 from tempo_megatron.memory.simulated.device import LastingBuffer, on_device, put_softmax_kernels
 from tempo_megatron.memory.simulated.experts import (
@@ -89,8 +93,6 @@ from tempo_megatron.slots.megatron_versions import VERSION, is_since
 
 _Counter = TypeVar("_Counter", bound=PeakBytes)
 STACKS_OF_MODULES = ("local", "transformer_engine", "cpu")
-# Of Megatron's recompute modules, those that modules of `memory.simulated` do themselves.
-_OF_STAND_INS = ("layernorm", "mla_up_proj", "moe_act")
 STACKS_OF_FAMILIES = {"gpt": ("decoder",), "bert": ("encoder",), "t5": ("encoder", "decoder")}
 
 
@@ -195,14 +197,25 @@ def _cut(run: Run, layers: range) -> Run:
     )
 
 
-def record_chunk(run: Run) -> tuple[dict[tuple[str, int], list[SavedStorage]], list[SavedStorage]]:
-    """What autograd holds after the forward of one micro batch of a run of one stage, in which every layer runs,
-    without embedding and loss head: of each layer, by its stack and its place there, and of no layer.
+def record_chunk(
+    run: Run, layers: range | None = None, *, has_ends: bool = False
+) -> tuple[dict[tuple[str, int], list[SavedStorage]], list[SavedStorage]]:
+    """What autograd holds after the forward of one micro batch, in which every layer runs: of each layer, by its stack
+    and its place there, and of no layer.
+
+    Args:
+        run: of one stage, where `layers` are all.
+        layers: counted from 0 over the whole model; None are all.
+        has_ends: with embedding, final norm and loss head, as it is trained; else without them, and with a mask.
 
     Raises ValueError as `simulate_chunk`.
     """
+    run = run if layers is None else _cut(run, layers)
     with _simulate(run):
-        return _Chunk(run, _Ends(*(False,) * 4), False, longest_row=run.model.num_layers).record()
+        ends = _Ends(has_ends, has_ends, False, has_ends)
+        chunk = _Chunk(run, ends, False, longest_row=run.model.num_layers)
+        # What a layer keeps must not depend on its neighbours, by which a mask is there or not.
+        return chunk.record(gives_mask=not has_ends)
 
 
 @contextlib.contextmanager
@@ -350,7 +363,7 @@ class _Chunk:
             shape,
             sequence_parallel=run.sequence_parallel,
             dtype=run.dtype,
-            recompute=tuple(name for name in run.recompute if name not in _OF_STAND_INS),
+            recompute=leave_out_stand_ins(run.recompute),
             fuse_swiglu=fuses,
         )
         asked = chosen = choose(describe_parts(config, run), _leave_latent_attention(run)).config
@@ -548,9 +561,8 @@ class _Chunk:
         layers = {id(stack.layers): numbers for stack in self._stacks if len(stack.layers)}
         return build_tree(self._model, kept, workspaces, layers)
 
-    def record(self) -> tuple[dict[tuple[str, int], list[SavedStorage]], list[SavedStorage]]:
-        # With a mask whatever the layers are: what a layer keeps must not depend on its neighbours.
-        batch = self._make_batch(gives_mask=True)
+    def record(self, *, gives_mask: bool) -> tuple[dict[tuple[str, int], list[SavedStorage]], list[SavedStorage]]:
+        batch = self._make_batch(gives_mask=gives_mask)
         recorder = Recorder(self._model, exclude=tuple(t for t in batch.values() if isinstance(t, Tensor)))
         with self._on_device(), attribute_all(recorder, self._model), recorder.record():
             output = self._run_forward(batch)

@@ -1,0 +1,61 @@
+"""Builds the TransformerConfig of a simulated model, and gives its fake parameters their dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from tempo_megatron.models.build import build_transformer_config
+from tempo_megatron.models.shape import ModelShape
+
+_OF_STAND_INS = ("layernorm", "mla_up_proj", "moe_act")
+
+
+def leave_out_stand_ins(recompute: Iterable[str]) -> tuple[str, ...]:
+    """Megatron's recompute modules without those that modules of `memory.simulated` recompute themselves."""
+    return tuple(name for name in recompute if name not in _OF_STAND_INS)
+
+
+def build_ledger_config(
+    shape: ModelShape,
+    *,
+    sequence_parallel: bool,
+    dtype: torch.dtype,
+    recompute: tuple[str, ...],
+    fuse_swiglu: bool = False,
+) -> TransformerConfig:
+    """The model's TransformerConfig under the initialised model parallelism.
+
+    Args:
+        recompute: nothing, or "full", or names of Megatron's recompute modules ("core_attn", "mlp").
+        fuse_swiglu: Megatron's fused SwiGLU, where that is the activation.
+    """
+    choices: dict[str, Any] = {}
+    if "full" in recompute:
+        choices = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif recompute:
+        choices = {"recompute_granularity": "selective", "recompute_modules": list(recompute)}
+    return build_transformer_config(
+        shape,
+        dtype=dtype,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        sequence_parallel=sequence_parallel,
+        fuse_swiglu=fuse_swiglu,
+        # Drawing the values of a large model's weights would take longer than its forward.
+        perform_initialization=False,
+        **choices,
+    )
+
+
+def convert_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Convert the parameters as `model.to(dtype)` does, which fake tensors refuse."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.dtype != dtype:
+                converted = torch.nn.Parameter(parameter.detach().to(dtype))
+                converted.__dict__.update(parameter.__dict__)
+                module._parameters[name] = converted
