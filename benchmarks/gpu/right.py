@@ -311,6 +311,40 @@ def reach_beyond(device: str, limit: int = 2**31) -> dict[str, Any]:
     return {"answer": f"the last of {b} samples is as it is alone: {q.numel():,} elements"}
 
 
+def reach_rows_beyond(device: str, limit: int = 2**31) -> dict[str, Any]:
+    """Holds the other families over tensors of more than `limit` elements to their last rows alone; raises Wrong."""
+    width, num_last = (4096, 64) if limit > 2**20 else (64, 8)
+    rows = limit // width + num_last
+    if device == "cuda" and torch.cuda.mem_get_info()[0] < 14 * rows * width:
+        raise LeftOut(f"needs {14 * rows * width / 2**30:.0f} GiB of free GPU memory")
+    x, grad = (torch.randn(rows, 1, width, device=device, dtype=torch.bfloat16) for _ in range(2))
+    weight, bias = torch.ones(width, device=device).bfloat16(), torch.zeros(width, device=device).bfloat16()
+
+    def drop(x: Tensor) -> Tensor:
+        return bias_dropout_add(x, bias, x, p=0.1, key=KEY, first_row=rows - x.size(0))
+
+    families: dict[str, Function] = {
+        "gelu": gelu,
+        "gelu, recompute": functools.partial(gelu, keep="recompute"),
+        "silu": silu,
+        "squared_relu": squared_relu,
+        "glu": functools.partial(glu, bias=None, activation="silu"),
+        "layer_norm": lambda x: layer_norm(x, weight, bias),
+        "rms_norm": lambda x: rms_norm(x, weight),
+        "bias_dropout_add": drop,
+    }
+    last = slice(rows - num_last, None)
+    for name, function in families.items():
+        grad_y = grad[..., : width // 2].contiguous() if name == "glu" else grad
+        whole = [t[last].clone() for t in run(function, [x], [grad_y])]
+        for what, ours, wanted in zip(("y", "grad_x"), whole, run(function, [x[last]], [grad_y[last]]), strict=True):
+            if not torch.equal(ours, wanted):
+                raise Wrong(
+                    f"{name}: {what} of the last {num_last} rows differs from those rows alone, of {list(x.shape)}"
+                )
+    return {"answer": f"the last rows of {x.numel():,} elements are as they are alone, in {len(families)} families"}
+
+
 def overlap(device: str) -> dict[str, Any]:
     """Runs the norms' backwards on two streams at once, again and again; raises Wrong unless they keep their bits."""
     shape = (512, 4, 4096) if device == "cuda" else (8, 2, 64)
@@ -529,5 +563,6 @@ def list_steps(device: str, is_interpreted: bool = False) -> Iterator[Step]:
         yield Step(f"each family {kind}", "right", 4.0, functools.partial(check_families, device, kind))
     yield Step("two streams", "right", 2.0, functools.partial(overlap, device))
     yield Step("offload", "right", 3.0, functools.partial(offload, device))
-    beyond = functools.partial(reach_beyond, device, 2**31 if is_gpu else 2**13)
-    yield Step("attention beyond 2**31 elements", "right", 6.0, beyond)
+    limit = 2**31 if is_gpu else 2**13
+    yield Step("attention beyond 2**31 elements", "right", 6.0, functools.partial(reach_beyond, device, limit))
+    yield Step("other families beyond 2**31", "right", 6.0, functools.partial(reach_rows_beyond, device, limit))
