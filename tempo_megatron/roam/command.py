@@ -19,7 +19,7 @@ from tempo_megatron.extras import check_installed
 from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.commands.requested_run import read_requested_shape
 from tempo_megatron.memory.fake_tensors import simulate_layout, use_megatron_fakes
-from tempo_megatron.memory.simulated.chunk import fuse_attention
+from tempo_megatron.memory.simulated.chunk_model import fuse_attention
 from tempo_megatron.memory.simulated.configuration import build_ledger_config, convert_parameters
 from tempo_megatron.models.build import DTYPES, build_model, make_inputs
 from tempo_megatron.models.shape import ModelShape, name_shape_file, pad_vocab_size

@@ -30,7 +30,8 @@ from tempo_megatron.memory.plan.flops import LayerFlops, count_inner, count_laye
 from tempo_megatron.memory.plan.gpu import Gpu
 from tempo_megatron.memory.routing import assume_fullest
 from tempo_megatron.memory.run import Run
-from tempo_megatron.memory.simulated.chunk import STACKS_OF_FAMILIES, describe_parts, record_chunk
+from tempo_megatron.memory.simulated.chunk import record_chunk
+from tempo_megatron.memory.simulated.chunk_model import STACKS_OF_FAMILIES, describe_parts
 from tempo_megatron.models.build import DTYPES, build_transformer_config
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS

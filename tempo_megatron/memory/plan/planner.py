@@ -45,7 +45,7 @@ from tempo_megatron.memory.plan.flops import count_head_flops
 from tempo_megatron.memory.plan.gpu import Gpu
 from tempo_megatron.memory.plan.search import Mode, Stage, count_peak, stay_at_end
 from tempo_megatron.memory.run import Run
-from tempo_megatron.memory.simulated.chunk import describe_parts
+from tempo_megatron.memory.simulated.chunk_model import describe_parts
 from tempo_megatron.models.build import build_transformer_config
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, OFFLOAD, write_layers

@@ -20,11 +20,10 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from tempo_kernels.gelu import make_tables
@@ -33,7 +32,7 @@ from tempo_megatron.memory.fake_tensors import set_global_buffer, simulate_layou
 from tempo_megatron.memory.kept.attribution import attribute_all, divide_by_layer
 from tempo_megatron.memory.kept.recorder import Recorder, SavedStorage
 from tempo_megatron.memory.kept.timeline import WEIGHTS, StepTimeline, Timeline
-from tempo_megatron.memory.run import ROUTER_DTYPES, Experts, OptimizerSettings, Run
+from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk_memory import (
     EMBEDDING,
     ENGINE_PRODUCT,
@@ -46,67 +45,36 @@ from tempo_megatron.memory.simulated.chunk_memory import (
     LayerParameters,
     Parameter,
     Segment,
-    compress,
     divide_blocks,
 )
+from tempo_megatron.memory.simulated.chunk_model import STACKS_OF_FAMILIES, ChunkModel, Ends
 from tempo_megatron.memory.simulated.chunk_trace import ChunkTrace
 from tempo_megatron.memory.simulated.configuration import (
     build_ledger_config,
     convert_parameters,
-    leave_out_stand_ins,
 )
-from tempo_megatron.memory.simulated.cross_entropy import put_fused_cross_entropy
-from tempo_megatron.memory.simulated.device import LastingBuffer, on_device, put_softmax_kernels
+from tempo_megatron.memory.simulated.device import LastingBuffer, on_device
 from tempo_megatron.memory.simulated.experts import (
     count_expert_parameters,
     find_expert_shapes,
     find_stacked_parameters,
-    leave_out_experts,
-    put_experts,
 )
-from tempo_megatron.memory.simulated.float8 import count_float8_weights, keep_float8_inputs
-from tempo_megatron.memory.simulated.hybrid import put_hybrid_layers
-from tempo_megatron.memory.simulated.latent_attention import put_latent_attention
+from tempo_megatron.memory.simulated.float8 import count_float8_weights
 from tempo_megatron.memory.simulated.module_tree import Makers, ModuleMemory, build_tree
-from tempo_megatron.memory.simulated.multi_token_prediction import (
-    note_losses,
-    place_final_norm,
-    put_multi_token_prediction,
-)
 from tempo_megatron.memory.simulated.repeated_layers import repeat_layers
 from tempo_megatron.memory.simulated.transformer_engine import (
     choose_attention,
-    keep_padding_masks,
-    put_norm_kernels,
-    put_stock_attention,
-    recompute_norms,
 )
 from tempo_megatron.memory.storages import PeakBytes, find_storages
-from tempo_megatron.models.build import build_model, make_inputs, make_specs
+from tempo_megatron.models.build import build_model, make_inputs
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
 from tempo_megatron.slots import dropout_rng
-from tempo_megatron.slots.block_slots import find_inner_name
-from tempo_megatron.slots.choose import Choices, choose
+from tempo_megatron.slots.choose import choose
 from tempo_megatron.slots.megatron_versions import VERSION, is_since
 
 _Counter = TypeVar("_Counter", bound=PeakBytes)
 STACKS_OF_MODULES = ("local", "transformer_engine", "cpu")
-STACKS_OF_FAMILIES = {"gpt": ("decoder",), "bert": ("encoder",), "t5": ("encoder", "decoder")}
-
-
-class _Ends(NamedTuple):
-    """What a chunk has beside its layers."""
-
-    embedding: bool
-    norm: bool
-    """Behind the model's last layer."""
-
-    prediction: bool
-    """Layers of multi-token prediction."""
-
-    head: bool
 
 
 def simulate_chunk(run: Run, layers: range, *, has_gradients: bool = False, **ends_given: bool) -> ChunkMemory:
@@ -141,18 +109,18 @@ def list_modules(run: Run, layers: range, **ends_given: bool) -> ModuleMemory:
 
 def _find_ends(
     run: Run, layers: range, *, pre_process: bool = True, post_process: bool = True, predicts: bool | None = None
-) -> _Ends:
+) -> Ends:
     has_norm, predicts = post_process, run.mtp_num_layers > 0 and (post_process if predicts is None else predicts)
     if run.mtp_num_layers and run.hybrid is None:
         # core/transformer/transformer_block.py: has_final_layernorm_in_this_stage of megatron-core 0.16.1.
         has_norm = bool(layers) and layers.stop == run.model.num_layers
-    return _Ends(pre_process, has_norm, predicts, post_process)
+    return Ends(pre_process, has_norm, predicts, post_process)
 
 
 @functools.lru_cache(maxsize=256)
 def _run_chunk(
     run: Run,
-    ends: _Ends,
+    ends: Ends,
     has_gradients: bool,
     is_without_layers: bool,
     longest_row: int = 3,
@@ -212,7 +180,7 @@ def record_chunk(
     """
     run = run if layers is None else _cut(run, layers)
     with _simulate(run):
-        ends = _Ends(has_ends, has_ends, False, has_ends)
+        ends = Ends(has_ends, has_ends, False, has_ends)
         chunk = _Chunk(run, ends, False, longest_row=run.model.num_layers)
         # What a layer keeps must not depend on its neighbours, by which a mask is there or not.
         return chunk.record(gives_mask=not has_ends)
@@ -248,95 +216,6 @@ def _check_version(run: Run) -> None:
         )
 
 
-def fuse_attention(config: TempoConfig) -> TempoConfig:
-    """`config` with Tempo's attention where it is stock: it keeps what Transformer Engine's does."""
-
-    def fuse(block: Mapping[str, str]) -> dict[str, str]:
-        return {name: "flash" if (name, value) == ("attention", "off") else value for name, value in block.items()}
-
-    layers = {key: fuse(values) for key, values in config.layers.items()}
-    return dataclasses.replace(config, attention=fuse({"attention": config.attention})["attention"], layers=layers)
-
-
-def describe_parts(config: TransformerConfig, run: Run) -> TransformerConfig:
-    """What decides which of Tempo's operations a run can have that has parts beside those of `config`."""
-    if run.experts is not None:
-        config = _configure_experts(config, run.experts, run.experts.layers)
-    config = dataclasses.replace(
-        config, multi_latent_attention=run.latent_attention is not None, mtp_num_layers=run.mtp_num_layers or None
-    )
-    if run.experts is not None:
-        # Set behind Megatron's own checks, which ask for what is not installed here.
-        config.expert_model_parallel_size = run.experts.expert_parallel
-        config.expert_tensor_parallel_size = run.experts.tensor_parallel
-        config.moe_token_dispatcher_type = run.experts.dispatcher
-        config.overlap_moe_expert_parallel_comm = run.experts.overlaps
-    return config
-
-
-def _take_as_chosen(config: TempoConfig) -> Choices:
-    """`config` for a model in which all experts are on one rank, which could not have all that the run can."""
-    return Choices(config=config, written=config, reasons={})
-
-
-def _leave_latent_attention(run: Run) -> TempoConfig:
-    """The run's choices, in which latent attention is that of Transformer Engine."""
-    if run.latent_attention is None:
-        return run.tempo
-    values = run.tempo.values_of("attention") - {"auto", "off"}
-    if values:
-        raise ValueError(
-            f"tempo.attention is {values.pop()} with latent attention, which the estimate knows as Transformer "
-            'Engine\'s only; set it to "off"'
-        )
-    return dataclasses.replace(run.tempo, attention="off")
-
-
-def _find_predicting(run: Run, has_experts: Sequence[bool]) -> int:
-    """The layer whose like multi-token prediction has: the last, or of a hybrid the last that is as its pattern says.
-
-    Raises ValueError where there is none.
-    """
-    if run.hybrid is None:
-        return len(has_experts) - 1
-    wanted = run.hybrid.mtp_pattern == "*E"
-    found = [place for place, has in enumerate(has_experts) if has == wanted]
-    if not found:
-        raise ValueError(
-            f"multi-token prediction of {run.hybrid.mtp_pattern} stands behind {run.hybrid.pattern}, which has no such "
-            "layer, and the estimate needs one there; change --hybrid-layer-pattern"
-        )
-    return found[-1]
-
-
-def _configure_experts(config: TransformerConfig, experts: Experts, layers: Sequence[bool]) -> TransformerConfig:
-    """Megatron's configuration with experts in some layers, all on one rank, as `put_experts` wants it."""
-    return dataclasses.replace(
-        config,
-        num_moe_experts=experts.num_experts,
-        moe_layer_freq=[int(has) for has in layers],
-        num_layers=len(layers),
-        moe_ffn_hidden_size=experts.ffn_hidden_size,
-        moe_shared_expert_intermediate_size=experts.shared_ffn_hidden_size,
-        moe_router_topk=experts.per_token,
-        moe_router_load_balancing_type=experts.routing,
-        moe_aux_loss_coeff=experts.aux_loss_coefficient,
-        moe_z_loss_coeff=experts.z_loss_coefficient,
-        moe_expert_capacity_factor=experts.capacity_factor,
-        moe_pad_expert_input_to_capacity=experts.pads_to_capacity,
-        moe_router_score_function=experts.score_function,
-        moe_router_enable_expert_bias=experts.has_bias,
-        moe_router_pre_softmax=experts.pre_softmax,
-        moe_router_num_groups=experts.num_groups,
-        moe_router_group_topk=experts.group_topk,
-        moe_router_dtype={dtype: name for name, dtype in ROUTER_DTYPES.items()}[experts.router_dtype],
-        moe_token_dispatcher_type="allgather",
-        expert_tensor_parallel_size=1,
-        # Before 0.16 no configuration has it.
-        **({"moe_shared_expert_gate": True} if experts.has_shared_gate else {}),
-    )
-
-
 class _Chunk:
     """One chunk, built of the layers that stand for all, and what its micro batch does.
 
@@ -350,118 +229,17 @@ class _Chunk:
     def __init__(
         self,
         run: Run,
-        ends: _Ends,
+        ends: Ends,
         has_gradients: bool,
         longest_row: int = 3,
     ) -> None:
         self._run, self._ends = run, ends
         self._has_gradients = has_gradients
-        shape, fuses = run.model, run.fuses_activation
-        if fuses is None:
-            fuses = run.stock == "transformer_engine" and shape.is_gated
-        config = build_ledger_config(
-            shape,
-            sequence_parallel=run.sequence_parallel,
-            dtype=run.dtype,
-            recompute=leave_out_stand_ins(run.recompute),
-            fuse_swiglu=fuses,
-        )
-        asked = chosen = choose(describe_parts(config, run), _leave_latent_attention(run)).config
-        attention = choose_attention(run)
-        if attention != "unfused":
-            chosen = fuse_attention(chosen)
-        stacks = STACKS_OF_FAMILIES[shape.family]
-        layers = range(shape.num_layers)
-        kinds = [{stack: chosen.for_layer(layer, stack) for stack in stacks} for layer in layers]
-        recomputed = [run.find_recomputed(layer) for layer in layers]
-        mixed = run.experts.layers if run.experts is not None else [False] * shape.num_layers
-        pattern = run.hybrid.pattern if run.hybrid is not None else " " * shape.num_layers
-        in_float8 = run.float8_layers or [run.float8 is not None] * shape.num_layers
-        rows = compress(zip(kinds, recomputed, mixed, pattern, in_float8, strict=True), longest_row)
-        if run.experts is not None:
-            config = _configure_experts(config, run.experts, [mixed[index] for index, _ in rows])
-        values = {
-            f"{stack} {place}": {name: getattr(kinds[index][stack], name) for name in LAYER_OPERATIONS}
-            for place, (index, _) in enumerate(rows)
-            for stack in stacks
-        }
-        self._rows = rows
-        copies = attention == "flash" and run.micro_batch_size > 1
-        if run.recompute_num_layers is not None:
-            num_recomputed = sum(recomputed[index] != () for index, _ in rows)
-            config = dataclasses.replace(config, recompute_method="block", recompute_num_layers=num_recomputed)
-        self._tempo = dataclasses.replace(chosen, layers=values if chosen.layers else {})
-        self._shape = dataclasses.replace(shape, num_layers=len(rows))
-        with leave_out_experts():
-            self._model = build_model(
-                self._shape,
-                dataclasses.replace(config, num_layers=len(rows)),
-                _take_as_chosen(self._tempo),
-                run.padded_vocab_size,
-                pre_process=ends.embedding,
-                post_process=ends.head,
-            ).train()
-            if run.mtp_num_layers and run.hybrid is None:
-                place_final_norm(self._model.decoder, has_norm=ends.norm)
-            if run.mtp_num_layers and (ends.head or ends.prediction):
-                note_losses(self._model.config, run.mtp_num_layers)
-            if ends.prediction:
-                of_all = dataclasses.replace(chosen, layers={})
-                specs = make_specs(self._shape, self._model.config, _take_as_chosen(of_all))["decoder"].layer_specs
-                spec = specs[_find_predicting(run, [mixed[index] for index, _ in rows])]
-                put_multi_token_prediction(self._model, spec, run, of_all)
-                self._model.train()
-        if run.latent_attention is not None:
-            put_latent_attention(
-                self._model,
-                config,
-                run.latent_attention,
-                is_fused=attention != "unfused",
-                recomputes_up="mla_up_proj" in run.recompute,
-            )
-        if run.hybrid is not None:
-            letters = [pattern[index] for index, _ in rows]
-            put_hybrid_layers(self._model.decoder, config, run.hybrid, letters, run.chip.multiprocessors)
-        convert_parameters(self._model, run.dtype)
-        if run.stock != "cpu" and run.masked_softmax_fusion and run.dtype.itemsize == 2:
-            put_softmax_kernels(self._model)
-        if run.experts is not None:
-            put_experts(
-                self._model,
-                run.experts,
-                is_fused=fuses,
-                is_deterministic=run.deterministic,
-                recomputes_activation="moe_act" in run.recompute,
-            )
-        if run.fuses_cross_entropy and chosen.loss != "fused":
-            put_fused_cross_entropy(self._model)
-        self._stacks = [getattr(self._model, stack) for stack in stacks]
-        for stack, block in zip(stacks, self._stacks, strict=True):
-            for layer, (index, _) in zip(block.layers, rows, strict=True):
-                if attention != "unfused" and asked.for_layer(index, stack).attention == "off":
-                    put_stock_attention(layer, copies=copies)
-        if attention != "unfused" and ends.prediction and asked.attention == "off":
-            for layer in self._model.mtp.layers:
-                put_stock_attention(getattr(layer, find_inner_name(layer)), copies=copies)
-        if run.stock == "transformer_engine":
-            put_norm_kernels(self._model)
-            keep_padding_masks(self._model)
-        if "layernorm" in run.recompute:
-            recompute_norms(self._model, has_latent_attention=run.latent_attention is not None)
-        # (layer, how many it stands for) of one stack after the other; a layer's place is that in this list.
-        self._layers = [
-            (layer, times) for stack in self._stacks for layer, (_, times) in zip(stack.layers, rows, strict=True)
-        ]
-        # Those of multi-token prediction, which runs inside the head and embeds tokens; perhaps one in several places.
-        self._further = dict.fromkeys(self._model.mtp.layers, 1) if ends.prediction else {}
-        self._layers += self._further.items()
-        # Layers of multi-token prediction have no number, by which they could be left out.
-        places = [in_float8[index] for _ in stacks for index, _ in rows] + [run.float8 is not None] * len(self._further)
-        self._in_float8 = [(*each, has) for each, has in zip(self._layers, places, strict=True)]
-        if run.float8 is not None:
-            keep_float8_inputs(
-                (layer for layer, _, has in self._in_float8 if has), run.float8, is_fused=attention != "unfused"
-            )
+        built = ChunkModel(run, ends, longest_row)
+        self._rows = built.rows
+        self._model, self._shape, self._tempo = built.model, built.shape, built.tempo
+        self._stacks, self._layers = built.stacks, built.layers
+        self._further, self._in_float8 = built.further, built.in_float8
         self._is_backward = False
         self._key: Key | None = None
         # Whose operations ran, and how many events of the trace there were at their end.
