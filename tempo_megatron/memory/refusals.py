@@ -20,7 +20,7 @@ MEGATRONS = {
 }
 """Part of a layout, and whose modules stock ones are -> the option of Megatron-LM and of our trainer."""
 
-OURS = {**MEGATRONS, "tp": "--tp", "pp": "--pp", "ep": "--ep", "ranks": "--dp", "stock": "--stock"}
+OURS = {**MEGATRONS, "tp": "--tp", "pp": "--pp", "cp": "--cp", "ep": "--ep", "ranks": "--dp", "stock": "--stock"}
 """Likewise, of the commands estimate, plan and ledger."""
 
 

@@ -100,12 +100,8 @@ class RangeOrder:
 
 def solve_range(problem: Problem, enough: int, work_limit: int) -> RangeOrder:
     """Finds the best order of a range; it stops improving at a peak of `enough`."""
-    order = advance_frees(problem, range(len(problem)))
+    order = improve_range(problem, enough)
     peak = problem.count_peak(order)
-    if peak > enough:
-        others = (advance_frees(problem, listed) for listed in (list_by_memory(problem), list_depth_first(problem)))
-        order = min((order, *others), key=problem.count_peak)
-        peak = problem.count_peak(order)
     bound, work = min(enough, peak), 0
     if peak > enough:
         order, bound = _Repair(problem, order, enough).run()
@@ -116,6 +112,15 @@ def solve_range(problem: Problem, enough: int, work_limit: int) -> RangeOrder:
         if result.order is not None:
             order, peak = result.order, problem.count_peak(result.order)
     return RangeOrder(order, peak, bound, work)
+
+
+def improve_range(problem: Problem, enough: int) -> list[int]:
+    """Returns the given order of a range, or one of the list schedules, with its frees moved forward."""
+    order = advance_frees(problem, range(len(problem)))
+    if problem.count_peak(order) <= enough:
+        return order
+    others = (advance_frees(problem, listed) for listed in (list_by_memory(problem), list_depth_first(problem)))
+    return min((order, *others), key=problem.count_peak)
 
 
 _MOST_CUTS = 200
@@ -294,9 +299,8 @@ def flatten_order(graph: StepGraph, order: Sequence[int], depth: int, work_limit
     """Finds an order whose peak is no higher, but in which fewer steps need almost as much.
 
     The operation at the peak stays where it is. The operations before it and those behind it are two problems of their
-    own, each of which gets its lowest peak that `find_order` finds without a search. The same is repeated for the
-    highest of the remaining problems, until all are `depth` bytes below the first peak, or more than `work_limit`
-    operations were reordered.
+    own, each of which gets the lowest peak of step 2. The same is repeated for the highest of the remaining problems,
+    until all are `depth` bytes below the first peak, or more than `work_limit` operations were reordered.
     """
     problem = renumber(make_problem(graph), order)
     steps = problem.count_steps(range(len(problem)))
@@ -311,7 +315,7 @@ def flatten_order(graph: StepGraph, order: Sequence[int], depth: int, work_limit
             if len(inside) < 2 or max(steps[inside.start : inside.stop]) <= enough:
                 continue
             side = restrict(part, inside)
-            solved = solve_range(side, enough, work_limit=0).order
+            solved = improve_range(side, enough)
             work += len(side)
             first = start + inside.start
             found[first : first + len(side)] = [found[first + each] for each in solved]

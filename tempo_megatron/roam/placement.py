@@ -335,7 +335,7 @@ class Filler:
 # Flatter orders lower the steps within 1/20 of the arena's height below its peak, then within 1/14, ...
 _DEPTHS = (20, 14, 10, 7)
 # For each flatter order, so many operations are reordered, and rectangles filled in.
-_FLAT_WORK = 25_000
+_FLAT_WORK = 100_000
 
 
 @dataclasses.dataclass(frozen=True)

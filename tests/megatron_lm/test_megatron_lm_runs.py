@@ -122,7 +122,7 @@ def test_what_cannot_be_had_adapts_unless_it_was_written(results: Results) -> No
         ("sgd", "memory budget: the run has the optimizer sgd, and what is known is adam; leave the memory budget out"),
         pytest.param(
             "impossible",
-            "memory budget: 1.00 MiB a GPU are given, and the least that fits is",
+            "memory budget: 1.00 MiB a GPU may be filled, and the least that fits is",
             marks=pytest.mark.exhaustive,
         ),
     ],

@@ -445,7 +445,7 @@ exec torchrun --nproc_per_node 8 pretrain_gpt.py --save "" ${{MODEL[@]}} 2>&1 | 
         ("torchrun --nproc_per_node 8 train.py", "", "starts no command of pretrain_gpt.py"),
         (f"[ -f nowhere.py ] || {{ echo No nowhere.py; exit 1; }}; {_SCRIPT}", "", "(No nowhere.py); give its own"),
         (f"{_SCRIPT}\ntorchrun pretrain_bert.py", "", "starts 2 commands of"),
-        (_SCRIPT, "--megatron-yaml a.yaml", "both given"),
+        (_SCRIPT, "--megatron-yaml tests/conftest.py", "both given"),
         ("while true; do :; done", "", "does not end within"),
     ],
 )

@@ -174,7 +174,7 @@ def test_no_choice_of_any_kinds_is_shorter_than_the_bound(stages: int) -> None:
 def test_an_impossible_budget_says_by_how_much_and_names_the_nearest_plan() -> None:
     request = make_request(12)
     smallest = make_smallest_plan(request)
-    with pytest.raises(NothingFitsError, match="a GPU are given") as error:
+    with pytest.raises(NothingFitsError, match="a GPU may be filled") as error:
         make_plan(request, FIXED)
     text = str(error.value)
     assert f", {format_bytes(smallest.peak_bytes - FIXED)} more: activation=" in text and "\n" not in text

@@ -190,7 +190,7 @@ def test_experts_that_are_not_divided_are_named(capsys: pytest.CaptureFixture[st
         (["--margin=100"], "is not a percentage from 0 to under 100"),
         (["--allocator", "--fixed-memory=1GB"], "--allocator does not go with --fixed-memory"),
         (["--ep=8"], "--ep 8 is given, and the model has no experts"),
-        (["--cp=3"], "not a multiple of twice the context parallel size 3"),
+        (["--cp=3"], "not a multiple of twice --cp 3"),
     ],
 )
 def test_what_does_not_go_together_is_one_sentence(

@@ -213,7 +213,7 @@ def test_an_impossible_budget_is_one_sentence(data: Data, tmp_path: Path) -> Non
     assert failed.exit_codes == [1]
     (line,) = [line for line in failed.output.splitlines() if line.startswith("error")]
     assert re.fullmatch(
-        r"error: memory budget: 50.00 MiB a GPU are given, and the least that fits is \S+ GiB, \S+ GiB more: "
+        r"error: memory budget: 50.00 MiB a GPU may be filled, and the least that fits is \S+ GiB, \S+ GiB more: "
         r"activation=.*; raise the budget, --tensor-model-parallel-size or --pipeline-model-parallel-size, or lower "
         r"--micro-batch-size",
         line,

@@ -31,6 +31,7 @@ from tempo_megatron.memory.megatron.read_command import write_command
 from tempo_megatron.memory.plan.gpu import Gpu, find_gpu, read_gpu
 from tempo_megatron.memory.plan.micro_batches import choose_trial, try_micro_batches
 from tempo_megatron.memory.plan.planner import RECOMPUTED, MemoryPlan, NothingFitsError, Planner, PlanRequest, StagePlan
+from tempo_megatron.memory.refusals import OURS
 from tempo_megatron.memory.routing import assume_fullest, set_imbalance
 from tempo_megatron.memory.run import Run, read_recomputation
 from tempo_megatron.settings.config import TempoConfig
@@ -234,6 +235,7 @@ def read_request(args: argparse.Namespace, gpu: Gpu) -> tuple[PlanRequest, int |
         args.num_micro_batches = samples // args.micro_batch_size
     run = set_imbalance(read_requested_run(args, TempoConfig(), config), args.moe_imbalance)
     run = dataclasses.replace(run, context_parallel=args.cp)
+    run.check(OURS)
     _refuse_unknown(run, "the model has")
     return _make_request(args, run, gpu), samples
 

@@ -388,8 +388,8 @@ class Planner:
     def _raise_impossible(self, smallest: MemoryPlan, budget: int) -> NoReturn:
         words = " ".join(smallest.megatron_arguments) or "no recomputation by Megatron"
         error = NothingFitsError(
-            f"{format_bytes(budget)} a GPU are given, and the least that fits is {format_bytes(smallest.peak_bytes)}, "
-            f"{format_bytes(smallest.peak_bytes - budget)} more: {smallest.tempo.describe()}, {words}"
+            f"{format_bytes(budget)} a GPU may be filled, and the least that fits is "
+            f"{format_bytes(smallest.peak_bytes)}, {format_bytes(smallest.peak_bytes - budget)} more: {smallest.tempo.describe()}, {words}"
             + (f"; {self.request.remedy}" if self.request.remedy else "")
         )
         error.least_bytes = smallest.peak_bytes
