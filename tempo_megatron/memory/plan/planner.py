@@ -389,7 +389,8 @@ class Planner:
         words = " ".join(smallest.megatron_arguments) or "no recomputation by Megatron"
         error = NothingFitsError(
             f"{format_bytes(budget)} a GPU may be filled, and the least that fits is "
-            f"{format_bytes(smallest.peak_bytes)}, {format_bytes(smallest.peak_bytes - budget)} more: {smallest.tempo.describe()}, {words}"
+            f"{format_bytes(smallest.peak_bytes)}, {format_bytes(smallest.peak_bytes - budget)} more: "
+            f"{smallest.tempo.describe()}, {words}"
             + (f"; {self.request.remedy}" if self.request.remedy else "")
         )
         error.least_bytes = smallest.peak_bytes
