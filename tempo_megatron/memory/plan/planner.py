@@ -390,8 +390,7 @@ class Planner:
         error = NothingFitsError(
             f"{format_bytes(budget)} a GPU may be filled, and the least that fits is "
             f"{format_bytes(smallest.peak_bytes)}, {format_bytes(smallest.peak_bytes - budget)} more: "
-            f"{smallest.tempo.describe()}, {words}"
-            + (f"; {self.request.remedy}" if self.request.remedy else "")
+            f"{smallest.tempo.describe()}, {words}" + (f"; {self.request.remedy}" if self.request.remedy else "")
         )
         error.least_bytes = smallest.peak_bytes
         raise error
