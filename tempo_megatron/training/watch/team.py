@@ -74,6 +74,8 @@ class Team:
         self._has_cause = threading.Event()
         self._lock = threading.Lock()
         self._ending_thread: threading.Thread | None = None
+        self._is_over = threading.Event()
+        self._threads: list[threading.Thread] = []
         self._now = self._answered = 0.0  # seconds in which this process ran
 
     @classmethod
@@ -99,9 +101,13 @@ class Team:
             team.is_watched, team._beats = True, connect_again(timeout_s)
             team._beats.set(f"tempo/process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
             team._first_host, team._first_pid = json.loads(team._beats.get("tempo/process/0"))
-            threading.Thread(target=team._exchange, args=(fault_timeout,), name="beats", daemon=True).start()
-        threading.Thread(target=team._look, args=(fault_timeout, launchers), name="look", daemon=True).start()
+            team._start(team._exchange, fault_timeout)
+        team._start(team._look, fault_timeout, launchers)
         return team
+
+    def _start(self, target: Callable[..., None], *args: Any) -> None:
+        self._threads.append(threading.Thread(target=target, args=args, daemon=True))
+        self._threads[-1].start()
 
     def compare(self, facts: Mapping[str, Any], timeout_s: float) -> None:
         """Raises AgreedError, with the difference, on every rank if one has other `facts` than rank 0.
@@ -195,9 +201,16 @@ class Team:
             self._tell("tempo/heard", "tempo/said", 1)
 
     def leave(self) -> None:
-        """Says goodbye, so that the other ranks do not report this one as lost."""
+        """Says goodbye, so that the other ranks do not report this one as lost.
+
+        The threads end first: Python aborts a process at whose end a thread is inside the store.
+        """
         self.begin_to_end()
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join(_TOLD_SECONDS)
         if self.is_watched:
+            self._call(lambda: self._beats.set(f"tempo/beat/{self.rank}", "0"))  # of a rank that is not watched
             self._tell("tempo/left", "tempo/left", 0 if self.rank else self.world_size, _LEAVE_SECONDS)
 
     def _exchange(self, limit: float) -> None:
@@ -221,7 +234,8 @@ class Team:
                     elif count and self._now - heard[rank] > limit:
                         host, pid = json.loads(beats.get(f"tempo/process/{rank}"))
                         self._decide(Cause(rank, host, _say_silent(self._now - heard[rank]), True, pid))
-                time.sleep(pause)
+                if self._is_over.wait(pause):
+                    return
         except RuntimeError:
             text = "the store that it serves is gone: its process was killed, or its host has gone down"
             self._end(Cause(0, self._first_host, text, True, self._first_pid))
@@ -229,8 +243,7 @@ class Team:
     def _look(self, limit: float, launchers: list[psutil.Process]) -> None:
         """Counts the seconds in which this process runs, and ends it if rank 0 or a launcher is gone."""
         last = time.monotonic()
-        while True:
-            time.sleep(_BEAT_SECONDS / 4)
+        while not self._is_over.wait(_BEAT_SECONDS / 4):
             passed, last = time.monotonic() - last, time.monotonic()
             self._now += min(passed, 2 * _BEAT_SECONDS)
             if self.is_watched and self._now - self._answered > limit:
