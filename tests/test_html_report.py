@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 TINY = f"--model={ROOT / 'configs' / 'model' / 'gpt2_tiny.json'}"
 # Command -> its arguments, what its table has, and how many plots there are.
 COMMANDS = {
-    "ledger": (["--seq-length=64"], ["one layer without s*s", "memory at the peak of one step"], 4),
+    "ledger": (["--seq-length=64", "--stock=local"], ["one layer without s*s", "memory at the peak of one step"], 4),
     "estimate": (["--use-tempo", "--gpu-memory=1GiB"], ["GiB at the peak", "optimizer states"], 1),
     "plan": (["--gpu=h100", "--gpu-memory=1GiB", "--micro-batch-size=2"], ["kept/micro batch"], 1),
     "order": (["--seq-length=64"], ["peak of eager mode"], 1),

@@ -19,6 +19,7 @@ from tempo_megatron.memory.estimate.play import Step
 from tempo_megatron.memory.estimate.reserved import make_allocator, play_steps
 from tempo_megatron.memory.run import Experts, MegatronFsdp, OptimizerSettings, Run
 from tempo_megatron.memory.simulated import chunk
+from tempo_megatron.memory.simulated.chunk_model import Ends
 from tempo_megatron.models.shape import make_shape
 
 MIB = 1 << 20
@@ -220,7 +221,7 @@ def test_three_layers_show_the_allocations_of_all(
     """Also where the chunk's first layer gets hidden states, and its last one their gradient."""
     shape = make_shape(num_layers=6, hidden_size=64, num_attention_heads=4, seq_length=32, family=family, vocab_size=99)
     run = chunk._cut(Run(model=shape, tempo=tempo_config, micro_batch_size=2), range(6))
-    ends = chunk._Ends(pre_process, post_process, False, post_process)
+    ends = Ends(pre_process, post_process, False, post_process)
     few, every = (chunk._run_chunk(run, ends, True, False, longest) for longest in (3, 6))
     assert few is not None and few == every
 
@@ -241,9 +242,7 @@ def test_three_layers_with_experts_show_the_allocations_of_all() -> None:
     )
     run = Run(model=shape, tempo=OFF, stock="transformer_engine", experts=experts, micro_batch_size=2)
     cut = chunk._cut(run, range(layers))
-    few, every = (
-        chunk._run_chunk(cut, chunk._Ends(True, True, False, True), True, False, longest) for longest in (3, layers)
-    )
+    few, every = (chunk._run_chunk(cut, Ends(True, True, False, True), True, False, longest) for longest in (3, layers))
     assert MoEAuxLossAutoScaler.main_loss_backward_scale is None, "a simulation leaves it there"
     assert few is not None and every is not None
     of_few, of_all = (
