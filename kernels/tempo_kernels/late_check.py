@@ -36,7 +36,7 @@ class LateCheck:
     def watch(self, flag: Tensor) -> None:
         """Takes the same flag again and again, which stays True once it is: copies it only when no copy is under way,
         and sets it to False before it raises the error. Does nothing during the capture of a CUDA graph."""
-        if flag.is_cuda and torch.cuda.is_current_stream_capturing():
+        if flag.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         try:
             self.raise_if_noted()

@@ -416,6 +416,16 @@ def test_a_flag_of_a_gpu_is_told_when_it_has_arrived_and_once(arrived, monkeypat
     assert len(arrived) == 2
 
 
+def test_a_watched_flag_is_told_once_and_asks_no_gpu_where_it_lies_on_a_cpu(monkeypatch):
+    # benchmarks/fake_gpu.py makes a CPU's tensors say so, on machines without a driver.
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("there is no GPU"))
+    check, flag = LateCheck("it is wrong"), torch.ones((), dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="it is wrong"):
+        check.watch(flag)
+    check.watch(flag)  # it was set to 0
+
+
 def test_on_a_cpu_it_is_told_at_once_and_the_fused_loss_tells_it_when_the_model_is_next_called():
     check = LateCheck("it is wrong")
     check.note(torch.tensor(False))
