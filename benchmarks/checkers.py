@@ -28,20 +28,17 @@ import fnmatch
 import importlib
 import json
 import os
-import pkgutil
 import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from gpu import right  # which finds tests/support, too
 from gpu.steps import Wrong
-
-import tempo_kernels
+from replaced_kernels import replace_kernels
 
 ahead_of_time = importlib.import_module("ahead_of_time")
 Verdict = tuple[str, str]  # one of passed, finding and not supported; and what there is to say
@@ -49,42 +46,6 @@ Check = Callable[[Any], tuple[Verdict, bool]]
 """Executes a launch. Returns the verdict, and whether there are results to go on with."""
 Found = dict[tuple[str, Verdict], list[str]]
 """The cases by kernel and verdict."""
-
-
-@contextlib.contextmanager
-def replace_kernels(take: Callable[[Any], None], with_assembler: bool = True) -> Iterator[None]:
-    """Gives all launches to `take`, and tells Python that every tensor is on a GPU; memory and torch's own operations
-    stay on the CPU. Without assembler, which not every checker knows, kernels compute by Triton's operations alone."""
-    addmm = torch.addmm
-
-    def add_product(*tensors: torch.Tensor, out_dtype: Any = None, **named: Any) -> torch.Tensor:
-        return addmm(*(t.to(out_dtype) if out_dtype else t for t in tensors), **named)
-
-    answers = {
-        "torch.Tensor.is_cuda": True,
-        "torch.Tensor.get_device": lambda tensor: 0,
-        "torch.cuda.current_device": lambda: 0,
-        "torch.cuda.device": contextlib.nullcontext,
-        "torch.cuda.device_of": contextlib.nullcontext,
-        "torch.cuda.is_current_stream_capturing": lambda: False,
-        "torch.cuda.get_device_capability": lambda device=None: (9, 0),
-        "torch._C._cuda_getCurrentRawStream": lambda index: 0,
-        "torch.addmm": add_product,  # a CPU has no product of 16 bits that is summed in float32
-    }
-    with contextlib.ExitStack() as patches:
-        for module in pkgutil.walk_packages(tempo_kernels.__path__, "tempo_kernels."):
-            if not module.name.rpartition(".")[2].startswith("kernel"):
-                continue
-            loaded = importlib.import_module(module.name)
-            names = vars(loaded)
-            for name, value in list(names.items()):
-                if name.endswith("_kernel") and hasattr(value, "arg_names"):
-                    patches.enter_context(mock.patch.object(loaded, name, ahead_of_time.Recorder(value, take)))
-            if "IS_COMPILED" in names and not with_assembler:  # for good, as compiled kernels remember what it was
-                names["IS_COMPILED"] = type(names["IS_COMPILED"])(False)
-        for name, answer in answers.items():
-            patches.enter_context(mock.patch(name, answer, create=True))
-        yield
 
 
 def execute(open_checker: Callable[[int], Any], case: right.Case, args: argparse.Namespace, found: Found) -> None:

@@ -423,7 +423,7 @@ def replay_layer(device: str) -> dict[str, Any]:
         out = bias_dropout_add(y, down_bias, x, p=0.1, key=key + 2, first_sample=sample)
         return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
-    replay = _capture(step) if device == "cuda" else step
+    replay = capture(step) if device == "cuda" else step
     seen: list[Tensor] = []
     for number in range(3):
         for t in (leaves[0], grad):
@@ -441,7 +441,7 @@ def replay_layer(device: str) -> dict[str, Any]:
     return {"answer": f"3 replays with other masks and inputs are 3 steps without a graph, {len(leaves) + 1} results"}
 
 
-def _capture(step: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
+def capture(step: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
     """Returns a function that replays `step`, whose results it writes over each time."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -534,13 +534,13 @@ def run_sanitized() -> None:
 @contextlib.contextmanager
 def interpret() -> Iterator[None]:
     """Runs the kernels in Triton's interpreter, where TRITON_INTERPRET=1 was set before triton was imported."""
-    import checkers
     import interpreted  # noqa: F401  # it rounds as a GPU does
+    import replaced_kernels
 
     def launch(one: Any) -> None:
         one.kernel[one.grid](**one.arguments, **one.options)
 
-    with checkers.replace_kernels(launch):
+    with replaced_kernels.replace_kernels(launch):
         yield
 
 

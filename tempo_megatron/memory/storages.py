@@ -118,20 +118,18 @@ class PeakBytes(StorageFollower):
         super().__init__(known)
         self.peak = 0
         """The most bytes alive at once since the start, or since `begin_phase`."""
-        self.peak_workspaces = 0
-        """The part of `peak` that attention's workspaces were."""
 
     def begin_phase(self) -> int:
         """Let `peak` begin anew at what is alive now, which is returned."""
-        self.peak, self.peak_workspaces = self.count_alive(), 0
+        self.peak = self.count_alive()
         return self.peak
 
     def measure(self, function: Callable[[], _Result]) -> tuple[_Result, int]:
         """What `function` returns, and how many bytes more than before are alive while it runs; `peak` has them too."""
-        before, start = (self.peak, self.peak_workspaces), self.begin_phase()
+        before, start = self.peak, self.begin_phase()
         result = function()
         rise = self.peak - start
-        self.peak, self.peak_workspaces = max((self.peak, self.peak_workspaces), before)
+        self.peak = max(self.peak, before)
         return result, rise
 
     def note_rise(self, num_bytes: int) -> None:
@@ -140,19 +138,16 @@ class PeakBytes(StorageFollower):
 
     def raise_peak(self, num_bytes: int) -> None:
         """Count `num_bytes` as all that is alive for a moment."""
-        if num_bytes > self.peak:
-            self.peak, self.peak_workspaces = num_bytes, 0
+        self.peak = max(self.peak, num_bytes)
 
     def note_workspaces(self, num_bytes: int, level: int, kept: Tensor | None) -> None:
-        """Hear what a call of attention held inside itself, beside its results.
+        """Hear what a call of attention held inside itself, without its results; for subclasses that record it.
 
         Args:
             num_bytes: of it, at most.
             level: all that was alive then, which `peak` has already.
             kept: what the call's forward kept, where this is its backward.
         """
-        if level == self.peak:
-            self.peak_workspaces = num_bytes
 
     def note(self, new: dict[int, torch.UntypedStorage], inputs: Any) -> None:
         super().note(new, inputs)

@@ -171,7 +171,7 @@ def test_the_checks_of_masks_large_tensors_streams_and_offload_run_and_see_a_fau
     monkeypatch.setattr(right, "bias_dropout_add", lambda *t, key, **more: drop(*t, key=key + next(number), **more))
     with pytest.raises(Wrong, match="bias_dropout_add: .* have another mask"):
         right.compare_masks("cpu")
-    monkeypatch.setattr(right, "_capture", lambda step: step)
+    monkeypatch.setattr(right, "capture", lambda step: step)
     with pytest.raises(Wrong, match="replay 0: result 0 is off by"):  # whose masks differ from step to step
         right.replay_layer("cpu")
 
@@ -196,10 +196,11 @@ def test_a_family_that_is_wrong_on_another_stream_is_named(monkeypatch):
 @pytest.mark.slow
 def test_the_interpreter_runs_the_kernels_of_a_case():
     code = """if True:
-        import fake_gpu, gpu_suite, checkers
+        import fake_gpu, gpu_suite
         from gpu import right
-        launches, replace = [], checkers.replace_kernels
-        checkers.replace_kernels = lambda take: replace(lambda one: (launches.append(one), take(one)))
+        import replaced_kernels
+        launches, replace = [], replaced_kernels.replace_kernels
+        replaced_kernels.replace_kernels = lambda take: replace(lambda one: (launches.append(one), take(one)))
         cases = {case.name: case for case in right.list_cases(40)}
         print(right.check_interpreted(cases["attention, causal, d 64, fp16"])["answer"], len(launches))
         try:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from gpu import operations
 from gpu.operations import Sizes
+from gpu.right import capture
 from torch import Tensor
 
 from tempo_kernels.dropout_add import bias_dropout_add
@@ -60,21 +61,8 @@ def recorded(step: Callable[[], list[Tensor]], device: str) -> Callable[[], list
     """A function that replays step and returns copies of its results."""
     if device == "cpu":
         return lambda: [t.clone() for t in step()]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-
-    def replay() -> list[Tensor]:
-        graph.replay()
-        return [t.clone() for t in results]
-
-    return replay
+    replay = capture(step)
+    return lambda: [t.clone() for t in replay()]
 
 
 def assert_equal(found: list[Tensor], wanted: list[Tensor]) -> None:

@@ -64,7 +64,6 @@ class Makers(PeakBytes):
         return _MadeByModule(made.reference, made.num_bytes, made.number, self._running[-1])
 
     def note_workspaces(self, num_bytes: int, level: int, kept: Tensor | None) -> None:
-        super().note_workspaces(num_bytes, level, kept)
         made = None if kept is None else self._alive.get(kept.untyped_storage()._cdata)
         name = made.module if isinstance(made, _MadeByModule) else self._running[-1]
         self.workspaces[name] = max(self.workspaces[name], num_bytes)

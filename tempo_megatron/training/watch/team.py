@@ -210,7 +210,7 @@ class Team:
         for thread in self._threads:
             thread.join(_TOLD_SECONDS)
         if self.is_watched:
-            self._call(lambda: self._beats.set(f"tempo/beat/{self.rank}", "0"))  # of a rank that is not watched
+            self._call(lambda: self._beats.set(f"tempo/beat/{self.rank}", "0"))  # nobody waits for its beats
             self._tell("tempo/left", "tempo/left", 0 if self.rank else self.world_size, _LEAVE_SECONDS)
 
     def _exchange(self, limit: float) -> None:
