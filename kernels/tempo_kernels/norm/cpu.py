@@ -17,6 +17,7 @@ from tempo_kernels import compiled
 from tempo_kernels.compiled import Compiled, split_columns
 from tempo_kernels.norm.eager import differentiate, get_lost_channels, normalize
 from tempo_kernels.norm.settings import Kept, Norm, Statistics, get_output_dtype, view_rows
+from tempo_kernels.opaque import is_recorded
 
 BLOCK_ELEMENTS = 1 << 19
 CHUNK_ROWS = 32
@@ -166,6 +167,6 @@ def _pays(rows: Tensor, chunk_rows: int) -> bool:
 
 def _blocks(rows: Tensor) -> list[slice]:
     """Lists slices of whole rows, of about the same length, whose float32 copies stay in the cache."""
-    num_blocks = max(1, -(-rows.numel() // BLOCK_ELEMENTS))
+    num_blocks = 1 if is_recorded(rows) else max(1, -(-rows.numel() // BLOCK_ELEMENTS))
     step = max(1, -(-rows.size(0) // num_blocks))
     return [slice(start, min(start + step, rows.size(0))) for start in range(0, rows.size(0), step)]
