@@ -2,8 +2,7 @@
 
 Memory that nobody touches costs nothing. So under Triton's interpreter only a launch's last programs run, over tensors
 of which only the last rows hold numbers: the last elements have to be, bit for bit, those of the last rows alone. What
-the interpreter does not show, as it runs few programs, the ranges of all numbers do (ttir_ranges.py). On a GPU
-test_large_tensors.py runs all programs.
+the interpreter does not show, as it runs few programs, the ranges of all numbers do (ttir_ranges.py).
 """
 
 from __future__ import annotations
@@ -257,7 +256,7 @@ def few_tiles_a_program(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> N
     monkeypatch.setattr(kernel_sums, "count_multiprocessors", lambda device: 1 << 24)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="on a GPU test_large_tensors.py runs all programs")
+@pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel runs all its programs")
 @pytest.mark.parametrize("name", CASES)
 def test_the_last_elements_of_large_tensors_are_those_of_their_rows_alone(name, last_programs, few_tiles_a_program):
     case = CASES[name]

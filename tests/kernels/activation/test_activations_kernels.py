@@ -1,7 +1,4 @@
-"""The Triton kernels of activations, gated or not, against their specification: see interpreted.py for where they run.
-
-Of more than 2**31 elements they are held against it in test_large_tensors.py.
-"""
+"""The Triton kernels of activations against their specification: see interpreted.py for where they run."""
 
 from __future__ import annotations
 
