@@ -172,6 +172,15 @@ def test_gelus_left_tail_is_rounded_as_the_exact_one_to_one_unit(dtype):
 
 @kernel_test
 @pytest.mark.parametrize("form", FORMS)
+def test_gelus_derivative_of_16_bits_is_the_exact_one_rounded_once(form):
+    x = torch.linspace(-4, 4, 2001).half()
+    found, _ = kernel.backward(torch.ones_like(x, device=DEVICE), x.to(DEVICE), None, ACTIVATION[form], False, False)
+    exact = exact_derivative(x, form)
+    assert ((found.cpu().double() - exact).abs() <= 0.51 * torch.finfo(torch.float16).eps * exact.abs() + 1e-6).all()
+
+
+@kernel_test
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gelus_bits_are_right_at_the_minimum_and_its_neighbours(dtype, form):
     nearest = torch.tensor(minimum_of(form)).to(dtype).double()
