@@ -87,15 +87,31 @@ def test_gated_units_in_one_pass_obey_the_rule(activation, has_bias, dtype, not_
 
 
 @compiles
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [("gelu", torch.float32), ("squared_relu", torch.float32), ("gelu_tanh", torch.bfloat16)],
+)
+def test_derivatives_from_the_input_in_one_pass_obey_the_rule(activation, dtype, not_in_chunks):
+    x, bias, grad = torch.rand(50, 3, 40) * 16 - 8, torch.randn(40), torch.randn(50, 3, 40)
+
+    def results(module, dtype, **compiled):
+        return module.backward(*(t.to(dtype) for t in (grad, x, bias)), activation, False, True, **compiled)
+
+    found, exact = results(activation_cpu, dtype, compiled_elements=64), results(activation_eager, torch.float64)
+    for name, *witnesses in zip(["x", "bias"], found, results(activation_eager, dtype), exact, strict=True):
+        assert_within_rule(name, *witnesses)
+
+
+@compiles
 @parametrize_covering(
     keep=["inplace", "recompute"],
     norm=["layer_norm", "rms_norm"],
-    dtype=[torch.bfloat16, torch.float16],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
     width=[37, 40, 128],
 )
 def test_compiled_norms_obey_the_rule(width, keep, norm, dtype, monkeypatch):
     monkeypatch.setattr(cpu_norm, "differentiate", lambda *_: pytest.fail("not compiled"))
-    rows = cpu_norm.BLOCK_ELEMENTS // width // 3 + 2  # two blocks
+    rows = (cpu_norm.MIN_COMPILED_ELEMENTS // width // 3 // 32 + 1) * 32 + 4  # in chunks of four
     x, grad = torch.randn(rows, 3, width) * 2 + 1, torch.randn(rows, 3, width)
     gamma, beta = torch.rand(width) + 0.5, torch.randn(width) * 0.3
     gamma[3], beta[3] = -0.5, 0.99  # all that y can carry

@@ -14,10 +14,11 @@ import pytest
 import torch
 from covering import parametrize_covering
 from distributed import run_ranks
-from every_operation import LABELS, OPERATIONS, TOKEN_WEIGHTS, H, make_inputs
+from every_operation import LABELS, OPERATIONS, TOKEN_WEIGHTS, B, H, S, make_inputs
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tempo_kernels
 from tempo_kernels.activation import cpu as activation_cpu
@@ -107,6 +108,23 @@ def test_an_output_that_is_not_kept_is_given_again_bit_for_bit_in_blocks_too(
     out = torch.full_like(y, torch.nan, requires_grad=False)
     y.grad_fn.refill(y.grad_fn, out)  # type: ignore[union-attr]
     assert torch.equal(out, y) and not out.requires_grad
+
+
+@pytest.mark.parametrize("mode", ["fake", "real"])
+@pytest.mark.parametrize("name", ["gelu of its input", "geglu", "layer_norm of its input", "rms_norm of its input"])
+def test_an_output_given_again_is_recorded_in_one_block(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm_cpu, "BLOCK_ELEMENTS", H)
+    monkeypatch.setattr(activation_cpu, "_choose_chunk_size", lambda _: H)
+
+    def refill(x: Tensor, *others: Tensor) -> Tensor:
+        y = OPERATIONS[name](x.requires_grad_(), *others, *MASK)
+        out = torch.empty_like(y, requires_grad=False)
+        y.grad_fn.refill(y.grad_fn, out)  # type: ignore[union-attr]
+        return out
+
+    trace = make_fx(refill, tracing_mode=mode)
+    sizes = [len(trace(torch.randn(rows, B, H), *OTHERS).graph.nodes) for rows in (S, 4 * S)]
+    assert sizes[0] == sizes[1]
 
 
 # The sums in a product of matrices have another order where they lie in another way.

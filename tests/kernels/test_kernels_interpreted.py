@@ -15,19 +15,10 @@ from every_operation import OPERATIONS, make_inputs
 
 pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
 
-import triton
-import triton.language as tl
-from interpreted import DEVICE, DTYPES, INTERPRETED, assert_as_specified, check_many_tiles, kernel_test
-from philox_vectors import KNOWN_ANSWERS
+from interpreted import INTERPRETED
 
 from tempo_kernels import backend
-from tempo_kernels.dropout_add import Draw
-from tempo_kernels.dropout_add import eager as dropout_eager
-from tempo_kernels.dropout_add import kernel as dropout_kernel
-from tempo_kernels.philox import drop_mask
-from tempo_kernels.philox import kernel as philox_kernel
 
-KEYS = [0, 0xFEDCBA9876543210, 0x80000000_7FFFFFFF, 2**64 - 1]
 FILES = [Path(__file__), *sorted(Path(__file__).parent.rglob("test_*_kernels.py"))]
 # Each in a process of its own, for other cores to help; each takes seconds to import torch.
 FAMILIES = ["attention", "norm", "others"]
@@ -63,163 +54,8 @@ def test_every_kernel_does_under_the_interpreter_what_its_specification_says(fam
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
 @pytest.mark.quick
 def test_one_case_of_some_tests_of_every_kernel_holds_under_the_interpreter():
-    # The first test of a file holds a kernel against its specification. This file's own first one starts processes.
-    interpret("--quick", *(test for path in FILES[1:] for test in list_tests(path)[:2]), *list_tests(FILES[0])[2:6])
-
-
-@triton.jit
-def _words_kernel(counter_ptr, out_ptr, key_low, key_high, NUM_ROUNDS: tl.constexpr):
-    c0 = tl.load(counter_ptr + tl.arange(0, 1)).to(tl.uint32)
-    c1 = tl.load(counter_ptr + 1 + tl.arange(0, 1)).to(tl.uint32)
-    c2 = tl.load(counter_ptr + 2 + tl.arange(0, 1)).to(tl.uint32)
-    c3 = tl.load(counter_ptr + 3 + tl.arange(0, 1)).to(tl.uint32)
-    w0, w1, w2, w3 = philox_kernel.philox4x32(c0, c1, c2, c3, key_low, key_high, NUM_ROUNDS)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    tl.store(out_ptr + tl.arange(0, 4), tl.reshape(words, (4,)).to(tl.int64))
-
-
-@kernel_test
-@pytest.mark.parametrize(("rounds", "counter", "key", "expected"), KNOWN_ANSWERS)
-def test_philox_matches_the_published_vectors(rounds, counter, key, expected):
-    words = torch.empty(4, dtype=torch.int64, device=DEVICE)
-    low, high = philox_kernel.key_words(key[0] | key[1] << 32)
-    assert all(-(2**31) <= half < 2**31 for half in (low, high))
-    _words_kernel[(1,)](torch.tensor(counter, device=DEVICE), words, low, high, NUM_ROUNDS=rounds)
-    assert words.tolist() == expected
-
-
-@triton.jit(do_not_specialize=["limit", "first_sample"])
-def _mask_kernel(out_ptr, first_sample, limit, key_low, key_high, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    row, group = tl.arange(0, ROWS)[:, None], tl.arange(0, GROUPS)[None, :]
-    sample = first_sample.to(tl.int64) + row // 4
-    dropped = philox_kernel.drop_mask(group, 3 * row, row % 4, sample, key_low, key_high, limit)
-    out = out_ptr + row * (8 * GROUPS) + tl.arange(0, 8 * GROUPS)[None, :]
-    tl.store(out, dropped.to(tl.int8))
-
-
-@kernel_test
-@parametrize_covering(each={"place": [(0, 0.1), (2**32 - 1, 0.0), (2**32 - 1, 0.4), (2**47, 0.9999)], "key": KEYS})
-def test_the_mask_of_head_row_and_sample_is_the_specified_one_bit_for_bit(place, key):
-    first_sample, p = place
-    # Enough elements for some to draw exactly the limit.
-    mask = torch.empty(256, 1024, dtype=torch.int8, device=DEVICE)
-    _mask_kernel[(1,)](mask, first_sample, round(p * 65536), *philox_kernel.key_words(key), ROWS=256, GROUPS=128)
-    row = torch.arange(256)
-    expected = drop_mask(key, p, sample=first_sample + row // 4, head=row % 4, row=3 * row, num_columns=1024)
-    assert torch.equal(mask.cpu() != 0, expected)
-
-
-DRAW = Draw(0.1, 0xFEDCBA9876543210, 2**32 - 1, 5)
-SHAPES = [(5, 2, 768), (2, 3, 1000), (5, 3, 13), (1, 1, 1), (1, 2, 2049), (40, 1, 8), (0, 2, 8), (4, 2, 0)]
-
-
-def check_dropout_add(x, bias, residual, grad):
-    out = dropout_kernel.forward(x, bias, residual, DRAW)
-    assert_as_specified([out], [x, bias, residual], lambda *t: [dropout_eager.forward(*t, DRAW)], "out")
-    found = dropout_kernel.backward(grad, DRAW, has_grad_bias=True)
-    assert_as_specified(
-        found, [grad], lambda t: dropout_eager.backward(t, DRAW, has_grad_bias=True), "grad_x", "grad_bias"
-    )
-    alone, nothing = dropout_kernel.backward(grad, DRAW, has_grad_bias=False)
-    assert torch.equal(alone, found[0]) and nothing is None
-
-
-@kernel_test
-@parametrize_covering(each={"shape": SHAPES}, dtype=DTYPES)
-def test_dropout_add_does_what_is_specified(shape, dtype):
-    x, residual, grad = ((torch.rand(shape, device=DEVICE) * 16 - 8).to(dtype) for _ in range(3))
-    check_dropout_add(x, torch.randn(shape[-1], device=DEVICE).to(dtype), residual, grad)
-
-
-@kernel_test
-@pytest.mark.parametrize("has_residual", [True, False])
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_dropout_add_does_without_bias_and_residual_what_is_specified(has_bias, has_residual):
-    x, residual, grad = (torch.randn(3, 2, 40, device=DEVICE).bfloat16() for _ in range(3))
-    bias = torch.randn(40, device=DEVICE)
-    check_dropout_add(x, bias if has_bias else None, residual if has_residual else None, grad)
-
-
-@kernel_test
-def test_dropout_add_takes_any_strides_and_alignment():
-    x = torch.randn(6, 5, 4, device=DEVICE).permute(2, 1, 0)
-    residual, grad = torch.randn(8, 5, 6, device=DEVICE)[::2], torch.randn(6, device=DEVICE).expand(4, 5, 6)
-    check_dropout_add(x, torch.randn(12, device=DEVICE)[::2], residual, grad)
-    x, residual, grad = (torch.randn(385, device=DEVICE).bfloat16()[1:].view(3, 2, 64) for _ in range(3))
-    check_dropout_add(x, torch.randn(65, device=DEVICE)[1:], residual, grad[1:])
-
-
-@kernel_test
-@pytest.mark.parametrize(("key", "dtype"), list(zip(KEYS, [*DTYPES, torch.float16], strict=True)), ids=str)
-@pytest.mark.parametrize(("p", "num_columns"), [(0.0, 64), (0.4, 300), (0.9999, 1024)])
-def test_dropout_add_drops_the_specified_elements_bit_for_bit(p, num_columns, key, dtype):
-    ones = torch.ones(9, 3, num_columns, dtype=dtype, device=DEVICE)
-    # A part of the columns may begin where a group of eight has a number of 32 bits.
-    for first_column in (0, 8 << 31):
-        draw = Draw(p, key, 2**32 - 2, 77, first_column)
-        dropped = dropout_eager.forward(torch.ones(9, 3, num_columns), None, None, draw) == 0
-        assert torch.equal(dropout_kernel.forward(ones, None, None, draw).cpu() == 0, dropped)
-        assert torch.equal(dropout_kernel.backward(ones, draw, has_grad_bias=False)[0].cpu() == 0, dropped)
-
-
-@kernel_test
-@pytest.mark.parametrize("key", KEYS, ids=hex)
-def test_dropout_add_draws_the_same_from_device_data_bit_for_bit(key):
-    ones = torch.ones(9, 3, 100, device=DEVICE)
-    where = (key, 2**32 - 2)
-    loaded = [torch.tensor(number - 2**64 if number >> 63 else number, device=DEVICE) for number in where]
-    for p in (0.0, 0.4):
-        out = dropout_kernel.forward(ones, None, None, Draw(p, *where, 77))
-        grads = dropout_kernel.backward(ones, Draw(p, *where, 77), has_grad_bias=True)
-        for key_form, sample_form in [loaded, (loaded[0], where[1]), (where[0], loaded[1])]:
-            assert torch.equal(dropout_kernel.forward(ones, None, None, Draw(p, key_form, sample_form, 77)), out)
-            found = dropout_kernel.backward(ones, Draw(p, key_form, sample_form, 77), has_grad_bias=True)
-            assert all(torch.equal(a, b) for a, b in zip(found, grads, strict=True))
-
-
-@kernel_test
-@pytest.mark.parametrize("places", [(1, 0), (0, 1), (1, 1), (2, 2)], ids=str)
-def test_dropout_add_takes_the_rows_and_samples_of_tokens_bit_for_bit(places):
-    shapes = [None, (9,), (9, 3)]
-    rows, samples = (None if shapes[i] is None else torch.randint(2**32, shapes[i]) for i in places)
-    x, bias, residual = torch.randn(9, 3, 100), torch.randn(100), torch.randn(9, 3, 100)
-    draws = [Draw(0.4, 7, 0, 0, 0, *(t if t is None else t.to(to) for t in (rows, samples))) for to in ("cpu", DEVICE)]
-    expected = dropout_eager.forward(torch.ones_like(x), None, None, draws[0]) == 0
-    for given in ((None, None), (bias, residual)):
-        there = dropout_kernel.forward(*(t if t is None else t.to(DEVICE) for t in (x, *given)), draws[1])
-        torch.testing.assert_close(there.cpu(), dropout_eager.forward(x, *given, draws[0]))
-    found = dropout_kernel.backward(torch.ones_like(x, device=DEVICE), draws[1], has_grad_bias=True)
-    assert torch.equal(found[0].cpu() == 0, expected)
-    torch.testing.assert_close(found[1].cpu(), dropout_eager.backward(torch.ones_like(x), draws[0], True)[1])
-
-
-@kernel_test
-def test_dropout_add_passes_nan_and_inf_where_kept_and_none_where_dropped():
-    x = torch.full((64, 1, 16), float("inf"), device=DEVICE)
-    x[::2] = float("nan")
-    out = dropout_kernel.forward(x, None, torch.ones_like(x), Draw(0.5, 1, 0, 0)).cpu()
-    dropped = dropout_eager.forward(torch.ones(64, 1, 16), None, None, Draw(0.5, 1, 0, 0)) == 0
-    assert (out[dropped] == 1).all() and not out[~dropped].isfinite().any()
-
-
-@kernel_test
-def test_dropout_adds_bias_gradient_sums_many_tiles_in_a_fixed_order(monkeypatch):
-    x, grad = (torch.randn(40, 3, 260, device=DEVICE) for _ in range(2))
-    check_many_tiles(
-        monkeypatch,
-        lambda x, grad: check_dropout_add(x, None, None, grad),
-        (x, grad),
-        lambda x, grad: dropout_kernel.backward(grad, DRAW, has_grad_bias=True)[1],
-    )
-
-
-@kernel_test
-def test_dropout_add_refuses_float64_and_what_32_bits_do_not_count_where_kernels_run():
-    with pytest.raises(ValueError, match="x is torch.float64; expected float32, float16 or bfloat16"):
-        dropout_kernel.forward(torch.ones(1, 1, 8, dtype=torch.float64, device=DEVICE), None, None, Draw(0.1, 1, 0, 0))
-    for shape in ((1, 1, 2**31), (2**29, 4, 8)):
-        with pytest.raises(ValueError, match=r"2147483648 .*expected fewer than 2\*\*31 .*first_row"):
-            dropout_kernel.forward(torch.empty(shape, device="meta").half(), None, None, Draw(0.1, 1, 0, 0))
+    # The first tests of a file hold kernels against their specification; this file's start processes.
+    interpret("--quick", *(test for path in FILES[1:] for test in list_tests(path)[:3]))
 
 
 # Of each kernel one; attention takes its kernels for CUDA tensors only.
@@ -238,7 +74,7 @@ def test_a_default_dtype_changes_no_bit_of_what_kernels_give(name, default, monk
 
     def results():
         leaves = [t.requires_grad_() for t in make_inputs()]
-        out = OPERATIONS[name](*leaves, KEYS[1], 3)
+        out = OPERATIONS[name](*leaves, 0xFEDCBA9876543210, 3)
         out.square().sum().backward()
         return [out, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 

@@ -49,7 +49,7 @@ def _compute_square_relu_slope(y: Tensor, sign: Tensor | None) -> Tensor:
     at most 0.71 of half an ulp of r, and rounding gives r. Exceptions are values whose square leaves the range of the
     dtype: in float16 r is infinite from 256 on, has lost digits below 0.008 and all of them below 0.0002.
     """
-    if y.dtype.itemsize == 2:
+    if y.dtype.itemsize == 2 or torch.compiler.is_compiling():  # a compiled root is the processor's, rounded correctly
         return y.sqrt().mul_(2)
     # torch.sqrt of float32 is off by one ulp for 4 in a million numbers, and takes long where many are 0.
     return y.double().rsqrt().reciprocal().to(y.dtype).mul_(2)

@@ -1,8 +1,9 @@
 """Computes activations on a CPU, where the cost is passes over memory; eager.py is the specification.
 
-Work goes by chunks that stay in the cache. torch's functions are faster than Inductor's code for them; gated units and
-derivatives from the output are one compiled pass each from COMPILED_ELEMENTS on. Elsewhere GELU's derivative from a
-16-bit y, which has 65,536 values, is looked up in a table that the formula filled.
+From COMPILED_ELEMENTS on, derivatives and gated units are one compiled pass each, except where a 16-bit number has to
+be rounded on the way, which Inductor leaves out. The rest goes by chunks that stay in the cache, through torch's own
+functions. There GELU's derivative from a 16-bit y, which has 65,536 values, is looked up in a table that the formula
+filled.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tempo_kernels.activation.eager import (
 )
 from tempo_kernels.activation.inverse import INVERSES, Inverse, compute_slope_by
 from tempo_kernels.compiled import Compiled, pays_for, split_columns
+from tempo_kernels.opaque import is_recorded
 
 COMPILED_ELEMENTS = 1 << 20
 """Elements of a tensor from which on one compilation, which takes seconds, is worth its time."""
@@ -52,8 +54,8 @@ def forward(
 ) -> Tensor:
     """As in eager.py."""
     shape = (*x.shape[:-1], x.size(-1) // 2) if is_gated else x.shape
-    if is_gated and _pays_to_compile(x, compiled_elements):
-        found = _compile_gated_forward(activation)(*_split(x), *_split(_default_bias(x, bias)))
+    if is_gated and _pays_to_compile(x, 2, compiled_elements):
+        found = _compile_gated_forward(activation)(*_split(x, bias, 2))
         # Not a view to autograd, which would refuse to change a view in place.
         y: Tensor = torch.ops.aten._unsafe_view(found, shape)
         return y if out is None else out.copy_(y)
@@ -96,11 +98,12 @@ def backward(
     compiled_elements: int = COMPILED_ELEMENTS,
 ) -> tuple[Tensor, Tensor | None]:
     """As in eager.py."""
-    grad_y = grad_y.contiguous()
-    if is_gated and _pays_to_compile(x, compiled_elements):
-        operands = split_columns(grad_y.size(-1), grad_y.view(-1, grad_y.size(-1)))
-        operands += [*_split(x), *_split(_default_bias(x, bias))]
-        grad_x: Tensor = _compile_gated_backward(activation)(*operands).view(x.shape)
+    grad_y, parts = grad_y.contiguous(), 1 + is_gated
+    is_wide = get_sum_dtype(x, bias, activation, is_gated) == torch.float32
+    if is_wide and _pays_to_compile(x, parts, compiled_elements):
+        [rows_grad_y] = split_columns(grad_y.size(-1), grad_y.view(-1, grad_y.size(-1)))
+        found = _compile_backward(activation, is_gated)(rows_grad_y, *_split(x, bias, parts))
+        grad_x: Tensor = found.view(x.shape)
     elif bias is None and not is_gated:
         grad_x = ACTIVATIONS[activation].grad_x(grad_y, x.contiguous())
     else:
@@ -239,7 +242,7 @@ def _add_in_chunks(
         return
     width = x.size(-1) if is_gated or bias is not None else 1
     num_rows, step = x.numel() // width, _CHUNK_STEP // math.gcd(_CHUNK_STEP, width)
-    chunk_rows = -(-_choose_chunk_size(chunk_elements) // (width * step)) * step
+    chunk_rows = num_rows if is_recorded(x) else -(-_choose_chunk_size(chunk_elements) // (width * step)) * step
     dtype = get_sum_dtype(x, bias, activation, is_gated)
     bias = None if bias is None else bias.to(dtype)  # once, instead of with every chunk
     is_in_out = out.dtype == dtype and out.numel() == x.numel()
@@ -267,19 +270,16 @@ def _write_value(total: Tensor, activation: str, is_gated: bool, out: Tensor) ->
         out.copy_(value(total, out=total))
 
 
-def _pays_to_compile(x: Tensor, compiled_elements: int) -> bool:
-    return pays_for(x, compiled_elements, x.numel() // max(x.size(-1), 1), x.size(-1) // 2)
+def _pays_to_compile(x: Tensor, parts: int, compiled_elements: int) -> bool:
+    return pays_for(x, compiled_elements, x.numel() // max(x.size(-1), 1), x.size(-1) // parts) if x.dim() else False
 
 
-def _default_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    # Adding -0 leaves every number as it is; adding 0 would turn -0 into 0.
-    return torch.full(x.shape[-1:], -0.0, dtype=x.dtype) if bias is None else bias.contiguous()
-
-
-def _split(x: Tensor) -> list[Tensor]:
-    """Returns [x] viewed as [n, 2, groups, lanes], gate then up; a bias has no n."""
-    rows = x.contiguous().view(*[-1] * (x.dim() > 1), 2, x.size(-1) // 2)
-    return split_columns(x.size(-1) // 2, rows)
+def _split(x: Tensor, bias: Tensor | None, parts: int) -> list[Tensor]:
+    """Returns x viewed as [n, parts, groups, lanes], gate then up, and the bias without n."""
+    if bias is None:  # adding -0 leaves every number as it is; adding 0 would turn -0 into 0
+        bias = torch.full(x.shape[-1:], -0.0, dtype=x.dtype)
+    width = x.size(-1) // parts
+    return split_columns(width, x.contiguous().view(-1, parts, width), bias.contiguous().view(parts, width))
 
 
 @functools.cache
@@ -292,10 +292,13 @@ def _compile_gated_forward(activation: str) -> Compiled:
 
 
 @functools.cache
-def _compile_gated_backward(activation: str) -> Compiled:
+def _compile_backward(activation: str, is_gated: bool) -> Compiled:
     def backward(grad_y: Tensor, x: Tensor, bias: Tensor) -> Tensor:
-        gate, up = (x.float() + bias).unbind(1)
+        total = x.float() + bias
+        if not is_gated:
+            return ACTIVATIONS[activation].grad_x(grad_y.float(), total.squeeze(1)).to(x.dtype)
         # Round before joining: Inductor does not vectorise the opposite order.
+        gate, up = total.unbind(1)
         halves = differentiate_gated(grad_y.float(), gate, up, activation)
         return torch.stack([half.to(x.dtype) for half in halves], 1)
 

@@ -7,6 +7,7 @@ compiles where the tensor is large enough and a compiler is there, else as the s
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -16,8 +17,11 @@ from tempo_kernels import compiled
 from tempo_kernels.compiled import Compiled, split_columns
 from tempo_kernels.norm.eager import differentiate, get_lost_channels, normalize
 from tempo_kernels.norm.settings import Kept, Norm, Statistics, get_output_dtype, view_rows
+from tempo_kernels.opaque import is_recorded
 
 BLOCK_ELEMENTS = 1 << 19
+CHUNK_ROWS = 32
+"""The rows over which compiled code sums before their data leaves the cache, if as many divide all rows."""
 MIN_COMPILED_ELEMENTS = 1 << 18
 """The size of a tensor for which one compilation, which takes seconds, is worth its time."""
 
@@ -85,7 +89,7 @@ def _normalize_layer(rows: Tensor, affine: Tensor, eps: float) -> tuple[Tensor, 
 
 def _normalize_rms(rows: Tensor, gamma: Tensor, eps: float, out: Tensor) -> Tensor:
     """Fills out [n, h] with an RMSNorm's y and returns rstd [n] in gamma's dtype."""
-    if _pays(rows):
+    if _pays(rows, rows.size(0)):
         # contiguous: Dynamo would compile strides in. A number would be compiled in, too.
         operands = split_columns(rows.size(-1), rows.contiguous(), gamma, out)
         found: Tensor = _normalize_rms_compiled(*operands, torch.full((1,), eps, dtype=gamma.dtype))
@@ -101,8 +105,7 @@ def _normalize_rms(rows: Tensor, gamma: Tensor, eps: float, out: Tensor) -> Tens
 def _differentiate(grad_y: Tensor, source: Tensor, kept: Kept, statistics: Statistics | None, grad_x: Tensor) -> Tensor:
     """Fills grad_x [n, h] and returns the sums [1 or 2, h] in affine's dtype. `source` is x where its statistics are
     given, else y."""
-    # Compiled, float32 takes as long: of 16 bits a compiled pass saves the copies in float32.
-    if source.dtype != torch.float32 and not kept.lost.numel() and _pays(source):
+    if not kept.lost.numel() and _pays(source, math.gcd(source.size(0), CHUNK_ROWS)):
         return _differentiate_compiled(grad_y.to(grad_x.dtype), source, kept, statistics, grad_x)
     rstd, affine, lost, lost_xhat = kept
     sums, scale, shift = torch.zeros_like(affine), affine[0].reciprocal(), affine[1:].sum(0)
@@ -122,23 +125,19 @@ def _differentiate(grad_y: Tensor, source: Tensor, kept: Kept, statistics: Stati
 def _differentiate_compiled(
     grad_y: Tensor, source: Tensor, kept: Kept, statistics: Statistics | None, grad_x: Tensor
 ) -> Tensor:
-    affine, rstd = kept.affine, kept.rstd.view(-1, 1, 1)
-    shift, scale = affine[1:].sum(0), affine[0].reciprocal()
-    grad_y, source, out, lanes, shift, scale = split_columns(
-        affine.size(1), grad_y.contiguous(), source.contiguous(), grad_x, affine, shift, scale
-    )
+    affine, (num_rows, width) = kept.affine, source.shape
+    chunks = (-1, math.gcd(num_rows, CHUNK_ROWS))
+    matrices = (t.contiguous().view(*chunks, width) for t in (grad_y, source, grad_x))
+    vectors = affine, affine[1:].sum(0), affine[0].reciprocal()
+    grad_y, source, out, affine, shift, scale = split_columns(width, *matrices, *vectors)
+    rstd = kept.rstd.view(*chunks, 1, 1)
     if statistics is not None:
-        shift, scale = (torch.zeros_like(rstd) if statistics.mean is None else statistics.mean.view(-1, 1, 1)), rstd
-    differentiate_rows = _differentiate_rms_rows if affine.size(0) == 1 else _differentiate_layer_rows
-    sums = torch.zeros_like(affine)
-    for block in _blocks(grad_x):
-        of_block = [t if statistics is None else t[block] for t in (shift, scale)]
-        part = differentiate_rows(grad_y[block], source[block], lanes, *of_block, rstd[block], out[block])
-        sums += part.view(affine.shape)
-    return sums
+        shift, scale = torch.zeros_like(rstd) if statistics.mean is None else statistics.mean.view_as(rstd), rstd
+    sums: Tensor = _differentiate_rows(grad_y, source, affine, shift, scale, rstd, out)
+    return sums.sum(1).flatten(1)
 
 
-# What is compiled has columns [groups, lanes].
+# What is compiled has columns [groups, lanes], and chunks of rows where it sums over rows.
 @partial(Compiled, has_lanes=True)
 def _normalize_rms_compiled(x: Tensor, gamma: Tensor, out: Tensor, eps: Tensor) -> Tensor:
     rstd = (x.float().square().mean((-2, -1), keepdim=True) + eps).rsqrt()
@@ -147,35 +146,27 @@ def _normalize_rms_compiled(x: Tensor, gamma: Tensor, out: Tensor, eps: Tensor) 
 
 
 @partial(Compiled, has_lanes=True)
-def _differentiate_layer_rows(
+def _differentiate_rows(
     grad_y: Tensor, source: Tensor, affine: Tensor, shift: Tensor, scale: Tensor, rstd: Tensor, out: Tensor
 ) -> Tensor:
-    """Fills out with grad_x of a LayerNorm whose xhat is (source - shift) * scale, and returns the sums."""
+    """Fills out with grad_x of a norm whose xhat is (source - shift) * scale. Returns the sums over the rows of each
+    chunk, [1 or 2, chunks, groups, lanes]."""
     grad, xhat = grad_y.float(), (source.float() - shift) * scale
     g = grad * affine[0]
-    grad_x = g - g.mean((-2, -1), keepdim=True) - xhat * (g * xhat).mean((-2, -1), keepdim=True)
+    grad_x, sums = g - xhat * (g * xhat).mean((-2, -1), keepdim=True), [(grad * xhat).sum(1)]
+    if len(affine) == 2:
+        grad_x, sums = grad_x - g.mean((-2, -1), keepdim=True), [*sums, grad.sum(1)]
     out.copy_(grad_x * rstd)
-    return torch.stack([(grad * xhat).sum(0), grad.sum(0)])
+    return torch.stack(sums)
 
 
-@partial(Compiled, has_lanes=True)
-def _differentiate_rms_rows(
-    grad_y: Tensor, source: Tensor, affine: Tensor, shift: Tensor, scale: Tensor, rstd: Tensor, out: Tensor
-) -> Tensor:
-    """As _differentiate_layer_rows, for an RMSNorm."""
-    grad, xhat = grad_y.float(), (source.float() - shift) * scale
-    g = grad * affine[0]
-    out.copy_((g - xhat * (g * xhat).mean((-2, -1), keepdim=True)) * rstd)
-    return (grad * xhat).sum(0)
-
-
-def _pays(rows: Tensor) -> bool:
-    """Whether rows [n, h] are large enough to compile for."""
-    return compiled.pays_for(rows, MIN_COMPILED_ELEMENTS, *rows.shape)
+def _pays(rows: Tensor, chunk_rows: int) -> bool:
+    """Whether rows [n, h] are large enough to compile for, in chunks of this many rows."""
+    return compiled.pays_for(rows, MIN_COMPILED_ELEMENTS, *rows.shape, chunk_rows)
 
 
 def _blocks(rows: Tensor) -> list[slice]:
     """Lists slices of whole rows, of about the same length, whose float32 copies stay in the cache."""
-    num_blocks = max(1, -(-rows.numel() // BLOCK_ELEMENTS))
+    num_blocks = 1 if is_recorded(rows) else max(1, -(-rows.numel() // BLOCK_ELEMENTS))
     step = max(1, -(-rows.size(0) // num_blocks))
     return [slice(start, min(start + step, rows.size(0))) for start in range(0, rows.size(0), step)]

@@ -9,9 +9,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
 
-from ahead_of_time import Launch, compiled, narrow_accesses, record_launches, resources, source_of
-from covering import exhaustive, parametrize_covering
-from ttir_ranges import find_overflows
+from ahead_of_time import Launch, compiled, narrow_accesses, record_launches, resources
+from covering import parametrize_covering
 
 from tempo_kernels import kernel_sums
 from tempo_kernels.activation import ACTIVATIONS, kernel
@@ -23,7 +22,7 @@ INPLACE = [name for name, row in ACTIVATIONS.items() if row.slope_of_output is n
 
 def list_launches(rows: int, width: int, dtype: torch.dtype, activation: str) -> Iterator[tuple[str, Launch]]:
     """The launches of every form of an activation, with a bias and without."""
-    x = torch.empty(rows, width, dtype=dtype, device="meta" if rows > 1 << 16 else "cpu")
+    x = torch.empty(rows, width, dtype=dtype)
     half, bits, inverts = x[:, : width // 2], x.new_empty(x.numel() // 8, dtype=torch.uint8), activation in INPLACE
     bits = bits if ACTIVATIONS[activation].x_min is not None else None
     for bias in (x[0], None):
@@ -55,10 +54,3 @@ def test_kernels_spill_nothing_and_read_16_bytes_at_a_time(activation, dtype, ca
         assert usage["STACK"] == 0 and usage["LOCAL"] == 0 and usage["REG"] <= MOST_REGISTERS, f"{name}: {usage}"
         # Of bits a thread has a byte per eight elements, and of a bias and of sums a column or two.
         assert len(narrow) <= 4, f"{name}: {narrow}"
-
-
-@pytest.mark.parametrize("activation", ["gelu", *exhaustive(*([name] for name in ACTIVATIONS if name != "gelu"))])
-def test_no_number_of_32_bits_runs_over_in_tensors_of_2_31_elements(activation):
-    launches = list_launches((1 << 31) // 8192 + 8, 8192, torch.bfloat16, activation)
-    found = {source_of(launch).hash(): launch for _, launch in launches}
-    assert [find_overflows(launch) for launch in found.values()] == [[]] * len(found)

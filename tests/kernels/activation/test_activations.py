@@ -115,6 +115,8 @@ FOUR, SHORT, HALF = torch.ones(2, 4), torch.ones(2), torch.ones(4).half()
 REFUSED = {
     "integers": (lambda: activate(torch.arange(4), None, "relu"), "relu: x is torch.int64; expected float32, bfloat16"),
     "a short bias": (lambda: activate(FOUR, SHORT, "gelu"), r"gelu: bias is torch.float32 of shape \[2\]"),
+    "a bias of two dimensions": (lambda: activate(FOUR, FOUR, "gelu"), r"bias is torch.float32 of shape \[2, 4\]"),
+    "a bias of a scalar": (lambda: activate(SHORT[0], SHORT[:1], "gelu"), r"of shape \[1\] and x .* of shape \[\]"),
     "a bias of 16 bits": (lambda: activate(FOUR, HALF, "gelu"), r"bias is torch.float16 of shape \[4\] and x torch.f"),
     "an unknown name": (lambda: activate(FOUR, None, "swish"), "activation is 'swish'; expected one of silu, gelu, ge"),
     "gated integers": (lambda: swiglu(torch.arange(4)), "swiglu: x is torch.int64; expected float32"),

@@ -1,7 +1,4 @@
-"""The Triton kernels of activations, gated or not, against their specification: see interpreted.py for where they run.
-
-Of more than 2**31 elements they are held against it in test_large_tensors.py.
-"""
+"""The Triton kernels of activations against their specification: see interpreted.py for where they run."""
 
 from __future__ import annotations
 
@@ -171,6 +168,15 @@ def test_gelus_left_tail_is_rounded_as_the_exact_one_to_one_unit(dtype):
     assert ((y - exact).abs() <= 0.76 * unit).all()
     infinite = kernel.forward(torch.tensor([-torch.inf, torch.inf], dtype=dtype, device=DEVICE), None, "gelu")
     assert infinite.tolist() == [0, torch.inf]
+
+
+@kernel_test
+@pytest.mark.parametrize("form", FORMS)
+def test_gelus_derivative_of_16_bits_is_the_exact_one_rounded_once(form):
+    x = torch.linspace(-4, 4, 2001).half()
+    found, _ = kernel.backward(torch.ones_like(x, device=DEVICE), x.to(DEVICE), None, ACTIVATION[form], False, False)
+    exact = exact_derivative(x, form)
+    assert ((found.cpu().double() - exact).abs() <= 0.51 * torch.finfo(torch.float16).eps * exact.abs() + 1e-6).all()
 
 
 @kernel_test

@@ -206,21 +206,6 @@ def test_second_backward_and_a_changed_output_are_refused():
         y.sum().backward()
 
 
-ROW, SHORT = torch.ones(2, 4), torch.ones(2)
-REFUSED = {
-    "integers": ((torch.arange(4),), "x is torch.int64; expected float32, bfloat16, float16 or float64"),
-    "form": ((torch.ones(4), None, "fast"), 'approximate is \'fast\'; expected "none" \\(erf\\) or "tanh"'),
-    "bias too short": ((ROW, SHORT), r"bias is torch.float32 of shape \[2\] and x torch.float32 of shape \[2, 4\]"),
-    "bias of two dimensions": ((ROW, torch.ones(1, 4)), r"bias is torch.float32 of shape \[1, 4\]"),
-    "scalar x": ((torch.tensor(1.0), torch.ones(1)), r"bias is torch.float32 of shape \[1\] and x .* of shape \[\]"),
-    "bias of another dtype": (
-        (ROW[0].half(), ROW[0]),
-        r"bias is torch.float32 of shape \[4\] and x torch.float16 .*; cast",
-    ),
-}
-
-
-@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
-def test_wrong_arguments_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        gelu(*arguments)
+def test_an_unknown_form_is_named():
+    with pytest.raises(ValueError, match='approximate is \'fast\'; expected "none" \\(erf\\) or "tanh"'):
+        gelu(torch.ones(4), None, "fast")

@@ -1,8 +1,7 @@
-"""Every Triton kernel compiled ahead of time, with the arguments that its launcher gives it; no GPU is needed."""
+"""The norms' Triton kernels compiled ahead of time, with the arguments that their launchers give; no GPU is needed."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,11 +17,9 @@ from ahead_of_time import (
     narrow_accesses,
     record_launches,
     resources,
-    source_of,
 )
 from covering import exhaustive
 from torch import Tensor
-from ttir_ranges import find_overflows
 
 from tempo_kernels import kernel_sums
 from tempo_kernels.norm import kernel as norm
@@ -34,7 +31,7 @@ MODULES = [norm_forward, norm_backward, kernel_sums]
 
 # A norm's backward holds whole rows and their sums.
 MOST_REGISTERS = 168
-ROWS, BATCH = 2048, 4
+ROWS = 2048
 
 
 def launches_of(run: Callable[[], Any]) -> list[Launch]:
@@ -143,12 +140,3 @@ def check_widths(name: str, launch: Launch, narrow: list[str]) -> None:
     most += 2 * launch.arguments.get("BLOCK_ROWS", 0) if "rstd_ptr" in launch.arguments else 0
     assert len(narrow) <= most, f"{name}: {narrow}"
     assert sums_rows or not any(access.endswith(".b16") for access in narrow), f"{name}: {narrow}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("launches", "dtype", "hidden_size"), SHAPES)
-def test_no_number_of_32_bits_runs_over_in_tensors_of_2_31_elements(launches, dtype, hidden_size, monkeypatch):
-    """Nobody touches these tensors, so that they take no memory."""
-    monkeypatch.setattr(sys.modules[__name__], "ROWS", 2**31 // hidden_size + 2 * BATCH & -BATCH)
-    found = {source_of(launch).hash(): launch for _, launch in launches(dtype, hidden_size)}
-    assert [find_overflows(launch) for launch in found.values()] == [[]] * len(found)
