@@ -6,7 +6,6 @@ which is nearly all the work of a long sequence, runs once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,33 +33,12 @@ def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
 
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})
 
-    Keeps for backward, beside the checkpoint's input: output and logsumexp of torch's fused attention, of
+    Keeps for backward the checkpoint's input, and output and logsumexp of torch's fused attention, of
         FlashAttention's operator and of Tempo's attention. Offload moves them to the host.
     Error: none; q, k, v and attention's dropout masks are those of the first run.
     """
     kept: list[tuple[Any, list[Any]]] = []
     return _First(kept), _Again(kept)
-
-
-def run_attention(
-    run: Callable[[], Tensor],
-) -> tuple[Tensor, list[Tensor], Callable[[Sequence[Tensor]], AbstractContextManager[Any]]]:
-    """run(); the tensors that attention made in it, for the caller to save; and a function of equal tensors, which
-    returns the context in which attention gives them back."""
-    kept: list[tuple[Any, list[Any]]] = []
-    with _First(kept, is_saved=True):
-        y = run()
-    made = [each.unpack() for _, held in kept for each in held if isinstance(each, Kept)]
-    # Without the tensors, which are their savers' to hold.
-    plans = [(structure, [None if isinstance(each, Kept) else (each,) for each in held]) for structure, held in kept]
-
-    def give_back(tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
-        rest = iter(tensors)
-        return _Again(
-            [(structure, [Kept(next(rest)) if each is None else each[0] for each in plan]) for structure, plan in plans]
-        )
-
-    return y, made, give_back
 
 
 class _Mode(TorchDispatchMode):
@@ -86,17 +64,12 @@ class _Mode(TorchDispatchMode):
 
 
 class _First(_Mode):
-    def __init__(self, kept: list[tuple[Any, list[Any]]], *, is_saved: bool = False) -> None:
-        super().__init__(kept)
-        self._is_saved = is_saved
-        """Whether autograd holds what is kept, and tells hooks."""
-
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         leaves, structure = pytree.tree_flatten(result)
         held = [Kept(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         for each in held:
-            if isinstance(each, Kept) and not self._is_saved:
+            if isinstance(each, Kept):
                 note_held(each)
         self._kept.append((structure, held))
         return result
