@@ -237,7 +237,6 @@ SHARED_ROOMS = {"philox", "activation", "offload"}
 BESIDE_OPERATIONS = {
     "fits_in_place",
     "describe",
-    "find_backend",
     "list_flash_workspaces",
     "list_gpu_workspaces",
     "Draw",

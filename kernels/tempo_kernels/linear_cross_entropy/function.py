@@ -76,15 +76,15 @@ def linear_cross_entropy(
         losses [b, s], float32 (float64 for float64 inputs). With token_weights (total, losses): the differentiable
         scalar sum(token_weights * losses), and losses that are not differentiable.
 
-    Under autocast nothing is cast: the inputs' dtype is that of the products, in forward and in backward.
+    Under autocast nothing is cast: products have the inputs' dtype, in forward and in backward.
 
     Keeps for backward: hidden, weight and bias (which exist anyway), labels, and 8 bytes per token. With token_weights
         it keeps the gradients of hidden and weight instead of hidden, the latter in float32 if there are several
         chunks; backward scales both in place, once.
     Costs: four matrix products instead of three, because backward makes the logits again. With token_weights there are
         three, but the ranks of a group wait for one another once per chunk instead of once.
-    Error: at most twice that of the unfused torch computation in the same dtype plus one ulp of the largest value; in
-        float32 with few tokens or columns, where torch's own error may happen to be near 0, plus up to 8 ulp.
+    Error: at most twice the error of the unfused torch computation in the same dtype plus one ulp of the largest value;
+        in float32 with few tokens or columns, where torch's own error may happen to be near 0, plus up to 8 ulp.
         NaN or infinity in hidden makes the loss of that token NaN, and of no other. A label that is neither in the
         vocabulary nor ignored gives an infinite loss, because checking labels would wait for the device.
     Raises: ValueError for shapes, dtypes and numbers that do not fit; RuntimeError on a second derivative, and with
@@ -149,7 +149,7 @@ def linear_log_prob(
 
     Keeps for backward: hidden, weight and bias (which exist anyway), labels, and 8 bytes per token; 12 for the entropy.
     Costs: four matrix products instead of three, because backward makes the logits again.
-    Error: at most twice that of the unfused torch computation in the same dtype plus one ulp of the largest value.
+    Error: at most twice the error of the unfused torch computation in the same dtype plus one ulp of the largest value.
         NaN or infinity in hidden makes the results of that token NaN, and of no other. A logit of -inf has probability
         0 and no part in the entropy. A label that is neither in the vocabulary nor ignored has log-probability -inf,
         because checking labels would wait for the device.
@@ -272,7 +272,7 @@ def compute_gradients(
     """Returns the gradients that are asked for: of hidden [m, h], of weight in `Settings.get_weight_dtype`, and of bias
     in float32. It computes each chunk's logits again.
 
-    grad [t, m] is the gradient of the losses, grad_entropy that of the entropies. The weight's gradient is added to
+    grad [t, m] is the gradient of the losses, grad_entropy of the entropies. The weight's gradient is added to
     `total` if that is given. An operator cannot take it; only `compute_gradients.call` does.
     """
     head, has_grads, settings = _read_head(*operands)

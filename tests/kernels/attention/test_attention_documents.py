@@ -112,10 +112,10 @@ REFUSED = [
     ({"cu_seqlens": [0, 36], "cu_seqlens_k": [0, 36], "dropout_p": 0.1}, "give document_samples"),
     ({"cu_seqlens": [0, 36], "document_samples": torch.tensor([1, 2])}, "document_samples .* for 1 documents"),
     ({"document_samples": torch.tensor([1])}, "without cu_seqlens"),
-    ({"cu_seqlens": [0, 36], "mask": torch.zeros(1, 1, 36, 36, dtype=torch.bool)}, "mask is given beside cu_seqlens"),
-    ({"cu_seqlens": [0, 36], "key_lengths": torch.tensor([36])}, "key_lengths is given beside"),
-    ({"cu_seqlens": [0, 36], "first_row": 1}, "first_row is given beside"),
-    ({"cu_seqlens": [0, 36], "first_column": 0}, "first_column is given beside"),
+    ({"cu_seqlens": [0, 36], "mask": torch.zeros(1, 1, 36, 36, dtype=torch.bool)}, "mask is given together"),
+    ({"cu_seqlens": [0, 36], "key_lengths": torch.tensor([36])}, "key_lengths is given together"),
+    ({"cu_seqlens": [0, 36], "first_row": 1}, "first_row is given together"),
+    ({"cu_seqlens": [0, 36], "first_column": 0}, "first_column is given together"),
 ]  # fmt: skip
 
 
@@ -128,5 +128,5 @@ def test_what_does_not_fit_is_refused(given, message):
 
 def test_a_batch_is_refused():
     q, k, v = (t.expand(-1, 2, -1, -1) for t in pack())
-    with pytest.raises(ValueError, match="2 samples beside cu_seqlens"):
+    with pytest.raises(ValueError, match="q has 2 samples and cu_seqlens is given"):
         attention(q, k, v, causal=True, cu_seqlens=as_int32([0, 36]), **NUMBERS)
