@@ -211,24 +211,6 @@ def test_no_query_and_no_sample_have_gradients_of_zeros(sq, sk, b, p, form):
     assert out.shape == (sq, b, 4, 8) and not any(leaf.grad.any() for leaf in leaves)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_keeps_q_k_v_and_four_bytes_per_row_and_head_or_the_softmax(form, dtype):
-    s, b, a, d = 32, 2, 4, 16
-    mixed = torch.randn(s, b, a, 3 * d).to(dtype).requires_grad_()
-    outputs = []
-
-    def run(mixed):
-        # As Megatron does: three views of what linear_qkv returns.
-        outputs.append(form(*mixed.split(d, dim=-1), settings()))
-        return outputs[0]
-
-    kept = kept_storages(run, mixed)
-    assert outputs[0].data_ptr() not in kept
-    assert kept.pop(mixed.data_ptr()) == mixed.numel() * mixed.element_size()
-    assert list(kept.values()) == [4 * s * b * a if form is ours else b * a * s * s * mixed.element_size()]
-
-
 def q_k_v(*shapes, dtype=torch.float32):
     return [torch.zeros(shape, dtype=dtype) for shape in shapes]
 
@@ -424,37 +406,6 @@ def test_alibi_is_that_of_transformers_for_bloom():
     slopes = stored[0, :, 0, 1].clone()
     found, expected = (ours(q, k, v, settings(p=0.0), **more) for more in ({"alibi_slopes": slopes}, {"bias": stored}))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-@parametrize_covering(dtype=[torch.float32, torch.bfloat16], p=[0.0, 0.1], form=FORM_NAMES, is_announced=[True, False])
-def test_documents_have_sinks_softcap_and_alibi_of_their_own(dtype, p, form, is_announced):
-    chosen = settings(p=p, softcap=1.5)
-    q, k, v, grad = (torch.randn(30, 1, n, DIM).to(dtype) for n in (HEADS, GROUPS, GROUPS, HEADS))
-    boundaries, samples = [1, 9, 9, 30], torch.tensor([4, 0, 2**40])
-    more = {"alibi_slopes": SLOPES, "form": form}
-    packed = {"cu_seqlens": torch.tensor(boundaries, dtype=torch.int32)}
-    packed |= {"document_samples": samples} if is_announced else {}
-
-    def attend_alone(q, k, v, sink):
-        out = torch.zeros_like(q)
-        for start, end, sample in zip(boundaries, boundaries[1:], samples.tolist(), strict=False):
-            if start == end:
-                continue
-            place = {"first_row": start, "first_column": start}
-            place = vars(chosen) | ({"first_sample": sample} if is_announced else place)
-            part = slice(start, end)
-            out = out.clone()
-            out[part] = attention(q[part], k[part], v[part], sink=sink, **place, **more)
-        return out
-
-    def attend(q, k, v, sink):
-        return attention(q, k, v, sink=sink, **packed, **vars(chosen), **more)
-
-    sink = torch.randn(HEADS, dtype=dtype)
-    found, expected = (outputs_and_gradients(f, [q, k, v, sink], grad, dtype) for f in (attend, attend_alone))
-    for ours_, theirs in zip(found[:-1], expected[:-1], strict=True):
-        torch.testing.assert_close(ours_, theirs, rtol=0, atol=0)
-    torch.testing.assert_close(found[-1], expected[-1], rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 def test_a_sink_is_added_with_its_gradient_to_rows_that_saw_keys_and_to_those_that_saw_none():
