@@ -38,15 +38,18 @@ def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
     Error: none; q, k, v and attention's dropout masks are those of the first run.
     """
     kept: list[tuple[Any, list[Any]]] = []
-    return _First(kept), _Again(kept)
+    return _Mode(kept, is_again=False), _Mode(kept, is_again=True)
 
 
 class _Mode(TorchDispatchMode):
-    def __init__(self, kept: list[tuple[Any, list[Any]]]) -> None:
+    """Keeps what attention makes, or, with is_again, gives it back in the same order."""
+
+    def __init__(self, kept: list[tuple[Any, list[Any]]], *, is_again: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = kept
+        self._kept, self._is_again = kept, is_again
 
     def __enter__(self) -> Any:
+        self._next = 0  # a retained graph may be run again any number of times
         keeping.append(self)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
@@ -57,15 +60,13 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name not in _OPERATORS:
             return func(*args, **(kwargs or {}))
-        return self._run(func, args, kwargs or {})
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        raise NotImplementedError
-
-
-class _First(_Mode):
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = func(*args, **kwargs)
+        if self._is_again:
+            structure, held = self._kept[self._next]
+            self._next += 1
+            # New tensors: autograd gives them a graph.
+            leaves = [each.unpack().detach() if isinstance(each, Kept) else each for each in held]
+            return pytree.tree_unflatten(leaves, structure)
+        result = func(*args, **(kwargs or {}))
         leaves, structure = pytree.tree_flatten(result)
         held = [Kept(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         for each in held:
@@ -73,16 +74,3 @@ class _First(_Mode):
                 note_held(each)
         self._kept.append((structure, held))
         return result
-
-
-class _Again(_Mode):
-    def __enter__(self) -> Any:
-        self._next = 0  # a retained graph may be run again any number of times
-        return super().__enter__()
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        structure, held = self._kept[self._next]
-        self._next += 1
-        # New tensors: autograd gives them a graph.
-        leaves = [each.unpack().detach() if isinstance(each, Kept) else each for each in held]
-        return pytree.tree_unflatten(leaves, structure)
