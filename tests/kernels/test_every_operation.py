@@ -255,7 +255,6 @@ SHARED_ROOMS = {"philox", "activation", "offload"}
 BESIDE_OPERATIONS = {
     "fits_in_place",
     "describe",
-    "find_backend",
     "list_flash_workspaces",
     "list_gpu_workspaces",
     "Draw",
@@ -264,7 +263,7 @@ BESIDE_OPERATIONS = {
 }
 BESIDE_OPERATIONS |= {"adopt", "can_refill", "drop", "find_saved_tensors", "hold"}
 # Take a whole MLP, and a checkpoint.
-BESIDE_OPERATIONS |= {"attend_to_tiles", "keep_attention", "recompute_in_tiles"}
+BESIDE_OPERATIONS |= {"keep_attention", "recompute_in_tiles"}
 # Without autograd: their caller is an operation.
 BESIDE_OPERATIONS |= {"add_sink", "attend_block", "differentiate_block", "differentiate_sink", "merge_blocks"}
 BESIDE_OPERATIONS |= {"CHUNK_BYTES", "OPERATIONS", "make_tables", "use_chunk_bytes", "use_gpu_blocks"}

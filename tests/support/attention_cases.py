@@ -7,7 +7,14 @@ import functools
 import torch
 from witness import assert_three_witnesses
 
-from tempo_kernels.attention import attend_block, attention, differentiate_block, merge_blocks
+from tempo_kernels.attention import (
+    add_sink,
+    attend_block,
+    attention,
+    differentiate_block,
+    differentiate_sink,
+    merge_blocks,
+)
 from tempo_kernels.attention.settings import MASKED_SCORE, Settings
 from tempo_kernels.philox import drop_mask, effective_probability
 
@@ -71,25 +78,32 @@ def ours(q, k, v, chosen, mask=None, key_lengths=None, **more):
     return attention(q, k, v, mask=mask, key_lengths=key_lengths, **vars(chosen), **more)
 
 
-class Ring(torch.autograd.Function):
-    """Attention by parts of 16 keys."""
+def attend_in_parts(q, k, v, chosen, sink=None, alibi_slopes=None):
+    """Attention by parts of 16 keys, as under context parallelism."""
+    return _Parts.apply(q, k, v, sink, alibi_slopes, chosen)
 
+
+class _Parts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, chosen):
+    def forward(ctx, q, k, v, sink, slopes, chosen):
         numbers = {name: number for name, number in vars(chosen).items() if name != "hidden_rows"}
-        places = [numbers | {"first_column": first} for first in range(0, k.size(0), 16)]
+        places = [numbers | {"first_column": first, "alibi_slopes": slopes} for first in range(0, k.size(0), 16)]
         ctx.parts = list(zip(k.split(16), v.split(16), places, strict=True))
         out, logsumexp = functools.reduce(merge_blocks, (attend_block(q, *part, **at) for *part, at in ctx.parts))
-        ctx.save_for_backward(q, out, logsumexp)
+        if sink is not None:
+            out, logsumexp = add_sink(out, logsumexp, sink)
+        ctx.save_for_backward(q, out, logsumexp, sink)
         return out.to(q.dtype)
 
     @staticmethod
     def backward(ctx, grad_out):
-        q, out, logsumexp = ctx.saved_tensors
+        q, out, logsumexp, sink = ctx.saved_tensors
         parts = [differentiate_block(grad_out, out, logsumexp, q, *part, **at) for *part, at in ctx.parts]
         grad_q, grad_k, grad_v = zip(*parts, strict=True)
         assert {t.dtype for t in (*grad_q, *grad_k, *grad_v)} == {torch.promote_types(q.dtype, torch.float32)}
-        return *(t.to(q.dtype) for t in (sum(grad_q), torch.cat(grad_k), torch.cat(grad_v))), None
+        grads = (t.to(q.dtype) for t in (sum(grad_q), torch.cat(grad_k), torch.cat(grad_v)))
+        grad_sink = None if sink is None else differentiate_sink(grad_out, out, logsumexp, sink)
+        return *grads, grad_sink, None, None
 
 
 def padding(b, sq, sk):

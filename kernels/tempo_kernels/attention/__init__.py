@@ -5,7 +5,6 @@ from tempo_kernels.attention.function import (
     OPERATIONS,
     attention,
     describe,
-    find_backend,
     list_flash_workspaces,
     list_gpu_workspaces,
 )
@@ -25,7 +24,6 @@ __all__ = [
     "describe",
     "differentiate_block",
     "differentiate_sink",
-    "find_backend",
     "list_flash_workspaces",
     "list_gpu_workspaces",
     "merge_blocks",

@@ -152,12 +152,12 @@ def check_documents(documents: Documents, inputs: Inputs, settings: Settings) ->
     }
     if found := [name for name, is_given in excluded.items() if is_given]:
         raise ValueError(
-            f"{found[0]} is given beside cu_seqlens; expected one of them, for documents have their own rows"
+            f"{found[0]} is given together with cu_seqlens; expected one of them, for documents have their own rows"
         )
     q = inputs.q
     if q.size(1) != 1:
         raise ValueError(
-            f"q has {q.size(1)} samples beside cu_seqlens; expected 1, the packed row; view q as [t, 1, a, d]"
+            f"q has {q.size(1)} samples and cu_seqlens is given; expected 1, the packed row; view q as [t, 1, a, d]"
         )
     number = max(0, cu_seqlens.numel() - 1)
     wanted = {

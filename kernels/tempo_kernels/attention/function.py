@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tempo_kernels.attention import cpu, cpu_documents
+from tempo_kernels.attention import cpu
 from tempo_kernels.attention.checks import check_documents, check_settings, check_tensors
 from tempo_kernels.attention.settings import OPERANDS, Documents, Gradients, Inputs, Kept, Settings
 from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only, takes_plain_tensors
-from tempo_kernels.opaque import call_untraced, is_traced, opaque, separate, without_autocast
+from tempo_kernels.opaque import opaque, separate, without_autocast
 from tempo_kernels.saved import keeping
 
 PREFERS_SDPA = True
@@ -72,11 +72,11 @@ def attention(
             A number outside of [0, sk] is refused on a CPU; on a GPU, which is not waited for, it counts as nearest.
         cu_seqlens: int32 [n + 1], where a packed row's n documents begin and end: document i is q[cu_seqlens[i] :
             cu_seqlens[i + 1]], and sees its own keys only; causal and window_size count within it. b is 1. Tokens of no
-            document get 0 and pass no gradient on. Neither mask, key_lengths nor first_column may be given beside it. A
+            document get 0 and pass no gradient on. Neither mask, key_lengths nor first_column may be given with it. A
             number outside of the row is refused on a CPU; on a GPU, which is not waited for, it counts as nearest.
         cu_seqlens_k: int32 [n + 1], the same of k and v, where it differs.
-        document_samples: int64 [n], the global index of each document's sample: its mask of dropout is then that of the
-            document in a row of its own. None: the mask is that of the packed row, sample first_sample.
+        document_samples: int64 [n], the global index of each document's sample: its mask of dropout is then the
+            mask of the document in a row of its own. None: the mask of the packed row, sample first_sample.
         sink: float32, or q's dtype, [a]: a logit per head that takes part in the sum of the softmax and has no value,
             as in gpt-oss. 0 is Megatron's "off-by-one" softmax. It is never dropped out; its gradient is computed.
         softcap: positive; scaled scores become softcap * tanh(scores / softcap), as in Gemma 2, before anything is
@@ -86,7 +86,7 @@ def attention(
             of FlashAttention and of Transformer Engine; without a sink, what is the same for all keys of a query
             changes nothing, so that transformers' slope * column (BLOOM) is the same.
         bias: [b or 1, a or 1, sq or 1, sk], floating point, added to the scaled scores. Below -1e30 it hides its key,
-            as minus infinity does. cu_seqlens may not be given beside it. Its gradient, summed in float32, is computed
+            as minus infinity does. cu_seqlens may not be given with it. Its gradient, summed in float32, is computed
             where bias requires one; where bias is broadcast, in an order that is always the same.
         hidden_rows: with "uniform" a row whose keys the mask hides all attends to all of them equally, or to its sink,
             and its scores get no gradient, as in Megatron, which writes over them. With "added" they get one, as where
@@ -101,7 +101,7 @@ def attention(
         [sq, b, a, dv], contiguous. A query that sees no key, by position, window_size, key_lengths and bias, gets 0
         and passes no gradient on, with or without a sink.
 
-    Under autocast nothing is cast: the inputs' dtype is that of the products, in forward and in backward.
+    Under autocast nothing is cast: products have the inputs' dtype, in forward and in backward.
 
     Keeps for backward: q, k, v, and a logsumexp of 4 bytes per query and head (8 for float64). On a GPU, and on a CPU
         in 16 bits without dropout, it also keeps the output, which the next linear keeps anyway. form="softmax" keeps a
@@ -118,57 +118,32 @@ def attention(
     draw = (dropout_p, dropout_key, first_sample, first_head)
     settings = Settings(causal, softmax_scale, *draw, window_size, first_row, first_column, softcap, hidden_rows)
     inputs = Inputs(q, k, v, mask, key_lengths, bias, alibi_slopes, sink)
-    packed, is_packed = Documents(cu_seqlens, cu_seqlens_k, document_samples), cu_seqlens is not None
-    check_tensors(inputs, settings, is_packed)
+    given = Documents(cu_seqlens, cu_seqlens_k, document_samples)
+    documents = None if cu_seqlens is None else given
+    check_tensors(inputs, settings, documents is not None)
     check_settings(q, settings, form)
-    check_documents(packed, inputs, settings)
-    changes_scores = softcap is not None or inputs.changes_scores
-    backend = find_backend(
-        q, k, v, causal, mask, dropout_p, window_size, key_lengths, first_column, form, is_packed, changes_scores
-    )
-    if backend == "sdpa":
+    check_documents(given, inputs, settings)
+    if get_backend(inputs, settings, documents, form) == "sdpa":
         return _run_sdpa(q, k, v, causal, softmax_scale)
-    tensors = (q, *separate(k, v), *inputs[3:], *packed)
-    out: Tensor = _Attention.apply(settings, form == "softmax", *tensors)
+    out: Tensor = _Attention.apply(settings, form == "softmax", q, *separate(k, v), *inputs[3:], *given)
     return out
 
 
-def find_backend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    window_size: tuple[int, int] | None = None,
-    key_lengths: Tensor | None = None,
-    first_column: int | None = None,
-    form: str = "flash",
-    is_packed: bool = False,
-    changes_scores: bool = False,
-) -> str:
-    """Names the backend of this call: "sdpa" (torch's flash attention), "triton" (our kernels) or "torch".
-
-    `changes_scores` says whether a sink, softcap, alibi_slopes or bias is given.
-    """
-    if not q.is_cuda or form == "softmax":
+def get_backend(inputs: Inputs, settings: Settings, documents: Documents | None = None, form: str = "flash") -> str:
+    """Returns the name of a call's backend: "sdpa" (torch's flash attention), "triton" (our kernels) or "torch"."""
+    if not inputs.q.is_cuda or form == "softmax":
         return "torch"
-    if dropout_p:
-        return "triton"
-    numbers = Settings(causal, 1.0, dropout_p, None, None, 0, window_size, first_column=first_column)
-    takes_sdpa = _takes_sdpa(Inputs(q, k, v, mask, key_lengths), numbers, is_packed or changes_scores)
-    if takes_sdpa and torch.backends.cuda.flash_sdp_enabled() and torch.cuda.is_available():
-        return "sdpa" if torch.cuda.get_device_capability(q.device) >= (8, 0) else "triton"
+    takes_sdpa = _takes_sdpa(inputs, settings, documents) and torch.backends.cuda.flash_sdp_enabled()
+    if takes_sdpa and torch.cuda.is_available() and torch.cuda.get_device_capability(inputs.q.device) >= (8, 0):
+        return "sdpa"
     return "triton"
 
 
-def _takes_sdpa(inputs: Inputs, settings: Settings, is_special: bool) -> bool:
-    """Whether torch's flash attention can compute a call without dropout, and is preferred to our kernels. `is_special`
-    says whether the row is packed, or scores are changed."""
-    q, k, v, mask, key_lengths = inputs[:5]
-    causal, window_size = settings.causal, settings.window_size
-    is_plain = PREFERS_SDPA and mask is None and key_lengths is None and window_size in (None, (-1, -1), (-1, 0))
-    is_plain &= (causal or window_size != (-1, 0)) and settings.first_column is None and not is_special
+def _takes_sdpa(inputs: Inputs, settings: Settings, documents: Documents | None) -> bool:
+    """Whether torch's flash attention can compute this call, and is preferred to our kernels."""
+    q, k, v, causal, window_size = *inputs[:3], settings.causal, settings.window_size
+    is_plain = PREFERS_SDPA and settings.is_plain(inputs) and documents is None and settings.first_column is None
+    is_plain &= window_size in (None, (-1, -1)) or (causal and window_size == (-1, 0))
     # torch aligns a causal mask to the first key, and its kernels return the output in q's memory order. Where q is
     # dense or has one sample, that is our order too, and the next linear keeps the output without a copy.
     fits = (not causal or q.size(0) == k.size(0)) and (q.size(1) == 1 or q.is_contiguous()) and q.numel() > 0
@@ -190,13 +165,11 @@ def list_gpu_workspaces(
         multiprocessors: of the GPU.
         is_deterministic: whether torch is to use deterministic algorithms.
     """
-    inputs, packed, settings, _ = _read_operands(tuple(operands[4:-1]))
+    inputs, documents, settings, _ = _read_operands(operands[4:-1])
     q, k = inputs[:2]
     if not q.numel():
         return []
-    is_packed = packed.cu_seqlens is not None
-    is_special = is_packed or settings.softcap is not None or inputs.changes_scores
-    if not settings.dropout_p and _takes_sdpa(inputs, settings, is_special):
+    if _takes_sdpa(inputs, settings, documents):
         return list_flash_workspaces(q.shape, k.shape, q.dtype, multiprocessors if is_deterministic else 1)
     return [4 * q.shape[:3].numel()] * (2 if q.dtype == torch.float32 else 1)
 
@@ -207,8 +180,8 @@ def list_flash_workspaces(
     """Returns the bytes of each tensor that FlashAttention-2's backward holds apart from its results: softmax_d,
     dq_accum, and with grouped queries dk_expanded and dv_expanded.
 
-    They are those of mha_bwd in its csrc/flash_attn/flash_api.cpp, and in torch's of
-    aten/src/ATen/native/transformers/cuda/flash_attn.
+    mha_bwd allocates them, in its csrc/flash_attn/flash_api.cpp and in torch's aten/src/ATen/native/transformers/cuda/
+    flash_attn.
 
     Args:
         q_shape, k_shape: [sq, b, a, d] and [sk, b, g, d].
@@ -224,7 +197,7 @@ def list_flash_workspaces(
 
 
 def describe(device_type: str, form: str = "flash") -> str:
-    """Describes the backend of a "cuda" or "cpu" device for a banner; `find_backend` names that of one call."""
+    """Describes the backend of a "cuda" or "cpu" device for a banner; `get_backend` names the backend of one call."""
     if device_type != "cuda" or form == "softmax":
         return "plain torch"
     if not PREFERS_SDPA:
@@ -249,33 +222,24 @@ def _make_empty_results(*operands: Any) -> list[Tensor]:
     return [out, logsumexp, q.new_empty(*logsumexp.shape, k.size(0))] if operands[-1] else [out, logsumexp]
 
 
-@opaque(
-    f"attention({_INPUTS}, {OPERANDS}, bool is_softmax) -> Tensor[]",
-    _make_empty_results,
-)
+@opaque(f"attention({_INPUTS}, {OPERANDS}, bool is_softmax) -> Tensor[]", _make_empty_results)
 def _forward(*operands: Any) -> list[Tensor]:
-    """Calls `_compute` with an operator's flat operands."""
-    return list(_compute(*_read_operands(operands)))
-
-
-def _compute(inputs: Inputs, packed: Documents, settings: Settings, is_softmax: bool) -> tuple[Tensor, ...]:
     """Returns out and the logsumexp, and with is_softmax the probabilities."""
-    q, k = inputs.q, inputs.k
-    kept = q.new_zeros(q.size(1), q.size(2), q.size(0), k.size(0)) if is_softmax else None
-    is_packed = packed.cu_seqlens is not None
-    if q.is_cuda and not is_softmax:
-        kernel = choose_backend(q, cpu)
-        out, logsumexp = kernel.forward(inputs, settings, documents=packed if is_packed else None)
-    elif is_packed:
-        out, logsumexp = cpu_documents.forward(inputs, packed, settings, kept)
-    else:
-        out, logsumexp = cpu.forward(inputs, settings, kept)
-    return (out, logsumexp) if kept is None else (out, logsumexp, kept)
+    inputs, documents, settings, is_softmax = _read_operands(operands)
+    if not is_softmax:
+        return list(choose_backend(inputs.q, cpu).forward(inputs, settings, documents=documents))
+    q, k = inputs[:2]
+    probabilities = q.new_zeros(q.size(1), q.size(2), q.size(0), k.size(0))
+    return [*cpu.forward(inputs, settings, probabilities, documents=documents), probabilities]
+
+
+def _list_wanted(inputs: Inputs, needs_grad_bias: bool) -> Gradients:
+    """Returns, in the place of each gradient that is computed, the tensor whose gradient it is; None elsewhere."""
+    return Gradients(*inputs[:3], inputs.bias if needs_grad_bias else None, inputs.sink)
 
 
 def _make_empty_gradients(*operands: Any) -> list[Tensor]:
-    inputs = Inputs(*operands[4 : 4 + len(Inputs._fields)])
-    wanted = (*inputs[:3], inputs.bias if operands[-1] else None, inputs.sink)
+    wanted = _list_wanted(Inputs(*operands[4 : 4 + len(Inputs._fields)]), operands[-1])
     return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in wanted if t is not None]
 
 
@@ -285,41 +249,23 @@ def _make_empty_gradients(*operands: Any) -> list[Tensor]:
     _make_empty_gradients,
 )
 def _backward(grad_out: Tensor, *operands: Any) -> list[Tensor]:
-    """Calls `_differentiate` with an operator's flat operands, and returns those gradients that there are."""
+    """Returns those gradients that there are, from what forward kept."""
     kept, needs_grad_bias = Kept(*operands[:3]), operands[-1]
-    grads = _differentiate(grad_out, kept, *_read_operands(operands[3:-1]), needs_grad_bias)
+    inputs, documents, settings, is_softmax = _read_operands(operands[3:-1])
+    backend = cpu if is_softmax else choose_backend(inputs.q, cpu)
+    grads = backend.backward(grad_out, inputs, kept, settings, documents, needs_grad_bias)
     return [grad for grad in grads if grad is not None]
 
 
-def _differentiate(
-    grad_out: Tensor,
-    kept: Kept,
-    inputs: Inputs,
-    packed: Documents,
-    settings: Settings,
-    is_softmax: bool,
-    needs_grad_bias: bool,
-) -> Gradients:
-    """Returns the gradients from what forward kept."""
-    is_packed = packed.cu_seqlens is not None
-    if inputs.q.is_cuda and not is_softmax:
-        kernel = choose_backend(inputs.q, cpu)
-        packed_row = packed if is_packed else None
-        grads: Gradients = kernel.backward(grad_out, inputs, kept, settings, packed_row, needs_grad_bias)
-        return grads
-    if is_packed:
-        return cpu_documents.backward(grad_out, inputs, packed, kept, settings)
-    return cpu.backward(grad_out, inputs, kept, settings, needs_grad_bias)
-
-
-def _read_operands(operands: tuple[Any, ...]) -> tuple[Inputs, Documents, Settings, bool]:
+def _read_operands(operands: Sequence[Any]) -> tuple[Inputs, Documents | None, Settings, bool]:
     num_tensors = len(Inputs._fields + Documents._fields)
     return *_read_tensors(operands[:num_tensors]), Settings.of(*operands[num_tensors:-1]), operands[-1]
 
 
-def _read_tensors(tensors: Sequence[Any]) -> tuple[Inputs, Documents]:
+def _read_tensors(tensors: Sequence[Any]) -> tuple[Inputs, Documents | None]:
     num_inputs = len(Inputs._fields)
-    return Inputs(*tensors[:num_inputs]), Documents(*tensors[num_inputs:])
+    documents = Documents(*tensors[num_inputs:])
+    return Inputs(*tensors[:num_inputs]), None if documents.cu_seqlens is None else documents
 
 
 OPERATIONS = (_forward, _backward)
@@ -329,35 +275,29 @@ OPERATIONS = (_forward, _backward)
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, settings: Settings, is_softmax: bool, *tensors: Any) -> Tensor:
-        inputs, packed = _read_tensors(tensors)
-        ctx.settings, numbers = settings.split()
-        ctx.is_softmax = is_softmax
-        if is_traced(inputs.q):
-            out, *kept = _forward(*tensors, *settings.operands, is_softmax)
-        elif keeping:
-            out, *kept = _forward.trace(*tensors, *settings.operands, is_softmax)
-        else:
-            out, *kept = call_untraced(_compute, inputs.q, inputs, packed, settings, is_softmax)
-        logsumexp = None if is_softmax and inputs.sink is None else kept[0]
-        probabilities = kept[1] if is_softmax else None
+        inputs, documents = _read_tensors(tensors)
+        run = _forward.trace if keeping else _forward
+        out, logsumexp, *probabilities = run(*tensors, *settings.operands, is_softmax)
         # The softmax form and the CPU's blocks compute whole rows again: only the kernels and torch's own need out.
-        needs_out = cpu_documents.keeps_out if packed.cu_seqlens is not None else cpu.keeps_out
-        kept_out = out if not is_softmax and (inputs.q.is_cuda or needs_out(inputs, settings)) else None
-        ctx.save_for_backward(kept_out, logsumexp, probabilities, *tensors, *numbers)
+        needs_out = not is_softmax and (inputs.q.is_cuda or cpu.keeps_out(inputs, settings, documents))
+        kept = Kept(
+            out if needs_out else None,
+            None if is_softmax and inputs.sink is None else logsumexp,
+            probabilities[0] if is_softmax else None,
+        )
+        ctx.is_softmax = is_softmax
+        ctx.settings, numbers = settings.split()
+        ctx.save_for_backward(*kept[:3], *tensors, *numbers)
         return out
 
     @staticmethod
     @first_derivative_only("attention", "attention")
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        *kept, key, first_sample = ctx.saved_tensors
-        kept, tensors = Kept(*kept[:3]), kept[3:]
-        settings, inputs, packed = ctx.settings.join(key, first_sample), *_read_tensors(tensors)
-        choice = (ctx.is_softmax, inputs.bias is not None and ctx.needs_input_grad[2 + Inputs._fields.index("bias")])
-        if is_traced(grad_out):
-            found = iter(_backward(grad_out, *kept[:3], *tensors, *settings.operands, *choice))
-            wanted = (*inputs[:3], inputs.bias if choice[1] else None, inputs.sink)
-            grads = Gradients(*[None if t is None else next(found) for t in wanted])  # type: ignore[arg-type]
-        else:
-            grads = call_untraced(_differentiate, grad_out, grad_out, kept, inputs, packed, settings, *choice)
-        of_inputs = Inputs(*grads[:3], bias=grads.bias, sink=grads.sink)
-        return None, None, *of_inputs, *[None] * len(packed)
+        *saved, key, first_sample = ctx.saved_tensors
+        inputs, _ = _read_tensors(saved[3:])
+        needs_grad_bias = inputs.bias is not None and ctx.needs_input_grad[2 + Inputs._fields.index("bias")]
+        operands = ctx.settings.join(key, first_sample).operands
+        found = iter(_backward(grad_out, *saved, *operands, ctx.is_softmax, needs_grad_bias))
+        wanted = _list_wanted(inputs, needs_grad_bias)
+        grads = Gradients(*[None if t is None else next(found) for t in wanted])  # type: ignore[arg-type]
+        return None, None, *Inputs(*grads[:3], bias=grads.bias, sink=grads.sink), *[None] * len(Documents._fields)

@@ -1,11 +1,13 @@
 """Attention over a part of the keys at a time, for ring attention: the parts are merged by their logsumexps.
 
-The algorithm is that of Liu et al. (arXiv 2310.01889). Every rank holds a part of the keys, and the parts go around.
-The out and logsumexp of the parts seen so far are merged with those of the next. Backward takes the logsumexp of the
-whole row, so that a part's probabilities, and with them its gradients, are those of the whole row.
+The algorithm is Ring Attention (Liu et al., arXiv 2310.01889). Every rank holds a part of the keys, and the parts go
+around. The out and logsumexp of the parts seen so far are merged with the next part's. Backward takes the logsumexp of
+the whole row, so that a part's probabilities and gradients are the whole row's.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,32 +26,29 @@ def attend_block(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool,
-    softmax_scale: float,
     first_row: int,
     first_column: int,
-    dropout_p: float = 0.0,
-    dropout_key: int | Tensor = 0,
-    first_sample: int | Tensor = 0,
-    first_head: int = 0,
-    window_size: tuple[int, int] | None = None,
-    softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    **numbers: Any,
 ) -> Result:
     """Returns out and logsumexp of a part of the keys, without autograd.
 
-    Args: as `attention`, for queries from position first_row on and keys from position first_column on.
+    Args: as `attention`, for queries from position first_row on and keys from position first_column on. numbers are
+        causal, softmax_scale, window_size, softcap and what dropout draws by.
 
     Returns:
         out: [sq, b, a, dv] in float32 (float64 for float64), softmax over these keys with dropout.
         logsumexp: [b, a, sq] of out's dtype; infinite where a query sees none of these keys, and out is 0 there.
     Raises: ValueError as `attention`.
     """
-    draw = (dropout_p, dropout_key, first_sample, first_head)
-    settings = Settings(causal, softmax_scale, *draw, window_size, first_row, first_column, softcap)
-    inputs = _check(Inputs(q, k, v, alibi_slopes=alibi_slopes), settings)
+    settings = Settings(first_row=first_row, first_column=first_column, **numbers)
+    inputs = Inputs(q, k, v, alibi_slopes=alibi_slopes)
+    check_tensors(inputs, settings)
+    check_settings(q, settings, "flash")
     with torch.no_grad():
-        found: Result = choose_backend(q, cpu).forward(inputs, settings, out_dtype=_get_dtype(q))
+        found: Result = choose_backend(q, cpu).forward(
+            inputs, settings, out_dtype=torch.promote_types(q.dtype, torch.float32)
+        )
     return found
 
 
@@ -61,17 +60,10 @@ def differentiate_block(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool,
-    softmax_scale: float,
     first_row: int,
     first_column: int,
-    dropout_p: float = 0.0,
-    dropout_key: int | Tensor = 0,
-    first_sample: int | Tensor = 0,
-    first_head: int = 0,
-    window_size: tuple[int, int] | None = None,
-    softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    **numbers: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns what a part of the keys adds to the gradients of q, k and v, in float32 (float64 for float64).
 
@@ -83,9 +75,10 @@ def differentiate_block(
         most 8 eps of the largest gradient for scores of an ordinary size.
     Raises: ValueError as `attend_block`.
     """
-    draw = (dropout_p, dropout_key, first_sample, first_head)
-    settings = Settings(causal, softmax_scale, *draw, window_size, first_row, first_column, softcap)
-    inputs = _check(Inputs(q, k, v, alibi_slopes=alibi_slopes), settings)
+    settings = Settings(first_row=first_row, first_column=first_column, **numbers)
+    inputs = Inputs(q, k, v, alibi_slopes=alibi_slopes)
+    check_tensors(inputs, settings)
+    check_settings(q, settings, "flash")
     kept = Kept(out.contiguous(), logsumexp.contiguous(), is_part=True)
     with torch.no_grad():
         grads: Gradients = choose_backend(q, cpu).backward(grad_out.to(q.dtype), inputs, kept, settings)
@@ -134,13 +127,3 @@ def differentiate_sink(grad_out: Tensor, out: Tensor, logsumexp: Tensor, sink: T
     """
     sums = sum_rows(grad_out, Kept(out, logsumexp))
     return ((sink.to(sums.dtype).view(-1, 1) - logsumexp).exp() * sums).sum((0, 2)).neg().to(sink.dtype)
-
-
-def _check(inputs: Inputs, settings: Settings) -> Inputs:
-    check_tensors(inputs, settings)
-    check_settings(inputs.q, settings, "flash")
-    return inputs
-
-
-def _get_dtype(q: Tensor) -> torch.dtype:
-    return torch.promote_types(q.dtype, torch.float32)

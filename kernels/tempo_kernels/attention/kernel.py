@@ -1,9 +1,10 @@
 """Computes attention on a GPU in Triton: chooses tiles, plans and launches the passes; eager.py is the specification.
 
 The algorithm is FlashAttention-2's (Dao, arXiv 2307.08691): one pass forward (kernel_forward.py), one for the gradient
-of q, one for those of k and v, and one for a bias (kernel_backward.py). Of a packed row each program has a block of one
-document (kernel_program.py). The passes share the code for one tile (kernel_scores.py). Scores and masks live in
-registers only: backward computes the probabilities again from the logsumexp, and Philox draws the same bits again.
+of q, one for the gradients of k and v, and one for a bias (kernel_backward.py). Of a packed row each program has a
+block of one document (kernel_program.py). The passes share the code for one tile (kernel_scores.py). Scores and masks
+live in registers only: backward computes the probabilities again from the logsumexp, and Philox draws the same bits
+again.
 """
 
 from __future__ import annotations
@@ -129,8 +130,8 @@ def forward(
     """Returns out [sq, b, a, dv] and the logsumexp [b, a, sq] (float32) in units of the unscaled scores.
 
     The logsumexp is infinite where a query sees no key. Where every score is masked, it is relative to the masked
-    score, and its last bit is 1. Where an out_dtype is given, out has it, and the logsumexp is that of eager.py.
-    Of a packed row they are those of cpu_documents.py.
+    score, and its last bit is 1. Where an out_dtype is given, out has it, and the logsumexp is in units of the scaled
+    scores, as eager.py's. Of a packed row, tokens of no document get what cpu.py gives them.
     """
     q, v = inputs.q, inputs.v
     _check(inputs, settings)
@@ -143,13 +144,8 @@ def forward(
         logsumexp.fill_(float("inf"))
     if q.numel() == 0 or _count_documents(documents) == 0:
         return out, logsumexp
-    tensors, call, given = _prepare(inputs, settings, documents)
-    launch(
-        kernel_forward._forward_kernel,
-        plan_pass(call, "forward"),
-        (*tensors, out, logsumexp, given.extras),
-        given.varying,
-    )
+    tensors, call, extras, varying = _prepare(inputs, settings, documents)
+    launch(kernel_forward._forward_kernel, plan_pass(call, "forward"), (*tensors, out, logsumexp, extras), varying)
     return out, logsumexp if out_dtype is None else logsumexp.mul_(settings.softmax_scale)
 
 
@@ -183,12 +179,11 @@ def backward(
         return Gradients(grad_q, grad_k.zero_(), grad_v.zero_(), grad_bias, grad_sink)
     assert kept.logsumexp is not None
     logsumexp = kept.logsumexp / settings.softmax_scale if kept.is_part else kept.logsumexp
-    (q, k, v, grad_out), call, given = _prepare(inputs, settings, documents, grad_out)
+    (q, k, v, grad_out), call, extras, varying = _prepare(inputs, settings, documents, grad_out)
     delta = torch.empty_like(logsumexp)
     # A part of a row has no sum to normalise by.
     norm = torch.empty_like(logsumexp) if q.dtype == torch.float32 and not kept.is_part else None
     statistics = (grad_out, logsumexp, delta, norm)
-    extras, varying = given
     pointers: tuple[Any, ...] = (q, k, v, kept.out, *statistics, grad_q, extras)
     launch(kernel_backward._grad_q_kernel, plan_pass(call, "grad_q"), pointers, varying)
     pointers = (q, k, v, *statistics, grad_k, grad_v, extras)
@@ -225,18 +220,11 @@ def _count_documents(documents: Documents | None) -> int | None:
     return max(0, documents.cu_seqlens.numel() - 1)
 
 
-class _Given(NamedTuple):
-    """What a call's launches take apart from q, k, v, results and their plan."""
-
-    extras: Extras
-    varying: tuple[int, ...]
-    """The numbers that VARYING names."""
-
-
 def _prepare(
     inputs: Inputs, settings: Settings, documents: Documents | None, grad_out: Tensor | None = None
-) -> tuple[tuple[Tensor, ...], Call, _Given]:
-    """Returns q, k, v and, in backward, grad_out as kernels can read them; what plans depend on; and all else."""
+) -> tuple[tuple[Tensor, ...], Call, Extras, tuple[int, ...]]:
+    """Returns q, k, v and, in backward, grad_out as kernels can read them; what plans depend on; the other tensors; and
+    the numbers that VARYING names."""
     q, k, v, mask, lengths, bias, alibi_slopes, sink = inputs
     tensors, strides = _read((q, k, v) if grad_out is None else (q, k, v, grad_out))
     scores_shape = (q.size(1), q.size(2), q.size(0), k.size(0))
@@ -266,7 +254,7 @@ def _prepare(
         samples is not None,
     )
     words = key_words(numbers.dropout_key or 0)  # type: ignore[arg-type]  # the tensors are split off
-    return tensors, call, _Given(extras, (*words, numbers.first_sample or 0))  # type: ignore[arg-type]
+    return tensors, call, extras, (*words, numbers.first_sample or 0)  # type: ignore[return-value]
 
 
 @cache_plans
@@ -398,5 +386,5 @@ def _check(inputs: Inputs, settings: Settings) -> None:
     if (settings.first_column or 0) % lanes and settings.dropout_p:
         raise ValueError(
             f"attention: first_column is {settings.first_column}; expected a multiple of {lanes} on a GPU, as a call "
-            "of Philox draws the masks of so many keys; cut the sequence there"
+            f"of Philox draws the masks of {lanes} keys at once; cut the sequence there"
         )

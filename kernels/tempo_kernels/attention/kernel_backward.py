@@ -22,10 +22,10 @@ from tempo_kernels.attention.kernel_program import (
     widen,
 )
 from tempo_kernels.attention.kernel_scores import (
+    add_sink_p,
     compute_ds,
     compute_p,
     draw_drops,
-    get_origin,
     keep_apart,
     multiply,
     order_keys,
@@ -62,10 +62,7 @@ def _grad_q_kernel(
     delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1) / draw.keep_scale
     if norm_ptr is not None:
         total, delta = tl.zeros_like(delta), tl.zeros_like(delta)
-        if extras.sink is not None:
-            sink = tl.load(extras.sink + head).to(tl.float32) * scores.inverse_scale
-            origin = get_origin(logsumexp, scores) if extras.mask is not None else 0.0
-            total += tl.exp2((sink - origin - logsumexp) * scores.scale)
+        total = add_sink_p(total, logsumexp, head, extras, scores)
         for start_key in range(first, stop, form.BLOCK_KEYS):
             k = load_keys(k_ptr, steps.k, start_key, order, kv_head, program, form, form.HEAD_DIM, form.BLOCK_DIM)
             v = load_keys(v_ptr, steps.v, start_key, order, kv_head, program, form, form.VALUE_DIM, form.VALUE_BLOCK)

@@ -25,7 +25,7 @@ from tempo_kernels.attention.kernel_program import (
     store_rows,
     widen,
 )
-from tempo_kernels.attention.kernel_scores import compute_scores, draw_drops, order_keys
+from tempo_kernels.attention.kernel_scores import begin_softmax, compute_scores, draw_drops, order_keys
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -40,12 +40,7 @@ def _forward_kernel(
     block_row, order = tl.arange(0, form.BLOCK_QUERIES), order_keys(form.BLOCK_KEYS, False)
     row = start_row + block_row
     q = load_queries(q_ptr, steps.q, start_row, head, program, form, form.HEAD_DIM, form.BLOCK_DIM)
-    top = tl.full((form.BLOCK_QUERIES,), float("-inf"), tl.float32)
-    total = tl.zeros((form.BLOCK_QUERIES,), tl.float32)
-    if extras.sink is not None:
-        # The sink is a score that every row has seen before its first key.
-        sink = tl.load(extras.sink + head).to(tl.float32) * scores.inverse_scale
-        top, total = total + sink, total + tl.where(sink == float("-inf"), 0.0, 1.0)
+    top, total = begin_softmax(head, extras, scores, form)
     out = tl.zeros((form.BLOCK_QUERIES, form.VALUE_BLOCK), tl.float32)
     first, full_start, full_stop, stop = get_keys(program, places, form)
     for start_key in range(first, stop, form.BLOCK_KEYS):

@@ -222,6 +222,27 @@ def get_origin(logsumexp, scores):
 
 
 @triton.jit
+def begin_softmax(head, extras, scores, form):
+    """Returns the maximum and the sum of each row before its first key. A sink is a score that every row has seen."""
+    top = tl.full((form.BLOCK_QUERIES,), float("-inf"), tl.float32)
+    total = tl.zeros((form.BLOCK_QUERIES,), tl.float32)
+    if extras.sink is not None:
+        sink = tl.load(extras.sink + head).to(tl.float32) * scores.inverse_scale
+        top, total = total + sink, total + tl.where(sink == float("-inf"), 0.0, 1.0)
+    return top, total
+
+
+@triton.jit
+def add_sink_p(total, logsumexp, head, extras, scores):
+    """Returns the sum of each row's probabilities and of its sink's."""
+    if extras.sink is not None:
+        sink = tl.load(extras.sink + head).to(tl.float32) * scores.inverse_scale
+        origin = get_origin(logsumexp, scores) if extras.mask is not None else 0.0
+        total += tl.exp2((sink - origin - logsumexp) * scores.scale)
+    return total
+
+
+@triton.jit
 def compute_p(
     q, k, logsumexp, row, start_row, start_key, sample, head, is_edge, program, extras, steps, places, scores, form,
     KEYS_FIRST: tl.constexpr,

@@ -78,15 +78,20 @@ class Settings:
 
     causal: bool
     softmax_scale: float
-    dropout_p: float
-    dropout_key: int | Tensor | None
-    first_sample: int | Tensor | None
-    first_head: int
+    dropout_p: float = 0.0
+    dropout_key: int | Tensor | None = 0
+    first_sample: int | Tensor | None = 0
+    first_head: int = 0
     window_size: tuple[int, int] | None = None
     first_row: int = 0
     first_column: int | None = None
     softcap: float | None = None
     hidden_rows: str = "uniform"
+
+    def is_plain(self, inputs: Inputs) -> bool:
+        """Whether scores stay as they are, and there is neither dropout nor a mask."""
+        changes = self.softcap is not None or inputs.changes_scores or self.dropout_p != 0
+        return not changes and inputs.mask is None and inputs.key_lengths is None
 
     @property
     def masked_score(self) -> float:

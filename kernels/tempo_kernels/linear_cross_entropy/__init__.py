@@ -2,7 +2,6 @@
 Only the logits of one chunk of tokens exist at a time."""
 
 from tempo_kernels.linear_cross_entropy.checks import CHUNK_BYTES, use_chunk_bytes
-from tempo_kernels.linear_cross_entropy.function import linear_cross_entropy, linear_log_prob
-from tempo_kernels.linear_cross_entropy.operators import OPERATIONS
+from tempo_kernels.linear_cross_entropy.function import OPERATIONS, linear_cross_entropy, linear_log_prob
 
 __all__ = ["CHUNK_BYTES", "OPERATIONS", "linear_cross_entropy", "linear_log_prob", "use_chunk_bytes"]

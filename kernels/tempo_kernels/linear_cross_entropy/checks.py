@@ -70,20 +70,13 @@ def make_settings(
     weight: Tensor,
     shards: Shards,
     vocab_size: int | None,
-    vocab_start: int,
-    ignore_index: int,
     chunk_tokens: int | None,
     *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    excludes_padding: bool = False,
-    softcap: float | None = None,
-    temperature: float = 1.0,
-    has_entropy: bool = False,
     sums_weight: bool,
     knows_statistics: bool = True,
+    **numbers: Any,
 ) -> Settings:
-    """Builds the settings from numbers; raises ValueError where they do not fit.
+    """Builds the settings from numbers, which are named as theirs; raises ValueError where they do not fit.
 
     sums_weight: whether several chunks need memory to sum their gradients of weight.
     knows_statistics: whether the gradient is made when every token's statistics are known, as in a backward.
@@ -95,31 +88,19 @@ def make_settings(
         raise ValueError(
             f"vocab_size is {vocab_size}; expected 1 to {num_rows}, the rows that weight has on all ranks together"
         )
-    if not 0.0 <= label_smoothing < 1.0 or (label_smoothing and (vocab_size or num_rows) < 2):
+    vocab_size = num_rows if vocab_size is None else vocab_size
+    settings = Settings(shards, vocab_size, chunk_rows=chunk_rows, chunk_columns=chunk_columns, **numbers)
+    if not 0.0 <= settings.label_smoothing < 1.0 or (settings.label_smoothing and vocab_size < 2):
         raise ValueError(
-            f"label_smoothing is {label_smoothing} over {vocab_size or num_rows} rows; expected a number in [0, 1), "
+            f"label_smoothing is {settings.label_smoothing} over {vocab_size} rows; expected a number in [0, 1), "
             "and 0 where there is one row only"
         )
-    if shards.group is not None and vocab_start != shards.rank * num_columns:
+    if shards.group is not None and settings.vocab_start != shards.rank * num_columns:
         raise ValueError(
-            f"vocab_start is {vocab_start} on rank {shards.rank} of the group; expected "
+            f"vocab_start is {settings.vocab_start} on rank {shards.rank} of the group; expected "
             f"{shards.rank * num_columns}, the rank times the rows of weight"
         )
-    vocab_size = num_rows if vocab_size is None else vocab_size
-    return Settings(
-        shards=shards,
-        vocab_size=vocab_size,
-        vocab_start=vocab_start,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        excludes_padding=excludes_padding and vocab_size < num_rows,
-        softcap=0.0 if softcap is None else float(softcap),
-        temperature=float(temperature),
-        has_entropy=has_entropy,
-        chunk_rows=chunk_rows,
-        chunk_columns=chunk_columns,
-    )
+    return settings._replace(excludes_padding=settings.excludes_padding and vocab_size < num_rows)
 
 
 def check_scaling(temperature: Any, softcap: Any) -> None:

@@ -115,13 +115,13 @@ class Settings(NamedTuple):
     """Real rows of the whole vocabulary."""
     vocab_start: int
     ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    excludes_padding: bool
-    softcap: float
-    temperature: float
-    has_entropy: bool
-    chunk_rows: int
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    excludes_padding: bool = False
+    softcap: float = 0.0
+    temperature: float = 1.0
+    has_entropy: bool = False
+    chunk_rows: int = 1
     chunk_columns: int = 0
     """Columns per chunk of backward; 0 where its chunks are rows, as those of forward always are."""
 

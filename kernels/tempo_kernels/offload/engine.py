@@ -61,7 +61,7 @@ class Place(enum.Enum):
 
 
 class Moved(NamedTuple):
-    """What was moved of a layer."""
+    """A tensor that a layer moves."""
 
     name: str
     """Of the module in the layer that saved it first."""

@@ -78,7 +78,7 @@ class _Pass:
         self.context = context
         self.groups: list[Group] = []
         """One for each call of a layer."""
-        self.pending: dict[int, tuple[StorageWeakRef, Unit]] = {}
+        self.pending: dict[int, Unit] = {}
         """Units of the last group, which is not committed yet, by storage."""
         self.inputs: dict[int, StorageWeakRef] = {}
         """Of the layers so far, by storage."""
@@ -89,9 +89,8 @@ class _Pass:
         self.moves: Moves = move_all
         """Of the last layer."""
         self.device: torch.device | None = None
-        self.units: dict[int, weakref.ref[Unit]] = {}
+        self.units: dict[int, tuple[StorageWeakRef, weakref.ref[Unit]]] = {}
         """Every unit, by storage."""
-        self.storages: dict[int, StorageWeakRef] = {}
         self.call: _Call | None = None
 
 
@@ -119,7 +118,8 @@ class _Call:
         self.names.pop()
         self.scopes.append((torch._C._autograd._get_sequence_nr(), self.names[-1]))
 
-    def find_name(self, number: int) -> str:
+    def get_name(self, number: int) -> str:
+        """Returns the module that ran when autograd gave a node this sequence number."""
         return self.scopes[bisect.bisect_right(self.scopes, number, key=lambda change: change[0]) - 1][1]
 
 
@@ -173,13 +173,12 @@ class Offload:
         """Hooks the modules in a layer to know which one saves a tensor."""
         for name, module in layer.named_modules():
             if name:
-                scope = _Scope(self, name)
-                yield module.register_forward_pre_hook(scope.enter)
-                yield module.register_forward_hook(scope.leave, always_call=True)
+                yield module.register_forward_pre_hook(functools.partial(self._enter, name))
+                yield module.register_forward_hook(self._leave_module, always_call=True)
 
-    def enter(self, name: str) -> None:
+    def _enter(self, name: str, *_: Any) -> None:
         """Notes that a module in a layer is called."""
-        if self._pass is None or self._pass.call is None or _is_in_backward():
+        if torch.compiler.is_compiling() or self._pass is None or self._pass.call is None or _is_in_backward():
             return
         call, context = self._pass.call, self._pass.context
         call.enter(name)
@@ -187,10 +186,11 @@ class Offload:
             context.__exit__()
             call.has_left_context = True
 
-    def leave(self) -> None:
+    def _leave_module(self, *_: Any) -> None:
         """Notes that it returns."""
-        if self._pass is not None and self._pass.call is not None and not _is_in_backward():
-            self._pass.call.leave()
+        if torch.compiler.is_compiling() or self._pass is None or self._pass.call is None or _is_in_backward():
+            return
+        self._pass.call.leave()
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _begin_pass(self, root: nn.Module, args: Any) -> None:
@@ -278,11 +278,11 @@ class Offload:
             self._move_saved(now, call, node)
         for number, held in call.held:
             if held.tensor is not None and self._may_move(now, call, held.tensor):
-                self._replace(now, held, call.find_name(number))
+                self._replace(now, held, call.get_name(number))
 
     def _move_saved(self, now: _Pass, call: _Call, node: Any) -> None:
         """Puts hooks on what a node of a layer keeps and its layer moves."""
-        name = call.find_name(node._sequence_nr())
+        name = call.get_name(node._sequence_nr())
         is_checked = False
         for saved, kept in find_saved_tensors(node):
             tensor = kept.tensor if isinstance(kept, Kept) else kept
@@ -293,13 +293,13 @@ class Offload:
                 is_checked = True
             if isinstance(kept, Kept):
                 self._replace(now, kept, name)
-            elif (unit := self._find_unit(now, tensor, name)) is not None:
+            elif (unit := self._get_unit(now, tensor, name)) is not None:
                 handle = Handle(unit, tensor)
                 saved.register_hooks(lambda _, handle=handle: handle, Handle.unpack)
 
     def _replace(self, now: _Pass, kept: Kept, name: str) -> None:
         assert kept.tensor is not None
-        if (unit := self._find_unit(now, kept.tensor, name)) is not None:
+        if (unit := self._get_unit(now, kept.tensor, name)) is not None:
             kept.replace(Handle(unit, kept.tensor).unpack)
 
     def _may_move(self, now: _Pass, call: _Call | None, tensor: Tensor) -> bool:
@@ -316,26 +316,26 @@ class Offload:
         storage = tensor.untyped_storage()
         return storage.nbytes() >= self._min_bytes and (call is None or storage._cdata not in call.known)
 
-    def _find_unit(self, now: _Pass, tensor: Tensor, name: str) -> Unit | None:
-        """Finds the unit that moves a tensor; makes it if there is none and its layer moves what a module of this name
-        saves."""
+    def _get_unit(self, now: _Pass, tensor: Tensor, name: str) -> Unit | None:
+        """Returns the unit that moves a tensor; makes one if there is none and the layer moves what a module of this
+        name saves."""
         storage = tensor.untyped_storage()
-        reference, key = now.storages.get(storage._cdata), storage._cdata
-        unit = now.units[key]() if reference is not None and not reference.expired() else None
+        key = storage._cdata
+        found = now.units.get(key)
+        unit = None if found is None or found[0].expired() else found[1]()
         if unit is not None and unit.include(tensor):
             return unit
         if not now.moves(name):
             return None
         unit = Unit(self.engine, tensor, name)
-        now.storages[key], now.units[key] = StorageWeakRef(storage), weakref.ref(unit)
-        now.pending[key] = now.storages[key], unit
+        now.units[key], now.pending[key] = (StorageWeakRef(storage), weakref.ref(unit)), unit
         return unit
 
     def _commit(self, now: _Pass) -> None:
         """Begins to move what the last layer keeps out, and lets go of what the layer before has moved."""
         if now.pending:
             group = now.groups[-1]
-            for _, unit in now.pending.values():
+            for unit in now.pending.values():
                 group.add(unit)
             now.pending.clear()
             del unit
@@ -366,21 +366,6 @@ class Offload:
                 group.load()
 
         tensor.register_hook(reach)
-
-
-class _Scope:
-    """Hooks around the forward of a module in a layer."""
-
-    def __init__(self, offload: Offload, name: str) -> None:
-        self._offload, self._name = offload, name
-
-    def enter(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._offload.enter(self._name)
-
-    def leave(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._offload.leave()
 
 
 def move_nothing(_: str) -> bool:

@@ -47,7 +47,7 @@ def drop(
     y's memory is free as soon as nobody else holds it, so delete your own names for it. A view of y that an operation
     keeps (a linear flattens y) counts as y. Nothing happens if nothing is kept for backward (no_grad, eval), or if
     saved-tensor hooks keep it: in a checkpointed region, whose activations are freed anyway, and, with one warning,
-    under save_on_cpu, offloading or other hooks, where y stays beside the tensors from which it is made.
+    under save_on_cpu, offloading or other hooks, where y stays as well as the tensors from which it is made.
     Derivatives of any order are the same as if y was kept, as far as the operation that made y has them.
 
     Args:

@@ -6,7 +6,6 @@ which is nearly all the work of a long sequence, runs once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,41 +33,23 @@ def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
 
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})
 
-    Keeps for backward, beside the checkpoint's input: output and logsumexp of torch's fused attention, of
+    Keeps for backward the checkpoint's input, and output and logsumexp of torch's fused attention, of
         FlashAttention's operator and of Tempo's attention. Offload moves them to the host.
     Error: none; q, k, v and attention's dropout masks are those of the first run.
     """
     kept: list[tuple[Any, list[Any]]] = []
-    return _First(kept), _Again(kept)
-
-
-def run_attention(
-    run: Callable[[], Tensor],
-) -> tuple[Tensor, list[Tensor], Callable[[Sequence[Tensor]], AbstractContextManager[Any]]]:
-    """run(); the tensors that attention made in it, for the caller to save; and a function of equal tensors, which
-    returns the context in which attention gives them back."""
-    kept: list[tuple[Any, list[Any]]] = []
-    with _First(kept, is_saved=True):
-        y = run()
-    made = [each.unpack() for _, held in kept for each in held if isinstance(each, Kept)]
-    # Without the tensors, which are their savers' to hold.
-    plans = [(structure, [None if isinstance(each, Kept) else (each,) for each in held]) for structure, held in kept]
-
-    def give_back(tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
-        rest = iter(tensors)
-        return _Again(
-            [(structure, [Kept(next(rest)) if each is None else each[0] for each in plan]) for structure, plan in plans]
-        )
-
-    return y, made, give_back
+    return _Mode(kept, is_again=False), _Mode(kept, is_again=True)
 
 
 class _Mode(TorchDispatchMode):
-    def __init__(self, kept: list[tuple[Any, list[Any]]]) -> None:
+    """Keeps what attention makes, or, with is_again, gives it back in the same order."""
+
+    def __init__(self, kept: list[tuple[Any, list[Any]]], *, is_again: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = kept
+        self._kept, self._is_again = kept, is_again
 
     def __enter__(self) -> Any:
+        self._next = 0  # a retained graph may be run again any number of times
         keeping.append(self)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
@@ -79,37 +60,17 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name not in _OPERATORS:
             return func(*args, **(kwargs or {}))
-        return self._run(func, args, kwargs or {})
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        raise NotImplementedError
-
-
-class _First(_Mode):
-    def __init__(self, kept: list[tuple[Any, list[Any]]], *, is_saved: bool = False) -> None:
-        super().__init__(kept)
-        self._is_saved = is_saved
-        """Whether autograd holds what is kept, and tells hooks."""
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = func(*args, **kwargs)
+        if self._is_again:
+            structure, held = self._kept[self._next]
+            self._next += 1
+            # New tensors: autograd gives them a graph.
+            leaves = [each.unpack().detach() if isinstance(each, Kept) else each for each in held]
+            return pytree.tree_unflatten(leaves, structure)
+        result = func(*args, **(kwargs or {}))
         leaves, structure = pytree.tree_flatten(result)
         held = [Kept(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         for each in held:
-            if isinstance(each, Kept) and not self._is_saved:
+            if isinstance(each, Kept):
                 note_held(each)
         self._kept.append((structure, held))
         return result
-
-
-class _Again(_Mode):
-    def __enter__(self) -> Any:
-        self._next = 0  # a retained graph may be run again any number of times
-        return super().__enter__()
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        structure, held = self._kept[self._next]
-        self._next += 1
-        # New tensors: autograd gives them a graph.
-        leaves = [each.unpack().detach() if isinstance(each, Kept) else each for each in held]
-        return pytree.tree_unflatten(leaves, structure)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from attention_cases import (
@@ -10,8 +12,8 @@ from attention_cases import (
     FIRST_SAMPLE,
     KEY,
     SCALE,
-    Ring,
     assert_case_obeys_the_rule,
+    attend_in_parts,
     ours,
     reference,
     settings,
@@ -19,8 +21,17 @@ from attention_cases import (
 from covering import parametrize_covering
 from witness import assert_three_witnesses, kept_storages, outputs_and_gradients
 
-from tempo_kernels.attention import attend_block, attention, cpu, differentiate_block, eager, find_backend, merge_blocks
-from tempo_kernels.attention.settings import Inputs, Kept
+from tempo_kernels.attention import (
+    add_sink,
+    attend_block,
+    attention,
+    cpu,
+    differentiate_block,
+    differentiate_sink,
+    eager,
+    merge_blocks,
+)
+from tempo_kernels.attention.settings import Gradients, Inputs, Kept
 
 
 def softmax_form(q, k, v, chosen, mask=None, key_lengths=None):
@@ -28,6 +39,9 @@ def softmax_form(q, k, v, chosen, mask=None, key_lengths=None):
 
 
 FORMS = {"flash": ours, "softmax": softmax_form}
+FORM_NAMES = list(FORMS)
+SQ, SK, BATCH, HEADS, GROUPS, DIM = 23, 37, 2, 4, 2, 16
+SLOPES = torch.tensor([0.5, 0.25, 0.0625, 0.3])
 
 
 @parametrize_covering(case=CASES, form=FORMS, dtype=DTYPES, p=[0.0, 0.1])
@@ -68,45 +82,17 @@ def test_rows_whose_keys_are_all_hidden_obey_the_rule(rows, hidden_rows, form, d
         torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-14)
 
 
-@parametrize_covering(
-    each={"rows": ROWS, "hidden_rows": ["uniform", "added", "zero"]}, has_sink=[False, True], softcap=[None, 2.0]
-)
-def test_blocks_of_rows_whose_keys_are_all_hidden_are_the_specification(rows, hidden_rows, has_sink, softcap):
-    mask, causal, window_size = rows
-    shapes = [(20, 3, heads, 16) for heads in (4, 2, 2, 4)]
-    q, k, v, grad = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
-    chosen = settings(causal, window_size=window_size, hidden_rows=hidden_rows, softcap=softcap)
-    bias, sink = torch.randn(1, 4, 20, 20, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
-    inputs = Inputs(q, k, v, mask.expand(-1, -1, 20, -1), bias=bias, sink=sink if has_sink else None)
-    results = []
-    for module in (cpu, eager):
-        out, logsumexp = module.forward(inputs, chosen)
-        grads = module.backward(grad, inputs, Kept(out, logsumexp), chosen, needs_grad_bias=True)
-        results.append([out, logsumexp, *(each for each in grads if each is not None)])
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-12)
-
-
+# sq, sk, first_row, first_column, causal, window_size: also parts of the queries and of the keys of a longer sequence.
 WINDOWS = [(5, 0), (200, 0), (3, 4), (-1, 2), (-1, 0), (7, -1), (0, 0), (-1, -1)]
-
-
-@parametrize_covering(lengths=[(150, 150), (70, 300), (90, 20)], window_size=WINDOWS, dtype=DTYPES, p=[0.0, 0.1])
-def test_sliding_windows_obey_the_rule(lengths, window_size, dtype, p, nan_poison):
-    sq, sk = lengths
-    q, k, v, grad = (torch.randn(s, 2, heads, 16) for s, heads in ((sq, 4), (sk, 2), (sk, 2), (sq, 4)))
-    chosen = settings(False, p, window_size=window_size)
-    assert_three_witnesses(lambda *t: ours(*t, chosen), lambda *t: reference(*t, chosen), [q, k, v], grad, dtype)
-
-
-# sq, sk, first_row, first_column, causal, window_size: a part of the queries and of the keys of a longer sequence.
 PLACES = [
+    *((*lengths, 0, None, False, window) for lengths in ((150, 150), (70, 300), (90, 20)) for window in WINDOWS),
     *((40, 70, 30, None, True, None), (33, 50, 100, 83, True, (9, 0)), (70, 40, 3, 0, True, None)),
     *((20, 30, 0, 15, True, None), (20, 30, 7, 21, False, (4, 6)), (30, 30, 64, 32, False, None)),
 ]
 
 
-@parametrize_covering(place=PLACES, value_dim=[16, 10, 24], form=FORMS, dtype=DTYPES, p=[0.0, 0.1])
-def test_parts_of_a_sequence_and_values_of_any_size_obey_the_rule(place, value_dim, form, dtype, p, nan_poison):
+@parametrize_covering(each={"place": PLACES}, value_dim=[16, 10, 24], form=FORMS, dtype=DTYPES, p=[0.0, 0.1])
+def test_windows_parts_of_a_sequence_and_values_of_any_size_obey_the_rule(place, value_dim, form, dtype, p, nan_poison):
     sq, sk, first_row, first_column, causal, window_size = place
     shapes = (sq, 4, 16), (sk, 2, 16), (sk, 2, value_dim), (sq, 4, value_dim)
     q, k, v, grad = (torch.randn(s, 2, heads, d) for s, heads, d in shapes)
@@ -116,20 +102,32 @@ def test_parts_of_a_sequence_and_values_of_any_size_obey_the_rule(place, value_d
 
 @parametrize_covering(
     causal=[True, False], window_size=[None, (9, 0), (-1, 2)], dtype=[*DTYPES, torch.float64], p=[0.0, 0.1],
-    first_row=[0, 6, 45], elements=[1, cpu.BLOCK_ELEMENTS],
+    first_row=[0, 6, 45], elements=[1, cpu.BLOCK_ELEMENTS], softcap=[None, 1.5], has_sink=[False, True],
 )  # fmt: skip
-def test_parts_of_the_keys_make_the_whole(causal, window_size, dtype, p, first_row, elements, monkeypatch, nan_poison):
+def test_parts_of_the_keys_make_the_whole(
+    causal, window_size, dtype, p, first_row, elements, softcap, has_sink, monkeypatch, nan_poison
+):
     monkeypatch.setattr(cpu, "MIN_BLOCK_ROWS", 16)
     monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", elements)
-    q, k, v, grad = (torch.randn(s, 2, heads, d) for s, heads, d in ((29, 4, 16), (60, 2, 16), (60, 2, 8), (29, 4, 8)))
-    chosen = settings(causal, p, window_size=window_size, first_row=first_row, first_column=0)
-    operands = lambda *t: Ring.apply(*t, chosen), lambda *t: reference(*t, chosen), [q, k, v], grad
+    tensors = [torch.randn(s, 2, heads, d) for s, heads, d in ((29, 4, 16), (60, 2, 16), (60, 2, 8))]
+    tensors += [torch.randn(4)] if has_sink else []
+    grad, slopes = torch.randn(29, 2, 4, 8), SLOPES if has_sink else None
+    chosen = settings(causal, p, window_size=window_size, first_row=first_row, first_column=0, softcap=softcap)
+
+    def parts(q, k, v, sink=None):
+        return attend_in_parts(q, k, v, chosen, sink, slopes)
+
+    def whole(q, k, v, sink=None):
+        return reference(q, k, v, chosen, sink=sink, alibi_slopes=slopes)
+
     if dtype in (torch.float16, torch.bfloat16):
-        assert_three_witnesses(*operands, dtype)
+        assert_three_witnesses(parts, whole, tensors, grad, dtype)
         return
     # The logsumexp's rounding stays in the probabilities, as no part has a whole row to normalise again.
-    parts, whole, *rest = operands
-    pairs = outputs_and_gradients(parts, *rest, dtype), outputs_and_gradients(whole, *rest, torch.float64)
+    pairs = (
+        outputs_and_gradients(parts, tensors, grad, dtype),
+        outputs_and_gradients(whole, tensors, grad, torch.float64),
+    )
     for found, expected in zip(*pairs, strict=True):
         limit = 8 * torch.finfo(dtype).eps * expected.abs().max().item()
         torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=limit)
@@ -160,16 +158,6 @@ def test_key_lengths_obey_the_rule_and_what_is_behind_them_is_not_read(causal, d
         lambda *t: form(*t, chosen, None, lengths), lambda *t: reference(*t, chosen, None, lengths), [q, k, v], grad,
         dtype,
     )  # fmt: skip
-
-
-@parametrize_covering(
-    name=["causal", "padding", "padding for all rows", "a mask on top of causal"],
-    elements=[1, 16 * 4 * 65, 16 * 4 * 65 * 2, 1 << 24],
-)
-def test_rows_and_samples_may_be_cut_into_blocks_of_any_size(name, elements, monkeypatch):
-    monkeypatch.setattr(cpu, "MIN_BLOCK_ROWS", 16)
-    monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", elements)
-    assert_case_obeys_the_rule(ours, CASES[name], 0.1, torch.float32)
 
 
 @pytest.mark.parametrize("window_size", [None, (3, 0), (3, 1)])
@@ -223,24 +211,6 @@ def test_no_query_and_no_sample_have_gradients_of_zeros(sq, sk, b, p, form):
     assert out.shape == (sq, b, 4, 8) and not any(leaf.grad.any() for leaf in leaves)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_keeps_q_k_v_and_four_bytes_per_row_and_head_or_the_softmax(form, dtype):
-    s, b, a, d = 32, 2, 4, 16
-    mixed = torch.randn(s, b, a, 3 * d).to(dtype).requires_grad_()
-    outputs = []
-
-    def run(mixed):
-        # As Megatron does: three views of what linear_qkv returns.
-        outputs.append(form(*mixed.split(d, dim=-1), settings()))
-        return outputs[0]
-
-    kept = kept_storages(run, mixed)
-    assert outputs[0].data_ptr() not in kept
-    assert kept.pop(mixed.data_ptr()) == mixed.numel() * mixed.element_size()
-    assert list(kept.values()) == [4 * s * b * a if form is ours else b * a * s * s * mixed.element_size()]
-
-
 def q_k_v(*shapes, dtype=torch.float32):
     return [torch.zeros(shape, dtype=dtype) for shape in shapes]
 
@@ -261,7 +231,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize(("tensors", "causal", "mask", "message"), MISFITS.values(), ids=MISFITS)
-def test_what_does_not_fit_is_refused(tensors, causal, mask, message):
+def test_tensors_that_do_not_fit_are_refused(tensors, causal, mask, message):
     with pytest.raises(ValueError, match=message):
         ours(*tensors, settings(causal, 0.0), mask)
 
@@ -270,6 +240,7 @@ def int64(*numbers):
     return torch.tensor(numbers, dtype=torch.int64)
 
 
+ONES = torch.ones(2)
 DRAWN = {"dropout_p": 0.1, "dropout_key": 1}
 BEYOND = "beyond lie the masks of other places"
 REFUSED = [
@@ -293,19 +264,27 @@ REFUSED = [
         ({**DRAWN, "dropout_key": key}, f"the key of a dropout mask is {key}; expected 64 bits, signed or not")
         for key in (2**70, 2**64, -(2**63) - 1)
     ),
+    ({"softcap": 0.0}, "softcap is 0.0; expected a positive number"),
+    ({"sink": torch.ones(3)}, r"sink is torch.float32 of shape \[3\] on cpu; expected torch.float32 of shape \[2\]"),
+    ({"sink": ONES.double()}, "sink is torch.float64"),
+    ({"alibi_slopes": torch.ones(1, 2)}, r"alibi_slopes is torch.float32 of shape \[1, 2\]"),
+    ({"alibi_slopes": ONES.bfloat16()}, "alibi_slopes is torch.bfloat16"),
+    ({"alibi_slopes": torch.ones(2, requires_grad=True)}, "alibi_slopes requires a gradient"),
+    ({"bias": torch.zeros(4, 4)}, r"bias is torch.float32 of shape \[4, 4\] on cpu; expected a floating-point dtype"),
+    ({"bias": torch.zeros(1, 1, 4, 4, dtype=torch.bool)}, "bias is torch.bool"),
+    ({"bias": torch.zeros(1, 1, 4, 1)}, "with all keys"),
+    (
+        {"bias": torch.zeros(1, 1, 4, 4), "cu_seqlens": torch.tensor([0, 4], dtype=torch.int32)},
+        "bias is given together with cu_seqlens",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=[str(arguments) for arguments, _ in REFUSED])
-def test_settings_that_do_not_fit_are_refused(arguments, message):
+def test_arguments_that_do_not_fit_are_refused(arguments, message):
     q = torch.zeros(4, 1, 2, 8)
     with pytest.raises(ValueError, match=message):
         attention(q, q, q, **{"causal": "window_size" not in arguments, "softmax_scale": 1.0} | arguments)
-
-
-def test_the_backend_of_a_call_is_told():
-    q = torch.zeros(4, 1, 1, 8)
-    assert find_backend(q, q, q, causal=True) == "torch" == find_backend(q, q, q, causal=True, form="softmax")
 
 
 @parametrize_covering(each={"num_keys": [2, 60, 1000], "size": [1e3, 1e4, 1e5, 1e6]})
@@ -317,3 +296,150 @@ def test_scores_that_are_equal_and_huge_share_the_gradient_evenly(size, num_keys
     grad = torch.randn(1, 1, 1, 8)
     attention(q, k, v, causal=False, softmax_scale=1 / 8).backward(grad)
     torch.testing.assert_close(v.grad, (grad / num_keys).expand_as(v))
+
+
+# What is given: a sink, the softcap, ALiBi's slopes, the bias's [b, a, sq].
+CHANGES = {
+    "sink": (True, None, False, None),
+    "softcap": (False, 0.7, False, None),
+    "slopes": (False, None, True, None),
+    "bias of heads": (False, None, False, (1, HEADS, SQ)),
+    "bias of samples": (False, None, False, (BATCH, 1, 1)),
+    "all": (True, 1.5, True, (BATCH, HEADS, SQ)),
+}
+
+
+def make_operands(change, sq=SQ, sk=SK):
+    has_sink, softcap, has_slopes, bias_shape = change
+    q, k, v = (torch.randn(s, BATCH, n, DIM) for s, n in ((sq, HEADS), (sk, GROUPS), (sk, GROUPS)))
+    sink = torch.randn(HEADS) if has_sink else None
+    bias = None if bias_shape is None else torch.randn(*bias_shape, sk)
+    return [q, k, v, sink, bias], softcap, SLOPES if has_slopes else None
+
+
+def make_mask():
+    mask = torch.rand(BATCH, 1, SQ, SK) < 0.3
+    mask[0, 0, 2] = True  # a row whose every key is hidden
+    return mask
+
+
+SEEN = {
+    "all": (False, None, False),
+    "causal": (True, None, False),
+    "window": (False, (5, 2), False),
+    "mask": (True, None, True),
+}
+
+
+@parametrize_covering(change=CHANGES, seen=SEEN, form=FORM_NAMES, dtype=DTYPES, p=[0.0, 0.1], elements=[1, 1 << 19])
+def test_forward_and_every_gradient_obey_the_rule(change, seen, form, dtype, p, elements, monkeypatch, nan_poison):
+    monkeypatch.setattr(cpu, "MIN_BLOCK_ROWS", 16)
+    monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", elements)
+    causal, window_size, has_mask = seen
+    operands, softcap, slopes = make_operands(change)
+    chosen = settings(causal, p, window_size=window_size, softcap=softcap)
+    mask = make_mask() if has_mask else None
+
+    def run(function, q, k, v, sink, bias, **more):
+        return function(q, k, v, chosen, mask, sink=sink, bias=bias, alibi_slopes=slopes, **more)
+
+    grad = torch.randn(SQ, BATCH, HEADS, DIM)
+    assert_three_witnesses(
+        functools.partial(run, ours, form=form), functools.partial(run, reference), operands, grad, dtype
+    )
+
+
+@parametrize_covering(
+    each={"change": CHANGES, "hidden_rows": ["uniform", "added", "zero"]}, p=[0.0, 0.1], seen=SEEN,
+    keeps_probabilities=[False, True],
+)  # fmt: skip
+def test_blocks_are_the_specification(change, p, seen, hidden_rows, keeps_probabilities):
+    causal, window_size, has_mask = seen
+    operands, softcap, slopes = make_operands(change)
+    *qkv, sink, bias = [None if t is None else t.double() for t in operands]
+    chosen = settings(causal, p, window_size=window_size, softcap=softcap, hidden_rows=hidden_rows)
+    inputs = Inputs(*qkv, make_mask() if has_mask else None, None, bias, slopes, sink)
+    grad, found = torch.randn(SQ, BATCH, HEADS, DIM).double(), []
+    for module in (eager, cpu):
+        probabilities = torch.zeros(BATCH, HEADS, SQ, SK).double() if keeps_probabilities else None
+        out, logsumexp = module.forward(inputs, chosen, probabilities)
+        kept = Kept(None, logsumexp, probabilities)
+        grads = module.backward(grad, inputs, kept, chosen, needs_grad_bias=bias is not None)
+        assert [t is not None for t in grads] == [getattr(inputs, name) is not None for name in Gradients._fields]
+        found.append([out, logsumexp, *(t for t in grads if t is not None)])
+    for ours_, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours_, theirs, rtol=1e-11, atol=1e-11)
+
+
+def test_a_sink_of_zero_is_the_softmax_of_one_more_and_minus_infinity_is_none():
+    q, k, v = (torch.randn(9, 1, 2, 8, dtype=torch.float64) for _ in range(3))
+    chosen = settings(p=0.0)
+    scores = torch.einsum("sbad,tbad->bast", q, k) * SCALE
+    powers = scores.exp().tril()
+    expected = torch.einsum("bast,tbad->sbad", powers / (1 + powers.sum(-1, keepdim=True)), v)
+    torch.testing.assert_close(ours(q, k, v, chosen, sink=torch.zeros(2)), expected, rtol=1e-12, atol=1e-12)
+    nothing = torch.full((2,), float("-inf"))
+    torch.testing.assert_close(ours(q, k, v, chosen, sink=nothing), ours(q, k, v, chosen), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("value", [float("-inf"), torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min])
+@pytest.mark.parametrize("form", FORM_NAMES)
+def test_a_bias_may_hide_keys_and_all_keys_of_a_query(form, value):
+    q, k, v = (torch.randn(12, 1, 2, 8, requires_grad=True) for _ in range(3))
+    bias = torch.zeros(1, 1, 12, 12)
+    bias[..., 7:] = value
+    bias[:, :, 3] = value
+    bias.requires_grad_()
+    out = ours(q, k, v, settings(False, 0.0), bias=bias, form=form)
+    expected = ours(q, k[:7], v[:7], settings(False, 0.0))
+    others = [row for row in range(12) if row != 3]
+    torch.testing.assert_close(out[others], expected[others], rtol=1e-5, atol=1e-6)
+    assert not out[3].any()
+    out.sum().backward()
+    assert not q.grad[3].any() and not k.grad[7:].any() and not v.grad[7:].any() and bias.grad.isfinite().all()
+
+
+def test_alibi_is_that_of_transformers_for_bloom():
+    bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom", reason="transformers is not installed")
+    q, k, v = (torch.randn(20, 1, 4, 8) for _ in range(3))
+    stored = bloom.build_alibi_tensor(torch.ones(1, 20), 4, torch.float32).view(1, 4, 1, 20)
+    slopes = stored[0, :, 0, 1].clone()
+    found, expected = (ours(q, k, v, settings(p=0.0), **more) for more in ({"alibi_slopes": slopes}, {"bias": stored}))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sink_is_added_with_its_gradient_to_rows_that_saw_keys_and_to_those_that_saw_none():
+    out, logsumexp = (torch.randn(*shape, dtype=torch.float64) for shape in ((5, 2, 3, 4), (2, 3, 5)))
+    out[1], logsumexp[:, :, 1] = 0.0, float("inf")
+    sink, grad = torch.randn(3, dtype=torch.float64, requires_grad=True), torch.randn(5, 2, 3, 4, dtype=torch.float64)
+    new_out, new_logsumexp = add_sink(out, logsumexp, sink)
+    assert not new_out[1].any() and torch.equal(new_logsumexp[:, :, 1], sink.detach().expand(2, 3))
+    new_out.backward(grad)
+    found = differentiate_sink(grad, new_out.detach(), new_logsumexp.detach(), sink.detach())
+    torch.testing.assert_close(found, sink.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORM_NAMES)
+def test_keeps_the_callers_tensors_and_a_logsumexp_and_in_the_softmax_form_the_softmax(form, dtype):
+    operands, softcap, slopes = make_operands(CHANGES["all"])
+    leaves = [t.to(dtype).requires_grad_() for t in operands]
+    chosen = settings(softcap=softcap)
+
+    def run(q, k, v, sink, bias):
+        return ours(q, k, v, chosen, sink=sink, bias=bias, alibi_slopes=slopes, form=form)
+
+    kept = kept_storages(run, *leaves)
+    assert all(kept.pop(t.data_ptr()) == t.nbytes for t in (*leaves, slopes))
+    probabilities = BATCH * HEADS * SQ * SK * dtype.itemsize
+    assert sorted(kept.values()) == [4 * SQ * BATCH * HEADS] + ([probabilities] if form == "softmax" else [])
+
+
+@pytest.mark.parametrize("form", FORM_NAMES)
+def test_meta_tensors_get_results_and_gradients_of_the_right_shapes(form):
+    operands, softcap, slopes = make_operands(CHANGES["all"])
+    leaves = [t.to("meta").requires_grad_() for t in operands]
+    *qkv, sink, bias = leaves
+    out = ours(*qkv, settings(softcap=softcap), sink=sink, bias=bias, alibi_slopes=slopes.to("meta"), form=form)
+    out.sum().backward()
+    assert out.shape == qkv[0].shape and all(t.grad.shape == t.shape for t in leaves)

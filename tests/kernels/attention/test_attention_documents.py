@@ -46,14 +46,18 @@ def attend_alone(tensors, boundaries, attend):
     is_announced=[True, False],
     seen=[(True, None), (False, None), (True, (3, 0)), (False, (2, 4))],
     value_dim=[8, 12],
+    is_changed=[False, True],
 )
 def test_a_document_is_what_it_is_in_a_row_of_its_own(
-    boundaries, dtype, form, p, is_announced, seen, value_dim, nan_poison
+    boundaries, dtype, form, p, is_announced, seen, value_dim, is_changed, nan_poison
 ):
     causal, window_size = seen
     tensors, grad = pack(dtype, value_dim), torch.randn(TOKENS, 1, HEADS, value_dim, dtype=dtype)
     samples = torch.randint(0, 2**40, (len(boundaries) - 1,), dtype=torch.int64)
     chosen = {**NUMBERS, "causal": causal, "window_size": window_size, "dropout_p": p, "form": form}
+    sink = torch.randn(HEADS).to(torch.float32 if dtype == torch.float64 else dtype).requires_grad_()
+    if is_changed:
+        chosen |= {"sink": sink, "softcap": 1.5, "alibi_slopes": torch.tensor([0.5, 0.25, 0.0625, 0.3])}
 
     def attend(q, k, v, number, start):
         if is_announced:
@@ -66,11 +70,18 @@ def test_a_document_is_what_it_is_in_a_row_of_its_own(
     grads = [t.grad for t in tensors]
     expected = attend_alone(tensors, boundaries, attend)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    if len(boundaries) > 1:
-        for grad_found, grad_expected in zip(grads, torch.autograd.grad(expected, tensors, grad), strict=True):
-            torch.testing.assert_close(grad_found, grad_expected, rtol=0, atol=0)
-    else:
+    if len(boundaries) == 1:
         assert not any(g.any() for g in grads)
+        return
+    leaves = [*tensors, sink] if is_changed else tensors
+    *expected_grads, last = torch.autograd.grad(expected, leaves, grad)
+    if is_changed:
+        # The sink's gradient is a sum over documents.
+        torch.testing.assert_close(sink.grad, last, rtol=4 * torch.finfo(sink.dtype).eps, atol=1e-6)
+    else:
+        expected_grads.append(last)
+    for grad_found, grad_expected in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad_found, grad_expected, rtol=0, atol=0)
 
 
 def test_documents_may_have_more_keys_than_queries():
@@ -112,10 +123,10 @@ REFUSED = [
     ({"cu_seqlens": [0, 36], "cu_seqlens_k": [0, 36], "dropout_p": 0.1}, "give document_samples"),
     ({"cu_seqlens": [0, 36], "document_samples": torch.tensor([1, 2])}, "document_samples .* for 1 documents"),
     ({"document_samples": torch.tensor([1])}, "without cu_seqlens"),
-    ({"cu_seqlens": [0, 36], "mask": torch.zeros(1, 1, 36, 36, dtype=torch.bool)}, "mask is given beside cu_seqlens"),
-    ({"cu_seqlens": [0, 36], "key_lengths": torch.tensor([36])}, "key_lengths is given beside"),
-    ({"cu_seqlens": [0, 36], "first_row": 1}, "first_row is given beside"),
-    ({"cu_seqlens": [0, 36], "first_column": 0}, "first_column is given beside"),
+    ({"cu_seqlens": [0, 36], "mask": torch.zeros(1, 1, 36, 36, dtype=torch.bool)}, "mask is given together"),
+    ({"cu_seqlens": [0, 36], "key_lengths": torch.tensor([36])}, "key_lengths is given together"),
+    ({"cu_seqlens": [0, 36], "first_row": 1}, "first_row is given together"),
+    ({"cu_seqlens": [0, 36], "first_column": 0}, "first_column is given together"),
 ]  # fmt: skip
 
 
@@ -128,5 +139,5 @@ def test_what_does_not_fit_is_refused(given, message):
 
 def test_a_batch_is_refused():
     q, k, v = (t.expand(-1, 2, -1, -1) for t in pack())
-    with pytest.raises(ValueError, match="2 samples beside cu_seqlens"):
+    with pytest.raises(ValueError, match="q has 2 samples and cu_seqlens is given"):
         attention(q, k, v, causal=True, cu_seqlens=as_int32([0, 36]), **NUMBERS)

@@ -1,4 +1,4 @@
-"""Attention within the documents of a packed row in the kernels, against cpu_documents.py; see interpreted.py."""
+"""Attention within the documents of a packed row in the kernels, against cpu.py; see interpreted.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from covering import parametrize_covering
 from interpreted import DEVICE, DTYPES, kernel_test
 from witness import ulp
 
-from tempo_kernels.attention import attention, cpu_documents
+from tempo_kernels.attention import attention, cpu
 from tempo_kernels.attention import kernel as attention_kernel
 from tempo_kernels.attention.settings import Documents, Inputs, Kept
 
@@ -29,17 +29,9 @@ def as_int32(numbers):
     return None if numbers is None else torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
 
 
-def find(module, inputs, packed, grad, chosen):
-    out, logsumexp = (
-        module.forward(inputs, chosen, documents=packed)
-        if module is attention_kernel
-        else module.forward(inputs, packed, chosen)
-    )
-    kept = Kept(out, logsumexp)
-    if module is attention_kernel:
-        grads = module.backward(grad, inputs, kept, chosen, packed)
-    else:
-        grads = module.backward(grad, inputs, packed, kept, chosen)
+def find(module, inputs, documents, grad, chosen):
+    out, logsumexp = module.forward(inputs, chosen, documents=documents)
+    grads = module.backward(grad, inputs, Kept(out, logsumexp), chosen, documents)
     return [out, *(t for t in grads if t is not None)]
 
 
@@ -48,10 +40,10 @@ def on_cpu(tensors, dtype):
 
 
 def check_documents(inputs, packed, grad, chosen):
-    """Three witnesses, of which two are cpu_documents.py, in the same dtype and in float64."""
+    """Three witnesses, of which two are cpu.py, in the same dtype and in float64."""
     found = find(attention_kernel, inputs, packed, grad, chosen)
     same, exact = (
-        find(cpu_documents, Inputs(*on_cpu(inputs, t)), Documents(*on_cpu(packed, t)), grad.cpu().to(t), chosen)
+        find(cpu, Inputs(*on_cpu(inputs, t)), Documents(*on_cpu(packed, t)), grad.cpu().to(t), chosen)
         for t in (grad.dtype, torch.float64)
     )
     for name, ours, theirs, truth in zip(

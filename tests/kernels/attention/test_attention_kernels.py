@@ -6,14 +6,14 @@ import functools
 
 import pytest
 import torch
-from attention_cases import Ring, ours, reference
+from attention_cases import attend_in_parts, ours, reference
 from attention_kernel_cases import KEY, check, dropped_elements, random_inputs, run, settings
 from covering import exhaustive, parametrize_covering
 from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test
 from torch.utils._python_dispatch import TorchDispatchMode
 from witness import assert_within_rule
 
-from tempo_kernels.attention import eager, find_backend, function, function_parts
+from tempo_kernels.attention import eager, function, function_parts
 from tempo_kernels.attention import kernel as attention_kernel
 from tempo_kernels.attention.settings import Inputs, Kept
 from tempo_kernels.philox import drop_mask, effective_probability
@@ -41,38 +41,26 @@ def test_attention_does_what_is_specified(shape, dtype):
     check(*random_inputs(*shape, dtype), settings())
 
 
-# sq, sk, b, a, g, d; window
-NOT_CAUSAL = {
-    "all keys": ((70, 150, 1, 4, 2, 64), None),
-    "more queries than keys": ((150, 11, 2, 2, 1, 64), None),
-    "queries without a key": ((150, 20, 1, 2, 1, 32), (2, 0)),
-    **{f"window {window}": ((150, 150, 1, 2, 1, 32), window) for window in ((5, 0), (100, 0), (3, 4))},
-    **{f"window {window}": ((40, 200, 1, 2, 1, 32), window) for window in ((-1, 2), (7, -1), (3, 40), (0, 0))},
+# sq, sk, d, dv, causal, window_size, first_row, first_column
+SEEN = {
+    "all keys": (70, 150, 64, 64, False, None, 0, None),
+    "more queries than keys": (150, 11, 64, 64, False, None, 0, None),
+    "queries without a key": (150, 20, 32, 32, False, (2, 0), 0, None),
+    **{f"window {size}": (150, 150, 32, 32, False, size, 0, None) for size in ((5, 0), (100, 0), (3, 4))},
+    **{f"window {size}": (40, 200, 32, 32, False, size, 0, None) for size in ((-1, 2), (7, -1), (3, 40), (0, 0))},
+    "narrow values": (70, 70, 96, 64, True, None, 0, None),
+    "wide values": (40, 70, 24, 40, False, None, 0, None),
+    "queries behind keys": (40, 140, 32, 32, True, None, 100, None),
+    "the last keys": (130, 40, 32, 16, True, None, 3, 16),
+    "a window of later keys": (40, 70, 32, 32, False, (20, 3), 100, 64),
+    "keys that nobody sees": (20, 20, 32, 32, True, None, 0, 40),
 }
 
 
 @kernel_test
-@parametrize_covering(each={"form": NOT_CAUSAL}, dtype=DTYPES, p=[0.0, 0.1])
-def test_attention_that_is_not_causal_does_what_is_specified(form, dtype, p):
-    shape, window_size = form
-    check(*random_inputs(*shape, dtype), settings(False, p, window_size=window_size))
-
-
-# sq, sk, d, dv, first_row, first_column, causal, window_size
-PARTS = {
-    "narrow values": (70, 70, 96, 64, 0, None, True, None),
-    "wide values": (40, 70, 24, 40, 0, None, False, None),
-    "queries behind keys": (40, 140, 32, 32, 100, None, True, None),
-    "the last keys": (130, 40, 32, 16, 3, 16, True, None),
-    "a window of later keys": (40, 70, 32, 32, 100, 64, False, (20, 3)),
-    "keys that nobody sees": (20, 20, 32, 32, 0, 40, True, None),
-}
-
-
-@kernel_test
-@parametrize_covering(each={"part": PARTS}, dtype=DTYPES, p=[0.0, 0.1])
-def test_parts_of_a_sequence_and_values_of_any_size_do_what_is_specified(part, dtype, p):
-    sq, sk, d, dv, first_row, first_column, causal, window_size = part
+@parametrize_covering(each={"seen": SEEN}, dtype=DTYPES, p=[0.0, 0.1])
+def test_windows_parts_of_a_sequence_and_values_of_any_size_do_what_is_specified(seen, dtype, p):
+    sq, sk, d, dv, causal, window_size, first_row, first_column = seen
     shapes = (sq, 4, d), (sk, 2, d), (sk, 2, dv), (sq, 4, dv)
     inputs = [torch.randn(s, 1, heads, size, device=DEVICE).to(dtype) for s, heads, size in shapes]
     check(*inputs, settings(causal, p, window_size=window_size, first_row=first_row, first_column=first_column))
@@ -93,17 +81,9 @@ def test_parts_of_the_keys_make_the_whole(causal, window_size, dtype, p, dv, mon
         out = function(*leaves, chosen)
         return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
-    found = run_through(Ring.apply, q, k, v, grad)
+    found = run_through(attend_in_parts, q, k, v, grad)
     specified = functools.partial(run_through, reference)
     assert_as_specified(found, [q, k, v, grad], specified, "out", "grad_q", "grad_k", "grad_v")
-
-
-@kernel_test
-def test_keys_begin_where_a_call_of_philox_begins():
-    q = torch.zeros(8, 1, 1, 16, device=DEVICE)
-    attention_kernel.forward(Inputs(q, q, q), settings(p=0.0, first_column=12))
-    with pytest.raises(ValueError, match="first_column is 12; expected a multiple of 8 on a GPU"):
-        attention_kernel.forward(Inputs(q, q, q), settings(first_column=12))
 
 
 @kernel_test
@@ -190,15 +170,7 @@ def test_the_logsumexp_is_the_specified_one_in_units_of_the_unscaled_scores():
 def test_gradients_are_the_same_bits_every_time():
     inputs = random_inputs(150, 150, 1, 2, 1, 64, torch.bfloat16)
     first, second = (run(attention_kernel, *inputs, None, None, settings()) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@kernel_test
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_what_the_kernels_cannot_do_is_refused(dtype):
-    q = torch.zeros(4, 1, 1, 264, dtype=dtype, device=DEVICE)
-    with pytest.raises(ValueError, match="head_dim 264; expected float32, float16 or bfloat16 with at most 256"):
-        attention_kernel.forward(Inputs(q, q, q), settings())
+    assert all(map(torch.equal, first, second))
 
 
 DRAWS = [(KEY, 2**32 - 1, 0.4), (0x80000000_7FFFFFFF, 2**47, 0.5)]
@@ -260,9 +232,8 @@ def test_without_dropout_torchs_own_kernel_runs_and_its_output_is_one_that_the_n
     chosen = settings(p=0.0)
     mixed = torch.randn(256, b, 4, 192, device="cuda").bfloat16()
     q, k, v = (t if is_slice else t.contiguous() for t in mixed.split(64, dim=-1))
-    assert (
-        find_backend(q, k, k, causal=True) == "sdpa" and find_backend(q, k, k, causal=True, dropout_p=0.1) == "triton"
-    )
+    backends = [function.get_backend(Inputs(q, k, v), each) for each in (chosen, settings())]
+    assert backends == ["sdpa", "triton"]
     out = ours(q, k, v, chosen)
     assert out.is_contiguous()
     specified = [reference(*(t.cpu().to(dtype) for t in (q, k, v)), chosen) for dtype in (q.dtype, torch.float64)]
@@ -282,3 +253,96 @@ def test_attention_addresses_more_than_two_billion_elements():
     expected = (~dropped[:, -9:]).sum(-1) / 9 / (1 - effective_probability(0.1))
     assert torch.allclose(out[-1, 0, :, 0].float().cpu(), expected, rtol=0.01)
     assert not out[:-20].any() and all(grad.isfinite().all() for grad in grads)
+
+
+BATCH, HEADS, SQ, SK = 2, 4, 40, 70
+
+# What is given: a sink, the softcap, ALiBi's slopes, the bias's [b, a, sq].
+CHANGES = {
+    "sink": (True, None, False, None),
+    "softcap": (False, 0.7, False, None),
+    "slopes": (False, None, True, None),
+    "bias of heads": (False, None, False, (1, HEADS, SQ)),
+    "bias of samples": (False, None, False, (BATCH, 1, SQ)),
+    "all": (True, 1.5, True, (BATCH, 1, 1)),
+}
+SEEN_THERE = {"causal": (True, None, False), "window": (False, (20, 2), False), "mask": (False, None, True)}
+
+
+@kernel_test
+@parametrize_covering(each={"change": CHANGES}, seen=SEEN_THERE, dtype=DTYPES, p=[0.0, 0.1])
+def test_changed_scores_are_as_specified(change, seen, dtype, p):
+    has_sink, softcap, has_slopes, bias_shape = change
+    causal, window_size, has_mask = seen
+    inputs = random_inputs(SQ, SK, BATCH, HEADS, 2, 32, dtype)
+    mask = torch.rand(BATCH, 1, SQ, SK) < 0.3
+    mask[0, 0, 2] = True
+    check(
+        *inputs,
+        settings(causal, p, window_size=window_size, softcap=softcap),
+        mask.to(DEVICE) if has_mask else None,
+        sink=torch.randn(HEADS, device=DEVICE).to(dtype) if has_sink else None,
+        bias=None if bias_shape is None else torch.randn(*bias_shape, SK, device=DEVICE).to(dtype),
+        alibi_slopes=torch.tensor([0.5, 0.25, 0.0625, 0.3], device=DEVICE) if has_slopes else None,
+    )  # fmt: skip
+
+
+@kernel_test
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sinks_no_larger_than_a_masked_score_share_a_row_whose_keys_are_all_masked(dtype):
+    inputs = random_inputs(20, 20, 1, 4, 2, 32, dtype)
+    mask = torch.rand(1, 1, 20, 20) < 0.3
+    mask[0, 0, 5:9] = True
+    sink = torch.tensor([-10000.0, -10008.0, -9984.0, float("-inf")], device=DEVICE).to(dtype)
+    check(*inputs, settings(False, 0.1), mask.to(DEVICE), sink=sink)
+
+
+@kernel_test
+@pytest.mark.parametrize("value", [float("-inf"), torch.finfo(torch.float32).min])
+def test_a_bias_hides_keys_and_a_query_that_sees_none_gets_zeros(value):
+    q, k, v, grad = random_inputs(20, 20, 1, 2, 2, 32, torch.float32)
+    bias = torch.zeros(1, 1, 20, 20, device=DEVICE)
+    bias[..., 12:], bias[:, :, 3] = value, value
+    whole = run(attention_kernel, q, k, v, grad, None, None, settings(False, 0.0), bias=bias)
+    assert all(t.isfinite().all() for t in whole) and not whole[4][..., 12:].any()
+    assert not whole[0][3].any() and not whole[1][3].any() and not whole[2][12:].any() and not whole[3][12:].any()
+    seen = [row for row in range(20) if row != 3]
+    part = run(attention_kernel, q[seen], k[:12], v[:12], grad[seen], None, None, settings(False, 0.0))
+    for found, expected, rows in zip(whole[:4], part, (seen, seen, slice(12), slice(12)), strict=True):
+        torch.testing.assert_close(found[rows], expected, rtol=1e-5, atol=1e-6)
+
+
+@kernel_test
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_a_bias_of_keys_alone_sums_over_samples_heads_and_queries_of_any_lengths(dtype):
+    inputs = random_inputs(70, 40, 3, 2, 1, 32, dtype)
+    bias = torch.randn(1, 1, 1, 40, device=DEVICE).to(dtype)
+    lengths = torch.tensor([40, 33, 0], device=DEVICE)
+    check(*inputs, settings(False, 0.1), None, lengths, bias=bias)
+    first, again = (run(attention_kernel, *inputs, None, lengths, settings(False), bias=bias) for _ in range(2))
+    assert all(map(torch.equal, first, again))
+
+
+def make_far_bias():
+    return torch.empty(3 * 2**23 + 4, dtype=torch.bfloat16, device=DEVICE).as_strided((1, 1, 4, 4), (0, 0, 2**23, 1))
+
+
+REFUSED = {
+    "first column": (torch.float32, 16, None, "first_column is 12; expected a multiple of 8 on a GPU"),
+    "float64": (torch.float64, 264, None, "head_dim 264; expected float32, float16 or bfloat16 with at most 256"),
+    "head_dim": (torch.bfloat16, 264, None, "head_dim 264; expected float32, float16 or bfloat16 with at most 256"),
+    "a bias of float64": (torch.float32, 16, lambda: torch.zeros(1, 1, 1, 4, dtype=torch.float64, device=DEVICE),
+                          "bias is torch.float64; expected float32, float16 or bfloat16 on a GPU"),
+    "a bias of far rows": (torch.float32, 16, make_far_bias, "bias has strides .* expected fewer than 8388608"),
+}  # fmt: skip
+
+
+@kernel_test
+@pytest.mark.parametrize(("dtype", "head_dim", "make_bias", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_the_kernels_cannot_do_is_refused(dtype, head_dim, make_bias, message):
+    q = torch.zeros(4, 1, 1, head_dim, dtype=dtype, device=DEVICE)
+    inputs = Inputs(q, q, q, bias=None if make_bias is None else make_bias())
+    if "first_column" in message:
+        attention_kernel.forward(inputs, settings(p=0.0, first_column=12))
+    with pytest.raises(ValueError, match=message):
+        attention_kernel.forward(inputs, settings(first_column=12 if "first_column" in message else None))

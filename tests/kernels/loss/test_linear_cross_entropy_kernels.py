@@ -12,7 +12,7 @@ from interpreted import DEVICE, DTYPES, INTERPRETED, assert_as_specified, kernel
 from loss_head_inputs import HEADS, head_inputs, random_labels
 from witness import assert_three_witnesses
 
-from tempo_kernels.linear_cross_entropy import eager, kernel, operators
+from tempo_kernels.linear_cross_entropy import eager, function, kernel
 from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
 
 # The target's share and every other column's; has padding left out; softcap; temperature.
@@ -184,7 +184,7 @@ WHOLE = {
 @kernel_test
 @pytest.mark.parametrize(("head", "case"), WHOLE.values(), ids=WHOLE)
 def test_the_whole_function_is_right_by_the_three_witnesses(head, case, monkeypatch):
-    monkeypatch.setattr(operators, "choose_backend", lambda x, cpu: kernel if x.dtype in DTYPES else cpu)
+    monkeypatch.setattr(function, "choose_backend", lambda x, cpu: kernel if x.dtype in DTYPES else cpu)
     labels = random_labels(5, 2, 90, ignored=(0,))
 
     def ours(*tensors):

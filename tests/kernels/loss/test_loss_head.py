@@ -270,7 +270,23 @@ def test_with_token_weights_the_two_gradients_are_kept_in_place_of_the_hidden_st
     assert sum(kept.values()) == 2 * S * B * H + weight_bytes * V * H + 4
 
 
+GOOD = {"hidden": torch.zeros(S, B, H), "weight": torch.zeros(V, H), "labels": torch.zeros(B, S, dtype=torch.int64)}
 BAD = {
+    "a matrix of hidden states": ({"hidden": torch.zeros(S, H)}, r"hidden is .* \[s, b, h\] tensor"),
+    "integers": ({"hidden": torch.zeros(S, B, H, dtype=torch.int64)}, "hidden is torch.int64"),
+    "a weight of another width": ({"weight": torch.zeros(V, H + 1)}, "weight is .* expected .*as hidden"),
+    "a weight of another dtype": ({"weight": torch.zeros(V, H).half()}, "weight is torch.float16 .* cast it"),
+    "a bias of another length": ({"bias": torch.zeros(V + 1)}, "bias is .*as weight"),
+    "labels of the layout of hidden states": ({"labels": GOOD["labels"].t()}, r"labels are .*\[b, s\] of the whole"),
+    "labels in 32 bits": ({"labels": GOOD["labels"].int()}, "labels are torch.int32"),
+    "a vocabulary larger than the weight": ({"vocab_size": V + 1}, f"vocab_size is {V + 1}; expected 1 to {V}"),
+    "smoothing of 1": ({"label_smoothing": 1.0}, "label_smoothing is 1.0"),
+    "smoothing over one row": ({"label_smoothing": 0.1, "vocab_size": 1}, "label_smoothing is 0.1 over 1 rows"),
+    "a chunk of nothing": ({"chunk_tokens": 0}, "chunk_tokens is 0; expected at least 1"),
+    "weights that need a gradient": ({"token_weights": torch.ones(B, S, requires_grad=True)}, "token_weights are"),
+    "weights of another shape": ({"token_weights": torch.ones(S, B)}, "token_weights are .*as labels"),
+}
+BAD_LOG_PROBS = {
     "a temperature of 0": ({"temperature": 0.0}, "temperature is 0.0; expected a finite number above 0"),
     "a negative temperature": ({"temperature": -1.0}, "temperature is -1.0; expected a finite number"),
     "no number": ({"temperature": NAN}, "temperature is nan; expected a finite number"),
@@ -282,12 +298,13 @@ BAD = {
     "a negative softcap": ({"softcap": -30.0}, "softcap is -30.0; expected a finite number above 0, or None"),
     "a softcap of nan": ({"softcap": NAN}, "softcap is nan; expected a finite number"),
     "a vocabulary of nothing": ({"vocab_size": 0}, f"vocab_size is 0; expected 1 to {V}"),
-    "labels of the layout of hidden states": ({"labels": torch.zeros(S, B).long()}, r"labels are .*\[b, s\]"),
 }
+REFUSED = [(linear_cross_entropy, *case) for case in BAD.values()]
+REFUSED += [(linear_log_prob, *case) for case in BAD_LOG_PROBS.values()]
 
 
-@pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD)
-def test_what_does_not_fit_log_probabilities_is_refused_in_one_sentence(change, message):
-    arguments = {"labels": torch.zeros(B, S, dtype=torch.int64), **change}
+@pytest.mark.parametrize(("function", "change", "message"), REFUSED, ids=[*BAD, *BAD_LOG_PROBS])
+def test_what_does_not_fit_is_refused_in_one_sentence(function, change, message):
+    arguments = {**GOOD, **change}
     with pytest.raises(ValueError, match=message):
-        linear_log_prob(torch.zeros(S, B, H), torch.zeros(V, H), **arguments)
+        function(arguments.pop("hidden"), arguments.pop("weight"), arguments.pop("labels"), **arguments)

@@ -82,6 +82,21 @@ def test_each_storage_moves_once_and_arguments_and_weights_never(stack: Stack) -
     assert found.peak_device_bytes == 2 * per_layer + ACTIVATION and found.device_bytes == 0 == found.num_stalls
 
 
+class LastPart(Layer):
+    """Keeps the end of a storage alone."""
+
+    def forward(self, x: Tensor, shared: Tensor) -> Tensor:
+        return torch.tanh(self.narrow(self.wide(x).chunk(3, -1)[2] * shared))
+
+
+def test_a_part_of_a_storage_comes_back_in_its_place(stack: Stack) -> None:
+    stack.layers = nn.ModuleList(LastPart() for _ in range(NUM_LAYERS))
+    x = make_input()
+    expected = gradients(stack, x)
+    assert offload(stack).moved_bytes == 0
+    assert all(map(torch.equal, gradients(stack, x), expected))
+
+
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_ahead_is_how_many_layers_more_are_on_the_device_in_backward(stack: Stack, ahead: int) -> None:
     found = offload(stack, ahead=ahead)

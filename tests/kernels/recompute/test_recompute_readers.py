@@ -8,7 +8,6 @@ from dropped import Counted, assert_same, bias_gelu, dropping, leaves, linear_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from tempo_kernels.gelu import gelu
 from tempo_kernels.norm import layer_norm, rms_norm
@@ -131,13 +130,6 @@ def test_under_somebodys_hooks_what_they_keep_is_theirs_and_right_which_one_warn
     )
 
 
-def test_a_checkpoint_which_drops_it_all_is_no_reason_to_warn():
-    inputs, linear = leaves(), linear_of()
-    graph._warn_of_hooks_from.cache_clear()
-    out = checkpoint(lambda *tensors: dropping(bias_gelu, linear)(*tensors)[0], *inputs, use_reentrant=False)
-    out.sum().backward()
-
-
 class Linear(torch.autograd.Function):
     """As Megatron's linear: its backward looks at attributes of the very parameter that it was given."""
 
@@ -189,28 +181,29 @@ def penalty_of(out, inputs, linear):
     return torch.autograd.grad(grad.square().sum(), inputs)
 
 
-def test_a_second_derivative_through_the_dropped_function_raises():
-    inputs, linear = leaves(), linear_of()
-    out, _ = dropping(bias_gelu, linear)(*inputs)
-    (grad,) = torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="recompute is not twice differentiable"):
-        grad.square().sum().backward()
+@pytest.mark.parametrize("where", ["in the second run", "behind it"])
+def test_a_backward_that_fails_leaves_a_graph_that_can_run_again(where):
+    failing = []
 
-
-def test_a_run_that_fails_leaves_a_graph_that_can_run_again():
-    failing = [False]
+    def fail(*_):
+        if failing:
+            raise RuntimeError("interrupted")
 
     def function(x, bias):
-        if failing[0]:
-            raise RuntimeError("out of memory")
+        if where == "in the second run":
+            fail()
         return bias_gelu(x, bias)
 
     inputs, linear = leaves(), linear_of()
-    out, _ = dropping(function, linear)(*inputs)
-    failing[0] = True
-    with pytest.raises(RuntimeError, match="out of memory"):
+    y = recompute(function, *inputs)
+    out = linear(y)
+    drop(y, after=out)
+    if where == "behind it":
+        y.register_hook(fail)
+    failing.append(True)
+    with pytest.raises(RuntimeError, match="interrupted"):
         out.sum().backward(retain_graph=True)
-    failing[0] = False
+    failing.clear()
     assert_same(torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(linear(bias_gelu(*inputs)).sum(), inputs))
 
 
