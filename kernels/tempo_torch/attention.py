@@ -7,12 +7,10 @@ Sinks (gpt-oss) and capped scores (Gemma 2), which torch's attention does not ha
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import re
 import sys
-import threading
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -47,7 +45,6 @@ class AttentionPlace:
     Args:
         place: where it draws.
         is_required: whether a call that Tempo's attention cannot serve is an error; otherwise stock serves it.
-        is_always_ours: whether Tempo's attention serves calls without dropout too.
         head_rank, head_ranks: this process among those that share the heads of one attention.
         was_called: whether the module asked for attention.
         implementation: the name of its attention that its configuration had when tempoize was called.
@@ -58,7 +55,6 @@ class AttentionPlace:
     is_required: bool = False
     head_rank: int = 0
     head_ranks: int = 1
-    is_always_ours: bool = False
     was_called: bool = False
     why: str | None = None
     implementation: str | None = None
@@ -93,31 +89,6 @@ class AttentionPlace:
                 'not; set it to "auto" or "off"'
             )
         self.why = why
-
-
-class Caught(Exception):  # noqa: N818  # no error: it ends a forward early
-    """Carries out of a module's forward what it asks attention for: q [b, a, s, d], k and v [b, g, s, d], its mask and
-    its keyword arguments."""
-
-    def __init__(self, parts: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, given: dict[str, Any]) -> None:
-        super().__init__("asks for attention once more")
-        self.parts, self.mask, self.given = parts, mask, given
-
-
-_answers: dict[int, list[Tensor]] = {}
-"""The results that attention returns without running, by thread, before it raises Caught; autograd runs each device's
-backward in a thread of its own."""
-
-
-@contextlib.contextmanager
-def catching(*answers: Tensor) -> Iterator[None]:
-    """Lets Tempo's attention, in this thread, return one of `answers` at each call, and then raise Caught."""
-    thread = threading.get_ident()
-    _answers[thread] = list(answers)
-    try:
-        yield
-    finally:
-        del _answers[thread]
 
 
 def get_ranks(model: Any) -> dict[str, tuple[int, int]]:
@@ -260,16 +231,11 @@ def attend(
     place: AttentionPlace | None = getattr(module, PLACE, None)
     if place is not None:
         place.note_call()
-    if _answers and (answers := _answers.get(threading.get_ident())) is not None:
-        if not answers:
-            raise Caught((query, key, value), attention_mask, kwargs)
-        return answers.pop(0), None
     if attention_mask is None and getattr(module, "layer_idx", 0) == 0:
         _check_documents(kwargs.get("position_ids"))
     # torch's attention has no sinks, and does not cap.
     is_special = any(kwargs.get(name) is not None for name in ("softcap", "s_aux"))
-    is_ours = is_special or (place is not None and place.is_always_ours)
-    if (p == 0.0 and not is_ours) or query.numel() == 0:
+    if (p == 0.0 and not is_special) or query.numel() == 0:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
     if place is None and p > 0.0:
         raise ValueError(

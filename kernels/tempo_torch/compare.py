@@ -1,4 +1,4 @@
-"""Compares a model, or one module, with its stock modules on the same inputs, by numbers.
+"""Compares a model with its stock modules on the same inputs, by numbers.
 
 Forward and backward run once with the stock modules and once with Tempo's. Dropout keeps every element in both, and
 Tempo's modules run as they do with dropout. The outputs, the gradients where they end in the model and the gradients
@@ -331,8 +331,7 @@ def _note_ends(names: Mapping[int, str]) -> Iterator[dict[str, Tensor]]:
 def _only(model: Any, units: Sequence[Unit], has_registry: bool) -> Iterator[None]:
     """Lets no unit but these be Tempo's. Linears that drop what others make again are Tempo's with any unit."""
     stay = {id(module) for unit in units for module in unit.modules}
-    # Tiles of projections end in the registry's attention.
-    is_stock = has_registry and not any(unit.is_registry or unit.operation == "qkv" for unit in units)
+    is_stock = has_registry and not any(unit.is_registry for unit in units)
     changed = []
     places = [(module.__dict__, module.__dict__[PLACE]) for module in model.modules() if PLACE in module.__dict__]
     try:

@@ -31,7 +31,11 @@ class TiledMLP(Replaced):
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _run_in_tiles(self, x: Tensor) -> Tensor:
         stock = self.stock_class
-        check_gathered(self)
+        if any(hasattr(each, "ds_id") and not each.numel() for each in self.parameters()):
+            raise ValueError(
+                f"a weight of a {type(self).__name__} in tiles is partitioned by ZeRO-3 and not gathered; expected "
+                'DeepSpeed to begin after tempoize; call tempoize first, or give it mlp="off"'
+            )
 
         def run_tile(tile: Tensor) -> Tensor:
             y: Tensor = stock.forward(self, tile.unsqueeze(0))
@@ -42,16 +46,6 @@ class TiledMLP(Replaced):
         y: Tensor = rows.unflatten(0, x.shape[:-1])
         drop_input(x, y)
         return y
-
-
-def check_gathered(*modules: Any) -> None:
-    """Raises ValueError where ZeRO 3 has not gathered a weight of these modules."""
-    for module in modules:
-        if any(hasattr(each, "ds_id") and not each.numel() for each in module.parameters()):
-            raise ValueError(
-                f"a weight of a {type(module).__name__} in tiles is partitioned by ZeRO-3 and not gathered; expected "
-                'DeepSpeed to begin after tempoize; call tempoize first, or give it mlp="off" and qkv="off"'
-            )
 
 
 def is_mlp(module: nn.Module) -> bool:

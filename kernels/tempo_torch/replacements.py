@@ -19,7 +19,6 @@ from tempo_torch.mlp import TiledMLP, find_mlp_refusal, is_mlp
 from tempo_torch.multihead import MultiheadAttention
 from tempo_torch.norm import choose_value, recognise_norm
 from tempo_torch.position import Passes
-from tempo_torch.projections import TiledProjections, is_projected_attention
 from tempo_torch.replace import Replaced, change_class
 from tempo_torch.report import Entry
 
@@ -80,26 +79,6 @@ def replace_losses(model: nn.Module) -> Iterator[Entry]:
             yield Entry(name, kind, "loss", "fused" if why is None else None, why or "")
     if not models:
         yield Entry("", type(model).__name__, "loss", None, "it is no language model of transformers")
-
-
-def finish_projections(model: nn.Module, entries: list[Entry]) -> None:
-    """Lets tiled projections follow the norms of their layers, and Tempo's attention serve all their calls.
-
-    Raises ValueError for one that does not get Tempo's attention.
-    """
-    left = [entry.why for entry in entries if entry.operation == "attention" and entry.now is None]
-    pairs = [(layer, child) for layer in model.modules() for child in layer.children()]
-    for layer, child in pairs:
-        if not isinstance(child, TiledProjections):
-            continue
-        child.follow_norms(layer.children())
-        place: AttentionPlace | None = child.__dict__.get(PLACE)
-        if place is None:
-            why = left[0] if left else 'attn_implementation is not "sdpa"'
-            raise ValueError(
-                f'qkv is "tile", but {type(child).__name__} does not get Tempo\'s attention: {why}; set qkv to "off"'
-            )
-        place.is_always_ours = True
 
 
 def is_apart(module: nn.Module | None) -> bool:
@@ -191,25 +170,14 @@ def _redirect_functions(name: str, module: nn.Module, choices: dict[str, str], p
     return {"redirected": redirected, "function_place": passes.add_place(f"{name}.functional")}
 
 
-# ZeRO 3 gathers the weights of a leaf once for all tiles (deepspeed/utils/z3_leaf_module.py).
-
-
 def _choose_mlp(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Becomes | str | None:
     if not is_mlp(module):
         return None
+    # ZeRO 3 gathers the weights of a leaf once for all tiles (deepspeed/utils/z3_leaf_module.py).
     return find_mlp_refusal(module) or Becomes(TiledMLP, {"_z3_leaf": True}, "tile")
 
 
-def _choose_projections(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Becomes | str | None:
-    if not is_projected_attention(module):
-        return None
-    if choices["attention"] == "off":
-        return "attention is off, and only Tempo's gives back in backward what it made in forward"
-    return Becomes(TiledProjections, {"_z3_leaf": True, "tempo_norms": [], "tempo_ways": {}}, "tile")
-
-
 _OPERATIONS: tuple[tuple[str, Callable[..., Becomes | str | None]], ...] = (
-    ("qkv", _choose_projections),
     ("mlp", _choose_mlp),
     ("norm", _choose_norm),
     ("activation", _choose_experts),

@@ -20,7 +20,6 @@ from tempo_torch.loss import FusedLoss
 from tempo_torch.mlp import TiledMLP, find_dropout
 from tempo_torch.position import Passes
 from tempo_torch.probe import Seen, probe
-from tempo_torch.projections import TiledProjections
 from tempo_torch.replace import change_class, give_class_back
 from tempo_torch.replacements import is_apart
 from tempo_torch.report import Entry, Report
@@ -32,7 +31,6 @@ CHOICES = {
     "attention": ("auto", "flash", "off"),
     "loss": ("auto", "fused", "off"),
     "mlp": ("off", "tile"),
-    "qkv": ("off", "tile"),
     "check": ("auto", "off"),
 }
 """The values of each argument of `tempoize`, the default first."""
@@ -66,11 +64,8 @@ class State:
         Raises ValueError if a value other than "auto" and "off" applies to nothing that runs.
         """
         modules = dict(model.named_modules())
-        calls: dict[str, Call | None] = {
-            name: None for name, module in modules.items() if isinstance(module, TiledProjections)
-        }
-        self.seen = probe(model, self.passes, call, calls)
-        self.give_back_tiles(modules, calls)
+        self.seen = probe(model, self.passes, call)
+        self.give_back_tiles(modules)
         flash = [entry for entry in self.made if entry.now and self._is_of_registry(entry, modules)]
         is_asked = isinstance(self.seen, str) or not all(is_apart(modules[name]) for name in self.seen.attention)
         if flash and not is_asked and not any(map(find_change, modules.values())):
@@ -79,22 +74,12 @@ class State:
             self.seen = probe(model, self.passes, call)
         self.check_applied(model)
 
-    def give_back_tiles(self, modules: dict[str, nn.Module], calls: dict[str, Call | None]) -> None:
-        """Gives those modules their classes back that compute something else in tiles, or draw masks there."""
+    def give_back_tiles(self, modules: dict[str, nn.Module]) -> None:
+        """Gives the MLPs in tiles that draw masks, as adapters put in since then do, their classes back."""
         for name, module in modules.items():
-            if not isinstance(module, TiledProjections | TiledMLP):
-                continue
-            why = find_dropout(module)  # as adapters put in since then have it
-            if isinstance(module, TiledProjections):
-                if why is None and (call := calls.get(name)) is not None:
-                    why = module.find_refusal(*call[0], **call[1])
-                if why is not None:
-                    module.leave_norms()
-                    module.__dict__[PLACE].is_always_ours = False
-            if why is not None:
+            if isinstance(module, TiledMLP) and (why := find_dropout(module)) is not None:
                 give_class_back(module)
-                tiles = [each for each in self.made if each.name == name and each.operation in ("mlp", "qkv")]
-                self._leave(tiles, f"it {why}")
+                self._leave([each for each in self.made if each.name == name and each.operation == "mlp"], f"it {why}")
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def watch_first(self, model: nn.Module, args: Any, kwargs: Any) -> None:
