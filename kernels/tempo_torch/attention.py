@@ -22,7 +22,7 @@ from tempo_kernels.attention import attention
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.saved import allow_refill
 from tempo_torch.masks import read_once
-from tempo_torch.position import Place
+from tempo_torch.position import DropoutPlace
 
 NAME = "tempo"
 PLACE = "tempo_place"
@@ -51,7 +51,7 @@ class AttentionPlace:
         why: the reason of the last call with dropout that stock served.
     """
 
-    place: Place
+    place: DropoutPlace
     is_required: bool = False
     head_rank: int = 0
     head_ranks: int = 1
@@ -67,7 +67,7 @@ class AttentionPlace:
     def draw(self, module: Any, device: torch.device, num_rows: int, num_heads: int, p: float) -> dict[str, Any]:
         """Returns the arguments of attention's dropout for a batch of `num_rows` and this process's heads."""
         key, first_sample, _ = self.place.draw(device, num_rows)
-        p, first_head = self.place.passes.choose_probability(p), self._get_first_head(module, num_heads)
+        p, first_head = self.place.passes.get_probability(p), self._get_first_head(module, num_heads)
         return {"dropout_p": p, "dropout_key": key, "first_sample": first_sample, "first_head": first_head}
 
     def _get_first_head(self, module: Any, num_heads: int) -> int:
@@ -197,7 +197,7 @@ def is_wrapped() -> bool:
     return models is not None and models.ALL_ATTENTION_FUNCTIONS.get(NAME, attend) is not attend
 
 
-def find_change(module: nn.Module) -> str | None:
+def get_change(module: nn.Module) -> str | None:
     """Returns why a module that got Tempo's attention does not ask for it any more; None while it does."""
     place: AttentionPlace | None = module.__dict__.get(PLACE)
     name = name_implementation(module)
@@ -243,7 +243,7 @@ def attend(
             'of a model that was; set attn_implementation to "sdpa", or call tempoize'
         )
     bias: Tensor | None = kwargs.get("position_bias")
-    if (why := _find_refusal(attention_mask, kwargs)) is not None:
+    if (why := _get_refusal(attention_mask, kwargs)) is not None:
         if is_special:
             raise ValueError(
                 f"{type(module).__name__} {why}, which neither Tempo's attention nor torch's does together with "
@@ -308,7 +308,7 @@ def attend_by_position(module: Any, query: Tensor, key: Tensor, value: Tensor, p
     return put_batch_first(attention(*(t.permute(2, 0, 1, 3) for t in (query, key, value)), **given))
 
 
-def _find_refusal(attention_mask: Tensor | None, more: dict[str, Any]) -> str | None:
+def _get_refusal(attention_mask: Tensor | None, more: dict[str, Any]) -> str | None:
     """Names what a call asks for that Tempo's attention with dropout does not do; None if there is nothing."""
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         # Models that add such masks may attend in windows, which are no samples (Swin).

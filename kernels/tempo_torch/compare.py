@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from tempo_torch.attention import NAME, PLACE, give_back_attention
-from tempo_torch.inputs import Call
+from tempo_torch.inputs import Inputs
 from tempo_torch.linear import DropsInput
 from tempo_torch.loss import DeferredLogits
 from tempo_torch.position import Passes, is_in_backward
@@ -70,7 +70,7 @@ class Unit:
 class Comparison:
     """What stock makes of one call, and how far from it rounding leads. Whatever stock raises is raised."""
 
-    def __init__(self, model: nn.Module, passes: Passes, units: Sequence[Unit], call: Call) -> None:
+    def __init__(self, model: nn.Module, passes: Passes, units: Sequence[Unit], call: Inputs) -> None:
         self._model, self._passes, self._call = model, passes, call
         self._has_registry = any(unit.is_registry for unit in units)
         self._names = {id(module): name for name, module in model.named_modules()}
@@ -281,6 +281,7 @@ def _perturb(names: Mapping[int, str]) -> RemovableHandle:
             if not isinstance(x, Tensor) or not x.is_floating_point() or not x.requires_grad:
                 return x
             y, back = change(x, _get_eps(x)), _get_eps(x)
+            # By its attributes, as its class is stock's here.
             if "function" in module.__dict__ and module.__dict__.get("keep") == "inplace":
                 back = max(back, _GELU_IN_PLACE.get(x.dtype, 0.0))
             y.register_hook(lambda grad: change(grad, back))

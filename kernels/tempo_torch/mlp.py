@@ -60,15 +60,12 @@ def find_dropout(module: nn.Module) -> str | None:
     return next((f"has dropout {p:g} in {name}, and tiles draw no masks; expected 0 there" for name, p in found), None)
 
 
-def find_mlp_refusal(module: nn.Module) -> str | None:
+def get_mlp_refusal(module: nn.Module) -> str | None:
     """Returns why an MLP cannot run in tiles; None where its modules treat each token by itself and draw nothing."""
     for child in module.modules():
         is_linear = isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D"
         if child is module or is_linear or is_activation(child) or isinstance(child, nn.ReLU | nn.Tanh | nn.Sigmoid):
             continue
-        if isinstance(child, nn.Dropout):
-            if child.p:
-                return f"it has dropout {child.p:g}"
-        elif not isinstance(child, nn.Identity):
+        if not isinstance(child, nn.Identity | nn.Dropout):
             return f"it has a {type(child).__name__}, which may mix tokens"
-    return None
+    return None if (why := find_dropout(module)) is None else f"it {why}"

@@ -98,7 +98,7 @@ def recognise_norm(module: nn.Module) -> tuple[type[_Norm], dict[str, Any]] | st
     return _recognise_by_result(module)
 
 
-def choose_value(module: nn.Module, zero_centered: bool = False) -> str:
+def choose_keep(module: nn.Module, zero_centered: bool = False) -> str:
     """Returns what norm "auto" is: "recompute" if more channels' weights are now too small for their biases than a
     norm in place has room for, else "inplace"."""
     weight: Any = module.weight

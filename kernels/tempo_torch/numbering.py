@@ -23,7 +23,7 @@ OVERSIZED_BITS = 16
 _MAX_STATES = 1 << 16
 
 
-class Pass:
+class ForwardPass:
     """One forward of the model: its samples, and how often it called the places that draw."""
 
     def __init__(self, num_samples: int, device: torch.device) -> None:
@@ -115,7 +115,7 @@ class Samples:
                 f"the same, or parts of a sample might get one dropout mask; give tempoize sequence_ranks={size}"
             )
 
-    def number(self, now: Pass) -> int:
+    def number(self, now: ForwardPass) -> int:
         """Returns the index of a pass's first sample, found once, when it first draws."""
         context, state = self._get_context(), self._read_state(now)
         drawn = None if state is None else self._drawn.get(state)
@@ -135,7 +135,7 @@ class Samples:
         now.first_sample = number
         return number
 
-    def _read_state(self, now: Pass) -> bytes | None:
+    def _read_state(self, now: ForwardPass) -> bytes | None:
         """Returns a hash of the generator's state and of the batch's size; None where nobody can ask for it again."""
         if torch.is_grad_enabled() and not self._drawn:
             return None
@@ -144,7 +144,7 @@ class Samples:
         state = torch.cuda.get_rng_state(now.device) if now.device.type == "cuda" else torch.get_rng_state()
         return hashlib.blake2b(state.numpy().tobytes() + b"%d" % now.num_samples, digest_size=16).digest()
 
-    def _count_step(self, now: Pass) -> int:
+    def _count_step(self, now: ForwardPass) -> int:
         """Returns the first of as many numbers as a pass has samples, which no other step or rank uses."""
         rank, num_ranks = get_rank() if None in self._ranks else self._ranks
         if self.step_samples is None:
@@ -164,7 +164,7 @@ class Samples:
             )
         return first + number
 
-    def is_restored(self, now: Pass) -> bool:
+    def is_restored(self, now: ForwardPass) -> bool:
         """Returns whether somebody has restored the generator's state of a forward that drew."""
         state = self._read_state(now)
         return state is not None and state in self._drawn

@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tempo_torch.attention import PLACE
-from tempo_torch.inputs import Call, name_inputs
+from tempo_torch.inputs import Inputs, name_inputs
 from tempo_torch.position import Passes
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -56,7 +56,7 @@ class Seen:
     attention: dict[str, str | None]
 
 
-def probe(model: nn.Module, passes: Passes, call: Call) -> Seen | str:
+def probe(model: nn.Module, passes: Passes, call: Inputs) -> Seen | str:
     """Returns what model(*args, **kwargs) runs in training, or the reason why that cannot be found out.
 
     Args:
@@ -81,8 +81,8 @@ def probe(model: nn.Module, passes: Passes, call: Call) -> Seen | str:
 
 
 def _copy_without_memory(
-    model: nn.Module, passes: Passes, call: Call, mode: FakeTensorMode
-) -> tuple[nn.Module, Passes, Call]:
+    model: nn.Module, passes: Passes, call: Inputs, mode: FakeTensorMode
+) -> tuple[nn.Module, Passes, Inputs]:
     memo: dict[int, Any] = {}
     tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(call)]
     with mode:

@@ -7,17 +7,18 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from tempo_torch.activation import IN_PLACE, Activation, is_activation, name_activation
+from tempo_kernels.activation import ACTIVATIONS
+from tempo_torch.activation import FUNCTIONS, IN_PLACE, ReplacedActivation, is_activation, name_activation
 from tempo_torch.alibi import AlibiAttention, get_alibi
 from tempo_torch.attention import PLACE, AttentionPlace, name_implementation, use_attention
 from tempo_torch.dropout import RedrawnDropout
-from tempo_torch.experts import RecomputesExperts, find_experts_refusal, is_experts
-from tempo_torch.functional import RedirectsFunctions, find_functions, redirect
+from tempo_torch.experts import RecomputesExperts, get_experts_refusal, is_experts
+from tempo_torch.functional import RedirectsFunctions, list_functions, redirect
 from tempo_torch.linear import DropsInput, is_linear
 from tempo_torch.loss import FusedLoss, is_language_model, use_fused_loss
-from tempo_torch.mlp import TiledMLP, find_mlp_refusal, is_mlp
+from tempo_torch.mlp import TiledMLP, get_mlp_refusal, is_mlp
 from tempo_torch.multihead import MultiheadAttention
-from tempo_torch.norm import choose_value, recognise_norm
+from tempo_torch.norm import choose_keep, recognise_norm
 from tempo_torch.position import Passes
 from tempo_torch.replace import Replaced, change_class
 from tempo_torch.report import Entry
@@ -97,7 +98,7 @@ def _choose_norm(name: str, module: nn.Module, choices: dict[str, str], _: Passe
     mixin, attributes = found
     value = compiled = choices["norm"]
     if value == "auto":
-        value, compiled = choose_value(module, attributes.get("zero_centered", False)), "recompute"
+        value, compiled = choose_keep(module, attributes.get("zero_centered", False)), "recompute"
     return Becomes(mixin, {**attributes, "keep": value, "compiled_keep": compiled}, value, 2.0)
 
 
@@ -106,20 +107,20 @@ def _choose_activation(name: str, module: nn.Module, choices: dict[str, str], _:
         return None
     function = name_activation(module)
     if function is None:
-        return "Tempo has gelu, quick_gelu, silu and squared relu only"
+        return f"Tempo has {', '.join(sorted(FUNCTIONS))} only"
     attributes = {"function": function, "keep": "recompute"}
     if choices["activation"] != "inplace":
-        return Becomes(Activation, attributes, "recompute", 4.0, 2.0)
+        return Becomes(ReplacedActivation, attributes, "recompute", 4.0, 2.0)
     if function not in IN_PLACE:
         return f"in place exists for {', '.join(IN_PLACE)} only"
-    bits = 0.125 if function.startswith("gelu") else 0.0
-    return Becomes(Activation, {**attributes, "keep": "inplace"}, "inplace", 2.0, bits)
+    bits = 0.0 if ACTIVATIONS[function].x_min is None else 0.125
+    return Becomes(ReplacedActivation, {**attributes, "keep": "inplace"}, "inplace", 2.0, bits)
 
 
 def _choose_experts(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Becomes | str | None:
     if not is_experts(module):
         return None
-    if (why := find_experts_refusal(module)) is not None:
+    if (why := get_experts_refusal(module)) is not None:
         return why
     if choices["activation"] == "inplace":
         return "a gated activation cannot be computed from its output"
@@ -155,7 +156,7 @@ def _choose_alibi(name: str, module: nn.Module, choices: dict[str, str], passes:
 
 
 def _choose_functions(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> Becomes | None:
-    operations = [operation for operation in find_functions(type(module)) if choices[operation] != "off"]
+    operations = [operation for operation in list_functions(type(module)) if choices[operation] != "off"]
     if not operations:
         return None
     sizes = (1.0, 0.0) if operations[0] == "dropout" else (4.0, 2.0)
@@ -166,7 +167,7 @@ def _choose_functions(name: str, module: nn.Module, choices: dict[str, str], pas
 def _redirect_functions(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> dict[str, Any]:
     stock = type(module)
     redirect(stock)  # made here, so that a compiler need not make it
-    redirected = frozenset(operation for operation in find_functions(stock) if choices[operation] != "off")
+    redirected = frozenset(operation for operation in list_functions(stock) if choices[operation] != "off")
     return {"redirected": redirected, "function_place": passes.add_place(f"{name}.functional")}
 
 
@@ -174,7 +175,7 @@ def _choose_mlp(name: str, module: nn.Module, choices: dict[str, str], _: Passes
     if not is_mlp(module):
         return None
     # ZeRO 3 gathers the weights of a leaf once for all tiles (deepspeed/utils/z3_leaf_module.py).
-    return find_mlp_refusal(module) or Becomes(TiledMLP, {"_z3_leaf": True}, "tile")
+    return get_mlp_refusal(module) or Becomes(TiledMLP, {"_z3_leaf": True}, "tile")
 
 
 _OPERATIONS: tuple[tuple[str, Callable[..., Becomes | str | None]], ...] = (

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from tempo_kernels.offload import Offload
-from tempo_torch.attention import NAME, PLACE, find_change, give_back_attention, name_implementation
+from tempo_torch.attention import NAME, PLACE, get_change, give_back_attention, name_implementation
 from tempo_torch.check import check_model
 from tempo_torch.compare import Unit
 from tempo_torch.functional import RedirectsFunctions
-from tempo_torch.inputs import Call
+from tempo_torch.inputs import Inputs
 from tempo_torch.linear import DropsInput
 from tempo_torch.loss import FusedLoss
 from tempo_torch.mlp import TiledMLP, find_dropout
@@ -58,7 +58,7 @@ class State:
             offload.remove()
         self.offloads = []
 
-    def watch(self, model: nn.Module, call: Call) -> None:
+    def watch(self, model: nn.Module, call: Inputs) -> None:
         """Finds out what model(*args, **kwargs) runs. If no module asks for Tempo's attention, stock's comes back.
 
         Raises ValueError if a value other than "auto" and "off" applies to nothing that runs.
@@ -68,7 +68,7 @@ class State:
         self.give_back_tiles(modules)
         flash = [entry for entry in self.made if entry.now and self._is_of_registry(entry, modules)]
         is_asked = isinstance(self.seen, str) or not all(is_apart(modules[name]) for name in self.seen.attention)
-        if flash and not is_asked and not any(map(find_change, modules.values())):
+        if flash and not is_asked and not any(map(get_change, modules.values())):
             give_back_attention(model)
             self._leave(flash, "none of its modules asks transformers' registry for attention")
             self.seen = probe(model, self.passes, call)
@@ -90,7 +90,7 @@ class State:
         is_flash = self.choices["attention"] == "flash"
         if self._is_settled and not is_flash:
             return
-        changes = [(type(each).__name__, why) for each in model.modules() if (why := find_change(each)) is not None]
+        changes = [(type(each).__name__, why) for each in model.modules() if (why := get_change(each)) is not None]
         if changes and is_flash:
             kind, why = changes[0]
             raise ValueError(f'attention is "flash", but {kind} {why}, or tempoize with "auto"')
@@ -100,7 +100,7 @@ class State:
         if isinstance(self.seen, str) or args[1:] or any(name not in self.seen.inputs for name in kwargs):
             self.watch(model, (args, kwargs))
 
-    def check(self, model: nn.Module, call: Call | None = None) -> None:
+    def check(self, model: nn.Module, call: Inputs | None = None) -> None:
         """Compares the model with its stock modules, on made-up inputs without a call, and gives back what differs.
 
         Raises ValueError where that is a value other than "auto" and "off".
@@ -181,7 +181,7 @@ class State:
 
     def _leave_changed(self, entries: Iterable[Entry], modules: dict[str, nn.Module]) -> list[Entry]:
         """Returns these entries; the registry's attention counts as left if another one was set since."""
-        why = next(filter(None, map(find_change, modules.values())), None)
+        why = next(filter(None, map(get_change, modules.values())), None)
         return [
             each.leave(f"it {why}") if why and each.now and self._is_of_registry(each, modules) else each
             for each in entries
@@ -216,7 +216,7 @@ class State:
 
 
 def _confirm_attention(made: Entry, name: str, module: nn.Module, why: str | None) -> Entry:
-    why = find_change(module) or module.__dict__[PLACE].why or why
+    why = get_change(module) or module.__dict__[PLACE].why or why
     found = dataclasses.replace(made, name=name, module=type(module).__name__)
     return found if why is None else found.leave(f"it {why}")
 
