@@ -21,7 +21,7 @@ from tempo_torch.masks import read_once
 class AlibiAttention(RedirectsFunctions):
     """An attention module with ALiBi that uses Tempo's attention in training.
 
-    Where a mask hides later keys only, the distances are computed from slopes in float32. Beside any other mask BLOOM's
+    Where a mask hides later keys only, the distances are computed from slopes in float32. With any other mask BLOOM's
     own tensor [b * a, 1, sk] is added, which counts a sample's tokens without its padding.
 
     Keeps for backward: q, k, v, the output of attention, and 4 bytes per query and head; the model's masks and

@@ -30,7 +30,7 @@ IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 class RecomputesExperts(Replaced):
     """Experts whose gated activation is recomputed, and whose tokens are gathered again.
 
-    Keeps for backward: of the activation its input, the output of gate_up_proj; of the tokens those of the layer.
+    Keeps for backward: the activation's input, which is the output of gate_up_proj, and the layer's tokens.
     Error: none in the output, since stock code runs again; gradients are those of its activation module, which is
     Tempo's where that has its function.
     """

@@ -74,7 +74,7 @@ def make_calls(model: Any, has_loss: bool) -> list[Inputs] | None:
 
 
 def _list_ids(config: Any) -> Tensor:
-    """Lists the token ids that have no meaning of their own."""
+    """Lists the token ids without a special meaning."""
     text = config.get_text_config()
     special: set[Any] = set()
     for name, value in [*text.__dict__.items(), *config.__dict__.items()]:

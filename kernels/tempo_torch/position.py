@@ -63,7 +63,7 @@ class DropoutPlace:
         if first is None:
             first = self.passes.samples.number(now)
         rows = 1 if num_rows is None else -(-num_rows // now.num_samples)
-        # Rows that are numbered in another way than samples get keys of their own. Philox takes keys in a row.
+        # Rows that are numbered in another way than samples get other keys. Philox takes consecutive keys.
         shift = 0
         if rows > 1 or now.spacing > OVERSIZED_BITS:
             first, shift = first % FIRST_OVERSIZED * rows, rows + (now.spacing << _ROWS_BITS)

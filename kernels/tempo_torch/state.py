@@ -222,7 +222,7 @@ def _confirm_attention(made: Entry, name: str, module: nn.Module, why: str | Non
 
 
 def _is_by_name(operation: str, value: str) -> bool:
-    """Returns whether somebody asked for a value that then has to apply."""
+    """Returns whether a value was asked for by name and has to apply."""
     return value not in ("auto", "off", CHOICES[operation][0])
 
 
