@@ -28,6 +28,7 @@ ACTIVATIONS = {
     "gelu": nn.GELU,
     "gelu tanh": lambda: nn.GELU(approximate="tanh"),
     "silu": nn.SiLU,
+    "mish": nn.Mish,
 }
 
 
