@@ -16,7 +16,7 @@ from tempo_torch.attention import NAME, PLACE, is_wrapped, name_implementation
 from tempo_torch.compare import Comparison, Unit, describe_error
 from tempo_torch.inputs import Inputs, make_calls, name_inputs
 from tempo_torch.position import Passes
-from tempo_torch.probe import keep_random_states, run_eagerly
+from tempo_torch.probe import begin_training, keep_random_states, run_eagerly
 from tempo_torch.replace import Replaced, make_class
 
 _MAX_ON_CPU = 1 << 30
@@ -64,13 +64,9 @@ def keep_state(model: Any, passes: Passes) -> Iterator[None]:
     with keep_random_states(devices), run_eagerly(), quiet, torch.inference_mode(False), torch.enable_grad():
         warnings.simplefilter("ignore")
         try:
-            if not model.training:
-                model.train()
+            begin_training(model)
             for config, _ in caches:
                 config.use_cache = False
-            for module in modules:
-                if "gradient_checkpointing" in module.__dict__:
-                    module.__dict__["gradient_checkpointing"] = False
             yield
         finally:
             for now, before in states:

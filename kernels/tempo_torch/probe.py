@@ -94,16 +94,22 @@ def _copy_without_memory(
     for module in model.modules():
         memo |= {id(module.__dict__[hooks]): collections.OrderedDict() for hooks in _HOOKS}
     twin, twin_passes, copied = copy.deepcopy((model, passes, call), memo)
-    if not model.training:
-        twin.train()
+    begin_training(twin)
     for module in twin.modules():
         # A function that replaced a forward still refers to the original module.
         module.__dict__.pop("forward", None)
         if (place := module.__dict__.get(PLACE)) is not None:
             place.is_required = False  # calls that stock would serve are noted, not refused
+    return twin, twin_passes, copied
+
+
+def begin_training(model: nn.Module) -> None:
+    """Lets a model that is in eval run as in training, and any model without checkpointing."""
+    if not model.training:
+        model.train()
+    for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
             module.__dict__["gradient_checkpointing"] = False
-    return twin, twin_passes, copied
 
 
 class _Watch(TorchDispatchMode):

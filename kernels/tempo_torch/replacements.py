@@ -156,18 +156,20 @@ def _choose_alibi(name: str, module: nn.Module, choices: dict[str, str], passes:
 
 
 def _choose_functions(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> Becomes | None:
-    operations = [operation for operation in list_functions(type(module)) if choices[operation] != "off"]
-    if not operations:
+    if not (operations := _list_redirected(module, choices)):
         return None
     sizes = (1.0, 0.0) if operations[0] == "dropout" else (4.0, 2.0)
     redirected = _redirect_functions(name, module, choices, passes)
     return Becomes(RedirectsFunctions, redirected, "recompute", *sizes, operations[0])
 
 
+def _list_redirected(module: nn.Module, choices: dict[str, str]) -> list[str]:
+    return [operation for operation in list_functions(type(module)) if choices[operation] != "off"]
+
+
 def _redirect_functions(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> dict[str, Any]:
-    stock = type(module)
-    redirect(stock)  # made here, so that a compiler need not make it
-    redirected = frozenset(operation for operation in list_functions(stock) if choices[operation] != "off")
+    redirect(type(module))  # made here, so that a compiler need not make it
+    redirected = frozenset(_list_redirected(module, choices))
     return {"redirected": redirected, "function_place": passes.add_place(f"{name}.functional")}
 
 
