@@ -63,13 +63,14 @@ def test_names_move_what_their_modules_keep() -> None:
     step(model)
     assert engine.moved_bytes == 0, "the product before down_proj is made again"
     moved = {}
-    for names in ("mlp.down_proj", "mlp"):
+    inside = "mlp+mlp.gate_proj+mlp.up_proj+mlp.act_fn+mlp.down_proj"
+    for names in ("mlp.down_proj", "mlp", inside):
         tempoize(restore(model), seed=1, activation="off", offload=names)
         engine = find_engine(model)
         step(model)
         moved[names] = engine.moved_bytes / INPUT_BYTES
     # A name stands for the modules inside it too.
-    assert moved["mlp.down_proj"] == 3 * 2 < moved["mlp"]
+    assert moved["mlp.down_proj"] == 3 * 2 < moved["mlp"] == moved[inside]
 
 
 @pytest.mark.parametrize(
