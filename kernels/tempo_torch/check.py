@@ -14,15 +14,15 @@ from torch import nn
 
 from tempo_torch.attention import NAME, PLACE, is_wrapped, name_implementation
 from tempo_torch.compare import Comparison, Unit, describe_error
-from tempo_torch.inputs import Call, make_calls, name_inputs
+from tempo_torch.inputs import Inputs, make_calls, name_inputs
 from tempo_torch.position import Passes
-from tempo_torch.probe import keep_random_states, run_eagerly
+from tempo_torch.probe import begin_training, keep_random_states, run_eagerly
 from tempo_torch.replace import Replaced, make_class
 
 _MAX_ON_CPU = 1 << 30
 
 
-def find_obstacle(model: nn.Module) -> str | None:
+def get_obstacle(model: nn.Module) -> str | None:
     """Returns why a model cannot run on its own here; None if nothing speaks against it."""
     parameters = list(model.parameters())
     if not parameters:
@@ -64,13 +64,9 @@ def keep_state(model: Any, passes: Passes) -> Iterator[None]:
     with keep_random_states(devices), run_eagerly(), quiet, torch.inference_mode(False), torch.enable_grad():
         warnings.simplefilter("ignore")
         try:
-            if not model.training:
-                model.train()
+            begin_training(model)
             for config, _ in caches:
                 config.use_cache = False
-            for module in modules:
-                if "gradient_checkpointing" in module.__dict__:
-                    module.__dict__["gradient_checkpointing"] = False
             yield
         finally:
             for now, before in states:
@@ -95,7 +91,9 @@ class Finding:
     units: dict[Unit, str] = dataclasses.field(default_factory=dict)
 
 
-def check_model(model: nn.Module, passes: Passes, units: Sequence[Unit], call: Call | None, has_loss: bool) -> Finding:
+def check_model(
+    model: nn.Module, passes: Passes, units: Sequence[Unit], call: Inputs | None, has_loss: bool
+) -> Finding:
     """Runs `model` with these units and without, on a call or, without one, on inputs made up, and traces what differs.
     Whatever a foreign model raises is told in the sentence.
 
@@ -103,7 +101,7 @@ def check_model(model: nn.Module, passes: Passes, units: Sequence[Unit], call: C
         has_loss: whether the made-up inputs have labels.
     """
     try:
-        if (why := find_obstacle(model)) is not None:
+        if (why := get_obstacle(model)) is not None:
             return _refuse(why)
         calls = make_calls(model, has_loss) if call is None else [call]
         if calls is None:
@@ -118,7 +116,7 @@ def _refuse(why: str) -> Finding:
     return Finding(f"not checked: {why}; check(model, **batch) does it on a batch")
 
 
-def _compare(model: nn.Module, passes: Passes, units: Sequence[Unit], calls: Sequence[Call]) -> Finding:
+def _compare(model: nn.Module, passes: Passes, units: Sequence[Unit], calls: Sequence[Inputs]) -> Finding:
     found: dict[Unit, str] = {}
     notes, largest, what = [], 0.0, ""
     for call in calls:
