@@ -34,16 +34,19 @@ class _RefuseRenamed(argparse.Action):
         raise argparse.ArgumentError(None, f"{old} is now {new}; write {new} instead of {old}")
 
 
+LEDGER: dict[str, Any] = {
+    "nargs": "?",
+    "const": "tempo_ledger",
+    "metavar": "PREFIX",
+    "help": "measure what each operation keeps in the first step, and the second step's memory moment by moment; print "
+    "it and write PREFIX.stageN.json and .png (default PREFIX %(const)s)",
+}
+"""What add_argument needs for `--tempo-ledger`."""
+
+
 def add_ledger_argument(group: Any) -> None:
     """`--tempo-ledger` of a run, to a parser or a group."""
-    group.add_argument(
-        "--tempo-ledger",
-        nargs="?",
-        const="tempo_ledger",
-        metavar="PREFIX",
-        help="measure what each operation keeps in the first step, and the second step's memory moment by moment; "
-        "print it and write PREFIX.stageN.json and .png (default PREFIX %(const)s)",
-    )
+    group.add_argument("--tempo-ledger", **LEDGER)
 
 
 def add_tempo_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -57,7 +57,7 @@ class Checkpoints:
     Args:
         run: says where to save and load, and how many checkpoints to keep.
         engine: holds the state.
-        settings: list_settings of the run as the user gave it, before anything was planned for it.
+        settings: fields of the run as the user gave it, before anything was planned for it.
         description: describe_run of this run.
         sample_parts: of its datasets, the order of the samples.
 
@@ -178,8 +178,8 @@ class Checkpoints:
 
     def _is_divided_otherwise(self, checkpoint: Path) -> bool:
         """Whether ZeRO divided the weights otherwise in the same layout, as its round robin does."""
-        saved = read_tensors(checkpoint / name_rank_file(self.rank)).get("layout")
-        return any(gather(saved is not None and saved["fragments"] != describe_rank(self.engine)["fragments"]))
+        saved = read_tensors(checkpoint / name_rank_file(self.rank))["layout"]
+        return any(gather(saved["fragments"] != describe_rank(self.engine)["fragments"]))
 
     def _load_as_saved(self, checkpoint: Path) -> dict[str, Any]:
         """Lets DeepSpeed load what the same layout saved; returns this rank's own state."""
@@ -200,7 +200,7 @@ class Checkpoints:
             print(f"resharding {checkpoint}: {change}", flush=True)
         source = SavedState(checkpoint, saved)
         load_resharded(self.engine, source, self.run)
-        has_same_ranks = all(saved.get(name, 1) == self.description[name] for name in _MODEL_PARALLEL)
+        has_same_ranks = all(saved[name] == self.description[name] for name in _MODEL_PARALLEL)
         first_rank = 0
         if has_same_ranks:
             stage, tp_rank = (
@@ -361,11 +361,6 @@ _LAYOUT = (
     *(*_MODEL_PARALLEL, "data_parallel_size", "zero_stage"),
     *("num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout", "optimizer", "offload_device"),
 )
-_WITHOUT_PIPELINE = {
-    **{"pipeline_model_parallel_size": 1, "num_layers_per_virtual_pipeline_stage": None},
-    "pipeline_model_parallel_layout": None,
-}
-"""What a checkpoint means that does not say it: one of an earlier version."""
 
 
 def check_same_run(saved: Mapping[str, Any], description: Mapping[str, Any], load: str) -> None:
@@ -386,12 +381,11 @@ def check_same_run(saved: Mapping[str, Any], description: Mapping[str, Any], loa
 
 def has_other_layout(saved: Mapping[str, Any], description: Mapping[str, Any]) -> bool:
     """Whether the layout of a checkpoint differs from this run's."""
-    meant = {**description, **_WITHOUT_PIPELINE, **saved}
-    return any(meant[name] != description[name] for name in _LAYOUT)
+    return any(saved[name] != description[name] for name in _LAYOUT)
 
 
 def describe_layout(description: Mapping[str, Any]) -> str:
-    tp, pp, dp, stage = ({**_WITHOUT_PIPELINE, **description}[name] for name in _LAYOUT[:4])
+    tp, pp, dp, stage = (description[name] for name in (*_MODEL_PARALLEL, "data_parallel_size", "zero_stage"))
     return f"TP {tp}, {f'PP {pp}, ' if pp > 1 else ''}DP {dp}, ZeRO {stage}"
 
 

@@ -377,19 +377,47 @@ def compute_gradient_norm(model: torch.nn.Module) -> Tensor:
 
     It does not wait for the device.
     """
+    grads = [each.grad for each in list_counted_parameters(model) if each.grad is not None]
+    device = next(model.parameters()).device
+    return _compute_norm(grads, device, parallel_state.get_model_parallel_group())
+
+
+@torch.no_grad()
+def compute_parameter_norm(model: torch.nn.Module) -> Tensor:
+    """Computes the 2-norm of the model's parameters over all ranks, each parameter once, in float32.
+
+    Of a parameter that ZeRO 3 has partitioned each data-parallel rank counts its part. It does not wait for the device.
+    """
+    rank = parallel_state.get_data_parallel_rank()
+
+    def get_part(parameter: Any) -> Tensor:
+        if not hasattr(parameter, "ds_tensor"):
+            return parameter.float()  # type: ignore[no-any-return]
+        part = parameter.ds_tensor
+        size = part.numel()  # the last ranks' parts may be padded
+        return part.flatten()[: max(0, parameter.ds_numel - rank * size)].float()  # type: ignore[no-any-return]
+
+    is_partitioned = any(hasattr(parameter, "ds_tensor") for parameter in model.parameters())
+    group = None if is_partitioned else parallel_state.get_model_parallel_group()
+    return _compute_norm(list(map(get_part, list_counted_parameters(model))), next(model.parameters()).device, group)
+
+
+def list_counted_parameters(model: torch.nn.Module) -> list[Any]:
+    """Lists the parameters that this rank counts in a norm: those of several ranks count on the first one alone."""
     is_first = parallel_state.get_tensor_model_parallel_rank() == 0
-    grads = [
-        parameter.grad
+    return [
+        parameter
         for parameter in model.parameters()
-        if parameter.grad is not None
-        and not getattr(parameter, pipeline.REPLICATED, False)
+        if not getattr(parameter, pipeline.REPLICATED, False)
         and (is_first or getattr(parameter, "tensor_model_parallel", False))
     ]
-    device = next(model.parameters()).device
+
+
+def _compute_norm(tensors: list[Tensor], device: torch.device, group: Any) -> Tensor:
     # The zero keeps the sum defined on a rank that has only replicated parameters.
-    norms = [torch.zeros((), dtype=torch.float32, device=device), *torch._foreach_norm(grads)]
+    norms = [torch.zeros((), dtype=torch.float32, device=device), *torch._foreach_norm(tensors)]
     squared = torch.stack(norms).square().sum()
-    dist.all_reduce(squared, group=parallel_state.get_model_parallel_group())
+    dist.all_reduce(squared, group=group)
     return squared.sqrt()
 
 

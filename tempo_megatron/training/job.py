@@ -20,7 +20,7 @@ from tempo_megatron.training import checkpoint, engine, metrics, model, pipeline
 from tempo_megatron.training.banner import find_versions, write_banner
 from tempo_megatron.training.checkpoint import describe_run, seed_all
 from tempo_megatron.training.checkpoint_files.folder import LATEST
-from tempo_megatron.training.facts import collect_facts, identify_data, list_settings
+from tempo_megatron.training.facts import collect_facts, identify_data
 from tempo_megatron.training.loop import Trainer
 from tempo_megatron.training.planning import plan_memory
 from tempo_megatron.training.plots import plot_losses
@@ -93,7 +93,7 @@ class Job:
             damage = checkpoint.find_damage_on_any_rank(pretrained, str(run.pretrained_checkpoint))
             if damage is not None:
                 raise ValueError(f"--pretrained-checkpoint {run.pretrained_checkpoint}: {damage}; give another folder")
-        self.settings = list_settings(run)  # saved with "auto", so that a resumed run adapts anew
+        self.settings = dataclasses.asdict(run)  # saved with "auto", so that a resumed run adapts anew
         run, self.plan = plan_memory(run, self.vocabulary.padded_size)
         seed_all(run.seed)
         transformer_config = model.build_transformer_config(run)

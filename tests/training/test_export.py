@@ -15,7 +15,7 @@ import torch
 from distributed import run_megatron_ranks
 from imported_models import megatron_logits
 from safetensors.torch import load_file
-from training_job import ROOT, Data, MaskedData, run, successful, write_unsealed
+from training_job import ROOT, Data, MaskedData, describe_anew, run, successful
 
 from tempo_megatron.cli import main
 from tempo_megatron.models.huggingface.config import find_class
@@ -152,13 +152,13 @@ def damage(folder: Path, how: str) -> None:
     elif how == "another program's":
         run_json.write_text(json.dumps({"model": "bert", "layers": 2}))
     elif how == "another model":
-        write_unsealed(checkpoint, num_layers=3)
+        describe_anew(checkpoint, num_layers=3)
     elif how == "no class":
-        write_unsealed(checkpoint, activation="squared_relu")
+        describe_anew(checkpoint, activation="squared_relu")
     elif how == "another width":
-        write_unsealed(checkpoint, ffn_hidden_size=512)
+        describe_anew(checkpoint, ffn_hidden_size=512)
     else:
-        write_unsealed(checkpoint, vocab_size=None)
+        describe_anew(checkpoint, vocab_size=None)
 
 
 class RunsCode:

@@ -40,7 +40,7 @@ class SavedState:
         # Without ZeRO the data-parallel ranks have equal states, and only the first one's are saved.
         self.dp: int = saved["data_parallel_size"] if self.zero_stage else 1
         self._contents: dict[tuple[int, int], Any] = {}
-        pp: int = saved.get("pipeline_model_parallel_size", 1)
+        pp: int = saved.get("pipeline_model_parallel_size", 1)  # import writes none
         self._model_parallel_ranks = range(self.tp * pp)
         # The pipeline stage of each parameter. The last one's copy of tied word embeddings is left out.
         self._stages: dict[str, int] = {}
@@ -49,16 +49,10 @@ class SavedState:
         self._fragments: list[dict[str, list[tuple[int, Fragment]]]] = [{} for _ in range(self.tp)]
         # Stage by stage: the ranks of the first one come first.
         for rank in range(self.tp * saved["data_parallel_size"] * pp):
-            self._add_rank(read_tensors(checkpoint / name_rank_file(rank)).get("layout"))
+            self._add_rank(read_tensors(checkpoint / name_rank_file(rank))["layout"])
 
-    def _add_rank(self, described: dict[str, Any] | None) -> None:
-        if described is None:
-            raise ValueError(
-                f"{self.where} was saved by an older version of the trainer, which did not write how its "
-                "ranks divide the weights; train on with the number of processes, the tensor parallel size and the "
-                "JSON it was saved with, save once, and take the new checkpoint"
-            )
-        tp_rank, dp_rank, stage = described["tp_rank"], described["dp_rank"], described.get("pp_rank", 0)
+    def _add_rank(self, described: dict[str, Any]) -> None:
+        tp_rank, dp_rank, stage = described["tp_rank"], described["dp_rank"], described["pp_rank"]
         if dp_rank == 0:
             for name, cut in described["cuts"].items():
                 self.cuts[tp_rank].setdefault(name, Cut.unpack(cut))
