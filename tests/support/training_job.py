@@ -281,8 +281,9 @@ def free_port() -> int:
 
 def describe_anew(checkpoint: Path, **changes: Any) -> None:
     """Write the description of a checkpoint again with other values; a change to None leaves the field out."""
-    content = {**read_description(checkpoint), **changes}
-    write_description(checkpoint, {name: each for name, each in content.items() if each is not None}, content["files"])
+    gone = {name for name, each in changes.items() if each is None}
+    content = {name: each for name, each in {**read_description(checkpoint), **changes}.items() if name not in gone}
+    write_description(checkpoint, content, content["files"])
     if "format" in changes:
         path = checkpoint / "run.json"
         path.write_text(json.dumps({"format": changes["format"], "files": {}}))

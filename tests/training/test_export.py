@@ -158,7 +158,7 @@ def damage(folder: Path, how: str) -> None:
     elif how == "another width":
         describe_anew(checkpoint, ffn_hidden_size=512)
     else:
-        describe_anew(checkpoint, vocab_size=None)
+        describe_anew(checkpoint, format=3)
 
 
 class RunsCode:
@@ -181,11 +181,11 @@ class RunsCode:
         ("cut off", "zero_pp_rank_0_mp_rank_01_optim_states.pt is damaged"),
         ("code", "holds posix.mkdir where a checkpoint has only tensors and numbers; nothing of it was executed"),
         ("a list", "is not a checkpoint of Tempo's trainer (run.json holds a list, expected an object)"),
-        ("another program's", "is not a checkpoint of Tempo's trainer; give another --load"),
+        ("another program's", "is not a checkpoint of Tempo's trainer; give another one"),
         ("no class", "its activation is squared_relu, and that of the nearest one, GPT2LMHeadModel, is gelu"),
         ("another model", "the model of run.json has decoder.layers.2.input_layernorm.weight, the checkpoint has not"),
         ("another width", "linear_fc1.weight has the shape [256, 64], expected [512, 64]; give a checkpoint"),
-        ("old", "run.json does not say vocab_size: it is of an older version"),
+        ("old", "its run.json has format 3, expected 4; it is of another version"),
     ],
 )
 def test_what_cannot_be_exported_is_one_sentence_and_leaves_nothing(

@@ -65,6 +65,8 @@ def read_description(checkpoint: Path) -> dict[str, Any]:
 
 def check_format(description: Mapping[str, Any], where: str) -> None:
     """Raises ValueError for a description of another version of the trainer; `where` names it."""
+    if "files" not in description:
+        raise ValueError(f"{where} is not a checkpoint of Tempo's trainer; give another one")
     if description.get("format") != FORMAT:
         raise ValueError(
             f"{where}: its {RUN_FILE} has format {description.get('format')}, expected {FORMAT}; it is of another "

@@ -71,6 +71,13 @@ class Option:
     keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further ones of add_argument, and `names`: the argument's, if they are not the field's; () for switches alone."""
 
+    @property
+    def shown_default(self) -> str:
+        """The default in words; empty for none and for a switch that is off."""
+        if self.default is None or isinstance(self.default, bool):
+            return "yes" if self.default else ""
+        return " ".join(map(str, self.default)) if isinstance(self.default, tuple) else str(self.default)
+
     def add_to(self, group: Any, field: str) -> None:
         """Adds the argument of `field`, and the switches, to a group of a parser."""
         for name, text in self.switches.items():
@@ -80,8 +87,8 @@ class Option:
         if self.parse is not None:
             keywords["type"] = self.parse
         text = self.help
-        if self.default not in (None, False) and "default" not in text:
-            text += f" (default {self.default})"
+        if self.shown_default and "default" not in text:
+            text += f" (default {self.shown_default})"
         # A value that the checkpoint or the JSON may decide is None as long as nobody has given it.
         default = None if self.on_load.is_taken else self.default
         if names:
