@@ -60,8 +60,8 @@ class Operation:
     @property
     def help(self) -> str:
         """What `--help` says about the switch."""
-        values = "; ".join(f"{value}: {kept}" for value, kept in self.keeps.items())
-        return f"what {self.what} keeps for backward: {values}{'; auto is off' if self.is_opt_in else ''}"
+        values = "; with ".join(f"{value}: {kept}" for value, kept in self.keeps.items())
+        return f"{self.what}. Kept for backward with {values}{'; auto is off' if self.is_opt_in else ''}"
 
     @property
     def is_opt_in(self) -> bool:

@@ -50,11 +50,9 @@ WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 
 _NEXT_STEP = may_change("the optimizer uses it at its next step")
 _MOVED = may_change("files may have been moved; their content is compared")
-_VALIDATION = may_change("validation does not change the training")
 _SAME_VALUES = may_change("recomputation gives the same values")
 _SAME_FUNCTION = may_change("the same function in another kernel")
 _LAYOUT = of_each_start("the layout: the weights are the same in each")
-_OUTPUT = of_each_start("what this start writes, where and when")
 _END = of_each_start("when this start ends")
 _BEGINNING = of_each_start("how this start begins")
 _READING = of_each_start("how samples are read, not which")
@@ -62,10 +60,13 @@ _WATCH = of_each_start("how ranks watch one another")
 
 _training = functools.partial(option, group="training")
 _optimizer = functools.partial(option, group="optimizer: AdamW; parameters with one dimension and biases do not decay")
+_schedule = functools.partial(_optimizer, on_load=SCHEDULE)
 _data = functools.partial(option, group="data")
-_recompute = functools.partial(option, group="recomputation and fusion")
-_output = functools.partial(option, group="output")
-_distributed = functools.partial(option, group="distributed")
+_validation = functools.partial(_data, on_load=may_change("validation does not change the training"))
+_recompute = functools.partial(option, group="recomputation and fusion", on_load=_SAME_VALUES)
+_output = functools.partial(option, group="output", on_load=of_each_start("what this start writes, where and when"))
+_folder = functools.partial(_output, parse=parse_folder, metavar="DIR")
+_layout = functools.partial(option, group="distributed", on_load=_LAYOUT)
 _YES_OR_NO: Any = {"action": argparse.BooleanOptionalAction}
 _SWITCH: Any = {"action": "store_true", "default": False}
 
@@ -134,23 +135,21 @@ class RunConfig:
         },
     )
 
-    lr: float = _optimizer("highest learning rate; needed without --load", parse_positive_float, on_load=SCHEDULE)
-    min_lr: float = _optimizer("lowest after warm-up", parse_not_negative_float, on_load=SCHEDULE, default=0.0)
-    lr_warmup_iters: int = _optimizer("steps of linear warm-up", parse_not_negative, on_load=SCHEDULE, default=0)
-    lr_decay_style: str = _optimizer(
+    lr: float = _schedule("highest learning rate; needed without --load", parse_positive_float)
+    min_lr: float = _schedule("lowest after warm-up", parse_not_negative_float, default=0.0)
+    lr_warmup_iters: int = _schedule("steps of linear warm-up", parse_not_negative, default=0)
+    lr_decay_style: str = _schedule(
         "curve of the learning rate after warm-up",
-        on_load=SCHEDULE,
         default="linear",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
-    lr_decay_iters: int = _optimizer("steps until --min-lr (default --train-iters)", parse_positive, on_load=SCHEDULE)
-    lr_wsd_decay_iters: int | None = _optimizer(
+    lr_decay_iters: int = _schedule("steps until --min-lr (default --train-iters)", parse_positive)
+    lr_wsd_decay_iters: int | None = _schedule(
         "the last of these steps, in which a WSD schedule (warm-up, stable, decay) goes down to --min-lr",
         parse_positive,
-        on_load=SCHEDULE,
     )
-    lr_wsd_decay_style: str | None = _optimizer(
-        f"curve of that decay (default {WSD_DECAY_STYLES[0]})", on_load=SCHEDULE, choices=WSD_DECAY_STYLES
+    lr_wsd_decay_style: str | None = _schedule(
+        f"curve of that decay (default {WSD_DECAY_STYLES[0]})", choices=WSD_DECAY_STYLES
     )
     weight_decay: float = _optimizer("of AdamW", parse_not_negative_float, on_load=_NEXT_STEP, default=0.01)
     adam_beta1: float = _optimizer("decay of the gradient's mean", parse_fraction, on_load=_NEXT_STEP, default=0.9)
@@ -202,15 +201,10 @@ class RunConfig:
         "how a BERT or T5 masks tokens; GPT has none", on_load=STAYS, group="masking", names=()
     )
     num_workers: int = _data("loader processes (default 2 with a GPU, else 0)", parse_not_negative, on_load=_READING)
-    eval_interval: int = _data("steps between validations", parse_positive, on_load=_VALIDATION, default=1000)
-    eval_iters: int = _data(
-        "global batches per validation; 0 is none", parse_not_negative, on_load=_VALIDATION, default=100
-    )
-    test_iters: int = _data(
-        "global batches of --split's third part, whose loss is computed once, at the end",
-        parse_not_negative,
-        on_load=_VALIDATION,
-        default=0,
+    eval_interval: int = _validation("steps between validations", parse_positive, default=1000)
+    eval_iters: int = _validation("global batches per validation; 0 is none", parse_not_negative, default=100)
+    test_iters: int = _validation(
+        "global batches of --split's third part, whose loss is computed once, at the end", parse_not_negative, default=0
     )
     sample_parts: tuple[int, ...] = option(
         "parts of the order of the samples (see datasets.build_datasets); none in a new run", on_load=STAYS
@@ -218,17 +212,13 @@ class RunConfig:
 
     recompute_granularity: str | None = _recompute(
         "which activations to recompute (default none)",
-        on_load=_SAME_VALUES,
         choices=("full", "selective", "none"),
         switches={"recompute-activations": "short for --recompute-granularity selective"},
     )
-    recompute_method: str | None = _recompute(
-        "for full recomputation", on_load=_SAME_VALUES, choices=("uniform", "block")
-    )
-    recompute_num_layers: int | None = _recompute("for full recomputation", parse_positive, on_load=_SAME_VALUES)
+    recompute_method: str | None = _recompute("for full recomputation", choices=("uniform", "block"))
+    recompute_num_layers: int | None = _recompute("for full recomputation", parse_positive)
     recompute_modules: tuple[str, ...] | None = _recompute(
         "for selective recomputation: core_attn and mlp (default core_attn)",
-        on_load=_SAME_VALUES,
         nargs="+",
         choices=RECOMPUTE_MODULES,
         metavar="{core_attn,mlp}",  # check_run refuses the others with a reason
@@ -251,114 +241,91 @@ class RunConfig:
         **_YES_OR_NO,
     )
 
-    save: str | None = _output(
-        "where checkpoints go; every node must see the same folder", parse_folder, on_load=_OUTPUT, metavar="DIR"
+    save: str | None = _folder(
+        "where checkpoints go; every node must see the same folder",
     )
-    load: str | None = _output(
+    load: str | None = _folder(
         "continue from the latest checkpoint in this folder, which a run of another layout (tensor and pipeline "
         "parallel size, number of processes, ZeRO stage) may have saved, stock or Tempo. What is left out is as in the "
         "checkpoint, but for the layout and what is written where and when; the model, the data, "
         "--global-batch-size, --rampup-batch-size and --seed stay (docs/checkpoints.md)",
-        parse_folder,
         on_load=_BEGINNING,
-        metavar="DIR",
     )
-    pretrained_checkpoint: str | None = _output(
+    pretrained_checkpoint: str | None = _folder(
         "begin with the model and the weights of the latest checkpoint in this folder, which `tempo-megatron import` "
         "or a run of any layout has made; step, optimizer, data and schedule are this run's own. With a checkpoint in "
         "--load the run goes on from that",
-        parse_folder,
         on_load=_BEGINNING,
-        metavar="DIR",
     )
     save_interval: int | None = _output(
-        "steps between checkpoints (default: only at the end)", parse_positive, on_load=_OUTPUT, needs="save"
+        "steps between checkpoints (default: only at the end)", parse_positive, needs="save"
     )
     async_save: bool = _output(
         "copy the state to the host's memory, which has to hold it, and write it while the training goes on",
-        on_load=_OUTPUT,
         needs="save",
         **_SWITCH,
     )
     keep_checkpoints: int | None = _output(
-        "newest checkpoints that stay in --save (default: all of them)", parse_positive, on_load=_OUTPUT, needs="save"
+        "newest checkpoints that stay in --save (default: all of them)", parse_positive, needs="save"
     )
-    log_interval: int = _output("steps per log line", parse_positive, on_load=_OUTPUT, default=10)
+    log_interval: int = _output("steps per log line", parse_positive, default=10)
     log_params_norm: bool = _output(
-        "log the L2 norm of the model's parameters, over all ranks, in each log line", on_load=_OUTPUT, **_SWITCH
+        "log the L2 norm of the model's parameters, over all ranks, in each log line", **_SWITCH
     )
-    tensorboard_dir: str | None = _output(
-        "write TensorBoard events there", parse_folder, on_load=_OUTPUT, metavar="DIR"
+    tensorboard_dir: str | None = _folder(
+        "write TensorBoard events there",
     )
     metrics_file: str | None = _output(
-        "one JSON line per step (default DIR of --save)", on_load=_OUTPUT, metavar="JSONL", in_save="metrics.jsonl"
+        "one JSON line per step (default DIR of --save)", metavar="JSONL", in_save="metrics.jsonl"
     )
     loss_plot: str | None = _output(
         "loss curve drawn at the end (default DIR of --save)",
         parse_png,
-        on_load=_OUTPUT,
         metavar="PNG",
         needs="metrics_file",
         in_save="loss.png",
     )
-    tempo_ledger: str | None = _output(on_load=_OUTPUT, **LEDGER)
-    log_dir: str | None = _output(
+    tempo_ledger: str | None = _output(**LEDGER)
+    log_dir: str | None = _folder(
         "where each rank writes rank_NNNNN.log when the run fails: its traceback, or where it was when another rank "
         "failed (default logs in DIR of --save)",
-        parse_folder,
-        on_load=_OUTPUT,
-        metavar="DIR",
         in_save="logs",
     )
     profile: tuple[int, int] | None = _output(
         "record these steps: a trace for Perfetto and, on a GPU, a snapshot for torch's memory viewer",
         parse_steps,
-        on_load=_OUTPUT,
         metavar="FIRST-LAST",
     )
     profile_ranks: tuple[int, ...] = _output(
-        "that record (default 0)", parse_not_negative, on_load=_OUTPUT, default=(0,), nargs="+", metavar="RANK"
+        "that record (default 0)", parse_not_negative, default=(0,), nargs="+", metavar="RANK"
     )
-    profile_dir: str | None = _output(
-        "where they write (default profile in DIR of --save)",
-        parse_folder,
-        on_load=_OUTPUT,
-        metavar="DIR",
-        in_save="profile",
-    )
+    profile_dir: str | None = _folder("where they write (default profile in DIR of --save)", in_save="profile")
 
     world_size: int = option("processes of the run", on_load=_LAYOUT)
     data_parallel_size: int = option("processes over tensor and pipeline parallel size", on_load=_LAYOUT)
-    tensor_model_parallel_size: int = _distributed(
-        "ranks that share each layer", parse_positive, on_load=_LAYOUT, default=1
+    tensor_model_parallel_size: int = _layout("ranks that share each layer", parse_positive, default=1)
+    pipeline_model_parallel_size: int = _layout(
+        "stages that the layers are divided over, with ZeRO 0 or 1", parse_positive, default=1
     )
-    pipeline_model_parallel_size: int = _distributed(
-        "stages that the layers are divided over, with ZeRO 0 or 1", parse_positive, on_load=_LAYOUT, default=1
+    num_layers_per_virtual_pipeline_stage: int | None = _layout(
+        "interleave: each stage has several chunks of this many layers (default: one chunk)", parse_positive
     )
-    num_layers_per_virtual_pipeline_stage: int | None = _distributed(
-        "interleave: each stage has several chunks of this many layers (default: one chunk)",
-        parse_positive,
-        on_load=_LAYOUT,
-    )
-    pipeline_model_parallel_layout: str | None = _distributed(
+    pipeline_model_parallel_layout: str | None = _layout(
         "which layers each stage or chunk has, as Et*3|t*5L: E the embedding, t a layer, L the loss, | between",
-        on_load=_LAYOUT,
         metavar="LAYOUT",
     )
-    sequence_parallel: bool = _distributed(
-        "also split norms and dropout over the tensor parallel ranks", on_load=_LAYOUT, **_SWITCH
-    )
-    use_cpu_initialization: bool = _distributed(
+    sequence_parallel: bool = _layout("also split norms and dropout over the tensor parallel ranks", **_SWITCH)
+    use_cpu_initialization: bool = _layout(
         "draw the weights on the CPU: same for any TP", on_load=of_each_start("only for the first weights"), **_SWITCH
     )
-    distributed_timeout_minutes: int = _distributed(
+    distributed_timeout_minutes: int = _layout(
         "how long the ranks wait for one another, at the start and in a collective: a rank that runs but does not get "
         "on ends the run after this",
         parse_minutes,
         on_load=_WATCH,
         default=10,
     )
-    fault_timeout: float = _distributed(
+    fault_timeout: float = _layout(
         "how long a rank may be stopped, or its host silent, until the run ends; a rank that is busy is neither, and 0 "
         "lets the ranks not watch one another (default 60)",
         parse_fault_timeout,
@@ -367,7 +334,7 @@ class RunConfig:
         metavar="SECONDS",
     )
     on_gpu: bool = option("whether the processes have GPUs", on_load=_LAYOUT)
-    deepspeed_config: str = _distributed(
+    deepspeed_config: str = _layout(
         "the DeepSpeed configuration",
         on_load=of_each_start("a file that every start names"),
         names=("--deepspeed_config", "--deepspeed-config"),
