@@ -153,7 +153,7 @@ def tempoize(
     block = _make_block(spec, transformer_config, vp_stage)
     layer_specs = block.layer_specs or []
     choices = _choose_for_layers(layer_specs, transformer_config, tempo_config, obstacles or {})
-    stack = _find_stack(layer_specs) if stack is None else stack
+    stack = _get_stack(layer_specs) if stack is None else stack
     stack_name, first_layer = stack.name.lower(), get_transformer_layer_offset(transformer_config, vp_stage)
     choices.written.check_layers(stack_name, transformer_config.num_layers)
     made = TempoBlockSubmodules(
@@ -342,7 +342,7 @@ def _make_block(spec: Any, transformer_config: TransformerConfig, vp_stage: int 
     return TempoBlockSubmodules([spec] * num_layers, transformer_block.LayerNormImpl, submodules)
 
 
-def _find_stack(layer_specs: list[ModuleSpec]) -> Stack:
+def _get_stack(layer_specs: list[ModuleSpec]) -> Stack:
     masks = set()
     for layer in layer_specs:
         slots: Any = layer.submodules

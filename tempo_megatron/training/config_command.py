@@ -53,15 +53,15 @@ def describe_settings(argv: Sequence[str], family: str, world_size: int | None) 
     world_size = world_size or args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     run = complete_run(args, config, saved, world_size=world_size, on_gpu=torch.cuda.is_available())
     check_run(run)
-    typed = find_typed(argv, family)
+    typed = get_typed(argv, family)
     shape = read_shape_file(typed["model"]) if "model" in typed else {}
     in_json = flatten({"deepspeed": {**config, "tempo": config.get("tempo", {})}})
     for full, value in flatten({"run": dataclasses.asdict(run)}).items():
         name = full.removeprefix("run ")
-        yield name, _write(value), _find_source(name, typed, shape, in_json, config, saved)
+        yield name, _write(value), _get_source(name, typed, shape, in_json, config, saved)
 
 
-def find_typed(argv: Sequence[str], family: str) -> dict[str, Any]:
+def get_typed(argv: Sequence[str], family: str) -> dict[str, Any]:
     """Returns the arguments that a command line gives, without defaults."""
     parser = build_parser(family)
     for action in parser._actions:
@@ -69,7 +69,7 @@ def find_typed(argv: Sequence[str], family: str) -> dict[str, Any]:
     return vars(parser.parse_args(list(argv)))
 
 
-def _find_source(
+def _get_source(
     name: str,
     typed: Mapping[str, Any],
     shape: Mapping[str, Any],

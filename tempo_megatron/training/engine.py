@@ -24,7 +24,7 @@ from torch import Tensor
 from tempo_megatron.models.stage import PipelineStage
 from tempo_megatron.training import pipeline
 from tempo_megatron.training.checkpoint_files.files import CheckpointFiles
-from tempo_megatron.training.checkpoint_files.sharding import Cut, find_cuts
+from tempo_megatron.training.checkpoint_files.sharding import Cut, get_cuts
 from tempo_megatron.training.metrics import MonitorBuffer
 from tempo_megatron.training.ranks import MPU
 from tempo_megatron.training.run.deepspeed_config import copy_deepspeed_config, offloads_optimizer, read_zero_stage
@@ -134,7 +134,7 @@ class Engine:
         config = run.deepspeed
         self.zero_stage = read_zero_stage(config)
         self.tensor_parallel_size = run.tensor_model_parallel_size
-        self.cuts = find_cuts(model)
+        self.cuts = get_cuts(model)
         mark_divided_parameters(model, self.cuts)
         self._samples_per_step = run.global_batch_size
         self._computes_norm = self.zero_stage == 0 and run.precision == "fp32"

@@ -32,7 +32,7 @@ from tempo_megatron.training.throughput import Throughput
 from tempo_megatron.training.watch.team import Team
 
 
-def find_task(family: str) -> Task:
+def get_task(family: str) -> Task:
     """Returns the Task of a family of models."""
     if family == "bert":
         from tempo_megatron.training.tasks.masked import MaskedTask
@@ -69,7 +69,7 @@ class Job:
     ) -> None:
         # Ranks
         self.save_folder = ranks.claim_save_folder(run)
-        self.task = find_task(run.model.family)
+        self.task = get_task(run.model.family)
         self.vocabulary = load_vocabulary(run, self.task)
         if team is not None:
             team.compare(collect_facts(run, self.vocabulary), run.distributed_timeout_minutes * 60.0)
@@ -106,7 +106,7 @@ class Job:
             self.vocabulary,
             zero_stage=self.engine.zero_stage,
             optimizer=self.engine.optimizer_name,
-            gelu_form=model.find_gelu_form(run.model, transformer_config),
+            gelu_form=model.get_gelu_form(run.model, transformer_config),
             **identify_data(run, self.vocabulary.tokenizer),
         )
         self.checkpoints = checkpoint.Checkpoints(

@@ -60,7 +60,7 @@ def has_fused_softmax() -> bool:
     return importlib.util.find_spec(_FUSED_SOFTMAX) is not None
 
 
-def find_gelu_form(shape: ModelShape, config: TransformerConfig) -> str | None:
+def get_gelu_form(shape: ModelShape, config: TransformerConfig) -> str | None:
     """Returns tanh or erf, or None for an activation without GELU."""
     if shape.activation not in ("gelu", "geglu"):
         return None

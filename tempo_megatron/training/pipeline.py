@@ -104,7 +104,7 @@ class Schedule:
         def step(iterator: Iterator[tuple[int, Batch]], chunk: Any) -> tuple[Any, Callable[..., Any]]:
             micro_batch, batch = next(iterator)
             announce(micro_batch)
-            return self.forward_step.run_model(chunk, batch), functools.partial(self._find_loss, batch)
+            return self.forward_step.run_model(chunk, batch), functools.partial(self._compute_loss, batch)
 
         # Each chunk takes the micro batches in order; a batch is read once, for the first chunk that needs it.
         iterators = list(itertools.tee(enumerate(batches), len(self.chunks)))
@@ -119,7 +119,7 @@ class Schedule:
         )
         return found
 
-    def _find_loss(self, batch: Batch, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def _compute_loss(self, batch: Batch, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
         losses = self.forward_step.compute_losses(output, batch)
         # The schedule divides the first one in place.
         return losses[LOSS], {name: loss.detach().clone() for name, loss in losses.items()}

@@ -67,7 +67,7 @@ def run_export(args: argparse.Namespace) -> int:
     Raises ValueError if the checkpoint does not exist or is not whole, or if the output exists already.
     """
     check_installed("it", "train", "safetensors")
-    checkpoint = _find_checkpoint(args.load, args.iteration)
+    checkpoint = _get_checkpoint(args.load, args.iteration)
     run = _read_run(checkpoint, args.format)
     output, dtype = Path(args.output), _DTYPES[args.dtype]
     _check_output(output, args.format)
@@ -137,7 +137,7 @@ def convert(state: SavedState, run: Mapping[str, Any]) -> Iterator[Tensor]:
 _UNCHANGED = "give a checkpoint whose files were not changed"
 
 
-def _find_checkpoint(load: str, iteration: int | None) -> Path:
+def _get_checkpoint(load: str, iteration: int | None) -> Path:
     folder = CheckpointFolder(load)
     if (folder.path / RUN_FILE).is_file():
         raise ValueError(f"--load {load} is one checkpoint; give the folder around it, and --iteration to choose")

@@ -162,7 +162,7 @@ def take_from_checkpoint(
     stored = {**settings, **{name: masking[name] for name in _MASKING if name in masking}}
     stored |= {name: settings.get("precision") == name for name in ("bf16", "fp16")}
     given = vars(args)
-    left_out = {name for name in given if given[name] is None} - _find_decided(given, config, settings)
+    left_out = {name for name in given if given[name] is None} - _list_decided(given, config, settings)
     if not any(given[name] or is_given(config.get(name, {}), "enabled") for name in ("bf16", "fp16")):
         left_out |= {"bf16", "fp16"}
     names = {*TAKEN, *_MASKING, "bf16", "fp16"} - {"model", "tempo", "memory_budget", "host_memory"}
@@ -180,7 +180,7 @@ def take_from_checkpoint(
     return taken
 
 
-def _find_decided(given: Mapping[str, Any], config: Mapping[str, Any], settings: Mapping[str, Any]) -> set[str]:
+def _list_decided(given: Mapping[str, Any], config: Mapping[str, Any], settings: Mapping[str, Any]) -> set[str]:
     """Lists arguments that are left out but follow from others that the user gave."""
     decided = set()
     if is_given(config, "gradient_clipping"):
