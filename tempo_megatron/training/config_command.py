@@ -98,7 +98,8 @@ def _get_source(
     option = OPTIONS[group]
     if option.in_json and is_given(config, option.in_json):
         return f'JSON "{option.in_json}"'
-    if saved is not None and group in TAKEN:
+    if group in TAKEN and group in stored:
+        assert saved is not None
         return f"checkpoint {saved['checkpoint']}"
     if name == "precision" and not ({"bf16", "fp16"} & set(typed)) and ({"bf16", "fp16"} & set(config)):
         return "JSON"

@@ -267,16 +267,17 @@ def describe_changes(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> I
         saved: of read_saved_run.
         settings: fields of the run as the user gave it.
     """
+    stored = read_settings(saved)
     theirs, ours = (
         flatten(
             {
                 "run": {
-                    **{name: each[name] for name in ("model", *MAY_CHANGE) if name in each},
+                    **{name: each[name] for name in ("model", *MAY_CHANGE) if name in stored},
                     "deepspeed": {k: v for k, v in each["deepspeed"].items() if k not in _TOLD_OF_JSON},
                 }
             }
         )
-        for each in (read_settings(saved), json.loads(json.dumps(settings)))
+        for each in (stored, json.loads(json.dumps(settings)))
     )
     changes = [
         f"{name.removeprefix('run ')} {_write(theirs.get(name))} -> {_write(ours.get(name))}"
