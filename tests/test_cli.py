@@ -17,7 +17,7 @@ from tempo_megatron.cli import main
 from tempo_megatron.cluster import installation as doctor
 from tempo_megatron.training import banner
 from tempo_megatron.training.run.arguments import parse_arguments
-from tempo_megatron.training.run.run_config import divide_processes
+from tempo_megatron.training.run.complete import divide_processes
 
 ROOT = Path(__file__).parent.parent
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from tempo_megatron.settings.config import BUDGET, CHECKS, HOST_MEMORY, SETTINGS, TempoConfig, check_block
 from tempo_megatron.settings.layer_values import freeze_layers
-from tempo_megatron.settings.operations import CHOICES, OFFLOAD_ROWS, OPERATIONS, RENAMED, check_offload
+from tempo_megatron.settings.operations import OFFLOAD_ROWS, OPERATIONS, RENAMED, check_offload
 from tempo_megatron.words.argument_types import parse_memory
 from tempo_megatron.words.json_text import parse_json
 
@@ -34,16 +34,19 @@ class _RefuseRenamed(argparse.Action):
         raise argparse.ArgumentError(None, f"{old} is now {new}; write {new} instead of {old}")
 
 
+LEDGER: dict[str, Any] = {
+    "nargs": "?",
+    "const": "tempo_ledger",
+    "metavar": "PREFIX",
+    "help": "measure what each operation keeps in the first step, and the second step's memory moment by moment; print "
+    "it and write PREFIX.stageN.json and .png (default PREFIX %(const)s)",
+}
+"""What add_argument needs for `--tempo-ledger`."""
+
+
 def add_ledger_argument(group: Any) -> None:
     """`--tempo-ledger` of a run, to a parser or a group."""
-    group.add_argument(
-        "--tempo-ledger",
-        nargs="?",
-        const="tempo_ledger",
-        metavar="PREFIX",
-        help="measure what each operation keeps in the first step, and the second step's memory moment by moment; "
-        "print it and write PREFIX.stageN.json and .png (default PREFIX %(const)s)",
-    )
+    group.add_argument("--tempo-ledger", **LEDGER)
 
 
 def add_tempo_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -101,19 +104,17 @@ def add_tempo_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 def describe_tempo_arguments(args: argparse.Namespace) -> str:
     """The typed arguments: `--use-tempo --tempo-norm off`; "none" without any."""
     words = {None: [], True: ["--use-tempo"], False: ["--no-use-tempo"]}[args.use_tempo]
-    given = {name: getattr(args, f"tempo_{name}") for name in CHOICES}
-    words = words + [f"{OPERATIONS[name].argument} {value}" for name, value in given.items() if value]
-    if args.tempo_offload is not None:
-        words.append(f"--tempo-offload {args.tempo_offload}")
-    if args.tempo_check is not None:
-        words.append(f"--tempo-check {args.tempo_check}")
-    if args.tempo_layers is not None:
-        words.append(f"--tempo-layers '{json.dumps(args.tempo_layers)}'")
-    if args.tempo_memory_budget is not None:
-        words.append(f"--tempo-memory-budget {args.tempo_memory_budget}")
-    if args.tempo_host_memory is not None:
-        words.append(f"--tempo-host-memory {args.tempo_host_memory}")
+    for name, value in _list_given(args):
+        words.append(f"{_name_argument(name)} " + (f"'{json.dumps(value)}'" if name == "layers" else str(value)))
     return " ".join(words) or "none"
+
+
+def _list_given(args: argparse.Namespace) -> list[tuple[str, Any]]:
+    return [(name, value) for name in SETTINGS if (value := getattr(args, f"tempo_{name}")) is not None]
+
+
+def _name_argument(name: str) -> str:
+    return f"--tempo-{name.replace('_', '-')}"
 
 
 def _read_offload(text: str) -> str:
@@ -157,14 +158,13 @@ def read_tempo_of_run(
 ) -> tuple[TempoConfig, Budget | None]:
     """(As `tempo_config_from`, the memory that a plan at the run's start may use or None where no budget is given)."""
     block = check_block(deepspeed_config["tempo"]) if deepspeed_config and "tempo" in deepspeed_config else None
-    given = {name: value for name in SETTINGS if (value := getattr(args, f"tempo_{name}")) is not None}
+    given = dict(_list_given(args))
     enabled = args.use_tempo
     if enabled is None:
         enabled = block is not None and block.get("enabled", True)
     if not enabled:
         if given:
-            name = next(iter(given))
-            argument = OPERATIONS[name].argument if name in OPERATIONS else f"--tempo-{name.replace('_', '-')}"
+            argument = _name_argument(next(iter(given)))
             raise ValueError(f"{argument} is given but Tempo is off; add --use-tempo or leave {argument} out")
         return TempoConfig.off(), None
     fields = {name: value for name, value in (block or {}).items() if name != "enabled"} | given

@@ -29,7 +29,7 @@ class TempoConfig:
 
     `"auto"` is in place if the model allows that, else recompute, else stock; `tempo_megatron.slots.choose.choose` says
     which and why. `"off"` is stock Megatron. Any other value is taken as written, and a model that cannot have it is
-    refused.
+    refused. `tempo_megatron.settings.operations.OPERATIONS` and docs/settings.md say what each value keeps.
 
     `layers` gives single layers other values. Operations that a range leaves out have the fields' values; so do the
     final norm, the embedding's dropout and the loss head.
@@ -38,35 +38,13 @@ class TempoConfig:
     """
 
     activation: str = "auto"
-    """The MLP's activation. "inplace" (gelu and squared relu) keeps the output, which the next linear keeps anyway, and
-    for gelu one bit per element. "recompute" (gated ones too) keeps the input, and makes the output again in
-    backward."""
-
     norm: str = "auto"
-    """"inplace" keeps the output, which the next linear keeps anyway, and rstd. "recompute" keeps the input, and makes
-    the output again in backward; exact."""
-
     dropout: str = "auto"
-    """Hidden and embedding dropout. "recompute" keeps nothing, and draws the mask again in backward."""
-
     attention: str = "auto"
-    """"flash" keeps q, k, v, the output and logsumexp, no s*s tensor and no mask. "softmax", the paper's form, keeps
-    one s*s tensor, the softmax's output. "recompute" keeps q, k and v, and runs again in backward. All draw dropout
-    again in backward."""
-
     linear_fc1: str = "auto"
-    """"recompute" keeps the input of the MLP's first linear only. Its output and the activation's are computed again in
-    backward, whatever `activation` keeps. "auto" is "off"."""
-
     linear_qkv: str = "auto"
-    """"recompute" keeps the input of self attention's projection instead of q, k and v. "auto" is "off"."""
-
     moe_permute: str = "auto"
-    """"recompute" keeps the tokens of a mixture of experts instead of a copy for each of their experts, which is
-    gathered again in backward. For experts that are all on this rank. "auto" is "off"."""
-
     loss: str = "auto"
-    """"fused" computes the output layer and the cross entropy one chunk of tokens at a time, without all logits."""
 
     offload: str = "off"
     """What goes to the host after the forward and comes back before the backward, in every layer: "all" that the layer
@@ -127,7 +105,7 @@ class TempoConfig:
             layer: counted from 0 over the whole model.
             stack: "encoder" or "decoder".
         """
-        key = self.find_range(layer, stack)
+        key = self.get_range(layer, stack)
         return dataclasses.replace(self, layers={}, **(self.layers[key] if key is not None else {}))
 
     def for_layers(self, layers: range, stacks: Sequence[str]) -> TempoConfig:
@@ -148,7 +126,7 @@ class TempoConfig:
                     )
         return dataclasses.replace(self, layers=found)
 
-    def find_range(self, layer: int, stack: str = "decoder") -> str | None:
+    def get_range(self, layer: int, stack: str = "decoder") -> str | None:
         """The key of `layers` to which a layer belongs; None where it has the values of the fields."""
         return next((key for key in self.layers if read_range(key).holds(layer, stack)), None)
 

@@ -1,31 +1,39 @@
 """One table of the operations that Tempo replaces: their switches, their slots, and their rows in the ledger.
 
-TempoConfig, the arguments, the specs, the ledger, `doctor` and a run's banner all read it. A new operation needs a row
-of OPERATIONS and a field of TempoConfig. The ledger shows what it keeps in the rows that name it.
+TempoConfig, the arguments, the specs, the ledger, `doctor`, a run's banner and docs/settings.md all read it. A new
+operation needs a row of OPERATIONS, a field of TempoConfig, and for each value a row of CLASSES in
+tempo_megatron/slots/classes.py. The ledger shows what it keeps in the rows that name it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Mapping
 from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One operation: its switch, its slots and its help."""
+    """One operation: its switch, its slots, what computes it, and what is kept."""
 
     name: str
     """Field of TempoConfig, key of the "tempo" block, and with dashes `--tempo-NAME`."""
 
-    choices: tuple[str, ...]
-    """The switch's values; "off" is stock Megatron, "auto" the first of `preference` that nothing refuses."""
+    what: str
+    """The part of a model that it is."""
 
-    preference: tuple[str, ...]
+    keeps: Mapping[str, str]
+    """The switch's values besides "auto" and "off" (stock Megatron), and what is kept for backward with each."""
+
+    preference: tuple[str, ...] = ("off",)
     """What "auto" tries, in this order: in place where that exists, else recompute, else stock."""
 
-    help: str
-    """What `--help` says about the switch."""
+    functions: tuple[str, ...]
+    """The operations of tempo_kernels that compute it, by their full names."""
+
+    kernels: tuple[str, ...] = ()
+    """Their Triton kernels, by files of kernels/tempo_kernels."""
 
     slots: tuple[str, ...] = ()
     """Attributes of a layer's submodules that hold the operation; a dot leads into the submodules of a slot."""
@@ -36,19 +44,30 @@ class Operation:
     title: str = ""
     """Its name in `doctor`'s output, if that differs."""
 
+    has_banner_line: bool = False
+    """Whether a run's banner has a line that says by which code the operation runs."""
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The switch's values; "auto" is the first of `preference` that nothing refuses."""
+        return ("auto", "off", *self.keeps)
+
     @property
     def argument(self) -> str:
         """`--tempo-NAME`."""
         return f"--tempo-{self.name.replace('_', '-')}"
 
     @property
+    def help(self) -> str:
+        """What `--help` says about the switch."""
+        values = "; with ".join(f"{value}: {kept}" for value, kept in self.keeps.items())
+        return f"{self.what}. Kept for backward with {values}{'; auto is off' if self.is_opt_in else ''}"
+
+    @property
     def is_opt_in(self) -> bool:
         """Whether "auto" always means stock (opt-in). Banners and reports then mention the operation only if somebody
         set it."""
         return self.preference == ("off",)
-
-    has_banner_line: bool = False
-    """Whether a run's banner has a line that says by which code the operation runs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,73 +94,98 @@ class LedgerRow:
     """The module in the layer by whose name `offload` moves it; None for its own."""
 
 
+_RECOMPUTE = "tempo_kernels.recompute.drop"
+
 OPERATIONS = {
     operation.name: operation
     for operation in (
         Operation(
             name="activation",
-            choices=("auto", "off", "inplace", "recompute"),
+            what="the MLP's activation",
+            keeps={
+                "inplace": "its output, which the next linear keeps anyway, and for gelu one bit per element",
+                "recompute": "its input only, from which the output is made again (gated activations too)",
+            },
             preference=("inplace", "recompute", "off"),
-            help="the MLP's activation keeps, inplace, its output and, for gelu, one bit per element instead of its "
-            "input; recompute, its input only (gated ones too)",
+            functions=("tempo_kernels.activation.activate", _RECOMPUTE),
+            kernels=("activation/kernel.py", "activation/kernel_activations.py"),
             slots=("mlp",),
         ),
         Operation(
             name="norm",
-            choices=("auto", "off", "inplace", "recompute"),
+            what="LayerNorm and RMSNorm",
+            keeps={
+                "inplace": "the output, which the next linear keeps anyway, and rstd",
+                "recompute": "the input only, from which the output is made again; exact",
+            },
             preference=("inplace", "recompute", "off"),
-            help="LayerNorm and RMSNorm keep, inplace, their output and rstd instead of their input; "
-            "recompute, their input only",
+            functions=("tempo_kernels.norm.layer_norm", "tempo_kernels.norm.rms_norm", _RECOMPUTE),
+            kernels=("norm/kernel.py", "norm/kernel_forward.py", "norm/kernel_backward.py"),
             slots=("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm", "norm"),
             block_slots=("layer_norm",),
         ),
         Operation(
             name="dropout",
-            choices=("auto", "off", "recompute"),
+            what="hidden and embedding dropout",
+            keeps={"recompute": "nothing; masks are drawn again"},
             preference=("recompute", "off"),
-            help="hidden and embedding dropout keep nothing; their masks are redrawn in backward",
+            functions=("tempo_kernels.dropout_add.bias_dropout_add",),
+            kernels=("dropout_add/kernel.py", "philox/kernel.py"),
             slots=("self_attn_bda", "cross_attn_bda", "mlp_bda", "mamba_bda"),
         ),
         Operation(
             name="attention",
-            choices=("auto", "off", "flash", "softmax", "recompute"),
+            what="attention",
+            keeps={
+                "flash": "q, k, v, the output and logsumexp, no s*s tensor and no mask",
+                "softmax": "one s*s tensor, the softmax's output (the paper's form)",
+                "recompute": "q, k and v; as flash, which runs again",
+            },
             preference=("flash", "off"),
-            help="attention keeps, flash, q, k, v, output and logsumexp, no s*s tensor and no mask; "
-            "softmax, one s*s tensor; recompute, q, k and v: as flash, and its output is computed again in backward",
+            functions=("tempo_kernels.attention.attention",),
+            kernels=("attention/kernel.py", "attention/kernel_forward.py", "attention/kernel_backward.py"),
             slots=("self_attention.core_attention", "cross_attention.core_attention"),
             has_banner_line=True,
         ),
         Operation(
             name="linear_fc1",
-            choices=("auto", "off", "recompute", "tile"),
-            preference=("off",),
-            help="recompute: the MLP keeps the input of its first linear only, which runs again in backward (a third "
-            "of a GPT layer's products); tile: it keeps as little, and computes a tile of tokens at a time in forward "
-            "and backward, for which both linears run again (two thirds); auto is off",
+            what="the MLP's first linear, with the activation",
+            keeps={
+                "recompute": "its input only; the linear runs again (a third of a GPT layer's products)",
+                "tile": "its input only, and a tile of tokens is computed at a time in forward and backward, for which "
+                "both linears run again (two thirds)",
+            },
+            functions=(_RECOMPUTE, "tempo_kernels.recompute.recompute_in_tiles"),
             slots=("mlp",),
         ),
         Operation(
             name="linear_qkv",
-            choices=("auto", "off", "recompute"),
-            preference=("off",),
-            help="recompute: self attention keeps the input of its projection instead of q, k and v, which are "
-            "computed again in backward (a quarter of a GPT layer's products); auto is off",
+            what="self attention's projection",
+            keeps={
+                "recompute": "its input instead of q, k and v, which are computed again (a quarter of a GPT layer's "
+                "products)"
+            },
+            functions=(_RECOMPUTE,),
             slots=("self_attention",),
         ),
         Operation(
             name="moe_permute",
-            choices=("auto", "off", "recompute", "repeat"),
-            preference=("off",),
-            help="recompute: a mixture of experts on one rank keeps its tokens instead of a copy for each of their "
-            "experts, and gathers them again in backward; repeat: experts on several ranks do not keep the tokens that "
-            "they were sent, which are sent again in backward by another all-to-all; auto is off",
+            what="a mixture of experts",
+            keeps={
+                "recompute": "its tokens instead of a copy for each of their experts, which is gathered again (experts "
+                "that are all on this rank)",
+                "repeat": "not the tokens that its ranks were sent, which are sent again by another all-to-all",
+            },
+            functions=(_RECOMPUTE,),
             slots=("mlp",),
         ),
         Operation(
             name="loss",
-            choices=("auto", "off", "fused"),
+            what="the loss head",
+            keeps={"fused": "hidden states instead of logits, of which one chunk of tokens is alive at a time"},
             preference=("fused", "off"),
-            help="the loss head keeps hidden states instead of logits, of which one chunk of tokens is alive at a time",
+            functions=("tempo_kernels.linear_cross_entropy.linear_cross_entropy",),
+            kernels=("linear_cross_entropy/kernel.py",),
             title="loss head",
         ),
     )

@@ -70,8 +70,6 @@ class TempoDotProductAttention(DotProductAttention):
     """
 
     form: ClassVar[str] = "flash"
-    value: ClassVar[str] = "flash"
-    """The value of the switch `attention` that selects this class."""
 
     def __init__(
         self,
@@ -282,15 +280,13 @@ class TempoSoftmaxDotProductAttention(TempoDotProductAttention):
     """The form of the Tempo paper: keeps the softmax's output [b, a/p, s, s] in q's dtype. The dropout's output and
     mask are made again in backward."""
 
-    form = value = "softmax"
+    form = "softmax"
 
 
 class TempoRecomputeDotProductAttention(TempoDotProductAttention):
     """TempoDotProductAttention that keeps q, k and v only. A linear that drops its input, such as
     TempoRowParallelLinear, frees the output, and attention runs again with the same masks just before that linear's
     backward. If Megatron recomputes core attention or the layer, it does not run a third time."""
-
-    value = "recompute"
 
     def _run(self, attend: Callable[..., Tensor], *operands: Tensor, **added: Tensor) -> Tensor:
         return attend(*operands, **added) if is_in_backward() else recompute(attend, *operands, **added)

@@ -13,13 +13,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots import transformer_engine as te
-from tempo_megatron.slots.attention import TempoDotProductAttention, TempoSelfAttention
 from tempo_megatron.slots.choose import Choices
-from tempo_megatron.slots.dropout import tempo_bias_dropout_add
+from tempo_megatron.slots.classes import get_value
 from tempo_megatron.slots.dropout_rng import Stack
-from tempo_megatron.slots.experts import KeepsActivationInput, TempoMoELayer, is_mixture
-from tempo_megatron.slots.mlp import LinearRecomputeMLP, TempoLinearRecomputeMLP, TempoMLP, TempoTiledMLP, TiledMLP
-from tempo_megatron.slots.norm import TempoLayerNorm, TempoRMSNorm
+from tempo_megatron.slots.experts import is_mixture
 from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there, list_fields
 
 ATTENTIONS = ("self_attention", "cross_attention")
@@ -29,15 +26,6 @@ BUILT_NAMES = {"layer_norm": "final_layernorm"}
 _HYBRID_NORM = "final_norm"
 # Norms inside of an attention: of queries and keys, and of what latent attention compresses.
 INNER_NORMS = ("q_layernorm", "k_layernorm", "kv_layernorm")
-
-_TEMPO_CLASSES: dict[str, tuple[type, ...]] = {
-    "activation": (TempoMLP, KeepsActivationInput),
-    "norm": (TempoLayerNorm, TempoRMSNorm, te.SplitNorm),
-    "attention": (TempoDotProductAttention,),
-    "linear_fc1": (TempoLinearRecomputeMLP, TempoTiledMLP),
-    "linear_qkv": (TempoSelfAttention,),
-    "moe_permute": (TempoMoELayer,),
-}
 
 
 @dataclasses.dataclass
@@ -93,18 +81,12 @@ class Slot:
     @property
     def is_tempo(self) -> bool:
         """Whether it holds Tempo's module."""
-        return _is_tempo(self.operation, self.content)
+        return self.value != "off"
 
     @property
     def value(self) -> str:
         """The value of the operation's switch that puts such a module here; "off" for a module that is not Tempo's."""
-        if not self.is_tempo:
-            return "off"
-        module = find_class(self.content)
-        if self.operation in ("norm", "activation"):
-            return str(module.keep)
-        # The other operations have a single value besides "off" and "auto".
-        return str(getattr(module, "value", OPERATIONS[self.operation].choices[-1]))
+        return get_value(self.operation, find_class(self.content))
 
 
 def list_slots(block: TransformerBlockSubmodules | torch.nn.Module) -> Iterator[Slot]:
@@ -162,16 +144,7 @@ def hides_the_future(spec: TransformerBlockSubmodules) -> bool:
         if is_there(attention := getattr(layer.submodules, name, None))
     ]
     return all(
-        _is_tempo("attention", getattr(attention.submodules, "core_attention", None))
+        get_value("attention", find_class(getattr(attention.submodules, "core_attention", None))) != "off"
         and getattr(attention, "params", {}).get("attn_mask_type") is AttnMaskType.causal
         for attention in attentions
     )
-
-
-def _is_tempo(operation: str, content: Any) -> bool:
-    module = find_class(content)
-    if operation == "dropout":  # a function in the spec, as Megatron has it
-        return getattr(module, "__module__", "") == tempo_bias_dropout_add.__module__
-    if operation == "activation" and module in (LinearRecomputeMLP, TiledMLP):  # around Megatron's own
-        return False
-    return isinstance(module, type) and issubclass(module, _TEMPO_CLASSES[operation])

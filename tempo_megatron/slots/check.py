@@ -103,7 +103,7 @@ class LayerChecks:
         for place, (layer, ours, stock) in enumerate(
             zip(block.layers, spec.layer_specs or [], spec.stock_layers or [], strict=True)
         ):
-            kind = _find_kind(ours, stock)
+            kind = _get_kind(ours, stock)
             if kind is None or kind in self._known:
                 continue
             self._known.add(kind)
@@ -118,7 +118,7 @@ class LayerChecks:
                 _say_once(model, functools.partial(self._say, f"not checked: {reason}"))
 
 
-def _find_kind(ours: Any, stock: Any) -> Any:
+def _get_kind(ours: Any, stock: Any) -> Any:
     """What layers that one comparison stands for have in common; None where nothing is Tempo's."""
     slots = [(slot.operation, slot.name, slot.value) for slot in list_layer_slots(ours) if slot.is_tempo]
     # A bias-dropout-add is a function of its own in each layer.
@@ -193,7 +193,7 @@ class _Check:
     def _compare(self, layer: Any, given: Mapping[str, Any]) -> tuple[str, str | None]:
         """(The line to say, and what to raise instead where the layer differs)."""
         name = self._name(layer)
-        if reason := _find_partition(layer):
+        if reason := _get_partition(layer):
             return f"not checked: {name}: {reason}", None
         arguments, num_tokens = _cut(given, layer.config)
         held: dict[str, Tensor] = {}
@@ -202,12 +202,12 @@ class _Check:
         stock = self._run(layer, stock_spec, arguments, held)
         if wrong := [key for key, tensor in stock.items() if not tensor.isfinite().all()]:
             return f"not checked: {name}: stock's {wrong[0]} is not finite", None
-        floor = _find_floor(_find_dtype(layer, arguments["hidden_states"]), self.values)
+        floor = _compute_floor(_get_dtype(layer, arguments["hidden_states"]), self.values)
         tempo_spec = (self.spec.layer_specs or [])[self.place]
-        ours = _find_errors(self._run(layer, tempo_spec, arguments, held), stock)
+        ours = _compute_errors(self._run(layer, tempo_spec, arguments, held), stock)
         bounds = dict.fromkeys(stock, floor)
         if self._exceeds(layer, ours, bounds):
-            changes = _find_errors(self._run(layer, stock_spec, arguments, held, _change_by_a_rounding), stock)
+            changes = _compute_errors(self._run(layer, stock_spec, arguments, held, _change_by_a_rounding), stock)
             bounds = {key: max(floor, _SLACK * changes[key]) for key in stock}
         worst = max(stock, key=lambda key: ours[key] / bounds[key])
         if self._exceeds(layer, ours, bounds):
@@ -301,7 +301,7 @@ class _Check:
 
         def differs(on: list[str]) -> bool:
             found = self._run(layer, self._make_spec(layer, on), arguments, held)
-            return self._exceeds(layer, _find_errors(found, stock), bounds)
+            return self._exceeds(layer, _compute_errors(found, stock), bounds)
 
         if differs([]):
             return {}
@@ -355,7 +355,7 @@ def _leave_as_it_was(x: Any) -> Iterator[None]:
         buffers.update(kept)
 
 
-def _find_partition(layer: Any) -> str | None:
+def _get_partition(layer: Any) -> str | None:
     """Why the weights are not all here."""
     for parameter in layer.parameters():
         if hasattr(parameter, "ds_id"):
@@ -365,13 +365,13 @@ def _find_partition(layer: Any) -> str | None:
     return None
 
 
-def _find_floor(dtype: torch.dtype, values: TempoConfig) -> float:
+def _compute_floor(dtype: torch.dtype, values: TempoConfig) -> float:
     """The bound for tensors that are not more sensitive than most."""
     floor = max(1e-5, 4 * torch.finfo(dtype).eps)
     return max(floor, 2 * _GELU_ERRORS.get(dtype, 0.0)) if values.activation == "inplace" else floor
 
 
-def _find_dtype(layer: Any, x: Tensor) -> torch.dtype:
+def _get_dtype(layer: Any, x: Tensor) -> torch.dtype:
     """The coarsest of what the layer computes with."""
     dtypes: set[torch.dtype] = {x.dtype, *(parameter.dtype for parameter in layer.parameters())}
     if torch.is_autocast_enabled(x.device.type):
@@ -488,7 +488,7 @@ def _change_by_a_rounding(x: Tensor) -> Tensor:
     return x + x * ((2 * signs.to(x) - 1) * torch.finfo(x.dtype).eps)
 
 
-def _find_errors(found: Mapping[str, Tensor], stock: Mapping[str, Tensor]) -> _Errors:
+def _compute_errors(found: Mapping[str, Tensor], stock: Mapping[str, Tensor]) -> _Errors:
     """norm(found - stock) / norm(stock) of each tensor; what stock says is zero counts beside its largest gradient."""
     norms = {key: float(tensor.double().norm()) for key, tensor in stock.items()}
     least = max(norms.values()) * torch.finfo(stock["the output"].dtype).eps or 1.0

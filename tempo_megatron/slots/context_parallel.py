@@ -44,7 +44,7 @@ from tempo_kernels.attention import (
     differentiate_sink,
     merge_blocks,
 )
-from tempo_megatron.slots.dropout_rng import Segment, find_document_segments, find_segments
+from tempo_megatron.slots.dropout_rng import Segment, compute_document_segments, find_segments
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 # Columns are cut here only, where random words and the kernels' tiles begin.
@@ -200,7 +200,7 @@ def _find_ends(cu_seqlens: Tensor, exchange: Exchange, num_rows: int) -> tuple[i
             f"cu_seqlens is {list(boundaries)}, and {size} context-parallel ranks hold {num_rows} tokens each; "
             f"expected numbers growing from 0 to {size * num_rows}; give those of the whole row, padding included"
         )
-    find_document_segments(boundaries, 0, size)
+    compute_document_segments(boundaries, 0, size)
     return tuple(end // size for end in boundaries)
 
 
@@ -264,14 +264,14 @@ class _Rows(NamedTuple):
     def list_segments(self, rank: int, num_rows: int) -> list[Segment]:
         """What `rank` holds, in the order in which it holds it."""
         if self.boundaries is not None:
-            return find_document_segments(self.boundaries, rank, self.group.size())
+            return compute_document_segments(self.boundaries, rank, self.group.size())
         return [Segment(0, *part) for part in find_segments(rank, self.group.size(), num_rows)]
 
     def list_all(self, num_rows: int) -> list[Segment]:
         """The documents in the order of the row."""
-        return find_document_segments(self.boundaries or (0, num_rows), 0, 1)
+        return compute_document_segments(self.boundaries or (0, num_rows), 0, 1)
 
-    def find_ends(self) -> Ends:
+    def compute_ends(self) -> Ends:
         """Where the documents of a packed row begin and end in each rank's rows."""
         return None if self.boundaries is None else tuple(end // self.group.size() for end in self.boundaries)
 
@@ -299,7 +299,7 @@ class _AttendRows(torch.autograd.Function):
         segments = layout.list_segments(layout.group.rank(), q.size(0))
         results: list[tuple[Tensor, Tensor] | None] = [None] * len(segments)
         for keys, values, columns in _gather(k, v, layout) if layout.gathers else _send_around(k, v, layout):
-            for i, rows, part, place in _find_pairs(segments, columns, layout, settings):
+            for i, rows, part, place in _compute_pairs(segments, columns, layout, settings):
                 found = attend_block(q[rows], keys[part], values[part], **place)
                 before = results[i]
                 results[i] = found if before is None else merge_blocks(before, found)
@@ -324,7 +324,7 @@ class _AttendRows(torch.autograd.Function):
         grads_on_their_way = None
         for keys, values, columns in _gather(k, v, layout) if layout.gathers else _send_around(k, v, layout):
             grad_keys, grad_values = (torch.zeros(t.shape, dtype=dtype, device=q.device) for t in (keys, values))
-            for _, rows, part, place in _find_pairs(segments, columns, layout, settings):
+            for _, rows, part, place in _compute_pairs(segments, columns, layout, settings):
                 whole = grad_out[rows], out[rows], logsumexp[..., rows]
                 grads = differentiate_block(*whole, q[rows], keys[part], values[part], **place)
                 for total, grad in (
@@ -334,7 +334,7 @@ class _AttendRows(torch.autograd.Function):
                 ):
                     total += grad
             if layout.gathers:
-                ends = layout.find_ends()
+                ends = layout.compute_ends()
                 grad_k, grad_v = (_sum_over_ranks(grad, group, ends) for grad in (grad_keys, grad_values))
                 continue
             # The gradients follow their keys around: what earlier ranks found arrives while this one computes.
@@ -390,7 +390,7 @@ def _send_around(k: Tensor, v: Tensor, layout: _Rows) -> Iterator[Part]:
 
 def _gather(k: Tensor, v: Tensor, layout: _Rows) -> Iterator[Part]:
     """Yields keys and values of all ranks in the order of the sequence."""
-    keys, values = (_order_rows(_all_gather(t, layout.group), layout.find_ends()) for t in (k, v))
+    keys, values = (_order_rows(_all_gather(t, layout.group), layout.compute_ends()) for t in (k, v))
     yield keys, values, layout.list_all(keys.size(0))
 
 
@@ -404,7 +404,7 @@ def _order_rows(parts: Tensor, ends: Ends) -> Tensor:
     """[size * s, ...] in the order of the sequence, of every rank's [size, s, ...]: the ranks' first chunks, then their
     second chunks in the reverse order of ranks; of a packed row for each document."""
     if ends is not None:
-        return parts.flatten(0, 1).index_select(0, _find_order(ends, parts.size(0), parts.device)[0])
+        return parts.flatten(0, 1).index_select(0, _compute_order(ends, parts.size(0), parts.device)[0])
     chunks = parts.unflatten(1, (2, -1))
     return torch.cat((chunks[:, 0].flatten(0, 1), chunks[:, 1].flip(0).flatten(0, 1)))
 
@@ -412,13 +412,13 @@ def _order_rows(parts: Tensor, ends: Ends) -> Tensor:
 def _split_rows(x: Tensor, size: int, ends: Ends) -> Tensor:
     """The inverse of _order_rows."""
     if ends is not None:
-        return x.index_select(0, _find_order(ends, size, x.device)[1]).view(size, -1, *x.shape[1:])
+        return x.index_select(0, _compute_order(ends, size, x.device)[1]).view(size, -1, *x.shape[1:])
     first, second = (half.unflatten(0, (size, -1)) for half in x.chunk(2))
     return torch.stack((first, second.flip(0)), dim=1).flatten(1, 2)
 
 
 @functools.lru_cache(maxsize=16)
-def _find_order(ends: tuple[int, ...], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _compute_order(ends: tuple[int, ...], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Where each row of a packed row is in the ranks' rows, one rank behind the other; and the inverse."""
     places = torch.arange(size * ends[-1], dtype=torch.int64).view(size, -1)
     chunks = (places[:, start:end].chunk(2, dim=1) for start, end in pairwise(ends) if start < end)
@@ -432,7 +432,7 @@ def _sum_over_ranks(grad: Tensor, group: Any, ends: Ends) -> Tensor:
     return parts.sum(0)
 
 
-def _find_pairs(
+def _compute_pairs(
     segments: list[Segment], columns: list[Segment], layout: _Rows, settings: dict[str, Any]
 ) -> Iterator[tuple[int, slice, slice, dict[str, Any]]]:
     """Yields the parts of rows and columns in which a query sees a key: the segment's number, its rows, the columns,

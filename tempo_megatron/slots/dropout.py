@@ -17,7 +17,7 @@ from torch import Tensor
 from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.choose import choose_operation
-from tempo_megatron.slots.dropout_rng import Site, Stack, count_depths, find_key_and_sample, find_rows
+from tempo_megatron.slots.dropout_rng import Site, Stack, compute_rows, count_depths, find_key_and_sample
 from tempo_megatron.slots.megatron_versions import is_since
 
 XWithBias = tuple[Tensor, Tensor | None]
@@ -60,7 +60,7 @@ def apply_dropout(
         x = x if bias is None else x + bias
         return x if residual is None else residual + x
     key, first_sample = find_key_and_sample(layer_number, site, stack)
-    place = {"first_sample": first_sample, **find_rows(x, config)}
+    place = {"first_sample": first_sample, **compute_rows(x, config)}
     return bias_dropout_add(x, bias, residual, p=prob, key=key, **place)
 
 
@@ -119,7 +119,7 @@ def tempoize_embedding(model: Any, tempo_config: TempoConfig) -> None:
     Raises ValueError where `tempo_config.dropout` is "recompute" and cannot be had ("auto" leaves the stock one there),
     and where `layers` speaks of a stack that the model does not have.
     """
-    tempo_config.check_stacks(_find_stacks(model), type(model).__name__)
+    tempo_config.check_stacks(_get_stacks(model), type(model).__name__)
     count_depths(getattr(getattr(model, "mtp", None), "layers", ()))
     embedding = getattr(model, "embedding", None)
     if embedding is None or choose_operation("dropout", embedding.config, tempo_config)[0] == "off":
@@ -128,14 +128,14 @@ def tempoize_embedding(model: Any, tempo_config: TempoConfig) -> None:
     if isinstance(stock, TempoEmbeddingDropout):
         return
     if not isinstance(model, T5Model):
-        stack = Stack[_find_stacks(model)[0].upper()]
+        stack = Stack[_get_stacks(model)[0].upper()]
         embedding.embedding_dropout = TempoEmbeddingDropout(stock.p, embedding.config, stack)
         return
     embedding.embedding_dropout = TempoSharedEmbeddingDropout(stock.p, embedding.config)
     model.register_forward_pre_hook(_begin_t5_forward, with_kwargs=True)
 
 
-def _find_stacks(model: Any) -> tuple[str, ...]:
+def _get_stacks(model: Any) -> tuple[str, ...]:
     if isinstance(model, T5Model):
         return ("encoder", "decoder")
     return ("encoder",) if isinstance(model, BertModel) else ("decoder",)

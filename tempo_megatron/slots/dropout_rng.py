@@ -384,7 +384,7 @@ class Segment(NamedTuple):
     num_rows: int
 
 
-def find_document_segments(boundaries: Sequence[int], rank: int, size: int) -> list[Segment]:
+def compute_document_segments(boundaries: Sequence[int], rank: int, size: int) -> list[Segment]:
     """What a context-parallel rank holds of each document of a packed row, in the order in which it holds it.
 
     Megatron cuts each document as `find_segments` cuts a sequence (megatron/core/utils.py:2041 of 0.16.1).
@@ -408,7 +408,7 @@ def find_document_segments(boundaries: Sequence[int], rank: int, size: int) -> l
     return found
 
 
-def find_rows(x: Tensor, config: Any) -> dict[str, Any]:
+def compute_rows(x: Tensor, config: Any) -> dict[str, Any]:
     """Which global rows the hidden states of this rank are: the arguments `first_row` or `rows` of a dropout, and
     where documents were announced `first_sample` and `samples`.
 
@@ -460,7 +460,7 @@ def _make_document_rows(
     rows = torch.arange(num_tokens, dtype=torch.int64, device=device)
     samples = torch.full_like(rows, first_sample)
     start = boundaries[0] // size
-    for document, row, count in find_document_segments(boundaries, rank, size):
+    for document, row, count in compute_document_segments(boundaries, rank, size):
         rows[start : start + count] = torch.arange(row, row + count, dtype=torch.int64)
         samples[start : start + count] = document_samples[document]
         start += count

@@ -287,9 +287,6 @@ class TempoMoELayer(TempoRoutedMoELayer):
     Exact, without a product and without communication: the tokens of this rank's experts are this rank's own.
     """
 
-    value: ClassVar[str] = "recompute"
-    """The value of the switch `moe_permute` that selects this class."""
-
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As MoELayer."""
         if not torch.is_grad_enabled() or is_in_backward():
@@ -311,8 +308,6 @@ class TempoRepeatMoELayer(TempoMoELayer):
     experts' output is there, whether or not its own experts have got tokens: a rank that waited until its first linear
     asks for its input would never send if it has none.
     """
-
-    value = "repeat"
 
     def _run_experts(self, take_tokens: Callable[[], Tensor], copies: Tensor, *inputs: Any) -> Any:
         dispatch = _dispatch_again(self.token_dispatcher)
@@ -409,10 +404,6 @@ def find_permute_refusal(config: TransformerConfig, choice: str) -> str | None:
         if value := getattr(config, name, None):
             return f"{name} is {'on' if value is True else value}, {why}"
     return None
-
-
-MIXTURES: dict[str, Any] = {layer.value: layer for layer in (TempoMoELayer, TempoRepeatMoELayer)}
-"""Value of the switch `moe_permute` -> the class that takes MoELayer's place."""
 
 
 def is_mixture(slot: Any) -> bool:

@@ -39,10 +39,7 @@ from tempo_megatron.slots.attention import (
     TempoDotProductAttention,
     TempoMLASelfAttention,
     TempoNormedSelfAttention,
-    TempoRecomputeDotProductAttention,
     TempoRotarySelfAttention,
-    TempoSelfAttention,
-    TempoSoftmaxDotProductAttention,
     recomputes_latent_projections,
 )
 from tempo_megatron.slots.block_slots import (
@@ -55,26 +52,12 @@ from tempo_megatron.slots.block_slots import (
     list_slots,
 )
 from tempo_megatron.slots.choose import Choices, Obstacles, Refusal, choose
+from tempo_megatron.slots.classes import CLASSES, get_norm
 from tempo_megatron.slots.dropout import tempo_bias_dropout_add
 from tempo_megatron.slots.dropout_rng import Site, Stack
-from tempo_megatron.slots.experts import MIXTURES, TempoRoutedMoELayer, is_mixture, replace_experts
+from tempo_megatron.slots.experts import TempoRoutedMoELayer, is_mixture, replace_experts
 from tempo_megatron.slots.linear import TempoColumnParallelLinear, TempoRowParallelLinear
-from tempo_megatron.slots.mlp import (
-    LinearRecomputeMLP,
-    TempoLinearRecomputeMLP,
-    TempoMLP,
-    TempoRecomputeMLP,
-    TempoTiledMLP,
-    TiledMLP,
-)
-from tempo_megatron.slots.norm import (
-    TempoLayerNorm,
-    TempoRecomputeLayerNorm,
-    TempoRecomputeRMSNorm,
-    TempoRMSNorm,
-    TorchLayerNorm,
-    TorchRMSNorm,
-)
+from tempo_megatron.slots.norm import TorchLayerNorm, TorchRMSNorm
 from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there, list_fields, put_submodules
 
 _EXPECTED_SPEC = (
@@ -82,17 +65,6 @@ _EXPECTED_SPEC = (
     "T5Model take, or tempoize_hybrid for the spec of a HybridModel; leave Tempo off for other layers"
 )
 _NORM_SLOTS = OPERATIONS["norm"].slots
-_NORMS: dict[Any, Any] = {
-    (norm.normalization, norm.keep): norm
-    for norm in (TempoLayerNorm, TempoRecomputeLayerNorm, TempoRMSNorm, TempoRecomputeRMSNorm)
-}
-_ATTENTIONS = {
-    attention.value: attention
-    for attention in (TempoDotProductAttention, TempoSoftmaxDotProductAttention, TempoRecomputeDotProductAttention)
-}
-_MLPS = {mlp.keep: mlp for mlp in (TempoMLP, TempoRecomputeMLP)}
-_LINEAR_MLPS = {"recompute": (TempoLinearRecomputeMLP, LinearRecomputeMLP), "tile": (TempoTiledMLP, TiledMLP)}
-"""Value of linear_fc1 -> the MLP with Tempo's activation, and with Megatron's."""
 # Linears whose input is a norm's output that no other module reads.
 _LINEARS_AFTER_NORMS = ("linear_qkv", "linear_q", "linear_fc1")
 _LATENT_LINEARS_AFTER_NORMS = ("linear_q_up_proj", "linear_kv_up_proj")
@@ -181,7 +153,7 @@ def tempoize(
     block = _make_block(spec, transformer_config, vp_stage)
     layer_specs = block.layer_specs or []
     choices = _choose_for_layers(layer_specs, transformer_config, tempo_config, obstacles or {})
-    stack = _find_stack(layer_specs) if stack is None else stack
+    stack = _get_stack(layer_specs) if stack is None else stack
     stack_name, first_layer = stack.name.lower(), get_transformer_layer_offset(transformer_config, vp_stage)
     choices.written.check_layers(stack_name, transformer_config.num_layers)
     made = TempoBlockSubmodules(
@@ -337,7 +309,7 @@ def _refuse_other_values(block: TempoBlockSubmodules, tempo_config: TempoConfig)
         values = tempo_config if layer is None else tempo_config.for_layer(layer, stack)
         asked = getattr(values, slot.operation)
         # If the first linear runs again, any activation has its input at hand.
-        is_free = slot.operation == "activation" and asked != "off" and values.linear_fc1 in _LINEAR_MLPS
+        is_free = slot.operation == "activation" and asked != "off" and ("linear_fc1", values.linear_fc1) in CLASSES
         if slot.value not in ("off", asked) and not is_free:
             where = stack if layer is None else f"{stack}.layers.{layer}"
             raise ValueError(
@@ -370,7 +342,7 @@ def _make_block(spec: Any, transformer_config: TransformerConfig, vp_stage: int 
     return TempoBlockSubmodules([spec] * num_layers, transformer_block.LayerNormImpl, submodules)
 
 
-def _find_stack(layer_specs: list[ModuleSpec]) -> Stack:
+def _get_stack(layer_specs: list[ModuleSpec]) -> Stack:
     masks = set()
     for layer in layer_specs:
         slots: Any = layer.submodules
@@ -419,7 +391,7 @@ def _replace_norm(slot: Any, transformer_config: TransformerConfig, tempo_config
     stock = (FusedLayerNorm, WrappedTorchNorm, transformer_block.LayerNormImpl)
     if slot not in stock and not te.is_residual_norm(slot, transformer_config):
         return slot
-    tempo_norm = te.replace_norm(slot, _NORMS.get((transformer_config.normalization, tempo_config.norm)))
+    tempo_norm = te.replace_norm(slot, get_norm(transformer_config.normalization, tempo_config.norm))
     if tempo_norm is not None or slot is not WrappedTorchNorm:
         return tempo_norm or slot
     return {"LayerNorm": TorchLayerNorm, "RMSNorm": TorchRMSNorm}.get(transformer_config.normalization, slot)
@@ -468,14 +440,14 @@ def _replace_attention(
         # The norms of latent attention are in front of the projections.
         norms = [] if is_latent else [norm for name in INNER_NORMS if is_there(norm := changes.get(name))]
         pins = drops_projection or any(getattr(norm, "keep", "recompute") == "recompute" for norm in norms)
-        core_attention = (te.ATTENTIONS if is_te else _ATTENTIONS)[tempo_config.attention]
+        core_attention = (te.CLASSES if is_te else CLASSES)["attention", tempo_config.attention][0]
         changes["core_attention"] = ModuleSpec(core_attention, {"stack": stack, "has_pinned_projection": pins})
     if is_latent:
         latent = TempoMLASelfAttention if tempo_config.norm == "recompute" else LatentSelfAttention
         slot = dataclasses.replace(slot, module=latent)
     if drops_projection:
         _refuse_kept_operands(stock_attention, transformer_config, "core_attention" in changes)
-        slot = dataclasses.replace(slot, module=TempoSelfAttention)
+        slot = dataclasses.replace(slot, module=CLASSES["linear_qkv", "recompute"][0])
     elif is_plain and "core_attention" in changes:
         module = TempoNormedSelfAttention if _recomputes_norms(changes) else TempoRotarySelfAttention
         slot = dataclasses.replace(slot, module=module)
@@ -532,15 +504,17 @@ def _replace_mlp(slot: Any, transformer_config: TransformerConfig, tempo_config:
             )
         if stock is MoELayer:
             keeps_less = "recompute" in (tempo_config.activation, tempo_config.norm)
-            stock = MIXTURES.get(tempo_config.moe_permute, TempoRoutedMoELayer if keeps_less else stock)
+            mixtures = CLASSES.get(("moe_permute", tempo_config.moe_permute))
+            stock = mixtures[0] if mixtures else TempoRoutedMoELayer if keeps_less else stock
         return put_submodules(slot, stock, submodules)
-    module = te.replace_mlp_class(stock, tempo_config)
-    if stock is MLP and tempo_config.linear_fc1 in _LINEAR_MLPS:
+    if stock is not MLP and not te.is_fused_mlp(stock):
+        return slot
+    classes = CLASSES if stock is MLP else te.CLASSES
+    module = classes.get(("activation", tempo_config.activation), (stock,))[0]
+    if linears := classes.get(("linear_fc1", tempo_config.linear_fc1)):
         # The activation's input is at hand here, so its derivative is exact even with activation "inplace".
-        module = _LINEAR_MLPS[tempo_config.linear_fc1][tempo_config.activation == "off"]
-    elif stock is MLP:
-        module = _MLPS.get(tempo_config.activation, MLP)
-    if module is None:
+        module = linears[-1] if tempo_config.activation == "off" else linears[0]
+    if module is stock and stock is not MLP:
         return slot
     if isinstance(slot, functools.partial):
         keywords = dict(slot.keywords)

@@ -114,12 +114,12 @@ def forward_output_layer(
     found = linear_cross_entropy(input_, weight, labels, **shared, token_weights=token_weights)
     losses = found if token_weights is None else _LossesOfTotal.apply(*found, token_weights)
     if is_further:
-        losses.find_predictions = functools.partial(_find_predictions, layer, input_.detach(), weight.detach(), bias)
+        losses.find_predictions = functools.partial(_compute_predictions, layer, input_.detach(), weight.detach(), bias)
     return losses, None
 
 
 @torch.no_grad()
-def _find_predictions(layer: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _compute_predictions(layer: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The tokens of the largest logits, int64 [s, b], with the logits of one chunk of tokens alive at a time."""
     if layer.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, group=layer.tp_group)
@@ -327,7 +327,7 @@ _KINDS = (
 _HYBRID_METHODS = ("forward", "_scale_logits", "compute_language_model_loss")
 
 
-def _find_kind(model: Any) -> tuple[Any, tuple[str, ...]] | None:
+def _get_kind(model: Any) -> tuple[Any, tuple[str, ...]] | None:
     """The function that makes the fused class of a built model, and the methods that it changes; None without one."""
     module = sys.modules.get("megatron.core.models.hybrid.hybrid_model")  # since 0.18
     kinds = (*_KINDS, *([] if module is None else [(module.HybridModel, fused_hybrid_class, _HYBRID_METHODS)]))
@@ -355,10 +355,10 @@ def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
     Raises ValueError where `tempo_config.loss` is "fused" and the model or its configuration has what the fused head
     cannot do; "auto" leaves such a model as it is.
     """
-    if choose_loss(model, tempo_config)[0] == "off" or not model.post_process or find_loss_head(model) is not None:
+    if choose_loss(model, tempo_config)[0] == "off" or not model.post_process or get_loss_head(model) is not None:
         return
     _fuse_output_layer(model)
-    found = _find_kind(model)
+    found = _get_kind(model)
     assert found is not None  # or choose_loss had refused it
     fuse, names = found
     fused = fuse(type(model))
@@ -373,7 +373,7 @@ def _fuse_output_layer(model: Any) -> None:
         return
     _count_predictions_of_fused_heads()
     layer = model.output_layer
-    layer.loss_head = LossHead(_find_logits_scale(model))
+    layer.loss_head = LossHead(_get_logits_scale(model))
     layer.forward = types.MethodType(forward_output_layer, layer)
 
 
@@ -382,7 +382,7 @@ def _telling_head(
     model: Any, labels: Tensor | None, loss_mask: Tensor | None, packed_seq_params: Any = None
 ) -> Iterator[None]:
     """Inside the context the output layer knows the labels of the forward that is running."""
-    head = find_loss_head(model)
+    head = get_loss_head(model)
     if head is None:
         yield
         return
@@ -395,13 +395,13 @@ def _telling_head(
         head.further = []
 
 
-def find_loss_head(model: Any) -> LossHead | None:
+def get_loss_head(model: Any) -> LossHead | None:
     """The LossHead of a built model's output layer; None if it has none."""
     return getattr(getattr(model, "output_layer", None), "loss_head", None)
 
 
 def _is_told_labels(model: Any) -> bool:
-    head = find_loss_head(model)
+    head = get_loss_head(model)
     return head is not None and head.labels is not None
 
 
@@ -422,7 +422,7 @@ def choose_loss(model: Any, tempo_config: TempoConfig) -> tuple[str, str | None]
 
 def _find_obstacle(model: Any) -> str | None:
     """Why a built model cannot have the fused head; None where it can."""
-    if _find_kind(model) is None:
+    if _get_kind(model) is None:
         known = "GPTModel, BertModel, T5Model and HybridModel"
         return f"the model is a {type(model).__name__}, and the fused loss is for {known}"
     if getattr(model, "mtp_num_depths", 0):  # of a HybridModel's pattern
@@ -430,7 +430,7 @@ def _find_obstacle(model: Any) -> str | None:
     refusal = find_refusal("loss", "fused", model.config)
     if refusal is not None:
         return refusal.reason
-    if not model.post_process or find_loss_head(model) is not None:
+    if not model.post_process or get_loss_head(model) is not None:
         return None
     layer = model.output_layer
     if type(layer) is not ColumnParallelLinear:
@@ -439,7 +439,7 @@ def _find_obstacle(model: Any) -> str | None:
         return "the output layer has a forward of its own, which the fused head would replace"
     if _has_loss_of_its_own(model):
         return f"{type(model).__name__} has a compute_language_model_loss of its own, which needs logits"
-    if _find_logits_scale(model) is None:
+    if _get_logits_scale(model) is None:
         return f"{type(model).__name__} does more to its logits than multiply them by a number"
     return None
 
@@ -452,7 +452,7 @@ def _has_loss_of_its_own(model: Any) -> bool:
     return name in vars(model) or not theirs.startswith("megatron.core.")
 
 
-def _find_logits_scale(model: Any) -> Any:
+def _get_logits_scale(model: Any) -> Any:
     """The number that a model's logits are multiplied by; None where it does something else with them."""
     scale_logits = getattr(model, "_scale_logits", None)
     if scale_logits is None:
@@ -524,7 +524,7 @@ def log_probs(
         )
     if not inner.post_process:
         return model(input_ids, position_ids, attention_mask, labels=labels, **inputs)
-    head = find_loss_head(inner)
+    head = get_loss_head(inner)
     if head is None:
         raise ValueError(
             f"the {type(inner).__name__} has no fused loss head, which log_probs needs; call "

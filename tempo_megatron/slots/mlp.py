@@ -189,9 +189,6 @@ class TempoLinearRecomputeMLP(TempoRecomputeMLP):
     the MLP or the layer, W1 does not run a third time.
     """
 
-    value: ClassVar[str] = "recompute"
-    """The value of the switch `linear_fc1` that selects this class."""
-
     def _run(self, hidden_states: Tensor) -> Any:
         if not torch.is_grad_enabled() or is_in_backward():
             return super()._run(hidden_states)
@@ -221,7 +218,6 @@ class TempoTiledMLP(TempoRecomputeMLP):
     gradients of W1, b1 and W2 are sums over tiles, in float32.
     """
 
-    value: ClassVar[str] = "tile"
     _z3_leaf = True
     """DeepSpeed's ZeRO 3 gathers the weights once for all tiles, and not for each tile, of which ranks may have
     different numbers (deepspeed/utils/z3_leaf_module.py)."""

@@ -29,7 +29,7 @@ from tempo_megatron.slots.block_slots import (
 from tempo_megatron.slots.choose import Choices
 from tempo_megatron.slots.dropout import TempoEmbeddingDropout
 from tempo_megatron.slots.experts import is_mixture
-from tempo_megatron.slots.loss import choose_loss, find_loss_head
+from tempo_megatron.slots.loss import choose_loss, get_loss_head
 from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there, list_fields
 
 _MENTIONED = tuple(name for name, operation in OPERATIONS.items() if not operation.is_opt_in)
@@ -121,10 +121,10 @@ def report_on(subject: Any, choices: Choices | None = None) -> TempoReport:
     if isinstance(subject, MultiTokenPredictionBlockSubmodules):
         return TempoReport(slots=tuple(_report_prediction(subject.layer_specs, subject, choices)))
     blocks = _list_blocks(subject)
-    slots = [slot for block in blocks for slot in _report_block(block, _find_spec(block), choices)]
+    slots = [slot for block in blocks for slot in _report_block(block, _get_spec(block), choices)]
     if (prediction := getattr(subject, "mtp", None)) is not None:
         slots += _report_prediction(prediction.layers, prediction.submodules, choices)
-    found = choices or next((_find_spec(block).choices for block in blocks), None)
+    found = choices or next((_get_spec(block).choices for block in blocks), None)
     if found is not None:
         slots += [*_report_embedding(subject, found), *_report_loss(subject, found)]
     return TempoReport(slots=tuple(slots))
@@ -152,7 +152,7 @@ def _list_blocks(model: Any) -> list[Any]:
     return [block for name in ("encoder", "decoder") if (block := getattr(model, name, None)) is not None]
 
 
-def _find_spec(block: Any) -> Any:
+def _get_spec(block: Any) -> Any:
     """The spec that says what was asked for: the block's, or that of layers which choose their modules themselves."""
     chosen = next((layer.tempo_block for layer in block.layers if hasattr(layer, "tempo_block")), None)
     return chosen or block.submodules
@@ -199,7 +199,7 @@ def _explain(slot: Slot, layer: int | None, stack: str, choices: Choices) -> str
 
 
 def _explain_off(operation: str, layer: int | None, stack: str, choices: Choices) -> str:
-    key = None if layer is None else choices.written.find_range(layer, stack)
+    key = None if layer is None else choices.written.get_range(layer, stack)
     own: Any = {} if key is None else choices.written.layers[key]
     if own.get(operation, getattr(choices.written, operation)) == "auto" and operation in choices.reasons:
         return f"auto: {choices.reasons[operation]}"
@@ -246,7 +246,7 @@ def _report_loss(model: Any, choices: Choices) -> Iterator[ReportedSlot]:
     if not getattr(model, "post_process", False):
         return
     left = None
-    if find_loss_head(model) is None:
+    if get_loss_head(model) is None:
         _, obstacle = choose_loss(model, TempoConfig())
         left = "off" if choices.written.loss == "off" else f"auto: {obstacle}" if obstacle else _NOT_REPLACED
     slot = "lm_head" if isinstance(model, BertModel) else "output_layer"

@@ -211,18 +211,17 @@ def make_dropping_linear(mixin: Any, linear: Any) -> Any:
     return name_as_stock(type(f"Tempo{linear.__name__}", (mixin, linear), {}))
 
 
-ATTENTIONS = {
-    module.value: module
-    for module in (
-        TempoTEDotProductAttention,
-        TempoTESoftmaxDotProductAttention,
-        TempoTERecomputeDotProductAttention,
-    )
+CLASSES: dict[tuple[str, str], tuple[Any, ...]] = {
+    ("activation", "inplace"): (TempoOpsMLP,),
+    ("activation", "recompute"): (TempoRecomputeOpsMLP,),
+    ("attention", "flash"): (TempoTEDotProductAttention,),
+    ("attention", "softmax"): (TempoTESoftmaxDotProductAttention,),
+    ("attention", "recompute"): (TempoTERecomputeDotProductAttention,),
+    ("linear_fc1", "recompute"): (TempoLinearRecomputeOpsMLP,),
+    ("linear_fc1", "tile"): (TempoTiledOpsMLP,),
 }
-"""Value of tempo.attention -> the class in the place of `TEDotProductAttention`."""
+"""(operation, value) -> the class in the place of `TEDotProductAttention` and `TEFusedMLP`."""
 
-_FUSED_MLPS = {module.keep: module for module in (TempoOpsMLP, TempoRecomputeOpsMLP)}
-_FUSED_LINEAR_MLPS = {module.value: module for module in (TempoLinearRecomputeOpsMLP, TempoTiledOpsMLP)}
 _HOLDERS = ("self_attention", "cross_attention", "mlp", "mixer")
 _NORM_AND_LINEAR = "TELayerNormColumnParallelLinear"
 _STOCK_NAMES = (_NORM_AND_LINEAR, "TEDotProductAttention", "TENorm", "TEFusedMLP")
@@ -288,13 +287,9 @@ def replace_linears(submodules: Any, tempo_config: TempoConfig, after_norms: tup
     return changes
 
 
-def replace_mlp_class(module: Any, tempo_config: TempoConfig) -> Any:
-    """Tempo's class in the place of the op fuser's MLP; None where `module` is another."""
-    if not (_is_stock(module, "TEFusedMLP") and issubclass(module, MLP)):
-        return None
-    if (found := _FUSED_LINEAR_MLPS.get(tempo_config.linear_fc1)) is not None:
-        return found
-    return _FUSED_MLPS.get(tempo_config.activation)
+def is_fused_mlp(module: Any) -> bool:
+    """Whether a class is the op fuser's MLP."""
+    return _is_stock(module, "TEFusedMLP") and issubclass(module, MLP)
 
 
 def is_norm_and_linear(slot: Any) -> bool:

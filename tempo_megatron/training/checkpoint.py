@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import os
 import random
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,7 +29,6 @@ from tempo_megatron.training.checkpoint_files.integrity import (
     FORMAT,
     Files,
     describe_files,
-    find_damage,
     write_description,
 )
 from tempo_megatron.training.checkpoint_files.saved_state import SavedState
@@ -57,7 +55,7 @@ class Checkpoints:
     Args:
         run: says where to save and load, and how many checkpoints to keep.
         engine: holds the state.
-        settings: list_settings of the run as the user gave it, before anything was planned for it.
+        settings: fields of the run as the user gave it, before anything was planned for it.
         description: describe_run of this run.
         sample_parts: of its datasets, the order of the samples.
 
@@ -178,8 +176,8 @@ class Checkpoints:
 
     def _is_divided_otherwise(self, checkpoint: Path) -> bool:
         """Whether ZeRO divided the weights otherwise in the same layout, as its round robin does."""
-        saved = read_tensors(checkpoint / name_rank_file(self.rank)).get("layout")
-        return any(gather(saved is not None and saved["fragments"] != describe_rank(self.engine)["fragments"]))
+        saved = read_tensors(checkpoint / name_rank_file(self.rank))["layout"]
+        return any(gather(saved["fragments"] != describe_rank(self.engine)["fragments"]))
 
     def _load_as_saved(self, checkpoint: Path) -> dict[str, Any]:
         """Lets DeepSpeed load what the same layout saved; returns this rank's own state."""
@@ -200,7 +198,7 @@ class Checkpoints:
             print(f"resharding {checkpoint}: {change}", flush=True)
         source = SavedState(checkpoint, saved)
         load_resharded(self.engine, source, self.run)
-        has_same_ranks = all(saved.get(name, 1) == self.description[name] for name in _MODEL_PARALLEL)
+        has_same_ranks = all(saved[name] == self.description[name] for name in _MODEL_PARALLEL)
         first_rank = 0
         if has_same_ranks:
             stage, tp_rank = (
@@ -261,63 +259,6 @@ def load_pretrained(
         print(f"the weights are those of {checkpoint}, read in {time.perf_counter() - start:.1f} s", flush=True)
 
 
-def find_damage_on_any_rank(saved: Mapping[str, Any], load: str) -> str | None:
-    """Says which file of the checkpoint `saved` was changed, or would execute code; returns None if all are sound.
-
-    Each rank reads a share of the files, and every rank gets the same sentence.
-    """
-    folder = Path(load) / saved["checkpoint"]
-    found = gather(find_damage(folder, saved["files"], dist.get_rank(), dist.get_world_size()))
-    return next((each for each in found if each), None)
-
-
-def claim_save_folder(run: RunConfig) -> CheckpointFolder | None:
-    """Locks the folder of --save on rank 0 and returns it; no other run can write there while the result is kept.
-
-    Raises ValueError if another run writes to it, or if it holds checkpoints that this run does not continue.
-    """
-    if not run.save:
-        return None
-    folder = CheckpointFolder(run.save)
-    if int(os.environ["RANK"]) == 0:
-        folder.lock()
-    resumes = run.load and Path(run.load).resolve() == Path(run.save).resolve()
-    if not resumes and (name := folder.find_latest()) is not None:
-        raise ValueError(
-            f"--save {run.save} already holds checkpoints up to {name}; add --load {run.save} to go on from there, "
-            "or give another folder"
-        )
-    return folder
-
-
-def check_all_ranks_load(saved: Mapping[str, Any] | None, load: str | None, option: str = "--load") -> None:
-    """Raises ValueError on every rank unless `option` gave all of them the same checkpoint, or none."""
-    if len(set(gather(saved and saved["checkpoint"]))) > 1:
-        raise ValueError(
-            f"{option} {load} does not name one checkpoint to every rank: another run writes there, or it is not the "
-            "same folder on every node; wait for that run, or give a folder on a shared file system"
-        )
-
-
-def check_all_ranks_share(folder: Path) -> None:
-    """Raises ValueError on every rank if one cannot write to `folder`, or sees another folder than rank 0 does."""
-    token = [secrets.token_hex(8)]
-    dist.broadcast_object_list(token, src=0)
-    names = [folder / f"shared_{token[0]}_{rank}.tmp" for rank in range(dist.get_world_size())]
-    rank = dist.get_rank()
-    reason = try_to_write(names[rank].touch)
-    sentence = f"--save {folder} cannot be written by rank {rank} ({reason}); give another folder" if reason else None
-    dist.barrier()
-    if sentence is None and not names[0].exists():
-        sentence = (
-            f"--save {folder} is not the same folder on every node: rank {rank} does not see what rank 0 wrote; "
-            "give a folder on a shared file system"
-        )
-    dist.barrier()
-    names[rank].unlink(missing_ok=True)
-    raise_on_all_ranks(sentence)
-
-
 def seed_all(seed: int) -> None:
     """Seeds Python, numpy, torch and Megatron's tracker.
 
@@ -361,11 +302,6 @@ _LAYOUT = (
     *(*_MODEL_PARALLEL, "data_parallel_size", "zero_stage"),
     *("num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout", "optimizer", "offload_device"),
 )
-_WITHOUT_PIPELINE = {
-    **{"pipeline_model_parallel_size": 1, "num_layers_per_virtual_pipeline_stage": None},
-    "pipeline_model_parallel_layout": None,
-}
-"""What a checkpoint means that does not say it: one of an earlier version."""
 
 
 def check_same_run(saved: Mapping[str, Any], description: Mapping[str, Any], load: str) -> None:
@@ -386,12 +322,11 @@ def check_same_run(saved: Mapping[str, Any], description: Mapping[str, Any], loa
 
 def has_other_layout(saved: Mapping[str, Any], description: Mapping[str, Any]) -> bool:
     """Whether the layout of a checkpoint differs from this run's."""
-    meant = {**description, **_WITHOUT_PIPELINE, **saved}
-    return any(meant[name] != description[name] for name in _LAYOUT)
+    return any(saved[name] != description[name] for name in _LAYOUT)
 
 
 def describe_layout(description: Mapping[str, Any]) -> str:
-    tp, pp, dp, stage = ({**_WITHOUT_PIPELINE, **description}[name] for name in _LAYOUT[:4])
+    tp, pp, dp, stage = (description[name] for name in (*_MODEL_PARALLEL, "data_parallel_size", "zero_stage"))
     return f"TP {tp}, {f'PP {pp}, ' if pp > 1 else ''}DP {dp}, ZeRO {stage}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,25 +11,19 @@ import torch
 
 from tempo_megatron.models.shape import read_shape_file
 from tempo_megatron.training.differences import flatten
-from tempo_megatron.training.facts import list_settings
 from tempo_megatron.training.run.arguments import build_parser, parse_arguments
 from tempo_megatron.training.run.checks import check_run
-from tempo_megatron.training.run.deepspeed_config import read_deepspeed_config
-from tempo_megatron.training.run.resume import MAY_CHANGE, STAYS, read_saved_run, read_settings
-from tempo_megatron.training.run.run_config import complete_run
+from tempo_megatron.training.run.complete import complete_run
+from tempo_megatron.training.run.deepspeed_config import is_given, read_deepspeed_config
+from tempo_megatron.training.run.option import name_argument
+from tempo_megatron.training.run.resume import TAKEN, read_saved_run, read_settings
+from tempo_megatron.training.run.run_config import OPTIONS
 from tempo_megatron.words.argument_types import parse_positive
 
-# Settings that both the command line and the DeepSpeed JSON may give, with their names in the JSON.
-_IN_JSON = {
-    "micro_batch_size": "train_micro_batch_size_per_gpu",
-    "global_batch_size": "train_batch_size",
-    "num_micro_batches": "gradient_accumulation_steps",
-    "clip_grad": "gradient_clipping",
-}
-_COMPUTED = (
-    *("blend", "data_parallel_size", "num_micro_batches", "on_gpu", "sample_parts", "split_weights", "tempo_arguments"),
-    *("vocab_padding_tp", "world_size", "deepspeed.train_batch_size", "deepspeed.gradient_accumulation_steps"),
-)
+# Names in the DeepSpeed JSON -> the argument that may also give the value.
+_ARGUMENTS = {option.in_json: name for name, option in OPTIONS.items() if option.in_json}
+_ARGUMENTS |= {"bf16.enabled": "bf16", "fp16.enabled": "fp16"}
+_COMPUTED = {"train_batch_size", "gradient_accumulation_steps"}
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
@@ -58,15 +53,15 @@ def describe_settings(argv: Sequence[str], family: str, world_size: int | None) 
     world_size = world_size or args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     run = complete_run(args, config, saved, world_size=world_size, on_gpu=torch.cuda.is_available())
     check_run(run)
-    typed = find_typed(argv, family)
+    typed = get_typed(argv, family)
     shape = read_shape_file(typed["model"]) if "model" in typed else {}
     in_json = flatten({"deepspeed": {**config, "tempo": config.get("tempo", {})}})
-    for full, value in flatten({"run": list_settings(run)}).items():
+    for full, value in flatten({"run": dataclasses.asdict(run)}).items():
         name = full.removeprefix("run ")
-        yield name, _write(value), _find_source(name, typed, shape, in_json, config, saved)
+        yield name, _write(value), _get_source(name, typed, shape, in_json, config, saved)
 
 
-def find_typed(argv: Sequence[str], family: str) -> dict[str, Any]:
+def get_typed(argv: Sequence[str], family: str) -> dict[str, Any]:
     """Returns the arguments that a command line gives, without defaults."""
     parser = build_parser(family)
     for action in parser._actions:
@@ -74,7 +69,7 @@ def find_typed(argv: Sequence[str], family: str) -> dict[str, Any]:
     return vars(parser.parse_args(list(argv)))
 
 
-def _find_source(
+def _get_source(
     name: str,
     typed: Mapping[str, Any],
     shape: Mapping[str, Any],
@@ -85,15 +80,11 @@ def _find_source(
     group, _, rest = name.partition(".")
     argument = rest if group == "model" else f"tempo_{rest.partition('.')[0]}" if group == "tempo" else name
     if group == "deepspeed":
-        of_argument = {key: option for option, key in _IN_JSON.items()} | {
-            "bf16.enabled": "bf16",
-            "fp16.enabled": "fp16",
-        }
         if in_json.get(f"deepspeed {rest}", "auto") != "auto":
             return "JSON"
-        argument = of_argument.get(rest, "")
+        argument = _ARGUMENTS.get(rest, "")
     if argument in typed:
-        return f"argument --{argument.replace('_', '-')}"
+        return f"argument {name_argument(argument)}"
     if group == "model" and rest in shape:
         return f"--model {typed['model']}"
     if group == "model" and saved is None and "pretrained_checkpoint" in typed:
@@ -101,17 +92,18 @@ def _find_source(
     stored = read_settings(saved) if saved is not None else {}
     if group == "tempo":
         key, block = rest.partition(".")[0], config.get("tempo", {})
-        block_then = stored.get("deepspeed", {}).get("tempo", {})
-        if saved is not None and "tempo" in stored and block.get(key) == block_then.get(key):
+        if saved is not None and block.get(key) == stored["deepspeed"].get("tempo", {}).get(key):
             return f"checkpoint {saved['checkpoint']}"
         return "JSON" if key in block else "default"
-    if config.get(_IN_JSON.get(name, ""), "auto") not in (None, "auto"):
-        return f'JSON "{_IN_JSON[name]}"'
-    if saved is not None and group in (*STAYS, *MAY_CHANGE) and group in stored:
+    option = OPTIONS[group]
+    if option.in_json and is_given(config, option.in_json):
+        return f'JSON "{option.in_json}"'
+    if group in TAKEN and group in stored:
+        assert saved is not None
         return f"checkpoint {saved['checkpoint']}"
     if name == "precision" and not ({"bf16", "fp16"} & set(typed)) and ({"bf16", "fp16"} & set(config)):
         return "JSON"
-    return "computed" if name in _COMPUTED else "default"
+    return "computed" if rest in _COMPUTED or not (option.group or rest) else "default"
 
 
 def _write(value: Any) -> str:

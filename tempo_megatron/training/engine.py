@@ -6,12 +6,9 @@ It also sums the gradients of sequence-parallel parameters, which DeepSpeed does
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
 import io
-import logging
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +24,11 @@ from torch import Tensor
 from tempo_megatron.models.stage import PipelineStage
 from tempo_megatron.training import pipeline
 from tempo_megatron.training.checkpoint_files.files import CheckpointFiles
-from tempo_megatron.training.checkpoint_files.sharding import Cut, find_cuts
+from tempo_megatron.training.checkpoint_files.sharding import Cut, get_cuts
 from tempo_megatron.training.metrics import MonitorBuffer
+from tempo_megatron.training.ranks import MPU
 from tempo_megatron.training.run.deepspeed_config import copy_deepspeed_config, offloads_optimizer, read_zero_stage
 from tempo_megatron.training.run.run_config import RunConfig
-from tempo_megatron.training.watch.agreement import STORE, open_store
 from tempo_megatron.training.watch.build_locks import refuse_stale_locks
 
 # What a user can do whose model has diverged; the last checkpoint is older than that.
@@ -39,98 +36,6 @@ REMEDY = (
     "lower --lr, lengthen --lr-warmup-iters or give a lower --clip-grad above 0, and start anew or go on from the last "
     "checkpoint with --load (another schedule then needs --override-opt-param-scheduler)"
 )
-
-
-class MPU:
-    """megatron.core.parallel_state as DeepSpeed's `mpu`, with the three methods that it lacks."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(parallel_state, name)
-
-    def get_model_parallel_world_size(self) -> int:
-        return dist.get_world_size(parallel_state.get_model_parallel_group())
-
-    def get_model_parallel_rank(self) -> int:
-        return dist.get_rank(parallel_state.get_model_parallel_group())
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        return dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
-
-
-def initialize_distributed(run: RunConfig) -> torch.device:
-    """Starts torch.distributed, DeepSpeed's communication and Megatron's groups; returns this rank's device.
-
-    Raises ValueError if the port of a run of one rank is in use.
-    """
-    device = torch.device("cpu")
-    if run.on_gpu:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        # After --distributed-timeout-minutes NCCL's watchdog ends the rank, and writes which collectives it was in.
-        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
-        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-        if run.log_dir:
-            os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(Path(run.log_dir).resolve() / "nccl_rank_"))
-    # On a CPU DeepSpeed would compile this extension, which only its inference uses, at every start.
-    getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
-    deepspeed.utils.logger.setLevel(logging.WARNING)
-    if run.world_size == 1:  # several ranks have opened it in Team.join
-        open_store(run.distributed_timeout_minutes * 60.0)
-    deepspeed.init_distributed(
-        dist_backend="nccl" if run.on_gpu else "gloo",
-        auto_mpi_discovery=False,
-        timeout=datetime.timedelta(minutes=run.distributed_timeout_minutes),
-        init_method=STORE,
-        verbose=False,
-    )
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=run.tensor_model_parallel_size,
-        pipeline_model_parallel_size=run.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=run.num_chunks if run.num_chunks > 1 else None,
-        distributed_timeout_minutes=run.distributed_timeout_minutes,
-        create_gloo_process_groups=False,
-    )
-    return device
-
-
-def choose_construction_context(run: RunConfig) -> contextlib.AbstractContextManager[Any]:
-    """Returns the context to build the model in: ZeRO-3's partitions each module at once, so that it never is whole."""
-    config = run.deepspeed
-    if read_zero_stage(config) < 3 or parallel_state.get_data_parallel_world_size() == 1:
-        return contextlib.nullcontext()
-    partitioning: contextlib.AbstractContextManager[Any] = deepspeed.zero.Init(
-        data_parallel_group=parallel_state.get_data_parallel_group(),
-        config_dict_or_path=copy_deepspeed_config(config),
-        mpu=MPU(),
-    )
-    return partitioning
-
-
-def extend_to_partitioned(init_method: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Extends `init_method` to weights that choose_construction_context has already partitioned.
-
-    Megatron draws the learned positions after torch has made the Embedding; they would keep torch's values.
-    """
-
-    def initialize(weight: Tensor) -> Any:
-        if not hasattr(weight, "ds_id"):
-            return init_method(weight)
-        # Every rank draws, so that their generators stay equal; rank 0's numbers are kept.
-        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
-            return init_method(weight)
-
-    return initialize
-
-
-def zero_partitioned_biases(model: torch.nn.Module) -> None:
-    """Zeroes the biases of torch's linears (BERT's heads) that choose_construction_context has partitioned.
-
-    Megatron zeroes them itself, but only after the partitioning, when it finds empty tensors.
-    """
-    for module in model.modules():
-        if type(module) is torch.nn.Linear and hasattr(module.bias, "ds_id"):
-            with deepspeed.zero.GatheredParameters([module.bias], modifier_rank=0), torch.no_grad():
-                module.bias.zero_()
 
 
 def sum_partial_gradients(model: torch.nn.Module) -> None:
@@ -229,7 +134,7 @@ class Engine:
         config = run.deepspeed
         self.zero_stage = read_zero_stage(config)
         self.tensor_parallel_size = run.tensor_model_parallel_size
-        self.cuts = find_cuts(model)
+        self.cuts = get_cuts(model)
         mark_divided_parameters(model, self.cuts)
         self._samples_per_step = run.global_batch_size
         self._computes_norm = self.zero_stage == 0 and run.precision == "fp32"
@@ -377,19 +282,47 @@ def compute_gradient_norm(model: torch.nn.Module) -> Tensor:
 
     It does not wait for the device.
     """
+    grads = [each.grad for each in list_counted_parameters(model) if each.grad is not None]
+    device = next(model.parameters()).device
+    return _compute_norm(grads, device, parallel_state.get_model_parallel_group())
+
+
+@torch.no_grad()
+def compute_parameter_norm(model: torch.nn.Module) -> Tensor:
+    """Computes the 2-norm of the model's parameters over all ranks, each parameter once, in float32.
+
+    Of a parameter that ZeRO 3 has partitioned each data-parallel rank counts its part. It does not wait for the device.
+    """
+    rank = parallel_state.get_data_parallel_rank()
+
+    def get_part(parameter: Any) -> Tensor:
+        if not hasattr(parameter, "ds_tensor"):
+            return parameter.float()  # type: ignore[no-any-return]
+        part = parameter.ds_tensor
+        size = part.numel()  # the last ranks' parts may be padded
+        return part.flatten()[: max(0, parameter.ds_numel - rank * size)].float()  # type: ignore[no-any-return]
+
+    is_partitioned = any(hasattr(parameter, "ds_tensor") for parameter in model.parameters())
+    group = None if is_partitioned else parallel_state.get_model_parallel_group()
+    return _compute_norm(list(map(get_part, list_counted_parameters(model))), next(model.parameters()).device, group)
+
+
+def list_counted_parameters(model: torch.nn.Module) -> list[Any]:
+    """Lists the parameters that this rank counts in a norm: those of several ranks count on the first one alone."""
     is_first = parallel_state.get_tensor_model_parallel_rank() == 0
-    grads = [
-        parameter.grad
+    return [
+        parameter
         for parameter in model.parameters()
-        if parameter.grad is not None
-        and not getattr(parameter, pipeline.REPLICATED, False)
+        if not getattr(parameter, pipeline.REPLICATED, False)
         and (is_first or getattr(parameter, "tensor_model_parallel", False))
     ]
-    device = next(model.parameters()).device
+
+
+def _compute_norm(tensors: list[Tensor], device: torch.device, group: Any) -> Tensor:
     # The zero keeps the sum defined on a rank that has only replicated parameters.
-    norms = [torch.zeros((), dtype=torch.float32, device=device), *torch._foreach_norm(grads)]
+    norms = [torch.zeros((), dtype=torch.float32, device=device), *torch._foreach_norm(tensors)]
     squared = torch.stack(norms).square().sum()
-    dist.all_reduce(squared, group=parallel_state.get_model_parallel_group())
+    dist.all_reduce(squared, group=group)
     return squared.sqrt()
 
 

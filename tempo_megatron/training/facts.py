@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import os
 import platform
-from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +42,7 @@ def collect_facts(run: RunConfig, vocabulary: Vocabulary) -> dict[str, Any]:
 
     Only the first rank of each node reads the data; its other ranks see the same files.
     """
-    settings = {name: value for name, value in list_settings(run).items() if name not in _FILES}
+    settings = {name: value for name, value in dataclasses.asdict(run).items() if name not in _FILES}
     described = {name: value for name, value in vocabulary.describe().items() if name != "tokenizer_files"}
     facts: dict[str, Any] = {
         "setting": settings,
@@ -65,19 +64,6 @@ def collect_facts(run: RunConfig, vocabulary: Vocabulary) -> dict[str, Any]:
             f"content of set {number}": compute_checksum(prefix) for number, prefix in enumerate(run.blend[0], start=1)
         }
     return facts
-
-
-def list_settings(run: RunConfig) -> dict[str, Any]:
-    """Returns the fields of a run, with dataclasses and mappings of any kind as plain dicts."""
-    return dict(_open(run))
-
-
-def _open(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _open(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _open(inner) for key, inner in value.items()}
-    return value
 
 
 _BLOCK = 1 << 16

@@ -4,37 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from tempo_megatron.cpu import use_cpu
-from tempo_megatron.models.build import build_layer, build_model
+from tempo_megatron.models.build import build_layer
 from tempo_megatron.models.stage import list_chunks
 from tempo_megatron.slots.check import LayerChecks
 from tempo_megatron.slots.choose import choose
 from tempo_megatron.slots.offload import count_in_flight, offload_layers
-from tempo_megatron.training import checkpoint, engine, metrics, model, pipeline
+from tempo_megatron.training import checkpoint, engine, metrics, model, ranks
 from tempo_megatron.training.banner import find_versions, write_banner
 from tempo_megatron.training.checkpoint import describe_run, seed_all
 from tempo_megatron.training.checkpoint_files.folder import LATEST
-from tempo_megatron.training.facts import collect_facts, identify_data, list_settings
+from tempo_megatron.training.facts import collect_facts, identify_data
 from tempo_megatron.training.loop import Trainer
 from tempo_megatron.training.planning import plan_memory
 from tempo_megatron.training.plots import plot_losses
-from tempo_megatron.training.run.resume import describe_changes, read_pretrained
+from tempo_megatron.training.run.resume import describe_changes
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.datasets import build_datasets, load_vocabulary
 from tempo_megatron.training.tasks.task import Task
 from tempo_megatron.training.throughput import Throughput
 from tempo_megatron.training.watch.team import Team
 
-Decide = Callable[[Mapping[str, str]], tuple[RunConfig, dict[str, Any] | None]]
 
-
-def find_task(family: str) -> Task:
+def get_task(family: str) -> Task:
     """Returns the Task of a family of models."""
     if family == "bert":
         from tempo_megatron.training.tasks.masked import MaskedTask
@@ -57,8 +55,7 @@ class Job:
         run: checked.
         saved: the description of the checkpoint to resume from; None for a run that starts.
         launcher: for the banner.
-        decide_without: is called with the damaged checkpoints, name -> reason, and returns the run that resumes from
-            the newest other checkpoint, and the description of that.
+        decide_without: decides the run without damaged checkpoints.
         team: the other ranks; None if there are none.
     """
 
@@ -67,51 +64,35 @@ class Job:
         run: RunConfig,
         saved: dict[str, Any] | None,
         launcher: str,
-        decide_without: Decide,
+        decide_without: ranks.Decide,
         team: Team | None = None,
     ) -> None:
-        self.save_folder = checkpoint.claim_save_folder(run)
-        self.task = find_task(run.model.family)
+        # Ranks
+        self.save_folder = ranks.claim_save_folder(run)
+        self.task = get_task(run.model.family)
         self.vocabulary = load_vocabulary(run, self.task)
         if team is not None:
             team.compare(collect_facts(run, self.vocabulary), run.distributed_timeout_minutes * 60.0)
         if not run.on_gpu:
             use_cpu()
-        self.device = engine.initialize_distributed(run)
+        self.device = ranks.initialize_distributed(run)
         if self.save_folder is not None:
-            checkpoint.check_all_ranks_share(self.save_folder.path)
-        checkpoint.check_all_ranks_load(saved, run.load)
-        while saved is not None:
-            assert run.load is not None
-            damage = checkpoint.find_damage_on_any_rank(saved, run.load)
-            if damage is None:
-                break
-            run, saved = decide_without({**saved["passed_over"], saved["checkpoint"]: damage})
-        pretrained = read_pretrained(run.pretrained_checkpoint, run.model.family) if saved is None else None
-        checkpoint.check_all_ranks_load(pretrained, run.pretrained_checkpoint, "--pretrained-checkpoint")
-        if pretrained is not None:
-            damage = checkpoint.find_damage_on_any_rank(pretrained, str(run.pretrained_checkpoint))
-            if damage is not None:
-                raise ValueError(f"--pretrained-checkpoint {run.pretrained_checkpoint}: {damage}; give another folder")
-        self.settings = list_settings(run)  # saved with "auto", so that a resumed run adapts anew
+            ranks.check_all_ranks_share(self.save_folder.path)
+        # Settings
+        run, saved, pretrained = ranks.choose_checkpoint(run, saved, decide_without)
+        self.settings = dataclasses.asdict(run)  # saved with "auto", so that a resumed run adapts anew
         run, self.plan = plan_memory(run, self.vocabulary.padded_size)
         seed_all(run.seed)
         transformer_config = model.build_transformer_config(run)
         self.choices = choose(transformer_config, run.tempo)
         # From here on run.tempo holds no "auto".
         self.run = run = dataclasses.replace(run, tempo=self.choices.config)
-        transformer_config = dataclasses.replace(
-            transformer_config,
-            init_method=engine.extend_to_partitioned(transformer_config.init_method),
-            embedding_init_method=engine.extend_to_partitioned(transformer_config.embedding_init_method),
-        )
-        with engine.choose_construction_context(run):
-            built = self._build(transformer_config)
-        engine.zero_partitioned_biases(built)
+        # Model, data, engine
+        built = model.build_model(run, transformer_config, self.choices, self.vocabulary.padded_size)
         self.datasets = build_datasets(run, self.task, self.vocabulary.tokenizer)
-        self.tempo_report = pipeline.report_on_all(built, self.choices)
+        self.tempo_report = model.report_on_all(built, self.choices)
         self.engine = engine.Engine(built, run)  # it marks what tensor parallelism divides
-        self.parameters = pipeline.count_all_parameters(built, run.tensor_model_parallel_size)
+        self.parameters = model.count_all_parameters(built, run.tensor_model_parallel_size)
         self.offloading = offload_layers(
             list_chunks(self.engine.deepspeed.module),
             run.tempo,
@@ -125,7 +106,7 @@ class Job:
             self.vocabulary,
             zero_stage=self.engine.zero_stage,
             optimizer=self.engine.optimizer_name,
-            gelu_form=model.find_gelu_form(run.model, transformer_config),
+            gelu_form=model.get_gelu_form(run.model, transformer_config),
             **identify_data(run, self.vocabulary.tokenizer),
         )
         self.checkpoints = checkpoint.Checkpoints(
@@ -142,12 +123,6 @@ class Job:
             resumes=saved is not None,
         )
         self._announce(saved, launcher)
-
-    def _build(self, transformer_config: Any) -> Any:
-        run, size = self.run, self.vocabulary.padded_size
-        if run.pipeline_model_parallel_size > 1:
-            return pipeline.build_stage(run, transformer_config, self.choices, size)
-        return build_model(run.model, transformer_config, self.choices, size)
 
     def _announce(self, saved: dict[str, Any] | None, launcher: str) -> None:
         run = self.run

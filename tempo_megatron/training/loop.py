@@ -18,7 +18,7 @@ from tempo_megatron.models.stage import PipelineStage, list_chunks
 from tempo_megatron.slots.dropout_rng import draws_masks, set_micro_batch
 from tempo_megatron.slots.offload import Offloading
 from tempo_megatron.training.checkpoint import Checkpoints, Progress
-from tempo_megatron.training.engine import REMEDY, Engine
+from tempo_megatron.training.engine import REMEDY, Engine, compute_parameter_norm
 from tempo_megatron.training.metrics import STEP_CPU, RunLog, StepTimer, average_over, measure_peak, read_clocks
 from tempo_megatron.training.pipeline import Schedule, is_last_stage, share_from_last_stage
 from tempo_megatron.training.planning import read_run
@@ -229,6 +229,7 @@ class Trainer:
                 **self.throughput.compute(seconds, samples),
                 **({STEP_CPU: processor_seconds * 1e3} if self.device.type == "cpu" else {}),
                 **measure_peak(self.device),
+                **self._measure_parameters(),
                 "loss_scale": self.engine.loss_scale,
             },
         )
@@ -239,6 +240,11 @@ class Trainer:
         raise_on_all_ranks(
             f"the loss of step {diverged[0]} or its gradient is not a finite number; {REMEDY}" if diverged else None
         )
+
+    def _measure_parameters(self) -> dict[str, float]:
+        if not self.run.log_params_norm:
+            return {}
+        return {"params_norm": float(compute_parameter_norm(self.engine.deepspeed.module))}
 
     def _has_diverged(self, step: dict[str, Any]) -> bool:
         """Whether a step's loss or gradient is not finite.

@@ -19,9 +19,10 @@ from tempo_megatron.beside import first_line, is_ours
 from tempo_megatron.cluster.ranks import set_rank_environment
 from tempo_megatron.training.run.arguments import parse_arguments
 from tempo_megatron.training.run.checks import check_run, check_weights_fit
+from tempo_megatron.training.run.complete import complete_run
 from tempo_megatron.training.run.deepspeed_config import read_deepspeed_config
 from tempo_megatron.training.run.resume import read_saved_run
-from tempo_megatron.training.run.run_config import RunConfig, complete_run
+from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.watch.rank_process import RankLog, find_launchers
 
 if TYPE_CHECKING:

@@ -232,10 +232,11 @@ class RunLog:
         last = steps[-1]
         norm = "" if last["grad_norm"] is None else f" | grad norm {last['grad_norm']:.3f}"
         size = f" | batch {last['batch_size']}" if last["batch_size"] < self.run.batch_sizes.full else ""
+        of_params = f" | params norm {interval['params_norm']:.3f}" if "params_norm" in interval else ""
         scale = f" | loss scale {interval['loss_scale']:g}" if interval.get("loss_scale") else ""
         self.say(
             f"step {last['iteration']:>{len(str(self.run.train_iters))}}/{self.run.train_iters}"
-            f" | {_format_losses(steps)} | lr {last['learning_rate']:.3e}{size}{norm}{scale}"
+            f" | {_format_losses(steps)} | lr {last['learning_rate']:.3e}{size}{norm}{of_params}{scale}"
             f" | {interval['tokens_per_s']:,.0f} tokens/s | {interval['step_ms']:.1f} ms/step"
             + (f" | MFU {interval[MFU]:.1%}" if MFU in interval else "")
             + "".join(f" | {name} {interval[key] / 2**20:,.0f} MiB" for key, name in PEAKS.items() if key in interval)

@@ -1,16 +1,31 @@
-"""Builds the TransformerConfig of a run, and names its activation."""
+"""Builds the model of a run: Megatron's configuration of its layers, and the chunks that this rank holds."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib.util
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
+import deepspeed
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from tempo_megatron.models import build as models
 from tempo_megatron.models.shape import ModelShape
-from tempo_megatron.training import pipeline
+from tempo_megatron.models.stage import PipelineStage, list_chunks
+from tempo_megatron.slots.choose import Choices
+from tempo_megatron.slots.report import TempoReport, report_on
+from tempo_megatron.training.ranks import MPU
+from tempo_megatron.training.run.deepspeed_config import copy_deepspeed_config, read_zero_stage
 from tempo_megatron.training.run.run_config import RunConfig
 
+_T = TypeVar("_T")
 _FUSED_SOFTMAX = "scaled_upper_triang_masked_softmax_cuda"
 
 
@@ -24,7 +39,7 @@ def build_transformer_config(run: RunConfig) -> TransformerConfig:
         run.model,
         dtype=models.DTYPES[run.precision],
         tensor_model_parallel_size=run.tensor_model_parallel_size,
-        **pipeline.list_settings(run),
+        **_list_pipeline_settings(run),
         sequence_parallel=run.sequence_parallel,
         fuse_gelu=run.bias_gelu_fusion,
         fuse_swiglu=on_gpu and run.bias_swiglu_fusion,
@@ -45,7 +60,7 @@ def has_fused_softmax() -> bool:
     return importlib.util.find_spec(_FUSED_SOFTMAX) is not None
 
 
-def find_gelu_form(shape: ModelShape, config: TransformerConfig) -> str | None:
+def get_gelu_form(shape: ModelShape, config: TransformerConfig) -> str | None:
     """Returns tanh or erf, or None for an activation without GELU."""
     if shape.activation not in ("gelu", "geglu"):
         return None
@@ -56,3 +71,121 @@ def describe_activation(shape: ModelShape, gelu_form: str | None) -> str:
     """Names an activation for the banner: `erf GELU`, `swiglu`."""
     name = {"gelu": "GELU", "geglu": "GEGLU"}.get(shape.activation, shape.activation)
     return f"{gelu_form} {name}" if gelu_form else name
+
+
+def _list_pipeline_settings(run: RunConfig) -> Mapping[str, Any]:
+    """Returns the fields of TransformerConfig that a pipeline needs; none without one."""
+    if run.pipeline_model_parallel_size == 1:
+        return {}
+    interleaves = run.num_chunks > 1
+    return {
+        "pipeline_model_parallel_size": run.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": run.num_chunks if interleaves else None,
+        "pipeline_model_parallel_layout": run.pipeline_model_parallel_layout,
+        # As in Megatron-LM. Two stages that interleave are each other's neighbours on both sides, and a batch of
+        # transfers would mix up what goes forward and backward.
+        "overlap_p2p_comm": interleaves,
+        "batch_p2p_comm": not interleaves,
+        # Backward needs a sent output's place in the graph alone. Gloo still reads it while transfers overlap.
+        "deallocate_pipeline_outputs": run.on_gpu or not interleaves,
+        "batch_p2p_sync": run.on_gpu,  # it waits for the GPU
+    }
+
+
+def build_model(run: RunConfig, config: TransformerConfig, choices: Choices, padded_vocab_size: int) -> Any:
+    """Builds this rank's model: the whole one, or the stage of a pipeline. ZeRO 3 partitions it at once."""
+    config = dataclasses.replace(
+        config,
+        init_method=_extend_to_partitioned(config.init_method),
+        embedding_init_method=_extend_to_partitioned(config.embedding_init_method),
+    )
+    with _choose_construction_context(run):
+        if run.pipeline_model_parallel_size > 1:
+            return build_stage(run, config, choices, padded_vocab_size)
+        model = models.build_model(run.model, config, choices, padded_vocab_size)
+    _zero_partitioned_biases(model)
+    return model
+
+
+def build_stage(run: RunConfig, config: Any, choices: Choices, padded_vocab_size: int) -> PipelineStage:
+    """Builds the chunks of the model that this rank's stage has.
+
+    A copy of tied word embeddings gets the values of the first stage's, as Megatron builds it.
+    """
+    stage, last_stage = parallel_state.get_pipeline_model_parallel_rank(), run.pipeline_model_parallel_size - 1
+    last_chunk = run.num_chunks - 1
+    return PipelineStage(
+        [
+            models.build_model(
+                run.model,
+                config,
+                choices,
+                padded_vocab_size,
+                pre_process=stage == 0 and chunk == 0,
+                post_process=stage == last_stage and chunk == last_chunk,
+                vp_stage=chunk if run.num_chunks > 1 else None,
+            )
+            for chunk in range(run.num_chunks)
+        ]
+    )
+
+
+def _choose_construction_context(run: RunConfig) -> contextlib.AbstractContextManager[Any]:
+    """Returns the context to build the model in: ZeRO-3's partitions each module at once, so that it never is whole."""
+    config = run.deepspeed
+    if read_zero_stage(config) < 3 or parallel_state.get_data_parallel_world_size() == 1:
+        return contextlib.nullcontext()
+    partitioning: contextlib.AbstractContextManager[Any] = deepspeed.zero.Init(
+        data_parallel_group=parallel_state.get_data_parallel_group(),
+        config_dict_or_path=copy_deepspeed_config(config),
+        mpu=MPU(),
+    )
+    return partitioning
+
+
+def _extend_to_partitioned(init_method: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """Extends `init_method` to weights that _choose_construction_context has already partitioned.
+
+    Megatron draws the learned positions after torch has made the Embedding; they would keep torch's values.
+    """
+
+    def initialize(weight: Tensor) -> Any:
+        if not hasattr(weight, "ds_id"):
+            return init_method(weight)
+        # Every rank draws, so that their generators stay equal; rank 0's numbers are kept.
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+            return init_method(weight)
+
+    return initialize
+
+
+def _zero_partitioned_biases(model: torch.nn.Module) -> None:
+    """Zeroes the biases of torch's linears (BERT's heads) that _choose_construction_context has partitioned.
+
+    Megatron zeroes them itself, but only after the partitioning, when it finds empty tensors.
+    """
+    for module in model.modules():
+        if type(module) is torch.nn.Linear and hasattr(module.bias, "ds_id"):
+            with deepspeed.zero.GatheredParameters([module.bias], modifier_rank=0), torch.no_grad():
+                module.bias.zero_()
+
+
+def report_on_all(model: Any, choices: Choices) -> TempoReport:
+    """Reports on the slots of every stage, in the order of the model; `model` is this rank's stage or the whole."""
+    own = [report_on(chunk, choices) for chunk in list_chunks(model)]
+    return sum(itertools.chain.from_iterable(zip(*_gather_from_stages(own), strict=True)), TempoReport())
+
+
+def count_all_parameters(model: Any, tensor_parallel_size: int) -> int:
+    """Counts the parameters of the whole model, of which `model` is this rank's stage or the whole."""
+    own = models.count_parameters(model, tensor_parallel_size)
+    if isinstance(model, PipelineStage) and (copy := model.find_embedding_copy()) is not None:
+        own -= copy.numel() * tensor_parallel_size
+    return sum(_gather_from_stages(own))
+
+
+def _gather_from_stages(value: _T) -> list[_T]:
+    group = parallel_state.get_pipeline_model_parallel_group()
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,41 +26,13 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from tempo_megatron.models.build import build_model, count_parameters
-from tempo_megatron.models.stage import PipelineStage, list_chunks
-from tempo_megatron.slots.choose import Choices
-from tempo_megatron.slots.report import TempoReport, report_on
+from tempo_megatron.models.stage import PipelineStage
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.task import LOSS, Batch, ForwardStep
 from tempo_megatron.words.deepspeed_json import BATCH_KEYS
 
-_T = TypeVar("_T")
-
 REPLICATED = "ds_pipe_replicated"
 """DeepSpeed's mark of a parameter that another stage counts in the norm of the gradients."""
-
-
-def build_stage(run: RunConfig, config: Any, choices: Choices, padded_vocab_size: int) -> PipelineStage:
-    """Builds the chunks of the model that this rank's stage has.
-
-    A copy of tied word embeddings gets the values of the first stage's, as Megatron builds it.
-    """
-    stage, last_stage = parallel_state.get_pipeline_model_parallel_rank(), run.pipeline_model_parallel_size - 1
-    last_chunk = run.num_chunks - 1
-    return PipelineStage(
-        [
-            build_model(
-                run.model,
-                config,
-                choices,
-                padded_vocab_size,
-                pre_process=stage == 0 and chunk == 0,
-                post_process=stage == last_stage and chunk == last_chunk,
-                vp_stage=chunk if run.num_chunks > 1 else None,
-            )
-            for chunk in range(run.num_chunks)
-        ]
-    )
 
 
 def prepare(stage: PipelineStage, config: dict[str, Any], run: RunConfig) -> None:
@@ -132,7 +104,7 @@ class Schedule:
         def step(iterator: Iterator[tuple[int, Batch]], chunk: Any) -> tuple[Any, Callable[..., Any]]:
             micro_batch, batch = next(iterator)
             announce(micro_batch)
-            return self.forward_step.run_model(chunk, batch), functools.partial(self._find_loss, batch)
+            return self.forward_step.run_model(chunk, batch), functools.partial(self._compute_loss, batch)
 
         # Each chunk takes the micro batches in order; a batch is read once, for the first chunk that needs it.
         iterators = list(itertools.tee(enumerate(batches), len(self.chunks)))
@@ -147,31 +119,10 @@ class Schedule:
         )
         return found
 
-    def _find_loss(self, batch: Batch, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def _compute_loss(self, batch: Batch, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
         losses = self.forward_step.compute_losses(output, batch)
         # The schedule divides the first one in place.
         return losses[LOSS], {name: loss.detach().clone() for name, loss in losses.items()}
-
-
-def report_on_all(model: Any, choices: Choices) -> TempoReport:
-    """Reports on the slots of every stage, in the order of the model; `model` is this rank's stage or the whole."""
-    own = [report_on(chunk, choices) for chunk in list_chunks(model)]
-    return sum(itertools.chain.from_iterable(zip(*_gather_from_stages(own), strict=True)), TempoReport())
-
-
-def count_all_parameters(model: Any, tensor_parallel_size: int) -> int:
-    """Counts the parameters of the whole model, of which `model` is this rank's stage or the whole."""
-    own = count_parameters(model, tensor_parallel_size)
-    if isinstance(model, PipelineStage) and (copy := model.find_embedding_copy()) is not None:
-        own -= copy.numel() * tensor_parallel_size
-    return sum(_gather_from_stages(own))
-
-
-def _gather_from_stages(value: _T) -> list[_T]:
-    group = parallel_state.get_pipeline_model_parallel_group()
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def share_from_last_stage(value: Any, device: torch.device) -> Any:
@@ -186,22 +137,3 @@ def share_from_last_stage(value: Any, device: torch.device) -> Any:
 def is_last_stage() -> bool:
     """Whether this rank's stage computes the losses; true without a pipeline."""
     return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
-
-
-def list_settings(run: RunConfig) -> Mapping[str, Any]:
-    """Returns the fields of TransformerConfig that a pipeline needs; none without one."""
-    if run.pipeline_model_parallel_size == 1:
-        return {}
-    interleaves = run.num_chunks > 1
-    return {
-        "pipeline_model_parallel_size": run.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": run.num_chunks if interleaves else None,
-        "pipeline_model_parallel_layout": run.pipeline_model_parallel_layout,
-        # As in Megatron-LM. Two stages that interleave are each other's neighbours on both sides, and a batch of
-        # transfers would mix up what goes forward and backward.
-        "overlap_p2p_comm": interleaves,
-        "batch_p2p_comm": not interleaves,
-        # Backward needs a sent output's place in the graph alone. Gloo still reads it while transfers overlap.
-        "deallocate_pipeline_outputs": run.on_gpu or not interleaves,
-        "batch_p2p_sync": run.on_gpu,  # it waits for the GPU
-    }

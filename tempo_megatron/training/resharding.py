@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from tempo_megatron.training.checkpoint_files.saved_state import SavedState
-from tempo_megatron.training.checkpoint_files.sharding import MOMENTS, Fragment, Partition, find_partition
+from tempo_megatron.training.checkpoint_files.sharding import MOMENTS, Fragment, Partition, get_partition
 from tempo_megatron.training.engine import Engine, take_scale
 from tempo_megatron.training.run.deepspeed_config import read_offload_device
 from tempo_megatron.training.run.run_config import RunConfig
@@ -31,7 +31,7 @@ def describe_rank(engine: Engine) -> dict[str, Any]:
         "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
         "dp_rank": parallel_state.get_data_parallel_rank(),
         "cuts": {name: cut.pack() for name, cut in engine.cuts.items()},
-        "fragments": find_partition(engine.deepspeed).pack(),
+        "fragments": get_partition(engine.deepspeed).pack(),
     }
 
 
@@ -70,7 +70,7 @@ def load_weights(engine: Engine, source: SavedState, run: RunConfig, *, with_mom
         optimizer.checkpoint_event_prologue()
     moments, fault = MOMENTS if with_moments and source.has_moments() else (), None
     try:
-        _fill(find_partition(engine.deepspeed), source, engine, moments)
+        _fill(get_partition(engine.deepspeed), source, engine, moments)
     except ValueError as error:  # of a file that perhaps only this rank reads
         fault = str(error)
     raise_on_all_ranks(fault)

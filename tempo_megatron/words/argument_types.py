@@ -93,6 +93,18 @@ def parse_output(text: str) -> str:
     return text
 
 
+def parse_folder(text: str) -> str:
+    """Reads the path of a folder, which need not exist."""
+    if "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} has a character of number 0; remove it")
+    for part in (folder := Path(text), *folder.parents):
+        if os.path.exists(part) and not os.path.isdir(part):
+            raise argparse.ArgumentTypeError(f"{text}: {part} is a file; give a folder")
+    if folder.resolve() == Path(folder.resolve().anchor):
+        raise argparse.ArgumentTypeError(f"{text} is the root folder; give one of its own")
+    return text
+
+
 def parse_png(text: str) -> str:
     if Path(text).suffix.lower() != ".png":
         raise argparse.ArgumentTypeError(f"{text} does not end in .png, which is what is drawn")

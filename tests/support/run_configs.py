@@ -8,9 +8,10 @@ from typing import Any
 
 from tempo_megatron.training.run.arguments import parse_arguments
 from tempo_megatron.training.run.checks import check_run
+from tempo_megatron.training.run.complete import complete_run
 from tempo_megatron.training.run.deepspeed_config import read_deepspeed_config
 from tempo_megatron.training.run.resume import read_saved_run
-from tempo_megatron.training.run.run_config import RunConfig, complete_run
+from tempo_megatron.training.run.run_config import RunConfig
 
 SIZES = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64".split()
 NEEDED = "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --data-path text".split()

@@ -79,7 +79,8 @@ def _measure(run: Run) -> int:
     """Bytes alive at most during a step, after two such steps."""
     import deepspeed
 
-    from tempo_megatron.training.engine import MPU, group_by_decay
+    from tempo_megatron.training.engine import group_by_decay
+    from tempo_megatron.training.ranks import MPU
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)

@@ -23,6 +23,8 @@ import numpy as np
 import psutil
 from rank_processes import make_process
 
+from tempo_megatron.training.checkpoint_files.integrity import read_description, write_description
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "launch" / "pretrain_gpt.py"
 VOCAB_SIZE = 512
@@ -277,10 +279,11 @@ def free_port() -> int:
             return port
 
 
-def write_unsealed(checkpoint: Path, **changes: Any) -> None:
-    """Describe a checkpoint anew, as an earlier version of the trainer did: without checksums, so that a test can
-    change it. A change to None leaves the field out."""
-    path = checkpoint / "run.json"
-    content = {**json.loads(path.read_text()), "format": 2, **changes}
-    content |= {"files": sorted(content["files"]), "sha256_of_the_rest": None}
-    path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+def describe_anew(checkpoint: Path, **changes: Any) -> None:
+    """Write the description of a checkpoint again with other values; a change to None leaves the field out."""
+    gone = {name for name, each in changes.items() if each is None}
+    content = {name: each for name, each in {**read_description(checkpoint), **changes}.items() if name not in gone}
+    write_description(checkpoint, content, content["files"])
+    if "format" in changes:
+        path = checkpoint / "run.json"
+        path.write_text(json.dumps({"format": changes["format"], "files": {}}))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 from run_configs import NEEDED, SIZES, complete, decide
-from training_job import BF16, Data, Run, run, successful, write_unsealed, zero
+from training_job import BF16, Data, Run, describe_anew, run, successful, zero
 
 from tempo_megatron.training.engine import build_scheduler
 from tempo_megatron.training.run.batch_sizes import BatchSizes
@@ -91,7 +91,7 @@ def go_on_by_hand(data: Data, folder: Path, words: list[str], **how: Any) -> lis
         if losses:
             checkpoint = folder / "save" / f"iter_{len(losses):07d}"
             settings = json.loads((checkpoint / "run.json").read_text())["settings"] | {"global_batch_size": size}
-            write_unsealed(checkpoint, global_batch_size=size, settings=settings)
+            describe_anew(checkpoint, global_batch_size=size, settings=settings)
         sizes = ["--global-batch-size", str(size), "--train-iters", str(planned), "--exit-interval", str(until)]
         losses += successful(run(data, folder / str(size), *words, *sizes, *saved, **how)).losses_hex
     return losses

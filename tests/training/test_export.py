@@ -15,7 +15,7 @@ import torch
 from distributed import run_megatron_ranks
 from imported_models import megatron_logits
 from safetensors.torch import load_file
-from training_job import ROOT, Data, MaskedData, run, successful, write_unsealed
+from training_job import ROOT, Data, MaskedData, describe_anew, run, successful
 
 from tempo_megatron.cli import main
 from tempo_megatron.models.huggingface.config import find_class
@@ -152,13 +152,13 @@ def damage(folder: Path, how: str) -> None:
     elif how == "another program's":
         run_json.write_text(json.dumps({"model": "bert", "layers": 2}))
     elif how == "another model":
-        write_unsealed(checkpoint, num_layers=3)
+        describe_anew(checkpoint, num_layers=3)
     elif how == "no class":
-        write_unsealed(checkpoint, activation="squared_relu")
+        describe_anew(checkpoint, activation="squared_relu")
     elif how == "another width":
-        write_unsealed(checkpoint, ffn_hidden_size=512)
+        describe_anew(checkpoint, ffn_hidden_size=512)
     else:
-        write_unsealed(checkpoint, vocab_size=None)
+        describe_anew(checkpoint, format=3)
 
 
 class RunsCode:
@@ -181,11 +181,11 @@ class RunsCode:
         ("cut off", "zero_pp_rank_0_mp_rank_01_optim_states.pt is damaged"),
         ("code", "holds posix.mkdir where a checkpoint has only tensors and numbers; nothing of it was executed"),
         ("a list", "is not a checkpoint of Tempo's trainer (run.json holds a list, expected an object)"),
-        ("another program's", "is not a checkpoint of Tempo's trainer; give another --load"),
+        ("another program's", "is not a checkpoint of Tempo's trainer; give another one"),
         ("no class", "its activation is squared_relu, and that of the nearest one, GPT2LMHeadModel, is gelu"),
         ("another model", "the model of run.json has decoder.layers.2.input_layernorm.weight, the checkpoint has not"),
         ("another width", "linear_fc1.weight has the shape [256, 64], expected [512, 64]; give a checkpoint"),
-        ("old", "run.json does not say vocab_size: it is of an older version"),
+        ("old", "its run.json has format 3, expected 4; it is of another version"),
     ],
 )
 def test_what_cannot_be_exported_is_one_sentence_and_leaves_nothing(

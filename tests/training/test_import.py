@@ -22,9 +22,10 @@ from tempo_megatron.training.checkpoint_files.export import read_weights
 from tempo_megatron.training.checkpoint_files.integrity import find_damage, read_description
 from tempo_megatron.training.checkpoint_files.saved_state import SavedState
 from tempo_megatron.training.run.arguments import parse_arguments
+from tempo_megatron.training.run.complete import complete_run
 from tempo_megatron.training.run.deepspeed_config import read_deepspeed_config
 from tempo_megatron.training.run.resume import read_saved_run
-from tempo_megatron.training.run.run_config import RunConfig, complete_run
+from tempo_megatron.training.run.run_config import RunConfig
 
 
 def import_model(source: Path, to: Path, *more: str) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_job import BF16, Data, Run, run, successful, write_unsealed, zero
+from training_job import BF16, Data, Run, run, successful, zero
 
 from tempo_megatron.training.resharding import load_resharded
 
@@ -253,35 +252,6 @@ def test_kill_9_in_the_first_save_after_it_loses_nothing(data: Data, stopped: tu
     resumed = successful(go(data, tmp_path / "resumed", L(1, 1, 1), *options))
     assert f"going on after step {SAVED}" in resumed.output and not list(save.glob("*.tmp"))
     assert resumed.losses == pytest.approx(whole.losses[SAVED:], rel=LIMIT)
-
-
-# What a model is beyond a GPT-2's sizes. An earlier version wrote neither this nor checksums, nor what lies where.
-NEWER = (
-    "family", "num_query_groups", "kv_channels", "activation", "normalization", "norm_epsilon", "qk_layernorm",
-    "add_bias_linear", "add_qkv_bias", "position_embedding_type", "rotary_base", "rotary_percent", "use_rope_scaling",
-    "rope_scaling_factor", "window_size", "num_tokentypes", "add_binary_head", "decoder_seq_length",
-)  # fmt: skip
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_an_earlier_version_goes_on_in_its_layout(
-    data: Data, stopped: tuple[Path, Run], tmp_path: Path
-) -> None:
-    saved, whole = stopped
-    shutil.copytree(saved, tmp_path / "save")
-    checkpoint = tmp_path / "save" / f"iter_{SAVED:07d}"
-    for path in checkpoint.glob("rank_*.pt"):
-        state = torch.load(path, weights_only=False)
-        del state["layout"]
-        torch.save(state, path)
-    assert set(NEWER) <= json.loads((checkpoint / "run.json").read_text()).keys()
-    write_unsealed(checkpoint, **dict.fromkeys(NEWER))
-    load = [*STOCK, "--load", str(tmp_path / "save")]
-    refused = go(data, tmp_path / "refused", L(1, 2, 1), *load)
-    assert refused.exit_codes == [1, 1] and "Traceback" not in refused.output
-    assert "was saved by an older version of the trainer" in refused.output
-    resumed = successful(go(data, tmp_path / "resumed", L(2, 1, 0), *load))
-    assert resumed.losses_hex == whole.losses_hex[SAVED:]
 
 
 def test_states_on_nvme_are_refused_before_anything_changes() -> None:

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from tempo_megatron import TempoConfig, tempo_block_spec, tempoize_embedding, tempoize_loss
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.training.checkpoint_files.files import name_rank_file
-from tempo_megatron.training.checkpoint_files.saved_state import SavedState, find_model_file
-from tempo_megatron.training.checkpoint_files.sharding import MOMENTS, Box, find_cuts, overlap
+from tempo_megatron.training.checkpoint_files.saved_state import SavedState, get_model_file
+from tempo_megatron.training.checkpoint_files.sharding import MOMENTS, Box, get_cuts, overlap
 
 OFF = TempoConfig(**dict.fromkeys(("activation", "norm", "dropout", "attention", "loss"), "off"))
 LLAMA: dict[str, Any] = {
@@ -78,9 +78,9 @@ def save(folder: str, name: str, tempo: TempoConfig, sequence_parallel: bool) ->
         for number, weight in enumerate(weights.values())
     }
     rank = parallel_state.get_tensor_model_parallel_rank()
-    torch.save({"module": weights, "optimizer": {"state": states}}, find_model_file(Path(folder), rank, 0))
+    torch.save({"module": weights, "optimizer": {"state": states}}, get_model_file(Path(folder), rank, 0))
     fragments = [(key, number, 0, 0, weight.numel()) for number, (key, weight) in enumerate(weights.items())]
-    cuts = {key: cut.pack() for key, cut in find_cuts(model).items()}
+    cuts = {key: cut.pack() for key, cut in get_cuts(model).items()}
     layout = {"tp_rank": rank, "dp_rank": 0, "cuts": cuts, "fragments": fragments}
     torch.save({"layout": layout}, Path(folder) / name_rank_file(rank))
     return compute_loss(model)
@@ -96,7 +96,7 @@ def load(folder: str, source_tp: int, name: str, tempo: TempoConfig, sequence_pa
     )
     saved = {"zero_stage": 0, "tensor_model_parallel_size": source_tp, "data_parallel_size": 1}
     state = SavedState(Path(folder), saved)
-    cuts, weights = find_cuts(model), dict(model.named_parameters())
+    cuts, weights = get_cuts(model), dict(model.named_parameters())
     assert state.find_mismatch(cuts, set(weights), tp) is None
     for key, parameter in weights.items():
         middle = parameter.numel() * 3 // 7

@@ -20,13 +20,14 @@ from tempo_megatron.training.planning import read_run
 from tempo_megatron.training.run import checks
 from tempo_megatron.training.run.arguments import build_parser, parse_arguments
 from tempo_megatron.training.run.checks import check_weights_fit
+from tempo_megatron.training.run.complete import complete_run
 from tempo_megatron.training.run.deepspeed_config import (
     copy_deepspeed_config,
     offloads_optimizer,
     read_deepspeed_config,
 )
 from tempo_megatron.training.run.masking import Masking
-from tempo_megatron.training.run.run_config import RunConfig, complete_run
+from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.words.deepspeed_json import REPLACED, find_unknown_keys
 
 ROOT = Path(__file__).parents[2]
@@ -92,10 +93,10 @@ WRONG_ARGUMENTS = [
     ("--save-interval 5", "--save-interval is given without --save"),
     ("--keep-checkpoints 2", "--keep-checkpoints is given without --save"),
     ("--save s --keep-checkpoints 0", "0 is not at least 1"),
-    ("--override-opt-param-scheduler", "changes what --load brings"),
-    ("--loss-plot a.png", "--loss-plot is drawn from the metrics file"),
-    ("--save /", "--save / is the root folder; give one of its own"),
-    (f"--log-dir {__file__}", f"--log-dir {__file__}: {__file__} is a file; give a folder"),
+    ("--override-opt-param-scheduler", "--override-opt-param-scheduler is given without --load; give --load too"),
+    ("--loss-plot a.png", "--loss-plot is given without --metrics-file"),
+    ("--save /", "--save: / is the root folder; give one of its own"),
+    (f"--log-dir {__file__}", f"--log-dir: {__file__}: {__file__} is a file; give a folder"),
     (f"--tensorboard-dir {__file__}/a", f"{__file__} is a file; give a folder"),
     ("--save s --loss-plot a.pdf", "does not end in .png"),
     ("--lr 1e-3 ''", "one of the arguments is an empty word; remove it"),
@@ -344,7 +345,7 @@ def test_a_run_is_only_read_once_it_is_built(tmp_path: Path) -> None:
     for block in (run.deepspeed, run.deepspeed["zero_optimization"]):
         with pytest.raises(TypeError):
             block["stage"] = 3
-    lists = [field.name for field in dataclasses.fields(run) if isinstance(getattr(run, field.name), (list, dict, set))]
+    lists = [field.name for field in dataclasses.fields(run) if isinstance(getattr(run, field.name), (list, set))]
     assert lists == [] and hash((run.data_path, run.blend, run.recompute_modules))
     copied = copy_deepspeed_config(run.deepspeed)
     copied["zero_optimization"]["stage"] = 3

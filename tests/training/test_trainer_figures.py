@@ -25,7 +25,7 @@ from tempo_megatron.training.metrics import MonitorBuffer, RunLog, read_metrics
 from tempo_megatron.training.run.arguments import parse_arguments
 from tempo_megatron.training.run.batch_sizes import BatchSizes
 from tempo_megatron.training.run.checks import check_run
-from tempo_megatron.training.run.run_config import complete_run
+from tempo_megatron.training.run.complete import complete_run
 from tempo_megatron.training.throughput import Throughput
 
 STEPS, WARMUP, DECAY, LR = 8, 2, 4, 1e-3

@@ -103,12 +103,11 @@ def find_gradients(words: str, models: list[tuple[str, str]]) -> list[Any]:
 def _take_step(path: str, words: str) -> Any:
     from megatron.core import parallel_state
 
-    from tempo_megatron.models.build import build_model
     from tempo_megatron.slots.choose import choose
-    from tempo_megatron.training import pipeline
     from tempo_megatron.training.engine import Engine
-    from tempo_megatron.training.job import find_task
-    from tempo_megatron.training.model import build_transformer_config
+    from tempo_megatron.training.job import get_task
+    from tempo_megatron.training.model import build_model, build_transformer_config
+    from tempo_megatron.training.pipeline import Schedule
     from tempo_megatron.training.run.checks import check_run
 
     family, world_size = json.loads(Path(path).read_text())["family"], torch.distributed.get_world_size()
@@ -121,8 +120,7 @@ def _take_step(path: str, words: str) -> Any:
     choices = choose(config, run.tempo)
     run = dataclasses.replace(run, tempo=choices.config)
     piped = run.pipeline_model_parallel_size > 1
-    build, of = (pipeline.build_stage, run) if piped else (build_model, run.model)
-    model = build(of, config, choices, 128)
+    model = build_model(run, config, choices, 128)
     engine = Engine(model, run)
     parameters = dict(model.named_parameters())
     assert engine.cuts.keys() == parameters.keys()
@@ -131,10 +129,10 @@ def _take_step(path: str, words: str) -> Any:
             parameters[name].data[box.index()] = draw_weight(name, cut.shape)[find_place(box)]
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     batches = [make_batch(family, sample) for sample in range(rank, 4, ranks)]
-    forward_step = find_task(family).make_forward_step(run, torch.device("cpu"))
+    forward_step = get_task(family).make_forward_step(run, torch.device("cpu"))
     engine.begin_step(4, len(batches))
     if piped:
-        pipeline.Schedule(model, forward_step, run, None).train(batches, len(batches), lambda _: None)
+        Schedule(model, forward_step, run, None).train(batches, len(batches), lambda _: None)
         engine.step_after_schedule()
     else:
         for batch in batches:

@@ -29,6 +29,7 @@ from tempo_megatron.training.checkpoint_files.import_command import TOKENIZER_FI
 from tempo_megatron.training.checkpoint_files.integrity import (
     IMPORTED,
     RUN_FILE,
+    check_format,
     find_damage,
     find_missing,
     read_description,
@@ -38,8 +39,6 @@ from tempo_megatron.training.checkpoint_files.tensor_file import write_tensors
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _LAYOUT_FIELDS = ("tensor_model_parallel_size", "data_parallel_size", "zero_stage")
-# transformers needs these besides the fields of the model; older checkpoints may lack them.
-_HUGGINGFACE_FIELDS = ("vocab_size", "padded_vocab_size", "end_of_document", "gelu_form")
 _HUGGINGFACE_FILE = "model.safetensors"
 _COMPANIONS = ("config.json", "tokenizer", *TOKENIZER_FILES)
 
@@ -68,7 +67,7 @@ def run_export(args: argparse.Namespace) -> int:
     Raises ValueError if the checkpoint does not exist or is not whole, or if the output exists already.
     """
     check_installed("it", "train", "safetensors")
-    checkpoint = _find_checkpoint(args.load, args.iteration)
+    checkpoint = _get_checkpoint(args.load, args.iteration)
     run = _read_run(checkpoint, args.format)
     output, dtype = Path(args.output), _DTYPES[args.dtype]
     _check_output(output, args.format)
@@ -138,7 +137,7 @@ def convert(state: SavedState, run: Mapping[str, Any]) -> Iterator[Tensor]:
 _UNCHANGED = "give a checkpoint whose files were not changed"
 
 
-def _find_checkpoint(load: str, iteration: int | None) -> Path:
+def _get_checkpoint(load: str, iteration: int | None) -> Path:
     folder = CheckpointFolder(load)
     if (folder.path / RUN_FILE).is_file():
         raise ValueError(f"--load {load} is one checkpoint; give the folder around it, and --iteration to choose")
@@ -154,20 +153,9 @@ def _find_checkpoint(load: str, iteration: int | None) -> Path:
 
 def _read_run(checkpoint: Path, form: str) -> dict[str, Any]:
     run = read_description(checkpoint)
-    files = run.get("files", [])
-    if reason := find_missing(checkpoint, files) or find_damage(checkpoint, files, 0, 1):
+    check_format(run, str(checkpoint))
+    if reason := find_missing(checkpoint, run["files"]) or find_damage(checkpoint, run["files"], 0, 1):
         raise ValueError(f"{reason}; give --iteration of another checkpoint")
-    missing = [name for name in _LAYOUT_FIELDS if name not in run]
-    if missing == list(_LAYOUT_FIELDS):
-        raise ValueError(f"{checkpoint} is not a checkpoint of Tempo's trainer; give another --load")
-    if form == "huggingface":
-        missing += [name for name in _HUGGINGFACE_FIELDS if name not in run]
-    if missing:
-        raise ValueError(
-            f"{checkpoint / RUN_FILE} does not say {', '.join(missing)}: it is of an older version of the trainer; "
-            + ("give --format megatron, or " if form == "huggingface" else "")
-            + "save the run anew with this version"
-        )
     run = complete_description(run)
     if form == "huggingface":
         find_class(run)  # fails, before anything is read, if transformers has no such class

@@ -83,8 +83,8 @@ def run_import(args: argparse.Namespace) -> int:
     run = describe_model(model, args.make_vocab_size_divisible_by)
     tensors, files = list_tensors(run), open_tensors(source)
     files.unstack(model.family.stacks)
-    names = find_names(run, model.family, tensors, files)
-    layout = [(each.key, find_dtype(each, names, files), each.shape) for each in tensors]
+    names = get_names(run, model.family, tensors, files)
+    layout = [(each.key, compute_dtype(each, names, files), each.shape) for each in tensors]
     if model.unread:
         print(f"note: config.json has {', '.join(model.unread)}, which import does not know and leaves out")
     _report(source, run, layout)
@@ -144,7 +144,7 @@ def open_tensors(source: Path) -> TensorFiles:
     raise ValueError(f"--from {source} {found} {_WHOLE}; save the model with save_pretrained of transformers")
 
 
-def find_names(
+def get_names(
     run: Mapping[str, Any], family: Family, tensors: Sequence[Converted], files: TensorFiles
 ) -> dict[str, str]:
     """Returns by which name the files have each tensor of transformers.
@@ -200,7 +200,7 @@ def _check_tensor(name: str, shape: tuple[int, ...], files: TensorFiles) -> None
         )
 
 
-def find_dtype(each: Converted, names: Mapping[str, str], files: TensorFiles) -> torch.dtype:
+def compute_dtype(each: Converted, names: Mapping[str, str], files: TensorFiles) -> torch.dtype:
     """Returns the smallest dtype that holds what is joined exactly."""
     dtypes = {DTYPES[files.describe(names[key])[0]] for key in each.keys}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
@@ -208,7 +208,7 @@ def find_dtype(each: Converted, names: Mapping[str, str], files: TensorFiles) ->
 
 def _convert(tensors: list[Converted], names: Mapping[str, str], files: TensorFiles) -> Iterator[Tensor]:
     for each in tensors:
-        dtype = find_dtype(each, names, files)
+        dtype = compute_dtype(each, names, files)
         yield each.join([files[names[key]].to(dtype) for key in each.keys])
 
 

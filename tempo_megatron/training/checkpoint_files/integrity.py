@@ -15,8 +15,7 @@ from tempo_megatron.beside import first_line
 
 RUN_FILE = "run.json"
 FORMAT = 4
-READ_FORMATS = (2, 3, FORMAT)
-"""4 stores every field of the run as a setting, 3 only some (see `resume.read_settings`); 2 has no checksums."""
+"""Of the description; it stores every field of the run as a setting."""
 IMPORTED = "imported_from"
 """In the description of a checkpoint that import has made: the folder of the model. The trainer writes none."""
 _SEAL = "sha256_of_the_rest"
@@ -42,9 +41,9 @@ def write_description(checkpoint: Path, content: Mapping[str, Any], files: Files
 
 
 def read_description(checkpoint: Path) -> dict[str, Any]:
-    """Reads the RUN_FILE of a checkpoint of any version.
+    """Reads the RUN_FILE of a checkpoint.
 
-    Raises ValueError if it is missing, is not a JSON object, or was changed.
+    Raises ValueError if it is missing, is not a JSON object, or was changed; see check_format for other formats.
     """
     path = checkpoint / RUN_FILE
     try:
@@ -59,12 +58,23 @@ def read_description(checkpoint: Path) -> dict[str, Any]:
             f"{type(description).__name__}, expected an object); give another --load"
         )
     seal = description.pop(_SEAL, None)
-    if (seal is not None or description.get("format") in READ_FORMATS[1:]) and seal != _seal(description):
+    if (seal is not None or description.get("format") == FORMAT) and seal != _seal(description):
         raise ValueError(f"{path} is not what the trainer wrote: its checksum differs; give another checkpoint")
     return description
 
 
-def find_missing(checkpoint: Path, files: Any) -> str | None:
+def check_format(description: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError for a description of another version of the trainer; `where` names it."""
+    if "files" not in description:
+        raise ValueError(f"{where} is not a checkpoint of Tempo's trainer; give another one")
+    if description.get("format") != FORMAT:
+        raise ValueError(
+            f"{where}: its {RUN_FILE} has format {description.get('format')}, expected {FORMAT}; it is of another "
+            "version of this trainer; use that one"
+        )
+
+
+def find_missing(checkpoint: Path, files: Files) -> str | None:
     """Says in one sentence which of `files`, those of its description, a checkpoint lacks or has in another size.
 
     It looks at names and sizes only, and returns None if all are right.
@@ -72,8 +82,6 @@ def find_missing(checkpoint: Path, files: Any) -> str | None:
     missing = [name for name in files if not (checkpoint / name).is_file()]
     if missing:
         return f"{checkpoint} lacks {', '.join(missing)}"
-    if not isinstance(files, dict):
-        return None
     for name, (num_bytes, _) in files.items():
         if (found := (checkpoint / name).stat().st_size) != num_bytes:
             from tempo_megatron.training.checkpoint_files.files import find_fault  # it imports deepspeed
@@ -83,7 +91,7 @@ def find_missing(checkpoint: Path, files: Any) -> str | None:
     return None
 
 
-def find_damage(checkpoint: Path, files: Any, rank: int, world_size: int) -> str | None:
+def find_damage(checkpoint: Path, files: Files, rank: int, world_size: int) -> str | None:
     """Says in one sentence which file of this rank's share is not what was saved; returns None if all are.
 
     It reads every byte of the share, which takes as long as loading. All ranks together read every file.
@@ -95,7 +103,7 @@ def find_damage(checkpoint: Path, files: Any, rank: int, world_size: int) -> str
         try:
             if path.suffix == ".pt" and (fault := find_fault(path)):
                 return fault
-            if isinstance(files, dict) and hash_file(path) != files[name][1]:
+            if hash_file(path) != files[name][1]:
                 return f"{path} is damaged: its content is not what was saved"
         except OSError as error:
             return f"{path} cannot be read ({error})"

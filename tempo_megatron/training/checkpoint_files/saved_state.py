@@ -40,7 +40,7 @@ class SavedState:
         # Without ZeRO the data-parallel ranks have equal states, and only the first one's are saved.
         self.dp: int = saved["data_parallel_size"] if self.zero_stage else 1
         self._contents: dict[tuple[int, int], Any] = {}
-        pp: int = saved.get("pipeline_model_parallel_size", 1)
+        pp: int = saved.get("pipeline_model_parallel_size", 1)  # import writes none
         self._model_parallel_ranks = range(self.tp * pp)
         # The pipeline stage of each parameter. The last one's copy of tied word embeddings is left out.
         self._stages: dict[str, int] = {}
@@ -49,16 +49,10 @@ class SavedState:
         self._fragments: list[dict[str, list[tuple[int, Fragment]]]] = [{} for _ in range(self.tp)]
         # Stage by stage: the ranks of the first one come first.
         for rank in range(self.tp * saved["data_parallel_size"] * pp):
-            self._add_rank(read_tensors(checkpoint / name_rank_file(rank)).get("layout"))
+            self._add_rank(read_tensors(checkpoint / name_rank_file(rank))["layout"])
 
-    def _add_rank(self, described: dict[str, Any] | None) -> None:
-        if described is None:
-            raise ValueError(
-                f"{self.where} was saved by an older version of the trainer, which did not write how its "
-                "ranks divide the weights; train on with the number of processes, the tensor parallel size and the "
-                "JSON it was saved with, save once, and take the new checkpoint"
-            )
-        tp_rank, dp_rank, stage = described["tp_rank"], described["dp_rank"], described.get("pp_rank", 0)
+    def _add_rank(self, described: dict[str, Any]) -> None:
+        tp_rank, dp_rank, stage = described["tp_rank"], described["dp_rank"], described["pp_rank"]
         if dp_rank == 0:
             for name, cut in described["cuts"].items():
                 self.cuts[tp_rank].setdefault(name, Cut.unpack(cut))
@@ -123,16 +117,16 @@ class SavedState:
 
     def has_moments(self) -> bool:
         """Whether the optimizer has made a step."""
-        return any(self._find_states(rank, 0) for rank in self._model_parallel_ranks)
+        return any(self._get_states(rank, 0) for rank in self._model_parallel_ranks)
 
     def read_step(self, name: str) -> float:
         """Returns how many steps AdamW has made with a parameter."""
         dp_rank, fragment = self._fragments[0][name][0]
-        return float(self._find_states(self._find_model_parallel_rank(name, 0), dp_rank)[fragment.group]["step"])
+        return float(self._get_states(self._get_model_parallel_rank(name, 0), dp_rank)[fragment.group]["step"])
 
     def read_model_file(self) -> Any:
         """Returns the first rank's model file, which also counts steps and samples."""
-        return read_tensors(find_model_file(self.checkpoint, 0, self.zero_stage), is_mapped=True)
+        return read_tensors(get_model_file(self.checkpoint, 0, self.zero_stage), is_mapped=True)
 
     def read_optimizer_file(self) -> Any:
         """Returns the first rank's file with optimizer states; under ZeRO it also holds the loss scaler."""
@@ -188,21 +182,21 @@ class SavedState:
         for dp_rank, fragment in self._fragments[tp_rank][name]:
             begin, end = max(first, fragment.first), min(last, fragment.last)
             if begin < end:
-                rank = self._find_model_parallel_rank(name, tp_rank)
-                flat, start = self._find_flat(rank, dp_rank, fragment, key), fragment.start - fragment.first
+                rank = self._get_model_parallel_rank(name, tp_rank)
+                flat, start = self._get_flat(rank, dp_rank, fragment, key), fragment.start - fragment.first
                 parts.append((begin, flat[start + begin : start + end]))
         parts.sort(key=lambda part: part[0])
         tensors = [tensor.to(torch.float32) for _, tensor in parts]
         assert sum(map(len, tensors)) == last - first, f"{name}: [{first}, {last}) of rank {tp_rank} is not whole"
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
-    def _find_model_parallel_rank(self, name: str, tp_rank: int) -> int:
+    def _get_model_parallel_rank(self, name: str, tp_rank: int) -> int:
         """Returns by which number DeepSpeed's files call the rank that holds a parameter."""
         return self._stages[name] * self.tp + tp_rank
 
-    def _find_flat(self, model_parallel_rank: int, dp_rank: int, fragment: Fragment, key: str) -> Tensor:
+    def _get_flat(self, model_parallel_rank: int, dp_rank: int, fragment: Fragment, key: str) -> Tensor:
         if key in MOMENTS:
-            flat: Tensor = self._find_states(model_parallel_rank, dp_rank)[fragment.group][key]
+            flat: Tensor = self._get_states(model_parallel_rank, dp_rank)[fragment.group][key]
         elif self.zero_stage == 0:
             flat = self._read_content(model_parallel_rank, dp_rank)["module"][fragment.name]
         else:
@@ -211,7 +205,7 @@ class SavedState:
             flat = states[groups][fragment.group]
         return flat.flatten()
 
-    def _find_states(self, model_parallel_rank: int, dp_rank: int) -> Any:
+    def _get_states(self, model_parallel_rank: int, dp_rank: int) -> Any:
         """Returns the optimizer's states by the number of the flat tensor."""
         content = self._read_content(model_parallel_rank, dp_rank)
         if self.zero_stage == 0:
@@ -223,7 +217,7 @@ class SavedState:
         if (model_parallel_rank, dp_rank) not in self._contents and self._is_imported:
             self._contents[model_parallel_rank, dp_rank] = {"module": TensorFiles([self.checkpoint / WEIGHTS_FILE])}
         if (model_parallel_rank, dp_rank) not in self._contents:
-            path = find_model_file(self.checkpoint, model_parallel_rank, 0)
+            path = get_model_file(self.checkpoint, model_parallel_rank, 0)
             if self.zero_stage:
                 name = f"zero_pp_rank_{dp_rank}_mp_rank_{model_parallel_rank:02d}_optim_states.pt"
                 prefixed = self.checkpoint / f"bf16_{name}"  # written by DeepSpeed's BF16_Optimizer
@@ -232,7 +226,7 @@ class SavedState:
         return self._contents[model_parallel_rank, dp_rank]
 
 
-def find_model_file(checkpoint: Path, model_parallel_rank: int, zero_stage: int) -> Path:
+def get_model_file(checkpoint: Path, model_parallel_rank: int, zero_stage: int) -> Path:
     """Returns the path of DeepSpeed's file with the model; under ZeRO-3 of the first data-parallel rank."""
     prefix = "zero_pp_rank_0_" if zero_stage == 3 else ""
     return checkpoint / f"{prefix}mp_rank_{model_parallel_rank:02d}_model_states.pt"

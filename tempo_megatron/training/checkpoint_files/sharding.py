@@ -79,7 +79,7 @@ class Cut:
         return cls(local_shape, shape, tuple(Box(*box) for box in boxes))
 
 
-def find_cuts(model: Any) -> dict[str, Cut]:
+def get_cuts(model: Any) -> dict[str, Cut]:
     """Returns the Cut of each parameter of this rank by name, also under ZeRO-3.
 
     It leaves out a parameter that sharded_state_dict leaves out, or that is not made of blocks of a whole.
@@ -166,7 +166,7 @@ class Partition:
         return [dataclasses.astuple(fragment) for fragment in self.fragments]
 
 
-def find_partition(engine: Any) -> Partition:
+def get_partition(engine: Any) -> Partition:
     """Returns the Partition of a DeepSpeedEngine of any ZeRO stage; its tensors are the optimizer's own."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}

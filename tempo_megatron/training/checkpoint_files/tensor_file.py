@@ -9,14 +9,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from tempo_megatron.beside import first_line
 
@@ -24,7 +23,6 @@ Shape = tuple[int, ...]
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """The dtypes that weights may have, by their names in the format."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_SECONDS_BETWEEN_LINES = 10.0
 Layout = Sequence[tuple[str, torch.dtype, Shape]]
 
 
@@ -41,36 +39,14 @@ def write_tensors(path: Path, layout: Layout, tensors: Iterable[Tensor], metadat
         at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
-    with path.open("wb") as file:
+    # disable=None shows no bar if the output is not a terminal.
+    bar = tqdm(total=at, unit="B", unit_scale=True, unit_divisor=1024, desc="written", disable=None, leave=False)
+    with path.open("wb") as file, bar:
         file.write(len(text).to_bytes(8, "little") + text)
-        progress = _Progress(at)
         for (name, dtype, shape), tensor in zip(layout, tensors, strict=True):
             assert tensor.dtype == dtype and tensor.shape == shape, name
             file.write(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
-            progress.add(tensor.nbytes)
-        progress.end()
-
-
-class _Progress:
-    """Says how much is written: in place on a terminal, else in a line every ten seconds."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.done, self.said = total, 0, time.monotonic()
-        self.is_shown = sys.stderr.isatty()
-
-    def add(self, num_bytes: int) -> None:
-        self.done += num_bytes
-        share = f"{self.done / self.total:.0%} of {self.total / 2**20:,.1f} MiB"
-        if self.is_shown:
-            filled = round(30 * self.done / self.total)
-            print(f"\r\033[K[{'#' * filled}{'.' * (30 - filled)}] {share}", end="", file=sys.stderr, flush=True)
-        elif time.monotonic() - self.said > _SECONDS_BETWEEN_LINES:
-            self.said = time.monotonic()
-            print(f"{share} are written", flush=True)
-
-    def end(self) -> None:
-        if self.is_shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            bar.update(tensor.nbytes)
 
 
 class _Piece(NamedTuple):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
 from tempo_megatron.cluster.versions import find_version
 from tempo_megatron.extras import is_installed
@@ -16,7 +14,8 @@ from tempo_megatron.training.run.deepspeed_config import (
     read_zero_stage,
 )
 from tempo_megatron.training.run.masking import check_masking
-from tempo_megatron.training.run.run_config import RunConfig
+from tempo_megatron.training.run.option import name_argument
+from tempo_megatron.training.run.run_config import OPTIONS, RunConfig
 from tempo_megatron.words.argument_types import format_bytes
 
 _REFUSED_MODULES = {
@@ -312,25 +311,16 @@ def _check_data(run: RunConfig) -> None:
 
 
 def _check_output(run: RunConfig) -> None:
-    for option, value in (("--save-interval", run.save_interval), ("--keep-checkpoints", run.keep_checkpoints)):
-        if value is not None and not run.save:
-            raise ValueError(f"{option} is given without --save; give the folder for the checkpoints")
-    if run.async_save and not run.save:
-        raise ValueError("--async-save is given without --save; give the folder for the checkpoints")
-    if run.override_opt_param_scheduler and not run.load:
-        raise ValueError("--override-opt-param-scheduler changes what --load brings; give --load or remove it")
-    folders = ("save", "load", "pretrained_checkpoint", "log_dir", "profile_dir", "tensorboard_dir", "data_cache_path")
-    for option in folders:
-        if folder := getattr(run, option):
-            _check_folder("--" + option.replace("_", "-"), Path(folder))
+    for name, option in OPTIONS.items():
+        if option.needs and getattr(run, name) and not getattr(run, option.needs):
+            needed = name_argument(option.needs)
+            raise ValueError(f"{name_argument(name)} is given without {needed}; give {needed} too, or remove it")
     if run.eval_only:
         _check_evaluation(run)
     if run.profile is not None:
         _check_profile(run)
     if run.metrics_file:
         check_metrics_file(run.metrics_file)
-    if run.loss_plot and not run.metrics_file:
-        raise ValueError("--loss-plot is drawn from the metrics file; give --metrics-file or --save")
 
 
 def _check_evaluation(run: RunConfig) -> None:
@@ -366,14 +356,6 @@ def _check_packages(run: RunConfig) -> None:
     for what, package in asked.items():
         if not is_installed(package):
             raise ValueError(f"{what} needs {package}, which is not installed; pip install {package}")
-
-
-def _check_folder(option: str, folder: Path) -> None:
-    for part in (folder, *folder.parents):
-        if os.path.exists(part) and not os.path.isdir(part):
-            raise ValueError(f"{option} {folder}: {part} is a file; give a folder")
-    if folder.resolve() == Path(folder.resolve().anchor):
-        raise ValueError(f"{option} {folder} is the root folder; give one of its own")
 
 
 def check_metrics_file(path: str) -> None:

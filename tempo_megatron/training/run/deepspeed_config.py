@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from tempo_megatron.training.run.arguments import DEFAULTS
 from tempo_megatron.words.deepspeed_json import BATCH_KEYS, NAMES_IN, REFUSED, parse_boolean, read_deepspeed_json
 from tempo_megatron.words.json_text import find_near_name
 
@@ -126,15 +125,15 @@ def complete_deepspeed_config(
 
     Args:
         config: of read_deepspeed_config.
-        given: micro_batch_size, global_batch_size and clip_grad of the command line or the checkpoint, None if they
-            have no value; bf16 and fp16.
+        given: micro_batch_size and global_batch_size of the command line or the checkpoint, None if they have no
+            value; clip_grad, None only if `config` has it; bf16 and fp16.
         data_parallel_size: of the run.
 
     Raises ValueError if the command line and the JSON contradict each other or the sizes do not divide.
     """
     filled = {**config, **_decide_batch_sizes(config, given, data_parallel_size), **_decide_precision(config, given)}
     clip = _agree("--clip-grad", given["clip_grad"], "gradient_clipping", _read_number(config, "gradient_clipping"))
-    filled["gradient_clipping"] = DEFAULTS["clip_grad"] if clip is None else float(clip)
+    filled["gradient_clipping"] = float(clip)
     filled.setdefault("steps_per_print", 10**9)  # the trainer prints its own line
     zero = dict(filled.get("zero_optimization", {}))
     zero.setdefault("stage", 0)
@@ -144,18 +143,10 @@ def complete_deepspeed_config(
     return filled
 
 
-def freeze_deepspeed_config(config: Any) -> Any:
-    """Returns the same content as read-only mappings and tuples."""
-    if isinstance(config, Mapping):
-        return MappingProxyType({key: freeze_deepspeed_config(value) for key, value in config.items()})
-    return tuple(map(freeze_deepspeed_config, config)) if isinstance(config, list) else config
-
-
-def copy_deepspeed_config(frozen: Any) -> Any:
-    """Returns the dicts and lists that freeze_deepspeed_config was given; DeepSpeed may write into them."""
-    if isinstance(frozen, Mapping):
-        return {key: copy_deepspeed_config(value) for key, value in frozen.items()}
-    return list(map(copy_deepspeed_config, frozen)) if isinstance(frozen, tuple) else frozen
+def copy_deepspeed_config(deepspeed: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the same content as dicts that DeepSpeed may write into."""
+    copied: dict[str, Any] = json.loads(json.dumps(deepspeed))
+    return copied
 
 
 def _read_number(config: Mapping[str, Any], key: str) -> Any:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from tempo_megatron.models.shape import ModelShape, read_shape_file
+from tempo_megatron.training.run.option import STAYS, list_options, option
 from tempo_megatron.words.argument_types import parse_positive, parse_probability
 
 WORDS, TOKENS = "words", "tokens"
-MASKING_DEFAULTS = {"mask_prob": 0.15, "short_seq_prob": 0.1, "masking": WORDS}
-SPAN_DEFAULTS = {"mask_prob": 0.15, "short_seq_prob": 0.1, "vocab_extra_ids": 100}
-"""Used if neither the command line nor the checkpoint of --load has a value."""
 SHORTEST_SAMPLE = 5
 """[CLS], a token, [SEP], a token and [SEP]."""
 _SHORTEST_DECODER = 3
@@ -22,62 +21,54 @@ _SPECIAL_TOKENS = 3
 """Megatron leaves room for these even in a sample of one segment."""
 
 
+_option = functools.partial(option, on_load=STAYS, group="masking")
+_mask_prob = functools.partial(_option, "share of the tokens to predict", parse_probability, default=0.15)
+_short_seq_prob = functools.partial(
+    _option, "share of the samples that are made shorter, 0 for none as in RoBERTa", parse_probability, default=0.1
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Masking:
-    """`--help` describes the fields, which have arguments of the same names."""
+    """Of a BERT."""
 
-    mask_prob: float
-    short_seq_prob: float
-    masking: str
+    mask_prob: float = _mask_prob()
+    short_seq_prob: float = _short_seq_prob()
+    masking: str = _option(
+        "words: whole words, and up to three in a row, as Megatron-LM masks for BERT; tokens: each for itself, as in "
+        "RoBERTa",
+        default=WORDS,
+        choices=(WORDS, TOKENS),
+        switches={
+            "bert-no-binary-head": "no segments and no prediction of their order, as in RoBERTa (default: as --model "
+            "says, else with both)"
+        },
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpanMasking:
     """Of a T5: what Megatron-LM calls vocab_extra_ids are its sentinels."""
 
-    mask_prob: float
-    short_seq_prob: float
-    vocab_extra_ids: int
+    mask_prob: float = _mask_prob()
+    short_seq_prob: float = _short_seq_prob()
+    vocab_extra_ids: int = _option(
+        "sentinels, each of which stands for a span to fill in; their ids follow those of the vocabulary",
+        parse_positive,
+        default=100,
+    )
+
+
+MASKINGS: dict[str, type[Masking | SpanMasking]] = {"bert": Masking, "t5": SpanMasking}
+"""Of each family that has one."""
 
 
 def read_masking(family: str, values: Mapping[str, Any]) -> Masking | SpanMasking | None:
-    """Returns what `values` say of it, by the names of the arguments; None for GPT."""
-    if family == "bert":
-        return Masking(**{name: values[name] for name in MASKING_DEFAULTS})
-    return SpanMasking(**{name: values[name] for name in SPAN_DEFAULTS}) if family == "t5" else None
-
-
-def add_masking_arguments(parser: argparse.ArgumentParser, family: str) -> None:
-    """Adds the arguments of a BERT or a T5."""
-    group = parser.add_argument_group("masking")
-    group.add_argument(
-        "--mask-prob",
-        type=parse_probability,
-        help="share of the tokens to predict",
-    )
-    group.add_argument(
-        "--short-seq-prob",
-        type=parse_probability,
-        help="share of the samples that are made shorter, 0 for none as in RoBERTa",
-    )
-    if family == "t5":
-        group.add_argument(
-            "--vocab-extra-ids",
-            type=parse_positive,
-            help="sentinels, each of which stands for a span to fill in; their ids follow those of the vocabulary",
-        )
-        return
-    group.add_argument(
-        "--masking",
-        choices=(WORDS, TOKENS),
-        help="words: whole words, and up to three in a row, as Megatron-LM masks for BERT; tokens: each for itself, as "
-        "in RoBERTa",
-    )
-    group.add_argument(
-        "--bert-no-binary-head",
-        action="store_true",
-        help="no segments and no prediction of their order, as in RoBERTa (default: as --model says, else with both)",
-    )
+    """Returns what `values` say of it, by the names of the arguments, else the defaults; None for GPT."""
+    if (kind := MASKINGS.get(family)) is None:
+        return None
+    options = list_options(kind).items()
+    return kind(**{name: each.default if values[name] is None else values[name] for name, each in options})
 
 
 def take_segments(args: argparse.Namespace, stored: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -86,7 +77,7 @@ def take_segments(args: argparse.Namespace, stored: Mapping[str, Any] | None = N
     They come from the command line, else from --model, else from `stored`, else they are BERT's.
 
     Args:
-        args: parsed with add_masking_arguments.
+        args: parsed.
         stored: the ModelShape's fields of the checkpoint that the run resumes from.
     """
     below = {**(stored or {}), **(read_shape_file(args.model) if args.model else {})}

@@ -20,85 +20,24 @@ from tempo_megatron.models.shape import NAMES, complete_description
 from tempo_megatron.settings.config import BUDGET, HOST_MEMORY, TempoConfig
 from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder
 from tempo_megatron.training.checkpoint_files.integrity import (
-    FORMAT,
     IMPORTED,
-    READ_FORMATS,
-    RUN_FILE,
+    check_format,
     find_missing,
     read_description,
 )
 from tempo_megatron.training.differences import flatten
 from tempo_megatron.training.run.deepspeed_config import decides_batch_size, is_given
-from tempo_megatron.training.run.masking import MASKING_DEFAULTS, SPAN_DEFAULTS
+from tempo_megatron.training.run.masking import MASKINGS
+from tempo_megatron.training.run.option import SCHEDULE as OF_SCHEDULE
+from tempo_megatron.training.run.option import list_options, name_argument
+from tempo_megatron.training.run.run_config import OPTIONS
 from tempo_megatron.words.deepspeed_json import BATCH_KEYS
 
-_RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
-SCHEDULE = (
-    *("lr", "min_lr", "lr_warmup_iters", "lr_decay_style", "lr_decay_iters"),
-    *("lr_wsd_decay_iters", "lr_wsd_decay_style"),
-)
-# Every field of RunConfig is stored, and is in one of these four tables. The fields of the first two are taken from the
-# checkpoint if they are left out.
-STAYS = (
-    *("model", "vocab_padding_tp", "global_batch_size", "rampup_batch_size", "seed", "precision", "split", "masking"),
-    "sample_parts",
-    *SCHEDULE,
-)
-"""Another value is refused, except for the fields of `model` in MODEL_MAY_CHANGE."""
-MAY_CHANGE = {
-    "micro_batch_size": "samples are taken in the order of their index, whatever a micro batch is",
-    "train_iters": "a run may be made longer; the schedule and the order of the samples stay",
-    **dict.fromkeys(
-        ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"), "the optimizer uses it at its next step"
-    ),
-    **dict.fromkeys(("data_path", "vocab_file", "merge_file"), "files may have been moved; their content is compared"),
-    "eod_mask_loss": "weights and samples are the same, other tokens count in the loss",
-    **dict.fromkeys(("eval_interval", "eval_iters", "test_iters"), "validation does not change the training"),
-    **dict.fromkeys(_RECOMPUTATION, "recomputation gives the same values"),
-    "bias_gelu_fusion": "the form of GELU, which follows from it, is compared",
-    **dict.fromkeys(
-        ("bias_swiglu_fusion", "bias_dropout_fusion", "masked_softmax_fusion"), "the same function in another kernel"
-    ),
-    "tempo": "weights have the same names and shapes",
-    "memory_budget": "it decides what is recomputed",
-    "host_memory": "it decides what is offloaded",
-}
-"""The command line's value is used; why it may be another one."""
-OF_EACH_START = {
-    **dict.fromkeys(
-        (
-            *("world_size", "data_parallel_size", "tensor_model_parallel_size", "sequence_parallel", "on_gpu"),
-            *("pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"),
-            "pipeline_model_parallel_layout",
-        ),
-        "the layout: the weights are the same in each",
-    ),
-    **dict.fromkeys(("deepspeed_config", "deepspeed"), "a file that every start names"),
-    **dict.fromkeys(
-        (
-            *(
-                "save",
-                "save_interval",
-                "async_save",
-                "keep_checkpoints",
-                "metrics_file",
-                "loss_plot",
-                "tensorboard_dir",
-            ),
-            *("tempo_ledger", "log_interval", "log_dir", "profile", "profile_ranks", "profile_dir"),
-        ),
-        "what this start writes, where and when",
-    ),
-    **dict.fromkeys(("exit_interval", "exit_signal_handler", "eval_only"), "when this start ends"),
-    **dict.fromkeys(("load", "pretrained_checkpoint", "override_opt_param_scheduler"), "how this start begins"),
-    **dict.fromkeys(("num_workers", "data_cache_path"), "how samples are read, not which"),
-    **dict.fromkeys(("distributed_timeout_minutes", "fault_timeout"), "how ranks watch one another"),
-    "use_cpu_initialization": "only for the first weights",
-    "tempo_arguments": "text for the banner",
-}
-"""Each start sets it anew; why it is not taken from the checkpoint."""
-COMPUTED = ("num_micro_batches", "split_weights", "blend")
-"""Follow from other fields."""
+TAKEN = tuple(name for name, option in OPTIONS.items() if option.on_load.is_taken)
+"""Fields that have the checkpoint's value if they are left out."""
+MAY_CHANGE = tuple(name for name in TAKEN if OPTIONS[name].on_load.title == "may change")
+SCHEDULE = tuple(name for name in TAKEN if OPTIONS[name].on_load is OF_SCHEDULE)
+_RECOMPUTATION = tuple(name for name in OPTIONS if name.startswith("recompute_"))
 MODEL_MAY_CHANGE = {
     "vocab_size": "its rows with the padding are compared",
     "make_vocab_size_divisible_by": "its rows with the padding are compared",
@@ -111,7 +50,7 @@ PRETRAINED_MAY_CHANGE = ("seq_length", "rotary_base", "use_rope_scaling", "rope_
 """Fields of ModelShape that may also have another value where a run begins with weights of another run."""
 # The fields of ModelShape that change the weights, or what is computed from them.
 MODEL_FIELDS = tuple(name for name in NAMES if name not in MODEL_MAY_CHANGE)
-_MASKING = tuple({**MASKING_DEFAULTS, **SPAN_DEFAULTS})
+_MASKING = {name for kind in MASKINGS.values() for name in list_options(kind)}
 # Field of a description -> what a user changes to make it match.
 REMEDIES = {
     **{name: name_option(name) for name in MODEL_FIELDS},
@@ -162,11 +101,7 @@ def read_saved_run(args: argparse.Namespace, damaged: Mapping[str, str] | None =
         except ValueError as error:
             passed_over[candidate] = str(error)
             continue
-        if saved.get("format") not in READ_FORMATS:
-            raise ValueError(
-                f"--load {folder.path / candidate}: its {RUN_FILE} has format {saved.get('format')}, expected "
-                f"{FORMAT}; it is of another version of this trainer; resume it with that one"
-            )
+        check_format(saved, f"--load {folder.path / candidate}")
         if reason := find_missing(folder.path / candidate, saved["files"]):
             passed_over[candidate] = reason
             continue
@@ -196,8 +131,7 @@ def read_pretrained(path: str | None, family: str) -> dict[str, Any] | None:
     if name is None:
         raise ValueError(f"{where} holds no checkpoint; give a folder that import or the trainer has made")
     saved = complete_description(read_description(folder.path / name))
-    if saved.get("format") not in READ_FORMATS:
-        raise ValueError(f"{where}: {name} has format {saved.get('format')}, expected {FORMAT}; import or save it anew")
+    check_format(saved, f"{where}/{name}")
     if reason := find_missing(folder.path / name, saved["files"]):
         raise ValueError(f"{where}: {reason}; import it anew, or give another folder")
     if saved["family"] != family:
@@ -206,16 +140,11 @@ def read_pretrained(path: str | None, family: str) -> dict[str, Any] | None:
 
 
 def read_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of the RunConfig that saved a checkpoint, in the types of JSON.
-
-    For a checkpoint of format 3 or less these are only some, and those that its description tells.
-    """
-    told = {name: saved[name] for name in (*STAYS, *MAY_CHANGE) if name in saved}
-    settings = {"model": {name: saved[name] for name in NAMES if name in saved}, **told, **saved["settings"]}
-    if "tempo" in settings:
-        # Values that did not exist when it was saved have their defaults.
-        settings["tempo"] = {**dataclasses.asdict(TempoConfig()), **settings["tempo"]}
-    return settings
+    """Returns the fields of the RunConfig that saved a checkpoint, in the types of JSON."""
+    model = {name: saved[name] for name in NAMES if name in saved}
+    # Operations that did not exist when it was saved have their defaults.
+    tempo = {**dataclasses.asdict(TempoConfig()), **saved["settings"]["tempo"]}
+    return {**saved["settings"], "model": {**model, **saved["settings"]["model"]}, "tempo": tempo}
 
 
 def take_from_checkpoint(
@@ -233,13 +162,11 @@ def take_from_checkpoint(
     stored = {**settings, **{name: masking[name] for name in _MASKING if name in masking}}
     stored |= {name: settings.get("precision") == name for name in ("bf16", "fp16")}
     given = vars(args)
-    left_out = {name for name in given if given[name] is None} - _find_decided(given, config, settings)
+    left_out = {name for name in given if given[name] is None} - _list_decided(given, config, settings)
     if not any(given[name] or is_given(config.get(name, {}), "enabled") for name in ("bf16", "fp16")):
         left_out |= {"bf16", "fp16"}
-    names = {*STAYS, *MAY_CHANGE, *_MASKING, "bf16", "fp16"} - {"model", "tempo", "memory_budget", "host_memory"}
+    names = {*TAKEN, *_MASKING, "bf16", "fp16"} - {"model", "tempo", "memory_budget", "host_memory"}
     taken = {name: stored[name] for name in names & left_out if name in stored}
-    if "bias_gelu_fusion" in taken and saved.get("gelu_form"):
-        taken["bias_gelu_fusion"] = saved["gelu_form"] == "tanh"  # earlier versions stored it for a CPU, and had erf
     if args.override_opt_param_scheduler:
         taken = {name: value for name, value in taken.items() if name not in SCHEDULE}
     else:
@@ -253,7 +180,7 @@ def take_from_checkpoint(
     return taken
 
 
-def _find_decided(given: Mapping[str, Any], config: Mapping[str, Any], settings: Mapping[str, Any]) -> set[str]:
+def _list_decided(given: Mapping[str, Any], config: Mapping[str, Any], settings: Mapping[str, Any]) -> set[str]:
     """Lists arguments that are left out but follow from others that the user gave."""
     decided = set()
     if is_given(config, "gradient_clipping"):
@@ -276,7 +203,7 @@ def _check_schedule(
     for name in SCHEDULE:
         ours, theirs = values[name], settings.get(name)
         if ours != theirs:
-            option = "--" + name.replace("_", "-")
+            option = name_argument(name)
             raise ValueError(
                 f"{option} is {ours}, but the schedule of {args.load}/{saved['checkpoint']} has {theirs}; leave "
                 f"{option} out, or take this run's schedule with --override-opt-param-scheduler"
@@ -311,8 +238,6 @@ def join_tempo(args: argparse.Namespace, config: Mapping[str, Any], settings: Ma
     A key of the block counts only if its value has changed since the checkpoint's run, whose arguments may have had
     precedence over its block. The other keys have the values of that run.
     """
-    if "tempo" not in settings:
-        return config
     config_then = settings["deepspeed"]
     block, block_then = config.get("tempo", {}), config_then.get("tempo", {})
     if not isinstance(block, Mapping):
@@ -336,21 +261,24 @@ def join_tempo(args: argparse.Namespace, config: Mapping[str, Any], settings: Ma
 
 
 def describe_changes(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a line about the settings that differ from the checkpoint's, and one about those that it does not tell.
+    """Yields a line about the settings that differ from the checkpoint's, if there are any.
 
     Args:
         saved: of read_saved_run.
-        settings: list_settings of the run as the user gave it.
+        settings: fields of the run as the user gave it.
     """
-    stored, ours = read_settings(saved), json.loads(json.dumps(settings))
-    if unknown := [name for name in MAY_CHANGE if name not in stored]:
-        yield f"{saved['checkpoint']} is of an earlier version and does not tell {', '.join(unknown)}: as given here"
-    blocks: list[dict[str, Any]] = []
-    for each in (stored, ours):
-        block = {name: each[name] for name in ("model", *MAY_CHANGE) if name in stored}
-        own = {name: value for name, value in each.get("deepspeed", {}).items() if name not in _TOLD_OF_JSON}
-        blocks.append(flatten({"run": {**block, "deepspeed": own if "deepspeed" in stored else {}}}))
-    theirs, ours = blocks
+    stored = read_settings(saved)
+    theirs, ours = (
+        flatten(
+            {
+                "run": {
+                    **{name: each[name] for name in ("model", *MAY_CHANGE) if name in stored},
+                    "deepspeed": {k: v for k, v in each["deepspeed"].items() if k not in _TOLD_OF_JSON},
+                }
+            }
+        )
+        for each in (stored, json.loads(json.dumps(settings)))
+    )
     changes = [
         f"{name.removeprefix('run ')} {_write(theirs.get(name))} -> {_write(ours.get(name))}"
         for name in {**theirs, **ours}
@@ -362,14 +290,6 @@ def describe_changes(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> I
 
 def _write(value: Any) -> str:
     return "none" if value is None else " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def find_vocab_padding_tp(saved: Mapping[str, Any]) -> int:
-    """Returns the tensor parallel size that the checkpoint's vocabulary was padded for.
-
-    The padding takes part in every softmax, so a run that resumes in another layout must keep its size.
-    """
-    return int(saved.get("vocab_padding_tp", saved["tensor_model_parallel_size"]))
 
 
 def describe_conflict(where: str, name: str, theirs: Any, ours: Any) -> str:

@@ -1,158 +1,370 @@
 """RunConfig: everything that is decided about a run before it starts, in one object that is only read afterwards.
 
-`arguments.parse_arguments` reads the command line. `complete_run` adds what follows from the DeepSpeed JSON, the
-checkpoint, the number of processes and the defaults. `checks.check_run` refuses what cannot train.
+Each field says what its argument is, what it is without one, and what a resumed run does with it; to add an option, add
+a field. `arguments.parse_arguments` reads the command line. `complete.complete_run` adds what follows from the
+DeepSpeed JSON, the checkpoint, the number of processes and the defaults. `checks.check_run` refuses what cannot train.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
-from pathlib import Path
+import functools
 from typing import Any
 
-from tempo_megatron.models.arguments import read_given_model
-from tempo_megatron.models.huggingface.config import is_config, read_config
-from tempo_megatron.models.shape import NAMES, ModelShape, make_shape
-from tempo_megatron.settings.arguments import describe_tempo_arguments, read_tempo_of_run
+from tempo_megatron.models.shape import ModelShape
+from tempo_megatron.settings.arguments import LEDGER
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.training.run.arguments import DEFAULTS, WSD_DECAY_STYLES, Blend, parse_blend, parse_split
+from tempo_megatron.settings.layer_values import FrozenDict
 from tempo_megatron.training.run.batch_sizes import BatchSizes
-from tempo_megatron.training.run.deepspeed_config import (
-    complete_deepspeed_config,
-    freeze_deepspeed_config,
-    read_precision,
+from tempo_megatron.training.run.masking import Masking, SpanMasking
+from tempo_megatron.training.run.option import (
+    COMPUTED,
+    SCHEDULE,
+    STAYS,
+    Option,
+    list_options,
+    may_change,
+    of_each_start,
+    option,
 )
-from tempo_megatron.training.run.masking import Masking, SpanMasking, read_masking, take_segments
-from tempo_megatron.training.run.resume import (
-    PRETRAINED_MAY_CHANGE,
-    check_given_model,
-    find_vocab_padding_tp,
-    join_tempo,
-    read_pretrained,
-    read_settings,
-    take_from_checkpoint,
+from tempo_megatron.words.argument_types import (
+    parse_fault_timeout,
+    parse_folder,
+    parse_fraction,
+    parse_minutes,
+    parse_not_negative,
+    parse_not_negative_float,
+    parse_png,
+    parse_positive,
+    parse_positive_float,
+    parse_seed,
+    parse_steps,
 )
 from tempo_megatron.words.pipeline_layout import parse_pipeline_layout
 
-_NEEDED = {
-    "train_iters": "the steps of the whole run",
-    "lr": "the highest learning rate",
-    "data_path": "the prefix of a .bin/.idx pair",
-}
+Blend = tuple[tuple[str, ...], tuple[float, ...] | None]
+"""Prefixes of data sets, and their weights if there are several."""
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe_act", "moe", "shared_experts", "mla_up_proj")
+WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
+
+_NEXT_STEP = may_change("the optimizer uses it at its next step")
+_MOVED = may_change("files may have been moved; their content is compared")
+_SAME_VALUES = may_change("recomputation gives the same values")
+_SAME_FUNCTION = may_change("the same function in another kernel")
+_LAYOUT = of_each_start("the layout: the weights are the same in each")
+_END = of_each_start("when this start ends")
+_BEGINNING = of_each_start("how this start begins")
+_READING = of_each_start("how samples are read, not which")
+_WATCH = of_each_start("how ranks watch one another")
+
+_training = functools.partial(option, group="training")
+_optimizer = functools.partial(option, group="optimizer: AdamW; parameters with one dimension and biases do not decay")
+_schedule = functools.partial(_optimizer, on_load=SCHEDULE)
+_data = functools.partial(option, group="data")
+_validation = functools.partial(_data, on_load=may_change("validation does not change the training"))
+_recompute = functools.partial(option, group="recomputation and fusion", on_load=_SAME_VALUES)
+_output = functools.partial(option, group="output", on_load=of_each_start("what this start writes, where and when"))
+_folder = functools.partial(_output, parse=parse_folder, metavar="DIR")
+_layout = functools.partial(option, group="distributed", on_load=_LAYOUT)
+_YES_OR_NO: Any = {"action": argparse.BooleanOptionalAction}
+_SWITCH: Any = {"action": "store_true", "default": False}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One run. `--help` describes the fields that have an argument of the same name."""
+    """One run."""
 
-    model: ModelShape
-    """Its vocab_size is as given; see task.Vocabulary for the rows of the embedding."""
-    vocab_padding_tp: int
-    """The tensor parallel size that the vocabulary is padded for: that of the run's first start."""
+    model: ModelShape = option("the model; its vocab_size is as given (task.Vocabulary has the rows)", on_load=STAYS)
+    vocab_padding_tp: int = option(
+        "tensor parallel size that the vocabulary is padded for: that of the first start", on_load=STAYS
+    )
 
-    # Training
-    micro_batch_size: int
-    global_batch_size: int
-    num_micro_batches: int
-    """Micro batches of one rank in a step of the full global batch size."""
-    rampup_batch_size: tuple[int, int, int] | None
-    train_iters: int
-    exit_interval: int | None
-    exit_signal_handler: bool
-    eval_only: bool
-    seed: int
-    precision: str
-    """fp32, bf16 or fp16."""
+    micro_batch_size: int = _training(
+        "samples per device and forward pass",
+        parse_positive,
+        on_load=may_change("samples are taken in the order of their index, whatever a micro batch is"),
+        in_json="train_micro_batch_size_per_gpu",
+    )
+    global_batch_size: int = _training(
+        "samples per step over all devices (default micro batch x data parallel size x the JSON's accumulation)",
+        parse_positive,
+        on_load=STAYS,
+        in_json="train_batch_size",
+    )
+    num_micro_batches: int = option(
+        "micro batches of one rank in a step of the full global batch size",
+        on_load=COMPUTED,
+        in_json="gradient_accumulation_steps",
+    )
+    rampup_batch_size: tuple[int, int, int] | None = _training(
+        "begin with steps of START samples and add INCREMENT at a time, so that --global-batch-size is reached after "
+        "SAMPLES samples",
+        parse_positive,
+        on_load=STAYS,
+        nargs=3,
+        metavar=("START", "INCREMENT", "SAMPLES"),
+    )
+    train_iters: int = _training(
+        "steps of the whole run; needed without --load",
+        parse_positive,
+        on_load=may_change("a run may be made longer; the schedule and the order of the samples stay"),
+    )
+    exit_interval: int | None = _training("save and exit at every multiple of this step", parse_positive, on_load=_END)
+    exit_signal_handler: bool = _training(
+        "on SIGTERM or Ctrl-C, to the launcher or to a rank, finish the step, save and exit; on a second Ctrl-C exit "
+        "at once; on SIGUSR1 to a rank finish the step, save and go on (default on)",
+        on_load=_END,
+        default=True,
+        **_YES_OR_NO,
+    )
+    eval_only: bool = _training(
+        "train nothing: compute the losses of --load's checkpoint on the validation part and, with --test-iters, the "
+        "test part",
+        on_load=_END,
+        **_SWITCH,
+    )
+    seed: int = _training("of weights, dropout and the order of the samples", parse_seed, on_load=STAYS, default=1234)
+    precision: str = _training(
+        "fp32, bf16 or fp16",
+        on_load=STAYS,
+        names=(),
+        switches={
+            "bf16": "bfloat16 (the DeepSpeed JSON must not say otherwise)",
+            "fp16": "float16 (the DeepSpeed JSON must not say otherwise)",
+        },
+    )
 
-    # Optimizer
-    lr: float
-    min_lr: float
-    lr_warmup_iters: int
-    lr_decay_style: str
-    lr_decay_iters: int
-    lr_wsd_decay_iters: int | None
-    lr_wsd_decay_style: str | None
-    weight_decay: float
-    adam_beta1: float
-    adam_beta2: float
-    adam_eps: float
-    clip_grad: float
-    override_opt_param_scheduler: bool
+    lr: float = _schedule("highest learning rate; needed without --load", parse_positive_float)
+    min_lr: float = _schedule("lowest after warm-up", parse_not_negative_float, default=0.0)
+    lr_warmup_iters: int = _schedule("steps of linear warm-up", parse_not_negative, default=0)
+    lr_decay_style: str = _schedule(
+        "curve of the learning rate after warm-up",
+        default="linear",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+    )
+    lr_decay_iters: int = _schedule("steps until --min-lr (default --train-iters)", parse_positive)
+    lr_wsd_decay_iters: int | None = _schedule(
+        "the last of these steps, in which a WSD schedule (warm-up, stable, decay) goes down to --min-lr",
+        parse_positive,
+    )
+    lr_wsd_decay_style: str | None = _schedule(
+        f"curve of that decay (default {WSD_DECAY_STYLES[0]})", choices=WSD_DECAY_STYLES
+    )
+    weight_decay: float = _optimizer("of AdamW", parse_not_negative_float, on_load=_NEXT_STEP, default=0.01)
+    adam_beta1: float = _optimizer("decay of the gradient's mean", parse_fraction, on_load=_NEXT_STEP, default=0.9)
+    adam_beta2: float = _optimizer(
+        "decay of the squared gradient's mean", parse_fraction, on_load=_NEXT_STEP, default=0.999
+    )
+    adam_eps: float = _optimizer("added to the denominator", parse_positive_float, on_load=_NEXT_STEP, default=1e-8)
+    clip_grad: float = _optimizer(
+        "highest global gradient norm; 0 is no clipping (default the JSON's gradient_clipping, else 1)",
+        parse_not_negative_float,
+        on_load=_NEXT_STEP,
+        default=1.0,
+        in_json="gradient_clipping",
+    )
+    override_opt_param_scheduler: bool = _optimizer(
+        "on --load take the learning rate schedule from the arguments, their defaults included, instead of going on "
+        "with the checkpoint's",
+        on_load=_BEGINNING,
+        needs="load",
+        **_SWITCH,
+    )
 
-    # Data
-    data_path: tuple[str, ...]
-    blend: Blend
-    """Of --data-path."""
-    split: str
-    split_weights: tuple[float, float, float]
-    data_cache_path: str | None
-    vocab_file: str | None
-    merge_file: str | None
-    eod_mask_loss: bool
-    masking: Masking | SpanMasking | None
-    """None for GPT."""
-    num_workers: int
-    eval_interval: int
-    eval_iters: int
-    test_iters: int
-    sample_parts: tuple[int, ...]
-    """The checkpoint's: see datasets.build_datasets. Empty in a new run."""
+    data_path: tuple[str, ...] = _data(
+        "prefix of a .bin/.idx pair, or several as WEIGHT PREFIX WEIGHT PREFIX ...; needed without --load",
+        on_load=_MOVED,
+        nargs="+",
+        metavar="PREFIX",
+    )
+    blend: Blend = option("prefixes and weights of --data-path", on_load=COMPUTED)
+    split: str = _data("train,validation,test weights", on_load=STAYS, default="969,30,1")
+    split_weights: tuple[float, float, float] = option("the three shares of --split", on_load=COMPUTED)
+    data_cache_path: str | None = _data(
+        "folder for the sample indices (default: beside the data)", parse_folder, on_load=_READING
+    )
+    vocab_file: str | None = _data(
+        "GPT-2's vocab.json, or the vocab.txt or vocab.json of a BERT or T5 (default: the tokenizer stored with the "
+        "data)",
+        on_load=_MOVED,
+    )
+    merge_file: str | None = _data("merges.txt of a byte-level BPE", on_load=_MOVED)
+    eod_mask_loss: bool = _data(
+        "no loss where the input is end-of-document (default no)",
+        on_load=may_change("weights and samples are the same, other tokens count in the loss"),
+        default=False,
+        family="gpt",
+        **_YES_OR_NO,
+    )
+    masking: Masking | SpanMasking | None = option(
+        "how a BERT or T5 masks tokens; GPT has none", on_load=STAYS, group="masking", names=()
+    )
+    num_workers: int = _data("loader processes (default 2 with a GPU, else 0)", parse_not_negative, on_load=_READING)
+    eval_interval: int = _validation("steps between validations", parse_positive, default=1000)
+    eval_iters: int = _validation("global batches per validation; 0 is none", parse_not_negative, default=100)
+    test_iters: int = _validation(
+        "global batches of --split's third part, whose loss is computed once, at the end", parse_not_negative, default=0
+    )
+    sample_parts: tuple[int, ...] = option(
+        "parts of the order of the samples (see datasets.build_datasets); none in a new run", on_load=STAYS
+    )
 
-    # Recomputation and fusion
-    recompute_granularity: str | None
-    recompute_method: str | None
-    recompute_num_layers: int | None
-    recompute_modules: tuple[str, ...] | None
-    bias_gelu_fusion: bool
-    bias_swiglu_fusion: bool
-    bias_dropout_fusion: bool
-    masked_softmax_fusion: bool
+    recompute_granularity: str | None = _recompute(
+        "which activations to recompute (default none)",
+        choices=("full", "selective", "none"),
+        switches={"recompute-activations": "short for --recompute-granularity selective"},
+    )
+    recompute_method: str | None = _recompute("for full recomputation", choices=("uniform", "block"))
+    recompute_num_layers: int | None = _recompute("for full recomputation", parse_positive)
+    recompute_modules: tuple[str, ...] | None = _recompute(
+        "for selective recomputation: core_attn and mlp (default core_attn)",
+        nargs="+",
+        choices=RECOMPUTE_MODULES,
+        metavar="{core_attn,mlp}",  # check_run refuses the others with a reason
+    )
+    bias_gelu_fusion: bool = _recompute(
+        "fused tanh GELU, or erf GELU, unfused (default: as in the checkpoint, else fused on a GPU)",
+        on_load=may_change("the form of GELU, which follows from it, is compared"),
+        **_YES_OR_NO,
+    )
+    bias_swiglu_fusion: bool = _recompute(
+        "fused SwiGLU on a GPU (default yes)", on_load=_SAME_FUNCTION, default=True, **_YES_OR_NO
+    )
+    bias_dropout_fusion: bool = _recompute(
+        "fused bias, dropout and residual on a GPU (default yes)", on_load=_SAME_FUNCTION, default=True, **_YES_OR_NO
+    )
+    masked_softmax_fusion: bool = _recompute(
+        "fused softmax of the attention scores on a GPU with Apex (default yes)",
+        on_load=_SAME_FUNCTION,
+        default=True,
+        **_YES_OR_NO,
+    )
 
-    # Output
-    save: str | None
-    load: str | None
-    pretrained_checkpoint: str | None
-    save_interval: int | None
-    async_save: bool
-    keep_checkpoints: int | None
-    log_interval: int
-    tensorboard_dir: str | None
-    metrics_file: str | None
-    loss_plot: str | None
-    tempo_ledger: str | None
-    log_dir: str | None
-    profile: tuple[int, int] | None
-    """The first and the last step that are recorded."""
-    profile_ranks: tuple[int, ...]
-    profile_dir: str | None
+    save: str | None = _folder(
+        "where checkpoints go; every node must see the same folder",
+    )
+    load: str | None = _folder(
+        "continue from the latest checkpoint in this folder, which a run of another layout (tensor and pipeline "
+        "parallel size, number of processes, ZeRO stage) may have saved, stock or Tempo. What is left out is as in the "
+        "checkpoint, but for the layout and what is written where and when; the model, the data, "
+        "--global-batch-size, --rampup-batch-size and --seed stay (docs/checkpoints.md)",
+        on_load=_BEGINNING,
+    )
+    pretrained_checkpoint: str | None = _folder(
+        "begin with the model and the weights of the latest checkpoint in this folder, which `tempo-megatron import` "
+        "or a run of any layout has made; step, optimizer, data and schedule are this run's own. With a checkpoint in "
+        "--load the run goes on from that",
+        on_load=_BEGINNING,
+    )
+    save_interval: int | None = _output(
+        "steps between checkpoints (default: only at the end)", parse_positive, needs="save"
+    )
+    async_save: bool = _output(
+        "copy the state to the host's memory, which has to hold it, and write it while the training goes on",
+        needs="save",
+        **_SWITCH,
+    )
+    keep_checkpoints: int | None = _output(
+        "newest checkpoints that stay in --save (default: all of them)", parse_positive, needs="save"
+    )
+    log_interval: int = _output("steps per log line", parse_positive, default=10)
+    log_params_norm: bool = _output(
+        "log the L2 norm of the model's parameters, over all ranks, in each log line", **_SWITCH
+    )
+    tensorboard_dir: str | None = _folder(
+        "write TensorBoard events there",
+    )
+    metrics_file: str | None = _output(
+        "one JSON line per step (default DIR of --save)", metavar="JSONL", in_save="metrics.jsonl"
+    )
+    loss_plot: str | None = _output(
+        "loss curve drawn at the end (default DIR of --save)",
+        parse_png,
+        metavar="PNG",
+        needs="metrics_file",
+        in_save="loss.png",
+    )
+    tempo_ledger: str | None = _output(**LEDGER)
+    log_dir: str | None = _folder(
+        "where each rank writes rank_NNNNN.log when the run fails: its traceback, or where it was when another rank "
+        "failed (default logs in DIR of --save)",
+        in_save="logs",
+    )
+    profile: tuple[int, int] | None = _output(
+        "record these steps: a trace for Perfetto and, on a GPU, a snapshot for torch's memory viewer",
+        parse_steps,
+        metavar="FIRST-LAST",
+    )
+    profile_ranks: tuple[int, ...] = _output(
+        "that record (default 0)", parse_not_negative, default=(0,), nargs="+", metavar="RANK"
+    )
+    profile_dir: str | None = _folder("where they write (default profile in DIR of --save)", in_save="profile")
 
-    # Distributed
-    world_size: int
-    data_parallel_size: int
-    tensor_model_parallel_size: int
-    pipeline_model_parallel_size: int
-    num_layers_per_virtual_pipeline_stage: int | None
-    pipeline_model_parallel_layout: str | None
-    sequence_parallel: bool
-    use_cpu_initialization: bool
-    distributed_timeout_minutes: int
-    fault_timeout: float
-    on_gpu: bool
-    deepspeed_config: str
-    """Path of the JSON."""
-    deepspeed: Mapping[str, Any]
-    """Its content, with a value for each "auto" that the trainer decides. copy_deepspeed_config makes it a dict."""
+    world_size: int = option("processes of the run", on_load=_LAYOUT)
+    data_parallel_size: int = option("processes over tensor and pipeline parallel size", on_load=_LAYOUT)
+    tensor_model_parallel_size: int = _layout("ranks that share each layer", parse_positive, default=1)
+    pipeline_model_parallel_size: int = _layout(
+        "stages that the layers are divided over, with ZeRO 0 or 1", parse_positive, default=1
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = _layout(
+        "interleave: each stage has several chunks of this many layers (default: one chunk)", parse_positive
+    )
+    pipeline_model_parallel_layout: str | None = _layout(
+        "which layers each stage or chunk has, as Et*3|t*5L: E the embedding, t a layer, L the loss, | between",
+        metavar="LAYOUT",
+    )
+    sequence_parallel: bool = _layout("also split norms and dropout over the tensor parallel ranks", **_SWITCH)
+    use_cpu_initialization: bool = _layout(
+        "draw the weights on the CPU: same for any TP", on_load=of_each_start("only for the first weights"), **_SWITCH
+    )
+    distributed_timeout_minutes: int = _layout(
+        "how long the ranks wait for one another, at the start and in a collective: a rank that runs but does not get "
+        "on ends the run after this",
+        parse_minutes,
+        on_load=_WATCH,
+        default=10,
+    )
+    fault_timeout: float = _layout(
+        "how long a rank may be stopped, or its host silent, until the run ends; a rank that is busy is neither, and 0 "
+        "lets the ranks not watch one another (default 60)",
+        parse_fault_timeout,
+        on_load=_WATCH,
+        default=60.0,
+        metavar="SECONDS",
+    )
+    on_gpu: bool = option("whether the processes have GPUs", on_load=_LAYOUT)
+    deepspeed_config: str = _layout(
+        "the DeepSpeed configuration",
+        on_load=of_each_start("a file that every start names"),
+        names=("--deepspeed_config", "--deepspeed-config"),
+        metavar="JSON",
+        required=True,
+    )
+    deepspeed: FrozenDict = option(
+        'content of that file, with a value for each "auto" that the trainer decides',
+        on_load=of_each_start("a file that every start names"),
+    )
 
-    tempo: TempoConfig
-    """As given; Job replaces each "auto" by a value."""
-    memory_budget: int | None
-    """The bytes per rank for which Job plans each "auto"; None plans nothing."""
-    host_memory: int
-    """The bytes of a host that the plan may use for all ranks of it; 0 offloads nothing."""
-    tempo_arguments: str
-    """Tempo's arguments as given, for the banner."""
+    tempo: TempoConfig = option(
+        'what each operation keeps, as given; Job replaces each "auto" by a value',
+        on_load=may_change("weights have the same names and shapes"),
+    )
+    memory_budget: int | None = option(
+        'bytes per rank for which Job plans each "auto"; none plans nothing',
+        on_load=may_change("it decides what is recomputed"),
+        group="tempo",
+        names=(),
+    )
+    host_memory: int = option(
+        "bytes of a host that the plan may use for all its ranks; 0 offloads nothing",
+        on_load=may_change("it decides what is offloaded"),
+        group="tempo",
+        names=(),
+    )
+    tempo_arguments: str = option(
+        "Tempo's arguments as given, for the banner", on_load=of_each_start("text for the banner")
+    )
 
     @property
     def batch_sizes(self) -> BatchSizes:
@@ -179,140 +391,5 @@ class RunConfig:
         return 1 if per_chunk is None else self.model.num_layers // (self.pipeline_model_parallel_size * per_chunk)
 
 
-def complete_run(
-    args: argparse.Namespace,
-    deepspeed_config: Mapping[str, Any],
-    saved: Mapping[str, Any] | None,
-    *,
-    world_size: int,
-    on_gpu: bool,
-) -> RunConfig:
-    """Completes the run that `args` describe; changes neither `args` nor `deepspeed_config`.
-
-    Args:
-        args: of parse_arguments.
-        deepspeed_config: of read_deepspeed_config.
-        saved: of read_saved_run, the checkpoint to resume from; None for a new run.
-        world_size: processes of the run.
-        on_gpu: whether they have GPUs.
-
-    Raises ValueError if something without a default is missing, or if two sources contradict each other.
-    """
-    settings, with_tempo = {}, deepspeed_config
-    if saved:
-        settings = read_settings(saved)
-        args = argparse.Namespace(**{**vars(args), **take_from_checkpoint(args, deepspeed_config, saved)})
-        with_tempo = join_tempo(args, deepspeed_config, settings)
-    pretrained = read_pretrained(args.pretrained_checkpoint, args.family) if saved is None else None
-    values = {**vars(args), "model": _complete_model(args, settings, saved, pretrained)}
-    if values["bias_gelu_fusion"] is None:
-        gelu_form = (pretrained or {}).get("gelu_form")
-        if pretrained is None and args.model and is_config(args.model):
-            gelu_form = read_config(args.model).gelu_form
-        values["bias_gelu_fusion"] = on_gpu if gelu_form is None else gelu_form == "tanh"
-    for name, default in DEFAULTS.items():
-        if values.get(name, default) is None and name != "clip_grad":  # which the DeepSpeed JSON may decide
-            values[name] = default
-    if values["lr_decay_iters"] is None:
-        values["lr_decay_iters"] = values["train_iters"]
-    if values["lr_decay_style"] == "WSD" and values["lr_wsd_decay_style"] is None:
-        values["lr_wsd_decay_style"] = WSD_DECAY_STYLES[0]
-    for name, what in _NEEDED.items():
-        if values[name] is None:
-            raise ValueError(f"--{name.replace('_', '-')} is missing; give {what}")
-    data_parallel_size = divide_processes(
-        world_size, args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    )
-    completed = complete_deepspeed_config(deepspeed_config, values, data_parallel_size)
-    tempo, budget = read_tempo_of_run(args, with_tempo)
-    values.setdefault("eod_mask_loss", False)
-    first = saved or pretrained
-    values |= {
-        "masking": read_masking(args.family, values),
-        "micro_batch_size": completed["train_micro_batch_size_per_gpu"],
-        "global_batch_size": completed["train_batch_size"],
-        "num_micro_batches": completed["gradient_accumulation_steps"],
-        "clip_grad": completed["gradient_clipping"],
-        "precision": read_precision(completed),
-        "num_workers": (2 if on_gpu else 0) if args.num_workers is None else args.num_workers,
-        "sample_parts": tuple(saved["sample_parts"]) if saved else (),
-        "vocab_padding_tp": find_vocab_padding_tp(first) if first else args.tensor_model_parallel_size,
-        "data_path": tuple(values["data_path"]),
-        "blend": parse_blend(values["data_path"]),
-        "split_weights": parse_split(values["split"]),
-        "world_size": world_size,
-        "data_parallel_size": data_parallel_size,
-        "on_gpu": on_gpu,
-        "deepspeed": freeze_deepspeed_config(completed),
-        "tempo": tempo,
-        "memory_budget": budget and budget.device_bytes,
-        "host_memory": budget.host_bytes if budget else 0,
-        "tempo_arguments": describe_tempo_arguments(args),
-        "profile_ranks": (0,) if args.profile_ranks is None else tuple(args.profile_ranks),
-    }
-    if values["rampup_batch_size"] is not None:
-        values["rampup_batch_size"] = tuple(values["rampup_batch_size"])
-    values |= _complete_recomputation(args) | _complete_output(args)
-    return RunConfig(**{field.name: values[field.name] for field in dataclasses.fields(RunConfig)})
-
-
-def divide_processes(world_size: int, tensor_model_parallel_size: int, pipeline_model_parallel_size: int = 1) -> int:
-    """Returns the data parallel size. Raises ValueError if the processes do not divide."""
-    size = tensor_model_parallel_size * pipeline_model_parallel_size
-    if world_size % size:
-        options = f"--tensor-model-parallel-size {tensor_model_parallel_size}"
-        if pipeline_model_parallel_size > 1:
-            options += f" times --pipeline-model-parallel-size {pipeline_model_parallel_size}"
-        raise ValueError(
-            f"{options} does not divide the {world_size} processes; "
-            f"start a multiple of {size} processes (deepspeed --num_gpus {size}, torchrun --nproc_per_node {size})"
-        )
-    return world_size // size
-
-
-def _complete_model(
-    args: argparse.Namespace,
-    settings: Mapping[str, Any],
-    saved: Mapping[str, Any] | None,
-    pretrained: Mapping[str, Any] | None,
-) -> ModelShape:
-    """Makes the model of what was given and, for the rest, of what the checkpoint has."""
-    stored = settings.get("model", {})
-    if pretrained:
-        stored = {name: pretrained[name] for name in NAMES if name in pretrained}
-    if args.family == "bert":
-        args = argparse.Namespace(**{**vars(args), **take_segments(args, stored)})
-    given = read_given_model(args, args.family, stored=stored)
-    if saved:
-        check_given_model(given, saved, f"--load {args.load}")
-    if pretrained:
-        folder = f"--pretrained-checkpoint {args.pretrained_checkpoint}"
-        check_given_model(given, pretrained, folder, PRETRAINED_MAY_CHANGE)
-    return make_shape(**{**stored, **given})
-
-
-def _complete_recomputation(args: argparse.Namespace) -> dict[str, Any]:
-    granularity, num_layers = args.recompute_granularity, args.recompute_num_layers
-    if args.recompute_activations:
-        if granularity in ("full", "none"):
-            raise ValueError(
-                f"--recompute-activations is selective but --recompute-granularity is {granularity}; give one of them"
-            )
-        granularity = "selective"
-    if granularity == "none":
-        granularity = None
-    if granularity == "full" and num_layers is None:
-        num_layers = 1
-    modules = None if args.recompute_modules is None else tuple(args.recompute_modules)
-    return {"recompute_granularity": granularity, "recompute_num_layers": num_layers, "recompute_modules": modules}
-
-
-def _complete_output(args: argparse.Namespace) -> dict[str, Any]:
-    if not args.save:
-        return {}
-    return {
-        "metrics_file": args.metrics_file or str(Path(args.save) / "metrics.jsonl"),
-        "loss_plot": args.loss_plot or str(Path(args.save) / "loss.png"),
-        "log_dir": args.log_dir or str(Path(args.save) / "logs"),
-        "profile_dir": args.profile_dir or str(Path(args.save) / "profile"),
-    }
+OPTIONS: dict[str, Option] = list_options(RunConfig)
+"""The options of a run by their fields' names."""

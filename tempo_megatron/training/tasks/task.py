@@ -1,6 +1,6 @@
 """Defines a task: the data, forward step and losses of a family of models. The trainer knows nothing else of a model.
 
-`job.find_task` imports the task of the run's family, and with it megatron-core.
+`job.get_task` imports the task of the run's family, and with it megatron-core.
 """
 
 from __future__ import annotations

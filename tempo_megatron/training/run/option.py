@@ -1,0 +1,125 @@
+"""An option of the trainer is one dataclass field: its help, its parser, its default, and what a resumed run does.
+
+The parser, the tables of `resume`, `config --show` and docs/settings.md read these fields, so that adding an option is
+adding a field to RunConfig.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class OnLoad:
+    """What a run that goes on from a checkpoint does with a field."""
+
+    title: str
+    is_taken: bool
+    """Whether a field that is left out has the checkpoint's value."""
+
+    reason: str = ""
+
+
+STAYS = OnLoad("stays", is_taken=True, reason="another value than the checkpoint's is refused")
+SCHEDULE = OnLoad("stays", is_taken=True, reason="unless --override-opt-param-scheduler takes the whole schedule")
+COMPUTED = OnLoad("computed", is_taken=False, reason="it follows from other fields")
+
+
+def may_change(reason: str) -> OnLoad:
+    """The command line's value is used; `reason` says why it may differ from the checkpoint's."""
+    return OnLoad("may change", is_taken=True, reason=reason)
+
+
+def of_each_start(reason: str) -> OnLoad:
+    """Each start sets the value; `reason` says why it is not taken from the checkpoint."""
+    return OnLoad("of each start", is_taken=False, reason=reason)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Option:
+    """What is known of a field."""
+
+    help: str
+    on_load: OnLoad
+    group: str = ""
+    """Title of the group in `--help`; empty for a field without an argument."""
+
+    parse: Callable[[str], Any] | None = None
+    """Reads one word; None for a word as it is, a switch or a choice."""
+
+    default: Any = None
+    """Used if neither the command line, the DeepSpeed JSON nor the checkpoint has a value."""
+
+    switches: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Arguments that stand for values of the field, with their help."""
+
+    family: str = ""
+    """The family of models that has it; empty for all."""
+
+    needs: str = ""
+    """The field that must be set too."""
+
+    in_json: str = ""
+    """The name in the DeepSpeed JSON, which may give the value."""
+
+    in_save: str = ""
+    """The name in the folder of --save that is used if the option is left out."""
+
+    keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Further ones of add_argument, and `names`: the argument's, if they are not the field's; () for switches alone."""
+
+    @property
+    def shown_default(self) -> str:
+        """The default in words; empty for none and for a switch that is off."""
+        if self.default is None or isinstance(self.default, bool):
+            return "yes" if self.default else ""
+        return " ".join(map(str, self.default)) if isinstance(self.default, tuple) else str(self.default)
+
+    def add_to(self, group: Any, field: str) -> None:
+        """Adds the argument of `field`, and the switches, to a group of a parser."""
+        for name, text in self.switches.items():
+            group.add_argument(f"--{name}", action="store_true", help=text)
+        keywords = dict(self.keywords)
+        names = keywords.pop("names", (name_argument(field),))
+        if self.parse is not None:
+            keywords["type"] = self.parse
+        text = self.help
+        if self.shown_default and "default" not in text:
+            text += f" (default {self.shown_default})"
+        # A value that the checkpoint or the JSON may decide is None as long as nobody has given it.
+        default = None if self.on_load.is_taken else self.default
+        if names:
+            group.add_argument(*names, default=default, help=text, **keywords)
+
+
+def option(help: str, parse: Callable[[str], Any] | None = None, *, on_load: OnLoad, **more: Any) -> Any:
+    """Returns a dataclass field with this Option; `more` are its fields, or keywords of add_argument."""
+    own = {field.name for field in dataclasses.fields(Option)}
+    kept = {name: value for name, value in more.items() if name in own}
+    keywords = {name: value for name, value in more.items() if name not in own}
+    made = Option(help=help, parse=parse, on_load=on_load, keywords=keywords, **kept)
+    return dataclasses.field(metadata={"option": made})
+
+
+def list_options(kind: type) -> dict[str, Option]:
+    """Returns the options of a dataclass by the names of their fields."""
+    return {field.name: field.metadata["option"] for field in dataclasses.fields(kind)}
+
+
+def add_options(parser: argparse.ArgumentParser, kind: type, family: str) -> None:
+    """Adds the arguments of a dataclass that a family of models has, in their groups."""
+    groups: dict[str, Any] = {}
+    for name, each in list_options(kind).items():
+        if each.group and each.family in ("", family):
+            title, _, text = each.group.partition(": ")
+            if title not in groups:
+                groups[title] = parser.add_argument_group(title, text or None)
+            each.add_to(groups[title], name)
+
+
+def name_argument(field: str) -> str:
+    """`--lr-decay-style` of lr_decay_style."""
+    return f"--{field.replace('_', '-')}"
