@@ -208,7 +208,7 @@ def _parse_lines(
     path = format_path(part.file.path)
     offset = part.start
     for index, whole_line in enumerate(lines):
-        line, start = whole_line, offset
+        line, start = whole_line.removesuffix(b"\n"), offset
         offset += len(whole_line)
         if start == 0:
             line = line.removeprefix(b"\xef\xbb\xbf")

@@ -315,7 +315,7 @@ class Progress:
 
     def begin_unmeasured(self, phase: str) -> None:
         """Shows from now on, when everything is read, `phase`, whose duration is unknown."""
-        self._bar.set_description(f"{self._bar.desc}{phase}", refresh=False)
+        self._bar.set_description_str(f"{self._bar.desc}, {phase}", refresh=False)
 
     def format_line(self) -> str:
         """Returns the line of a log."""

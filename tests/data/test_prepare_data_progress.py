@@ -23,10 +23,10 @@ def test_a_log_gets_lines_while_the_vocabulary_is_trained_and_while_text_is_toke
     arguments = ["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
     assert main([*arguments, "--vocab-size", "1000"]) == 0
     lines = capsys.readouterr().err.splitlines()
-    rest = r"\d+(\.\d+)?[kM]?B of 1\.38MB, .*B/s, 00:\d\d so far, .* left"
+    rest = r"\d+(\.\d+)?[kM]?B of 1\.44MB, .*B/s, \d\d:\d\d so far, .* left"
     patterns = {
         "reading": "prepare_data: training the vocabulary: " + rest,
-        "merging": "prepare_data: training the vocabulary: learning its merges: " + rest,
+        "merging": "prepare_data: training the vocabulary, learning its merges: " + rest,
         "tokenizing": "prepare_data: tokenizing: " + rest,
     }
     kinds = [next((kind for kind, pattern in patterns.items() if re.fullmatch(pattern, line)), line) for line in lines]
