@@ -19,7 +19,6 @@ import numpy as np
 from tempo_megatron.data import DataError
 from tempo_megatron.data.dataset_files import find_foreign_files
 from tempo_megatron.disk import flush_to_disk
-from tempo_megatron.extras import check_installed
 
 
 def choose_token_dtype(vocab_size: int) -> type[np.integer]:
@@ -65,7 +64,6 @@ class DatasetWriter:
 
 def _import_megatron() -> Any:
     """Imports megatron-core's module of data sets, which takes seconds, without what it says of optional packages."""
-    check_installed("data preparation", "train", "megatron.core")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.datasets import indexed_dataset
