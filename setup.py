@@ -21,9 +21,8 @@ MEGATRON = ["megatron-core>=0.14,<0.21"]
 DEEPSPEED = ["deepspeed>=0.16"]
 TRAIN = [*MEGATRON, *DEEPSPEED, "tokenizers", "safetensors", "tensorboard", "matplotlib", "plotly", "tqdm", "pyyaml"]
 DOCS = ["mkdocs-material>=9.6,<10", "mkdocstrings-python"]  # the site; docs/site/mkdocs.yml says why these
-DATA = ["pyarrow", "zstandard"]
+DATA = ["datasets>=3"]
 GPU = ["triton>=3.3; sys_platform == 'linux'"]
-MPI = ["mpi4py"]
 BENCHMARKS = ["scikit-learn"]  # the digits of benchmarks/training_proof.py
 TEST = [
     *TRAIN,
@@ -84,11 +83,10 @@ setup(
         "train": TRAIN,
         "data": DATA,
         "gpu": GPU,
-        "mpi": MPI,
         "docs": DOCS,
         "benchmarks": BENCHMARKS,
         "test": TEST,
-        "all": [*TRAIN, *DATA, *GPU, *MPI],
+        "all": [*TRAIN, *DATA, *GPU],
     },
     entry_points={
         "console_scripts": [

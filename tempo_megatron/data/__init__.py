@@ -2,7 +2,7 @@
 
 from tempo_megatron.extras import check_installed
 
-check_installed("data preparation", "train", "tokenizers", "tqdm")
+check_installed("data preparation", "train", "tokenizers", "tqdm", "megatron.core")
 
 
 class DataError(ValueError):

@@ -1,7 +1,7 @@
 """Lists the documents of a data set in order, and cuts them into pieces of about equal size for the workers.
 
 The result depends on the files alone, never on the number of workers. A text file is one document; so is a line of a
-JSON-lines file and a row of a .parquet file.
+JSON-lines file and a row of a table.
 """
 
 from __future__ import annotations
@@ -18,15 +18,10 @@ from itertools import pairwise
 from tempo_megatron.data import DataError
 from tempo_megatron.data.dataset_files import is_inside
 from tempo_megatron.data.dataset_writer import SUFFIXES
-from tempo_megatron.data.packed_files import (
-    COMPRESSED_SUFFIXES,
-    PARQUET_SUFFIX,
-    check_packages,
-    list_row_groups,
-    strip_compression,
-)
+from tempo_megatron.data.tables import TABLE_SUFFIXES, check_package, describe_hub_dataset
 
 JSON_SUFFIXES = (".json", ".jsonl")  # suffixes are compared without regard to case
+COMPRESSED_SUFFIXES = (".gz", ".zst")
 _OTHER_COMPRESSION = (".bz2", ".xz", ".zip")
 STDLIB_SUFFIXES = (".py", ".txt")
 # Tests contain broken encodings and tables of data; the other folders hold other packages, or no text.
@@ -55,36 +50,42 @@ _LOOKBEHIND = 3
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """The first `size` bytes of a file.
+    """The first `size` bytes of a file, or a table.
 
     What cannot be used in it is an error if the user named the file (is_named). If it was found in a directory tree, it
     is counted and left out.
     """
 
     path: str
+    """Of a data set of the hub its name, as --input-hub has it."""
     size: int
-    mtime_ns: int
+    """Of a data set of the hub 0 if it is unknown."""
+    version: int | str
+    """The time of the last change in ns; of a data set of the hub its digest."""
     is_named: bool
+    is_on_hub: bool = False
+    limit: int | None = None
+    """Of a table: bytes of text after which its reader ends."""
 
     @property
     def is_json(self) -> bool:
-        return strip_compression(self.path).endswith(JSON_SUFFIXES)
+        name = self.path.lower()
+        for suffix in COMPRESSED_SUFFIXES:
+            name = name.removesuffix(suffix)
+        return name.endswith(JSON_SUFFIXES) and not self.is_on_hub
 
     @property
     def is_compressed(self) -> bool:
-        return self.path.lower().endswith(COMPRESSED_SUFFIXES)
+        return self.path.lower().endswith(COMPRESSED_SUFFIXES) and not self.is_on_hub
 
     @property
-    def is_parquet(self) -> bool:
-        return self.path.lower().endswith(PARQUET_SUFFIX)
+    def is_table(self) -> bool:
+        return self.is_on_hub or _names_table(self.path, self.is_named)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes [start, end) of a file; is_last says whether the file ends there.
-
-    A compressed file is one part. In a .parquet file the part is the row groups that begin there.
-    """
+    """Bytes [start, end) of a file; is_last says whether the file ends there. A compressed file or a table is one."""
 
     file: InputFile
     start: int
@@ -147,6 +148,12 @@ def list_files(
     return files
 
 
+def list_hub_datasets(names: Iterable[str]) -> list[InputFile]:
+    """Lists data sets of the Hugging Face hub. Raises: DataError (a ValueError) if one cannot be reached."""
+    described = [(name, *describe_hub_dataset(name)) for name in names]
+    return [InputFile(name, size, digest, is_named=True, is_on_hub=True) for name, digest, size in described]
+
+
 def list_stdlib(left_out: LeftOut) -> list[InputFile]:
     """Lists the sources and texts of this Python's standard library, without tests and installed packages."""
     root = sysconfig.get_path("stdlib")
@@ -161,23 +168,27 @@ def list_stdlib(left_out: LeftOut) -> list[InputFile]:
 
 
 def take_first_bytes(files: list[InputFile], max_bytes: int, left_out: LeftOut) -> list[InputFile]:
-    """Takes files up to max_bytes in total; cuts the last one at the first end of a word or line after the limit."""
+    """Takes files up to max_bytes in total; cuts the last one at the first end of a word, line or row after the limit.
+
+    A data set of the hub whose size is unknown counts as the rest.
+    """
     taken: list[InputFile] = []
     budget = max_bytes
     for file in files:
         if budget <= 0:
             left_out.add("beyond --max-bytes", file.path)
             continue
-        if file.size > budget:
-            cut = next(_find_cuts(file, budget), file.size)
-            file = replace(file, size=cut)
+        if file.is_table and not 0 < file.size <= budget:
+            file = replace(file, size=budget, limit=budget)
+        elif file.size > budget:
+            file = replace(file, size=next(_find_cuts(file, budget), file.size))
         taken.append(file)
         budget -= file.size
     return taken
 
 
 def cut_pieces(files: list[InputFile], *, cuts_texts: bool = True) -> list[Piece]:
-    """Cuts and groups the files, in order, into pieces of 1 to 8 MiB: the more data, the larger.
+    """Cuts and groups the files, in order, into pieces of 1 to 8 MiB: the more data, the larger. A table is one piece.
 
     Without `cuts_texts` a text file is not cut, whatever its size.
     """
@@ -187,10 +198,13 @@ def cut_pieces(files: list[InputFile], *, cuts_texts: bool = True) -> list[Piece
     group_bytes = 0
     for file in files:
         offsets = [0, *(_find_cuts(file, piece_bytes) if cuts_texts or file.is_json else ()), file.size]
+        if file.is_table and group:
+            result.append(tuple(group))
+            group, group_bytes = [], 0
         for start, end in pairwise(offsets):
             group.append(Part(file, start, end, is_last=end == file.size))
             group_bytes += end - start
-            if group_bytes >= piece_bytes or len(group) >= _FILES_PER_PIECE:
+            if group_bytes >= piece_bytes or len(group) >= _FILES_PER_PIECE or file.is_table:
                 result.append(tuple(group))
                 group, group_bytes = [], 0
     if group:
@@ -199,14 +213,19 @@ def cut_pieces(files: list[InputFile], *, cuts_texts: bool = True) -> list[Piece
 
 
 def sample_pieces(all_pieces: list[Piece], max_bytes: int) -> list[Piece]:
-    """Samples evenly spread pieces of max_bytes in total; returns the first piece if none is that small."""
+    """Samples evenly spread pieces of max_bytes in total, or one if none is that small; of a table its beginning."""
     sizes = [sum(part.end - part.start for part in piece) for piece in all_pieces]
     share = min(1.0, max_bytes / max(1, sum(sizes)))
     chosen: list[Piece] = []
     seen = taken = 0
     for piece, size in zip(all_pieces, sizes, strict=True):
         seen += size
-        if taken + size <= seen * share:
+        if share < 1.0 and piece[0].file.is_table:
+            part = piece[0]
+            beginning = int(size * share) or max_bytes
+            chosen.append((replace(part, file=replace(part.file, limit=beginning)),))
+            taken += beginning
+        elif taken + size <= seen * share:
             chosen.append(piece)
             taken += size
     return chosen or all_pieces[:1]
@@ -225,6 +244,11 @@ def _walk(root: str, left_out: LeftOut, names_left_out: Iterable[str] = ()) -> I
         yield from (os.path.join(folder, name) for name in sorted(names) if not name.startswith("."))
 
 
+def _names_table(path: str, is_named: bool) -> bool:
+    """Whether a file is read row by row: in a tree, whose files have no columns in common, only a .parquet file."""
+    return path.lower().endswith(TABLE_SUFFIXES if is_named else ".parquet")
+
+
 def _is_output(path: str, prefix: str) -> bool:
     if os.path.basename(prefix) not in path:  # a quick test that nearly always suffices
         return False
@@ -241,8 +265,10 @@ def _take_usable(path: str, is_named: bool, left_out: LeftOut) -> list[InputFile
             reason = "not a regular file"
         elif info.st_size == 0:
             reason = "empty"
-        elif path.lower().endswith((*COMPRESSED_SUFFIXES, PARQUET_SUFFIX)):
-            check_packages(path)
+        elif _names_table(path, is_named) or path.lower().endswith(".zst"):
+            check_package(path)
+        elif path.lower().endswith(".gz"):
+            pass
         else:
             with open(path, "rb", 0) as stream:
                 reason = "binary" if b"\0" in stream.read(_HEAD_BYTES) else ""
@@ -257,7 +283,8 @@ def _take_usable(path: str, is_named: bool, left_out: LeftOut) -> list[InputFile
         if reason == "binary" and path.lower().endswith(_OTHER_COMPRESSION):
             what = "compressed (unpack it first, or compress it with gzip or zstd)"
         raise DataError(
-            f"{format_path(path)} is {what}; --input takes UTF-8 text and JSON-lines, also as .gz or .zst, and .parquet"
+            f"{format_path(path)} is {what}; --input takes UTF-8 text and JSON-lines, also as .gz or .zst, and "
+            ".parquet, .arrow, .csv and .tsv"
         )
     if reason:
         left_out.add(reason, path)
@@ -267,14 +294,7 @@ def _take_usable(path: str, is_named: bool, left_out: LeftOut) -> list[InputFile
 
 def _find_cuts(file: InputFile, step: int) -> Iterator[int]:
     """Yields the offsets at which to cut a file: each the first possible one at least `step` bytes after the last."""
-    if file.size <= step or file.is_compressed:
-        return
-    if file.is_parquet:
-        last = 0
-        for offset in list_row_groups(file.path):
-            if last + step <= offset < file.size:
-                yield offset
-                last = offset
+    if file.size <= step or file.is_compressed or file.is_table:
         return
     pattern = _JSON_CUT if file.is_json else _TEXT_CUT
     try:

@@ -1,7 +1,4 @@
-"""Writes a data set, PREFIX.bin and PREFIX.idx as megatron-core has them, in a folder beside its place.
-
-DatasetWriter writes byte for byte what megatron-core's IndexedDatasetBuilder writes. Importing that would take seconds
-and print warnings about packages that tokenizing does not need.
+"""Writes a data set, PREFIX.bin and PREFIX.idx, by megatron-core's IndexedDatasetBuilder in a folder beside its place.
 
 PartialOutput renames the files at the end. A kill at any time leaves the old data set, the new one, or none: nothing
 loads without the index, which is removed first and renamed last. PREFIX.json says that the other files are ours. It is
@@ -12,38 +9,36 @@ from __future__ import annotations
 
 import fcntl
 import os
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
 from tempo_megatron.data import DataError
-from tempo_megatron.data.dataset_files import DTYPES, INDEX_HEADER, INDEX_MAGIC, find_foreign_files
+from tempo_megatron.data.dataset_files import find_foreign_files
 from tempo_megatron.disk import flush_to_disk
-
-_FIRST_SIZE_IN_32_BITS = 65500  # megatron-core's limit, which its readers expect
 
 
 def choose_token_dtype(vocab_size: int) -> type[np.integer]:
     """Returns the dtype in which megatron-core stores the tokens of such a vocabulary."""
-    return np.uint16 if vocab_size < _FIRST_SIZE_IN_32_BITS else np.int32
+    dtype: type[np.integer] = _import_megatron().DType.optimal_dtype(vocab_size)
+    return dtype
 
 
 class DatasetWriter:
     """Writes tokens as they come; finish() writes the index, without which nothing loads. A context manager."""
 
     def __init__(self, bin_path: str, dtype: type[np.integer]):
-        self._dtype = np.dtype(dtype)
-        self._stream = open(bin_path, "wb")  # noqa: SIM115 (closed by finish(), else at the end of the with block)
-        self._lengths = [np.empty(0, np.int32)]
-        self._ends = [np.array([False])]
+        self._builder = _import_megatron().IndexedDatasetBuilder(bin_path, dtype=dtype)
 
     def __enter__(self) -> DatasetWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
         with suppress(OSError):  # a full disk has raised before
-            self._stream.close()
+            self._builder.data_file.close()
 
     def add(self, ids: np.ndarray, lengths: Sequence[int], ends: Sequence[bool]) -> None:
         """Appends sequences.
@@ -55,24 +50,24 @@ class DatasetWriter:
 
         Raises: OSError.
         """
-        assert ids.dtype == self._dtype and ids.size == sum(lengths) and len(lengths) == len(ends)
-        self._stream.write(np.ascontiguousarray(ids).data)
-        self._lengths.append(np.array(lengths, np.int32))
-        self._ends.append(np.array(ends, bool))
+        import torch
+
+        for sequence, is_end in zip(torch.from_numpy(ids).split(list(lengths)), ends, strict=True):
+            self._builder.add_item(sequence)
+            if is_end:
+                self._builder.end_document()
 
     def finish(self, idx_path: str) -> None:
         """Closes the file of tokens and writes their index. Raises: OSError."""
-        self._stream.close()
-        lengths = np.concatenate(self._lengths)
-        offsets = np.zeros(lengths.size, np.int64)
-        np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
-        # The first sequence of each document, and last the number of sequences.
-        borders = np.concatenate([np.zeros(1, np.int64), np.flatnonzero(np.concatenate(self._ends)).astype(np.int64)])
-        code = next(code for code, dtype in DTYPES.items() if self._dtype == dtype)
-        with open(idx_path, "wb") as stream:
-            stream.write(INDEX_HEADER.pack(INDEX_MAGIC, 1, code, lengths.size, borders.size))
-            for part in (lengths, offsets * self._dtype.itemsize, borders):
-                stream.write(part.tobytes())
+        self._builder.finalize(idx_path)
+
+
+def _import_megatron() -> Any:
+    """Imports megatron-core's module of data sets, which takes seconds, without what it says of optional packages."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets import indexed_dataset
+    return indexed_dataset
 
 
 # The files of a data set, in the order of the renames.

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import multiprocessing
 import os
 import signal
 import threading
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
+from tempo_megatron.beside import first_line
 from tempo_megatron.data import DataError
-from tempo_megatron.data.corpus import InputFile, LeftOut, Part, Piece, format_path
-from tempo_megatron.data.packed_files import decompress, read_rows
+from tempo_megatron.data.corpus import InputFile, LeftOut, Part, Piece, cut_pieces, format_path
 from tempo_megatron.data.sentences import LONGEST_SENTENCE, split_sentences
+from tempo_megatron.data.tables import stream_column
 from tempo_megatron.data.tokenizer import TextTokenizer
 from tempo_megatron.data.tokenizer_types import TYPES
 
-_LONGEST_CHECKED_LINE = 1 << 20
+_BYTES_OF_ROWS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,15 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Documents of a table, about a MiB of them, which one process reads for all."""
+
+    texts: list[Text]
+    source_bytes: int
+    left_out: LeftOut
+
+
+@dataclass(frozen=True, slots=True)
 class Encoding:
     """How the documents of a data set are read and tokenized."""
 
@@ -76,46 +88,80 @@ def read_texts(piece: Piece, json_key: str, left_out: LeftOut, skip_bad_lines: b
         line without skip_bad_lines.
     """
     for part in piece:
+        read = _read_table if part.file.is_table else _read_json_texts if part.file.is_json else _read_text
         try:
-            if part.file.is_parquet:
-                yield from _read_parquet_texts(part, json_key, left_out, skip_bad_lines)
-                continue
-            content = _read_content(part)
-        except OSError as error:
-            raise DataError(f"cannot read {format_path(part.file.path)}: {error.strerror}") from error
-        yield from (_read_json_texts if part.file.is_json else _read_text)(
-            part, content, json_key, left_out, skip_bad_lines
-        )
+            yield from read(part, json_key, left_out, skip_bad_lines)
+        except (EOFError, OSError, zlib.error) as error:
+            path = format_path(part.file.path)
+            if isinstance(error, OSError) and error.errno is not None:
+                raise DataError(f"cannot read {path}: {error.strerror}") from error
+            raise DataError(
+                f"{path} is damaged or not what its name says ({first_line(error)}); get it again"
+            ) from error
 
 
-def _read_content(part: Part) -> bytes:
+def _open(part: Part) -> BinaryIO:
+    """Opens a part, unpacked. Raises: DataError (a ValueError), or OSError, if it cannot be read."""
+    path = part.file.path
+    unpacked: Any
+    if part.file.is_compressed and path.lower().endswith(".gz"):
+        unpacked = gzip.open(path, "rb")  # noqa: SIM115 (closed by who reads it)
+        return cast(BinaryIO, unpacked)
     if part.file.is_compressed:
-        return decompress(part.file.path)
-    with open(part.file.path, "rb") as stream:
+        import pyarrow  # which `datasets` brings
+
+        unpacked = pyarrow.input_stream(path, compression="zstd")
+        return io.BufferedReader(unpacked)
+    with open(path, "rb") as stream:
         stream.seek(part.start)
         content = stream.read(part.end - part.start)
     if len(content) < part.end - part.start:
-        raise DataError(f"{format_path(part.file.path)} became shorter while it was read; start again")
-    return content
+        raise DataError(f"{format_path(path)} became shorter while it was read; start again")
+    return io.BytesIO(content)
 
 
-def _read_parquet_texts(part: Part, json_key: str, left_out: LeftOut, skip_bad_lines: bool) -> Iterator[Text]:
-    path = format_path(part.file.path)
-    for row, text in read_rows(part.file.path, json_key, part.start, part.end):
+def _read_table(part: Part, json_key: str, left_out: LeftOut, skip_bad_lines: bool) -> Iterator[Text]:
+    file = part.file
+    path = format_path(file.path)
+    num_bytes = 0
+    for row, text in enumerate(stream_column(file.path, json_key, is_on_hub=file.is_on_hub)):
         if text:
             yield Text(text, True, path)
+            num_bytes += len(text.encode("utf-8"))
+            if file.limit is not None and num_bytes >= file.limit:
+                return
         elif text is not None:
-            left_out.add("empty", part.file.path)
+            left_out.add("empty", file.path)
         elif skip_bad_lines:
-            left_out.add("bad lines", f"{part.file.path} at row {row}")
+            left_out.add("bad lines", f"{file.path} at row {row}")
         else:
             raise DataError(
                 f"row {row} of {path} has no text under {json_key!r}; leave out such rows with --skip-bad-lines"
             )
 
 
-def _read_text(part: Part, content: bytes, json_key: str, left_out: LeftOut, skip_bad_lines: bool) -> Iterator[Text]:
+def _read_tables(pieces: Iterable[Piece], encoding: Encoding) -> Iterator[Piece | Rows]:
+    """Yields the pieces, of tables their documents."""
+    for piece in pieces:
+        if not piece[0].file.is_table:
+            yield piece
+            continue
+        left_out = LeftOut()
+        texts: list[Text] = []
+        num_bytes = 0
+        for text in read_texts(piece, encoding.json_key, left_out, encoding.skip_bad_lines):
+            texts.append(text)
+            num_bytes += len(text.text.encode("utf-8"))
+            if num_bytes >= _BYTES_OF_ROWS:
+                yield Rows(texts, num_bytes, LeftOut())
+                texts, num_bytes = [], 0
+        yield Rows(texts, num_bytes, left_out)
+
+
+def _read_text(part: Part, json_key: str, left_out: LeftOut, skip_bad_lines: bool) -> Iterator[Text]:
     path = format_path(part.file.path)
+    with _open(part) as stream:
+        content = stream.read()
     if skip_bad_lines:
         # If a line is divided between two pieces, only its bad part is left out: a piece does not know the next one.
         text = _decode_good_lines(part, content, left_out)
@@ -151,14 +197,19 @@ def _decode_good_lines(part: Part, content: bytes, left_out: LeftOut) -> str:
     return "".join(good)
 
 
-def _read_json_texts(
-    part: Part, content: bytes, json_key: str, left_out: LeftOut, skip_bad_lines: bool
+def _read_json_texts(part: Part, json_key: str, left_out: LeftOut, skip_bad_lines: bool) -> Iterator[Text]:
+    with _open(part) as lines:
+        yield from _parse_lines(lines, part, json_key, left_out, skip_bad_lines)
+
+
+def _parse_lines(
+    lines: Iterable[bytes], part: Part, json_key: str, left_out: LeftOut, skip_bad_lines: bool
 ) -> Iterator[Text]:
     path = format_path(part.file.path)
     offset = part.start
-    for index, whole_line in enumerate(content.split(b"\n")):
-        line, start = whole_line, offset
-        offset += len(whole_line) + 1
+    for index, whole_line in enumerate(lines):
+        line, start = whole_line.removesuffix(b"\n"), offset
+        offset += len(whole_line)
         if start == 0:
             line = line.removeprefix(b"\xef\xbb\xbf")
         if not line.strip():
@@ -179,31 +230,11 @@ def _read_json_texts(
             left_out.add("empty", part.file.path)
 
 
-def check_first_lines(files: Iterable[InputFile], json_key: str) -> None:
-    """Raises DataError if the first line of a JSON file holds no text, before long work would fail at it.
-
-    It does not check a line of more than a MiB.
-    """
+def check_first_texts(files: list[InputFile], json_key: str) -> None:
+    """Raises DataError if the first line or row of a file holds no text, before long work would fail at it."""
     for file in files:
-        if file.is_parquet:
-            next(_read_parquet_texts(Part(file, 0, file.size, is_last=True), json_key, LeftOut(), False), None)
-        if not file.is_json:
-            continue
-        content = b""
-        with suppress(OSError):  # read_texts reports the error
-            if file.is_compressed:
-                content = decompress(file.path, _LONGEST_CHECKED_LINE)
-            else:
-                with open(file.path, "rb") as stream:
-                    content = stream.read(min(file.size, _LONGEST_CHECKED_LINE))
-        first = len(content) - len(content.lstrip(b"\xef\xbb\xbf \t\r\n"))
-        end = content.find(b"\n", first)
-        if end < 0 and len(content) < _LONGEST_CHECKED_LINE:
-            end = len(content)
-        if end > 0:
-            part = Part(file, 0, end, is_last=True)
-            for _ in _read_json_texts(part, content[:end], json_key, LeftOut(), skip_bad_lines=False):
-                pass
+        if file.is_json or file.is_table:
+            next(read_texts(cut_pieces([file])[0], json_key, LeftOut()), None)
 
 
 def _parse_json_text(line: bytes, json_key: str) -> str:
@@ -236,10 +267,14 @@ def _count_newlines_before(part: Part) -> int:
         return sum(block.count(b"\n") for block in blocks)
 
 
-def encode_piece(tokenizer: TextTokenizer, piece: Piece, encoding: Encoding) -> Encoded:
+def encode_piece(tokenizer: TextTokenizer, piece: Piece | Rows, encoding: Encoding) -> Encoded:
     """Reads and tokenizes one piece. Raises DataError as read_texts and tokenize_batch do."""
-    left_out = LeftOut()
-    texts = list(read_texts(piece, encoding.json_key, left_out, encoding.skip_bad_lines))
+    if isinstance(piece, Rows):
+        texts, left_out, source_bytes = piece.texts, piece.left_out, piece.source_bytes
+    else:
+        left_out = LeftOut()
+        texts = list(read_texts(piece, encoding.json_key, left_out, encoding.skip_bad_lines))
+        source_bytes = sum(part.end - part.start for part in piece)
     if encoding.sentences is None:
         ids, ends = _tokenize(tokenizer, texts), [text.is_end for text in texts]
     else:
@@ -251,7 +286,7 @@ def encode_piece(tokenizer: TextTokenizer, piece: Piece, encoding: Encoding) -> 
         ids=np.concatenate(ids).astype(encoding.dtype) if ids else np.empty(0, encoding.dtype),
         lengths=[own.size for own in ids],
         ends=ends,
-        source_bytes=sum(part.end - part.start for part in piece),
+        source_bytes=source_bytes,
         left_out=left_out,
     )
 
@@ -302,12 +337,12 @@ def encode(pieces: Iterable[Piece], encoding: Encoding, workers: int) -> Iterato
     """
     if workers == 1:
         tokenizer = TYPES[encoding.tokenizer_type].cls.load(*encoding.tokenizer_files)
-        yield from (encode_piece(tokenizer, piece, encoding) for piece in pieces)
+        yield from (encode_piece(tokenizer, piece, encoding) for piece in _read_tables(pieces, encoding))
         return
     # A forkserver's children inherit no threads or locks of this process, and import nothing again.
     executor = ProcessPoolExecutor(workers, multiprocessing.get_context("forkserver"), _start_worker, (encoding,))
     try:
-        rest = iter(pieces)
+        rest = _read_tables(pieces, encoding)
         ahead: deque[Future[Encoded]] = deque(
             executor.submit(_encode_in_worker, piece) for piece in islice(rest, 3 * workers)
         )
@@ -339,7 +374,7 @@ def _leave_with_parent() -> None:
     os._exit(1)
 
 
-def _encode_in_worker(piece: Piece) -> Encoded:
+def _encode_in_worker(piece: Piece | Rows) -> Encoded:
     assert _worker is not None
     tokenizer, encoding = _worker
     return encode_piece(tokenizer, piece, encoding)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from tempo_megatron.beside import first_line
@@ -79,11 +78,6 @@ class HuggingFaceTokenizer(TextTokenizer):
     def train(cls, texts: Iterable[str], vocab_size: int, folder: str) -> Self:
         """Raises DataError: it has none of its own."""
         raise DataError("a HuggingFaceTokenizer is not trained; give the folder of one with --tokenizer-model")
-
-    def tokenize_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of each text, int32, [number of tokens]."""
-        encodings = self._encode_batch(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
 
 def find_tokenizer_files(folder: str) -> tuple[str, str]:

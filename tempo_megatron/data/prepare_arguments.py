@@ -24,6 +24,7 @@ class PrepareOptions:
     prog: str
     """The command, for messages."""
     input: tuple[str, ...]
+    input_hub: tuple[str, ...]
     input_stdlib: bool
     output_prefix: str
     json_key: str | None
@@ -53,6 +54,7 @@ def parse_prepare_arguments(argv: list[str] | None, prog: str) -> PrepareOptions
     _check(parser, typed)
     completed = {
         "input": tuple(typed.input),
+        "input_hub": tuple(typed.input_hub),
         "extensions": tuple(typed.extensions),
         "train_bytes": typed.train_bytes or TRAIN_BYTES,
         "vocab_size": TYPES[typed.tokenizer_type].vocab_size if typed.vocab_size is None else typed.vocab_size,
@@ -87,14 +89,22 @@ def _build_parser(prog: str) -> argparse.ArgumentParser:
         action="extend",
         default=[],
         metavar="PATH",
-        help="text, .json/.jsonl (also as .gz or .zst), .parquet, directory trees",
+        help="text, .json/.jsonl (also as .gz or .zst), .parquet, .arrow, .csv, .tsv, directory trees",
+    )
+    add(
+        "--input-hub",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="data sets of the Hugging Face hub, or folders of one: NAME, NAME:CONFIG or NAME:CONFIG:SPLIT",
     )
     add("--input-stdlib", action="store_true", help="sources and texts of this Python's standard library")
     add("--output-prefix", required=True, metavar="P", help="writes P.bin, P.idx, P.json (and the tokenizer)")
     add(
         "--json-key",
         default=None,
-        help="key of the text in JSON-lines files, or column of .parquet files (default: text)",
+        help="key of the text in JSON-lines files, or its column in tables (default: text)",
     )
     add(
         "--extensions",
@@ -141,7 +151,7 @@ def _build_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    if not options.input and not options.input_stdlib:
+    if not options.input and not options.input_hub and not options.input_stdlib:
         parser.error("nothing to read; give --input PATH... or --input-stdlib")
     if options.workers < 1:
         parser.error(f"--workers {options.workers}: expected at least 1")

@@ -1,8 +1,9 @@
-"""Makes a data set that Megatron-LM and this repository's trainer read, of text, JSON lines and directory trees."""
+"""Makes a data set that Megatron-LM and this repository's trainer read: of texts, JSON lines, trees and tables."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -26,12 +27,13 @@ from tempo_megatron.data.dataset_files import (
     validate_dataset,
 )
 from tempo_megatron.data.dataset_writer import SUFFIXES, DatasetWriter, PartialOutput, choose_token_dtype
-from tempo_megatron.data.documents import Encoded, Encoding, check_first_lines, encode, read_texts
+from tempo_megatron.data.documents import Encoded, Encoding, check_first_texts, encode, read_texts
 from tempo_megatron.data.prepare_arguments import PrepareOptions, parse_prepare_arguments
 from tempo_megatron.data.tokenizer import TextTokenizer
 from tempo_megatron.data.tokenizer_types import GPT2_BPE, TYPES, list_given_files
 
 _SECONDS_BETWEEN_LINES = 5.0
+_LINE = "{desc}: {n_fmt}B of {total_fmt}B, {rate_fmt}, {elapsed} so far, {remaining} left"
 _SMALL_DATA_SET = 100  # sequences; below it, a few per cent of --split may hold none
 
 
@@ -80,13 +82,14 @@ def prepare(options: PrepareOptions) -> None:
         )
         return
     pieces = corpus.cut_pieces(files, cuts_texts=TYPES[options.tokenizer_type].cls.cuts_texts)
+    has_tables = any(file.is_table for file in files)
     kept = _find_kept_files(options)
     suffixes = [suffix for suffix in SUFFIXES if suffix in (".bin", ".json", ".idx") or kept.get(suffix, "") is None]
     obsolete = sorted({suffix for kind in TYPES.values() for suffix in kind.suffixes} - kept.keys())
     with PartialOutput(prefix, suffixes, obsolete=obsolete, overwrite=options.overwrite) as output:
         tokenizer, tokenizer_files = _load_or_train_tokenizer(options, kept, pieces, output)
         dtype = choose_token_dtype(tokenizer.vocab_size)
-        workers = max(1, min(options.workers, len(pieces)))
+        workers = options.workers if has_tables else max(1, min(options.workers, len(pieces)))
         encoding = Encoding(
             options.tokenizer_type,
             tokenizer_files,
@@ -95,7 +98,8 @@ def prepare(options: PrepareOptions) -> None:
             options.skip_bad_lines,
             options.split_sentences,
         )
-        progress = Progress(options.prog, "tokenizing", sum(file.size for file in files))
+        total_bytes = None if has_tables else sum(file.size for file in files)
+        progress = Progress(options.prog, "tokenizing", total_bytes)
         written = _write(output, encode(pieces, encoding, workers), dtype, progress, left_out)
         names = [name or os.path.basename(prefix) + suffix for suffix, name in kept.items()]
         sidecar = Sidecar(
@@ -119,6 +123,7 @@ def prepare(options: PrepareOptions) -> None:
 
 def _choose_input_files(options: PrepareOptions, left_out: corpus.LeftOut) -> list[corpus.InputFile]:
     files = corpus.list_files(options.input, options.extensions, options.output_prefix, left_out)
+    files += corpus.list_hub_datasets(options.input_hub)
     if options.input_stdlib:
         files += corpus.list_stdlib(left_out)
     if options.max_bytes is not None:
@@ -126,9 +131,9 @@ def _choose_input_files(options: PrepareOptions, left_out: corpus.LeftOut) -> li
     if not files:
         raise DataError(f"there is no text in the input{_format_left_out(left_out)}; give other files with --input")
     if not options.skip_bad_lines:
-        check_first_lines(files, options.text_key)
-    if options.json_key is not None and not any(file.is_json or file.is_parquet for file in files):
-        raise DataError("--json-key is for .json, .jsonl and .parquet files, and the input has none; leave it out")
+        check_first_texts(files, options.text_key)
+    if options.json_key is not None and not any(file.is_json or file.is_table for file in files):
+        raise DataError("--json-key is for .json and .jsonl files and tables, and the input has none; leave it out")
     return files
 
 
@@ -143,7 +148,8 @@ def _compute_fingerprint(options: PrepareOptions, files: list[corpus.InputFile])
         vocabulary.append(options.tokenizer_type)
     if options.split_sentences is not None:
         vocabulary.append(f"sentences by {options.split_sentences}")
-    inputs = [(os.path.abspath(file.path), file.size, file.mtime_ns, file.is_named) for file in files]
+    paths_of_input = [file.path if file.is_on_hub else os.path.abspath(file.path) for file in files]
+    inputs = [(path, file.size, file.version, file.is_named) for path, file in zip(paths_of_input, files, strict=True)]
     content = json.dumps([FORMAT, vocabulary, options.text_key, inputs, *["bad lines"] * options.skip_bad_lines])
     return hashlib.sha256(content.encode("ascii")).hexdigest()
 
@@ -176,8 +182,8 @@ def _load_or_train_tokenizer(
         )
         return kind.load(*paths), paths
     chosen = corpus.sample_pieces(pieces, options.train_bytes)
-    chosen_bytes = sum(part.end - part.start for piece in chosen for part in piece)
-    with Progress(options.prog, "training the vocabulary", min(chosen_bytes, options.train_bytes)) as progress:
+    sizes = [part.end - part.start for piece in chosen for part in piece]
+    with Progress(options.prog, "training the vocabulary", min(sum(sizes), options.train_bytes) or None) as progress:
         texts = _read_training_texts(chosen, options, progress)
         tokenizer = kind.train(texts, options.vocab_size, output.folder)
     return tokenizer, tuple(map(output.locate, kept))
@@ -281,54 +287,43 @@ class Progress:
     A thread prints, so that lines also appear while one call takes minutes.
     """
 
-    def __init__(self, prog: str, what: str, total_bytes: int):
-        self._prog, self._what, self._total = prog, what, total_bytes
-        self._done = 0
-        self._phase = ""
-        self._started = time.monotonic()
+    def __init__(self, prog: str, what: str, total_bytes: int | None):
         self._ended = threading.Event()
-        self._bar: tqdm | None = None
-        self._thread: threading.Thread | None = None
+        self._is_on_terminal = sys.stderr.isatty()
+        self._bar = tqdm(
+            total=total_bytes,
+            unit="B",
+            unit_scale=True,
+            desc=what if self._is_on_terminal else f"{prog}: {what}",
+            bar_format=None if self._is_on_terminal else _LINE,
+            file=sys.stderr if self._is_on_terminal else io.StringIO(),
+        )
+        self._thread = threading.Thread(target=self._report, daemon=True)
 
     def __enter__(self) -> Progress:
-        if sys.stderr.isatty():
-            self._bar = tqdm(total=self._total, unit="B", unit_scale=True, desc=self._what)
-        self._thread = threading.Thread(target=self._report, daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
-        if self._bar is not None:
-            self._bar.n = self._done
-            self._bar.close()
+        self._thread.join()
+        self._bar.close()
 
     def update(self, num_bytes: int) -> None:
-        self._done = min(self._done + num_bytes, self._total)
+        done = self._bar.n + num_bytes
+        self._bar.n = done if self._bar.total is None else min(done, self._bar.total)
 
     def begin_unmeasured(self, phase: str) -> None:
         """Shows from now on, when everything is read, `phase`, whose duration is unknown."""
-        self._phase = phase
+        self._bar.set_description_str(f"{self._bar.desc}, {phase}", refresh=False)
 
-    def format_line(self, seconds: float) -> str:
-        """Returns the line of a log, `seconds` after the beginning."""
-        begin = f"{self._prog}: {self._what}: "
-        if self._phase:
-            return f"{begin}{self._phase}, {seconds:.0f} s so far"
-        done = f"{self._done / 1e6:.1f} of {self._total / 1e6:.1f} MB"
-        if self._done == 0:
-            return f"{begin}{done}, {seconds:.0f} s so far"
-        rate = self._done / seconds
-        return f"{begin}{done}, {rate / 1e6:.2f} MB/s, {(self._total - self._done) / rate:.0f} s left"
+    def format_line(self) -> str:
+        """Returns the line of a log."""
+        return str(self._bar)
 
     def _report(self) -> None:
-        if self._bar is None:
-            while not self._ended.wait(_SECONDS_BETWEEN_LINES):
-                print(self.format_line(time.monotonic() - self._started), file=sys.stderr, flush=True)
-            return
-        while not self._ended.wait(0.2):
-            self._bar.set_description(f"{self._what}, {self._phase}" if self._phase else self._what, refresh=False)
-            self._bar.n = self._done
-            self._bar.refresh()
+        while not self._ended.wait(0.2 if self._is_on_terminal else _SECONDS_BETWEEN_LINES):
+            if self._is_on_terminal:
+                self._bar.refresh()
+            else:
+                print(self.format_line(), file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,7 +17,6 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tempo_megatron.data import DataError
-from tempo_megatron.words.json_text import decode, parse_json
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing's from Python 3.11 on
@@ -25,12 +24,6 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 LARGEST_VOCABULARY = 10_000_000  # ten times the largest published; from 10**9 on the library aborts the process
-
-# A pretoken always ends between a character that is not white space and a space or newline, so a text that is cut
-# there has the same tokens as the whole. The library keeps about 100 bytes for each token that it encodes in one call;
-# cutting bounds that.
-_CUT = re.compile(r"(?<!\s)(?=[ \n])")
-_SEGMENT_CHARS = 1 << 18
 
 
 class TextTokenizer:
@@ -70,16 +63,16 @@ class TextTokenizer:
 
         Raises: DataError (a ValueError) if a byte-level vocabulary lacks a byte of a text.
         """
+        parts = [(index, part) for index, text in enumerate(texts) for part in self._cut(text)]
         ids: list[list[np.ndarray]] = [[] for _ in texts]
-        for batch in cut_batches(texts, self._cut):
-            encodings = self._encode_batch([part for _, part in batch], add_special_tokens=False)
-            for (index, _), encoding in zip(batch, encodings, strict=True):
-                ids[index].append(np.array(encoding.ids, dtype=np.int32))
-        return [np.concatenate(parts) for parts in ids]
+        encodings = self._encode_batch([part for _, part in parts], add_special_tokens=False)
+        for (index, _), encoding in zip(parts, encodings, strict=True):
+            ids[index].append(np.array(encoding.ids, dtype=np.int32))
+        return [np.concatenate(own) for own in ids]
 
-    def _cut(self, segment: str) -> Iterable[str]:
-        """Cuts a segment of a text where its tokens do not change."""
-        return (segment,)
+    def _cut(self, text: str) -> Iterable[str]:
+        """Cuts a text where its tokens do not change."""
+        return (text,)
 
     def detokenize(self, ids: Iterable[int]) -> str:
         """Returns the text of `ids`. Bytes that are not whole UTF-8 characters become U+FFFD.
@@ -104,37 +97,44 @@ class ByteLevelTokenizer(TextTokenizer):
     def load(cls, vocab_file: str, merge_file: str) -> Self:
         """Reads and checks GPT-2's two files.
 
-        Raises: DataError (a ValueError) if a file cannot be read, is not of GPT-2's format or lacks a special token, or
-            if a merge needs a token that the vocabulary lacks.
+        Raises: DataError (a ValueError) if a file cannot be read or is not of GPT-2's format, if a special token is
+            missing, or if a merge needs a token that the vocabulary lacks.
         """
         vocab_bytes, merge_bytes = read_tokenizer_file(vocab_file), read_tokenizer_file(merge_file)
-        vocab = _parse_vocab(vocab_file, vocab_bytes)
-        merges = _parse_merges(merge_file, merge_bytes)
+        try:
+            vocab, merges = models.BPE.read_file(vocab_file, merge_file)
+            models.BPE(vocab, merges)
+        except Exception as error:  # the library raises nothing narrower
+            cause = str(error).removeprefix("Error while reading vocab & merges files: ")
+            raise DataError(
+                f"{vocab_file} and {merge_file} are not the files of one tokenizer ({cause}); --vocab-file and "
+                "--merge-file take GPT-2's vocab.json and merges.txt"
+            ) from error
+        if len(set(vocab.values())) < len(vocab):
+            raise DataError(f"{vocab_file} gives one id to several tokens; --vocab-file takes GPT-2's vocab.json")
+        if vocab and max(vocab.values()) >= 2**31:
+            raise DataError(
+                f"{vocab_file} gives {max(vocab, key=lambda token: vocab[token])!r} the id {max(vocab.values())}, and "
+                "the largest that a data set can hold is 2147483647; --vocab-file takes GPT-2's vocab.json"
+            )
         for token, purpose in cls.special_tokens.items():
             if token not in vocab:
                 raise DataError(f"{vocab_file} has no token {token}, which {purpose}; add it to the file")
-        for number, (left, right) in merges.items():
-            for token in (left, right, left + right):
-                if token not in vocab:
-                    raise DataError(
-                        f"line {number} of {merge_file} merges {left!r} and {right!r}, but {vocab_file} has no token "
-                        f"{token!r}; give the two files of one tokenizer"
-                    )
         identifiers = {
             "class": cls.__name__,
             "vocab_sha256": hashlib.sha256(vocab_bytes).hexdigest(),
             "merge_sha256": hashlib.sha256(merge_bytes).hexdigest(),
         }
-        return cls(vocab, list(merges.values()), identifiers)
+        return cls(vocab, merges, identifiers)
 
-    def _cut(self, segment: str) -> Iterable[str]:
-        if missing := self._missing_bytes and self._missing_bytes.intersection(segment.encode("utf-8")):
-            character = next(c for c in segment if missing.intersection(c.encode("utf-8")))
+    def _cut(self, text: str) -> Iterable[str]:
+        if missing := self._missing_bytes and self._missing_bytes.intersection(text.encode("utf-8")):
+            character = next(c for c in text if missing.intersection(c.encode("utf-8")))
             raise DataError(
                 f"the vocabulary cannot express {character!r} (it lacks the token of byte 0x{min(missing):02x}); use "
                 "the vocabulary of a byte-level BPE, or none to train one"
             )
-        return cut_long_runs(segment)
+        return cut_long_runs(text)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int, folder: str) -> Self:
@@ -195,74 +195,11 @@ def _map_bytes_to_characters() -> dict[int, str]:
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
 
 
-def cut_batches(texts: Sequence[str], cut: Callable[[str], Iterable[str]]) -> Iterator[list[tuple[int, str]]]:
-    """Cuts the texts into segments and these by `cut`.
-
-    Yields batches of (index of the text, part), each about as long as four segments.
-    """
-    batch: list[tuple[int, str]] = []
-    characters = 0
-    for index, text in enumerate(texts):
-        for part in (part for segment in _cut_segments(text) for part in cut(segment)):
-            batch.append((index, part))
-            characters += len(part)
-            if characters >= 4 * _SEGMENT_CHARS:
-                yield batch
-                batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _cut_segments(text: str) -> Iterator[str]:
-    start = 0
-    while len(text) - start > 2 * _SEGMENT_CHARS:
-        cut = _CUT.search(text, start + _SEGMENT_CHARS)
-        if cut is None:
-            break
-        yield text[start : cut.start()]
-        start = cut.start()
-    yield text[start:]
-
-
 def read_tokenizer_file(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
         raise DataError(f"cannot read the tokenizer file {path}: {error.strerror}; check the path") from error
-
-
-def _parse_vocab(path: str, content: bytes) -> dict[str, int]:
-    try:
-        vocab = parse_json(decode(content))
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON ({error}); --vocab-file takes GPT-2's vocab.json") from error
-    if not (isinstance(vocab, dict) and vocab and all(type(v) is int and v >= 0 for v in vocab.values())):
-        raise DataError(f"{path} does not map tokens to ids; --vocab-file takes GPT-2's vocab.json")
-    if max(vocab.values()) >= 2**31:
-        raise DataError(
-            f"{path} gives {max(vocab, key=lambda token: vocab[token])!r} the id {max(vocab.values())}, and the "
-            "largest that a data set can hold is 2147483647; --vocab-file takes GPT-2's vocab.json"
-        )
-    if len(set(vocab.values())) < len(vocab):
-        raise DataError(f"{path} gives one id to several tokens; --vocab-file takes GPT-2's vocab.json")
-    return vocab
-
-
-def _parse_merges(path: str, content: bytes) -> dict[int, tuple[str, str]]:
-    """Reads merges.txt: line number -> the two tokens that it merges."""
-    try:
-        lines = content.decode("utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text; --merge-file takes GPT-2's merges.txt") from error
-    merges = {}
-    for number, line in enumerate((line.rstrip("\r") for line in lines), start=1):
-        if not line or (number == 1 and line.startswith("#version")):
-            continue
-        pair = line.split(" ")
-        if len(pair) != 2 or not all(pair):
-            raise DataError(f"line {number} of {path} is not two tokens; --merge-file takes GPT-2's merges.txt")
-        merges[number] = (pair[0], pair[1])
-    return merges
 
 
 # GPT-2 first divides a text into pretokens: letters, digits, other signs, white space. The time to learn pairs grows
@@ -284,7 +221,7 @@ _UNBROKEN = re.compile(r"[\S\x1c-\x1f]+|\s+")
 def cut_long_runs(text: str) -> Iterator[str]:
     """Yields the parts of `text`, in order. A run is cut after every LONGEST_RUN characters.
 
-    No run goes from other signs into white space, so a text that was cut there before has the same parts.
+    No run goes from other signs into white space, so a text that is divided there (see corpus.py) has the same parts.
     """
     start = 0
     for run in _RUNS.finditer(text) if _may_have_long_run(text) else ():

@@ -16,7 +16,7 @@ from tempo_megatron.megatron_lm import versions
 from tempo_megatron.megatron_lm.options import add_options
 from tempo_megatron.megatron_lm.planning import Planning
 from tempo_megatron.megatron_lm.report import BuiltModel, RunReport
-from tempo_megatron.megatron_lm.versions import LaunchError, Model, get_hook, is_raised_here, replace_hook
+from tempo_megatron.megatron_lm.versions import LaunchError, Model, get_hook, is_raised_here, wrap_hook
 from tempo_megatron.settings.arguments import Budget
 from tempo_megatron.settings.config import TempoConfig
 
@@ -26,13 +26,9 @@ if TYPE_CHECKING:
 
 def patch_arguments(version: str) -> None:
     """Give Megatron's own argument parser the Tempo group."""
-    add_megatron_arguments = get_hook(versions.ADD_ARGUMENTS, version)
-
-    @functools.wraps(add_megatron_arguments)
-    def add_all(parser: Any) -> Any:
-        return add_options(add_megatron_arguments(parser))
-
-    replace_hook(versions.ADD_ARGUMENTS, add_all)
+    wrap_hook(
+        versions.ADD_ARGUMENTS, version, lambda add: functools.wraps(add)(lambda parser: add_options(add(parser)))
+    )
 
 
 def patch_models(version: str, tempo_config: TempoConfig, report: RunReport, budget: Budget | None = None) -> None:
@@ -45,13 +41,6 @@ def patch_models(version: str, tempo_config: TempoConfig, report: RunReport, bud
     from tempo_megatron.slots.megatron_versions import is_since
 
     get_args = get_hook(versions.GET_ARGS, version)
-    begin_micro_batch = get_hook(versions.BEGIN_MICRO_BATCH, version)
-    replace_hook(versions.BEGIN_MICRO_BATCH, _announce_micro_batches(begin_micro_batch, get_args, report))
-    for place in versions.PIPELINES:
-        replace_hook(place, _publish_before_steps(get_hook(place, version), report))
-    if is_since(versions.GRAPHS_SINCE):
-        whole_step = get_hook(versions.FULL_ITERATION, version)
-        whole_step.__call__ = _announce_whole_steps(whole_step.__call__, get_args, report)
     planning = Planning(tempo_config, budget, report)
 
     def find_args() -> Any:
@@ -61,9 +50,20 @@ def patch_models(version: str, tempo_config: TempoConfig, report: RunReport, bud
         except AssertionError:
             return None
 
-    for model in filter(lambda model: is_since(model.since), versions.MODELS):
-        cls = get_hook(model.place, version)
-        cls.__init__ = _wrap_constructor(cls.__init__, model, planning, find_args, report)
+    wraps: dict[versions.Patch, Callable[[Any], Any]] = {
+        versions.BEGIN_MICRO_BATCH: lambda begin: _announce_micro_batches(begin, get_args, report),
+        **dict.fromkeys(versions.PIPELINES, lambda run_step: _publish_before_steps(run_step, report)),
+        versions.FULL_ITERATION: lambda run_step: _announce_whole_steps(run_step, get_args, report),
+        **{
+            model.constructor: functools.partial(
+                _wrap_constructor, model=model, planning=planning, find_args=find_args, report=report
+            )
+            for model in versions.MODELS
+        },
+    }
+    for patch, wrap in wraps.items():
+        if is_since(patch.since):
+            wrap_hook(patch, version, wrap)
 
 
 def patch_steps(version: str, prefix: str, report: RunReport | None) -> None:
@@ -71,7 +71,13 @@ def patch_steps(version: str, prefix: str, report: RunReport | None) -> None:
 
     Raises LaunchError where the place is missing.
     """
-    train_step, get_args = get_hook(versions.TRAIN_STEP, version), get_hook(versions.GET_ARGS, version)
+    get_args = get_hook(versions.GET_ARGS, version)
+    wrap_hook(versions.TRAIN_STEP, version, lambda train_step: _observe(train_step, prefix, get_args, report))
+
+
+def _observe(
+    train_step: Callable[..., Any], prefix: str, get_args: Callable[[], Any], report: RunReport | None
+) -> Callable[..., Any]:
     signature = inspect.signature(train_step)
     observers: list[Any] = []
 
@@ -95,7 +101,7 @@ def patch_steps(version: str, prefix: str, report: RunReport | None) -> None:
         with observers[0].step():
             return train_step(*args, **kwargs)
 
-    replace_hook(versions.TRAIN_STEP, observe)
+    return observe
 
 
 def _announce_micro_batches(begin: Callable[..., Any], get_args: Callable[[], Any], report: RunReport) -> Any:

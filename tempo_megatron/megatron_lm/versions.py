@@ -1,47 +1,62 @@
-"""Lists what Tempo takes hold of in Megatron-LM: the one place that a new version changes.
+"""Lists what Tempo takes hold of in Megatron-LM, the Patches and the Models: the one place that a new version changes.
 
-Every place is a name `module:attribute` that Megatron looks up when it uses it, so that replacing the attribute is all
-that it takes and no file changes. An unknown version warns and is tried; a place that is not there is an error that
+Megatron looks every such name up when it uses it, so that replacing the attribute is all that it takes and no file
+changes. An unknown version warns and is tried; a place that is not there is an error that
 names it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import re
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 FIRST, LAST = "0.14", "0.20"
 """Every version from one to the other has these places."""
 
-ADD_ARGUMENTS = "megatron.training.arguments:add_megatron_arguments"
-"""(parser) -> parser, with Megatron's own arguments."""
-
-GET_ARGS = "megatron.training.global_vars:get_args"
-"""() -> the parsed arguments."""
-
-BEGIN_MICRO_BATCH = "megatron.core.pipeline_parallel.schedules:set_current_microbatch"
-"""(model chunk, index of the micro batch in the step), called before the forward of each micro batch."""
-
-PIPELINES = tuple(
-    f"megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_{how}_interleaving"
-    for how in ("with", "without")
-)
-"""The schedules of pipelines, which all ranks of a pipeline begin before one of them waits for another."""
-
 GRAPHS_SINCE = "0.16"
 """The first version in whose CUDA graphs Tempo draws masks."""
 
-FULL_ITERATION = "megatron.core.full_cuda_graph:FullCudaGraphWrapper"
-"""Its call runs, captures or replays all micro batches of a step (since 0.16)."""
-
-TRAIN_STEP = "megatron.training.training:train_step"
-"""(..., model, ...), with the model chunks of this rank; one step of training."""
-
 MASK_ARGUMENT = "create_attention_mask_in_dataloader"
 """The parsed argument that says whether the data loader makes a [b, 1, s, s] mask."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Patch:
+    """A function of Megatron's that Tempo wraps, or calls."""
+
+    place: str
+    """`module:attribute`, or `module:Class.attribute`."""
+    what: str
+    """What it is, and why Tempo takes hold of it."""
+    since: str = FIRST
+    """The first version that has it."""
+
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+ADD_ARGUMENTS = Patch("megatron.training.arguments:add_megatron_arguments", "(parser) -> parser; gets the Tempo group")
+GET_ARGS = Patch("megatron.training.global_vars:get_args", "() -> the parsed arguments; is called, and stays")
+BEGIN_MICRO_BATCH = Patch(
+    f"{_SCHEDULES}:set_current_microbatch",
+    "(model chunk, micro batch of the step), before each forward; announces the samples to Tempo's dropout",
+)
+PIPELINES = tuple(
+    Patch(
+        f"{_SCHEDULES}:forward_backward_pipelining_{how}_interleaving",
+        "a step of a pipeline, which all of its ranks begin before one waits for another; gathers the banner",
+    )
+    for how in ("with", "without")
+)
+FULL_ITERATION = Patch(
+    "megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__",
+    "runs, captures or replays all micro batches of a step; announces its first sample",
+    since=GRAPHS_SINCE,
+)
+TRAIN_STEP = Patch("megatron.training.training:train_step", "(..., model, ...); --tempo-ledger watches two steps")
 
 
 class LaunchError(ValueError):
@@ -59,6 +74,7 @@ class Model:
     """A model class, and what of its constructor holds specs."""
 
     place: str
+    """Of its class."""
     specs: dict[str, str]
     """Argument that holds a spec -> argument that holds its TransformerConfig."""
 
@@ -73,6 +89,10 @@ class Model:
 
     has_causal_mask: bool = False
     """Whether a mask that hides the future, and nothing else, is all that its layers are given."""
+
+    @property
+    def constructor(self) -> Patch:
+        return Patch(f"{self.place}.__init__", "builds the layers, of Tempo's specs", self.since)
 
 
 MODELS = (
@@ -105,14 +125,11 @@ def find_warning(version: str) -> str | None:
     return f"Megatron-core {version} is not among the versions that are known, {FIRST} to {LAST}; it is tried as {LAST}"
 
 
-def get_hook(place: str, version: str) -> Any:
-    """What stands at `module:attribute`.
-
-    Raises LaunchError where it is not there.
-    """
-    module_name, _, attribute = place.partition(":")
+def get_hook(patch: Patch, version: str) -> Any:
+    """Returns what stands at the place of a patch. Raises LaunchError where it is not there."""
+    module_name, _, attribute = patch.place.partition(":")
     try:
-        return getattr(importlib.import_module(module_name), attribute)
+        return functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
     except (ModuleNotFoundError, AttributeError) as error:
         if isinstance(error, ModuleNotFoundError) and not module_name.startswith(str(error.name)):
             raise  # a package that Megatron needs
@@ -122,7 +139,9 @@ def get_hook(place: str, version: str) -> Any:
         ) from error
 
 
-def replace_hook(place: str, value: Any) -> None:
-    """Put `value` at `module:attribute`."""
-    module_name, _, attribute = place.partition(":")
-    setattr(importlib.import_module(module_name), attribute, value)
+def wrap_hook(patch: Patch, version: str, wrap: Callable[[Any], Any]) -> None:
+    """Puts `wrap` of what stands at the place of a patch there. Raises LaunchError where there is nothing."""
+    module_name, _, attribute = patch.place.partition(":")
+    *owners, name = attribute.split(".")
+    wrapped = wrap(get_hook(patch, version))
+    setattr(functools.reduce(getattr, owners, importlib.import_module(module_name)), name, wrapped)

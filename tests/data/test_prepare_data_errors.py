@@ -47,7 +47,7 @@ def test_what_is_no_text_file_is_refused_where_the_user_named_it(refuse: Refuse,
         packed = file(tmp_path / name, bz2.compress(b'{"text": "a"}\n'))
         refuse(f"{name} is compressed (unpack it first, or compress it with gzip or zstd)", "--input", packed)
     text = file(tmp_path / "text.txt", "text")
-    no_key = "--json-key is for .json, .jsonl and .parquet files, and the input has none"
+    no_key = "--json-key is for .json and .jsonl files and tables, and the input has none"
     refuse(no_key, "--input", text, "--json-key", "body")
     refuse("none.txt: No such file or directory; repair it", "--input", tmp_path / "none.txt")
     os.mkfifo(tmp_path / "pipe")
@@ -138,7 +138,7 @@ def test_a_vocabulary_that_does_not_fit_is_refused(refuse: Refuse, tmp_path: Pat
     assert main([*map(str, ("--input", text, *files, "--output-prefix", tmp_path / "good"))]) == 0
     refuse(f"{accented}: the vocabulary cannot express 'é'", "--input", text, accented, *files)
     refuse("has no token <|endoftext|>", "--input", text, "--vocab-file", no_end, "--merge-file", merges)
-    refuse("has no token 'th'; give the two files", "--input", text, "--vocab-file", vocab, "--merge-file", others)
+    refuse("are not the files of one tokenizer (", "--input", text, "--vocab-file", vocab, "--merge-file", others)
     refuse("cannot read the tokenizer file gone.json", "--input", text, "--vocab-file", "gone.json", *files[2:])
     refuse("--vocab-file is given without --merge-file", "--input", text, *files[:2])
     refuse("--merge-file is given without --vocab-file", "--input", text, *files[2:])

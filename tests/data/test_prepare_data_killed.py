@@ -24,6 +24,7 @@ KILL_EACH_MOMENT = """
 import json, os, shutil, signal, sys
 from tempo_megatron.data.dataset_writer import DatasetWriter
 from tempo_megatron.data.prepare_data import main
+import megatron.core.datasets.indexed_dataset  # here once, and not in each child
 
 start, work, *command = sys.argv[1:]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from pathlib import Path
 
@@ -73,22 +74,6 @@ def test_every_text_round_trips_with_the_ids_of_the_reference(
     assert ids == reference.encode(text).ids
 
 
-@given(text=TRICKY)
-def test_cutting_a_long_text_does_not_change_its_tokens(text: str, tokenizer: GPT2Tokenizer) -> None:
-    whole = tokenizer.tokenize(text)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer_module, "_SEGMENT_CHARS", 2)
-        assert tokenizer.tokenize(text) == whole
-        assert [ids.tolist() for ids in tokenizer.tokenize_batch([text, "", text])] == [whole, [], whole]
-
-
-def test_long_texts_really_are_cut() -> None:
-    text = "word " * 300_000
-    segments = list(tokenizer_module._cut_segments(text))
-    assert "".join(segments) == text
-    assert len(segments) > 3
-
-
 def test_the_end_of_text_inside_a_text_is_ordinary_characters(tokenizer: GPT2Tokenizer) -> None:
     ids = tokenizer.tokenize(f"a{END_OF_TEXT}b")
     assert tokenizer.eod not in ids
@@ -111,16 +96,13 @@ def test_identifiers_follow_the_content_of_the_files(trained: Path, tokenizer: G
 @pytest.mark.parametrize(
     ("vocab", "merges", "message"),
     [
-        ("{", "", "vocab.json is not JSON"),
-        (["a"], "", "does not map tokens to ids"),
-        ({"a": "1"}, "", "does not map tokens to ids"),
-        ({"a": -1}, "", "does not map tokens to ids"),
-        ({}, "", "does not map tokens to ids"),
+        ("{", "", "vocab.json and .* are not the files of one tokenizer"),
+        (["a"], "", "are not the files of one tokenizer"),
+        ({"a": -1}, "", "are not the files of one tokenizer"),
         ({"a": 0, "b": 0}, "", "gives one id to several tokens"),
         ({"a": 0}, "", r"has no token <\|endoftext\|>"),
-        (byte_vocab(), "#version: 0.2\na b\n", "line 2 of .* merges 'a' and 'b', but .* has no token 'ab'"),
-        (byte_vocab(), "zz a\n", "has no token 'zz'"),
-        (byte_vocab(), "#version: 0.2\n\na b c\n", "line 3 of .* is not two tokens"),
+        (byte_vocab(), "#version: 0.2\na b\n", "of one tokenizer .*Token `ab` out of vocabulary"),
+        (byte_vocab(), "#version: 0.2\n\na b c\n", "merges.txt are not the files of one tokenizer"),
     ],
 )
 def test_files_that_are_no_tokenizer_are_refused(vocab: object, merges: str, message: str, tmp_path: Path) -> None:
@@ -133,7 +115,7 @@ def test_a_missing_or_binary_tokenizer_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read the tokenizer file .*none.json: No such file"):
         GPT2Tokenizer.load(str(tmp_path / "none.json"), merge_file)
     Path(merge_file).write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"merges.txt is not UTF-8"):
+    with pytest.raises(ValueError, match=r"merges.txt are not the files of one tokenizer .*UTF-8"):
         GPT2Tokenizer.load(vocab_file, merge_file)
 
 
@@ -160,7 +142,7 @@ def test_parts_are_the_text_and_what_gpt_2_keeps_together_is_short(text: str) ->
         # Two runs of at most 6, and the space in front of them.
         assert max(len(pretoken) for part in parts for pretoken in ["", *pretokens(part)]) <= 13
         # What is cut first at the borders of a piece or segment has the same parts.
-        for border in tokenizer_module._CUT.finditer(text):
+        for border in re.finditer(r"(?<!\s)(?=[ \n])", text):
             before, after = (list(cut_long_runs(half)) for half in (text[: border.start()], text[border.start() :]))
             assert [*before[:-1], before[-1] + after[0], *after[1:]] == parts
 

@@ -211,7 +211,7 @@ def test_a_refusal_in_a_constructor_that_megatron_calls_is_known_as_ours(module:
 def test_a_missing_place_is_named(place: str) -> None:
     module, _, attribute = place.partition(":")
     with pytest.raises(LaunchError, match=f"Megatron-core 9.9 has no {attribute} in {module}"):
-        versions.get_hook(place, "9.9")
+        versions.get_hook(versions.Patch(place, ""), "9.9")
 
 
 def test_samples_are_numbered_as_megatrons_sampler_deals_them() -> None:
