@@ -11,12 +11,12 @@ from made_chunks import make_chunk
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.estimate import allocator as caching_allocator
-from tempo_megatron.memory.estimate.allocator import Block, CachingAllocator
-from tempo_megatron.memory.estimate.estimate import estimate_ranks
-from tempo_megatron.memory.estimate.model_states import ModelStates
-from tempo_megatron.memory.estimate.play import Step
-from tempo_megatron.memory.estimate.reserved import make_allocator, play_steps
+from tempo_megatron.memory.rank import allocator as caching_allocator
+from tempo_megatron.memory.rank.allocator import Block, CachingAllocator
+from tempo_megatron.memory.rank.estimate import estimate_ranks
+from tempo_megatron.memory.rank.model_states import ModelStates
+from tempo_megatron.memory.rank.play import Step
+from tempo_megatron.memory.rank.reserved import make_allocator, play_steps
 from tempo_megatron.memory.run import Experts, MegatronFsdp, OptimizerSettings, Run
 from tempo_megatron.memory.simulated import chunk
 from tempo_megatron.memory.simulated.chunk_model import Ends

@@ -23,10 +23,10 @@ from tempo_megatron.cli import main
 from tempo_megatron.memory.chips import H100, Chip
 from tempo_megatron.memory.commands import estimate as estimate_command
 from tempo_megatron.memory.commands.module_tree import format_trees
-from tempo_megatron.memory.estimate.estimate import estimate_ranks
-from tempo_megatron.memory.estimate.model_states import count_model_states
-from tempo_megatron.memory.estimate.schedule import list_events
 from tempo_megatron.memory.megatron.read_run import deal_out_layers
+from tempo_megatron.memory.rank.estimate import estimate_ranks
+from tempo_megatron.memory.rank.model_states import count_model_states
+from tempo_megatron.memory.rank.schedule import list_events
 from tempo_megatron.memory.run import Experts, LatentAttention, OptimizerSettings, Run, take_parts
 from tempo_megatron.memory.simulated.chunk import list_modules, simulate_chunk
 from tempo_megatron.memory.simulated.chunk_memory import HEAD, LAYERS, ChunkMemory, compress

@@ -14,15 +14,15 @@ from made_chunks import make_chunk
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
-from tempo_megatron.memory.estimate.allocator import CachingAllocator, Library
-from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
-from tempo_megatron.memory.estimate.lasting_tensors import count_lasting_tensors
-from tempo_megatron.memory.estimate.megatron_fsdp import ShardedChunk
-from tempo_megatron.memory.estimate.model_states import ModelStates
-from tempo_megatron.memory.estimate.muon import count_muon_states
-from tempo_megatron.memory.estimate.play import Step
-from tempo_megatron.memory.estimate.rounding import count_rounding, list_own_pieces
-from tempo_megatron.memory.estimate.workspaces import find_torch_bytes, list_workspaces
+from tempo_megatron.memory.rank.allocator import CachingAllocator, Library
+from tempo_megatron.memory.rank.estimate import RankEstimate, estimate_ranks
+from tempo_megatron.memory.rank.lasting_tensors import count_lasting_tensors
+from tempo_megatron.memory.rank.megatron_fsdp import ShardedChunk
+from tempo_megatron.memory.rank.model_states import ModelStates
+from tempo_megatron.memory.rank.muon import count_muon_states
+from tempo_megatron.memory.rank.play import Step
+from tempo_megatron.memory.rank.rounding import count_rounding, list_own_pieces
+from tempo_megatron.memory.rank.workspaces import find_torch_bytes, list_workspaces
 from tempo_megatron.memory.routing import assume_routing, expect_imbalance
 from tempo_megatron.memory.run import Experts, Hybrid, LatentAttention, MegatronFsdp, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import list_modules, simulate_chunk

@@ -16,11 +16,11 @@ from training_job import Data, fork_beside, run, successful
 
 from tempo_megatron.memory.commands.arguments import add_plan_arguments
 from tempo_megatron.memory.commands.plan import read_request
-from tempo_megatron.memory.estimate.offload import count_moved
-from tempo_megatron.memory.estimate.schedule import list_events
 from tempo_megatron.memory.plan.choices import measure_rows
 from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.memory.plan.planner import MemoryPlan, PlanRequest, make_plan
+from tempo_megatron.memory.rank.offload import count_moved
+from tempo_megatron.memory.rank.schedule import list_events
 
 SIZES = {"num_layers": 6, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 64}
 WORDS = [

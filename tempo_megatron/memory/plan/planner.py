@@ -27,7 +27,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.plan.choices import (
     LayerChoice,
     LayerOption,
@@ -44,6 +43,7 @@ from tempo_megatron.memory.plan.choices import (
 from tempo_megatron.memory.plan.flops import count_head_flops
 from tempo_megatron.memory.plan.gpu import Gpu
 from tempo_megatron.memory.plan.search import Mode, Stage, count_peak, stay_at_end
+from tempo_megatron.memory.rank.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk_model import describe_parts
 from tempo_megatron.models.build import build_transformer_config

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from tempo_megatron.memory.estimate.allocator import Library
+from tempo_megatron.memory.rank.allocator import Library
 from tempo_megatron.memory.run import Run
 
 _KIB = 1 << 10

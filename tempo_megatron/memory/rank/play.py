@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from tempo_megatron.memory.estimate.allocator import Block, CachingAllocator, Library
+from tempo_megatron.memory.rank.allocator import Block, CachingAllocator, Library
 from tempo_megatron.memory.simulated.chunk_memory import (
     ENGINE_PRODUCT,
     FREED,

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from tempo_megatron.memory.estimate.allocator import CachingAllocator, ExpandableAllocator
-from tempo_megatron.memory.estimate.model_states import ModelStates
-from tempo_megatron.memory.estimate.play import Step
+from tempo_megatron.memory.rank.allocator import CachingAllocator, ExpandableAllocator
+from tempo_megatron.memory.rank.model_states import ModelStates
+from tempo_megatron.memory.rank.play import Step
 from tempo_megatron.memory.simulated.chunk_memory import ChunkMemory
 
 _STEPS = 2

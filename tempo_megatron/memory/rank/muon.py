@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from tempo_megatron.memory.estimate.model_states import ModelStates
+from tempo_megatron.memory.rank.model_states import ModelStates
 from tempo_megatron.memory.simulated.chunk_memory import Parameter
 
 _FLOAT32 = 4

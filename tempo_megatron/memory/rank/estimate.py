@@ -17,21 +17,21 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from tempo_megatron.memory.estimate.allocator import CachingAllocator, Library
-from tempo_megatron.memory.estimate.lasting_tensors import count_lasting_tensors
-from tempo_megatron.memory.estimate.megatron_fsdp import ShardedChunk
-from tempo_megatron.memory.estimate.model_states import (
+from tempo_megatron.memory.rank.allocator import CachingAllocator, Library
+from tempo_megatron.memory.rank.lasting_tensors import count_lasting_tensors
+from tempo_megatron.memory.rank.megatron_fsdp import ShardedChunk
+from tempo_megatron.memory.rank.model_states import (
     ModelStates,
     count_model_states,
     makes_gradients,
 )
-from tempo_megatron.memory.estimate.muon import Piece, count_muon_states
-from tempo_megatron.memory.estimate.offload import drop_offload, list_moved_of_layers
-from tempo_megatron.memory.estimate.play import Peak, Step, Sums
-from tempo_megatron.memory.estimate.reserved import list_lasting, make_allocator, play_steps
-from tempo_megatron.memory.estimate.rounding import count_rounding
-from tempo_megatron.memory.estimate.schedule import Event, list_events
-from tempo_megatron.memory.estimate.workspaces import list_workspaces
+from tempo_megatron.memory.rank.muon import Piece, count_muon_states
+from tempo_megatron.memory.rank.offload import drop_offload, list_moved_of_layers
+from tempo_megatron.memory.rank.play import Peak, Step, Sums
+from tempo_megatron.memory.rank.reserved import list_lasting, make_allocator, play_steps
+from tempo_megatron.memory.rank.rounding import count_rounding
+from tempo_megatron.memory.rank.schedule import Event, list_events
+from tempo_megatron.memory.rank.workspaces import list_workspaces
 from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import simulate_chunk

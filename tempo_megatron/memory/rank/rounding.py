@@ -23,9 +23,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from tempo_megatron.memory.estimate.allocator import CachingAllocator, round_up
-from tempo_megatron.memory.estimate.model_states import find_gradient_bytes
-from tempo_megatron.memory.estimate.play import Step
+from tempo_megatron.memory.rank.allocator import CachingAllocator, round_up
+from tempo_megatron.memory.rank.model_states import find_gradient_bytes
+from tempo_megatron.memory.rank.play import Step
 from tempo_megatron.memory.run import OptimizerSettings
 from tempo_megatron.memory.simulated.chunk_memory import Parameter
 

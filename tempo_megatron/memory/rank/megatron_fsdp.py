@@ -22,9 +22,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from tempo_megatron.memory.estimate.allocator import CachingAllocator
-from tempo_megatron.memory.estimate.model_states import ModelStates
-from tempo_megatron.memory.estimate.play import Step
+from tempo_megatron.memory.rank.allocator import CachingAllocator
+from tempo_megatron.memory.rank.model_states import ModelStates
+from tempo_megatron.memory.rank.play import Step
 from tempo_megatron.memory.run import MegatronFsdp
 from tempo_megatron.memory.simulated.chunk_memory import EMBEDDING, HEAD, LAYERS, ChunkMemory, LayerParameters, Segment
 
