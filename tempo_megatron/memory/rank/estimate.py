@@ -12,33 +12,20 @@ and on a CPU the 512 KiB of tables that the in-place GELU of 16 bits makes once 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from tempo_megatron.memory.rank.allocator import CachingAllocator, Library
-from tempo_megatron.memory.rank.lasting_tensors import count_lasting_tensors
+from tempo_megatron.memory.rank.allocator import CachingAllocator, ExpandableAllocator
+from tempo_megatron.memory.rank.libraries import list_library_tensors, list_workspaces
 from tempo_megatron.memory.rank.megatron_fsdp import ShardedChunk
-from tempo_megatron.memory.rank.model_states import (
-    ModelStates,
-    count_model_states,
-    makes_gradients,
-)
-from tempo_megatron.memory.rank.muon import Piece, count_muon_states
 from tempo_megatron.memory.rank.offload import drop_offload, list_moved_of_layers
-from tempo_megatron.memory.rank.play import Peak, Step, Sums
-from tempo_megatron.memory.rank.reserved import list_lasting, make_allocator, play_steps
-from tempo_megatron.memory.rank.rounding import count_rounding
-from tempo_megatron.memory.rank.schedule import Event, list_events
-from tempo_megatron.memory.rank.workspaces import list_workspaces
+from tempo_megatron.memory.rank.play import Counters, Step, Sums, play_rank
+from tempo_megatron.memory.rank.schedule import Event, list_events, list_until_full
+from tempo_megatron.memory.rank.standing import Born, Standing, list_megatrons, list_plain
+from tempo_megatron.memory.rank.zero import count_zero, makes_gradients
 from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import simulate_chunk
 from tempo_megatron.memory.simulated.chunk_memory import ChunkMemory
-from tempo_megatron.memory.simulated.float8 import count_float8_bytes
-
-_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_OF_RANK = 40_000_000, 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,245 +129,87 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
         )
     run.check()
     num_micro_batches = run.num_micro_batches or (1 if stages == 1 and optimizer.kind == "none" else 2 * stages)
-    has_gradients = not makes_gradients(optimizer, run.dtype, num_micro_batches > 1)
+    accumulates = num_micro_batches > 1
+    is_combined = run.experts is not None and run.experts.overlaps and accumulates
+    # What DeepSpeed's blocks add is not known.
+    has_rounding = run.gpu is not None and optimizer.kind == "megatron"
     found: list[RankEstimate] = []
     for stage in range(stages) if only is None else [only]:
         layers = run.list_chunks(stage)
         of_stage = assume_routing(run, stage)
         moved = [list_moved_of_layers(of_stage, each) for each in layers]
         here = dataclasses.replace(of_stage, tempo=drop_offload(run.tempo)) if run.tempo.offloads else of_stage
-        ends = run.list_ends(stage)
+        has_gradients = not makes_gradients(optimizer, run.dtype, accumulates)
         chunks = [
-            simulate_chunk(here, each, **beside, has_gradients=has_gradients)
-            for each, beside in zip(layers, ends, strict=True)
+            simulate_chunk(here, each, **ends, has_gradients=has_gradients)
+            for each, ends in zip(layers, run.list_ends(stage), strict=True)
         ]
-        muon = None if optimizer.muon is None else _count_muon(run, chunks, optimizer.muon)
-        sharded = None
-        if optimizer.fsdp is not None:
-            sharded = ShardedChunk(optimizer.fsdp, chunks[0], run.dtype, run.float8_weights, *_count_sharing(run))
-            states = sharded.count_states()
-        else:
-            states = _count_states(run, chunks, accumulates=num_micro_batches > 1) if muon is None else muon[0]
-        is_combined = run.experts is not None and run.experts.overlaps and num_micro_batches > 1
+        standing = _list_standing(run, chunks, accumulates=accumulates)
+        standing = dataclasses.replace(standing, tensors=(*standing.tensors, *list_library_tensors(run, stage, chunks)))
         group = run.micro_batch_group or stages
         # Later groups of micro batches repeat what earlier ones did.
         number = min(num_micro_batches, 4 * group + num_micro_batches % group)
         events = [*list_events(stage, stages, len(chunks), number, group, is_combined=is_combined)]
         workspaces = list_workspaces(run, has_head=stage == stages - 1)
-        make_step = functools.partial(
-            Step,
-            chunks=chunks,
-            buckets=states if sharded is None else sharded,
+        allocator = _make_allocator(run, sums=not (has_rounding or simulates_allocator), whole=simulates_allocator)
+        step = Step(
+            allocator,
+            chunks,
+            events if isinstance(allocator, Sums) else list_until_full(events),
+            workspaces,
+            buckets=standing.buckets,
             moved=moved,
-            # Between interleaved chunks that of the next backward is received ahead
-            # (core/pipeline_parallel/schedules.py:2195-2269 and 1740-1960 of megatron-core 0.16.1).
-            received_bytes=max(each.output_bytes for each in chunks),
             is_combined=is_combined,
         )
-        sums = make_step(Sums(), events=events, workspaces={})
-        sums.play()
-        if sums.count_left():
-            # The next step has what the first one left.
-            sums.play()
-        allocator = CachingAllocator(is_expandable=run.expandable_segments, counts_reserved=False)
-        step = None
-        if run.gpu is not None and optimizer.kind == "megatron":
-            step = make_step(allocator, events=_list_until_full(events), workspaces=workspaces)
-        place_states = functools.partial(_place_states, run, chunks, muon and muon[1], sharded)
-        on_gpu = _count_on_gpu(run, chunks, workspaces)
-        if run.gpu is not None:
-            on_gpu["lasting tensors"] = count_lasting_tensors(run, stage)
-        if step is not None:
-            on_gpu["rounding"] = place_states(allocator, step)
-        found.append(
-            _estimate_rank(
-                _name(stage, stages),
-                chunks,
-                states,
-                on_gpu,
-                sums.peak,
-                rounding=0 if step is None else step.count_rounding(),
-                deferred=_count_deferred(run, num_micro_batches) if stage == stages - 1 else 0,
-                inputs_of_experts=_count_inputs_of_experts(run, chunks, layers),
-                host_bytes=_count_on_host(events, [sum(map(sum, each)) for each in moved]),
-            )
+        counters = play_rank(step, standing, num_steps=2 if simulates_allocator else 1)
+        rank = _estimate_rank(
+            _name(stage, stages),
+            chunks,
+            standing,
+            counters if has_rounding else dataclasses.replace(counters, rounding=0, rounding_at_rest=0),
+            workspaces=sum(map(sum, workspaces.values())),
+            deferred=_count_deferred(run, num_micro_batches) if stage == stages - 1 else 0,
+            inputs_of_experts=_count_inputs_of_experts(run, chunks, layers),
+            host_bytes=_count_on_host(events, [sum(map(sum, each)) for each in moved]),
         )
         if simulates_allocator:
-            whole = make_allocator(is_expandable=run.expandable_segments)
-            step = make_step(whole, events=_list_until_full(events), workspaces=workspaces)
-            others = [on_gpu[name] for name in ("float8 weights", "lasting tensors") if name in on_gpu]
-            place = functools.partial(_place, run, chunks, states, place_states, whole, step, others)
-            rounded, reserved = play_steps(whole, step, states, place)
-            found[-1] = dataclasses.replace(found[-1], rounded_bytes=rounded, reserved_bytes=reserved)
+            rank = dataclasses.replace(rank, rounded_bytes=counters.rounded, reserved_bytes=counters.reserved)
+        found.append(rank)
     return tuple(found)
 
 
-def _place(
-    run: Run,
-    chunks: Sequence[ChunkMemory],
-    states: ModelStates,
-    place_states: Callable[..., int],
-    allocator: CachingAllocator,
-    step: Step,
-    others: Sequence[int],
-) -> None:
-    """Allocates what stays from step to step; `others` are bytes that neither `states` nor `chunks` have."""
-    if run.optimizer.kind == "megatron":
-        place_states(allocator, step, others)
-        return
-    for size in [*list_lasting(chunks, run.dtype, states), *others]:
-        allocator.allocate(size)
+def _make_allocator(run: Run, *, sums: bool, whole: bool) -> CachingAllocator | Sums:
+    """The plainest with which everything that is asked can be told: `whole` also places small blocks."""
+    if sums:
+        return Sums()
+    if whole and run.expandable_segments:
+        return ExpandableAllocator()
+    return CachingAllocator(is_expandable=run.expandable_segments, counts_reserved=whole)
 
 
-def _list_until_full(events: Sequence[Event]) -> Sequence[Event]:
-    """The events until a step has twice had as many micro batches in flight as it ever has.
-
-    Later ones repeat them, with the same blocks.
-    """
-    levels = list(itertools.accumulate(1 if event.is_forward else -1 for event in events))
-    full = [place for place, level in enumerate(levels) if level == max(levels)]
-    return events[: full[:2][-1] + 2]
-
-
-def _count_states(run: Run, chunks: Sequence[ChunkMemory], *, accumulates: bool) -> ModelStates:
-    """The states of a stage's ranks. Ranks that share those of experts are others than share the rest."""
-    num_parameters = sum(chunk.num_parameters for chunk in chunks)
-    num_expert_parameters = sum(chunk.num_expert_parameters for chunk in chunks)
-    sharing, sharing_experts = _count_sharing(run)
-    found = count_model_states(
-        num_parameters - num_expert_parameters,
-        run.dtype,
-        run.optimizer,
-        data_parallel=sharing,
-        largest_layer_parameters=max(chunk.largest_layer_parameters for chunk in chunks),
-        accumulates=accumulates,
-    )
-    if run.float8_weights:
-        # One byte for each in place of the run's dtype.
-        found = dataclasses.replace(
-            found, weights=found.weights - _count_float8_weights(chunks) * (run.dtype.itemsize - 1)
-        )
-    if run.experts is None:
-        return found
-    of_experts = count_model_states(num_expert_parameters, run.dtype, run.optimizer, data_parallel=sharing_experts)
-    # Of Megatron's optimizer, the only one, all fields are sums over parameters.
-    both = {
-        field.name: getattr(found, field.name) + getattr(of_experts, field.name)
-        for field in dataclasses.fields(ModelStates)
-        if not isinstance(getattr(found, field.name), bool)
-    }
-    return dataclasses.replace(found, **both)
-
-
-def _count_sharing(run: Run) -> tuple[int, int]:
-    """Ranks that share the optimizer's states of what is no expert, and those of an expert.
-
-    Context-parallel ranks share them like data-parallel ones.
-    """
-    ranks = run.data_parallel * run.context_parallel // run.optimizer.instances
-    experts = run.experts
+def _list_standing(run: Run, chunks: Sequence[ChunkMemory], *, accumulates: bool) -> Standing:
+    """What stands on a stage's ranks. Ranks that share states of experts are others than share the rest."""
+    optimizer, experts = run.optimizer, run.experts
+    # Context-parallel ranks share them like data-parallel ones.
+    ranks = run.data_parallel * run.context_parallel // optimizer.instances
     of_expert = 1 if experts is None else experts.expert_parallel * experts.tensor_parallel
-    return ranks, ranks * run.tensor_parallel // of_expert
-
-
-def _find_bucket_elements(run: Run, chunks: Sequence[ChunkMemory]) -> int | None:
-    """After how many elements a bucket of the first chunk's buffers ends; None where all are one.
-
-    Only the first stage reduces in several (training/training.py:2179-2194 and 2491-2502 of Megatron-LM at d98e8a64dd).
-    """
-    optimizer = run.optimizer
-    if not optimizer.overlaps_reduction or chunks[0].input_bytes:
-        return None
-    if optimizer.num_buckets is not None:
-        return sum(chunk.num_parameters for chunk in chunks) // optimizer.num_buckets
-    return optimizer.bucket_elements or max(
-        _BUCKET_ELEMENTS, _BUCKET_ELEMENTS_OF_RANK * run.data_parallel * run.context_parallel
-    )
-
-
-def _count_muon(run: Run, chunks: Sequence[ChunkMemory], muon: str) -> tuple[ModelStates, list[Piece]]:
-    ranks, expert_ranks = _count_sharing(run)
-    parameters = [parameter for chunk in chunks for parameter in chunk.parameters]
-    return count_muon_states(parameters, run.dtype, muon, ranks=ranks, expert_ranks=expert_ranks)
-
-
-def _count_float8_weights(chunks: Sequence[ChunkMemory]) -> int:
-    return sum(chunk.float8_weights for chunk in chunks)
+    sharing = ranks, ranks * run.tensor_parallel // of_expert
+    if optimizer.fsdp is not None:
+        return ShardedChunk(optimizer.fsdp, chunks[0], run.dtype, run.float8_weights, *sharing).stand()
+    if optimizer.kind == "megatron":
+        return list_megatrons(run, chunks, sharing)
+    sizes = [each.size for chunk in chunks for each in chunk.parameters]
+    if optimizer.kind == "none":
+        return list_plain(sizes, run.dtype.itemsize, accumulates=accumulates)
+    largest = max(chunk.largest_layer_parameters for chunk in chunks)
+    zero = count_zero(sum(sizes), run.dtype, optimizer, ranks=ranks, largest=largest, accumulates=accumulates)
+    return zero.stand(sizes)
 
 
 def _name(stage: int, num_stages: int) -> str:
     if num_stages == 1:
         return "all ranks"
     return {0: "first stage", num_stages - 1: "last stage"}.get(stage, f"stage {stage}")
-
-
-def _count_on_gpu(
-    run: Run, chunks: Sequence[ChunkMemory], workspaces: Mapping[Library, Sequence[int]]
-) -> dict[str, int]:
-    """The parts of a rank at rest that depend on the GPU and its libraries; none where nothing says which GPU it is."""
-    if run.gpu is None:
-        return {}
-    float8, num_float8 = 0, _count_float8_weights(chunks)
-    # A transposed copy is made for a unit's backward (megatron_fsdp.py: release_params_fp8_transpose_cache).
-    is_transposed_anew = run.float8_weights and run.optimizer.fsdp is not None
-    if run.float8 is not None and not is_transposed_anew:
-        float8 = count_float8_bytes(num_float8, run.float8, run.gpu) - (num_float8 if run.float8_weights else 0)
-    return {
-        "workspaces": sum(itertools.chain(*workspaces.values())),
-        "placeholder gradients": sum(_list_placeholder_gradients(run, chunks)),
-        "float8 weights": float8,
-    }
-
-
-def _place_states(
-    run: Run,
-    chunks: Sequence[ChunkMemory],
-    pieces: Sequence[Piece] | None,
-    sharded: ShardedChunk | None,
-    allocator: CachingAllocator,
-    step: Step | None,
-    others: Sequence[int] = (),
-) -> int:
-    """Allocates what stays from step to step where the optimizer is Megatron's, and says what the allocator adds to it.
-
-    Args:
-        run: of the rank.
-        chunks: of the rank.
-        pieces: of Muon's states.
-        sharded: the chunk, where its weights are gathered.
-        allocator: an empty one.
-        step: of the chunks, on it.
-        others: bytes of each tensor that neither the states nor the chunks have.
-    """
-    others = [*others, max(each.global_buffer_bytes for each in chunks)]
-    if run.gpu is not None:
-        others += _list_placeholder_gradients(run, chunks)
-    if sharded is not None:
-        return sharded.place(allocator, others, step)
-    return count_rounding(
-        allocator,
-        [chunk.parameters for chunk in chunks],
-        run.dtype,
-        others,
-        run.optimizer,
-        parts=_count_sharing(run) if run.optimizer.distributed else (1, 1),
-        pieces=pieces,
-        shares_embedding=run.pipeline_parallel > 1 and not run.model.untie_embeddings_and_output_weights,
-        bucket_elements=_find_bucket_elements(run, chunks),
-        step=step,
-    )
-
-
-def _list_placeholder_gradients(run: Run, chunks: Sequence[ChunkMemory]) -> list[int]:
-    """The bytes of each gradient that autograd is given where the product itself adds to the float32 buffer.
-
-    Transformer Engine keeps one for each shape and dtype (transformer_engine/pytorch/module/base.py:134-148 of 2.20),
-    which Megatron's linears take too (core/tensor_parallel/layers.py: get_dummy_wgrad).
-    """
-    if not run.fuses_gradient_accumulation:
-        return []
-    shapes = sorted(frozenset().union(*(chunk.linear_shapes for chunk in chunks)))
-    return [math.prod(shape) * run.dtype.itemsize for shape in shapes]
 
 
 def _count_deferred(run: Run, num_micro_batches: int) -> int:
@@ -425,43 +254,44 @@ def _count_inputs_of_experts(run: Run, chunks: Sequence[ChunkMemory], layers: Se
 def _estimate_rank(
     name: str,
     chunks: Sequence[ChunkMemory],
-    states: ModelStates,
-    on_gpu: dict[str, int],
-    peak: Peak,
+    standing: Standing,
+    counters: Counters,
     *,
-    rounding: int,
+    workspaces: int,
     deferred: int,
     inputs_of_experts: int,
     host_bytes: int,
 ) -> RankEstimate:
     """The highest moment of a step: of its micro batches, of the reduction of the gradients, or the optimizer's step.
 
-    rounding: what the allocator adds to the tensors of micro batches.
     deferred: of `_count_deferred`.
     inputs_of_experts: what layers with experts keep of the latest micro batch between steps.
     """
-    # Its chunks share one, which stays from the first micro batch on.
-    buffer = max(each.global_buffer_bytes for each in chunks)
-    lasting = _list_parts(states) | {"global memory buffer": buffer} | on_gpu
-    parts = lasting | {"deferred gradients": deferred, **peak.parts}
-    for part, beside in (
-        ("gradients", states.standing_gradients),
-        ("communication buffers", lasting["communication buffers"]),
-        ("rounding", rounding),
-    ):
-        parts[part] += beside
-    at_rest = lasting | {
-        "gradients": states.gradients_at_rest,
-        "stage inputs": sum(_count_own_input(each) for each in chunks) + inputs_of_experts,
-    }
+    none = dict.fromkeys(PART_NAMES, 0) | {"workspaces": workspaces}
+    stays = none | standing.sum_parts(Born.SETUP, Born.FIRST_STEP)
+    running = none | standing.sum_parts(Born.SETUP, Born.FIRST_STEP, Born.MICRO_BATCHES)
+    for part, num_bytes in {
+        **counters.peak.parts,
+        "rounding": counters.rounding,
+        "deferred gradients": deferred,
+    }.items():
+        running[part] += num_bytes
+    # A chunk's block has the latest micro batch's input in an attribute until the next one comes
+    # (core/transformer/transformer_block.py:578 of megatron-core 0.16.1), and the schedule lets it keep its gradient
+    # (core/pipeline_parallel/schedules.py:469).
+    at_rest = none | standing.sum_parts(Born.SETUP, Born.FIRST_STEP, Born.EACH_STEP)
+    at_rest["rounding"] = counters.rounding_at_rest
+    at_rest["stage inputs"] = sum(2 * chunk.input_bytes for chunk in chunks) + inputs_of_experts
+    batch = chunks[-1].micro_batch_bytes
     ends = {
-        peak.name: parts,
-        "reduction of the gradients": lasting
-        | {"gradients": states.reduction, "micro batches": chunks[-1].micro_batch_bytes},
-        "optimizer step": at_rest | {"gradients": states.gradients, "transients": states.step_transient},
+        counters.peak.name: running,
+        "reduction of the gradients": stays
+        | {"gradients": standing.reduction, "micro batches": batch, "rounding": counters.rounding_at_rest},
+        "optimizer step": at_rest
+        | {"gradients": at_rest["gradients"] + standing.step_gradients, "transients": standing.step_transient},
     }
     moment = max(ends, key=lambda each: sum(ends[each].values()))
-    num_parameters = sum(memory.num_parameters for memory in chunks)
+    num_parameters = sum(chunk.num_parameters for chunk in chunks)
     return RankEstimate(name, num_parameters, moment, ends[moment], at_rest, host_bytes=host_bytes)
 
 
@@ -472,21 +302,3 @@ def _count_on_host(events: Iterable[Event], moved: Sequence[int]) -> int:
         level += moved[event.chunk] if event.is_forward else -moved[event.chunk]
         highest = max(highest, level)
     return highest
-
-
-def _count_own_input(chunk: ChunkMemory) -> int:
-    """The input of a chunk's latest micro batch, and its gradient.
-
-    The chunk's block has the input in an attribute until the next one comes (core/transformer/transformer_block.py:578
-    of megatron-core 0.16.1), and the schedule lets it keep its gradient (core/pipeline_parallel/schedules.py:469).
-    """
-    return 2 * chunk.input_bytes
-
-
-def _list_parts(states: ModelStates) -> dict[str, int]:
-    return {
-        **dict.fromkeys(PART_NAMES, 0),
-        "weights": states.weights,
-        "optimizer states": states.optimizer_states,
-        "communication buffers": states.communication_buffers,
-    }

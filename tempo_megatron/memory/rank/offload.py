@@ -7,9 +7,8 @@ last layer of a chunk has nothing behind it to run meanwhile, so what it keeps s
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from tempo_kernels.offload import MIN_BYTES
 from tempo_megatron.memory.kept.attribution import find_row
@@ -32,25 +31,12 @@ def drop_offload(config: TempoConfig) -> TempoConfig:
     return dataclasses.replace(config, offload="off", layers=layers)
 
 
-def sum_movable_rows(saved: Iterable[SavedStorage], seq_length: int) -> dict[str, int]:
-    """One of OFFLOAD_ROWS -> the bytes of a layer that go to the host by that name."""
-    found: collections.Counter[str] = collections.Counter()
-    for name, num_bytes in _list_movable(saved, seq_length):
-        found[name] += num_bytes
-    return dict(found)
-
-
 def _list_movable(saved: Iterable[SavedStorage], seq_length: int) -> Iterator[tuple[str, int]]:
     """Of each storage of a layer that may go to the host, one of OFFLOAD_ROWS and its bytes."""
     for storage in saved:
         name = find_offload_row(find_row(storage.operation, storage.shape, (seq_length,)))
         if name is not None and storage.num_bytes >= MIN_BYTES:
             yield name, storage.num_bytes
-
-
-def count_moved(rows: Mapping[str, int], offload: str) -> int:
-    """The bytes that a layer with these movable rows sends to the host with a value of `offload`."""
-    return sum(num_bytes for name, num_bytes in rows.items() if is_moved(name, offload))
 
 
 def list_moved_of_layers(run: Run, layers: range) -> tuple[tuple[int, ...], ...]:
