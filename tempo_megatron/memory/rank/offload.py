@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from tempo_kernels.offload import MIN_BYTES
 from tempo_megatron.memory.kept.attribution import find_row
 from tempo_megatron.memory.kept.recorder import SavedStorage
-from tempo_megatron.memory.run import OptimizerSettings, Run
+from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import record_chunk
 from tempo_megatron.memory.simulated.chunk_model import STACKS_OF_FAMILIES
 from tempo_megatron.settings.config import TempoConfig
@@ -66,26 +66,16 @@ def list_moved_of_layers(run: Run, layers: range) -> tuple[tuple[int, ...], ...]
         for place, (config, _, _) in enumerate(distinct)
     }
     seq_length = run.model.seq_length // run.context_parallel
-    by_layer, _ = record_chunk(
-        dataclasses.replace(
-            run,
-            model=dataclasses.replace(run.model, num_layers=len(distinct), seq_length=seq_length),
-            tempo=dataclasses.replace(drop_offload(run.tempo), layers=values),
-            experts=run.experts
-            and dataclasses.replace(run.experts, layers=tuple(has_experts for _, _, has_experts in distinct)),
-            optimizer=OptimizerSettings(),
-            pipeline_parallel=1,
-            data_parallel=1,
-            layers_per_virtual_stage=None,
-            layers_of_chunks=None,
-            first_stage_layers=None,
-            last_stage_layers=None,
-            num_micro_batches=None,
-            # Those that are recomputed as a whole are the first ones of the chunk, and so of its kinds.
-            recompute_num_layers=run.recompute_num_layers
-            and sum("full" in recomputed for _, recomputed, _ in distinct),
-        )
+    of_kinds = dataclasses.replace(
+        run,
+        model=dataclasses.replace(run.model, num_layers=len(distinct)),
+        tempo=dataclasses.replace(drop_offload(run.tempo), layers=values),
+        experts=run.experts
+        and dataclasses.replace(run.experts, layers=tuple(has_experts for _, _, has_experts in distinct)),
+        # Those that are recomputed as a whole are the first ones of the chunk, and so of its kinds.
+        recompute_num_layers=run.recompute_num_layers and sum("full" in recomputed for _, recomputed, _ in distinct),
     )
+    by_layer, _ = record_chunk(of_kinds, range(len(distinct)))
     moved = {
         kind: tuple(
             num_bytes
