@@ -18,7 +18,7 @@ from tempo_megatron.memory.rank.allocator import CachingAllocator, ExpandableAll
 from tempo_megatron.memory.rank.libraries import list_library_tensors, list_workspaces
 from tempo_megatron.memory.rank.megatron_fsdp import ShardedChunk
 from tempo_megatron.memory.rank.offload import drop_offload, list_moved_of_layers
-from tempo_megatron.memory.rank.play import Counters, Step, Sums, play_rank
+from tempo_megatron.memory.rank.play import Counters, Step, play_rank
 from tempo_megatron.memory.rank.schedule import Event, list_events, list_until_full
 from tempo_megatron.memory.rank.standing import Born, Standing, list_megatrons, list_plain
 from tempo_megatron.memory.rank.zero import count_zero, makes_gradients
@@ -151,11 +151,12 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
         number = min(num_micro_batches, 4 * group + num_micro_batches % group)
         events = [*list_events(stage, stages, len(chunks), number, group, is_combined=is_combined)]
         workspaces = list_workspaces(run, has_head=stage == stages - 1)
-        allocator = _make_allocator(run, sums=not (has_rounding or simulates_allocator), whole=simulates_allocator)
+        is_expandable = run.expandable_segments or not (has_rounding or simulates_allocator)
+        allocator = _make_allocator(is_expandable=is_expandable, counts_reserved=simulates_allocator)
         step = Step(
             allocator,
             chunks,
-            events if isinstance(allocator, Sums) else list_until_full(events),
+            list_until_full(events),
             workspaces,
             buckets=standing.buckets,
             moved=moved,
@@ -178,13 +179,11 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
     return tuple(found)
 
 
-def _make_allocator(run: Run, *, sums: bool, whole: bool) -> CachingAllocator | Sums:
-    """The plainest with which everything that is asked can be told: `whole` also places small blocks."""
-    if sums:
-        return Sums()
-    if whole and run.expandable_segments:
+def _make_allocator(*, is_expandable: bool, counts_reserved: bool) -> CachingAllocator:
+    """Where nothing asks for rounding, expandable segments are the plainest: nothing lies anywhere in them."""
+    if is_expandable and counts_reserved:
         return ExpandableAllocator()
-    return CachingAllocator(is_expandable=run.expandable_segments, counts_reserved=whole)
+    return CachingAllocator(is_expandable=is_expandable, counts_reserved=counts_reserved)
 
 
 def _list_standing(run: Run, chunks: Sequence[ChunkMemory], *, accumulates: bool) -> Standing:

@@ -28,23 +28,6 @@ _Tensor = tuple[Block | None, int]
 """A block and the bytes of the tensor in it."""
 
 
-class Sums:
-    """In an allocator's place where tensors are summed alone: a segment is then one step, not one for each storage."""
-
-    allocated = peak_allocated = reserved = 0
-    streams: tuple[()] = ()
-
-    def add_stream(self) -> Sums:
-        """Itself."""
-        return self
-
-    def allocate(self, num_bytes: int) -> None:
-        """Nothing lies anywhere."""
-
-    def free(self, block: Block | None) -> None:
-        """Nothing lay anywhere."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Peak:
     """The highest moment of a step's micro batches."""
@@ -113,7 +96,7 @@ class Step:
 
     def __init__(
         self,
-        allocator: CachingAllocator | Sums,
+        allocator: CachingAllocator,
         chunks: Sequence[ChunkMemory],
         events: Iterable[tuple[bool, int, int]],
         workspaces: Mapping[Library, Sequence[int]],
@@ -216,10 +199,7 @@ class Step:
         num_moved, begin = self._exact - begin, self._exact
         if memory.input_bytes and segment is memory.forward[0]:
             begin -= memory.input_bytes
-        if isinstance(self.allocator, Sums):
-            self._exact = begin + segment.growth
-        else:
-            begin += self._place(micro_batch, segment, is_received=begin < self._exact)
+        begin += self._place(micro_batch, segment, is_received=begin < self._exact)
         highest, flush = begin + segment.rise, [self._make(self._buckets.count_flush(segment))]
         above = max(0, self._exact - highest)
         self._drop(flush)
@@ -238,9 +218,6 @@ class Step:
         A storage is known by its size: the latest one before the segment that is there.
         """
         sent = micro_batch.on_host[layer] = [(0, size) for size in sizes]
-        if isinstance(self.allocator, Sums):
-            self._exact -= sum(sizes)
-            return sum(sizes)
         first = next((number for number, size in segment.events if size >= 0), 0)
         before = {number: size for number, (_, size) in micro_batch.alive.items() if 0 <= number < first}
         for place, size in enumerate(sizes):
@@ -327,13 +304,9 @@ class Step:
     def _end(self, micro_batch: _MicroBatch, *, is_latest: bool) -> None:
         chunk, size = micro_batch.chunk, self._chunks[micro_batch.chunk].input_bytes
         alive = micro_batch.alive
-        if isinstance(self.allocator, Sums):
-            stays: list[_Tensor] = [(None, size)] * 2 if size else []
-            self._exact -= micro_batch.level + self._chunks[chunk].micro_batch_bytes - 2 * size
-        else:
-            stays = [each for number, each in alive.items() if number >= 0 and size and each[1] == size]
-            # The loss and the micro batch.
-            self._drop([each for each in alive.values() if each not in stays])
+        stays = [each for number, each in alive.items() if number >= 0 and size and each[1] == size]
+        # The loss and the micro batch.
+        self._drop([each for each in alive.values() if each not in stays])
         self._last_chunk = chunk
         if is_latest:
             self._of_chunks[chunk] = stays
@@ -421,9 +394,9 @@ def play_rank(step: Step, standing: Standing, *, num_steps: int) -> Counters:
     return Counters(step.peak, rounding, at_rest, count_allocated(allocator.peak_allocated), reserved)
 
 
-def _set_up(allocator: CachingAllocator | Sums, buffers: CachingAllocator | Sums, tensors: Iterable[Tensor]) -> None:
+def _set_up(allocator: CachingAllocator, buffers: CachingAllocator, tensors: Iterable[Tensor]) -> None:
     """Allocate what is made before the first step; `buffers` is the stream of Megatron's buffers."""
-    passing: list[tuple[CachingAllocator | Sums, Block | None]] = []
+    passing: list[tuple[CachingAllocator, Block | None]] = []
     for tensor in tensors:
         if tensor.born in (Born.FIRST_STEP, Born.EACH_STEP):
             continue
