@@ -24,7 +24,7 @@ from typing import Any
 from measurements import RESULTS, ROOT, measure_missing
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.estimate.estimate import estimate_ranks
+from tempo_megatron.memory.rank.estimate import estimate_ranks
 from tempo_megatron.memory.run import Experts, OptimizerSettings, Run
 from tempo_megatron.models.shape import make_shape, read_shape_file
 

@@ -94,9 +94,9 @@ def _list_workspaces(row: Mapping[str, Any]) -> list[str]:
 
 def _estimate(row: Mapping[str, Any], world_size: int, workspace: str = "") -> Any:
     """The estimate of the last rank."""
-    from tempo_megatron.memory.estimate.estimate import estimate_ranks
     from tempo_megatron.memory.megatron.command import spell_arguments, split_command
     from tempo_megatron.memory.megatron.read_command import read_command
+    from tempo_megatron.memory.rank.estimate import estimate_ranks
 
     arguments = row["args"]
     family = next((family for family in ("bert", "t5") if row["id"].startswith(f"{family}/")), "gpt")
@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     # So that no row's seconds have it.
-    importlib.import_module("tempo_megatron.memory.estimate.estimate")
+    importlib.import_module("tempo_megatron.memory.rank.estimate")
     results = []
     for row in json.loads(args.file.read_text(encoding="utf-8"))["megatron_goldens"]:
         if args.only not in row["id"]:

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 from tempo_megatron.memory.commands.arguments import add_order_arguments
 from tempo_megatron.memory.commands.requested_run import read_requested_shape
-from tempo_megatron.memory.estimate.allocator import CachingAllocator
+from tempo_megatron.memory.rank.allocator import CachingAllocator
 from tempo_megatron.roam.arena import ArenaStep
 from tempo_megatron.roam.capture import capture_step
 from tempo_megatron.roam.command import capture_megatron_step

@@ -69,7 +69,7 @@ class OptimizerSettings:
 
     muon: str | None = None
     """How Muon's states lie over ranks: "whole" on each, "dealt" out parameter by parameter, or "laid out" in buffers;
-    see `memory.estimate.muon`. None is Adam."""
+    see `memory.rank.standing`. None is Adam."""
 
     fsdp: MegatronFsdp | None = None
     """None shards no weights; else all above but `kind` is the default."""

@@ -11,12 +11,11 @@ from made_chunks import make_chunk
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.estimate import allocator as caching_allocator
-from tempo_megatron.memory.estimate.allocator import Block, CachingAllocator
-from tempo_megatron.memory.estimate.estimate import estimate_ranks
-from tempo_megatron.memory.estimate.model_states import ModelStates
-from tempo_megatron.memory.estimate.play import Step
-from tempo_megatron.memory.estimate.reserved import make_allocator, play_steps
+from tempo_megatron.memory.rank import allocator as caching_allocator
+from tempo_megatron.memory.rank.allocator import Block, CachingAllocator
+from tempo_megatron.memory.rank.estimate import estimate_ranks
+from tempo_megatron.memory.rank.play import Step, play_rank
+from tempo_megatron.memory.rank.standing import Born, Standing, Tensor
 from tempo_megatron.memory.run import Experts, MegatronFsdp, OptimizerSettings, Run
 from tempo_megatron.memory.simulated import chunk
 from tempo_megatron.memory.simulated.chunk_model import Ends
@@ -193,17 +192,13 @@ def test_without_rounding_the_allocator_has_the_estimates_peak(
 
 def test_reserved_bytes_are_those_of_both_streams_and_of_the_second_step() -> None:
     """A hole on one stream is no room for the other's; what the first step leaves, the second one finds."""
-    allocator = make_allocator(is_expandable=False)
     chunk = make_chunk([(1, 30 * MIB)], [(1, -1)])
-    states = ModelStates(weights=0, gradients=40 * MIB, standing_gradients=4 * MIB, step_transient=10 * MIB)
-    step = Step(allocator, [chunk], [(True, 0, 0), (False, 0, 0)], {}, buckets=states)
-
-    def place() -> None:
-        allocator.free(allocator.allocate(50 * MIB))
-        allocator.add_stream().allocate(16 * MIB)
-
+    step = Step(CachingAllocator(), [chunk], [(True, 0, 0), (False, 0, 0)], {})
+    tensors = Tensor("weights", 50 * MIB, Born.PASSING), Tensor("weights", 16 * MIB, is_in_buffers=True)
+    standing = Standing(tensors=tensors, step_gradients=36 * MIB, step_transient=10 * MIB)
+    counters = play_rank(step, standing, num_steps=2)
     # A segment of 50 MiB has the micro batch, and then the step's 36 and 10; at its peak that is 46.
-    assert play_steps(allocator, step, states, place) == ((46 + 16) * MIB, (50 + 16) * MIB)
+    assert (counters.rounded, counters.reserved) == ((46 + 16) * MIB, (50 + 16) * MIB)
 
 
 @pytest.mark.parametrize(

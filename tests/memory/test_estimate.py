@@ -23,11 +23,10 @@ from tempo_megatron.cli import main
 from tempo_megatron.memory.chips import H100, Chip
 from tempo_megatron.memory.commands import estimate as estimate_command
 from tempo_megatron.memory.commands.module_tree import format_trees
-from tempo_megatron.memory.estimate.estimate import estimate_ranks
-from tempo_megatron.memory.estimate.model_states import count_model_states
-from tempo_megatron.memory.estimate.schedule import list_events
 from tempo_megatron.memory.megatron.read_run import deal_out_layers
-from tempo_megatron.memory.run import Experts, LatentAttention, OptimizerSettings, Run, take_parts
+from tempo_megatron.memory.rank.estimate import estimate_ranks
+from tempo_megatron.memory.rank.schedule import list_events
+from tempo_megatron.memory.run import Experts, LatentAttention, Run, take_parts
 from tempo_megatron.memory.simulated.chunk import list_modules, simulate_chunk
 from tempo_megatron.memory.simulated.chunk_memory import HEAD, LAYERS, ChunkMemory, compress
 from tempo_megatron.memory.storages import PeakBytes, count_storage_bytes
@@ -468,52 +467,6 @@ def test_with_offload_the_first_of_two_stages_has_two_micro_batches_on_the_host(
     assert sent[0].host_bytes == 2 * sent[1].host_bytes > 0
     # One micro batch's is on its way back when the peak is reached; of the other nothing is left on the GPU.
     assert 0 < kept[0].peak_bytes - sent[0].peak_bytes <= sent[0].host_bytes
-
-
-def test_model_states_are_divided_as_their_owner_does() -> None:
-    def total(data_parallel: int = 8, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> int:
-        states = count_model_states(8000, dtype, OptimizerSettings(**settings), data_parallel=data_parallel)
-        return states.weights + states.standing_gradients + states.optimizer_states
-
-    assert total(kind="megatron") == 8000 * (2 + 4) + 1000 * 12
-    assert total(kind="megatron", distributed=False) == 8000 * 18
-    assert total(kind="megatron", dtype=torch.float32) == 8000 * 8 + 1000 * 8
-    deepspeed = [total(kind="deepspeed", zero_stage=stage) for stage in range(4)]
-    assert deepspeed == [8000 * 16, 8000 * 4 + 1000 * 12, 8000 * 2 + 1000 * 14, 1000 * 16]
-    assert total(kind="none") == 8000 * 4
-    # ZeRO clones float32 weights as well; ZeRO 1 accumulates in the JSON's dtype.
-    in_float32 = [total(kind="deepspeed", dtype=torch.float32, zero_stage=stage) for stage in range(4)]
-    assert in_float32 == [8000 * 16, 8000 * 8 + 1000 * 12, 8000 * 4 + 1000 * 16, 1000 * 20]
-    settings = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 50}, "data_types": {"grad_accum_dtype": "fp32"}}
-    accumulates = OptimizerSettings.from_deepspeed(settings)
-    states = count_model_states(8000, torch.float16, accumulates)
-    assert (states.gradients, states.bucket, states.bucket_stays) == (8000 * 4, 50 * 4, True)
-    # In bf16 that is its BF16_Optimizer, without a bucket.
-    states = count_model_states(8000, torch.bfloat16, accumulates)
-    assert (states.gradients, states.bucket) == (8000 * 6, 0)
-    default = count_model_states(
-        8000, torch.bfloat16, OptimizerSettings.from_deepspeed({"zero_optimization": {"stage": 1}})
-    )
-    assert (default.gradients, default.bucket) == (8000 * 2, 10**9)
-
-
-def test_zero_3_has_gradients_where_it_has_states() -> None:
-    stage_3 = OptimizerSettings(kind="deepspeed", zero_stage=3)
-    on_device, offloaded = (
-        count_model_states(8000, torch.bfloat16, optimizer, data_parallel=8)
-        for optimizer in (stage_3, dataclasses.replace(stage_3, offloads=True))
-    )
-    assert (on_device.standing_gradients, on_device.gradients) == (2000, 2000)
-    assert (offloaded.standing_gradients, offloaded.gradients, offloaded.optimizer_states) == (0, 0, 0)
-    assert on_device.reduction - offloaded.reduction == 2000
-
-
-def test_weights_elsewhere_are_on_the_device_as_far_as_they_are_needed() -> None:
-    zero = {"stage": 3, "stage3_max_live_parameters": 3000, "offload_param": {"device": "cpu"}}
-    optimizer = OptimizerSettings.from_deepspeed({"zero_optimization": zero})
-    for largest, live in ((1000, 3000), (5000, 5000)):
-        states = count_model_states(8000, torch.bfloat16, optimizer, largest_layer_parameters=largest)
-        assert (states.weights, states.bucket) == (0, 2 * live)
 
 
 @pytest.mark.slow

@@ -27,8 +27,8 @@ from peak_cases import (
 )
 
 from tempo_megatron import TempoConfig, use_cpu
-from tempo_megatron.memory.estimate.estimate import estimate_ranks
 from tempo_megatron.memory.fake_tensors import simulate_layout
+from tempo_megatron.memory.rank.estimate import estimate_ranks
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import simulate_chunk
 from tempo_megatron.memory.storages import PeakBytes

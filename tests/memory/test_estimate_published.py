@@ -10,23 +10,16 @@ from typing import Any
 import published_peaks
 import pytest
 import torch
-from made_chunks import make_chunk
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
-from tempo_megatron.memory.estimate.allocator import CachingAllocator, Library
-from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
-from tempo_megatron.memory.estimate.lasting_tensors import count_lasting_tensors
-from tempo_megatron.memory.estimate.megatron_fsdp import ShardedChunk
-from tempo_megatron.memory.estimate.model_states import ModelStates
-from tempo_megatron.memory.estimate.muon import count_muon_states
-from tempo_megatron.memory.estimate.play import Step
-from tempo_megatron.memory.estimate.rounding import count_rounding, list_own_pieces
-from tempo_megatron.memory.estimate.workspaces import find_torch_bytes, list_workspaces
+from tempo_megatron.memory.rank.allocator import Library
+from tempo_megatron.memory.rank.estimate import RankEstimate, estimate_ranks
+from tempo_megatron.memory.rank.libraries import get_torch_bytes, list_lasting_tensors, list_workspaces
 from tempo_megatron.memory.routing import assume_routing, expect_imbalance
-from tempo_megatron.memory.run import Experts, Hybrid, LatentAttention, MegatronFsdp, OptimizerSettings, Run
+from tempo_megatron.memory.run import Experts, Hybrid, LatentAttention, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import list_modules, simulate_chunk
-from tempo_megatron.memory.simulated.chunk_memory import ENGINE_PRODUCT, LAYERS, ChunkMemory, LayerParameters, Parameter
+from tempo_megatron.memory.simulated.chunk_memory import LAYERS, ChunkMemory
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory
 from tempo_megatron.memory.simulated.transformer_engine import choose_attention
 from tempo_megatron.models.shape import make_shape
@@ -49,8 +42,6 @@ NEAR = (
 )
 GOLDENS = json.loads((Path(published_peaks.__file__).parent / "published" / "megatron.json").read_text("utf-8"))
 ROWS = {row["id"]: row for row in GOLDENS["megatron_goldens"]}
-
-NO_STATES = ModelStates(weights=0)
 
 
 def make_run(sizes: dict[str, Any], **settings: Any) -> Run:
@@ -101,7 +92,7 @@ def test_workspaces_are_those_of_the_gpu_the_modules_and_the_mode() -> None:
     assert with_torch - engine == count_workspaces(dataclasses.replace(run, stock="local"), has_head=False)
     deterministic = count_workspaces(dataclasses.replace(run, deterministic=True), has_head=True)
     assert deterministic - with_torch == 2 * (32 * MIB - 8.125 * MIB)
-    found = [find_torch_bytes("gb200", version) for version in ("2.11.1+cu130", "2.12.0a0+5bcf4f1e31")]
+    found = [get_torch_bytes("gb200", version) for version in ("2.11.1+cu130", "2.12.0a0+5bcf4f1e31")]
     assert found == [8.125 * MIB, 32 * MIB]
 
 
@@ -122,132 +113,6 @@ def test_a_mamba_layer_keeps_what_its_kernels_save(tensor_parallel: int) -> None
     # A and its exponent, and the biases of steps, in float32.
     small = 3 * 4 * heads // tensor_parallel
     assert two - one - small == tokens * (2 * h + 2 * h + 4 + split // tensor_parallel)
-
-
-def test_megatron_fsdp_shards_all_gathers_ahead_and_reduces_at_the_end_of_backward() -> None:
-    layers, ranks = 4, 4
-    run = make_run({**SMALL, "num_layers": layers}, data_parallel=ranks, num_micro_batches=2)
-
-    def shard(**settings: Any) -> tuple[ShardedChunk, RankEstimate]:
-        fsdp = MegatronFsdp(main_bytes=4, **settings)
-        (rank,) = estimate_ranks(dataclasses.replace(run, optimizer=OptimizerSettings(fsdp=fsdp)))
-        memory = simulate_chunk(run, range(layers), has_gradients=True)
-        return ShardedChunk(fsdp, memory, torch.bfloat16, has_float8=False, ranks=ranks, expert_ranks=ranks), rank
-
-    chunk, rank = shard()
-    h = SMALL["hidden_size"]
-    layer = 12 * h * h + 13 * h
-    outside = (50257 + 47) * h + SMALL["seq_length"] * h + 2 * h
-    assert rank.num_parameters == layers * layer + outside
-    own = rank.num_parameters // ranks
-    kept = {name: size for name, size in rank.at_rest.items() if size}
-    assert kept == {
-        "weights": 2 * own,
-        # bf16, and the optimizer's copies in float32.
-        "gradients": 6 * own,
-        "optimizer states": 12 * own,
-        "communication buffers": 2 * outside,
-    }
-    # Where they are freed between steps they are there at the peak still.
-    _, releasing = shard(keeps_outer_weights=False)
-    assert releasing.at_rest == rank.at_rest | {"communication buffers": 0}
-    assert releasing.peak_bytes == rank.peak_bytes
-
-    def list_buckets(chunk: ShardedChunk, *, in_backward: bool) -> list[int]:
-        segments = chunk.memory.backward if in_backward else chunk.memory.forward
-        return [sum(chunk.list_held(each).values()) for each in segments if each.part == LAYERS]
-
-    assert list_buckets(chunk, in_backward=False) == [2 * layer * number for number in (4, 3, 2, 1)]
-    # Weights of the layers that are left, and gradients of those that are done, the same layer among both, beside the
-    # final norm's.
-    assert list_buckets(chunk, in_backward=True) == [2 * layer * (layers + 1) + 4 * h] * layers
-    # Two layers' gradients may wait beside those of a third, and one layer is gathered ahead.
-    narrow, _ = shard(unit_elements=2 * layer, gradient_bytes=4)
-    assert list_buckets(narrow, in_backward=False) == [2 * layer * number for number in (2, 2, 2, 1)]
-    gradients = [4 * layer * number + 8 * h for number in (1, 2, 3, 3)]
-    gathered = [2 * layer * number for number in (2, 2, 2, 1)]
-    assert list_buckets(narrow, in_backward=True) == [a + b for a, b in zip(gathered, gradients, strict=True)]
-
-
-def test_a_unit_of_megatron_fsdp_takes_the_hole_of_the_gathered_one_before_it() -> None:
-    """2 MiB, 4 gathered and 4 MiB in float32, of which the gathered ones leave a hole for the next unit's 3.25."""
-    memory = simulate_chunk(make_run({**SMALL, "num_layers": 1}), range(1))
-    unit = LayerParameters(others=13 * MIB // 4, experts=0, float8_others=0, float8_experts=0)
-    memory = dataclasses.replace(memory, num_parameters=2 * MIB + unit.total, layer_parameters=(unit,))
-
-    def count(ranks: int, *, is_expandable: bool = False) -> int:
-        chunk = ShardedChunk(MegatronFsdp(main_bytes=4), memory, torch.bfloat16, False, ranks, ranks)
-        return chunk.place(CachingAllocator(is_expandable=is_expandable))
-
-    assert count(2) == 3 * MIB // 4
-    # One rank gathers nothing: 4, 8, 6.5 and, in a segment of their own, 13 MiB in 14; gradients of 10.5 in 12.
-    assert count(1) == MIB
-    assert count(2, is_expandable=True) == 0
-
-
-def test_blocks_that_are_not_split_count_whole() -> None:
-    """Less than 1 MiB that is left of a segment counts with the tensor in it."""
-    large = [Parameter((19 * MIB // 4,), is_matrix=False)]
-
-    def count(optimizer: OptimizerSettings, *chunks: ChunkMemory, is_expandable: bool = False) -> int:
-        allocator = CachingAllocator(is_expandable=is_expandable)
-        step = Step(allocator, chunks, [(True, 0, 0), (False, 0, 0)], {}, buckets=NO_STATES) if chunks else None
-        ranks = 2 if optimizer.distributed else 1
-        return count_rounding(allocator, [large], torch.bfloat16, [], optimizer, parts=(ranks, ranks), step=step)
-
-    # In bf16 9.5 MiB, in a segment of 20 MiB that is split; gradients, copy and two moments of 19 MiB in 20 MiB each.
-    assert count(WHOLE) == 4 * MIB
-    # The copy of 9.5 MiB and its clone lie where the weights were. Of two moments of 9.5 MiB in a segment the second
-    # has 1 MiB too much, and so have the gradients.
-    assert count(DISTRIBUTED) == 2 * MIB
-    # 40 MiB that the first step freed have room for both moments.
-    assert count(WHOLE, make_chunk([(1, 40 * MIB)], [(1, -1)])) == 2 * MIB
-    # Expandable segments are split however little is left.
-    assert count(WHOLE, is_expandable=True) == count(DISTRIBUTED, is_expandable=True) == 0
-
-
-def test_tensors_of_a_step_take_holes_that_are_too_large() -> None:
-    """What is not split counts once for each micro batch in flight, and not at all where the peak is before it."""
-    sizes = [(1, 4 * MIB), (2, 4 * MIB), (1, -1), (3, 3 * MIB), (4, 4 * MIB), (2, -1), (3, -1), (4, -1)]
-
-    def count(*events: tuple[bool, int, int], before: tuple[tuple[int, int], ...] = ()) -> int:
-        chunk = make_chunk([*before, *sizes[:5]], sizes[5:])
-        return Step(CachingAllocator(), [chunk], events, {}, buckets=NO_STATES).count_rounding()
-
-    # The third tensor takes the first one's place, 1 MiB of which is left: 12 MiB for 11.
-    assert count((True, 0, 0), (False, 0, 0)) == MIB
-    assert count((True, 0, 0), (True, 1, 0), (False, 0, 0), (False, 1, 0)) == 2 * MIB
-    assert count((True, 0, 0), (False, 0, 0), (True, 1, 0), (False, 1, 0)) == MIB
-    assert count((True, 0, 0), (False, 0, 0), before=((0, 40 * MIB), (0, -1))) == 0
-    # What is in flight at the end has its backward then.
-    assert count((True, 0, 0)) == MIB
-
-
-def test_a_step_leaves_the_latest_input_of_each_chunk_its_gradient_and_workspaces() -> None:
-    """An input of 5 MiB, its gradient, and 3 MiB in between; the first product of the layers comes behind the input."""
-    forward = [(1, 5 * MIB), (-1, ENGINE_PRODUCT), (2, 3 * MIB)]
-    chunk = make_chunk(forward, [(2, -1), (3, 5 * MIB)], input_bytes=5 * MIB, mask_bytes=2 * MIB)
-
-    def play(step: Step) -> int:
-        step.play()
-        return step.highest
-
-    both = [(True, 0, 0), (True, 1, 0), (False, 0, 0), (False, 1, 0)]
-    allocator = CachingAllocator()
-    step = Step(allocator, [chunk], both, {Library.ENGINE: [32 * MIB], Library.TORCH: [8 * MIB]}, buckets=NO_STATES)
-    # Two inputs with 3 MiB each, the second one's mask, and the workspace; torch's is made behind the step.
-    assert play(step) == (2 * (5 + 3) + 2 + 32) * MIB
-    assert step.count_left() == (2 * 5 + 32 + 8) * MIB
-    # The first new input takes the place of the last one and its gradient.
-    assert play(step) == (2 * (5 + 3) + 2 + 32 + 8) * MIB
-    assert step.count_left() == allocator.allocated == (2 * 5 + 32 + 8) * MIB
-    # With one more in flight each backward but the last leaves them to the schedule until the next backward.
-    ahead = [(True, 0, 0), (True, 1, 0), (False, 0, 0), (True, 2, 0), (False, 1, 0), (False, 2, 0)]
-    more = Step(CachingAllocator(), [chunk], ahead, {}, buckets=NO_STATES)
-    assert [play(more), more.count_left()] == [(4 * 5 + 2 * 3 + 2) * MIB, 2 * 5 * MIB]
-    # Of one micro batch the highest moment is where it comes: beside what the last one left.
-    alone = Step(CachingAllocator(), [chunk], both[::2], {}, buckets=NO_STATES)
-    assert [play(alone), play(alone)] == [2 * 5 * MIB, (3 * 5 + 2) * MIB]
 
 
 def test_deterministic_experts_keep_what_they_hand_back_and_local_routers_have_a_workspace() -> None:
@@ -331,12 +196,16 @@ def test_experts_keep_their_inputs_in_float8() -> None:
     assert kept[0] - kept[1] == 512 * tokens + 2 * tokens * (512 + 64)
 
 
+def _count_lasting(run: Run, stage: int) -> int:
+    return sum(list_lasting_tensors(run, stage))
+
+
 def test_layers_hold_rotary_tables_and_where_tokens_went_between_micro_batches() -> None:
     """As on the last stage of published runs: MiB of a Mixtral of 8 chunks, and of latent attention with experts."""
     sizes = {**SMALL, "seq_length": 4096, "num_layers": 16, "position_embedding_type": "rope", "kv_channels": 128}
     plain = make_run(sizes, micro_batch_size=1, pipeline_parallel=2, layers_per_virtual_stage=1)
-    assert count_lasting_tensors(plain, 1) == 8 * 4096 * 128 * 4
-    assert count_lasting_tensors(make_run(SMALL), 0) == 0
+    assert _count_lasting(plain, 1) == 8 * 4096 * 128 * 4
+    assert _count_lasting(make_run(SMALL), 0) == 0
     experts = Experts(
         num_experts=32,
         per_token=4,
@@ -350,15 +219,15 @@ def test_layers_hold_rotary_tables_and_where_tokens_went_between_micro_batches()
     tokens = 4096
     # Probabilities in float32, a byte for each expert, and the kernel's map; eight layers, and that of a further token.
     routing = 9 * tokens * (32 * (4 + 1) + 4 * (2 * 32 + 1))
-    assert count_lasting_tensors(run, 1) == routing + tokens * 128 * 4
+    assert _count_lasting(run, 1) == routing + tokens * 128 * 4
     sorted_by_index = dataclasses.replace(experts, fuses_permutation=False, router_dtype=None)
     by_index = dataclasses.replace(run, experts=sorted_by_index, mtp_num_layers=0)
-    assert count_lasting_tensors(by_index, 0) == 7 * tokens * (32 * 3 + 8 * 4) + tokens * 128 * 4
+    assert _count_lasting(by_index, 0) == 7 * tokens * (32 * 3 + 8 * 4) + tokens * 128 * 4
     gathered = dataclasses.replace(sorted_by_index, dispatcher="allgather", expert_parallel=4)
     of_all = dataclasses.replace(by_index, experts=gathered, data_parallel=4)
-    assert count_lasting_tensors(of_all, 0) == 7 * tokens * (4 * 8 + 4 * (2 + 8)) + tokens * 128 * 4
+    assert _count_lasting(of_all, 0) == 7 * tokens * (4 * 8 + 4 * (2 + 8)) + tokens * 128 * 4
     latent = dataclasses.replace(plain, latent_attention=_LATENT, layers_per_virtual_stage=None)
-    assert count_lasting_tensors(latent, 1) == 8 * _LATENT.qk_pos_emb_head_dim * (4 + 2 * 2) * 4096
+    assert _count_lasting(latent, 1) == 8 * _LATENT.qk_pos_emb_head_dim * (4 + 2 * 2) * 4096
 
 
 def _draw_imbalance(experts: Experts, vocab_size: int, num_layers: int, seed: int) -> float:
@@ -432,40 +301,6 @@ def test_the_tokens_of_the_fullest_rank_are_a_named_assumption_with_its_price(
     expected, _ = estimate()
     assert not expected["is_given"] and expected["stock"].keys() == {"factor"} and 1 < expected["stock"]["factor"] < 1.2
     assert "(routers at random; --moe-imbalance 1." in capsys.readouterr().out
-
-
-def test_copies_and_moments_of_experts_lie_behind_those_of_all_else() -> None:
-    """Whatever the order of the modules is, 1.5 MiB and then 2 MiB fill segments of 20 MiB, not both in turn."""
-    others = [Parameter((3 * MIB // 8,), is_matrix=False)] * 13
-    experts = [Parameter((MIB // 2,), is_matrix=False, is_expert=True)] * 10
-    in_turn = [each for pair in zip(others, experts, strict=False) for each in pair] + others[10:]
-
-    def count(parameters: list[Parameter]) -> int:
-        return count_rounding(CachingAllocator(), [parameters], torch.bfloat16, [], WHOLE, parts=(1, 1))
-
-    assert count(in_turn) == count([*others, *experts])
-    assert count([dataclasses.replace(each, is_expert=False) for each in in_turn]) > count(in_turn)
-
-
-def test_the_buffer_of_gradients_takes_no_block_of_another_stream() -> None:
-    """Of two blocks of 10.5 MiB each a tensor of 9.5 MiB has 1 MiB too much; the buffer would have taken the first."""
-    weight = [Parameter((19 * MIB // 8,), is_matrix=False)]
-    assert count_rounding(CachingAllocator(), [weight], torch.bfloat16, [], WHOLE, parts=(1, 1)) == 2 * MIB
-
-
-def test_a_rank_of_the_distributed_optimizer_has_its_part_of_each_bucket() -> None:
-    """The buffer has the word embedding first; its end is rounded up to 128 elements, each beginning to 64."""
-    vector, matrix, words = Parameter((100,), False), Parameter((64, 8), True), Parameter((96, 8), False)
-    parameters = [vector, matrix, words]
-    # 768, 512 and 100 elements, of which the last 704 are from the word embedding's end on.
-    assert [*list_own_pieces(parameters, 2, DISTRIBUTED, False)] == [64, 512, 100]
-    # 768, and 512 and 100 in 640.
-    assert [*list_own_pieces(parameters, 2, DISTRIBUTED, True)] == [384, 192, 100]
-    assert [*list_own_pieces(parameters, 1, DISTRIBUTED, True)] == [768, 512, 100]
-    assert [*list_own_pieces(parameters, 1, WHOLE, True)] == [100, 512, 768]
-    # A bucket ends with the parameter that fills it: 768 and 512 in 1,280, and 100 in 128; or each alone.
-    assert [*list_own_pieces(parameters, 2, DISTRIBUTED, False, 1280)] == [128, 512, 36]
-    assert [*list_own_pieces(parameters, 2, DISTRIBUTED, False, 512)] == [384, 256, 36]
 
 
 def test_a_stage_keeps_the_last_input_of_each_chunk_and_its_gradient() -> None:
@@ -600,35 +435,6 @@ def test_a_forward_beside_another_micro_batchs_backward_is_ahead_by_its_layers()
     assert find_peak(True, **chunks) > find_peak(False, **chunks) + kept
 
 
-MATRIX, SMALL_MATRIX, VECTOR = Parameter((64, 32), True), Parameter((32, 32), True), Parameter((64,), False)
-EXPERT = Parameter((128, 32), True, True)
-
-
-@pytest.mark.parametrize(
-    ("muon", "ranks", "padding", "own"),
-    [
-        ("whole", 2, 0, [MATRIX, SMALL_MATRIX, VECTOR, EXPERT]),
-        ("dealt", 1, 0, [MATRIX, SMALL_MATRIX, VECTOR, EXPERT]),
-        # From the smallest on: the first rank's, the last's, the last's.
-        ("dealt", 2, 0, [SMALL_MATRIX, MATRIX, EXPERT]),
-        # The larger matrix is in the first shard, and the smaller one's is padded to it.
-        ("laid out", 2, MATRIX.size - SMALL_MATRIX.size, [SMALL_MATRIX, Parameter((32,), False), EXPERT]),
-    ],
-)
-def test_muon_has_one_moment_of_matrices_and_whole_parameters(
-    muon: str, ranks: int, padding: int, own: list[Parameter]
-) -> None:
-    parameters = [VECTOR, MATRIX, SMALL_MATRIX, EXPERT]
-    states, pieces = count_muon_states(parameters, torch.bfloat16, muon, ranks=ranks, expert_ranks=1)
-    assert sorted(pieces) == sorted((each.size, 1 if each.is_matrix else 2) for each in own)
-    assert states.optimizer_states == sum(4 * each.size * (2 if each.is_matrix else 3) for each in own)
-    total = sum(each.size for each in parameters) + padding
-    assert (states.weights, states.gradients_at_rest) == (2 * total, 4 * total)
-    # The first of two ways to divide gathers flattened weights beside the model's.
-    dense = [MATRIX, SMALL_MATRIX, VECTOR, SMALL_MATRIX, MATRIX]
-    assert states.step_transient == (2 * sum(e.size for e in dense) if (muon, ranks) == ("dealt", 2) else 0)
-
-
 def test_a_chunk_names_its_matrices_and_its_experts() -> None:
     experts = Experts(num_experts=4, per_token=2, ffn_hidden_size=96, layers=(True, True), expert_parallel=2)
     sizes = {**SMALL, "seq_length": 64, "num_layers": 2, "untie_embeddings_and_output_weights": True}
@@ -638,22 +444,6 @@ def test_a_chunk_names_its_matrices_and_its_experts() -> None:
     assert sum(each.size for each in found if each.is_matrix) == 64 * 512 + 2 * per_layer
 
 
-@pytest.mark.parametrize(
-    ("settings", "gradients", "states"),
-    [
-        ({}, 4, 12),
-        # Converted to float32 for the step, of the rank's own part.
-        ({"gradient_bytes": 2}, 2 + 4 / 4, 12),
-        ({"gradient_bytes": 2, "state_bytes": (2, 1, 2)}, 2, 5),
-    ],
-)
-def test_gradients_and_states_have_dtypes(settings: dict[str, Any], gradients: float, states: int) -> None:
-    optimizer = OptimizerSettings(**settings)
-    (rank,) = estimate_ranks(make_run({**SMALL, "seq_length": 64}, data_parallel=4, optimizer=optimizer, gpu="h100"))
-    assert rank.at_rest["gradients"] == gradients * rank.num_parameters
-    assert rank.at_rest["optimizer states"] == states * rank.num_parameters / 4
-
-
 @pytest.mark.parametrize(("limit", "waiting"), [(None, 0), (2, 2), (0, 3)])
 def test_gradients_of_the_output_layer_wait_on_the_last_stage(limit: int | None, waiting: int) -> None:
     sizes = {**SMALL, "seq_length": 64, "num_layers": 2}
@@ -661,13 +451,6 @@ def test_gradients_of_the_output_layer_wait_on_the_last_stage(limit: int | None,
     run = make_run(sizes, fuses_gradient_accumulation=True, **settings)
     first, last = (rank.parts["deferred gradients"] for rank in estimate_ranks(run))
     assert (first, last) == (0, waiting * 2 * 4 * 64 * (run.padded_vocab_size + 512))
-
-
-def test_float16_gradients_are_there_a_second_time_until_the_next_step() -> None:
-    for optimizer, parts in ((WHOLE, 1), (DISTRIBUTED, 4)):
-        run = make_run({**SMALL, "seq_length": 64}, dtype=torch.float16, data_parallel=4, optimizer=optimizer)
-        (rank,) = estimate_ranks(run)
-        assert rank.at_rest["gradients"] == 2 * rank.num_parameters + -(-4 * rank.num_parameters // parts)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ import torch
 from training_job import Data, fork_beside, make_data, run, successful
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.estimate.estimate import estimate_ranks
 from tempo_megatron.memory.live import remedies
 from tempo_megatron.memory.live.out_of_memory import find_requested, is_out_of_memory
 from tempo_megatron.memory.live.remedies import explain, list_changes
+from tempo_megatron.memory.rank.estimate import estimate_ranks
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.models.shape import make_shape
 

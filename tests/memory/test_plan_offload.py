@@ -12,11 +12,11 @@ import pytest
 from tempo_megatron.cli import main
 from tempo_megatron.memory.commands.arguments import add_plan_arguments
 from tempo_megatron.memory.commands.plan import read_request
-from tempo_megatron.memory.estimate.estimate import estimate_ranks
-from tempo_megatron.memory.estimate.offload import list_moved_of_layers
 from tempo_megatron.memory.plan.choices import LayerPrices, choose_rows_to_move, count_window_bytes
 from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.memory.plan.planner import Planner, PlanRequest, make_plan, make_smallest_plan
+from tempo_megatron.memory.rank.estimate import estimate_ranks
+from tempo_megatron.memory.rank.offload import list_moved_of_layers
 from tempo_megatron.settings.config import TempoConfig
 
 MODEL = "configs/model/llama3.2_1b.json"

@@ -11,11 +11,11 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from peak_cases import Step, make_run, measure_step
 
 from tempo_megatron import TempoConfig, use_cpu
-from tempo_megatron.memory.estimate.estimate import estimate_ranks
 from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.memory.plan.planner import MemoryPlan, Planner, PlanRequest, make_smallest_plan
 from tempo_megatron.memory.plan.plots import list_switches
+from tempo_megatron.memory.rank.estimate import estimate_ranks
 from tempo_megatron.memory.run import Run
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tempo_kernels.gelu import make_tables
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
+from tempo_megatron.memory.rank.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.configuration import build_ledger_config
 from tempo_megatron.memory.storages import PeakBytes, count_storage_bytes

@@ -11,7 +11,7 @@ import torch
 from peak_cases import AUTO, OFF, Step, build, estimate_step, find_loss, start_anew
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.estimate.estimate import RankEstimate
+from tempo_megatron.memory.rank.estimate import RankEstimate
 from tempo_megatron.memory.run import OptimizerSettings
 from tempo_megatron.memory.storages import PeakBytes
 from tempo_megatron.slots import dropout_rng

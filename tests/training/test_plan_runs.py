@@ -16,11 +16,11 @@ from training_job import Data, fork_beside, run, successful
 
 from tempo_megatron.memory.commands.arguments import add_plan_arguments
 from tempo_megatron.memory.commands.plan import read_request
-from tempo_megatron.memory.estimate.offload import count_moved
-from tempo_megatron.memory.estimate.schedule import list_events
 from tempo_megatron.memory.plan.choices import measure_rows
 from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.memory.plan.planner import MemoryPlan, PlanRequest, make_plan
+from tempo_megatron.memory.rank.schedule import list_events
+from tempo_megatron.settings.operations import is_moved
 
 SIZES = {"num_layers": 6, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 64}
 WORDS = [
@@ -105,7 +105,10 @@ def test_the_engine_does_what_the_plan_says(data: Data, tmp_path: Path, gpu: Pat
         counted = json.loads((tmp_path / "run" / f"metrics.jsonl.{rank}").read_text())
         assert counted["host"] == counted["pool"] == stage.host_bytes
         rows = measure_rows(request.run)
-        moved = [count_moved(rows.list_movable(choice), choice.offload) for choice in stage.choices]
+        moved = [
+            sum(size for name, size in rows.list_movable(choice).items() if is_moved(name, choice.offload))
+            for choice in stage.choices
+        ]
         assert sum(moved) == stage.moved_bytes and counted["device"] <= 2 * max(moved)
         copies = iter(counted["copies"])
         for event in list_events(rank, stages, 1, 2):

@@ -16,8 +16,8 @@ from training_job import Data, Run, fork_beside, run, successful, zero
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory import run as memory_run
-from tempo_megatron.memory.estimate.estimate import estimate_ranks
-from tempo_megatron.memory.estimate.offload import list_moved_of_layers
+from tempo_megatron.memory.rank.estimate import estimate_ranks
+from tempo_megatron.memory.rank.offload import list_moved_of_layers
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.words.argument_types import format_bytes
 

@@ -23,10 +23,10 @@ from tempo_megatron.memory.commands.requested_run import (
     take_deepspeed,
 )
 from tempo_megatron.memory.commands.token_imbalance import find_token_imbalance
-from tempo_megatron.memory.estimate.estimate import PART_NAMES, RankEstimate, describe_part, estimate_ranks
 from tempo_megatron.memory.megatron.command import Command
 from tempo_megatron.memory.megatron.options import VERSION
 from tempo_megatron.memory.megatron.read_command import read_command, set_gpu, write_command
+from tempo_megatron.memory.rank.estimate import PART_NAMES, RankEstimate, describe_part, estimate_ranks
 from tempo_megatron.memory.routing import set_imbalance
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory

@@ -16,7 +16,7 @@ _WIDTH = 54
 def list_trees(run: Run, stage: int) -> list[ModuleMemory]:
     """One tree for each chunk of a stage, in the order of the model.
 
-    Raises ValueError as `memory.estimate.estimate.estimate_ranks`, which has run before.
+    Raises ValueError as `memory.rank.estimate.estimate_ranks`, which has run before.
     """
     run, chunks = assume_routing(run, stage), run.list_chunks(stage)
     ends = run.list_ends(stage)

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
+from tempo_megatron.memory.rank.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.routing import assume_routing, find_largest_imbalance, set_imbalance
 from tempo_megatron.memory.run import Run
 from tempo_megatron.settings.config import TempoConfig

@@ -34,9 +34,9 @@ from tempo_megatron.memory.simulated.chunk import record_chunk
 from tempo_megatron.memory.simulated.chunk_model import STACKS_OF_FAMILIES, describe_parts
 from tempo_megatron.models.build import DTYPES, build_transformer_config
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
+from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, OFFLOAD, write_layers
 from tempo_megatron.settings.operations import CHOICES, INPUT, LEDGER_ROWS, OFFLOAD_ROWS, find_offload_row
-from tempo_megatron.slots.choose import find_refusal
+from tempo_megatron.slots.choose import find_refusal, refuse_written
 from tempo_megatron.slots.layer_spec import keeps_copies
 
 Values = tuple[str, ...]
@@ -111,24 +111,35 @@ class LayerOption:
 
 
 def list_values(run: Run) -> dict[str, Values]:
-    """Operation -> the values among which a plan chooses, "off" first: those that a model can have, and that the
-    estimate knows. Two are chosen only where they are written: tokens that are sent again, whose price takes a rate of
-    the network, and the MLP in tiles, which keeps what a recomputed one does."""
-    config = describe_parts(build_transformer_config(run.model, dtype=run.dtype), run)
-    is_unknown = {"attention": run.latent_attention is not None, "linear_fc1": run.experts is not None}
-    return {
-        name: tuple(
-            value
-            for value in sorted(choices, key=lambda value: value != "off")
-            if value == "off"
-            or (
-                value not in ("auto", _WRITTEN_ONLY.get(name))
-                and not is_unknown.get(name)
-                and find_refusal(name, value, config) is None
-            )
+    """Operation, the loss among them -> the values among which a plan chooses, stock's first: what was written, else
+    those that the model can have and the estimate knows. Two are chosen only where they are written: tokens that are
+    sent again, whose price takes a rate of the network, and the MLP in tiles, which keeps what a recomputed one does.
+
+    Raises ValueError where the planner does not know the model, or it cannot have a value that was written.
+    """
+    if run.model.family == "t5":
+        raise ValueError("the planner does not support T5; give a GPT or a BERT")
+    if run.tempo.layers:
+        raise ValueError(
+            "tempo.layers is given, and a plan gives the layers their values; leave it out, or leave the budget out"
         )
-        for name, choices in CHOICES.items()
-    }
+    config = describe_parts(build_transformer_config(run.model, dtype=run.dtype), run)
+    refuse_written(config, run.tempo)
+    is_unknown = {"attention": run.latent_attention is not None, "linear_fc1": run.experts is not None}
+
+    def is_chosen(name: str, value: str) -> bool:
+        if value == "off":
+            return True
+        if value in ("auto", _WRITTEN_ONLY.get(name)) or is_unknown.get(name):
+            return False
+        return find_refusal(name, value, config) is None
+
+    found = {}
+    for name, choices in CHOICES.items():
+        written = getattr(run.tempo, name)
+        possible = tuple(each for each in sorted(choices, key="off".__ne__) if is_chosen(name, each))
+        found[name] = possible if written == "auto" else (written,)
+    return found
 
 
 class LayerRows:
@@ -480,3 +491,24 @@ def count_weight_bytes(num_weights: int, element_bytes: int) -> int:
     """Bytes that a micro batch of any size moves: forward and backward read each weight, and backward adds its gradient
     to a float32 sum."""
     return num_weights * (2 * element_bytes + 2 * 4)
+
+
+def write_block(layers: Sequence[LayerChoice], loss: str) -> dict[str, Any]:
+    """The "tempo" block: its fields are the values of most layers, its "layers" the ranges that differ."""
+    # The final norm and the embedding take the fields, too, and no recomputation drops what they keep: so the fields
+    # are taken from layers that Megatron does not recompute.
+    kept = [choice for choice in layers if "full" not in choice.recompute] or layers
+    counts = collections.Counter(choice.values for choice in kept)
+    common = dict(zip(LAYER_OPERATIONS, counts.most_common(1)[0][0], strict=True))
+    offload = collections.Counter(choice.offload for choice in layers).most_common(1)[0][0]
+    block: dict[str, Any] = {**common, "loss": loss}
+    if any(choice.offload != "off" for choice in layers):
+        block[OFFLOAD] = common[OFFLOAD] = offload
+    ranges = {}
+    for values, group in itertools.groupby(
+        enumerate(layers), key=lambda each: {**each[1].list_values(), OFFLOAD: each[1].offload}
+    ):
+        others = {name: value for name, value in values.items() if value != common.get(name, "off")}
+        if others:
+            ranges[write_layers([layer for layer, _ in group])] = others
+    return {**block, "layers": ranges} if ranges else block

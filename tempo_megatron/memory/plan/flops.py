@@ -206,3 +206,13 @@ def count_hardware_flops(forward: ForwardFlops, recompute: Collection[str]) -> H
 def find_utilisation(flops: int, step_seconds: float, num_gpus: int, peak_flops_per_second: float) -> float:
     """The share of the peak of all GPUs: MFU of model FLOPs, HFU of hardware FLOPs."""
     return flops / step_seconds / (num_gpus * peak_flops_per_second)
+
+
+def count_idle_weights(run: Run) -> int:
+    """Weights of a rank's experts in one layer beyond those that the products of one token read; perhaps below 0."""
+    experts = run.experts
+    if experts is None:
+        return 0
+    local = experts.num_experts // experts.expert_parallel * experts.ffn_hidden_size // experts.tensor_parallel
+    routed = experts.per_token * experts.ffn_hidden_size // run.tensor_parallel
+    return (3 if run.model.is_gated else 2) * run.model.hidden_size * (local - routed)

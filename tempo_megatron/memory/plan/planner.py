@@ -27,7 +27,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.plan.choices import (
     LayerChoice,
     LayerOption,
@@ -40,17 +39,16 @@ from tempo_megatron.memory.plan.choices import (
     make_options,
     measure_rows,
     replace_value,
+    write_block,
 )
-from tempo_megatron.memory.plan.flops import count_head_flops
+from tempo_megatron.memory.plan.flops import count_head_flops, count_idle_weights
 from tempo_megatron.memory.plan.gpu import Gpu
 from tempo_megatron.memory.plan.search import Mode, Stage, count_peak, stay_at_end
+from tempo_megatron.memory.rank.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.run import Run
-from tempo_megatron.memory.simulated.chunk_model import describe_parts
-from tempo_megatron.models.build import build_transformer_config
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, OFFLOAD, write_layers
-from tempo_megatron.settings.operations import CHOICES, INPUT
-from tempo_megatron.slots.choose import refuse_written
+from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
+from tempo_megatron.settings.operations import INPUT
 from tempo_megatron.words.argument_types import format_bytes
 
 RECOMPUTED = frozenset(("core_attn", "mlp", "moe", "mla_up_proj", "full"))
@@ -235,7 +233,7 @@ class Planner:
     ) -> None:
         self.request, self._note_estimate, self._tolerance = request, note_estimate, tolerance
         run = request.run
-        self.values = _read_values(run)
+        self.values = list_values(run)
         self._rows = measure_rows(run)
         self._prices = LayerPrices(run, request.gpu, moves=request.host_bytes > 0)
         self._resident = LayerPrices(run, request.gpu)
@@ -423,7 +421,7 @@ class Planner:
             # The products of a linear are two operations a token and weight.
             tokens = run.model.seq_length * run.micro_batch_size // run.context_parallel
             num_weights = (num_layers * flops.linears + head_flops) // (2 * tokens)
-            num_weights += num_layers * _count_idle_weights(run)
+            num_weights += num_layers * count_idle_weights(run)
             in_layers, at_head = self._fixed[index]
             m = count_in_flight(run, index)
             correction = mode.corrections[index] if mode.corrections else 0
@@ -493,7 +491,7 @@ class Planner:
         return MemoryPlan(
             recompute=recompute,
             num_full=num_full,
-            block=_write_block([option.choice for _, options in pairs for option in options], self._loss),
+            block=write_block([option.choice for _, options in pairs for option in options], self._loss),
             megatron_arguments=("--recompute-granularity", *words) if words else (),
             stages=tuple(self._describe_stage(number, mode, num_full, *pair) for number, pair in enumerate(pairs)),
         )
@@ -563,51 +561,3 @@ class Planner:
         found = estimate_ranks(run, simulates_allocator=counts_reserved)
         self._note_estimate()
         return found
-
-
-def _read_values(run: Run) -> dict[str, Values]:
-    """Operation, the loss among them -> the values among which a plan chooses, stock's first, as what was written
-    leaves them.
-
-    Raises ValueError where the planner does not know the model, or it cannot have a value that was written.
-    """
-    if run.model.family == "t5":
-        raise ValueError("the planner does not support T5; give a GPT or a BERT")
-    if run.tempo.layers:
-        raise ValueError(
-            "tempo.layers is given, and a plan gives the layers their values; leave it out, or leave the budget out"
-        )
-    refuse_written(describe_parts(build_transformer_config(run.model, dtype=run.dtype), run), run.tempo)
-    written = {name: getattr(run.tempo, name) for name in CHOICES}
-    return {name: found if written[name] == "auto" else (written[name],) for name, found in list_values(run).items()}
-
-
-def _count_idle_weights(run: Run) -> int:
-    """Weights of a rank's experts in one layer beyond those that the products of one token read; perhaps below 0."""
-    experts = run.experts
-    if experts is None:
-        return 0
-    local = experts.num_experts // experts.expert_parallel * experts.ffn_hidden_size // experts.tensor_parallel
-    routed = experts.per_token * experts.ffn_hidden_size // run.tensor_parallel
-    return (3 if run.model.is_gated else 2) * run.model.hidden_size * (local - routed)
-
-
-def _write_block(layers: Sequence[LayerChoice], loss: str) -> dict[str, Any]:
-    """The "tempo" block: its fields are the values of most layers, its "layers" the ranges that differ."""
-    # The final norm and the embedding take the fields, too, and no recomputation drops what they keep: so the fields
-    # are taken from layers that Megatron does not recompute.
-    kept = [choice for choice in layers if "full" not in choice.recompute] or layers
-    counts = collections.Counter(choice.values for choice in kept)
-    common = dict(zip(LAYER_OPERATIONS, counts.most_common(1)[0][0], strict=True))
-    offload = collections.Counter(choice.offload for choice in layers).most_common(1)[0][0]
-    block: dict[str, Any] = {**common, "loss": loss}
-    if any(choice.offload != "off" for choice in layers):
-        block[OFFLOAD] = common[OFFLOAD] = offload
-    ranges = {}
-    for values, group in itertools.groupby(
-        enumerate(layers), key=lambda each: {**each[1].list_values(), OFFLOAD: each[1].offload}
-    ):
-        others = {name: value for name, value in values.items() if value != common.get(name, "off")}
-        if others:
-            ranges[write_layers([layer for layer, _ in group])] = others
-    return {**block, "layers": ranges} if ranges else block

@@ -1,15 +1,19 @@
-"""Plays a step: the micro batches of a rank's chunks, every storage in the order of the pipeline's schedule.
+"""Plays the steps of a rank: what stands, and every storage of its micro batches in the order of the schedule.
 
-What the tensors take at most, of which parts that is, and what an allocator adds to it, are counters of one loop.
+What the tensors take at most, of which parts that is, what torch's allocator adds to it and what it reserves are
+counters of one loop. A block of more than 1 MiB is not split where less than 1 MiB would be left, and counts as
+allocated whole: where attention's queries, keys and values of 3 MiB, say, take a block of 4, each layer adds 1 MiB.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from tempo_megatron.memory.estimate.allocator import Block, CachingAllocator, Library
+from tempo_megatron.memory.rank.allocator import Block, CachingAllocator, Library
+from tempo_megatron.memory.rank.schedule import Event, list_turns
+from tempo_megatron.memory.rank.standing import Born, Buckets, NoBuckets, Standing, Tensor
 from tempo_megatron.memory.simulated.chunk_memory import (
     ENGINE_PRODUCT,
     FREED,
@@ -24,28 +28,6 @@ _Tensor = tuple[Block | None, int]
 """A block and the bytes of the tensor in it."""
 
 
-class Sums:
-    """In an allocator's place where tensors are summed alone: a segment is then one step, not one for each storage."""
-
-    allocated = peak_allocated = 0
-
-    def allocate(self, num_bytes: int) -> None:
-        """Nothing lies anywhere."""
-
-    def free(self, block: Block | None) -> None:
-        """Nothing lay anywhere."""
-
-
-class Buckets(Protocol):
-    """What a step has of weights and gradients while a segment runs, beside those that stand."""
-
-    def list_held(self, segment: Segment) -> Mapping[Any, int]:
-        """What -> the bytes of a tensor that is there as long as it runs."""
-
-    def count_flush(self, segment: Segment) -> int:
-        """Bytes more at its end."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Peak:
     """The highest moment of a step's micro batches."""
@@ -55,6 +37,24 @@ class Peak:
 
     parts: Mapping[str, int]
     """Part -> bytes, of those of `estimate.PART_NAMES` that micro batches have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Counters:
+    """What the steps of a rank showed."""
+
+    peak: Peak
+    rounding: int
+    """What the allocator adds to the tensors at the peak."""
+
+    rounding_at_rest: int
+    """And between steps."""
+
+    rounded: int
+    """What it counts as allocated at most, the optimizer's step included."""
+
+    reserved: int
+    """What it takes from the device, of all streams."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -86,33 +86,35 @@ class Step:
     Args:
         allocator: where everything is.
         chunks: of the rank.
-        events: (whether it is a forward, micro batch, chunk) in their order.
+        events: in their order.
         workspaces: whose -> the bytes of each, which the first product of that library allocates.
         buckets: of ZeRO or of Megatron-FSDP.
         moved: for each chunk, of each layer the bytes of each storage that it sends to the host.
-        received_bytes: of the gradient that the schedule has from a backward to the end of the next forward.
         is_combined: whether a forward runs beside the backward before it, one segment of each at a time, as in
             megatron-core 0.16.1 (core/models/common/model_chunk_schedule_plan.py: TransformerModelChunkSchedulePlan).
     """
 
     def __init__(
         self,
-        allocator: CachingAllocator | Sums,
+        allocator: CachingAllocator,
         chunks: Sequence[ChunkMemory],
         events: Iterable[tuple[bool, int, int]],
         workspaces: Mapping[Library, Sequence[int]],
         *,
-        buckets: Buckets,
+        buckets: Buckets | None = None,
         moved: Sequence[Sequence[Sequence[int]]] | None = None,
-        received_bytes: int = 0,
         is_combined: bool = False,
     ) -> None:
-        self._allocator, self._chunks, self._received_bytes = allocator, chunks, received_bytes
+        self.allocator, self._chunks = allocator, chunks
+        # Of the gradient that the schedule has from a backward to the end of the next forward: between interleaved
+        # chunks that of the next backward is received ahead (core/pipeline_parallel/schedules.py:2195-2269 and
+        # 1740-1960 of megatron-core 0.16.1).
+        self._received_bytes = max(chunk.output_bytes for chunk in chunks)
         self._workspaces, self._workspace_bytes = {**workspaces}, 0
-        self._buckets = buckets
+        self._buckets = buckets or NoBuckets()
         self._held: dict[Any, _Tensor] = {}
         self._moved = [_list_moved(*each) for each in zip(chunks, moved or [()] * len(chunks), strict=True)]
-        self._turns = _list_turns([*events], is_combined)
+        self._turns = list_turns([Event(*each) for each in events], is_combined=is_combined)
         self._exact = 0
         # What a chunk's backward leaves, its input and that one's gradient: the chunk has the latest, and the
         # schedule's variables those of the last backward, with the gradient that it took or that is next.
@@ -124,19 +126,10 @@ class Step:
         """The highest sum of the last step's tensors, those among them that were there before it."""
         self.peak = Peak("", {})
         """Of the last step."""
-        self.gradients: list[Block | None] = []
-        """Their float32 copies, which the next step frees (`zero_grad`)."""
 
     def count_left(self) -> int:
         """Bytes of the tensors that stay from the last step to the next."""
         return self._exact
-
-    def count_rounding(self) -> int:
-        """Play, and say what the allocator counts at the step's peak beyond the step's tensors, in bytes."""
-        at_rest, exact = self._allocator.allocated, self._exact
-        self._allocator.peak_allocated = at_rest
-        self.play()
-        return self._allocator.peak_allocated - at_rest - (self.highest - exact)
 
     def play(self) -> None:
         """Find `highest` and `peak`."""
@@ -152,10 +145,10 @@ class Step:
                 for (_, micro_batch), segments in zip(running, of_turn, strict=True):
                     if place < len(segments):
                         beside = [other for _, other in running if other is not micro_batch]
-                        peak_allocated = self._allocator.peak_allocated
+                        peak_allocated = self.allocator.peak_allocated
                         self._run(micro_batch, segments[place], beside)
                         if beside and not segments[place].is_backward:
-                            self._allocator.peak_allocated = peak_allocated
+                            self.allocator.peak_allocated = peak_allocated
             for (is_forward, number, chunk), micro_batch in running:
                 if is_forward:
                     self._drop([micro_batch.mask])
@@ -206,10 +199,7 @@ class Step:
         num_moved, begin = self._exact - begin, self._exact
         if memory.input_bytes and segment is memory.forward[0]:
             begin -= memory.input_bytes
-        if isinstance(self._allocator, Sums):
-            self._exact = begin + segment.growth
-        else:
-            begin += self._place(micro_batch, segment, is_received=begin < self._exact)
+        begin += self._place(micro_batch, segment, is_received=begin < self._exact)
         highest, flush = begin + segment.rise, [self._make(self._buckets.count_flush(segment))]
         above = max(0, self._exact - highest)
         self._drop(flush)
@@ -228,9 +218,6 @@ class Step:
         A storage is known by its size: the latest one before the segment that is there.
         """
         sent = micro_batch.on_host[layer] = [(0, size) for size in sizes]
-        if isinstance(self._allocator, Sums):
-            self._exact -= sum(sizes)
-            return sum(sizes)
         first = next((number for number, size in segment.events if size >= 0), 0)
         before = {number: size for number, (_, size) in micro_batch.alive.items() if 0 <= number < first}
         for place, size in enumerate(sizes):
@@ -246,7 +233,7 @@ class Step:
         is_received: whether the first storage, the input, is there.
         """
         alive, exact, made = micro_batch.alive, self._exact, 0
-        allocate, free = self._allocator.allocate, self._allocator.free
+        allocate, free = self.allocator.allocate, self.allocator.free
         for number, size in segment.events[1:] if is_received else segment.events:
             if size >= 0:
                 alive[number] = allocate(size), size
@@ -317,13 +304,9 @@ class Step:
     def _end(self, micro_batch: _MicroBatch, *, is_latest: bool) -> None:
         chunk, size = micro_batch.chunk, self._chunks[micro_batch.chunk].input_bytes
         alive = micro_batch.alive
-        if isinstance(self._allocator, Sums):
-            stays: list[_Tensor] = [(None, size)] * 2 if size else []
-            self._exact -= micro_batch.level + self._chunks[chunk].micro_batch_bytes - 2 * size
-        else:
-            stays = [each for number, each in alive.items() if number >= 0 and size and each[1] == size]
-            # The loss and the micro batch.
-            self._drop([each for each in alive.values() if each not in stays])
+        stays = [each for number, each in alive.items() if number >= 0 and size and each[1] == size]
+        # The loss and the micro batch.
+        self._drop([each for each in alive.values() if each not in stays])
         self._last_chunk = chunk
         if is_latest:
             self._of_chunks[chunk] = stays
@@ -343,13 +326,88 @@ class Step:
 
     def _make(self, size: int) -> _Tensor:
         self._exact += size
-        return self._allocator.allocate(size), size
+        return self.allocator.allocate(size), size
 
     def _drop(self, tensors: list[_Tensor]) -> None:
         for block, size in tensors:
-            self._allocator.free(block)
+            self.allocator.free(block)
             self._exact -= size
         tensors.clear()
+
+
+def play_rank(step: Step, standing: Standing, *, num_steps: int) -> Counters:
+    """Allocate what stands, with the first step where it is made in it, and play steps behind that.
+
+    Moments are made behind the first step's micro batches, in what these have freed. float32 copies of gradients are
+    made in each step, so they are placed behind a second one.
+
+    Args:
+        step: of the rank, on an empty allocator.
+        standing: of the rank.
+        num_steps: at least 1; the first of them shows the rounding, the last one the peak.
+    """
+    allocator, tensors = step.allocator, standing.tensors
+    buffers = allocator.add_stream()
+
+    def make(*born: Born) -> list[Block | None]:
+        return [allocator.allocate(tensor.num_bytes) for tensor in tensors if tensor.born in born]
+
+    def free(blocks: list[Block | None]) -> None:
+        for block in blocks:
+            allocator.free(block)
+
+    def count_allocated(of_stream: int) -> int:
+        return of_stream + sum(each.allocated for each in allocator.streams)
+
+    _set_up(allocator, buffers, tensors)
+    if make_later := any(tensor.born in (Born.FIRST_STEP, Born.EACH_STEP) for tensor in tensors):
+        step.play()
+    copies = make(Born.EACH_STEP)
+    make(Born.FIRST_STEP)
+    if any(block is not None for block in copies):
+        free(copies)
+        step.play()
+        copies = make(Born.EACH_STEP)
+    sizes = {born: sum(tensor.num_bytes for tensor in tensors if tensor.born is born) for born in Born}
+    stays = sum(sizes[born] for born in (Born.SETUP, Born.FIRST_STEP, Born.MICRO_BATCHES))
+    at_rest = count_allocated(allocator.allocated) - stays - sizes[Born.EACH_STEP] - step.count_left()
+    if not make_later and num_steps == 1:
+        step.play()
+    rounding, allocator.peak_allocated = 0, allocator.allocated
+    gradients = sum(t.num_bytes for t in tensors if t.part == "gradients" and t.born is not Born.PASSING)
+    for number in range(num_steps):
+        free(copies)
+        allocator.peak_allocated, before = allocator.allocated, allocator.peak_allocated
+        step.play()
+        if number == 0:
+            rounding = count_allocated(allocator.peak_allocated) - stays - step.highest
+        allocator.peak_allocated = max(allocator.peak_allocated, before)
+        copies = make(Born.EACH_STEP)
+        allocator.free(allocator.allocate(max(0, standing.reduction - gradients)))
+        free(
+            [
+                allocator.allocate(each)
+                for each in (max(0, standing.step_gradients - gradients), standing.step_transient)
+            ]
+        )
+    reserved = allocator.reserved + sum(each.reserved for each in allocator.streams)
+    return Counters(step.peak, rounding, at_rest, count_allocated(allocator.peak_allocated), reserved)
+
+
+def _set_up(allocator: CachingAllocator, buffers: CachingAllocator, tensors: Iterable[Tensor]) -> None:
+    """Allocate what is made before the first step; `buffers` is the stream of Megatron's buffers."""
+    passing: list[tuple[CachingAllocator, Block | None]] = []
+    for tensor in tensors:
+        if tensor.born in (Born.FIRST_STEP, Born.EACH_STEP):
+            continue
+        stream = buffers if tensor.is_in_buffers else allocator
+        block = stream.allocate(tensor.num_bytes)
+        if tensor.born is Born.PASSING:
+            passing.append((stream, block))
+            continue
+        for each, of_each in passing:
+            each.free(of_each)
+        passing.clear()
 
 
 def _find_library(product: int, *, is_backward: bool) -> Library:
@@ -357,25 +415,6 @@ def _find_library(product: int, *, is_backward: bool) -> Library:
         return Library.TORCH_BACKWARD if is_backward else Library.TORCH
     assert product == ENGINE_PRODUCT
     return Library.ENGINE
-
-
-_Turn = Sequence[tuple[bool, int, int]]
-
-
-def _list_turns(events: list[tuple[bool, int, int]], is_combined: bool) -> list[_Turn]:
-    """Events that run at a time; what is in flight behind the last one has its backward then."""
-    in_flight = {(micro_batch, chunk) for is_forward, micro_batch, chunk in events if is_forward}
-    in_flight -= {(micro_batch, chunk) for is_forward, micro_batch, chunk in events if not is_forward}
-    events += [(False, *each) for each in sorted(in_flight, key=lambda each: (-each[1], each[0]))]
-    turns: list[_Turn] = []
-    for event in events:
-        is_forward = event[0]
-        if is_combined and is_forward and turns and not turns[-1][0][0]:
-            # The forward's segment is over when the backward's runs.
-            turns[-1] = [event, *turns[-1]]
-        else:
-            turns.append([event])
-    return turns
 
 
 _Moved = tuple[int, Sequence[int]]

@@ -18,18 +18,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from tempo_megatron.memory.estimate.allocator import CachingAllocator
-from tempo_megatron.memory.estimate.model_states import ModelStates
-from tempo_megatron.memory.estimate.play import Step
+from tempo_megatron.memory.rank.standing import FLOAT32, Born, Standing, Tensor
 from tempo_megatron.memory.run import MegatronFsdp
 from tempo_megatron.memory.simulated.chunk_memory import EMBEDDING, HEAD, LAYERS, ChunkMemory, LayerParameters, Segment
-
-_MOMENTS = 8
-"""Bytes of Adam's two, in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,66 +47,27 @@ class ShardedChunk:
     ranks: int
     expert_ranks: int
 
-    def count_states(self) -> ModelStates:
-        """Of the rank, between its micro batches."""
-        layers, of_experts = self.memory.layer_parameters, self.memory.num_expert_parameters
-        float8, float8_experts = (
-            sum(getattr(each, name) for each in layers) if self.has_float8 else 0
-            for name in ("float8_others", "float8_experts")
-        )
-        others = self.memory.num_parameters - of_experts
-        sizes = {
-            False: self._share(others - float8, of_experts - float8_experts),
-            True: self._share(float8, float8_experts),
-        }
-        own = sum(sizes.values())
-        gradients = sum(self._find_gradient_bytes(is_float8) * size for is_float8, size in sizes.items())
-        of_state = self.fsdp.main_bytes or self.dtype.itemsize
-        # The optimizer's copies of gradients of another dtype than what they change, until the next step.
-        converted = sum(
-            of_state * size for is_float8, size in sizes.items() if self._find_gradient_bytes(is_float8) != of_state
-        )
-        return ModelStates(
-            weights=self.dtype.itemsize * sizes[False] + sizes[True],
-            optimizer_states=((self.fsdp.main_bytes or 0) + _MOMENTS) * own,
-            communication_buffers=self._count_outside() if self.fsdp.keeps_outer_weights else 0,
-            standing_gradients=gradients,
-            gradients=gradients + converted,
-            gradients_at_rest=gradients + converted,
-        )
+    def stand(self) -> Standing:
+        """All of the rank's tensors: its part of every unit's weights, gradients and states, and what passes."""
+        return Standing(tensors=tuple(self._list_tensors()), buckets=self)
 
-    def place(self, allocator: CachingAllocator, others: Iterable[int] = (), step: Step | None = None) -> int:
-        """Allocate what stays from step to step.
-
-        Args:
-            allocator: an empty one.
-            others: bytes of each tensor that stays and that neither the states are nor the step makes.
-            step: the first, on the same allocator, before Adam's moments are made.
-
-        Returns the bytes that the allocator counts beyond those of the buffers, which have a stream of their own.
-        """
-        stream, total, num_gradient_bytes = allocator.add_stream(), 0, 0
-        groups = [(math.ceil(size / ranks), *each) for each in self._list_groups() for size, ranks, _ in [each]]
+    def _list_tensors(self) -> Iterator[Tensor]:
+        of_main, gradients, converted = self.fsdp.main_bytes or 0, 0, 0
+        groups = [(math.ceil(size / ranks), size, ranks, is_float8) for size, ranks, is_float8 in self._list_groups()]
         for own, size, ranks, is_float8 in groups:
-            of_weight, of_main = 1 if is_float8 else self.dtype.itemsize, self.fsdp.main_bytes or 0
-            num_gradient_bytes += own * self._find_gradient_bytes(is_float8)
-            total += own * (of_weight + of_main)
-            stream.allocate(own * of_weight)
-            whole = stream.allocate(size * of_weight if ranks > 1 else 0)
-            stream.allocate(own * of_main)
-            stream.free(whole)
-        stream.allocate(num_gradient_bytes)
-        states = self.count_states()
-        for size in [states.communication_buffers, *others]:
-            allocator.allocate(size)
-        if step is not None:
-            step.play()
+            of_weight, of_gradient = 1 if is_float8 else self.dtype.itemsize, self._get_gradient_bytes(is_float8)
+            yield Tensor("weights", own * of_weight, is_in_buffers=True)
+            yield Tensor("weights", size * of_weight if ranks > 1 else 0, Born.PASSING, is_in_buffers=True)
+            yield Tensor("optimizer states", own * of_main, is_in_buffers=True)
+            gradients += own * of_gradient
+            # The optimizer's copies of gradients of another dtype than what they change.
+            of_state = of_main or self.dtype.itemsize
+            converted += own * of_state if of_gradient != of_state else 0
+        yield Tensor("gradients", gradients, is_in_buffers=True)
+        yield Tensor("communication buffers", self._count_outside() if self.fsdp.keeps_outer_weights else 0)
+        yield Tensor("gradients", converted, Born.EACH_STEP)
         for own, *_ in groups:
-            for _ in range(2):
-                allocator.allocate(own * _MOMENTS // 2)
-        if step is not None:
-            step.gradients = [allocator.allocate(states.gradients - states.standing_gradients)]
-        return stream.allocated - total - num_gradient_bytes
+            yield from [Tensor("optimizer states", own * FLOAT32, Born.FIRST_STEP)] * 2
 
     def list_held(self, segment: Segment) -> dict[tuple[str, int | None], int]:
         """Bytes of the weights of each unit that is gathered, and of its gradients that are not reduced yet.
@@ -132,7 +88,7 @@ class ShardedChunk:
             return found
         done = units[len(layers) - {HEAD: 0, LAYERS: place + 1, EMBEDDING: len(layers)}[segment.part] :]
         waiting = max(0, segment.num_gradients - sum(layers[unit].total for unit in done)) * (self.ranks > 1)
-        found["gradients", None] = waiting * self._find_communicated_bytes(False)
+        found["gradients", None] = waiting * self._get_communicated_bytes(False)
         elements = 0
         for unit in done:
             # Those of the unit whose backward runs; before them, the latest first, as many as may wait.
@@ -177,7 +133,7 @@ class ShardedChunk:
     def _count_gradients(self, layer: LayerParameters) -> int:
         float8 = self._count_float8(layer)
         others = self._count_shared(layer) - float8
-        return others * self._find_communicated_bytes(False) + float8 * self._find_communicated_bytes(True)
+        return others * self._get_communicated_bytes(False) + float8 * self._get_communicated_bytes(True)
 
     def _count_shared(self, layer: LayerParameters) -> int:
         """Elements that other ranks share, so that they are gathered."""
@@ -188,11 +144,8 @@ class ShardedChunk:
         shared = layer.float8_others * (self.ranks > 1) + layer.float8_experts * (self.expert_ranks > 1)
         return shared * self.has_float8
 
-    def _share(self, others: int, experts: int) -> int:
-        return math.ceil(others / self.ranks) + math.ceil(experts / self.expert_ranks)
-
-    def _find_gradient_bytes(self, is_float8: bool) -> int:
+    def _get_gradient_bytes(self, is_float8: bool) -> int:
         return self.fsdp.gradient_bytes or (2 if is_float8 else self.dtype.itemsize)
 
-    def _find_communicated_bytes(self, is_float8: bool) -> int:
-        return self.fsdp.communicated_bytes or self._find_gradient_bytes(is_float8)
+    def _get_communicated_bytes(self, is_float8: bool) -> int:
+        return self.fsdp.communicated_bytes or self._get_gradient_bytes(is_float8)

@@ -7,14 +7,13 @@ last layer of a chunk has nothing behind it to run meanwhile, so what it keeps s
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from tempo_kernels.offload import MIN_BYTES
 from tempo_megatron.memory.kept.attribution import find_row
 from tempo_megatron.memory.kept.recorder import SavedStorage
-from tempo_megatron.memory.run import OptimizerSettings, Run
+from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import record_chunk
 from tempo_megatron.memory.simulated.chunk_model import STACKS_OF_FAMILIES
 from tempo_megatron.settings.config import TempoConfig
@@ -32,25 +31,12 @@ def drop_offload(config: TempoConfig) -> TempoConfig:
     return dataclasses.replace(config, offload="off", layers=layers)
 
 
-def sum_movable_rows(saved: Iterable[SavedStorage], seq_length: int) -> dict[str, int]:
-    """One of OFFLOAD_ROWS -> the bytes of a layer that go to the host by that name."""
-    found: collections.Counter[str] = collections.Counter()
-    for name, num_bytes in _list_movable(saved, seq_length):
-        found[name] += num_bytes
-    return dict(found)
-
-
 def _list_movable(saved: Iterable[SavedStorage], seq_length: int) -> Iterator[tuple[str, int]]:
     """Of each storage of a layer that may go to the host, one of OFFLOAD_ROWS and its bytes."""
     for storage in saved:
         name = find_offload_row(find_row(storage.operation, storage.shape, (seq_length,)))
         if name is not None and storage.num_bytes >= MIN_BYTES:
             yield name, storage.num_bytes
-
-
-def count_moved(rows: Mapping[str, int], offload: str) -> int:
-    """The bytes that a layer with these movable rows sends to the host with a value of `offload`."""
-    return sum(num_bytes for name, num_bytes in rows.items() if is_moved(name, offload))
 
 
 def list_moved_of_layers(run: Run, layers: range) -> tuple[tuple[int, ...], ...]:
@@ -80,26 +66,16 @@ def list_moved_of_layers(run: Run, layers: range) -> tuple[tuple[int, ...], ...]
         for place, (config, _, _) in enumerate(distinct)
     }
     seq_length = run.model.seq_length // run.context_parallel
-    by_layer, _ = record_chunk(
-        dataclasses.replace(
-            run,
-            model=dataclasses.replace(run.model, num_layers=len(distinct), seq_length=seq_length),
-            tempo=dataclasses.replace(drop_offload(run.tempo), layers=values),
-            experts=run.experts
-            and dataclasses.replace(run.experts, layers=tuple(has_experts for _, _, has_experts in distinct)),
-            optimizer=OptimizerSettings(),
-            pipeline_parallel=1,
-            data_parallel=1,
-            layers_per_virtual_stage=None,
-            layers_of_chunks=None,
-            first_stage_layers=None,
-            last_stage_layers=None,
-            num_micro_batches=None,
-            # Those that are recomputed as a whole are the first ones of the chunk, and so of its kinds.
-            recompute_num_layers=run.recompute_num_layers
-            and sum("full" in recomputed for _, recomputed, _ in distinct),
-        )
+    of_kinds = dataclasses.replace(
+        run,
+        model=dataclasses.replace(run.model, num_layers=len(distinct)),
+        tempo=dataclasses.replace(drop_offload(run.tempo), layers=values),
+        experts=run.experts
+        and dataclasses.replace(run.experts, layers=tuple(has_experts for _, _, has_experts in distinct)),
+        # Those that are recomputed as a whole are the first ones of the chunk, and so of its kinds.
+        recompute_num_layers=run.recompute_num_layers and sum("full" in recomputed for _, recomputed, _ in distinct),
     )
+    by_layer, _ = record_chunk(of_kinds, range(len(distinct)))
     moved = {
         kind: tuple(
             num_bytes

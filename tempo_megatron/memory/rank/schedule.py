@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -53,3 +54,29 @@ def list_events(
         if number >= warmup:
             micro_batch, chunk = places[number - warmup]
             yield Event(False, micro_batch, num_chunks - 1 - chunk)
+
+
+def list_until_full(events: Sequence[Event]) -> Sequence[Event]:
+    """The events of a stage of one chunk until a step has twice had as many micro batches in flight as it ever has.
+
+    Later ones repeat them, with the same blocks.
+    """
+    if any(event.chunk for event in events):
+        return events
+    levels = list(itertools.accumulate(1 if event.is_forward else -1 for event in events))
+    full = [place for place, level in enumerate(levels) if level == max(levels)]
+    return events[: full[:2][-1] + 2]
+
+
+def list_turns(events: Sequence[Event], *, is_combined: bool) -> list[list[Event]]:
+    """Events that run at a time; what is in flight behind the last one has its backward then."""
+    in_flight = {each[1:] for each in events if each.is_forward} - {each[1:] for each in events if not each.is_forward}
+    last = sorted((Event(False, *each) for each in in_flight), key=lambda each: (-each.chunk, each.micro_batch))
+    turns: list[list[Event]] = []
+    for event in [*events, *last]:
+        if is_combined and event.is_forward and turns and not turns[-1][0].is_forward:
+            # The forward's segment is over when the backward's runs.
+            turns[-1].insert(0, event)
+        else:
+            turns.append([event])
+    return turns

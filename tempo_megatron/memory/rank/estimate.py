@@ -1,0 +1,303 @@
+"""Estimates the memory of a training run on every kind of rank, for any number of devices, without hardware.
+
+What a micro batch makes and frees in embedding, layers and loss head, forward and backward, is listed by running the
+real modules on fake tensors (`tempo_megatron.memory.simulated.chunk`), and played in the order of the pipeline's
+schedule (`play.py`); then comes the optimizer's step. The estimate is the highest moment; nothing in it is fitted.
+
+Not in it: memory that an operation takes and gives back inside itself (but for Tempo's on a CPU), what an allocator
+keeps free, CUDA's context, NCCL's buffers, what an allocator rounds up and cuBLAS's workspaces where no GPU is named,
+and on a CPU the 512 KiB of tables that the in-place GELU of 16 bits makes once in a process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from tempo_megatron.memory.rank.allocator import CachingAllocator, ExpandableAllocator
+from tempo_megatron.memory.rank.libraries import list_library_tensors, list_workspaces
+from tempo_megatron.memory.rank.megatron_fsdp import ShardedChunk
+from tempo_megatron.memory.rank.offload import drop_offload, list_moved_of_layers
+from tempo_megatron.memory.rank.play import Counters, Step, play_rank
+from tempo_megatron.memory.rank.schedule import Event, list_events, list_until_full
+from tempo_megatron.memory.rank.standing import Born, Standing, list_megatrons, list_plain
+from tempo_megatron.memory.rank.zero import count_zero, makes_gradients
+from tempo_megatron.memory.routing import assume_routing
+from tempo_megatron.memory.run import Run
+from tempo_megatron.memory.simulated.chunk import simulate_chunk
+from tempo_megatron.memory.simulated.chunk_memory import ChunkMemory
+
+
+@dataclasses.dataclass(frozen=True)
+class RankEstimate:
+    """The ranks of one pipeline stage, or of several alike, at the highest moment of a step."""
+
+    name: str
+    """`all ranks`, or `first stage`, `stage 1`, `last stage`."""
+
+    num_parameters: int
+    """On one rank."""
+
+    moment: str
+    """When the peak is: `forward of the loss head`, `optimizer step`."""
+
+    parts: dict[str, int]
+    """What stands at the peak -> bytes; see PART_NAMES."""
+
+    at_rest: dict[str, int] = dataclasses.field(default_factory=dict)
+    """What stands between two steps -> bytes, as in `parts`."""
+
+    rounded_bytes: int | None = None
+    """With torch's caching allocator simulated: what it counts as allocated at most."""
+
+    reserved_bytes: int | None = None
+    """And what it takes from the device, fragments that nothing fits among it."""
+
+    host_bytes: int = 0
+    """What layers have sent to the host at most, of all micro batches in flight."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def at_rest_bytes(self) -> int:
+        return sum(self.at_rest.values())
+
+
+PART_NAMES = (
+    "weights",
+    "gradients",
+    "optimizer states",
+    "communication buffers",
+    "global memory buffer",
+    "workspaces",
+    "rounding",
+    "placeholder gradients",
+    "float8 weights",
+    "lasting tensors",
+    "stage inputs",
+    "deferred gradients",
+    "micro batches",
+    "other micro batches' activations",
+    "embedding",
+    "layers",
+    "loss head",
+    "attention's workspaces",
+    "transients",
+)
+
+
+# Where a part's name alone does not say what it is.
+_DESCRIPTIONS = {
+    "communication buffers": "gathered weights and gradients",
+    "global memory buffer": "Megatron's global memory buffer",
+    "workspaces": "cuBLAS's workspaces",
+    "rounding": "rest of the allocator's blocks",
+    "deferred gradients": "what the output layer's gradients wait with",
+    "lasting tensors": "rotary tables and experts' routing",
+    "stage inputs": "earlier inputs of a stage or layer, and their gradients",
+    "micro batches": "tokens, labels and masks",
+    "embedding": "activations of the embedding",
+    "layers": "activations of the layers",
+    "loss head": "activations of the loss head",
+    "transients": "made and freed at the peak",
+}
+
+
+def describe_part(name: str) -> str:
+    """What one of PART_NAMES is, for a table."""
+    return _DESCRIPTIONS.get(name, name)
+
+
+def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | None = None) -> tuple[RankEstimate, ...]:
+    """The peak of the ranks of every pipeline stage, from the first to the last; those of one stage are alike.
+
+    Args:
+        run: its model has a vocab_size.
+        simulates_allocator: whether `rounded_bytes` and `reserved_bytes` are found too, which takes time for each
+            layer; a GPU's modules only.
+        only: the stage that is estimated; None is all.
+
+    Raises ValueError where the model cannot lie so, and for a T5 in several pipeline stages.
+    """
+    stages, optimizer = run.pipeline_parallel, run.optimizer
+    if simulates_allocator and run.stock == "cpu":
+        raise ValueError(
+            "--allocator is given with --stock cpu, but it simulates the allocator of a GPU; expected --stock local or "
+            "transformer_engine; leave one of them out"
+        )
+    run.check()
+    num_micro_batches = run.num_micro_batches or (1 if stages == 1 and optimizer.kind == "none" else 2 * stages)
+    accumulates = num_micro_batches > 1
+    is_combined = run.experts is not None and run.experts.overlaps and accumulates
+    # What DeepSpeed's blocks add is not known.
+    has_rounding = run.gpu is not None and optimizer.kind == "megatron"
+    found: list[RankEstimate] = []
+    for stage in range(stages) if only is None else [only]:
+        layers = run.list_chunks(stage)
+        of_stage = assume_routing(run, stage)
+        moved = [list_moved_of_layers(of_stage, each) for each in layers]
+        here = dataclasses.replace(of_stage, tempo=drop_offload(run.tempo)) if run.tempo.offloads else of_stage
+        has_gradients = not makes_gradients(optimizer, run.dtype, accumulates)
+        chunks = [
+            simulate_chunk(here, each, **ends, has_gradients=has_gradients)
+            for each, ends in zip(layers, run.list_ends(stage), strict=True)
+        ]
+        standing = _list_standing(run, chunks, accumulates=accumulates)
+        standing = dataclasses.replace(standing, tensors=(*standing.tensors, *list_library_tensors(run, stage, chunks)))
+        group = run.micro_batch_group or stages
+        # Later groups of micro batches repeat what earlier ones did.
+        number = min(num_micro_batches, 4 * group + num_micro_batches % group)
+        events = [*list_events(stage, stages, len(chunks), number, group, is_combined=is_combined)]
+        workspaces = list_workspaces(run, has_head=stage == stages - 1)
+        is_expandable = run.expandable_segments or not (has_rounding or simulates_allocator)
+        allocator = _make_allocator(is_expandable=is_expandable, counts_reserved=simulates_allocator)
+        step = Step(
+            allocator,
+            chunks,
+            list_until_full(events),
+            workspaces,
+            buckets=standing.buckets,
+            moved=moved,
+            is_combined=is_combined,
+        )
+        counters = play_rank(step, standing, num_steps=2 if simulates_allocator else 1)
+        rank = _estimate_rank(
+            _name(stage, stages),
+            chunks,
+            standing,
+            counters if has_rounding else dataclasses.replace(counters, rounding=0, rounding_at_rest=0),
+            workspaces=sum(map(sum, workspaces.values())),
+            deferred=_count_deferred(run, num_micro_batches) if stage == stages - 1 else 0,
+            inputs_of_experts=_count_inputs_of_experts(run, chunks, layers),
+            host_bytes=_count_on_host(events, [sum(map(sum, each)) for each in moved]),
+        )
+        if simulates_allocator:
+            rank = dataclasses.replace(rank, rounded_bytes=counters.rounded, reserved_bytes=counters.reserved)
+        found.append(rank)
+    return tuple(found)
+
+
+def _make_allocator(*, is_expandable: bool, counts_reserved: bool) -> CachingAllocator:
+    """Where nothing asks for rounding, expandable segments are the plainest: nothing lies anywhere in them."""
+    if is_expandable and counts_reserved:
+        return ExpandableAllocator()
+    return CachingAllocator(is_expandable=is_expandable, counts_reserved=counts_reserved)
+
+
+def _list_standing(run: Run, chunks: Sequence[ChunkMemory], *, accumulates: bool) -> Standing:
+    """What stands on a stage's ranks. Ranks that share states of experts are others than share the rest."""
+    optimizer, experts = run.optimizer, run.experts
+    # Context-parallel ranks share them like data-parallel ones.
+    ranks = run.data_parallel * run.context_parallel // optimizer.instances
+    of_expert = 1 if experts is None else experts.expert_parallel * experts.tensor_parallel
+    sharing = ranks, ranks * run.tensor_parallel // of_expert
+    if optimizer.fsdp is not None:
+        return ShardedChunk(optimizer.fsdp, chunks[0], run.dtype, run.float8_weights, *sharing).stand()
+    if optimizer.kind == "megatron":
+        return list_megatrons(run, chunks, sharing)
+    sizes = [each.size for chunk in chunks for each in chunk.parameters]
+    if optimizer.kind == "none":
+        return list_plain(sizes, run.dtype.itemsize, accumulates=accumulates)
+    largest = max(chunk.largest_layer_parameters for chunk in chunks)
+    zero = count_zero(sum(sizes), run.dtype, optimizer, ranks=ranks, largest=largest, accumulates=accumulates)
+    return zero.stand(sizes)
+
+
+def _name(stage: int, num_stages: int) -> str:
+    if num_stages == 1:
+        return "all ranks"
+    return {0: "first stage", num_stages - 1: "last stage"}.get(stage, f"stage {stage}")
+
+
+def _count_deferred(run: Run, num_micro_batches: int) -> int:
+    """Inputs of the output layer and gradients of the logits, of earlier micro batches, at a step's last forward.
+
+    The buffers take those of the first micro batches up to the limit (core/tensor_parallel/layers.py:
+    LinearWithGradAccumulationAndAsyncCommunication of megatron-core 0.16.1), until the pipeline is empty.
+    """
+    if run.deferred_head_gradients is None:
+        return 0
+    limit = run.deferred_head_gradients or num_micro_batches
+    tokens = run.micro_batch_size * run.model.seq_length // run.context_parallel
+    logits = tokens * run.padded_vocab_size // run.tensor_parallel
+    return min(limit, num_micro_batches - 1) * (logits * run.dtype.itemsize + _count_hidden_bytes(run))
+
+
+def _count_hidden_bytes(run: Run) -> int:
+    tokens = run.micro_batch_size * run.model.seq_length // run.context_parallel
+    parts = run.tensor_parallel if run.sequence_parallel else 1
+    return tokens * run.model.hidden_size // parts * run.dtype.itemsize
+
+
+def _count_inputs_of_experts(run: Run, chunks: Sequence[ChunkMemory], layers: Sequence[Sequence[int]]) -> int:
+    """The latest input of each layer with experts, and its gradient, where forwards run beside backwards.
+
+    Such a layer's graph begins at an input of its own (core/pipeline_parallel/utils.py:249 of Megatron-LM at
+    d98e8a64dd), and its dispatcher has the router's probabilities with that graph until the next micro batch comes
+    (core/transformer/moe/token_dispatcher.py:642). A stage's own input counts for the first layer already. What layers
+    of multi-token prediction keep is not counted.
+    """
+    experts = run.experts
+    if experts is None or not experts.overlaps or experts.dispatcher != "alltoall":
+        return 0
+    number = sum(
+        experts.layers[layer]
+        for chunk, of_chunk in zip(chunks, layers, strict=True)
+        for layer in of_chunk[1 if chunk.input_bytes else 0 :]
+    )
+    return 2 * number * _count_hidden_bytes(run)
+
+
+def _estimate_rank(
+    name: str,
+    chunks: Sequence[ChunkMemory],
+    standing: Standing,
+    counters: Counters,
+    *,
+    workspaces: int,
+    deferred: int,
+    inputs_of_experts: int,
+    host_bytes: int,
+) -> RankEstimate:
+    """The highest moment of a step: of its micro batches, of the reduction of the gradients, or the optimizer's step.
+
+    deferred: of `_count_deferred`.
+    inputs_of_experts: what layers with experts keep of the latest micro batch between steps.
+    """
+    none = dict.fromkeys(PART_NAMES, 0) | {"workspaces": workspaces}
+    stays = none | standing.sum_parts(Born.SETUP, Born.FIRST_STEP)
+    running = none | standing.sum_parts(Born.SETUP, Born.FIRST_STEP, Born.MICRO_BATCHES)
+    for part, num_bytes in {
+        **counters.peak.parts,
+        "rounding": counters.rounding,
+        "deferred gradients": deferred,
+    }.items():
+        running[part] += num_bytes
+    # A chunk's block has the latest micro batch's input in an attribute until the next one comes
+    # (core/transformer/transformer_block.py:578 of megatron-core 0.16.1), and the schedule lets it keep its gradient
+    # (core/pipeline_parallel/schedules.py:469).
+    at_rest = none | standing.sum_parts(Born.SETUP, Born.FIRST_STEP, Born.EACH_STEP)
+    at_rest["rounding"] = counters.rounding_at_rest
+    at_rest["stage inputs"] = sum(2 * chunk.input_bytes for chunk in chunks) + inputs_of_experts
+    batch = chunks[-1].micro_batch_bytes
+    ends = {
+        counters.peak.name: running,
+        "reduction of the gradients": stays
+        | {"gradients": standing.reduction, "micro batches": batch, "rounding": counters.rounding_at_rest},
+        "optimizer step": at_rest
+        | {"gradients": at_rest["gradients"] + standing.step_gradients, "transients": standing.step_transient},
+    }
+    moment = max(ends, key=lambda each: sum(ends[each].values()))
+    num_parameters = sum(chunk.num_parameters for chunk in chunks)
+    return RankEstimate(name, num_parameters, moment, ends[moment], at_rest, host_bytes=host_bytes)
+
+
+def _count_on_host(events: Iterable[Event], moved: Sequence[int]) -> int:
+    """Bytes on the host at most, of what a micro batch sends there, chunk by chunk."""
+    highest = level = 0
+    for event in events:
+        level += moved[event.chunk] if event.is_forward else -moved[event.chunk]
+        highest = max(highest, level)
+    return highest
