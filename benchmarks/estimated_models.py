@@ -25,7 +25,7 @@ from measurements import RESULTS, ROOT, measure_missing
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.estimate.estimate import estimate_ranks
-from tempo_megatron.memory.run import Experts, OptimizerSettings, Run
+from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.models.shape import make_shape, read_shape_file
 
 OUTPUTS = {name: RESULTS / "estimate" / f"{name}.jsonl" for name in ("model", "scale")}
@@ -48,6 +48,7 @@ _QWEN3_30B_A3B = {
     "normalization": "RMSNorm", "norm_epsilon": 1e-6, "activation": "swiglu", "position_embedding_type": "rope",
     "rotary_base": 1000000, "add_bias_linear": False, "attention_dropout": 0.0, "hidden_dropout": 0.0,
     "vocab_size": 151936, "qk_layernorm": True, "untie_embeddings_and_output_weights": True,
+    "num_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 768,
 }  # fmt: skip
 # Name -> file of configs/model or fields, changes, choices.
 MODELS: dict[str, tuple[Any, dict[str, Any], Sequence[str]]] = {
@@ -85,10 +86,14 @@ def measure_model(case: str) -> dict[str, Any]:
     fields = read_shape_file(ROOT / f"configs/model/{given}.json") if isinstance(given, str) else given
     shape = make_shape(**{**fields, **changes})
     tempo, settings = CHOICES[choice]
-    experts = None
-    if given is _QWEN3_30B_A3B:
-        experts = Experts(num_experts=128, per_token=8, ffn_hidden_size=768, layers=(True,) * 4, grouped=True)
-    run = Run(model=shape, tempo=tempo, stock="transformer_engine", num_micro_batches=1, experts=experts, **settings)
+    run = Run(
+        model=shape,
+        tempo=tempo,
+        stock="transformer_engine",
+        num_micro_batches=1,
+        moe_grouped_gemm=shape.num_experts is not None,
+        **settings,
+    )
     peaks = dict[int, int]()
 
     def find_peak(batch: int) -> int:

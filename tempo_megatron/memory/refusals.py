@@ -29,7 +29,7 @@ def list_refusals(run: Any, names: Mapping[str, str] = MEGATRONS) -> Iterator[st
 
     names: MEGATRONS or OURS.
     """
-    model, experts, optimizer = run.model, run.experts, run.optimizer
+    model, optimizer = run.model, run.optimizer
     tp, pp, cp = (names[part] for part in ("tp", "pp", "cp"))
     is_engine = run.stock == "transformer_engine"
     if model.vocab_size is None:
@@ -53,7 +53,7 @@ def list_refusals(run: Any, names: Mapping[str, str] = MEGATRONS) -> Iterator[st
             f"--seq-length {model.seq_length} is not a multiple of twice {cp} {run.context_parallel}, as each rank "
             "takes two chunks; change one of them"
         )
-    if experts is not None:
+    if model.num_experts is not None:
         yield from _list_refused_experts(run, names)
     if run.overlaps_tensor_parallel and not (run.sequence_parallel and is_engine):
         yield (
@@ -140,44 +140,37 @@ def _list_refused_stages(run: Any, pp: str) -> Iterator[str]:
 
 
 def _list_refused_experts(run: Any, names: Mapping[str, str]) -> Iterator[str]:
-    """Of a mixture: how its experts divide, what they can take, and what may run beside them."""
-    experts, ep = run.experts, names["ep"]
-    parallel, shared, ranks = experts.expert_parallel, experts.tensor_parallel, run.ranks_of_stage
-    if experts.num_experts % parallel:
-        yield f"{ep} {parallel} does not divide the model's {experts.num_experts} experts; change it"
-    if ranks % (parallel * shared):
+    """Of a mixture: how its experts divide, what they can take, and what may run at the same time."""
+    model, ep, parallel, shared = run.model, names["ep"], run.expert_parallel, run.expert_tensor_parallel
+    if model.num_experts % parallel:
+        yield f"{ep} {parallel} does not divide the model's {model.num_experts} experts; change it"
+    if run.ranks_of_stage % (parallel * shared):
         yield (
-            f"{ep} {parallel} times {shared}, over which an expert is split, does not divide the {ranks} ranks of a "
-            f"pipeline stage; change {ep}, {names['tp']} or {names['ranks']}"
+            f"{ep} {parallel} times {shared}, over which an expert is split, does not divide the {run.ranks_of_stage} "
+            f"ranks of a pipeline stage; change {ep}, {names['tp']} or {names['ranks']}"
         )
-    if experts.capacity_factor is not None and experts.routing == "sinkhorn":
-        yield (
-            "--moe-expert-capacity-factor and --moe-router-load-balancing-type sinkhorn are both given; leave one of "
-            "them out"
-        )
-    if experts.pads_to_capacity and experts.capacity_factor is None:
-        yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor; give both or none"
-    if experts.pads_to_capacity and experts.dispatcher == "flex":
+    capacity, is_padded = model.moe_expert_capacity_factor, model.moe_pad_expert_input_to_capacity
+    if is_padded and run.dispatcher == "flex":
         yield (
             "--moe-pad-expert-input-to-capacity and --moe-token-dispatcher-type flex are both given, which DeepEP "
             "refuses and the estimate does not know; change one of them"
         )
-    most = experts.num_experts / experts.per_token
+    most = model.num_experts / model.moe_router_topk
     # Rows are taken from the tokens, which are fewer (core/transformer/moe/moe_utils.py: permute of core 0.16.1).
-    if experts.pads_to_capacity and experts.dispatcher == "alltoall" and experts.capacity_factor > most:
+    if is_padded and run.dispatcher == "alltoall" and capacity > most:
         yield (
-            f"--moe-expert-capacity-factor is {experts.capacity_factor:g} and experts are padded to it; Megatron's "
-            f"all-to-all fails above {most:g}, where an expert has more rows than there are tokens; lower it, or use "
+            f"--moe-expert-capacity-factor is {capacity:g} and experts are padded to it; Megatron's all-to-all fails "
+            f"above {most:g}, where an expert has more rows than there are tokens; lower it, or use "
             "--moe-token-dispatcher-type allgather"
         )
     is_cut = run.pipeline_parallel == 1 or len(run.list_chunks(0)) > 1
-    if experts.overlaps and (experts.dispatcher == "allgather" or parallel == 1 or not is_cut):
+    if run.overlaps_experts and (run.dispatcher == "allgather" or parallel == 1 or not is_cut):
         yield (
             f"--overlap-moe-expert-parallel-comm needs {ep} of at least 2, --moe-token-dispatcher-type alltoall or "
             "flex, and several chunks of each pipeline stage where there are stages; change what is missing, or leave "
             "it out"
         )
-    if experts.overlaps and "full" in run.recompute:
+    if run.overlaps_experts and "full" in run.recompute:
         yield "--overlap-moe-expert-parallel-comm and --recompute-granularity full are both given; leave one out"
 
 

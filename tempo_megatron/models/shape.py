@@ -63,7 +63,7 @@ _EXPERTS = {
     **{"moe_expert_capacity_factor": None, "moe_pad_expert_input_to_capacity": False},
 }
 _LATENT_SIZES = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-_LATENT = {"q_lora_rank": None, **dict.fromkeys(_LATENT_SIZES)}
+LATENT = {"q_lora_rank": None, **dict.fromkeys(_LATENT_SIZES)}
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
 
@@ -198,25 +198,22 @@ class ModelShape:
         """Inner size of one expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
-    def take_layers(self, layers: Sequence[int]) -> ModelShape:
-        """A model of these layers only, counted from 0."""
-        has = [int(self.layers_with_experts[layer]) for layer in layers]
-        freq: dict[str, Any] = {"moe_layer_freq": str(has).replace(" ", "")} if any(has) else {}
-        if not any(has):
-            freq = {"num_experts": None, **_EXPERTS}
-        return dataclasses.replace(self, num_layers=len(layers), **freq)
+    @property
+    def latent_sizes(self) -> tuple[int, int, int, int]:
+        """Of latent attention: kv_lora_rank, qk_head_dim, qk_pos_emb_head_dim and v_head_dim."""
+        rank, key, position, value = (getattr(self, name) for name in _LATENT_SIZES)
+        return rank, key, position, value
 
-    def leave_parts(self) -> ModelShape:
-        """The model with a dense MLP for experts, ordinary attention for latent attention, and rope for Yarn's."""
+    def take_layers(self, layers: Sequence[int]) -> ModelShape:
+        """A model of these layers only, counted from 0; perhaps none of them has experts."""
+        has = self.layers_with_experts
+        freq = "1" if self.num_experts is None else f"[{','.join(str(int(has[layer])) for layer in layers)}]"
+        return dataclasses.replace(self, num_layers=len(layers), moe_layer_freq=freq)
+
+    def leave_latent_attention(self) -> ModelShape:
+        """The model with ordinary attention for latent attention, and rope for Yarn's."""
         rope = {"position_embedding_type": "rope"} if self.position_embedding_type == "yarn" else {}
-        plain: dict[str, Any] = {
-            "num_experts": None,
-            "multi_latent_attention": False,
-            **_EXPERTS,
-            **_LATENT,
-            **_YARN,
-            **rope,
-        }
+        plain: dict[str, Any] = {"multi_latent_attention": False, **LATENT, **_YARN, **rope}
         return dataclasses.replace(self, **plain)
 
     def describe(self) -> dict[str, Any]:
@@ -306,8 +303,6 @@ def _check_experts(shape: ModelShape) -> None:
     if number is None:
         _refuse_without(shape, "--num-experts", _EXPERTS)
         return
-    if not any(shape.layers_with_experts):
-        raise ValueError(f"--moe-layer-freq {shape.moe_layer_freq} gives no layer experts; leave --num-experts out")
     if topk > number:
         raise ValueError(f"--moe-router-topk {topk} is more than --num-experts {number}; change one of them")
     is_softmax, routing = shape.moe_router_score_function == "softmax", shape.moe_router_load_balancing_type
@@ -338,7 +333,7 @@ def _check_experts(shape: ModelShape) -> None:
 
 def _check_latent_attention(shape: ModelShape) -> None:
     if not shape.multi_latent_attention:
-        _refuse_without(shape, "--multi-latent-attention", _LATENT)
+        _refuse_without(shape, "--multi-latent-attention", LATENT)
         return
     for name in _LATENT_SIZES:
         if getattr(shape, name) is None:
@@ -447,17 +442,22 @@ def check_layout(
     shape: ModelShape,
     tensor_model_parallel_size: int,
     sequence_parallel: bool,
+    expert_tensor_parallel_size: int | None = None,
     option: str = "--tensor-model-parallel-size",
 ) -> None:
-    """Raise ValueError, which calls tensor parallelism by `option`, where this many devices cannot share a layer."""
+    """Raise ValueError, which calls tensor parallelism by `option`, where this many devices cannot share a layer.
+
+    An expert is shared by as many as the layer, unless `expert_tensor_parallel_size` says otherwise.
+    """
     tp = tensor_model_parallel_size
+    sharing = {"moe_ffn_hidden_size": expert_tensor_parallel_size or tp, "moe_shared_expert_intermediate_size": tp}
     for name in ("num_attention_heads", "ffn_hidden_size"):
         if (value := getattr(shape, name)) % tp:
             of = "--" + name.replace("_", "-")
             raise ValueError(f"{of} {value} is not a multiple of {option} {tp}; change one of them")
-    for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
-        if (value := getattr(shape, name)) is not None and value % tp:
-            raise ValueError(f"{_name(name)} {value} is not a multiple of {option} {tp}; change one of them")
+    for name, number in sharing.items():
+        if (value := getattr(shape, name)) is not None and value % number:
+            raise ValueError(f"{_name(name)} {value} is not a multiple of {option} {number}; change one of them")
     groups = shape.num_query_groups
     if groups % tp and tp % groups:
         raise ValueError(f"--num-query-groups {groups} and {option} {tp} do not divide one another; change one of them")
@@ -511,7 +511,10 @@ def make_shape(**values: Any) -> ModelShape:
         completed["window_size"] = tuple(completed["window_size"])
     if "moe_layer_freq" in completed:
         completed["moe_layer_freq"] = str(completed["moe_layer_freq"])
-    return ModelShape(**completed)
+    found = ModelShape(**completed)
+    if found.num_experts is not None and not any(found.layers_with_experts):
+        raise ValueError(f"--moe-layer-freq {found.moe_layer_freq} gives no layer experts; leave --num-experts out")
+    return found
 
 
 def pad_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tp: int) -> int:

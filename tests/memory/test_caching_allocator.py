@@ -17,7 +17,7 @@ from tempo_megatron.memory.estimate.estimate import estimate_ranks
 from tempo_megatron.memory.estimate.model_states import ModelStates
 from tempo_megatron.memory.estimate.play import Step
 from tempo_megatron.memory.estimate.reserved import make_allocator, play_steps
-from tempo_megatron.memory.run import Experts, MegatronFsdp, OptimizerSettings, Run
+from tempo_megatron.memory.run import MegatronFsdp, OptimizerSettings, Run
 from tempo_megatron.memory.simulated import chunk
 from tempo_megatron.memory.simulated.chunk_model import Ends
 from tempo_megatron.models.shape import make_shape
@@ -230,17 +230,10 @@ def test_three_layers_with_experts_show_the_allocations_of_all() -> None:
     """But for the sums of the balancing losses, 4 bytes for each layer that runs, which the first one makes."""
     layers = 6
     shape = make_shape(
-        num_layers=layers, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=99, add_bias_linear=False
-    )
-    experts = Experts(
-        num_experts=4,
-        per_token=2,
-        ffn_hidden_size=32,
-        layers=(True,) * layers,
-        aux_loss_coefficient=0.01,
-        imbalance=1.0,
-    )
-    run = Run(model=shape, tempo=OFF, stock="transformer_engine", experts=experts, micro_batch_size=2)
+        num_layers=layers, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=99, add_bias_linear=False,
+        num_experts=4, moe_ffn_hidden_size=32, moe_aux_loss_coeff=0.01,
+    )  # fmt: skip
+    run = Run(model=shape, tempo=OFF, stock="transformer_engine", moe_imbalance=1.0, micro_batch_size=2)
     cut = chunk._cut(run, range(layers))
     few, every = (chunk._run_chunk(cut, Ends(True, True, False, True), True, False, longest) for longest in (3, layers))
     assert MoEAuxLossAutoScaler.main_loss_backward_scale is None, "a simulation leaves it there"

@@ -15,6 +15,7 @@ from kept_formula import LayerShape, count_layer_bytes
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from runs import change_run
 
 from tempo_kernels.attention import cpu, use_gpu_blocks
 from tempo_kernels.attention.settings import Inputs, Kept, Settings
@@ -27,7 +28,7 @@ from tempo_megatron.memory.estimate.estimate import estimate_ranks
 from tempo_megatron.memory.estimate.model_states import count_model_states
 from tempo_megatron.memory.estimate.schedule import list_events
 from tempo_megatron.memory.megatron.read_run import deal_out_layers
-from tempo_megatron.memory.run import Experts, LatentAttention, OptimizerSettings, Run, take_parts
+from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import list_modules, simulate_chunk
 from tempo_megatron.memory.simulated.chunk_memory import HEAD, LAYERS, ChunkMemory, compress
 from tempo_megatron.memory.storages import PeakBytes, count_storage_bytes
@@ -298,32 +299,28 @@ def test_the_fused_cross_entropy_makes_one_more_tensor_in_backward() -> None:
 
 def test_a_layer_of_experts_that_is_recomputed_keeps_its_input() -> None:
     tokens, f = 32, 96
-    model = make_shape(**SMALL | {"activation": "swiglu", "add_bias_linear": False})
-    experts = Experts(
-        num_experts=4, per_token=2, ffn_hidden_size=f, layers=(True,) * 8, dispatcher="alltoall", grouped=True,
-        shared_ffn_hidden_size=48,
-    )  # fmt: skip
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": f, "moe_shared_expert_intermediate_size": 48}
+    model = make_shape(**SMALL, activation="swiglu", add_bias_linear=False, **experts)
+    run = Run(model=model, tempo=OFF, stock="transformer_engine", dispatcher="alltoall", moe_grouped_gemm=True)
 
     def keep(**values: Any) -> int:
-        run = Run(model=model, tempo=OFF, stock="transformer_engine", experts=experts)
-        return keep_of_middle_layer(simulate_chunk(dataclasses.replace(run, **values), range(8)))
+        return keep_of_middle_layer(simulate_chunk(change_run(run, **values), range(8)))
 
     kept = keep()
     # Of a layer with experts MLP is none, and the shared experts' gate, up and their product are recomputed.
     assert keep(recompute=("mlp",)) == kept
     assert kept - keep(recompute=("shared_experts",)) == 2 * tokens * 48 * 3
-    narrow = dataclasses.replace(experts, ffn_hidden_size=f // 2)
-    assert keep(recompute=("moe",)) == keep(recompute=("moe",), experts=narrow) < kept - 2 * tokens * 2 * f * 3
+    narrow = keep(recompute=("moe",), moe_ffn_hidden_size=f // 2)
+    assert keep(recompute=("moe",)) == narrow < kept - 2 * tokens * 2 * f * 3
 
 
 @pytest.mark.parametrize(("stages", "has_experts"), [(1, False), (2, False), (2, True)])
 def test_a_further_token_takes_a_layer_and_logits_on_the_last_stage(stages: int, has_experts: bool) -> None:
     s, h, v, f = 32, 64, 512, 96
     model = make_shape(**SMALL | {"vocab_size": v, "position_embedding_type": "rope"})
-    experts = None
+    run = Run(model=model, tempo=OFF, stock="transformer_engine", pipeline_parallel=stages)
     if has_experts:
-        experts = Experts(num_experts=4, per_token=2, ffn_hidden_size=f, layers=(True,) * 8, grouped=True)
-    run = Run(model=model, tempo=OFF, stock="transformer_engine", pipeline_parallel=stages, experts=experts)
+        run = change_run(run, num_experts=4, moe_ffn_hidden_size=f, moe_grouped_gemm=True)
 
     def simulate_last(**values: Any) -> Any:
         layers = range(4, 8)
@@ -360,11 +357,11 @@ def test_a_chunk_with_a_further_token_alone_has_its_layer() -> None:
 def test_multi_token_prediction_may_precede_the_head() -> None:
     """In chunks Etttt, tttt, mm, L: as beside the head, but for what passes between the last two."""
     s, h, v = 32, 64, 512
-    model = make_shape(**SMALL | {"vocab_size": v, "position_embedding_type": "rope"})
-    experts = Experts(num_experts=4, per_token=2, ffn_hidden_size=96, layers=(False,) * 7 + (True,), grouped=True)
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 96, "moe_layer_freq": "([0]*7+[1])"}
+    model = make_shape(**SMALL | {"vocab_size": v, "position_embedding_type": "rope"}, **experts)
     run = Run(
-        model=model, tempo=OFF, stock="transformer_engine", pipeline_parallel=2, mtp_num_layers=2, experts=experts,
-        layers_of_chunks=(4, 4, 0, 0), num_micro_batches=2,
+        model=model, tempo=OFF, stock="transformer_engine", pipeline_parallel=2, mtp_num_layers=2,
+        layers_of_chunks=(4, 4, 0, 0), num_micro_batches=2, moe_grouped_gemm=True,
     )  # fmt: skip
     apart = dataclasses.replace(run, mtp_precedes_head=True)
 
@@ -399,17 +396,15 @@ def test_a_layer_of_latent_attention_keeps_its_vectors_and_what_attention_takes(
 ) -> None:
     h, a, s, b, t = 64, 4, 32, 2, 2
     kv, nope, rope, v = 40, 16, 8, 24
-    latent = LatentAttention(
-        q_lora_rank=q_lora_rank, kv_lora_rank=kv, qk_head_dim=nope, qk_pos_emb_head_dim=rope, v_head_dim=v,
-        fuses_rope=fuses_rope,
-    )  # fmt: skip
     model = make_shape(
         **SMALL
-        | {"normalization": "RMSNorm", "add_bias_linear": False, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-    )
+        | {"normalization": "RMSNorm", "add_bias_linear": False, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+        multi_latent_attention=True, position_embedding_type="rope", q_lora_rank=q_lora_rank, kv_lora_rank=kv,
+        qk_head_dim=nope, qk_pos_emb_head_dim=rope, v_head_dim=v,
+    )  # fmt: skip
     run = Run(
         model=model, tempo=OFF, stock="transformer_engine", stock_attention=stock_attention, tensor_parallel=t,
-        sequence_parallel=True, micro_batch_size=b, latent_attention=latent,
+        sequence_parallel=True, micro_batch_size=b, fuses_latent_rope=fuses_rope, learns_positions=True,
     )  # fmt: skip
 
     def keep(run: Run) -> tuple[int, int]:
@@ -417,7 +412,7 @@ def test_a_layer_of_latent_attention_keeps_its_vectors_and_what_attention_takes(
         return keep_of_middle_layer(memory), memory.num_parameters
 
     kept, parameters = keep(run)
-    ordinary = keep(dataclasses.replace(run, latent_attention=None))
+    ordinary = keep(dataclasses.replace(run, model=run.built_model))
     tokens, heads = s * b, a // t
     # q, k, v, the output, and a logsumexp of each head, or the softmax's output.
     core = 2 * tokens * heads * (2 * (nope + rope) + 2 * v)
@@ -435,28 +430,27 @@ def test_a_layer_of_latent_attention_keeps_its_vectors_and_what_attention_takes(
 @pytest.mark.parametrize("routing", ["aux_loss", "sinkhorn"])
 def test_a_layer_of_experts_keeps_what_its_tokens_and_its_experts_say(dispatcher: str, routing: str) -> None:
     h, f, tokens, k = 64, 96, 32, 1 if routing == "sinkhorn" else 2
-    model = make_shape(**SMALL | {"activation": "swiglu", "add_bias_linear": False})
-    experts = Experts(
-        num_experts=8, per_token=k, ffn_hidden_size=f, layers=(False, False, *[True] * 6), expert_parallel=4,
-        dispatcher=dispatcher, grouped=True, routing=routing, router_dtype=torch.float32,
+    model = make_shape(
+        **SMALL, activation="swiglu", add_bias_linear=False, num_experts=8, moe_router_topk=k, moe_ffn_hidden_size=f,
+        moe_layer_freq="([0]*2+[1]*6)", moe_router_load_balancing_type=routing, moe_router_dtype="fp32",
+    )  # fmt: skip
+    run = Run(
+        model=model, tempo=OFF, stock="transformer_engine", expert_parallel=4, dispatcher=dispatcher,
+        moe_grouped_gemm=True,
     )  # fmt: skip
 
     def keep(**values: Any) -> tuple[int, int]:
-        run = Run(model=model, tempo=OFF, stock="transformer_engine", experts=dataclasses.replace(experts, **values))
-        memory = simulate_chunk(run, range(8))
+        memory = simulate_chunk(change_run(run, **values), range(8))
         return keep_of_middle_layer(memory), memory.num_expert_parameters
 
     kept, parameters = keep()
     assert parameters == 6 * (8 // 4) * 3 * h * f
     # Of each token and each of its experts: gate, up and their product.
-    assert keep(ffn_hidden_size=f + 16)[0] - kept == 16 * tokens * k * (2 * 2 + 2)
+    assert keep(moe_ffn_hidden_size=f + 16)[0] - kept == 16 * tokens * k * (2 * 2 + 2)
     # A shared expert keeps its input beside, no tensor of tokens times k.
-    shared = keep(shared_ffn_hidden_size=32)[0] - kept
+    shared = keep(moe_shared_expert_intermediate_size=32)[0] - kept
     assert shared == pytest.approx(tokens * 32 * (2 * 2 + 2), rel=0.01)
-    states = [
-        estimate_ranks(Run(model=model, tempo=OFF, stock="transformer_engine", data_parallel=d, experts=experts))[0]
-        for d in (4, 8)
-    ]
+    states = [estimate_ranks(dataclasses.replace(run, data_parallel=d))[0] for d in (4, 8)]
     dense = states[0].num_parameters - parameters
     found = [each.parts["optimizer states"] for each in states]
     assert found == [12 * (dense // d + parameters // (d // 4)) for d in (4, 8)]
@@ -602,8 +596,8 @@ def test_batch_sizes_are_the_deepspeed_jsons(tmp_path: Path) -> None:
 )
 def test_a_file_with_experts_has_the_parameters_of_its_name(name: str, parameters: int, parallel: int) -> None:
     shape = make_shape(**read_shape_file(f"configs/model/{name}.json"))
-    parts = take_parts(shape, stock="transformer_engine", expert_parallel=parallel)
-    run = Run(**parts, tempo=TempoConfig.off(), stock="transformer_engine", data_parallel=parallel)
+    layout = {"data_parallel": parallel, "expert_parallel": parallel, "moe_grouped_gemm": True}
+    run = Run(model=shape, tempo=TempoConfig.off(), stock="transformer_engine", **layout)
     (rank,) = estimate_ranks(run)
     of_experts = 3 * shape.hidden_size * shape.expert_size * 128 * shape.num_layers if parallel > 1 else 0
     assert rank.num_parameters == parameters - of_experts + of_experts // parallel

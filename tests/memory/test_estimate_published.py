@@ -11,6 +11,7 @@ import published_peaks
 import pytest
 import torch
 from made_chunks import make_chunk
+from runs import change_run
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
@@ -24,7 +25,7 @@ from tempo_megatron.memory.estimate.play import Step
 from tempo_megatron.memory.estimate.rounding import count_rounding, list_own_pieces
 from tempo_megatron.memory.estimate.workspaces import find_torch_bytes, list_workspaces
 from tempo_megatron.memory.routing import assume_routing, expect_imbalance
-from tempo_megatron.memory.run import Experts, Hybrid, LatentAttention, MegatronFsdp, OptimizerSettings, Run
+from tempo_megatron.memory.run import Hybrid, MegatronFsdp, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import list_modules, simulate_chunk
 from tempo_megatron.memory.simulated.chunk_memory import ENGINE_PRODUCT, LAYERS, ChunkMemory, LayerParameters, Parameter
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory
@@ -253,22 +254,21 @@ def test_a_step_leaves_the_latest_input_of_each_chunk_its_gradient_and_workspace
 def test_deterministic_experts_keep_what_they_hand_back_and_local_routers_have_a_workspace() -> None:
     """Tokens are added up by index, which keeps them, unless a kernel does it; the router's product is Transformer
     Engine's also beside Megatron's own modules."""
-    experts = Experts(num_experts=4, per_token=2, ffn_hidden_size=64, layers=(True, True), dispatcher="alltoall")
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 64}
     sizes = {**SMALL, "seq_length": 64, "num_layers": 2}
 
     def count_kept(**settings: Any) -> int:
-        of_experts = dataclasses.replace(experts, fuses_permutation=settings.pop("fuses_permutation", False))
-        run = make_run(sizes, experts=of_experts, **settings)
+        run = make_run({**sizes, **experts}, dispatcher="alltoall", **settings)
         return simulate_chunk(run, range(2)).kept_bytes
 
     kept = count_kept(deterministic=False)
     assert count_kept() - kept == 2 * (2 * 4 * 64) * 512 * 2
     # The kernel keeps no probabilities to choose from, [tokens, experts] of each layer.
-    assert count_kept(fuses_permutation=True) == kept - 2 * (4 * 64) * 4 * 2
+    assert count_kept(moe_permute_fusion=True) == kept - 2 * (4 * 64) * 4 * 2
     local = make_run(sizes, gpu="h100", stock="local")
     of_torch = list_workspaces(local, has_head=True)
     assert of_torch == {Library.TORCH: [32 * MIB], Library.TORCH_BACKWARD: [32 * MIB]}
-    of_router = list_workspaces(dataclasses.replace(local, experts=experts), has_head=True)
+    of_router = list_workspaces(change_run(local, **experts), has_head=True)
     assert of_router == of_torch | {Library.ENGINE: [32 * MIB + 1024]}
 
 
@@ -321,8 +321,8 @@ def test_layers_that_float8_leaves_out_are_those_of_bf16() -> None:
 
 
 def test_experts_keep_their_inputs_in_float8() -> None:
-    experts = Experts(num_experts=4, per_token=2, ffn_hidden_size=64, layers=(True,), grouped=True, imbalance=1.0)
-    run = make_run({**SMALL, "seq_length": 64, "num_layers": 1}, experts=experts, gpu="h100", deterministic=False)
+    sizes = {**SMALL, "seq_length": 64, "num_layers": 1, "num_experts": 4, "moe_ffn_hidden_size": 64}
+    run = make_run(sizes, moe_grouped_gemm=True, moe_imbalance=1.0, gpu="h100", deterministic=False)
     kept = [
         simulate_chunk(dataclasses.replace(run, float8=recipe), range(1)).kept_bytes for recipe in (None, "tensorwise")
     ]
@@ -337,70 +337,68 @@ def test_layers_hold_rotary_tables_and_where_tokens_went_between_micro_batches()
     plain = make_run(sizes, micro_batch_size=1, pipeline_parallel=2, layers_per_virtual_stage=1)
     assert count_lasting_tensors(plain, 1) == 8 * 4096 * 128 * 4
     assert count_lasting_tensors(make_run(SMALL), 0) == 0
-    experts = Experts(
-        num_experts=32,
-        per_token=4,
-        ffn_hidden_size=64,
-        layers=(False,) + (True,) * 15,
-        dispatcher="alltoall",
-        fuses_permutation=True,
-        router_dtype=torch.float32,
-    )
-    run = dataclasses.replace(plain, experts=experts, layers_per_virtual_stage=None, mtp_num_layers=1)
+    experts = {
+        **{"num_experts": 32, "moe_router_topk": 4, "moe_ffn_hidden_size": 64, "moe_layer_freq": "([0]+[1]*15)"},
+        **{"moe_router_dtype": "fp32", "dispatcher": "alltoall", "moe_permute_fusion": True},
+    }
+    run = change_run(plain, **experts, layers_per_virtual_stage=None, mtp_num_layers=1)
     tokens = 4096
     # Probabilities in float32, a byte for each expert, and the kernel's map; eight layers, and that of a further token.
     routing = 9 * tokens * (32 * (4 + 1) + 4 * (2 * 32 + 1))
     assert count_lasting_tensors(run, 1) == routing + tokens * 128 * 4
-    sorted_by_index = dataclasses.replace(experts, fuses_permutation=False, router_dtype=None)
-    by_index = dataclasses.replace(run, experts=sorted_by_index, mtp_num_layers=0)
+    by_index = change_run(run, moe_permute_fusion=False, moe_router_dtype=None, mtp_num_layers=0)
     assert count_lasting_tensors(by_index, 0) == 7 * tokens * (32 * 3 + 8 * 4) + tokens * 128 * 4
-    gathered = dataclasses.replace(sorted_by_index, dispatcher="allgather", expert_parallel=4)
-    of_all = dataclasses.replace(by_index, experts=gathered, data_parallel=4)
+    of_all = dataclasses.replace(by_index, dispatcher="allgather", expert_parallel=4, data_parallel=4)
     assert count_lasting_tensors(of_all, 0) == 7 * tokens * (4 * 8 + 4 * (2 + 8)) + tokens * 128 * 4
-    latent = dataclasses.replace(plain, latent_attention=_LATENT, layers_per_virtual_stage=None)
-    assert count_lasting_tensors(latent, 1) == 8 * _LATENT.qk_pos_emb_head_dim * (4 + 2 * 2) * 4096
+    latent = change_run(plain, **_LATENT, fuses_latent_rope=True, layers_per_virtual_stage=None)
+    assert count_lasting_tensors(latent, 1) == 8 * _LATENT["qk_pos_emb_head_dim"] * (4 + 2 * 2) * 4096
 
 
-def _draw_imbalance(experts: Experts, vocab_size: int, num_layers: int, seed: int) -> float:
+def _draw_imbalance(run: Run, num_layers: int, seed: int) -> float:
     """Of one random router for each layer, and tokens as frequent as Zipf's law says."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, vocab_size, number = torch.Generator().manual_seed(seed), run.padded_vocab_size, run.model.num_experts
+    assert number is not None
     shares = 1 / torch.arange(1, vocab_size + 1, dtype=torch.float64)
     shares /= shares.sum()
-    load = torch.zeros(experts.expert_parallel, dtype=torch.float64)
-    groups, of_group = experts.num_groups or 1, experts.num_experts // (experts.num_groups or 1)
+    load = torch.zeros(run.expert_parallel, dtype=torch.float64)
+    groups, k = run.model.moe_router_num_groups or 1, run.model.moe_router_topk
+    of_group = number // groups
     for _ in range(num_layers):
-        scores = torch.rand(vocab_size, experts.num_experts, generator=generator)
-        if experts.num_groups is not None:
-            others = torch.rand(vocab_size, groups, generator=generator).argsort(1)[:, experts.group_topk or 1 :]
+        scores = torch.rand(vocab_size, number, generator=generator)
+        if groups > 1:
+            others = torch.rand(vocab_size, groups, generator=generator).argsort(1)[
+                :, run.model.moe_router_group_topk or 1 :
+            ]
             scores.view(vocab_size, groups, of_group).scatter_(1, others[..., None].expand(-1, -1, of_group), -1.0)
-        chosen = scores.topk(experts.per_token).indices // (experts.num_experts // experts.expert_parallel)
-        load.index_add_(0, chosen.flatten(), shares.repeat_interleave(experts.per_token))
+        chosen = scores.topk(k).indices // run.num_local_experts
+        load.index_add_(0, chosen.flatten(), shares.repeat_interleave(k))
     return float(load.max() / load.mean())
 
 
 @pytest.mark.parametrize(
     ("experts", "num_layers"),
     [
-        (Experts(num_experts=8, per_token=2, ffn_hidden_size=1, layers=(True,), expert_parallel=4), 12),
-        (Experts(num_experts=16, per_token=4, ffn_hidden_size=1, layers=(True,), expert_parallel=8, num_groups=4,
-                 group_topk=2), 8),
+        ({"num_experts": 8, "expert_parallel": 4}, 12),
+        ({"num_experts": 16, "moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2,
+          "expert_parallel": 8}, 8),
     ],
 )  # fmt: skip
-def test_the_fullest_rank_gets_what_random_routers_give_it(experts: Experts, num_layers: int) -> None:
-    drawn = [_draw_imbalance(experts, 2000, num_layers, seed) - 1 for seed in range(40)]
+def test_the_fullest_rank_gets_what_random_routers_give_it(experts: dict[str, int], num_layers: int) -> None:
+    run = change_run(make_run(SMALL), vocab_size=2000, make_vocab_size_divisible_by=1, **experts)
+    drawn = [_draw_imbalance(run, num_layers, seed) - 1 for seed in range(40)]
     # The loads of few layers are no normal variables: frequent tokens are few.
-    assert expect_imbalance(experts, 2000, num_layers) - 1 == pytest.approx(sum(drawn) / len(drawn), rel=0.15)
+    assert expect_imbalance(run, num_layers) - 1 == pytest.approx(sum(drawn) / len(drawn), rel=0.15)
 
 
 def test_only_ranks_that_divide_experts_by_a_learned_router_can_be_fuller() -> None:
-    experts = Experts(num_experts=8, per_token=2, ffn_hidden_size=64, layers=(True, True), expert_parallel=4)
-    for even in ({"expert_parallel": 1}, {"routing": "sinkhorn"}):
-        assert expect_imbalance(dataclasses.replace(experts, **even), 2000, 2) == 1
-    assert expect_imbalance(experts, 2000, 2) > expect_imbalance(experts, 2000, 8) > 1
-    run = make_run({**SMALL, "seq_length": 64, "num_layers": 2}, experts=experts, data_parallel=4)
+    sizes = {**SMALL, "seq_length": 64, "num_layers": 2, "num_experts": 8, "moe_ffn_hidden_size": 64}
+    run = make_run(sizes, expert_parallel=4, data_parallel=4)
+    for even in ({"expert_parallel": 1}, {"moe_router_load_balancing_type": "sinkhorn"}):
+        assert expect_imbalance(change_run(run, **even), 2) == 1
+    assert expect_imbalance(run, 2) > expect_imbalance(run, 8) > 1
     kept = []
     for factor in (1.0, None, 1.5):
-        given = dataclasses.replace(run, experts=dataclasses.replace(experts, imbalance=factor))
+        given = dataclasses.replace(run, moe_imbalance=factor)
         kept.append(simulate_chunk(assume_routing(given, 0), range(2)).kept_bytes)
     assert kept[0] < kept[1] < kept[2]
 
@@ -481,15 +479,13 @@ def test_a_stage_keeps_the_last_input_of_each_chunk_and_its_gradient() -> None:
 
 def test_overlapped_layers_with_experts_keep_their_latest_input_and_its_gradient() -> None:
     """Of each layer with experts whose input is not a stage's own."""
-    experts = Experts(
-        num_experts=4, per_token=2, ffn_hidden_size=64, layers=(False, True, True, True), expert_parallel=2
-    )
-    sizes = {**SMALL, "seq_length": 64, "hidden_size": 64, "num_layers": 4, "add_bias_linear": False}
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 64, "moe_layer_freq": "[0,1,1,1]"}
+    sizes = {**SMALL, "seq_length": 64, "hidden_size": 64, "num_layers": 4, "add_bias_linear": False, **experts}
+    layout = {"num_micro_batches": 4, "data_parallel": 2, "expert_parallel": 2}
     hidden = 64 * 4 * 64 * 2
 
     def count(*, overlaps: bool = True, dispatcher: str = "alltoall", **settings: Any) -> list[int]:
-        given = dataclasses.replace(experts, overlaps=overlaps, dispatcher=dispatcher)
-        ranks = estimate_ranks(make_run(sizes, num_micro_batches=4, data_parallel=2, experts=given, **settings))
+        ranks = estimate_ranks(make_run(sizes, **layout, overlaps_experts=overlaps, dispatcher=dispatcher, **settings))
         return [rank.at_rest["stage inputs"] // hidden for rank in ranks]
 
     assert count() == [3 * 2]
@@ -511,36 +507,34 @@ def test_fused_accumulation_keeps_a_gradient_of_each_shape_of_weights() -> None:
 
 def test_experts_gather_into_the_global_buffer_and_have_placeholder_gradients_of_their_own() -> None:
     """The gathered tokens stay in the buffer, and each shape of an expert's weights has one placeholder."""
-    experts = Experts(
-        num_experts=8, per_token=2, ffn_hidden_size=256, layers=(True, True), expert_parallel=4, grouped=True
+    experts = {"num_experts": 8, "moe_ffn_hidden_size": 256}
+    sizes = {**SMALL, "seq_length": 64, "num_layers": 2, "add_bias_linear": False, **experts}
+    run = make_run(
+        sizes, gpu="h100", data_parallel=4, expert_parallel=4, moe_grouped_gemm=True, fuses_gradient_accumulation=True
     )
-    sizes = {**SMALL, "seq_length": 64, "num_layers": 2, "add_bias_linear": False}
-    run = make_run(sizes, gpu="h100", data_parallel=4, fuses_gradient_accumulation=True, experts=experts)
     (rank,) = estimate_ranks(run)
     assert rank.at_rest["global memory buffer"] == 4 * 4 * 64 * 512 * 2
     of_attention_and_head = 512 * (3 + 1) * 512 + 512 * run.padded_vocab_size
     assert rank.at_rest["placeholder gradients"] == 2 * (of_attention_and_head + 2 * 256 * 512)
-    (rank,) = estimate_ranks(dataclasses.replace(run, experts=dataclasses.replace(experts, dispatcher="alltoall")))
+    (rank,) = estimate_ranks(dataclasses.replace(run, dispatcher="alltoall"))
     assert rank.at_rest["global memory buffer"] == 0
 
 
 _TOKENS, _LAYERS = 4 * 64, 4
-_EXPERTS = Experts(
-    num_experts=8,
-    per_token=2,
-    ffn_hidden_size=256,
-    layers=(False, True, True, True),
-    expert_parallel=4,
-    grouped=True,
-    dispatcher="alltoall",
-)
-_LATENT = LatentAttention(
-    q_lora_rank=96, kv_lora_rank=32, qk_head_dim=64, qk_pos_emb_head_dim=32, v_head_dim=48, fuses_rope=True
-)
+_LATENT: dict[str, Any] = {
+    **{"multi_latent_attention": True, "position_embedding_type": "yarn", "q_lora_rank": 96, "kv_lora_rank": 32},
+    **{"qk_head_dim": 64, "qk_pos_emb_head_dim": 32, "v_head_dim": 48},
+}
 _MIXTURE = make_run(
-    {**SMALL, "seq_length": 64, "num_layers": _LAYERS, "add_bias_linear": False, "activation": "swiglu"},
-    experts=_EXPERTS,
-    latent_attention=_LATENT,
+    {
+        **{**SMALL, "seq_length": 64, "num_layers": _LAYERS, "add_bias_linear": False, "activation": "swiglu"},
+        **{"num_experts": 8, "moe_ffn_hidden_size": 256, "moe_layer_freq": "[0,1,1,1]", **_LATENT},
+    },
+    expert_parallel=4,
+    moe_grouped_gemm=True,
+    dispatcher="alltoall",
+    learns_positions=True,
+    fuses_latent_rope=True,
 )
 
 
@@ -571,7 +565,7 @@ def test_modules_that_are_recomputed_keep_no_output(recompute: tuple[str, ...], 
     [
         make_run({**SMALL, "seq_length": 64}),
         dataclasses.replace(_MIXTURE, recompute=("layernorm", "mla_up_proj", "moe_act")),
-        dataclasses.replace(_MIXTURE, tempo=TempoConfig(), latent_attention=None, mtp_num_layers=1),
+        dataclasses.replace(_MIXTURE, tempo=TempoConfig(), model=_MIXTURE.built_model, mtp_num_layers=1),
         make_run({**SMALL, "seq_length": 64, "family": "t5", "decoder_seq_length": 32}, stock="local"),
     ],
     ids=["gpt", "recomputed", "mixture", "t5"],
@@ -589,8 +583,9 @@ def test_the_modules_of_a_chunk_make_all_that_it_keeps(run: Run) -> None:
 
 def test_a_forward_beside_another_micro_batchs_backward_is_ahead_by_its_layers() -> None:
     def find_peak(overlaps: bool, **settings: Any) -> int:
-        experts = dataclasses.replace(_EXPERTS, overlaps=overlaps)
-        run = dataclasses.replace(_MIXTURE, experts=experts, optimizer=DISTRIBUTED, data_parallel=4, **settings)
+        run = dataclasses.replace(
+            _MIXTURE, overlaps_experts=overlaps, optimizer=DISTRIBUTED, data_parallel=4, **settings
+        )
         return estimate_ranks(run)[0].peak_bytes
 
     assert find_peak(True, num_micro_batches=1) == find_peak(False, num_micro_batches=1)
@@ -630,9 +625,9 @@ def test_muon_has_one_moment_of_matrices_and_whole_parameters(
 
 
 def test_a_chunk_names_its_matrices_and_its_experts() -> None:
-    experts = Experts(num_experts=4, per_token=2, ffn_hidden_size=96, layers=(True, True), expert_parallel=2)
     sizes = {**SMALL, "seq_length": 64, "num_layers": 2, "untie_embeddings_and_output_weights": True}
-    found = simulate_chunk(make_run(sizes, experts=experts), range(2)).parameters
+    sizes |= {"num_experts": 4, "moe_ffn_hidden_size": 96}
+    found = simulate_chunk(make_run(sizes, expert_parallel=2), range(2)).parameters
     assert sum(each.size for each in found if each.is_expert) == 2 * 2 * (2 * 96 * 512 + 96 + 512)
     per_layer = 3 * 512 * 512 + 512 * 512 + 4 * 512 + 2 * 2 * 96 * 512
     assert sum(each.size for each in found if each.is_matrix) == 64 * 512 + 2 * per_layer

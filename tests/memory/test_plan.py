@@ -27,7 +27,7 @@ from tempo_megatron.memory.plan.planner import (
 )
 from tempo_megatron.memory.plan.plots import list_switches
 from tempo_megatron.memory.plan.search import count_peak
-from tempo_megatron.memory.run import Experts, Run
+from tempo_megatron.memory.run import Run
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.models.shape import make_shape as complete_shape
 from tempo_megatron.words.argument_types import format_bytes
@@ -210,10 +210,8 @@ def test_flops_are_those_of_the_products() -> None:
     assert llama.mlp == 6 * s * h * 14336 // 4 and llama.linears - llama.mlp == 2 * s * h * (2 * h + 2 * 1024) // 4
     assert llama.linear_fc1 == 4 * s * h * 14336 // 4 and llama.linear_qkv == 2 * s * h * (h + 2 * 1024) // 4
     # Two of 4 experts and a shared one.
-    experts = Experts(
-        num_experts=4, per_token=2, ffn_hidden_size=1024, layers=(True,) * 24, shared_ffn_hidden_size=2048
-    )
-    mixture = count(shape, experts=experts)
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 1024, "moe_shared_expert_intermediate_size": 2048}
+    mixture = count(dataclasses.replace(shape, **experts))
     assert mixture.linear_fc2 == 2 * s * (h * 2048 + h * 2 * 1024) and mixture.router == 2 * s * h * 4
 
 

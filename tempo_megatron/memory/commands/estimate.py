@@ -83,7 +83,7 @@ def run_estimate(args: argparse.Namespace) -> int:
     print(title)
     print(format_estimates(found, shows_all=args.all_ranks))
     imbalance = None
-    if estimated.experts is not None and estimated.experts.has_assumed_share:
+    if estimated.model.num_experts is not None and estimated.assumes_imbalance:
         largest = {
             name: max(enumerate(ranks), key=lambda each: _count_needed(each[1])) for name, ranks in found.items()
         }
@@ -176,9 +176,9 @@ def describe_run(run: Run) -> str:
     recomputed = " ".join(run.recompute)
     if run.recompute_num_layers is not None:
         recomputed += f" of {run.recompute_num_layers} layers a chunk"
-    experts = "" if run.experts is None else f", EP {run.experts.expert_parallel}"
-    if run.experts is not None and run.experts.tensor_parallel != run.tensor_parallel:
-        experts += f", ETP {run.experts.tensor_parallel}"
+    experts = "" if run.model.num_experts is None else f", EP {run.expert_parallel}"
+    if run.model.num_experts is not None and run.expert_tensor_parallel != run.tensor_parallel:
+        experts += f", ETP {run.expert_tensor_parallel}"
     return (
         f"{name_dtype(run)}{'' if run.float8 is None else f' and fp8 {run.float8}'}, s {run.model.seq_length}, "
         f"b {run.micro_batch_size}, TP {run.tensor_parallel}{' + SP' if run.sequence_parallel else ''}"

@@ -38,7 +38,7 @@ def run_ledger(args: argparse.Namespace) -> int:
     if run.stock == "local":
         run = dataclasses.replace(run, stock="cpu")
     followed = next((name for name in ("timeline", "html", "trace", "snapshot") if getattr(args, name)), None)
-    if followed and (run.experts is not None or run.latent_attention is not None):
+    if followed and (run.model.num_experts is not None or run.model.multi_latent_attention):
         raise ValueError(
             f"--{followed} {getattr(args, followed)} is given, and the model has experts or latent attention, which it "
             "does not follow; leave it out: tempo-megatron estimate says what stands at the peak"

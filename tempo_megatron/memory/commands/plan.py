@@ -49,7 +49,10 @@ _KNOWN = (
     *("model", "tempo", "optimizer", "tensor_parallel", "pipeline_parallel", "data_parallel", "context_parallel"),
     "sequence_parallel",
     *("micro_batch_size", "num_micro_batches", "dtype", "recompute", "recompute_num_layers"),
-    *("stock", "stock_attention", "masked_softmax_fusion", "fuses_activation", "experts", "latent_attention"),
+    *("stock", "stock_attention", "masked_softmax_fusion", "fuses_activation"),
+    *("expert_parallel", "expert_tensor_parallel", "dispatcher", "overlaps_experts"),
+    *("learns_positions", "fuses_latent_rope"),
+    *("moe_grouped_gemm", "moe_permute_fusion", "moe_shared_expert_gate", "moe_imbalance"),
     # Of what stands around the layers, where the estimate counts it.
     *("fuses_cross_entropy", "fuses_gradient_accumulation", "data_has_masks"),
     *("gpu", "chip", "deterministic", "cublas_workspace_bytes", "expandable_segments"),
@@ -98,7 +101,7 @@ def run_plan(args: argparse.Namespace) -> int:
     print(" ".join(plan.megatron_arguments) or "without --recompute-granularity")
     if command is not None:
         print(_write_planned_command(args, command, request.run, plan))
-    fullest = assume_fullest(planner.request.run).experts
+    imbalance = assume_fullest(planner.request.run).moe_imbalance
     if args.json:
         figures = {
             "tempo": plan.block,
@@ -106,7 +109,7 @@ def run_plan(args: argparse.Namespace) -> int:
             "micro_batch_size": planner.request.run.micro_batch_size,
             "gap_seconds": plan.gap_seconds,
             "stages": [_list_figures(stage) for stage in plan.stages],
-            "moe_imbalance": fullest and fullest.imbalance,
+            "moe_imbalance": imbalance,
             "gpu": dataclasses.asdict(gpu),
             "arguments": vars(args),
         }
@@ -137,7 +140,7 @@ def describe_run(args: argparse.Namespace, title: str, request: PlanRequest, pla
     sizes = {"PP": run.pipeline_parallel, "CP": run.context_parallel, "DP": run.data_parallel}
     layout = [format_layout(run.tensor_parallel, run.sequence_parallel), f"PP {sizes.pop('PP')}"]
     layout += [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    layout += [f"EP {run.experts.expert_parallel}"] if run.experts is not None else []
+    layout += [f"EP {run.expert_parallel}"] if run.model.num_experts is not None else []
     free = format_bytes(args.gpu_memory - leave_margin(args))
     lines = [
         f"{title}, {name_dtype(run)}, s {run.model.seq_length}, b {run.micro_batch_size}, {', '.join(layout)}, "
@@ -147,15 +150,14 @@ def describe_run(args: argparse.Namespace, title: str, request: PlanRequest, pla
         f"{gpu.title}: {'measured' if gpu.calibrated else 'data-sheet (uncalibrated)'} rates",
         f"stock modules, where a value is off: {describe_stock(run)}",
     ]
-    fullest, num_ranks = assume_fullest(run).experts, run.tensor_parallel * run.data_parallel
-    if fullest is not None and fullest.has_assumed_share:
-        lines.append(
-            f"assumed token imbalance: experts of the fullest rank get {fullest.imbalance:.2f} times an equal share"
-        )
-    if fullest is not None and fullest.expert_parallel == 1 and num_ranks > 1:
+    num_experts, num_ranks = run.model.num_experts, run.tensor_parallel * run.data_parallel
+    if num_experts is not None and run.assumes_imbalance:
+        imbalance = assume_fullest(run).moe_imbalance
+        lines.append(f"assumed token imbalance: experts of the fullest rank get {imbalance:.2f} times an equal share")
+    if num_experts is not None and run.expert_parallel == 1 and num_ranks > 1:
         option = "--ep" if args.model or args.hf else "--expert-model-parallel-size"
         lines.append(
-            f"the {fullest.num_experts} experts are not divided: each of {num_ranks} ranks has all of them; {option} "
+            f"the {num_experts} experts are not divided: each of {num_ranks} ranks has all of them; {option} "
             "divides them"
         )
     lines += ["", format_plan(request, plan)]
@@ -183,7 +185,7 @@ def _name_remedies(args: argparse.Namespace, command: Command | None, request: P
     wanted = [
         2 * run.tensor_parallel,
         2 * run.pipeline_parallel,
-        2 * (run.experts.expert_parallel if run.experts else 0),
+        2 * (run.expert_parallel if run.model.num_experts else 0),
     ]
     wanted.append(0 if args.micro_batch_size == "auto" else run.micro_batch_size // 2)
     if request.fixed_sizes:
@@ -196,7 +198,7 @@ def _name_remedies(args: argparse.Namespace, command: Command | None, request: P
     of_command: list[str] = []
     for name, number in zip(names, wanted, strict=True):
         words = [name, str(number)]
-        if name == names[0] and run.experts is not None and not run.sequence_parallel:
+        if name == names[0] and run.model.num_experts is not None and not run.sequence_parallel:
             # Megatron takes experts under tensor parallelism with it only.
             words.append("--sequence-parallel")
         if number and _is_taken(args, command, request.gpu, words):
@@ -298,7 +300,7 @@ def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gp
 def _write_planned_command(args: argparse.Namespace, command: Command, run: Run, plan: MemoryPlan) -> str:
     """The command with the plan in place of what it said of Tempo and of recomputation."""
     # --moe-imbalance stands in no command: its experts are as it says.
-    run = dataclasses.replace(run, experts=read_run_of_command(args, command)[0].experts)
+    run = dataclasses.replace(run, moe_imbalance=read_run_of_command(args, command)[0].moe_imbalance)
     tempo = TempoConfig.from_dict(plan.block)
     recomputed, _ = parse_options(plan.megatron_arguments)
     planned = dataclasses.replace(
@@ -309,8 +311,7 @@ def _write_planned_command(args: argparse.Namespace, command: Command, run: Run,
             recomputed.recompute_method,
             recomputed.recompute_num_layers,
             recomputed.recompute_modules,
-            has_experts=run.experts is not None,
-            has_latent_attention=run.latent_attention is not None,
+            model=run.model,
         ),
     )
     words = ["--use-tempo"]

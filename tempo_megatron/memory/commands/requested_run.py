@@ -13,7 +13,7 @@ from typing import Any
 
 from tempo_megatron.memory.megatron.command import Command, find_in_script, read_test_case, split_command
 from tempo_megatron.memory.refusals import OURS
-from tempo_megatron.memory.run import OptimizerSettings, Run, read_recomputation, take_parts
+from tempo_megatron.memory.run import OptimizerSettings, Run, read_recomputation
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.models.huggingface.config import read_config_fields
 from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
@@ -87,29 +87,41 @@ def read_requested_run(args: argparse.Namespace, tempo: TempoConfig, deepspeed: 
     shape = read_requested_shape(args)
     given = {field: getattr(args, name, None) for name, field in _FIELDS.items()}
     of_stock = _read_stock(args) if hasattr(args, "stock") else {}
-    parts = take_parts(
-        shape, stock=of_stock.get("stock", "cpu"), tensor_parallel=args.tp, expert_parallel=getattr(args, "ep", None)
-    )
     if args.recompute and "full" not in args.recompute:
-        read_recomputation(
-            "selective",
-            None,
-            None,
-            args.recompute,
-            has_experts="experts" in parts,
-            has_latent_attention="latent_attention" in parts,
-        )
+        read_recomputation("selective", None, None, args.recompute, model=shape)
     run = Run(
-        **parts,
+        model=shape,
         tempo=tempo,
         optimizer=_read_optimizer(args, deepspeed),
         dtype=DTYPES[args.dtype],
         recompute=tuple(args.recompute),
         **{field: value for field, value in given.items() if value not in (None, "auto")},
         **of_stock,
+        **_lay_out_experts(args, shape),
     )
     run.check(OURS)
     return run
+
+
+def _lay_out_experts(args: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:
+    """The fields of a Run for how experts lie over ranks, and how they run.
+
+    Experts of Transformer Engine run in grouped products. Where they are divided, tokens are sent by all-to-all; else
+    Megatron's default, all-gather, brings them. An expert is split as the layers are, but for one with biases.
+
+    Raises ValueError where --ep is given for a model without experts.
+    """
+    parallel = getattr(args, "ep", None)
+    if shape.num_experts is None:
+        if parallel is not None:
+            raise ValueError(f"--ep {parallel} is given, and the model has no experts; leave it out")
+        return {}
+    return {
+        "expert_parallel": parallel or 1,
+        "expert_tensor_parallel": 1 if shape.add_bias_linear else args.tp,
+        "dispatcher": "allgather" if parallel in (None, 1) else "alltoall",
+        "moe_grouped_gemm": hasattr(args, "stock") and _read_stock(args)["stock"] == "transformer_engine",
+    }
 
 
 def read_requested_shape(args: argparse.Namespace) -> ModelShape:

@@ -161,7 +161,7 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
             states = sharded.count_states()
         else:
             states = _count_states(run, chunks, accumulates=num_micro_batches > 1) if muon is None else muon[0]
-        is_combined = run.experts is not None and run.experts.overlaps and num_micro_batches > 1
+        is_combined = run.overlaps_experts and num_micro_batches > 1
         group = run.micro_batch_group or stages
         # Later groups of micro batches repeat what earlier ones did.
         number = min(num_micro_batches, 4 * group + num_micro_batches % group)
@@ -260,7 +260,7 @@ def _count_states(run: Run, chunks: Sequence[ChunkMemory], *, accumulates: bool)
         found = dataclasses.replace(
             found, weights=found.weights - _count_float8_weights(chunks) * (run.dtype.itemsize - 1)
         )
-    if run.experts is None:
+    if run.model.num_experts is None:
         return found
     of_experts = count_model_states(num_expert_parameters, run.dtype, run.optimizer, data_parallel=sharing_experts)
     # Of Megatron's optimizer, the only one, all fields are sums over parameters.
@@ -278,9 +278,7 @@ def _count_sharing(run: Run) -> tuple[int, int]:
     Context-parallel ranks share them like data-parallel ones.
     """
     ranks = run.data_parallel * run.context_parallel // run.optimizer.instances
-    experts = run.experts
-    of_expert = 1 if experts is None else experts.expert_parallel * experts.tensor_parallel
-    return ranks, ranks * run.tensor_parallel // of_expert
+    return ranks, ranks * run.tensor_parallel // (run.expert_parallel * run.expert_tensor_parallel)
 
 
 def _find_bucket_elements(run: Run, chunks: Sequence[ChunkMemory]) -> int | None:
@@ -411,11 +409,11 @@ def _count_inputs_of_experts(run: Run, chunks: Sequence[ChunkMemory], layers: Se
     (core/transformer/moe/token_dispatcher.py:642). A stage's own input counts for the first layer already. What layers
     of multi-token prediction keep is not counted.
     """
-    experts = run.experts
-    if experts is None or not experts.overlaps or experts.dispatcher != "alltoall":
+    if not run.overlaps_experts or run.dispatcher != "alltoall":
         return 0
+    has_experts = run.model.layers_with_experts
     number = sum(
-        experts.layers[layer]
+        has_experts[layer]
         for chunk, of_chunk in zip(chunks, layers, strict=True)
         for layer in of_chunk[1 if chunk.input_bytes else 0 :]
     )

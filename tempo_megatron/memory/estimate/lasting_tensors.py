@@ -10,7 +10,7 @@ _HybridEPManager.setup_metadata). All of Megatron-LM at d98e8a64dd.
 
 from __future__ import annotations
 
-from tempo_megatron.memory.run import Experts, Run
+from tempo_megatron.memory.run import Run
 
 _FLOAT32 = 4
 _YARN_POSITIONS = 4096
@@ -30,41 +30,41 @@ def count_lasting_tensors(run: Run, stage: int) -> int:
         # As long as the head's input, which further tokens' hidden states lengthen (gpt_model.py: get_rotary_seq_len).
         num_tables += run.mtp_num_layers
     found = _count_rotary_tables(run, num_tables, len(layers))
-    if run.experts is not None:
-        found += sum(run.experts.layers[layer] for layer in layers) * _count_routing(run, run.experts)
-    return found
+    has_experts = run.model.layers_with_experts
+    number = sum(has_experts[layer] for layer in layers)
+    return found + number * _count_routing(run) if number else found
 
 
 def _count_rotary_tables(run: Run, num_tables: int, num_layers: int) -> int:
-    if run.model.position_embedding_type != "rope":
+    model = run.model
+    if model.position_embedding_type not in ("rope", "yarn"):
         return 0
-    positions, latent = run.model.seq_length // run.context_parallel, run.latent_attention
-    if latent is None:
-        return num_tables * _FLOAT32 * positions * int(run.model.kv_channels * run.model.rotary_percent)
+    positions = model.seq_length // run.context_parallel
+    if not model.multi_latent_attention:
+        return num_tables * _FLOAT32 * positions * int(model.kv_channels * model.rotary_percent)
     tables = 0
-    if latent.is_yarn:
+    if model.position_embedding_type == "yarn":
         # A context-parallel rank has its own positions.
-        in_tables = positions if latent.fuses_rope else _YARN_POSITIONS // run.context_parallel
+        in_tables = positions if run.fuses_latent_rope else _YARN_POSITIONS // run.context_parallel
         tables = 2 * run.dtype.itemsize * in_tables
-    return num_layers * latent.qk_pos_emb_head_dim * (_FLOAT32 * positions + tables)
+    return num_layers * (model.qk_pos_emb_head_dim or 0) * (_FLOAT32 * positions + tables)
 
 
-def _count_routing(run: Run, experts: Experts) -> int:
+def _count_routing(run: Run) -> int:
     """Of one layer: probabilities, which expert each token goes to, and where its copies lie."""
     tokens = run.micro_batch_size * run.model.seq_length // run.context_parallel
     tokens //= run.tensor_parallel if run.sequence_parallel else 1
-    of_probability = (experts.router_dtype or run.dtype).itemsize
-    if experts.dispatcher == "flex":
-        return tokens * experts.num_experts * (_FLOAT32 + 1)
-    if experts.dispatcher == "alltoall":
-        return tokens * experts.num_experts * (of_probability + 1) + _count_places(
-            experts, tokens, experts.num_experts, experts.count_sent(tokens)
-        )
-    tokens *= experts.expert_parallel * experts.tensor_parallel
-    local, rows = experts.num_experts // experts.expert_parallel, experts.count_sent(tokens) // experts.expert_parallel
-    return tokens * local + rows * of_probability + _count_places(experts, tokens, local, rows)
+    of_probability, number = (run.router_dtype or run.dtype).itemsize, run.model.num_experts or 0
+    if run.dispatcher == "flex":
+        return tokens * number * (_FLOAT32 + 1)
+    if run.dispatcher == "alltoall":
+        places = _count_places(run, tokens, number, run.count_sent(tokens))
+        return tokens * number * (of_probability + 1) + places
+    tokens *= run.expert_parallel * run.expert_tensor_parallel
+    local, rows = run.num_local_experts, run.count_sent(tokens) // run.expert_parallel
+    return tokens * local + rows * of_probability + _count_places(run, tokens, local, rows)
 
 
-def _count_places(experts: Experts, tokens: int, num_experts: int, rows: int) -> int:
+def _count_places(run: Run, tokens: int, num_experts: int, rows: int) -> int:
     """An int64 for each copy; a kernel has an int32 for each token and twice each expert, and how many there are."""
-    return 4 * tokens * (2 * num_experts + 1) if experts.fuses_permutation else 8 * rows
+    return 4 * tokens * (2 * num_experts + 1) if run.moe_permute_fusion else 8 * rows

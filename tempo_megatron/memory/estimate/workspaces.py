@@ -61,11 +61,10 @@ def list_workspaces(run: Run, *, has_head: bool) -> dict[Library, list[int]]:
     of_both = {Library.TORCH: of_torch, Library.TORCH_BACKWARD: of_torch}
     of_one = TRANSFORMER_ENGINE_BYTES[run.gpu]
     if run.stock == "local":
-        has_router = run.experts is not None and run.experts.router_dtype != torch.float64
+        has_router = run.model.num_experts is not None and run.router_dtype != torch.float64
         return of_both | ({Library.ENGINE: [of_one]} if has_router else {})
     # Tempo leaves Transformer Engine's linears where they are.
     uses_torch = has_head or (run.stock_attention == "unfused" and run.tempo.attention != "flash")
-    is_grouped = run.experts is not None and run.experts.grouped
-    num_streams = 1 + (GROUPED_STREAMS if is_grouped else 0)
+    num_streams = 1 + (GROUPED_STREAMS if run.moe_grouped_gemm else 0)
     overlapped = [OVERLAPPED_STREAMS * of_one] if run.overlaps_tensor_parallel else []
     return {Library.ENGINE: [*[of_one] * num_streams, *overlapped]} | (of_both if uses_torch else {})

@@ -116,8 +116,8 @@ class PlanRequest:
 
 def list_recomputations(run: Run) -> list[frozenset[str]]:
     """What Megatron may recompute together in a model: modules that have one in each layer, or whole layers."""
-    attention = "core_attn" if run.latent_attention is None else "mla_up_proj"
-    mlp = "mlp" if run.experts is None else "moe"
+    attention = "mla_up_proj" if run.model.multi_latent_attention else "core_attn"
+    mlp = "mlp" if run.model.num_experts is None else "moe"
     return [frozenset(each) for each in ((), (attention,), (mlp,), (attention, mlp), ("full",))]
 
 
@@ -584,12 +584,12 @@ def _read_values(run: Run) -> dict[str, Values]:
 
 def _count_idle_weights(run: Run) -> int:
     """Weights of a rank's experts in one layer beyond those that the products of one token read; perhaps below 0."""
-    experts = run.experts
-    if experts is None:
+    model = run.model
+    if model.num_experts is None:
         return 0
-    local = experts.num_experts // experts.expert_parallel * experts.ffn_hidden_size // experts.tensor_parallel
-    routed = experts.per_token * experts.ffn_hidden_size // run.tensor_parallel
-    return (3 if run.model.is_gated else 2) * run.model.hidden_size * (local - routed)
+    local = run.num_local_experts * model.expert_size // run.expert_tensor_parallel
+    routed = model.moe_router_topk * model.expert_size // run.tensor_parallel
+    return (3 if model.is_gated else 2) * model.hidden_size * (local - routed)
 
 
 def _write_block(layers: Sequence[LayerChoice], loss: str) -> dict[str, Any]:

@@ -139,16 +139,11 @@ def _cut(run: Run, layers: range) -> Run:
         run,
         # A context-parallel rank has its share of a sample's tokens; what attention gathers of others' it frees.
         model=dataclasses.replace(
-            run.model, num_layers=max(1, len(layers)), seq_length=run.model.seq_length // run.context_parallel
+            # A chunk without layers is built with the last, which is dropped, but for multi-token prediction like it.
+            run.model.take_layers(layers or [run.model.num_layers - 1]),
+            seq_length=run.model.seq_length // run.context_parallel,
         ),
         tempo=run.tempo.for_layers(layers, STACKS_OF_FAMILIES[run.model.family]),
-        # A chunk without layers is built with one, which is dropped, but for that of multi-token prediction like it.
-        experts=run.experts
-        and dataclasses.replace(
-            run.experts,
-            layers=run.experts.layers[layers.start : layers.stop]
-            or (run.mtp_num_layers > 0 and run.experts.layers[-1],),
-        ),
         hybrid=run.hybrid
         and dataclasses.replace(run.hybrid, pattern=run.hybrid.pattern[layers.start : layers.stop] or "*"),
         float8_layers=run.float8_layers and (run.float8_layers[layers.start : layers.stop] or (False,)),
@@ -203,9 +198,8 @@ def _simulate(run: Run) -> Iterator[None]:
 
 def _check_version(run: Run) -> None:
     """Raises ValueError for what the modules of the installed Megatron do not have, or have in another way."""
-    experts = run.experts
     since_0_16 = {
-        "--moe-shared-expert-gate": experts is not None and experts.has_shared_gate,
+        "--moe-shared-expert-gate": run.moe_shared_expert_gate,
         "m|L in --pipeline-model-parallel-layout": run.mtp_num_layers > 0 and run.mtp_precedes_head,
     }
     given = next((name for name, is_given in since_0_16.items() if is_given), None)
