@@ -26,7 +26,9 @@ from measurements import RESULTS, ROOT, measure_missing
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.estimate.estimate import estimate_ranks
 from tempo_megatron.memory.run import OptimizerSettings, Run
-from tempo_megatron.models.shape import make_shape, read_shape_file
+from tempo_megatron.models.layout import Layout
+from tempo_megatron.models.shape import make_shape
+from tempo_megatron.models.shape_file import read_shape_file
 
 OUTPUTS = {name: RESULTS / "estimate" / f"{name}.jsonl" for name in ("model", "scale")}
 GIB = 2**30
@@ -66,12 +68,12 @@ SCALE_CHOICES: dict[str, tuple[TempoConfig, dict[str, Any]]] = {
     "stock, unfused": (TempoConfig.off(), {"stock_attention": "unfused"}),
     "SP + selective": (
         TempoConfig.off(),
-        {"stock_attention": "unfused", "sequence_parallel": True, "recompute": ("core_attn",)},
+        {"stock_attention": "unfused", "recompute": ("core_attn",)},
     ),
-    "SP, fused attention": (TempoConfig.off(), {"sequence_parallel": True}),
-    "SP + full": (TempoConfig.off(), {"sequence_parallel": True, "recompute": ("full",)}),
-    "SP + Tempo": (RECOMPUTED, {"sequence_parallel": True}),
-    "SP + Tempo, offload": (dataclasses.replace(RECOMPUTED, offload="all"), {"sequence_parallel": True}),
+    "SP, fused attention": (TempoConfig.off(), {}),
+    "SP + full": (TempoConfig.off(), {"recompute": ("full",)}),
+    "SP + Tempo": (RECOMPUTED, {}),
+    "SP + Tempo, offload": (dataclasses.replace(RECOMPUTED, offload="all"), {}),
 }
 
 
@@ -146,8 +148,7 @@ def measure_scale(case: str) -> dict[str, Any]:
         model=make_shape(**fields),
         tempo=tempo,
         stock="transformer_engine",
-        tensor_parallel=8,
-        pipeline_parallel=stages,
+        layout=Layout(tp=8, pp=stages, sp=choice.startswith("SP")),
         num_micro_batches=max(stages, 1),
         optimizer=OptimizerSettings(distributed=False),
         **settings,
@@ -159,7 +160,7 @@ def measure_scale(case: str) -> dict[str, Any]:
         "activation_bytes": fullest.peak_bytes - states,
         "host_bytes": fullest.host_bytes,
         "rank": fullest.name,
-        "gpus": run.world_size,
+        "gpus": run.layout.world_size,
         "dtype": "bf16",
         "p": run.model.hidden_dropout,
     }

@@ -56,7 +56,7 @@ def set_imbalance(run: Run, factor: float | str | None) -> Run:
         )
     if factor > most:
         raise ValueError(
-            f"--moe-imbalance is {factor:g}, and the fullest of {run.expert_parallel} ranks gets at most "
+            f"--moe-imbalance is {factor:g}, and the fullest of {run.layout.ep} ranks gets at most "
             f"{most:g} times an equal share; expected 1 to {most:g}, or max"
         )
     return dataclasses.replace(run, moe_imbalance=factor)
@@ -69,7 +69,7 @@ def find_largest_imbalance(run: Run) -> float:
     Of a capacity each expert takes that share of its own at most.
     """
     topk, capacity = run.model.moe_router_topk, run.model.moe_expert_capacity_factor
-    found = run.expert_parallel * min(topk, run.num_local_experts) / topk
+    found = run.layout.ep * min(topk, run.num_local_experts) / topk
     return found if capacity is None else min(found, capacity)
 
 
@@ -77,7 +77,7 @@ def assume_fullest(run: Run) -> Run:
     """`run` with the factor of the stage where it is largest, where it has experts and says none."""
     if run.model.num_experts is None or run.model.moe_pad_expert_input_to_capacity:
         return run
-    factors = (assume_routing(run, stage).moe_imbalance for stage in range(run.pipeline_parallel))
+    factors = (assume_routing(run, stage).moe_imbalance for stage in range(run.layout.pp))
     return set_imbalance(run, max(factor or 1.0 for factor in factors))
 
 
@@ -88,7 +88,7 @@ def expect_imbalance(run: Run, num_layers: int) -> float:
         run: whose experts are divided.
         num_layers: L, of a stage's layers those with experts.
     """
-    ranks, largest = run.expert_parallel, find_largest_imbalance(run)
+    ranks, largest = run.layout.ep, find_largest_imbalance(run)
     if ranks == 1 or num_layers == 0 or run.model.moe_router_load_balancing_type == "sinkhorn":
         return min(1.0, largest)
     repeated = math.pi**2 / 6 / (math.log(run.padded_vocab_size) + _EULER) ** 2
@@ -102,7 +102,7 @@ def _find_relative_variance(run: Run) -> float:
     A token chooses among the experts of `moe_router_group_topk` of `moe_router_num_groups` groups.
     """
     groups, chosen = run.model.moe_router_num_groups or 1, run.model.moe_router_group_topk or 1
-    per_group, local = run.num_local_experts * run.expert_parallel // groups, run.num_local_experts
+    per_group, local = run.num_local_experts * run.layout.ep // groups, run.num_local_experts
     of_rank, in_each = max(1, local // per_group), min(local, per_group)
     candidates, k = chosen * per_group, run.model.moe_router_topk
     first = second = 0.0

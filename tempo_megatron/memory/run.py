@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from tempo_megatron.memory.chips import H100, Chip
-from tempo_megatron.memory.refusals import MEGATRONS, list_refusals, refuse
-from tempo_megatron.models.shape import ModelShape, check_layout, pad_vocab_size
+from tempo_megatron.memory.refusals import MEGATRONS, list_refusals, list_refused_cuts, refuse
+from tempo_megatron.models.layout import Layout, check_layout, pad_vocab_size
+from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.settings.config import TempoConfig
 
 OPTIMIZERS = ("none", "megatron", "deepspeed")
@@ -191,28 +192,7 @@ class Run:
 
     hybrid: Hybrid | None = None
     optimizer: OptimizerSettings = OptimizerSettings()
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    data_parallel: int = 1
-    context_parallel: int = 1
-    sequence_parallel: bool = False
-    expert_parallel: int = 1
-    expert_tensor_parallel: int = 1
-    """Ranks that one expert is split over."""
-
-    dispatcher: str = "allgather"
-    """What brings tokens to experts: Megatron's "allgather", "alltoall" or "flex"."""
-
-    overlaps_experts: bool = False
-    """Whether one micro batch's forward runs during another's backward (--overlap-moe-expert-parallel-comm)."""
-
-    layers_per_virtual_stage: int | None = None
-    """Megatron's --num-layers-per-virtual-pipeline-stage; None is 1F1B without interleaving."""
-
-    layers_of_chunks: tuple[int, ...] | None = None
-    """How many layers each chunk of the pipeline has, in the order of the model, where they are not all alike: stage 0
-    has the first chunk, and in turn one of each `pipeline_parallel` of the rest."""
-
+    layout: Layout = dataclasses.field(default_factory=Layout)
     micro_batch_group: int | None = None
     """Megatron's --microbatch-group-size-per-virtual-pipeline-stage; None is the number of stages."""
 
@@ -224,12 +204,6 @@ class Run:
 
     mtp_repeats_layer: bool = False
     """Whether they are one layer."""
-
-    first_stage_layers: int | None = None
-    """Megatron's --decoder-first-pipeline-num-layers; None gives the first stage as many as those in the middle."""
-
-    last_stage_layers: int | None = None
-    """Megatron's --decoder-last-pipeline-num-layers."""
 
     micro_batch_size: int = 1
     num_micro_batches: int | None = None
@@ -318,19 +292,10 @@ class Run:
     """Whether a GPT's micro batch brings an attention mask, as without --no-create-attention-mask-in-dataloader."""
 
     @property
-    def world_size(self) -> int:
-        return self.pipeline_parallel * self.ranks_of_stage
-
-    @property
-    def ranks_of_stage(self) -> int:
-        """GPUs of one pipeline stage."""
-        return self.tensor_parallel * self.context_parallel * self.data_parallel
-
-    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding, of a model with a vocab_size."""
         assert self.model.vocab_size is not None
-        return pad_vocab_size(self.model.vocab_size, self.model.make_vocab_size_divisible_by, self.tensor_parallel)
+        return pad_vocab_size(self.model.vocab_size, self.model.make_vocab_size_divisible_by, self.layout.tp)
 
     @property
     def built_model(self) -> ModelShape:
@@ -348,12 +313,12 @@ class Run:
     @property
     def num_local_experts(self) -> int:
         """Experts on a rank, of each layer that has some; 0 of a model without."""
-        return (self.model.num_experts or 0) // self.expert_parallel
+        return (self.model.num_experts or 0) // self.layout.ep
 
     @property
     def assumes_imbalance(self) -> bool:
         """Whether what a rank's experts get depends on the tokens, which nobody has."""
-        return self.expert_parallel > 1 and not self.model.moe_pad_expert_input_to_capacity
+        return self.layout.ep > 1 and not self.model.moe_pad_expert_input_to_capacity
 
     def count_routed(self, num_tokens: int) -> int:
         """Rows that `num_tokens` tokens of a rank are for experts, one for each expert of each token; padded, the
@@ -377,36 +342,19 @@ class Run:
         number = self.recompute_num_layers
         return () if number is not None and "full" in self.recompute and layer >= number else self.recompute
 
-    def list_stage_layers(self) -> list[int]:
-        """How many layers each stage has, as Megatron deals them out over what `check` lets through."""
-        stages, first, last = self.pipeline_parallel, self.first_stage_layers, self.last_stage_layers
-        others = stages - (first is not None) - (last is not None)
-        per_stage = (self.model.num_layers - (first or 0) - (last or 0)) // others if others else 0
-        found = [per_stage] * stages
-        found[0] = per_stage if first is None else first
-        found[-1] = per_stage if last is None else last
-        return found
-
     def list_chunks(self, stage: int) -> list[range]:
         """The layers of each chunk of a stage, counted from 0 over the whole model; one chunk without interleaving.
 
         Of a run that `check` lets through.
         """
-        stages, per_chunk = self.pipeline_parallel, self.layers_per_virtual_stage
-        if self.layers_of_chunks is not None:
-            firsts = [0, *itertools.accumulate(self.layers_of_chunks)]
-            places = range(stage, len(self.layers_of_chunks), stages)
-            return [range(firsts[place], firsts[place + 1]) for place in places]
-        if per_chunk is None:
-            layers = self.list_stage_layers()
-            first = sum(layers[:stage])
-            return [range(first, first + layers[stage])]
-        firsts_of_stage = range(stage * per_chunk, self.model.num_layers, stages * per_chunk)
-        return [range(first, first + per_chunk) for first in firsts_of_stage]
+        stages = self.layout.pp
+        sizes = self.layout.chunks or (self.model.num_layers // stages,) * stages
+        firsts = [0, *itertools.accumulate(sizes)]
+        return [range(firsts[place], firsts[place + 1]) for place in range(stage, len(sizes), stages)]
 
     def list_ends(self, stage: int) -> list[dict[str, bool]]:
         """What each of the chunks has beside layers, in the words of `memory.simulated.chunk.simulate_chunk`."""
-        stages, number = self.pipeline_parallel, len(self.list_chunks(stage))
+        stages, number = self.layout.pp, len(self.list_chunks(stage))
         places = range(stage, stages * number, stages)
         last = stages * number - 1
         predicting = last - self.mtp_precedes_head
@@ -420,10 +368,36 @@ class Run:
 
         names: what the user calls the options, `memory.refusals.MEGATRONS` or `OURS`.
         """
-        check_layout(
-            self.model, self.tensor_parallel, self.sequence_parallel, self.expert_tensor_parallel, option=names["tp"]
-        )
+        check_layout(self.model, self.layout, option=names["tp"])
         refuse(list_refusals(self, names))
+
+
+def cut_layers(
+    num_layers: int,
+    stages: int,
+    *,
+    per_chunk: int | None = None,
+    first: int | None = None,
+    last: int | None = None,
+    names: Mapping[str, str] = MEGATRONS,
+) -> tuple[int, ...] | None:
+    """How many layers each chunk of a pipeline has by Megatron's options; None where they do not say it.
+
+    Args:
+        per_chunk: --num-layers-per-virtual-pipeline-stage.
+        first, last: --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers.
+        names: as of `Run.check`.
+
+    Raises ValueError where the layers do not divide so.
+    """
+    refuse(list_refused_cuts(num_layers, stages, per_chunk, first, last, names))
+    if per_chunk is not None:
+        return (per_chunk,) * (num_layers // per_chunk)
+    if first is None and last is None:
+        return None
+    ends = (first is not None) + (last is not None)
+    others = [(num_layers - (first or 0) - (last or 0)) // max(1, stages - ends)] * (stages - ends)
+    return (*([] if first is None else [first]), *others, *([] if last is None else [last]))
 
 
 def read_recomputation(

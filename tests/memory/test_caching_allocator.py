@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from made_chunks import make_chunk
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from runs import build_run
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.estimate import allocator as caching_allocator
@@ -173,14 +174,14 @@ def test_without_rounding_the_allocator_has_the_estimates_peak(
     monkeypatch.setattr(caching_allocator, "ROUNDING_BYTES", 1)
     monkeypatch.setattr(caching_allocator, "SMALL_BYTES", 0)
     shape = make_shape(num_layers=6, hidden_size=256, num_attention_heads=4, seq_length=512, vocab_size=4000)
-    run = Run(
+    run = build_run(
         model=shape,
         tempo=tempo_config,
         optimizer=OptimizerSettings(**optimizer, reduce_bucket_elements=1 << 20),
         micro_batch_size=2,
         num_micro_batches=1 if optimizer.get("kind") == "none" else 2 * stages,
-        data_parallel=2,
-        pipeline_parallel=stages,
+        dp=2,
+        pp=stages,
     )
     ranks = estimate_ranks(run, simulates_allocator=True)
     assert len(ranks) == stages

@@ -11,7 +11,7 @@ import published_peaks
 import pytest
 import torch
 from made_chunks import make_chunk
-from runs import change_run
+from runs import build_run, change_run
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
@@ -56,7 +56,7 @@ NO_STATES = ModelStates(weights=0)
 
 def make_run(sizes: dict[str, Any], **settings: Any) -> Run:
     usual = {"micro_batch_size": 4, "stock": "transformer_engine", "deterministic": True, "data_has_masks": True}
-    return Run(**{"model": make_shape(**sizes), "tempo": TempoConfig.off(), **usual, **settings})
+    return build_run(**{"model": make_shape(**sizes), "tempo": TempoConfig.off(), **usual, **settings})
 
 
 @pytest.mark.parametrize("name", NEAR)
@@ -112,9 +112,7 @@ def test_a_mamba_layer_keeps_what_its_kernels_save(tensor_parallel: int) -> None
     norm's input and output, and float32 statistics of both norms."""
     h, heads, groups, tokens = SMALL["hidden_size"], 16, 8, 4 * SMALL["seq_length"]
     hybrid = Hybrid(pattern="M" * SMALL["num_layers"], num_heads=heads)
-    run = make_run(
-        SMALL | {"hidden_dropout": 0.0, "normalization": "RMSNorm"}, hybrid=hybrid, tensor_parallel=tensor_parallel
-    )
+    run = make_run(SMALL | {"hidden_dropout": 0.0, "normalization": "RMSNorm"}, hybrid=hybrid, tp=tensor_parallel)
     two, one = (
         simulate_chunk(run, range(number), pre_process=False, post_process=False).kept_bytes for number in (2, 1)
     )
@@ -127,7 +125,7 @@ def test_a_mamba_layer_keeps_what_its_kernels_save(tensor_parallel: int) -> None
 
 def test_megatron_fsdp_shards_all_gathers_ahead_and_reduces_at_the_end_of_backward() -> None:
     layers, ranks = 4, 4
-    run = make_run({**SMALL, "num_layers": layers}, data_parallel=ranks, num_micro_batches=2)
+    run = make_run({**SMALL, "num_layers": layers}, dp=ranks, num_micro_batches=2)
 
     def shard(**settings: Any) -> tuple[ShardedChunk, RankEstimate]:
         fsdp = MegatronFsdp(main_bytes=4, **settings)
@@ -334,23 +332,23 @@ def test_experts_keep_their_inputs_in_float8() -> None:
 def test_layers_hold_rotary_tables_and_where_tokens_went_between_micro_batches() -> None:
     """As on the last stage of published runs: MiB of a Mixtral of 8 chunks, and of latent attention with experts."""
     sizes = {**SMALL, "seq_length": 4096, "num_layers": 16, "position_embedding_type": "rope", "kv_channels": 128}
-    plain = make_run(sizes, micro_batch_size=1, pipeline_parallel=2, layers_per_virtual_stage=1)
+    plain = make_run(sizes, micro_batch_size=1, pp=2, chunks=(1,) * 16)
     assert count_lasting_tensors(plain, 1) == 8 * 4096 * 128 * 4
     assert count_lasting_tensors(make_run(SMALL), 0) == 0
     experts = {
         **{"num_experts": 32, "moe_router_topk": 4, "moe_ffn_hidden_size": 64, "moe_layer_freq": "([0]+[1]*15)"},
         **{"moe_router_dtype": "fp32", "dispatcher": "alltoall", "moe_permute_fusion": True},
     }
-    run = change_run(plain, **experts, layers_per_virtual_stage=None, mtp_num_layers=1)
+    run = change_run(plain, **experts, chunks=None, mtp_num_layers=1)
     tokens = 4096
     # Probabilities in float32, a byte for each expert, and the kernel's map; eight layers, and that of a further token.
     routing = 9 * tokens * (32 * (4 + 1) + 4 * (2 * 32 + 1))
     assert count_lasting_tensors(run, 1) == routing + tokens * 128 * 4
     by_index = change_run(run, moe_permute_fusion=False, moe_router_dtype=None, mtp_num_layers=0)
     assert count_lasting_tensors(by_index, 0) == 7 * tokens * (32 * 3 + 8 * 4) + tokens * 128 * 4
-    of_all = dataclasses.replace(by_index, dispatcher="allgather", expert_parallel=4, data_parallel=4)
+    of_all = change_run(by_index, dispatcher="allgather", ep=4, dp=4)
     assert count_lasting_tensors(of_all, 0) == 7 * tokens * (4 * 8 + 4 * (2 + 8)) + tokens * 128 * 4
-    latent = change_run(plain, **_LATENT, fuses_latent_rope=True, layers_per_virtual_stage=None)
+    latent = change_run(plain, **_LATENT, fuses_latent_rope=True, chunks=None)
     assert count_lasting_tensors(latent, 1) == 8 * _LATENT["qk_pos_emb_head_dim"] * (4 + 2 * 2) * 4096
 
 
@@ -360,7 +358,7 @@ def _draw_imbalance(run: Run, num_layers: int, seed: int) -> float:
     assert number is not None
     shares = 1 / torch.arange(1, vocab_size + 1, dtype=torch.float64)
     shares /= shares.sum()
-    load = torch.zeros(run.expert_parallel, dtype=torch.float64)
+    load = torch.zeros(run.layout.ep, dtype=torch.float64)
     groups, k = run.model.moe_router_num_groups or 1, run.model.moe_router_topk
     of_group = number // groups
     for _ in range(num_layers):
@@ -378,9 +376,9 @@ def _draw_imbalance(run: Run, num_layers: int, seed: int) -> float:
 @pytest.mark.parametrize(
     ("experts", "num_layers"),
     [
-        ({"num_experts": 8, "expert_parallel": 4}, 12),
+        ({"num_experts": 8, "ep": 4}, 12),
         ({"num_experts": 16, "moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2,
-          "expert_parallel": 8}, 8),
+          "ep": 8}, 8),
     ],
 )  # fmt: skip
 def test_the_fullest_rank_gets_what_random_routers_give_it(experts: dict[str, int], num_layers: int) -> None:
@@ -392,8 +390,8 @@ def test_the_fullest_rank_gets_what_random_routers_give_it(experts: dict[str, in
 
 def test_only_ranks_that_divide_experts_by_a_learned_router_can_be_fuller() -> None:
     sizes = {**SMALL, "seq_length": 64, "num_layers": 2, "num_experts": 8, "moe_ffn_hidden_size": 64}
-    run = make_run(sizes, expert_parallel=4, data_parallel=4)
-    for even in ({"expert_parallel": 1}, {"moe_router_load_balancing_type": "sinkhorn"}):
+    run = make_run(sizes, ep=4, dp=4)
+    for even in ({"ep": 1}, {"moe_router_load_balancing_type": "sinkhorn"}):
         assert expect_imbalance(change_run(run, **even), 2) == 1
     assert expect_imbalance(run, 2) > expect_imbalance(run, 8) > 1
     kept = []
@@ -469,11 +467,11 @@ def test_a_rank_of_the_distributed_optimizer_has_its_part_of_each_bucket() -> No
 def test_a_stage_keeps_the_last_input_of_each_chunk_and_its_gradient() -> None:
     def estimate(**settings: Any) -> tuple[RankEstimate, ...]:
         sizes = {**SMALL, "seq_length": 64, "hidden_size": 64}
-        return estimate_ranks(make_run(sizes, pipeline_parallel=2, num_micro_batches=4, **settings))
+        return estimate_ranks(make_run(sizes, pp=2, num_micro_batches=4, **settings))
 
     hidden = 64 * 4 * 64 * 2
     assert [rank.at_rest["stage inputs"] for rank in estimate()] == [0, 2 * hidden]
-    chunks = [rank.at_rest["stage inputs"] for rank in estimate(layers_per_virtual_stage=2)]
+    chunks = [rank.at_rest["stage inputs"] for rank in estimate(chunks=(2,) * 6)]
     assert chunks == [2 * 2 * hidden, 3 * 2 * hidden]
 
 
@@ -481,27 +479,27 @@ def test_overlapped_layers_with_experts_keep_their_latest_input_and_its_gradient
     """Of each layer with experts whose input is not a stage's own."""
     experts = {"num_experts": 4, "moe_ffn_hidden_size": 64, "moe_layer_freq": "[0,1,1,1]"}
     sizes = {**SMALL, "seq_length": 64, "hidden_size": 64, "num_layers": 4, "add_bias_linear": False, **experts}
-    layout = {"num_micro_batches": 4, "data_parallel": 2, "expert_parallel": 2}
+    layout = {"num_micro_batches": 4, "dp": 2, "ep": 2}
     hidden = 64 * 4 * 64 * 2
 
     def count(*, overlaps: bool = True, dispatcher: str = "alltoall", **settings: Any) -> list[int]:
-        ranks = estimate_ranks(make_run(sizes, **layout, overlaps_experts=overlaps, dispatcher=dispatcher, **settings))
+        ranks = estimate_ranks(make_run(sizes, **layout, overlaps=overlaps, dispatcher=dispatcher, **settings))
         return [rank.at_rest["stage inputs"] // hidden for rank in ranks]
 
     assert count() == [3 * 2]
-    assert count(tensor_parallel=2, sequence_parallel=True) == [3]
+    assert count(tp=2, sp=True) == [3]
     # A flexible dispatcher has probabilities without a graph.
     assert count(overlaps=False) == count(dispatcher="flex") == [0]
-    assert count(pipeline_parallel=2, layers_per_virtual_stage=1) == [2, 2 * 2]
+    assert count(pp=2, chunks=(1,) * 4) == [2, 2 * 2]
 
 
 def test_fused_accumulation_keeps_a_gradient_of_each_shape_of_weights() -> None:
     sizes = {**SMALL, "seq_length": 64, "num_layers": 2}
-    run = make_run(sizes, gpu="h100", pipeline_parallel=2, fuses_gradient_accumulation=True)
+    run = make_run(sizes, gpu="h100", pp=2, fuses_gradient_accumulation=True)
     first, last = (rank.at_rest["placeholder gradients"] for rank in estimate_ranks(run))
     of_layer = 2 * 512 * 512 * (3 + 1 + 4 + 4)
     assert (first, last) == (of_layer, of_layer + 2 * 512 * run.padded_vocab_size)
-    (rank,) = estimate_ranks(dataclasses.replace(run, pipeline_parallel=1, fuses_gradient_accumulation=False))
+    (rank,) = estimate_ranks(change_run(run, pp=1, fuses_gradient_accumulation=False))
     assert rank.at_rest["placeholder gradients"] == 0
 
 
@@ -509,14 +507,12 @@ def test_experts_gather_into_the_global_buffer_and_have_placeholder_gradients_of
     """The gathered tokens stay in the buffer, and each shape of an expert's weights has one placeholder."""
     experts = {"num_experts": 8, "moe_ffn_hidden_size": 256}
     sizes = {**SMALL, "seq_length": 64, "num_layers": 2, "add_bias_linear": False, **experts}
-    run = make_run(
-        sizes, gpu="h100", data_parallel=4, expert_parallel=4, moe_grouped_gemm=True, fuses_gradient_accumulation=True
-    )
+    run = make_run(sizes, gpu="h100", dp=4, ep=4, moe_grouped_gemm=True, fuses_gradient_accumulation=True)
     (rank,) = estimate_ranks(run)
     assert rank.at_rest["global memory buffer"] == 4 * 4 * 64 * 512 * 2
     of_attention_and_head = 512 * (3 + 1) * 512 + 512 * run.padded_vocab_size
     assert rank.at_rest["placeholder gradients"] == 2 * (of_attention_and_head + 2 * 256 * 512)
-    (rank,) = estimate_ranks(dataclasses.replace(run, dispatcher="alltoall"))
+    (rank,) = estimate_ranks(change_run(run, dispatcher="alltoall"))
     assert rank.at_rest["global memory buffer"] == 0
 
 
@@ -530,7 +526,7 @@ _MIXTURE = make_run(
         **{**SMALL, "seq_length": 64, "num_layers": _LAYERS, "add_bias_linear": False, "activation": "swiglu"},
         **{"num_experts": 8, "moe_ffn_hidden_size": 256, "moe_layer_freq": "[0,1,1,1]", **_LATENT},
     },
-    expert_parallel=4,
+    ep=4,
     moe_grouped_gemm=True,
     dispatcher="alltoall",
     learns_positions=True,
@@ -583,14 +579,12 @@ def test_the_modules_of_a_chunk_make_all_that_it_keeps(run: Run) -> None:
 
 def test_a_forward_beside_another_micro_batchs_backward_is_ahead_by_its_layers() -> None:
     def find_peak(overlaps: bool, **settings: Any) -> int:
-        run = dataclasses.replace(
-            _MIXTURE, overlaps_experts=overlaps, optimizer=DISTRIBUTED, data_parallel=4, **settings
-        )
+        run = change_run(_MIXTURE, overlaps=overlaps, optimizer=DISTRIBUTED, dp=4, **settings)
         return estimate_ranks(run)[0].peak_bytes
 
     assert find_peak(True, num_micro_batches=1) == find_peak(False, num_micro_batches=1)
     assert find_peak(True, num_micro_batches=4) > find_peak(False, num_micro_batches=4)
-    chunks: dict[str, Any] = {"pipeline_parallel": 2, "layers_per_virtual_stage": 1, "num_micro_batches": 4}
+    chunks: dict[str, Any] = {"pp": 2, "chunks": (1,) * _LAYERS, "num_micro_batches": 4}
     kept = simulate_chunk(_MIXTURE, range(2, 3), pre_process=False, post_process=False).kept_bytes
     assert find_peak(True, **chunks) > find_peak(False, **chunks) + kept
 
@@ -627,7 +621,7 @@ def test_muon_has_one_moment_of_matrices_and_whole_parameters(
 def test_a_chunk_names_its_matrices_and_its_experts() -> None:
     sizes = {**SMALL, "seq_length": 64, "num_layers": 2, "untie_embeddings_and_output_weights": True}
     sizes |= {"num_experts": 4, "moe_ffn_hidden_size": 96}
-    found = simulate_chunk(make_run(sizes, expert_parallel=2), range(2)).parameters
+    found = simulate_chunk(make_run(sizes, ep=2), range(2)).parameters
     assert sum(each.size for each in found if each.is_expert) == 2 * 2 * (2 * 96 * 512 + 96 + 512)
     per_layer = 3 * 512 * 512 + 512 * 512 + 4 * 512 + 2 * 2 * 96 * 512
     assert sum(each.size for each in found if each.is_matrix) == 64 * 512 + 2 * per_layer
@@ -644,7 +638,7 @@ def test_a_chunk_names_its_matrices_and_its_experts() -> None:
 )
 def test_gradients_and_states_have_dtypes(settings: dict[str, Any], gradients: float, states: int) -> None:
     optimizer = OptimizerSettings(**settings)
-    (rank,) = estimate_ranks(make_run({**SMALL, "seq_length": 64}, data_parallel=4, optimizer=optimizer, gpu="h100"))
+    (rank,) = estimate_ranks(make_run({**SMALL, "seq_length": 64}, dp=4, optimizer=optimizer, gpu="h100"))
     assert rank.at_rest["gradients"] == gradients * rank.num_parameters
     assert rank.at_rest["optimizer states"] == states * rank.num_parameters / 4
 
@@ -652,7 +646,7 @@ def test_gradients_and_states_have_dtypes(settings: dict[str, Any], gradients: f
 @pytest.mark.parametrize(("limit", "waiting"), [(None, 0), (2, 2), (0, 3)])
 def test_gradients_of_the_output_layer_wait_on_the_last_stage(limit: int | None, waiting: int) -> None:
     sizes = {**SMALL, "seq_length": 64, "num_layers": 2}
-    settings: dict[str, Any] = {"pipeline_parallel": 2, "num_micro_batches": 4, "deferred_head_gradients": limit}
+    settings: dict[str, Any] = {"pp": 2, "num_micro_batches": 4, "deferred_head_gradients": limit}
     run = make_run(sizes, fuses_gradient_accumulation=True, **settings)
     first, last = (rank.parts["deferred gradients"] for rank in estimate_ranks(run))
     assert (first, last) == (0, waiting * 2 * 4 * 64 * (run.padded_vocab_size + 512))
@@ -660,7 +654,7 @@ def test_gradients_of_the_output_layer_wait_on_the_last_stage(limit: int | None,
 
 def test_float16_gradients_are_there_a_second_time_until_the_next_step() -> None:
     for optimizer, parts in ((WHOLE, 1), (DISTRIBUTED, 4)):
-        run = make_run({**SMALL, "seq_length": 64}, dtype=torch.float16, data_parallel=4, optimizer=optimizer)
+        run = make_run({**SMALL, "seq_length": 64}, dtype=torch.float16, dp=4, optimizer=optimizer)
         (rank,) = estimate_ranks(run)
         assert rank.at_rest["gradients"] == 2 * rank.num_parameters + -(-4 * rank.num_parameters // parts)
 
@@ -694,7 +688,7 @@ def test_masks_of_the_samples_stay_where_megatron_recomputes_with_them(recompute
     """On the first of three stages, with three micro batches in flight; else a mask goes at its forward's end."""
 
     def estimate(has_masks: bool) -> RankEstimate:
-        run = make_run(SMALL, gpu=None, pipeline_parallel=3, recompute=recompute, data_has_masks=has_masks)
+        run = make_run(SMALL, gpu=None, pp=3, recompute=recompute, data_has_masks=has_masks)
         return estimate_ranks(dataclasses.replace(run, micro_batch_size=2, num_micro_batches=6), only=0)[0]
 
     of_masks, without = estimate(True), estimate(False)

@@ -15,7 +15,7 @@ import torch
 from covering import parametrize_covering
 from distributed import run_megatron_ranks
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from runs import change_run
+from runs import build_run, change_run
 
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
@@ -27,7 +27,8 @@ from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import record_chunk
 from tempo_megatron.memory.simulated.configuration import build_ledger_config
 from tempo_megatron.models.build import build_model, make_inputs
-from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
+from tempo_megatron.models.shape import ModelShape, make_shape
+from tempo_megatron.models.shape_file import read_shape_file
 from tempo_megatron.slots import dropout_rng
 
 FOLDER = Path(__file__).parents[2] / "configs" / "model"
@@ -76,13 +77,13 @@ OWN_ROWS = {
 def make_run(
     shape: ModelShape, tempo_config: TempoConfig, tp: int, micro_batch_size: int = 1, stock: str = "cpu"
 ) -> Run:
-    return Run(
+    return build_run(
         model=shape,
-        expert_tensor_parallel=1 if shape.add_bias_linear or shape.num_experts is None else tp,
+        etp=1 if shape.add_bias_linear or shape.num_experts is None else tp,
         moe_grouped_gemm=shape.num_experts is not None and stock == "transformer_engine",
         tempo=tempo_config,
-        tensor_parallel=tp,
-        sequence_parallel=tp > 1,
+        tp=tp,
+        sp=tp > 1,
         micro_batch_size=micro_batch_size,
         stock=stock,
     )
@@ -200,7 +201,7 @@ QWEN3_30B_A3B = make_shape(
     add_bias_linear=False, attention_dropout=0.0, hidden_dropout=0.0, vocab_size=128,
     num_experts=128, moe_router_topk=8, moe_ffn_hidden_size=768, moe_aux_loss_coeff=1e-3,
 )  # fmt: skip
-MIXTURE = Run(
+MIXTURE = build_run(
     model=QWEN3_30B_A3B, tempo=TempoConfig.off(), stock="transformer_engine", dispatcher="alltoall",
     moe_grouped_gemm=True,
 )  # fmt: skip
@@ -247,7 +248,7 @@ DEEPSEEK_V3 = dataclasses.replace(
     moe_router_group_topk=4, moe_router_dtype="fp32", position_embedding_type="yarn", multi_latent_attention=True,
     q_lora_rank=1536, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128,
 )  # fmt: skip
-DEEPSEEK = dataclasses.replace(MIXTURE, model=DEEPSEEK_V3, expert_parallel=64, fuses_latent_rope=True)
+DEEPSEEK = change_run(MIXTURE, model=DEEPSEEK_V3, ep=64, fuses_latent_rope=True)
 
 
 @pytest.mark.filterwarnings("ignore:Using a large number of experts")
@@ -300,7 +301,7 @@ def test_squared_relu_in_one_operation_keeps_the_input_of_experts_alone() -> Non
 def test_a_capacity_bounds_the_rows_of_experts_and_padding_fills_them(dispatcher: str) -> None:
     def count_rows(**values: Any) -> float:
         """Of the rank's experts, by what the first linear keeps."""
-        run = change_run(MIXTURE, dispatcher=dispatcher, expert_parallel=8, **values)
+        run = change_run(MIXTURE, dispatcher=dispatcher, ep=8, **values)
         saved = record_chunk(assume_routing(run, 0))[0]["decoder", 0]
         (found,) = {each.num_bytes for each in saved if each.operation.endswith("linear_fc2")}
         return found / (2 * 768)

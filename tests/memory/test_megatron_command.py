@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import operator
 import random
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import change_run
 
 from tempo_megatron.cli import main
 from tempo_megatron.memory.megatron.command import spell_arguments, split_command
@@ -39,9 +39,9 @@ def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8)
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("", {"data_parallel": 8, "num_micro_batches": 1, "dtype": torch.bfloat16, "stock": "transformer_engine"}),
-        ("--tensor-model-parallel-size=2", {"tensor_parallel": 2, "data_parallel": 4, "padded_vocab_size": 50432}),
-        ("--context-parallel-size 2", {"context_parallel": 2, "data_parallel": 4, "num_micro_batches": 2}),
+        ("", {"layout.dp": 8, "num_micro_batches": 1, "dtype": torch.bfloat16, "stock": "transformer_engine"}),
+        ("--tensor-model-parallel-size=2", {"layout.tp": 2, "layout.dp": 4, "padded_vocab_size": 50432}),
+        ("--context-parallel-size 2", {"layout.cp": 2, "layout.dp": 4, "num_micro_batches": 2}),
         (
             "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3 --micro-batch-size 1 "
             "--microbatch-group-size-per-virtual-pipeline-stage 3 --global-batch-size 32",
@@ -51,35 +51,35 @@ def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8)
         (
             "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 7 "
             "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
-            {"layers_of_chunks": (0, *[1] * 12, 0)},
+            {"layout.chunks": (0, *[1] * 12, 0)},
         ),
         ("--micro-batch-size 2 --micro-batch-size 1", {"micro_batch_size": 1, "num_micro_batches": 4}),
         ("--transformer-impl local --no-masked-softmax-fusion", {"stock": "local", "masked_softmax_fusion": False}),
         ("--attention-backend unfused", {"stock_attention": "unfused"}),
-        ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1", {"layers_per_virtual_stage": 1}),
-        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3", {"layers_per_virtual_stage": 2}),
-        ("--sequence-parallel", {"sequence_parallel": False}),
+        ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1", {"layout.chunks": (1,) * 12}),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3", {"layout.chunks": (2,) * 6}),
+        ("--sequence-parallel", {"layout.sp": False}),
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", {"recompute_num_layers": 3}),
         (
             "--multi-latent-attention --q-lora-rank 96 --v-head-dim 32 --position-embedding-type rope",
             {"model.latent_sizes": (32, 128, 64, 32), "model.q_lora_rank": 96, "fuses_latent_rope": True},
         ),
-        (f"{LAYOUT} Et*3|(tt|)*4tmL --mtp-num-layers 1", {"layers_of_chunks": (3, 2, 2, 2, 2, 1), "mtp_num_layers": 1}),
-        (f"{LAYOUT} E,t*12||,|L", {"layers_of_chunks": (12, 0, 0, 0)}),
-        (f"{LAYOUT} Et*12|mL --mtp-num-layers 1", {"layers_of_chunks": (12, 0), "mtp_num_layers": 1}),
+        (f"{LAYOUT} Et*3|(tt|)*4tmL --mtp-num-layers 1", {"layout.chunks": (3, 2, 2, 2, 2, 1), "mtp_num_layers": 1}),
+        (f"{LAYOUT} E,t*12||,|L", {"layout.chunks": (12, 0, 0, 0)}),
+        (f"{LAYOUT} Et*12|mL --mtp-num-layers 1", {"layout.chunks": (12, 0), "mtp_num_layers": 1}),
         ("--mtp-num-layers 2 --mtp-use-repeated-layer", {"mtp_num_layers": 2, "mtp_repeats_layer": True}),
         (
             "--num-experts 8 --pipeline-model-parallel-size 2 --mamba-num-heads 16 "
             "--hybrid-layer-pattern M*-M|ME/*E/*E",
             {
                 "hybrid": Hybrid(pattern="M*-MME", mtp_pattern="*E", num_heads=16),
-                "layers_of_chunks": (4, 2),
+                "layout.chunks": (4, 2),
                 "mtp_num_layers": 2,
             },
         ),
         (
             "--hybrid-override-pattern M*-M --mtp-hybrid-override-pattern *- --mtp-num-layers 1",
-            {"hybrid": Hybrid(pattern="M*-M", mtp_pattern="*-"), "layers_of_chunks": None, "model.num_experts": None},
+            {"hybrid": Hybrid(pattern="M*-M", mtp_pattern="*-"), "layout.chunks": None, "model.num_experts": None},
         ),
         ("--recompute-activations", {"recompute": ("core_attn",)}),
         # Transformer Engine's norms are one with their linears.
@@ -122,7 +122,7 @@ def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8)
             "--optimizer muon --use-distributed-optimizer --no-use-layer-wise-param-layout",
             {"optimizer": OptimizerSettings(distributed=False, muon="dealt")},
         ),
-        ("--num-experts 0 --lr -1 --data-path 0.5 a 0.5 b --rl-profile-dir x", {"world_size": 8}),
+        ("--num-experts 0 --lr -1 --data-path 0.5 a 0.5 b --rl-profile-dir x", {"layout.world_size": 8}),
     ],
 )
 def test_words_become_fields_of_a_run(words: str, expected: dict[str, object]) -> None:
@@ -141,16 +141,16 @@ def test_words_become_fields_of_a_run(words: str, expected: dict[str, object]) -
             "PYTORCH_ALLOC_CONF=expandable_segments:False PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
             {"expandable_segments": False},
         ),
-        ("torchrun --nproc-per-node 4", {"world_size": 4}),
+        ("torchrun --nproc-per-node 4", {"layout.world_size": 4}),
         (
             "CUDA_DEVICE_MAX_CONNECTIONS=1 python -m torch.distributed.run --nproc_per_node=8 --nnodes 2",
-            {"world_size": 16},
+            {"layout.world_size": 16},
         ),
-        ("deepspeed --num_gpus 8 --num_nodes 2", {"world_size": 16}),
+        ("deepspeed --num_gpus 8 --num_nodes 2", {"layout.world_size": 16}),
     ],
 )
 def test_what_stands_before_the_script_is_read(launcher: str, expected: dict[str, object]) -> None:
-    world_size = None if "world_size" in expected else 8
+    world_size = None if "layout.world_size" in expected else 8
     run = read(f"{GPT} --global-batch-size 64", f"{launcher} examples/pretrain_gpt.py", world_size=world_size)
     assert {name: operator.attrgetter(name)(run) for name in expected} == expected
     with pytest.raises(ValueError, match="CUBLAS_WORKSPACE_CONFIG is 4096:8; expected"):
@@ -271,12 +271,12 @@ def test_options_of_experts_become_experts() -> None:
     assert model.layers_with_experts == (False, False, *(True, False) * 5)
     assert (model.num_experts, model.moe_router_topk, model.expert_size, run.router_dtype) == (8, 4, 256, torch.float32)
     assert (model.moe_router_load_balancing_type, model.moe_aux_loss_coeff) == ("seq_aux_loss", 1e-4)
-    assert (run.expert_parallel, run.expert_tensor_parallel, run.dispatcher) == (4, 1, "allgather")
+    assert (run.layout.ep, run.layout.etp, run.layout.dispatcher) == (4, 1, "allgather")
     overlap = "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm"
-    assert read(f"{GPT} {options} {overlap}") == dataclasses.replace(run, dispatcher="alltoall", overlaps_experts=True)
+    assert read(f"{GPT} {options} {overlap}") == change_run(run, dispatcher="alltoall", overlaps=True)
     # Of the dense layers' size and split, where nothing else is said; every layer has them.
     usual = read(f"{GPT} --num-experts 8 --tensor-model-parallel-size 2")
-    assert (usual.model.expert_size, usual.expert_tensor_parallel, usual.moe_imbalance) == (2048, 2, None)
+    assert (usual.model.expert_size, usual.layout.etp, usual.moe_imbalance) == (2048, 2, None)
     assert all(usual.model.layers_with_experts)
 
 

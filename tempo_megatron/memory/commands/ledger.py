@@ -23,7 +23,8 @@ from tempo_megatron.memory.kept.plots import (
 from tempo_megatron.memory.kept.timeline import format_timeline
 from tempo_megatron.memory.kept.timeline_files import write_snapshot, write_trace
 from tempo_megatron.memory.simulated.chunk import simulate_step
-from tempo_megatron.models.shape import ModelShape, name_shape_file
+from tempo_megatron.models.shape import ModelShape
+from tempo_megatron.models.shape_file import name_shape_file
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import read_layers

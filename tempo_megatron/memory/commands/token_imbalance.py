@@ -103,7 +103,7 @@ def find_token_imbalance(
             other_run = dataclasses.replace(set_imbalance(run, other), tempo=tempos[name])
             peaks[other] = estimate_ranks(other_run, only=stage)[0].peak_bytes
         prices[name] = _Price(rank.peak_bytes - peaks[1.0], further, peaks[further] - rank.peak_bytes)
-    tokens = run.micro_batch_size * run.model.seq_length // run.context_parallel
-    tokens //= run.tensor_parallel if run.sequence_parallel else 1
-    share = tokens * run.expert_tensor_parallel * run.model.moe_router_topk
-    return TokenImbalance(run.expert_parallel, share, most, factors, prices)
+    tokens = run.micro_batch_size * run.model.seq_length // run.layout.cp
+    tokens //= run.layout.tp if run.layout.sp else 1
+    share = tokens * run.layout.etp * run.model.moe_router_topk
+    return TokenImbalance(run.layout.ep, share, most, factors, prices)

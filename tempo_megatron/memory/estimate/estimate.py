@@ -134,7 +134,7 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
 
     Raises ValueError where the model cannot lie so, and for a T5 in several pipeline stages.
     """
-    stages, optimizer = run.pipeline_parallel, run.optimizer
+    stages, optimizer = run.layout.pp, run.optimizer
     if simulates_allocator and run.stock == "cpu":
         raise ValueError(
             "--allocator is given with --stock cpu, but it simulates the allocator of a GPU; expected --stock local or "
@@ -161,7 +161,7 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
             states = sharded.count_states()
         else:
             states = _count_states(run, chunks, accumulates=num_micro_batches > 1) if muon is None else muon[0]
-        is_combined = run.overlaps_experts and num_micro_batches > 1
+        is_combined = run.layout.overlaps and num_micro_batches > 1
         group = run.micro_batch_group or stages
         # Later groups of micro batches repeat what earlier ones did.
         number = min(num_micro_batches, 4 * group + num_micro_batches % group)
@@ -277,8 +277,8 @@ def _count_sharing(run: Run) -> tuple[int, int]:
 
     Context-parallel ranks share them like data-parallel ones.
     """
-    ranks = run.data_parallel * run.context_parallel // run.optimizer.instances
-    return ranks, ranks * run.tensor_parallel // (run.expert_parallel * run.expert_tensor_parallel)
+    ranks = run.layout.dp * run.layout.cp // run.optimizer.instances
+    return ranks, ranks * run.layout.tp // (run.layout.ep * run.layout.etp)
 
 
 def _find_bucket_elements(run: Run, chunks: Sequence[ChunkMemory]) -> int | None:
@@ -291,9 +291,7 @@ def _find_bucket_elements(run: Run, chunks: Sequence[ChunkMemory]) -> int | None
         return None
     if optimizer.num_buckets is not None:
         return sum(chunk.num_parameters for chunk in chunks) // optimizer.num_buckets
-    return optimizer.bucket_elements or max(
-        _BUCKET_ELEMENTS, _BUCKET_ELEMENTS_OF_RANK * run.data_parallel * run.context_parallel
-    )
+    return optimizer.bucket_elements or max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_OF_RANK * run.layout.dp * run.layout.cp)
 
 
 def _count_muon(run: Run, chunks: Sequence[ChunkMemory], muon: str) -> tuple[ModelStates, list[Piece]]:
@@ -363,7 +361,7 @@ def _place_states(
         run.optimizer,
         parts=_count_sharing(run) if run.optimizer.distributed else (1, 1),
         pieces=pieces,
-        shares_embedding=run.pipeline_parallel > 1 and not run.model.untie_embeddings_and_output_weights,
+        shares_embedding=run.layout.pp > 1 and not run.model.untie_embeddings_and_output_weights,
         bucket_elements=_find_bucket_elements(run, chunks),
         step=step,
     )
@@ -390,14 +388,14 @@ def _count_deferred(run: Run, num_micro_batches: int) -> int:
     if run.deferred_head_gradients is None:
         return 0
     limit = run.deferred_head_gradients or num_micro_batches
-    tokens = run.micro_batch_size * run.model.seq_length // run.context_parallel
-    logits = tokens * run.padded_vocab_size // run.tensor_parallel
+    tokens = run.micro_batch_size * run.model.seq_length // run.layout.cp
+    logits = tokens * run.padded_vocab_size // run.layout.tp
     return min(limit, num_micro_batches - 1) * (logits * run.dtype.itemsize + _count_hidden_bytes(run))
 
 
 def _count_hidden_bytes(run: Run) -> int:
-    tokens = run.micro_batch_size * run.model.seq_length // run.context_parallel
-    parts = run.tensor_parallel if run.sequence_parallel else 1
+    tokens = run.micro_batch_size * run.model.seq_length // run.layout.cp
+    parts = run.layout.tp if run.layout.sp else 1
     return tokens * run.model.hidden_size // parts * run.dtype.itemsize
 
 
@@ -409,7 +407,7 @@ def _count_inputs_of_experts(run: Run, chunks: Sequence[ChunkMemory], layers: Se
     (core/transformer/moe/token_dispatcher.py:642). A stage's own input counts for the first layer already. What layers
     of multi-token prediction keep is not counted.
     """
-    if not run.overlaps_experts or run.dispatcher != "alltoall":
+    if not run.layout.overlaps or run.layout.dispatcher != "alltoall":
         return 0
     has_experts = run.model.layers_with_experts
     number = sum(

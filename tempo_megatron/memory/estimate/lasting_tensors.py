@@ -26,7 +26,7 @@ def count_lasting_tensors(run: Run, stage: int) -> int:
         last = run.model.num_layers - 1 if run.hybrid is None else run.hybrid.pattern.rfind(run.hybrid.mtp_pattern[-1])
         layers += [last] * (1 if run.mtp_repeats_layer else run.mtp_num_layers)
     num_tables = len(chunks)
-    if run.mtp_precedes_head and stage == run.pipeline_parallel - 1:
+    if run.mtp_precedes_head and stage == run.layout.pp - 1:
         # As long as the head's input, which further tokens' hidden states lengthen (gpt_model.py: get_rotary_seq_len).
         num_tables += run.mtp_num_layers
     found = _count_rotary_tables(run, num_tables, len(layers))
@@ -39,29 +39,29 @@ def _count_rotary_tables(run: Run, num_tables: int, num_layers: int) -> int:
     model = run.model
     if model.position_embedding_type not in ("rope", "yarn"):
         return 0
-    positions = model.seq_length // run.context_parallel
+    positions = model.seq_length // run.layout.cp
     if not model.multi_latent_attention:
         return num_tables * _FLOAT32 * positions * int(model.kv_channels * model.rotary_percent)
     tables = 0
     if model.position_embedding_type == "yarn":
         # A context-parallel rank has its own positions.
-        in_tables = positions if run.fuses_latent_rope else _YARN_POSITIONS // run.context_parallel
+        in_tables = positions if run.fuses_latent_rope else _YARN_POSITIONS // run.layout.cp
         tables = 2 * run.dtype.itemsize * in_tables
     return num_layers * (model.qk_pos_emb_head_dim or 0) * (_FLOAT32 * positions + tables)
 
 
 def _count_routing(run: Run) -> int:
     """Of one layer: probabilities, which expert each token goes to, and where its copies lie."""
-    tokens = run.micro_batch_size * run.model.seq_length // run.context_parallel
-    tokens //= run.tensor_parallel if run.sequence_parallel else 1
+    tokens = run.micro_batch_size * run.model.seq_length // run.layout.cp
+    tokens //= run.layout.tp if run.layout.sp else 1
     of_probability, number = (run.router_dtype or run.dtype).itemsize, run.model.num_experts or 0
-    if run.dispatcher == "flex":
+    if run.layout.dispatcher == "flex":
         return tokens * number * (_FLOAT32 + 1)
-    if run.dispatcher == "alltoall":
+    if run.layout.dispatcher == "alltoall":
         places = _count_places(run, tokens, number, run.count_sent(tokens))
         return tokens * number * (of_probability + 1) + places
-    tokens *= run.expert_parallel * run.expert_tensor_parallel
-    local, rows = run.num_local_experts, run.count_sent(tokens) // run.expert_parallel
+    tokens *= run.layout.ep * run.layout.etp
+    local, rows = run.num_local_experts, run.count_sent(tokens) // run.layout.ep
     return tokens * local + rows * of_probability + _count_places(run, tokens, local, rows)
 
 

@@ -80,19 +80,14 @@ def list_moved_of_layers(run: Run, layers: range) -> tuple[tuple[int, ...], ...]
         str(place): {name: getattr(config, name) for name in LAYER_OPERATIONS}
         for place, (config, _, _) in enumerate(distinct)
     }
-    seq_length = run.model.seq_length // run.context_parallel
+    seq_length = run.model.seq_length // run.layout.cp
     by_layer, _ = record_chunk(
         dataclasses.replace(
             run,
             model=dataclasses.replace(model, seq_length=seq_length),
             tempo=dataclasses.replace(drop_offload(run.tempo), layers=values),
             optimizer=OptimizerSettings(),
-            pipeline_parallel=1,
-            data_parallel=1,
-            layers_per_virtual_stage=None,
-            layers_of_chunks=None,
-            first_stage_layers=None,
-            last_stage_layers=None,
+            layout=dataclasses.replace(run.layout, pp=1, dp=1, chunks=None),
             num_micro_batches=None,
             # Those that are recomputed as a whole are the first ones of the chunk, and so of its kinds.
             recompute_num_layers=run.recompute_num_layers

@@ -118,11 +118,11 @@ def measure_run(run: Run) -> Ledger:
         )
     cpu.use_cpu()
     shape, stacks = run.built_model, STACKS_OF_FAMILIES[run.model.family]
-    with simulate_layout(run.tensor_parallel):
+    with simulate_layout(run.layout.tp):
         config = describe_parts(
             build_ledger_config(
                 shape,
-                sequence_parallel=run.sequence_parallel,
+                sequence_parallel=run.layout.sp,
                 dtype=run.dtype,
                 recompute=leave_out_stand_ins(run.recompute),
             ),

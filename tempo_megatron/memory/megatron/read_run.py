@@ -14,8 +14,10 @@ from tempo_megatron.memory.run import (
     Hybrid,
     OptimizerSettings,
     Run,
+    cut_layers,
     read_recomputation,
 )
+from tempo_megatron.models.layout import Layout
 from tempo_megatron.models.shape import LATENT, make_shape
 from tempo_megatron.settings.config import TempoConfig
 
@@ -122,7 +124,6 @@ def read_run(
     Raises ValueError where the model has a part, such as an activation, that no ModelShape has, and for a recomputation
     that the estimate does not know.
     """
-    stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     model = make_shape(
         **{name: getattr(config, name) for name in _SAME},
         # Megatron's is of all linears, or of q, k and v only.
@@ -160,19 +161,19 @@ def read_run(
             distributed=run.use_distributed_optimizer,
             instances=getattr(run, "num_distributed_optimizer_instances", 1),
         ),
-        tensor_parallel=config.tensor_model_parallel_size,
-        pipeline_parallel=stages,
-        data_parallel=run.data_parallel_size,
-        context_parallel=config.context_parallel_size,
-        sequence_parallel=config.sequence_parallel,
-        layers_per_virtual_stage=chunks and config.num_layers // (stages * chunks),
-        layers_of_chunks=deal_out_layers(config),
+        layout=Layout(
+            tp=config.tensor_model_parallel_size,
+            pp=config.pipeline_model_parallel_size,
+            dp=run.data_parallel_size,
+            cp=config.context_parallel_size,
+            sp=config.sequence_parallel,
+            chunks=deal_out_layers(config),
+            **(_lay_out_experts(config) if config.num_moe_experts else {}),
+        ),
         mtp_num_layers=getattr(config, "mtp_num_layers", None) or 0,
         mtp_repeats_layer=getattr(config, "mtp_use_repeated_layer", False),
         mtp_precedes_head=bool(config.pipeline_model_parallel_layout) and split_layout(config)[-1] == "L",
         micro_batch_group=getattr(config, "microbatch_group_size_per_vp_stage", None),
-        first_stage_layers=config.num_layers_in_first_pipeline_stage,
-        last_stage_layers=config.num_layers_in_last_pipeline_stage,
         micro_batch_size=run.micro_batch_size,
         num_micro_batches=max(1, run.global_batch_size // (run.micro_batch_size * run.data_parallel_size)),
         dtype=config.params_dtype,
@@ -190,14 +191,13 @@ def read_run(
         fuses_latent_rope=config.multi_latent_attention
         and config.apply_rope_fusion
         and config.position_embedding_type == "rope",
-        **(_lay_out_experts(config) if config.num_moe_experts else {}),
+        **(_run_experts(config) if config.num_moe_experts else {}),
         **recomputation,
     )
 
 
 def deal_out_layers(config: Any) -> tuple[int, ...] | None:
-    """How many layers each chunk has, where a layout or a hybrid's pattern says it, or the embedding or the loss counts
-    as a layer; else None.
+    """How many layers each chunk has; None is one chunk for each stage, all alike.
 
     As transformer_block.py: get_num_layers_to_build of megatron-core 0.16.1 deals them out. Raises ValueError where
     they do not divide.
@@ -207,10 +207,17 @@ def deal_out_layers(config: Any) -> tuple[int, ...] | None:
         return tuple(map(len, main_pattern.split("|")))
     if config.pipeline_model_parallel_layout:
         return tuple(chunk.count("t") for chunk in split_layout(config))
+    stages, num_chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     extra = (config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split)
     if not any(extra):
-        return None
-    num_chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+        return cut_layers(
+            config.num_layers,
+            stages,
+            per_chunk=num_chunks and config.num_layers // (stages * num_chunks),
+            first=config.num_layers_in_first_pipeline_stage,
+            last=config.num_layers_in_last_pipeline_stage,
+        )
+    num_chunks = stages * (num_chunks or 1)
     per_chunk, rest = divmod(config.num_layers + sum(extra), num_chunks)
     if rest:
         raise ValueError(
@@ -274,12 +281,18 @@ def _read_experts(config: Any) -> dict[str, Any]:
 
 
 def _lay_out_experts(config: Any) -> dict[str, Any]:
-    """The fields of a Run for how experts lie over ranks, and how they run."""
+    """The fields of a Layout for experts."""
     return {
-        "expert_parallel": config.expert_model_parallel_size,
-        "expert_tensor_parallel": config.expert_tensor_parallel_size or config.tensor_model_parallel_size,
+        "ep": config.expert_model_parallel_size,
+        "etp": config.expert_tensor_parallel_size or config.tensor_model_parallel_size,
         "dispatcher": config.moe_token_dispatcher_type,
-        "overlaps_experts": bool(getattr(config, "overlap_moe_expert_parallel_comm", False)),
+        "overlaps": bool(getattr(config, "overlap_moe_expert_parallel_comm", False)),
+    }
+
+
+def _run_experts(config: Any) -> dict[str, Any]:
+    """The fields of a Run for how experts run."""
+    return {
         "moe_grouped_gemm": config.moe_grouped_gemm,
         "moe_permute_fusion": config.moe_permute_fusion,
         "moe_shared_expert_gate": bool(getattr(config, "moe_shared_expert_gate", False)),

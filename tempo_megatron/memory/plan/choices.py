@@ -236,16 +236,10 @@ def _keep_layer(run: Run) -> Run:
             num_layers=1,
             moe_layer_freq="1",
             vocab_size=1,
-            seq_length=run.model.seq_length // run.context_parallel,
+            seq_length=run.model.seq_length // run.layout.cp,
         ),
         tempo=dataclasses.replace(TempoConfig.off(), **written),
-        tensor_parallel=run.tensor_parallel,
-        context_parallel=run.context_parallel,
-        sequence_parallel=run.sequence_parallel,
-        expert_parallel=run.expert_parallel,
-        expert_tensor_parallel=run.expert_tensor_parallel,
-        dispatcher=run.dispatcher,
-        overlaps_experts=run.overlaps_experts,
+        layout=dataclasses.replace(run.layout, pp=1, dp=1, chunks=None),
         moe_grouped_gemm=run.moe_grouped_gemm,
         moe_permute_fusion=run.moe_permute_fusion,
         moe_shared_expert_gate=run.moe_shared_expert_gate,
@@ -438,10 +432,10 @@ def count_moved_bytes(run: Run, config: TempoConfig, recompute: frozenset[str]) 
         recompute: what Megatron recomputes of the layer.
     """
     shape = run.model
-    t, tokens, element_bytes = run.tensor_parallel, shape.seq_length * run.micro_batch_size, run.dtype.itemsize
-    tokens //= run.context_parallel
+    t, tokens, element_bytes = run.layout.tp, shape.seq_length * run.micro_batch_size, run.dtype.itemsize
+    tokens //= run.layout.cp
     # With sequence parallelism a rank has only its part of the tokens outside of attention and MLP.
-    hidden = tokens // (t if run.sequence_parallel else 1) * shape.hidden_size * element_bytes
+    hidden = tokens // (t if run.layout.sp else 1) * shape.hidden_size * element_bytes
     num_elements = tokens * (count_inner(shape) // t)
     y = num_elements * element_bytes
     x = 2 * y if shape.is_gated else y

@@ -100,10 +100,10 @@ def count_layer_flops(run: Run) -> LayerFlops:
 
     Fused attention does not compute the scores behind a causal mask.
     """
-    s, b, t, c = run.model.seq_length, run.micro_batch_size, run.tensor_parallel, run.context_parallel
+    s, b, t, c = run.model.seq_length, run.micro_batch_size, run.layout.tp, run.layout.cp
     weights = count_layer_weights(run.model, has_experts=True)
     tokens = s * b // c
-    own = tokens // (t if run.sequence_parallel else 1)
+    own = tokens // (t if run.layout.sp else 1)
     skips_masked = run.model.family == "gpt" and run.stock == "transformer_engine" and run.stock_attention != "unfused"
     num_scores = b * (s * (s + 1) // 2 if skips_masked else s * s)
     up = 2 * tokens * weights.linear_qkv // t
@@ -120,8 +120,8 @@ def count_layer_flops(run: Run) -> LayerFlops:
 
 def count_head_flops(run: Run) -> int:
     """The output layer's forward on one rank, for one micro batch."""
-    tokens = run.model.seq_length * run.micro_batch_size // run.context_parallel
-    return 2 * tokens * run.model.hidden_size * run.padded_vocab_size // run.tensor_parallel
+    tokens = run.model.seq_length * run.micro_batch_size // run.layout.cp
+    return 2 * tokens * run.model.hidden_size * run.padded_vocab_size // run.layout.tp
 
 
 @dataclasses.dataclass(frozen=True)

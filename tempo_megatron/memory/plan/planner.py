@@ -91,7 +91,7 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "run", dataclasses.replace(self.run, chip=self.gpu.chip or self.run.chip))
-        num_layers, num_stages = self.run.model.num_layers, self.run.pipeline_parallel
+        num_layers, num_stages = self.run.model.num_layers, self.run.layout.pp
         if num_layers % num_stages:
             raise ValueError(
                 f"{num_stages} pipeline stages do not divide the model's {num_layers} layers; give a divisor"
@@ -99,7 +99,7 @@ class PlanRequest:
 
     @property
     def layers_of_stage(self) -> int:
-        return self.run.model.num_layers // self.run.pipeline_parallel
+        return self.run.model.num_layers // self.run.layout.pp
 
     @property
     def num_full(self) -> int | None:
@@ -205,7 +205,7 @@ def make_smallest_plan(request: PlanRequest) -> MemoryPlan:
 
 def count_in_flight(run: Run, stage: int) -> int:
     """The most micro batches of which a stage holds activations: 1F1B runs one ahead for each stage behind it."""
-    return min(run.pipeline_parallel - stage, run.num_micro_batches or run.pipeline_parallel)
+    return min(run.layout.pp - stage, run.num_micro_batches or run.layout.pp)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -353,7 +353,7 @@ class Planner:
             number = num_full or self.request.num_full or self.request.layers_of_stage
             (others,) = make_options(self._rows, self._resident, [LayerChoice(values, frozenset())])
         layers = [option] * number + [others] * (self.request.layers_of_stage - number)
-        return self._describe(mode, number, [layers] * self.request.run.pipeline_parallel)
+        return self._describe(mode, number, [layers] * self.request.run.layout.pp)
 
     def list_smallest(self) -> list[MemoryPlan]:
         """The plan that needs least of each mode, of those in which all layers are alike and none sends anything."""
@@ -418,10 +418,10 @@ class Planner:
         """The stages as the search sees them, with what the estimate has corrected."""
         run, flops, num_layers = self.request.run, self._prices.flops, self.request.layers_of_stage
         found = []
-        for index in range(run.pipeline_parallel):
-            head_flops = count_head_flops(run) if index == run.pipeline_parallel - 1 else 0
+        for index in range(run.layout.pp):
+            head_flops = count_head_flops(run) if index == run.layout.pp - 1 else 0
             # The products of a linear are two operations a token and weight.
-            tokens = run.model.seq_length * run.micro_batch_size // run.context_parallel
+            tokens = run.model.seq_length * run.micro_batch_size // run.layout.cp
             num_weights = (num_layers * flops.linears + head_flops) // (2 * tokens)
             num_weights += num_layers * _count_idle_weights(run)
             in_layers, at_head = self._fixed[index]
@@ -524,7 +524,7 @@ class Planner:
 
         Raises ValueError unless there is one size, or one for each stage.
         """
-        sizes, num_stages = self.request.fixed_sizes, self.request.run.pipeline_parallel
+        sizes, num_stages = self.request.fixed_sizes, self.request.run.layout.pp
         if len(sizes) not in (1, num_stages):
             raise ValueError(
                 f"--fixed-memory has {len(sizes)} sizes; expected one, or one for each of {num_stages} stages"
@@ -587,8 +587,8 @@ def _count_idle_weights(run: Run) -> int:
     model = run.model
     if model.num_experts is None:
         return 0
-    local = run.num_local_experts * model.expert_size // run.expert_tensor_parallel
-    routed = model.moe_router_topk * model.expert_size // run.tensor_parallel
+    local = run.num_local_experts * model.expert_size // run.layout.etp
+    routed = model.moe_router_topk * model.expert_size // run.layout.tp
     return (3 if model.is_gated else 2) * model.hidden_size * (local - routed)
 
 

@@ -141,18 +141,14 @@ def _cut(run: Run, layers: range) -> Run:
         model=dataclasses.replace(
             # A chunk without layers is built with the last, which is dropped, but for multi-token prediction like it.
             run.model.take_layers(layers or [run.model.num_layers - 1]),
-            seq_length=run.model.seq_length // run.context_parallel,
+            seq_length=run.model.seq_length // run.layout.cp,
         ),
         tempo=run.tempo.for_layers(layers, STACKS_OF_FAMILIES[run.model.family]),
         hybrid=run.hybrid
         and dataclasses.replace(run.hybrid, pattern=run.hybrid.pattern[layers.start : layers.stop] or "*"),
         float8_layers=run.float8_layers and (run.float8_layers[layers.start : layers.stop] or (False,)),
         optimizer=OptimizerSettings(),
-        pipeline_parallel=1,
-        data_parallel=1,
-        layers_per_virtual_stage=None,
-        first_stage_layers=None,
-        last_stage_layers=None,
+        layout=dataclasses.replace(run.layout, pp=1, dp=1, chunks=None),
         num_micro_batches=None,
         # Of the allocator and of cuBLAS, no tensor's.
         cublas_workspace_bytes=None,
@@ -189,7 +185,7 @@ def _simulate(run: Run) -> Iterator[None]:
     cpu.use_cpu()
     if run.stock == "cpu":
         make_tables()
-    with simulate_layout(run.tensor_parallel):
+    with simulate_layout(run.layout.tp):
         model_parallel_cuda_manual_seed(1234)
         dropout_rng.set_micro_batch(1234, 0)
         with use_fake_tensors():
@@ -315,7 +311,7 @@ class _Chunk:
         if not has_masks or not (ends.embedding or ends.prediction or ends.head):
             return 0
         # Of the whole sample's tokens: a context-parallel rank has its share of the rows.
-        return self._run.micro_batch_size * self._run.model.seq_length**2 * self._run.context_parallel
+        return self._run.micro_batch_size * self._run.model.seq_length**2 * self._run.layout.cp
 
     def list_modules(self, first_layer: int) -> ModuleMemory:
         """first_layer: number of the chunk's first one in the whole model."""
@@ -416,7 +412,7 @@ class _Chunk:
 
     def _size_of_hidden(self, is_input: bool) -> tuple[int, int, int]:
         run, ends = self._run, self._ends
-        num_tokens = run.model.seq_length // (run.tensor_parallel if run.sequence_parallel else 1)
+        num_tokens = run.model.seq_length // (run.layout.tp if run.layout.sp else 1)
         # Behind multi-token prediction each token has the hidden states of further ones, too.
         is_behind = ends.head and not ends.prediction if is_input else ends.prediction
         return num_tokens * (1 + is_behind * run.mtp_num_layers), run.micro_batch_size, run.model.hidden_size
@@ -557,9 +553,7 @@ def simulate_step(run: Run, *, title: str) -> Timeline:
     shape, vocab_size = run.model, run.padded_vocab_size
     make_tables()
     with _simulate(dataclasses.replace(run, stock="local")), on_device("local"):
-        config = build_ledger_config(
-            shape, sequence_parallel=run.sequence_parallel, dtype=run.dtype, recompute=run.recompute
-        )
+        config = build_ledger_config(shape, sequence_parallel=run.layout.sp, dtype=run.dtype, recompute=run.recompute)
         chosen = choose(config, run.tempo).config
         model = build_model(shape, config, chosen, vocab_size).train()
         convert_parameters(model, run.dtype)

@@ -68,10 +68,10 @@ def describe_parts(config: TransformerConfig, run: Run) -> TransformerConfig:
     )
     if run.model.num_experts is not None:
         # Set behind Megatron's own checks, which ask for what is not installed here.
-        config.expert_model_parallel_size = run.expert_parallel
-        config.expert_tensor_parallel_size = run.expert_tensor_parallel
-        config.moe_token_dispatcher_type = run.dispatcher
-        config.overlap_moe_expert_parallel_comm = run.overlaps_experts
+        config.expert_model_parallel_size = run.layout.ep
+        config.expert_tensor_parallel_size = run.layout.etp
+        config.moe_token_dispatcher_type = run.layout.dispatcher
+        config.overlap_moe_expert_parallel_comm = run.layout.overlaps
     return config
 
 
@@ -135,7 +135,7 @@ class ChunkModel:
             fuses = run.stock == "transformer_engine" and shape.is_gated
         config = build_ledger_config(
             shape,
-            sequence_parallel=run.sequence_parallel,
+            sequence_parallel=run.layout.sp,
             dtype=run.dtype,
             recompute=leave_out_stand_ins(run.recompute),
             fuse_swiglu=fuses,

@@ -67,11 +67,11 @@ def put_experts(
             config = module.config
             recomputes = "moe_act" in run.recompute or isinstance(module.experts, KeepsActivationInput)
             module.experts = LocalExperts(config, run, is_fused, recomputes)
-            module.token_dispatcher = _DISPATCHERS[run.dispatcher](config, run)
-            if run.dispatcher == "alltoall":
+            module.token_dispatcher = _DISPATCHERS[run.layout.dispatcher](config, run)
+            if run.layout.dispatcher == "alltoall":
                 keeps_map = not isinstance(module, TempoRoutedMoELayer)
                 module.token_dispatcher.keeps_map = keeps_map
-                others = run.moe_permute_fusion, run.overlaps_experts, run.model.moe_pad_expert_input_to_capacity
+                others = run.moe_permute_fusion, run.layout.overlaps, run.model.moe_pad_expert_input_to_capacity
                 is_plain = not any(others) and not is_sinkhorn
                 is_made_again = isinstance(module.router, TempoTopKRouter) and is_plain
                 module.token_dispatcher.keeps_places = keeps_map or not is_made_again
@@ -213,7 +213,7 @@ class LocalExperts(torch.nn.Module):
         self._largest = getattr(config, "activation_func_clamp_value", None)
         self._offset = getattr(config, "glu_linear_offset", 0.0)
         self._is_fused = is_fused and (self._is_gated or self._activation is squared_relu)
-        local, inner = run.num_local_experts, run.model.expert_size // run.expert_tensor_parallel
+        local, inner = run.num_local_experts, run.model.expert_size // run.layout.etp
         outer = config.hidden_size
         self._joins = local > 1 and not run.moe_grouped_gemm
         self.keep_input: Callable[[Tensor], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -279,7 +279,7 @@ class _Dispatcher:
 
     def __init__(self, config: Any, run: Run) -> None:
         self._run, self._adds_by_index = run, run.deterministic and not run.moe_permute_fusion
-        self._ranks = run.expert_parallel * run.expert_tensor_parallel
+        self._ranks = run.layout.ep * run.layout.etp
         self._is_padded = run.model.moe_pad_expert_input_to_capacity
         self.config = config
         self.reversed_local_input_permutation_mapping: Tensor | None = None
@@ -342,14 +342,14 @@ class _AllToAll(_Dispatcher):
         return self._permute(x.view(-1, x.size(-1)), self._num_sent), chosen
 
     def token_dispatch(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        if self._run.expert_parallel == 1:
+        if self._run.layout.ep == 1:
             return x, probabilities
         num_rows = self._fill(self._num_routed)
         return _resize(x, num_rows), _resize(probabilities, num_rows)
 
     def dispatch_postprocess(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, None, Tensor]:
-        num_rows = self._fill(self._num_routed * self._run.expert_tensor_parallel)
-        for changes in (self._run.expert_tensor_parallel > 1, self._run.num_local_experts > 1):
+        num_rows = self._fill(self._num_routed * self._run.layout.etp)
+        for changes in (self._run.layout.etp > 1, self._run.num_local_experts > 1):
             if changes:
                 x, probabilities = _resize(x, num_rows), _resize(probabilities, num_rows)
         return x, None, probabilities
@@ -357,13 +357,13 @@ class _AllToAll(_Dispatcher):
     def combine_preprocess(self, x: Tensor) -> Tensor:
         if self._run.num_local_experts > 1:
             x = _resize(x, x.size(0))
-        if self._run.expert_tensor_parallel > 1:
+        if self._run.layout.etp > 1:
             # Summed over ranks in the probabilities' dtype.
             x = _resize(x.to(self._dtype), self._fill(self._num_routed)).to(x.dtype)
         return x
 
     def token_combine(self, x: Tensor) -> Tensor:
-        return x if self._run.expert_parallel == 1 else _resize(x, self._num_sent)
+        return x if self._run.layout.ep == 1 else _resize(x, self._num_sent)
 
     def combine_postprocess(self, x: Tensor) -> Tensor:
         return self._unpermute(x, self._num_tokens).view(self._shape)
@@ -407,7 +407,7 @@ class _AllGather(_Dispatcher):
         assert self._map is not None
         num_all = x.size(0)
         num_routed = num_all // self._num_tokens * self._run.count_routed(self._num_tokens)
-        num_rows = self._fill(num_routed // self._run.expert_parallel)
+        num_rows = self._fill(num_routed // self._run.layout.ep)
         local_map = self._map[:, : self._run.num_local_experts].contiguous()
         local = probabilities[:, : self._run.num_local_experts].contiguous()
         self._map, self._num_all, self._dtype = None, num_all, probabilities.dtype
