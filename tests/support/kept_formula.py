@@ -118,7 +118,8 @@ class KeptRow:
 def make_layer(run: Run) -> LayerShape:
     """One layer of a run's model on one of its ranks."""
     shape = run.model
-    values: dict[str, Any] = {**vars(shape), **vars(run), "recompute": frozenset(run.recompute)}
+    layout = {"tensor_parallel": run.layout.tp, "sequence_parallel": run.layout.sp}
+    values: dict[str, Any] = {**vars(shape), **vars(run), **layout, "recompute": frozenset(run.recompute)}
     return LayerShape(
         **{field.name: values[field.name] for field in dataclasses.fields(LayerShape) if field.name in values},
         rotary=shape.position_embedding_type == "rope",
