@@ -25,8 +25,10 @@ from measurements import RESULTS, ROOT, measure_missing
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.rank.estimate import estimate_ranks
-from tempo_megatron.memory.run import Experts, OptimizerSettings, Run
-from tempo_megatron.models.shape import make_shape, read_shape_file
+from tempo_megatron.memory.run import OptimizerSettings, Run
+from tempo_megatron.models.layout import Layout
+from tempo_megatron.models.shape import make_shape
+from tempo_megatron.models.shape_file import read_shape_file
 
 OUTPUTS = {name: RESULTS / "estimate" / f"{name}.jsonl" for name in ("model", "scale")}
 GIB = 2**30
@@ -48,6 +50,7 @@ _QWEN3_30B_A3B = {
     "normalization": "RMSNorm", "norm_epsilon": 1e-6, "activation": "swiglu", "position_embedding_type": "rope",
     "rotary_base": 1000000, "add_bias_linear": False, "attention_dropout": 0.0, "hidden_dropout": 0.0,
     "vocab_size": 151936, "qk_layernorm": True, "untie_embeddings_and_output_weights": True,
+    "num_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 768,
 }  # fmt: skip
 # Name -> file of configs/model or fields, changes, choices.
 MODELS: dict[str, tuple[Any, dict[str, Any], Sequence[str]]] = {
@@ -65,12 +68,12 @@ SCALE_CHOICES: dict[str, tuple[TempoConfig, dict[str, Any]]] = {
     "stock, unfused": (TempoConfig.off(), {"stock_attention": "unfused"}),
     "SP + selective": (
         TempoConfig.off(),
-        {"stock_attention": "unfused", "sequence_parallel": True, "recompute": ("core_attn",)},
+        {"stock_attention": "unfused", "recompute": ("core_attn",)},
     ),
-    "SP, fused attention": (TempoConfig.off(), {"sequence_parallel": True}),
-    "SP + full": (TempoConfig.off(), {"sequence_parallel": True, "recompute": ("full",)}),
-    "SP + Tempo": (RECOMPUTED, {"sequence_parallel": True}),
-    "SP + Tempo, offload": (dataclasses.replace(RECOMPUTED, offload="all"), {"sequence_parallel": True}),
+    "SP, fused attention": (TempoConfig.off(), {}),
+    "SP + full": (TempoConfig.off(), {"recompute": ("full",)}),
+    "SP + Tempo": (RECOMPUTED, {}),
+    "SP + Tempo, offload": (dataclasses.replace(RECOMPUTED, offload="all"), {}),
 }
 
 
@@ -85,10 +88,14 @@ def measure_model(case: str) -> dict[str, Any]:
     fields = read_shape_file(ROOT / f"configs/model/{given}.json") if isinstance(given, str) else given
     shape = make_shape(**{**fields, **changes})
     tempo, settings = CHOICES[choice]
-    experts = None
-    if given is _QWEN3_30B_A3B:
-        experts = Experts(num_experts=128, per_token=8, ffn_hidden_size=768, layers=(True,) * 4, grouped=True)
-    run = Run(model=shape, tempo=tempo, stock="transformer_engine", num_micro_batches=1, experts=experts, **settings)
+    run = Run(
+        model=shape,
+        tempo=tempo,
+        stock="transformer_engine",
+        num_micro_batches=1,
+        moe_grouped_gemm=shape.num_experts is not None,
+        **settings,
+    )
     peaks = dict[int, int]()
 
     def find_peak(batch: int) -> int:
@@ -141,8 +148,7 @@ def measure_scale(case: str) -> dict[str, Any]:
         model=make_shape(**fields),
         tempo=tempo,
         stock="transformer_engine",
-        tensor_parallel=8,
-        pipeline_parallel=stages,
+        layout=Layout(tp=8, pp=stages, sp=choice.startswith("SP")),
         num_micro_batches=max(stages, 1),
         optimizer=OptimizerSettings(distributed=False),
         **settings,
@@ -154,7 +160,7 @@ def measure_scale(case: str) -> dict[str, Any]:
         "activation_bytes": fullest.peak_bytes - states,
         "host_bytes": fullest.host_bytes,
         "rank": fullest.name,
-        "gpus": run.world_size,
+        "gpus": run.layout.world_size,
         "dtype": "bf16",
         "p": run.model.hidden_dropout,
     }

@@ -19,7 +19,9 @@ from measurements import RESULTS, ROOT, append_records, describe_cpu_run
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.kept.ledger import Ledger, measure_run
 from tempo_megatron.memory.run import Run
-from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
+from tempo_megatron.models.layout import Layout
+from tempo_megatron.models.shape import ModelShape, make_shape
+from tempo_megatron.models.shape_file import read_shape_file
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
@@ -48,8 +50,7 @@ def measure() -> Iterator[dict[str, Any]]:
                 Run(
                     model=shape,
                     tempo=config,
-                    tensor_parallel=tp,
-                    sequence_parallel=sequence_parallel,
+                    layout=Layout(tp=tp, sp=sequence_parallel),
                     recompute=recomputed,
                     stock="cpu",
                 )

@@ -33,7 +33,8 @@ from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.simulated.device import on_device
 from tempo_megatron.memory.storages import PeakBytes
 from tempo_megatron.models.build import build_transformer_config
-from tempo_megatron.models.shape import make_shape, read_shape_file
+from tempo_megatron.models.shape import make_shape
+from tempo_megatron.models.shape_file import read_shape_file
 
 
 class Heads:

@@ -110,7 +110,7 @@ def _estimate(row: Mapping[str, Any], world_size: int, workspace: str = "") -> A
     if row.get("releases_outer_weights"):
         fsdp = dataclasses.replace(run.optimizer.fsdp, keeps_outer_weights=False)
         run = dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, fsdp=fsdp))
-    return estimate_ranks(run, only=run.pipeline_parallel - 1)[0]
+    return estimate_ranks(run, only=run.layout.pp - 1)[0]
 
 
 def _find_world_size(row: Mapping[str, Any]) -> int:

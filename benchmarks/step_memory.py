@@ -24,7 +24,8 @@ from measurements import RESULTS, ROOT, append_records, describe_cpu_run, read_r
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import simulate_step
-from tempo_megatron.models.shape import make_shape, read_shape_file
+from tempo_megatron.models.shape import make_shape
+from tempo_megatron.models.shape_file import read_shape_file
 
 OUTPUT = RESULTS / "estimate" / "step_memory.jsonl"
 FIGURE = OUTPUT.with_suffix(".png")

@@ -91,7 +91,7 @@ def read_layers(config: Any, tempo_config: TempoConfig, run: Any, *, has_transfo
         "GPTModel", config, arguments, run, tempo_config, activation=describe_activation(config), stock=stock
     )
     model = dataclasses.replace(found.model, seq_length=found.model.seq_length // ranks)
-    return dataclasses.replace(found, model=model, context_parallel=1)
+    return dataclasses.replace(found, model=model, layout=dataclasses.replace(found.layout, cp=1))
 
 
 def measure_layers(run: Any) -> KeptBytes:

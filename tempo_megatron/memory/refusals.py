@@ -29,7 +29,7 @@ def list_refusals(run: Any, names: Mapping[str, str] = MEGATRONS) -> Iterator[st
 
     names: MEGATRONS or OURS.
     """
-    model, experts, optimizer = run.model, run.experts, run.optimizer
+    model, optimizer = run.model, run.optimizer
     tp, pp, cp = (names[part] for part in ("tp", "pp", "cp"))
     is_engine = run.stock == "transformer_engine"
     if model.vocab_size is None:
@@ -37,35 +37,35 @@ def list_refusals(run: Any, names: Mapping[str, str] = MEGATRONS) -> Iterator[st
     yield from _list_refused_stages(run, pp)
     if run.mtp_num_layers and model.family != "gpt":
         yield f"--mtp-num-layers is {run.mtp_num_layers}, and the model is no GPT; leave it out"
-    if run.hybrid is not None and not run.hybrid.divides(model.hidden_size, run.tensor_parallel, run.context_parallel):
+    if run.hybrid is not None and not run.hybrid.divides(model.hidden_size, run.layout.tp, run.layout.cp):
         yield (
             f"the {run.hybrid.find_num_heads(model.hidden_size)} heads of a Mamba layer and --mamba-num-groups "
-            f"{run.hybrid.num_groups} do not divide over each other and over {tp} {run.tensor_parallel} and {cp} "
-            f"{run.context_parallel}; change --mamba-num-heads or --mamba-num-groups"
+            f"{run.hybrid.num_groups} do not divide over each other and over {tp} {run.layout.tp} and {cp} "
+            f"{run.layout.cp}; change --mamba-num-heads or --mamba-num-groups"
         )
-    if run.context_parallel > 1 and (model.family != "gpt" or not is_engine):
+    if run.layout.cp > 1 and (model.family != "gpt" or not is_engine):
         yield (
-            f"{cp} is {run.context_parallel}, which Megatron has for a GPT with Transformer Engine's attention only; "
+            f"{cp} is {run.layout.cp}, which Megatron has for a GPT with Transformer Engine's attention only; "
             f"leave it out, or give {names['stock']} transformer_engine"
         )
-    if run.context_parallel > 1 and model.seq_length % (2 * run.context_parallel):
+    if run.layout.cp > 1 and model.seq_length % (2 * run.layout.cp):
         yield (
-            f"--seq-length {model.seq_length} is not a multiple of twice {cp} {run.context_parallel}, as each rank "
+            f"--seq-length {model.seq_length} is not a multiple of twice {cp} {run.layout.cp}, as each rank "
             "takes two chunks; change one of them"
         )
-    if experts is not None:
+    if model.num_experts is not None:
         yield from _list_refused_experts(run, names)
-    if run.overlaps_tensor_parallel and not (run.sequence_parallel and is_engine):
+    if run.overlaps_tensor_parallel and not (run.layout.sp and is_engine):
         yield (
             f"--tp-comm-overlap needs {tp} of at least 2, --sequence-parallel and {names['stock']} transformer_engine; "
             "add what is missing, or leave it out"
         )
-    if run.deferred_head_gradients is not None and (run.pipeline_parallel == 1 or not run.fuses_gradient_accumulation):
+    if run.deferred_head_gradients is not None and (run.layout.pp == 1 or not run.fuses_gradient_accumulation):
         yield (
             f"--defer-embedding-wgrad-compute needs {pp} of at least 2 and the fusion of gradient accumulation; add "
             "the one and leave --no-gradient-accumulation-fusion out, or leave it out"
         )
-    if optimizer.fsdp is not None and (run.pipeline_parallel > 1 or run.mtp_num_layers):
+    if optimizer.fsdp is not None and (run.layout.pp > 1 or run.mtp_num_layers):
         yield (
             "--use-megatron-fsdp is known to the estimate in one pipeline stage and without multi-token prediction; "
             "leave out what is otherwise"
@@ -91,46 +91,21 @@ def list_refusals(run: Any, names: Mapping[str, str] = MEGATRONS) -> Iterator[st
 
 def _list_refused_stages(run: Any, pp: str) -> Iterator[str]:
     """Of layers that the stages of a pipeline share."""
-    stages, num_layers, cut = run.pipeline_parallel, run.model.num_layers, run.layers_of_chunks
+    stages, num_layers, chunks = run.layout.pp, run.model.num_layers, run.layout.chunks
     if run.model.family == "t5" and stages > 1:
         yield (
             f"{pp} is {stages}, and the model is a T5, whose encoder and decoder have stages of their own, which the "
             "estimate does not know; leave it out"
         )
-    if cut is not None:
-        if len(cut) % stages or sum(cut) != num_layers or min(cut) < 0:
-            yield (
-                f"the pipeline's {len(cut)} chunks have {sum(cut)} layers; expected a multiple of {pp} {stages}, and "
-                f"the model's {num_layers} layers"
-            )
-        return
-    given = {"first": run.first_stage_layers, "last": run.last_stage_layers}
-    ends = {name: number for name, number in given.items() if number is not None}
-    options = " and ".join(f"--decoder-{name}-pipeline-num-layers {number}" for name, number in ends.items())
-    rest, others = num_layers - sum(ends.values()), stages - len(ends)
-    if not ends and num_layers % stages:
+    if chunks is None and num_layers % stages:
         yield f"{num_layers} layers are not a multiple of {pp} {stages}; change one of them"
-    if ends and stages == 1:
-        yield f"{options} needs at least 2 stages, and there is 1; leave it out, or raise {pp}"
-    if ends and (rest < others or (rest % others if others else rest)):
+    if chunks is not None and (len(chunks) % stages or sum(chunks) != num_layers or min(chunks) < 0):
         yield (
-            f"{options} leaves {rest} of {num_layers} layers for {others} other stages; expected "
-            f"{'a positive multiple of them' if others else 'none'}; change one of them"
+            f"the pipeline's {len(chunks)} chunks have {sum(chunks)} layers; expected a multiple of {pp} {stages}, and "
+            f"the model's {num_layers} layers"
         )
-    per_chunk = run.layers_per_virtual_stage
-    if per_chunk is None:
+    if chunks is None or len(chunks) == stages:
         return
-    layers = run.list_stage_layers()
-    if len({*layers}) > 1:
-        yield (
-            f"--num-layers-per-virtual-pipeline-stage is {per_chunk} and stages have {min(layers)} to {max(layers)} "
-            "layers; expected stages of equally many; leave one out"
-        )
-    if stages == 1 or layers[0] % per_chunk:
-        yield (
-            f"--num-layers-per-virtual-pipeline-stage is {per_chunk}; expected a divisor of the {layers[0]} layers of "
-            "one of at least 2 stages; change it or leave it out"
-        )
     group, number = run.micro_batch_group or stages, run.num_micro_batches or 0
     if 0 < number % group < stages or 0 < number < group or group < stages:
         yield (
@@ -139,45 +114,69 @@ def _list_refused_stages(run: Any, pp: str) -> Iterator[str]:
         )
 
 
+def list_refused_cuts(
+    num_layers: int, stages: int, per_chunk: int | None, first: int | None, last: int | None, names: Mapping[str, str]
+) -> Iterator[str]:
+    """Of options that cut a pipeline's layers into chunks; the arguments are those of `memory.run.cut_layers`."""
+    ends = {name: number for name, number in (("first", first), ("last", last)) if number is not None}
+    options = " and ".join(f"--decoder-{name}-pipeline-num-layers {number}" for name, number in ends.items())
+    rest, others = num_layers - sum(ends.values()), stages - len(ends)
+    if ends and stages == 1:
+        yield f"{options} needs at least 2 stages, and there is 1; leave it out, or raise {names['pp']}"
+    if ends and (rest < others or (rest % others if others else rest)):
+        yield (
+            f"{options} leaves {rest} of {num_layers} layers for {others} other stages; expected "
+            f"{'a positive multiple of them' if others else 'none'}; change one of them"
+        )
+    if per_chunk is None:
+        return
+    if not ends and num_layers % stages:
+        yield f"{num_layers} layers are not a multiple of {names['pp']} {stages}; change one of them"
+    sizes = [*ends.values(), *([rest // others] if others else [])]
+    if len({*sizes}) > 1:
+        yield (
+            f"--num-layers-per-virtual-pipeline-stage is {per_chunk} and stages have {min(sizes)} to {max(sizes)} "
+            "layers; expected stages of equally many; leave one out"
+        )
+    if stages == 1 or sizes[0] % per_chunk:
+        yield (
+            f"--num-layers-per-virtual-pipeline-stage is {per_chunk}; expected a divisor of the {sizes[0]} layers of "
+            "one of at least 2 stages; change it or leave it out"
+        )
+
+
 def _list_refused_experts(run: Any, names: Mapping[str, str]) -> Iterator[str]:
-    """Of a mixture: how its experts divide, what they can take, and what may run beside them."""
-    experts, ep = run.experts, names["ep"]
-    parallel, shared, ranks = experts.expert_parallel, experts.tensor_parallel, run.ranks_of_stage
-    if experts.num_experts % parallel:
-        yield f"{ep} {parallel} does not divide the model's {experts.num_experts} experts; change it"
-    if ranks % (parallel * shared):
+    """Of a mixture: how its experts divide, what they can take, and what may run at the same time."""
+    model, ep, parallel, shared = run.model, names["ep"], run.layout.ep, run.layout.etp
+    if model.num_experts % parallel:
+        yield f"{ep} {parallel} does not divide the model's {model.num_experts} experts; change it"
+    if run.layout.ranks_of_stage % (parallel * shared):
         yield (
-            f"{ep} {parallel} times {shared}, over which an expert is split, does not divide the {ranks} ranks of a "
-            f"pipeline stage; change {ep}, {names['tp']} or {names['ranks']}"
+            f"{ep} {parallel} times {shared}, over which an expert is split, does not divide the "
+            f"{run.layout.ranks_of_stage} ranks of a pipeline stage; change {ep}, {names['tp']} or {names['ranks']}"
         )
-    if experts.capacity_factor is not None and experts.routing == "sinkhorn":
-        yield (
-            "--moe-expert-capacity-factor and --moe-router-load-balancing-type sinkhorn are both given; leave one of "
-            "them out"
-        )
-    if experts.pads_to_capacity and experts.capacity_factor is None:
-        yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor; give both or none"
-    if experts.pads_to_capacity and experts.dispatcher == "flex":
+    capacity, is_padded = model.moe_expert_capacity_factor, model.moe_pad_expert_input_to_capacity
+    if is_padded and run.layout.dispatcher == "flex":
         yield (
             "--moe-pad-expert-input-to-capacity and --moe-token-dispatcher-type flex are both given, which DeepEP "
             "refuses and the estimate does not know; change one of them"
         )
-    most = experts.num_experts / experts.per_token
+    most = model.num_experts / model.moe_router_topk
     # Rows are taken from the tokens, which are fewer (core/transformer/moe/moe_utils.py: permute of core 0.16.1).
-    if experts.pads_to_capacity and experts.dispatcher == "alltoall" and experts.capacity_factor > most:
+    if is_padded and run.layout.dispatcher == "alltoall" and capacity > most:
         yield (
-            f"--moe-expert-capacity-factor is {experts.capacity_factor:g} and experts are padded to it; Megatron's "
-            f"all-to-all fails above {most:g}, where an expert has more rows than there are tokens; lower it, or use "
+            f"--moe-expert-capacity-factor is {capacity:g} and experts are padded to it; Megatron's all-to-all fails "
+            f"above {most:g}, where an expert has more rows than there are tokens; lower it, or use "
             "--moe-token-dispatcher-type allgather"
         )
-    is_cut = run.pipeline_parallel == 1 or len(run.list_chunks(0)) > 1
-    if experts.overlaps and (experts.dispatcher == "allgather" or parallel == 1 or not is_cut):
+    is_cut = run.layout.pp == 1 or len(run.list_chunks(0)) > 1
+    if run.layout.overlaps and (run.layout.dispatcher == "allgather" or parallel == 1 or not is_cut):
         yield (
             f"--overlap-moe-expert-parallel-comm needs {ep} of at least 2, --moe-token-dispatcher-type alltoall or "
             "flex, and several chunks of each pipeline stage where there are stages; change what is missing, or leave "
             "it out"
         )
-    if experts.overlaps and "full" in run.recompute:
+    if run.layout.overlaps and "full" in run.recompute:
         yield "--overlap-moe-expert-parallel-comm and --recompute-granularity full are both given; leave one out"
 
 

@@ -17,7 +17,7 @@ import functools
 import math
 from statistics import NormalDist
 
-from tempo_megatron.memory.run import Experts, Run
+from tempo_megatron.memory.run import Run
 
 _EULER = 0.5772156649
 _POINTS = 10_000
@@ -25,14 +25,12 @@ _POINTS = 10_000
 
 def assume_routing(run: Run, stage: int) -> Run:
     """`run` with a factor for the experts of a stage, where it has experts and says none."""
-    experts = run.experts
-    if experts is None or experts.imbalance is not None or experts.pads_to_capacity:
+    model = run.model
+    if model.num_experts is None or run.moe_imbalance is not None or model.moe_pad_expert_input_to_capacity:
         return run
-    num_layers = sum(experts.layers[layer] for chunk in run.list_chunks(stage) for layer in chunk)
-    imbalance = find_largest_imbalance(experts)
-    if experts.expert_parallel > 1:
-        imbalance = expect_imbalance(experts, run.padded_vocab_size, num_layers)
-    return dataclasses.replace(run, experts=dataclasses.replace(experts, imbalance=imbalance))
+    has_experts = model.layers_with_experts
+    num_layers = sum(has_experts[layer] for chunk in run.list_chunks(stage) for layer in chunk)
+    return dataclasses.replace(run, moe_imbalance=expect_imbalance(run, num_layers))
 
 
 def set_imbalance(run: Run, factor: float | str | None) -> Run:
@@ -42,12 +40,12 @@ def set_imbalance(run: Run, factor: float | str | None) -> Run:
     """
     if factor is None:
         return run
-    if run.experts is None:
+    if run.model.num_experts is None:
         raise ValueError("--moe-imbalance is given, and the run has no experts; leave it out")
-    most = find_largest_imbalance(run.experts)
+    most = find_largest_imbalance(run)
     if isinstance(factor, str):
         factor = most
-    if run.experts.pads_to_capacity:
+    if run.model.moe_pad_expert_input_to_capacity:
         raise ValueError(
             "--moe-imbalance is given, and experts are padded to their capacity, so that each rank gets as much; leave "
             "one of them out"
@@ -58,57 +56,55 @@ def set_imbalance(run: Run, factor: float | str | None) -> Run:
         )
     if factor > most:
         raise ValueError(
-            f"--moe-imbalance is {factor:g}, and the fullest of {run.experts.expert_parallel} ranks gets at most "
+            f"--moe-imbalance is {factor:g}, and the fullest of {run.layout.ep} ranks gets at most "
             f"{most:g} times an equal share; expected 1 to {most:g}, or max"
         )
-    return dataclasses.replace(run, experts=dataclasses.replace(run.experts, imbalance=factor))
+    return dataclasses.replace(run, moe_imbalance=factor)
 
 
-def find_largest_imbalance(experts: Experts) -> float:
+def find_largest_imbalance(run: Run) -> float:
     """Tokens of the fullest rank, over an equal share, where every token of every rank chooses its experts.
 
     A token goes to k different experts, of which the rank has E / R. The R ranks have k tokens for each of their own.
     Of a capacity each expert takes that share of its own at most.
     """
-    ranks = experts.expert_parallel
-    found = ranks * min(experts.per_token, experts.num_experts // ranks) / experts.per_token
-    return found if experts.capacity_factor is None else min(found, experts.capacity_factor)
+    topk, capacity = run.model.moe_router_topk, run.model.moe_expert_capacity_factor
+    found = run.layout.ep * min(topk, run.num_local_experts) / topk
+    return found if capacity is None else min(found, capacity)
 
 
 def assume_fullest(run: Run) -> Run:
     """`run` with the factor of the stage where it is largest, where it has experts and says none."""
-    factors = (assume_routing(run, stage).experts for stage in range(run.pipeline_parallel))
-    largest = max((each.imbalance or 1.0 for each in factors if each is not None), default=1.0)
-    if run.experts is None or run.experts.pads_to_capacity:
+    if run.model.num_experts is None or run.model.moe_pad_expert_input_to_capacity:
         return run
-    return set_imbalance(run, largest)
+    factors = (assume_routing(run, stage).moe_imbalance for stage in range(run.layout.pp))
+    return set_imbalance(run, max(factor or 1.0 for factor in factors))
 
 
-def expect_imbalance(experts: Experts, vocab_size: int, num_layers: int) -> float:
+def expect_imbalance(run: Run, num_layers: int) -> float:
     """Tokens of the fullest rank, over an equal share; 1 where Sinkhorn's routing balances, or nothing is divided.
 
     Args:
-        experts: as they lie over ranks.
-        vocab_size: V.
+        run: whose experts are divided.
         num_layers: L, of a stage's layers those with experts.
     """
-    ranks = experts.expert_parallel
-    if ranks == 1 or num_layers == 0 or experts.routing == "sinkhorn":
-        return min(1.0, find_largest_imbalance(experts))
-    repeated = math.pi**2 / 6 / (math.log(vocab_size) + _EULER) ** 2
-    variance = repeated * _find_relative_variance(experts) / num_layers * ranks / (ranks - 1)
-    return min(1 + _expect_maximum(ranks) * math.sqrt(variance), find_largest_imbalance(experts))
+    ranks, largest = run.layout.ep, find_largest_imbalance(run)
+    if ranks == 1 or num_layers == 0 or run.model.moe_router_load_balancing_type == "sinkhorn":
+        return min(1.0, largest)
+    repeated = math.pi**2 / 6 / (math.log(run.padded_vocab_size) + _EULER) ** 2
+    variance = repeated * _find_relative_variance(run) / num_layers * ranks / (ranks - 1)
+    return min(1 + _expect_maximum(ranks) * math.sqrt(variance), largest)
 
 
-def _find_relative_variance(experts: Experts) -> float:
+def _find_relative_variance(run: Run) -> float:
     """Of how many of one token's experts are a rank's, over the square of their mean.
 
-    A token chooses among the experts of `group_topk` of `num_groups` groups.
+    A token chooses among the experts of `moe_router_group_topk` of `moe_router_num_groups` groups.
     """
-    groups, chosen = experts.num_groups or 1, experts.group_topk or 1
-    per_group, local = experts.num_experts // groups, experts.num_experts // experts.expert_parallel
+    groups, chosen = run.model.moe_router_num_groups or 1, run.model.moe_router_group_topk or 1
+    per_group, local = run.num_local_experts * run.layout.ep // groups, run.num_local_experts
     of_rank, in_each = max(1, local // per_group), min(local, per_group)
-    candidates, k = chosen * per_group, experts.per_token
+    candidates, k = chosen * per_group, run.model.moe_router_topk
     first = second = 0.0
     for number in range(min(of_rank, chosen) + 1):
         ways = math.comb(of_rank, number) * math.comb(groups - of_rank, chosen - number) / math.comb(groups, chosen)

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from tempo_megatron.memory.chips import H100, Chip
-from tempo_megatron.memory.refusals import MEGATRONS, list_refusals, refuse
-from tempo_megatron.models.shape import ModelShape, check_layout, pad_vocab_size
+from tempo_megatron.memory.refusals import MEGATRONS, list_refusals, list_refused_cuts, refuse
+from tempo_megatron.models.layout import Layout, check_layout, pad_vocab_size
+from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.settings.config import TempoConfig
 
 OPTIMIZERS = ("none", "megatron", "deepspeed")
@@ -138,111 +139,6 @@ class OptimizerSettings:
         )
 
 
-ROUTER_DTYPES = {None: None, "fp32": torch.float32, "fp64": torch.float64}
-"""Values of Megatron's moe_router_dtype; None is the model's."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Experts:
-    """The experts of a mixture, and how they lie over ranks."""
-
-    num_experts: int
-    per_token: int
-    """How many experts a token goes to."""
-
-    ffn_hidden_size: int
-    layers: tuple[bool, ...]
-    """Which of the model's layers have experts."""
-
-    shared_ffn_hidden_size: int | None = None
-    """Of the experts that every token goes to, together."""
-
-    has_shared_gate: bool = False
-    """Whether a gate weights the shared experts' output (--moe-shared-expert-gate)."""
-
-    expert_parallel: int = 1
-    tensor_parallel: int = 1
-    """Ranks that one expert is split over."""
-
-    dispatcher: str = "allgather"
-    """Megatron's: "allgather", "alltoall" or "flex"."""
-
-    grouped: bool = False
-    """Whether the experts of a rank run in one grouped matrix product."""
-
-    fuses_permutation: bool = False
-    """Whether a kernel brings the tokens into the experts' order, and back (--moe-permute-fusion)."""
-
-    routing: str = "aux_loss"
-    """Megatron's --moe-router-load-balancing-type."""
-
-    aux_loss_coefficient: float = 0.0
-    z_loss_coefficient: float | None = None
-    score_function: str = "softmax"
-    has_bias: bool = False
-    """Whether a bias of each expert balances them."""
-
-    pre_softmax: bool = False
-    num_groups: int | None = None
-    group_topk: int | None = None
-    router_dtype: torch.dtype | None = None
-    """None is the layers' dtype."""
-
-    capacity_factor: float | None = None
-    """Of an expert's equal share of a rank's tokens, what it takes at most (--moe-expert-capacity-factor); None takes
-    all."""
-
-    pads_to_capacity: bool = False
-    """Whether each expert gets as many rows as it takes."""
-
-    imbalance: float | None = None
-    """Tokens that the fullest rank's experts get, over an equal share; None is what `memory.routing` expects."""
-
-    overlaps: bool = False
-    """Whether one micro batch's forward runs beside another's backward (--overlap-moe-expert-parallel-comm)."""
-
-    @property
-    def has_assumed_share(self) -> bool:
-        """Whether what a rank's experts get depends on the tokens, which nobody has."""
-        return self.expert_parallel > 1 and not self.pads_to_capacity
-
-    def count_routed(self, num_tokens: int) -> int:
-        """Rows that `num_tokens` tokens of a rank are for its experts, of which each token has `per_token`; padded, the
-        capacity of every expert, or all tokens (core/transformer/moe/moe_utils.py: apply_router_token_dropping)."""
-        rows = num_tokens * self.per_token
-        if not self.pads_to_capacity or self.capacity_factor is None:
-            return rows
-        return self.num_experts * min(math.ceil(rows / self.num_experts * self.capacity_factor), num_tokens)
-
-    def count_sent(self, num_tokens: int) -> int:
-        """Those of them that are not dropped, where every expert of a capacity under its equal share is full."""
-        routed = self.count_routed(num_tokens)
-        return routed if self.pads_to_capacity else round(routed * min(1.0, self.capacity_factor or 1.0))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LatentAttention:
-    """Attention whose queries, keys and values are projected from latent vectors, as Megatron's options call them."""
-
-    q_lora_rank: int | None
-    """None projects queries from the hidden states."""
-
-    kv_lora_rank: int
-    qk_head_dim: int
-    qk_pos_emb_head_dim: int
-    v_head_dim: int
-    fuses_rope: bool = False
-    """Whether a kernel rotates queries and keys."""
-
-    is_yarn: bool = True
-    """Whether its rotary embeddings are Yarn's (--rope-type)."""
-
-    @property
-    def query_size(self) -> int:
-        """Of one head."""
-        return self.qk_head_dim + self.qk_pos_emb_head_dim
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hybrid:
     """Layers that are each a Mamba layer, an attention, an MLP or a mixture of experts, as Megatron's HybridModel has.
@@ -294,24 +190,9 @@ class Run:
     tempo: TempoConfig
     """Perhaps with "auto" and with values of single layers; `TempoConfig.off()` is stock."""
 
-    experts: Experts | None = None
-    latent_attention: LatentAttention | None = None
-    """Of Transformer Engine's modules."""
-
     hybrid: Hybrid | None = None
     optimizer: OptimizerSettings = OptimizerSettings()
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    data_parallel: int = 1
-    context_parallel: int = 1
-    sequence_parallel: bool = False
-    layers_per_virtual_stage: int | None = None
-    """Megatron's --num-layers-per-virtual-pipeline-stage; None is 1F1B without interleaving."""
-
-    layers_of_chunks: tuple[int, ...] | None = None
-    """How many layers each chunk of the pipeline has, in the order of the model, where they are not all alike: stage 0
-    has the first chunk, and in turn one of each `pipeline_parallel` of the rest."""
-
+    layout: Layout = dataclasses.field(default_factory=Layout)
     micro_batch_group: int | None = None
     """Megatron's --microbatch-group-size-per-virtual-pipeline-stage; None is the number of stages."""
 
@@ -323,12 +204,6 @@ class Run:
 
     mtp_repeats_layer: bool = False
     """Whether they are one layer."""
-
-    first_stage_layers: int | None = None
-    """Megatron's --decoder-first-pipeline-num-layers; None gives the first stage as many as those in the middle."""
-
-    last_stage_layers: int | None = None
-    """Megatron's --decoder-last-pipeline-num-layers."""
 
     micro_batch_size: int = 1
     num_micro_batches: int | None = None
@@ -356,6 +231,24 @@ class Run:
     fuses_activation: bool | None = None
     """Whether a gated activation, or squared ReLU in experts, is Megatron's one operation, which keeps its input alone;
     None of a gated one where the modules are Transformer Engine's."""
+
+    moe_grouped_gemm: bool = False
+    """Whether the experts of a rank run in one grouped matrix product."""
+
+    moe_permute_fusion: bool = False
+    """Whether a kernel brings the tokens into the experts' order, and back."""
+
+    moe_shared_expert_gate: bool = False
+    """Whether a gate weights the shared experts' output."""
+
+    moe_imbalance: float | None = None
+    """Tokens that the fullest rank's experts get, over an equal share; None is what `memory.routing` expects."""
+
+    learns_positions: bool = False
+    """Whether a model with latent attention has learned positions, too (Megatron's --position-embedding-type)."""
+
+    fuses_latent_rope: bool = False
+    """Whether a kernel rotates the queries and keys of latent attention."""
 
     masked_softmax_fusion: bool = True
     """Whether unfused attention on a GPU has Megatron's softmax kernel, for the 16-bit scores that the kernel takes."""
@@ -399,55 +292,69 @@ class Run:
     """Whether a GPT's micro batch brings an attention mask, as without --no-create-attention-mask-in-dataloader."""
 
     @property
-    def world_size(self) -> int:
-        return self.pipeline_parallel * self.ranks_of_stage
-
-    @property
-    def ranks_of_stage(self) -> int:
-        """GPUs of one pipeline stage."""
-        return self.tensor_parallel * self.context_parallel * self.data_parallel
-
-    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding, of a model with a vocab_size."""
         assert self.model.vocab_size is not None
-        return pad_vocab_size(self.model.vocab_size, self.model.make_vocab_size_divisible_by, self.tensor_parallel)
+        return pad_vocab_size(self.model.vocab_size, self.model.make_vocab_size_divisible_by, self.layout.tp)
+
+    @property
+    def built_model(self) -> ModelShape:
+        """The model whose modules are built before what stands for latent attention takes its place in them."""
+        found = self.model.leave_latent_attention()
+        return (
+            dataclasses.replace(found, position_embedding_type="learned_absolute") if self.learns_positions else found
+        )
+
+    @property
+    def router_dtype(self) -> torch.dtype | None:
+        """Of a mixture's scores; None is the layers' dtype."""
+        return {None: None, "fp32": torch.float32, "fp64": torch.float64}[self.model.moe_router_dtype]
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts on a rank, of each layer that has some; 0 of a model without."""
+        return (self.model.num_experts or 0) // self.layout.ep
+
+    @property
+    def assumes_imbalance(self) -> bool:
+        """Whether what a rank's experts get depends on the tokens, which nobody has."""
+        return self.layout.ep > 1 and not self.model.moe_pad_expert_input_to_capacity
+
+    def count_routed(self, num_tokens: int) -> int:
+        """Rows that `num_tokens` tokens of a rank are for experts, one for each expert of each token; padded, the
+        capacity of every expert, or all tokens (core/transformer/moe/moe_utils.py: apply_router_token_dropping)."""
+        model = self.model
+        rows = num_tokens * model.moe_router_topk
+        if not model.moe_pad_expert_input_to_capacity or model.num_experts is None:
+            return rows
+        capacity = math.ceil(rows / model.num_experts * (model.moe_expert_capacity_factor or 1.0))
+        return model.num_experts * min(capacity, num_tokens)
+
+    def count_sent(self, num_tokens: int) -> int:
+        """Those of them that are not dropped, where every expert of a capacity under its equal share is full."""
+        routed = self.count_routed(num_tokens)
+        if self.model.moe_pad_expert_input_to_capacity:
+            return routed
+        return round(routed * min(1.0, self.model.moe_expert_capacity_factor or 1.0))
 
     def find_recomputed(self, layer: int) -> tuple[str, ...]:
         """What Megatron recomputes of a layer, counted from 0 in its chunk of a stage."""
         number = self.recompute_num_layers
         return () if number is not None and "full" in self.recompute and layer >= number else self.recompute
 
-    def list_stage_layers(self) -> list[int]:
-        """How many layers each stage has, as Megatron deals them out over what `check` lets through."""
-        stages, first, last = self.pipeline_parallel, self.first_stage_layers, self.last_stage_layers
-        others = stages - (first is not None) - (last is not None)
-        per_stage = (self.model.num_layers - (first or 0) - (last or 0)) // others if others else 0
-        found = [per_stage] * stages
-        found[0] = per_stage if first is None else first
-        found[-1] = per_stage if last is None else last
-        return found
-
     def list_chunks(self, stage: int) -> list[range]:
         """The layers of each chunk of a stage, counted from 0 over the whole model; one chunk without interleaving.
 
         Of a run that `check` lets through.
         """
-        stages, per_chunk = self.pipeline_parallel, self.layers_per_virtual_stage
-        if self.layers_of_chunks is not None:
-            firsts = [0, *itertools.accumulate(self.layers_of_chunks)]
-            places = range(stage, len(self.layers_of_chunks), stages)
-            return [range(firsts[place], firsts[place + 1]) for place in places]
-        if per_chunk is None:
-            layers = self.list_stage_layers()
-            first = sum(layers[:stage])
-            return [range(first, first + layers[stage])]
-        firsts_of_stage = range(stage * per_chunk, self.model.num_layers, stages * per_chunk)
-        return [range(first, first + per_chunk) for first in firsts_of_stage]
+        stages = self.layout.pp
+        sizes = self.layout.chunks or (self.model.num_layers // stages,) * stages
+        firsts = [0, *itertools.accumulate(sizes)]
+        return [range(firsts[place], firsts[place + 1]) for place in range(stage, len(sizes), stages)]
 
     def list_ends(self, stage: int) -> list[dict[str, bool]]:
         """What each of the chunks has beside layers, in the words of `memory.simulated.chunk.simulate_chunk`."""
-        stages, number = self.pipeline_parallel, len(self.list_chunks(stage))
+        stages, number = self.layout.pp, len(self.list_chunks(stage))
         places = range(stage, stages * number, stages)
         last = stages * number - 1
         predicting = last - self.mtp_precedes_head
@@ -461,65 +368,36 @@ class Run:
 
         names: what the user calls the options, `memory.refusals.MEGATRONS` or `OURS`.
         """
-        check_layout(self.model, self.tensor_parallel, self.sequence_parallel, option=names["tp"])
+        check_layout(self.model, self.layout, option=names["tp"])
         refuse(list_refusals(self, names))
 
 
-def take_parts(
-    shape: ModelShape, *, stock: str, tensor_parallel: int = 1, expert_parallel: int | None = None
-) -> dict[str, Any]:
-    """The fields of a Run that say what is trained: the model without its parts, its experts, its latent attention.
-
-    Experts of Transformer Engine run in grouped products. Where they are divided, tokens are sent by all-to-all; else
-    Megatron's default, all-gather, brings them.
+def cut_layers(
+    num_layers: int,
+    stages: int,
+    *,
+    per_chunk: int | None = None,
+    first: int | None = None,
+    last: int | None = None,
+    names: Mapping[str, str] = MEGATRONS,
+) -> tuple[int, ...] | None:
+    """How many layers each chunk of a pipeline has by Megatron's options; None where they do not say it.
 
     Args:
-        shape: the model.
-        stock: of the Run.
-        tensor_parallel: of the Run; an expert is split as the layers are, but for one with biases.
-        expert_parallel: ranks that share the experts; None is 1.
+        per_chunk: --num-layers-per-virtual-pipeline-stage.
+        first, last: --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers.
+        names: as of `Run.check`.
 
-    Raises ValueError where expert_parallel is given for a model without experts.
+    Raises ValueError where the layers do not divide so.
     """
-    found: dict[str, Any] = {"model": shape.leave_parts()}
-    parallel = expert_parallel or 1
-    if shape.num_experts is None and expert_parallel is not None:
-        raise ValueError(f"--ep {parallel} is given, and the model has no experts; leave it out")
-    if shape.num_experts is not None:
-        found["experts"] = Experts(
-            num_experts=shape.num_experts,
-            per_token=shape.moe_router_topk,
-            ffn_hidden_size=shape.expert_size,
-            layers=shape.layers_with_experts,
-            shared_ffn_hidden_size=shape.moe_shared_expert_intermediate_size,
-            expert_parallel=parallel,
-            tensor_parallel=1 if shape.add_bias_linear else tensor_parallel,
-            dispatcher="allgather" if parallel == 1 else "alltoall",
-            grouped=stock == "transformer_engine",
-            routing=shape.moe_router_load_balancing_type,
-            aux_loss_coefficient=shape.moe_aux_loss_coeff,
-            z_loss_coefficient=shape.moe_z_loss_coeff,
-            score_function=shape.moe_router_score_function,
-            has_bias=shape.moe_router_enable_expert_bias,
-            pre_softmax=shape.moe_router_pre_softmax,
-            num_groups=shape.moe_router_num_groups,
-            group_topk=shape.moe_router_group_topk,
-            router_dtype=ROUTER_DTYPES[shape.moe_router_dtype],
-            capacity_factor=shape.moe_expert_capacity_factor,
-            pads_to_capacity=shape.moe_pad_expert_input_to_capacity,
-        )
-    if shape.multi_latent_attention:
-        sizes = shape.kv_lora_rank, shape.qk_head_dim, shape.qk_pos_emb_head_dim, shape.v_head_dim
-        kv_lora_rank, qk_head_dim, qk_pos_emb_head_dim, v_head_dim = (size or 0 for size in sizes)
-        found["latent_attention"] = LatentAttention(
-            q_lora_rank=shape.q_lora_rank,
-            kv_lora_rank=kv_lora_rank,
-            qk_head_dim=qk_head_dim,
-            qk_pos_emb_head_dim=qk_pos_emb_head_dim,
-            v_head_dim=v_head_dim,
-            is_yarn=shape.position_embedding_type == "yarn",
-        )
-    return found
+    refuse(list_refused_cuts(num_layers, stages, per_chunk, first, last, names))
+    if per_chunk is not None:
+        return (per_chunk,) * (num_layers // per_chunk)
+    if first is None and last is None:
+        return None
+    ends = (first is not None) + (last is not None)
+    others = [(num_layers - (first or 0) - (last or 0)) // max(1, stages - ends)] * (stages - ends)
+    return (*([] if first is None else [first]), *others, *([] if last is None else [last]))
 
 
 def read_recomputation(
@@ -528,19 +406,21 @@ def read_recomputation(
     num_layers: int | None,
     modules: Sequence[str] | None,
     *,
-    has_experts: bool = False,
-    has_latent_attention: bool = False,
+    model: ModelShape,
     fuses_norms: bool = False,
 ) -> dict[str, Any]:
     """The fields of a Run for Megatron's arguments of these names.
 
-    fuses_norms: whether each norm before attention and MLP is one module with the linear behind it.
+    Args:
+        model: what is trained; experts and latent attention have more modules that can be recomputed.
+        fuses_norms: whether each norm before attention and MLP is one module with the linear behind it.
 
     Raises ValueError for what the estimate does not know.
     """
     if granularity is None:
         return {}
     if granularity == "selective":
+        has_experts, has_latent_attention = model.num_experts is not None, model.multi_latent_attention
         taken = tuple(modules or ("core_attn",))
         known = ["core_attn", "mlp", *(["moe", "shared_experts", "moe_act"] if has_experts else [])]
         known += ["mla_up_proj"] if has_latent_attention else []

@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from tempo_megatron.models.shape import CHOICES, NAMES, QUICK_GEGLU, read_shape_file
+from tempo_megatron.models.shape import CHOICES, NAMES, QUICK_GEGLU
+from tempo_megatron.models.shape_file import read_shape_file
 from tempo_megatron.settings.activations import ACTIVATIONS
 from tempo_megatron.words.argument_types import (
     parse_fraction,

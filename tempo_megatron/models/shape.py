@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tempo_megatron.models.huggingface.config import is_config, read_config_fields
 from tempo_megatron.settings.activations import ACTIVATIONS, GATED
 from tempo_megatron.words.expert_layers import parse_layer_frequency
-from tempo_megatron.words.json_text import read_object
 
 QUICK_GEGLU = "quick_geglu"
 """A gated x * sigmoid(1.702 x), perhaps clamped. Tempo has no operation for it: experts run Megatron's own code again,
@@ -28,42 +23,23 @@ CHOICES = {
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
     "moe_router_dtype": ("fp32", "fp64"),
 }
-_SWITCHES = (
-    "yarn_correction_range_round_to_int",
-    "moe_router_pre_softmax",
-    "moe_router_enable_expert_bias",
-    "moe_pad_expert_input_to_capacity",
-    "multi_latent_attention",
-    "use_rope_scaling",
-    "qk_layernorm",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "untie_embeddings_and_output_weights",
-    "add_binary_head",
-)
 _PROBABILITIES = ("attention_dropout", "hidden_dropout")
-_POSITIVE = (
-    *("norm_epsilon", "init_method_std", "rope_scaling_factor", "rotary_scaling_factor", "beta_fast", "beta_slow"),
-    *("activation_func_clamp_value", "moe_router_topk_scaling_factor", "moe_expert_capacity_factor"),
-)
 _FROM_ZERO = ("mscale", "mscale_all_dim", "glu_linear_offset", "moe_aux_loss_coeff", "moe_z_loss_coeff")
-# Arguments that nothing but rope reads, and the values they have without it.
-_ROPE = {"rotary_base": 10000, "rotary_percent": 1.0, "use_rope_scaling": False, "rope_scaling_factor": 8.0}
-# Likewise what nothing but Yarn's scaling of rope, a mixture of experts, or latent attention reads.
-_YARN = {
-    **{"rotary_scaling_factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0},
-    **{"mscale": None, "mscale_all_dim": None, "yarn_correction_range_round_to_int": True},
-}
-_EXPERTS = {
-    **{"moe_layer_freq": "1", "moe_router_topk": 2, "moe_ffn_hidden_size": None},
-    **{"moe_shared_expert_intermediate_size": None, "moe_router_score_function": "softmax"},
-    **{"moe_router_pre_softmax": False, "moe_router_num_groups": None, "moe_router_group_topk": None},
-    **{"moe_router_topk_scaling_factor": None, "moe_router_enable_expert_bias": False, "moe_router_dtype": None},
-    **{"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None},
-    **{"moe_expert_capacity_factor": None, "moe_pad_expert_input_to_capacity": False},
-}
+# What nothing but rope reads, Yarn's scaling of rope, or latent attention.
+_ROPE = ("rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor")
+_YARN = (
+    *(
+        "rotary_scaling_factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+    ),
+    "yarn_correction_range_round_to_int",
+)
 _LATENT_SIZES = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-_LATENT = {"q_lora_rank": None, **dict.fromkeys(_LATENT_SIZES)}
+LATENT = ("q_lora_rank", *_LATENT_SIZES)
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
 
@@ -198,25 +174,22 @@ class ModelShape:
         """Inner size of one expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
-    def take_layers(self, layers: Sequence[int]) -> ModelShape:
-        """A model of these layers only, counted from 0."""
-        has = [int(self.layers_with_experts[layer]) for layer in layers]
-        freq: dict[str, Any] = {"moe_layer_freq": str(has).replace(" ", "")} if any(has) else {}
-        if not any(has):
-            freq = {"num_experts": None, **_EXPERTS}
-        return dataclasses.replace(self, num_layers=len(layers), **freq)
+    @property
+    def latent_sizes(self) -> tuple[int, int, int, int]:
+        """Of latent attention: kv_lora_rank, qk_head_dim, qk_pos_emb_head_dim and v_head_dim."""
+        rank, key, position, value = (getattr(self, name) for name in _LATENT_SIZES)
+        return rank, key, position, value
 
-    def leave_parts(self) -> ModelShape:
-        """The model with a dense MLP for experts, ordinary attention for latent attention, and rope for Yarn's."""
+    def take_layers(self, layers: Sequence[int]) -> ModelShape:
+        """A model of these layers only, counted from 0; perhaps none of them has experts."""
+        has = self.layers_with_experts
+        freq = "1" if self.num_experts is None else f"[{','.join(str(int(has[layer])) for layer in layers)}]"
+        return dataclasses.replace(self, num_layers=len(layers), moe_layer_freq=freq)
+
+    def leave_latent_attention(self) -> ModelShape:
+        """The model with ordinary attention for latent attention, and rope for Yarn's."""
         rope = {"position_embedding_type": "rope"} if self.position_embedding_type == "yarn" else {}
-        plain: dict[str, Any] = {
-            "num_experts": None,
-            "multi_latent_attention": False,
-            **_EXPERTS,
-            **_LATENT,
-            **_YARN,
-            **rope,
-        }
+        plain: dict[str, Any] = {name: _DEFAULTS[name] for name in ("multi_latent_attention", *LATENT, *_YARN)} | rope
         return dataclasses.replace(self, **plain)
 
     def describe(self) -> dict[str, Any]:
@@ -262,7 +235,7 @@ class ModelShape:
 def check_shape(shape: ModelShape) -> None:
     """Raise ValueError for the first field that no model can have, or that contradicts another."""
     for name, value in shape.describe().items():
-        if value is None and name in _OPTIONAL:
+        if value is None and _DEFAULTS[name] is None:
             continue
         if (expected := check_value(name, value)) is not None:
             raise ValueError(f"{name} is {value!r}; expected {expected}")
@@ -278,36 +251,31 @@ def check_shape(shape: ModelShape) -> None:
             "--disable-bias-linear"
         )
     _check_window(shape)
-    _check_gate(shape)
+    if shape.activation != QUICK_GEGLU:
+        _refuse_without(shape, "--quick-geglu", ("activation_func_clamp_value", "glu_linear_offset"))
     _check_experts(shape)
     _check_latent_attention(shape)
     _check_family(shape)
 
 
-def _refuse_without(shape: ModelShape, of: str, defaults: Mapping[str, Any]) -> None:
+def _refuse_without(shape: ModelShape, of: str, names: Iterable[str]) -> None:
     """Raise ValueError for a value of what `of`, which is not given, alone reads."""
-    for name, default in defaults.items():
-        if (value := getattr(shape, name)) != default:
-            raise ValueError(f"{_name(name)} {value} is given without {of}; give both or none")
+    for name in names:
+        if (value := getattr(shape, name)) != _DEFAULTS[name]:
+            given = name_field(name) if value is True else f"{name_field(name)} {value}"
+            raise ValueError(f"{given} is given without {of}; give both or none")
 
 
-def _name(field: str) -> str:
+def name_field(field: str) -> str:
+    """The option of a field."""
     return "--" + field.replace("_", "-")
-
-
-def _check_gate(shape: ModelShape) -> None:
-    if shape.activation != QUICK_GEGLU:
-        of = {"activation_func_clamp_value": None, "glu_linear_offset": 0.0}
-        _refuse_without(shape, "--quick-geglu", of)
 
 
 def _check_experts(shape: ModelShape) -> None:
     number, topk = shape.num_experts, shape.moe_router_topk
     if number is None:
-        _refuse_without(shape, "--num-experts", _EXPERTS)
+        _refuse_without(shape, "--num-experts", (name for name in NAMES if name.startswith("moe_")))
         return
-    if not any(shape.layers_with_experts):
-        raise ValueError(f"--moe-layer-freq {shape.moe_layer_freq} gives no layer experts; leave --num-experts out")
     if topk > number:
         raise ValueError(f"--moe-router-topk {topk} is more than --num-experts {number}; change one of them")
     is_softmax, routing = shape.moe_router_score_function == "softmax", shape.moe_router_load_balancing_type
@@ -332,17 +300,17 @@ def _check_experts(shape: ModelShape) -> None:
             f"--moe-expert-capacity-factor is given with --moe-router-load-balancing-type {routing}, which drops no "
             "tokens; leave it out, or balance by aux_loss, seq_aux_loss or none"
         )
-    if shape.moe_pad_expert_input_to_capacity and shape.moe_expert_capacity_factor is None:
-        raise ValueError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor; give both or none")
+    if shape.moe_expert_capacity_factor is None:
+        _refuse_without(shape, "--moe-expert-capacity-factor", ("moe_pad_expert_input_to_capacity",))
 
 
 def _check_latent_attention(shape: ModelShape) -> None:
     if not shape.multi_latent_attention:
-        _refuse_without(shape, "--multi-latent-attention", _LATENT)
+        _refuse_without(shape, "--multi-latent-attention", LATENT)
         return
     for name in _LATENT_SIZES:
         if getattr(shape, name) is None:
-            raise ValueError(f"--multi-latent-attention is given without {_name(name)}; give it")
+            raise ValueError(f"--multi-latent-attention is given without {name_field(name)}; give it")
     if shape.qk_pos_emb_head_dim is not None and shape.qk_pos_emb_head_dim % 2:
         raise ValueError(f"--qk-pos-emb-head-dim {shape.qk_pos_emb_head_dim} cannot be rotated; give an even number")
     refused = {
@@ -378,16 +346,10 @@ def _check_positions(shape: ModelShape) -> None:
                 f"rope would rotate {rotated} of {shape.kv_channels} channels of a head; expected an even number of at "
                 "least 2: change --kv-channels or --rotary-percent"
             )
-        if shape.rope_scaling_factor != _ROPE["rope_scaling_factor"] and not shape.use_rope_scaling:
-            raise ValueError("--rope-scaling-factor is given without --use-rope-scaling; give both or none")
+        if not shape.use_rope_scaling:
+            _refuse_without(shape, "--use-rope-scaling", ("rope_scaling_factor",))
         return
-    for name, default in _ROPE.items():
-        if getattr(shape, name) != default:
-            option = "--" + name.replace("_", "-")
-            raise ValueError(
-                f"{option} is for rope, but --position-embedding-type is {kind}; give --position-embedding-type rope "
-                f"or leave {option} out"
-            )
+    _refuse_without(shape, "--position-embedding-type rope", _ROPE)
     longest = max(shape.seq_length, shape.decoder_seq_length or 0)
     if kind == "learned_absolute" and longest > shape.max_position_embeddings:
         raise ValueError(
@@ -398,7 +360,7 @@ def _check_positions(shape: ModelShape) -> None:
 
 def _check_window(shape: ModelShape) -> None:
     if shape.window_size is None:
-        _refuse_without(shape, "--window-size", {"window_attn_skip_freq": None})
+        _refuse_without(shape, "--window-size", ("window_attn_skip_freq",))
         return
     left, right = shape.window_size
     if right != 0:
@@ -412,13 +374,8 @@ def _check_window(shape: ModelShape) -> None:
 
 def _check_family(shape: ModelShape) -> None:
     family = shape.family
-    given = {
-        "decoder_seq_length": shape.decoder_seq_length is not None,
-        "num_tokentypes": shape.num_tokentypes > 0,
-        "add_binary_head": shape.add_binary_head,
-    }
     for name, of in (("decoder_seq_length", "t5"), ("num_tokentypes", "bert"), ("add_binary_head", "bert")):
-        if given[name] and family != of:
+        if getattr(shape, name) != _DEFAULTS[name] and family != of:
             raise ValueError(f"{name} is for the family {of}, but the model's is {family}; leave it out")
     if family == "gpt":
         return
@@ -428,7 +385,7 @@ def _check_family(shape: ModelShape) -> None:
         "--qk-layernorm": shape.qk_layernorm,
         "--window-size": shape.window_size is not None,
         "--position-embedding-type none": shape.position_embedding_type == "none",
-        f"--rotary-base {shape.rotary_base}": shape.rotary_base != _ROPE["rotary_base"],
+        f"--rotary-base {shape.rotary_base}": shape.rotary_base != _DEFAULTS["rotary_base"],
         "--use-rope-scaling": shape.use_rope_scaling,
         "--position-embedding-type yarn": shape.position_embedding_type == "yarn",
         f"--softmax-type {shape.softmax_type}": shape.softmax_type != "vanilla",
@@ -443,38 +400,9 @@ def _check_family(shape: ModelShape) -> None:
             raise ValueError(f"{option} is given, but Megatron's {family.upper()} has no such thing; leave it out")
 
 
-def check_layout(
-    shape: ModelShape,
-    tensor_model_parallel_size: int,
-    sequence_parallel: bool,
-    option: str = "--tensor-model-parallel-size",
-) -> None:
-    """Raise ValueError, which calls tensor parallelism by `option`, where this many devices cannot share a layer."""
-    tp = tensor_model_parallel_size
-    for name in ("num_attention_heads", "ffn_hidden_size"):
-        if (value := getattr(shape, name)) % tp:
-            of = "--" + name.replace("_", "-")
-            raise ValueError(f"{of} {value} is not a multiple of {option} {tp}; change one of them")
-    for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
-        if (value := getattr(shape, name)) is not None and value % tp:
-            raise ValueError(f"{_name(name)} {value} is not a multiple of {option} {tp}; change one of them")
-    groups = shape.num_query_groups
-    if groups % tp and tp % groups:
-        raise ValueError(f"--num-query-groups {groups} and {option} {tp} do not divide one another; change one of them")
-    if not sequence_parallel:
-        return
-    if tp == 1:
-        raise ValueError(f"--sequence-parallel needs {option} of at least 2; remove it or raise that")
-    for name in ("seq_length", "decoder_seq_length"):
-        if (length := getattr(shape, name)) is not None and length % tp:
-            of = "--" + name.replace("_", "-")
-            raise ValueError(
-                f"{of} {length} is not a multiple of {option} {tp}, as --sequence-parallel needs; change one of them"
-            )
-
-
-NAMES = tuple(field.name for field in dataclasses.fields(ModelShape))
-_OPTIONAL = tuple(field.name for field in dataclasses.fields(ModelShape) if field.default is None)
+_TYPES = {field.name: str(field.type) for field in dataclasses.fields(ModelShape)}
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(ModelShape)}
+NAMES = tuple(_TYPES)
 
 
 def make_shape(**values: Any) -> ModelShape:
@@ -488,8 +416,7 @@ def make_shape(**values: Any) -> ModelShape:
     given = {name: value for name, value in values.items() if value is not None}
     for name in REQUIRED:
         if name not in given:
-            option = "--" + name.replace("_", "-")
-            raise ValueError(f"{option} is missing; give it, or --model with a file of configs/model")
+            raise ValueError(f"{name_field(name)} is missing; give it, or --model with a file of configs/model")
     hidden_size, heads = given["hidden_size"], given["num_attention_heads"]
     if "kv_channels" not in given and hidden_size % heads:
         raise ValueError(
@@ -511,100 +438,36 @@ def make_shape(**values: Any) -> ModelShape:
         completed["window_size"] = tuple(completed["window_size"])
     if "moe_layer_freq" in completed:
         completed["moe_layer_freq"] = str(completed["moe_layer_freq"])
-    return ModelShape(**completed)
-
-
-def pad_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tp: int) -> int:
-    """The smallest multiple of make_vocab_size_divisible_by * tp that holds vocab_size tokens.
-
-    Raises: ValueError where one of the three is below 1.
-    """
-    if min(vocab_size, make_vocab_size_divisible_by, tp) < 1:
-        raise ValueError(
-            f"vocab_size {vocab_size}, make_vocab_size_divisible_by {make_vocab_size_divisible_by} and tensor parallel "
-            f"size {tp} are given; expected at least 1 for each, correct the one below"
-        )
-    multiple = make_vocab_size_divisible_by * tp
-    return -(-vocab_size // multiple) * multiple
-
-
-def describe_unreadable(option: str, path: str | Path, error: OSError) -> str:
-    """Returns one sentence on a model's file that an option names and nobody can read."""
-    return (
-        f"{option} {path} cannot be read ({error.strerror}); give a file of configs/model, or the folder or "
-        "config.json of a Hugging Face model"
-    )
-
-
-def read_shape_file(path: str | Path) -> dict[str, Any]:
-    """The fields of ModelShape in a file of configs/model, or in the config.json of a Hugging Face model or its folder;
-    names and types are checked.
-
-    Raises ValueError, which begins with --model, where it cannot be read or has something that no model has.
-    """
-    try:
-        if is_config(path):
-            return read_config_fields(path)
-        values = read_object(path)
-    except OSError as error:
-        raise ValueError(describe_unreadable("--model", path, error)) from error
-    except ValueError as error:
-        raise ValueError(f"--model {error}") from error
-    for name, value in values.items():
-        if name not in NAMES:
-            near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.0)[0]
-            raise ValueError(f"--model {path}: {name} is unknown; the nearest known name is {near}")
-        if (expected := check_value(name, value)) is not None:
-            raise ValueError(f"--model {path}: {name} is {json.dumps(value)}; expected {expected}")
-    return values
-
-
-def name_shape_file(path: str | Path) -> str:
-    """For people: the name of a file of configs/model, or of the folder of a config.json."""
-    file = Path(path).absolute()
-    return file.parent.name if file.name == "config.json" else file.name if file.is_dir() else file.stem
-
-
-def complete_description(described: Mapping[str, Any]) -> dict[str, Any]:
-    """`described` with the fields of ModelShape that did not exist when it was written.
-
-    Models then had a GPT-2's values for these fields.
-    """
-    heads, hidden_size = described.get("num_attention_heads"), described.get("hidden_size")
-    older = {
-        field.name: field.default
-        for field in dataclasses.fields(ModelShape)
-        if field.default is not dataclasses.MISSING
-    }
-    older |= {"family": "gpt", "num_query_groups": heads}
-    if heads and hidden_size:
-        older["kv_channels"] = hidden_size // heads
-    return {**older, **described}
+    found = ModelShape(**completed)
+    if found.num_experts is not None and not any(found.layers_with_experts):
+        raise ValueError(f"--moe-layer-freq {found.moe_layer_freq} gives no layer experts; leave --num-experts out")
+    return found
 
 
 def check_value(name: str, value: Any) -> str | None:
     """What is expected of a field of ModelShape, as a JSON type; None if `value` is as expected."""
     if name in CHOICES:
         return None if value in CHOICES[name] else f"one of {', '.join(CHOICES[name])}"
-    if name in _SWITCHES:
-        return None if isinstance(value, bool) else "true or false"
     if name == "moe_layer_freq":
         return None if isinstance(value, str) or _is_whole(value) else "a number, or lists such as ([0]*1+[1]*15)"
     if name == "window_size":
         is_pair = isinstance(value, list) and len(value) == 2 and all(_is_whole(n) and n >= -1 for n in value)
         return None if is_pair else "two whole numbers from -1, such as [128, 0]"
-    if name in (*_PROBABILITIES, *_POSITIVE, *_FROM_ZERO, "rotary_percent"):
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if name in _PROBABILITIES:
-            return None if is_number and 0 <= value < 1 else "a probability in [0, 1)"
-        if name == "rotary_percent":
-            return None if is_number and 0 < value <= 1 else "a number in (0, 1]"
-        if name in _FROM_ZERO:
-            return None if is_number and value >= 0 else "a number from 0"
-        return None if is_number and value > 0 else "a positive number"
-    least = 0 if name == "num_tokentypes" else 1
-    words = "a whole number from 0" if least == 0 else "a positive whole number"
-    return None if _is_whole(value) and value >= least else words
+    kind = _TYPES[name]
+    if "bool" in kind:
+        return None if isinstance(value, bool) else "true or false"
+    if "int" in kind:
+        least = 0 if name == "num_tokentypes" else 1
+        words = "a whole number from 0" if least == 0 else "a positive whole number"
+        return None if _is_whole(value) and value >= least else words
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if name in _PROBABILITIES:
+        return None if is_number and 0 <= value < 1 else "a probability in [0, 1)"
+    if name == "rotary_percent":
+        return None if is_number and 0 < value <= 1 else "a number in (0, 1]"
+    if name in _FROM_ZERO:
+        return None if is_number and value >= 0 else "a number from 0"
+    return None if is_number and value > 0 else "a positive number"
 
 
 def _is_whole(value: Any) -> bool:

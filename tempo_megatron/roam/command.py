@@ -22,7 +22,9 @@ from tempo_megatron.memory.fake_tensors import simulate_layout, use_megatron_fak
 from tempo_megatron.memory.simulated.chunk_model import fuse_attention
 from tempo_megatron.memory.simulated.configuration import build_ledger_config, convert_parameters
 from tempo_megatron.models.build import DTYPES, build_model, make_inputs
-from tempo_megatron.models.shape import ModelShape, name_shape_file, pad_vocab_size
+from tempo_megatron.models.layout import pad_vocab_size
+from tempo_megatron.models.shape import ModelShape
+from tempo_megatron.models.shape_file import name_shape_file
 from tempo_megatron.plots import COLOURS, import_pyplot, save, tidy
 from tempo_megatron.roam.capture import capture_step
 from tempo_megatron.roam.graph import count_bytes

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tempo_megatron.models.shape import read_shape_file
+from tempo_megatron.models.shape_file import read_shape_file
 from tempo_megatron.training.differences import flatten
 from tempo_megatron.training.run.arguments import build_parser, parse_arguments
 from tempo_megatron.training.run.checks import check_run

@@ -11,8 +11,9 @@ from tempo_megatron.memory.chips import find_chip
 from tempo_megatron.memory.live.aside import RunPlan, plan_for_all_ranks, share_host
 from tempo_megatron.memory.plan.gpu import find_gpu
 from tempo_megatron.memory.plan.planner import RECOMPUTED, PlanRequest
-from tempo_megatron.memory.run import OptimizerSettings, Run, read_recomputation, take_parts
+from tempo_megatron.memory.run import OptimizerSettings, Run, cut_layers, read_recomputation
 from tempo_megatron.models.build import DTYPES
+from tempo_megatron.models.layout import Layout
 from tempo_megatron.training.model import has_fused_softmax
 from tempo_megatron.training.run.run_config import RunConfig
 
@@ -66,17 +67,21 @@ def read_run(run: RunConfig, padded_vocab_size: int | None) -> Run:
     if padded_vocab_size is not None:
         model = dataclasses.replace(model, vocab_size=padded_vocab_size, make_vocab_size_divisible_by=1)
     stock = "local" if run.on_gpu else "cpu"
-    parts = take_parts(model, stock=stock, tensor_parallel=run.tensor_model_parallel_size)
+    # An expert is split as the layers are, but for one with biases (core/transformer/moe/experts.py).
+    is_split = model.num_experts is not None and not model.add_bias_linear
+    stages, per_chunk = run.pipeline_model_parallel_size, run.num_layers_per_virtual_pipeline_stage
     return Run(
-        **parts,
+        model=model,
         tempo=run.tempo,
         optimizer=OptimizerSettings.from_deepspeed(run.deepspeed),
-        tensor_parallel=run.tensor_model_parallel_size,
-        pipeline_parallel=run.pipeline_model_parallel_size,
-        layers_per_virtual_stage=run.num_layers_per_virtual_pipeline_stage,
-        layers_of_chunks=run.layers_of_chunks,
-        data_parallel=run.data_parallel_size,
-        sequence_parallel=run.sequence_parallel,
+        layout=Layout(
+            tp=run.tensor_model_parallel_size,
+            pp=stages,
+            dp=run.data_parallel_size,
+            sp=run.sequence_parallel,
+            etp=run.tensor_model_parallel_size if is_split else 1,
+            chunks=run.layers_of_chunks or cut_layers(model.num_layers, stages, per_chunk=per_chunk),
+        ),
         micro_batch_size=run.micro_batch_size,
         num_micro_batches=run.num_micro_batches,
         dtype=DTYPES[run.precision],
@@ -88,7 +93,6 @@ def read_run(run: RunConfig, padded_vocab_size: int | None) -> Run:
             run.recompute_method,
             run.recompute_num_layers,
             run.recompute_modules,
-            has_experts="experts" in parts,
-            has_latent_attention="latent_attention" in parts,
+            model=model,
         ),
     )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from made_chunks import make_chunk
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from runs import build_run
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.rank import allocator as caching_allocator
@@ -16,7 +17,7 @@ from tempo_megatron.memory.rank.allocator import Block, CachingAllocator
 from tempo_megatron.memory.rank.estimate import estimate_ranks
 from tempo_megatron.memory.rank.play import Step, play_rank
 from tempo_megatron.memory.rank.standing import Born, Standing, Tensor
-from tempo_megatron.memory.run import Experts, MegatronFsdp, OptimizerSettings, Run
+from tempo_megatron.memory.run import MegatronFsdp, OptimizerSettings, Run
 from tempo_megatron.memory.simulated import chunk
 from tempo_megatron.memory.simulated.chunk_model import Ends
 from tempo_megatron.models.shape import make_shape
@@ -172,14 +173,14 @@ def test_without_rounding_the_allocator_has_the_estimates_peak(
     monkeypatch.setattr(caching_allocator, "ROUNDING_BYTES", 1)
     monkeypatch.setattr(caching_allocator, "SMALL_BYTES", 0)
     shape = make_shape(num_layers=6, hidden_size=256, num_attention_heads=4, seq_length=512, vocab_size=4000)
-    run = Run(
+    run = build_run(
         model=shape,
         tempo=tempo_config,
         optimizer=OptimizerSettings(**optimizer, reduce_bucket_elements=1 << 20),
         micro_batch_size=2,
         num_micro_batches=1 if optimizer.get("kind") == "none" else 2 * stages,
-        data_parallel=2,
-        pipeline_parallel=stages,
+        dp=2,
+        pp=stages,
     )
     ranks = estimate_ranks(run, simulates_allocator=True)
     assert len(ranks) == stages
@@ -225,17 +226,10 @@ def test_three_layers_with_experts_show_the_allocations_of_all() -> None:
     """But for the sums of the balancing losses, 4 bytes for each layer that runs, which the first one makes."""
     layers = 6
     shape = make_shape(
-        num_layers=layers, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=99, add_bias_linear=False
-    )
-    experts = Experts(
-        num_experts=4,
-        per_token=2,
-        ffn_hidden_size=32,
-        layers=(True,) * layers,
-        aux_loss_coefficient=0.01,
-        imbalance=1.0,
-    )
-    run = Run(model=shape, tempo=OFF, stock="transformer_engine", experts=experts, micro_batch_size=2)
+        num_layers=layers, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=99, add_bias_linear=False,
+        num_experts=4, moe_ffn_hidden_size=32, moe_aux_loss_coeff=0.01,
+    )  # fmt: skip
+    run = Run(model=shape, tempo=OFF, stock="transformer_engine", moe_imbalance=1.0, micro_batch_size=2)
     cut = chunk._cut(run, range(layers))
     few, every = (chunk._run_chunk(cut, Ends(True, True, False, True), True, False, longest) for longest in (3, layers))
     assert MoEAuxLossAutoScaler.main_loss_backward_scale is None, "a simulation leaves it there"

@@ -17,7 +17,8 @@ from tempo_megatron.cli import main
 from tempo_megatron.memory.commands.estimate import describe_run
 from tempo_megatron.memory.plan.gpu import list_gpus
 from tempo_megatron.memory.run import MegatronFsdp, OptimizerSettings, Run
-from tempo_megatron.models.shape import make_shape, read_shape_file
+from tempo_megatron.models.shape import make_shape
+from tempo_megatron.models.shape_file import read_shape_file
 from tempo_megatron.settings.config import TempoConfig
 
 TINY, GPT2 = "--model configs/model/gpt2_tiny.json", "--model configs/model/gpt2_124m.json"

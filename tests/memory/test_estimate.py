@@ -15,6 +15,7 @@ from kept_formula import LayerShape, count_layer_bytes
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from runs import build_run, change_run
 
 from tempo_kernels.attention import cpu, use_gpu_blocks
 from tempo_kernels.attention.settings import Inputs, Kept, Settings
@@ -26,11 +27,12 @@ from tempo_megatron.memory.commands.module_tree import format_trees
 from tempo_megatron.memory.megatron.read_run import deal_out_layers
 from tempo_megatron.memory.rank.estimate import estimate_ranks
 from tempo_megatron.memory.rank.schedule import list_events
-from tempo_megatron.memory.run import Experts, LatentAttention, Run, take_parts
+from tempo_megatron.memory.run import Run, cut_layers
 from tempo_megatron.memory.simulated.chunk import list_modules, simulate_chunk
 from tempo_megatron.memory.simulated.chunk_memory import HEAD, LAYERS, ChunkMemory, compress
 from tempo_megatron.memory.storages import PeakBytes, count_storage_bytes
-from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
+from tempo_megatron.models.shape import ModelShape, make_shape
+from tempo_megatron.models.shape_file import read_shape_file
 from tempo_megatron.words.argument_types import format_bytes
 
 OFF = TempoConfig.off()
@@ -44,7 +46,7 @@ SMALL: dict[str, Any] = {
 
 def simulate(values: dict[str, Any], tempo_config: TempoConfig = OFF, **settings: Any) -> Any:
     shape = make_shape(**{"vocab_size": 1024, **values})
-    return simulate_chunk(Run(model=shape, tempo=tempo_config, **settings), range(shape.num_layers))
+    return simulate_chunk(build_run(model=shape, tempo=tempo_config, **settings), range(shape.num_layers))
 
 
 def keep_of_middle_layer(memory: Any) -> int:
@@ -58,9 +60,7 @@ def test_a_layer_keeps_what_the_paper_publishes(name: str, recompute: tuple[str,
     a, h, _, b = PAPER[name]
     s, t = 2048, 8
     sizes = {"num_layers": 4, "hidden_size": h, "num_attention_heads": a, "seq_length": s}
-    kept = keep_of_middle_layer(
-        simulate(sizes, tensor_parallel=t, sequence_parallel=sequence_parallel, recompute=recompute, micro_batch_size=b)
-    )
+    kept = keep_of_middle_layer(simulate(sizes, tp=t, sp=sequence_parallel, recompute=recompute, micro_batch_size=b))
     scores = 0.0 if recompute else 5 * a * s / (h * t)
     published = s * b * h * ((34 / t if sequence_parallel else 10 + 24 / t) + scores)
     if recompute == ("full",):
@@ -81,7 +81,7 @@ def test_transformer_engines_layer_keeps_what_the_formula_says(
     tempo_config: TempoConfig, sequence_parallel: bool, attention: str
 ) -> None:
     sizes = {"num_layers": 4, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 512}
-    memory = simulate(sizes, tempo_config, tensor_parallel=2, sequence_parallel=sequence_parallel,
+    memory = simulate(sizes, tempo_config, tp=2, sp=sequence_parallel,
                       stock="transformer_engine", stock_attention=attention)  # fmt: skip
     layer = LayerShape(
         seq_length=512, micro_batch_size=1, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=16,
@@ -126,7 +126,7 @@ def test_the_tree_says_what_each_modules_attention_holds() -> None:
     def find(gpu: str | None = None, shape: ModelShape = shape, tempo: TempoConfig = OFF, **of_run: Any) -> int:
         chip = Chip(8, 108) if gpu == "a100" else H100
         of_all = {"model": shape, "tempo": tempo, "gpu": gpu, "chip": chip, "stock": "transformer_engine"}
-        tree = list_modules(Run(**{**of_all, **of_run}), range(1))
+        tree = list_modules(build_run(**{**of_all, **of_run}), range(1))
         (text,) = [line for line in format_trees("", [tree]).splitlines() if "core_attention" in line]
         assert float(text.split()[2]) == round(tree.workspace_bytes / 2**20, 2)
         return tree.workspace_bytes
@@ -198,7 +198,7 @@ def test_layers_that_are_not_recomputed_stand_for_one_another_too() -> None:
 
 def test_parameters_of_all_stages_are_those_of_the_model() -> None:
     shape = make_shape(**{"vocab_size": 50257, **read_shape_file("configs/model/gpt3_175b.json")})
-    ranks = estimate_ranks(Run(model=shape, tempo=OFF, tensor_parallel=8, pipeline_parallel=8, sequence_parallel=True))
+    ranks = estimate_ranks(build_run(model=shape, tempo=OFF, tp=8, pp=8, sp=True))
     h, v = 12288, 51200  # 50,257 padded to a multiple of 128 * 8
     split = 96 * 12 * h * h // 8 + 96 * (3 * h + 4 * h) // 8 + v * h // 8
     whole = 96 * (4 * h + 2 * h) + 2048 * h + 2 * h
@@ -214,12 +214,13 @@ def test_stages_have_the_layers_that_megatron_gives_them(stages: int, first: int
     num_layers = {(4, 1, None): 7, (4, 2, 4): 10, (3, 3, 3): 8}.get((stages, first, last), 8)
     shape = make_shape(**{**SMALL, "num_layers": num_layers})
     tempo = TempoConfig(layers={f"{num_layers - 1}": {"norm": "recompute"}})
-    run = Run(model=shape, tempo=tempo, pipeline_parallel=stages, first_stage_layers=first, last_stage_layers=last)
+    chunks = cut_layers(num_layers, stages, first=first, last=last)
+    run = build_run(model=shape, tempo=tempo, pp=stages, chunks=chunks)
     config = TransformerConfig(
         num_layers=num_layers, hidden_size=64, num_attention_heads=4, pipeline_model_parallel_size=stages,
         pipeline_dtype=torch.float32, num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last,
     )  # fmt: skip
-    layers = run.list_stage_layers()
+    layers = [sum(map(len, run.list_chunks(stage))) for stage in range(stages)]
     assert layers == [get_num_layers_to_build(config, pp_rank=stage) for stage in range(stages)]
     assert [n for stage in range(stages) for chunk in run.list_chunks(stage) for n in chunk] == [*range(num_layers)]
     layer = 12 * 64 * 64 + 13 * 64
@@ -238,15 +239,15 @@ def test_chunks_have_the_layers_that_megatron_gives_them(chunks: int, embedding:
         account_for_embedding_in_pipeline_split=embedding, account_for_loss_in_pipeline_split=loss,
     )  # fmt: skip
     model = make_shape(**{**SMALL, "num_layers": num_layers})
-    run = Run(model=model, tempo=OFF, pipeline_parallel=4, layers_of_chunks=deal_out_layers(config))
+    run = build_run(model=model, tempo=OFF, pp=4, chunks=deal_out_layers(config))
     found = [[len(layers) for layers in run.list_chunks(stage)] for stage in range(4)]
     places = range(chunks) if chunks > 1 else (None,)
     assert found == [[get_num_layers_to_build(config, vp, stage) for vp in places] for stage in range(4)]
 
 
 def test_the_head_may_have_a_chunk_of_its_own() -> None:
-    run = Run(model=make_shape(**SMALL), tempo=OFF, pipeline_parallel=2, num_micro_batches=4)
-    apart = dataclasses.replace(run, layers_of_chunks=(4, 4, 0, 0))
+    run = build_run(model=make_shape(**SMALL), tempo=OFF, pp=2, num_micro_batches=4)
+    apart = change_run(run, chunks=(4, 4, 0, 0))
     assert estimate_ranks(apart)[1].num_parameters == estimate_ranks(run)[1].num_parameters
     first, last = (simulate_chunk(run, range(0), pre_process=place == 0, post_process=place == 1) for place in (0, 1))
     assert first.num_parameters == 512 * 64 + 32 * 64 and last.num_parameters == 512 * 64 + 2 * 64
@@ -275,14 +276,14 @@ def test_micro_batches_pass_through_chunks_in_the_groups_of_megatron(group: int)
 
 
 def test_context_parallel_ranks_keep_their_share_of_the_tokens_and_divide_states_like_data_parallel_ones() -> None:
-    run = Run(model=make_shape(**SMALL), tempo=OFF, stock="transformer_engine", context_parallel=2)
-    half = dataclasses.replace(run, model=dataclasses.replace(run.model, seq_length=16), context_parallel=1)
+    run = build_run(model=make_shape(**SMALL), tempo=OFF, stock="transformer_engine", cp=2)
+    half = change_run(run, model=dataclasses.replace(run.model, seq_length=16), cp=1)
     (ours,) = estimate_ranks(run)
-    (shorter,) = estimate_ranks(dataclasses.replace(half, data_parallel=2))
-    assert ours.parts == shorter.parts and run.world_size == 2
-    for wrong, sentence in (({"context_parallel": 3}, "not a multiple of twice"), ({"stock": "local"}, "leave it out")):
+    (shorter,) = estimate_ranks(change_run(half, dp=2))
+    assert ours.parts == shorter.parts and run.layout.world_size == 2
+    for wrong, sentence in (({"cp": 3}, "not a multiple of twice"), ({"stock": "local"}, "leave it out")):
         with pytest.raises(ValueError, match=sentence):
-            estimate_ranks(dataclasses.replace(run, **wrong))
+            estimate_ranks(change_run(run, **wrong))
 
 
 def test_the_fused_cross_entropy_makes_one_more_tensor_in_backward() -> None:
@@ -297,36 +298,32 @@ def test_the_fused_cross_entropy_makes_one_more_tensor_in_backward() -> None:
 
 def test_a_layer_of_experts_that_is_recomputed_keeps_its_input() -> None:
     tokens, f = 32, 96
-    model = make_shape(**SMALL | {"activation": "swiglu", "add_bias_linear": False})
-    experts = Experts(
-        num_experts=4, per_token=2, ffn_hidden_size=f, layers=(True,) * 8, dispatcher="alltoall", grouped=True,
-        shared_ffn_hidden_size=48,
-    )  # fmt: skip
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": f, "moe_shared_expert_intermediate_size": 48}
+    model = make_shape(**SMALL, activation="swiglu", add_bias_linear=False, **experts)
+    run = build_run(model=model, tempo=OFF, stock="transformer_engine", dispatcher="alltoall", moe_grouped_gemm=True)
 
     def keep(**values: Any) -> int:
-        run = Run(model=model, tempo=OFF, stock="transformer_engine", experts=experts)
-        return keep_of_middle_layer(simulate_chunk(dataclasses.replace(run, **values), range(8)))
+        return keep_of_middle_layer(simulate_chunk(change_run(run, **values), range(8)))
 
     kept = keep()
     # Of a layer with experts MLP is none, and the shared experts' gate, up and their product are recomputed.
     assert keep(recompute=("mlp",)) == kept
     assert kept - keep(recompute=("shared_experts",)) == 2 * tokens * 48 * 3
-    narrow = dataclasses.replace(experts, ffn_hidden_size=f // 2)
-    assert keep(recompute=("moe",)) == keep(recompute=("moe",), experts=narrow) < kept - 2 * tokens * 2 * f * 3
+    narrow = keep(recompute=("moe",), moe_ffn_hidden_size=f // 2)
+    assert keep(recompute=("moe",)) == narrow < kept - 2 * tokens * 2 * f * 3
 
 
 @pytest.mark.parametrize(("stages", "has_experts"), [(1, False), (2, False), (2, True)])
 def test_a_further_token_takes_a_layer_and_logits_on_the_last_stage(stages: int, has_experts: bool) -> None:
     s, h, v, f = 32, 64, 512, 96
     model = make_shape(**SMALL | {"vocab_size": v, "position_embedding_type": "rope"})
-    experts = None
+    run = build_run(model=model, tempo=OFF, stock="transformer_engine", pp=stages)
     if has_experts:
-        experts = Experts(num_experts=4, per_token=2, ffn_hidden_size=f, layers=(True,) * 8, grouped=True)
-    run = Run(model=model, tempo=OFF, stock="transformer_engine", pipeline_parallel=stages, experts=experts)
+        run = change_run(run, num_experts=4, moe_ffn_hidden_size=f, moe_grouped_gemm=True)
 
     def simulate_last(**values: Any) -> Any:
         layers = range(4, 8)
-        return simulate_chunk(dataclasses.replace(run, **values), layers, pre_process=stages == 1, post_process=True)
+        return simulate_chunk(change_run(run, **values), layers, pre_process=stages == 1, post_process=True)
 
     none, one, two, repeated = (
         simulate_last(mtp_num_layers=number, mtp_repeats_layer=repeats)
@@ -347,10 +344,8 @@ def test_a_further_token_takes_a_layer_and_logits_on_the_last_stage(stages: int,
 
 def test_a_chunk_with_a_further_token_alone_has_its_layer() -> None:
     model = make_shape(**SMALL | {"position_embedding_type": "rope"})
-    run = Run(model=model, tempo=OFF, stock="transformer_engine", pipeline_parallel=2, mtp_num_layers=1)
-    first, last = (
-        estimate_ranks(dataclasses.replace(run, layers_of_chunks=cut))[1].num_parameters for cut in ((7, 1), (8, 0))
-    )
+    run = build_run(model=model, tempo=OFF, stock="transformer_engine", pp=2, mtp_num_layers=1)
+    first, last = (estimate_ranks(change_run(run, chunks=cut))[1].num_parameters for cut in ((7, 1), (8, 0)))
     of_a_layer = simulate_chunk(run, range(1), pre_process=False, post_process=False).num_parameters
     # The final norm is where the last layer is.
     assert first - last == of_a_layer + 2 * 64
@@ -359,11 +354,11 @@ def test_a_chunk_with_a_further_token_alone_has_its_layer() -> None:
 def test_multi_token_prediction_may_precede_the_head() -> None:
     """In chunks Etttt, tttt, mm, L: as beside the head, but for what passes between the last two."""
     s, h, v = 32, 64, 512
-    model = make_shape(**SMALL | {"vocab_size": v, "position_embedding_type": "rope"})
-    experts = Experts(num_experts=4, per_token=2, ffn_hidden_size=96, layers=(False,) * 7 + (True,), grouped=True)
-    run = Run(
-        model=model, tempo=OFF, stock="transformer_engine", pipeline_parallel=2, mtp_num_layers=2, experts=experts,
-        layers_of_chunks=(4, 4, 0, 0), num_micro_batches=2,
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 96, "moe_layer_freq": "([0]*7+[1])"}
+    model = make_shape(**SMALL | {"vocab_size": v, "position_embedding_type": "rope"}, **experts)
+    run = build_run(
+        model=model, tempo=OFF, stock="transformer_engine", pp=2, mtp_num_layers=2,
+        chunks=(4, 4, 0, 0), num_micro_batches=2, moe_grouped_gemm=True,
     )  # fmt: skip
     apart = dataclasses.replace(run, mtp_precedes_head=True)
 
@@ -398,17 +393,15 @@ def test_a_layer_of_latent_attention_keeps_its_vectors_and_what_attention_takes(
 ) -> None:
     h, a, s, b, t = 64, 4, 32, 2, 2
     kv, nope, rope, v = 40, 16, 8, 24
-    latent = LatentAttention(
-        q_lora_rank=q_lora_rank, kv_lora_rank=kv, qk_head_dim=nope, qk_pos_emb_head_dim=rope, v_head_dim=v,
-        fuses_rope=fuses_rope,
-    )  # fmt: skip
     model = make_shape(
         **SMALL
-        | {"normalization": "RMSNorm", "add_bias_linear": False, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-    )
-    run = Run(
-        model=model, tempo=OFF, stock="transformer_engine", stock_attention=stock_attention, tensor_parallel=t,
-        sequence_parallel=True, micro_batch_size=b, latent_attention=latent,
+        | {"normalization": "RMSNorm", "add_bias_linear": False, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+        multi_latent_attention=True, position_embedding_type="rope", q_lora_rank=q_lora_rank, kv_lora_rank=kv,
+        qk_head_dim=nope, qk_pos_emb_head_dim=rope, v_head_dim=v,
+    )  # fmt: skip
+    run = build_run(
+        model=model, tempo=OFF, stock="transformer_engine", stock_attention=stock_attention, tp=t,
+        sp=True, micro_batch_size=b, fuses_latent_rope=fuses_rope, learns_positions=True,
     )  # fmt: skip
 
     def keep(run: Run) -> tuple[int, int]:
@@ -416,7 +409,7 @@ def test_a_layer_of_latent_attention_keeps_its_vectors_and_what_attention_takes(
         return keep_of_middle_layer(memory), memory.num_parameters
 
     kept, parameters = keep(run)
-    ordinary = keep(dataclasses.replace(run, latent_attention=None))
+    ordinary = keep(dataclasses.replace(run, model=run.built_model))
     tokens, heads = s * b, a // t
     # q, k, v, the output, and a logsumexp of each head, or the softmax's output.
     core = 2 * tokens * heads * (2 * (nope + rope) + 2 * v)
@@ -434,36 +427,35 @@ def test_a_layer_of_latent_attention_keeps_its_vectors_and_what_attention_takes(
 @pytest.mark.parametrize("routing", ["aux_loss", "sinkhorn"])
 def test_a_layer_of_experts_keeps_what_its_tokens_and_its_experts_say(dispatcher: str, routing: str) -> None:
     h, f, tokens, k = 64, 96, 32, 1 if routing == "sinkhorn" else 2
-    model = make_shape(**SMALL | {"activation": "swiglu", "add_bias_linear": False})
-    experts = Experts(
-        num_experts=8, per_token=k, ffn_hidden_size=f, layers=(False, False, *[True] * 6), expert_parallel=4,
-        dispatcher=dispatcher, grouped=True, routing=routing, router_dtype=torch.float32,
+    model = make_shape(
+        **SMALL, activation="swiglu", add_bias_linear=False, num_experts=8, moe_router_topk=k, moe_ffn_hidden_size=f,
+        moe_layer_freq="([0]*2+[1]*6)", moe_router_load_balancing_type=routing, moe_router_dtype="fp32",
+    )  # fmt: skip
+    run = build_run(
+        model=model, tempo=OFF, stock="transformer_engine", ep=4, dispatcher=dispatcher,
+        moe_grouped_gemm=True,
     )  # fmt: skip
 
     def keep(**values: Any) -> tuple[int, int]:
-        run = Run(model=model, tempo=OFF, stock="transformer_engine", experts=dataclasses.replace(experts, **values))
-        memory = simulate_chunk(run, range(8))
+        memory = simulate_chunk(change_run(run, **values), range(8))
         return keep_of_middle_layer(memory), memory.num_expert_parameters
 
     kept, parameters = keep()
     assert parameters == 6 * (8 // 4) * 3 * h * f
     # Of each token and each of its experts: gate, up and their product.
-    assert keep(ffn_hidden_size=f + 16)[0] - kept == 16 * tokens * k * (2 * 2 + 2)
+    assert keep(moe_ffn_hidden_size=f + 16)[0] - kept == 16 * tokens * k * (2 * 2 + 2)
     # A shared expert keeps its input beside, no tensor of tokens times k.
-    shared = keep(shared_ffn_hidden_size=32)[0] - kept
+    shared = keep(moe_shared_expert_intermediate_size=32)[0] - kept
     assert shared == pytest.approx(tokens * 32 * (2 * 2 + 2), rel=0.01)
-    states = [
-        estimate_ranks(Run(model=model, tempo=OFF, stock="transformer_engine", data_parallel=d, experts=experts))[0]
-        for d in (4, 8)
-    ]
+    states = [estimate_ranks(change_run(run, dp=d))[0] for d in (4, 8)]
     dense = states[0].num_parameters - parameters
     found = [each.parts["optimizer states"] for each in states]
     assert found == [12 * (dense // d + parameters // (d // 4)) for d in (4, 8)]
 
 
 def test_with_offload_the_first_of_two_stages_has_two_micro_batches_on_the_host() -> None:
-    sizes: Any = {"model": make_shape(**SMALL), "pipeline_parallel": 2, "num_micro_batches": 4, "micro_batch_size": 8}
-    sent, kept = (estimate_ranks(Run(**sizes, tempo=TempoConfig(offload=rows))) for rows in ("all", "off"))
+    sizes: Any = {"model": make_shape(**SMALL), "pp": 2, "num_micro_batches": 4, "micro_batch_size": 8}
+    sent, kept = (estimate_ranks(build_run(**sizes, tempo=TempoConfig(offload=rows))) for rows in ("all", "off"))
     assert sent[0].host_bytes == 2 * sent[1].host_bytes > 0
     # One micro batch's is on its way back when the peak is reached; of the other nothing is left on the GPU.
     assert 0 < kept[0].peak_bytes - sent[0].peak_bytes <= sent[0].host_bytes
@@ -555,8 +547,8 @@ def test_batch_sizes_are_the_deepspeed_jsons(tmp_path: Path) -> None:
 )
 def test_a_file_with_experts_has_the_parameters_of_its_name(name: str, parameters: int, parallel: int) -> None:
     shape = make_shape(**read_shape_file(f"configs/model/{name}.json"))
-    parts = take_parts(shape, stock="transformer_engine", expert_parallel=parallel)
-    run = Run(**parts, tempo=TempoConfig.off(), stock="transformer_engine", data_parallel=parallel)
+    layout = {"dp": parallel, "ep": parallel, "moe_grouped_gemm": True}
+    run = build_run(model=shape, tempo=TempoConfig.off(), stock="transformer_engine", **layout)
     (rank,) = estimate_ranks(run)
     of_experts = 3 * shape.hidden_size * shape.expert_size * 128 * shape.num_layers if parallel > 1 else 0
     assert rank.num_parameters == parameters - of_experts + of_experts // parallel

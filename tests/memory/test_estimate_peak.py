@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pkgutil
 from typing import Any
 
@@ -25,6 +24,7 @@ from peak_cases import (
     make_step,
     measure_step,
 )
+from runs import change_run
 
 from tempo_megatron import TempoConfig, use_cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
@@ -132,7 +132,7 @@ def test_a_second_micro_batch_in_flight_adds_no_second_global_memory_buffer(temp
     chunk = simulate_chunk(run, range(4))
     assert abs(levels[2] - levels[1] - chunk.kept_bytes) <= SCALARS_BYTES
     assert abs(levels[0] - chunk.kept_bytes - buffer) <= SCALARS_BYTES and buffer == chunk.global_buffer_bytes > 0
-    first, *_, last = estimate_ranks(dataclasses.replace(run, pipeline_parallel=4))
+    first, *_, last = estimate_ranks(change_run(run, pp=4))
     assert first.parts["global memory buffer"] == last.parts["global memory buffer"] == buffer
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import published_peaks
 import pytest
 import torch
+from runs import build_run, change_run
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
@@ -17,7 +18,7 @@ from tempo_megatron.memory.rank.allocator import Library
 from tempo_megatron.memory.rank.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.rank.libraries import get_torch_bytes, list_lasting_tensors, list_workspaces
 from tempo_megatron.memory.routing import assume_routing, expect_imbalance
-from tempo_megatron.memory.run import Experts, Hybrid, LatentAttention, OptimizerSettings, Run
+from tempo_megatron.memory.run import Hybrid, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import list_modules, simulate_chunk
 from tempo_megatron.memory.simulated.chunk_memory import LAYERS, ChunkMemory
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory
@@ -46,7 +47,7 @@ ROWS = {row["id"]: row for row in GOLDENS["megatron_goldens"]}
 
 def make_run(sizes: dict[str, Any], **settings: Any) -> Run:
     usual = {"micro_batch_size": 4, "stock": "transformer_engine", "deterministic": True, "data_has_masks": True}
-    return Run(**{"model": make_shape(**sizes), "tempo": TempoConfig.off(), **usual, **settings})
+    return build_run(**{"model": make_shape(**sizes), "tempo": TempoConfig.off(), **usual, **settings})
 
 
 @pytest.mark.parametrize("name", NEAR)
@@ -102,9 +103,7 @@ def test_a_mamba_layer_keeps_what_its_kernels_save(tensor_parallel: int) -> None
     norm's input and output, and float32 statistics of both norms."""
     h, heads, groups, tokens = SMALL["hidden_size"], 16, 8, 4 * SMALL["seq_length"]
     hybrid = Hybrid(pattern="M" * SMALL["num_layers"], num_heads=heads)
-    run = make_run(
-        SMALL | {"hidden_dropout": 0.0, "normalization": "RMSNorm"}, hybrid=hybrid, tensor_parallel=tensor_parallel
-    )
+    run = make_run(SMALL | {"hidden_dropout": 0.0, "normalization": "RMSNorm"}, hybrid=hybrid, tp=tensor_parallel)
     two, one = (
         simulate_chunk(run, range(number), pre_process=False, post_process=False).kept_bytes for number in (2, 1)
     )
@@ -118,22 +117,21 @@ def test_a_mamba_layer_keeps_what_its_kernels_save(tensor_parallel: int) -> None
 def test_deterministic_experts_keep_what_they_hand_back_and_local_routers_have_a_workspace() -> None:
     """Tokens are added up by index, which keeps them, unless a kernel does it; the router's product is Transformer
     Engine's also beside Megatron's own modules."""
-    experts = Experts(num_experts=4, per_token=2, ffn_hidden_size=64, layers=(True, True), dispatcher="alltoall")
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 64}
     sizes = {**SMALL, "seq_length": 64, "num_layers": 2}
 
     def count_kept(**settings: Any) -> int:
-        of_experts = dataclasses.replace(experts, fuses_permutation=settings.pop("fuses_permutation", False))
-        run = make_run(sizes, experts=of_experts, **settings)
+        run = make_run({**sizes, **experts}, dispatcher="alltoall", **settings)
         return simulate_chunk(run, range(2)).kept_bytes
 
     kept = count_kept(deterministic=False)
     assert count_kept() - kept == 2 * (2 * 4 * 64) * 512 * 2
     # The kernel keeps no probabilities to choose from, [tokens, experts] of each layer.
-    assert count_kept(fuses_permutation=True) == kept - 2 * (4 * 64) * 4 * 2
+    assert count_kept(moe_permute_fusion=True) == kept - 2 * (4 * 64) * 4 * 2
     local = make_run(sizes, gpu="h100", stock="local")
     of_torch = list_workspaces(local, has_head=True)
     assert of_torch == {Library.TORCH: [32 * MIB], Library.TORCH_BACKWARD: [32 * MIB]}
-    of_router = list_workspaces(dataclasses.replace(local, experts=experts), has_head=True)
+    of_router = list_workspaces(change_run(local, **experts), has_head=True)
     assert of_router == of_torch | {Library.ENGINE: [32 * MIB + 1024]}
 
 
@@ -186,8 +184,8 @@ def test_layers_that_float8_leaves_out_are_those_of_bf16() -> None:
 
 
 def test_experts_keep_their_inputs_in_float8() -> None:
-    experts = Experts(num_experts=4, per_token=2, ffn_hidden_size=64, layers=(True,), grouped=True, imbalance=1.0)
-    run = make_run({**SMALL, "seq_length": 64, "num_layers": 1}, experts=experts, gpu="h100", deterministic=False)
+    sizes = {**SMALL, "seq_length": 64, "num_layers": 1, "num_experts": 4, "moe_ffn_hidden_size": 64}
+    run = make_run(sizes, moe_grouped_gemm=True, moe_imbalance=1.0, gpu="h100", deterministic=False)
     kept = [
         simulate_chunk(dataclasses.replace(run, float8=recipe), range(1)).kept_bytes for recipe in (None, "tensorwise")
     ]
@@ -203,73 +201,71 @@ def _count_lasting(run: Run, stage: int) -> int:
 def test_layers_hold_rotary_tables_and_where_tokens_went_between_micro_batches() -> None:
     """As on the last stage of published runs: MiB of a Mixtral of 8 chunks, and of latent attention with experts."""
     sizes = {**SMALL, "seq_length": 4096, "num_layers": 16, "position_embedding_type": "rope", "kv_channels": 128}
-    plain = make_run(sizes, micro_batch_size=1, pipeline_parallel=2, layers_per_virtual_stage=1)
+    plain = make_run(sizes, micro_batch_size=1, pp=2, chunks=(1,) * 16)
     assert _count_lasting(plain, 1) == 8 * 4096 * 128 * 4
     assert _count_lasting(make_run(SMALL), 0) == 0
-    experts = Experts(
-        num_experts=32,
-        per_token=4,
-        ffn_hidden_size=64,
-        layers=(False,) + (True,) * 15,
-        dispatcher="alltoall",
-        fuses_permutation=True,
-        router_dtype=torch.float32,
-    )
-    run = dataclasses.replace(plain, experts=experts, layers_per_virtual_stage=None, mtp_num_layers=1)
+    experts = {
+        **{"num_experts": 32, "moe_router_topk": 4, "moe_ffn_hidden_size": 64, "moe_layer_freq": "([0]+[1]*15)"},
+        **{"moe_router_dtype": "fp32", "dispatcher": "alltoall", "moe_permute_fusion": True},
+    }
+    run = change_run(plain, **experts, chunks=None, mtp_num_layers=1)
     tokens = 4096
     # Probabilities in float32, a byte for each expert, and the kernel's map; eight layers, and that of a further token.
     routing = 9 * tokens * (32 * (4 + 1) + 4 * (2 * 32 + 1))
     assert _count_lasting(run, 1) == routing + tokens * 128 * 4
-    sorted_by_index = dataclasses.replace(experts, fuses_permutation=False, router_dtype=None)
-    by_index = dataclasses.replace(run, experts=sorted_by_index, mtp_num_layers=0)
+    by_index = change_run(run, moe_permute_fusion=False, moe_router_dtype=None, mtp_num_layers=0)
     assert _count_lasting(by_index, 0) == 7 * tokens * (32 * 3 + 8 * 4) + tokens * 128 * 4
-    gathered = dataclasses.replace(sorted_by_index, dispatcher="allgather", expert_parallel=4)
-    of_all = dataclasses.replace(by_index, experts=gathered, data_parallel=4)
+    of_all = change_run(by_index, dispatcher="allgather", ep=4, dp=4)
     assert _count_lasting(of_all, 0) == 7 * tokens * (4 * 8 + 4 * (2 + 8)) + tokens * 128 * 4
-    latent = dataclasses.replace(plain, latent_attention=_LATENT, layers_per_virtual_stage=None)
-    assert _count_lasting(latent, 1) == 8 * _LATENT.qk_pos_emb_head_dim * (4 + 2 * 2) * 4096
+    latent = change_run(plain, **_LATENT, fuses_latent_rope=True, chunks=None)
+    assert _count_lasting(latent, 1) == 8 * _LATENT["qk_pos_emb_head_dim"] * (4 + 2 * 2) * 4096
 
 
-def _draw_imbalance(experts: Experts, vocab_size: int, num_layers: int, seed: int) -> float:
+def _draw_imbalance(run: Run, num_layers: int, seed: int) -> float:
     """Of one random router for each layer, and tokens as frequent as Zipf's law says."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, vocab_size, number = torch.Generator().manual_seed(seed), run.padded_vocab_size, run.model.num_experts
+    assert number is not None
     shares = 1 / torch.arange(1, vocab_size + 1, dtype=torch.float64)
     shares /= shares.sum()
-    load = torch.zeros(experts.expert_parallel, dtype=torch.float64)
-    groups, of_group = experts.num_groups or 1, experts.num_experts // (experts.num_groups or 1)
+    load = torch.zeros(run.layout.ep, dtype=torch.float64)
+    groups, k = run.model.moe_router_num_groups or 1, run.model.moe_router_topk
+    of_group = number // groups
     for _ in range(num_layers):
-        scores = torch.rand(vocab_size, experts.num_experts, generator=generator)
-        if experts.num_groups is not None:
-            others = torch.rand(vocab_size, groups, generator=generator).argsort(1)[:, experts.group_topk or 1 :]
+        scores = torch.rand(vocab_size, number, generator=generator)
+        if groups > 1:
+            others = torch.rand(vocab_size, groups, generator=generator).argsort(1)[
+                :, run.model.moe_router_group_topk or 1 :
+            ]
             scores.view(vocab_size, groups, of_group).scatter_(1, others[..., None].expand(-1, -1, of_group), -1.0)
-        chosen = scores.topk(experts.per_token).indices // (experts.num_experts // experts.expert_parallel)
-        load.index_add_(0, chosen.flatten(), shares.repeat_interleave(experts.per_token))
+        chosen = scores.topk(k).indices // run.num_local_experts
+        load.index_add_(0, chosen.flatten(), shares.repeat_interleave(k))
     return float(load.max() / load.mean())
 
 
 @pytest.mark.parametrize(
     ("experts", "num_layers"),
     [
-        (Experts(num_experts=8, per_token=2, ffn_hidden_size=1, layers=(True,), expert_parallel=4), 12),
-        (Experts(num_experts=16, per_token=4, ffn_hidden_size=1, layers=(True,), expert_parallel=8, num_groups=4,
-                 group_topk=2), 8),
+        ({"num_experts": 8, "ep": 4}, 12),
+        ({"num_experts": 16, "moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2,
+          "ep": 8}, 8),
     ],
 )  # fmt: skip
-def test_the_fullest_rank_gets_what_random_routers_give_it(experts: Experts, num_layers: int) -> None:
-    drawn = [_draw_imbalance(experts, 2000, num_layers, seed) - 1 for seed in range(40)]
+def test_the_fullest_rank_gets_what_random_routers_give_it(experts: dict[str, int], num_layers: int) -> None:
+    run = change_run(make_run(SMALL), vocab_size=2000, make_vocab_size_divisible_by=1, **experts)
+    drawn = [_draw_imbalance(run, num_layers, seed) - 1 for seed in range(40)]
     # The loads of few layers are no normal variables: frequent tokens are few.
-    assert expect_imbalance(experts, 2000, num_layers) - 1 == pytest.approx(sum(drawn) / len(drawn), rel=0.15)
+    assert expect_imbalance(run, num_layers) - 1 == pytest.approx(sum(drawn) / len(drawn), rel=0.15)
 
 
 def test_only_ranks_that_divide_experts_by_a_learned_router_can_be_fuller() -> None:
-    experts = Experts(num_experts=8, per_token=2, ffn_hidden_size=64, layers=(True, True), expert_parallel=4)
-    for even in ({"expert_parallel": 1}, {"routing": "sinkhorn"}):
-        assert expect_imbalance(dataclasses.replace(experts, **even), 2000, 2) == 1
-    assert expect_imbalance(experts, 2000, 2) > expect_imbalance(experts, 2000, 8) > 1
-    run = make_run({**SMALL, "seq_length": 64, "num_layers": 2}, experts=experts, data_parallel=4)
+    sizes = {**SMALL, "seq_length": 64, "num_layers": 2, "num_experts": 8, "moe_ffn_hidden_size": 64}
+    run = make_run(sizes, ep=4, dp=4)
+    for even in ({"ep": 1}, {"moe_router_load_balancing_type": "sinkhorn"}):
+        assert expect_imbalance(change_run(run, **even), 2) == 1
+    assert expect_imbalance(run, 2) > expect_imbalance(run, 8) > 1
     kept = []
     for factor in (1.0, None, 1.5):
-        given = dataclasses.replace(run, experts=dataclasses.replace(experts, imbalance=factor))
+        given = dataclasses.replace(run, moe_imbalance=factor)
         kept.append(simulate_chunk(assume_routing(given, 0), range(2)).kept_bytes)
     assert kept[0] < kept[1] < kept[2]
 
@@ -306,76 +302,70 @@ def test_the_tokens_of_the_fullest_rank_are_a_named_assumption_with_its_price(
 def test_a_stage_keeps_the_last_input_of_each_chunk_and_its_gradient() -> None:
     def estimate(**settings: Any) -> tuple[RankEstimate, ...]:
         sizes = {**SMALL, "seq_length": 64, "hidden_size": 64}
-        return estimate_ranks(make_run(sizes, pipeline_parallel=2, num_micro_batches=4, **settings))
+        return estimate_ranks(make_run(sizes, pp=2, num_micro_batches=4, **settings))
 
     hidden = 64 * 4 * 64 * 2
     assert [rank.at_rest["stage inputs"] for rank in estimate()] == [0, 2 * hidden]
-    chunks = [rank.at_rest["stage inputs"] for rank in estimate(layers_per_virtual_stage=2)]
+    chunks = [rank.at_rest["stage inputs"] for rank in estimate(chunks=(2,) * 6)]
     assert chunks == [2 * 2 * hidden, 3 * 2 * hidden]
 
 
 def test_overlapped_layers_with_experts_keep_their_latest_input_and_its_gradient() -> None:
     """Of each layer with experts whose input is not a stage's own."""
-    experts = Experts(
-        num_experts=4, per_token=2, ffn_hidden_size=64, layers=(False, True, True, True), expert_parallel=2
-    )
-    sizes = {**SMALL, "seq_length": 64, "hidden_size": 64, "num_layers": 4, "add_bias_linear": False}
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 64, "moe_layer_freq": "[0,1,1,1]"}
+    sizes = {**SMALL, "seq_length": 64, "hidden_size": 64, "num_layers": 4, "add_bias_linear": False, **experts}
+    layout = {"num_micro_batches": 4, "dp": 2, "ep": 2}
     hidden = 64 * 4 * 64 * 2
 
     def count(*, overlaps: bool = True, dispatcher: str = "alltoall", **settings: Any) -> list[int]:
-        given = dataclasses.replace(experts, overlaps=overlaps, dispatcher=dispatcher)
-        ranks = estimate_ranks(make_run(sizes, num_micro_batches=4, data_parallel=2, experts=given, **settings))
+        ranks = estimate_ranks(make_run(sizes, **layout, overlaps=overlaps, dispatcher=dispatcher, **settings))
         return [rank.at_rest["stage inputs"] // hidden for rank in ranks]
 
     assert count() == [3 * 2]
-    assert count(tensor_parallel=2, sequence_parallel=True) == [3]
+    assert count(tp=2, sp=True) == [3]
     # A flexible dispatcher has probabilities without a graph.
     assert count(overlaps=False) == count(dispatcher="flex") == [0]
-    assert count(pipeline_parallel=2, layers_per_virtual_stage=1) == [2, 2 * 2]
+    assert count(pp=2, chunks=(1,) * 4) == [2, 2 * 2]
 
 
 def test_fused_accumulation_keeps_a_gradient_of_each_shape_of_weights() -> None:
     sizes = {**SMALL, "seq_length": 64, "num_layers": 2}
-    run = make_run(sizes, gpu="h100", pipeline_parallel=2, fuses_gradient_accumulation=True)
+    run = make_run(sizes, gpu="h100", pp=2, fuses_gradient_accumulation=True)
     first, last = (rank.at_rest["placeholder gradients"] for rank in estimate_ranks(run))
     of_layer = 2 * 512 * 512 * (3 + 1 + 4 + 4)
     assert (first, last) == (of_layer, of_layer + 2 * 512 * run.padded_vocab_size)
-    (rank,) = estimate_ranks(dataclasses.replace(run, pipeline_parallel=1, fuses_gradient_accumulation=False))
+    (rank,) = estimate_ranks(change_run(run, pp=1, fuses_gradient_accumulation=False))
     assert rank.at_rest["placeholder gradients"] == 0
 
 
 def test_experts_gather_into_the_global_buffer_and_have_placeholder_gradients_of_their_own() -> None:
     """The gathered tokens stay in the buffer, and each shape of an expert's weights has one placeholder."""
-    experts = Experts(
-        num_experts=8, per_token=2, ffn_hidden_size=256, layers=(True, True), expert_parallel=4, grouped=True
-    )
-    sizes = {**SMALL, "seq_length": 64, "num_layers": 2, "add_bias_linear": False}
-    run = make_run(sizes, gpu="h100", data_parallel=4, fuses_gradient_accumulation=True, experts=experts)
+    experts = {"num_experts": 8, "moe_ffn_hidden_size": 256}
+    sizes = {**SMALL, "seq_length": 64, "num_layers": 2, "add_bias_linear": False, **experts}
+    run = make_run(sizes, gpu="h100", dp=4, ep=4, moe_grouped_gemm=True, fuses_gradient_accumulation=True)
     (rank,) = estimate_ranks(run)
     assert rank.at_rest["global memory buffer"] == 4 * 4 * 64 * 512 * 2
     of_attention_and_head = 512 * (3 + 1) * 512 + 512 * run.padded_vocab_size
     assert rank.at_rest["placeholder gradients"] == 2 * (of_attention_and_head + 2 * 256 * 512)
-    (rank,) = estimate_ranks(dataclasses.replace(run, experts=dataclasses.replace(experts, dispatcher="alltoall")))
+    (rank,) = estimate_ranks(change_run(run, dispatcher="alltoall"))
     assert rank.at_rest["global memory buffer"] == 0
 
 
 _TOKENS, _LAYERS = 4 * 64, 4
-_EXPERTS = Experts(
-    num_experts=8,
-    per_token=2,
-    ffn_hidden_size=256,
-    layers=(False, True, True, True),
-    expert_parallel=4,
-    grouped=True,
-    dispatcher="alltoall",
-)
-_LATENT = LatentAttention(
-    q_lora_rank=96, kv_lora_rank=32, qk_head_dim=64, qk_pos_emb_head_dim=32, v_head_dim=48, fuses_rope=True
-)
+_LATENT: dict[str, Any] = {
+    **{"multi_latent_attention": True, "position_embedding_type": "yarn", "q_lora_rank": 96, "kv_lora_rank": 32},
+    **{"qk_head_dim": 64, "qk_pos_emb_head_dim": 32, "v_head_dim": 48},
+}
 _MIXTURE = make_run(
-    {**SMALL, "seq_length": 64, "num_layers": _LAYERS, "add_bias_linear": False, "activation": "swiglu"},
-    experts=_EXPERTS,
-    latent_attention=_LATENT,
+    {
+        **{**SMALL, "seq_length": 64, "num_layers": _LAYERS, "add_bias_linear": False, "activation": "swiglu"},
+        **{"num_experts": 8, "moe_ffn_hidden_size": 256, "moe_layer_freq": "[0,1,1,1]", **_LATENT},
+    },
+    ep=4,
+    moe_grouped_gemm=True,
+    dispatcher="alltoall",
+    learns_positions=True,
+    fuses_latent_rope=True,
 )
 
 
@@ -406,7 +396,7 @@ def test_modules_that_are_recomputed_keep_no_output(recompute: tuple[str, ...], 
     [
         make_run({**SMALL, "seq_length": 64}),
         dataclasses.replace(_MIXTURE, recompute=("layernorm", "mla_up_proj", "moe_act")),
-        dataclasses.replace(_MIXTURE, tempo=TempoConfig(), latent_attention=None, mtp_num_layers=1),
+        dataclasses.replace(_MIXTURE, tempo=TempoConfig(), model=_MIXTURE.built_model, mtp_num_layers=1),
         make_run({**SMALL, "seq_length": 64, "family": "t5", "decoder_seq_length": 32}, stock="local"),
     ],
     ids=["gpt", "recomputed", "mixture", "t5"],
@@ -424,21 +414,20 @@ def test_the_modules_of_a_chunk_make_all_that_it_keeps(run: Run) -> None:
 
 def test_a_forward_beside_another_micro_batchs_backward_is_ahead_by_its_layers() -> None:
     def find_peak(overlaps: bool, **settings: Any) -> int:
-        experts = dataclasses.replace(_EXPERTS, overlaps=overlaps)
-        run = dataclasses.replace(_MIXTURE, experts=experts, optimizer=DISTRIBUTED, data_parallel=4, **settings)
+        run = change_run(_MIXTURE, overlaps=overlaps, optimizer=DISTRIBUTED, dp=4, **settings)
         return estimate_ranks(run)[0].peak_bytes
 
     assert find_peak(True, num_micro_batches=1) == find_peak(False, num_micro_batches=1)
     assert find_peak(True, num_micro_batches=4) > find_peak(False, num_micro_batches=4)
-    chunks: dict[str, Any] = {"pipeline_parallel": 2, "layers_per_virtual_stage": 1, "num_micro_batches": 4}
+    chunks: dict[str, Any] = {"pp": 2, "chunks": (1,) * _LAYERS, "num_micro_batches": 4}
     kept = simulate_chunk(_MIXTURE, range(2, 3), pre_process=False, post_process=False).kept_bytes
     assert find_peak(True, **chunks) > find_peak(False, **chunks) + kept
 
 
 def test_a_chunk_names_its_matrices_and_its_experts() -> None:
-    experts = Experts(num_experts=4, per_token=2, ffn_hidden_size=96, layers=(True, True), expert_parallel=2)
     sizes = {**SMALL, "seq_length": 64, "num_layers": 2, "untie_embeddings_and_output_weights": True}
-    found = simulate_chunk(make_run(sizes, experts=experts), range(2)).parameters
+    sizes |= {"num_experts": 4, "moe_ffn_hidden_size": 96}
+    found = simulate_chunk(make_run(sizes, ep=2), range(2)).parameters
     assert sum(each.size for each in found if each.is_expert) == 2 * 2 * (2 * 96 * 512 + 96 + 512)
     per_layer = 3 * 512 * 512 + 512 * 512 + 4 * 512 + 2 * 2 * 96 * 512
     assert sum(each.size for each in found if each.is_matrix) == 64 * 512 + 2 * per_layer
@@ -447,7 +436,7 @@ def test_a_chunk_names_its_matrices_and_its_experts() -> None:
 @pytest.mark.parametrize(("limit", "waiting"), [(None, 0), (2, 2), (0, 3)])
 def test_gradients_of_the_output_layer_wait_on_the_last_stage(limit: int | None, waiting: int) -> None:
     sizes = {**SMALL, "seq_length": 64, "num_layers": 2}
-    settings: dict[str, Any] = {"pipeline_parallel": 2, "num_micro_batches": 4, "deferred_head_gradients": limit}
+    settings: dict[str, Any] = {"pp": 2, "num_micro_batches": 4, "deferred_head_gradients": limit}
     run = make_run(sizes, fuses_gradient_accumulation=True, **settings)
     first, last = (rank.parts["deferred gradients"] for rank in estimate_ranks(run))
     assert (first, last) == (0, waiting * 2 * 4 * 64 * (run.padded_vocab_size + 512))
@@ -482,7 +471,7 @@ def test_masks_of_the_samples_stay_where_megatron_recomputes_with_them(recompute
     """On the first of three stages, with three micro batches in flight; else a mask goes at its forward's end."""
 
     def estimate(has_masks: bool) -> RankEstimate:
-        run = make_run(SMALL, gpu=None, pipeline_parallel=3, recompute=recompute, data_has_masks=has_masks)
+        run = make_run(SMALL, gpu=None, pp=3, recompute=recompute, data_has_masks=has_masks)
         return estimate_ranks(dataclasses.replace(run, micro_batch_size=2, num_micro_batches=6), only=0)[0]
 
     of_masks, without = estimate(True), estimate(False)

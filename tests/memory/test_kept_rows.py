@@ -13,6 +13,7 @@ import pytest
 from covering import exhaustive
 from kept_formula import list_layer_rows, make_layer
 from peak_cases import LLAMA as LLAMA_FORM
+from runs import build_run
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
@@ -40,11 +41,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "Llama of one group, a window": {**LLAMA, "num_query_groups": 1, "window_size": (8, 0)},
     "squared ReLU": {**SIZES, "activation": "squared_relu", "hidden_dropout": 0.0},
 }
-LAYOUTS: dict[str, dict[str, Any]] = {"": {}, "TP 2 + SP": {"tensor_parallel": 2, "sequence_parallel": True}}
+LAYOUTS: dict[str, dict[str, Any]] = {"": {}, "TP 2 + SP": {"tp": 2, "sp": True}}
 
 
 def make_run(model: str, **settings: Any) -> Run:
-    return Run(model=make_shape(**MODELS[model]), tempo=TempoConfig(), micro_batch_size=2, stock="cpu", **settings)
+    return build_run(
+        model=make_shape(**MODELS[model]), tempo=TempoConfig(), micro_batch_size=2, stock="cpu", **settings
+    )
 
 
 def make_config(choice: Values) -> TempoConfig:

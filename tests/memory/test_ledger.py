@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from kept_formula import LayerShape, count_layer_bytes
+from runs import build_run
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
@@ -13,7 +14,7 @@ from tempo_megatron.memory.commands.ledger import format_table
 from tempo_megatron.memory.kept.attribution import Row, find_row, format_size
 from tempo_megatron.memory.kept.ledger import Ledger, measure_run
 from tempo_megatron.memory.kept.plots import list_panels
-from tempo_megatron.memory.run import Run, take_parts
+from tempo_megatron.memory.run import Run
 from tempo_megatron.models.shape import make_shape
 
 SCORES = "core_attention (s*s)"
@@ -25,9 +26,8 @@ SMALL = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 512, "num_atten
 
 def ledger(sizes, tempo_config, tp=1, sequence_parallel=False, *, stock="cpu", **settings):
     values = {"seq_length": 64, "vocab_size": 512, "attention_dropout": 0.1, "hidden_dropout": 0.1, **sizes, **settings}
-    parts = take_parts(make_shape(**values), stock=stock, tensor_parallel=tp)
-    layout = {"tensor_parallel": tp, "sequence_parallel": sequence_parallel}
-    return measure_run(Run(**parts, tempo=tempo_config, stock=stock, **layout))
+    layout = {"tp": tp, "sp": sequence_parallel}
+    return measure_run(build_run(model=make_shape(**values), tempo=tempo_config, stock=stock, **layout))
 
 
 def test_a_stock_layer_keeps_at_least_34_sbh_and_its_scores():

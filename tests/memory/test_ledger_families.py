@@ -15,6 +15,7 @@ import torch
 from covering import parametrize_covering
 from distributed import run_megatron_ranks
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from runs import build_run, change_run
 
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
@@ -22,11 +23,12 @@ from tempo_megatron.memory.kept.attribution import attribute_all, sum_rows
 from tempo_megatron.memory.kept.ledger import measure_run
 from tempo_megatron.memory.kept.recorder import Recorder
 from tempo_megatron.memory.routing import assume_routing
-from tempo_megatron.memory.run import Experts, LatentAttention, Run, take_parts
+from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import record_chunk
 from tempo_megatron.memory.simulated.configuration import build_ledger_config
 from tempo_megatron.models.build import build_model, make_inputs
-from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
+from tempo_megatron.models.shape import ModelShape, make_shape
+from tempo_megatron.models.shape_file import read_shape_file
 from tempo_megatron.slots import dropout_rng
 
 FOLDER = Path(__file__).parents[2] / "configs" / "model"
@@ -75,11 +77,13 @@ OWN_ROWS = {
 def make_run(
     shape: ModelShape, tempo_config: TempoConfig, tp: int, micro_batch_size: int = 1, stock: str = "cpu"
 ) -> Run:
-    return Run(
-        **take_parts(shape, stock=stock, tensor_parallel=tp),
+    return build_run(
+        model=shape,
+        etp=1 if shape.add_bias_linear or shape.num_experts is None else tp,
+        moe_grouped_gemm=shape.num_experts is not None and stock == "transformer_engine",
         tempo=tempo_config,
-        tensor_parallel=tp,
-        sequence_parallel=tp > 1,
+        tp=tp,
+        sp=tp > 1,
         micro_batch_size=micro_batch_size,
         stock=stock,
     )
@@ -195,10 +199,11 @@ QWEN3_30B_A3B = make_shape(
     num_layers=1, hidden_size=2048, ffn_hidden_size=6144, num_attention_heads=32, num_query_groups=4, kv_channels=128,
     seq_length=4096, normalization="RMSNorm", activation="swiglu", position_embedding_type="rope", qk_layernorm=True,
     add_bias_linear=False, attention_dropout=0.0, hidden_dropout=0.0, vocab_size=128,
+    num_experts=128, moe_router_topk=8, moe_ffn_hidden_size=768, moe_aux_loss_coeff=1e-3,
 )  # fmt: skip
-EXPERTS = Experts(
-    num_experts=128, per_token=8, ffn_hidden_size=768, layers=(True,), dispatcher="alltoall", grouped=True,
-    aux_loss_coefficient=1e-3,
+MIXTURE = build_run(
+    model=QWEN3_30B_A3B, tempo=TempoConfig.off(), stock="transformer_engine", dispatcher="alltoall",
+    moe_grouped_gemm=True,
 )  # fmt: skip
 RECOMPUTED = {"activation": "recompute", "norm": "recompute", "attention": "flash", "dropout": "recompute"}
 
@@ -216,8 +221,7 @@ RECOMPUTED = {"activation": "recompute", "norm": "recompute", "attention": "flas
 def test_a_layer_of_qwen3_30b_a3b_keeps_less_without_another_product_or_collective(
     tempo_config: TempoConfig, experts: float, attention: float, everything: float
 ) -> None:
-    run = Run(model=QWEN3_30B_A3B, tempo=tempo_config, stock="transformer_engine", experts=EXPERTS)
-    saved = record_chunk(run)[0]["decoder", 0]
+    saved = record_chunk(dataclasses.replace(MIXTURE, tempo=tempo_config))[0]["decoder", 0]
 
     def sbh(name: str) -> float:
         return round(sum(each.num_bytes for each in saved if name in each.operation) / (4096 * 2048), 1)
@@ -229,25 +233,22 @@ def test_a_layer_of_qwen3_30b_a3b_keeps_less_without_another_product_or_collecti
 @pytest.mark.filterwarnings("ignore:Using a large number of experts")
 def test_a_gate_of_shared_experts_keeps_their_output() -> None:
     def keep(**values: Any) -> int:
-        experts = dataclasses.replace(EXPERTS, shared_ffn_hidden_size=768, **values)
-        run = Run(model=QWEN3_30B_A3B, tempo=TempoConfig.off(), stock="transformer_engine", experts=experts)
+        run = change_run(MIXTURE, moe_shared_expert_intermediate_size=768, **values)
         return sum(each.num_bytes for each in record_chunk(run)[0]["decoder", 0])
 
     tokens, hidden = 4096, 2048
     # The output of the shared experts, and the gate's of each token.
-    assert keep(has_shared_gate=True) - keep() == 2 * tokens * (hidden + 1)
+    assert keep(moe_shared_expert_gate=True) - keep() == 2 * tokens * (hidden + 1)
 
 
 DEEPSEEK_V3 = dataclasses.replace(
-    QWEN3_30B_A3B, hidden_size=7168, ffn_hidden_size=18432, num_attention_heads=128, num_query_groups=128
-)
-DEEPSEEK_EXPERTS = dataclasses.replace(
-    EXPERTS, num_experts=256, ffn_hidden_size=2048, shared_ffn_hidden_size=2048, score_function="sigmoid",
-    has_bias=True, num_groups=8, group_topk=4, router_dtype=torch.float32, expert_parallel=64,
+    QWEN3_30B_A3B, hidden_size=7168, ffn_hidden_size=18432, num_attention_heads=128, num_query_groups=128,
+    num_experts=256, moe_ffn_hidden_size=2048, moe_shared_expert_intermediate_size=2048,
+    moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_num_groups=8,
+    moe_router_group_topk=4, moe_router_dtype="fp32", position_embedding_type="yarn", multi_latent_attention=True,
+    q_lora_rank=1536, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128,
 )  # fmt: skip
-DEEPSEEK_ATTENTION = LatentAttention(
-    q_lora_rank=1536, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128, fuses_rope=True
-)
+DEEPSEEK = change_run(MIXTURE, model=DEEPSEEK_V3, ep=64, fuses_latent_rope=True)
 
 
 @pytest.mark.filterwarnings("ignore:Using a large number of experts")
@@ -262,18 +263,16 @@ DEEPSEEK_ATTENTION = LatentAttention(
 def test_a_layer_of_deepseek_v3_with_experts_keeps_less_than_by_megatrons_recomputation(
     tempo: dict[str, Any], recompute: tuple[str, ...], experts: float, everything: float
 ) -> None:
-    run = Run(
-        model=DEEPSEEK_V3, tempo=dataclasses.replace(TempoConfig.off(), **tempo), stock="transformer_engine",
-        experts=DEEPSEEK_EXPERTS, latent_attention=DEEPSEEK_ATTENTION, recompute=recompute,
-    )  # fmt: skip
+    run = dataclasses.replace(DEEPSEEK, tempo=dataclasses.replace(TempoConfig.off(), **tempo), recompute=recompute)
     saved = record_chunk(run)[0]["decoder", 0]
     found = [sum(s.num_bytes for s in saved if name in s.operation) / (4096 * 7168) for name in ("mlp.experts", "")]
     assert [round(each, 1) for each in found] == [experts, everything]
 
 
 LLAMA_3_8B = dataclasses.replace(
-    QWEN3_30B_A3B, hidden_size=4096, ffn_hidden_size=14336, num_query_groups=8, qk_layernorm=False
-)
+    QWEN3_30B_A3B, hidden_size=4096, ffn_hidden_size=14336, num_query_groups=8, qk_layernorm=False, num_experts=None,
+    moe_router_topk=2, moe_ffn_hidden_size=None, moe_aux_loss_coeff=0.0,
+)  # fmt: skip
 
 
 def test_a_gated_activation_in_several_operations_keeps_both_halves_anew() -> None:
@@ -288,8 +287,7 @@ def test_a_gated_activation_in_several_operations_keeps_both_halves_anew() -> No
 
 @pytest.mark.filterwarnings("ignore:Using a large number of experts")
 def test_squared_relu_in_one_operation_keeps_the_input_of_experts_alone() -> None:
-    model = dataclasses.replace(QWEN3_30B_A3B, activation="squared_relu")
-    run = Run(model=model, tempo=TempoConfig.off(), stock="transformer_engine", experts=EXPERTS)
+    run = change_run(MIXTURE, activation="squared_relu")
     fused, apart = (
         sum(each.num_bytes for each in record_chunk(dataclasses.replace(run, fuses_activation=fuses))[0]["decoder", 0])
         for fuses in (True, None)
@@ -301,41 +299,37 @@ def test_squared_relu_in_one_operation_keeps_the_input_of_experts_alone() -> Non
 @pytest.mark.filterwarnings("ignore:Using a large number of experts")
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather", "flex"])
 def test_a_capacity_bounds_the_rows_of_experts_and_padding_fills_them(dispatcher: str) -> None:
-    experts = dataclasses.replace(EXPERTS, dispatcher=dispatcher, expert_parallel=8)
-
     def count_rows(**values: Any) -> float:
         """Of the rank's experts, by what the first linear keeps."""
-        experts_of_run = dataclasses.replace(experts, **values)
-        run = Run(model=QWEN3_30B_A3B, tempo=TempoConfig.off(), stock="transformer_engine", experts=experts_of_run)
+        run = change_run(MIXTURE, dispatcher=dispatcher, ep=8, **values)
         saved = record_chunk(assume_routing(run, 0))[0]["decoder", 0]
         (found,) = {each.num_bytes for each in saved if each.operation.endswith("linear_fc2")}
         return found / (2 * 768)
 
     # Eight ranks' tokens for 16 experts: an equal share are the 8 copies of a rank's own.
     share = 8 * 4096
-    assert count_rows(imbalance=1.5, capacity_factor=3.0) == 1.5 * share
-    assert count_rows(capacity_factor=1.0) == share
-    assert count_rows(capacity_factor=0.7) == round(0.7 * share)
+    assert count_rows(moe_imbalance=1.5, moe_expert_capacity_factor=3.0) == 1.5 * share
+    assert count_rows(moe_expert_capacity_factor=1.0) == share
+    assert count_rows(moe_expert_capacity_factor=0.7) == round(0.7 * share)
     if dispatcher != "flex":  # which does not pad
-        assert count_rows(capacity_factor=1.3, pads_to_capacity=True) == 128 * math.ceil(share / 128 * 1.3)
+        assert count_rows(moe_expert_capacity_factor=1.3, moe_pad_expert_input_to_capacity=True) == 128 * math.ceil(
+            share / 128 * 1.3
+        )
     if dispatcher == "allgather":  # no expert gets a token twice
-        assert count_rows(capacity_factor=20.0, pads_to_capacity=True) == 128 * 4096
+        assert count_rows(moe_expert_capacity_factor=20.0, moe_pad_expert_input_to_capacity=True) == 128 * 4096
 
 
 FULL_WIDTH: dict[str, tuple[dict[str, Any], Run]] = {
     "Qwen3-30B-A3B": (
         {"hidden_size": 2048, "kv_channels": 128, "moe_ffn_hidden_size": 768},
-        Run(model=QWEN3_30B_A3B, tempo=TempoConfig.off(), stock="transformer_engine", experts=EXPERTS),
+        MIXTURE,
     ),
     "DeepSeek-V3": (
         {
             **{"hidden_size": 7168, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_pos_emb_head_dim": 64},
             **{"v_head_dim": 128, "moe_ffn_hidden_size": 2048, "moe_shared_expert_intermediate_size": 2048},
         },
-        Run(
-            model=DEEPSEEK_V3, tempo=TempoConfig.off(), stock="transformer_engine", experts=DEEPSEEK_EXPERTS,
-            latent_attention=DEEPSEEK_ATTENTION, recompute=("mla_up_proj",),
-        ),
+        dataclasses.replace(DEEPSEEK, recompute=("mla_up_proj",)),
     ),
     "Llama-3-8B": (
         {"hidden_size": 4096, "kv_channels": 128, "ffn_hidden_size": 14336},
@@ -362,7 +356,7 @@ def test_a_token_takes_of_the_allocator_what_it_takes_at_full_width(
     # Numbers of tokens of each expert, losses, and the states of random generators that a recomputation keeps.
     assert 0 <= of_micro_batch < 2**14
     sizes, run = FULL_WIDTH[case.partition(",")[0]]
-    if run.latent_attention is not None:  # whose attention is Transformer Engine's there
+    if run.model.multi_latent_attention:  # whose attention is Transformer Engine's there
         tempo_config = dataclasses.replace(tempo_config, attention="off")
     saved = record_chunk(dataclasses.replace(run, tempo=tempo_config))[0]["decoder", 0]
     expected = 4096 * allocated_cases.count_token({**settings, **sizes}, tempo_config, is_local=False)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import operator
 import random
 import shlex
 import types
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import change_run
 
 from tempo_megatron.cli import main
 from tempo_megatron.memory.megatron.command import spell_arguments, split_command
@@ -18,7 +19,7 @@ from tempo_megatron.memory.megatron.options import READ
 from tempo_megatron.memory.megatron.read_command import read_command
 from tempo_megatron.memory.megatron.read_run import find_unknown
 from tempo_megatron.memory.refusals import KNOWN_IN_COMMANDS, UNKNOWN_IN_LAYERS, UNKNOWN_IN_RUNS
-from tempo_megatron.memory.run import Experts, Hybrid, LatentAttention, MegatronFsdp, OptimizerSettings, Run
+from tempo_megatron.memory.run import Hybrid, MegatronFsdp, OptimizerSettings, Run
 
 GPT = (
     "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 "
@@ -38,9 +39,9 @@ def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8)
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("", {"data_parallel": 8, "num_micro_batches": 1, "dtype": torch.bfloat16, "stock": "transformer_engine"}),
-        ("--tensor-model-parallel-size=2", {"tensor_parallel": 2, "data_parallel": 4, "padded_vocab_size": 50432}),
-        ("--context-parallel-size 2", {"context_parallel": 2, "data_parallel": 4, "num_micro_batches": 2}),
+        ("", {"layout.dp": 8, "num_micro_batches": 1, "dtype": torch.bfloat16, "stock": "transformer_engine"}),
+        ("--tensor-model-parallel-size=2", {"layout.tp": 2, "layout.dp": 4, "padded_vocab_size": 50432}),
+        ("--context-parallel-size 2", {"layout.cp": 2, "layout.dp": 4, "num_micro_batches": 2}),
         (
             "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3 --micro-batch-size 1 "
             "--microbatch-group-size-per-virtual-pipeline-stage 3 --global-batch-size 32",
@@ -50,44 +51,35 @@ def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8)
         (
             "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 7 "
             "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
-            {"layers_of_chunks": (0, *[1] * 12, 0)},
+            {"layout.chunks": (0, *[1] * 12, 0)},
         ),
         ("--micro-batch-size 2 --micro-batch-size 1", {"micro_batch_size": 1, "num_micro_batches": 4}),
         ("--transformer-impl local --no-masked-softmax-fusion", {"stock": "local", "masked_softmax_fusion": False}),
         ("--attention-backend unfused", {"stock_attention": "unfused"}),
-        ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1", {"layers_per_virtual_stage": 1}),
-        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3", {"layers_per_virtual_stage": 2}),
-        ("--sequence-parallel", {"sequence_parallel": False}),
+        ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1", {"layout.chunks": (1,) * 12}),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3", {"layout.chunks": (2,) * 6}),
+        ("--sequence-parallel", {"layout.sp": False}),
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", {"recompute_num_layers": 3}),
         (
             "--multi-latent-attention --q-lora-rank 96 --v-head-dim 32 --position-embedding-type rope",
-            {
-                "latent_attention": LatentAttention(
-                    q_lora_rank=96,
-                    kv_lora_rank=32,
-                    qk_head_dim=128,
-                    qk_pos_emb_head_dim=64,
-                    v_head_dim=32,
-                    fuses_rope=True,
-                )
-            },
+            {"model.latent_sizes": (32, 128, 64, 32), "model.q_lora_rank": 96, "fuses_latent_rope": True},
         ),
-        (f"{LAYOUT} Et*3|(tt|)*4tmL --mtp-num-layers 1", {"layers_of_chunks": (3, 2, 2, 2, 2, 1), "mtp_num_layers": 1}),
-        (f"{LAYOUT} E,t*12||,|L", {"layers_of_chunks": (12, 0, 0, 0)}),
-        (f"{LAYOUT} Et*12|mL --mtp-num-layers 1", {"layers_of_chunks": (12, 0), "mtp_num_layers": 1}),
+        (f"{LAYOUT} Et*3|(tt|)*4tmL --mtp-num-layers 1", {"layout.chunks": (3, 2, 2, 2, 2, 1), "mtp_num_layers": 1}),
+        (f"{LAYOUT} E,t*12||,|L", {"layout.chunks": (12, 0, 0, 0)}),
+        (f"{LAYOUT} Et*12|mL --mtp-num-layers 1", {"layout.chunks": (12, 0), "mtp_num_layers": 1}),
         ("--mtp-num-layers 2 --mtp-use-repeated-layer", {"mtp_num_layers": 2, "mtp_repeats_layer": True}),
         (
             "--num-experts 8 --pipeline-model-parallel-size 2 --mamba-num-heads 16 "
             "--hybrid-layer-pattern M*-M|ME/*E/*E",
             {
                 "hybrid": Hybrid(pattern="M*-MME", mtp_pattern="*E", num_heads=16),
-                "layers_of_chunks": (4, 2),
+                "layout.chunks": (4, 2),
                 "mtp_num_layers": 2,
             },
         ),
         (
             "--hybrid-override-pattern M*-M --mtp-hybrid-override-pattern *- --mtp-num-layers 1",
-            {"hybrid": Hybrid(pattern="M*-M", mtp_pattern="*-"), "layers_of_chunks": None, "experts": None},
+            {"hybrid": Hybrid(pattern="M*-M", mtp_pattern="*-"), "layout.chunks": None, "model.num_experts": None},
         ),
         ("--recompute-activations", {"recompute": ("core_attn",)}),
         # Transformer Engine's norms are one with their linears.
@@ -130,12 +122,12 @@ def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8)
             "--optimizer muon --use-distributed-optimizer --no-use-layer-wise-param-layout",
             {"optimizer": OptimizerSettings(distributed=False, muon="dealt")},
         ),
-        ("--num-experts 0 --lr -1 --data-path 0.5 a 0.5 b --rl-profile-dir x", {"world_size": 8}),
+        ("--num-experts 0 --lr -1 --data-path 0.5 a 0.5 b --rl-profile-dir x", {"layout.world_size": 8}),
     ],
 )
 def test_words_become_fields_of_a_run(words: str, expected: dict[str, object]) -> None:
     run = read(f"{GPT} {words}")
-    assert {name: getattr(run, name) for name in expected} == expected
+    assert {name: operator.attrgetter(name)(run) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -149,18 +141,18 @@ def test_words_become_fields_of_a_run(words: str, expected: dict[str, object]) -
             "PYTORCH_ALLOC_CONF=expandable_segments:False PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
             {"expandable_segments": False},
         ),
-        ("torchrun --nproc-per-node 4", {"world_size": 4}),
+        ("torchrun --nproc-per-node 4", {"layout.world_size": 4}),
         (
             "CUDA_DEVICE_MAX_CONNECTIONS=1 python -m torch.distributed.run --nproc_per_node=8 --nnodes 2",
-            {"world_size": 16},
+            {"layout.world_size": 16},
         ),
-        ("deepspeed --num_gpus 8 --num_nodes 2", {"world_size": 16}),
+        ("deepspeed --num_gpus 8 --num_nodes 2", {"layout.world_size": 16}),
     ],
 )
 def test_what_stands_before_the_script_is_read(launcher: str, expected: dict[str, object]) -> None:
-    world_size = None if "world_size" in expected else 8
+    world_size = None if "layout.world_size" in expected else 8
     run = read(f"{GPT} --global-batch-size 64", f"{launcher} examples/pretrain_gpt.py", world_size=world_size)
-    assert {name: getattr(run, name) for name in expected} == expected
+    assert {name: operator.attrgetter(name)(run) for name in expected} == expected
     with pytest.raises(ValueError, match="CUBLAS_WORKSPACE_CONFIG is 4096:8; expected"):
         read(GPT, "CUBLAS_WORKSPACE_CONFIG=4096:8 pretrain_gpt.py")
 
@@ -171,7 +163,7 @@ REFUSED = f"""
 --num-experts 8 --moe-latent-size 64 => --moe-latent-size gives experts other tokens
 --num-experts 8 --moe-paged-stash => keeps the experts' tokens elsewhere
 --num-experts 8 --moe-pad-expert-input-to-capacity => give both or none
---num-experts 8 --moe-expert-capacity-factor 1.0 --moe-router-load-balancing-type sinkhorn => sinkhorn are both given
+--num-experts 8 --moe-expert-capacity-factor 1.0 --moe-router-load-balancing-type sinkhorn => which drops no
 --num-experts 8 --moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 4.1 \
 --moe-pad-expert-input-to-capacity => fails above 4, where an expert has more rows than there are tokens
 --num-experts 8 --expert-model-parallel-size 3 => --expert-model-parallel-size 3 does not divide the model's 8 experts
@@ -191,7 +183,7 @@ REFUSED = f"""
 {LAYOUT} Et*12|m|m|L --mtp-num-layers 2 => has m in chunk 1 and 2 of 0 to 3; expected all of them in the
 --recompute-granularity selective --recompute-modules layernorm --transformer-impl local => knows core_attn, mlp only
 --multi-latent-attention --transformer-impl local => needs --transformer-impl transformer_engine
---multi-latent-attention --group-query-attention => are both given
+--multi-latent-attention --group-query-attention => is given with --multi-latent-attention
 --multi-latent-attention --v-head-dim 0 => --v-head-dim is 0; expected a positive number
 --is-hybrid-model => give --hybrid-layer-pattern with a letter for each: M, *, - or E
 --hybrid-layer-pattern M*- --hybrid-mlp-ratio 0.3 => are both given; leave the first out
@@ -274,24 +266,18 @@ def test_options_of_experts_become_experts() -> None:
         "--tensor-model-parallel-size 2 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 "
         "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 --moe-router-dtype fp32"
     )
-    expected = Experts(
-        num_experts=8,
-        layers=(False, False, *(True, False) * 5),
-        per_token=4,
-        ffn_hidden_size=256,
-        expert_parallel=4,
-        routing="seq_aux_loss",
-        aux_loss_coefficient=1e-4,
-        router_dtype=torch.float32,
-    )
-    assert read(f"{GPT} {options}").experts == expected
+    run = read(f"{GPT} {options}")
+    model = run.model
+    assert model.layers_with_experts == (False, False, *(True, False) * 5)
+    assert (model.num_experts, model.moe_router_topk, model.expert_size, run.router_dtype) == (8, 4, 256, torch.float32)
+    assert (model.moe_router_load_balancing_type, model.moe_aux_loss_coeff) == ("seq_aux_loss", 1e-4)
+    assert (run.layout.ep, run.layout.etp, run.layout.dispatcher) == (4, 1, "allgather")
     overlap = "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm"
-    assert read(f"{GPT} {options} {overlap}").experts == dataclasses.replace(
-        expected, dispatcher="alltoall", overlaps=True
-    )
+    assert read(f"{GPT} {options} {overlap}") == change_run(run, dispatcher="alltoall", overlaps=True)
     # Of the dense layers' size and split, where nothing else is said; every layer has them.
-    usual = Experts(num_experts=8, per_token=2, ffn_hidden_size=2048, layers=(True,) * 12, tensor_parallel=2)
-    assert read(f"{GPT} --num-experts 8 --tensor-model-parallel-size 2").experts == usual
+    usual = read(f"{GPT} --num-experts 8 --tensor-model-parallel-size 2")
+    assert (usual.model.expert_size, usual.layout.etp, usual.moe_imbalance) == (2048, 2, None)
+    assert all(usual.model.layers_with_experts)
 
 
 def test_a_command_of_gpt_oss_is_read() -> None:

@@ -15,7 +15,8 @@ from tempo_megatron.memory.plan.flops import (
     find_utilisation,
 )
 from tempo_megatron.memory.plan.gpu import read_gpu
-from tempo_megatron.models.shape import make_shape, read_shape_file
+from tempo_megatron.models.shape import make_shape
+from tempo_megatron.models.shape_file import read_shape_file
 
 V, S = 51200, 2048
 # Table 3 and the "present work" columns of table 5: file, heads, hidden size, layers, GPUs, samples, seconds, MFU, HFU.

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from kept_formula import count_layer_bytes, count_stack_bytes, list_layer_rows, make_layer
+from runs import build_run
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.plan import planner as plan_planner
@@ -27,7 +28,6 @@ from tempo_megatron.memory.plan.planner import (
 )
 from tempo_megatron.memory.plan.plots import list_switches
 from tempo_megatron.memory.plan.search import count_peak
-from tempo_megatron.memory.run import Experts, Run
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.models.shape import make_shape as complete_shape
 from tempo_megatron.words.argument_types import format_bytes
@@ -66,15 +66,15 @@ def make_request(num_layers: int = 12, **settings: Any) -> PlanRequest:
     shape = dataclasses.replace(settings.pop("shape", None) or make_shape(), num_layers=num_layers)
     of_request = {"gpu": read_gpu("h100")}
     of_request |= {name: settings.pop(name) for name in ("gpu", "recompute") if name in settings}
-    run = Run(**{"model": shape, "tempo": TempoConfig(), "stock": "transformer_engine", **settings})
+    run = build_run(**{"model": shape, "tempo": TempoConfig(), "stock": "transformer_engine", **settings})
     return PlanRequest(run=run, fixed_sizes=(FIXED,), **of_request)
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one stage": {},
-    "4 stages, 2 micro batches": {"pipeline_parallel": 4, "num_micro_batches": 2},
-    "local, 3 stages": {"stock": "local", "pipeline_parallel": 3},
-    "TP 8 + SP": {"tensor_parallel": 8, "sequence_parallel": True},
+    "4 stages, 2 micro batches": {"pp": 4, "num_micro_batches": 2},
+    "local, 3 stages": {"stock": "local", "pp": 3},
+    "TP 8 + SP": {"tp": 8, "sp": True},
     "without dropout": {"shape": make_shape(hidden_dropout=0.0, attention_dropout=0.0)},
     "grouped swiglu": {
         "shape": make_shape(
@@ -84,7 +84,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
             position_embedding_type="rope",
             num_query_groups=8,
         ),
-        "pipeline_parallel": 2,
+        "pp": 2,
     },
 }
 
@@ -124,7 +124,7 @@ def test_every_plan_fits_its_block_and_words_say_why_and_its_bound_is_below(layo
         seconds.append(plan.seconds)
         bounds.append(plan.seconds - plan.gap_seconds)
         kinds = {(choice.values, choice.offload) for stage in plan.stages for choice in stage.choices}
-        assert len(kinds) <= 3 if run.pipeline_parallel == 1 else 6
+        assert len(kinds) <= 3 if run.layout.pp == 1 else 6
         config = TempoConfig.from_dict(plan.block)
         config.check_layers("decoder", run.model.num_layers)
         assert [layer for stage in plan.stages for layer in stage.layers] == list(range(run.model.num_layers))
@@ -148,7 +148,7 @@ def test_every_plan_fits_its_block_and_words_say_why_and_its_bound_is_below(layo
 @pytest.mark.parametrize("stages", [1, 3])
 def test_no_choice_of_any_kinds_is_shorter_than_the_bound(stages: int) -> None:
     """Of 3 layers on each stage all choices of all undominated options are tried."""
-    planner = Planner(make_request(3 * stages, pipeline_parallel=stages))
+    planner = Planner(make_request(3 * stages, pp=stages))
     least, most = make_smallest_plan(planner.request).peak_bytes, list_switches(planner)["stock"].peak_bytes
     for budget in (least + (most - least) * index // 5 for index in range(1, 5)):
         best = math.inf
@@ -187,14 +187,14 @@ def test_flops_are_those_of_the_products() -> None:
     s, h = 2048, 4096
 
     def count(shape: ModelShape | None = None, **fields: Any) -> Any:
-        return count_layer_flops(Run(model=shape or make_shape(), tempo=TempoConfig(), **fields))
+        return count_layer_flops(build_run(model=shape or make_shape(), tempo=TempoConfig(), **fields))
 
     flops = count()
     # 24 s b h**2 + 4 s**2 b h of arXiv 2205.05198, with the MLP's two thirds of the first.
     assert flops.linears == 24 * s * h * h and flops.core_attention == 4 * s * s * h
     assert flops.mlp == 16 * s * h * h
     assert count(stock="transformer_engine").core_attention == 2 * s * (s + 1) * h
-    halved = count(stock="transformer_engine", context_parallel=2)
+    halved = count(stock="transformer_engine", cp=2)
     assert (halved.core_attention, halved.linears) == (s * (s + 1) * h, flops.linears // 2)
     off, again = TempoConfig.off(), TempoConfig(attention="recompute", linear_fc1="recompute", linear_qkv="recompute")
     for config, modules, expected in (
@@ -206,14 +206,12 @@ def test_flops_are_those_of_the_products() -> None:
     ):
         assert count_recomputed_flops(flops, frozenset(modules), config) == expected
     shape = make_shape(activation="swiglu", num_query_groups=8, ffn_hidden_size=14336)
-    llama = count(shape, tensor_parallel=4)
+    llama = count(shape, tp=4)
     assert llama.mlp == 6 * s * h * 14336 // 4 and llama.linears - llama.mlp == 2 * s * h * (2 * h + 2 * 1024) // 4
     assert llama.linear_fc1 == 4 * s * h * 14336 // 4 and llama.linear_qkv == 2 * s * h * (h + 2 * 1024) // 4
     # Two of 4 experts and a shared one.
-    experts = Experts(
-        num_experts=4, per_token=2, ffn_hidden_size=1024, layers=(True,) * 24, shared_ffn_hidden_size=2048
-    )
-    mixture = count(shape, experts=experts)
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 1024, "moe_shared_expert_intermediate_size": 2048}
+    mixture = count(dataclasses.replace(shape, **experts))
     assert mixture.linear_fc2 == 2 * s * (h * 2048 + h * 2 * 1024) and mixture.router == 2 * s * h * 4
 
 
@@ -250,7 +248,7 @@ def test_plenty_of_memory_leaves_stock_but_what_costs_nothing() -> None:
 
 def test_stages_share_the_layers_and_modes_are_what_megatron_may_recompute() -> None:
     with pytest.raises(ValueError, match="5 pipeline stages do not divide the model's 12 layers"):
-        make_request(12, pipeline_parallel=5)
+        make_request(12, pp=5)
     request = make_request(12, recompute=frozenset({"mlp"}))
     assert request.list_modes() == [frozenset(), frozenset({"mlp"})]
     assert make_request(12, recompute=None).list_modes() == [frozenset()]

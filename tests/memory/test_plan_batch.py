@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import build_run
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
@@ -20,7 +21,8 @@ from tempo_megatron.memory.plan.micro_batches import choose_trial, list_micro_ba
 from tempo_megatron.memory.plan.planner import NothingFitsError, Planner, PlanRequest, make_plan
 from tempo_megatron.memory.rank.estimate import estimate_ranks
 from tempo_megatron.memory.run import OptimizerSettings, Run
-from tempo_megatron.models.shape import make_shape, read_shape_file
+from tempo_megatron.models.shape import make_shape
+from tempo_megatron.models.shape_file import read_shape_file
 
 ROOT = Path(__file__).parents[2]
 # fp32, Adam's states whole on each GPU, Megatron's modules with unfused attention.
@@ -89,7 +91,7 @@ def test_micro_batches_are_divisors_or_grow() -> None:
 
 def make_small_request() -> PlanRequest:
     shape = make_shape(num_layers=2, hidden_size=256, num_attention_heads=4, seq_length=256, vocab_size=1000)
-    run = Run(model=shape, tempo=TempoConfig(), pipeline_parallel=2, stock="transformer_engine")
+    run = build_run(model=shape, tempo=TempoConfig(), pp=2, stock="transformer_engine")
     return PlanRequest(run=run, gpu=read_gpu("h100"))
 
 

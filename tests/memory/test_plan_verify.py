@@ -87,7 +87,7 @@ def test_where_all_layers_recomputed_would_fit_a_plan_is_found(family: str) -> N
     "layout",
     [
         pytest.param({}, id="one stage", marks=pytest.mark.exhaustive),
-        pytest.param({"pipeline_parallel": 2, "num_micro_batches": 4}, id="2 stages"),
+        pytest.param({"pp": 2, "num_micro_batches": 4}, id="2 stages"),
     ],
 )
 def test_no_single_switch_that_fits_by_the_estimate_beats_the_plan(layout: dict[str, int]) -> None:

@@ -78,7 +78,7 @@ def test_zero_3_has_gradients_where_it_has_states_and_weights_as_far_as_they_are
 
 def test_megatron_fsdp_shards_all_gathers_ahead_and_reduces_at_the_end_of_backward() -> None:
     layers, ranks = 4, 4
-    run = make_run({**SMALL, "num_layers": layers}, data_parallel=ranks, num_micro_batches=2)
+    run = make_run({**SMALL, "num_layers": layers}, dp=ranks, num_micro_batches=2)
 
     def shard(**settings: Any) -> tuple[ShardedChunk, RankEstimate]:
         fsdp = MegatronFsdp(main_bytes=4, **settings)
@@ -272,6 +272,6 @@ def test_gradients_and_states_have_dtypes(
     settings: dict[str, Any], dtype: torch.dtype, gradients: float, states: int
 ) -> None:
     optimizer = OptimizerSettings(**settings)
-    (rank,) = estimate_ranks(make_run({**SMALL, "seq_length": 64}, dtype=dtype, data_parallel=4, optimizer=optimizer))
+    (rank,) = estimate_ranks(make_run({**SMALL, "seq_length": 64}, dtype=dtype, dp=4, optimizer=optimizer))
     assert rank.at_rest["gradients"] == pytest.approx(gradients * rank.num_parameters, rel=1e-4)
     assert rank.at_rest["optimizer states"] == pytest.approx(states * rank.num_parameters / 4, rel=1e-4)

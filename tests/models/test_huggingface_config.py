@@ -14,7 +14,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from tempo_megatron.cli import main
 from tempo_megatron.models.huggingface.config import build_config, find_class, read_config
-from tempo_megatron.models.shape import make_shape, read_shape_file
+from tempo_megatron.models.shape import make_shape
+from tempo_megatron.models.shape_file import read_shape_file
 
 COMMON = {
     **{"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "max_position_embeddings": 32},

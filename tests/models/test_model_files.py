@@ -10,7 +10,8 @@ import torch
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.models.build import build_model, build_transformer_config, count_parameters
-from tempo_megatron.models.shape import make_shape, read_shape_file
+from tempo_megatron.models.shape import make_shape
+from tempo_megatron.models.shape_file import read_shape_file
 
 FOLDER = Path(__file__).parents[2] / "configs" / "model"
 # Name -> parameters as published, and the share by which Megatron's modules may differ from that.

@@ -11,13 +11,9 @@ from typing import Any
 import pytest
 
 from tempo_megatron.models.arguments import add_model_arguments, read_given_model
-from tempo_megatron.models.shape import (
-    ModelShape,
-    check_layout,
-    complete_description,
-    make_shape,
-    pad_vocab_size,
-)
+from tempo_megatron.models.layout import Layout, check_layout, pad_vocab_size
+from tempo_megatron.models.shape import ModelShape, make_shape
+from tempo_megatron.models.shape_file import complete_description
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
 TYPED = [word for name, size in SIZES.items() for word in ("--" + name.replace("_", "-"), str(size))]
@@ -85,9 +81,9 @@ WRONG_ARGUMENTS = {
         ["--group-query-attention", "--num-query-groups", "3"],
         "4 is not a multiple of --num-q",
     ),
-    "rope's base": (["--rotary-base", "5000"], "--rotary-base is for rope, but --position-embedding-type is learned_"),
-    "rope's share": (["--rotary-percent", "0.5"], "--rotary-percent is for rope"),
-    "rope's scaling": (["--use-rope-scaling"], "--use-rope-scaling is for rope"),
+    "rope's base": (["--rotary-base", "5000"], "--rotary-base 5000 is given without --position-embedding-type rope"),
+    "rope's share": (["--rotary-percent", "0.5"], "--rotary-percent 0.5 is given without --position"),
+    "rope's scaling": (["--use-rope-scaling"], "--use-rope-scaling is given without --position"),
     "a factor alone": ([*ROPE, "--rope-scaling-factor", "4"], "is given without --use-rope-scaling"),
     "odd rotation": ([*ROPE, "--rotary-percent", "0.2"], "rope would rotate 3 of 16 channels"),
     "both biases": (["--add-qkv-bias"], "--add-qkv-bias is given, but every linear has a bias"),
@@ -161,11 +157,11 @@ def test_what_a_familys_layers_would_pass_over_is_refused(tmp_path: Path, family
 def test_a_layout_that_does_not_divide_is_refused(tp: int, sequence_parallel: bool, sentence: str) -> None:
     shape = make_shape(**{**SIZES, "num_attention_heads": 8, "seq_length": 36}, num_query_groups=2)
     with pytest.raises(ValueError, match=sentence):
-        check_layout(shape, tp, sequence_parallel, option="--tp")
-    check_layout(shape, 2, True)
-    check_layout(shape, 4, False)  # two ranks share a group, as Megatron has it
+        check_layout(shape, Layout(tp=tp, sp=sequence_parallel), option="--tp")
+    check_layout(shape, Layout(tp=2, sp=True))
+    check_layout(shape, Layout(tp=4))  # two ranks share a group, as Megatron has it
     with pytest.raises(ValueError, match="--num-query-groups 2 and --tp 3 do not divide one another"):
-        check_layout(dataclasses.replace(shape, num_attention_heads=6, ffn_hidden_size=96), 3, False, option="--tp")
+        check_layout(dataclasses.replace(shape, num_attention_heads=6, ffn_hidden_size=96), Layout(tp=3), option="--tp")
 
 
 def test_a_description_says_everything_and_is_read_again() -> None:

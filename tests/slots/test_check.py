@@ -20,7 +20,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from tempo_megatron import TempoConfig, set_micro_batch
 from tempo_megatron.models.build import DTYPES, build_layer, build_model, build_transformer_config, make_inputs
-from tempo_megatron.models.shape import make_shape, read_shape_file
+from tempo_megatron.models.shape import make_shape
+from tempo_megatron.models.shape_file import read_shape_file
 from tempo_megatron.slots import attention, dropout, mlp, norm
 from tempo_megatron.slots.check import LayerChecks
 

@@ -25,7 +25,6 @@ from tempo_megatron import TempoConfig, use_cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.kept.attribution import find_layer, sum_rows
 from tempo_megatron.memory.kept.recorder import SavedStorage
-from tempo_megatron.memory.run import LatentAttention
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.choose import choose
 from tempo_megatron.slots.mlp import name_activation
@@ -171,14 +170,13 @@ def _make_shape(family: str, stack: str, config: Any, sizes: Sizes, longest_docu
     activation = name_activation(config)
     assert activation is not None
     recompute = {"full": {"full"}, "selective": set(config.recompute_modules or ())}
-    names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
     heads_exchanged = _count_ranks_of_heads(config)
     return LayerShape(
         seq_length=sizes.seq_length // config.context_parallel_size,
         heads_exchanged=heads_exchanged,
         exchanges_rows=config.context_parallel_size > heads_exchanged,
         longest_document=longest_document,
-        latent=LatentAttention(**{n: getattr(config, n) for n in names}) if config.multi_latent_attention else None,
+        latent=config if config.multi_latent_attention else None,
         micro_batch_size=sizes.micro_batch_size,
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.ffn_hidden_size,

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from tempo_megatron.memory.run import LatentAttention, Run
+from tempo_megatron.memory.run import Run
 from tempo_megatron.settings.config import TempoConfig
 
 GATED = ("swiglu", "geglu", "reglu")
@@ -69,8 +69,8 @@ class LayerShape:
     bias_activation_fusion: bool = False
     """Megatron's: a local gated activation then keeps its input only."""
 
-    latent: LatentAttention | None = None
-    """Megatron's latent attention with norms of both latent vectors; Tempo's only."""
+    latent: Any = None
+    """What has the sizes of Megatron's latent attention, with norms of both latent vectors; Tempo's only."""
 
     heads_exchanged: int = 1
     """Context-parallel ranks that exchange heads; seq_length is that of one rank."""
@@ -102,6 +102,11 @@ class LayerShape:
         return self.rows * self.hidden_size * self.element_bytes
 
 
+def _get_query_size(latent: Any) -> int:
+    """Of one head."""
+    return int(latent.qk_head_dim + latent.qk_pos_emb_head_dim)
+
+
 @dataclasses.dataclass(frozen=True)
 class KeptRow:
     """What one operation is the first to keep; its name is that of the ledger's row."""
@@ -113,7 +118,8 @@ class KeptRow:
 def make_layer(run: Run) -> LayerShape:
     """One layer of a run's model on one of its ranks."""
     shape = run.model
-    values: dict[str, Any] = {**vars(shape), **vars(run), "recompute": frozenset(run.recompute)}
+    layout = {"tensor_parallel": run.layout.tp, "sequence_parallel": run.layout.sp}
+    values: dict[str, Any] = {**vars(shape), **vars(run), **layout, "recompute": frozenset(run.recompute)}
     return LayerShape(
         **{field.name: values[field.name] for field in dataclasses.fields(LayerShape) if field.name in values},
         rotary=shape.position_embedding_type == "rope",
@@ -280,7 +286,7 @@ class _Formula:
         """Whether attention on a CPU keeps its output, with dropout or without."""
         shape = self._shape
         is_torchs = shape.attention_dropout == 0 and shape.element_bytes == 2
-        has_one_size = shape.latent is None or shape.latent.query_size == shape.latent.v_head_dim
+        has_one_size = shape.latent is None or _get_query_size(shape.latent) == shape.latent.v_head_dim
         is_torchs &= has_one_size or shape.longest_document is not None
         return shape.exchanges_rows or is_torchs
 
@@ -301,7 +307,7 @@ class _Formula:
             return q + kv
         if shape.latent is not None:
             latent, elements = shape.latent, self._tokens * self._heads * shape.element_bytes
-            return elements * (2 * latent.query_size + latent.v_head_dim)
+            return elements * (2 * _get_query_size(latent) + latent.v_head_dim)
         if is_recomputed:
             # k and v are views of the whole projection, except that rotary embeddings make q and k anew; of several
             # groups with several heads each, q is a copy.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from runs import build_run
 from torch import Tensor
 
 from tempo_kernels.gelu import make_tables
@@ -176,8 +177,8 @@ def make_run(step: Step, **settings: Any) -> Run:
         "model": step.shape,
         "tempo": step.tempo,
         "optimizer": OptimizerSettings(kind="none"),
-        "tensor_parallel": step.tp,
-        "sequence_parallel": step.sp,
+        "tp": step.tp,
+        "sp": step.sp,
         "micro_batch_size": step.micro_batch_size,
         "num_micro_batches": 1,
         "dtype": step.dtype,
@@ -185,7 +186,7 @@ def make_run(step: Step, **settings: Any) -> Run:
         "recompute_num_layers": step.num_full,
         "stock": "cpu",
     }
-    return Run(**{**usual, **settings})
+    return build_run(**{**usual, **settings})
 
 
 def estimate_step(step: Step, *, simulates_allocator: bool = False, **settings: Any) -> RankEstimate:

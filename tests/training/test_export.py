@@ -20,7 +20,8 @@ from training_job import ROOT, Data, MaskedData, describe_anew, run, successful
 from tempo_megatron.cli import main
 from tempo_megatron.models.huggingface.config import find_class
 from tempo_megatron.models.huggingface.tensors import list_modules, list_tensors
-from tempo_megatron.models.shape import make_shape, read_shape_file
+from tempo_megatron.models.shape import make_shape
+from tempo_megatron.models.shape_file import read_shape_file
 from tempo_megatron.training.checkpoint_files import export as export_command
 
 SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]

@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from tempo_megatron.memory.plan.gpu import DTYPES, read_gpu
-from tempo_megatron.models.shape import describe_unreadable
+from tempo_megatron.models.shape_file import describe_unreadable
 from tempo_megatron.settings.arguments import add_tempo_arguments
 from tempo_megatron.words.argument_types import (
     parse_fraction,

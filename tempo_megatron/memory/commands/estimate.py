@@ -31,7 +31,7 @@ from tempo_megatron.memory.routing import set_imbalance
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory
 from tempo_megatron.models.build import DTYPES
-from tempo_megatron.models.shape import name_shape_file
+from tempo_megatron.models.shape_file import name_shape_file
 from tempo_megatron.plots import INK, import_pyplot, save, tidy
 from tempo_megatron.settings.arguments import describe_tempo_arguments, tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
@@ -83,7 +83,7 @@ def run_estimate(args: argparse.Namespace) -> int:
     print(title)
     print(format_estimates(found, shows_all=args.all_ranks))
     imbalance = None
-    if estimated.experts is not None and estimated.experts.has_assumed_share:
+    if estimated.model.num_experts is not None and estimated.assumes_imbalance:
         largest = {
             name: max(enumerate(ranks), key=lambda each: _count_needed(each[1])) for name, ranks in found.items()
         }
@@ -176,15 +176,16 @@ def describe_run(run: Run) -> str:
     recomputed = " ".join(run.recompute)
     if run.recompute_num_layers is not None:
         recomputed += f" of {run.recompute_num_layers} layers a chunk"
-    experts = "" if run.experts is None else f", EP {run.experts.expert_parallel}"
-    if run.experts is not None and run.experts.tensor_parallel != run.tensor_parallel:
-        experts += f", ETP {run.experts.tensor_parallel}"
+    experts = "" if run.model.num_experts is None else f", EP {run.layout.ep}"
+    if run.model.num_experts is not None and run.layout.etp != run.layout.tp:
+        experts += f", ETP {run.layout.etp}"
     return (
         f"{name_dtype(run)}{'' if run.float8 is None else f' and fp8 {run.float8}'}, s {run.model.seq_length}, "
-        f"b {run.micro_batch_size}, TP {run.tensor_parallel}{' + SP' if run.sequence_parallel else ''}"
-        f"{'' if run.context_parallel == 1 else f', CP {run.context_parallel}'}{experts}, PP {run.pipeline_parallel}"
-        f"{_describe_chunks(run)}, DP {run.data_parallel}: "
-        f"{run.world_size:,} rank{'s' if run.world_size > 1 else ''}, {_describe_optimizer(run.optimizer)}, "
+        f"b {run.micro_batch_size}, TP {run.layout.tp}{' + SP' if run.layout.sp else ''}"
+        f"{'' if run.layout.cp == 1 else f', CP {run.layout.cp}'}{experts}, PP {run.layout.pp}"
+        f"{_describe_chunks(run)}, DP {run.layout.dp}: "
+        f"{run.layout.world_size:,} rank{'s' if run.layout.world_size > 1 else ''}, "
+        f"{_describe_optimizer(run.optimizer)}, "
         f"stock modules: {describe_stock(run)}{f', recompute {recomputed}' if recomputed else ''}"
         f"{f', {run.tempo.describe_offload()}' if run.tempo.offloads else ''}"
     )

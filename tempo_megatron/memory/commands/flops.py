@@ -15,7 +15,8 @@ from tempo_megatron.memory.plan.flops import (
     find_utilisation,
 )
 from tempo_megatron.memory.plan.gpu import Gpu, read_gpu
-from tempo_megatron.models.shape import name_shape_file, pad_vocab_size
+from tempo_megatron.models.layout import pad_vocab_size
+from tempo_megatron.models.shape_file import name_shape_file
 
 
 def run_flops(args: argparse.Namespace) -> int:

@@ -23,7 +23,8 @@ from tempo_megatron.memory.kept.plots import (
 from tempo_megatron.memory.kept.timeline import format_timeline
 from tempo_megatron.memory.kept.timeline_files import write_snapshot, write_trace
 from tempo_megatron.memory.simulated.chunk import simulate_step
-from tempo_megatron.models.shape import ModelShape, name_shape_file
+from tempo_megatron.models.shape import ModelShape
+from tempo_megatron.models.shape_file import name_shape_file
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import read_layers
@@ -38,7 +39,7 @@ def run_ledger(args: argparse.Namespace) -> int:
     if run.stock == "local":
         run = dataclasses.replace(run, stock="cpu")
     followed = next((name for name in ("timeline", "html", "trace", "snapshot") if getattr(args, name)), None)
-    if followed and (run.experts is not None or run.latent_attention is not None):
+    if followed and (run.model.num_experts is not None or run.model.multi_latent_attention):
         raise ValueError(
             f"--{followed} {getattr(args, followed)} is given, and the model has experts or latent attention, which it "
             "does not follow; leave it out: tempo-megatron estimate says what stands at the peak"

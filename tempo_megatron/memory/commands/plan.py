@@ -31,7 +31,6 @@ from tempo_megatron.memory.megatron.read_command import write_command
 from tempo_megatron.memory.plan.gpu import Gpu, find_gpu, read_gpu
 from tempo_megatron.memory.plan.micro_batches import choose_trial, try_micro_batches
 from tempo_megatron.memory.plan.planner import RECOMPUTED, MemoryPlan, NothingFitsError, Planner, PlanRequest, StagePlan
-from tempo_megatron.memory.refusals import OURS
 from tempo_megatron.memory.routing import assume_fullest, set_imbalance
 from tempo_megatron.memory.run import Run, read_recomputation
 from tempo_megatron.settings.config import TempoConfig
@@ -46,10 +45,11 @@ _PLANNED = (
 )
 # Fields of a Run that the planner knows.
 _KNOWN = (
-    *("model", "tempo", "optimizer", "tensor_parallel", "pipeline_parallel", "data_parallel", "context_parallel"),
-    "sequence_parallel",
+    *("model", "tempo", "optimizer", "layout"),
     *("micro_batch_size", "num_micro_batches", "dtype", "recompute", "recompute_num_layers"),
-    *("stock", "stock_attention", "masked_softmax_fusion", "fuses_activation", "experts", "latent_attention"),
+    *("stock", "stock_attention", "masked_softmax_fusion", "fuses_activation"),
+    *("learns_positions", "fuses_latent_rope"),
+    *("moe_grouped_gemm", "moe_permute_fusion", "moe_shared_expert_gate", "moe_imbalance"),
     # Of what stands around the layers, where the estimate counts it.
     *("fuses_cross_entropy", "fuses_gradient_accumulation", "data_has_masks"),
     *("gpu", "chip", "deterministic", "cublas_workspace_bytes", "expandable_segments"),
@@ -98,7 +98,7 @@ def run_plan(args: argparse.Namespace) -> int:
     print(" ".join(plan.megatron_arguments) or "without --recompute-granularity")
     if command is not None:
         print(_write_planned_command(args, command, request.run, plan))
-    fullest = assume_fullest(planner.request.run).experts
+    imbalance = assume_fullest(planner.request.run).moe_imbalance
     if args.json:
         figures = {
             "tempo": plan.block,
@@ -106,7 +106,7 @@ def run_plan(args: argparse.Namespace) -> int:
             "micro_batch_size": planner.request.run.micro_batch_size,
             "gap_seconds": plan.gap_seconds,
             "stages": [_list_figures(stage) for stage in plan.stages],
-            "moe_imbalance": fullest and fullest.imbalance,
+            "moe_imbalance": imbalance,
             "gpu": dataclasses.asdict(gpu),
             "arguments": vars(args),
         }
@@ -134,10 +134,10 @@ def leave_margin(args: argparse.Namespace) -> int:
 def describe_run(args: argparse.Namespace, title: str, request: PlanRequest, plan: MemoryPlan) -> str:
     """What is planned, what it stands on, and the plan's table."""
     run, gpu = request.run, request.gpu
-    sizes = {"PP": run.pipeline_parallel, "CP": run.context_parallel, "DP": run.data_parallel}
-    layout = [format_layout(run.tensor_parallel, run.sequence_parallel), f"PP {sizes.pop('PP')}"]
+    sizes = {"PP": run.layout.pp, "CP": run.layout.cp, "DP": run.layout.dp}
+    layout = [format_layout(run.layout.tp, run.layout.sp), f"PP {sizes.pop('PP')}"]
     layout += [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    layout += [f"EP {run.experts.expert_parallel}"] if run.experts is not None else []
+    layout += [f"EP {run.layout.ep}"] if run.model.num_experts is not None else []
     free = format_bytes(args.gpu_memory - leave_margin(args))
     lines = [
         f"{title}, {name_dtype(run)}, s {run.model.seq_length}, b {run.micro_batch_size}, {', '.join(layout)}, "
@@ -147,15 +147,14 @@ def describe_run(args: argparse.Namespace, title: str, request: PlanRequest, pla
         f"{gpu.title}: {'measured' if gpu.calibrated else 'data-sheet (uncalibrated)'} rates",
         f"stock modules, where a value is off: {describe_stock(run)}",
     ]
-    fullest, num_ranks = assume_fullest(run).experts, run.tensor_parallel * run.data_parallel
-    if fullest is not None and fullest.has_assumed_share:
-        lines.append(
-            f"assumed token imbalance: experts of the fullest rank get {fullest.imbalance:.2f} times an equal share"
-        )
-    if fullest is not None and fullest.expert_parallel == 1 and num_ranks > 1:
+    num_experts, num_ranks = run.model.num_experts, run.layout.tp * run.layout.dp
+    if num_experts is not None and run.assumes_imbalance:
+        imbalance = assume_fullest(run).moe_imbalance
+        lines.append(f"assumed token imbalance: experts of the fullest rank get {imbalance:.2f} times an equal share")
+    if num_experts is not None and run.layout.ep == 1 and num_ranks > 1:
         option = "--ep" if args.model or args.hf else "--expert-model-parallel-size"
         lines.append(
-            f"the {fullest.num_experts} experts are not divided: each of {num_ranks} ranks has all of them; {option} "
+            f"the {num_experts} experts are not divided: each of {num_ranks} ranks has all of them; {option} "
             "divides them"
         )
     lines += ["", format_plan(request, plan)]
@@ -181,9 +180,9 @@ def _name_remedies(args: argparse.Namespace, command: Command | None, request: P
             "--micro-batch-size",
         )
     wanted = [
-        2 * run.tensor_parallel,
-        2 * run.pipeline_parallel,
-        2 * (run.experts.expert_parallel if run.experts else 0),
+        2 * run.layout.tp,
+        2 * run.layout.pp,
+        2 * (run.layout.ep if run.model.num_experts else 0),
     ]
     wanted.append(0 if args.micro_batch_size == "auto" else run.micro_batch_size // 2)
     if request.fixed_sizes:
@@ -196,7 +195,7 @@ def _name_remedies(args: argparse.Namespace, command: Command | None, request: P
     of_command: list[str] = []
     for name, number in zip(names, wanted, strict=True):
         words = [name, str(number)]
-        if name == names[0] and run.experts is not None and not run.sequence_parallel:
+        if name == names[0] and run.model.num_experts is not None and not run.layout.sp:
             # Megatron takes experts under tensor parallelism with it only.
             words.append("--sequence-parallel")
         if number and _is_taken(args, command, request.gpu, words):
@@ -234,8 +233,6 @@ def read_request(args: argparse.Namespace, gpu: Gpu) -> tuple[PlanRequest, int |
     if samples is not None and args.micro_batch_size != "auto":
         args.num_micro_batches = samples // args.micro_batch_size
     run = set_imbalance(read_requested_run(args, TempoConfig(), config), args.moe_imbalance)
-    run = dataclasses.replace(run, context_parallel=args.cp)
-    run.check(OURS)
     _refuse_unknown(run, "the model has")
     return _make_request(args, run, gpu), samples
 
@@ -264,13 +261,15 @@ def _share_host(args: argparse.Namespace, run: Run) -> int:
                 f"--gpus-per-node {args.gpus_per_node} is given without --host-memory, which they share; give that too"
             )
         return 0
-    return int(args.host_memory) // (args.gpus_per_node or min(8, run.world_size))
+    return int(args.host_memory) // (args.gpus_per_node or min(8, run.layout.world_size))
 
 
 def _refuse_unknown(run: Run, who: str) -> None:
     """Raise ValueError for what the planner does not know, and `who` gives."""
     fields = (each for each in dataclasses.fields(run) if each.name not in _KNOWN)
     given = {each.name: value for each in fields if (value := getattr(run, each.name)) != each.default}
+    if run.layout.chunks is not None:
+        given["chunks of several layers"] = run.layout.chunks
     if given:
         name, value = next(iter(given.items()))
         value = "" if dataclasses.is_dataclass(value) else f" {value}"
@@ -298,7 +297,7 @@ def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gp
 def _write_planned_command(args: argparse.Namespace, command: Command, run: Run, plan: MemoryPlan) -> str:
     """The command with the plan in place of what it said of Tempo and of recomputation."""
     # --moe-imbalance stands in no command: its experts are as it says.
-    run = dataclasses.replace(run, experts=read_run_of_command(args, command)[0].experts)
+    run = dataclasses.replace(run, moe_imbalance=read_run_of_command(args, command)[0].moe_imbalance)
     tempo = TempoConfig.from_dict(plan.block)
     recomputed, _ = parse_options(plan.megatron_arguments)
     planned = dataclasses.replace(
@@ -309,8 +308,7 @@ def _write_planned_command(args: argparse.Namespace, command: Command, run: Run,
             recomputed.recompute_method,
             recomputed.recompute_num_layers,
             recomputed.recompute_modules,
-            has_experts=run.experts is not None,
-            has_latent_attention=run.latent_attention is not None,
+            model=run.model,
         ),
     )
     words = ["--use-tempo"]
@@ -353,7 +351,7 @@ def format_plan(request: PlanRequest, plan: MemoryPlan) -> str:
             f"{format_bytes(stage.peak_bytes):>12}{format_bytes(stage.kept_bytes):>18}{flops:>14}"
             f"{stage.added_seconds * 1e3:>11.3f}{stage.seconds * 1e3:>10.3f}"
         )
-    stages, added = request.run.pipeline_parallel, max(stage.added_seconds for stage in plan.stages)
+    stages, added = request.run.layout.pp, max(stage.added_seconds for stage in plan.stages)
     num_micro_batches = request.run.num_micro_batches or stages
     step = plan.seconds * (num_micro_batches + stages - 1)
     lines.append(

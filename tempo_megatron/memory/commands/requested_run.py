@@ -13,26 +13,24 @@ from typing import Any
 
 from tempo_megatron.memory.megatron.command import Command, find_in_script, read_test_case, split_command
 from tempo_megatron.memory.refusals import OURS
-from tempo_megatron.memory.run import OptimizerSettings, Run, read_recomputation, take_parts
+from tempo_megatron.memory.run import OptimizerSettings, Run, cut_layers, read_recomputation
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.models.huggingface.config import read_config_fields
-from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
+from tempo_megatron.models.layout import Layout
+from tempo_megatron.models.shape import ModelShape, make_shape
+from tempo_megatron.models.shape_file import read_shape_file
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.deepspeed_json import read_deepspeed_json
 
 _PRECISIONS = ("bf16", "fp16")
 _TOTAL, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-# Argument, which not every command has -> field of a Run.
-_FIELDS = {
-    "tp": "tensor_parallel",
-    "pp": "pipeline_parallel",
-    "dp": "data_parallel",
-    "sequence_parallel": "sequence_parallel",
-    "num_layers_per_virtual_pipeline_stage": "layers_per_virtual_stage",
-    "decoder_first_pipeline_num_layers": "first_stage_layers",
-    "decoder_last_pipeline_num_layers": "last_stage_layers",
-    "micro_batch_size": "micro_batch_size",
-    "num_micro_batches": "num_micro_batches",
+# Argument, which not every command has -> field of a Layout.
+_SIZES = {
+    "tp": "tp",
+    "pp": "pp",
+    "dp": "dp",
+    "cp": "cp",
+    "sequence_parallel": "sp",
 }
 # Arguments of ours that say nothing of the run, or what the command cannot.
 _BESIDE_A_COMMAND = (
@@ -85,31 +83,52 @@ def read_requested_run(args: argparse.Namespace, tempo: TempoConfig, deepspeed: 
     Raises ValueError where the model cannot lie so, or an argument does not go with another or with the JSON.
     """
     shape = read_requested_shape(args)
-    given = {field: getattr(args, name, None) for name, field in _FIELDS.items()}
+    sizes = {field: getattr(args, name) for name, field in _SIZES.items() if hasattr(args, name)}
+    given = {name: getattr(args, name, None) for name in ("micro_batch_size", "num_micro_batches")}
     of_stock = _read_stock(args) if hasattr(args, "stock") else {}
-    parts = take_parts(
-        shape, stock=of_stock.get("stock", "cpu"), tensor_parallel=args.tp, expert_parallel=getattr(args, "ep", None)
+    chunks = cut_layers(
+        shape.num_layers,
+        sizes.get("pp", 1),
+        per_chunk=getattr(args, "num_layers_per_virtual_pipeline_stage", None),
+        first=getattr(args, "decoder_first_pipeline_num_layers", None),
+        last=getattr(args, "decoder_last_pipeline_num_layers", None),
+        names=OURS,
     )
     if args.recompute and "full" not in args.recompute:
-        read_recomputation(
-            "selective",
-            None,
-            None,
-            args.recompute,
-            has_experts="experts" in parts,
-            has_latent_attention="latent_attention" in parts,
-        )
+        read_recomputation("selective", None, None, args.recompute, model=shape)
     run = Run(
-        **parts,
+        model=shape,
         tempo=tempo,
+        layout=Layout(**sizes, chunks=chunks, **_lay_out_experts(args, shape)),
         optimizer=_read_optimizer(args, deepspeed),
         dtype=DTYPES[args.dtype],
         recompute=tuple(args.recompute),
         **{field: value for field, value in given.items() if value not in (None, "auto")},
+        moe_grouped_gemm=shape.num_experts is not None and of_stock.get("stock") == "transformer_engine",
         **of_stock,
     )
     run.check(OURS)
     return run
+
+
+def _lay_out_experts(args: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:
+    """The fields of a Layout for experts.
+
+    Where they are divided, tokens are sent by all-to-all; else
+    Megatron's default, all-gather, brings them. An expert is split as the layers are, but for one with biases.
+
+    Raises ValueError where --ep is given for a model without experts.
+    """
+    parallel = getattr(args, "ep", None)
+    if shape.num_experts is None:
+        if parallel is not None:
+            raise ValueError(f"--ep {parallel} is given, and the model has no experts; leave it out")
+        return {}
+    return {
+        "ep": parallel or 1,
+        "etp": 1 if shape.add_bias_linear else args.tp,
+        "dispatcher": "allgather" if parallel in (None, 1) else "alltoall",
+    }
 
 
 def read_requested_shape(args: argparse.Namespace) -> ModelShape:

@@ -91,13 +91,10 @@ def find_token_imbalance(
         stages: column of the table -> the stage that needs most, and its estimate.
         is_given: whether somebody gave the factor of `run`.
     """
-    assert run.experts is not None
-    most = find_largest_imbalance(run.experts)
+    most = find_largest_imbalance(run)
     factors, prices = {}, {}
     for name, (stage, rank) in stages.items():
-        experts = assume_routing(run, stage).experts
-        assert experts is not None
-        factors[name] = experts.imbalance or 1.0
+        factors[name] = assume_routing(run, stage).moe_imbalance or 1.0
         if not is_given:
             continue
         further = min(factors[name] + _STEP, most)
@@ -106,7 +103,7 @@ def find_token_imbalance(
             other_run = dataclasses.replace(set_imbalance(run, other), tempo=tempos[name])
             peaks[other] = estimate_ranks(other_run, only=stage)[0].peak_bytes
         prices[name] = _Price(rank.peak_bytes - peaks[1.0], further, peaks[further] - rank.peak_bytes)
-    tokens = run.micro_batch_size * run.model.seq_length // run.context_parallel
-    tokens //= run.tensor_parallel if run.sequence_parallel else 1
-    share = tokens * run.experts.tensor_parallel * run.experts.per_token
-    return TokenImbalance(run.experts.expert_parallel, share, most, factors, prices)
+    tokens = run.micro_batch_size * run.model.seq_length // run.layout.cp
+    tokens //= run.layout.tp if run.layout.sp else 1
+    share = tokens * run.layout.etp * run.model.moe_router_topk
+    return TokenImbalance(run.layout.ep, share, most, factors, prices)

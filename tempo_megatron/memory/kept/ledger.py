@@ -111,18 +111,18 @@ def measure_run(run: Run) -> Ledger:
 
     Raises ValueError as `tempoize`, and for latent attention in other modules than Transformer Engine's.
     """
-    if run.latent_attention is not None and run.stock != "transformer_engine":
+    if run.model.multi_latent_attention and run.stock != "transformer_engine":
         raise ValueError(
             "the stock modules are Megatron's local ones, whose attention does not take latent attention's values of "
             "another size than keys, so there is no such run; give --stock transformer_engine"
         )
     cpu.use_cpu()
-    shape, stacks = run.model, STACKS_OF_FAMILIES[run.model.family]
-    with simulate_layout(run.tensor_parallel):
+    shape, stacks = run.built_model, STACKS_OF_FAMILIES[run.model.family]
+    with simulate_layout(run.layout.tp):
         config = describe_parts(
             build_ledger_config(
                 shape,
-                sequence_parallel=run.sequence_parallel,
+                sequence_parallel=run.layout.sp,
                 dtype=run.dtype,
                 recompute=leave_out_stand_ins(run.recompute),
             ),
@@ -131,9 +131,9 @@ def measure_run(run: Run) -> Ledger:
         choices = choose(config, run.tempo)
         specs = make_specs(shape, config, choices)
         report = sum((report_on(spec, choices) for spec in specs.values()), TempoReport())
-    simulated = _take_flash_for_stock(choices.config) if run.latent_attention is not None else choices.config
+    simulated = _take_flash_for_stock(choices.config) if run.model.multi_latent_attention else choices.config
     run = dataclasses.replace(run, tempo=simulated, recompute_num_layers=None)
-    mixed = run.experts.layers if run.experts is not None else (False,) * shape.num_layers
+    mixed = shape.layers_with_experts
     kinds: dict[tuple[bool, tuple[TempoConfig, ...]], list[int]] = {}
     # The first kind is the one that most layers are of, of equally many the first.
     for layer in sorted(range(shape.num_layers), key=lambda layer: sum(mixed) * 2 > len(mixed) and not mixed[layer]):

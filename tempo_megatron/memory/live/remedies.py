@@ -78,7 +78,7 @@ def list_changes(run: Run) -> Iterator[Change]:
     lower: dict[str, Any] = {name: value for name, value in _RECOMPUTE.items() if getattr(on, name) != value}
     words = ["--use-tempo"] * run.tempo.is_off + [f"--tempo-{name} {value}" for name, value in lower.items()]
     least: _Part = " ".join(words), {"tempo": dataclasses.replace(on, **lower)}
-    parallel: _Part = "--sequence-parallel", {"sequence_parallel": True}
+    parallel: _Part = "--sequence-parallel", {"layout": dataclasses.replace(run.layout, sp=True)}
     smaller: list[_Part] = [(f"--micro-batch-size {size}", {"micro_batch_size": size}) for size in _list_sizes(run)]
     full: _Part = _FULL, {"recompute": ("full",), "recompute_num_layers": None}
     changes: list[list[_Part]] = []
@@ -86,7 +86,7 @@ def list_changes(run: Run) -> Iterator[Change]:
         changes.append([("--use-tempo", {"tempo": on})])
     if lower:
         changes.append([least])
-    if run.tensor_parallel > 1 and not run.sequence_parallel:
+    if run.layout.tp > 1 and not run.layout.sp:
         changes += [parallel], [least, parallel]
     if not run.recompute:
         changes.append([("--recompute-activations", {"recompute": ("core_attn",)})])

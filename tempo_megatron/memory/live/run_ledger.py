@@ -213,7 +213,7 @@ class RunLedger:
             return {}, "the model has two stacks of layers"
         try:
             run = self._read_run(model)
-            if run.experts is not None and not all(run.experts.layers):
+            if run.model.num_experts is not None and not all(run.model.layers_with_experts):
                 return {}, "some layers have experts and others not"
             found = Beside("tempo_megatron.memory.plan.choices:measure_stock_layer", run).wait()
         except ValueError as error:

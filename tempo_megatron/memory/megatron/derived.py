@@ -26,7 +26,8 @@ from tempo_megatron.memory.refusals import (
     refuse,
 )
 from tempo_megatron.memory.run import MegatronFsdp, OptimizerSettings
-from tempo_megatron.models.shape import QUICK_GEGLU, pad_vocab_size
+from tempo_megatron.models.layout import pad_vocab_size
+from tempo_megatron.models.shape import QUICK_GEGLU
 from tempo_megatron.words.pipeline_layout import parse_pipeline_layout
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}

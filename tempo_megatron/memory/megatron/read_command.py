@@ -109,7 +109,7 @@ def write_command(command: Command, options: Sequence[str], expected: Run, vocab
     words = [*(command.launcher or ("python",)), "launch/run_megatron.py", command.script, *options]
     line = shlex.join(words)
     again, _ = read_command(
-        split_command(shlex.split(line)), world_size=expected.world_size, vocab_size=vocab_size, gpu=expected.gpu
+        split_command(shlex.split(line)), world_size=expected.layout.world_size, vocab_size=vocab_size, gpu=expected.gpu
     )
     # No command says which chip; plans may be for one of which Run.gpu knows nothing.
     assert dataclasses.replace(again, chip=expected.chip) == expected, line

@@ -11,17 +11,15 @@ from typing import Any
 from tempo_megatron.memory.megatron.derived import split_layout
 from tempo_megatron.memory.refusals import UNKNOWN_IN_COMMANDS, UNKNOWN_IN_LAYERS, UNKNOWN_IN_RUNS
 from tempo_megatron.memory.run import (
-    ROUTER_DTYPES,
-    Experts,
     Hybrid,
-    LatentAttention,
     OptimizerSettings,
     Run,
+    cut_layers,
     read_recomputation,
 )
-from tempo_megatron.models.shape import make_shape
+from tempo_megatron.models.layout import Layout
+from tempo_megatron.models.shape import LATENT, make_shape
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.words.expert_layers import parse_layer_frequency
 
 _FAMILIES = {"GPTModel": "gpt", "BertModel": "bert", "T5Model": "t5"}
 # What a TransformerConfig and a ModelShape call by the same name.
@@ -38,6 +36,11 @@ _SAME = (
     "add_bias_linear",
     "attention_dropout",
     "hidden_dropout",
+)
+_SAME_IN_EXPERTS = (
+    *("moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk"),
+    *("moe_router_score_function", "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk"),
+    *("moe_router_enable_expert_bias", "moe_z_loss_coeff", "moe_pad_expert_input_to_capacity", "moe_router_dtype"),
 )
 
 # What not every TransformerConfig has, and its default.
@@ -121,18 +124,6 @@ def read_run(
     Raises ValueError where the model has a part, such as an activation, that no ModelShape has, and for a recomputation
     that the estimate does not know.
     """
-    recomputation = {}
-    if not layers_only:
-        recomputation = read_recomputation(
-            config.recompute_granularity,
-            config.recompute_method,
-            config.recompute_num_layers,
-            config.recompute_modules,
-            has_experts=bool(config.num_moe_experts),
-            has_latent_attention=config.multi_latent_attention,
-            fuses_norms=stock == "transformer_engine",
-        )
-    stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     model = make_shape(
         **{name: getattr(config, name) for name in _SAME},
         # Megatron's is of all linears, or of q, k and v only.
@@ -145,35 +136,44 @@ def read_run(
         # As this run pads it.
         vocab_size=arguments["vocab_size"],
         make_vocab_size_divisible_by=1,
-        position_embedding_type=arguments["position_embedding_type"],
         untie_embeddings_and_output_weights=not arguments["share_embeddings_and_output_weights"],
         num_tokentypes=arguments.get("num_tokentypes") or 0,
         add_binary_head=bool(arguments.get("add_binary_head", False)),
         **{name: value for name, default in _YOUNG if (value := getattr(config, name, default)) != default},
+        **_read_positions(config, arguments, stock),
+        **(_read_experts(config) if config.num_moe_experts else {}),
     )
+    recomputation = {}
+    if not layers_only:
+        recomputation = read_recomputation(
+            config.recompute_granularity,
+            config.recompute_method,
+            config.recompute_num_layers,
+            config.recompute_modules,
+            model=model,
+            fuses_norms=stock == "transformer_engine",
+        )
     return Run(
         model=model,
         tempo=tempo,
-        experts=_read_experts(config) if config.num_moe_experts else None,
-        latent_attention=_read_latent_attention(model_name, config, stock) if config.multi_latent_attention else None,
         hybrid=_read_hybrid(config) if getattr(config, "hybrid_layer_pattern", None) else None,
         optimizer=OptimizerSettings(
             distributed=run.use_distributed_optimizer,
             instances=getattr(run, "num_distributed_optimizer_instances", 1),
         ),
-        tensor_parallel=config.tensor_model_parallel_size,
-        pipeline_parallel=stages,
-        data_parallel=run.data_parallel_size,
-        context_parallel=config.context_parallel_size,
-        sequence_parallel=config.sequence_parallel,
-        layers_per_virtual_stage=chunks and config.num_layers // (stages * chunks),
-        layers_of_chunks=deal_out_layers(config),
+        layout=Layout(
+            tp=config.tensor_model_parallel_size,
+            pp=config.pipeline_model_parallel_size,
+            dp=run.data_parallel_size,
+            cp=config.context_parallel_size,
+            sp=config.sequence_parallel,
+            chunks=deal_out_layers(config),
+            **(_lay_out_experts(config) if config.num_moe_experts else {}),
+        ),
         mtp_num_layers=getattr(config, "mtp_num_layers", None) or 0,
         mtp_repeats_layer=getattr(config, "mtp_use_repeated_layer", False),
         mtp_precedes_head=bool(config.pipeline_model_parallel_layout) and split_layout(config)[-1] == "L",
         micro_batch_group=getattr(config, "microbatch_group_size_per_vp_stage", None),
-        first_stage_layers=config.num_layers_in_first_pipeline_stage,
-        last_stage_layers=config.num_layers_in_last_pipeline_stage,
         micro_batch_size=run.micro_batch_size,
         num_micro_batches=max(1, run.global_batch_size // (run.micro_batch_size * run.data_parallel_size)),
         dtype=config.params_dtype,
@@ -186,13 +186,18 @@ def read_run(
         and config.cross_entropy_fusion_impl == "native",
         fuses_activation=fuses_activation,
         masked_softmax_fusion=config.masked_softmax_fusion,
+        learns_positions=config.multi_latent_attention and arguments["position_embedding_type"] == "learned_absolute",
+        # Megatron-LM's arguments.py: validate_args.
+        fuses_latent_rope=config.multi_latent_attention
+        and config.apply_rope_fusion
+        and config.position_embedding_type == "rope",
+        **(_run_experts(config) if config.num_moe_experts else {}),
         **recomputation,
     )
 
 
 def deal_out_layers(config: Any) -> tuple[int, ...] | None:
-    """How many layers each chunk has, where a layout or a hybrid's pattern says it, or the embedding or the loss counts
-    as a layer; else None.
+    """How many layers each chunk has; None is one chunk for each stage, all alike.
 
     As transformer_block.py: get_num_layers_to_build of megatron-core 0.16.1 deals them out. Raises ValueError where
     they do not divide.
@@ -202,10 +207,17 @@ def deal_out_layers(config: Any) -> tuple[int, ...] | None:
         return tuple(map(len, main_pattern.split("|")))
     if config.pipeline_model_parallel_layout:
         return tuple(chunk.count("t") for chunk in split_layout(config))
+    stages, num_chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     extra = (config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split)
     if not any(extra):
-        return None
-    num_chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+        return cut_layers(
+            config.num_layers,
+            stages,
+            per_chunk=num_chunks and config.num_layers // (stages * num_chunks),
+            first=config.num_layers_in_first_pipeline_stage,
+            last=config.num_layers_in_last_pipeline_stage,
+        )
+    num_chunks = stages * (num_chunks or 1)
     per_chunk, rest = divmod(config.num_layers + sum(extra), num_chunks)
     if rest:
         raise ValueError(
@@ -231,8 +243,25 @@ def _read_hybrid(config: Any) -> Hybrid:
     )
 
 
-def _read_experts(config: Any) -> Experts:
-    """Of a configuration with experts. Raises ValueError for what no Experts can say, or cannot be."""
+def _read_positions(config: Any, arguments: Mapping[str, Any], stock: str) -> dict[str, Any]:
+    """The fields of a ModelShape for positions, and for latent attention, which rotates a part of each head.
+
+    Raises ValueError for latent attention of other modules than Transformer Engine's.
+    """
+    if not config.multi_latent_attention:
+        return {"position_embedding_type": arguments["position_embedding_type"]}
+    if stock != "transformer_engine":
+        raise ValueError(
+            "--multi-latent-attention needs --transformer-impl transformer_engine: Megatron's own attention takes no "
+            "values of another size than keys; leave one of them out"
+        )
+    is_yarn = getattr(config, "rope_type", None) != "rope"
+    sizes = {name: getattr(config, name) for name in LATENT}
+    return {"multi_latent_attention": True, "position_embedding_type": "yarn" if is_yarn else "rope", **sizes}
+
+
+def _read_experts(config: Any) -> dict[str, Any]:
+    """The fields of a ModelShape for experts. Raises ValueError for what the estimate does not know."""
     for field, words in _UNKNOWN_IN_EXPERTS.items():
         if getattr(config, field, None):
             raise ValueError(f"{words}, which the estimate does not know")
@@ -242,53 +271,30 @@ def _read_experts(config: Any) -> Experts:
             raise ValueError("several kinds of load balancing at once are given, and the estimate knows one")
         routing = routing[0]
     capacity = config.moe_expert_capacity_factor
-    coefficient = coefficient if isinstance(coefficient, (int, float)) else coefficient[0]
-    return Experts(
-        num_experts=config.num_moe_experts,
-        per_token=config.moe_router_topk,
-        ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size,
-        layers=parse_layer_frequency(config.moe_layer_freq, config.num_layers),
-        shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size,
-        has_shared_gate=bool(getattr(config, "moe_shared_expert_gate", False)),
-        expert_parallel=config.expert_model_parallel_size,
-        tensor_parallel=config.expert_tensor_parallel_size or config.tensor_model_parallel_size,
-        dispatcher=config.moe_token_dispatcher_type,
-        grouped=config.moe_grouped_gemm,
-        fuses_permutation=config.moe_permute_fusion,
-        routing=routing,
-        aux_loss_coefficient=float(coefficient),
-        z_loss_coefficient=config.moe_z_loss_coeff,
-        score_function=config.moe_router_score_function,
-        has_bias=config.moe_router_enable_expert_bias,
-        pre_softmax=config.moe_router_pre_softmax,
-        num_groups=config.moe_router_num_groups,
-        group_topk=config.moe_router_group_topk,
-        router_dtype=ROUTER_DTYPES[config.moe_router_dtype],
-        capacity_factor=None if capacity is None or capacity < 0 else float(capacity),
-        pads_to_capacity=config.moe_pad_expert_input_to_capacity,
-        imbalance=1.0 if config.moe_router_force_load_balancing else None,
-        overlaps=bool(getattr(config, "overlap_moe_expert_parallel_comm", False)),
-    )
+    return {
+        **{name: getattr(config, name) for name in _SAME_IN_EXPERTS},
+        "num_experts": config.num_moe_experts,
+        "moe_router_load_balancing_type": routing,
+        "moe_aux_loss_coeff": float(coefficient if isinstance(coefficient, (int, float)) else coefficient[0]),
+        "moe_expert_capacity_factor": None if capacity is None or capacity < 0 else float(capacity),
+    }
 
 
-def _read_latent_attention(model_name: str, config: Any, stock: str) -> LatentAttention:
-    """Of a configuration with it. Raises ValueError for what Megatron refuses."""
-    if model_name != "GPTModel":
-        raise ValueError(f"--multi-latent-attention is for a GPTModel, and the model is a {model_name}; leave it out")
-    if stock != "transformer_engine":
-        raise ValueError(
-            "--multi-latent-attention needs --transformer-impl transformer_engine: Megatron's own attention takes no "
-            "values of another size than keys; leave one of them out"
-        )
-    if config.num_query_groups not in (None, config.num_attention_heads):
-        raise ValueError("--group-query-attention and --multi-latent-attention are both given; leave one of them out")
-    return LatentAttention(
-        q_lora_rank=config.q_lora_rank,
-        kv_lora_rank=config.kv_lora_rank,
-        qk_head_dim=config.qk_head_dim,
-        qk_pos_emb_head_dim=config.qk_pos_emb_head_dim,
-        v_head_dim=config.v_head_dim,
-        # Megatron-LM's arguments.py: validate_args.
-        fuses_rope=config.apply_rope_fusion and config.position_embedding_type == "rope",
-        is_yarn=getattr(config, "rope_type", None) != "rope",
-    )
+def _lay_out_experts(config: Any) -> dict[str, Any]:
+    """The fields of a Layout for experts."""
+    return {
+        "ep": config.expert_model_parallel_size,
+        "etp": config.expert_tensor_parallel_size or config.tensor_model_parallel_size,
+        "dispatcher": config.moe_token_dispatcher_type,
+        "overlaps": bool(getattr(config, "overlap_moe_expert_parallel_comm", False)),
+    }
+
+
+def _run_experts(config: Any) -> dict[str, Any]:
+    """The fields of a Run for how experts run."""
+    return {
+        "moe_grouped_gemm": config.moe_grouped_gemm,
+        "moe_permute_fusion": config.moe_permute_fusion,
+        "moe_shared_expert_gate": bool(getattr(config, "moe_shared_expert_gate", False)),
+        "moe_imbalance": 1.0 if config.moe_router_force_load_balancing else None,
+    }

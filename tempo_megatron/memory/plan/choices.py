@@ -125,7 +125,7 @@ def list_values(run: Run) -> dict[str, Values]:
         )
     config = describe_parts(build_transformer_config(run.model, dtype=run.dtype), run)
     refuse_written(config, run.tempo)
-    is_unknown = {"attention": run.latent_attention is not None, "linear_fc1": run.experts is not None}
+    is_unknown = {"attention": run.model.multi_latent_attention, "linear_fc1": run.model.num_experts is not None}
 
     def is_chosen(name: str, value: str) -> bool:
         if value == "off":
@@ -237,20 +237,25 @@ def measure_stock_layer(run: Run) -> Rows:
 def _keep_layer(run: Run) -> Run:
     """A Run of the fields on which the bytes of a layer depend, so that runs with equal layers are equal."""
     # The tokens of the stage that has most: what is returned has neither stages nor a vocabulary.
-    experts = assume_fullest(run).experts
+    imbalance = assume_fullest(run).moe_imbalance
     written: dict[str, Any] = {
         name: value for name, value in _WRITTEN_ONLY.items() if getattr(run.tempo, name) == value
     }
     return Run(
         model=dataclasses.replace(
-            run.model, num_layers=1, vocab_size=1, seq_length=run.model.seq_length // run.context_parallel
+            run.model,
+            num_layers=1,
+            moe_layer_freq="1",
+            vocab_size=1,
+            seq_length=run.model.seq_length // run.layout.cp,
         ),
         tempo=dataclasses.replace(TempoConfig.off(), **written),
-        experts=experts and dataclasses.replace(experts, layers=(True,)),
-        latent_attention=run.latent_attention,
-        tensor_parallel=run.tensor_parallel,
-        context_parallel=run.context_parallel,
-        sequence_parallel=run.sequence_parallel,
+        layout=dataclasses.replace(run.layout, pp=1, dp=1, chunks=None),
+        moe_grouped_gemm=run.moe_grouped_gemm,
+        moe_permute_fusion=run.moe_permute_fusion,
+        moe_shared_expert_gate=run.moe_shared_expert_gate,
+        moe_imbalance=imbalance,
+        fuses_latent_rope=run.fuses_latent_rope,
         micro_batch_size=run.micro_batch_size,
         dtype=run.dtype,
         stock=run.stock,
@@ -262,10 +267,9 @@ def _keep_layer(run: Run) -> Run:
 def _measure_layers(run: Run, choices: Sequence[Values]) -> tuple[list[Rows], int]:
     """The rows of one layer of each choice, and the bytes that the layers keep together."""
     layers = {str(place): dict(zip(LAYER_OPERATIONS, choice, strict=True)) for place, choice in enumerate(choices)}
-    model = dataclasses.replace(run.model, num_layers=len(choices))
-    experts = run.experts and dataclasses.replace(run.experts, layers=(True,) * len(choices))
+    model = dataclasses.replace(run.model, num_layers=len(choices), moe_layer_freq="1")
     tempo = dataclasses.replace(TempoConfig.off(), layers=layers)
-    by_layer, rest = record_chunk(dataclasses.replace(run, model=model, experts=experts, tempo=tempo))
+    by_layer, rest = record_chunk(dataclasses.replace(run, model=model, tempo=tempo))
     (stack,) = STACKS_OF_FAMILIES[model.family]
     found: list[Rows] = []
     for place in range(len(choices)):
@@ -439,11 +443,11 @@ def count_moved_bytes(run: Run, config: TempoConfig, recompute: frozenset[str]) 
         recompute: what Megatron recomputes of the layer.
     """
     shape = run.model
-    t, tokens, element_bytes = run.tensor_parallel, shape.seq_length * run.micro_batch_size, run.dtype.itemsize
-    tokens //= run.context_parallel
+    t, tokens, element_bytes = run.layout.tp, shape.seq_length * run.micro_batch_size, run.dtype.itemsize
+    tokens //= run.layout.cp
     # With sequence parallelism a rank has only its part of the tokens outside of attention and MLP.
-    hidden = tokens // (t if run.sequence_parallel else 1) * shape.hidden_size * element_bytes
-    num_elements = tokens * (count_inner(run) // t)
+    hidden = tokens // (t if run.layout.sp else 1) * shape.hidden_size * element_bytes
+    num_elements = tokens * (count_inner(shape) // t)
     y = num_elements * element_bytes
     x = 2 * y if shape.is_gated else y
     moved = 0
@@ -456,7 +460,7 @@ def count_moved_bytes(run: Run, config: TempoConfig, recompute: frozenset[str]) 
         # A bit per element is written and read. The output is read instead of the input, which costs nothing more.
         moved += 2 * (-(-num_elements // 8))
     # Each of a token's experts has a copy of it.
-    copies = run.experts.per_token * hidden if run.experts is not None else 0
+    copies = shape.moe_router_topk * hidden if shape.num_experts is not None else 0
     if config.moe_permute != "off" and not recompute & {"moe", "full"}:
         moved += 2 * copies
     if config.norm == "recompute":

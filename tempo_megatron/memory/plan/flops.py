@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
-from typing import Any
 
 from tempo_megatron.memory.run import Run
 from tempo_megatron.models.shape import ModelShape
@@ -42,25 +41,24 @@ class LayerWeights:
         return self.linear_fc1 + self.linear_fc2 + self.router
 
 
-def count_layer_weights(shape: ModelShape, inner: int, num_experts: int, latent: Any) -> LayerWeights:
+def count_layer_weights(shape: ModelShape, *, has_experts: bool) -> LayerWeights:
     """Count the weights of one layer.
 
     Args:
         shape: of the model.
-        inner: elements between the MLP's linears, of all the experts of a token together.
-        num_experts: among which a router chooses; 0 is a dense layer.
-        latent: has the sizes of latent attention, by Megatron's names; None is attention without latent vectors.
+        has_experts: whether the layer is one of those with experts, where the model has some.
     """
     h, heads, channels = shape.hidden_size, shape.num_attention_heads, shape.kv_channels
-    linear_fc2 = h * inner
+    num_experts = (shape.num_experts or 0) if has_experts else 0
+    linear_fc2 = h * (count_inner(shape) if num_experts else shape.ffn_hidden_size)
     of_mlp = (2 if shape.is_gated else 1) * linear_fc2, linear_fc2, h * num_experts
-    if latent is None:
+    if not shape.multi_latent_attention:
         width = heads * channels
         return LayerWeights(0, h * (width + 2 * shape.num_query_groups * channels), width * h, 2 * width, *of_mlp)
-    rank, query_rank, value = latent.kv_lora_rank, latent.q_lora_rank, latent.v_head_dim
-    query = latent.qk_head_dim + latent.qk_pos_emb_head_dim
-    up = heads * ((query_rank or h) * query + rank * (latent.qk_head_dim + value))
-    down = h * (rank + latent.qk_pos_emb_head_dim + (query_rank or 0))
+    rank, key, position, value = shape.latent_sizes
+    query, query_rank = key + position, shape.q_lora_rank
+    up = heads * ((query_rank or h) * query + rank * (key + value))
+    down = h * (rank + position + (query_rank or 0))
     return LayerWeights(down, up, heads * value * h, heads * (query + value), *of_mlp)
 
 
@@ -90,12 +88,11 @@ class LayerFlops:
         return self.linears + self.core_attention
 
 
-def count_inner(run: Run) -> int:
-    """Elements between the MLP's linears for one token, over all tensor-parallel ranks; of experts an equal share."""
-    experts = run.experts
-    if experts is None:
-        return run.model.ffn_hidden_size
-    return experts.per_token * experts.ffn_hidden_size + (experts.shared_ffn_hidden_size or 0)
+def count_inner(shape: ModelShape) -> int:
+    """Elements between the MLP's linears for one token, over all ranks; in a mixture those of all its experts."""
+    if shape.num_experts is None:
+        return shape.ffn_hidden_size
+    return shape.moe_router_topk * shape.expert_size + (shape.moe_shared_expert_intermediate_size or 0)
 
 
 def count_layer_flops(run: Run) -> LayerFlops:
@@ -103,12 +100,10 @@ def count_layer_flops(run: Run) -> LayerFlops:
 
     Fused attention does not compute the scores behind a causal mask.
     """
-    s, b, t, c = run.model.seq_length, run.micro_batch_size, run.tensor_parallel, run.context_parallel
-    weights = count_layer_weights(
-        run.model, count_inner(run), run.experts.num_experts if run.experts else 0, run.latent_attention
-    )
+    s, b, t, c = run.model.seq_length, run.micro_batch_size, run.layout.tp, run.layout.cp
+    weights = count_layer_weights(run.model, has_experts=True)
     tokens = s * b // c
-    own = tokens // (t if run.sequence_parallel else 1)
+    own = tokens // (t if run.layout.sp else 1)
     skips_masked = run.model.family == "gpt" and run.stock == "transformer_engine" and run.stock_attention != "unfused"
     num_scores = b * (s * (s + 1) // 2 if skips_masked else s * s)
     up = 2 * tokens * weights.linear_qkv // t
@@ -119,14 +114,14 @@ def count_layer_flops(run: Run) -> LayerFlops:
         linear_fc1=2 * tokens * weights.linear_fc1 // t,
         linear_fc2=2 * tokens * weights.linear_fc2 // t,
         router=2 * tokens * weights.router // t,
-        up_projections=up if run.latent_attention is not None else 0,
+        up_projections=up if run.model.multi_latent_attention else 0,
     )
 
 
 def count_head_flops(run: Run) -> int:
     """The output layer's forward on one rank, for one micro batch."""
-    tokens = run.model.seq_length * run.micro_batch_size // run.context_parallel
-    return 2 * tokens * run.model.hidden_size * run.padded_vocab_size // run.tensor_parallel
+    tokens = run.model.seq_length * run.micro_batch_size // run.layout.cp
+    return 2 * tokens * run.model.hidden_size * run.padded_vocab_size // run.layout.tp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,10 +161,7 @@ def count_forward_flops(shape: ModelShape, num_samples: int, vocab_size: int) ->
         num_samples: B, of seq_length tokens each; in a T5's decoder of decoder_seq_length.
         vocab_size: v, rows of the output layer with their padding.
     """
-    latent = shape if shape.multi_latent_attention else None
-    dense = count_layer_weights(shape, shape.ffn_hidden_size, 0, latent)
-    inner = shape.moe_router_topk * shape.expert_size + (shape.moe_shared_expert_intermediate_size or 0)
-    mixed = count_layer_weights(shape, inner, shape.num_experts or 0, latent)
+    dense, mixed = (count_layer_weights(shape, has_experts=has) for has in (False, True))
     num_mixed = sum(shape.layers_with_experts)
     tokens, h = num_samples * shape.seq_length, shape.hidden_size
     through_weights, met, of_mlp, of_head = tokens * dense.projections, tokens * shape.seq_length, tokens, tokens
@@ -210,9 +202,9 @@ def find_utilisation(flops: int, step_seconds: float, num_gpus: int, peak_flops_
 
 def count_idle_weights(run: Run) -> int:
     """Weights of a rank's experts in one layer beyond those that the products of one token read; perhaps below 0."""
-    experts = run.experts
-    if experts is None:
+    model = run.model
+    if model.num_experts is None:
         return 0
-    local = experts.num_experts // experts.expert_parallel * experts.ffn_hidden_size // experts.tensor_parallel
-    routed = experts.per_token * experts.ffn_hidden_size // run.tensor_parallel
-    return (3 if run.model.is_gated else 2) * run.model.hidden_size * (local - routed)
+    local = run.num_local_experts * model.expert_size // run.layout.etp
+    routed = model.moe_router_topk * model.expert_size // run.layout.tp
+    return (3 if model.is_gated else 2) * model.hidden_size * (local - routed)

@@ -21,7 +21,7 @@ class Trial:
     def seconds_per_sample(self) -> float:
         """The time of a step on one data-parallel rank, filling and draining of its pipeline included, per sample."""
         run = self.planner.request.run
-        stages = run.pipeline_parallel
+        stages = run.layout.pp
         num_micro_batches = run.num_micro_batches or stages
         return self.plan.seconds * (num_micro_batches + stages - 1) / (num_micro_batches * self.micro_batch_size)
 

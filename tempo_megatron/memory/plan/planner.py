@@ -89,7 +89,7 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "run", dataclasses.replace(self.run, chip=self.gpu.chip or self.run.chip))
-        num_layers, num_stages = self.run.model.num_layers, self.run.pipeline_parallel
+        num_layers, num_stages = self.run.model.num_layers, self.run.layout.pp
         if num_layers % num_stages:
             raise ValueError(
                 f"{num_stages} pipeline stages do not divide the model's {num_layers} layers; give a divisor"
@@ -97,7 +97,7 @@ class PlanRequest:
 
     @property
     def layers_of_stage(self) -> int:
-        return self.run.model.num_layers // self.run.pipeline_parallel
+        return self.run.model.num_layers // self.run.layout.pp
 
     @property
     def num_full(self) -> int | None:
@@ -114,8 +114,8 @@ class PlanRequest:
 
 def list_recomputations(run: Run) -> list[frozenset[str]]:
     """What Megatron may recompute together in a model: modules that have one in each layer, or whole layers."""
-    attention = "core_attn" if run.latent_attention is None else "mla_up_proj"
-    mlp = "mlp" if run.experts is None else "moe"
+    attention = "mla_up_proj" if run.model.multi_latent_attention else "core_attn"
+    mlp = "mlp" if run.model.num_experts is None else "moe"
     return [frozenset(each) for each in ((), (attention,), (mlp,), (attention, mlp), ("full",))]
 
 
@@ -203,7 +203,7 @@ def make_smallest_plan(request: PlanRequest) -> MemoryPlan:
 
 def count_in_flight(run: Run, stage: int) -> int:
     """The most micro batches of which a stage holds activations: 1F1B runs one ahead for each stage behind it."""
-    return min(run.pipeline_parallel - stage, run.num_micro_batches or run.pipeline_parallel)
+    return min(run.layout.pp - stage, run.num_micro_batches or run.layout.pp)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,7 +351,7 @@ class Planner:
             number = num_full or self.request.num_full or self.request.layers_of_stage
             (others,) = make_options(self._rows, self._resident, [LayerChoice(values, frozenset())])
         layers = [option] * number + [others] * (self.request.layers_of_stage - number)
-        return self._describe(mode, number, [layers] * self.request.run.pipeline_parallel)
+        return self._describe(mode, number, [layers] * self.request.run.layout.pp)
 
     def list_smallest(self) -> list[MemoryPlan]:
         """The plan that needs least of each mode, of those in which all layers are alike and none sends anything."""
@@ -416,10 +416,10 @@ class Planner:
         """The stages as the search sees them, with what the estimate has corrected."""
         run, flops, num_layers = self.request.run, self._prices.flops, self.request.layers_of_stage
         found = []
-        for index in range(run.pipeline_parallel):
-            head_flops = count_head_flops(run) if index == run.pipeline_parallel - 1 else 0
+        for index in range(run.layout.pp):
+            head_flops = count_head_flops(run) if index == run.layout.pp - 1 else 0
             # The products of a linear are two operations a token and weight.
-            tokens = run.model.seq_length * run.micro_batch_size // run.context_parallel
+            tokens = run.model.seq_length * run.micro_batch_size // run.layout.cp
             num_weights = (num_layers * flops.linears + head_flops) // (2 * tokens)
             num_weights += num_layers * count_idle_weights(run)
             in_layers, at_head = self._fixed[index]
@@ -522,7 +522,7 @@ class Planner:
 
         Raises ValueError unless there is one size, or one for each stage.
         """
-        sizes, num_stages = self.request.fixed_sizes, self.request.run.pipeline_parallel
+        sizes, num_stages = self.request.fixed_sizes, self.request.run.layout.pp
         if len(sizes) not in (1, num_stages):
             raise ValueError(
                 f"--fixed-memory has {len(sizes)} sizes; expected one, or one for each of {num_stages} stages"

@@ -121,7 +121,7 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
 
     Raises ValueError where the model cannot lie so, and for a T5 in several pipeline stages.
     """
-    stages, optimizer = run.pipeline_parallel, run.optimizer
+    stages, optimizer = run.layout.pp, run.optimizer
     if simulates_allocator and run.stock == "cpu":
         raise ValueError(
             "--allocator is given with --stock cpu, but it simulates the allocator of a GPU; expected --stock local or "
@@ -130,7 +130,7 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
     run.check()
     num_micro_batches = run.num_micro_batches or (1 if stages == 1 and optimizer.kind == "none" else 2 * stages)
     accumulates = num_micro_batches > 1
-    is_combined = run.experts is not None and run.experts.overlaps and accumulates
+    is_combined = run.layout.overlaps and accumulates
     # What DeepSpeed's blocks add is not known.
     has_rounding = run.gpu is not None and optimizer.kind == "megatron"
     found: list[RankEstimate] = []
@@ -188,11 +188,10 @@ def _make_allocator(*, is_expandable: bool, counts_reserved: bool) -> CachingAll
 
 def _list_standing(run: Run, chunks: Sequence[ChunkMemory], *, accumulates: bool) -> Standing:
     """What stands on a stage's ranks. Ranks that share states of experts are others than share the rest."""
-    optimizer, experts = run.optimizer, run.experts
+    optimizer = run.optimizer
     # Context-parallel ranks share them like data-parallel ones.
-    ranks = run.data_parallel * run.context_parallel // optimizer.instances
-    of_expert = 1 if experts is None else experts.expert_parallel * experts.tensor_parallel
-    sharing = ranks, ranks * run.tensor_parallel // of_expert
+    ranks = run.layout.dp * run.layout.cp // optimizer.instances
+    sharing = ranks, ranks * run.layout.tp // (run.layout.ep * run.layout.etp)
     if optimizer.fsdp is not None:
         return ShardedChunk(optimizer.fsdp, chunks[0], run.dtype, run.float8_weights, *sharing).stand()
     if optimizer.kind == "megatron":
@@ -220,14 +219,14 @@ def _count_deferred(run: Run, num_micro_batches: int) -> int:
     if run.deferred_head_gradients is None:
         return 0
     limit = run.deferred_head_gradients or num_micro_batches
-    tokens = run.micro_batch_size * run.model.seq_length // run.context_parallel
-    logits = tokens * run.padded_vocab_size // run.tensor_parallel
+    tokens = run.micro_batch_size * run.model.seq_length // run.layout.cp
+    logits = tokens * run.padded_vocab_size // run.layout.tp
     return min(limit, num_micro_batches - 1) * (logits * run.dtype.itemsize + _count_hidden_bytes(run))
 
 
 def _count_hidden_bytes(run: Run) -> int:
-    tokens = run.micro_batch_size * run.model.seq_length // run.context_parallel
-    parts = run.tensor_parallel if run.sequence_parallel else 1
+    tokens = run.micro_batch_size * run.model.seq_length // run.layout.cp
+    parts = run.layout.tp if run.layout.sp else 1
     return tokens * run.model.hidden_size // parts * run.dtype.itemsize
 
 
@@ -239,11 +238,11 @@ def _count_inputs_of_experts(run: Run, chunks: Sequence[ChunkMemory], layers: Se
     (core/transformer/moe/token_dispatcher.py:642). A stage's own input counts for the first layer already. What layers
     of multi-token prediction keep is not counted.
     """
-    experts = run.experts
-    if experts is None or not experts.overlaps or experts.dispatcher != "alltoall":
+    if not run.layout.overlaps or run.layout.dispatcher != "alltoall":
         return 0
+    has_experts = run.model.layers_with_experts
     number = sum(
-        experts.layers[layer]
+        has_experts[layer]
         for chunk, of_chunk in zip(chunks, layers, strict=True)
         for layer in of_chunk[1 if chunk.input_bytes else 0 :]
     )

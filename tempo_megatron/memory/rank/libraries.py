@@ -28,7 +28,7 @@ import torch
 
 from tempo_megatron.memory.rank.allocator import Library
 from tempo_megatron.memory.rank.standing import Tensor
-from tempo_megatron.memory.run import Experts, Run
+from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk_memory import ChunkMemory
 from tempo_megatron.memory.simulated.float8 import count_float8_bytes
 
@@ -74,12 +74,11 @@ def list_workspaces(run: Run, *, has_head: bool) -> dict[Library, list[int]]:
     of_both = {Library.TORCH: of_torch, Library.TORCH_BACKWARD: of_torch}
     of_one = _ENGINE_BYTES[run.gpu]
     if run.stock == "local":
-        has_router = run.experts is not None and run.experts.router_dtype != torch.float64
+        has_router = run.model.num_experts is not None and run.router_dtype != torch.float64
         return of_both | ({Library.ENGINE: [of_one]} if has_router else {})
     # Tempo leaves Transformer Engine's linears where they are.
     uses_torch = has_head or (run.stock_attention == "unfused" and run.tempo.attention != "flash")
-    is_grouped = run.experts is not None and run.experts.grouped
-    num_streams = 1 + (_GROUPED_STREAMS if is_grouped else 0)
+    num_streams = 1 + (_GROUPED_STREAMS if run.moe_grouped_gemm else 0)
     overlapped = [_OVERLAPPED_STREAMS * of_one] if run.overlaps_tensor_parallel else []
     return {Library.ENGINE: [*[of_one] * num_streams, *overlapped]} | (of_both if uses_torch else {})
 
@@ -118,41 +117,41 @@ def list_lasting_tensors(run: Run, stage: int) -> Iterator[int]:
         last = run.model.num_layers - 1 if run.hybrid is None else run.hybrid.pattern.rfind(run.hybrid.mtp_pattern[-1])
         layers += [last] * (1 if run.mtp_repeats_layer else run.mtp_num_layers)
     num_tables = len(chunks)
-    if run.mtp_precedes_head and stage == run.pipeline_parallel - 1:
+    if run.mtp_precedes_head and stage == run.layout.pp - 1:
         # As long as the head's input, which further tokens' hidden states lengthen (gpt_model.py: get_rotary_seq_len).
         num_tables += run.mtp_num_layers
-    positions, latent = run.model.seq_length // run.context_parallel, run.latent_attention
-    if run.model.position_embedding_type != "rope":
+    model, positions = run.model, run.model.seq_length // run.layout.cp
+    if model.position_embedding_type not in ("rope", "yarn"):
         pass
-    elif latent is None:
-        yield from [_FLOAT32 * positions * int(run.model.kv_channels * run.model.rotary_percent)] * num_tables
+    elif not model.multi_latent_attention:
+        yield from [_FLOAT32 * positions * int(model.kv_channels * model.rotary_percent)] * num_tables
     else:
         of_layer = [_FLOAT32 * positions]
-        if latent.is_yarn:
+        if model.position_embedding_type == "yarn":
             # A context-parallel rank has its own positions.
-            in_tables = positions if latent.fuses_rope else _YARN_POSITIONS // run.context_parallel
+            in_tables = positions if run.fuses_latent_rope else _YARN_POSITIONS // run.layout.cp
             of_layer += [run.dtype.itemsize * in_tables] * 2
-        yield from [latent.qk_pos_emb_head_dim * each for each in of_layer] * len(layers)
-    if run.experts is not None:
-        yield from [_count_routing(run, run.experts)] * sum(run.experts.layers[layer] for layer in layers)
+        yield from [(model.qk_pos_emb_head_dim or 0) * each for each in of_layer] * len(layers)
+    has_experts = model.layers_with_experts
+    if number := sum(has_experts[layer] for layer in layers):
+        yield from [_count_routing(run)] * number
 
 
-def _count_routing(run: Run, experts: Experts) -> int:
+def _count_routing(run: Run) -> int:
     """Of one layer: probabilities, which expert each token goes to, and where its copies lie."""
-    tokens = run.micro_batch_size * run.model.seq_length // run.context_parallel
-    tokens //= run.tensor_parallel if run.sequence_parallel else 1
-    of_probability = (experts.router_dtype or run.dtype).itemsize
-    if experts.dispatcher == "flex":
-        return tokens * experts.num_experts * (_FLOAT32 + 1)
-    if experts.dispatcher == "alltoall":
-        return tokens * experts.num_experts * (of_probability + 1) + _count_places(
-            experts, tokens, experts.num_experts, experts.count_sent(tokens)
-        )
-    tokens *= experts.expert_parallel * experts.tensor_parallel
-    local, rows = experts.num_experts // experts.expert_parallel, experts.count_sent(tokens) // experts.expert_parallel
-    return tokens * local + rows * of_probability + _count_places(experts, tokens, local, rows)
+    tokens = run.micro_batch_size * run.model.seq_length // run.layout.cp
+    tokens //= run.layout.tp if run.layout.sp else 1
+    of_probability, number = (run.router_dtype or run.dtype).itemsize, run.model.num_experts or 0
+    if run.layout.dispatcher == "flex":
+        return tokens * number * (_FLOAT32 + 1)
+    if run.layout.dispatcher == "alltoall":
+        places = _count_places(run, tokens, number, run.count_sent(tokens))
+        return tokens * number * (of_probability + 1) + places
+    tokens *= run.layout.ep * run.layout.etp
+    local, rows = run.num_local_experts, run.count_sent(tokens) // run.layout.ep
+    return tokens * local + rows * of_probability + _count_places(run, tokens, local, rows)
 
 
-def _count_places(experts: Experts, tokens: int, num_experts: int, rows: int) -> int:
+def _count_places(run: Run, tokens: int, num_experts: int, rows: int) -> int:
     """An int64 for each copy; a kernel has an int32 for each token and twice each expert, and how many there are."""
-    return 4 * tokens * (2 * num_experts + 1) if experts.fuses_permutation else 8 * rows
+    return 4 * tokens * (2 * num_experts + 1) if run.moe_permute_fusion else 8 * rows

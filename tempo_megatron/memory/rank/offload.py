@@ -55,23 +55,23 @@ def list_moved_of_layers(run: Run, layers: range) -> tuple[tuple[int, ...], ...]
     if what := next((words for words, is_so in others.items() if is_so), None):
         raise ValueError(f"tempo.offload is given for {what}, which offload does not know; leave it out")
     (stack,) = STACKS_OF_FAMILIES[run.model.family]
-    has_experts = run.experts.layers if run.experts is not None else (False,) * run.model.num_layers
+    has_experts = run.model.layers_with_experts
     kinds = [
         (run.tempo.for_layer(layer, stack), run.find_recomputed(layer - layers.start), has_experts[layer])
         for layer in layers
     ]
     distinct = list(dict.fromkeys(kinds))
+    model = run.model.take_layers([layers[kinds.index(kind)] for kind in distinct])
     values = {
         str(place): {name: getattr(config, name) for name in LAYER_OPERATIONS}
         for place, (config, _, _) in enumerate(distinct)
     }
-    seq_length = run.model.seq_length // run.context_parallel
+    seq_length = run.model.seq_length // run.layout.cp
     of_kinds = dataclasses.replace(
         run,
-        model=dataclasses.replace(run.model, num_layers=len(distinct)),
+        model=model,
         tempo=dataclasses.replace(drop_offload(run.tempo), layers=values),
-        experts=run.experts
-        and dataclasses.replace(run.experts, layers=tuple(has_experts for _, _, has_experts in distinct)),
+        layout=dataclasses.replace(run.layout, pp=1, dp=1, chunks=None),
         # Those that are recomputed as a whole are the first ones of the chunk, and so of its kinds.
         recompute_num_layers=run.recompute_num_layers and sum("full" in recomputed for _, recomputed, _ in distinct),
     )

@@ -194,7 +194,7 @@ def get_gradient_bytes(optimizer: OptimizerSettings, dtype: torch.dtype) -> int:
 def _list_pieces(run: Run, chunks: Sequence[ChunkMemory], sharing: tuple[int, int]) -> Iterator[int]:
     """Elements of each piece of a parameter whose states the rank has: of experts, which have an optimizer of their
     own, behind all else."""
-    shares_embedding = run.pipeline_parallel > 1 and not run.model.untie_embeddings_and_output_weights
+    shares_embedding = run.layout.pp > 1 and not run.model.untie_embeddings_and_output_weights
     for is_expert, ranks in zip((False, True), sharing, strict=True):
         for place, chunk in enumerate(chunks):
             own = [each for each in chunk.parameters if each.is_expert == is_expert]
@@ -212,7 +212,7 @@ def _get_bucket_elements(run: Run, chunks: Sequence[ChunkMemory]) -> int | None:
         return None
     if optimizer.num_buckets is not None:
         return sum(chunk.num_parameters for chunk in chunks) // optimizer.num_buckets
-    of_ranks = _BUCKET_ELEMENTS_OF_RANK * run.data_parallel * run.context_parallel
+    of_ranks = _BUCKET_ELEMENTS_OF_RANK * run.layout.dp * run.layout.cp
     return optimizer.bucket_elements or max(_BUCKET_ELEMENTS, of_ranks)
 
 

@@ -139,25 +139,16 @@ def _cut(run: Run, layers: range) -> Run:
         run,
         # A context-parallel rank has its share of a sample's tokens; what attention gathers of others' it frees.
         model=dataclasses.replace(
-            run.model, num_layers=max(1, len(layers)), seq_length=run.model.seq_length // run.context_parallel
+            # A chunk without layers is built with the last, which is dropped, but for multi-token prediction like it.
+            run.model.take_layers(layers or [run.model.num_layers - 1]),
+            seq_length=run.model.seq_length // run.layout.cp,
         ),
         tempo=run.tempo.for_layers(layers, STACKS_OF_FAMILIES[run.model.family]),
-        # A chunk without layers is built with one, which is dropped, but for that of multi-token prediction like it.
-        experts=run.experts
-        and dataclasses.replace(
-            run.experts,
-            layers=run.experts.layers[layers.start : layers.stop]
-            or (run.mtp_num_layers > 0 and run.experts.layers[-1],),
-        ),
         hybrid=run.hybrid
         and dataclasses.replace(run.hybrid, pattern=run.hybrid.pattern[layers.start : layers.stop] or "*"),
         float8_layers=run.float8_layers and (run.float8_layers[layers.start : layers.stop] or (False,)),
         optimizer=OptimizerSettings(),
-        pipeline_parallel=1,
-        data_parallel=1,
-        layers_per_virtual_stage=None,
-        first_stage_layers=None,
-        last_stage_layers=None,
+        layout=dataclasses.replace(run.layout, pp=1, dp=1, chunks=None),
         num_micro_batches=None,
         # Of the allocator and of cuBLAS, no tensor's.
         cublas_workspace_bytes=None,
@@ -194,7 +185,7 @@ def _simulate(run: Run) -> Iterator[None]:
     cpu.use_cpu()
     if run.stock == "cpu":
         make_tables()
-    with simulate_layout(run.tensor_parallel):
+    with simulate_layout(run.layout.tp):
         model_parallel_cuda_manual_seed(1234)
         dropout_rng.set_micro_batch(1234, 0)
         with use_fake_tensors():
@@ -203,9 +194,8 @@ def _simulate(run: Run) -> Iterator[None]:
 
 def _check_version(run: Run) -> None:
     """Raises ValueError for what the modules of the installed Megatron do not have, or have in another way."""
-    experts = run.experts
     since_0_16 = {
-        "--moe-shared-expert-gate": experts is not None and experts.has_shared_gate,
+        "--moe-shared-expert-gate": run.moe_shared_expert_gate,
         "m|L in --pipeline-model-parallel-layout": run.mtp_num_layers > 0 and run.mtp_precedes_head,
     }
     given = next((name for name, is_given in since_0_16.items() if is_given), None)
@@ -321,7 +311,7 @@ class _Chunk:
         if not has_masks or not (ends.embedding or ends.prediction or ends.head):
             return 0
         # Of the whole sample's tokens: a context-parallel rank has its share of the rows.
-        return self._run.micro_batch_size * self._run.model.seq_length**2 * self._run.context_parallel
+        return self._run.micro_batch_size * self._run.model.seq_length**2 * self._run.layout.cp
 
     def list_modules(self, first_layer: int) -> ModuleMemory:
         """first_layer: number of the chunk's first one in the whole model."""
@@ -422,7 +412,7 @@ class _Chunk:
 
     def _size_of_hidden(self, is_input: bool) -> tuple[int, int, int]:
         run, ends = self._run, self._ends
-        num_tokens = run.model.seq_length // (run.tensor_parallel if run.sequence_parallel else 1)
+        num_tokens = run.model.seq_length // (run.layout.tp if run.layout.sp else 1)
         # Behind multi-token prediction each token has the hidden states of further ones, too.
         is_behind = ends.head and not ends.prediction if is_input else ends.prediction
         return num_tokens * (1 + is_behind * run.mtp_num_layers), run.micro_batch_size, run.model.hidden_size
@@ -563,9 +553,7 @@ def simulate_step(run: Run, *, title: str) -> Timeline:
     shape, vocab_size = run.model, run.padded_vocab_size
     make_tables()
     with _simulate(dataclasses.replace(run, stock="local")), on_device("local"):
-        config = build_ledger_config(
-            shape, sequence_parallel=run.sequence_parallel, dtype=run.dtype, recompute=run.recompute
-        )
+        config = build_ledger_config(shape, sequence_parallel=run.layout.sp, dtype=run.dtype, recompute=run.recompute)
         chosen = choose(config, run.tempo).config
         model = build_model(shape, config, chosen, vocab_size).train()
         convert_parameters(model, run.dtype)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from tempo_megatron.memory.run import ROUTER_DTYPES, Experts, Run
+from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk_memory import compress
 from tempo_megatron.memory.simulated.configuration import build_ledger_config, convert_parameters, leave_out_stand_ins
 from tempo_megatron.memory.simulated.cross_entropy import put_fused_cross_entropy
@@ -62,18 +62,16 @@ def fuse_attention(config: TempoConfig) -> TempoConfig:
 
 
 def describe_parts(config: TransformerConfig, run: Run) -> TransformerConfig:
-    """What decides which of Tempo's operations a run can have that has parts beside those of `config`."""
-    if run.experts is not None:
-        config = _configure_experts(config, run.experts, run.experts.layers)
+    """`config` with the parts and the layout that decide which of Tempo's operations a run can have."""
     config = dataclasses.replace(
-        config, multi_latent_attention=run.latent_attention is not None, mtp_num_layers=run.mtp_num_layers or None
+        config, multi_latent_attention=run.model.multi_latent_attention, mtp_num_layers=run.mtp_num_layers or None
     )
-    if run.experts is not None:
+    if run.model.num_experts is not None:
         # Set behind Megatron's own checks, which ask for what is not installed here.
-        config.expert_model_parallel_size = run.experts.expert_parallel
-        config.expert_tensor_parallel_size = run.experts.tensor_parallel
-        config.moe_token_dispatcher_type = run.experts.dispatcher
-        config.overlap_moe_expert_parallel_comm = run.experts.overlaps
+        config.expert_model_parallel_size = run.layout.ep
+        config.expert_tensor_parallel_size = run.layout.etp
+        config.moe_token_dispatcher_type = run.layout.dispatcher
+        config.overlap_moe_expert_parallel_comm = run.layout.overlaps
     return config
 
 
@@ -84,7 +82,7 @@ def _take_as_chosen(config: TempoConfig) -> Choices:
 
 def _leave_latent_attention(run: Run) -> TempoConfig:
     """The run's choices, in which latent attention is that of Transformer Engine."""
-    if run.latent_attention is None:
+    if not run.model.multi_latent_attention:
         return run.tempo
     values = run.tempo.values_of("attention") - {"auto", "off"}
     if values:
@@ -112,34 +110,6 @@ def _find_predicting(run: Run, has_experts: Sequence[bool]) -> int:
     return found[-1]
 
 
-def _configure_experts(config: TransformerConfig, experts: Experts, layers: Sequence[bool]) -> TransformerConfig:
-    """Megatron's configuration with experts in some layers, all on one rank, as `put_experts` wants it."""
-    return dataclasses.replace(
-        config,
-        num_moe_experts=experts.num_experts,
-        moe_layer_freq=[int(has) for has in layers],
-        num_layers=len(layers),
-        moe_ffn_hidden_size=experts.ffn_hidden_size,
-        moe_shared_expert_intermediate_size=experts.shared_ffn_hidden_size,
-        moe_router_topk=experts.per_token,
-        moe_router_load_balancing_type=experts.routing,
-        moe_aux_loss_coeff=experts.aux_loss_coefficient,
-        moe_z_loss_coeff=experts.z_loss_coefficient,
-        moe_expert_capacity_factor=experts.capacity_factor,
-        moe_pad_expert_input_to_capacity=experts.pads_to_capacity,
-        moe_router_score_function=experts.score_function,
-        moe_router_enable_expert_bias=experts.has_bias,
-        moe_router_pre_softmax=experts.pre_softmax,
-        moe_router_num_groups=experts.num_groups,
-        moe_router_group_topk=experts.group_topk,
-        moe_router_dtype={dtype: name for name, dtype in ROUTER_DTYPES.items()}[experts.router_dtype],
-        moe_token_dispatcher_type="allgather",
-        expert_tensor_parallel_size=1,
-        # Before 0.16 no configuration has it.
-        **({"moe_shared_expert_gate": True} if experts.has_shared_gate else {}),
-    )
-
-
 class ChunkModel:
     """The model of one chunk, built of the layers that stand for all.
 
@@ -160,16 +130,19 @@ class ChunkModel:
     """
 
     def __init__(self, run: Run, ends: Ends, longest_row: int = 3) -> None:
-        shape, fuses = run.model, run.fuses_activation
+        shape, fuses = run.built_model, run.fuses_activation
         if fuses is None:
             fuses = run.stock == "transformer_engine" and shape.is_gated
         config = build_ledger_config(
             shape,
-            sequence_parallel=run.sequence_parallel,
+            sequence_parallel=run.layout.sp,
             dtype=run.dtype,
             recompute=leave_out_stand_ins(run.recompute),
             fuse_swiglu=fuses,
         )
+        if run.moe_shared_expert_gate:
+            # Before 0.16 no configuration has it.
+            config = dataclasses.replace(config, moe_shared_expert_gate=True)
         asked = chosen = choose(describe_parts(config, run), _leave_latent_attention(run)).config
         attention = choose_attention(run)
         if attention != "unfused":
@@ -178,12 +151,13 @@ class ChunkModel:
         layers = range(shape.num_layers)
         kinds = [{stack: chosen.for_layer(layer, stack) for stack in stacks} for layer in layers]
         recomputed = [run.find_recomputed(layer) for layer in layers]
-        mixed = run.experts.layers if run.experts is not None else [False] * shape.num_layers
+        mixed = shape.layers_with_experts
         pattern = run.hybrid.pattern if run.hybrid is not None else " " * shape.num_layers
         in_float8 = run.float8_layers or [run.float8 is not None] * shape.num_layers
         rows = compress(zip(kinds, recomputed, mixed, pattern, in_float8, strict=True), longest_row)
-        if run.experts is not None:
-            config = _configure_experts(config, run.experts, [mixed[index] for index, _ in rows])
+        if shape.num_experts is not None:
+            freq = [int(mixed[index]) for index, _ in rows]
+            config = dataclasses.replace(config, num_layers=len(rows), moe_layer_freq=freq)
         values = {
             f"{stack} {place}": {name: getattr(kinds[index][stack], name) for name in LAYER_OPERATIONS}
             for place, (index, _) in enumerate(rows)
@@ -195,7 +169,7 @@ class ChunkModel:
             num_recomputed = sum(recomputed[index] != () for index, _ in rows)
             config = dataclasses.replace(config, recompute_method="block", recompute_num_layers=num_recomputed)
         self.tempo = dataclasses.replace(chosen, layers=values if chosen.layers else {})
-        self.shape = dataclasses.replace(shape, num_layers=len(rows))
+        self.shape = shape.take_layers([index for index, _ in rows])
         with leave_out_experts():
             self.model = build_model(
                 self.shape,
@@ -215,11 +189,11 @@ class ChunkModel:
                 spec = specs[_find_predicting(run, [mixed[index] for index, _ in rows])]
                 put_multi_token_prediction(self.model, spec, run, of_all)
                 self.model.train()
-        if run.latent_attention is not None:
+        if run.model.multi_latent_attention:
             put_latent_attention(
                 self.model,
                 config,
-                run.latent_attention,
+                run,
                 is_fused=attention != "unfused",
                 recomputes_up="mla_up_proj" in run.recompute,
             )
@@ -229,14 +203,8 @@ class ChunkModel:
         convert_parameters(self.model, run.dtype)
         if run.stock != "cpu" and run.masked_softmax_fusion and run.dtype.itemsize == 2:
             put_softmax_kernels(self.model)
-        if run.experts is not None:
-            put_experts(
-                self.model,
-                run.experts,
-                is_fused=fuses,
-                is_deterministic=run.deterministic,
-                recomputes_activation="moe_act" in run.recompute,
-            )
+        if shape.num_experts is not None:
+            put_experts(self.model, run, is_fused=fuses)
         if run.fuses_cross_entropy and chosen.loss != "fused":
             put_fused_cross_entropy(self.model)
         self.stacks = [getattr(self.model, stack) for stack in stacks]
@@ -251,7 +219,7 @@ class ChunkModel:
             put_norm_kernels(self.model)
             keep_padding_masks(self.model)
         if "layernorm" in run.recompute:
-            recompute_norms(self.model, has_latent_attention=run.latent_attention is not None)
+            recompute_norms(self.model, has_latent_attention=run.model.multi_latent_attention)
         self.layers = [
             (layer, times) for stack in self.stacks for layer, (_, times) in zip(stack.layers, rows, strict=True)
         ]

@@ -35,10 +35,13 @@ def build_ledger_config(
         fuse_swiglu: Megatron's fused SwiGLU, where that is the activation.
     """
     choices: dict[str, Any] = {}
+    if shape.num_experts is not None:
+        # Experts are all on one rank, until what stands for them is put there.
+        choices = {"expert_tensor_parallel_size": 1}
     if "full" in recompute:
-        choices = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        choices |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif recompute:
-        choices = {"recompute_granularity": "selective", "recompute_modules": list(recompute)}
+        choices |= {"recompute_granularity": "selective", "recompute_modules": list(recompute)}
     return build_transformer_config(
         shape,
         dtype=dtype,

@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 from torch import Tensor
 
 from tempo_kernels.saved import KeepInput
-from tempo_megatron.memory.run import Experts
+from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.device import LastingBuffer
 from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
 from tempo_megatron.slots.experts import KeepsActivationInput, TempoRoutedMoELayer, TempoTopKRouter
@@ -45,37 +45,34 @@ class _NoExpert(torch.nn.Module):
 
 def put_experts(
     model: torch.nn.Module,
-    experts: Experts,
+    run: Run,
     *,
     is_fused: bool,
-    is_deterministic: bool = False,
-    recomputes_activation: bool = False,
 ) -> None:
     """Let the experts of the model's layers compute as on a rank of the run.
 
     Args:
         model: built with the all-gather dispatcher and all experts on one rank, perhaps without them.
-        experts: of the run.
+        run: whose experts they are. Experts of Tempo's recompute their activation with or without moe_act.
         is_fused: whether the gated activation, or squared ReLU, is Megatron's fused one.
-        is_deterministic: whether torch's algorithms are.
-        recomputes_activation: Megatron's recompute module moe_act. Experts of Tempo's do so anyway.
     """
     # Where losses are noted for a log, with as many entries as the last model had layers.
     get_moe_layer_wise_logging_tracker().clear()
+    is_sinkhorn = run.model.moe_router_load_balancing_type == "sinkhorn"
     for module in model.modules():
         if isinstance(module, MoELayer):
-            module.router.gating = _Gate(module.router.weight, experts.router_dtype)
-            if experts.routing == "sinkhorn":
+            module.router.gating = _Gate(module.router.weight, run.router_dtype)
+            if is_sinkhorn:
                 module.router.sinkhorn_load_balancing = _balance
             config = module.config
-            recomputes = recomputes_activation or isinstance(module.experts, KeepsActivationInput)
-            module.experts = LocalExperts(config, experts, is_fused, recomputes)
-            module.token_dispatcher = _DISPATCHERS[experts.dispatcher](config, experts, is_deterministic)
-            if experts.dispatcher == "alltoall":
+            recomputes = "moe_act" in run.recompute or isinstance(module.experts, KeepsActivationInput)
+            module.experts = LocalExperts(config, run, is_fused, recomputes)
+            module.token_dispatcher = _DISPATCHERS[run.layout.dispatcher](config, run)
+            if run.layout.dispatcher == "alltoall":
                 keeps_map = not isinstance(module, TempoRoutedMoELayer)
                 module.token_dispatcher.keeps_map = keeps_map
-                others = experts.fuses_permutation, experts.overlaps, experts.pads_to_capacity
-                is_plain = not any(others) and experts.routing != "sinkhorn"
+                others = run.moe_permute_fusion, run.layout.overlaps, run.model.moe_pad_expert_input_to_capacity
+                is_plain = not any(others) and not is_sinkhorn
                 is_made_again = isinstance(module.router, TempoTopKRouter) and is_plain
                 module.token_dispatcher.keeps_places = keeps_map or not is_made_again
 
@@ -209,17 +206,16 @@ class LocalExperts(torch.nn.Module):
     tensor.
     """
 
-    def __init__(self, config: Any, experts: Experts, is_fused: bool, recomputes_activation: bool) -> None:
+    def __init__(self, config: Any, run: Run, is_fused: bool, recomputes_activation: bool) -> None:
         super().__init__()
         self._recomputes_activation = recomputes_activation
         self._activation, self._is_gated = config.activation_func, config.gated_linear_unit
         self._largest = getattr(config, "activation_func_clamp_value", None)
         self._offset = getattr(config, "glu_linear_offset", 0.0)
         self._is_fused = is_fused and (self._is_gated or self._activation is squared_relu)
-        local = experts.num_experts // experts.expert_parallel
-        inner = experts.ffn_hidden_size // experts.tensor_parallel
+        local, inner = run.num_local_experts, run.model.expert_size // run.layout.etp
         outer = config.hidden_size
-        self._joins = local > 1 and not experts.grouped
+        self._joins = local > 1 and not run.moe_grouped_gemm
         self.keep_input: Callable[[Tensor], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         """Around each product, of whose input it decides what is kept."""
 
@@ -281,11 +277,10 @@ class _AddBias(torch.autograd.Function):
 class _Dispatcher:
     """What all dispatchers share (token_dispatcher.py). T is a rank's tokens, k experts of each."""
 
-    def __init__(self, config: Any, experts: Experts, is_deterministic: bool) -> None:
-        self._experts, self._adds_by_index = experts, is_deterministic and not experts.fuses_permutation
-        self._num_local = experts.num_experts // experts.expert_parallel
-        self._ranks = experts.expert_parallel * experts.tensor_parallel
-        self._imbalance = experts.imbalance or 1.0
+    def __init__(self, config: Any, run: Run) -> None:
+        self._run, self._adds_by_index = run, run.deterministic and not run.moe_permute_fusion
+        self._ranks = run.layout.ep * run.layout.etp
+        self._is_padded = run.model.moe_pad_expert_input_to_capacity
         self.config = config
         self.reversed_local_input_permutation_mapping: Tensor | None = None
         self.keeps_map = True
@@ -300,7 +295,7 @@ class _Dispatcher:
 
     def _fill(self, num_rows: int) -> int:
         """The rows of the fullest rank, of which an equal share are `num_rows`; padded, each rank has as many."""
-        return num_rows if self._experts.pads_to_capacity else round(num_rows * self._imbalance)
+        return num_rows if self._is_padded else round(num_rows * (self._run.moe_imbalance or 1.0))
 
     def _permute(self, x: Tensor, num_rows: int) -> Tensor:
         """`index_select` by a kept index, or a kernel's map of as many rows."""
@@ -313,10 +308,10 @@ class _Dispatcher:
 
     def _choose(self, probabilities: Tensor, routing_map: Tensor, num_rows: int) -> Tensor:
         """`masked_select`, which keeps the mask and what it selects from, or TempoRoutedMoELayer's choice."""
-        if self.keeps_map or self._experts.fuses_permutation:
+        if self.keeps_map or self._run.moe_permute_fusion:
             mask = routing_map.T.contiguous()
             probabilities = probabilities.T.contiguous().view(-1)
-            if not self._experts.fuses_permutation:
+            if not self._run.moe_permute_fusion:
                 probabilities = KeepInput.apply(probabilities)
             return _resize(probabilities, num_rows, mask)
         return _resize(probabilities.view(-1), num_rows, routing_map.sum(dim=0))
@@ -335,9 +330,9 @@ class _AllToAll(_Dispatcher):
     def dispatch_preprocess(self, x: Tensor, routing_map: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         self._shape, self._dtype = x.shape, probabilities.dtype
         self._num_tokens = x.size(0) * x.size(1)
-        self._num_routed = self._experts.count_routed(self._num_tokens)
-        self._num_sent = self.num_out_tokens = self._experts.count_sent(self._num_tokens)
-        if self._experts.pads_to_capacity and not self._experts.fuses_permutation:
+        self._num_routed = self._run.count_routed(self._num_tokens)
+        self._num_sent = self.num_out_tokens = self._run.count_sent(self._num_tokens)
+        if self._is_padded and not self._run.moe_permute_fusion:
             # Sizes that no token's choice decides.
             x, chosen, self.reversed_local_input_permutation_mapping, *_ = permute(
                 x.view(-1, x.size(-1)), routing_map, probabilities, self._num_sent, drop_and_pad=True
@@ -347,28 +342,28 @@ class _AllToAll(_Dispatcher):
         return self._permute(x.view(-1, x.size(-1)), self._num_sent), chosen
 
     def token_dispatch(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        if self._experts.expert_parallel == 1:
+        if self._run.layout.ep == 1:
             return x, probabilities
         num_rows = self._fill(self._num_routed)
         return _resize(x, num_rows), _resize(probabilities, num_rows)
 
     def dispatch_postprocess(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, None, Tensor]:
-        num_rows = self._fill(self._num_routed * self._experts.tensor_parallel)
-        for changes in (self._experts.tensor_parallel > 1, self._num_local > 1):
+        num_rows = self._fill(self._num_routed * self._run.layout.etp)
+        for changes in (self._run.layout.etp > 1, self._run.num_local_experts > 1):
             if changes:
                 x, probabilities = _resize(x, num_rows), _resize(probabilities, num_rows)
         return x, None, probabilities
 
     def combine_preprocess(self, x: Tensor) -> Tensor:
-        if self._num_local > 1:
+        if self._run.num_local_experts > 1:
             x = _resize(x, x.size(0))
-        if self._experts.tensor_parallel > 1:
+        if self._run.layout.etp > 1:
             # Summed over ranks in the probabilities' dtype.
             x = _resize(x.to(self._dtype), self._fill(self._num_routed)).to(x.dtype)
         return x
 
     def token_combine(self, x: Tensor) -> Tensor:
-        return x if self._experts.expert_parallel == 1 else _resize(x, self._num_sent)
+        return x if self._run.layout.ep == 1 else _resize(x, self._num_sent)
 
     def combine_postprocess(self, x: Tensor) -> Tensor:
         return self._unpermute(x, self._num_tokens).view(self._shape)
@@ -411,10 +406,10 @@ class _AllGather(_Dispatcher):
     def dispatch_postprocess(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, None, Tensor]:
         assert self._map is not None
         num_all = x.size(0)
-        num_routed = num_all // self._num_tokens * self._experts.count_routed(self._num_tokens)
-        num_rows = self._fill(num_routed // self._experts.expert_parallel)
-        local_map = self._map[:, : self._num_local].contiguous()
-        local = probabilities[:, : self._num_local].contiguous()
+        num_routed = num_all // self._num_tokens * self._run.count_routed(self._num_tokens)
+        num_rows = self._fill(num_routed // self._run.layout.ep)
+        local_map = self._map[:, : self._run.num_local_experts].contiguous()
+        local = probabilities[:, : self._run.num_local_experts].contiguous()
         self._map, self._num_all, self._dtype = None, num_all, probabilities.dtype
         permuted = self._permute(x, num_rows)
         chosen = self._choose(local, local_map, num_rows)

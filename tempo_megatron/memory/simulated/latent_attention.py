@@ -20,21 +20,21 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from tempo_kernels.opaque import run_or_simulate
-from tempo_megatron.memory.run import LatentAttention
+from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.device import differentiate_stock_attention
 from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
 from tempo_megatron.slots.linear import DropsInput, TempoColumnParallelLinear
 
 
 def put_latent_attention(
-    model: torch.nn.Module, config: Any, latent: LatentAttention, *, is_fused: bool, recomputes_up: bool = False
+    model: torch.nn.Module, config: Any, run: Run, *, is_fused: bool, recomputes_up: bool = False
 ) -> None:
     """Let the model's layers attend through latent vectors.
 
     Args:
         model: built with ordinary attention.
         config: of its layers.
-        latent: of the run.
+        run: whose attention it is.
         is_fused: whether core attention is one kernel.
         recomputes_up: Megatron's recompute module mla_up_proj.
     """
@@ -42,7 +42,7 @@ def put_latent_attention(
         if hasattr(layer, "self_attention"):
             norm: Any = type(layer.input_layernorm)
             attention = _InputDroppingAttention if getattr(norm, "keep", "") == "recompute" else _LatentAttention
-            layer.self_attention = attention(config, latent, norm, is_fused, recomputes_up)
+            layer.self_attention = attention(config, run, norm, is_fused, recomputes_up)
 
 
 class _LatentAttention(torch.nn.Module):
@@ -55,13 +55,14 @@ class _LatentAttention(torch.nn.Module):
 
     up_projection: ClassVar[Any] = ColumnParallelLinear
 
-    def __init__(self, config: Any, latent: LatentAttention, norm: Any, is_fused: bool, recomputes_up: bool) -> None:
+    def __init__(self, config: Any, run: Run, norm: Any, is_fused: bool, recomputes_up: bool) -> None:
         super().__init__()
-        self._latent, self._recomputes_up = latent, recomputes_up
+        self._fuses_rope, self._recomputes_up = run.fuses_latent_rope, recomputes_up
+        self._rank, self._key, self._position, self._value = run.model.latent_sizes
         # Queries and keys are rotated by pairs of neighbours.
         self._config = dataclasses.replace(config, multi_latent_attention=True)
         self._num_heads = config.num_attention_heads // config.tensor_model_parallel_size
-        heads, hidden, q_rank = config.num_attention_heads, config.hidden_size, latent.q_lora_rank
+        heads, hidden, q_rank = config.num_attention_heads, config.hidden_size, run.model.q_lora_rank
         # On every rank all of it: split over a group of one rank.
         one_rank = dataclasses.replace(config, tensor_model_parallel_size=1, sequence_parallel=False)
         group_of_one = parallel_state.get_context_parallel_group()
@@ -69,22 +70,23 @@ class _LatentAttention(torch.nn.Module):
         def down(size: int) -> ColumnParallelLinear:
             return _make_linear(one_rank, hidden, size, tp_group=group_of_one)
 
+        self._has_query_rank = q_rank is not None
         if q_rank is not None:
             self.linear_q_down_proj, self.q_layernorm = down(q_rank), _make_norm(norm, config, q_rank)
         # Attention drops its own input.
         up = self.up_projection if q_rank is not None and config.qk_layernorm else ColumnParallelLinear
-        self.linear_q_up_proj = _make_linear(config, q_rank or hidden, heads * latent.query_size, up)
-        self.linear_kv_down_proj = down(latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
-        self.kv_layernorm = _make_norm(norm, config, latent.kv_lora_rank)
+        self.linear_q_up_proj = _make_linear(config, q_rank or hidden, heads * (self._key + self._position), up)
+        self.linear_kv_down_proj = down(self._rank + self._position)
+        self.kv_layernorm = _make_norm(norm, config, self._rank)
         up = self.up_projection if config.qk_layernorm else ColumnParallelLinear
-        self.linear_kv_up_proj = _make_linear(
-            config, latent.kv_lora_rank, heads * (latent.qk_head_dim + latent.v_head_dim), up
-        )
+        self.linear_kv_up_proj = _make_linear(config, self._rank, heads * (self._key + self._value), up)
         self.core_attention: torch.nn.Module = (
-            _FusedAttention() if is_fused else _make_unfused_attention(config, latent, self._num_heads)
+            _FusedAttention()
+            if is_fused
+            else _make_unfused_attention(config, self._key + self._position, self._num_heads * self._value)
         )
         self.linear_proj = RowParallelLinear(
-            heads * latent.v_head_dim,
+            heads * self._value,
             hidden,
             config=config,
             init_method=config.output_layer_init_method,
@@ -94,13 +96,9 @@ class _LatentAttention(torch.nn.Module):
         )
 
     def forward(self, x: Tensor, attention_mask: Tensor | None, **_: Any) -> tuple[Tensor, Tensor | None]:
-        latent, config = self._latent, self._config
-        q = x
-        if latent.q_lora_rank is not None:
-            q = self.linear_q_down_proj(x)[0]
-        kv, positions = torch.split(
-            self.linear_kv_down_proj(x)[0], [latent.kv_lora_rank, latent.qk_pos_emb_head_dim], dim=-1
-        )
+        config = self._config
+        q = self.linear_q_down_proj(x)[0] if self._has_query_rank else x
+        kv, positions = torch.split(self.linear_kv_down_proj(x)[0], [self._rank, self._position], dim=-1)
         if config.sequence_parallel:
             positions = tensor_parallel.gather_from_sequence_parallel_region(positions)
         up = DroppedOutput() if self._recomputes_up else None
@@ -118,19 +116,18 @@ class _LatentAttention(torch.nn.Module):
         return found, bias
 
     def _project_up(self, q: Tensor, kv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        latent = self._latent
-        q = self.linear_q_up_proj(q if latent.q_lora_rank is None else self.q_layernorm(q))[0]
-        q = q.view(*q.shape[:-1], self._num_heads, latent.query_size)
+        q = self.linear_q_up_proj(self.q_layernorm(q) if self._has_query_rank else q)[0]
+        q = q.view(*q.shape[:-1], self._num_heads, self._key + self._position)
         # Transformer Engine copies an input that is a view (pytorch/module/base.py: prepare_forward).
         kv = self.linear_kv_up_proj(self.kv_layernorm(kv.contiguous()))[0]
-        kv = kv.view(*kv.shape[:-1], self._num_heads, latent.qk_head_dim + latent.v_head_dim)
+        kv = kv.view(*kv.shape[:-1], self._num_heads, self._key + self._value)
         positions = positions.unsqueeze(-2)
-        if latent.fuses_rope:
-            return (q, *_FusedRotation.apply(kv, positions, latent.qk_head_dim))
+        if self._fuses_rope:
+            return (q, *_FusedRotation.apply(kv, positions, self._key))
         # Of all layers and micro batches (rotary_pos_embedding.py: lru_cache), so that it is not this layer's.
-        angles = torch.empty(q.size(0), 1, 1, latent.qk_pos_emb_head_dim, dtype=torch.float32)
-        q, q_rotated = torch.split(q, [latent.qk_head_dim, latent.qk_pos_emb_head_dim], dim=-1)
-        k, v = torch.split(kv, [latent.qk_head_dim, latent.v_head_dim], dim=-1)
+        angles = torch.empty(q.size(0), 1, 1, self._position, dtype=torch.float32)
+        q, q_rotated = torch.split(q, [self._key, self._position], dim=-1)
+        k, v = torch.split(kv, [self._key, self._value], dim=-1)
         q = torch.cat([q, self._rotate(q_rotated, angles)], dim=-1)
         positions = self._rotate(positions, angles).expand(-1, -1, self._num_heads, -1)
         return q, torch.cat([k, positions], dim=-1), v.contiguous()
@@ -173,12 +170,10 @@ def _make_norm(norm: Any, config: Any, size: int) -> torch.nn.Module:
     return found
 
 
-def _make_unfused_attention(config: Any, latent: LatentAttention, num_heads: int) -> DotProductAttention:
+def _make_unfused_attention(config: Any, key_size: int, output_size: int) -> DotProductAttention:
     """Megatron's, which is for values of the keys' size but for the size of its output."""
-    found = DotProductAttention(
-        dataclasses.replace(config, kv_channels=latent.query_size), 1, AttnMaskType.causal, "self"
-    )
-    found.hidden_size_per_partition = num_heads * latent.v_head_dim
+    found = DotProductAttention(dataclasses.replace(config, kv_channels=key_size), 1, AttnMaskType.causal, "self")
+    found.hidden_size_per_partition = output_size
     return found
 
 

@@ -78,5 +78,5 @@ def put_multi_token_prediction(model: Any, layer_spec: Any, run: Run, tempo_conf
             config,
             vocab_size=run.padded_vocab_size,
             max_sequence_length=run.model.max_position_embeddings,
-            position_embedding_type=run.model.position_embedding_type,
+            position_embedding_type=run.built_model.position_embedding_type,
         )

@@ -23,7 +23,7 @@ from tempo_megatron.disk import flush_to_disk
 from tempo_megatron.extras import check_installed
 from tempo_megatron.models.huggingface.config import build_config, find_class, find_special_tokens
 from tempo_megatron.models.huggingface.tensors import list_tensors, list_zeros
-from tempo_megatron.models.shape import complete_description
+from tempo_megatron.models.shape_file import complete_description
 from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder, name_checkpoint
 from tempo_megatron.training.checkpoint_files.import_command import TOKENIZER_FILES, TOKENIZER_FOLDER
 from tempo_megatron.training.checkpoint_files.integrity import (

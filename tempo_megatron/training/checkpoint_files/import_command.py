@@ -22,7 +22,8 @@ from tempo_megatron.extras import check_installed
 from tempo_megatron.models.huggingface.config import ReadModel, read_config
 from tempo_megatron.models.huggingface.family import Family
 from tempo_megatron.models.huggingface.tensors import Converted, list_tensors, list_zeros
-from tempo_megatron.models.shape import make_shape, pad_vocab_size
+from tempo_megatron.models.layout import pad_vocab_size
+from tempo_megatron.models.shape import make_shape
 from tempo_megatron.training.checkpoint_files.files import name_rank_file, try_to_write
 from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder
 from tempo_megatron.training.checkpoint_files.integrity import IMPORTED, describe_files, write_description

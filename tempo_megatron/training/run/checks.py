@@ -6,7 +6,7 @@ import json
 
 from tempo_megatron.cluster.versions import find_version
 from tempo_megatron.extras import is_installed
-from tempo_megatron.models.shape import check_layout
+from tempo_megatron.models.layout import Layout, check_layout
 from tempo_megatron.training.run.deepspeed_config import (
     check_with_deepspeed,
     offloads_optimizer,
@@ -31,7 +31,8 @@ _OF_MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_
 
 def check_run(run: RunConfig) -> None:
     """Raises ValueError for the first combination that cannot train."""
-    check_layout(run.model, run.tensor_model_parallel_size, run.sequence_parallel)
+    tp = run.tensor_model_parallel_size
+    check_layout(run.model, Layout(tp=tp, sp=run.sequence_parallel, etp=tp))
     _check_parts(run)
     _check_pipeline(run)
     _check_batch_ramp(run)

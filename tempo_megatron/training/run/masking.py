@@ -9,7 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from tempo_megatron.models.shape import ModelShape, read_shape_file
+from tempo_megatron.models.shape import ModelShape
+from tempo_megatron.models.shape_file import read_shape_file
 from tempo_megatron.training.run.option import STAYS, list_options, option
 from tempo_megatron.words.argument_types import parse_positive, parse_probability
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from tempo_megatron.models.arguments import name_option
-from tempo_megatron.models.shape import NAMES, complete_description
+from tempo_megatron.models.shape import NAMES
+from tempo_megatron.models.shape_file import complete_description
 from tempo_megatron.settings.config import BUDGET, HOST_MEMORY, TempoConfig
 from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder
 from tempo_megatron.training.checkpoint_files.integrity import (

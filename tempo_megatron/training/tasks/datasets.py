@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
 from tempo_megatron.data.dataset_files import Sidecar, check_presence, load_dataset_tokenizer, validate_dataset
-from tempo_megatron.models.shape import pad_vocab_size
+from tempo_megatron.models.layout import pad_vocab_size
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks import index_files
 from tempo_megatron.training.tasks.task import Batch, Collate, Task, Vocabulary
