@@ -25,10 +25,11 @@ from tempo_megatron.memory.estimate.rounding import count_rounding, list_own_pie
 from tempo_megatron.memory.estimate.workspaces import find_torch_bytes, list_workspaces
 from tempo_megatron.memory.routing import assume_routing, expect_imbalance
 from tempo_megatron.memory.run import Experts, Hybrid, LatentAttention, MegatronFsdp, OptimizerSettings, Run
-from tempo_megatron.memory.simulated.chunk import list_modules, simulate_chunk
-from tempo_megatron.memory.simulated.chunk_memory import ENGINE_PRODUCT, LAYERS, ChunkMemory, LayerParameters, Parameter
-from tempo_megatron.memory.simulated.module_tree import ModuleMemory
+from tempo_megatron.memory.show.tree import ModuleMemory, list_modules
+from tempo_megatron.memory.simulated.chunk import simulate_chunk
+from tempo_megatron.memory.simulated.chunk_memory import LAYERS, ChunkMemory, LayerParameters, Parameter
 from tempo_megatron.memory.simulated.transformer_engine import choose_attention
+from tempo_megatron.memory.tape.tape import ENGINE_PRODUCT
 from tempo_megatron.models.shape import make_shape
 
 MIB = 1 << 20

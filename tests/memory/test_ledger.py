@@ -10,10 +10,10 @@ from kept_formula import LayerShape, count_layer_bytes
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
 from tempo_megatron.memory.commands.ledger import format_table
-from tempo_megatron.memory.kept.attribution import Row, find_row, format_size
-from tempo_megatron.memory.kept.ledger import Ledger, measure_run
-from tempo_megatron.memory.kept.plots import list_panels
 from tempo_megatron.memory.run import Run, take_parts
+from tempo_megatron.memory.show.ledger import Ledger, measure_run
+from tempo_megatron.memory.show.plots import list_panels
+from tempo_megatron.memory.tape.rows import Row, find_row, format_size
 from tempo_megatron.models.shape import make_shape
 
 SCORES = "core_attention (s*s)"

@@ -18,13 +18,13 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
-from tempo_megatron.memory.kept.attribution import attribute_all, sum_rows
-from tempo_megatron.memory.kept.ledger import measure_run
-from tempo_megatron.memory.kept.recorder import Recorder
 from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import Experts, LatentAttention, Run, take_parts
+from tempo_megatron.memory.show.ledger import measure_run
 from tempo_megatron.memory.simulated.chunk import record_chunk
 from tempo_megatron.memory.simulated.configuration import build_ledger_config
+from tempo_megatron.memory.tape.rows import sum_rows
+from tempo_megatron.memory.tape.scopes import record_saved
 from tempo_megatron.models.build import build_model, make_inputs
 from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
 from tempo_megatron.slots import dropout_rng
@@ -98,11 +98,8 @@ def measure_real(shape: ModelShape, tempo_config: TempoConfig, tp: int) -> dict[
         if shape.family == "gpt" or tempo_config.loss != "off":
             labels = inputs["labels" if shape.family == "gpt" else "lm_labels"]
             inputs["loss_mask"] = torch.ones(labels.shape, dtype=torch.float32)
-        recorder = Recorder(model, exclude=tuple(value for value in inputs.values() if value is not None))
-        with attribute_all(recorder, model), recorder.record():
-            outputs = model(**inputs)
-        saved = recorder.list_saved()
-        del outputs
+        given = [value for value in inputs.values() if value is not None]
+        _, saved = record_saved(model, lambda: model(**inputs), given)
     return {row.operation: row.num_bytes for row in sum_rows(saved, [96], shape.activation)}
 
 

@@ -11,7 +11,7 @@ from covering import exhaustive
 from training_job import Data, MaskedData, fork_beside, make_data, make_masked_data, run, successful
 
 from tempo_megatron.cli import main
-from tempo_megatron.memory.kept.attribution import format_size
+from tempo_megatron.memory.tape.rows import format_size
 
 LLAMA = (
     "--swiglu --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 2 "

@@ -16,8 +16,8 @@ from transformers_cases import checkpoint_layers
 
 from tempo_kernels.attention import cpu
 from tempo_kernels.recompute import drop, keep_attention, recompute, recompute_in_tiles
-from tempo_megatron.memory.kept.recorder import GraphReader, Recorder
-from tempo_megatron.memory.storages import PeakBytes
+from tempo_megatron.memory.tape.follower import Follower
+from tempo_megatron.memory.tape.scopes import Scopes, record_saved
 from tempo_torch import restore, samples, tempoize
 
 IDS = torch.arange(2 * 40).view(2, 40) * 7 % 64
@@ -57,10 +57,8 @@ def test_of_an_mlp_its_input_is_kept_and_not_that_if_the_norm_can_make_it_again(
     kept = {}
     for norm in ("inplace", "recompute"):
         model = tempoize(build("Llama", **SIZES), mlp="tile", norm=norm)
-        recorder = Recorder(model)
-        with recorder.record():
-            model(input_ids=IDS, labels=IDS)
-        kept[norm] = sum(saved.num_bytes for saved in recorder.list_saved() if ".mlp" in saved.module)
+        _, found = record_saved(model, lambda model=model: model(input_ids=IDS, labels=IDS).loss)
+        kept[norm] = sum(saved.num_bytes for saved in found if ".mlp" in saved.operation)
     assert kept == {"inplace": 0, "recompute": 0}
 
 
@@ -198,7 +196,7 @@ def test_compiled_layers_run_in_tiles_and_keep_what_tiles_keep(is_checkpointed: 
         for layer in model.model.layers if how.endswith("compiled") else ():
             layer.compile(backend="aot_eager")
         for _ in range(2):  # the first forward finds which norm is in front of attention
-            reader = GraphReader(model)
+            reader = Scopes(model)
             with samples(model, 0):
                 kept = sum(saved.num_bytes for saved in reader.list_saved([model(input_ids=IDS, labels=IDS).loss]))
             with samples(model, 0):
@@ -257,7 +255,7 @@ def test_the_output_of_a_norm_in_tiles_is_not_there_at_the_peak() -> None:
         checkpoint_layers(model, use_reentrant=False, context_fn=keep_attention)
         embedded = torch.randn(1, 512, 32, requires_grad=True)
         for _ in range(2):  # the first forward is also watched
-            with PeakBytes(embedded) as seen, samples(model, 0):
+            with Follower(embedded) as seen, samples(model, 0):
                 logits = model(inputs_embeds=embedded, use_cache=False).logits
                 seen.begin_phase()
                 logits.sum().backward()

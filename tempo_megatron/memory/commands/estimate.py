@@ -15,7 +15,6 @@ from typing import Any
 
 from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.commands.arguments import add_estimate_arguments
-from tempo_megatron.memory.commands.module_tree import describe_tree, format_trees, list_trees
 from tempo_megatron.memory.commands.requested_run import (
     describe_stock,
     read_requested_run,
@@ -29,7 +28,7 @@ from tempo_megatron.memory.megatron.options import VERSION
 from tempo_megatron.memory.megatron.read_command import read_command, set_gpu, write_command
 from tempo_megatron.memory.routing import set_imbalance
 from tempo_megatron.memory.run import OptimizerSettings, Run
-from tempo_megatron.memory.simulated.module_tree import ModuleMemory
+from tempo_megatron.memory.show.tree import ModuleMemory, describe_tree, format_trees, list_trees
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.models.shape import name_shape_file
 from tempo_megatron.plots import INK, import_pyplot, save, tidy

@@ -10,15 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from tempo_megatron.memory.estimate.allocator import Block, CachingAllocator, Library
-from tempo_megatron.memory.simulated.chunk_memory import (
-    ENGINE_PRODUCT,
-    FREED,
-    LAYERS,
-    PARTS,
-    TORCH_PRODUCT,
-    ChunkMemory,
-    Segment,
-)
+from tempo_megatron.memory.simulated.chunk_memory import LAYERS, PARTS, ChunkMemory, Segment
+from tempo_megatron.memory.tape.tape import ENGINE_PRODUCT, FREED, TORCH_PRODUCT
 
 _Tensor = tuple[Block | None, int]
 """A block and the bytes of the tensor in it."""

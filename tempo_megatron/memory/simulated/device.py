@@ -29,7 +29,7 @@ from tempo_kernels.linear_cross_entropy import CHUNK_BYTES, OPERATIONS, use_chun
 from tempo_kernels.opaque import Opaque, simulate
 from tempo_kernels.philox import DRAWS
 from tempo_megatron.memory.chips import H100, Chip
-from tempo_megatron.memory.storages import PeakBytes
+from tempo_megatron.memory.tape.follower import Follower
 
 PLACES = ("key_low", "key_high", "sample", "first_head", "first_row")
 """Arguments of operations that say which random bits are drawn, not how many."""
@@ -38,7 +38,7 @@ PLACES = ("key_low", "key_high", "sample", "first_head", "first_row")
 @contextlib.contextmanager
 def on_device(
     stock: str,
-    seen: PeakBytes | None = None,
+    seen: Follower | None = None,
     chip: Chip = H100,
     *,
     is_deterministic: bool = False,
@@ -69,7 +69,7 @@ def on_device(
 class _Gpu:
     """What operations make on a GPU."""
 
-    def __init__(self, seen: PeakBytes | None, chip: Chip, is_deterministic: bool, stock_attention: str) -> None:
+    def __init__(self, seen: Follower | None, chip: Chip, is_deterministic: bool, stock_attention: str) -> None:
         self._seen, self._chip = seen, chip
         self._is_deterministic, self._stock_attention = is_deterministic, stock_attention
         self._replay = None if seen is None else _Replay(seen)
@@ -118,7 +118,7 @@ class _Gpu:
         """Make and free workspaces of so many bytes; `kept` is what the call's forward kept."""
         held = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         if self._seen is not None:
-            self._seen.note_workspaces(sum(map(_count_bytes, held)), self._seen.count_alive(), kept)
+            self._seen.note_workspaces(sum(map(_count_bytes, held)), self._seen.alive_bytes, kept)
 
 
 def _is_softmax(function: Any, inputs: Sequence[Any]) -> bool:
@@ -223,7 +223,7 @@ class LastingBuffer(GlobalMemoryBuffer):  # type: ignore[misc]
         is_used: says whether what runs now uses the buffer; Transformer Engine's modules take memory anew instead.
     """
 
-    def __init__(self, seen: PeakBytes, is_used: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, seen: Follower, is_used: Callable[[], bool] = lambda: True) -> None:
         super().__init__()
         self._seen, self._is_used = seen, is_used
 
@@ -258,9 +258,9 @@ class _Call:
 
 
 class _Replay:
-    """Runs functions under a PeakBytes, and replays the calls that it has recorded."""
+    """Runs functions under a Follower, and replays the calls that it has recorded."""
 
-    def __init__(self, seen: PeakBytes) -> None:
+    def __init__(self, seen: Follower) -> None:
         self._seen = seen
         self._calls: dict[Hashable, _Call | None] = {}
 
@@ -286,11 +286,11 @@ class _Replay:
             function: without arguments.
         """
         key = tuple(_describe(value) for value in key)
-        call, start = self._calls.get(key), self._seen.count_alive()
+        call, start = self._calls.get(key), self._seen.alive_bytes
         if call is None:
             known = key in self._calls
             found, rise = self._seen.measure(function)
-            growth = self._seen.count_alive() - start
+            growth = self._seen.alive_bytes - start
             if not known:
                 self._calls[key] = self._note(found, rise, growth)
             return found, start + rise, rise - growth
