@@ -51,18 +51,7 @@ def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
     _add_shape(parser)
     _add_dropout(parser)
     parser.add_argument("--deepspeed_config", metavar="JSON", help='take the "tempo" block of this file')
-    parser.add_argument(
-        "--stock",
-        choices=("transformer_engine", "local"),
-        help="whose modules stock ones are: Transformer Engine's on a GPU (default), or Megatron's local ones with "
-        "unfused attention, as on a CPU (default with --deepspeed_config, since our trainer has them)",
-    )
-    parser.add_argument(
-        "--stock-attention",
-        choices=("fused", "flash", "unfused"),
-        help="Transformer Engine's attention: cuDNN's fused one (default), FlashAttention 2, or unfused",
-    )
-    parser.set_defaults(no_masked_softmax_fusion=False)
+    _add_stock(parser, ("transformer_engine", "local", "cpu"), ("fused", "flash", "unfused"))
     _add_outputs(parser, plot="stacked bars, stock beside Tempo,")
     parser.add_argument(
         "--timeline",

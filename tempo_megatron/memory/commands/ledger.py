@@ -34,8 +34,6 @@ _WIDTH = 34
 def run_ledger(args: argparse.Namespace) -> int:
     """Measure stock and Tempo and print one table. Raises ValueError for what cannot be measured."""
     run = read_requested_run(args, _read_tempo_config(args))
-    if run.stock == "local":
-        run = dataclasses.replace(run, stock="cpu")
     followed = next((name for name in ("timeline", "html", "trace", "snapshot") if getattr(args, name)), None)
     if followed and (run.experts is not None or run.latent_attention is not None):
         raise ValueError(

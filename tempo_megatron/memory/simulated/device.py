@@ -61,7 +61,7 @@ def on_device(
     with (
         simulate(_Gpu(seen, chip, is_deterministic, stock_attention).run),
         use_chunk_bytes(CHUNK_BYTES["cuda"]),
-        _GpuDropout(),
+        _GpuFunctions(),
     ):
         yield
 
@@ -159,13 +159,33 @@ class _HeadKernels:
         """It writes over the logits."""
 
 
-class _GpuDropout(TorchFunctionMode):
-    """torch's dropout with the mask that a GPU keeps, a byte per element."""
+class _GpuFunctions(TorchFunctionMode):
+    """torch's dropout with the mask that a GPU keeps, a byte per element, and its LayerNorm with statistics in float32,
+    which a CPU keeps in the dtype of its input."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.dropout:
             return _drop_on_gpu(*args, **kwargs)
+        if func is torch.nn.functional.layer_norm:
+            return _normalize_on_gpu(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _normalize_on_gpu(x: Tensor, shape: Any, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    found: Tensor = _LayerNorm.apply(x, weight, bias)
+    return found
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        statistics = (x.new_empty(*x.shape[:-1], 1, dtype=torch.float32) for _ in range(2))
+        ctx.save_for_backward(x, weight, bias, *statistics)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(each) for each in ctx.saved_tensors[:3])
 
 
 def _drop_on_gpu(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
