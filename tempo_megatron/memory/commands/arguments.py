@@ -29,7 +29,7 @@ _GPUS = "a100, b200, gb200, gh200, h100, h200, rtx4090, or a file such as config
 
 def check_files(args: argparse.Namespace) -> None:
     """Raises ValueError if there is no file of that name, or no such GPU, which takes no import of torch to say."""
-    for option in ("--model", "--hf", "--deepspeed_config", "--script", "--megatron-yaml"):
+    for option in ("--model", "--hf", "--deepspeed_config", "--script", "--megatron-yaml", "--kept-bytes"):
         path = getattr(args, option[2:].replace("-", "_"), None)
         is_model = option in ("--model", "--hf")
         # With a command it is said that a model has no place there.
@@ -99,6 +99,11 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also say what one micro batch keeps for backward, layer by layer and module by module, on the stage that "
         "needs most, or with --all-ranks on each; --json has it of all",
+    )
+    group.add_argument(
+        "--kept-bytes",
+        metavar="JSON",
+        help="say which stand-ins for Transformer Engine's modules are stale, by what bench --kept-bytes measured",
     )
     _add_outputs(group, plot="stacked bars, stock beside Tempo,")
     add_tempo_arguments(parser)

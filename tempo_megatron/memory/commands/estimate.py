@@ -28,6 +28,7 @@ from tempo_megatron.memory.megatron.options import VERSION
 from tempo_megatron.memory.megatron.read_command import read_command, set_gpu, write_command
 from tempo_megatron.memory.routing import set_imbalance
 from tempo_megatron.memory.run import OptimizerSettings, Run
+from tempo_megatron.memory.show.stand_ins import describe_stand_ins, list_models, read_engine
 from tempo_megatron.memory.show.tree import ModuleMemory, describe_tree, format_trees, list_trees
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.models.shape import name_shape_file
@@ -64,6 +65,11 @@ def run_estimate(args: argparse.Namespace) -> int:
     run = set_gpu(run, args.gpu or (None if command is None else "h100"))
     # What is asked here stands in no command of Megatron-LM.
     estimated = set_imbalance(run, args.moe_imbalance)
+    if args.kept_bytes and run.stock != "transformer_engine":
+        raise ValueError(
+            f"--kept-bytes {args.kept_bytes} is of Transformer Engine's modules, and stock modules are {run.stock}; "
+            "leave it out, or give --stock transformer_engine"
+        )
     found = {}
     tempos = {"stock": TempoConfig.off(), **({} if run.tempo.is_off else {"Tempo": run.tempo})}
     for name, tempo in tempos.items():
@@ -81,6 +87,8 @@ def run_estimate(args: argparse.Namespace) -> int:
     report = HtmlReport(title) if args.html else None
     print(title)
     print(format_estimates(found, shows_all=args.all_ranks))
+    if args.kept_bytes:
+        print(describe_stand_ins(read_engine(args.kept_bytes), list_models()))
     imbalance = None
     if estimated.experts is not None and estimated.experts.has_assumed_share:
         largest = {
