@@ -53,6 +53,7 @@ def list_modules(run: Run, layers: range, **ends_given: bool) -> ModuleMemory:
     Its arguments are those of `memory.simulated.chunk.simulate_chunk`.
     """
     found = count_by_module(run, layers, **ends_given)
+    # A module in two places, as a T5's position embeddings, has the name of the first.
     modules = {name for name, _ in found.model.named_modules()}
 
     def name_module(operation: str) -> str:
@@ -87,9 +88,9 @@ def _build(
     ]
     if id(module) in layers:
         children = _merge(children, layers[id(module)])
-    total = kept[path] + sum(child.times * child.kept_bytes for child in children)
+    total = kept.get(path, 0) + sum(child.times * child.kept_bytes for child in children)
     number = sum(own.values()) + sum(child.times * child.num_parameters for child in children)
-    held = max([workspaces[path], *(child.workspace_bytes for child in children)])
+    held = max([workspaces.get(path, 0), *(child.workspace_bytes for child in children)])
     used = tuple(child for child in children if child.kept_bytes or child.num_parameters)
     return ModuleMemory(name, 1, total, held, number, used)
 
