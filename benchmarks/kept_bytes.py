@@ -17,8 +17,8 @@ import torch
 from measurements import RESULTS, ROOT, append_records, describe_cpu_run
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.kept.ledger import Ledger, measure_run
 from tempo_megatron.memory.run import Run
+from tempo_megatron.memory.show.ledger import Ledger, measure_run
 from tempo_megatron.models.layout import Layout
 from tempo_megatron.models.shape import ModelShape, make_shape
 from tempo_megatron.models.shape_file import read_shape_file

@@ -31,7 +31,7 @@ from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_
 from tempo_megatron import cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.simulated.device import on_device
-from tempo_megatron.memory.storages import PeakBytes
+from tempo_megatron.memory.tape.follower import Follower
 from tempo_megatron.models.build import build_transformer_config
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.models.shape_file import read_shape_file
@@ -109,7 +109,7 @@ class Heads:
 
     def peak_bytes(self, form: str) -> int:
         self.hidden.grad = self.weight.grad = None
-        with PeakBytes(self.hidden, self.weight, self.labels, self.mask) as seen:
+        with Follower(self.hidden, self.weight, self.labels, self.mask) as seen:
             self.forms[form]().backward()
         return seen.peak
 
@@ -163,7 +163,7 @@ def find_peak(tokens: int, rows: int, hidden_size: int = 2048) -> dict[str, int]
         weight = torch.empty(rows, hidden_size, dtype=torch.bfloat16, requires_grad=True)
         labels = torch.empty(1, tokens, dtype=torch.int64)
         inputs = hidden, weight, labels
-        with PeakBytes(*inputs) as seen:
+        with Follower(*inputs) as seen:
             linear_cross_entropy(*inputs).sum().backward()
     return {"tokens": tokens, "rows": rows, "made_bytes": seen.peak, "input_bytes": sum(t.nbytes for t in inputs)}
 

@@ -107,7 +107,7 @@ train stock --no-use-tempo
 train tempo --use-tempo
 
 python -m tempo_megatron ledger --model $model --vocab-size 4096 --tp $tp "${layout[@]}" \
-    --micro-batch-size $micro_batch_size --dtype $dtype --dropout 0.1 --stock local \
+    --micro-batch-size $micro_batch_size --dtype $dtype --dropout 0.1 --stock cpu \
     --json "$output/ledger.json" >"$output/ledger.txt"
 
 echo

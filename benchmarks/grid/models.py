@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -24,14 +24,13 @@ from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from prediction_cases import make_prediction_spec
 from sequence_parts import take_part
 from torch import Tensor
 from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, tempo_block_spec, tempoize, tempoize_embedding, tempoize_loss
-from tempo_megatron.memory.kept.recorder import Recorder, SavedStorage
+from tempo_megatron.memory.tape.scopes import SavedStorage, record_saved
 
 FAMILIES = ("GPT", "BERT", "T5", "Llama")
 SEQUENCE_FAMILIES = ("GPT", "Llama", "MLA", "MTP")
@@ -308,29 +307,13 @@ def _join(parts: list[Tensor], parameter: Any, key: str, config: Any) -> Tensor:
     return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
 
 
-class LayerRecorder:
-    """What the layers of a model keep: storages by (stack, layer's place there, operation)."""
-
-    def __init__(self, model: Any) -> None:
-        self._recorder = Recorder(model)
-        self.record = self._recorder.record
-        for name, module in model.named_modules():
-            if not isinstance(module, TransformerLayer):
-                continue
-            for slot in ("self_attn_bda", "cross_attn_bda", "mlp_bda"):
-                function = getattr(module, slot)
-                if not isinstance(function, torch.nn.Module):
-                    setattr(module, slot, self._scope(f"{name}.{slot}", function))
-
-    def _scope(self, operation: str, get_function: Any) -> Any:
-        return lambda training, fused: self._recorder.scope(operation, get_function(training, fused))
-
-    def list_stacks(self) -> dict[str, list[SavedStorage]]:
-        """Stack ("encoder", "decoder", "mtp") -> what its layers keep, without its final norm."""
-        found: dict[str, list[SavedStorage]] = {}
-        for saved in self._recorder.list_saved():
-            stack, _, rest = saved.operation.partition(".")
-            is_mask = saved.dtype == torch.bool and saved.shape[1:2] == (1,)  # the micro batch's own
-            if stack in ("encoder", "decoder", "mtp") and not rest.startswith("final_layernorm") and not is_mask:
-                found.setdefault(stack, []).append(saved)
-        return found
+def record_stacks(model: Any, forward: Callable[[], Any]) -> tuple[Any, dict[str, list[SavedStorage]]]:
+    """What `forward` returns, and stack (encoder, decoder, mtp) -> what its layers keep, without its final norm."""
+    output, kept = record_saved(model, forward)
+    found: dict[str, list[SavedStorage]] = {}
+    for saved in kept:
+        stack, _, rest = saved.operation.partition(".")
+        is_mask = saved.dtype == torch.bool and saved.shape[1:2] == (1,)  # the micro batch's own
+        if stack in ("encoder", "decoder", "mtp") and not rest.startswith("final_layernorm") and not is_mask:
+            found.setdefault(stack, []).append(saved)
+    return output, found

@@ -23,7 +23,6 @@ from grid.models import (
     DOCUMENTS,
     PACKED_SIZES,
     SETTINGS,
-    LayerRecorder,
     Sizes,
     build_config,
     build_model,
@@ -34,6 +33,7 @@ from grid.models import (
     make_packed_batch,
     name_globally,
     read_losses,
+    record_stacks,
 )
 from tempo_megatron import TempoConfig
 from tempo_megatron.slots import dropout_rng
@@ -163,10 +163,8 @@ class _Run:
             dropout_rng.set_micro_batch(SEED, number * SIZES.micro_batch_size)
             args, kwargs = self._make_batch(number * SIZES.micro_batch_size, SIZES)
         if self._records and not self.kept:
-            recorder = LayerRecorder(model)
-            with recorder.record():
-                output = model(*args, **kwargs)
-            for stack, saved in recorder.list_stacks().items():
+            output, stacks = record_stacks(model, lambda: model(*args, **kwargs))
+            for stack, saved in stacks.items():
                 place = (case.family, stack, self._config, self._chosen)
                 longest = max(sizes.seq_length for sizes in list_documents())
                 counted = (

@@ -96,7 +96,7 @@ def read_layers(config: Any, tempo_config: TempoConfig, run: Any, *, has_transfo
 
 def measure_layers(run: Any) -> KeptBytes:
     """The figures of a Run that `read_layers` has read."""
-    from tempo_megatron.memory.kept.ledger import measure_run
+    from tempo_megatron.memory.show.ledger import measure_run
 
     stock, tempo = (measure_run(dataclasses.replace(run, tempo=each)) for each in (TempoConfig.off(), run.tempo))
     return KeptBytes(stock=round(stock.mean_layer_bytes), tempo=round(tempo.mean_layer_bytes))

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from tempo_kernels.opaque import Opaque
 from tempo_megatron.memory.simulated.device import PLACES, on_device
-from tempo_megatron.memory.storages import PeakBytes, count_storage_bytes
+from tempo_megatron.memory.tape.follower import Follower, count_storage_bytes
 from tempo_megatron.roam.graph import Operation, StepGraph, count_bytes
 from tempo_megatron.roam.refusals import BatchStructure
 
@@ -197,7 +197,7 @@ class StepReader:
             with (
                 tensors[0].fake_mode,  # type: ignore[attr-defined]
                 torch.no_grad(),
-                PeakBytes(*tensors) as seen,
+                Follower(*tensors) as seen,
                 on_device("cpu", seen),
             ):
                 results, rise = seen.measure(lambda: self._opaque[name].call(*args))

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from tempo_megatron.memory.storages import PeakBytes, count_storage_bytes
+from tempo_megatron.memory.tape.follower import Follower, count_storage_bytes
 
 # In these optimizers the update of an element depends on that element alone, so parameters can be updated one by one.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -99,6 +99,6 @@ def _measure_elements(
     grad = torch.ones_like(parameter.detach())
     update(grad)
     state = [value for value in small.state[parameter].values() if isinstance(value, Tensor)]
-    with PeakBytes(parameter, grad, *state) as seen:
+    with Follower(parameter, grad, *state) as seen:
         _, scratch = seen.measure(lambda: update(grad))
     return scratch, count_storage_bytes(state)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from distributed import run_megatron_ranks, run_ranks
 from gpt import SEQ_LENGTH, VOCAB_SIZE, build_gpt, gpt_config
+from kept_formula import LayerShape, count_layer_bytes
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
@@ -22,6 +23,7 @@ from packaging.version import Version
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main as tempo_megatron
 from tempo_megatron.megatron_lm import run, versions
+from tempo_megatron.megatron_lm.kept_bytes import measure_layers, read_layers
 from tempo_megatron.megatron_lm.options import check_outputs, read_options
 from tempo_megatron.megatron_lm.patches import (
     _find_obstacle_to_chunks,
@@ -235,12 +237,29 @@ def test_kept_bytes_of_experts_and_latent_attention_are_a_mean_over_layers() -> 
     assert found["latent"] == found["experts"] + tokens * 2 * (64 + 32 + 8 + 64)
 
 
+def test_kept_bytes_of_a_dense_model_are_those_of_the_formula_to_the_byte() -> None:
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 96, "bf16": True}
+    config = TransformerConfig(
+        **sizes, params_dtype=torch.bfloat16, tensor_model_parallel_size=2, sequence_parallel=True
+    )
+    run = SimpleNamespace(seq_length=448, micro_batch_size=3, global_batch_size=3, data_parallel_size=1)
+    run.use_distributed_optimizer, run.position_embedding_type = True, "learned_absolute"
+    tempo = TempoConfig(activation="inplace", norm="inplace", dropout="recompute", attention="flash", loss="off")
+    layer = LayerShape(
+        seq_length=448, micro_batch_size=3, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4,
+        num_query_groups=4, kv_channels=16, dtype=torch.bfloat16, tensor_parallel=2, sequence_parallel=True,
+        hidden_dropout=0.1, attention_dropout=0.1,
+    )  # fmt: skip
+    found = measure_layers(read_layers(config, tempo, run, has_transformer_engine=True))
+    expected = [count_layer_bytes(layer, each, stock="transformer_engine") for each in (TempoConfig.off(), tempo)]
+    assert [found.stock, found.tempo] == expected
+    assert f"stock {expected[0]:,}, Tempo {expected[1]:,}, " in found.describe()
+
+
 def _kept_by_kinds_of_layers() -> dict[str, Any]:
     import torch
     from megatron.core.transformer.transformer_config import MLATransformerConfig
     from torch.nn import functional as F
-
-    from tempo_megatron.megatron_lm.kept_bytes import measure_layers, read_layers
 
     torch.distributed.destroy_process_group()
     sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 96, "bf16": True}

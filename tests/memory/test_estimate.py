@@ -23,14 +23,14 @@ from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
 from tempo_megatron.memory.chips import H100, Chip
 from tempo_megatron.memory.commands import estimate as estimate_command
-from tempo_megatron.memory.commands.module_tree import format_trees
 from tempo_megatron.memory.megatron.read_run import deal_out_layers
 from tempo_megatron.memory.rank.estimate import estimate_ranks
 from tempo_megatron.memory.rank.schedule import list_events
 from tempo_megatron.memory.run import Run, cut_layers
-from tempo_megatron.memory.simulated.chunk import list_modules, simulate_chunk
+from tempo_megatron.memory.show.tree import format_trees, list_modules
+from tempo_megatron.memory.simulated.chunk import simulate_chunk
 from tempo_megatron.memory.simulated.chunk_memory import HEAD, LAYERS, ChunkMemory, compress
-from tempo_megatron.memory.storages import PeakBytes, count_storage_bytes
+from tempo_megatron.memory.tape.follower import Follower, count_storage_bytes
 from tempo_megatron.models.shape import ModelShape, make_shape
 from tempo_megatron.models.shape_file import read_shape_file
 from tempo_megatron.words.argument_types import format_bytes
@@ -149,7 +149,7 @@ def test_the_softmax_forms_blocks_have_the_row_of_attentions_workspaces(dropout:
     q, k, v, grad = (torch.zeros(256, 1, 2, 16) for _ in range(4))
     probabilities = torch.zeros(1, 2, 256, 256)
     settings = Settings(True, 1.0, dropout, 0, 0, 0)
-    with use_gpu_blocks(), PeakBytes(q, k, v, grad, probabilities) as seen:
+    with use_gpu_blocks(), Follower(q, k, v, grad, probabilities) as seen:
         grads, rise = seen.measure(
             lambda: cpu.backward(grad, Inputs(q, k, v), Kept(None, None, probabilities), settings)
         )

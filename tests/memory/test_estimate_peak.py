@@ -31,7 +31,7 @@ from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.rank.estimate import estimate_ranks
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import simulate_chunk
-from tempo_megatron.memory.storages import PeakBytes
+from tempo_megatron.memory.tape.follower import Follower
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.slots import dropout_rng
 
@@ -120,13 +120,13 @@ def test_a_second_micro_batch_in_flight_adds_no_second_global_memory_buffer(temp
     with torch.compiler.set_stance("force_eager"), simulate_layout(2):
         model_parallel_cuda_manual_seed(1)
         ready = make_step(step, "cpu")
-        with PeakBytes(*ready.there, *ready.buffers) as seen:
+        with Follower(*ready.there, *ready.buffers) as seen:
             levels, in_flight = [], []
             for number in range(3):
                 if number:
                     dropout_rng.set_micro_batch(5, 2 * number)
                 in_flight.append(torch.autograd.graph.get_gradient_edge(ready.forward()))
-                levels.append(seen.count_alive())
+                levels.append(seen.alive_bytes)
             buffer = sum(t.nbytes for t in parallel_state.get_global_memory_buffer().buffer.values())
     run = make_run(step, num_micro_batches=None)
     chunk = simulate_chunk(run, range(4))
@@ -152,13 +152,13 @@ def test_an_estimate_runs_no_more_operations_for_more_tokens_and_a_larger_vocabu
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counts = []
-    see = PeakBytes.__torch_dispatch__
+    see = Follower.__torch_dispatch__
 
-    def count(self: PeakBytes, *call: Any) -> Any:
+    def count(self: Follower, *call: Any) -> Any:
         counts[-1] += 1
         return see(self, *call)
 
-    monkeypatch.setattr(PeakBytes, "__torch_dispatch__", count)
+    monkeypatch.setattr(Follower, "__torch_dispatch__", count)
     for seq_length, vocab_size in ((256, 1000), (8192, 200_000)):
         counts.append(0)
         shape = make_shape(**{**TOKENS, "seq_length": seq_length, "vocab_size": vocab_size})

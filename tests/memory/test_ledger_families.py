@@ -19,13 +19,13 @@ from runs import build_run, change_run
 
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
-from tempo_megatron.memory.kept.attribution import attribute_all, sum_rows
-from tempo_megatron.memory.kept.ledger import measure_run
-from tempo_megatron.memory.kept.recorder import Recorder
 from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import Run
+from tempo_megatron.memory.show.ledger import measure_run
 from tempo_megatron.memory.simulated.chunk import record_chunk
 from tempo_megatron.memory.simulated.configuration import build_ledger_config
+from tempo_megatron.memory.tape.rows import sum_rows
+from tempo_megatron.memory.tape.scopes import record_saved
 from tempo_megatron.models.build import build_model, make_inputs
 from tempo_megatron.models.shape import ModelShape, make_shape
 from tempo_megatron.models.shape_file import read_shape_file
@@ -102,11 +102,8 @@ def measure_real(shape: ModelShape, tempo_config: TempoConfig, tp: int) -> dict[
         if shape.family == "gpt" or tempo_config.loss != "off":
             labels = inputs["labels" if shape.family == "gpt" else "lm_labels"]
             inputs["loss_mask"] = torch.ones(labels.shape, dtype=torch.float32)
-        recorder = Recorder(model, exclude=tuple(value for value in inputs.values() if value is not None))
-        with attribute_all(recorder, model), recorder.record():
-            outputs = model(**inputs)
-        saved = recorder.list_saved()
-        del outputs
+        given = [value for value in inputs.values() if value is not None]
+        _, saved = record_saved(model, lambda: model(**inputs), given)
     return {row.operation: row.num_bytes for row in sum_rows(saved, [96], shape.activation)}
 
 

@@ -11,7 +11,7 @@ from covering import exhaustive
 from training_job import Data, MaskedData, fork_beside, make_data, make_masked_data, run, successful
 
 from tempo_megatron.cli import main
-from tempo_megatron.memory.kept.attribution import format_size
+from tempo_megatron.memory.tape.rows import format_size
 
 LLAMA = (
     "--swiglu --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 2 "
@@ -59,7 +59,7 @@ def predict(tmp_path: Path, sizes: dict[str, Any], *extra: str) -> dict[str, Any
     model, out = tmp_path / "model.json", tmp_path / "predicted.json"
     small = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "vocab_size": 512}
     model.write_text(json.dumps({**small, "make_vocab_size_divisible_by": 64, **sizes}))
-    argv = ["ledger", "--model", str(model), "--micro-batch-size", "2", "--dtype", "fp32", "--stock", "local"]
+    argv = ["ledger", "--model", str(model), "--micro-batch-size", "2", "--dtype", "fp32", "--stock", "cpu"]
     argv += ["--json", str(out), *extra]
     assert main(argv) == 0
     predicted: dict[str, Any] = json.loads(out.read_text())

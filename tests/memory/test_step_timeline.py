@@ -1,4 +1,4 @@
-"""The timeline of a step against PeakBytes, and of a large model on fake tensors."""
+"""The timeline of a step against Follower, and of a large model on fake tensors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from peak_cases import AUTO, Step, build, find_loss
 from tempo_megatron import use_cpu
 from tempo_megatron.cli import main
 from tempo_megatron.memory.fake_tensors import simulate_layout
-from tempo_megatron.memory.kept.timeline import LOSS_HEAD, WEIGHTS, StepTimeline
-from tempo_megatron.memory.storages import PeakBytes, count_storage_bytes, find_storages
+from tempo_megatron.memory.show.timeline import LOSS_HEAD, OTHERS, WEIGHTS, read_timeline
+from tempo_megatron.memory.tape.follower import Follower, count_storage_bytes
+from tempo_megatron.memory.tape.scopes import Scopes
 from tempo_megatron.slots import dropout_rng
 
 FOLDER = Path(__file__).parents[2] / "configs" / "model"
@@ -38,19 +39,38 @@ def test_the_peak_is_that_of_peak_bytes(family: str, recompute: tuple[str, ...])
         step()
         model.zero_grad()
         micro_batch = [t for t in (*inputs.values(), mask) if t is not None]
-        with PeakBytes(*model.parameters(), *model.buffers(), *micro_batch) as seen:
+        with Follower(*model.parameters(), *model.buffers(), *micro_batch) as seen:
             step()
         model.zero_grad()
-        with StepTimeline([model], {WEIGHTS: find_storages(model.parameters())}) as timeline:
+        with Follower(*model.parameters(), *model.buffers(), scopes=Scopes(model)) as followed:
             step()
-    found = timeline.finish("a step")
     weights = count_storage_bytes(model.parameters())
+    found = read_timeline(followed.tape, {WEIGHTS: weights}, activation="gelu", title="a step")
     assert 0 <= found.peak_bytes - weights - seen.peak <= count_storage_bytes(micro_batch)
     assert found.peak_bytes == max(map(sum, zip(*found.levels.values(), strict=True)))
     gradients = count_storage_bytes(p.grad for p in model.parameters() if p.grad is not None)
     assert LOSS_HEAD in found.levels and found.levels["gradients"][-1] == gradients
     phases = {each.operation.partition(" of ")[0] for each in found.at_peak}
     assert "forward" in phases
+
+
+def test_a_literals_tensor_is_made_in_the_step_and_what_is_only_viewed_was_there_before() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.view(-1)[:3] * torch.tensor([1.0, 2.0, 3.0])
+
+    model, x = torch.nn.Sequential(Module()), torch.ones(2, 8)
+    with Follower(scopes=Scopes(model)) as followed:
+        y = model(x)
+    assert y.tolist() == [1.0, 2.0, 3.0]
+    viewed, literal, product = followed.tape.storages
+    assert (viewed.born, viewed.phase, viewed.num_bytes) == (0, "", 64)
+    assert (literal.phase, literal.operation, literal.num_bytes) == ("forward", "0", 12)
+    # The product's factor goes with the forward; x and y stay.
+    assert literal.born < product.born < literal.freed == followed.tape.num_steps + 1
+    assert viewed.freed is product.freed is None
+    lived = read_timeline(followed.tape, {}, activation="gelu", title="").storages
+    assert [each.category == OTHERS for each in lived] == [True, False, False]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tempo_kernels import opaque
 from tempo_kernels.attention import cpu
 from tempo_kernels.attention.settings import Inputs, Kept, Settings
-from tempo_megatron.memory.storages import PeakBytes
+from tempo_megatron.memory.tape.follower import Follower
 
 HEADS, LENGTH, SIZE = 4, 128, 16
 
@@ -36,7 +36,7 @@ def measure(batch: int, settings: Settings, dtype: torch.dtype, *, has_mask: boo
         mask = torch.zeros(batch, 1, LENGTH, LENGTH, dtype=torch.bool) if has_mask else None
         inputs = Inputs(q, k, v, mask)
         known = [t for t in (*inputs, grad) if t is not None]
-        with PeakBytes(*known) as seen:
+        with Follower(*known) as seen:
             (out, logsumexp), forward = seen.measure(lambda: cpu.forward(inputs, settings))
             grads, backward = seen.measure(lambda: cpu.backward(grad, inputs, Kept(out, logsumexp), settings))
         assert [t.shape for t in (out, *grads[:3])] == [t.shape for t in (grad, q, k, v)]

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from tempo_kernels.attention import describe
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.kept.ledger import measure_run
 from tempo_megatron.memory.run import Run
+from tempo_megatron.memory.show.ledger import measure_run
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.attention import TempoDotProductAttention, TempoSoftmaxDotProductAttention

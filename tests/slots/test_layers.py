@@ -24,7 +24,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tempo_megatron import TempoConfig, tempoize, use_cpu
-from tempo_megatron.memory.kept.recorder import Recorder
+from tempo_megatron.memory.tape.scopes import record_saved
 from tempo_megatron.slots.dropout_rng import Site, Stack, derive_site_key
 from tempo_megatron.slots.report import report_on
 
@@ -107,14 +107,11 @@ def test_masks_are_bit_identical_to_those_of_a_model_whose_layers_are_alike() ->
 def kept_bytes(tempo_config: TempoConfig) -> dict[int, int]:
     """Layer -> bytes that its modules are the first to keep."""
     model = mixed_model(tempo_config, dropout=0.1)
-    recorder = Recorder(model)
-    with recorder.record():
-        loss = losses(model, 0, 2, gives_mask=True)
+    _, kept = record_saved(model, lambda: losses(model, 0, 2, gives_mask=True))
     found = dict.fromkeys(range(4), 0)
-    for saved in recorder.list_saved():
+    for saved in kept:
         if saved.operation.startswith("decoder.layers."):
             found[int(saved.operation.split(".")[2])] += saved.num_bytes
-    del loss
     return found
 
 

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, tempoize
 from tempo_megatron.cpu import use_cpu
-from tempo_megatron.memory.kept.recorder import Recorder
+from tempo_megatron.memory.tape.scopes import record_saved
 from tempo_megatron.slots.slot_content import find_class, find_submodules, put_submodules
 
 SWIGLU = {"activation_func": F.silu, "gated_linear_unit": True, "add_bias_linear": False}
@@ -206,15 +206,11 @@ def measure(
         for module in model.modules():
             if getattr(module, "expert_bias", None) is not None:
                 module.expert_bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))
-    recorder = Recorder(model)
     found = step(model, (0, 2), gives_mask=takes_mask), gradients(model)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         return {"found": found}
-    with recorder.record():
-        out = losses(model, 0, 2, gives_mask=takes_mask)
-    kept = sum(each.num_bytes for each in recorder.list_saved() if counted in each.operation)
-    del out
-    return {"found": found, "kept": kept}
+    _, saved = record_saved(model, lambda: losses(model, 0, 2, gives_mask=takes_mask))
+    return {"found": found, "kept": sum(each.num_bytes for each in saved if counted in each.operation)}
 
 
 KINDS = ("grouped", "legacy") if hasattr(experts, "GroupedMLP") else ("grouped",)  # until 0.16

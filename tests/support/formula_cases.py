@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import torch
-from grid.models import ACTIVATIONS, RECOMPUTE, LayerRecorder, Sizes, build_config, build_model, make_batch
+from grid.models import ACTIVATIONS, RECOMPUTE, Sizes, build_config, build_model, make_batch, record_stacks
 from kept_formula import (
     LayerShape,
     count_layer_bytes,
@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, use_cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
-from tempo_megatron.memory.kept.attribution import find_layer, sum_rows
-from tempo_megatron.memory.kept.recorder import SavedStorage
+from tempo_megatron.memory.tape.rows import find_layer, sum_rows
+from tempo_megatron.memory.tape.scopes import SavedStorage
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.choose import choose
 from tempo_megatron.slots.mlp import name_activation
@@ -139,12 +139,8 @@ def _measure(layer: Layer) -> tuple[dict[str, list[SavedStorage]], Any, TempoCon
         model_parallel_cuda_manual_seed(1)
         dropout_rng.set_micro_batch(5, 0)
         model = build_model(layer.family, config, layer.tempo, layer.sizes)
-        recorder = LayerRecorder(model)
         args, kwargs = make_batch(layer.family, 0, layer.sizes, gives_mask=chosen.attention == "off")
-        with recorder.record():
-            output = model(*args, **kwargs)
-        stacks = recorder.list_stacks()
-        del output
+        _, stacks = record_stacks(model, lambda: model(*args, **kwargs))
     return stacks, config, chosen
 
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 from typing import Any
 from unittest import mock
 
 import torch
 from formula_cases import count_stack
-from grid.models import LLAMA, LayerRecorder, Sizes, build_config, build_model, fill_weights, make_batch, read_losses
+from grid.models import LLAMA, Sizes, build_config, build_model, fill_weights, make_batch, read_losses, record_stacks
 from megatron.core.tensor_parallel import layers, model_parallel_cuda_manual_seed
 from torch.nn import functional as F
 
 from tempo_kernels.attention import cpu as attention_cpu
 from tempo_kernels.norm import cpu as norm_cpu
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.storages import PeakBytes
+from tempo_megatron.memory.tape.follower import Follower
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.choose import choose
 
@@ -95,16 +96,14 @@ def run(case: Case, tempo: TempoConfig, dtype: torch.dtype, dropout: float, sequ
         if losses:
             output = model(*args, **kwargs)
         else:
-            recorder = LayerRecorder(model)
-            with recorder.record():
-                output = model(*args, **kwargs)
+            output, stacks = record_stacks(model, functools.partial(model, *args, **kwargs))
             is_counted = not config.qk_layernorm and config.activation_func is not F.tanh
             kept = {
                 stack: (
                     sum(saved.num_bytes for saved in found),
                     count_stack(case.family, stack, config, chosen, SIZES) if is_counted else None,
                 )
-                for stack, found in recorder.list_stacks().items()
+                for stack, found in stacks.items()
             }
         losses.append(read_losses(case.family, output))
     for each in losses:
@@ -183,9 +182,9 @@ def count_alive(again: dict[str, str]) -> tuple[int, int]:
     fill_weights(model)
     dropout_rng.set_micro_batch(5, 0)
     args, kwargs = make_batch("GPT", 0, SIZES, gives_mask=False)
-    with PeakBytes(*model.parameters(), *model.buffers()) as counter:
+    with Follower(*model.parameters(), *model.buffers()) as counter:
         output = model(*args, **kwargs)
         gc.collect()
-        alive = counter.count_alive()
+        alive = counter.alive_bytes
     del output
     return alive, count_stack("GPT", "decoder", config, tempo, SIZES)

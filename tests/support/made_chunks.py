@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tempo_megatron.memory.simulated.chunk_memory import LAYERS, ChunkMemory, Event, divide_blocks
+from tempo_megatron.memory.simulated.chunk_memory import LAYERS, ChunkMemory, divide_blocks
+from tempo_megatron.memory.tape.tape import Event
 
 
 def make_chunk(forward: Sequence[Event], backward: Sequence[Event] = (), **values: Any) -> ChunkMemory:

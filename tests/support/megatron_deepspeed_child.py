@@ -97,7 +97,7 @@ def _run_step(model: Any, args: Any, request: dict[str, Any]) -> dict[str, Any]:
     import torch
     from megatron.core import mpu
 
-    from tempo_megatron.memory.kept.recorder import Recorder
+    from tempo_megatron.memory.tape.scopes import Scopes
 
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(0, VOCABULARY, (SAMPLES, TOKENS + 1), generator=generator)
@@ -113,8 +113,8 @@ def _run_step(model: Any, args: Any, request: dict[str, Any]) -> dict[str, Any]:
     for first in range(dp_rank * step, SAMPLES, dp_size * step):
         rows = slice(first, first + step)
         batch = tokens[rows], positions[rows], mask
-        recorder = Recorder(model)
-        with recorder.record():
+        scopes = Scopes(model)
+        with scopes.follow():
             if request.get("pipe"):
                 logits = model((batch[0], batch[1], mask))
                 logits = logits[0] if isinstance(logits, tuple) else logits
@@ -124,7 +124,7 @@ def _run_step(model: Any, args: Any, request: dict[str, Any]) -> dict[str, Any]:
             else:
                 out = model(*batch, labels=labels[rows])
                 loss = out[0] if isinstance(out, tuple) else out
-        kept = sum(storage.num_bytes for storage in recorder.list_saved())
+        kept = sum(storage.num_bytes for storage in scopes.list_saved([loss]))
         loss.float().mean().backward()
         losses.append(loss.detach().float())
     return {

@@ -1,4 +1,4 @@
-"""Whole training steps of small models on the CPU, and the peak of each by PeakBytes, beside the estimate's."""
+"""Whole training steps of small models on the CPU, and the peak of each by Follower, beside the estimate's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tempo_megatron import TempoConfig
 from tempo_megatron.memory.rank.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.configuration import build_ledger_config
-from tempo_megatron.memory.storages import PeakBytes, count_storage_bytes
+from tempo_megatron.memory.tape.follower import Follower, count_storage_bytes
 from tempo_megatron.models.build import build_model, make_inputs
 from tempo_megatron.models.shape import ModelShape, make_shape
 from tempo_megatron.slots import dropout_rng
@@ -166,7 +166,7 @@ def measure_step(step: Step) -> int:
     """Bytes on the CPU of weights, micro batch and everything that forward and backward make, at most."""
     start_anew()
     ready = make_step(step, "cpu")
-    with PeakBytes(*ready.there, *ready.buffers) as seen:
+    with Follower(*ready.there, *ready.buffers) as seen:
         ready.forward().backward()
     return seen.peak + count_storage_bytes(ready.there)
 

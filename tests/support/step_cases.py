@@ -13,7 +13,7 @@ from peak_cases import AUTO, OFF, Step, build, estimate_step, find_loss, start_a
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.rank.estimate import RankEstimate
 from tempo_megatron.memory.run import OptimizerSettings
-from tempo_megatron.memory.storages import PeakBytes
+from tempo_megatron.memory.tape.follower import Follower
 from tempo_megatron.slots import dropout_rng
 
 BUCKET = 1 << 20
@@ -85,7 +85,7 @@ def _measure(run: Run) -> int:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     start_anew()
-    with PeakBytes() as seen:
+    with Follower() as seen:
         model, make_batch = build(run.step)
         groups = group_by_decay(model, 0.1)
         adam = torch.optim.AdamW(groups, foreach=run.foreach, fused=not run.foreach)

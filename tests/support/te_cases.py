@@ -45,7 +45,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch.nn import functional as F  # noqa: E402
 
 from tempo_megatron import TempoConfig, tempoize_embedding  # noqa: E402
-from tempo_megatron.memory.kept.recorder import Recorder  # noqa: E402
+from tempo_megatron.memory.tape.scopes import record_saved  # noqa: E402
 from tempo_megatron.slots.layer_spec import tempoize  # noqa: E402
 from tempo_megatron.slots.report import report_on  # noqa: E402
 
@@ -218,11 +218,9 @@ def kept_bytes(tempo_config: TempoConfig, **settings: Any) -> dict[str, Any]:
     is_parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
     config = gpt_config(num_layers=1, sequence_parallel=is_parallel, params_dtype=torch.bfloat16, bf16=True, **settings)
     model = build_gpt(config, tempo_config).to(torch.bfloat16)
-    recorder = Recorder(model)
-    with recorder.record():
-        loss = losses(model, 0, 2, gives_mask=False).sum()
+    loss, saved = record_saved(model, lambda: losses(model, 0, 2, gives_mask=False).sum())
     found: dict[str, int] = {}
-    for each in recorder.list_saved():
+    for each in saved:
         if each.operation.startswith("decoder.layers.0"):
             found[each.operation] = found.get(each.operation, 0) + each.num_bytes
     loss.backward()

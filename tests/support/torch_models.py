@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tempo_megatron.memory.kept.recorder import Recorder
+from tempo_megatron.memory.tape.scopes import record_saved
 
 B, S, H, LAYERS = 3, 16, 32, 2
 
@@ -68,9 +68,5 @@ def loss_and_gradients(model: nn.Module, ids: Tensor) -> list[Tensor]:
 
 def kept_bytes(model: nn.Module, run: Callable[[], object], prefix: str, exclude: tuple[Tensor, ...] = ()) -> int:
     """Bytes of the distinct storages that modules under `prefix` have autograd keep after `run`."""
-    recorder = Recorder(model, exclude)
-    with recorder.record():
-        out = run()
-    found = sum(saved.num_bytes for saved in recorder.list_saved() if saved.operation.startswith(prefix))
-    del out
-    return found
+    _, kept = record_saved(model, run, exclude)
+    return sum(saved.num_bytes for saved in kept if saved.operation.startswith(prefix))

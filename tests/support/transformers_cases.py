@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tempo_megatron.memory.kept.recorder import GraphReader
+from tempo_megatron.memory.tape.scopes import Scopes
 from tempo_torch import tempoize
 
 H, HEADS, FFN, VOCAB = 256, 2, 1024, 128
@@ -189,7 +189,7 @@ def with_bytes_of_a_gpu() -> Iterator[None]:
 
 def kept_sbh(model: nn.Module, inputs: dict[str, Tensor], layer: str) -> float:
     """Bytes per token and hidden unit that the graph holds for one layer: its distinct storages."""
-    reader, tokens = GraphReader(model, tuple(inputs.values())), []
+    reader, tokens = Scopes(model, exclude=inputs.values()), []
     hook = model.get_submodule(layer).register_forward_hook(lambda *args: tokens.append(_first(args[2]).numel()))
     with reader.follow():
         out = model(**inputs)

@@ -11,7 +11,7 @@ import transformers
 from tiny_models import assert_equal_step, assert_same_step, step
 from tiny_models import build as build_tiny
 
-from tempo_megatron.memory.kept.recorder import GraphReader
+from tempo_megatron.memory.tape.scopes import Scopes
 from tempo_torch import report_on, restore, tempoize
 
 if not hasattr(transformers.PreTrainedModel, "set_experts_implementation"):
@@ -42,7 +42,7 @@ def build(name: str, implementation: str) -> Any:
 
 def measure(model: Any) -> int:
     """The bytes that autograd holds after a forward."""
-    reader = GraphReader(model)
+    reader = Scopes(model)
     return sum(saved.num_bytes for saved in reader.list_saved([model(input_ids=IDS, labels=IDS).loss]))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers_cases import checkpoint_layers
 
 from tempo_kernels.recompute import drop, keep_attention, recompute, recompute_in_tiles
-from tempo_megatron.memory.kept.recorder import GraphReader, Recorder
+from tempo_megatron.memory.tape.scopes import Scopes, record_saved
 from tempo_torch import restore, samples, tempoize
 
 IDS = torch.arange(2 * 40).view(2, 40) * 7 % 64
@@ -52,10 +52,8 @@ def test_of_an_mlp_its_input_is_kept_and_not_that_if_the_norm_can_make_it_again(
     kept = {}
     for norm in ("inplace", "recompute"):
         model = tempoize(build("Llama", **SIZES), mlp="tile", norm=norm)
-        recorder = Recorder(model)
-        with recorder.record():
-            model(input_ids=IDS, labels=IDS)
-        kept[norm] = sum(saved.num_bytes for saved in recorder.list_saved() if ".mlp" in saved.module)
+        _, found = record_saved(model, lambda model=model: model(input_ids=IDS, labels=IDS).loss)
+        kept[norm] = sum(saved.num_bytes for saved in found if ".mlp" in saved.operation)
     assert kept == {"inplace": 0, "recompute": 0}
 
 
@@ -145,7 +143,7 @@ def test_compiled_layers_run_in_tiles_and_keep_what_tiles_keep(is_checkpointed: 
             checkpoint_layers(model, use_reentrant=False, context_fn=keep_attention)
         for layer in model.model.layers if how.endswith("compiled") else ():
             layer.compile(backend="aot_eager")
-        reader = GraphReader(model)
+        reader = Scopes(model)
         with samples(model, 0):
             kept = sum(saved.num_bytes for saved in reader.list_saved([model(input_ids=IDS, labels=IDS).loss]))
         with samples(model, 0):

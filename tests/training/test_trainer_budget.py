@@ -35,7 +35,7 @@ def count_bytes() -> None:
     fork_beside()
     from tempo_kernels import compiled
     from tempo_kernels.gelu import make_tables
-    from tempo_megatron.memory.storages import PeakBytes
+    from tempo_megatron.memory.tape.follower import Follower
     from tempo_megatron.training.job import Job
 
     # What Inductor's own code makes, no dispatcher sees.
@@ -43,7 +43,7 @@ def count_bytes() -> None:
     compiled._try_once.cache_clear()
     torch.compiler.set_stance("force_eager")
     make_tables()  # of a process, 0.5 to 2 MiB of each dtype and form, and in no estimate
-    seen, build, train = PeakBytes(), Job.__init__, Job.train
+    seen, build, train = Follower(), Job.__init__, Job.train
 
     def build_in_sight(self: Job, *args: Any) -> None:
         with seen:

@@ -15,7 +15,7 @@ from training_job import Data, Run, run, successful
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory import run as memory_run
-from tempo_megatron.memory.kept.ledger import measure_run
+from tempo_megatron.memory.show.ledger import measure_run
 from tempo_megatron.models.shape import make_shape
 
 SIZES = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64}

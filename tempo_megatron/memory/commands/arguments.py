@@ -29,7 +29,7 @@ _GPUS = "a100, b200, gb200, gh200, h100, h200, rtx4090, or a file such as config
 
 def check_files(args: argparse.Namespace) -> None:
     """Raises ValueError if there is no file of that name, or no such GPU, which takes no import of torch to say."""
-    for option in ("--model", "--hf", "--deepspeed_config", "--script", "--megatron-yaml"):
+    for option in ("--model", "--hf", "--deepspeed_config", "--script", "--megatron-yaml", "--kept-bytes"):
         path = getattr(args, option[2:].replace("-", "_"), None)
         is_model = option in ("--model", "--hf")
         # With a command it is said that a model has no place there.
@@ -51,18 +51,7 @@ def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
     _add_shape(parser)
     _add_dropout(parser)
     parser.add_argument("--deepspeed_config", metavar="JSON", help='take the "tempo" block of this file')
-    parser.add_argument(
-        "--stock",
-        choices=("transformer_engine", "local"),
-        help="whose modules stock ones are: Transformer Engine's on a GPU (default), or Megatron's local ones with "
-        "unfused attention, as on a CPU (default with --deepspeed_config, since our trainer has them)",
-    )
-    parser.add_argument(
-        "--stock-attention",
-        choices=("fused", "flash", "unfused"),
-        help="Transformer Engine's attention: cuDNN's fused one (default), FlashAttention 2, or unfused",
-    )
-    parser.set_defaults(no_masked_softmax_fusion=False)
+    _add_stock(parser, ("transformer_engine", "local", "cpu"), ("fused", "flash", "unfused"))
     _add_outputs(parser, plot="stacked bars, stock beside Tempo,")
     parser.add_argument(
         "--timeline",
@@ -110,6 +99,11 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also say what one micro batch keeps for backward, layer by layer and module by module, on the stage that "
         "needs most, or with --all-ranks on each; --json has it of all",
+    )
+    group.add_argument(
+        "--kept-bytes",
+        metavar="JSON",
+        help="say which stand-ins for Transformer Engine's modules are stale, by what bench --kept-bytes measured",
     )
     _add_outputs(group, plot="stacked bars, stock beside Tempo,")
     add_tempo_arguments(parser)

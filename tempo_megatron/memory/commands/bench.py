@@ -1,43 +1,30 @@
-"""The `tempo-megatron bench` command: measures this GPU's rates and writes them as a file of configs/gpu.
-
-The rates are what the planner reckons with: of dense products at the sizes of a transformer layer's linears, and of
-elementwise work that reads one tensor and writes another, and of copies between pinned memory and the GPU. Each is the
-median of rounds, after a warm-up; the calls take turns over their operands, which together are larger than a cache.
-"""
+"""The `tempo-megatron bench` command: measures this machine's GPU, for the plan and for the estimate."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
-import platform
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from tempo_megatron.memory.chips import find_chip
-from tempo_megatron.memory.plan.gpu import DTYPES, Gpu, HostLink
+from tempo_megatron.extras import check_installed
 from tempo_megatron.words.argument_types import parse_positive
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_ROUNDS = 7
-# Rows (tokens), columns and inner size of a layer's linears in units of the hidden size: qkv, projection, fc1, fc2.
-_PRODUCTS = ((2, 3, 1), (2, 1, 1), (2, 4, 1), (2, 1, 4))
 _HIDDEN_SIZES = {"cuda": 4096, "cpu": 256}
-_COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
-_OPERAND_SETS = 3
-_LINK_BYTES = 1 << 28
+_ROUND_MS = 100
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `tempo-megatron bench`."""
-    parser.add_argument(
-        "--calibrate", action="store_true", required=True, help="measure the rates that `tempo-megatron plan` needs"
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--calibrate", action="store_true", help="measure the rates that `tempo-megatron plan` needs")
+    what.add_argument(
+        "--kept-bytes",
+        action="store_true",
+        help="measure what one layer of each model of configs/model keeps with the installed Transformer Engine, for "
+        "`tempo-megatron estimate --kept-bytes JSON`",
     )
     parser.add_argument(
         "--output", required=True, metavar="JSON", help="the file to write, for `tempo-megatron plan --gpu JSON`"
@@ -51,19 +38,48 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         f"{_HIDDEN_SIZES['cpu']})",
     )
     parser.add_argument(
-        "--round-ms", type=parse_positive, default=100, metavar="MS", help=f"of each of {_ROUNDS} rounds (default 100)"
+        "--round-ms", type=parse_positive, metavar="MS", help=f"how long a round takes at least (default {_ROUND_MS})"
     )
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """Measure and write the file. Raises ValueError where the device is not there."""
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda was given, and torch sees no CUDA device; run it where there is one")
+    """Measure and write the file. Raises ValueError for arguments that are wrong, and where the device is not there."""
     output = Path(args.output)
     if not output.parent.is_dir():
         raise ValueError(f"--output {output} lies in a folder that does not exist; make it")
-    gpu = measure_gpu(device, args.hidden_size or _HIDDEN_SIZES[device], args.round_ms)
+    if args.kept_bytes:
+        _check_kept_bytes(args)
+    import torch  # takes seconds
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda was given, and torch sees no CUDA device; run it where there is one")
+    (_write_kept_bytes if args.kept_bytes else _write_rates)(args, device, output)
+    return 0
+
+
+def _check_kept_bytes(args: argparse.Namespace) -> None:
+    for option, value in (("--hidden-size", args.hidden_size), ("--round-ms", args.round_ms)):
+        if value is not None:
+            raise ValueError(f"{option} {value} is of --calibrate, and --kept-bytes times nothing; leave it out")
+    check_installed("bench --kept-bytes", "megatron", "megatron.core")
+    if "transformer_engine" not in sys.modules and importlib.util.find_spec("transformer_engine") is None:
+        raise ValueError("--kept-bytes measures Transformer Engine's modules, and it is not installed; install it")
+
+
+def _write_kept_bytes(args: argparse.Namespace, device: str, output: Path) -> None:
+    from tempo_megatron.memory.show.stand_ins import list_models, measure_engine
+
+    measured = measure_engine(list_models(), device)
+    output.write_text(json.dumps(dataclasses.asdict(measured), indent=2) + "\n", encoding="utf-8")
+    print(f"measured {', '.join(measured.kept_bytes)}")
+    print(f"wrote {output}: tempo-megatron estimate --kept-bytes {output}")
+
+
+def _write_rates(args: argparse.Namespace, device: str, output: Path) -> None:
+    from tempo_megatron.memory.plan.rates import measure_gpu
+
+    gpu = measure_gpu(device, args.hidden_size or _HIDDEN_SIZES[device], args.round_ms or _ROUND_MS)
     output.write_text(json.dumps(dataclasses.asdict(gpu), indent=2) + "\n", encoding="utf-8")
     for name, rate in gpu.matmul_flops_per_second.items():
         print(f"{name} products   {rate / 1e12:10.3f} TFLOP/s")
@@ -72,110 +88,3 @@ def run_bench(args: argparse.Namespace) -> int:
         print(f"to the host     {gpu.host_link.to_host_bytes_per_second / 1e9:10.3f} GB/s")
         print(f"to the GPU      {gpu.host_link.to_gpu_bytes_per_second / 1e9:10.3f} GB/s")
     print(f"wrote {output}: tempo-megatron plan --gpu {output}")
-    return 0
-
-
-def measure_gpu(device: str, hidden_size: int, round_ms: float) -> Gpu:
-    """The rates of the current device.
-
-    Args:
-        device: "cuda" or "cpu".
-        hidden_size: h of the layer whose four linears' products are timed, on 2 h tokens.
-        round_ms: how long a round is at least.
-    """
-    torch.manual_seed(0)
-    rates = {}
-    for name in DTYPES:
-        _show(f"products in {name}")
-        rates[name] = _measure_products(device, _DTYPES[name], hidden_size, round_ms)
-    _show("memory")
-    bytes_per_second = _measure_copies(device, round_ms)
-    link = _measure_host_link(round_ms) if device == "cuda" else None
-    title = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU, {_count_threads()}"
-    return Gpu(
-        title=title,
-        calibrated=True,
-        source=f"tempo-megatron bench --calibrate --hidden-size {hidden_size}, torch {torch.__version__}, "
-        f"{time.strftime('%Y-%m-%d')}",
-        matmul_flops_per_second=rates,
-        bytes_per_second=bytes_per_second,
-        host_link=link,
-        chip=find_chip() if device == "cuda" else None,
-    )
-
-
-def _count_threads() -> str:
-    count = torch.get_num_threads()
-    return f"{count} thread{'s' if count > 1 else ''}"
-
-
-def _show(what: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\033[Kmeasuring {what}", end="", file=sys.stderr, flush=True)
-        if what == "memory":
-            print("\r\033[K", end="", file=sys.stderr)
-
-
-def _measure_products(device: str, dtype: torch.dtype, hidden_size: int, round_ms: float) -> float:
-    """FLOPs per second of one layer's four forward products together."""
-    calls: list[Callable[[], Tensor]] = []
-    flops = 0
-    for rows, columns, inner in _PRODUCTS:
-        m, n, k = rows * hidden_size, columns * hidden_size, inner * hidden_size
-        flops += 2 * m * n * k
-        x, w = (torch.randn(shape, device=device, dtype=torch.float32).to(dtype) for shape in ((m, k), (n, k)))
-        calls.append(lambda x=x, w=w: x @ w.t())  # type: ignore[misc]
-    return flops / _time(calls, device, round_ms)
-
-
-def _measure_copies(device: str, round_ms: float) -> float:
-    """Bytes per second, read and written, of a tensor times a number into another."""
-    num_elements = _COPIED_BYTES[device] // 2
-    sources = [torch.randn(num_elements, device=device, dtype=torch.bfloat16) for _ in range(_OPERAND_SETS)]
-    out = torch.empty_like(sources[0])
-    calls: list[Callable[[], Tensor]] = [lambda x=x: torch.mul(x, 0.5, out=out) for x in sources]  # type: ignore[misc]
-    return 2 * 2 * num_elements * _OPERAND_SETS / _time(calls, device, round_ms)
-
-
-def _measure_host_link(round_ms: float) -> HostLink:
-    """Bytes per second of copies between pinned memory and the GPU, each direction alone, while other GPUs rest.
-
-    How many GPUs share an uplink cannot be seen from one GPU: the file says 1, and its source says so.
-    """
-    pinned = torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-    on_gpu = torch.empty(_LINK_BYTES, dtype=torch.uint8, device="cuda")
-    out = _time([lambda: pinned.copy_(on_gpu, non_blocking=True)], "cuda", round_ms)
-    back = _time([lambda: on_gpu.copy_(pinned, non_blocking=True)], "cuda", round_ms)
-    return HostLink(
-        title="measured",
-        to_host_bytes_per_second=_LINK_BYTES / out,
-        to_gpu_bytes_per_second=_LINK_BYTES / back,
-        gpus_per_uplink=1,
-        source="pinned memory, one GPU copying; set gpus_per_uplink to the GPUs behind one switch (nvidia-smi topo -m)",
-    )
-
-
-def _time(calls: Sequence[Callable[[], Tensor]], device: str, round_ms: float) -> float:
-    """Seconds that all calls take one after the other: the median of rounds."""
-    seconds = _time_round(calls, device, 1)
-    repeats = max(1, round(round_ms / 1e3 / max(seconds, 1e-6)))
-    _time_round(calls, device, max(1, repeats // 5))
-    return statistics.median(_time_round(calls, device, repeats) / repeats for _ in range(_ROUNDS))
-
-
-def _time_round(calls: Sequence[Callable[[], Tensor]], device: str, repeats: int) -> float:
-    if device == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        for _ in range(repeats):
-            for call in calls:
-                call()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
-    began = time.perf_counter()
-    for _ in range(repeats):
-        for call in calls:
-            call()
-    return time.perf_counter() - began

@@ -15,7 +15,6 @@ from typing import Any
 
 from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.commands.arguments import add_estimate_arguments
-from tempo_megatron.memory.commands.module_tree import describe_tree, format_trees, list_trees
 from tempo_megatron.memory.commands.requested_run import (
     describe_stock,
     read_requested_run,
@@ -29,7 +28,8 @@ from tempo_megatron.memory.megatron.read_command import read_command, set_gpu, w
 from tempo_megatron.memory.rank.estimate import PART_NAMES, RankEstimate, describe_part, estimate_ranks
 from tempo_megatron.memory.routing import set_imbalance
 from tempo_megatron.memory.run import OptimizerSettings, Run
-from tempo_megatron.memory.simulated.module_tree import ModuleMemory
+from tempo_megatron.memory.show.stand_ins import describe_stand_ins, list_models, read_engine
+from tempo_megatron.memory.show.tree import ModuleMemory, describe_tree, format_trees, list_trees
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.models.shape_file import name_shape_file
 from tempo_megatron.plots import INK, import_pyplot, save, tidy
@@ -65,6 +65,11 @@ def run_estimate(args: argparse.Namespace) -> int:
     run = set_gpu(run, args.gpu or (None if command is None else "h100"))
     # What is asked here stands in no command of Megatron-LM.
     estimated = set_imbalance(run, args.moe_imbalance)
+    if args.kept_bytes and run.stock != "transformer_engine":
+        raise ValueError(
+            f"--kept-bytes {args.kept_bytes} is of Transformer Engine's modules, and stock modules are {run.stock}; "
+            "leave it out, or give --stock transformer_engine"
+        )
     found = {}
     tempos = {"stock": TempoConfig.off(), **({} if run.tempo.is_off else {"Tempo": run.tempo})}
     for name, tempo in tempos.items():
@@ -82,6 +87,8 @@ def run_estimate(args: argparse.Namespace) -> int:
     report = HtmlReport(title) if args.html else None
     print(title)
     print(format_estimates(found, shows_all=args.all_ranks))
+    if args.kept_bytes:
+        print(describe_stand_ins(read_engine(args.kept_bytes), list_models()))
     imbalance = None
     if estimated.model.num_experts is not None and estimated.assumes_imbalance:
         largest = {

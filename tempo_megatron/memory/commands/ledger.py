@@ -10,9 +10,8 @@ from typing import Any
 
 from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run
-from tempo_megatron.memory.kept.attribution import Row, format_host, format_size
-from tempo_megatron.memory.kept.ledger import Ledger, measure_run
-from tempo_megatron.memory.kept.plots import (
+from tempo_megatron.memory.show.ledger import Ledger, measure_run
+from tempo_megatron.memory.show.plots import (
     Bars,
     add_kept,
     add_timeline,
@@ -20,9 +19,9 @@ from tempo_megatron.memory.kept.plots import (
     plot_kept,
     plot_timeline,
 )
-from tempo_megatron.memory.kept.timeline import format_timeline
-from tempo_megatron.memory.kept.timeline_files import write_snapshot, write_trace
-from tempo_megatron.memory.simulated.chunk import simulate_step
+from tempo_megatron.memory.show.timeline import format_timeline, simulate_timeline
+from tempo_megatron.memory.show.viewers import write_snapshot, write_trace
+from tempo_megatron.memory.tape.rows import Row, format_host, format_size
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.models.shape_file import name_shape_file
 from tempo_megatron.settings.arguments import tempo_config_from
@@ -36,8 +35,6 @@ _WIDTH = 34
 def run_ledger(args: argparse.Namespace) -> int:
     """Measure stock and Tempo and print one table. Raises ValueError for what cannot be measured."""
     run = read_requested_run(args, _read_tempo_config(args))
-    if run.stock == "local":
-        run = dataclasses.replace(run, stock="cpu")
     followed = next((name for name in ("timeline", "html", "trace", "snapshot") if getattr(args, name)), None)
     if followed and (run.model.num_experts is not None or run.model.multi_latent_attention):
         raise ValueError(
@@ -61,7 +58,7 @@ def run_ledger(args: argparse.Namespace) -> int:
     if args.plot:
         plot_kept(layers, outside, args.plot, title, stock.sbh_bytes)
     if args.timeline or args.html or args.trace or args.snapshot:
-        timeline = simulate_step(run, title=title)
+        timeline = simulate_timeline(run, title=title)
         found = format_timeline(timeline)
         if run.tempo.offloads:
             found += (

@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from tempo_megatron.memory.kept.ledger import measure_run
 from tempo_megatron.memory.rank.estimate import PART_NAMES, estimate_ranks
 from tempo_megatron.memory.run import Run
+from tempo_megatron.memory.show.ledger import measure_run
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.argument_types import format_bytes
 

@@ -16,31 +16,27 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from tempo_kernels.offload import Engine
 from tempo_megatron.beside import Beside
 from tempo_megatron.html_report import HtmlReport
-from tempo_megatron.memory.kept.attribution import (
-    LayerKind,
-    Row,
-    attribute_all,
-    divide_by_layer,
-    format_host,
-    format_size,
-    sum_rows,
-)
-from tempo_megatron.memory.kept.plots import Bars, add_kept, add_timeline, list_parts, plot_kept, plot_timeline
-from tempo_megatron.memory.kept.recorder import GraphReader, SavedStorage
-from tempo_megatron.memory.kept.timeline import (
-    StandingBytes,
-    StepTimeline,
+from tempo_megatron.memory.run import Run
+from tempo_megatron.memory.show.plots import Bars, add_kept, add_timeline, list_parts, plot_kept, plot_timeline
+from tempo_megatron.memory.show.timeline import (
+    GRADIENTS,
+    STATES,
+    WEIGHTS,
     Timeline,
     describe_timeline,
     format_timeline,
+    read_timeline,
 )
-from tempo_megatron.memory.kept.timeline_files import write_snapshot, write_trace
-from tempo_megatron.memory.run import Run
+from tempo_megatron.memory.show.viewers import write_snapshot, write_trace
+from tempo_megatron.memory.tape.follower import Follower, list_storages
+from tempo_megatron.memory.tape.rows import LayerKind, Row, divide_by_layer, format_host, format_size, sum_rows
+from tempo_megatron.memory.tape.scopes import SavedStorage, Scopes
 from tempo_megatron.settings.layer_values import write_layers
 from tempo_megatron.settings.operations import INPUT, STACKS
 from tempo_megatron.slots.mlp import describe_activation
@@ -78,6 +74,52 @@ class Measured:
         return kept + sum(row.num_bytes for row in self.outside)
 
 
+class StandingBytes:
+    """Counts weights, gradients and optimizer states at the first step of every optimizer, until `close`.
+
+    Args:
+        models: the models of this rank, whose parameters are the weights. Other tensors that an optimizer steps, such
+            as float32 copies, count as its states.
+    """
+
+    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
+        self._models = models
+        self._gradients: dict[int, int] = {}
+        self._states: dict[int, int] = {}
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._note_gradients),
+            register_optimizer_step_post_hook(self._note_states),
+        ]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def count(self) -> dict[str, int]:
+        """Category -> bytes; gradients and states are 0 before an optimizer has stepped."""
+        found = {**self.list_lasting(), GRADIENTS: self._gradients}
+        return {kind: sum(storages.values()) for kind, storages in found.items()}
+
+    def list_lasting(self) -> dict[str, dict[int, int]]:
+        """The storages of weights and states, as list_storages returns them."""
+        return {WEIGHTS: list_storages(self._list_parameters()), STATES: self._states}
+
+    def _list_parameters(self) -> list[Tensor]:
+        return [parameter for model in self._models for parameter in model.parameters()]
+
+    def _note_gradients(self, optimizer: Any, *_: Any) -> None:
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        grads = [getattr(p, name, None) for p in (*self._list_parameters(), *stepped) for name in ("grad", "main_grad")]
+        self._gradients |= list_storages(grad for grad in grads if isinstance(grad, Tensor))
+
+    def _note_states(self, optimizer: Any, *_: Any) -> None:
+        weights = list_storages(self._list_parameters())
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        remembered = [value for state in optimizer.state.values() for value in state.values()]
+        found = list_storages(t for t in (*stepped, *remembered) if isinstance(t, Tensor))
+        self._states |= {key: size for key, size in found.items() if key not in weights}
+
+
 class RunLedger:
     """Measures the first training forward of each model of this rank.
 
@@ -88,8 +130,6 @@ class RunLedger:
         read_run: returns the Run of one of the models, which must be right for its layers only. It raises ValueError
             where the estimate does not know them.
         engine: moves what layers keep to the host; None where nothing does.
-
-    Raises ValueError as GraphReader.
     """
 
     def __init__(
@@ -108,11 +148,10 @@ class RunLedger:
         self._saved: dict[int, list[SavedStorage]] = {}
         self._moved: _ByLayer = {}
         self._running = contextlib.ExitStack()
-        self._reader: GraphReader | None = None
+        self._scopes: Scopes | None = None
         self.standing = StandingBytes(self._models)
         self._hooks: list[Any] = []
         for place, model in enumerate(self._models):
-            GraphReader(model)  # raises here if torch is too old
             self._hooks.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
             self._hooks.append(
                 model.register_forward_hook(
@@ -147,17 +186,15 @@ class RunLedger:
     def _begin(self, model: Any, args: Any, keywords: Any) -> None:
         if not (model.training and torch.is_grad_enabled()) or self._models.index(model) in self._saved:
             return
-        given = tuple(t for t in tree_leaves((args, keywords)) if isinstance(t, Tensor))
-        self._reader = GraphReader(model, exclude=given)
-        self._running.enter_context(attribute_all(self._reader, model))
-        self._running.enter_context(self._reader.follow())
+        self._scopes = Scopes(model, exclude=(t for t in tree_leaves((args, keywords)) if isinstance(t, Tensor)))
+        self._running.enter_context(self._scopes.follow())
 
     def _end(self, place: int, output: Any) -> None:
         self._running.close()
-        if self._reader is not None and output is not None:
-            self._saved[place] = self._reader.list_saved(t for t in tree_leaves(output) if isinstance(t, Tensor))
+        if self._scopes is not None and output is not None:
+            self._saved[place] = self._scopes.list_saved(t for t in tree_leaves(output) if isinstance(t, Tensor))
             self._note_moved(self._models[place])
-        self._reader = None
+        self._scopes = None
 
     def _note_moved(self, model: Any) -> None:
         """Note what the layers of a model have moved to the host in this forward."""
@@ -191,10 +228,20 @@ class RunLedger:
                 by_layer[key] = [*by_layer.get(key, ()), *moved]
         return by_layer, rest
 
-    def follow_step(self) -> StepTimeline:
-        """A follower of a later step than the first, so that it knows the optimizer's states."""
-        count_host = (lambda pool=self._engine.pool: pool.num_bytes_in_use) if self._engine else None
-        return StepTimeline(self._models, self.standing.list_lasting(), count_host)
+    @contextlib.contextmanager
+    def follow_step(self, publish: Callable[[Timeline], None]) -> Iterator[None]:
+        """Follow a later step than the first, so that the optimizer's states are known, and publish its timeline."""
+        lasting, engine = self.standing.list_lasting(), self._engine
+        with Follower(
+            *(buffer for model in self._models for buffer in model.buffers()),
+            known_storages=(key for storages in lasting.values() for key in storages),
+            scopes=Scopes(*self._models),
+            count_host=None if engine is None else lambda: engine.pool.num_bytes_in_use,
+        ) as seen:
+            yield
+        standing = {kind: sum(storages.values()) for kind, storages in lasting.items()}
+        activation = describe_activation(self._models[0].config)
+        publish(read_timeline(seen.tape, standing, activation=activation, title=self.write_title()))
 
     def write_title(self) -> str:
         """Model, dtype, s, b and layout."""
@@ -332,9 +379,8 @@ class RunObserver:
             yield
             self._publish(self._ledger.measure())
         else:
-            with self._ledger.follow_step() as timeline:
+            with self._ledger.follow_step(self._publish_timeline):
                 yield
-            self._publish_timeline(timeline.finish(self._ledger.write_title()))
 
     def _publish(self, found: Measured | None) -> None:
         if found is None:

@@ -25,13 +25,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tempo_kernels.offload import MIN_BYTES
-from tempo_megatron.memory.kept.attribution import name_row, sum_rows
 from tempo_megatron.memory.plan.flops import LayerFlops, count_inner, count_layer_flops
 from tempo_megatron.memory.plan.gpu import Gpu
 from tempo_megatron.memory.routing import assume_fullest
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import record_chunk
 from tempo_megatron.memory.simulated.chunk_model import STACKS_OF_FAMILIES, describe_parts
+from tempo_megatron.memory.tape.rows import name_row, sum_rows
 from tempo_megatron.models.build import DTYPES, build_transformer_config
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, OFFLOAD, write_layers

@@ -14,15 +14,8 @@ from typing import Any
 from tempo_megatron.memory.rank.allocator import Block, CachingAllocator, Library
 from tempo_megatron.memory.rank.schedule import Event, list_turns
 from tempo_megatron.memory.rank.standing import Born, Buckets, NoBuckets, Standing, Tensor
-from tempo_megatron.memory.simulated.chunk_memory import (
-    ENGINE_PRODUCT,
-    FREED,
-    LAYERS,
-    PARTS,
-    TORCH_PRODUCT,
-    ChunkMemory,
-    Segment,
-)
+from tempo_megatron.memory.simulated.chunk_memory import LAYERS, PARTS, ChunkMemory, Segment
+from tempo_megatron.memory.tape.tape import ENGINE_PRODUCT, FREED, TORCH_PRODUCT
 
 _Tensor = tuple[Block | None, int]
 """A block and the bytes of the tensor in it."""

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, model_parallel_cuda_manual_seed
@@ -29,18 +29,12 @@ from torch import Tensor
 from tempo_kernels.gelu import make_tables
 from tempo_megatron import cpu
 from tempo_megatron.memory.fake_tensors import set_global_buffer, simulate_layout, use_fake_tensors
-from tempo_megatron.memory.kept.attribution import attribute_all, divide_by_layer
-from tempo_megatron.memory.kept.recorder import Recorder, SavedStorage
-from tempo_megatron.memory.kept.timeline import WEIGHTS, StepTimeline, Timeline
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk_memory import (
     EMBEDDING,
-    ENGINE_PRODUCT,
     HEAD,
     LAYERS,
-    TORCH_PRODUCT,
     ChunkMemory,
-    Event,
     Key,
     LayerParameters,
     Parameter,
@@ -48,7 +42,6 @@ from tempo_megatron.memory.simulated.chunk_memory import (
     divide_blocks,
 )
 from tempo_megatron.memory.simulated.chunk_model import STACKS_OF_FAMILIES, ChunkModel, Ends
-from tempo_megatron.memory.simulated.chunk_trace import ChunkTrace
 from tempo_megatron.memory.simulated.configuration import (
     build_ledger_config,
     convert_parameters,
@@ -60,12 +53,14 @@ from tempo_megatron.memory.simulated.experts import (
     find_stacked_parameters,
 )
 from tempo_megatron.memory.simulated.float8 import count_float8_weights
-from tempo_megatron.memory.simulated.module_tree import Makers, ModuleMemory, build_tree
 from tempo_megatron.memory.simulated.repeated_layers import repeat_layers
 from tempo_megatron.memory.simulated.transformer_engine import (
     choose_attention,
 )
-from tempo_megatron.memory.storages import PeakBytes, find_storages
+from tempo_megatron.memory.tape.follower import Follower, count_storage_bytes, list_storages
+from tempo_megatron.memory.tape.rows import divide_by_layer
+from tempo_megatron.memory.tape.scopes import SavedStorage, Scopes, record_saved
+from tempo_megatron.memory.tape.tape import ENGINE_PRODUCT, TORCH_PRODUCT, Event, Tape
 from tempo_megatron.models.build import build_model, make_inputs
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.settings.config import TempoConfig
@@ -73,7 +68,6 @@ from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.choose import choose
 from tempo_megatron.slots.megatron_versions import VERSION, is_since
 
-_Counter = TypeVar("_Counter", bound=PeakBytes)
 STACKS_OF_MODULES = ("local", "transformer_engine", "cpu")
 
 
@@ -97,14 +91,27 @@ def simulate_chunk(run: Run, layers: range, *, has_gradients: bool = False, **en
     return found
 
 
-def list_modules(run: Run, layers: range, **ends_given: bool) -> ModuleMemory:
-    """Which modules of a chunk made what one micro batch keeps; the arguments are those of `simulate_chunk`."""
+@dataclasses.dataclass(frozen=True)
+class ModuleBytes:
+    """What the operations of a chunk made, by their names."""
+
+    model: Any
+    kept: dict[str, int]
+    """Operation -> bytes that one micro batch keeps from forward to backward."""
+    workspaces: dict[str, int]
+    """Operation -> the most that a call of its attention holds inside itself, beyond its results."""
+    layers: dict[int, list[tuple[int, int]]]
+    """id of a ModuleList -> (number of the first, how many) of the layers that each of its modules is."""
+
+
+def count_by_module(run: Run, layers: range, **ends_given: bool) -> ModuleBytes:
+    """What the modules of a chunk made; the arguments are those of `simulate_chunk`."""
     cut = _cut(run, layers)
     with _simulate(cut):
         chunk = _Chunk(cut, _find_ends(run, layers, **ends_given), has_gradients=True)
         if not layers:
             chunk.drop_layers()
-        return chunk.list_modules(layers.start)
+        return chunk.count_by_module(layers.start)
 
 
 def _find_ends(
@@ -245,7 +252,7 @@ class _Chunk:
     def measure(self) -> ChunkMemory | None:
         """What the micro batch does; None where the layers that run do not show what all do."""
         batch = self._make_batch()
-        segments = self._list_segments(self._follow(batch, ChunkTrace))
+        segments = self._list_segments(self._follow(batch).tape)
         if segments is None:
             return None
         return ChunkMemory(
@@ -267,21 +274,21 @@ class _Chunk:
             backward=tuple(each for each in segments if each.is_backward),
         )
 
-    def _list_segments(self, trace: ChunkTrace) -> list[Segment] | None:
-        trace.drop_freed()
+    def _list_segments(self, tape: Tape) -> list[Segment] | None:
         # What is freed behind the last bound is freed at the end of what ran then.
-        bounds = [*self._bounds, (self._bounds[-1][0], len(trace.events))]
+        bounds = [*self._bounds, (self._bounds[-1][0], len(tape.events))]
         begins = [0, *(end for _, end in self._bounds)]
         blocks = [
-            (key, self._name_libraries(key[0], trace.events[begin:end]))
+            (key, self._name_libraries(key[0], tape.events[begin:end]))
             for (key, end), begin in zip(bounds, begins, strict=True)
         ]
         found = repeat_layers(blocks, {place: each for place, (_, each) in enumerate(self._layers) if each > 1})
         if found is None:
             return None
         repeated, originals = found
-        workspaces = {number: trace.workspaces[name] for number, name in originals.items() if name in trace.workspaces}
-        return divide_blocks(repeated, trace.gradients, workspaces)
+        held = {each.storage: each.num_bytes for each in tape.workspaces if each.storage is not None}
+        workspaces = {number: held[name] for number, name in originals.items() if name in held}
+        return divide_blocks(repeated, tape.gradients, workspaces)
 
     def _name_libraries(self, part: str, events: Sequence[Event]) -> list[Event]:
         """Events in which each product is its library's: torch's are those of unfused attention and the head."""
@@ -295,7 +302,7 @@ class _Chunk:
         if self._run.data_has_masks and self._run.model.family == "gpt":
             tensors.pop("attention_mask", None)
         masks = self._count_masks() if self._keeps_masks else 0
-        return [*find_storages(tensors.values()).values(), *([masks] if masks else [])]
+        return [*list_storages(tensors.values()).values(), *([masks] if masks else [])]
 
     @property
     def _keeps_masks(self) -> bool:
@@ -313,55 +320,49 @@ class _Chunk:
         # Of the whole sample's tokens: a context-parallel rank has its share of the rows.
         return self._run.micro_batch_size * self._run.model.seq_length**2 * self._run.layout.cp
 
-    def list_modules(self, first_layer: int) -> ModuleMemory:
+    def count_by_module(self, first_layer: int) -> ModuleBytes:
         """first_layer: number of the chunk's first one in the whole model."""
         batch, kept = self._make_batch(), {}
 
         def run(batch: dict[str, Any]) -> None:
             edge = self._run_to_loss(batch)
-            assert isinstance(self._seen, Makers)
-            kept.update(self._seen.sum_by_module())
+            kept.update(self._seen.sum_by_operation())
             self._run_backward(edge)
 
-        workspaces = self._follow(batch, Makers, run).workspaces
+        workspaces: dict[str, int] = {}
+        for each in self._follow(batch, run, Scopes(self._model)).tape.workspaces:
+            workspaces[each.operation] = max(workspaces.get(each.operation, 0), each.num_bytes)
         times = [each for _, each in self._rows]
         numbers = [(first_layer + sum(times[:place]), each) for place, each in enumerate(times)]
         layers = {id(stack.layers): numbers for stack in self._stacks if len(stack.layers)}
-        return build_tree(self._model, kept, workspaces, layers)
+        return ModuleBytes(self._model, kept, workspaces, layers)
 
     def record(self, *, gives_mask: bool) -> tuple[dict[tuple[str, int], list[SavedStorage]], list[SavedStorage]]:
         batch = self._make_batch(gives_mask=gives_mask)
-        recorder = Recorder(self._model, exclude=tuple(t for t in batch.values() if isinstance(t, Tensor)))
-        with self._on_device(), attribute_all(recorder, self._model), recorder.record():
-            output = self._run_forward(batch)
-        saved = recorder.list_saved()
-        del output
+        given = [t for t in batch.values() if isinstance(t, Tensor)]
+        with self._on_device():
+            _, saved = record_saved(self._model, lambda: self._run_forward(batch), given)
         return divide_by_layer(saved, self._model.config)
 
     def _follow(
-        self,
-        batch: dict[str, Any],
-        count_with: type[_Counter],
-        run: Callable[[dict[str, Any]], None] | None = None,
-    ) -> _Counter:
+        self, batch: dict[str, Any], run: Callable[[dict[str, Any]], None] | None = None, scopes: Scopes | None = None
+    ) -> Follower:
         """Run the micro batch, or what `run` runs of it."""
         if self._has_gradients:
             for parameter in self._model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         known = [*self._model.parameters(), *self._model.buffers(), *batch.values(), *gradients]
-        seen = count_with(*(t for t in known if isinstance(t, Tensor)))
+        seen = Follower(*(t for t in known if isinstance(t, Tensor)), scopes=scopes)
         self._seen = seen
         self._buffer = LastingBuffer(seen, self._uses_global_buffer)
         set_global_buffer(self._buffer)
         self._add_marks()
-        if isinstance(seen, Makers):
-            seen.watch(self._model)
         with self._seen, self._on_device(self._seen):
             (run or self._run_micro_batch)(batch)
         return seen
 
-    def _on_device(self, seen: PeakBytes | None = None) -> contextlib.AbstractContextManager[None]:
+    def _on_device(self, seen: Follower | None = None) -> contextlib.AbstractContextManager[None]:
         run = self._run
         attention = choose_attention(run)
         return on_device(run.stock, seen, run.chip, is_deterministic=run.deterministic, stock_attention=attention)
@@ -471,7 +472,7 @@ class _Chunk:
             output.register_hook(lambda _: self._mark(part, place))
 
     def _note_gradient(self, parameter: Tensor) -> None:
-        if isinstance(self._seen, ChunkTrace) and parameter.grad is not None:
+        if parameter.grad is not None:
             self._seen.note_gradient(parameter.grad)
 
     def _mark(self, part: str, place: int | None) -> None:
@@ -481,9 +482,8 @@ class _Chunk:
             self._key = key
 
     def _close(self) -> None:
-        self._seen.drop_freed()
-        if self._key is not None and isinstance(self._seen, ChunkTrace):
-            self._bounds.append((self._key, len(self._seen.events)))
+        if self._key is not None:
+            self._bounds.append((self._key, len(self._seen.tape.events)))
 
     def _count_parameters(self) -> int:
         """Of the whole chunk."""
@@ -545,8 +545,9 @@ def _count(parameters: Iterable[Tensor]) -> int:
     return sum(p.numel() for p in parameters)
 
 
-def simulate_step(run: Run, *, title: str) -> Timeline:
-    """One micro batch of all layers on rank 0 of a tensor-parallel group, with Megatron's local modules as on a GPU.
+def record_step(run: Run) -> tuple[Tape, int]:
+    """The tape of one micro batch of all layers on rank 0 of a tensor-parallel group, with Megatron's local modules as
+    on a GPU, and the bytes of the weights.
 
     It ends with the last gradient: there is no optimizer. Raises ValueError where the model has no vocab_size.
     """
@@ -558,10 +559,9 @@ def simulate_step(run: Run, *, title: str) -> Timeline:
         model = build_model(shape, config, chosen, vocab_size).train()
         convert_parameters(model, run.dtype)
         batch = make_inputs(shape, vocab_size, run.micro_batch_size, causal_mask=_reads_mask(chosen, shape))
-        timeline = StepTimeline([model], {WEIGHTS: find_storages(model.parameters())})
-        with timeline:
+        with Follower(*model.parameters(), *model.buffers(), scopes=Scopes(model)) as seen:
             _run(model, batch, takes_mask=shape.family == "gpt" or chosen.loss == "fused")
-        return timeline.finish(title)
+        return seen.tape, count_storage_bytes(model.parameters())
 
 
 def _reads_mask(chosen: TempoConfig, shape: ModelShape) -> bool:

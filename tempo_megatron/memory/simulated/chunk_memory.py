@@ -7,17 +7,10 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from tempo_megatron.memory.tape.tape import FREED, GRADIENT, Event
+
 EMBEDDING, LAYERS, HEAD = "embedding", "layers", "loss head"
 PARTS = (EMBEDDING, LAYERS, HEAD)
-
-Event = tuple[int, int]
-"""(number, bytes) where a storage is made, (number, FREED) where it is freed; the numbers of other marks are below 0,
-or in a Segment 0."""
-FREED = -1
-ENGINE_PRODUCT, TORCH_PRODUCT = -2, -3
-"""A matrix product begins, of Transformer Engine's handle of cuBLAS or of torch's."""
-GRADIENT = -4
-"""A parameter's gradient is complete."""
 
 Key = tuple[str, int | None, bool]
 """Whose operations run: the part, the layer's place, and whether it is backward."""

@@ -29,7 +29,7 @@ from tempo_kernels.linear_cross_entropy import CHUNK_BYTES, OPERATIONS, use_chun
 from tempo_kernels.opaque import Opaque, simulate
 from tempo_kernels.philox import DRAWS
 from tempo_megatron.memory.chips import H100, Chip
-from tempo_megatron.memory.storages import PeakBytes
+from tempo_megatron.memory.tape.follower import Follower
 
 PLACES = ("key_low", "key_high", "sample", "first_head", "first_row")
 """Arguments of operations that say which random bits are drawn, not how many."""
@@ -38,7 +38,7 @@ PLACES = ("key_low", "key_high", "sample", "first_head", "first_row")
 @contextlib.contextmanager
 def on_device(
     stock: str,
-    seen: PeakBytes | None = None,
+    seen: Follower | None = None,
     chip: Chip = H100,
     *,
     is_deterministic: bool = False,
@@ -61,7 +61,7 @@ def on_device(
     with (
         simulate(_Gpu(seen, chip, is_deterministic, stock_attention).run),
         use_chunk_bytes(CHUNK_BYTES["cuda"]),
-        _GpuDropout(),
+        _GpuFunctions(),
     ):
         yield
 
@@ -69,7 +69,7 @@ def on_device(
 class _Gpu:
     """What operations make on a GPU."""
 
-    def __init__(self, seen: PeakBytes | None, chip: Chip, is_deterministic: bool, stock_attention: str) -> None:
+    def __init__(self, seen: Follower | None, chip: Chip, is_deterministic: bool, stock_attention: str) -> None:
         self._seen, self._chip = seen, chip
         self._is_deterministic, self._stock_attention = is_deterministic, stock_attention
         self._replay = None if seen is None else _Replay(seen)
@@ -118,7 +118,7 @@ class _Gpu:
         """Make and free workspaces of so many bytes; `kept` is what the call's forward kept."""
         held = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         if self._seen is not None:
-            self._seen.note_workspaces(sum(map(_count_bytes, held)), self._seen.count_alive(), kept)
+            self._seen.note_workspaces(sum(map(_count_bytes, held)), self._seen.alive_bytes, kept)
 
 
 def _is_softmax(function: Any, inputs: Sequence[Any]) -> bool:
@@ -159,13 +159,33 @@ class _HeadKernels:
         """It writes over the logits."""
 
 
-class _GpuDropout(TorchFunctionMode):
-    """torch's dropout with the mask that a GPU keeps, a byte per element."""
+class _GpuFunctions(TorchFunctionMode):
+    """torch's dropout with the mask that a GPU keeps, a byte per element, and its LayerNorm with statistics in float32,
+    which a CPU keeps in the dtype of its input."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.dropout:
             return _drop_on_gpu(*args, **kwargs)
+        if func is torch.nn.functional.layer_norm:
+            return _normalize_on_gpu(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _normalize_on_gpu(x: Tensor, shape: Any, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    found: Tensor = _LayerNorm.apply(x, weight, bias)
+    return found
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        statistics = (x.new_empty(*x.shape[:-1], 1, dtype=torch.float32) for _ in range(2))
+        ctx.save_for_backward(x, weight, bias, *statistics)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(each) for each in ctx.saved_tensors[:3])
 
 
 def _drop_on_gpu(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -223,7 +243,7 @@ class LastingBuffer(GlobalMemoryBuffer):  # type: ignore[misc]
         is_used: says whether what runs now uses the buffer; Transformer Engine's modules take memory anew instead.
     """
 
-    def __init__(self, seen: PeakBytes, is_used: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, seen: Follower, is_used: Callable[[], bool] = lambda: True) -> None:
         super().__init__()
         self._seen, self._is_used = seen, is_used
 
@@ -258,9 +278,9 @@ class _Call:
 
 
 class _Replay:
-    """Runs functions under a PeakBytes, and replays the calls that it has recorded."""
+    """Runs functions under a Follower, and replays the calls that it has recorded."""
 
-    def __init__(self, seen: PeakBytes) -> None:
+    def __init__(self, seen: Follower) -> None:
         self._seen = seen
         self._calls: dict[Hashable, _Call | None] = {}
 
@@ -286,11 +306,11 @@ class _Replay:
             function: without arguments.
         """
         key = tuple(_describe(value) for value in key)
-        call, start = self._calls.get(key), self._seen.count_alive()
+        call, start = self._calls.get(key), self._seen.alive_bytes
         if call is None:
             known = key in self._calls
             found, rise = self._seen.measure(function)
-            growth = self._seen.count_alive() - start
+            growth = self._seen.alive_bytes - start
             if not known:
                 self._calls[key] = self._note(found, rise, growth)
             return found, start + rise, rise - growth

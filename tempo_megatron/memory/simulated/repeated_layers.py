@@ -6,7 +6,8 @@ import collections
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
-from tempo_megatron.memory.simulated.chunk_memory import FREED, Block, Event, Key
+from tempo_megatron.memory.simulated.chunk_memory import Block, Key
+from tempo_megatron.memory.tape.tape import FREED, Event
 
 _Storage = tuple[int, int]
 """(the block that made it, its rank among those that the block made)."""

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from tempo_megatron.html_report import HtmlReport
-from tempo_megatron.memory.kept.attribution import Row
-from tempo_megatron.memory.kept.timeline import LOSS_HEAD, OTHERS, STANDING, TRANSIENTS, Timeline
+from tempo_megatron.memory.show.timeline import LOSS_HEAD, OTHERS, STANDING, TRANSIENTS, Timeline
+from tempo_megatron.memory.tape.rows import Row
 from tempo_megatron.plots import GRID, INK, import_pyplot, save, tidy
 
 Bars = Mapping[str, Mapping[str, int]]

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import Any
 
-import torch
+from tempo_megatron.memory.tape.scopes import SavedStorage
+from tempo_megatron.settings.operations import ACTIVATION, LEDGER_ROWS, STACKS, LedgerRow
 
-from tempo_megatron.memory.kept.recorder import SavedStorage, Scopes
-from tempo_megatron.settings.operations import ACTIVATION, DISPATCHER, LEDGER_ROWS, MASK, OPERATIONS, STACKS, LedgerRow
-
-_BDA = OPERATIONS["dropout"].slots
 _ROWS = {(row.module, row.is_scores): row for row in LEDGER_ROWS}
 _MODULES = {row.module for row in LEDGER_ROWS}
 _LAYER = re.compile(rf"^({'|'.join(STACKS)})\.layers\.(\d+)")
 # A SequentialMLP's.
 _EXPERT = re.compile(r"\.local_experts\.\d+")
-# In the order in which a mixture of experts calls them.
-_OF_DISPATCHERS = (
-    *("dispatch_preprocess", "token_dispatch", "dispatch_postprocess"),
-    *("combine_preprocess", "token_combine", "combine_postprocess"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,47 +53,6 @@ class LayerKind:
     def host_bytes(self) -> int:
         """What of it is on the host."""
         return sum(row.host_bytes for row in self.rows)
-
-
-@contextlib.contextmanager
-def attribute_all(recorder: Scopes, model: Any) -> Iterator[None]:
-    """Give names to what is no module: bias-dropout-add functions, dispatchers of experts and attention masks."""
-    with contextlib.ExitStack() as undo:
-        for stack in STACKS:
-            block: Any = getattr(model, stack, None)
-            if block is None:
-                continue
-            hook = block.register_forward_pre_hook(
-                lambda _, args, keywords: _claim_masks(recorder, keywords), with_kwargs=True
-            )
-            undo.callback(hook.remove)
-            for place, layer in enumerate(block.layers):
-                for name in _BDA:
-                    if not isinstance(get_function := getattr(layer, name, None), (torch.nn.Module, type(None))):
-                        setattr(layer, name, _scope_bda(recorder, f"{stack}.layers.{place}.{name}", get_function))
-                        undo.callback(setattr, layer, name, get_function)
-                dispatcher = getattr(getattr(layer, "mlp", None), DISPATCHER, None)
-                if dispatcher is not None:
-                    stock, operation = type(dispatcher), f"{stack}.layers.{place}.mlp.{DISPATCHER}"
-                    dispatcher.__class__ = _scope_dispatcher(recorder, operation, stock)
-                    undo.callback(setattr, dispatcher, "__class__", stock)
-        yield
-
-
-def _claim_masks(recorder: Scopes, keywords: dict[str, Any]) -> None:
-    for name in ("attention_mask", "context_mask"):
-        if (mask := keywords.get(name)) is not None:
-            recorder.claim(mask, MASK)
-
-
-def _scope_bda(recorder: Scopes, operation: str, get_function: Any) -> Any:
-    return lambda training, fused: recorder.scope(operation, get_function(training, fused))
-
-
-def _scope_dispatcher(recorder: Scopes, operation: str, stock: type) -> type:
-    """The class of a dispatcher, whose methods run as `operation`. It is a class since a dispatcher may be copied."""
-    methods = {name: recorder.scope(operation, getattr(stock, name)) for name in _OF_DISPATCHERS}
-    return type(stock.__name__, (stock,), methods)
 
 
 def find_layer(operation: str) -> tuple[str, int] | None:
@@ -149,7 +99,7 @@ def sum_rows(saved: Iterable[SavedStorage], lengths: Iterable[int], activation: 
     """The rows of the table, in its order.
 
     Args:
-        saved: the storages, as `Recorder.list_saved` returns them.
+        saved: the storages, as `Scopes.list_saved` returns them.
         lengths: tokens per sample, for each stack.
         activation: the name of the MLP's activation.
     """

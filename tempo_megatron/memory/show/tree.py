@@ -1,0 +1,140 @@
+"""The breakdown of `estimate --tree`: which module made what one micro batch of a stage keeps, and its workspaces."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tempo_megatron.memory.routing import assume_routing
+from tempo_megatron.memory.run import Run
+from tempo_megatron.memory.simulated.chunk import count_by_module
+
+_WIDTH = 54
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleMemory:
+    """A module, or several layers alike, and the modules in it."""
+
+    name: str
+    """Its own name, or of layers their numbers from 0 over the whole model: `4-7`."""
+
+    times: int
+    """How many layers alike it stands for."""
+
+    kept_bytes: int
+    """Of one of them: what it and the modules in it made, and one micro batch keeps from forward to backward."""
+
+    workspace_bytes: int
+    """Of the attention in one of them: the most that a call holds inside itself, beyond its results."""
+
+    num_parameters: int
+    """Of one of them, on one rank."""
+
+    children: tuple[ModuleMemory, ...] = ()
+
+
+def list_trees(run: Run, stage: int) -> list[ModuleMemory]:
+    """One tree for each chunk of a stage, in the order of the model.
+
+    Raises ValueError as `memory.rank.estimate.estimate_ranks`, which has run before.
+    """
+    run, chunks = assume_routing(run, stage), run.list_chunks(stage)
+    ends = run.list_ends(stage)
+    return [list_modules(run, layers, **of_chunk) for layers, of_chunk in zip(chunks, ends, strict=True)]
+
+
+def list_modules(run: Run, layers: range, **ends_given: bool) -> ModuleMemory:
+    """The tree of a chunk; what neither keeps anything nor has parameters is left out.
+
+    Its arguments are those of `memory.simulated.chunk.simulate_chunk`.
+    """
+    found = count_by_module(run, layers, **ends_given)
+    # A module in two places, as a T5's position embeddings, has the name of the first.
+    modules = {name for name, _ in found.model.named_modules()}
+
+    def name_module(operation: str) -> str:
+        """An operation that is no module belongs to the module around it."""
+        while operation not in modules:
+            operation = operation.rpartition(".")[0]
+        return operation
+
+    kept, held = dict.fromkeys(modules, 0), dict.fromkeys(modules, 0)
+    for operation, num_bytes in found.kept.items():
+        kept[name_module(operation)] += num_bytes
+    for operation, num_bytes in found.workspaces.items():
+        held[name_module(operation)] = max(held[name_module(operation)], num_bytes)
+    return _build(found.model, "", "", kept, held, found.layers, set())
+
+
+def _build(
+    module: torch.nn.Module,
+    name: str,
+    path: str,
+    kept: Mapping[str, int],
+    workspaces: Mapping[str, int],
+    layers: Mapping[int, Sequence[tuple[int, int]]],
+    counted: set[int],
+) -> ModuleMemory:
+    """counted: ids of parameters that count elsewhere: one of several modules, as of tied embeddings, counts once."""
+    own = {id(p): p.numel() for p in module.parameters(recurse=False) if id(p) not in counted}
+    counted.update(own)
+    children = [
+        _build(child, each, f"{path}.{each}" if path else each, kept, workspaces, layers, counted)
+        for each, child in module.named_children()
+    ]
+    if id(module) in layers:
+        children = _merge(children, layers[id(module)])
+    total = kept.get(path, 0) + sum(child.times * child.kept_bytes for child in children)
+    number = sum(own.values()) + sum(child.times * child.num_parameters for child in children)
+    held = max([workspaces.get(path, 0), *(child.workspace_bytes for child in children)])
+    used = tuple(child for child in children if child.kept_bytes or child.num_parameters)
+    return ModuleMemory(name, 1, total, held, number, used)
+
+
+def _merge(children: Sequence[ModuleMemory], numbers: Sequence[tuple[int, int]]) -> list[ModuleMemory]:
+    """Layers, those next to one another that are alike as one."""
+    found: list[tuple[int, ModuleMemory]] = []
+    for child, (first, times) in zip(children, numbers, strict=True):
+        if found and dataclasses.replace(found[-1][1], times=1) == dataclasses.replace(child, name=""):
+            first, times = found[-1][0], found[-1][1].times + times
+            found.pop()
+        found.append((first, dataclasses.replace(child, name="", times=times)))
+    return [
+        dataclasses.replace(each, name=str(first) if each.times == 1 else f"{first}-{first + each.times - 1}")
+        for first, each in found
+    ]
+
+
+def format_trees(title: str, trees: list[ModuleMemory]) -> str:
+    """A table; a number of layers alike stands in front of what one of them has."""
+    lines = [
+        title,
+        f"{'MiB that one micro batch keeps for backward':<{_WIDTH}}{'kept':>12}{'workspaces':>12}{'parameters':>16}",
+    ]
+    for place, tree in enumerate(trees):
+        name = "model" if len(trees) == 1 else f"chunk {place}"
+        lines += [
+            f"{'  ' * depth + label:<{_WIDTH}}{kept / 2**20:>12.2f}{held / 2**20:>12.2f}{number:>16,}"
+            for depth, label, kept, held, number in _list_rows(tree, name, 0)
+        ]
+    return "\n".join(lines)
+
+
+def _list_rows(tree: ModuleMemory, label: str, depth: int) -> Iterator[tuple[int, str, int, int, int]]:
+    yield depth, label, tree.kept_bytes, tree.workspace_bytes, tree.num_parameters
+    own = tree.kept_bytes
+    for child in tree.children:
+        name = f"{child.name}, each of {child.times}" if child.times > 1 else child.name
+        yield from _list_rows(child, name, depth + 1)
+        own -= child.times * child.kept_bytes
+    if own and tree.children:
+        yield depth + 1, "itself", own, 0, 0
+
+
+def describe_tree(tree: ModuleMemory) -> dict[str, Any]:
+    """As JSON has it, in bytes."""
+    return dataclasses.asdict(tree)

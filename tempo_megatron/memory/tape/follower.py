@@ -1,0 +1,213 @@
+"""Follows the storages that operations make, from the operation that makes each until nobody holds it any more."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tempo_megatron.memory.tape.scopes import Scopes
+from tempo_megatron.memory.tape.tape import ENGINE_PRODUCT, GRADIENT, TORCH_PRODUCT, Storage, Tape, Workspaces
+
+_Result = TypeVar("_Result")
+_PRODUCTS = {
+    torch.ops.aten.mm.default: ENGINE_PRODUCT,
+    torch.ops.aten.addmm.default: ENGINE_PRODUCT,
+    torch.ops.aten.bmm.default: TORCH_PRODUCT,
+    torch.ops.aten.baddbmm.default: TORCH_PRODUCT,
+}
+
+
+class Follower(TorchDispatchMode):
+    """Sees every operation that reaches torch's dispatcher, in forward and in backward, and records what it makes.
+
+    It works on real and on fake tensors, on any device, changes no result, and costs some microseconds an operation.
+    Torch keeps the Python object of a storage as long as the storage itself, so a weak reference tells when it is
+    freed.
+
+    It does not see memory that an operation takes and gives back inside itself (a product's packed operands, workspaces
+    of cuBLAS), nor what an allocator rounds up or keeps for itself. Enter it inside of a FakeTensorMode, not outside.
+
+    Args:
+        known: tensors whose storages do not count, whoever returns them: parameters, a micro batch.
+        known_storages: further ones, as `list_storages` names them.
+        scopes: names what makes each storage; entered with the follower.
+        count_host: returns the bytes on the host; None where nothing moves there.
+    """
+
+    def __init__(
+        self,
+        *known: Tensor,
+        known_storages: Iterable[int] = (),
+        scopes: Scopes | None = None,
+        count_host: Callable[[], int] | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = Tape()
+        self.alive_bytes = 0
+        """The bytes that are alive now."""
+        self.peak = 0
+        """The most bytes alive at once since the start, or since `begin_phase`. What an operation read still counts
+        when its results are there."""
+        self._known = {t.untyped_storage()._cdata for t in known} | {*known_storages}
+        self._alive: dict[int, int] = {}  # address of a storage -> its number
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        # Storages of `make_known`: while somebody holds them, no other storage has their addresses.
+        self._held: list[torch.UntypedStorage] = []
+        self._looks_away = False
+        self._with_gradient: set[int] = set()
+        self._scopes, self._count_host = scopes, count_host
+        self._context = contextlib.ExitStack()
+
+    def __enter__(self) -> Follower:
+        if self._count_host is not None:
+            self.tape.on_host.append(self._count_host())
+        if self._scopes is not None:
+            self._context.enter_context(self._scopes.follow(self.tape))
+            for parameter in self._scopes.list_trained():
+                hook = parameter.register_post_accumulate_grad_hook(self._note_gradients_of)
+                self._context.callback(hook.remove)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._context.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _PRODUCTS:
+            self.tape.mark(_PRODUCTS[func])
+        out = func(*args, **(kwargs or {}))
+        new: dict[int, torch.UntypedStorage] = {}
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor) and not t.is_meta and not self._looks_away:  # meta has a size and no memory
+                storage = t.untyped_storage()
+                if storage._cdata not in self._known and storage._cdata not in self._alive:
+                    new[storage._cdata] = storage
+        if new:
+            # A view of what nobody has seen being made: that was there before. A literal's tensor is made outside of
+            # the dispatcher, and lift_fresh is the first to return it.
+            is_view = func is not torch.ops.aten.lift_fresh.default
+            inputs = tree_leaves((args, kwargs)) if is_view else []
+            self._note(new, {t.untyped_storage()._cdata for t in inputs if isinstance(t, Tensor)})
+        return out
+
+    def _note(self, new: dict[int, torch.UntypedStorage], read: set[int]) -> None:
+        phase, operation = ("", "") if self._scopes is None else self._scopes.find_place(self.tape)
+        self.tape.num_steps += 1
+        if self._count_host is not None:
+            self.tape.on_host.append(self._count_host())
+        for key, storage in new.items():
+            was_there = key in read
+            made = Storage(
+                storage.nbytes(),
+                "" if was_there else phase,
+                "" if was_there else operation,
+                0 if was_there else self.tape.num_steps,
+            )
+            self._alive[key] = self.tape.add(made)
+            self._references[key] = weakref.ref(storage, functools.partial(self._free, key))
+            self.alive_bytes += made.num_bytes
+        self.peak = max(self.peak, self.alive_bytes)
+
+    def _free(self, key: int, _: Any) -> None:
+        number = self._alive.pop(key)
+        del self._references[key]
+        self.alive_bytes -= self.tape.storages[number].num_bytes
+        self.tape.free(number)
+
+    def make_known(self, function: Callable[[], Tensor]) -> Tensor:
+        """What `function` returns, whose storage does not count from then on; nothing that it makes counts."""
+        self._looks_away = True
+        try:
+            made = function()
+        finally:
+            self._looks_away = False
+        self._held.append(made.untyped_storage())
+        self._known.add(made.untyped_storage()._cdata)
+        return made
+
+    def begin_phase(self) -> int:
+        """Let `peak` begin again at what is alive now, which is returned."""
+        self.peak = self.alive_bytes
+        return self.peak
+
+    def measure(self, function: Callable[[], _Result]) -> tuple[_Result, int]:
+        """What `function` returns, and how many bytes more than before are alive while it runs; `peak` has them too.
+
+        On the tape the call is one storage for a moment, as large as all that was alive inside at most, and then what
+        it leaves: its results first.
+        """
+        first_event, first_storage = len(self.tape.events), len(self.tape.storages)
+        before, start = self.peak, self.begin_phase()
+        result = function()
+        rise = self.peak - start
+        self.peak = max(self.peak, before)
+        alive = {key: number for key, number in list(self._alive.items()) if number >= first_storage}
+        tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        results = [alive.pop(key) for t in tensors if (key := t.untyped_storage()._cdata) in alive]
+        self.tape.replace_call(first_event, first_storage, rise, [*results, *alive.values()])
+        return result, rise
+
+    def note_rise(self, num_bytes: int) -> None:
+        """Count `num_bytes` beyond what is alive as alive for a moment."""
+        self.peak = max(self.peak, self.alive_bytes + num_bytes)
+        self.tape.add_moment(num_bytes)
+
+    def note_workspaces(self, num_bytes: int, level: int, kept: Tensor | None) -> None:
+        """Record what a call of attention held inside itself, without its results.
+
+        Args:
+            num_bytes: of it, at most.
+            level: all that was alive then, which `peak` has already.
+            kept: what the call's forward kept, where this is its backward.
+        """
+        number = None if kept is None else self._alive.get(kept.untyped_storage()._cdata)
+        operation = "" if self._scopes is None else self._scopes.operation
+        if number is not None:
+            operation = self.tape.storages[number].operation
+        self.tape.workspaces.append(Workspaces(num_bytes, operation, self.tape.find_level(level, self.alive_bytes)))
+
+    def note_gradient(self, gradient: Tensor) -> None:
+        """Record that the gradient of a parameter is complete; of several in one storage the first has its bytes."""
+        storage = gradient.untyped_storage()
+        is_new = storage._cdata not in self._known and storage._cdata not in self._with_gradient
+        self._with_gradient.add(storage._cdata)
+        if storage._cdata in self._alive:
+            self.tape.storages[self._alive[storage._cdata]].is_gradient = True
+        self.tape.gradients[self.tape.mark(GRADIENT)] = gradient.numel(), storage.nbytes() if is_new else 0
+
+    def _note_gradients_of(self, parameter: Tensor) -> None:
+        for gradient in (parameter.grad, getattr(parameter, "main_grad", None)):
+            if gradient is not None:
+                self.note_gradient(gradient)
+
+    def sum_by_operation(self) -> dict[str, int]:
+        """The operation that made them -> bytes that are alive now."""
+        found: dict[str, int] = collections.Counter()
+        for number in list(self._alive.values()):
+            found[self.tape.storages[number].operation] += self.tape.storages[number].num_bytes
+        return found
+
+
+def list_storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Distinct storages -> their bytes. ZeRO-3's partitions count in place of the weights that they are parts of."""
+    storages: dict[int, int] = {}
+    for tensor in tensors:
+        part = getattr(tensor, "ds_tensor", None)
+        storage = (tensor if part is None else part).untyped_storage()
+        storages[storage._cdata] = storage.nbytes()
+    return storages
+
+
+def count_storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """The bytes of the tensors' distinct storages."""
+    return sum(list_storages(tensors).values())
