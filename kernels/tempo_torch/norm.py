@@ -132,8 +132,8 @@ def _recognise_by_result(module: nn.Module) -> tuple[type[_Norm], dict[str, Any]
         return "its weight is no vector, or it has no eps"
     generator = torch.Generator().manual_seed(1)
     made = {name: torch.rand(shape, generator=generator, dtype=torch.float32) + 0.5 for name in parameters}
-    # Small enough for eps to matter.
-    x = torch.randn(5, *shape, generator=generator, dtype=torch.float32) * eps**0.5 + eps**0.5
+    # Small enough for eps to matter, and of three dimensions, for a norm over channels is another one there.
+    x = torch.randn(2, 3, *shape, generator=generator, dtype=torch.float32) * eps**0.5 + eps**0.5
     twin = copy.copy(module)
     twin.__dict__["_parameters"] = {**module._parameters, **made}
     try:
