@@ -207,14 +207,9 @@ def examine(case: Case) -> dict[str, Any]:
 
 def make_table(records: list[dict]) -> str:
     """Formats the table in Markdown."""
-    lines = [
-        "| | stock | Tempo | floor | Tempo / stock | p 0 | repeatable | left |",
-        "| --- | ---: | ---: | ---: | ---: | --- | --- | --- |",
-    ]
+    lines = ["| | stock | Tempo | left |", "| --- | ---: | ---: | --- |"]
     for row in records:
-        stock, tempo, floor = (row[name] for name in ("stock_sbh", "tempo_sbh", "floor_sbh"))
-        cells = [row["architecture"], f"{stock:.2f}", f"{tempo:.2f}", "" if floor is None else f"{floor:.2f}"]
-        cells += [f"{tempo / stock:.2f}", f"{row['p0']:.0e}", "yes" if row["repeatable"] else "no"]
+        cells = [row["architecture"], f"{row['stock_sbh']:.2f}", f"{row['tempo_sbh']:.2f}"]
         lines.append(f"| {' | '.join([*cells, '; '.join(row['left'])])} |")
     return "\n".join(lines)
 

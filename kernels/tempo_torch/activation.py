@@ -9,20 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from tempo_kernels.activation import activate
-from tempo_kernels.gelu import gelu
+from tempo_kernels.activation import ACTIVATIONS, activate
 from tempo_kernels.recompute import recompute
-from tempo_kernels.squared_relu import squared_relu
 from tempo_torch.replace import Replaced
 
-IN_PLACE: dict[str, Callable[..., Tensor]] = {
-    "gelu": gelu,
-    "gelu_tanh": partial(gelu, approximate="tanh"),
-    "squared_relu": squared_relu,
-}
-"""The activations that can keep their output, and the operations that do."""
+IN_PLACE = [name for name, activation in ACTIVATIONS.items() if activation.slope_of_output is not None]
+"""The activations that can keep their output."""
 # These are not elementwise, or torch differentiates them from their output already.
 _NO_ACTIVATIONS = (nn.MultiheadAttention, nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.ReLU, nn.Tanh, nn.Sigmoid)
 
@@ -32,7 +25,7 @@ def quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-class Activation(Replaced):
+class ReplacedActivation(Replaced):
     """An activation of Tempo.
 
     Keeps for backward: with keep "recompute" its input, and linears that are Tempo's drop the output; with "inplace"
@@ -53,16 +46,15 @@ def apply_activation(x: Tensor, function: str, keep: str) -> Tensor:
     """Applies the activation `function` to x [..., f]."""
     if function == "quick_gelu":
         return quick_gelu(x) if torch.compiler.is_compiling() else recompute(quick_gelu, x)
-    return IN_PLACE[function](x) if keep == "inplace" else activate(x, None, function)
+    return activate(x, None, function, keep=keep)
 
 
-_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "quick_gelu": quick_gelu,
-    "silu": F.silu,
-    "squared_relu": lambda x: F.relu(x).square(),
+    # torch differentiates relu from its output.
+    **{name: activation.value for name, activation in ACTIVATIONS.items() if name != "relu"},
 }
+"""The activations that a module may have to become Tempo's."""
 
 
 def name_function(function: Callable[[Tensor], Tensor]) -> str | None:
@@ -72,7 +64,7 @@ def name_function(function: Callable[[Tensor], Tensor]) -> str | None:
     try:
         with torch.random.fork_rng(devices=[]):
             y = function(x)
-        return next((name for name, known in _FUNCTIONS.items() if torch.allclose(y, known(x), 1e-8, 1e-10)), None)
+        return next((name for name, known in FUNCTIONS.items() if torch.allclose(y, known(x), 1e-8, 1e-10)), None)
     except Exception:  # a foreign function may raise anything
         return None
 

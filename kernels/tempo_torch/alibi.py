@@ -21,7 +21,7 @@ from tempo_torch.masks import read_once
 class AlibiAttention(RedirectsFunctions):
     """An attention module with ALiBi that uses Tempo's attention in training.
 
-    Where a mask hides later keys only, the distances are computed from slopes in float32. Beside any other mask BLOOM's
+    Where a mask hides later keys only, the distances are computed from slopes in float32. With any other mask BLOOM's
     own tensor [b * a, 1, sk] is added, which counts a sample's tokens without its padding.
 
     Keeps for backward: q, k, v, the output of attention, and 4 bytes per query and head; the model's masks and
@@ -38,13 +38,13 @@ class AlibiAttention(RedirectsFunctions):
             return super().forward(*args, **kwargs)
         given = inspect.signature(self.stock_class.forward).bind(self, *args, **kwargs).arguments
         mask = given.get("attention_mask")
-        found = self._find_refusal(given) or ((False, None) if mask is None else read_once(_read_mask, (mask,)))
+        found = self._get_refusal(given) or ((False, None) if mask is None else read_once(_read_mask, (mask,)))
         if isinstance(found, str):
             self.tempo_place.refuse(self, found)
             return super().forward(*args, **kwargs)
         return self._compute(given, *found), None
 
-    def _find_refusal(self, given: dict[str, Any]) -> str | None:
+    def _get_refusal(self, given: dict[str, Any]) -> str | None:
         """Names what a call asks for that Tempo's attention does not do; None if there is nothing."""
         if given.get("output_attentions"):
             return "returns its weights (output_attentions=True)"
@@ -76,9 +76,9 @@ class BloomAttention(AlibiAttention):
     adds the lowest number to its scores.
     """
 
-    def _find_refusal(self, given: dict[str, Any]) -> str | None:
+    def _get_refusal(self, given: dict[str, Any]) -> str | None:
         is_cut = self.pretraining_tp > 1 and self.slow_but_exact
-        return "computes its output in parts (slow_but_exact)" if is_cut else super()._find_refusal(given)
+        return "computes its output in parts (slow_but_exact)" if is_cut else super()._get_refusal(given)
 
     def _compute(self, given: dict[str, Any], causal: bool, hidden: Tensor | None) -> Tensor:
         fused = self.query_key_value(given["hidden_states"]).unflatten(-1, (self.num_heads, 3, self.head_dim))
@@ -94,10 +94,10 @@ class BloomAttention(AlibiAttention):
 class MptAttention(AlibiAttention):
     """MPT's attention. Its distances do not depend on padding, so that they always come from slopes."""
 
-    def _find_refusal(self, given: dict[str, Any]) -> str | None:
+    def _get_refusal(self, given: dict[str, Any]) -> str | None:
         if given["position_bias"] is None or given["position_bias"].size(-1) < given["hidden_states"].size(1):
             return "has no distances for some of its keys (max_seq_len)"
-        return super()._find_refusal(given)
+        return super()._get_refusal(given)
 
     def _compute(self, given: dict[str, Any], causal: bool, hidden: Tensor | None) -> Tensor:
         mixed = self.Wqkv(given["hidden_states"])

@@ -7,12 +7,10 @@ Sinks (gpt-oss) and capped scores (Gemma 2), which torch's attention does not ha
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import re
 import sys
-import threading
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +22,7 @@ from tempo_kernels.attention import attention
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.saved import allow_refill
 from tempo_torch.masks import read_once
-from tempo_torch.position import Place
+from tempo_torch.position import DropoutPlace
 
 NAME = "tempo"
 PLACE = "tempo_place"
@@ -47,18 +45,16 @@ class AttentionPlace:
     Args:
         place: where it draws.
         is_required: whether a call that Tempo's attention cannot serve is an error; otherwise stock serves it.
-        is_always_ours: whether Tempo's attention serves calls without dropout too.
         head_rank, head_ranks: this process among those that share the heads of one attention.
         was_called: whether the module asked for attention.
         implementation: the name of its attention that its configuration had when tempoize was called.
         why: the reason of the last call with dropout that stock served.
     """
 
-    place: Place
+    place: DropoutPlace
     is_required: bool = False
     head_rank: int = 0
     head_ranks: int = 1
-    is_always_ours: bool = False
     was_called: bool = False
     why: str | None = None
     implementation: str | None = None
@@ -71,7 +67,7 @@ class AttentionPlace:
     def draw(self, module: Any, device: torch.device, num_rows: int, num_heads: int, p: float) -> dict[str, Any]:
         """Returns the arguments of attention's dropout for a batch of `num_rows` and this process's heads."""
         key, first_sample, _ = self.place.draw(device, num_rows)
-        p, first_head = self.place.passes.choose_probability(p), self._get_first_head(module, num_heads)
+        p, first_head = self.place.passes.get_probability(p), self._get_first_head(module, num_heads)
         return {"dropout_p": p, "dropout_key": key, "first_sample": first_sample, "first_head": first_head}
 
     def _get_first_head(self, module: Any, num_heads: int) -> int:
@@ -93,31 +89,6 @@ class AttentionPlace:
                 'not; set it to "auto" or "off"'
             )
         self.why = why
-
-
-class Caught(Exception):  # noqa: N818  # no error: it ends a forward early
-    """Carries out of a module's forward what it asks attention for: q [b, a, s, d], k and v [b, g, s, d], its mask and
-    its keyword arguments."""
-
-    def __init__(self, parts: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, given: dict[str, Any]) -> None:
-        super().__init__("asks for attention once more")
-        self.parts, self.mask, self.given = parts, mask, given
-
-
-_answers: dict[int, list[Tensor]] = {}
-"""The results that attention returns without running, by thread, before it raises Caught; autograd runs each device's
-backward in a thread of its own."""
-
-
-@contextlib.contextmanager
-def catching(*answers: Tensor) -> Iterator[None]:
-    """Lets Tempo's attention, in this thread, return one of `answers` at each call, and then raise Caught."""
-    thread = threading.get_ident()
-    _answers[thread] = list(answers)
-    try:
-        yield
-    finally:
-        del _answers[thread]
 
 
 def get_ranks(model: Any) -> dict[str, tuple[int, int]]:
@@ -226,7 +197,7 @@ def is_wrapped() -> bool:
     return models is not None and models.ALL_ATTENTION_FUNCTIONS.get(NAME, attend) is not attend
 
 
-def find_change(module: nn.Module) -> str | None:
+def get_change(module: nn.Module) -> str | None:
     """Returns why a module that got Tempo's attention does not ask for it any more; None while it does."""
     place: AttentionPlace | None = module.__dict__.get(PLACE)
     name = name_implementation(module)
@@ -260,16 +231,11 @@ def attend(
     place: AttentionPlace | None = getattr(module, PLACE, None)
     if place is not None:
         place.note_call()
-    if _answers and (answers := _answers.get(threading.get_ident())) is not None:
-        if not answers:
-            raise Caught((query, key, value), attention_mask, kwargs)
-        return answers.pop(0), None
     if attention_mask is None and getattr(module, "layer_idx", 0) == 0:
         _check_documents(kwargs.get("position_ids"))
     # torch's attention has no sinks, and does not cap.
     is_special = any(kwargs.get(name) is not None for name in ("softcap", "s_aux"))
-    is_ours = is_special or (place is not None and place.is_always_ours)
-    if (p == 0.0 and not is_ours) or query.numel() == 0:
+    if (p == 0.0 and not is_special) or query.numel() == 0:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
     if place is None and p > 0.0:
         raise ValueError(
@@ -277,7 +243,7 @@ def attend(
             'of a model that was; set attn_implementation to "sdpa", or call tempoize'
         )
     bias: Tensor | None = kwargs.get("position_bias")
-    if (why := _find_refusal(attention_mask, kwargs)) is not None:
+    if (why := _get_refusal(attention_mask, kwargs)) is not None:
         if is_special:
             raise ValueError(
                 f"{type(module).__name__} {why}, which neither Tempo's attention nor torch's does together with "
@@ -342,7 +308,7 @@ def attend_by_position(module: Any, query: Tensor, key: Tensor, value: Tensor, p
     return put_batch_first(attention(*(t.permute(2, 0, 1, 3) for t in (query, key, value)), **given))
 
 
-def _find_refusal(attention_mask: Tensor | None, more: dict[str, Any]) -> str | None:
+def _get_refusal(attention_mask: Tensor | None, more: dict[str, Any]) -> str | None:
     """Names what a call asks for that Tempo's attention with dropout does not do; None if there is nothing."""
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         # Models that add such masks may attend in windows, which are no samples (Swin).

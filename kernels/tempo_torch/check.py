@@ -14,7 +14,7 @@ from torch import nn
 
 from tempo_torch.attention import NAME, PLACE, is_wrapped, name_implementation
 from tempo_torch.compare import Comparison, Unit, describe_error
-from tempo_torch.inputs import Call, make_calls, name_inputs
+from tempo_torch.inputs import Inputs, make_calls, name_inputs
 from tempo_torch.position import Passes
 from tempo_torch.probe import keep_random_states, run_eagerly
 from tempo_torch.replace import Replaced, make_class
@@ -22,7 +22,7 @@ from tempo_torch.replace import Replaced, make_class
 _MAX_ON_CPU = 1 << 30
 
 
-def find_obstacle(model: nn.Module) -> str | None:
+def get_obstacle(model: nn.Module) -> str | None:
     """Returns why a model cannot run on its own here; None if nothing speaks against it."""
     parameters = list(model.parameters())
     if not parameters:
@@ -95,7 +95,9 @@ class Finding:
     units: dict[Unit, str] = dataclasses.field(default_factory=dict)
 
 
-def check_model(model: nn.Module, passes: Passes, units: Sequence[Unit], call: Call | None, has_loss: bool) -> Finding:
+def check_model(
+    model: nn.Module, passes: Passes, units: Sequence[Unit], call: Inputs | None, has_loss: bool
+) -> Finding:
     """Runs `model` with these units and without, on a call or, without one, on inputs made up, and traces what differs.
     Whatever a foreign model raises is told in the sentence.
 
@@ -103,7 +105,7 @@ def check_model(model: nn.Module, passes: Passes, units: Sequence[Unit], call: C
         has_loss: whether the made-up inputs have labels.
     """
     try:
-        if (why := find_obstacle(model)) is not None:
+        if (why := get_obstacle(model)) is not None:
             return _refuse(why)
         calls = make_calls(model, has_loss) if call is None else [call]
         if calls is None:
@@ -118,7 +120,7 @@ def _refuse(why: str) -> Finding:
     return Finding(f"not checked: {why}; check(model, **batch) does it on a batch")
 
 
-def _compare(model: nn.Module, passes: Passes, units: Sequence[Unit], calls: Sequence[Call]) -> Finding:
+def _compare(model: nn.Module, passes: Passes, units: Sequence[Unit], calls: Sequence[Inputs]) -> Finding:
     found: dict[Unit, str] = {}
     notes, largest, what = [], 0.0, ""
     for call in calls:

@@ -1,4 +1,4 @@
-"""Compares a model, or one module, with its stock modules on the same inputs, by numbers.
+"""Compares a model with its stock modules on the same inputs, by numbers.
 
 Forward and backward run once with the stock modules and once with Tempo's. Dropout keeps every element in both, and
 Tempo's modules run as they do with dropout. The outputs, the gradients where they end in the model and the gradients
@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from tempo_torch.attention import NAME, PLACE, give_back_attention
-from tempo_torch.inputs import Call
+from tempo_torch.inputs import Inputs
 from tempo_torch.linear import DropsInput
 from tempo_torch.loss import DeferredLogits
 from tempo_torch.position import Passes, is_in_backward
@@ -70,7 +70,7 @@ class Unit:
 class Comparison:
     """What stock makes of one call, and how far from it rounding leads. Whatever stock raises is raised."""
 
-    def __init__(self, model: nn.Module, passes: Passes, units: Sequence[Unit], call: Call) -> None:
+    def __init__(self, model: nn.Module, passes: Passes, units: Sequence[Unit], call: Inputs) -> None:
         self._model, self._passes, self._call = model, passes, call
         self._has_registry = any(unit.is_registry for unit in units)
         self._names = {id(module): name for name, module in model.named_modules()}
@@ -281,6 +281,7 @@ def _perturb(names: Mapping[int, str]) -> RemovableHandle:
             if not isinstance(x, Tensor) or not x.is_floating_point() or not x.requires_grad:
                 return x
             y, back = change(x, _get_eps(x)), _get_eps(x)
+            # By its attributes, as its class is stock's here.
             if "function" in module.__dict__ and module.__dict__.get("keep") == "inplace":
                 back = max(back, _GELU_IN_PLACE.get(x.dtype, 0.0))
             y.register_hook(lambda grad: change(grad, back))
@@ -331,8 +332,7 @@ def _note_ends(names: Mapping[int, str]) -> Iterator[dict[str, Tensor]]:
 def _only(model: Any, units: Sequence[Unit], has_registry: bool) -> Iterator[None]:
     """Lets no unit but these be Tempo's. Linears that drop what others make again are Tempo's with any unit."""
     stay = {id(module) for unit in units for module in unit.modules}
-    # Tiles of projections end in the registry's attention.
-    is_stock = has_registry and not any(unit.is_registry or unit.operation == "qkv" for unit in units)
+    is_stock = has_registry and not any(unit.is_registry for unit in units)
     changed = []
     places = [(module.__dict__, module.__dict__[PLACE]) for module in model.modules() if PLACE in module.__dict__]
     try:

@@ -13,7 +13,7 @@ from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_kernels.philox import LANES
 from tempo_kernels.saved import allow_refill
 from tempo_torch.linear import can_be_made, drop_input
-from tempo_torch.position import Place
+from tempo_torch.position import DropoutPlace
 from tempo_torch.replace import Replaced
 
 Draw = tuple[float, int | Tensor, int | Tensor, int]
@@ -43,11 +43,11 @@ class RedrawnDropout(Replaced):
         return apply_dropout(x, self.p, self.place, self.keeps_input)
 
 
-def apply_dropout(x: Tensor, p: float, place: Place, keeps_input: bool = False) -> Tensor:
+def apply_dropout(x: Tensor, p: float, place: DropoutPlace, keeps_input: bool = False) -> Tensor:
     """Drops elements of x [samples, ...] by the mask of `place`."""
     key, first_sample, num_samples = place.draw(x.device)
     rows = num_samples if x.dim() > 0 and x.size(0) % num_samples == 0 else 1
-    p = place.passes.choose_probability(p)
+    p = place.passes.get_probability(p)
     draw = (p, key, first_sample, _compute_first_column(x.numel() // rows, *place.passes.samples.sequence))
     # torch.compile decides itself what is kept.
     traced = torch.compiler.is_compiling()

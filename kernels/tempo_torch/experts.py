@@ -30,7 +30,7 @@ IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 class RecomputesExperts(Replaced):
     """Experts whose gated activation is recomputed, and whose tokens are gathered again.
 
-    Keeps for backward: of the activation its input, the output of gate_up_proj; of the tokens those of the layer.
+    Keeps for backward: the activation's input, which is the output of gate_up_proj, and the layer's tokens.
     Error: none in the output, since stock code runs again; gradients are those of its activation module, which is
     Tempo's where that has its function.
     """
@@ -39,7 +39,7 @@ class RecomputesExperts(Replaced):
         """Returns the experts' weighted outputs [t, h] of tokens [t, h], as stock."""
         stock = self.stock_class
         is_plain = torch.compiler.is_compiling() or not torch.is_grad_enabled()
-        if is_plain or read_implementation(self) not in IMPLEMENTATIONS:
+        if is_plain or get_implementation(self) not in IMPLEMENTATIONS:
             return stock.forward(self, *args, **kwargs)
         made: list[Tensor] = []
 
@@ -56,7 +56,7 @@ class RecomputesExperts(Replaced):
         is_split = getattr(self, "_is_expert_parallel", False)
         tokens = args[0] if args else kwargs["hidden_states"]
         # Eager forwards have products that drop them, expert by expert.
-        copies = None if read_implementation(self) == "eager" else made
+        copies = None if get_implementation(self) == "eager" else made
         with _DropsInputs(None if is_split else tokens, copies):
             out = stock.forward(stand_in, *args, **kwargs)
         while made:
@@ -95,7 +95,7 @@ _GATHERS = (Tensor.__getitem__, Tensor.repeat_interleave)
 _PRODUCTS = (F.linear, Tensor.matmul, Tensor.__matmul__)
 
 
-def read_implementation(module: Any) -> Any:
+def get_implementation(module: Any) -> Any:
     """Which implementation of transformers the experts run in."""
     return getattr(getattr(module, "config", None), "_experts_implementation", None)
 
@@ -106,11 +106,11 @@ def is_experts(module: nn.Module) -> bool:
     return moe is not None and hasattr(module, "is_concatenated") and hasattr(type(module), "_apply_gate")
 
 
-def find_experts_refusal(module: Any) -> str | None:
+def get_experts_refusal(module: Any) -> str | None:
     """Returns why experts stay as they are; None where their activation can be recomputed."""
     if not module.has_gate:
         return "its experts have no gate"
-    implementation = read_implementation(module)
+    implementation = get_implementation(module)
     if implementation not in IMPLEMENTATIONS:
         return f"its experts run in {implementation}, and Tempo has {', '.join(IMPLEMENTATIONS)}"
     return None

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from tempo_torch.activation import apply_activation, name_function
 from tempo_torch.dropout import apply_dropout
-from tempo_torch.position import Place
+from tempo_torch.position import DropoutPlace
 from tempo_torch.replace import Replaced
 
 
@@ -25,7 +25,7 @@ class _Running(threading.local):
     """Of each thread, the places of the forwards that run, the innermost last, and what is redirected in them."""
 
     def __init__(self) -> None:
-        self.forwards: list[tuple[Place, frozenset[str]]] = []
+        self.forwards: list[tuple[DropoutPlace, frozenset[str]]] = []
 
 
 _running = _Running()
@@ -54,7 +54,7 @@ class RedirectsFunctions(Replaced):
             _running.forwards.pop()
 
 
-def find_functions(stock: type[nn.Module]) -> list[str]:
+def list_functions(stock: type[nn.Module]) -> list[str]:
     """Lists which of "dropout" and "activation" a class's forward calls as functions, directly or indirectly."""
     if stock.__module__.startswith("torch."):
         return []

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """(args, kwargs)."""
 _SAMPLES, _TOKENS, _WAVE = 2, 16, 8000
 _CHECKED_TOKENS, _PADDED = 32, 5
 
 
-def make_inputs(model: Any, has_loss: bool, num_tokens: int = _TOKENS) -> Call | None:
+def make_inputs(model: Any, has_loss: bool, num_tokens: int = _TOKENS) -> Inputs | None:
     """Returns a call, of tensors without memory, that a model accepts; None if its configuration does not say enough.
 
     Args:
@@ -43,7 +43,7 @@ def make_inputs(model: Any, has_loss: bool, num_tokens: int = _TOKENS) -> Call |
     return (), inputs | ({"labels": ids} if has_loss else {})
 
 
-def make_calls(model: Any, has_loss: bool) -> list[Call] | None:
+def make_calls(model: Any, has_loss: bool) -> list[Inputs] | None:
     """Returns calls with values: without a mask, and with padding on either side where the model takes a mask."""
     config = getattr(model, "config", None)
     limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
@@ -74,7 +74,7 @@ def make_calls(model: Any, has_loss: bool) -> list[Call] | None:
 
 
 def _list_ids(config: Any) -> Tensor:
-    """Lists the token ids that have no meaning of their own."""
+    """Lists the token ids without a special meaning."""
     text = config.get_text_config()
     special: set[Any] = set()
     for name, value in [*text.__dict__.items(), *config.__dict__.items()]:
@@ -84,7 +84,7 @@ def _list_ids(config: Any) -> Tensor:
     return torch.tensor([each for each in range(size) if each not in special] or [0])
 
 
-def name_inputs(call: Call) -> str:
+def name_inputs(call: Inputs) -> str:
     """Names the tensors of a call with their shapes."""
     given = [*enumerate(call[0]), *call[1].items()]
     return ", ".join(f"{name} {list(value.shape)}" for name, value in given if isinstance(value, Tensor))

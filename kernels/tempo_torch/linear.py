@@ -33,16 +33,16 @@ def is_linear(module: Any) -> bool:
 
 def can_be_made(x: Tensor) -> bool:
     """Returns whether x, or the tensor that it is a view of, can be recomputed."""
-    return _find_source(x) is not None or _find_factors(x) is not None
+    return _get_source(x) is not None or _get_factors(x) is not None
 
 
 def drop_input(x: Any, out: Tensor) -> None:
     """Makes the operation that computed `out` from x keep a promise in place of x, if `can_be_made(x)`."""
     if not isinstance(x, Tensor) or out.grad_fn is None:
         return
-    if (source := _find_source(x)) is not None:
+    if (source := _get_source(x)) is not None:
         drop(source, after=out)
-    elif (factors := _find_factors(x)) is not None:
+    elif (factors := _get_factors(x)) is not None:
         first, second = map(hold, factors)
         drop(x, after=out, make=lambda: (first() * second(),))
         for factor in factors:
@@ -50,11 +50,11 @@ def drop_input(x: Any, out: Tensor) -> None:
                 drop(factor, after=x)
 
 
-def _find_source(x: Tensor) -> Tensor | None:
+def _get_source(x: Tensor) -> Tensor | None:
     return next((y for y in (x, getattr(x, "_base", None)) if isinstance(y, Tensor) and can_refill(y)), None)
 
 
-def _find_factors(x: Tensor) -> list[Tensor] | None:
+def _get_factors(x: Tensor) -> list[Tensor] | None:
     """Returns the factors of a product of which one can be recomputed, such as silu(gate) and up."""
     if x.grad_fn is None or x.grad_fn.name() != "MulBackward0" or not torch.is_grad_enabled():
         return None

@@ -78,7 +78,7 @@ class LossHead(DropsInput):
 
 
 class DeferredLogits:
-    """Logits that are computed when somebody reads them.
+    """Logits that are computed when they are read.
 
     It acts like a tensor: an attribute, an operator or a function of torch that needs values computes them once, with
     their graph. Multiplication and division by a number, tanh, casts and views that keep the vocabulary are only noted,

@@ -16,7 +16,7 @@ _read: Any = WeakIdKeyDictionary()
 
 
 def read_once(compute: Callable[..., Result], masks: tuple[Tensor | None, ...], *given: Any) -> Result:
-    """Returns compute(*masks, *given), computed again only when somebody has written to one of the masks.
+    """Returns compute(*masks, *given), computed again only when one of the masks was written to.
 
     The result may hold a mask's storage, but neither the mask nor a view that knows it: it would never be freed.
     """

@@ -31,7 +31,11 @@ class TiledMLP(Replaced):
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _run_in_tiles(self, x: Tensor) -> Tensor:
         stock = self.stock_class
-        check_gathered(self)
+        if any(hasattr(each, "ds_id") and not each.numel() for each in self.parameters()):
+            raise ValueError(
+                f"a weight of a {type(self).__name__} in tiles is partitioned by ZeRO-3 and not gathered; expected "
+                'DeepSpeed to begin after tempoize; call tempoize first, or give it mlp="off"'
+            )
 
         def run_tile(tile: Tensor) -> Tensor:
             y: Tensor = stock.forward(self, tile.unsqueeze(0))
@@ -42,16 +46,6 @@ class TiledMLP(Replaced):
         y: Tensor = rows.unflatten(0, x.shape[:-1])
         drop_input(x, y)
         return y
-
-
-def check_gathered(*modules: Any) -> None:
-    """Raises ValueError where ZeRO 3 has not gathered a weight of these modules."""
-    for module in modules:
-        if any(hasattr(each, "ds_id") and not each.numel() for each in module.parameters()):
-            raise ValueError(
-                f"a weight of a {type(module).__name__} in tiles is partitioned by ZeRO-3 and not gathered; expected "
-                'DeepSpeed to begin after tempoize; call tempoize first, or give it mlp="off" and qkv="off"'
-            )
 
 
 def is_mlp(module: nn.Module) -> bool:
@@ -66,15 +60,12 @@ def find_dropout(module: nn.Module) -> str | None:
     return next((f"has dropout {p:g} in {name}, and tiles draw no masks; expected 0 there" for name, p in found), None)
 
 
-def find_mlp_refusal(module: nn.Module) -> str | None:
+def get_mlp_refusal(module: nn.Module) -> str | None:
     """Returns why an MLP cannot run in tiles; None where its modules treat each token by itself and draw nothing."""
     for child in module.modules():
         is_linear = isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D"
         if child is module or is_linear or is_activation(child) or isinstance(child, nn.ReLU | nn.Tanh | nn.Sigmoid):
             continue
-        if isinstance(child, nn.Dropout):
-            if child.p:
-                return f"it has dropout {child.p:g}"
-        elif not isinstance(child, nn.Identity):
+        if not isinstance(child, nn.Identity | nn.Dropout):
             return f"it has a {type(child).__name__}, which may mix tokens"
-    return None
+    return None if (why := find_dropout(module)) is None else f"it {why}"

@@ -45,13 +45,13 @@ class MultiheadAttention(Replaced):
         self.tempo_place.note_call()
         if not self.training or self.dropout == 0.0:
             return super().forward(*call)  # type: ignore[misc,no-any-return]
-        found = self._find_refusal(need_weights) or self._read_masks(query, key, key_padding_mask, attn_mask, is_causal)
+        found = self._get_refusal(need_weights) or self._read_masks(query, key, key_padding_mask, attn_mask, is_causal)
         if isinstance(found, str):
             self.tempo_place.refuse(self, found)
             return super().forward(*call)  # type: ignore[misc,no-any-return]
         return self._attend(query, key, value, *found), None
 
-    def _find_refusal(self, need_weights: bool) -> str | None:
+    def _get_refusal(self, need_weights: bool) -> str | None:
         """Names what such a call asks for that Tempo's attention does not do; None if there is nothing."""
         if need_weights:
             return "returns its weights (need_weights=True)"

@@ -7,17 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from tempo_kernels.norm import fits_in_place, layer_norm, rms_norm
 from tempo_torch.replace import Replaced
 
 _EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps", "norm_eps")
-
-
-MADE = "tempo_made"
-"""The attribute of a norm that TiledProjections follows: its last input and the storage of its output, or None."""
 
 
 class _Norm(Replaced):
@@ -37,22 +32,12 @@ class _Norm(Replaced):
         return self.compiled_keep if torch.compiler.is_compiling() else self.keep
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """y of the shape and dtype of the stock class. Notes what y was made from, if the attention behind asks. A call
-        with more than one tensor, such as a gate, is the stock class's."""
+        """y of the shape and dtype of the stock class. A call with more than one tensor, such as a gate, is the stock
+        class's."""
         if len(args) != 1 or kwargs:
             stock: Any = self.stock_class
             return stock.forward(self, *args, **kwargs)  # type: ignore[no-any-return]
-        (x,) = args
-        if MADE in self.__dict__ and torch.is_grad_enabled():
-            return self._normalise_and_note(x)
-        return self.normalise(x)
-
-    # Compiled code has no storages.
-    @torch._disable_dynamo  # type: ignore[attr-defined]
-    def _normalise_and_note(self, x: Tensor) -> Tensor:
-        y = self.normalise(x)
-        self.__dict__[MADE] = x, StorageWeakRef(y.untyped_storage())
-        return y
+        return self.normalise(args[0])
 
     def normalise(self, x: Tensor) -> Tensor:
         """y of the shape and dtype of the stock class."""
@@ -113,7 +98,7 @@ def recognise_norm(module: nn.Module) -> tuple[type[_Norm], dict[str, Any]] | st
     return _recognise_by_result(module)
 
 
-def choose_value(module: nn.Module, zero_centered: bool = False) -> str:
+def choose_keep(module: nn.Module, zero_centered: bool = False) -> str:
     """Returns what norm "auto" is: "recompute" if more channels' weights are now too small for their biases than a
     norm in place has room for, else "inplace"."""
     weight: Any = module.weight

@@ -2,7 +2,7 @@
 
 Gradient caching runs a batch without a gradient, restores torch's generator, and runs it again with one. Masks advance
 no generator, so that several forwards may begin in one state. A forward in training without a gradient advances it by
-one number, where stock's dropout advances it by many: then its state comes back only if somebody restores it.
+one number, where stock's dropout advances it by many: then its state comes back only if the program restores it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OVERSIZED_BITS = 16
 _MAX_STATES = 1 << 16
 
 
-class Pass:
+class ForwardPass:
     """One forward of the model: its samples, and how often it called the places that draw."""
 
     def __init__(self, num_samples: int, device: torch.device) -> None:
@@ -69,7 +69,7 @@ class Samples:
         self._ranks: tuple[Any, Any] = (rank, num_ranks)
         self.sequence = sequence
         self.num_steps = 0
-        """Forwards that drew, where nobody said which samples they see."""
+        """Forwards that drew outside of `samples`."""
         self.step_samples: int | None = None
         """Samples of the first of them."""
         # What `samples` says, the next sample in it, and whether a forward has drawn in it.
@@ -108,14 +108,14 @@ class Samples:
         if ulysses is None or ulysses._SEQUENCE_PARALLEL_GROUP is None:
             return
         size, given = ulysses.get_sequence_parallel_world_size(), self.sequence[1]
-        # Where nobody said which samples a rank has, each numbers its own, so that no two draw the same mask.
+        # Without a rank or `samples` each process numbers its samples differently, so no two draw the same mask.
         if size != given and (given > 1 or self._ranks[0] is not None or self._get_context() is not None):
             raise ValueError(
                 f"DeepSpeed's Ulysses divides a sample among {size} ranks, and sequence_ranks is {given}; expected "
                 f"the same, or parts of a sample might get one dropout mask; give tempoize sequence_ranks={size}"
             )
 
-    def number(self, now: Pass) -> int:
+    def number(self, now: ForwardPass) -> int:
         """Returns the index of a pass's first sample, found once, when it first draws."""
         context, state = self._get_context(), self._read_state(now)
         drawn = None if state is None else self._drawn.get(state)
@@ -135,8 +135,8 @@ class Samples:
         now.first_sample = number
         return number
 
-    def _read_state(self, now: Pass) -> bytes | None:
-        """Returns a hash of the generator's state and of the batch's size; None where nobody can ask for it again."""
+    def _read_state(self, now: ForwardPass) -> bytes | None:
+        """Returns a hash of the generator's state and of the batch's size; None where it is not asked for again."""
         if torch.is_grad_enabled() and not self._drawn:
             return None
         if now.device.type == "meta" or torch._C._are_functorch_transforms_active():
@@ -144,7 +144,7 @@ class Samples:
         state = torch.cuda.get_rng_state(now.device) if now.device.type == "cuda" else torch.get_rng_state()
         return hashlib.blake2b(state.numpy().tobytes() + b"%d" % now.num_samples, digest_size=16).digest()
 
-    def _count_step(self, now: Pass) -> int:
+    def _count_step(self, now: ForwardPass) -> int:
         """Returns the first of as many numbers as a pass has samples, which no other step or rank uses."""
         rank, num_ranks = get_rank() if None in self._ranks else self._ranks
         if self.step_samples is None:
@@ -154,7 +154,7 @@ class Samples:
         if now.num_samples <= self.step_samples:
             first, number = 0, step * self.step_samples
         else:
-            # More samples than in the first step get numbers of their own, of which other ranks need not know.
+            # More samples than in the first step get separate numbers, which other ranks need not know.
             now.spacing = max(OVERSIZED_BITS, (now.num_samples - 1).bit_length())
             first, number = FIRST_OVERSIZED, step << now.spacing
         if number + now.num_samples > FIRST_OVERSIZED:
@@ -164,8 +164,8 @@ class Samples:
             )
         return first + number
 
-    def is_restored(self, now: Pass) -> bool:
-        """Returns whether somebody has restored the generator's state of a forward that drew."""
+    def is_restored(self, now: ForwardPass) -> bool:
+        """Returns whether the program has restored the generator's state of a forward that drew."""
         state = self._read_state(now)
         return state is not None and state in self._drawn
 

@@ -8,9 +8,9 @@ A tensor may have more rows than the forward has samples: frames of videos, or c
 row of the sample), under a key for each number of rows, so that no other forward, step or rank has theirs, whatever
 the sizes of batches are.
 
-A forward of the model is a Pass. If a backward runs a part of it again, the graph node that asks for it tells which
-forward it belongs to: autograd numbers nodes as they are made, and a pass knows its first and last number. Compiled
-code cannot ask for the node; there a hook on the model's outputs brings the pass back.
+A forward of the model is a ForwardPass. If a backward runs a part of it again, the graph node that asks for it tells
+which forward it belongs to: autograd numbers nodes as they are made, and a pass knows its first and last number.
+Compiled code cannot ask for the node; there a hook on the model's outputs brings the pass back.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from tempo_kernels.philox import derive_key
-from tempo_torch.numbering import FIRST_OVERSIZED, OVERSIZED_BITS, Pass, Samples, get_next_node
+from tempo_torch.numbering import FIRST_OVERSIZED, OVERSIZED_BITS, ForwardPass, Samples, get_next_node
 
 _MAX_PASSES = 1 << 10
 _ROWS_BITS = 27
 
 
-class Place:
+class DropoutPlace:
     """One module that draws masks."""
 
     def __init__(self, name: str, code: int, passes: Passes) -> None:
@@ -63,7 +63,7 @@ class Place:
         if first is None:
             first = self.passes.samples.number(now)
         rows = 1 if num_rows is None else -(-num_rows // now.num_samples)
-        # Rows that are numbered in another way than samples get keys of their own. Philox takes keys in a row.
+        # Rows that are numbered in another way than samples get other keys. Philox takes consecutive keys.
         shift = 0
         if rows > 1 or now.spacing > OVERSIZED_BITS:
             first, shift = first % FIRST_OVERSIZED * rows, rows + (now.spacing << _ROWS_BITS)
@@ -72,7 +72,7 @@ class Place:
         key = derive_key(self.passes.seed, self.code, self._count_call(now))
         return (key + shift) % (1 << 64), first, now.num_samples
 
-    def _count_call(self, now: Pass) -> int:
+    def _count_call(self, now: ForwardPass) -> int:
         """Returns how many times the forward called this place before, and counts this call."""
         counts = now.counts
         if now.is_over and is_in_backward():
@@ -115,19 +115,19 @@ class Passes:
         self, seed: int, rank: int | None = None, num_ranks: int | None = None, sequence: tuple[int, int] = (0, 1)
     ) -> None:
         self.seed, self.samples = seed, Samples(rank, num_ranks, sequence)
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, DropoutPlace] = {}
         self.has_repeats = self._knows_repeats = self._keeps_all = False
         self._depth = 0
         # The thread whose forward runs, and the frame in which torch runs it; setdefault is atomic.
         self._owner: dict[str, tuple[int, FrameType | None]] = {}
         # The outermost backward that runs, and what is gone once it has ended, also by an exception.
         self._task: tuple[int, weakref.ref[Any]] | None = None
-        self._current: Pass | None = None
-        self._past: deque[Pass] = deque(maxlen=_MAX_PASSES)
+        self._current: ForwardPass | None = None
+        self._past: deque[ForwardPass] = deque(maxlen=_MAX_PASSES)
         self.handles: list[RemovableHandle] = []  # of the hooks by which the forwards are known
 
     @property
-    def current(self) -> Pass:
+    def current(self) -> ForwardPass:
         """Returns the forward that runs, or runs again in backward."""
         if self._current is None:
             raise RuntimeError(
@@ -136,13 +136,13 @@ class Passes:
             )
         return self._current
 
-    def get_current(self) -> Pass:
+    def get_current(self) -> ForwardPass:
         """Returns `current`: in backward, the pass whose graph asks for a part of its forward."""
         if is_in_backward() and (found := self._find_past()) is not None and found is not self._current:
             self._current, found.recalled = found, None
         return self.current
 
-    def _find_past(self) -> Pass | None:
+    def _find_past(self) -> ForwardPass | None:
         """Finds the forward that made the graph node that runs now; None if a recomputation made it."""
         task = torch._C._current_graph_task_id()
         if self._task is None or self._task[1]() is None:
@@ -168,12 +168,12 @@ class Passes:
             )
         return found
 
-    def add_place(self, name: str) -> Place:
+    def add_place(self, name: str) -> DropoutPlace:
         """Makes the place of the module with this name."""
         code = zlib.crc32(name.encode())
         while any(place.code == code for place in self.places.values()):
             code = (code + 1) % 2**32
-        self.places[name] = place = Place(name, code, self)
+        self.places[name] = place = DropoutPlace(name, code, self)
         return place
 
     def follow(self, model: nn.Module) -> None:
@@ -200,7 +200,7 @@ class Passes:
         finally:
             self._keeps_all = before
 
-    def choose_probability(self, p: float) -> float:
+    def get_probability(self, p: float) -> float:
         """Returns p; inside of `keep_all` a probability above 0 that 16 bits realise as 0."""
         return min(p, 2.0**-20) if self._keeps_all else p
 
@@ -233,11 +233,11 @@ class Passes:
         if module.training:
             now.first_sample_tensor = torch.tensor(self.samples.number(now), dtype=torch.int64)
 
-    def _make_pass(self, module: nn.Module, args: Any, kwargs: Any) -> Pass:
+    def _make_pass(self, module: nn.Module, args: Any, kwargs: Any) -> ForwardPass:
         tensor, said = _find_batch(module, args, kwargs), self.samples.get_said()
         device = torch.device("cpu") if tensor is None else tensor.device
         device = torch.device("meta") if isinstance(tensor, FakeTensor) else device
-        return Pass((1 if tensor is None else tensor.size(0)) if said is None else said, device)
+        return ForwardPass((1 if tensor is None else tensor.size(0)) if said is None else said, device)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:

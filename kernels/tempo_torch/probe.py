@@ -30,9 +30,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tempo_torch.attention import PLACE
-from tempo_torch.inputs import Call, name_inputs
+from tempo_torch.inputs import Inputs, name_inputs
 from tempo_torch.position import Passes
-from tempo_torch.replace import give_class_back
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -57,22 +56,18 @@ class Seen:
     attention: dict[str, str | None]
 
 
-def probe(model: nn.Module, passes: Passes, call: Call, calls: dict[str, Call | None] | None = None) -> Seen | str:
+def probe(model: nn.Module, passes: Passes, call: Inputs) -> Seen | str:
     """Returns what model(*args, **kwargs) runs in training, or the reason why that cannot be found out.
 
     Args:
         passes: the passes of the model, which was given to tempoize.
         call: (args, kwargs), of which only shapes and dtypes matter.
-        calls: takes what the modules named in it are called with; where they are Tempo's, stock runs in their place.
     """
-    calls = {} if calls is None else calls
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with keep_random_states(), run_eagerly(), _without_log(), torch.enable_grad():
             twin, twin_passes, (args, kwargs) = _copy_without_memory(model, passes, call, mode)
             twin_passes.follow(twin)
-            for name in calls:
-                _note_call(twin.get_submodule(name), name, calls)
             watch = _Watch(twin, model)
             # Inside a checkpointed region, these hooks keep the region's own from taking what is saved here.
             hooks = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
@@ -85,17 +80,9 @@ def probe(model: nn.Module, passes: Passes, call: Call, calls: dict[str, Call | 
     return Seen(name_inputs(call), frozenset(watch.called), dict(watch.operators), dict(watch.draws), attention)
 
 
-def _note_call(module: nn.Module, name: str, calls: dict[str, Call | None]) -> None:
-    def note(_: nn.Module, args: Any, kwargs: Any) -> None:
-        calls[name] = args, kwargs
-
-    give_class_back(module)
-    module.register_forward_pre_hook(note, with_kwargs=True)
-
-
 def _copy_without_memory(
-    model: nn.Module, passes: Passes, call: Call, mode: FakeTensorMode
-) -> tuple[nn.Module, Passes, Call]:
+    model: nn.Module, passes: Passes, call: Inputs, mode: FakeTensorMode
+) -> tuple[nn.Module, Passes, Inputs]:
     memo: dict[int, Any] = {}
     tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(call)]
     with mode:
@@ -104,26 +91,19 @@ def _copy_without_memory(
                 fake = torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype, device="cpu")
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
-    twin, twin_passes, copied = copy_bare(model, memo, passes, call)
+    for module in model.modules():
+        memo |= {id(module.__dict__[hooks]): collections.OrderedDict() for hooks in _HOOKS}
+    twin, twin_passes, copied = copy.deepcopy((model, passes, call), memo)
     if not model.training:
         twin.train()
     for module in twin.modules():
+        # A function that replaced a forward still refers to the original module.
+        module.__dict__.pop("forward", None)
         if (place := module.__dict__.get(PLACE)) is not None:
             place.is_required = False  # calls that stock would serve are noted, not refused
         if hasattr(module, "gradient_checkpointing"):
             module.__dict__["gradient_checkpointing"] = False
     return twin, twin_passes, copied
-
-
-def copy_bare(model: nn.Module, memo: dict[int, Any], *more: Any) -> tuple[Any, ...]:
-    """Returns deep copies of a model without hooks, and of `more`; `memo` has what takes the place of tensors."""
-    for module in model.modules():
-        memo |= {id(module.__dict__[hooks]): collections.OrderedDict() for hooks in _HOOKS}
-    twin, *others = copy.deepcopy((model, *more), memo)
-    for module in twin.modules():
-        # A function that replaced a forward still refers to the original module.
-        module.__dict__.pop("forward", None)
-    return (twin, *others)
 
 
 class _Watch(TorchDispatchMode):

@@ -7,19 +7,19 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from tempo_torch.activation import IN_PLACE, Activation, is_activation, name_activation
+from tempo_kernels.activation import ACTIVATIONS
+from tempo_torch.activation import FUNCTIONS, IN_PLACE, ReplacedActivation, is_activation, name_activation
 from tempo_torch.alibi import AlibiAttention, get_alibi
 from tempo_torch.attention import PLACE, AttentionPlace, name_implementation, use_attention
 from tempo_torch.dropout import RedrawnDropout
-from tempo_torch.experts import RecomputesExperts, find_experts_refusal, is_experts
-from tempo_torch.functional import RedirectsFunctions, find_functions, redirect
+from tempo_torch.experts import RecomputesExperts, get_experts_refusal, is_experts
+from tempo_torch.functional import RedirectsFunctions, list_functions, redirect
 from tempo_torch.linear import DropsInput, is_linear
 from tempo_torch.loss import FusedLoss, is_language_model, use_fused_loss
-from tempo_torch.mlp import TiledMLP, find_mlp_refusal, is_mlp
+from tempo_torch.mlp import TiledMLP, get_mlp_refusal, is_mlp
 from tempo_torch.multihead import MultiheadAttention
-from tempo_torch.norm import choose_value, recognise_norm
+from tempo_torch.norm import choose_keep, recognise_norm
 from tempo_torch.position import Passes
-from tempo_torch.projections import TiledProjections, is_projected_attention
 from tempo_torch.replace import Replaced, change_class
 from tempo_torch.report import Entry
 
@@ -82,26 +82,6 @@ def replace_losses(model: nn.Module) -> Iterator[Entry]:
         yield Entry("", type(model).__name__, "loss", None, "it is no language model of transformers")
 
 
-def finish_projections(model: nn.Module, entries: list[Entry]) -> None:
-    """Lets tiled projections follow the norms of their layers, and Tempo's attention serve all their calls.
-
-    Raises ValueError for one that does not get Tempo's attention.
-    """
-    left = [entry.why for entry in entries if entry.operation == "attention" and entry.now is None]
-    pairs = [(layer, child) for layer in model.modules() for child in layer.children()]
-    for layer, child in pairs:
-        if not isinstance(child, TiledProjections):
-            continue
-        child.follow_norms(layer.children())
-        place: AttentionPlace | None = child.__dict__.get(PLACE)
-        if place is None:
-            why = left[0] if left else 'attn_implementation is not "sdpa"'
-            raise ValueError(
-                f'qkv is "tile", but {type(child).__name__} does not get Tempo\'s attention: {why}; set qkv to "off"'
-            )
-        place.is_always_ours = True
-
-
 def is_apart(module: nn.Module | None) -> bool:
     """Returns whether a module is one of Tempo's that asks no registry for attention, and has its own entry."""
     return isinstance(module, MultiheadAttention | AlibiAttention)
@@ -118,7 +98,7 @@ def _choose_norm(name: str, module: nn.Module, choices: dict[str, str], _: Passe
     mixin, attributes = found
     value = compiled = choices["norm"]
     if value == "auto":
-        value, compiled = choose_value(module, attributes.get("zero_centered", False)), "recompute"
+        value, compiled = choose_keep(module, attributes.get("zero_centered", False)), "recompute"
     return Becomes(mixin, {**attributes, "keep": value, "compiled_keep": compiled}, value, 2.0)
 
 
@@ -127,20 +107,20 @@ def _choose_activation(name: str, module: nn.Module, choices: dict[str, str], _:
         return None
     function = name_activation(module)
     if function is None:
-        return "Tempo has gelu, quick_gelu, silu and squared relu only"
+        return f"Tempo has {', '.join(sorted(FUNCTIONS))} only"
     attributes = {"function": function, "keep": "recompute"}
     if choices["activation"] != "inplace":
-        return Becomes(Activation, attributes, "recompute", 4.0, 2.0)
+        return Becomes(ReplacedActivation, attributes, "recompute", 4.0, 2.0)
     if function not in IN_PLACE:
         return f"in place exists for {', '.join(IN_PLACE)} only"
-    bits = 0.125 if function.startswith("gelu") else 0.0
-    return Becomes(Activation, {**attributes, "keep": "inplace"}, "inplace", 2.0, bits)
+    bits = 0.0 if ACTIVATIONS[function].x_min is None else 0.125
+    return Becomes(ReplacedActivation, {**attributes, "keep": "inplace"}, "inplace", 2.0, bits)
 
 
 def _choose_experts(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Becomes | str | None:
     if not is_experts(module):
         return None
-    if (why := find_experts_refusal(module)) is not None:
+    if (why := get_experts_refusal(module)) is not None:
         return why
     if choices["activation"] == "inplace":
         return "a gated activation cannot be computed from its output"
@@ -176,7 +156,7 @@ def _choose_alibi(name: str, module: nn.Module, choices: dict[str, str], passes:
 
 
 def _choose_functions(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> Becomes | None:
-    operations = [operation for operation in find_functions(type(module)) if choices[operation] != "off"]
+    operations = [operation for operation in list_functions(type(module)) if choices[operation] != "off"]
     if not operations:
         return None
     sizes = (1.0, 0.0) if operations[0] == "dropout" else (4.0, 2.0)
@@ -187,29 +167,18 @@ def _choose_functions(name: str, module: nn.Module, choices: dict[str, str], pas
 def _redirect_functions(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> dict[str, Any]:
     stock = type(module)
     redirect(stock)  # made here, so that a compiler need not make it
-    redirected = frozenset(operation for operation in find_functions(stock) if choices[operation] != "off")
+    redirected = frozenset(operation for operation in list_functions(stock) if choices[operation] != "off")
     return {"redirected": redirected, "function_place": passes.add_place(f"{name}.functional")}
-
-
-# ZeRO 3 gathers the weights of a leaf once for all tiles (deepspeed/utils/z3_leaf_module.py).
 
 
 def _choose_mlp(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Becomes | str | None:
     if not is_mlp(module):
         return None
-    return find_mlp_refusal(module) or Becomes(TiledMLP, {"_z3_leaf": True}, "tile")
-
-
-def _choose_projections(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Becomes | str | None:
-    if not is_projected_attention(module):
-        return None
-    if choices["attention"] == "off":
-        return "attention is off, and only Tempo's gives back in backward what it made in forward"
-    return Becomes(TiledProjections, {"_z3_leaf": True, "tempo_norms": [], "tempo_ways": {}}, "tile")
+    # ZeRO 3 gathers the weights of a leaf once for all tiles (deepspeed/utils/z3_leaf_module.py).
+    return get_mlp_refusal(module) or Becomes(TiledMLP, {"_z3_leaf": True}, "tile")
 
 
 _OPERATIONS: tuple[tuple[str, Callable[..., Becomes | str | None]], ...] = (
-    ("qkv", _choose_projections),
     ("mlp", _choose_mlp),
     ("norm", _choose_norm),
     ("activation", _choose_experts),

@@ -10,17 +10,16 @@ import torch
 from torch import nn
 
 from tempo_kernels.offload import Offload
-from tempo_torch.attention import NAME, PLACE, find_change, give_back_attention, name_implementation
+from tempo_torch.attention import NAME, PLACE, get_change, give_back_attention, name_implementation
 from tempo_torch.check import check_model
 from tempo_torch.compare import Unit
 from tempo_torch.functional import RedirectsFunctions
-from tempo_torch.inputs import Call
+from tempo_torch.inputs import Inputs
 from tempo_torch.linear import DropsInput
 from tempo_torch.loss import FusedLoss
 from tempo_torch.mlp import TiledMLP, find_dropout
 from tempo_torch.position import Passes
 from tempo_torch.probe import Seen, probe
-from tempo_torch.projections import TiledProjections
 from tempo_torch.replace import change_class, give_class_back
 from tempo_torch.replacements import is_apart
 from tempo_torch.report import Entry, Report
@@ -32,7 +31,6 @@ CHOICES = {
     "attention": ("auto", "flash", "off"),
     "loss": ("auto", "fused", "off"),
     "mlp": ("off", "tile"),
-    "qkv": ("off", "tile"),
     "check": ("auto", "off"),
 }
 """The values of each argument of `tempoize`, the default first."""
@@ -60,41 +58,28 @@ class State:
             offload.remove()
         self.offloads = []
 
-    def watch(self, model: nn.Module, call: Call) -> None:
+    def watch(self, model: nn.Module, call: Inputs) -> None:
         """Finds out what model(*args, **kwargs) runs. If no module asks for Tempo's attention, stock's comes back.
 
         Raises ValueError if a value other than "auto" and "off" applies to nothing that runs.
         """
         modules = dict(model.named_modules())
-        calls: dict[str, Call | None] = {
-            name: None for name, module in modules.items() if isinstance(module, TiledProjections)
-        }
-        self.seen = probe(model, self.passes, call, calls)
-        self.give_back_tiles(modules, calls)
+        self.seen = probe(model, self.passes, call)
+        self.give_back_tiles(modules)
         flash = [entry for entry in self.made if entry.now and self._is_of_registry(entry, modules)]
         is_asked = isinstance(self.seen, str) or not all(is_apart(modules[name]) for name in self.seen.attention)
-        if flash and not is_asked and not any(map(find_change, modules.values())):
+        if flash and not is_asked and not any(map(get_change, modules.values())):
             give_back_attention(model)
             self._leave(flash, "none of its modules asks transformers' registry for attention")
             self.seen = probe(model, self.passes, call)
         self.check_applied(model)
 
-    def give_back_tiles(self, modules: dict[str, nn.Module], calls: dict[str, Call | None]) -> None:
-        """Gives those modules their classes back that compute something else in tiles, or draw masks there."""
+    def give_back_tiles(self, modules: dict[str, nn.Module]) -> None:
+        """Gives the MLPs in tiles that draw masks, as adapters put in since then do, their classes back."""
         for name, module in modules.items():
-            if not isinstance(module, TiledProjections | TiledMLP):
-                continue
-            why = find_dropout(module)  # as adapters put in since then have it
-            if isinstance(module, TiledProjections):
-                if why is None and (call := calls.get(name)) is not None:
-                    why = module.find_refusal(*call[0], **call[1])
-                if why is not None:
-                    module.leave_norms()
-                    module.__dict__[PLACE].is_always_ours = False
-            if why is not None:
+            if isinstance(module, TiledMLP) and (why := find_dropout(module)) is not None:
                 give_class_back(module)
-                tiles = [each for each in self.made if each.name == name and each.operation in ("mlp", "qkv")]
-                self._leave(tiles, f"it {why}")
+                self._leave([each for each in self.made if each.name == name and each.operation == "mlp"], f"it {why}")
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def watch_first(self, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -105,7 +90,7 @@ class State:
         is_flash = self.choices["attention"] == "flash"
         if self._is_settled and not is_flash:
             return
-        changes = [(type(each).__name__, why) for each in model.modules() if (why := find_change(each)) is not None]
+        changes = [(type(each).__name__, why) for each in model.modules() if (why := get_change(each)) is not None]
         if changes and is_flash:
             kind, why = changes[0]
             raise ValueError(f'attention is "flash", but {kind} {why}, or tempoize with "auto"')
@@ -115,7 +100,7 @@ class State:
         if isinstance(self.seen, str) or args[1:] or any(name not in self.seen.inputs for name in kwargs):
             self.watch(model, (args, kwargs))
 
-    def check(self, model: nn.Module, call: Call | None = None) -> None:
+    def check(self, model: nn.Module, call: Inputs | None = None) -> None:
         """Compares the model with its stock modules, on made-up inputs without a call, and gives back what differs.
 
         Raises ValueError where that is a value other than "auto" and "off".
@@ -196,7 +181,7 @@ class State:
 
     def _leave_changed(self, entries: Iterable[Entry], modules: dict[str, nn.Module]) -> list[Entry]:
         """Returns these entries; the registry's attention counts as left if another one was set since."""
-        why = next(filter(None, map(find_change, modules.values())), None)
+        why = next(filter(None, map(get_change, modules.values())), None)
         return [
             each.leave(f"it {why}") if why and each.now and self._is_of_registry(each, modules) else each
             for each in entries
@@ -231,13 +216,13 @@ class State:
 
 
 def _confirm_attention(made: Entry, name: str, module: nn.Module, why: str | None) -> Entry:
-    why = find_change(module) or module.__dict__[PLACE].why or why
+    why = get_change(module) or module.__dict__[PLACE].why or why
     found = dataclasses.replace(made, name=name, module=type(module).__name__)
     return found if why is None else found.leave(f"it {why}")
 
 
 def _is_by_name(operation: str, value: str) -> bool:
-    """Returns whether somebody asked for a value that then has to apply."""
+    """Returns whether a value was asked for by name and has to apply."""
     return value not in ("auto", "off", CHOICES[operation][0])
 
 

@@ -18,7 +18,7 @@ from tempo_torch.numbering import get_rank
 from tempo_torch.offload import offload_layers
 from tempo_torch.position import Passes
 from tempo_torch.replace import give_class_back
-from tempo_torch.replacements import finish_projections, is_apart, replace_attention, replace_losses, replace_modules
+from tempo_torch.replacements import is_apart, replace_attention, replace_losses, replace_modules
 from tempo_torch.report import Entry, Report
 from tempo_torch.state import CHOICES, State
 from tempo_torch.versions import check_versions
@@ -64,12 +64,8 @@ def tempoize(
         loss: "fused" (and "auto") makes the logits of a causal language model a chunk of tokens at a time.
         mlp: "tile" runs the MLPs of transformers' models a tile of tokens at a time. They keep their input only, and
             both linears run again in backward. Under DeepSpeed's ZeRO 3 call tempoize before deepspeed.initialize.
-            Under torch.compile tiles run between the graphs, here and for qkv: fullgraph=True fails in training.
-        qkv: "tile" lets attention of transformers' models with rotary embeddings keep the input of the norm in front
-            of it, and attention's output. Norm, projections and rotary embeddings run a tile of tokens at a time, and
-            again in backward; attention is Tempo's also without dropout. A module that computes something else in
-            tiles, by a trial on a few tokens, stays, and the report says why. Training with a cache of keys and values
-            raises ValueError: set model.config.use_cache = False.
+            Under torch.compile tiles run between the graphs: fullgraph=True fails in training.
+        qkv: "off". What is in front of attention does not run in tiles.
         offload: "all" moves what the layers keep to pinned host memory after their forward, and back before their
             backward; so do, for themselves, names of modules in a layer joined by "+", such as "mlp.down_proj", and
             "input", the input of a layer that torch.utils.checkpoint runs again. Layers are the modules of the
@@ -91,8 +87,13 @@ def tempoize(
         other than "auto" and "off" has nothing to apply to, or makes the model differ from stock.
     """
     choices = {"activation": activation, "norm": norm, "dropout": dropout, "attention": attention, "loss": loss}
-    choices |= {"mlp": mlp, "qkv": qkv}
+    choices |= {"mlp": mlp}
     _check_model(model)
+    if qkv != "off":
+        raise ValueError(
+            f"qkv is {qkv!r}, and what is in front of attention does not run in tiles; expected no qkv; enable "
+            'gradient_checkpointing, or give mlp="tile", which save memory there'
+        )
     _check_values({**choices, "check": check}, seed, rank, num_ranks, offload, offload_ahead, sequence_ranks)
     ranks = get_ranks(model)
     if sequence_ranks != 1:
@@ -107,11 +108,10 @@ def tempoize(
         entries.append(replace_attention(model, choices, passes, ranks.get("heads", (0, 1))))
     if loss != "off":
         entries += replace_losses(model)
-    finish_projections(model, entries)
     model.__dict__[_ATTRIBUTE] = state = State(passes, choices, entries, given)
     passes.follow(model)
     call = make_inputs(model, any(entry.operation == "loss" and entry.now for entry in entries))
-    state.give_back_tiles(dict(model.named_modules()), {})
+    state.give_back_tiles(dict(model.named_modules()))
     if call is not None:
         state.watch(model, call)
     state.check_applied(model)

@@ -27,6 +27,18 @@ def assert_within_rule(name: str, ours: Tensor, same_dtype: Tensor, exact: Tenso
     assert error <= limit, f"{name}: error {error:.3e}, torch's own {allowed:.3e}, limit {limit:.3e}"
 
 
+def assert_all_within_rule(
+    name: str, ours: Sequence[Tensor], same_dtype: Sequence[Tensor], exact: Sequence[Tensor]
+) -> None:
+    """The rule for the first tensors, and for the others together, each in units of a power of two of its own."""
+    assert_within_rule(name, ours[0], same_dtype[0], exact[0])
+    exponents = [torch.frexp(t.abs().max())[1] for t in exact]
+    units = (
+        [torch.ldexp(t, -e).flatten() for t, e in zip(ts, exponents, strict=True)] for ts in (ours, same_dtype, exact)
+    )
+    assert_within_rule(f"gradients, {name}", *(torch.cat(each[1:]) for each in units))
+
+
 def outputs_and_gradients(
     function: Callable[..., Tensor], inputs: Sequence[Tensor | None], grad: Tensor, dtype: torch.dtype
 ) -> list[Tensor]:

@@ -67,14 +67,14 @@ PADDED = {
 }
 
 
-@pytest.mark.parametrize("p", [0.0, 1e-6], ids=["without dropout", "dropping none of so few"])
 @pytest.mark.parametrize(("name", "more"), PADDED.values(), ids=PADDED)
-def test_padding_before_a_sample_leaves_loss_and_gradients_those_of_stock(name, more, p):
+def test_padding_before_a_sample_leaves_loss_and_gradients_those_of_stock(name, more):
     mask = torch.ones_like(IDS)
     mask[1, :5] = 0
-    ours = tempoize(build(name, p, **more), norm="off", activation="off", loss="off")
+    # 16 bits drop none of so few, but Tempo's attention runs.
+    ours = tempoize(build(name, 1e-6, **more), norm="off", activation="off", loss="off")
     for place in find_places(ours):
-        place.is_always_ours = place.is_required = True
+        place.is_required = True
     assert_alike(loss_and_gradients(ours, mask), loss_and_gradients(build(name, **more), mask))
     assert any(place.was_called for place in find_places(ours)) and list_attention(ours) == {"flash"}
 

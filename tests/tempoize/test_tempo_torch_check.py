@@ -17,6 +17,7 @@ from transformers_cases import CASES, checkpoint_layers
 
 from tempo_torch import check, read_step, report_on, samples, tempoize
 from tempo_torch.attention import attend
+from tempo_torch.compare import Comparison, Unit
 from tempo_torch.loss import DeferredLogits
 from tempo_torch.mlp import TiledMLP
 from tempo_torch.norm import LayerNorm, RMSNorm
@@ -225,6 +226,19 @@ def test_only_what_trains_is_compared_and_checkpointing_is_left_out():
     tempoize(model)
     assert "loss and 1 gradients" in report_on(model).checked or "2 gradients" in report_on(model).checked
     assert model.model.layers[0].gradient_checkpointing
+
+
+def test_a_difference_that_two_units_make_only_together_is_traced_to_both():
+    first, second, third = units = [Unit("norm", kind, ()) for kind in ("A", "B", "C")]
+
+    class Together(Comparison):
+        def __init__(self) -> None: ...
+
+        def differs(self, units: Any) -> str | None:
+            return "differs" if {first, second} <= set(units) else None
+
+    assert Together().trace(units) == {first: "differs", second: "differs"}
+    assert Together().trace([first, third]) == {}
 
 
 @pytest.mark.slow

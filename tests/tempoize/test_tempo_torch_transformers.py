@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 import transformers
 from covering import exhaustive
 from tiny_models import GROUPS, assert_equal_step, assert_same_step, build, list_reasons, step
-from torch.utils.checkpoint import checkpoint
 from transformers_cases import CASES, kept_sbh, measure, with_bytes_of_a_gpu
 from witness import assert_within_rule
 
@@ -328,22 +326,3 @@ def test_a_call_that_asks_for_the_weights_of_attention_with_alibi_is_stocks_or_r
     assert weights[0].shape == (2, 4, 12, 12)
     with pytest.raises(ValueError, match="returns its weights"):
         build_alibi("Bloom", attention="flash")(IDS, output_attentions=True)
-
-
-def test_shared_layers_draw_the_same_masks_with_checkpointing():
-    sizes = {"hidden_size": 64, "embedding_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
-
-    def make():
-        torch.manual_seed(0)
-        p = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-        model = transformers.AlbertModel(
-            transformers.AlbertConfig(vocab_size=128, intermediate_size=128, **sizes, **p)
-        ).train()
-        return tempoize(model, seed=2, norm="recompute")
-
-    plain, other = make(), make()
-    (group,) = other.encoder.albert_layer_groups
-    group.forward = functools.partial(checkpoint, group.forward, use_reentrant=False, preserve_rng_state=False)
-    for _ in range(2):
-        first, second = (loss_and_gradients(CASES["BERT"], model, torch.float32) for model in (plain, other))
-        assert all(torch.equal(first[key], second[key]) for key in first)
