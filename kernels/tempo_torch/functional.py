@@ -1,4 +1,5 @@
-"""Serves models that call functions where others have modules: F.dropout, or a GELU written out in Python.
+"""Serves models that call functions where others have modules: F.dropout, F.scaled_dot_product_attention, or a GELU
+written out in Python.
 
 Their forward runs with the same code but other globals, in which these names refer to Tempo's functions. The same goes
 for the functions of its Python module that forward calls, and for functions that its decorators wrap.
@@ -16,16 +17,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tempo_torch.activation import apply_activation, name_function
+from tempo_torch.attention import AttentionPlace, attend_by_position
 from tempo_torch.dropout import apply_dropout
+from tempo_torch.masks import read_once
 from tempo_torch.position import DropoutPlace
 from tempo_torch.replace import Replaced
 
 
 class _Running(threading.local):
-    """Of each thread, the places of the forwards that run, the innermost last, and what is redirected in them."""
+    """Of each thread, the modules whose forwards run, the innermost last."""
 
     def __init__(self) -> None:
-        self.forwards: list[tuple[DropoutPlace, frozenset[str]]] = []
+        self.modules: list[RedirectsFunctions] = []
 
 
 _running = _Running()
@@ -35,7 +38,8 @@ class RedirectsFunctions(Replaced):
     """A module whose forward calls functions that Tempo has."""
 
     redirected: frozenset[str]
-    """"dropout", "activation" or both."""
+    """Of "attention", "dropout" and "activation" those that are Tempo's."""
+    function_place: DropoutPlace
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the stock module returns."""
@@ -47,20 +51,33 @@ class RedirectsFunctions(Replaced):
         return y
 
     def _run(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        _running.forwards.append((self.function_place, self.redirected))
+        _running.modules.append(self)
         try:
             return function(*args, **kwargs)
         finally:
-            _running.forwards.pop()
+            _running.modules.pop()
+
+
+class CallsAttention(RedirectsFunctions):
+    """A module whose forward calls F.scaled_dot_product_attention. With dropout Tempo's attention takes the call.
+
+    Keeps for backward: q, k, v, the output of attention, and 4 bytes per query and head.
+    """
+
+    tempo_place: AttentionPlace
 
 
 def list_functions(stock: type[nn.Module]) -> list[str]:
-    """Lists which of "dropout" and "activation" a class's forward calls as functions, directly or indirectly."""
+    """Lists which of "attention", "dropout" and "activation" a class's forward calls as functions, directly or
+    indirectly."""
     if stock.__module__.startswith("torch."):
         return []
     functions = list(_follow(_get_forward(stock)))
-    found = {"dropout": any(map(_calls_dropout, functions)), "activation": any(map(_calls_gelu, functions))}
-    return [operation for operation, is_called in found.items() if is_called]
+    return [operation for operation, calls in _CALLS.items() if any(map(calls, functions))]
+
+
+def _calls_attention(function: types.FunctionType) -> bool:
+    return "scaled_dot_product_attention" in function.__code__.co_names
 
 
 def _calls_dropout(function: types.FunctionType) -> bool:
@@ -71,6 +88,9 @@ def _calls_dropout(function: types.FunctionType) -> bool:
 def _calls_gelu(function: types.FunctionType) -> bool:
     gelu = function.__globals__.get("gelu") if "gelu" in function.__code__.co_names else None
     return isinstance(gelu, types.FunctionType) and name_function(gelu) == "gelu"
+
+
+_CALLS = {"attention": _calls_attention, "dropout": _calls_dropout, "activation": _calls_gelu}
 
 
 def _find_callees(function: types.FunctionType) -> dict[str | int, types.FunctionType]:
@@ -135,16 +155,18 @@ def _redirect(function: types.FunctionType) -> types.FunctionType:
     cells = None if closure is None else tuple(types.CellType(*_read(cell)) for cell in closure)
     # A compiler looks up the globals of a function that has a __name__ in the module of that name.
     names: dict[str, Any] = {name: value for name, value in function.__globals__.items() if name != "__name__"}
-    for name, module in (("nn", nn), ("F", F)):
+    for name, module in (("torch", torch), ("nn", nn), ("F", F)):
         if names.get(name) is module:
             names[name] = _Namespace(module)
+    if names.get("scaled_dot_product_attention") is F.scaled_dot_product_attention:
+        names["scaled_dot_product_attention"] = _attend
     if _calls_gelu(function):
         names["gelu"] = _gelu
     made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
     made.__kwdefaults__, made.__module__ = function.__kwdefaults__, function.__module__
     _redirected[function] = made
     for place, callee in _find_callees(function).items():
-        if not any(_calls_dropout(each) or _calls_gelu(each) for each in _follow(callee)):
+        if not any(calls(each) for each in _follow(callee) for calls in _CALLS.values()):
             continue
         if isinstance(place, str):
             names[place] = _redirect(callee)
@@ -155,27 +177,84 @@ def _redirect(function: types.FunctionType) -> types.FunctionType:
 
 
 class _Namespace:
-    """torch.nn, or its functional, with another dropout."""
+    """torch, torch.nn, or its functional, with another dropout and another attention."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
         if module is F:
-            self.dropout = _dropout
+            self.dropout, self.scaled_dot_product_attention = _dropout, _attend
         elif module is nn:
             self.functional = _Namespace(F)
+        else:
+            self.nn = _Namespace(nn)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    place, redirected = _running.forwards[-1]
-    if not training or p == 0.0 or p == 1.0 or inplace or "dropout" not in redirected or input.numel() == 0:
+    module = _running.modules[-1]
+    if not training or p == 0.0 or p == 1.0 or inplace or "dropout" not in module.redirected or input.numel() == 0:
         return F.dropout(input, p, training, inplace)
-    return apply_dropout(input, p, place)
+    return apply_dropout(input, p, module.function_place)
 
 
 def _gelu(x: Tensor) -> Tensor:
-    if "activation" not in _running.forwards[-1][1] or not torch.is_grad_enabled() or not x.requires_grad:
+    if "activation" not in _running.modules[-1].redirected or not torch.is_grad_enabled() or not x.requires_grad:
         return F.gelu(x)
     return apply_activation(x, "gelu", "recompute")
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Returns F.scaled_dot_product_attention [b, a, sq, dv] of q, k, v [b, a or g, s, d]; Tempo's if it drops."""
+    module = _running.modules[-1]
+    is_ours = isinstance(module, CallsAttention) and "attention" in module.redirected
+    if is_ours:
+        module.tempo_place.note_call()
+    if is_ours and dropout_p > 0.0 and query.numel() > 0:
+        why = _get_refusal(query, key, attn_mask, is_causal, enable_gqa)
+        if why is None:
+            return _attend_by_position(module, (query, key, value), attn_mask, dropout_p, is_causal, scale)
+        module.tempo_place.refuse(module, why)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _get_refusal(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> str | None:
+    """Names what a call asks for that Tempo's attention with dropout does not do; None if there is nothing."""
+    if query.dim() != 4 or key.dim() != 4 or query.size(0) != key.size(0):
+        return "gives attention other tensors than [b, a, s, d]"
+    if query.size(1) != key.size(1) and not enable_gqa:
+        return "gives attention another number of heads in k than in q"
+    if is_causal and (mask is not None or query.size(2) != key.size(2)):
+        return "asks for causal attention with a mask, or with fewer queries than keys"
+    return "adds a tensor to its scores" if mask is not None and mask.dtype != torch.bool else None
+
+
+def _attend_by_position(
+    module: Any, qkv: tuple[Tensor, ...], mask: Tensor | None, p: float, is_causal: bool, scale: float | None
+) -> Tensor:
+    device = qkv[0].device.type
+    if torch.is_autocast_enabled(device):  # as it casts for torch's attention
+        qkv = tuple(each.to(torch.get_autocast_dtype(device)) for each in qkv)
+    hidden = None if mask is None else read_once(torch.logical_not, (mask,))  # True is hidden
+    out = attend_by_position(
+        module,
+        *qkv,
+        p,
+        causal=is_causal,
+        mask=None if hidden is None else hidden[(None,) * (4 - hidden.dim())],
+        hidden_rows="zero",
+        softmax_scale=qkv[0].size(-1) ** -0.5 if scale is None else scale,
+    )
+    return out.transpose(1, 2)

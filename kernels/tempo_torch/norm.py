@@ -13,6 +13,8 @@ from tempo_kernels.norm import fits_in_place, layer_norm, rms_norm
 from tempo_torch.replace import Replaced
 
 _EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps", "norm_eps")
+_USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12)
+"""Tried where a class has its eps in its code."""
 
 
 class _Norm(Replaced):
@@ -112,13 +114,22 @@ def _recognise_by_result(module: nn.Module) -> tuple[type[_Norm], dict[str, Any]
     if "weight" not in parameters or set(parameters) - {"weight", "bias"}:
         return "it has no weight, or parameters that Tempo's norms do not have"
     shape = getattr(parameters["weight"], "ds_shape", parameters["weight"].shape)
+    if len(shape) != 1:
+        return "its weight is no vector"
     eps = next((value for name in _EPS_NAMES if isinstance(value := getattr(module, name, None), float)), None)
-    if len(shape) != 1 or eps is None:
-        return "its weight is no vector, or it has no eps"
+    for each in _USUAL_EPS if eps is None else (eps,):
+        if not isinstance(found := _recognise_with_eps(module, parameters, shape, each), str):
+            break
+    return found
+
+
+def _recognise_with_eps(
+    module: nn.Module, parameters: dict[str, nn.Parameter], shape: torch.Size, eps: float
+) -> tuple[type[_Norm], dict[str, Any]] | str:
     generator = torch.Generator().manual_seed(1)
     made = {name: torch.rand(shape, generator=generator, dtype=torch.float32) + 0.5 for name in parameters}
-    # Small enough for eps to matter.
-    x = torch.randn(5, *shape, generator=generator, dtype=torch.float32) * eps**0.5 + eps**0.5
+    # Small enough for eps to matter, and of three dimensions, for a norm over channels is another one there.
+    x = torch.randn(2, 3, *shape, generator=generator, dtype=torch.float32) * eps**0.5 + eps**0.5
     twin = copy.copy(module)
     twin.__dict__["_parameters"] = {**module._parameters, **made}
     try:

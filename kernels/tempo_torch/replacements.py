@@ -13,7 +13,7 @@ from tempo_torch.alibi import AlibiAttention, get_alibi
 from tempo_torch.attention import PLACE, AttentionPlace, name_implementation, use_attention
 from tempo_torch.dropout import RedrawnDropout
 from tempo_torch.experts import RecomputesExperts, get_experts_refusal, is_experts
-from tempo_torch.functional import RedirectsFunctions, list_functions, redirect
+from tempo_torch.functional import CallsAttention, RedirectsFunctions, list_functions, redirect
 from tempo_torch.linear import DropsInput, is_linear
 from tempo_torch.loss import FusedLoss, is_language_model, use_fused_loss
 from tempo_torch.mlp import TiledMLP, get_mlp_refusal, is_mlp
@@ -84,7 +84,7 @@ def replace_losses(model: nn.Module) -> Iterator[Entry]:
 
 def is_apart(module: nn.Module | None) -> bool:
     """Returns whether a module is one of Tempo's that asks no registry for attention, and has its own entry."""
-    return isinstance(module, MultiheadAttention | AlibiAttention)
+    return isinstance(module, MultiheadAttention | AlibiAttention | CallsAttention)
 
 
 def _make_place(name: str, choices: dict[str, str], passes: Passes) -> AttentionPlace:
@@ -158,8 +158,11 @@ def _choose_alibi(name: str, module: nn.Module, choices: dict[str, str], passes:
 def _choose_functions(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> Becomes | None:
     if not (operations := _list_redirected(module, choices)):
         return None
-    sizes = (1.0, 0.0) if operations[0] == "dropout" else (4.0, 2.0)
     redirected = _redirect_functions(name, module, choices, passes)
+    if operations[0] == "attention":
+        attributes = {**redirected, PLACE: _make_place(f"{name}.attention", choices, passes)}
+        return Becomes(CallsAttention, attributes, "flash", operation="attention")
+    sizes = (1.0, 0.0) if operations[0] == "dropout" else (4.0, 2.0)
     return Becomes(RedirectsFunctions, redirected, "recompute", *sizes, operations[0])
 
 
