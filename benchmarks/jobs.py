@@ -1,7 +1,7 @@
 """Runs the examples of other projects' jobs and writes their tables into the documents.
 
-    python benchmarks/jobs.py              # minutes on a CPU; needs what the examples name
-    python benchmarks/jobs.py encoders
+python benchmarks/jobs.py              # minutes on a CPU; needs what the examples name
+python benchmarks/jobs.py encoders
 """
 
 from __future__ import annotations

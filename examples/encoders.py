@@ -1,4 +1,4 @@
-"""Encoders with dropout: BERT, RoBERTa, ModernBERT, ViT and DINOv2 of transformers, a ViT of timm, torchaudio's Conformer.
+"""Encoders with dropout: BERT, RoBERTa, ModernBERT, ViT and DINOv2, a ViT of timm, and torchaudio's Conformer.
 
     python examples/encoders.py                  # a table for each of those whose package is installed
     python examples/encoders.py bert dinov2
@@ -37,7 +37,9 @@ def make_text_model(name: str) -> Made:
     text = {"vocab_size": VOCAB_SIZE, "pad_token_id": PAD, "max_position_embeddings": LENGTH + PAD + 1}
     if name == "modernbert":
         rates = {"attention_dropout": 0.1, "mlp_dropout": 0.1, "embedding_dropout": 0.1}
-        config = transformers.ModernBertConfig(**SIZES, **text, **rates, bos_token_id=0, eos_token_id=0, cls_token_id=0, sep_token_id=0)
+        config = transformers.ModernBertConfig(
+            **SIZES, **text, **rates, bos_token_id=0, eos_token_id=0, cls_token_id=0, sep_token_id=0
+        )
         model: Any = transformers.ModernBertForMaskedLM(config)
     else:
         kind = "Bert" if name == "bert" else "Roberta"
@@ -49,7 +51,9 @@ def make_text_model(name: str) -> Made:
         samples = [data[index] for index in range(step * BATCH, (step + 1) * BATCH)]
         batches.append({key: torch.stack([sample[key] for sample in samples]) for key in samples[0]})
         # The last rows are padded at their end.
-        batches[-1]["attention_mask"] = (torch.arange(LENGTH) < torch.full((BATCH, 1), LENGTH).index_fill_(0, torch.arange(2, 4), LENGTH - 32)).long()
+        batches[-1]["attention_mask"] = (
+            torch.arange(LENGTH) < torch.full((BATCH, 1), LENGTH).index_fill_(0, torch.arange(2, 4), LENGTH - 32)
+        ).long()
     return model, batches, lambda model, batch: model(**batch).loss
 
 
@@ -70,7 +74,16 @@ def make_image_model(name: str) -> Made:
     if name == "timm":
         import timm
 
-        model: Any = timm.create_model("vit_tiny_patch16_224", img_size=128, patch_size=8, num_classes=10, depth=2, drop_rate=0.1, proj_drop_rate=0.1, attn_drop_rate=0.1)
+        model: Any = timm.create_model(
+            "vit_tiny_patch16_224",
+            img_size=128,
+            patch_size=8,
+            num_classes=10,
+            depth=2,
+            drop_rate=0.1,
+            proj_drop_rate=0.1,
+            attn_drop_rate=0.1,
+        )
         return model, make_images(), lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
     import transformers
 
@@ -78,7 +91,15 @@ def make_image_model(name: str) -> Made:
         config: Any = transformers.ViTConfig(**SIZES, **DROPOUT, image_size=128, patch_size=8, num_labels=10)
         model = transformers.ViTForImageClassification(config)
     else:
-        config = transformers.Dinov2Config(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, **DROPOUT, image_size=128, patch_size=8, num_labels=10)
+        config = transformers.Dinov2Config(
+            hidden_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            **DROPOUT,
+            image_size=128,
+            patch_size=8,
+            num_labels=10,
+        )
         model = transformers.Dinov2ForImageClassification(config)
     return model, make_images(), lambda model, batch: model(pixel_values=batch[0], labels=batch[1]).loss
 
@@ -135,7 +156,8 @@ def compare(name: str) -> list[Row]:
                 model.set_grad_checkpointing()
             else:
                 model.gradient_checkpointing_enable()
-        return tempoize(model, seed=seed) if tempo else model
+        stock: nn.Module = model
+        return tempoize(stock, seed=seed) if tempo else stock
 
     return [
         measure("stock", build, compute_loss, batches),

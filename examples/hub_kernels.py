@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernels import LocalLayerRepository, Mode, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
 from measured import format_table, measure
 from text_bytes import VOCAB_SIZE, Bytes
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from kernels import LocalLayerRepository, Mode, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
 
 STEPS, BATCH, LENGTH = 12, 4, 128
 BUILD = Path(__file__).parent.parent / "kernels" / "hub" / "build.py"

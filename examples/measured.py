@@ -59,7 +59,7 @@ def _note_allocations(changes: list[int]) -> Iterator[None]:
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         yield
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     changes += [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
 

@@ -4,7 +4,8 @@
     python examples/sft_lora.py --model llama --packing
     python examples/sft_lora.py --save runs/sft       # trains; started again it goes on from the last checkpoint
 
-Needs pip install tempo-megatron trl peft; downloads nothing: the tokenizer is made from the text, which is Python's own.
+Needs pip install tempo-megatron trl peft; downloads nothing: the text is Python's own, and makes
+the tokenizer.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def read_documents() -> list[str]:
 
 def make_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(documents, vocab_size=VOCAB_SIZE, special_tokens=["<pad>", "<eos>"], show_progress=False)
+    tokenizer.train_from_iterator(
+        documents, vocab_size=VOCAB_SIZE, special_tokens=["<pad>", "<eos>"], show_progress=False
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 

@@ -9,6 +9,7 @@ Needs pip install tempo-megatron torchtitan; downloads nothing.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 from typing import Any
 
@@ -69,10 +70,8 @@ def main() -> None:
     ids = torch.stack([data[index]["input_ids"] for index in range(STEPS * BATCH)])
     for name in options.models:
         ways = {"stock": {}, "Tempo": {"tempo": True}, "Tempo + checkpointing": {"tempo": True, "checkpointing": True}}
-        rows = [
-            measure(way, lambda seed: build(name, seed, fsdp=options.fsdp, **more), compute_loss, ids.split(BATCH))
-            for way, more in ways.items()
-        ]
+        makes = {way: functools.partial(build, name, fsdp=options.fsdp, **more) for way, more in ways.items()}
+        rows = [measure(way, make, compute_loss, ids.split(BATCH)) for way, make in makes.items()]
         if rank == 0:
             print(f"{name}\n\n{format_table(rows)}\n", flush=True)
     if options.fsdp:

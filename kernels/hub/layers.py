@@ -101,7 +101,9 @@ class GatedMLPLayout(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         if config.hidden_act != "silu":
-            raise ValueError(f'hidden_act is "{config.hidden_act}"; GatedMLP has "silu" only; leave the MLP out of the mapping')
+            raise ValueError(
+                f'hidden_act is "{config.hidden_act}"; GatedMLP has "silu" only; leave the MLP out of the mapping'
+            )
         bias = getattr(config, "mlp_bias", False)
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)

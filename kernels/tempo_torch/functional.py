@@ -248,13 +248,16 @@ def _attend_by_position(
     if torch.is_autocast_enabled(device):  # as it casts for torch's attention
         qkv = tuple(each.to(torch.get_autocast_dtype(device)) for each in qkv)
     hidden = None if mask is None else read_once(torch.logical_not, (mask,))  # True is hidden
+    query, key, value = qkv
     out = attend_by_position(
         module,
-        *qkv,
+        query,
+        key,
+        value,
         p,
         causal=is_causal,
         mask=None if hidden is None else hidden[(None,) * (4 - hidden.dim())],
         hidden_rows="zero",
-        softmax_scale=qkv[0].size(-1) ** -0.5 if scale is None else scale,
+        softmax_scale=query.size(-1) ** -0.5 if scale is None else scale,
     )
     return out.transpose(1, 2)

@@ -10,7 +10,7 @@ from typing import Any
 import published_peaks
 import pytest
 import torch
-from runs import build_run, change_run
+from runs import DISTRIBUTED, SMALL, change_run, make_run
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
@@ -18,17 +18,13 @@ from tempo_megatron.memory.rank.allocator import Library
 from tempo_megatron.memory.rank.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.rank.libraries import get_torch_bytes, list_lasting_tensors, list_workspaces
 from tempo_megatron.memory.routing import assume_routing, expect_imbalance
-from tempo_megatron.memory.run import Hybrid, OptimizerSettings, Run
+from tempo_megatron.memory.run import Hybrid, Run
 from tempo_megatron.memory.show.tree import ModuleMemory, list_modules
 from tempo_megatron.memory.simulated.chunk import simulate_chunk
 from tempo_megatron.memory.simulated.chunk_memory import LAYERS, ChunkMemory
 from tempo_megatron.memory.simulated.transformer_engine import choose_attention
-from tempo_megatron.models.shape import make_shape
 
 MIB = 1 << 20
-WHOLE, DISTRIBUTED = OptimizerSettings(distributed=False), OptimizerSettings(distributed=True)
-# Of most of the functional tests in NVIDIA/Megatron-LM@d98e8a64dd, tests/functional_tests/test_cases/gpt.
-SMALL = {"num_layers": 12, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 1024, "vocab_size": 50257}
 # Of the published rows one for each GPU, for stages, chunks and tensor parallel ranks, for Megatron's own modules and
 # fp16, and for unfused attention.
 NEAR = (
@@ -43,11 +39,6 @@ NEAR = (
 )
 GOLDENS = json.loads((Path(published_peaks.__file__).parent / "published" / "megatron.json").read_text("utf-8"))
 ROWS = {row["id"]: row for row in GOLDENS["megatron_goldens"]}
-
-
-def make_run(sizes: dict[str, Any], **settings: Any) -> Run:
-    usual = {"micro_batch_size": 4, "stock": "transformer_engine", "deterministic": True, "data_has_masks": True}
-    return build_run(**{"model": make_shape(**sizes), "tempo": TempoConfig.off(), **usual, **settings})
 
 
 @pytest.mark.parametrize("name", NEAR)

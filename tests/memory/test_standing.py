@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from made_chunks import make_chunk
-from test_estimate_published import DISTRIBUTED, MIB, SMALL, WHOLE, make_run
+from runs import DISTRIBUTED, SMALL, WHOLE, make_run
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.rank.allocator import CachingAllocator, Library
@@ -19,9 +19,11 @@ from tempo_megatron.memory.rank.standing import Born, Standing, list_megatrons, 
 from tempo_megatron.memory.rank.zero import Zero, count_zero
 from tempo_megatron.memory.run import MegatronFsdp, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import simulate_chunk
-from tempo_megatron.memory.simulated.chunk_memory import ENGINE_PRODUCT, LAYERS, Event, LayerParameters, Parameter
+from tempo_megatron.memory.simulated.chunk_memory import LAYERS, LayerParameters, Parameter
+from tempo_megatron.memory.tape.tape import ENGINE_PRODUCT, Event
 from tempo_megatron.models.shape import make_shape
 
+MIB = 1 << 20
 EVENTS = [(True, 0, 0), (False, 0, 0)]
 
 
