@@ -50,10 +50,9 @@ def make_text_model(name: str) -> Made:
     for step in range(STEPS):
         samples = [data[index] for index in range(step * BATCH, (step + 1) * BATCH)]
         batches.append({key: torch.stack([sample[key] for sample in samples]) for key in samples[0]})
-        # The last rows are padded at their end.
-        batches[-1]["attention_mask"] = (
-            torch.arange(LENGTH) < torch.full((BATCH, 1), LENGTH).index_fill_(0, torch.arange(2, 4), LENGTH - 32)
-        ).long()
+        lengths = torch.full((BATCH, 1), LENGTH)
+        lengths[-2:] -= 32  # the last rows are padded
+        batches[-1]["attention_mask"] = (torch.arange(LENGTH) < lengths).long()
     return model, batches, lambda model, batch: model(**batch).loss
 
 
