@@ -154,3 +154,15 @@ def test_whatever_fails_costs_one_line_and_training_goes_on(case: str, reason: s
     assert process.returncode == 0, err[-3000:]
     assert err.count(WARNING) == 1 and "Traceback" not in err
     assert reason in out and reason in next(line for line in err.splitlines() if WARNING in line)
+
+
+@has_compiler
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_processes_that_compile_at_once_into_one_cache_all_succeed(tmp_path: Path) -> None:
+    # The trial of the compiler is all that they compile.
+    processes = [start(tmp_path, "()") for _ in range(2)]
+    for process in processes:
+        out, err = process.communicate(timeout=500)
+        assert process.returncode == 0 and WARNING not in err, err[-3000:]
+        assert "obstacle: None" in out

@@ -131,6 +131,12 @@ def kept(p, seed=1234, layer=1, first_sample=0):
     return (~mask).double()
 
 
+def largest_normal(count):
+    """What the largest of `count` normal numbers stays below as surely as one of them stays below four sigma."""
+    tail = 1 - (1 - 2 * torch.special.ndtr(torch.tensor(-4.0, dtype=torch.float64))) ** (1 / count)
+    return -torch.special.ndtri(tail / 2).item()
+
+
 def assert_uncorrelated(first, second, p):
     """The mean of the product of two masks' deviations is 0 within four sigma."""
     mean = 1 - effective_probability(p)
@@ -143,6 +149,18 @@ def test_the_share_of_kept_elements_is_that_of_16_bits_within_four_sigma(p):
     mask, mean = kept(p), 1 - effective_probability(p)
     assert abs(1 - mean - p) <= 2**-16
     assert abs(mask.mean().item() - mean) <= 4 * (mean * (1 - mean) / mask.numel()) ** 0.5
+
+
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("name", DIMS)
+def test_no_row_column_head_or_sample_is_kept_more_than_chance_has_it(name, p):
+    mask, mean = kept(p), 1 - effective_probability(p)
+    shares = mask.mean([dim for dim in range(4) if dim != DIMS[name]])
+    sigma = (mean * (1 - mean) * shares.numel() / mask.numel()) ** 0.5
+    assert (shares - mean).abs().max().item() <= largest_normal(shares.numel()) * sigma
+    # Nor less: the shares of 8 heads or 512 columns scatter as they should.
+    if shares.numel() > 100:
+        assert shares.std().item() == pytest.approx(sigma, rel=4 / (2 * shares.numel()) ** 0.5)
 
 
 DISTANCES = [("sample", 1), ("head", 1), ("head", 4)]
@@ -160,3 +178,11 @@ def test_elements_at_any_distance_are_uncorrelated(name, distance):
 def test_layers_seeds_and_steps_are_uncorrelated(other):
     # The samples of the next step are the next samples.
     assert_uncorrelated(kept(0.1), kept(0.1, **other), 0.1)
+
+
+def test_the_eight_lanes_of_one_call_are_independent():
+    lanes = kept(0.5).view(-1, 8)
+    patterns = torch.bincount((lanes * 2 ** torch.arange(8)).sum(1).long(), minlength=256).double()
+    expected = lanes.size(0) / 256
+    chi_squared = ((patterns - expected) ** 2 / expected).sum().item()
+    assert abs(chi_squared - 255) <= 4 * (2 * 255) ** 0.5

@@ -201,6 +201,25 @@ def test_an_output_may_be_changed_in_place_where_backward_does_not_read_it(funct
         find(lambda y: y.mul_(2), "inplace")
 
 
+@pytest.mark.exhaustive  # of norms large enough to be compiled; test_every_operation.py has the others
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_another_default_dtype_changes_nothing(dtype):
+    def results():
+        torch.manual_seed(0)
+        leaves = [t.to(dtype).requires_grad_() for t in (torch.randn(1024, 320, dtype=torch.float32),)]
+        leaves += [t.to(dtype).requires_grad_() for t in (torch.ones(320, dtype=torch.float32), torch.zeros(320))]
+        outputs = [layer_norm(*leaves), rms_norm(*leaves[:2], keep="recompute")]
+        return [*outputs, *torch.autograd.grad([y.float().square().sum() for y in outputs], leaves)]
+
+    expected = results()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = results()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 X, ONES = torch.ones(2, 8), torch.ones(8)
 HALF, BRAIN = ONES.half(), ONES.bfloat16()
 REFUSED = {
