@@ -34,6 +34,8 @@ TEST = [
     "transformers",
     "peft",
     "accelerate",  # the Trainer of transformers, and peft
+    "trl",
+    "kernels",  # of Hugging Face
     "wandb",  # one of DeepSpeed's monitors, offline
     "triton>=3.3; sys_platform == 'linux'",
     "ruff",

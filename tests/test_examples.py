@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,19 +16,19 @@ from rank_processes import make_process
 ROOT = Path(__file__).parent.parent
 
 
-def run_as_main(name: str, log: str) -> None:
+def run_as_main(name: str, log: str, *words: str) -> None:
     """In a fork of a process that has imported torch, Megatron and DeepSpeed."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    sys.argv = [f"examples/{name}.py"]
+    sys.argv = [f"examples/{name}.py", *words]
     sys.path.insert(0, str(ROOT / "examples"))
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
 
 
-def run_example(name: str, folder: Path) -> str:
-    process = make_process(run_as_main, name, str(folder / "log"))
+def run_example(name: str, folder: Path, *words: str) -> str:
+    process = make_process(run_as_main, name, str(folder / "log"), *words)
     process.start()
     process.join(600)
     output = (folder / "log").read_text(encoding="utf-8")
@@ -64,3 +65,45 @@ def test_the_models_of_transformers_learn(name: str, packages: list[str], tmp_pa
         assert kept[2] < 0.7 * kept[0]
     else:
         assert "replaced  dropout     Dropout" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "words", "packages"),
+    [
+        ("sft_lora", [], ["trl", "peft"]),
+        ("sft_lora", ["--model", "llama", "--packing", "--lora-dropout", "0"], ["trl", "peft"]),
+        ("encoders", ["bert", "dinov2"], ["transformers"]),
+        ("encoders", ["timm"], ["timm"]),
+        ("encoders", ["conformer"], ["torchaudio"]),
+        ("hub_kernels", [], ["transformers", "kernels.layer"]),
+        ("torchtitan_cpu", [], ["torchtitan"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_jobs_of_other_projects_keep_less_and_reach_stocks_losses(
+    name: str, words: list[str], packages: list[str], tmp_path: Path
+) -> None:
+    for package in packages:
+        pytest.importorskip(package, reason=f"{package} is not installed; pip install {package}", exc_type=ImportError)
+    output = run_example(name, tmp_path, *words)
+    tables = re.findall(r"^\| stock \|(.*)\|\n\| Tempo \|(.*)\|\n\| Tempo \+ checkpointing \|(.*)\|$", output, re.M)
+    assert tables, output
+    for table in tables:
+        (_, *of_stock), (kept, *of_tempo), (fewer, *_) = (
+            [float(each) for each in (row[1], *row[4].split(","))] for row in (text.split("|") for text in table)
+        )
+        assert fewer < kept < 0.85
+        assert of_tempo == pytest.approx(of_stock, rel=0.0 if "0" in words or name in NO_DROPOUT else 0.4, abs=2e-3)
+
+
+NO_DROPOUT = ("hub_kernels", "torchtitan_cpu")
+
+
+@pytest.mark.slow
+def test_fine_tuning_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="trl is not installed; pip install trl")
+    words = ["--save", str(tmp_path / "run")]
+    assert "from the beginning" in run_example("sft_lora", tmp_path, *words)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    assert "step 4, from" in (again := run_example("sft_lora", tmp_path, *words)) and "checkpoint-2" in again

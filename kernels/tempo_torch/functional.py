@@ -225,16 +225,15 @@ def _attend(
         if why is None:
             return _attend_by_position(module, (query, key, value), attn_mask, dropout_p, is_causal, scale)
         module.tempo_place.refuse(module, why)
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    more: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    return F.scaled_dot_product_attention(query, key, value, attn_mask, **more)
 
 
 def _get_refusal(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> str | None:
     """Names what a call asks for that Tempo's attention with dropout does not do; None if there is nothing."""
     if query.dim() != 4 or key.dim() != 4 or query.size(0) != key.size(0):
         return "gives attention other tensors than [b, a, s, d]"
-    if query.size(1) != key.size(1) and not enable_gqa:
+    if key.size(1) not in (1, query.size(1)) and not enable_gqa:
         return "gives attention another number of heads in k than in q"
     if is_causal and (mask is not None or query.size(2) != key.size(2)):
         return "asks for causal attention with a mask, or with fewer queries than keys"
