@@ -75,10 +75,11 @@ def is_traced(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
-def is_recorded(tensor: Tensor) -> bool:
-    """Whether the operations on a tensor are recorded rather than run: it is fake or meta, or make_fx or torch.compile
-    traces them. A loop over blocks of it would be recorded block by block."""
-    return is_traced(tensor) or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+def is_recorded() -> bool:
+    """Whether make_fx or torch.compile records the operations that are called: a loop over blocks of a tensor would be
+    recorded block by block."""
+    is_traced_by_make_fx = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return torch.compiler.is_compiling() or is_traced_by_make_fx
 
 
 def call_untraced(function: Callable[..., ResultT], first: Tensor, *others: Any, **more: Any) -> ResultT:

@@ -306,7 +306,7 @@ def test_stages_chunks_and_data_parallel_ranks_are_divided(tmp_path: Path) -> No
     run = prepared(tmp_path, *words, config=zero(1), world_size=8)
     assert (run.data_parallel_size, run.num_chunks, run.num_micro_batches) == (2, 2, 4)
     estimated = read_run(run, 128)
-    assert estimated.world_size == 8 and estimated.list_chunks(1) == [range(2, 4), range(6, 8)]
+    assert estimated.layout.world_size == 8 and estimated.list_chunks(1) == [range(2, 4), range(6, 8)]
     eight_layers = 8 * 64 * (4 * 64 + 2 * 256) * 4  # float32 bytes of their linears
     check_weights_fit(run, node_bytes=eight_layers // 4, node_ranks=1)
     with pytest.raises(ValueError, match="the linears of 8 layers"):

@@ -242,7 +242,7 @@ def _add_in_chunks(
         return
     width = x.size(-1) if is_gated or bias is not None else 1
     num_rows, step = x.numel() // width, _CHUNK_STEP // math.gcd(_CHUNK_STEP, width)
-    chunk_rows = num_rows if is_recorded(x) else -(-_choose_chunk_size(chunk_elements) // (width * step)) * step
+    chunk_rows = num_rows if is_recorded() else -(-_choose_chunk_size(chunk_elements) // (width * step)) * step
     dtype = get_sum_dtype(x, bias, activation, is_gated)
     bias = None if bias is None else bias.to(dtype)  # once, instead of with every chunk
     is_in_out = out.dtype == dtype and out.numel() == x.numel()

@@ -167,6 +167,6 @@ def _pays(rows: Tensor, chunk_rows: int) -> bool:
 
 def _blocks(rows: Tensor) -> list[slice]:
     """Lists slices of whole rows, of about the same length, whose float32 copies stay in the cache."""
-    num_blocks = 1 if is_recorded(rows) else max(1, -(-rows.numel() // BLOCK_ELEMENTS))
+    num_blocks = 1 if is_recorded() else max(1, -(-rows.numel() // BLOCK_ELEMENTS))
     step = max(1, -(-rows.size(0) // num_blocks))
     return [slice(start, min(start + step, rows.size(0))) for start in range(0, rows.size(0), step)]
