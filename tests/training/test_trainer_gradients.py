@@ -168,7 +168,8 @@ def test_every_gradient_of_every_family_is_that_of_one_process_in_every_layout(t
                         gradient[box.index()] -= whole[find_place(box)]
                     # That of a bias of keys is 0 but for rounding.
                     errors[name] = float(gradient.norm() / max(float(whole.norm()), 1e-4 * norm))
-                wrong += [f"{case} {name} {error:.1e}" for name, error in errors.items() if not error < 1e-5]
+                # Sums in another order are off by up to 1e-5, on some processors by a little more; faults by 1e-2.
+                wrong += [f"{case} {name} {error:.1e}" for name, error in errors.items() if not error < 5e-5]
     assert not wrong, "\n".join(wrong)
     assert refused == {
         (name, layout)
