@@ -25,7 +25,7 @@ from gpu.steps import LeftOut, Step, Wrong
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from attention_cases import Ring
+from attention_cases import attend_in_parts
 from witness import ulp
 
 from tempo_kernels.attention import attention
@@ -211,7 +211,7 @@ def _make_attention(one: Attention, dtype: str, sk: int) -> Case:
             return attention(q, k, v, form=form, **numbers, **named)
 
     def compute_parts(*tensors: Tensor) -> Tensor:
-        found: Tensor = Ring.apply(*tensors, SimpleNamespace(**numbers, first_row=0))
+        found: Tensor = attend_in_parts(*tensors, SimpleNamespace(**numbers, first_row=0))
         return found
 
     function = compute_parts if one.extra == "parts" else functools.partial(compute, "flash")
