@@ -13,11 +13,11 @@ from megatron.core.fusions import fused_softmax
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from runs import build_run
 from torch.nn import functional as F
 
 from tempo_kernels.attention import describe
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.show.ledger import measure_run
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.slots import dropout_rng
@@ -151,9 +151,7 @@ def kept_by_grouped_queries(num_query_groups, attention, tp=1, norm="inplace", *
     sizes = {"num_layers": 1, "hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 8, "vocab_size": 64}
     shape = make_shape(**sizes, num_query_groups=num_query_groups, seq_length=NUM_TOKENS, **settings)
     tempo = TempoConfig(attention=attention, norm=norm)
-    return measure_run(
-        Run(model=shape, tempo=tempo, stock="cpu", tensor_parallel=tp, sequence_parallel=tp > 1)
-    ).layer_sbh
+    return measure_run(build_run(shape, tempo, stock="cpu", tp=tp, sp=tp > 1)).layer_sbh
 
 
 @parametrize_covering(num_query_groups=[8, 4, 2], tp=[1, 2], attention=list(FORMS))
