@@ -15,7 +15,6 @@ from measurements import ROOT
 
 JOBS = {
     "sft_lora": ("lora.md", ["sft_lora.py"]),
-    "sft_lora without dropout": ("lora.md", ["sft_lora.py", "--lora-dropout", "0"]),
     "encoders": ("encoders.md", ["encoders.py"]),
     "hub_kernels": ("hub_kernels.md", ["hub_kernels.py"]),
     "torchtitan": ("torchtitan.md", ["torchtitan_cpu.py"]),
