@@ -20,9 +20,10 @@ from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.nn_modules import RMSNorm
 
-from tempo_kernels.norm import fits_in_place, rms_norm
+from tempo_kernels.norm import rms_norm
 from tempo_kernels.silu import silu
 from tempo_torch.linear import drop_input
+from tempo_torch.norm import choose_keep
 
 
 class TempoRMSNorm(RMSNorm):
@@ -39,7 +40,7 @@ class TempoRMSNorm(RMSNorm):
         if torch.compiler.is_compiling() or isinstance(x, DTensor) or x.dtype != self.weight.dtype:
             return super().forward(x)  # type: ignore[no-any-return]
         if self.keep is None:
-            self.keep = "inplace" if fits_in_place(self.weight, None) else "recompute"
+            self.keep = choose_keep(self)
         return rms_norm(x, self.weight, self.eps, keep=self.keep)
 
 

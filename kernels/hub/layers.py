@@ -14,21 +14,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tempo_kernels.gelu import gelu
-from tempo_kernels.norm import fits_in_place, layer_norm, rms_norm
+from tempo_kernels.norm import layer_norm, rms_norm
 from tempo_kernels.silu import silu
 from tempo_torch.linear import drop_input
+from tempo_torch.norm import choose_keep
 
-_in_place: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+_keep: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
-def _choose_keep(norm: Any, bias: Tensor | None = None) -> str:
-    """Returns "inplace" where the norm's weights allow it, which is found out in its first forward; a compiled graph
-    keeps the input."""
+def _get_keep(norm: nn.Module) -> str:
+    """Returns what `choose_keep` says of a norm in its first forward; a compiled graph keeps the input."""
     if torch.compiler.is_compiling():
         return "recompute"
-    if norm not in _in_place:
-        _in_place[norm] = fits_in_place(norm.weight, bias)
-    return "inplace" if _in_place[norm] else "recompute"
+    if norm not in _keep:
+        _keep[norm] = choose_keep(norm)
+    return _keep[norm]
 
 
 class RMSNorm(nn.Module):
@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """y [..., h] of hidden_states [..., h], in its dtype: rounded once, where the stock forward rounds twice."""
         eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
-        return rms_norm(hidden_states, self.weight, eps, keep=_choose_keep(self))
+        return rms_norm(hidden_states, self.weight, eps, keep=_get_keep(self))
 
 
 class LayerNorm(nn.Module):
@@ -56,7 +56,7 @@ class LayerNorm(nn.Module):
         """y [..., h] of input [..., h]."""
         if len(self.normalized_shape) != 1 or self.weight is None or input.dtype != self.weight.dtype:
             return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
-        return layer_norm(input, self.weight, self.bias, self.eps, keep=_choose_keep(self, self.bias))
+        return layer_norm(input, self.weight, self.bias, self.eps, keep=_get_keep(self))
 
 
 class GeLU(nn.Module):

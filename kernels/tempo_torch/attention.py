@@ -258,25 +258,20 @@ def attend(
     if causal and key.size(2) > query.size(2):  # as sdpa_attention_forward has it
         key, value = (t[:, :, : query.size(2)] for t in (key, value))
         bias = None if bias is None else bias[..., : query.size(2)]
-    if torch.is_autocast_enabled(query.device.type):  # as it casts for torch's attention
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (t.to(dtype) for t in (query, key, value))
-    scale = kwargs.get("scaling")
-    sink = kwargs.get("s_aux")
-    out = attend_by_position(
+    out = attend_as_torch(
         module,
         query,
         key,
         value,
         p,
+        seen=attention_mask,
         causal=causal,
-        mask=None if attention_mask is None else read_once(torch.logical_not, (attention_mask,)),  # True is hidden
+        scale=kwargs.get("scaling"),
         bias=bias,
-        sink=None if sink is None else sink.to(query.dtype),
+        sink=kwargs.get("s_aux"),
         softcap=kwargs.get("softcap"),
         # Where stock adds numbers to scores it attends to hidden keys if there are no others.
         hidden_rows="added" if is_special or bias is not None else "zero",
-        softmax_scale=query.size(-1) ** -0.5 if scale is None else scale,
     )
     return out, None
 
@@ -295,6 +290,39 @@ def _check_documents(positions: Any) -> None:
             "of a packed row would attend to one another; expected one document in a row; unpack the rows, or give "
             'tempoize attention="off" and DeepSpeed core_attn_implementation="flash_attention_2"'
         )
+
+
+def attend_as_torch(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    p: float,
+    *,
+    seen: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    sink: Tensor | None = None,
+    **given: Any,
+) -> Tensor:
+    """Returns `attend_by_position` with what torch's attention does: autocast casts, `seen` is True where a query sees
+    a key, in up to four dimensions, and scale is by default that of the heads' size."""
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (t.to(dtype) for t in (query, key, value))
+    hidden = None if seen is None else read_once(torch.logical_not, (seen,))
+    return attend_by_position(
+        module,
+        query,
+        key,
+        value,
+        p,
+        causal=causal,
+        mask=None if hidden is None else hidden[(None,) * (4 - hidden.dim())],
+        sink=None if sink is None else sink.to(query.dtype),
+        softmax_scale=query.size(-1) ** -0.5 if scale is None else scale,
+        **given,
+    )
 
 
 def attend_by_position(module: Any, query: Tensor, key: Tensor, value: Tensor, p: float, **given: Any) -> Tensor:

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tempo_torch.activation import apply_activation, name_function
-from tempo_torch.attention import AttentionPlace, attend_by_position
+from tempo_torch.attention import AttentionPlace, attend_as_torch
 from tempo_torch.dropout import apply_dropout
-from tempo_torch.masks import read_once
 from tempo_torch.position import DropoutPlace
 from tempo_torch.replace import Replaced
 
@@ -217,13 +216,13 @@ def _attend(
 ) -> Tensor:
     """Returns F.scaled_dot_product_attention [b, a, sq, dv] of q, k, v [b, a or g, s, d]; Tempo's if it drops."""
     module = _running.modules[-1]
-    is_ours = isinstance(module, CallsAttention) and "attention" in module.redirected
-    if is_ours:
+    if isinstance(module, CallsAttention):
         module.tempo_place.note_call()
-    if is_ours and dropout_p > 0.0 and query.numel() > 0:
+    if isinstance(module, CallsAttention) and dropout_p > 0.0 and query.numel() > 0:
         why = _get_refusal(query, key, attn_mask, is_causal, enable_gqa)
         if why is None:
-            return _attend_by_position(module, (query, key, value), attn_mask, dropout_p, is_causal, scale)
+            given: dict[str, Any] = {"seen": attn_mask, "causal": is_causal, "scale": scale, "hidden_rows": "zero"}
+            return attend_as_torch(module, query, key, value, dropout_p, **given).transpose(1, 2)
         module.tempo_place.refuse(module, why)
     more: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     return F.scaled_dot_product_attention(query, key, value, attn_mask, **more)
@@ -238,25 +237,3 @@ def _get_refusal(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: boo
     if is_causal and (mask is not None or query.size(2) != key.size(2)):
         return "asks for causal attention with a mask, or with fewer queries than keys"
     return "adds a tensor to its scores" if mask is not None and mask.dtype != torch.bool else None
-
-
-def _attend_by_position(
-    module: Any, qkv: tuple[Tensor, ...], mask: Tensor | None, p: float, is_causal: bool, scale: float | None
-) -> Tensor:
-    device = qkv[0].device.type
-    if torch.is_autocast_enabled(device):  # as it casts for torch's attention
-        qkv = tuple(each.to(torch.get_autocast_dtype(device)) for each in qkv)
-    hidden = None if mask is None else read_once(torch.logical_not, (mask,))  # True is hidden
-    query, key, value = qkv
-    out = attend_by_position(
-        module,
-        query,
-        key,
-        value,
-        p,
-        causal=is_causal,
-        mask=None if hidden is None else hidden[(None,) * (4 - hidden.dim())],
-        hidden_rows="zero",
-        softmax_scale=query.size(-1) ** -0.5 if scale is None else scale,
-    )
-    return out.transpose(1, 2)
