@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from measured import Row, format_table, measure
+from measured import Row, compare, format_table
 from text_bytes import PAD, VOCAB_SIZE, Bytes
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -142,7 +142,7 @@ MODELS: dict[str, tuple[str, Callable[[str], Made]]] = {
 """Models -> the package that each needs, and what makes it."""
 
 
-def compare(name: str) -> list[Row]:
+def compare_model(name: str) -> list[Row]:
     make = MODELS[name][1]
     torch.manual_seed(0)
     _, batches, compute_loss = make(name)
@@ -158,13 +158,7 @@ def compare(name: str) -> list[Row]:
         stock: nn.Module = model
         return tempoize(stock, seed=seed) if tempo else stock
 
-    return [
-        measure("stock", build, compute_loss, batches),
-        measure("Tempo", lambda seed: build(seed, tempo=True), compute_loss, batches),
-        measure(
-            "Tempo + checkpointing", lambda seed: build(seed, tempo=True, checkpointing=True), compute_loss, batches
-        ),
-    ]
+    return compare(build, compute_loss, batches)
 
 
 def main() -> None:
@@ -174,7 +168,7 @@ def main() -> None:
         if importlib.util.find_spec(MODELS[name][0]) is None:
             print(f"{name}: {MODELS[name][0]} is not installed; pip install {MODELS[name][0]}\n")
             continue
-        print(f"{name}\n\n{format_table(compare(name))}\n", flush=True)
+        print(f"{name}\n\n{format_table(compare_model(name))}\n", flush=True)
 
 
 if __name__ == "__main__":

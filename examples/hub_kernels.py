@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measured import format_table, measure
+from measured import compare, format_table
 from text_bytes import VOCAB_SIZE, Bytes
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -54,18 +54,16 @@ def main() -> None:
             for name in ("RMSNorm", "GatedMLP")
         }
 
-        def build_tempo(seed: int) -> Any:
+        def build(seed: int, *, tempo: bool = False, checkpointing: bool = False) -> Any:
             model = build_stock(seed)
-            with use_kernel_mapping(mapping, inherit_mapping=False):
-                return kernelize(model, mode=Mode.TRAINING, device=device)
-
-        def build_checkpointed(seed: int) -> Any:
-            model = build_tempo(seed)
-            model.gradient_checkpointing_enable()
+            if tempo:
+                with use_kernel_mapping(mapping, inherit_mapping=False):
+                    kernelize(model, mode=Mode.TRAINING, device=device)
+            if checkpointing:
+                model.gradient_checkpointing_enable()
             return model
 
-        ways = {"stock": build_stock, "Tempo": build_tempo, "Tempo + checkpointing": build_checkpointed}
-        print(format_table([measure(name, build, compute_loss, batches) for name, build in ways.items()]))
+        print(format_table(compare(build, compute_loss, batches)))
 
 
 if __name__ == "__main__":

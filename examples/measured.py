@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -86,6 +87,21 @@ def measure(
         losses.append(loss.item())
         del loss
     return Row(name, *measure_step(lambda: compute_loss(model, batches[-1])), tuple(losses))
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "stock": {},
+    "Tempo": {"tempo": True},
+    "Tempo + checkpointing": {"tempo": True, "checkpointing": True},
+}
+"""The rows of a table -> what `build` is told."""
+
+
+def compare(
+    build: Callable[..., nn.Module], compute_loss: Callable[[Any, Any], Tensor], batches: Sequence[Any]
+) -> list[Row]:
+    """Measures each of WAYS. build(seed, tempo=..., checkpointing=...) makes the model."""
+    return [measure(name, functools.partial(build, **how), compute_loss, batches) for name, how in WAYS.items()]
 
 
 def format_table(rows: Sequence[Row]) -> str:

@@ -14,7 +14,7 @@ import importlib
 from typing import Any
 
 import torch
-from measured import format_table, measure
+from measured import compare, format_table
 from text_bytes import Bytes
 from torch import Tensor
 from torch.distributed._composable.fsdp import fully_shard
@@ -69,9 +69,7 @@ def main() -> None:
     data = Bytes(STEPS * BATCH, LENGTH)
     ids = torch.stack([data[index]["input_ids"] for index in range(STEPS * BATCH)])
     for name in options.models:
-        ways = {"stock": {}, "Tempo": {"tempo": True}, "Tempo + checkpointing": {"tempo": True, "checkpointing": True}}
-        makes = {way: functools.partial(build, name, fsdp=options.fsdp, **more) for way, more in ways.items()}
-        rows = [measure(way, make, compute_loss, ids.split(BATCH)) for way, make in makes.items()]
+        rows = compare(functools.partial(build, name, fsdp=options.fsdp), compute_loss, ids.split(BATCH))
         if rank == 0:
             print(f"{name}\n\n{format_table(rows)}\n", flush=True)
     if options.fsdp:
