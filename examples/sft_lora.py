@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from measured import SEEDS, Row, format_table, measure_step
+from measured import SEEDS, WAYS, Row, format_table, measure_step
 from peft import LoraConfig
 from tokenizers import ByteLevelBPETokenizer
 from transformers import (
@@ -35,7 +35,7 @@ from trl import SFTConfig, SFTTrainer
 
 from tempo_torch.trainer import TempoCallback
 
-STEPS, BATCH, LENGTH, VOCAB_SIZE = 6, 4, 256, 1024
+STEPS, BATCH, LENGTH, VOCAB_SIZE = 4, 2, 256, 1024
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -85,7 +85,7 @@ def make_trainer(options: argparse.Namespace, folder: str, seed: int, tempo: boo
     )
 
 
-def measure(options: argparse.Namespace, name: str, *, tempo: bool, checkpointing: bool = False) -> Row:
+def measure(options: argparse.Namespace, name: str, *, tempo: bool = False, checkpointing: bool = False) -> Row:
     losses = []
     for seed in SEEDS:
         with tempfile.TemporaryDirectory() as folder:
@@ -109,11 +109,7 @@ def main() -> None:
         trainer.train(resume_from_checkpoint=before)
         print(f"step {trainer.state.global_step}, from {before or 'the beginning'}")
         return
-    rows = [
-        measure(options, "stock", tempo=False),
-        measure(options, "Tempo", tempo=True),
-        measure(options, "Tempo + checkpointing", tempo=True, checkpointing=True),
-    ]
+    rows = [measure(options, name, **how) for name, how in WAYS.items()]
     print(format_table(rows))
 
 
