@@ -23,7 +23,7 @@ from measurements import RESULTS, ROOT, append_records, describe_cpu_run, read_r
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.run import Run
-from tempo_megatron.memory.simulated.chunk import simulate_step
+from tempo_megatron.memory.show.timeline import simulate_timeline
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.models.shape_file import read_shape_file
 
@@ -44,7 +44,7 @@ def measure() -> Iterator[dict[str, Any]]:
     """One record per run: its peak, what ran there, and the bytes alive at the height of each stretch of the step."""
     shape = make_shape(**read_shape_file(ROOT / MODEL), attention_dropout=0.1, hidden_dropout=0.1)
     for name, tempo, recompute, _ in RUNS:
-        timeline = simulate_step(
+        timeline = simulate_timeline(
             Run(model=shape, tempo=tempo, micro_batch_size=MICRO_BATCH_SIZE, recompute=recompute), title=name
         )
         alive = np.sum(list(timeline.levels.values()), axis=0)
