@@ -46,7 +46,11 @@ CLASSES: dict[tuple[str, str], tuple[Any, ...]] = {
 }
 """(operation, value) -> classes of a slot, or the function that fills it."""
 
-_VALUES = {(operation, module): value for (operation, value), modules in CLASSES.items() for module in modules}
+_VALUES = {
+    (operation, module): value
+    for (operation, value), modules in (*CLASSES.items(), *te.CLASSES.items())
+    for module in modules
+}
 _VALUES |= {("activation", module): "off" for module in (LinearRecomputeMLP, TiledMLP)}
 
 
