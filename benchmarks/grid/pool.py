@@ -137,10 +137,9 @@ def _work(rank: int, world_size: int, folder: str, cases: list[Case], messages: 
             timeout=timedelta(seconds=SILENT_S),
         )
         _lay_out(ONE_PROCESS)
-        for case in list_references(cases)[rank::world_size]:
+        for reference in list_references(cases)[rank::world_size]:  # an error here ends the pool: no case goes without
             messages.put(("start", rank, None, None))
-            save_reference(case, Path(folder))
-        case = None
+            save_reference(reference, Path(folder))
         torch.distributed.barrier()
         judge = Judge(Path(folder))
         for layout, group in itertools.groupby(sorted(cases, key=_place), key=lambda each: each.layout):
