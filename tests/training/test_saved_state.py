@@ -81,7 +81,7 @@ def save(folder: str, name: str, tempo: TempoConfig, sequence_parallel: bool) ->
     torch.save({"module": weights, "optimizer": {"state": states}}, get_model_file(Path(folder), rank, 0))
     fragments = [(key, number, 0, 0, weight.numel()) for number, (key, weight) in enumerate(weights.items())]
     cuts = {key: cut.pack() for key, cut in get_cuts(model).items()}
-    layout = {"tp_rank": rank, "dp_rank": 0, "cuts": cuts, "fragments": fragments}
+    layout = {"pp_rank": 0, "tp_rank": rank, "dp_rank": 0, "cuts": cuts, "fragments": fragments}
     torch.save({"layout": layout}, Path(folder) / name_rank_file(rank))
     return compute_loss(model)
 
