@@ -22,12 +22,28 @@ JOBS = {
 """Names of tables -> the document that each is in, and the example that prints it."""
 
 
+_TITLES = ["", *["kept, MiB", "with Tempo", "and checkpointing"], *["peak, MiB", "with Tempo", "and checkpointing"]]
+_TITLES += ["last loss, seeds 1 to 3", "with Tempo"]
+
+
 def run_example(words: list[str]) -> str:
-    """Returns the tables that an example prints, each below its title."""
+    """Returns the table that an example prints, or one table of those that it prints below the names of models."""
     command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / words[0]), *words[1:]]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    kept = [line for line in output.splitlines() if re.match(r"\||[a-z0-9_]+$", line) or not line]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).strip()
+    tables = re.findall(r"^(?:(\w+)\n\n)?((?:\|.*\n)+)", output, re.M)
+    return tables[0][1].strip() if len(tables) == 1 else join_tables(tables)
+
+
+def join_tables(tables: list[tuple[str, str]]) -> str:
+    """Returns a table with a line for each (model, its table of stock, Tempo, Tempo + checkpointing)."""
+    rows = [_TITLES, ["---", *["---:"] * 6, "---", "---"]]
+    for name, table in tables:
+        cells = [[cell.strip() for cell in line.split("|")[2:-1]] for line in table.splitlines()[2:]]
+        kept, _, peak, _, losses = zip(*cells, strict=True)
+        if losses[1] != losses[2]:
+            raise ValueError(f"{name}: checkpointing changes the losses {losses[1]} to {losses[2]}; expected the same")
+        rows.append([name, *kept, *peak, *losses[:2]])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def main() -> None:

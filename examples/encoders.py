@@ -25,97 +25,56 @@ from torch.utils.checkpoint import checkpoint
 
 from tempo_torch import tempoize
 
-STEPS, BATCH, LENGTH = 6, 4, 256
+STEPS, BATCH, LENGTH, CLASSES = 6, 4, 256, 10
 SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-Made = tuple[nn.Module, list[Any], Callable[[Any, Any], Tensor]]
+Batch = dict[str, Tensor]
 
 
-def make_text_model(name: str) -> Made:
+def make_text_model(name: str) -> nn.Module:
     import transformers
 
     text = {"vocab_size": VOCAB_SIZE, "pad_token_id": PAD, "max_position_embeddings": LENGTH + PAD + 1}
     if name == "modernbert":
         rates = {"attention_dropout": 0.1, "mlp_dropout": 0.1, "embedding_dropout": 0.1}
-        config = transformers.ModernBertConfig(
-            **SIZES, **text, **rates, bos_token_id=0, eos_token_id=0, cls_token_id=0, sep_token_id=0
-        )
-        model: Any = transformers.ModernBertForMaskedLM(config)
-    else:
-        kind = "Bert" if name == "bert" else "Roberta"
-        config = getattr(transformers, f"{kind}Config")(**SIZES, **text, **DROPOUT)
-        model = getattr(transformers, f"{kind}ForMaskedLM")(config)
-    data = Bytes(STEPS * BATCH, LENGTH, masked=True)
-    batches = []
-    for step in range(STEPS):
-        samples = [data[index] for index in range(step * BATCH, (step + 1) * BATCH)]
-        batches.append({key: torch.stack([sample[key] for sample in samples]) for key in samples[0]})
-        lengths = torch.full((BATCH, 1), LENGTH)
-        lengths[-2:] -= 32  # the last rows are padded
-        batches[-1]["attention_mask"] = (torch.arange(LENGTH) < lengths).long()
-    return model, batches, lambda model, batch: model(**batch).loss
+        ids = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
+        return transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**SIZES, **text, **rates, **ids))
+    kind = "Bert" if name == "bert" else "Roberta"
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **text, **DROPOUT)
+    model: nn.Module = getattr(transformers, f"{kind}ForMaskedLM")(config)
+    return model
 
 
-def make_images(size: int = 128) -> list[tuple[Tensor, Tensor]]:
-    """Makes waves of ten directions, which are their classes."""
-    generator = torch.Generator().manual_seed(1)
-    grid = torch.linspace(0, 8 * math.pi, size)
-    batches = []
-    for _ in range(STEPS):
-        labels = torch.randint(0, 10, (BATCH,), generator=generator)
-        angles = (labels * math.pi / 10).view(-1, 1, 1)
-        waves = torch.sin(angles.cos() * grid.view(1, -1, 1) + angles.sin() * grid.view(1, 1, -1))
-        batches.append((waves.unsqueeze(1).expand(-1, 3, -1, -1).contiguous(), labels))
-    return batches
-
-
-def make_image_model(name: str) -> Made:
+def make_image_model(name: str) -> nn.Module:
     if name == "timm":
         import timm
 
-        model: Any = timm.create_model(
-            "vit_tiny_patch16_224",
-            img_size=128,
-            patch_size=8,
-            num_classes=10,
-            depth=2,
-            drop_rate=0.1,
-            proj_drop_rate=0.1,
-            attn_drop_rate=0.1,
-        )
-        return model, make_images(), lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
+        rates = dict.fromkeys(("drop_rate", "proj_drop_rate", "attn_drop_rate"), 0.1)
+        sizes = {"img_size": 128, "patch_size": 8, "num_classes": CLASSES, "depth": 2}
+        vit: nn.Module = timm.create_model("vit_tiny_patch16_224", **sizes, **rates)
+        return vit
     import transformers
 
+    sizes = SIZES | {"image_size": 128, "patch_size": 8, "num_labels": CLASSES}
     if name == "vit":
-        config: Any = transformers.ViTConfig(**SIZES, **DROPOUT, image_size=128, patch_size=8, num_labels=10)
-        model = transformers.ViTForImageClassification(config)
-    else:
-        config = transformers.Dinov2Config(
-            hidden_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            **DROPOUT,
-            image_size=128,
-            patch_size=8,
-            num_labels=10,
-        )
-        model = transformers.Dinov2ForImageClassification(config)
-    return model, make_images(), lambda model, batch: model(pixel_values=batch[0], labels=batch[1]).loss
+        return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, **DROPOUT))
+    del sizes["intermediate_size"]
+    return transformers.Dinov2ForImageClassification(transformers.Dinov2Config(**sizes, **DROPOUT))
 
 
 class Recogniser(nn.Module):
-    """A Conformer with a classifier of the mean over time."""
+    """torchaudio's Conformer with a classifier of the mean over time."""
 
-    def __init__(self) -> None:
+    def __init__(self, _: str) -> None:
         super().__init__()
         from torchaudio.models import Conformer
 
         self.encoder = Conformer(80, num_heads=4, ffn_dim=320, num_layers=2, depthwise_conv_kernel_size=31, dropout=0.1)
-        self.head = nn.Linear(80, 10)
+        self.head = nn.Linear(80, CLASSES)
 
-    def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         """Logits [b, 10] of features [b, t, 80]."""
-        encoded, _ = self.encoder(features, lengths)
+        encoded, _ = self.encoder(features, torch.full((features.size(0),), features.size(1)))
         return self.head(encoded.mean(1))  # type: ignore[no-any-return]
 
     def gradient_checkpointing_enable(self) -> None:
@@ -124,41 +83,69 @@ class Recogniser(nn.Module):
             layer.forward = lambda *args, run=run: checkpoint(run, *args, use_reentrant=False)
 
 
-def make_sound_model(_: str) -> Made:
-    lengths = torch.full((BATCH,), LENGTH)
-    batches = [(F.interpolate(images[:, :1], (LENGTH, 80)).squeeze(1), labels) for images, labels in make_images()]
-    return Recogniser(), batches, lambda model, batch: F.cross_entropy(model(batch[0], lengths), batch[1])
+def make_text() -> list[Batch]:
+    """Makes batches of masked text. Their last rows are padded."""
+    lengths = torch.full((BATCH, 1), LENGTH)
+    lengths[-2:] -= 32
+    is_token = (torch.arange(LENGTH) < lengths).long()
+    return [
+        each | {"attention_mask": is_token} for each in Bytes(STEPS * BATCH, LENGTH, masked=True).list_batches(BATCH)
+    ]
 
 
-MODELS: dict[str, tuple[str, Callable[[str], Made]]] = {
-    "bert": ("transformers", make_text_model),
-    "roberta": ("transformers", make_text_model),
-    "modernbert": ("transformers", make_text_model),
-    "vit": ("transformers", make_image_model),
-    "dinov2": ("transformers", make_image_model),
-    "timm": ("timm", make_image_model),
-    "conformer": ("torchaudio", make_sound_model),
+def make_images(size: int = 128) -> list[Batch]:
+    """Makes waves of ten directions, which are their classes."""
+    generator = torch.Generator().manual_seed(1)
+    grid = torch.linspace(0, 8 * math.pi, size)
+    batches = []
+    for _ in range(STEPS):
+        labels = torch.randint(0, CLASSES, (BATCH,), generator=generator)
+        angles = (labels * math.pi / CLASSES).view(-1, 1, 1)
+        waves = torch.sin(angles.cos() * grid.view(1, -1, 1) + angles.sin() * grid.view(1, 1, -1))
+        batches.append({"pixel_values": waves.unsqueeze(1).expand(-1, 3, -1, -1).contiguous(), "labels": labels})
+    return batches
+
+
+def make_sounds() -> list[Batch]:
+    """Makes 80 features at 256 times of the same waves."""
+    return [
+        {"features": F.interpolate(each["pixel_values"][:, :1], (LENGTH, 80)).squeeze(1), "labels": each["labels"]}
+        for each in make_images()
+    ]
+
+
+def compute_loss(model: Any, batch: Batch) -> Tensor:
+    if hasattr(model, "config"):  # of transformers
+        loss: Tensor = model(**batch).loss
+        return loss
+    inputs, labels = batch.values()
+    return F.cross_entropy(model(inputs), labels)
+
+
+MODELS: dict[str, tuple[str, Callable[[str], nn.Module], Callable[[], list[Batch]]]] = {
+    "bert": ("transformers", make_text_model, make_text),
+    "roberta": ("transformers", make_text_model, make_text),
+    "modernbert": ("transformers", make_text_model, make_text),
+    "vit": ("transformers", make_image_model, make_images),
+    "dinov2": ("transformers", make_image_model, make_images),
+    "timm": ("timm", make_image_model, make_images),
+    "conformer": ("torchaudio", Recogniser, make_sounds),
 }
-"""Models -> the package that each needs, and what makes it."""
+"""Models -> the package that each needs, what makes it, and what makes its batches."""
 
 
 def compare_model(name: str) -> list[Row]:
-    make = MODELS[name][1]
-    torch.manual_seed(0)
-    _, batches, compute_loss = make(name)
+    _, make_model, make_batches = MODELS[name]
 
     def build(seed: int, *, tempo: bool = False, checkpointing: bool = False) -> nn.Module:
         torch.manual_seed(seed)
-        model: Any = make(name)[0]
+        model: Any = make_model(name)
         if checkpointing:
-            if hasattr(model, "set_grad_checkpointing"):
-                model.set_grad_checkpointing()
-            else:
-                model.gradient_checkpointing_enable()
-        stock: nn.Module = model
-        return tempoize(stock, seed=seed) if tempo else stock
+            is_timms = hasattr(model, "set_grad_checkpointing")
+            model.set_grad_checkpointing() if is_timms else model.gradient_checkpointing_enable()
+        return tempoize(model, seed=seed) if tempo else model  # type: ignore[no-any-return]
 
-    return compare(build, compute_loss, batches)
+    return compare(build, compute_loss, make_batches())
 
 
 def main() -> None:

@@ -38,11 +38,6 @@ def compute_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def main() -> None:
-    data = Bytes(STEPS * BATCH, LENGTH)
-    batches = [
-        {key: torch.stack([data[index][key] for index in range(step, step + BATCH)]) for key in data[0]}
-        for step in range(0, STEPS * BATCH, BATCH)
-    ]
     with tempfile.TemporaryDirectory() as folder:
         runpy.run_path(str(BUILD))["build"](Path(folder))
         # transformers registers its norms itself where its version fits that of kernels; its MLPs it does not.
@@ -63,7 +58,7 @@ def main() -> None:
                 model.gradient_checkpointing_enable()
             return model
 
-        print(format_table(compare(build, compute_loss, batches)))
+        print(format_table(compare(build, compute_loss, Bytes(STEPS * BATCH, LENGTH).list_batches(BATCH))))
 
 
 if __name__ == "__main__":

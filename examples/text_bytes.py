@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 VOCAB_SIZE, MASK, PAD = 259, 257, 258
 _IGNORED = -100
@@ -31,3 +31,7 @@ class Bytes(Dataset[dict[str, Tensor]]):
             return {"input_ids": ids, "labels": ids}
         is_hidden = torch.rand(ids.shape, generator=torch.Generator().manual_seed(index)) < 1 / 7
         return {"input_ids": ids.masked_fill(is_hidden, MASK), "labels": ids.masked_fill(~is_hidden, _IGNORED)}
+
+    def list_batches(self, size: int) -> list[dict[str, Tensor]]:
+        """Returns all samples as batches of ids and labels [size, length]."""
+        return [default_collate([self[start + each] for each in range(size)]) for start in range(0, len(self), size)]

@@ -66,10 +66,9 @@ def main() -> None:
     if options.fsdp:
         torch.distributed.init_process_group("gloo")
         rank = torch.distributed.get_rank()
-    data = Bytes(STEPS * BATCH, LENGTH)
-    ids = torch.stack([data[index]["input_ids"] for index in range(STEPS * BATCH)])
+    batches = [each["input_ids"] for each in Bytes(STEPS * BATCH, LENGTH).list_batches(BATCH)]
     for name in options.models:
-        rows = compare(functools.partial(build, name, fsdp=options.fsdp), compute_loss, ids.split(BATCH))
+        rows = compare(functools.partial(build, name, fsdp=options.fsdp), compute_loss, batches)
         if rank == 0:
             print(f"{name}\n\n{format_table(rows)}\n", flush=True)
     if options.fsdp:

@@ -48,7 +48,6 @@ def test_operations_keep_fewer_bytes_and_compute_the_same(tmp_path: Path) -> Non
     [
         ("bert_trainer", ["transformers", "accelerate"]),
         ("gpt2_deepspeed", ["transformers", "deepspeed"]),
-        ("lora", ["transformers", "peft"]),
     ],
 )
 def test_the_models_of_transformers_learn(name: str, packages: list[str], tmp_path: Path) -> None:
@@ -60,11 +59,7 @@ def test_the_models_of_transformers_learn(name: str, packages: list[str], tmp_pa
     else:
         first, last = (float(text.rstrip(",")) for text in re.findall(r"loss (\S+)", output)[-2:])
     assert last < 0.9 * first
-    if name == "lora":
-        kept = [int(text.replace(",", "")) for text in re.findall(r"([\d,]+) bytes kept", output)]
-        assert kept[2] < 0.7 * kept[0]
-    else:
-        assert "replaced  dropout     Dropout" in output
+    assert "replaced  dropout     Dropout" in output
 
 
 @pytest.mark.slow
