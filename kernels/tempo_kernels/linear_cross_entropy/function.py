@@ -104,7 +104,8 @@ def linear_cross_entropy(
         return losses if token_weights is None else ((token_weights * losses).sum(), losses)
     # An empty tensor that depends on the inputs, for a function that keeps none of them: so a second derivative is
     # noticed (derivative.py).
-    link = torch.cat([t[:0].flatten() for t in (hidden, weight, bias) if t is not None])
+    link = hidden[:0].flatten() + weight[:0].flatten()
+    link = link if bias is None else link + bias[:0]
     return _WeightedLinearCrossEntropy.apply(hidden, weight, bias, labels, token_weights, link, settings, fused)
 
 
