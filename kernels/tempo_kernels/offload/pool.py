@@ -89,7 +89,7 @@ _LIMITS = (
 def get_free_host_bytes() -> int | None:
     """Returns the host memory that this process can still take: what the system says is available, and no more than is
     left of its control group's limit. None where neither is known."""
-    found = []
+    found: list[int] = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         found += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
