@@ -38,7 +38,7 @@ class Offloading:
 
     Args:
         num_in_flight: how many forwards of one chunk wait for their backward at once.
-        device, debug: as of Engine.
+        device: as of Engine.
         min_bytes: as of Offload.
     """
 
@@ -48,9 +48,8 @@ class Offloading:
         *,
         num_in_flight: int = 1,
         min_bytes: int = MIN_BYTES,
-        debug: bool = False,
     ) -> None:
-        self.engine = Engine(device, debug=debug)
+        self.engine = Engine(device)
         self._num_in_flight, self._min_bytes = num_in_flight, min_bytes
         self._offloads: list[Offload] = []
         self.num_layers = 0
@@ -100,18 +99,17 @@ def offload_layers(
     *,
     num_in_flight: int = 1,
     device: Device | None = None,
-    debug: bool = False,
 ) -> Offloading:
     """Lets the layers of this rank's models, one or the chunks of its pipeline stage, move what `tempo_config` says.
 
     Args:
         models: GPTModel, BertModel, T5Model or HybridModel of Megatron's, on their device.
         tempo_config: its `offload`, and that of its `layers`, say what moves; "off" adds nothing.
-        num_in_flight, device, debug: as of Offloading.
+        num_in_flight, device: as of Offloading.
 
     Raises ValueError for a TransformerConfig with which layers cannot move anything.
     """
-    offloading = Offloading(device, num_in_flight=num_in_flight, debug=debug)
+    offloading = Offloading(device, num_in_flight=num_in_flight)
     for model in models:
         offloading.add(model, tempo_config)
     return offloading

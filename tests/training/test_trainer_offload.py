@@ -95,7 +95,7 @@ def leave_no_host_memory() -> None:
     """Let a rank's host have 1 MiB free."""
     from tempo_kernels.offload import engine
 
-    engine.find_free_host_bytes = lambda: 2**20
+    engine.get_free_host_bytes = lambda: 2**20
 
 
 @pytest.mark.slow

@@ -34,35 +34,31 @@ def check_tensors(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, token_weights: Tensor | None, shards: Shards
 ) -> None:
     """Raises ValueError unless the tensors' shapes and dtypes agree."""
-    h_shape, w_shape = hidden.shape, weight.shape
-    if len(h_shape) != 3 or not hidden.is_floating_point():
+    if hidden.dim() != 3 or not hidden.is_floating_point():
+        raise ValueError(f"hidden is {_describe(hidden)}; expected a floating-point [s, b, h] tensor")
+    s, b, h = hidden.shape
+    if weight.dim() != 2 or weight.size(1) != h or weight.size(0) < 1 or weight.dtype != hidden.dtype:
         raise ValueError(
-            f"hidden is {hidden.dtype} of shape {list(hidden.shape)}; expected a floating-point [s, b, h] tensor"
+            f"weight is {_describe(weight)}; expected {hidden.dtype} of shape [v, {h}], as hidden; cast it"
         )
-    if len(w_shape) != 2 or w_shape[1] != h_shape[2] or w_shape[0] < 1 or weight.dtype != hidden.dtype:
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != hidden.dtype):
+        raise ValueError(f"bias is {_describe(bias)}; expected {hidden.dtype} of shape {[weight.size(0)]}, as weight")
+    tokens = [b, s * shards.num_segments]
+    if labels.dtype != torch.int64 or list(labels.shape) != tokens:
         raise ValueError(
-            f"weight is {weight.dtype} of shape {list(weight.shape)}; expected {hidden.dtype} of shape "
-            f"[v, {hidden.size(2)}], as hidden; cast it"
-        )
-    if bias is not None and (bias.shape != w_shape[:1] or bias.dtype != hidden.dtype):
-        raise ValueError(
-            f"bias is {bias.dtype} of shape {list(bias.shape)}; expected {hidden.dtype} of shape {[weight.size(0)]}, "
-            "as weight"
-        )
-    tokens = (h_shape[1], h_shape[0] * shards.num_segments)
-    if labels.dtype != torch.int64 or labels.shape != tokens:
-        raise ValueError(
-            f"labels are {labels.dtype} of shape {list(labels.shape)}; expected torch.int64 of shape {list(tokens)}, "
-            "[b, s] of the whole sequence"
+            f"labels are {_describe(labels)}; expected torch.int64 of shape {tokens}, [b, s] of the whole sequence"
         )
     if token_weights is not None and (
         token_weights.shape != labels.shape or not token_weights.is_floating_point() or token_weights.requires_grad
     ):
         raise ValueError(
-            f"token_weights are {token_weights.dtype} of shape {list(token_weights.shape)}, requires_grad "
-            f"{token_weights.requires_grad}; expected floating point of shape {list(labels.shape)}, as labels, "
-            "without gradient"
+            f"token_weights are {_describe(token_weights)}, requires_grad {token_weights.requires_grad}; expected "
+            f"floating point of shape {tokens}, as labels, without gradient"
         )
+
+
+def _describe(t: Tensor) -> str:
+    return f"{t.dtype} of shape {list(t.shape)}"
 
 
 def make_settings(
@@ -71,16 +67,19 @@ def make_settings(
     shards: Shards,
     vocab_size: int | None,
     chunk_tokens: int | None,
+    main_grad: Tensor | None,
     *,
-    sums_weight: bool,
     knows_statistics: bool = True,
     **numbers: Any,
 ) -> Settings:
     """Builds the settings from numbers, which are named as theirs; raises ValueError where they do not fit.
 
-    sums_weight: whether several chunks need memory to sum their gradients of weight.
+    main_grad: what the chunks' gradients of weight are added to; without one, or where it has fewer bits than the sum,
+        several chunks need memory for their sum.
     knows_statistics: whether the gradient is made when every token's statistics are known, as in a backward.
     """
+    is_summed = main_grad is not None and main_grad.dtype == torch.promote_types(weight.dtype, torch.float32)
+    sums_weight = torch.is_grad_enabled() and weight.requires_grad and not is_summed
     chunk_rows, chunk_columns = choose_chunks(chunk_tokens, hidden, weight, shards, sums_weight, knows_statistics)
     num_columns = weight.shape[0]
     num_rows = num_columns * shards.size
@@ -114,17 +113,18 @@ def check_scaling(temperature: Any, softcap: Any) -> None:
         raise ValueError(f"softcap is {softcap}; expected a finite number above 0, or None or 0 for none")
 
 
-def check_main_grad(weight: Tensor) -> bool:
-    """Whether weight gets a gradient; raises ValueError if it does and has no main_grad to add it to."""
+def get_main_grad(weight: Tensor) -> Tensor | None:
+    """Returns what weight's gradient is added to; None where weight gets none. Raises ValueError if there is nothing to
+    add it to."""
     if not (torch.is_grad_enabled() and weight.requires_grad):
-        return False
-    main_grad = getattr(weight, "main_grad", None)
+        return None
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
     if main_grad is None or main_grad.shape != weight.shape or hasattr(weight, "__fsdp_param__"):
         raise ValueError(
             "gradient_accumulation_fusion is on, but weight has no main_grad; expected one of weight's shape; wrap the "
             "model in Megatron's DistributedDataParallel or switch the fusion off"
         )
-    return True
+    return main_grad
 
 
 def choose_chunks(
@@ -141,23 +141,22 @@ def choose_chunks(
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens is {chunk_tokens}; expected at least 1, or None")
         return max(1, chunk_tokens // shards.num_segments), 0
+    num_segments, itemsize = shards.num_segments, weight.dtype.itemsize
+    num_rows, logit_bytes = hidden.size(0) * hidden.size(1), weight.size(0) * itemsize
     chunk_bytes = _chunk_bytes or CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"]
-    hidden_shape, weight_shape, dtype, num_segments = hidden.shape, weight.shape, weight.dtype, shards.num_segments
-    num_rows, element_bytes, num_weights = hidden_shape[0] * hidden_shape[1], dtype.itemsize, weight_shape.numel()
-    logit_bytes = weight_shape[0] * element_bytes
     # Matrix products are fast for multiples of 16.
     chunk_rows = max(1, max(16, chunk_bytes // logit_bytes // 16 * 16) // num_segments)
     if not sums_weight:
         return chunk_rows, 0
     # Under sequence parallelism a chunk also holds the gathered tokens of all ranks and their gradients.
-    token_bytes = logit_bytes + (2 * hidden_shape[2] * element_bytes if num_segments > 1 else 0)
-    sum_itemsize = max(element_bytes, torch.float32.itemsize)
-    sum_bytes, copy_bytes = sum_itemsize * num_weights, element_bytes * num_weights
+    token_bytes = logit_bytes + (2 * hidden.size(2) * itemsize if num_segments > 1 else 0)
+    sum_itemsize = max(itemsize, torch.float32.itemsize)
+    sum_bytes, copy_bytes = sum_itemsize * weight.numel(), itemsize * weight.numel()
     at_once = num_rows * num_segments * token_bytes + copy_bytes
     by_rows = max(chunk_bytes + sum_bytes, sum_bytes + copy_bytes if sum_bytes != copy_bytes else 0)
-    by_columns = chunk_bytes + copy_bytes + num_rows * hidden_shape[2] * sum_itemsize
+    by_columns = chunk_bytes + copy_bytes + num_rows * hidden.size(2) * sum_itemsize
     if at_once <= min(by_rows, by_columns):
         return max(1, num_rows), 0
     if by_columns < by_rows and knows_statistics and num_segments == 1:
-        return chunk_rows, max(128, chunk_bytes // (num_rows * element_bytes) // 128 * 128)
+        return chunk_rows, max(128, chunk_bytes // (num_rows * itemsize) // 128 * 128)
     return chunk_rows if by_rows < at_once else max(1, num_rows), 0

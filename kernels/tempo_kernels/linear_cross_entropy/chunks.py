@@ -29,8 +29,9 @@ class Head(NamedTuple):
     bias: Tensor | None
     labels: Tensor
 
-    def make_logits(self, settings: Settings) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yields per chunk the slice of rows, their tokens [n, h], and logits [n, v/p] in a shared buffer."""
+    def make_logits(self, settings: Settings) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+        """Yields per chunk of tokens the slice of rows, that of all columns, the tokens [n, h], and logits [n, v/p] in
+        a shared buffer."""
         memory = None
         for rows, tokens in settings.shards.gather(self.hidden, settings.chunk_rows):
             memory = tokens.new_empty(tokens.size(0), self.weight.size(0)) if memory is None else memory
@@ -39,10 +40,11 @@ class Head(NamedTuple):
             for start in skip_alike(range(0, logits.size(1), step), logits):
                 columns = slice(start, start + step)
                 self._multiply(tokens, columns, logits[:, columns])
-            yield rows, tokens, logits
+            yield rows, slice(0, logits.size(1)), tokens, logits
 
-    def make_columns(self, settings: Settings) -> Iterator[tuple[slice, Tensor]]:
-        """Yields per chunk the slice of columns, and logits [m, n] in a shared buffer."""
+    def make_columns(self, settings: Settings) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+        """Yields per chunk of columns the slice of all rows, that of columns, all tokens, and logits [m, n] in a shared
+        buffer."""
         num_rows, num_columns = self.hidden.size(0), self.weight.size(0)
         memory = self.hidden.new_empty(num_rows * min(num_columns, settings.chunk_columns))
         starts = range(0, num_columns, settings.chunk_columns)
@@ -51,7 +53,7 @@ class Head(NamedTuple):
             size = columns.stop - columns.start
             logits = memory[: num_rows * size].view(num_rows, size)
             self._multiply(self.hidden, columns, logits)
-            yield columns, logits
+            yield slice(0, num_rows), columns, self.hidden, logits
 
     def _multiply(self, tokens: Tensor, columns: slice, out: Tensor) -> None:
         """Writes some columns of tokens weight^T + bias to out."""
@@ -69,7 +71,7 @@ class Gradients:
     def __init__(self, head: Head, has_grads: Sequence[bool], total: Tensor | None, settings: Settings) -> None:
         hidden, weight = head.hidden, head.weight
         self._shards, self._head = settings.shards, head
-        self._sums_hidden, self._weight_is_empty = settings.chunk_columns > 0, total is None
+        self._sums_hidden, self._begins_weight = settings.chunk_columns > 0, total is None
         compute_dtype = torch.promote_types(weight.dtype, torch.float32)
         self.hidden: Tensor | None = None
         self.weight = total
@@ -81,31 +83,21 @@ class Gradients:
         if has_grads[2]:
             self.bias = weight.new_zeros(weight.size(0), dtype=compute_dtype)
 
-    def add(self, rows: slice, tokens: Tensor, grad_logits: Tensor) -> None:
-        """Adds the part of a chunk of tokens. The ranks sum hidden's while the weight's is computed."""
+    def add(self, rows: slice, columns: slice, tokens: Tensor, grad_logits: Tensor) -> None:
+        """Adds the part of a chunk: of tokens, where the ranks sum hidden's while the weight's is computed, or of
+        columns."""
         work = None
         if self.hidden is not None:
             out = self.hidden[rows]
             part = out if self._shards.num_segments == 1 else out.new_empty(tokens.shape)
-            torch.mm(grad_logits, self._head.weight, out=part)
-            work = self._shards.start_reduction(part, out)
+            _accumulate(part, grad_logits, self._head.weight[columns], columns.start == 0)
+            work = None if self._sums_hidden else self._shards.start_reduction(part, out)
         if self.weight is not None:
-            _accumulate(self.weight, grad_logits.t(), tokens, self._weight_is_empty)
-            self._weight_is_empty = False
+            _accumulate(self.weight[columns], grad_logits.t(), tokens, self._begins_weight and rows.start == 0)
         if self.bias is not None:
-            self.bias += grad_logits.sum(0, dtype=self.bias.dtype)
+            self.bias[columns].add_(grad_logits.sum(0, dtype=self.bias.dtype))
         if work is not None:
             work.wait()
-
-    def add_columns(self, columns: slice, grad_logits: Tensor) -> None:
-        """Adds the part of a chunk of columns: all of these rows of weight's gradient, and a part of hidden's."""
-        if self.hidden is not None:
-            _accumulate(self.hidden, grad_logits, self._head.weight[columns], columns.start == 0)
-        if self.weight is not None:
-            torch.mm(grad_logits.t(), self._head.hidden, out=self.weight[columns])
-            self._weight_is_empty = False
-        if self.bias is not None:
-            self.bias[columns] = grad_logits.sum(0, dtype=self.bias.dtype)
 
     def finish(self) -> list[Tensor]:
         """Returns those that are asked for."""
@@ -114,8 +106,8 @@ class Gradients:
             work = self._shards.start_reduction(self.hidden, self.hidden)
             if work is not None:
                 work.wait()
-        if self.weight is not None and self._weight_is_empty:
-            self.weight.zero_()  # there are no tokens
+        if self.weight is not None and self._begins_weight and not self._head.hidden.size(0):
+            self.weight.zero_()
         return [t for t in (self.hidden, self.weight, self.bias) if t is not None]
 
 

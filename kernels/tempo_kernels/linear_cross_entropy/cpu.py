@@ -26,9 +26,8 @@ def compute_statistics(logits: Tensor, columns: Tensor, shares: Shares) -> Tenso
 def write_gradient_(logits: Tensor, rows: Rows, shares: Shares) -> None:
     """As in eager.py."""
     for block in _cut_into_blocks(logits):
-        columns, top, scale, grad = (t[block] for t in rows[:4])
-        slope = None if rows.slope is None else rows.slope[block]
-        eager.write_gradient_(logits[block], Rows(columns, top, scale, grad, slope), shares)
+        own = Rows._make(None if t is None else t[block] for t in rows)
+        eager.write_gradient_(logits[block], own, shares)
 
 
 def _cut_into_blocks(logits: Tensor) -> Sequence[slice]:

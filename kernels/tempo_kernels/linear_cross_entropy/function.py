@@ -17,7 +17,7 @@ from torch import Tensor
 from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only, takes_plain_tensors
 from tempo_kernels.linear_cross_entropy import cpu
-from tempo_kernels.linear_cross_entropy.checks import check_main_grad, check_scaling, check_tensors, make_settings
+from tempo_kernels.linear_cross_entropy.checks import check_scaling, check_tensors, get_main_grad, make_settings
 from tempo_kernels.linear_cross_entropy.chunks import Gradients, Head, join_shards
 from tempo_kernels.linear_cross_entropy.eager import compute_results, compute_rows
 from tempo_kernels.linear_cross_entropy.settings import Rows, Settings, Shards
@@ -92,17 +92,20 @@ def linear_cross_entropy(
     """
     shards = Shards(group if group is not None and group.size() > 1 else None, sequence_parallel)
     check_tensors(hidden, weight, bias, labels, token_weights, shards)
-    fused = gradient_accumulation_fusion and check_main_grad(weight)
-    knows_statistics = token_weights is None or not torch.is_grad_enabled()
+    main_grad = get_main_grad(weight) if gradient_accumulation_fusion else None
+    fused, knows_statistics = main_grad is not None, token_weights is None or not torch.is_grad_enabled()
     settings = make_settings(
-        hidden, weight, shards, vocab_size, chunk_tokens, vocab_start=vocab_start, ignore_index=ignore_index,
-        label_smoothing=label_smoothing, z_loss=z_loss, knows_statistics=knows_statistics,
-        sums_weight=_sums_weight(weight, fused and token_weights is None),
+        hidden, weight, shards, vocab_size, chunk_tokens, main_grad if knows_statistics else None,
+        knows_statistics=knows_statistics, vocab_start=vocab_start, ignore_index=ignore_index,
+        label_smoothing=label_smoothing, z_loss=z_loss,
     )  # fmt: skip
     if knows_statistics:
-        losses = _LinearCrossEntropy.apply(hidden, weight, bias, labels, settings, fused)
+        (losses,) = _LinearCrossEntropy.apply(hidden, weight, bias, labels, settings, fused)
         return losses if token_weights is None else ((token_weights * losses).sum(), losses)
-    link = _Link.apply(hidden, weight, bias)
+    # An empty tensor that depends on the inputs, for a function that keeps none of them: so a second derivative is
+    # noticed (derivative.py).
+    link = hidden[:0].flatten() + weight[:0].flatten()
+    link = link if bias is None else link + bias[:0]
     return _WeightedLinearCrossEntropy.apply(hidden, weight, bias, labels, token_weights, link, settings, fused)
 
 
@@ -158,24 +161,15 @@ def linear_log_prob(
     shards = Shards(group if group is not None and group.size() > 1 else None, sequence_parallel)
     check_tensors(hidden, weight, bias, labels, None, shards)
     check_scaling(temperature, softcap)
-    fused = gradient_accumulation_fusion and check_main_grad(weight)
+    main_grad = get_main_grad(weight) if gradient_accumulation_fusion else None
     settings = make_settings(
-        hidden, weight, shards, vocab_size, chunk_tokens, vocab_start=vocab_start, ignore_index=ignore_index,
+        hidden, weight, shards, vocab_size, chunk_tokens, main_grad, vocab_start=vocab_start, ignore_index=ignore_index,
         excludes_padding=True, softcap=float(softcap or 0.0), temperature=float(temperature),
-        has_entropy=return_entropy, sums_weight=_sums_weight(weight, fused),
+        has_entropy=return_entropy,
     )  # fmt: skip
-    found = _LinearLogProb.apply(hidden, weight, bias, labels, settings, fused)
-    return found if return_entropy else found[0]
-
-
-def _sums_weight(weight: Tensor, takes_main_grad: bool) -> bool:
-    """Whether several chunks need memory to sum their gradients of weight, because main_grad cannot hold the sum."""
-    if not (torch.is_grad_enabled() and weight.requires_grad):
-        return False
-    if not takes_main_grad:
-        return True
-    main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
-    return main_grad.dtype != torch.promote_types(weight.dtype, torch.float32)
+    losses, *entropies = _LinearLogProb.apply(hidden, weight, bias, labels, settings, main_grad is not None)
+    log_prob = 0.0 - losses  # the sign of 0 stays positive
+    return (log_prob, *entropies) if return_entropy else log_prob
 
 
 def list_operands(settings: Settings) -> tuple[Any, ...]:
@@ -242,9 +236,9 @@ def compute_losses(*operands: Any, backend: Any = None) -> list[Tensor]:
     shares = settings.get_shares(num_columns)
     dtype = torch.promote_types(head.hidden.dtype, torch.float32)
     statistics = head.hidden.new_empty(shares.num_statistics, *head.labels.shape, dtype=dtype)
-    for rows, _, logits in head.make_logits(settings):
-        columns = _cut(head.labels, rows) - settings.vocab_start
-        part = backend.compute_statistics(logits, columns, shares)
+    for rows, _, _, logits in head.make_logits(settings):
+        targets = _cut(head.labels, rows) - settings.vocab_start
+        part = backend.compute_statistics(logits, targets, shares)
         statistics[..., rows] = part.view(*statistics.shape[:2], -1)
     results, kept = compute_results(join_shards(statistics, num_columns, settings), head.labels, settings)
     return [*results, kept]
@@ -282,21 +276,15 @@ def compute_gradients(
 
     def read_rows(rows: slice) -> Rows:
         labels, of_entropies = _cut(head.labels, rows), None if grad_entropy is None else _cut(grad_entropy, rows)
-        columns = labels - settings.vocab_start
-        return compute_rows(columns, labels, _cut(grad, rows), of_entropies, _cut(kept, rows), settings)
+        targets = labels - settings.vocab_start
+        return compute_rows(targets, labels, _cut(grad, rows), of_entropies, _cut(kept, rows), settings)
 
-    if settings.chunk_columns:
-        assert total is None
-        whole = read_rows(slice(None))
-        for columns, logits in head.make_columns(settings):
-            num_real = min(max(shares.num_real - columns.start, 0), logits.size(1))
-            own = whole._replace(columns=whole.columns - columns.start)
-            backend.write_gradient_(logits, own, shares._replace(num_real=num_real))
-            gradients.add_columns(columns, logits)
-        return gradients.finish()
-    for rows, tokens, logits in head.make_logits(settings):
-        backend.write_gradient_(logits, read_rows(rows), shares)
-        gradients.add(rows, tokens, logits)
+    whole = read_rows(slice(None)) if settings.chunk_columns else None
+    for rows, columns, tokens, logits in (head.make_logits if whole is None else head.make_columns)(settings):
+        own = read_rows(rows) if whole is None else whole._replace(columns=whole.columns - columns.start)
+        num_real = min(max(shares.num_real - columns.start, 0), logits.size(1))
+        backend.write_gradient_(logits, own, shares._replace(num_real=num_real))
+        gradients.add(rows, columns, tokens, logits)
     return gradients.finish()
 
 
@@ -315,15 +303,15 @@ def compute_losses_and_gradients(token_weights: Tensor, *operands: Any, backend:
     backend, num_columns = backend or choose_backend(head.hidden, cpu), head.weight.size(0)
     shares, losses = settings.get_shares(num_columns), torch.empty_like(token_weights)
     gradients = Gradients(head, has_grads, None, settings)
-    for rows, tokens, logits in head.make_logits(settings):
+    for rows, columns, tokens, logits in head.make_logits(settings):
         labels = _cut(head.labels, rows)
-        columns = labels - settings.vocab_start
-        statistics = join_shards(backend.compute_statistics(logits, columns, shares), num_columns, settings)
+        targets = labels - settings.vocab_start
+        statistics = join_shards(backend.compute_statistics(logits, targets, shares), num_columns, settings)
         results, kept = compute_results(statistics, labels, settings)
         losses[:, rows] = results[0].view(losses.size(0), -1)
-        own = compute_rows(columns, labels, _cut(token_weights, rows), None, kept, settings)
+        own = compute_rows(targets, labels, _cut(token_weights, rows), None, kept, settings)
         backend.write_gradient_(logits, own, shares)
-        gradients.add(rows, tokens, logits)
+        gradients.add(rows, columns, tokens, logits)
     return [losses, *gradients.finish()]
 
 
@@ -337,18 +325,14 @@ def _spread(found: Sequence[Tensor], has_grads: Sequence[bool]) -> Iterator[Tens
     return (next(remaining) if has_grad else None for has_grad in has_grads)
 
 
-def _compute_results(
-    ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings, fused: bool
-) -> list[Tensor]:
-    """Runs the forward of both functions: losses and, if asked for, entropies, [b, s]."""
-    *results, kept = compute_losses(hidden, weight, bias, labels, *list_operands(settings))
-    ctx.save_for_backward(hidden, weight, bias, labels, kept)
-    ctx.settings, ctx.parameter = settings, weight if fused else None
-    return [order_tokens(t, labels) for t in results]
-
-
-def _differentiate(ctx: Any, grad_losses: Tensor, grad_entropies: Tensor | None = None) -> tuple[Tensor | None, ...]:
+def _differentiate(
+    ctx: Any, grad_losses: Tensor | None, grad_entropies: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
     """Runs the backward of both functions."""
+    if grad_losses is None:
+        if grad_entropies is None:
+            return (None,) * 6
+        grad_losses = torch.zeros_like(grad_entropies)
     hidden, weight, bias, labels, kept = ctx.saved_tensors
     settings, has_grads = ctx.settings, ctx.needs_input_grad[:3]
     grad, grad_entropy = (
@@ -372,44 +356,23 @@ def _differentiate(ctx: Any, grad_losses: Tensor, grad_entropies: Tensor | None 
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """Returns losses and, if asked for, entropies, [b, s]."""
+
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *others: Any) -> Tensor:
-        return _compute_results(ctx, hidden, weight, bias, labels, *others)[0]
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings, fused: bool
+    ) -> tuple[Tensor, ...]:
+        *results, kept = compute_losses(hidden, weight, bias, labels, *list_operands(settings))
+        ctx.save_for_backward(hidden, weight, bias, labels, kept)
+        ctx.settings, ctx.parameter = settings, weight if fused else None
+        ctx.set_materialize_grads(False)
+        return tuple(order_tokens(t, labels) for t in results)
 
     backward = staticmethod(first_derivative_only("linear_cross_entropy", "loss")(_differentiate))
 
 
-class _LinearLogProb(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *others: Any
-    ) -> tuple[Tensor, ...]:
-        losses, *entropies = _compute_results(ctx, hidden, weight, bias, labels, *others)
-        ctx.set_materialize_grads(False)
-        return 0.0 - losses, *entropies  # the sign of 0 stays positive
-
-    @staticmethod
-    @first_derivative_only("linear_log_prob")
-    def backward(
-        ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None = None
-    ) -> tuple[Tensor | None, ...]:
-        if grad_log_prob is None and grad_entropy is None:
-            return (None,) * 6
-        grad = torch.zeros_like(grad_entropy) if grad_log_prob is None else -grad_log_prob  # type: ignore[arg-type]
-        return _differentiate(ctx, grad, grad_entropy)
-
-
-class _Link(torch.autograd.Function):
-    """Returns an empty tensor that depends on the inputs. A function that keeps none of its inputs saves this tensor,
-    so that a second derivative is noticed (derivative.py)."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Tensor | None) -> Tensor:
-        return torch.empty(0, dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[None, ...]:
-        return (None,) * len(ctx.needs_input_grad)
+class _LinearLogProb(_LinearCrossEntropy):
+    backward = staticmethod(first_derivative_only("linear_log_prob")(_differentiate))
 
 
 class _WeightedLinearCrossEntropy(torch.autograd.Function):

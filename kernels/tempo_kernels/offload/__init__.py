@@ -4,7 +4,7 @@
 from tempo_kernels.offload.device import CudaDevice, Device, Direction, ThreadDevice
 from tempo_kernels.offload.engine import Engine
 from tempo_kernels.offload.layers import INPUT, MIN_BYTES, Moves, Offload, move_all, move_nothing
-from tempo_kernels.offload.pool import count_ranks_of_host, find_free_host_bytes
+from tempo_kernels.offload.pool import count_ranks_of_host, get_free_host_bytes
 
 __all__ = [
     "INPUT",
@@ -17,7 +17,7 @@ __all__ = [
     "Offload",
     "ThreadDevice",
     "count_ranks_of_host",
-    "find_free_host_bytes",
+    "get_free_host_bytes",
     "move_all",
     "move_nothing",
 ]

@@ -41,20 +41,12 @@ class Device(Protocol):
         """
         ...
 
-    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
-        """Returns uint8 [num_bytes] on the device, in the order of the stream of now."""
-        ...
-
     def allocate_host(self, num_bytes: int) -> Tensor:
         """Returns uint8 [num_bytes] of the host, pinned. Raises ValueError where the system refuses."""
         ...
 
     def lend(self, tensor: Tensor, stream: Any) -> None:
         """Keeps the memory of a tensor, if another stream owns it, until `stream` has run what it was given."""
-        ...
-
-    def has_happened(self, stream: Any, event: Any) -> bool:
-        """Waits on the host for the stream; returns whether the event has happened by then. For checks."""
         ...
 
 
@@ -84,9 +76,6 @@ class CudaDevice:
             target.copy_(source, non_blocking=True)
         return self.mark(stream)
 
-    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
     def allocate_host(self, num_bytes: int) -> Tensor:
         # Registered rather than allocated pinned: torch's pinned allocator rounds up to a power of two.
         host = torch.empty(num_bytes, dtype=torch.uint8)
@@ -102,10 +91,6 @@ class CudaDevice:
 
     def lend(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
         tensor.record_stream(stream)  # which does nothing for the stream that owns it
-
-    def has_happened(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> bool:
-        stream.synchronize()
-        return bool(event.query())
 
 
 def _unpin(address: int, device: torch.device) -> None:
@@ -150,14 +135,8 @@ class ThreadDevice:
 
         return self._threads[direction].submit(run)
 
-    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
     def allocate_host(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def lend(self, tensor: Tensor, stream: None) -> None:
         pass
-
-    def has_happened(self, stream: None, event: concurrent.futures.Future[None]) -> bool:
-        return event.done()

@@ -35,16 +35,16 @@ the tensor's version must not change until its copy-out has ended.
 from __future__ import annotations
 
 import enum
-import itertools
+import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tempo_kernels.offload.device import CudaDevice, Device, ThreadDevice
-from tempo_kernels.offload.pool import HostPool, Slab, count_ranks_of_host, find_free_host_bytes
+from tempo_kernels.offload.pool import HostPool, Slab, count_ranks_of_host, get_free_host_bytes
 
 _ALIGNMENT = 256
 """Bytes of a block; units begin at the beginning of one."""
@@ -72,7 +72,7 @@ class Moved(NamedTuple):
 
 
 class Unit:
-    """A storage, or a part of one, that a layer keeps; Handles hold it, and its death ends its copies."""
+    """A storage, or a part of one, that a layer keeps; what `keep` returns holds it, and its death ends its copies."""
 
     def __init__(self, engine: Engine, tensor: Tensor, name: str = "") -> None:
         self._engine = engine
@@ -86,12 +86,11 @@ class Unit:
         self._bytes: Tensor | None = None
         """The unit's bytes on the device, uint8."""
         self._host: Tensor | None = None
-        self._slab: _SlabOfGroup | None = None
+        self._slab: Slab | None = None
         self._out: Any = None
         self._in: Any = None
         self._stream: Any = None
         """The stream that owns the device's memory."""
-        self._checksum: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -107,29 +106,28 @@ class Unit:
             self.first, self.end = min(first, self.first), max(end, self.end)
         return self.first <= first and end <= self.end
 
-    def commit(self, slab: _SlabOfGroup, offset: int, ready: Any) -> None:
+    def keep(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Returns what autograd keeps in place of a tensor of the storage; called, it returns the tensor, on the
+        device, in the order of the stream of then."""
+        offset = int(tensor.storage_offset()) * tensor.element_size()
+        return functools.partial(self._take, offset, tensor.dtype, tensor.size(), tensor.stride())
+
+    def commit(self, slab: Slab, offset: int, ready: Any) -> None:
         """RESIDENT -> LEAVING: begins to copy to a place in a slab."""
-        engine = self._engine
+        device = self._engine.device
         assert self.place is Place.RESIDENT
-        self._bytes = _view_bytes(self.check_version(), self.first, self.end)
-        self._slab, self._host = slab, slab.slab.memory[offset : offset + self.num_bytes]
-        self._stream = engine.device.get_stream()
-        if engine.debug:
-            self._checksum = _sum_up(self._bytes)
-        self._out = engine.device.copy("out", self._bytes, self._host, [ready, *slab.slab.free])
+        self._bytes = _view(self.check_version(), self.first, torch.uint8, (self.num_bytes,), (1,))
+        self._slab, self._host = slab, slab.memory[offset : offset + self.num_bytes]
+        self._stream = device.get_stream()
+        self._out = device.copy("out", self._bytes, self._host, [ready, *slab.free])
         self.place = Place.LEAVING
-        engine.note_device_bytes(self.num_bytes)
+        self._engine.note_device_bytes(self.num_bytes)
 
     def release(self) -> None:
         """LEAVING -> HOST: lets go of the device's memory once the copy has ended."""
         if self.place is Place.LEAVING:
             self.check_version()
             self._wait_until_out()
-            if self._engine.debug and not self._engine.device.has_happened(self._stream, self._out):
-                raise RuntimeError(
-                    f"a tensor of {self.num_bytes} bytes would be freed before its copy to the host has ended; this "
-                    "is an error of the engine; leave offload off, and report it"
-                )
             self.place = Place.HOST
             self._let_go()
 
@@ -139,29 +137,26 @@ class Unit:
             return
         device = self._engine.device
         self._stream = device.get_stream()
-        self._bytes = device.allocate(self.num_bytes, self.device)
+        self._bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
         assert self._host is not None
         self._in = device.copy("in", self._host, self._bytes, [device.mark(self._stream), self._out])
         self.place = Place.COMING
         self._engine.note_device_bytes(self.num_bytes)
 
-    def take(self, handle: Handle) -> Tensor:
-        """Returns a user's tensor, on the device, in the order of the stream of now."""
+    def _take(self, offset: int, *form: Any) -> Tensor:
         if self.place is Place.HOST:
             self._engine.num_stalls += 1
             self.load()
         if self.place in (Place.RESIDENT, Place.LEAVING):
-            return _view_as(self.check_version(), handle, handle.offset)
+            return _view(self.check_version(), offset, *form)
         device = self._engine.device
         stream = device.get_stream()
         device.wait(stream, self._in)
         assert self._bytes is not None
-        if self.place is Place.COMING:
-            self.place = Place.BACK
-            self._compare(self._bytes)
+        self.place = Place.BACK
         if stream != self._stream:
             device.lend(self._bytes, stream)
-        return _view_as(self._bytes, handle, handle.offset - self.first)
+        return _view(self._bytes, offset - self.first, *form)
 
     def __del__(self) -> None:
         if self._slab is None:
@@ -195,27 +190,6 @@ class Unit:
             )
         return self._tensor
 
-    def _compare(self, came: Tensor) -> None:
-        if self._checksum is not None and not torch.equal(_sum_up(came), self._checksum):
-            raise RuntimeError(
-                f"a tensor of {self.num_bytes} bytes came back from the host as another: it was copied back before its "
-                "copy to the host had ended; this is an error of the engine; leave offload off, and report it"
-            )
-
-
-class Handle:
-    """What autograd keeps in place of a saved tensor: where it lies in its unit."""
-
-    def __init__(self, unit: Unit, tensor: Tensor) -> None:
-        self.unit = unit
-        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
-        self.offset = int(tensor.storage_offset()) * tensor.element_size()
-        """In bytes, from the storage's beginning."""
-
-    def unpack(self) -> Tensor:
-        """Returns the tensor."""
-        return self.unit.take(self)
-
 
 class Group:
     """The units that one layer moves in one forward."""
@@ -224,38 +198,18 @@ class Group:
         self.layer = layer
         self._units: list[weakref.ref[Unit]] = []
 
-    def add(self, unit: Unit) -> None:
-        """Adds a unit that is still RESIDENT."""
-        self._units.append(weakref.ref(unit))
+    def add(self, units: Iterable[Unit]) -> None:
+        """Adds units that are still RESIDENT."""
+        self._units.extend(map(weakref.ref, units))
 
     def list_units(self) -> list[Unit]:
         """Lists the units that somebody still needs."""
         return [unit for reference in self._units if (unit := reference()) is not None]
 
-    def release(self) -> None:
-        """Lets go of the device's memory of what was copied out."""
-        for unit in self.list_units():
-            unit.release()
-
     def load(self) -> None:
         """Begins to copy back, what backward needs first first: what was kept last."""
         for unit in reversed(self.list_units()):
             unit.load()
-
-
-class _SlabOfGroup:
-    """A slab until the last of a group's units is gone."""
-
-    def __init__(self, slab: Slab, num_units: int) -> None:
-        self.slab = slab
-        self._num_units, self._events = num_units, list[Any]()
-        # Garbage may be collected while a unit is freed, and free another: `next` comes between no two of its steps.
-        self._num_gone = itertools.count(1)
-
-    def give_back(self, event: Any) -> None:
-        self._events.append(event)
-        if next(self._num_gone) == self._num_units:
-            self.slab.free, self.slab.is_used = self._events, False
 
 
 class Engine:
@@ -265,12 +219,10 @@ class Engine:
         device: makes the copies; None takes streams where the first tensors are on a GPU, and threads on a CPU.
         num_groups: how many groups may be on the host at once, to tell before the first of them whether the host has
             the memory for all; None does not ask.
-        debug: compares each tensor that comes back with a sum of its bytes, and asks before memory is let go whether
-            its copy has ended. The host then waits for the device.
     """
 
-    def __init__(self, device: Device | None = None, num_groups: int | None = None, *, debug: bool = False) -> None:
-        self._device, self.debug = device, debug
+    def __init__(self, device: Device | None = None, num_groups: int | None = None) -> None:
+        self._device = device
         self._place: torch.device | None = None
         """Where the layers are."""
         self.pool = HostPool(lambda num_bytes: self.device.allocate_host(num_bytes))
@@ -288,7 +240,7 @@ class Engine:
 
     def __reduce__(self) -> Any:
         # A copy of a model has moved nothing yet.
-        return _make_engine, (self.num_groups, self.debug)
+        return functools.partial(Engine, num_groups=self.num_groups), ()
 
     @property
     def device(self) -> Device:
@@ -319,7 +271,7 @@ class Engine:
             unit.check_version()
             num_bytes += -(-unit.num_bytes // _ALIGNMENT) * _ALIGNMENT
         self._check_host(num_bytes)
-        slab = _SlabOfGroup(self.pool.take(num_bytes), len(units))
+        slab = self.pool.take(num_bytes, len(units))
         ready = self.device.mark(self.device.get_stream())
         for unit, offset in zip(units, offsets, strict=True):
             unit.commit(slab, offset, ready)
@@ -332,7 +284,8 @@ class Engine:
         kept = set(map(id, but))
         for group in self._leaving:
             if id(group) not in kept:
-                group.release()
+                for unit in group.list_units():
+                    unit.release()
         self._leaving = [group for group in self._leaving if id(group) in kept]
 
     def note_device_bytes(self, change: int) -> None:
@@ -341,7 +294,7 @@ class Engine:
         self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
 
     def _check_host(self, num_bytes: int) -> None:
-        if self.num_groups is None or (free := find_free_host_bytes()) is None:
+        if self.num_groups is None or (free := get_free_host_bytes()) is None:
             return
         num_groups, num_ranks = self.num_groups, count_ranks_of_host()
         if num_groups * num_bytes * num_ranks > free:
@@ -354,10 +307,6 @@ class Engine:
         self.num_groups = None
 
 
-def _make_engine(num_groups: int | None, debug: bool) -> Engine:
-    return Engine(num_groups=num_groups, debug=debug)
-
-
 def _get_byte_range(tensor: Tensor) -> tuple[int, int]:
     """Returns where, in its storage, the block with a tensor's first byte begins, and the byte after its last."""
     last: int = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
@@ -366,23 +315,11 @@ def _get_byte_range(tensor: Tensor) -> tuple[int, int]:
     return first - first % _ALIGNMENT, first + (last + 1) * tensor.element_size()
 
 
-def _view_bytes(tensor: Tensor, first: int, end: int) -> Tensor:
-    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    view.set_(tensor.untyped_storage(), first, (end - first,), (1,))
+def _view(tensor: Tensor, offset: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """Returns a view of a tensor's storage, `offset` bytes after its beginning."""
+    view = torch.empty(0, dtype=dtype, device=tensor.device)
+    view.set_(tensor.untyped_storage(), offset // dtype.itemsize, size, stride)
     return view
-
-
-def _view_as(tensor: Tensor, handle: Handle, offset: int) -> Tensor:
-    """Returns the handle's view of a tensor's storage, `offset` bytes after its beginning."""
-    view = torch.empty(0, dtype=handle.dtype, device=tensor.device)
-    view.set_(tensor.untyped_storage(), offset // view.element_size(), handle.size, handle.stride)
-    return view
-
-
-def _sum_up(data: Tensor) -> Tensor:
-    """Returns a number that depends on the bytes and their order."""
-    places = torch.arange(data.numel(), dtype=torch.int64, device=data.device).remainder_(8191).add_(1)
-    return (data.to(torch.int64) * places).sum()
 
 
 def _write_size(num_bytes: int) -> str:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from tempo_kernels.offload.engine import Engine, Group, Handle, Unit
+from tempo_kernels.offload.engine import Engine, Group, Unit
 from tempo_kernels.saved import Kept, check_saved, find_nodes_since, find_saved_tensors, follow_held
 
 Moves = Callable[[str], bool]
@@ -95,9 +95,14 @@ class _Pass:
 
 
 class _Call:
-    """One call of a layer that runs."""
+    """One call of a layer that runs.
 
-    def __init__(self, given: Any) -> None:
+    Args:
+        given: what never moves.
+        context: of the _Pass; it is left when the first module in the layer is called.
+    """
+
+    def __init__(self, given: Any, context: torch.autograd.graph.saved_tensors_hooks) -> None:
         self.first_node = torch._C._autograd._get_sequence_nr()
         self.known = {tensor.untyped_storage()._cdata for tensor in given}
         self.scopes: list[tuple[int, str]] = [(-1, "")]
@@ -105,7 +110,7 @@ class _Call:
         self.held: list[tuple[int, Kept]] = []
         self.notes = contextlib.ExitStack()
         self.notes.enter_context(follow_held(self._note))
-        self.has_left_context = False
+        self._context, self._has_left_context = context, False
 
     def _note(self, held: Kept) -> None:
         self.held.append((torch._C._autograd._get_sequence_nr(), held))
@@ -113,10 +118,18 @@ class _Call:
     def enter(self, name: str) -> None:
         self.names.append(name)
         self.scopes.append((torch._C._autograd._get_sequence_nr(), name))
+        if not self._has_left_context and _is_on_top(self._context):
+            self._context.__exit__()
+            self._has_left_context = True
 
     def leave(self) -> None:
         self.names.pop()
         self.scopes.append((torch._C._autograd._get_sequence_nr(), self.names[-1]))
+
+    def end(self) -> None:
+        self.notes.close()
+        if self._has_left_context:
+            self._context.__enter__()
 
     def get_name(self, number: int) -> str:
         """Returns the module that ran when autograd gave a node this sequence number."""
@@ -176,21 +189,21 @@ class Offload:
                 yield module.register_forward_pre_hook(functools.partial(self._enter, name))
                 yield module.register_forward_hook(self._leave_module, always_call=True)
 
+    def _get_call(self) -> _Call | None:
+        """Returns the call of a layer that runs forward now."""
+        if torch.compiler.is_compiling() or self._pass is None or _is_in_backward():
+            return None
+        return self._pass.call
+
     def _enter(self, name: str, *_: Any) -> None:
         """Notes that a module in a layer is called."""
-        if torch.compiler.is_compiling() or self._pass is None or self._pass.call is None or _is_in_backward():
-            return
-        call, context = self._pass.call, self._pass.context
-        call.enter(name)
-        if not call.has_left_context and _is_on_top(context):
-            context.__exit__()
-            call.has_left_context = True
+        if (call := self._get_call()) is not None:
+            call.enter(name)
 
     def _leave_module(self, *_: Any) -> None:
         """Notes that it returns."""
-        if torch.compiler.is_compiling() or self._pass is None or self._pass.call is None or _is_in_backward():
-            return
-        self._pass.call.leave()
+        if (call := self._get_call()) is not None:
+            call.leave()
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _begin_pass(self, root: nn.Module, args: Any) -> None:
@@ -198,8 +211,7 @@ class Offload:
             return
         if self._pass is not None:  # KeyboardInterrupt, which calls no hooks, has ended the last forward
             self._leave(self._pass)
-        keep = functools.partial(self._keep_between)  # of its own, to be known by
-        context = torch.autograd.graph.saved_tensors_hooks(keep, _KeptBetween.unpack)
+        context = torch.autograd.graph.saved_tensors_hooks(self._keep_between, _KeptBetween.unpack)
         self._pass = _Pass(context)
         self.engine.release()
         context.__enter__()
@@ -225,11 +237,8 @@ class Offload:
         self._pass = None
         if now.call is not None:  # something that is no Exception has left it
             now.call.notes.close()
-        # Another model whose forward KeyboardInterrupt has ended may have its own above.
-        _ended.append(now.context)
-        while on_top := [context for context in _ended if _is_on_top(context)]:
-            on_top[0].__exit__()
-            _ended.remove(on_top[0])
+        if _is_on_top(now.context):
+            now.context.__exit__()
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _begin(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
@@ -254,7 +263,7 @@ class Offload:
         if carried is not None and moves is not move_nothing:
             now.pending[storage._cdata] = carried
         now.inputs[storage._cdata] = StorageWeakRef(storage)
-        now.call = _Call((*layer.parameters(), *layer.buffers(), *others))
+        now.call = _Call((*layer.parameters(), *layer.buffers(), *others), now.context)
         if moves(INPUT):
             for reference in now.between.pop(storage._cdata, ()):
                 if (kept := reference()) is not None and kept.tensor is not None:
@@ -266,9 +275,7 @@ class Offload:
         if now is None or now.call is None or _is_in_backward():
             return
         call, now.call = now.call, None
-        call.notes.close()
-        if call.has_left_context:
-            now.context.__enter__()
+        call.end()
         if output is None or not torch.is_grad_enabled():
             return
         outputs = [tensor for tensor in pytree.tree_leaves(output) if isinstance(tensor, Tensor)]
@@ -294,13 +301,13 @@ class Offload:
             if isinstance(kept, Kept):
                 self._replace(now, kept, name)
             elif (unit := self._get_unit(now, tensor, name)) is not None:
-                handle = Handle(unit, tensor)
-                saved.register_hooks(lambda _, handle=handle: handle, Handle.unpack)
+                take = unit.keep(tensor)
+                saved.register_hooks(lambda _, take=take: take, lambda take: take())
 
     def _replace(self, now: _Pass, kept: Kept, name: str) -> None:
         assert kept.tensor is not None
         if (unit := self._get_unit(now, kept.tensor, name)) is not None:
-            kept.replace(Handle(unit, kept.tensor).unpack)
+            kept.replace(unit.keep(kept.tensor))
 
     def _may_move(self, now: _Pass, call: _Call | None, tensor: Tensor) -> bool:
         if (
@@ -334,12 +341,9 @@ class Offload:
     def _commit(self, now: _Pass) -> None:
         """Begins to move what the last layer keeps out, and lets go of what the layer before has moved."""
         if now.pending:
-            group = now.groups[-1]
-            for unit in now.pending.values():
-                group.add(unit)
+            now.groups[-1].add(now.pending.values())
             now.pending.clear()
-            del unit
-            self.engine.commit(group)
+            self.engine.commit(now.groups[-1])
         self.engine.release(but=now.groups[-1:])
 
     def _keep_between(self, tensor: Tensor) -> Kept:
@@ -379,7 +383,3 @@ def _is_in_backward() -> bool:
 def _is_on_top(context: torch.autograd.graph.saved_tensors_hooks) -> bool:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and hooks[0] is context.pack_hook
-
-
-_ended: list[torch.autograd.graph.saved_tensors_hooks] = []
-"""Hooks of forwards that have ended, below those of others."""

@@ -8,7 +8,8 @@ more slabs than were in use at once.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,22 +18,27 @@ from typing import Any
 from torch import Tensor
 
 
-@dataclasses.dataclass(eq=False)
 class Slab:
-    """A piece of pinned host memory."""
+    """A piece of pinned host memory, uint8, which the units of a group share until the last of them is gone."""
 
-    memory: Tensor
-    """uint8."""
+    def __init__(self, memory: Tensor) -> None:
+        self.memory, self.num_bytes = memory, memory.numel()
+        self.free: list[Any] = []
+        """Events of the copies that may still use it; whoever writes to it next waits for them."""
+        self.is_used = False
 
-    free: list[Any] = dataclasses.field(default_factory=list)
-    """Events of the copies that may still use it; whoever writes to it next waits for them."""
+    def lend(self, num_units: int) -> None:
+        """Gives the memory to a group."""
+        self.is_used, self._num_units, self._events = True, num_units, list[Any]()
+        # Garbage may be collected while a unit is freed, and free another: `next` comes between no two of its steps.
+        self._num_gone = itertools.count(1)
 
-    is_used: bool = False
-    """Set to False wherever its last user is freed, which may be in the midst of a HostPool's own work."""
-
-    @property
-    def num_bytes(self) -> int:
-        return self.memory.numel()
+    def give_back(self, event: Any) -> None:
+        """Takes a unit's part back, which is free after the event. It may be called in the midst of a HostPool's own
+        work."""
+        self._events.append(event)
+        if next(self._num_gone) == self._num_units:
+            self.free, self.is_used = self._events, False
 
 
 class HostPool:
@@ -57,8 +63,8 @@ class HostPool:
     def num_bytes_in_use(self) -> int:
         return sum(slab.num_bytes for slab in self._slabs if slab.is_used)
 
-    def take(self, num_bytes: int) -> Slab:
-        """Takes a slab of at least num_bytes. Raises ValueError where the host refuses to pin a new one."""
+    def take(self, num_bytes: int, num_units: int) -> Slab:
+        """Lends a slab of at least num_bytes. Raises ValueError where the host refuses to pin a new one."""
         unused = sorted((slab for slab in self._slabs if not slab.is_used), key=lambda slab: slab.num_bytes)
         slab = next((slab for slab in unused if slab.num_bytes >= num_bytes), None)
         if slab is None:
@@ -68,37 +74,29 @@ class HostPool:
             slab = Slab(self._allocate(num_bytes))
             self._slabs.append(slab)
             self.num_allocations += 1
-        slab.is_used = True
+        slab.lend(num_units)
         self.peak_bytes_in_use = max(self.peak_bytes_in_use, self.num_bytes_in_use)
         return slab
-
-
-def find_free_host_bytes() -> int | None:
-    """Returns the host memory that this process can still take: what the system says is available, and no more than is
-    left of its control group's limit. None where neither is known."""
-    found = [_read_available(), *(_read_left(*names) for names in _LIMITS)]
-    return min((number for number in found if number is not None), default=None)
 
 
 _LIMITS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
+"""What a control group may take and has taken, of both versions."""
 
 
-def _read_available() -> int | None:
-    try:
+def get_free_host_bytes() -> int | None:
+    """Returns the host memory that this process can still take: what the system says is available, and no more than is
+    left of its control group's limit. None where neither is known."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def _read_left(limit: str, used: str) -> int | None:
-    try:
-        return int(Path(limit).read_text()) - int(Path(used).read_text())
-    except (OSError, ValueError):  # "max" is no limit
-        return None
+        found += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    for limit, taken in _LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+            found.append(int(Path(limit).read_text()) - int(Path(taken).read_text()))
+    return min(found, default=None)
 
 
 def count_ranks_of_host() -> int:

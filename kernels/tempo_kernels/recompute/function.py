@@ -8,7 +8,7 @@ function that depends on anything else is refused in forward, as far as that can
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,38 +19,28 @@ from tempo_kernels.derivative import check_transforms, first_derivative_only
 from tempo_kernels.recompute.graph import is_about_to_run
 from tempo_kernels.saved import allow_refill
 
-_WRITES = (
-    "function writes to an argument or to a buffer of its module, and would write again in its second run; expected a "
-    "function that works out of place"
-)
-
 
 def recompute(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Returns function(*args, **kwargs) and keeps only the arguments; `drop` can drop the output.
 
     Args:
-        function: returns one new tensor that depends on its arguments alone, and does not write to them. A module's
-            parameters and buffers count as arguments.
+        function: returns one new tensor that depends on its arguments alone, and does not write to them.
         args, kwargs: tensors, also inside lists, tuples and dictionaries, and anything else.
 
     Returns:
         y, equal to function(*args, **kwargs).
 
-    Keeps for backward: the tensors given, and a module's parameters and buffers. function runs once more in backward,
-        for y and its derivative together, under the autocast of its first run.
+    Keeps for backward: the tensors given. function runs once more in backward, for y and its derivative together, under
+        the autocast of its first run.
     Error: none; y and every gradient are those of function itself.
-    Raises: ValueError where function uses a tensor that needs a gradient and is not an argument, draws random numbers
-        from torch's default generators, writes to its arguments, or returns anything but one new tensor; RuntimeError
-        on a second derivative. Draws from another generator, or inside a fork that restores the default one, go
-        unnoticed and differ in the second run.
+    Raises: ValueError where function is a module with parameters or buffers, uses a tensor that needs a gradient and is
+        not an argument, draws random numbers from torch's default generators, writes to its arguments, or returns
+        anything but one new tensor; RuntimeError on a second derivative. Draws from another generator, or inside a fork
+        that restores the default one, go unnoticed and differ in the second run.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    call = Call(function, args, kwargs)
-    tensors = call.take_tensors()
-    check_transforms("recompute", tensors)
-    y: Tensor = _Recomputed.apply(call, *tensors)
-    return y
+    return _apply("recompute", None, function, args, kwargs)
 
 
 def adopt(y: Tensor, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -68,16 +58,25 @@ def adopt(y: Tensor, function: Callable[..., Tensor], *args: Any, **kwargs: Any)
 
     Keeps for backward: as `recompute`.
     Error: none; every gradient is that of function itself.
-    Raises: RuntimeError on a second derivative.
+    Raises: ValueError where function is a module with parameters or buffers; RuntimeError on a second derivative.
     """
-    if not y.requires_grad:
-        return y
+    return _apply("adopt", y, function, args, kwargs) if y.requires_grad else y
+
+
+def _apply(name: str, made: Tensor | None, function: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
+    """Returns `made`, or else function(*args, **kwargs), with the graph of a recomputed tensor."""
+    if isinstance(function, torch.nn.Module) and [*function.parameters(), *function.buffers()]:
+        raise ValueError(
+            f"function is a {type(function).__name__} with parameters or buffers; expected one whose arguments are all "
+            "its tensors; give torch.func.functional_call as the function, then the module, a dictionary of its "
+            "parameters and buffers, and a tuple of its arguments"
+        )
     call = Call(function, args, kwargs)
     tensors = call.take_tensors()
-    check_transforms("adopt", tensors)
-    call.made = y
-    adopted: Tensor = _Recomputed.apply(call, *tensors)
-    return adopted
+    check_transforms(name, tensors)
+    call.made = made
+    y: Tensor = _Recomputed.apply(call, *tensors)
+    return y
 
 
 class Call:
@@ -90,28 +89,24 @@ class Call:
         self._function = function
         self._leaves, self._structure = pytree.tree_flatten((args, kwargs))
         self._places = [place for place, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
-        self._state = _State(function) if isinstance(function, torch.nn.Module) else None
         self._autocast: list[tuple[str, bool, torch.dtype]] = []
 
     def take_tensors(self) -> list[Tensor]:
-        """Removes and returns the tensors among the arguments, then a module's parameters and buffers."""
+        """Removes and returns the tensors among the arguments."""
         tensors = [self._leaves[place] for place in self._places]
         for place in self._places:
             self._leaves[place] = None
-        if self._state is not None:
-            tensors.extend(self._state.list_tensors())
-        kinds = {tensor.device.type for tensor in tensors}
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in sorted(kinds)
+            for kind in sorted({tensor.device.type for tensor in tensors})
             if torch.amp.is_autocast_available(kind)
         ]
         return tensors
 
     def run(self, tensors: Sequence[Tensor], with_graph: bool = True) -> Any:
         """Runs function on these tensors and the other arguments under the first run's autocast."""
-        leaves, num_arguments = list(self._leaves), len(self._places)
-        for place, tensor in zip(self._places, tensors[:num_arguments], strict=True):
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, tensors, strict=True):
             leaves[place] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         with contextlib.ExitStack() as stack:
@@ -121,49 +116,7 @@ class Call:
                     # No cache: autocast would hold casts of these tensors, which are leaves here, until it ends.
                     autocast = torch.autocast(kind, dtype if is_on else None, enabled=is_on, cache_enabled=False)
                     stack.enter_context(autocast)
-            if self._state is not None:
-                stack.enter_context(self._state.replace_tensors(tensors[num_arguments:]))
             return self._function(*args, **kwargs)
-
-
-class _State:
-    """A module's parameters and buffers, each tensor once however many names it has.
-
-    torch.func.functional_call would not do: it leaves its replacement in a submodule that has two names (torch 2.13).
-    """
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        held: Iterator[dict[str, Any]] = (
-            state for each in module.modules() for state in (each._parameters, each._buffers)
-        )
-        self._slots = [(state, name) for state in held for name, tensor in state.items() if tensor is not None]
-
-    def list_tensors(self) -> list[Tensor]:
-        """Returns the distinct tensors as they are now."""
-        found = list({id(state[name]): state[name] for state, name in self._slots}.values())
-        if any(hasattr(tensor, "ds_id") for tensor in found):
-            raise ValueError(
-                "a parameter of the module is partitioned by ZeRO-3, whose hooks accept no other tensor in its place; "
-                "call the module itself"
-            )
-        return found
-
-    @contextlib.contextmanager
-    def replace_tensors(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Gives the module these tensors in place of its own inside the context."""
-        own = [state[name] for state, name in self._slots]
-        by_id = dict(zip(dict.fromkeys(map(id, own)), tensors, strict=True))
-        try:
-            for state, name in self._slots:
-                state[name] = by_id[id(state[name])]
-            yield
-            if any(
-                state[name] is not by_id[id(tensor)] for (state, name), tensor in zip(self._slots, own, strict=True)
-            ):
-                raise ValueError(_WRITES)
-        finally:
-            for (state, name), tensor in zip(self._slots, own, strict=True):
-                state[name] = tensor
 
 
 class _Recomputed(torch.autograd.Function):
@@ -216,7 +169,10 @@ def _run_first_time(call: Call, leaves: list[Tensor]) -> Tensor:
     if not isinstance(y, Tensor):
         raise ValueError(f"function returns {type(y).__name__}; expected one tensor; recompute its parts one by one")
     if versions != [leaf._version for leaf in leaves]:
-        raise ValueError(_WRITES)
+        raise ValueError(
+            "function writes to an argument, and would write again in its second run; expected a function that works "
+            "out of place"
+        )
     if y.numel() and any(y.untyped_storage()._cdata == leaf.untyped_storage()._cdata for leaf in leaves):
         raise ValueError(
             "function returns one of its arguments or a view of one; expected a new tensor; call it without recompute"
@@ -224,7 +180,7 @@ def _run_first_time(call: Call, leaves: list[Tensor]) -> Tensor:
     if (other := find_other_leaf(leaves, y)) is not None:
         raise ValueError(
             f"function uses a tensor of shape {list(other.shape)} that needs a gradient and is not an argument; "
-            "pass it as an argument (of a module, give the module itself as the function)"
+            "pass it as an argument"
         )
     return y
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -71,8 +71,9 @@ def drop(
     if first is None or not torch.is_grad_enabled():
         return
     promise = _find_promise(outputs[0]) if make is None else _Promise(outputs, make, since)
+    younger = find_nodes_since(first._sequence_nr(), (after,) if isinstance(after, Tensor) else after)
     is_found = False
-    for node in _find_nodes_between(first, (after,) if isinstance(after, Tensor) else tuple(after)):
+    for node in (node for node in younger if node is not first):
         for saved, kept in find_saved_tensors(node):
             tensor = kept.tensor if isinstance(kept, Kept) else kept
             if tensor is None or (part := promise.find_part(tensor)) is None:
@@ -80,11 +81,11 @@ def drop(
             if make is None:
                 check_version(outputs[0])
             is_found = True
-            promise.note_user(part)
+            make_part = promise.give(part)
             if isinstance(kept, Kept):
-                kept.replace(functools.partial(promise.make, part))
+                kept.replace(make_part)
             else:
-                saved.register_hooks(lambda _, part=part: part, promise.make)
+                saved.register_hooks(lambda _, make_part=make_part: make_part, lambda make_part: make_part())
     if not is_found:
         _warn_of_hooks()
 
@@ -105,8 +106,7 @@ def hold(y: Tensor) -> Callable[[], Tensor]:
     whole = promise.find_part(y)
     if whole is None:  # y is empty
         return functools.partial(torch.empty_like, y.detach())
-    promise.note_user(whole)
-    return functools.partial(promise.make, whole)
+    return promise.give(whole)
 
 
 def _take_held(held: Kept, version: int | None) -> Tensor:
@@ -159,6 +159,8 @@ class _Promise:
     ) -> None:
         self._outputs = [_Output(y, y if since is None else since) for y in outputs]
         self._make = make
+        # One run of `make` serves all outputs, and every promise whose tensors are made from them.
+        self._num_unshared = 1 if make is None else 0
 
     def find_part(self, tensor: Tensor) -> _Part | None:
         """Finds which part of which output the tensor is; None if it is no part, or not of exactly one."""
@@ -174,16 +176,16 @@ class _Promise:
                 return part
         return None
 
-    def note_user(self, part: _Part) -> None:
-        """Counts one more user of a part."""
+    def give(self, part: _Part) -> Callable[[], Tensor]:
+        """Returns what makes a part, for one more user."""
         output = self._outputs[part.output]
         output.num_users += 1
-        # One run of `make` serves all outputs, and every promise whose tensors are made from them.
-        if output.num_users == (2 if self._make is None else 1):
+        if output.num_users == self._num_unshared + 1:
             _release_before_backward(output)
+        return functools.partial(self._make_part, part)
 
     @torch.no_grad()
-    def make(self, part: _Part) -> Tensor:
+    def _make_part(self, part: _Part) -> Tensor:
         output = self._outputs[part.output]
         y = output.shared if output.shared is not None else self._make_all()[part.output]
         if (part.size, part.stride, part.offset) == (output.size, output.stride, 0):
@@ -197,8 +199,7 @@ class _Promise:
             made = self._make()
             assert all(output.is_made_like(y) for output, y in zip(self._outputs, made, strict=True))
         for output, y in zip(self._outputs, made, strict=True):
-            is_shared = output.num_users > 1 or (self._make is not None and output.num_users > 0)
-            if is_shared and is_about_to_run(output.producer):
+            if output.num_users > self._num_unshared and is_about_to_run(output.producer):
                 output.shared = y
         return made
 
@@ -249,11 +250,6 @@ def _find_promise(y: Tensor) -> _Promise:
 def is_about_to_run(node: Any) -> bool:
     """Whether a backward is running that will reach `node`."""
     return torch._C._current_graph_task_id() != -1 and torch._C._will_engine_execute_node(node)
-
-
-def _find_nodes_between(producer: Any, outputs: tuple[Tensor, ...]) -> Iterator[Any]:
-    """Yields the nodes of the graph between producer and outputs: those younger than producer."""
-    return (node for node in find_nodes_since(producer._sequence_nr(), outputs) if node is not producer)
 
 
 def _warn_of_hooks() -> None:

@@ -45,8 +45,7 @@ def recompute_in_tiles(
     """
     check_transforms("recompute_in_tiles", (x,))
     assert num_rows > 0
-    # In a function of our own, a module's parameters are not replaced: `parameters` names them.
-    call = Call(lambda tile: function(tile), (x,), {})
+    call = Call(function, (x,), {})
     call.take_tensors()
     given = [parameter for parameter in parameters if parameter.requires_grad]
     if not torch.is_grad_enabled() or not (x.requires_grad or given):
@@ -102,7 +101,7 @@ class _Tiled(torch.autograd.Function):
         (x,) = (ctx if ctx.keeper is None else ctx.keeper).saved_tensors
         parameters, needs_grad_x = ctx.parameters, ctx.needs_input_grad[2]
         grad_x = torch.empty_like(x) if needs_grad_x else None
-        sums = [_Sum(parameter) for parameter in parameters]
+        sums: list[Tensor | None] = [None] * len(parameters)
         for rows in _cut(x.size(0), ctx.num_rows):
             leaf = x[rows].detach().requires_grad_(needs_grad_x)
             y = ctx.call.run([leaf])
@@ -120,29 +119,22 @@ class _Tiled(torch.autograd.Function):
                 grad_tile = found.pop(0)
                 grad_x[rows] = 0.0 if grad_tile is None else grad_tile
                 del grad_tile
-            for each in sums:
-                each.add(found.pop(0))
-        return None, None, grad_x, *(each.take() for each in sums)
+            for place, parameter in enumerate(parameters):  # one after the other, so that each goes when it is added
+                sums[place] = _add(sums[place], found.pop(0), parameter)
+        return None, None, grad_x, *(_round(sums.pop(0), parameter) for parameter in parameters)
 
 
-class _Sum:
-    """The sum of a parameter's gradients over the tiles."""
+def _add(total: Tensor | None, grad: Tensor | None, parameter: Tensor) -> Tensor | None:
+    """Returns the sum of a parameter's gradients over one tile more, in float32 where the parameter has fewer bits."""
+    if grad is None:
+        return total
+    if total is None or getattr(parameter, "grad_added_to_main_grad", False):
+        # Megatron's fused linears have added it already, and return a tensor without meaning.
+        return grad
+    total = total.float() if total.dtype.itemsize < 4 else total
+    total += grad
+    return total
 
-    def __init__(self, parameter: Tensor) -> None:
-        self._parameter = parameter
-        self._total: Tensor | None = None
 
-    def add(self, grad: Tensor | None) -> None:
-        if grad is None:
-            return
-        if self._total is None or getattr(self._parameter, "grad_added_to_main_grad", False):
-            # Megatron's fused linears have added it already, and return a tensor without meaning.
-            self._total = grad
-            return
-        if self._total.dtype.itemsize < 4:
-            self._total = self._total.float()
-        self._total += grad
-
-    def take(self) -> Tensor | None:
-        total, self._total = self._total, None
-        return None if total is None else total.to(self._parameter.dtype)
+def _round(total: Tensor | None, parameter: Tensor) -> Tensor | None:
+    return None if total is None else total.to(parameter.dtype)

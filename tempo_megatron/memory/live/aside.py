@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tempo_kernels.offload import count_ranks_of_host, find_free_host_bytes
+from tempo_kernels.offload import count_ranks_of_host, get_free_host_bytes
 from tempo_megatron.beside import Beside
 from tempo_megatron.memory.plan.planner import MemoryPlan, PlanRequest
 from tempo_megatron.words.argument_types import format_bytes
@@ -50,7 +50,7 @@ def share_host(num_bytes: int) -> int:
 
     Raises ValueError where the host has less free.
     """
-    free = find_free_host_bytes()
+    free = get_free_host_bytes()
     if free is not None and num_bytes > free:
         raise ValueError(
             f"tempo.host_memory is {format_bytes(num_bytes)}, and {format_bytes(free)} of this host are free; give at "

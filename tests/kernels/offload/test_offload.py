@@ -64,7 +64,7 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def offload(model: Stack, moves: Any = move_all, **settings: Any) -> Engine:
-    found = Engine(SlowLink(), debug=True)
+    found = Engine(SlowLink())
     Offload(model, dict.fromkeys(model.layers, moves), found, min_bytes=0, **settings)
     return found
 
@@ -110,7 +110,7 @@ def test_ahead_is_how_many_layers_more_are_on_the_device_in_backward(stack: Stac
 def test_names_choose_and_a_layer_between_may_keep_everything(stack: Stack) -> None:
     x = make_input()
     expected = gradients(stack, x)
-    found = Engine(SlowLink(), debug=True)
+    found = Engine(SlowLink())
     layers = {layer: {1: move_nothing, 2: lambda name: name == "wide"}.get(n, lambda name: name == "")
               for n, layer in enumerate(stack.layers)}  # fmt: skip
     Offload(stack, layers, found, min_bytes=0)
@@ -271,7 +271,7 @@ def test_a_copy_of_the_model_moves_by_itself(stack: Stack) -> None:
 def test_too_little_host_memory_is_one_sentence_before_anything_moves(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "find_free_host_bytes", lambda: 2**16)
+    monkeypatch.setattr(engine, "get_free_host_bytes", lambda: 2**16)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     found = offload(stack)
     found.num_groups = NUM_LAYERS
