@@ -144,7 +144,7 @@ def without_compiler(untried_compiler: None, monkeypatch: pytest.MonkeyPatch) ->
     from tempo_kernels import compiled
 
     monkeypatch.setenv("CXX", "no-compiler")
-    monkeypatch.setattr(compiled, "_warn", lambda obstacle: None)
+    monkeypatch.setattr(compiled, "_warn", lambda: None)
 
 
 @pytest.fixture

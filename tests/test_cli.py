@@ -89,7 +89,7 @@ def test_banner_and_doctor_have_one_wording_for_what_an_operation_runs_on(monkey
     assert banner.describe_implementation is doctor.describe_implementation
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for obstacle, words in ((None, "plain torch, compiled where that pays"), ("no compiler", "plain torch")):
-        monkeypatch.setattr(doctor, "find_obstacle", lambda found=obstacle: found)
+        monkeypatch.setattr(doctor, "get_obstacle", lambda found=obstacle: found)
         rows = {line[:21].strip(): line[21:] for line in doctor.describe_installation()}
         assert rows["tempo attention"] == rows["tempo norm"] == words
         assert doctor.describe_implementation("attention", "cpu") == words
@@ -99,7 +99,7 @@ def test_doctor_says_at_once_what_it_knows_and_then_what_it_waits_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tried: list[None] = []
-    monkeypatch.setattr(doctor, "find_obstacle", lambda: tried.append(None))
+    monkeypatch.setattr(doctor, "get_obstacle", lambda: tried.append(None))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     names = []
     for line in doctor.describe_installation():

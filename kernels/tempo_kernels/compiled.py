@@ -38,25 +38,23 @@ def find_compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
 
 
-def find_obstacle() -> str | None:
+def get_obstacle() -> str | None:
     """Returns why nothing can be compiled here, in a few words, or None if compiling a small function worked."""
-    global _failure
     if _failure is None:
-        _failure = _try_once()
+        _try_once()
     return _failure
 
 
 @functools.cache
-def _try_once() -> str | None:
+def _try_once() -> None:
     try:
         _check_compiler()
         function = torch.compile(_add_one_if_compiled, dynamic=True, options=_OPTIONS)
         found = function(torch.zeros(16, dtype=torch.float32, device="cpu"))
+        if not bool((found == 1).all()):
+            raise RuntimeError("torch.compile is switched off, by TORCHDYNAMO_DISABLE or in torch._dynamo.config")
     except Exception as error:  # of any kind: import, file system, compiler, linker
-        return _describe(error)
-    if not bool((found == 1).all()):
-        return "torch.compile is switched off, by TORCHDYNAMO_DISABLE or in torch._dynamo.config"
-    return None
+        _note_failure(error)
 
 
 def _check_compiler() -> None:
@@ -68,32 +66,27 @@ def _add_one_if_compiled(x: Tensor) -> Tensor:
     return x + int(torch.compiler.is_compiling())
 
 
-def _describe(error: Exception) -> str:
-    """Picks one line of the error's message, which may hold a command and the compiler's whole output."""
+def _note_failure(error: Exception) -> None:
+    """Keeps one line of the error's message, which may hold a command and the compiler's whole output."""
+    global _failure
     error = getattr(error, "inner_exception", error)
     lines = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
     line = next((line for line in lines if "error: " in line), lines[0])
-    return line if len(line) <= _SHOWN_CHARACTERS else line[:_SHOWN_CHARACTERS] + "..."
+    _failure = line if len(line) <= _SHOWN_CHARACTERS else line[:_SHOWN_CHARACTERS] + "..."
 
 
 def _works() -> bool:
-    obstacle = find_obstacle()
-    if obstacle is not None:
-        _warn(obstacle)
-    return obstacle is None
-
-
-def _note_failure(error: Exception) -> None:
-    global _failure
-    _failure = _describe(error)
-    _warn(_failure)
+    """Whether something can be compiled here; if not, warns once."""
+    if get_obstacle() is not None:
+        _warn()
+    return _failure is None
 
 
 @functools.cache
-def _warn(obstacle: str) -> None:
+def _warn() -> None:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     warnings.warn(
-        f"tempo_kernels cannot compile for the CPU ({obstacle}). Training runs without: large tensors take plain "
+        f"tempo_kernels cannot compile for the CPU ({_failure}). Training runs without: large tensors take plain "
         "torch, block by block, which is slower and gives equal results up to rounding. To compile, install a C++ "
         f"compiler with Python's headers (Debian: apt-get install g++ python{version}-dev), or correct CXX or "
         "TORCHINDUCTOR_CACHE_DIR",
@@ -133,6 +126,7 @@ def _load(source: str) -> ctypes.CDLL | None:
         return library
     except Exception as error:  # of any kind: import, file system, compiler, linker
         _note_failure(error)
+        _warn()
     return None
 
 
@@ -196,6 +190,7 @@ class Compiled:
             if not isinstance(error, (TorchDynamoException, OSError)):
                 raise
             _note_failure(error)
+            _warn()
         return self._function(*tensors)
 
 

@@ -44,8 +44,13 @@ class Opaque:
         self._operator.register_fake(shapes)
 
     def call(self, first: Tensor, *others: Any, **more: Any) -> Sequence[Tensor]:
-        """Calls the function itself, whatever `first` is. `more` may hold arguments that an operator cannot take."""
-        return call_untraced(self._function, first, first, *others, **more)
+        """Calls the function itself, whatever `first` is, without the autocast of its device. `more` may hold arguments
+        that an operator cannot take."""
+        device_type = first.device.type
+        if torch.is_autocast_enabled(device_type):
+            with without_autocast(device_type):
+                return self._function(first, *others, **more)
+        return self._function(first, *others, **more)
 
     def trace(self, first: Tensor, *others: Any) -> Sequence[Tensor]:
         """Calls the operator: in a graph it becomes a node, with fake tensors it returns empty results."""
@@ -56,8 +61,10 @@ class Opaque:
         """Calls the function, as an operator if `first` is traced."""
         if not is_traced(first):
             return self.call(first, *others)
-        simulation = _get_simulation(first)
-        return self.trace(first, *others) if simulation is None else simulation(self, first, *others)
+        if _simulation is None or not isinstance(first, FakeTensor):
+            return self.trace(first, *others)
+        results: Sequence[Tensor] = _simulation(self, first, *others)
+        return results
 
 
 def opaque(schema: str, shapes: Function) -> Callable[[Function], Opaque]:
@@ -80,16 +87,6 @@ def is_recorded() -> bool:
     recorded block by block."""
     is_traced_by_make_fx = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
     return torch.compiler.is_compiling() or is_traced_by_make_fx
-
-
-def call_untraced(function: Callable[..., ResultT], first: Tensor, *others: Any, **more: Any) -> ResultT:
-    """Returns function(*others, **more) without the autocast of `first`'s device, as an opaque function is called where
-    nothing traces `first`."""
-    device_type = first.device.type
-    if torch.is_autocast_enabled(device_type):
-        with without_autocast(device_type):
-            return function(*others, **more)
-    return function(*others, **more)
 
 
 def without_autocast(device_type: str) -> torch.autocast:
@@ -133,10 +130,9 @@ def simulate(run: Callable[..., Any]) -> Iterator[None]:
 def run_or_simulate(function: Callable[..., ResultT], first: Tensor, *others: Any, **numbers: Any) -> ResultT:
     """Returns function(first, *others, **numbers), or, if `first` is fake, what the innermost `simulate` returns
     instead. No size depends on `numbers`."""
-    simulation = _get_simulation(first)
-    if simulation is None:
+    if _simulation is None or not isinstance(first, FakeTensor):
         return function(first, *others, **numbers)
-    result: ResultT = simulation(function, first, *others, **numbers)
+    result: ResultT = _simulation(function, first, *others, **numbers)
     return result
 
 
@@ -146,7 +142,3 @@ def skip_alike(rounds: Sequence[RoundT], x: Tensor) -> Sequence[RoundT]:
     if len(rounds) <= NUM_ROUNDS or not isinstance(x, FakeTensor):
         return rounds
     return [*rounds[: NUM_ROUNDS - 1], rounds[-1]]
-
-
-def _get_simulation(x: Tensor) -> Callable[..., Any] | None:
-    return _simulation if isinstance(x, FakeTensor) else None

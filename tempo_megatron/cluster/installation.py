@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from tempo_kernels.attention import describe as attention_backend
-from tempo_kernels.compiled import find_compiler, find_obstacle
+from tempo_kernels.compiled import find_compiler, get_obstacle
 from tempo_megatron.cluster.versions import PACKAGES, find_version
 from tempo_megatron.settings.operations import OPERATIONS
 
@@ -38,7 +38,7 @@ def describe_installation() -> Iterator[str]:
 
 
 def try_compiler() -> str | None:
-    """Calls find_obstacle after telling the user to wait: torch's compiler alone takes seconds to import."""
+    """Calls get_obstacle after telling the user to wait: torch's compiler alone takes seconds to import."""
     print(
         "trying the C++ compiler on a small function: 10 s, or a minute on a busy machine", file=sys.stderr, flush=True
     )
@@ -46,7 +46,7 @@ def try_compiler() -> str | None:
 
     # Inductor's compile processes each import torch; a single function needs none of them.
     with inductor.patch(compile_threads=1):
-        return find_obstacle()
+        return get_obstacle()
 
 
 def list_implementations() -> dict[str, str]:
@@ -68,6 +68,6 @@ def describe_implementation(operation: str, device_type: str, attention: str = "
     """
     if device_type == "cuda":
         return attention_backend(device_type, attention) if operation == "attention" else "triton"
-    if operation == "loss" or find_obstacle():
+    if operation == "loss" or get_obstacle():
         return "plain torch"
     return "plain torch, compiled where that pays"

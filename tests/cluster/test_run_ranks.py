@@ -41,7 +41,7 @@ def sleep_in_rank_1() -> None:
 def list_modules_that_compiling_imports() -> tuple[int, set[str]]:
     """Also how many threads the rank had before."""
     num_threads, before = len(os.listdir("/proc/self/task")), set(sys.modules)
-    compiled.find_obstacle()
+    compiled.get_obstacle()
     return num_threads, set(sys.modules) - before
 
 

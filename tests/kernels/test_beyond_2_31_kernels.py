@@ -86,19 +86,19 @@ def list_activations() -> Iterator[tuple[str, Case]]:
     x, grad, bias = random(ROWS, WIDTH), random(ROWS, WIDTH), random(WIDTH)
     half, bits = random(ROWS, WIDTH // 2), torch.randint(256, (ROWS, WIDTH // 8), generator=NUMBERS, dtype=torch.uint8)
     for name, row in ACTIVATIONS.items():
-        run = lambda _, x, b, name=name: [activation.forward(x, b, name, True)]  # noqa: E731
+        run = lambda _, x, b, name=name: activation.forward(x, b, name, "gated")[:1]  # noqa: E731
         yield f"{name} gated", of_rows(run, x, bias, width=WIDTH // 2)
-        run = lambda _, x, name=name: [activation.forward(x, None, name)]  # noqa: E731
+        run = lambda _, x, name=name: activation.forward(x, None, name, "recompute")[:1]  # noqa: E731
         yield f"{name} without bias", of_rows(run, x)
-        for is_gated in (False, True):
-            run = lambda _, g, x, b, name=name, gated=is_gated: activation.backward(g, x, b, name, gated, True)[:1]  # noqa: E731
-            yield f"{name} backward, gated {is_gated}", of_rows(run, half if is_gated else grad, x, bias)
+        for form, grad_y in (("recompute", grad), ("gated", half)):
+            run = lambda _, g, x, b, name=name, form=form: activation.backward(g, x, b, None, name, form, True)[:1]  # noqa: E731
+            yield f"{name} backward, {form}", of_rows(run, grad_y, x, bias)
         if row.x_min is not None:
-            run = lambda _, x, b, name=name: activation.forward_inplace(x, b, name)  # noqa: E731
+            run = lambda _, x, b, name=name: activation.forward(x, b, name, "inplace")  # noqa: E731
             yield f"{name} in place", of_rows(run, x, bias)
-            run = lambda _, g, y, b, name=name: activation.backward_inplace(g, y, b.view(-1), name, True)[:1]  # noqa: E731
+            run = lambda _, g, y, b, name=name: activation.backward(g, y, None, b.view(-1), name, "inplace", True)[:1]  # noqa: E731
             yield f"{name} backward in place", of_rows(run, grad, x, bits)
-    run = lambda _, g, y: activation.backward_inplace(g, y, None, "squared_relu", True)[:1]  # noqa: E731
+    run = lambda _, g, y: activation.backward(g, y, None, None, "squared_relu", "inplace", True)[:1]  # noqa: E731
     yield "squared_relu backward in place", of_rows(run, grad, x.abs())
 
 

@@ -45,15 +45,15 @@ def not_in_chunks(monkeypatch):
 @parametrize_covering(each={"dtype": [torch.float32, torch.float16, torch.bfloat16], "activation": INVERSES.keys()})
 def test_the_compiled_gelu_backward_is_as_exact_as_the_specification(dtype, activation, not_in_chunks):
     x = torch.cat([torch.linspace(-8, 8, 1 << 16), torch.linspace(-0.76, -0.74, 1 << 14), torch.zeros(3)]).to(dtype)
-    y, bits = activation_eager.forward_inplace(x, None, activation)
+    y, bits = activation_eager.forward(x, None, activation, "inplace")
     exact = derivative_float64(y.double(), x.double() >= INVERSES[activation].x_min, activation)
-    found = activation_cpu.backward_inplace(torch.ones_like(y), y, bits, activation, False, compiled_elements=64)[0]
-    specified = activation_eager.backward_inplace(torch.ones_like(y), y, bits, activation, False)[0]
-    errors = [(grad_x.double() - exact).abs().max() for grad_x in (found, specified)]
+    operands = torch.ones_like(y), y, None, bits, activation, "inplace", False
+    found, specified = (activation_cpu.backward(*operands, compiled_elements=64), activation_eager.backward(*operands))
+    errors = [(grad_x.double() - exact).abs().max() for grad_x, _ in (found, specified)]
     assert errors[0] <= 1.05 * errors[1]
     special = torch.tensor([float("nan"), float("inf"), -0.0, 0.0], dtype=dtype).repeat(32)
     bits, one = torch.full((16,), 255, dtype=torch.uint8), torch.ones_like(special)
-    ours, _ = activation_cpu.backward_inplace(one, special, bits, activation, False, compiled_elements=64)
+    ours, _ = activation_cpu.backward(one, special, None, bits, activation, "inplace", False, compiled_elements=64)
     assert torch.equal(ours.isnan(), special.isnan()) and ours[~special.isnan()].isfinite().all()
 
 
@@ -62,7 +62,7 @@ def test_the_compiled_backward_of_squared_relu_is_the_specification_bit_for_bit(
     y, grad = torch.relu(torch.randn(300, 1000)).square(), torch.randn(300, 1000)
     y[0, :3] = torch.tensor([torch.inf, torch.nan, 1e-42])
     found, expected = (
-        module.backward_inplace(grad.mT.contiguous().mT, y, None, "squared_relu", True, **compiled)
+        module.backward(grad.mT.contiguous().mT, y, None, None, "squared_relu", "inplace", True, **compiled)
         for module, compiled in ((activation_cpu, {"compiled_elements": 64}), (activation_eager, {}))
     )
     for ours, specified in zip(found, expected, strict=True):
@@ -78,8 +78,9 @@ def test_gated_units_in_one_pass_obey_the_rule(activation, has_bias, dtype, not_
 
     def results(module, dtype, **compiled):
         grad_y, x_, bias_ = (None if t is None else t.to(dtype) for t in (grad, x, bias))
-        y = module.forward(x_, bias_, activation, True, **compiled)
-        return y, *module.backward(grad_y, x_, bias_, activation, True, has_bias, **compiled)[: 1 + has_bias]
+        y, _ = module.forward(x_, bias_, activation, "gated", **compiled)
+        operands = grad_y, x_, bias_, None, activation, "gated", has_bias
+        return y, *module.backward(*operands, **compiled)[: 1 + has_bias]
 
     found, exact = results(activation_cpu, dtype, compiled_elements=64), results(activation_eager, torch.float64)
     for name, *witnesses in zip("y x bias".split(), found, results(activation_eager, dtype), exact, strict=False):
@@ -95,7 +96,8 @@ def test_derivatives_from_the_input_in_one_pass_obey_the_rule(activation, dtype,
     x, bias, grad = torch.rand(50, 3, 40) * 16 - 8, torch.randn(40), torch.randn(50, 3, 40)
 
     def results(module, dtype, **compiled):
-        return module.backward(*(t.to(dtype) for t in (grad, x, bias)), activation, False, True, **compiled)
+        tensors = (t.to(dtype) for t in (grad, x, bias))
+        return module.backward(*tensors, None, activation, "recompute", True, **compiled)
 
     found, exact = results(activation_cpu, dtype, compiled_elements=64), results(activation_eager, torch.float64)
     for name, *witnesses in zip(["x", "bias"], found, results(activation_eager, dtype), exact, strict=True):

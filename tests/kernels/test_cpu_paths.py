@@ -42,13 +42,14 @@ def test_an_activation_in_chunks_is_the_specification_bit_for_bit(shape, dtype, 
     x, grad = (torch.rand(shape) * 16 - 8).to(dtype), torch.randn(shape).to(dtype)
     small = {"chunk_elements": 128}
     for bias in (None, torch.randn(shape[-1]).to(dtype)):
-        y = activation_eager.forward(x, bias, activation)
-        assert_same(activation_cpu.forward(x, bias, activation, **small), y)
+        y, _ = activation_eager.forward(x, bias, activation, "recompute")
+        assert_same(activation_cpu.forward(x, bias, activation, "recompute", **small)[0], y)
         out = torch.empty_like(y)
-        assert activation_cpu.forward(x, bias, activation, out=out, **small) is out
+        assert activation_cpu.forward(x, bias, activation, "recompute", out, **small)[0] is out
         assert_same(out, y)
-        found = activation_cpu.backward(grad, x, bias, activation, False, True, **small)
-        for ours, theirs in zip(found, activation_eager.backward(grad, x, bias, activation, False, True), strict=True):
+        operands = grad, x, bias, None, activation, "recompute", True
+        found = activation_cpu.backward(*operands, **small)
+        for ours, theirs in zip(found, activation_eager.backward(*operands), strict=True):
             assert_same(ours, theirs)
 
 
@@ -61,10 +62,11 @@ def test_an_activation_in_place_in_chunks_is_the_specification_bit_for_bit(shape
     torch.manual_seed(0)
     x, grad = (torch.rand(shape) * 16 - 8).to(dtype), torch.randn(shape).to(dtype)
     for bias in (None, torch.randn(shape[-1]).to(dtype)):
-        kept = activation_eager.forward_inplace(x, bias, activation)
-        found = activation_cpu.forward_inplace(x, bias, activation, chunk_elements=128)
-        found += activation_cpu.backward_inplace(grad, *kept, activation, True, chunk_elements=128)
-        expected = *kept, *activation_eager.backward_inplace(grad, *kept, activation, True)
+        y, bits = activation_eager.forward(x, bias, activation, "inplace")
+        operands = grad, y, None, bits, activation, "inplace", True
+        found = activation_cpu.forward(x, bias, activation, "inplace", chunk_elements=128)
+        found += activation_cpu.backward(*operands, chunk_elements=128)
+        expected = y, bits, *activation_eager.backward(*operands)
         for ours, theirs in zip(found, expected, strict=True):
             assert_same(ours, theirs)
 
@@ -82,8 +84,8 @@ def test_gated_units_in_chunks_are_the_specification(shape, dtype, activation):
 
         def results(module, dtype, bias=bias, **small):
             grad_y, x_, bias_ = (None if t is None else t.to(dtype) for t in (grad, x, bias))
-            y = module.forward(x_, bias_, activation, True, **small)
-            return y, *module.backward(grad_y, x_, bias_, activation, True, True, **small)
+            y, _ = module.forward(x_, bias_, activation, "gated", **small)
+            return y, *module.backward(grad_y, x_, bias_, None, activation, "gated", True, **small)
 
         exact = results(activation_eager, torch.float64)
         found = results(activation_cpu, dtype, chunk_elements=128)

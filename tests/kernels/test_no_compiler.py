@@ -31,7 +31,7 @@ for operation in OPERATIONS:
     operation(x).sum().backward()
     assert bool(x.grad.isfinite().all())
 from tempo_kernels import compiled
-print("obstacle:", compiled.find_obstacle())
+print("obstacle:", compiled.get_obstacle())
 """
 
 

@@ -139,8 +139,8 @@ def test_export_has_the_operations_as_nodes() -> None:
     x = torch.randn(S, B, H)
     program = torch.export.export(Block(), (x,))
     assert torch.equal(program.module()(x), Block()(x))
-    targets = {str(node.target) for node in program.graph.nodes}
-    assert {"tempo_kernels.activation_inplace.default", "tempo_kernels.activation.default"} <= targets
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert targets.count("tempo_kernels.activation.default") == 2
 
 
 def test_a_compiled_norm_has_no_room_for_lost_channels_and_says_so() -> None:

@@ -7,13 +7,13 @@ import gc
 import torch
 import torch._inductor.config
 
-from tempo_kernels.compiled import find_obstacle
+from tempo_kernels.compiled import get_obstacle
 
 # A first compilation imports the compiler and hashes all files of torch and Triton. A rank inherits what it found, and
 # asks no more. Ranks without this server, as of test_trainer_launchers.py, each try. Threads do not outlive a fork.
 torch.set_num_threads(1)
 with torch._inductor.config.patch(compile_threads=1):
-    find_obstacle()
+    get_obstacle()
 
 # DeepSpeed collects garbage when it starts: in each rank through all that was imported here, and copies its pages.
 gc.collect()

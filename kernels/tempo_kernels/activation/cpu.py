@@ -44,114 +44,103 @@ _tables: dict[Hashable, Tensor] = {}
 
 
 def forward(
-    x: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    is_gated: bool = False,
-    out: Tensor | None = None,
-    chunk_elements: int = CHUNK_ELEMENTS,
-    compiled_elements: int = COMPILED_ELEMENTS,
-) -> Tensor:
+    x: Tensor, bias: Tensor | None, activation: str, form: str, out: Tensor | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS, compiled_elements: int = COMPILED_ELEMENTS,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """As in eager.py."""
+    row, is_gated = ACTIVATIONS[activation], form == "gated"
     shape = (*x.shape[:-1], x.size(-1) // 2) if is_gated else x.shape
     if is_gated and _pays_to_compile(x, 2, compiled_elements):
         found = _compile_gated_forward(activation)(*_split(x, bias, 2))
         # Not a view to autograd, which would refuse to change a view in place.
         y: Tensor = torch.ops.aten._unsafe_view(found, shape)
-        return y if out is None else out.copy_(y)
+        return y if out is None else out.copy_(y), None
     y = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
-    if bias is None and not is_gated:
+    x_min = row.x_min if form == "inplace" else None
+    if bias is None and not is_gated and x_min is None:
         # In one contiguous piece, because torch rounds the remainder of a loop differently.
-        return ACTIVATIONS[activation].value(x.contiguous(), out=y)
-    for total, rows_y in _add_in_chunks(x, bias, activation, is_gated, chunk_elements, y):
-        _write_value(total, activation, is_gated, rows_y)
-    return y
-
-
-def forward_inplace(
-    x: Tensor, bias: Tensor | None, activation: str, chunk_elements: int = CHUNK_ELEMENTS
-) -> tuple[Tensor, Tensor | None]:
-    """As in eager.py."""
-    x_min = ACTIVATIONS[activation].x_min
-    if x_min is None:
-        return forward(x, bias, activation, chunk_elements=chunk_elements), None
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    threshold = get_smallest_at_least(x_min, get_sum_dtype(x, bias, activation))
-    flags = torch.empty(x.numel() + -x.numel() % 8, dtype=torch.int8, device=x.device)
-    flags[x.numel() :] = 0
-    for total, rows_y, rows_flags in _add_in_chunks(x, bias, activation, False, chunk_elements, y, flags[: x.numel()]):
-        # The comparison is written in the operands' dtype: for any other, torch goes through a buffer and is slower.
-        rows_flags.copy_(torch.ge(total, threshold, out=torch.empty_like(total)))
-        _write_value(total, activation, False, rows_y)
+        return row.value(x.contiguous(), out=y), None
+    flags = None
+    if x_min is not None:
+        threshold = get_smallest_at_least(x_min, get_sum_dtype(x, bias, activation, form))
+        flags = torch.empty(x.numel() + -x.numel() % 8, dtype=torch.int8, device=x.device)
+        flags[x.numel() :] = 0
+    others = [] if flags is None else [flags[: x.numel()]]
+    for total, rows_y, *rows_flags in _add_in_chunks(x, bias, activation, form, chunk_elements, y, *others):
+        if rows_flags:
+            # Written in the operands' dtype: for any other, torch goes through a buffer and is slower.
+            rows_flags[0].copy_(torch.ge(total, threshold, out=torch.empty_like(total)))
+        if is_gated:
+            gate, up = total.chunk(2, -1)
+            rows_y.copy_(row.value(gate).mul_(up))
+        elif total.dtype == y.dtype:
+            row.value(total, out=rows_y)
+        else:
+            rows_y.copy_(row.value(total, out=total))
+    if flags is None:
+        return y, None
     products = flags.view(torch.int32).mul_(_COLLECT_BITS).view(torch.uint8).view(-1, 8)
     return y, torch.add(products[:, 7], products[:, 3], alpha=16)
 
 
 def backward(
-    grad_y: Tensor,
-    x: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    is_gated: bool,
-    has_grad_bias: bool,
-    chunk_elements: int = CHUNK_ELEMENTS,
-    compiled_elements: int = COMPILED_ELEMENTS,
-) -> tuple[Tensor, Tensor | None]:
+    grad_y: Tensor, kept: Tensor, bias: Tensor | None, bits: Tensor | None, activation: str, form: str,
+    has_grad_bias: bool, chunk_elements: int = CHUNK_ELEMENTS, compiled_elements: int = COMPILED_ELEMENTS,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """As in eager.py."""
-    grad_y, parts = grad_y.contiguous(), 1 + is_gated
-    is_wide = get_sum_dtype(x, bias, activation, is_gated) == torch.float32
-    if is_wide and _pays_to_compile(x, parts, compiled_elements):
-        [rows_grad_y] = split_columns(grad_y.size(-1), grad_y.view(-1, grad_y.size(-1)))
-        found = _compile_backward(activation, is_gated)(rows_grad_y, *_split(x, bias, parts))
-        grad_x: Tensor = found.view(x.shape)
-    elif bias is None and not is_gated:
-        grad_x = ACTIVATIONS[activation].grad_x(grad_y, x.contiguous())
+    grad_y = grad_y.contiguous()
+    if form == "inplace":
+        flat = (grad_y.view(-1), kept.view(-1), bits)
+        grad_x = _backward_inplace(*flat, activation, chunk_elements, compiled_elements).view(kept.shape)
     else:
-        grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        for total, rows_grad_x, rows_grad_y in _add_in_chunks(
-            x, bias, activation, is_gated, chunk_elements, grad_x, grad_y
-        ):
-            rows_grad_y = rows_grad_y.to(total.dtype)
-            if is_gated:
-                gate, up = total.chunk(2, -1)
-                halves = differentiate_gated(rows_grad_y, gate, up, activation)
-                for half, place in zip(halves, rows_grad_x.chunk(2, -1), strict=True):
-                    place.copy_(half)
-            elif total.dtype == x.dtype:
-                ACTIVATIONS[activation].grad_x(rows_grad_y, total, out=rows_grad_x)
-            else:
-                rows_grad_x.copy_(ACTIVATIONS[activation].grad_x(rows_grad_y, total, out=total))
+        grad_x = _backward_from_input(grad_y, kept, bias, activation, form, chunk_elements, compiled_elements)
     return grad_x, sum_rows(grad_x) if has_grad_bias else None
 
 
-def backward_inplace(
-    grad_y: Tensor,
-    y: Tensor,
-    bits: Tensor | None,
-    activation: str,
-    has_grad_bias: bool,
-    chunk_elements: int = CHUNK_ELEMENTS,
-    compiled_elements: int = COMPILED_ELEMENTS,
-) -> tuple[Tensor, Tensor | None]:
-    """As in eager.py."""
-    flat_grad_y, flat_y = grad_y.reshape(-1), y.view(-1)
+def _backward_from_input(
+    grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, form: str, chunk_elements: int,
+    compiled_elements: int,
+) -> Tensor:  # fmt: skip
+    is_gated, differentiate = form == "gated", ACTIVATIONS[activation].grad_x
+    is_wide = get_sum_dtype(x, bias, activation, form) == torch.float32
+    if is_wide and _pays_to_compile(x, 1 + is_gated, compiled_elements):
+        [rows_grad_y] = split_columns(grad_y.size(-1), grad_y.view(-1, grad_y.size(-1)))
+        found: Tensor = _compile_backward(activation, is_gated)(rows_grad_y, *_split(x, bias, 1 + is_gated))
+        return found.view(x.shape)
+    if bias is None and not is_gated:
+        return differentiate(grad_y, x.contiguous())
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    for total, rows_grad_x, rows_grad_y in _add_in_chunks(x, bias, activation, form, chunk_elements, grad_x, grad_y):
+        rows_grad_y = rows_grad_y.to(total.dtype)
+        if is_gated:
+            halves = differentiate_gated(rows_grad_y, *total.chunk(2, -1), activation)
+            for half, place in zip(halves, rows_grad_x.chunk(2, -1), strict=True):
+                place.copy_(half)
+        elif total.dtype == x.dtype:
+            differentiate(rows_grad_y, total, out=rows_grad_x)
+        else:
+            rows_grad_x.copy_(differentiate(rows_grad_y, total, out=total))
+    return grad_x
+
+
+def _backward_inplace(
+    grad_y: Tensor, y: Tensor, bits: Tensor | None, activation: str, chunk_elements: int, compiled_elements: int
+) -> Tensor:
+    """Returns grad_x [n] from y [n]."""
     # Inductor would not round a 16-bit root before it is multiplied.
     if (bits is not None or y.dtype == torch.float32) and pays_for(y, compiled_elements):
         # Signs of 16 bits: Inductor loads vectors of int8 through the stack, which takes longer than all the
         # arithmetic. float16 goes with float16 because Inductor warns where float16 meets bfloat16.
         dtype = torch.float16 if y.dtype == torch.float16 else torch.bfloat16
-        sign = [] if bits is None else [_unpack_signs(bits, y.numel()).to(dtype)]
-        flat_grad_x: Tensor = _compile_inplace_backward(activation)(flat_grad_y, flat_y, *sign)
-    else:
-        flat_grad_x = torch.empty_like(flat_y)
-        size = _choose_chunk_size(chunk_elements)
-        for start in range(0, y.numel(), size):
-            chunk = slice(start, start + size)
-            chunk_bits = None if bits is None else bits[start // 8 : (start + size) // 8]
-            slope = _compute_slope(flat_y[chunk], chunk_bits, activation)
-            torch.mul(slope, flat_grad_y[chunk], out=flat_grad_x[chunk])
-    grad_x = flat_grad_x.view(y.shape)
-    return grad_x, sum_rows(grad_x) if has_grad_bias else None
+        signs = [] if bits is None else [_unpack_signs(bits, y.numel()).to(dtype)]
+        found: Tensor = _compile_inplace_backward(activation)(grad_y, y, *signs)
+        return found
+    grad_x, size = torch.empty_like(y), _choose_chunk_size(chunk_elements)
+    for start in range(0, y.numel(), size):
+        chunk = slice(start, start + size)
+        chunk_bits = None if bits is None else bits[start // 8 : (start + size) // 8]
+        torch.mul(_compute_slope(y[chunk], chunk_bits, activation), grad_y[chunk], out=grad_x[chunk])
+    return grad_x
 
 
 def _compute_slope(y: Tensor, bits: Tensor | None, activation: str) -> Tensor:
@@ -233,17 +222,17 @@ def _choose_chunk_size(chunk_elements: int) -> int:
 
 
 def _add_in_chunks(
-    x: Tensor, bias: Tensor | None, activation: str, is_gated: bool, chunk_elements: int, out: Tensor, *others: Tensor
+    x: Tensor, bias: Tensor | None, activation: str, form: str, chunk_elements: int, out: Tensor, *others: Tensor
 ) -> Iterator[tuple[Tensor, ...]]:
     """Yields (x + bias [rows, width], the same rows of out, and of others...) for consecutive chunks; width is 1 where
     neither a bias nor a gate needs columns. The sum, which may be overwritten, lies in out's own memory where out has
     its shape and dtype, else in one buffer for all chunks; where nothing is added or cast, it is x itself."""
     if x.numel() == 0:
         return
-    width = x.size(-1) if is_gated or bias is not None else 1
+    width = x.size(-1) if form == "gated" or bias is not None else 1
     num_rows, step = x.numel() // width, _CHUNK_STEP // math.gcd(_CHUNK_STEP, width)
     chunk_rows = num_rows if is_recorded() else -(-_choose_chunk_size(chunk_elements) // (width * step)) * step
-    dtype = get_sum_dtype(x, bias, activation, is_gated)
+    dtype = get_sum_dtype(x, bias, activation, form)
     bias = None if bias is None else bias.to(dtype)  # once, instead of with every chunk
     is_in_out = out.dtype == dtype and out.numel() == x.numel()
     sums = None if is_in_out else torch.empty((min(chunk_rows, num_rows), width), dtype=dtype, device=x.device)
@@ -257,17 +246,6 @@ def _add_in_chunks(
         else:
             total.copy_(rows_x).add_(bias)
         yield total, rows_out, *rows
-
-
-def _write_value(total: Tensor, activation: str, is_gated: bool, out: Tensor) -> None:
-    value = ACTIVATIONS[activation].value
-    if is_gated:
-        gate, up = total.chunk(2, -1)
-        out.copy_(value(gate).mul_(up))
-    elif total.dtype == out.dtype:
-        value(total, out=out)
-    else:
-        out.copy_(value(total, out=total))
 
 
 def _pays_to_compile(x: Tensor, parts: int, compiled_elements: int) -> bool:

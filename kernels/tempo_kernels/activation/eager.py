@@ -23,57 +23,53 @@ _PLACES = (7, 6, 5, 4, 3, 2, 1, 0)
 
 
 def forward(
-    x: Tensor, bias: Tensor | None, activation: str, is_gated: bool = False, out: Tensor | None = None
-) -> Tensor:
-    """Returns y, contiguous, written to `out` if given; activation is a name in ACTIVATIONS. y is f(x + bias), or if
-    gated f(gate) up [..., f] of x [..., 2f]."""
-    total = add_bias(x, bias, activation, is_gated)
-    value = ACTIVATIONS[activation].value
-    if is_gated:
+    x: Tensor, bias: Tensor | None, activation: str, form: str, out: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Returns y, contiguous, written to `out` if given, and in place, where the activation has an x_min, the bits
+    x + bias >= x_min, eight to a byte, the first in the highest bit.
+
+    Args:
+        activation: a name in ACTIVATIONS.
+        form: "recompute" or "inplace" for y = f(x + bias), "gated" for y = f(gate) up [..., f] of x [..., 2f].
+    """
+    total, row = add_bias(x, bias, activation, form), ACTIVATIONS[activation]
+    if form == "gated":
         gate, up = (half.contiguous() for half in total.chunk(2, -1))
-        y = value(gate) * up
+        y = row.value(gate) * up
     else:
-        y = value(total)
-    return y.to(x.dtype) if out is None else out.copy_(y)
-
-
-def forward_inplace(x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor | None]:
-    """Returns y, and where the activation has an x_min the bits x + bias >= x_min, eight to a byte, the first in the
-    highest bit."""
-    y, x_min = forward(x, bias, activation), ACTIVATIONS[activation].x_min
-    if x_min is None:
+        y = row.value(total)
+    y = y.to(x.dtype) if out is None else out.copy_(y)
+    if form != "inplace" or row.x_min is None:
         return y, None
-    total = add_bias(x, bias, activation)
-    flags = (total.flatten() >= get_smallest_at_least(x_min, total.dtype)).to(torch.uint8)
+    flags = (total.flatten() >= get_smallest_at_least(row.x_min, total.dtype)).to(torch.uint8)
     eights = F.pad(flags, (0, -x.numel() % 8)).view(-1, 8)
     return y, (eights << eights.new_tensor(_PLACES)).sum(1, dtype=torch.uint8)
 
 
 def backward(
-    grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, is_gated: bool, has_grad_bias: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Returns grad_x, contiguous, and its sum over all dimensions but the last in float32."""
-    total = add_bias(x, bias, activation, is_gated)
-    grad_y = grad_y.contiguous().to(total.dtype)
-    if is_gated:
-        gate, up = (half.contiguous() for half in total.chunk(2, -1))
-        grad_x = torch.cat(differentiate_gated(grad_y, gate, up, activation), -1)
+    grad_y: Tensor, kept: Tensor, bias: Tensor | None, bits: Tensor | None, activation: str, form: str,
+    has_grad_bias: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Returns grad_x, contiguous, and its sum over all dimensions but the last in float32. What was kept is x, which
+    the bias is added to, or in place y, and perhaps its bits."""
+    if form == "inplace":
+        sign = None if bits is None else torch.where(unpack_bits(bits, kept.shape), 1.0, -1.0).to(torch.float32)
+        grad_x = differentiate_output(grad_y.contiguous(), kept, sign, activation)
     else:
-        grad_x = ACTIVATIONS[activation].grad_x(grad_y, total)
-    return _add_sums(grad_x.to(x.dtype), has_grad_bias)
+        total = add_bias(kept, bias, activation, form)
+        grad_y = grad_y.contiguous().to(total.dtype)
+        if form == "gated":
+            gate, up = (half.contiguous() for half in total.chunk(2, -1))
+            grad_x = torch.cat(differentiate_gated(grad_y, gate, up, activation), -1)
+        else:
+            grad_x = ACTIVATIONS[activation].grad_x(grad_y, total)
+        grad_x = grad_x.to(kept.dtype)
+    return grad_x, sum_rows(grad_x) if has_grad_bias else None
 
 
 def differentiate_gated(grad_y: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """Returns grad_gate and grad_up."""
     return ACTIVATIONS[activation].grad_x(grad_y * up, gate), grad_y * ACTIVATIONS[activation].value(gate)
-
-
-def backward_inplace(
-    grad_y: Tensor, y: Tensor, bits: Tensor | None, activation: str, has_grad_bias: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Returns grad_x, contiguous, and its sum over all dimensions but the last in float32."""
-    sign = None if bits is None else torch.where(unpack_bits(bits, y.shape), 1.0, -1.0).to(torch.float32)
-    return _add_sums(differentiate_output(grad_y.contiguous(), y, sign, activation), has_grad_bias)
 
 
 def differentiate_output(grad_y: Tensor, y: Tensor, sign: Tensor | None, activation: str) -> Tensor:
@@ -93,15 +89,15 @@ def unpack_bits(bits: Tensor, shape: torch.Size) -> Tensor:
     return (bits.unsqueeze(1) >> bits.new_tensor(_PLACES) & 1).flatten()[: shape.numel()].view(shape).bool()
 
 
-def add_bias(x: Tensor, bias: Tensor | None, activation: str, is_gated: bool = False) -> Tensor:
+def add_bias(x: Tensor, bias: Tensor | None, activation: str, form: str) -> Tensor:
     """Returns x + bias, contiguous, in the dtype in which the activation takes it."""
-    total = x.contiguous().to(get_sum_dtype(x, bias, activation, is_gated))
+    total = x.contiguous().to(get_sum_dtype(x, bias, activation, form))
     return total if bias is None else total + bias
 
 
-def get_sum_dtype(x: Tensor, bias: Tensor | None, activation: str, is_gated: bool = False) -> torch.dtype:
+def get_sum_dtype(x: Tensor, bias: Tensor | None, activation: str, form: str) -> torch.dtype:
     """Returns the dtype in which the activation takes x + bias."""
-    rounds = not is_gated and (bias is None or ACTIVATIONS[activation].rounds_sum)
+    rounds = form != "gated" and (bias is None or ACTIVATIONS[activation].rounds_sum)
     return x.dtype if rounds else torch.promote_types(x.dtype, torch.float32)
 
 
@@ -116,7 +112,3 @@ def get_smallest_at_least(value: float, dtype: torch.dtype) -> float:
     """Returns the smallest number of dtype that is >= value, for a value in the dtype's normal range."""
     spacing = torch.finfo(dtype).eps * 2.0 ** (math.frexp(value)[1] - 1)
     return math.ceil(value / spacing) * spacing
-
-
-def _add_sums(grad_x: Tensor, has_grad_bias: bool) -> tuple[Tensor, Tensor | None]:
-    return grad_x, sum_rows(grad_x) if has_grad_bias else None

@@ -1,5 +1,5 @@
-"""Defines `activate`, of which gelu, glu, silu and squared_relu are faces: two autograd.Functions, of which one keeps
-the input and differentiates from it, and one keeps the output.
+"""Defines `activate`, of which gelu, glu, silu and squared_relu are faces, and its autograd.Function, which keeps the
+input or the output and differentiates from it.
 
     y = f(x + bias)  or, gated,  y = f(gate) up with gate, up = halves of x + bias
 
@@ -74,108 +74,68 @@ def activate(
         )
     if is_gated and (x.dim() < 1 or x.size(-1) % 2):
         raise ValueError(f"{operation}: x has shape {list(x.shape)}; expected [..., 2f], gate then up")
-    y: Tensor
-    if keep == "inplace":
-        y = _Inplace.apply(x, bias, activation, operation)
-    else:
-        y = _FromInput.apply(x, bias, activation, is_gated, operation)
+    y: Tensor = _Activation.apply(x, bias, activation, "gated" if is_gated else keep, operation)
     return y
 
 
-def _allocate_output(x: Tensor, bias: Tensor | None, activation: str, is_gated: bool) -> list[Tensor]:
-    shape = (*x.shape[:-1], x.size(-1) // 2) if is_gated else x.shape
-    return [torch.empty(shape, dtype=x.dtype, device=x.device)]
+def _allocate_output(x: Tensor, bias: Tensor | None, activation: str, form: str) -> list[Tensor]:
+    shape = (*x.shape[:-1], x.size(-1) // 2) if form == "gated" else x.shape
+    y = torch.empty(shape, dtype=x.dtype, device=x.device)
+    has_bits = form == "inplace" and ACTIVATIONS[activation].x_min is not None
+    return [y, torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)] if has_bits else [y]
 
 
-def _allocate_output_and_bits(x: Tensor, bias: Tensor | None, activation: str) -> list[Tensor]:
-    [y] = _allocate_output(x, bias, activation, False)
-    if ACTIVATIONS[activation].x_min is None:
-        return [y]
-    return [y, torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)]
+@opaque("activation(Tensor x, Tensor? bias, str activation, str form) -> Tensor[]", _allocate_output)
+def _forward(x: Tensor, *others: Any) -> list[Tensor]:
+    """Returns y and, if there are some, the bits."""
+    return [t for t in choose_backend(x, cpu).forward(x, *others) if t is not None]
 
 
 def _allocate_gradients(grad_y: Tensor, kept: Tensor, *others: Any) -> list[Tensor]:
-    """Returns empty tensors in the shapes of `_list_gradients`' results; the last of `others` is has_grad_bias."""
     grad_x, has_grad_bias = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device), others[-1]
     return [grad_x, grad_x.new_empty(kept.shape[-1:])] if has_grad_bias else [grad_x]
 
 
-def _list_gradients(grad_x: Tensor, grad_bias: Tensor | None) -> list[Tensor]:
-    """Lists grad_x and, if there is one, grad_bias in grad_x's dtype."""
+@opaque(
+    "activation_backward(Tensor grad_y, Tensor kept, Tensor? bias, Tensor? bits, str activation, str form, "
+    "bool has_grad_bias) -> Tensor[]",
+    _allocate_gradients,
+)
+def _backward(grad_y: Tensor, kept: Tensor, *others: Any) -> list[Tensor]:
+    """Returns grad_x and, if there is a bias, its gradient in the same dtype."""
+    grad_x, grad_bias = choose_backend(kept, cpu).backward(grad_y, kept, *others)
     return [grad_x] if grad_bias is None else [grad_x, grad_bias.to(grad_x.dtype)]
-
-
-@opaque("activation(Tensor x, Tensor? bias, str activation, bool is_gated) -> Tensor[]", _allocate_output)
-def _forward(x: Tensor, bias: Tensor | None, activation: str, is_gated: bool) -> list[Tensor]:
-    return [choose_backend(x, cpu).forward(x, bias, activation, is_gated)]
-
-
-@opaque(
-    "activation_backward(Tensor grad_y, Tensor x, Tensor? bias, str activation, bool is_gated, bool has_grad_bias)"
-    " -> Tensor[]",
-    _allocate_gradients,
-)
-def _backward(
-    grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, is_gated: bool, has_grad_bias: bool
-) -> list[Tensor]:
-    return _list_gradients(*choose_backend(x, cpu).backward(grad_y, x, bias, activation, is_gated, has_grad_bias))
-
-
-@opaque("activation_inplace(Tensor x, Tensor? bias, str activation) -> Tensor[]", _allocate_output_and_bits)
-def _forward_inplace(x: Tensor, bias: Tensor | None, activation: str) -> list[Tensor]:
-    return [t for t in choose_backend(x, cpu).forward_inplace(x, bias, activation) if t is not None]
-
-
-@opaque(
-    "activation_inplace_backward(Tensor grad_y, Tensor y, Tensor? bits, str activation, bool has_grad_bias)"
-    " -> Tensor[]",
-    _allocate_gradients,
-)
-def _backward_inplace(
-    grad_y: Tensor, y: Tensor, bits: Tensor | None, activation: str, has_grad_bias: bool
-) -> list[Tensor]:
-    return _list_gradients(*choose_backend(y, cpu).backward_inplace(grad_y, y, bits, activation, has_grad_bias))
 
 
 def _refill(ctx: Any, out: Tensor) -> None:
     """Writes the same y, bit for bit, to out."""
     x, bias = ctx.saved_tensors
     with torch.no_grad():
-        run_or_simulate(_write_output, x, bias, ctx.activation, ctx.is_gated, out)
+        run_or_simulate(_write_output, x, bias, ctx.activation, ctx.form, out)
 
 
-def _write_output(x: Tensor, bias: Tensor | None, activation: str, is_gated: bool, out: Tensor) -> None:
-    choose_backend(x, cpu).forward(x, bias, activation, is_gated, out)
+def _write_output(x: Tensor, bias: Tensor | None, activation: str, form: str, out: Tensor) -> None:
+    choose_backend(x, cpu).forward(x, bias, activation, form, out)
 
 
-class _FromInput(torch.autograd.Function):
+class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, activation: str, is_gated: bool, operation: str) -> Tensor:
-        ctx.save_for_backward(x, bias)
-        ctx.activation, ctx.is_gated, ctx.operation = activation, is_gated, operation
-        [y] = _forward(x, bias, activation, is_gated)
-        allow_refill(ctx, y, _refill)
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, activation: str, form: str, operation: str) -> Tensor:
+        y, *bits = _forward(x, bias, activation, form)
+        if form == "inplace":
+            ctx.save_for_backward(y, None, *bits)
+        else:
+            ctx.save_for_backward(x, bias)
+            allow_refill(ctx, y, _refill)
+        ctx.activation, ctx.form, ctx.operation = activation, form, operation
         return y
 
     @staticmethod
     @first_derivative_only(lambda ctx: ctx.operation, "activation")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, bias = ctx.saved_tensors
-        grad_x, *grad_bias = _backward(grad_y, x, bias, ctx.activation, ctx.is_gated, ctx.needs_input_grad[1])
+        kept, bias, *bits = ctx.saved_tensors
+        has_grad_bias = ctx.needs_input_grad[1]
+        grad_x, *grad_bias = _backward(
+            grad_y, kept, bias, bits[0] if bits else None, ctx.activation, ctx.form, has_grad_bias
+        )
         return grad_x, grad_bias[0] if grad_bias else None, None, None, None
-
-
-class _Inplace(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, activation: str, operation: str) -> Tensor:
-        y, *bits = _forward_inplace(x, bias, activation)
-        ctx.save_for_backward(y, *bits)
-        ctx.activation, ctx.operation = activation, operation
-        return y
-
-    @staticmethod
-    @first_derivative_only(lambda ctx: ctx.operation, "activation")
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        y, *bits = ctx.saved_tensors
-        grads = _backward_inplace(grad_y, y, bits[0] if bits else None, ctx.activation, ctx.needs_input_grad[1])
-        return grads[0], grads[1] if len(grads) > 1 else None, None, None

@@ -177,56 +177,31 @@ def _backward_kernel(
 
 
 def forward(
-    x: Tensor, bias: Tensor | None, activation: str, is_gated: bool = False, out: Tensor | None = None
-) -> Tensor:
+    x: Tensor, bias: Tensor | None, activation: str, form: str, out: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """As in eager.py."""
-    shape = (*x.shape[:-1], x.size(-1) // 2) if is_gated else x.shape
+    check_dtype(activation, x)
+    shape, bits = (*x.shape[:-1], x.size(-1) // 2) if form == "gated" else x.shape, None
     y = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
-    _launch_forward(x, bias, activation, "gated" if is_gated else "recompute", y, None)
-    return y
-
-
-def forward_inplace(x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor | None]:
-    """As in eager.py."""
-    y, bits = torch.empty(x.shape, dtype=x.dtype, device=x.device), None
-    if ACTIVATIONS[activation].x_min is not None:
+    if form == "inplace" and ACTIVATIONS[activation].x_min is not None:
         bits = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)
-    _launch_forward(x, bias, activation, "inplace", y, bits)
+    if x.numel():
+        plan = _plan_forward(y.shape, y.dtype, bias is not None, activation, form)
+        launch(_forward_kernel, plan, (x.contiguous(), None if bias is None else bias.contiguous(), y, bits))
     return y, bits
 
 
-def _launch_forward(x: Tensor, bias: Tensor | None, activation: str, form: str, y: Tensor, bits: Tensor | None) -> None:
-    check_dtype(activation, x)
-    if x.numel():
-        plan = _plan_forward(_describe(y), bias is not None, activation, form)
-        launch(_forward_kernel, plan, (x.contiguous(), None if bias is None else bias.contiguous(), y, bits))
-
-
 def backward(
-    grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, is_gated: bool, has_grad_bias: bool
-) -> tuple[Tensor, Tensor | None]:
-    """As in eager.py, but sums of grad_x before it is rounded, in its dtype."""
-    bias = None if bias is None else bias.contiguous()
-    form = "gated" if is_gated else "recompute"
-    return _launch_backward(grad_y, x.contiguous(), bias, None, activation, form, has_grad_bias)
-
-
-def backward_inplace(
-    grad_y: Tensor, y: Tensor, bits: Tensor | None, activation: str, has_grad_bias: bool
-) -> tuple[Tensor, Tensor | None]:
-    """As in eager.py, but sums of grad_x before it is rounded, in its dtype."""
-    return _launch_backward(grad_y, y, None, bits, activation, "inplace", has_grad_bias)
-
-
-def _launch_backward(
     grad_y: Tensor, kept: Tensor, bias: Tensor | None, bits: Tensor | None, activation: str, form: str,
     has_grad_bias: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """As in eager.py, but sums of grad_x before it is rounded, in its dtype."""
     check_dtype(activation, kept)
+    kept, bias = kept.contiguous(), None if bias is None else bias.contiguous()
     grad_x, device = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device), kept.device
     if kept.numel() == 0:
         return grad_x, grad_x.new_zeros(kept.size(-1)) if has_grad_bias else None
-    plan = _plan_backward(_describe(grad_y), device, bias is not None, activation, form, has_grad_bias)
+    plan = _plan_backward(grad_y.shape, grad_x.dtype, device, bias is not None, activation, form, has_grad_bias)
     partial = None
     if plan.sums is not None:
         partial = torch.empty(1, plan.num_chunks, kept.size(-1), dtype=torch.float32, device=device)
@@ -241,19 +216,6 @@ def _launch_backward(
     return grad_x, grad_bias[0]
 
 
-class _Sizes(NamedTuple):
-    """What a plan depends on."""
-
-    numel: int
-    num_columns: int
-    """The last size of y; 1 without dimensions."""
-    dtype: torch.dtype
-
-
-def _describe(y: Tensor) -> _Sizes:
-    return _Sizes(y.numel(), y.shape[-1] if y.dim() else 1, y.dtype)
-
-
 class _Tiling(NamedTuple):
     has_columns: bool
     """Whether the kernel's columns are y's."""
@@ -263,40 +225,42 @@ class _Tiling(NamedTuple):
     """The launch arguments that both kernels share."""
 
 
-def _plan_tiles(sizes: _Sizes, has_bias: bool, activation: str, form: str, sums_rows: bool = False) -> _Tiling:
+def _plan_tiles(
+    shape: torch.Size, dtype: torch.dtype, has_bias: bool, activation: str, form: str, sums_rows: bool = False
+) -> _Tiling:
     """Chooses strips of 256 to 1024 columns that divide a row, or all of a short one, or STRIP_COLUMNS where rows are
     summed, and as many rows as fill TILE_ELEMENTS. Units of 8 tell the compiler that rows are aligned.
 
     Rows whose length is no multiple of 8 would share bytes of bits. Then, as without a bias, the tensor is read as one
     long row cut into pieces. Gated units have no bits. Raises ValueError where 32 bits do not count a tile's elements.
     """
-    is_gated = form == "gated"
-    has_columns = is_gated or ((has_bias or sums_rows) and sizes.num_columns % 8 == 0)
-    num_columns = sizes.num_columns if has_columns else FLAT_COLUMNS
+    is_gated, numel, last_size = form == "gated", shape.numel(), shape[-1] if shape else 1
+    has_columns = is_gated or ((has_bias or sums_rows) and last_size % 8 == 0)
+    num_columns = last_size if has_columns else FLAT_COLUMNS
     columns = max(256, min(1024, num_columns & -num_columns))
     if num_columns <= columns // 2:
         columns = max(64, triton.next_power_of_2(num_columns))
     if sums_rows and has_columns:
         columns = min(columns, STRIP_COLUMNS)
-    rows = TILE_ELEMENTS // columns // (2 if sums_rows and (is_gated or sizes.dtype.itemsize == 4) else 1)
+    rows = TILE_ELEMENTS // columns // (2 if sums_rows and (is_gated or dtype.itemsize == 4) else 1)
     if num_columns * rows * (1 + is_gated) >= 1 << 31:
         raise ValueError(
             f"{activation}: a row of y has {num_columns} elements; expected fewer than 2**31 in {rows} rows of x, as "
             "the kernel counts them; divide each row into parts"
         )
-    unit = 8 if sizes.numel % 8 == 0 and num_columns % 8 == 0 else 1
+    unit = 8 if numel % 8 == 0 and num_columns % 8 == 0 else 1
     return _Tiling(
         has_columns,
-        -(-sizes.numel // (num_columns * rows)),
+        -(-numel // (num_columns * rows)),
         -(-num_columns // columns),
         {
-            "num_units": sizes.numel // unit,
+            "num_units": numel // unit,
             "column_units": num_columns // unit,
-            "bias_size": None if has_columns else sizes.num_columns,
+            "bias_size": None if has_columns else last_size,
             "UNIT": unit,
             "ACTIVATION": activation,
             "FORM": form,
-            "IS_NARROW": sizes.dtype.itemsize == 2,
+            "IS_NARROW": dtype.itemsize == 2,
             "ROUNDS": not is_gated and ACTIVATIONS[activation].rounds_sum,
             "ROWS": rows,
             "GROUPS": columns // 8,
@@ -306,8 +270,8 @@ def _plan_tiles(sizes: _Sizes, has_bias: bool, activation: str, form: str, sums_
 
 
 @cache_plans
-def _plan_forward(sizes: _Sizes, has_bias: bool, activation: str, form: str) -> Plan:
-    tiling = _plan_tiles(sizes, has_bias, activation, form)
+def _plan_forward(shape: torch.Size, dtype: torch.dtype, has_bias: bool, activation: str, form: str) -> Plan:
+    tiling = _plan_tiles(shape, dtype, has_bias, activation, form)
     threshold = get_smallest_at_least(ACTIVATIONS[activation].x_min or 0.0, torch.float32)
     return Plan((tiling.row_blocks * tiling.strips,), THRESHOLD=threshold, **tiling.arguments)
 
@@ -321,16 +285,16 @@ class _BackwardPlan(NamedTuple):
 
 @cache_plans
 def _plan_backward(
-    sizes: _Sizes, device: torch.device, has_bias: bool, activation: str, form: str, has_grad_bias: bool
-) -> _BackwardPlan:
-    tiling = _plan_tiles(sizes, has_bias, activation, form, has_grad_bias)
-    tiles_per_program, sums = 1, None
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, has_bias: bool, activation: str, form: str,
+    has_grad_bias: bool,
+) -> _BackwardPlan:  # fmt: skip
+    tiling = _plan_tiles(shape, dtype, has_bias, activation, form, has_grad_bias)
+    tiles_per_program, num_chunks, sums = 1, tiling.row_blocks, None
     if has_grad_bias and tiling.has_columns:
         tiles_per_program = choose_tiles_per_program(tiling.row_blocks, tiling.strips, BACKWARD_PROGRAMS, device)
-    num_chunks = -(-tiling.row_blocks // tiles_per_program)
-    if has_grad_bias and tiling.has_columns:
-        sums = plan_sums((1, num_chunks, sizes.num_columns * (2 if form == "gated" else 1)), 4096, 4, device)
+        num_chunks = -(-tiling.row_blocks // tiles_per_program)
+        sums = plan_sums((1, num_chunks, shape[-1] * (2 if form == "gated" else 1)), 4096, 4, device)
     has_bits = form == "inplace" and ACTIVATIONS[activation].x_min is not None
-    bounds, p, q = get_coefficients(activation, sizes.dtype) if has_bits else (None, None, None)
+    bounds, p, q = get_coefficients(activation, dtype) if has_bits else (None, None, None)
     named = {"tiles_per_program": tiles_per_program, "bounds": bounds, "p": p, "q": q}
     return _BackwardPlan(Plan((num_chunks * tiling.strips,), **named, **tiling.arguments), num_chunks, sums)

@@ -47,17 +47,8 @@ def activate(x, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr):
     elif ACTIVATION == "gelu_tanh":
         # The sigmoid of 2 sqrt(2 / pi) (x + 0.044715 x**3).
         value = x * invert(1.0 + tl.exp2(x * (-2.302208198 - 0.1029432397 * x * x)))
-    elif ACTIVATION == "mish":
-        # x tanh(log(1 + e**x)) = x n / (n + 2) with n = e**x (e**x + 2) (Misra, "Mish", 2019).
-        power = tl.exp2(1.442695041 * tl.minimum(x, 20.0, propagate_nan=tl.PropagateNan.ALL))
-        squares = power * (power + 2.0)
-        value = x * (squares * invert(squares + 2.0))
-    elif ACTIVATION == "squared_relu":
-        rectified = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        value = rectified * rectified
     else:
-        tl.static_assert(ACTIVATION == "relu")
-        value = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        value, _ = differentiate(x, ACTIVATION, IS_NARROW)
     return value
 
 
@@ -84,6 +75,7 @@ def differentiate(x, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr):
         rest = power * gate
         value, slope = tl.maximum(x, near) * gate, gate + gate * (rest * near * (1.595769122 + 0.2140644488 * square))
     elif ACTIVATION == "mish":
+        # x tanh(log(1 + e**x)) = x n / (n + 2) with n = e**x (e**x + 2) (Misra, "Mish", 2019).
         near = tl.minimum(x, 20.0, propagate_nan=tl.PropagateNan.ALL)
         power = tl.exp2(1.442695041 * near)
         squares = power * (power + 2.0)
@@ -100,9 +92,7 @@ def differentiate(x, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr):
 
 
 @triton.jit
-def differentiate_output(
-    y, is_left, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr, bounds, p, q
-):  # fmt: skip
+def differentiate_output(y, is_left, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr, bounds, p, q):
     """Computes f'(x) from y = f(x), which has the dtype of the tensor. The sign bit of is_left, an int32, is set left
     of f's minimum; for bounds, p and q see `get_coefficients` in inverse.py."""
     if ACTIVATION == "squared_relu":

@@ -13,7 +13,7 @@ from tempo_kernels.derivative import first_derivative_only, takes_plain_tensors
 from tempo_kernels.norm import cpu
 from tempo_kernels.norm.eager import get_lost_channels
 from tempo_kernels.norm.settings import Kept, Norm, Statistics, get_output_dtype, get_reserve_size
-from tempo_kernels.opaque import call_untraced, is_traced, opaque, run_or_simulate
+from tempo_kernels.opaque import is_traced, opaque, run_or_simulate
 from tempo_kernels.saved import allow_refill
 
 OPERANDS = "Tensor weight, Tensor? bias, float eps, bool subtracts_mean, bool zero_centered"
@@ -148,10 +148,10 @@ def _allocate_kept(x: Tensor, *operands: Any) -> list[Tensor]:
     return [y, rstd, affine, rstd.new_empty(reserve, dtype=torch.int32), y.new_empty(rstd.numel(), reserve)]
 
 
-@opaque(f"norm(Tensor x, {OPERANDS}, bool needs_grad) -> Tensor[]", _allocate_kept)
+@opaque(f"norm(Tensor x, {OPERANDS}, bool needs_grad, bool has_static_shapes) -> Tensor[]", _allocate_kept)
 def _forward(x: Tensor, *operands: Any) -> list[Tensor]:
-    """Returns y and the tensors of its Kept, as many as fake tensors of x's shape would have."""
-    y, kept = choose_backend(x, cpu).forward(x, Norm(*operands[:5]), *operands[5:], has_static_shapes=True)
+    """Returns y and the tensors of its Kept, with has_static_shapes as many as fake tensors of x's shape would have."""
+    y, kept = choose_backend(x, cpu).forward(x, Norm(*operands[:5]), *operands[5:])
     return [y, *kept]
 
 
@@ -205,10 +205,7 @@ class _FromOutput(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: tuple[float, bool, bool], needs_grad: bool
     ) -> Tensor:
         norm = Norm(weight, bias, *form)
-        if is_traced(x):
-            y, *kept = _forward(x, *norm, needs_grad)
-        else:
-            y, kept = call_untraced(choose_backend(x, cpu).forward, x, x, norm, needs_grad)
+        y, *kept = _forward(x, *norm, needs_grad, is_traced(x))
         ctx.save_for_backward(y, *kept)
         ctx.form, ctx.parameter_dtypes = (norm.subtracts_mean, x.dtype, norm.sums_dtype), _parameter_dtypes(norm)
         return y
@@ -217,26 +214,17 @@ class _FromOutput(torch.autograd.Function):
     @first_derivative_only("layer_norm or rms_norm", "norm")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         y, *kept = ctx.saved_tensors
-        if is_traced(grad_y):
-            grad_x, sums = _backward(grad_y, y, *kept, *ctx.form)
-        else:
-            backend = choose_backend(y, cpu)
-            grad_x, sums = call_untraced(backend.backward, grad_y, grad_y, y, Kept(*kept), *ctx.form)
-        return *_cast_needed(ctx, grad_x, sums), None, None
+        grads = _backward(grad_y, y, *kept, *ctx.form)
+        return *_cast_needed(ctx, *grads), None, None
 
 
 class _FromInput(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        form: tuple[float, bool, bool],
-        keeps_statistics: bool,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: tuple[float, bool, bool], keeps_statistics: bool
     ) -> Tensor:
         norm = Norm(weight, bias, *form)
-        y, statistics = _run_from_input(x, norm)
+        y, *statistics = _forward_from_input(x, *norm)
         ctx.save_for_backward(x, weight, bias, *(statistics if keeps_statistics else ()))
         ctx.form, ctx.parameter_dtypes = form, _parameter_dtypes(norm)
         allow_refill(ctx, y, _refill)
@@ -247,21 +235,9 @@ class _FromInput(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, *kept = ctx.saved_tensors
         norm = Norm(weight, bias, *ctx.form)
-        statistics = Statistics(*kept) if kept else _run_from_input(x, norm)[1]
-        if is_traced(grad_y):
-            grad_x, sums = _backward_from_input(grad_y, x, *norm, *statistics)
-        else:
-            backend = choose_backend(x, cpu)
-            grad_x, sums = call_untraced(backend.backward_from_input, grad_y, grad_y, x, norm, statistics)
-        return *_cast_needed(ctx, grad_x, sums), None, None
-
-
-def _run_from_input(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
-    if is_traced(x):
-        y, *found = _forward_from_input(x, *norm)
-        return y, Statistics(*found, *[None] * (2 - len(found)))
-    y, statistics = call_untraced(choose_backend(x, cpu).forward_from_input, x, x, norm)
-    return y, statistics
+        statistics = Statistics(*(kept or _forward_from_input(x, *norm)[1:]))
+        grads = _backward_from_input(grad_y, x, *norm, *statistics)
+        return *_cast_needed(ctx, *grads), None, None
 
 
 @torch.no_grad()
@@ -272,7 +248,7 @@ def _refill(ctx: Any, out: Tensor) -> None:
     if kept:
         run_or_simulate(choose_backend(x, cpu).refill, out, x, norm, Statistics(*kept))
     else:
-        out.copy_(_run_from_input(x, norm)[0])
+        out.copy_(_forward_from_input(x, *norm)[0])
 
 
 def _parameter_dtypes(norm: Norm) -> tuple[torch.dtype, torch.dtype | None]:
@@ -285,10 +261,6 @@ def _cast_needed(ctx: Any, grad_x: Tensor, sums: Tensor) -> tuple[Tensor | None,
     weight_dtype, bias_dtype = ctx.parameter_dtypes
     return (
         grad_x if has_grad_x else None,
-        _cast(sums[0], weight_dtype) if has_grad_weight else None,
-        _cast(sums[1], bias_dtype) if has_grad_bias else None,
+        sums[0].to(weight_dtype) if has_grad_weight else None,
+        sums[1].to(bias_dtype) if has_grad_bias else None,
     )
-
-
-def _cast(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    return grad if grad.dtype == dtype else grad.to(dtype)

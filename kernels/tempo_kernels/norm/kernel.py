@@ -16,8 +16,8 @@ from torch import Tensor
 from tempo_kernels.kernel_launch import guard_device
 from tempo_kernels.kernel_numbers import check_dtype
 from tempo_kernels.late_check import LateCheck
-from tempo_kernels.norm.kernel_backward import launch_backward, plan_backward
-from tempo_kernels.norm.kernel_forward import launch_forward, plan_forward
+from tempo_kernels.norm.kernel_backward import launch_backward
+from tempo_kernels.norm.kernel_forward import launch_forward
 from tempo_kernels.norm.settings import Blocks, Kept, Norm, Statistics, get_output_dtype, get_reserve_size
 
 BLOCKS = Blocks()
@@ -32,31 +32,25 @@ def forward(
     reserve = get_reserve_size(x.size(-1)) if needs_grad else 0
     channels = torch.empty(reserve, dtype=torch.int32, device=x.device)
     lost_xhat = torch.empty(rstd.numel(), reserve, dtype=y.dtype, device=x.device)
-    if x.numel() and needs_grad:
-        _launch_forward(x, norm, y, (rstd, None, channels, lost_xhat), False, blocks, (affine, channels))
-    elif x.numel():
-        _launch_forward(x, norm, y, (rstd, None, None, None), False, blocks)
+    if needs_grad:
+        launch_forward(x, norm, y, (rstd, None, channels, lost_xhat), False, blocks, (affine, channels))
+    else:
+        launch_forward(x, norm, y, (rstd, None, None, None), False, blocks)
     return y, Kept(rstd, affine, channels, lost_xhat)
 
 
 def backward(
-    grad_y: Tensor,
-    y: Tensor,
-    kept: Kept,
-    subtracts_mean: bool,
-    x_dtype: torch.dtype,
-    sums_dtype: torch.dtype,
-    blocks: Blocks = BLOCKS,
-    checks: bool = True,
-) -> tuple[Tensor, Tensor]:
+    grad_y: Tensor, y: Tensor, kept: Kept, subtracts_mean: bool, x_dtype: torch.dtype, sums_dtype: torch.dtype,
+    blocks: Blocks = BLOCKS, checks: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As in eager.py; the order of the sums over rows is fixed, so the same GPU gives the same bits every time.
 
     Raises: RuntimeError, with `checks`, once the host knows that lost channels had no column here or in an earlier one.
     """
     norm = Norm(kept.affine, None, 0.0, subtracts_mean, zero_centered=False)
-    found = _launch_backward(grad_y, y, norm, (kept.rstd, None), kept[2:], (x_dtype, sums_dtype), blocks)
+    flag, check = _get_overflow(y.device)
+    found = launch_backward(grad_y, y, norm, (kept.rstd, None), (x_dtype, sums_dtype), blocks, (*kept[2:], flag))
     if checks:
-        flag, check = _get_overflow(y.device)
         with guard_device(flag):
             check.watch(flag)
     return found
@@ -66,15 +60,13 @@ def forward_from_input(x: Tensor, norm: Norm, blocks: Blocks = BLOCKS) -> tuple[
     """As in eager.py."""
     y, rstd = _allocate(x, norm)
     statistics = Statistics(rstd, torch.empty_like(rstd) if norm.subtracts_mean else None)
-    if x.numel():
-        _launch_forward(x, norm, y, (*statistics, None, None), False, blocks)
+    launch_forward(x, norm, y, (*statistics, None, None), False, blocks)
     return y, statistics
 
 
 def refill(out: Tensor, x: Tensor, norm: Norm, statistics: Statistics, blocks: Blocks = BLOCKS) -> None:
     """As in eager.py."""
-    if x.numel():
-        _launch_forward(x, norm, out, (*statistics, None, None), True, blocks)
+    launch_forward(x, norm, out, (*statistics, None, None), True, blocks)
 
 
 def backward_from_input(
@@ -82,7 +74,7 @@ def backward_from_input(
 ) -> tuple[Tensor, Tensor]:
     """As in eager.py."""
     dtypes = (x.dtype, norm.sums_dtype)
-    return _launch_backward(grad_y, x.contiguous(), norm, statistics, (None, None), dtypes, blocks)
+    return launch_backward(grad_y, x.contiguous(), norm, statistics, dtypes, blocks)
 
 
 def _allocate(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
@@ -91,47 +83,6 @@ def _allocate(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     dtype = get_output_dtype(x.dtype, norm.weight.dtype)
     y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     return y, torch.empty(math.prod(x.shape[:-1]), dtype=torch.float32, device=x.device)
-
-
-def _launch_forward(
-    x: Tensor,
-    norm: Norm,
-    y: Tensor,
-    kept: tuple[Tensor | None, ...],
-    has_statistics: bool,
-    blocks: Blocks,
-    found: tuple[Tensor, ...] = (),
-) -> None:
-    """Fills y, rstd, mean, channels and lost_xhat, None for those the form lacks; see launch_forward for `found`."""
-    weight, bias, eps, _, zero_centered = norm
-    num_columns = x.size(-1)
-    sizes = x.numel() // num_columns, num_columns
-    plan = plan_forward(*sizes, x.dtype, y.dtype, eps, zero_centered, has_statistics, blocks)
-    bias = None if bias is None else bias.contiguous()
-    launch_forward(plan, (x.contiguous(), weight.contiguous(), bias, y, *kept), found)
-
-
-def _launch_backward(
-    grad_y: Tensor,
-    source: Tensor,
-    norm: Norm,
-    statistics: tuple[Tensor, Tensor | None],
-    lost: tuple[Tensor | None, ...],
-    dtypes: tuple[torch.dtype, torch.dtype],
-    blocks: Blocks,
-) -> tuple[Tensor, Tensor]:
-    """Returns grad_x and the sums in these dtypes. `source` is y if `lost` (channels and columns) is given, else x."""
-    grad_x, num_columns = torch.empty_like(source, dtype=dtypes[0]), source.size(-1)
-    sums = torch.zeros if source.numel() == 0 else torch.empty
-    found = sums(1 + norm.subtracts_mean, num_columns, dtype=dtypes[1], device=source.device)
-    if source.numel():
-        sizes, form = (source.numel() // num_columns, num_columns), (norm.subtracts_mean, norm.zero_centered)
-        from_output = lost[0] is not None
-        plan = plan_backward(*sizes, dtypes[0], source.dtype, from_output, *form, source.device, blocks)
-        weight = norm.weight.contiguous()
-        overflow = _get_overflow(source.device)[0] if from_output else None
-        launch_backward(plan, (grad_y.contiguous(), source, *statistics, weight, *lost), grad_x, found, overflow)
-    return grad_x, found
 
 
 @functools.cache

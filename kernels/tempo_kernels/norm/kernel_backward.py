@@ -26,7 +26,7 @@ from tempo_kernels.kernel_launch import Plan, cache_plans, count_multiprocessors
 from tempo_kernels.kernel_sums import launch_sums, plan_sums
 from tempo_kernels.norm import eager
 from tempo_kernels.norm.kernel_forward import is_lost, load_parameters
-from tempo_kernels.norm.settings import Blocks, describe_row
+from tempo_kernels.norm.settings import Blocks, Norm, describe_row
 
 
 @triton.jit
@@ -239,16 +239,9 @@ class BackwardPlan(NamedTuple):
 
 @cache_plans
 def plan_backward(
-    num_rows: int,
-    num_columns: int,
-    x_dtype: torch.dtype,
-    dtype: torch.dtype,
-    from_output: bool,
-    subtracts_mean: bool,
-    zero_centered: bool,
-    device: torch.device,
-    blocks: Blocks,
-) -> BackwardPlan:
+    num_rows: int, num_columns: int, x_dtype: torch.dtype, dtype: torch.dtype, from_output: bool, subtracts_mean: bool,
+    zero_centered: bool, device: torch.device, blocks: Blocks,
+) -> BackwardPlan:  # fmt: skip
     """Plans `launch_backward`; dtype is that of the source."""
     row = describe_row(num_columns, zero_centered) | {
         "num_rows": num_rows,
@@ -267,13 +260,24 @@ def plan_backward(
 
 
 def launch_backward(
-    plan: BackwardPlan, tensors: tuple[Tensor | None, ...], grad_x: Tensor, sums: Tensor, overflow: Tensor | None
-) -> None:
-    """Fills grad_x, and sums [2 or 1, h] with grad_gamma and grad_beta; from y it sets the flag `overflow` where lost
-    channels have no column. The tensors are those of `_means_kernel`."""
-    means = torch.empty(2, grad_x.numel() // sums.size(1), dtype=torch.float32, device=grad_x.device)
+    grad_y: Tensor, source: Tensor, norm: Norm, statistics: tuple[Tensor, Tensor | None],
+    dtypes: tuple[torch.dtype, torch.dtype], blocks: Blocks, lost: tuple[Tensor | None, ...] = (None, None, None),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns grad_x, and the gradients of gamma and beta [1 or 2, h], in these dtypes. `source` is x, or y where
+    `lost` is given: channels, their columns, and the flag that is set where lost channels have no column."""
+    grad_x, num_columns, device = torch.empty_like(source, dtype=dtypes[0]), source.size(-1), source.device
+    allocate = torch.zeros if source.numel() == 0 else torch.empty
+    sums = allocate(1 + norm.subtracts_mean, num_columns, dtype=dtypes[1], device=device)
+    if source.numel() == 0:
+        return grad_x, sums
+    num_rows, (*columns, overflow) = source.numel() // num_columns, lost
+    form = lost[0] is not None, norm.subtracts_mean, norm.zero_centered
+    plan = plan_backward(num_rows, num_columns, dtypes[0], source.dtype, *form, device, blocks)
+    tensors = (grad_y.contiguous(), source, *statistics, norm.weight.contiguous(), *columns)
+    means = torch.empty(2, num_rows, dtype=torch.float32, device=device)
     if plan.launch_means is not None:
         launch(_means_kernel, plan.launch_means, (*tensors, means))
-    partial = torch.empty(*plan.partial_shape, dtype=torch.float32, device=grad_x.device)
+    partial = torch.empty(*plan.partial_shape, dtype=torch.float32, device=device)
     launch(_backward_kernel, plan.launch, (*tensors, means, grad_x, partial, overflow))
     launch_sums(plan.launch_sums, partial, sums)
+    return grad_x, sums

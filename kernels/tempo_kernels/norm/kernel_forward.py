@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tempo_kernels.kernel_launch import Plan, cache_plans, launch
 from tempo_kernels.norm import eager
-from tempo_kernels.norm.settings import Blocks, describe_row
+from tempo_kernels.norm.settings import Blocks, Norm, describe_row
 
 MAX_OFFSET = tl.constexpr(eager.MAX_OFFSET)
 LARGEST = tl.constexpr(eager.LARGEST)
@@ -152,15 +152,9 @@ class ForwardPlan(NamedTuple):
 
 @cache_plans
 def plan_forward(
-    num_rows: int,
-    num_columns: int,
-    x_dtype: torch.dtype,
-    dtype: torch.dtype,
-    eps: float,
-    zero_centered: bool,
-    has_statistics: bool,
-    blocks: Blocks,
-) -> ForwardPlan:
+    num_rows: int, num_columns: int, x_dtype: torch.dtype, dtype: torch.dtype, eps: float, zero_centered: bool,
+    has_statistics: bool, blocks: Blocks,
+) -> ForwardPlan:  # fmt: skip
     """Plans `launch_forward`; dtype is y's."""
     row = describe_row(num_columns, zero_centered)
     in_loop = blocks.loop()
@@ -175,14 +169,23 @@ def plan_forward(
     return ForwardPlan(Plan((1,), **channels), statistics, forward)
 
 
-def launch_forward(plan: ForwardPlan, tensors: tuple[Tensor | None, ...], found: tuple[Tensor, ...] = ()) -> None:
-    """Fills y and what the form keeps; the tensors are those of `_forward_kernel`, `found` those of `_channels_kernel`
-    in place: affine and channels."""
-    x, weight, bias, y, rstd, mean, *lost = tensors
+def launch_forward(
+    x: Tensor, norm: Norm, y: Tensor, kept: tuple[Tensor | None, ...], has_statistics: bool, blocks: Blocks,
+    found: tuple[Tensor, ...] = (),
+) -> None:  # fmt: skip
+    """Fills y and `kept`, which is rstd, mean, channels and lost_xhat, or None for those that the form lacks; in place
+    `found` is what `_channels_kernel` fills: affine and channels."""
+    if x.numel() == 0:
+        return
+    num_columns, (rstd, mean, *lost) = x.size(-1), kept
+    sizes = x.numel() // num_columns, num_columns
+    plan = plan_forward(*sizes, x.dtype, y.dtype, norm.eps, norm.zero_centered, has_statistics, blocks)
+    parameters = norm.weight.contiguous(), None if norm.bias is None else norm.bias.contiguous()
     if found:
-        launch(_channels_kernel, plan.launch_channels, (weight, bias, *found))
+        launch(_channels_kernel, plan.launch_channels, (*parameters, *found))
+    x = x.contiguous()
     if plan.launch_statistics is not None:
         assert rstd is not None
-        mean = torch.empty_like(rstd) if bias is not None and mean is None else mean
+        mean = torch.empty_like(rstd) if norm.bias is not None and mean is None else mean
         launch(_statistics_kernel, plan.launch_statistics, (x, rstd, mean))
-    launch(_forward_kernel, plan.launch, (x, weight, bias, y, rstd, mean, *lost))
+    launch(_forward_kernel, plan.launch, (x, *parameters, y, rstd, mean, *lost))

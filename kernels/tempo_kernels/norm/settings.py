@@ -54,7 +54,7 @@ class Statistics(NamedTuple):
     """What keep="recompute" keeps with x, [rows] each; an RMSNorm has no mean."""
 
     rstd: Tensor
-    mean: Tensor | None
+    mean: Tensor | None = None
 
 
 def get_reserve_size(hidden_size: int) -> int:

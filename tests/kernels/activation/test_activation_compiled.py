@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -28,19 +29,19 @@ def list_launches(rows: int, width: int, dtype: torch.dtype, activation: str) ->
     for bias in (x[0], None):
         has_bias = bias is not None
         runs = {
-            "forward": lambda bias=bias: kernel.forward(x, bias, activation),
-            "gated forward": lambda bias=bias: kernel.forward(x, bias, activation, True),
-            "backward": lambda bias=bias: kernel.backward(x, x, bias, activation, False, bias is not None),
-            "gated backward": lambda bias=bias: kernel.backward(half, x, bias, activation, True, bias is not None),
+            "recompute": (x, x, bias, None),
+            "gated": (half, x, bias, None),
         }
         if inverts:
-            runs["forward in place"] = lambda bias=bias: kernel.forward_inplace(x, bias, activation)
-            runs["backward in place"] = lambda bias=bias: kernel.backward_inplace(
-                x, x, bits, activation, bias is not None
-            )
-        for name, run in runs.items():
+            runs["inplace"] = (x, x, None, bits)
+        for form, kept in runs.items():
+
+            def run(bias: Any = bias, form: str = form, kept: Any = kept, has_bias: bool = has_bias) -> None:
+                kernel.forward(x, bias, activation, form)
+                kernel.backward(*kept, activation, form, has_bias)
+
             for launch in record_launches(run, [kernel, kernel_sums]):
-                yield f"{name}{'' if has_bias else ' without bias'}, {launch.kernel.__name__}", launch
+                yield f"{form}{'' if has_bias else ' without bias'}, {launch.kernel.__name__}", launch
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ def packed(flags: Tensor) -> Tensor:
 
 
 def slopes(y: Tensor, bits: Tensor, form: str) -> Tensor:
-    return cpu.backward_inplace(torch.ones_like(y), y, bits, ACTIVATION[form], False)[0]
+    return cpu.backward(torch.ones_like(y), y, None, bits, ACTIVATION[form], "inplace", False)[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -139,7 +139,7 @@ def test_bits_say_which_inputs_are_at_or_right_of_the_minimum(form, dtype):
     nearest = x_min.to(dtype).double()
     steps = torch.arange(-20, 21) * ulp(nearest, dtype)
     x = torch.cat([(nearest + steps).to(dtype), torch.randn(90).to(dtype)])
-    _, bits = cpu.forward_inplace(x, None, ACTIVATION[form])
+    _, bits = cpu.forward(x, None, ACTIVATION[form], "inplace")
     unpacked = torch.from_numpy(np.unpackbits(bits.numpy()))
     assert torch.equal(unpacked[: x.numel()] == 1, x.double() >= minimum_of(form))
     assert bits.numel() == (x.numel() + 7) // 8 and not unpacked[x.numel() :].any()

@@ -57,7 +57,7 @@ def test_compiled_masks_have_the_bits_of_the_specification(num_rows):
         for limit, k0, k1 in ((1, 2**32 - 1, 2**31), (6554, 1, 2**32 - 1), (65535, 2**31, 0)):
             found = cpu.draw_bits(*counter, k0, k1, limit, compiled_from=0)
             assert torch.equal(found, eager.draw_bits(*counter, k0, k1, limit))
-    assert compiled.find_obstacle() is None
+    assert compiled.get_obstacle() is None
 
 
 def test_a_part_of_the_mask_equals_the_same_part_of_the_whole():
