@@ -51,21 +51,21 @@ def keep_state(model: Any, passes: Passes) -> Iterator[None]:
     """Lets `model` run in training, without a cache and without checkpointing, and gives it back as it was: what its
     modules hold, buffers, counters, hooks, and random states."""
     modules, buffers = list(model.modules()), [(each, each.clone()) for each in model.buffers()]
-    holders = [*modules, passes, passes.samples, *passes.places.values()]
-    holders += [each for module in modules for each in (module.__dict__.get(PLACE),) if each is not None]
+    places = [module.__dict__[PLACE] for module in modules if PLACE in module.__dict__]
     configs = {id(each): each for module in modules if (each := getattr(module, "config", None)) is not None}
+    caching = [each for each in configs.values() if isinstance(getattr(each, "use_cache", None), bool)]
+    holders = [*modules, *places, *caching, passes, passes.samples, *passes.places.values()]
     states = [(holder.__dict__, dict(holder.__dict__)) for holder in holders]
     inner = [
         (value, value.copy()) for _, state in states for value in state.values() if type(value) in (list, dict, deque)
     ]
-    caches = [(each, each.use_cache) for each in configs.values() if isinstance(getattr(each, "use_cache", None), bool)]
     devices = {each.device for each in model.parameters() if each.device.type != "cpu"}
     quiet = warnings.catch_warnings()
     with keep_random_states(devices), run_eagerly(), quiet, torch.inference_mode(False), torch.enable_grad():
         warnings.simplefilter("ignore")
         try:
             begin_training(model)
-            for config, _ in caches:
+            for config in caching:
                 config.use_cache = False
             yield
         finally:
@@ -79,8 +79,6 @@ def keep_state(model: Any, passes: Passes) -> Iterator[None]:
                 if not torch.equal(buffer, values):
                     with torch.no_grad():
                         buffer.copy_(values)
-            for config, uses in caches:
-                config.use_cache = uses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,12 +125,10 @@ def _compare(model: nn.Module, passes: Passes, units: Sequence[Unit], calls: Seq
                 return _refuse(f"without Tempo it fails on these inputs: {describe_error(error)}")
             notes.append(f"not with padding, on which stock fails: {describe_error(error)}")
             continue
-        rest = [unit for unit in units if unit not in found]
-        while comparison.differs(rest) is not None:
+        while comparison.differs(rest := [unit for unit in units if unit not in found]) is not None:
             if (why := comparison.differs(())) is not None:
                 return _refuse(f"two runs of the stock modules differ: {why}")
             found |= comparison.trace(rest)
-            rest = [unit for unit in units if unit not in found]
         largest, what = max(largest, comparison.largest), what or comparison.describe()
     ids = calls[0][1].get("input_ids")
     where = name_inputs(calls[0]) if ids is None else " x ".join(map(str, ids.shape)) + " tokens"

@@ -5,9 +5,6 @@ Tempo's modules run as they do with dropout. The outputs, the gradients where th
 of some parameters must then agree up to rounding. What rounding does to this very model is measured: stock runs once
 more, and every module's output and every gradient of one is changed by one rounding up or down. A difference is traced
 to the units of replaced modules that make it.
-
-Where a mixture's router, or an index, chooses by values that differ by a rounding, it may choose otherwise. So the
-choices of the first run of stock hold in all others.
 """
 
 from __future__ import annotations
@@ -18,7 +15,8 @@ import functools
 import random
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +25,6 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from tempo_torch.attention import NAME, PLACE, give_back_attention
 from tempo_torch.inputs import Inputs
@@ -44,7 +41,6 @@ _FLOOR = 4e-6
 _MAX_ELEMENTS, _SMALL = 1 << 28, 1 << 20
 _GELU_IN_PLACE = {torch.float32: 4e-5, torch.float16: 6.6e-3, torch.bfloat16: 1.6e-2}
 """The error of GELU's derivative from its output (`tempo_kernels.gelu`)."""
-_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 Values = dict[str, Tensor | None]
 """Outputs and gradients of one run by name; None for a gradient that there is not."""
 Indices = dict[Any, list[Tensor]]
@@ -75,15 +71,14 @@ class Comparison:
         self._has_registry = any(unit.is_registry for unit in units)
         self._names = {id(module): name for name, module in model.named_modules()}
         self._parameters = _choose_parameters(model)
-        self._indices: Indices = {}
+        self._indices: Indices = defaultdict(list)
         self.largest = 0.0
         """The largest difference that was found to be rounding, of the largest element."""
-        self._stock = self._run(is_first=True)
+        self._stock = self._run()
         dtypes = {each.dtype for each in model.parameters() if each.is_floating_point()}
         self._coarsest = max(_get_eps(torch.empty(0, dtype=dtype)) for dtype in dtypes)
-        self._scales = {
-            name: size.clamp(min=torch.finfo(size.dtype).tiny) for name, size in _measure(self._stock).items()
-        }
+        sizes = {name: _get_largest(value) for name, value in self._stock.items()}
+        self._scales = {name: size.clamp(min=torch.finfo(size.dtype).tiny) for name, size in sizes.items()}
 
     def describe(self) -> str:
         """Names what is compared."""
@@ -139,11 +134,11 @@ class Comparison:
     @functools.cached_property
     def _noise(self) -> dict[str, Tensor]:
         """How far one rounding of each module's output and gradient leads stock."""
-        with _perturb(self._names):
+        with register_module_forward_hook(_make_perturbation(self._names)):
             noisy = self._run()
         return {
-            name: _compute_difference(self._stock[name], noisy.get(name), size).nan_to_num(nan=float("inf"))
-            for name, size in _measure(self._stock).items()
+            name: _compute_difference(self._stock[name], noisy.get(name), scale).nan_to_num(nan=float("inf"))
+            for name, scale in self._scales.items()
         }
 
     @functools.cached_property
@@ -151,21 +146,28 @@ class Comparison:
         """Returns what stock makes of 16 bits in float32; nothing in a wider dtype, or if it does not run there."""
         if self._coarsest < torch.finfo(torch.float16).eps:
             return {}
+        held = [(each, each.data) for each in (*self._model.parameters(), *self._model.buffers())]
         try:
-            with _widen(self._model):
-                return self._run(is_wide=True)
+            for each, data in held:
+                each.data = _widen(data)
+            return self._run(call=pytree.tree_map(_widen, self._call))
         except Exception:  # a foreign model may ask for its dtype
             return {}
+        finally:
+            for each, data in held:
+                each.data = data
 
-    def _run(self, units: Sequence[Unit] = (), is_wide: bool = False, is_first: bool = False) -> Values:
-        args, kwargs = pytree.tree_map(_widen_one, self._call) if is_wide else self._call
+    def _run(self, units: Sequence[Unit] = (), call: Inputs | None = None) -> Values:
+        """Returns what forward and backward make of a call, by default the one that is compared."""
+        args, kwargs = call or self._call
         torch.manual_seed(0)
         random.seed(0)
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(0)
-        fixed = _FixedChoices(self._indices, is_first)
-        setting = _only(self._model, units, self._has_registry)
-        with setting, self._passes.keep_all(), _note_ends(self._names) as ends, fixed:
+        ends: dict[str, Tensor] = {}
+        note = functools.partial(self._note_end, ends)
+        setting, fixed = _only(self._model, units, self._has_registry), _FixedChoices(self._indices)
+        with setting, self._passes.keep_all(), register_module_forward_hook(note), fixed:
             values = _list_outputs(self._model(*args, **kwargs), kwargs.get("attention_mask"))
             goal = values["loss"] if "loss" in values else sum(map(_weigh, values.values()))
             found: Values = {name: value.detach().clone() for name, value in values.items()}
@@ -176,58 +178,53 @@ class Comparison:
             grads = torch.autograd.grad(goal, list(stopped.values()), allow_unused=True)
         return found | {f"grad of {name}": grad for name, grad in zip(stopped, grads, strict=True)}
 
+    def _note_end(self, ends: dict[str, Tensor], module: nn.Module, args: Any, out: Any) -> None:
+        """Notes what a module returns at which gradients end in the model, such as embeddings of tokens."""
+        name = self._names.get(id(module))
+        if name is None or len(ends) == 4 or name in ends or any(module.children()):
+            return
+        is_end = isinstance(out, Tensor) and out.is_floating_point() and out.requires_grad
+        if is_end and not any(isinstance(each, Tensor) and each.requires_grad for each in args):
+            ends[name] = out
+
 
 class _FixedChoices(TorchFunctionMode):
-    """Lets torch's dropout keep every element, and holds what was chosen by size in the first run."""
+    """Lets torch's dropout keep every element, and lets the choices of the first run of stock hold in all others: a
+    mixture's router, or an index, may choose otherwise by values that differ by a rounding."""
 
-    def __init__(self, indices: Indices, is_first: bool = False) -> None:
+    def __init__(self, indices: Indices) -> None:
         super().__init__()
-        self._indices, self._is_first = indices, is_first
-        self._calls: dict[Any, int] = {}
+        self._indices, self._calls = indices, defaultdict[Any, int](int)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in _DROPOUTS:
             x = args[0] if args else kwargs["input"]
             return (x, torch.ones_like(x, dtype=torch.bool)) if func is torch.native_dropout else x
-        place = _DROP_ARGUMENTS.get(func)
-        if place is not None:
+        if (place := _DROP_ARGUMENTS.get(func)) is not None:
             args = (*args[:place], 0.0, *args[place + 1 :]) if len(args) > place else args
             kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
-        if func in _CHOOSING:
-            return self._choose(func, args, kwargs)
-        return func(*args, **kwargs)
-
-    def _choose(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
-        indices = out if isinstance(out, Tensor) else out[1]
-        if is_in_backward() or not args or not args[0].is_floating_point():
+        if func not in _CHOOSING or is_in_backward() or not args or not args[0].is_floating_point():
             return out
+        indices = out if isinstance(out, Tensor) else out[1]
         # Each function of each shape by itself: attention of one of the two may choose where the other's does not.
         key = func, indices.shape
-        number = self._calls[key] = self._calls.get(key, -1) + 1
-        if self._is_first:
-            self._indices.setdefault(key, []).append(indices)
-        if number >= len(chosen := self._indices.get(key, [])):
-            return out
-        held = chosen[number]
+        if self._calls[key] == len(chosen := self._indices[key]):
+            chosen.append(indices)
+        held = chosen[self._calls[key]]
+        self._calls[key] += 1
         if isinstance(out, Tensor):
             return held
         dim = kwargs.get("dim", args[_CHOOSING[func]] if len(args) > _CHOOSING[func] else -1)
         return type(out)((args[0].gather(dim, held), held))
 
 
-_DROPOUTS = {
-    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
-    torch.dropout_, torch.native_dropout, torch.feature_dropout, torch.feature_dropout_, torch.alpha_dropout,
-    torch.feature_alpha_dropout,
-}  # fmt: skip
+_DROPOUTS = {getattr(home, name) for home in (F, torch) for name in dir(home) if "dropout" in name and name[0] != "_"}
 _DROP_ARGUMENTS = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
 """Functions with an argument dropout_p -> its place."""
-_CHOOSING: dict[Any, int] = {
-    torch.topk: 2, Tensor.topk: 2, torch.sort: 1, Tensor.sort: 1,
-    torch.argmax: 1, Tensor.argmax: 1, torch.argsort: 1, Tensor.argsort: 1,
-}  # fmt: skip
+_DIMS = {"topk": 2, "sort": 1, "argmax": 1, "argsort": 1}
+_CHOOSING = {getattr(home, name): dim for home in (torch, Tensor) for name, dim in _DIMS.items()}
 """Functions that return indices, some behind values -> the place of dim."""
 
 
@@ -267,8 +264,8 @@ def _weigh(value: Tensor) -> Tensor:
     return (value.float() * weights).sum()
 
 
-def _perturb(names: Mapping[int, str]) -> RemovableHandle:
-    """Changes each module's output, and the gradient of it, by a rounding up or down, until the handle is removed."""
+def _make_perturbation(names: Mapping[int, str]) -> Callable[..., Any]:
+    """Makes a hook that changes each module's output, and the gradient of it, by a rounding up or down."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def change(x: Tensor, amount: float) -> Tensor:
@@ -287,45 +284,15 @@ def _perturb(names: Mapping[int, str]) -> RemovableHandle:
             y.register_hook(lambda grad: change(grad, back))
             return y
 
-        if id(module) not in names or not isinstance(out, Tensor | tuple | list):
-            return out
-        return pytree.tree_map(change_one, out)
+        is_known = id(module) in names and isinstance(out, Tensor | tuple | list)
+        return pytree.tree_map(change_one, out) if is_known else out
 
-    return register_module_forward_hook(perturb)
-
-
-def _widen_one(value: Any) -> Any:
-    return value.to(_WIDER.get(value.dtype, value.dtype)) if isinstance(value, Tensor) else value
+    return perturb
 
 
-@contextlib.contextmanager
-def _widen(model: nn.Module) -> Iterator[None]:
-    """Gives parameters and buffers wider numbers inside the context."""
-    before = [(each, each.data) for each in (*model.parameters(), *model.buffers())]
-    try:
-        for tensor, data in before:
-            tensor.data = _widen_one(data)
-        yield
-    finally:
-        for tensor, data in before:
-            tensor.data = data
-
-
-@contextlib.contextmanager
-def _note_ends(names: Mapping[int, str]) -> Iterator[dict[str, Tensor]]:
-    """Collects what modules return at which gradients end in the model, such as embeddings of tokens."""
-    found: dict[str, Tensor] = {}
-
-    def note(module: nn.Module, args: Any, out: Any) -> None:
-        name = names.get(id(module))
-        if name is None or len(found) == 4 or name in found or any(module.children()):
-            return
-        is_end = isinstance(out, Tensor) and out.is_floating_point() and out.requires_grad
-        if is_end and not any(isinstance(each, Tensor) and each.requires_grad for each in args):
-            found[name] = out
-
-    with register_module_forward_hook(note):
-        yield found
+def _widen(value: Any) -> Any:
+    is_narrow = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if is_narrow else value
 
 
 @contextlib.contextmanager
@@ -333,13 +300,11 @@ def _only(model: Any, units: Sequence[Unit], has_registry: bool) -> Iterator[Non
     """Lets no unit but these be Tempo's. Linears that drop what others make again are Tempo's with any unit."""
     stay = {id(module) for unit in units for module in unit.modules}
     is_stock = has_registry and not any(unit.is_registry for unit in units)
-    changed = []
     places = [(module.__dict__, module.__dict__[PLACE]) for module in model.modules() if PLACE in module.__dict__]
+    replaced = [module for module in model.modules() if isinstance(module, Replaced) and id(module) not in stay]
+    changed = [(module, type(module)) for module in replaced if not units or not isinstance(module, DropsInput)]
     try:
-        for module in model.modules():
-            if not isinstance(module, Replaced) or id(module) in stay or (units and isinstance(module, DropsInput)):
-                continue
-            changed.append((module, type(module)))
+        for module, _ in changed:
             module.__class__ = module.stock_class
         if is_stock:
             give_back_attention(model)
@@ -356,11 +321,6 @@ def _only(model: Any, units: Sequence[Unit], has_registry: bool) -> Iterator[Non
 def describe_error(error: Exception) -> str:
     """Returns the kind of an exception and the first line of what it says."""
     return f"{type(error).__name__}: {error}".split("\n")[0][:300].rstrip(".")
-
-
-def _measure(values: Values) -> dict[str, Tensor]:
-    """Returns the largest finite element of each row of each tensor; no gradient is a 0."""
-    return {name: _get_largest(value) for name, value in values.items()}
 
 
 def _compute_difference(stock: Tensor | None, ours: Tensor | None, size: Tensor) -> Tensor:
@@ -388,4 +348,5 @@ def _split(value: Tensor) -> Tensor:
 
 
 def _get_largest(value: Tensor | None) -> Tensor:
+    """Returns the largest finite element of each row; no gradient is a 0."""
     return torch.zeros(1) if value is None else _split(value).nan_to_num(0.0, 0.0, 0.0).abs().amax(1).cpu()

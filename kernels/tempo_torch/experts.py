@@ -79,7 +79,7 @@ class _DropsInputs(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._tokens is not None and function in _GATHERS and args[0] is self._tokens:
+        if function in _GATHERS and args[0] is self._tokens:
             copies = recompute(function, *args, **kwargs)
             if self._copies is not None:
                 self._copies.append(copies)

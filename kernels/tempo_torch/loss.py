@@ -1,11 +1,9 @@
 """Makes a language model's logits one chunk of tokens at a time where only a cross entropy needs them.
 
-In a training forward with labels, the head returns `DeferredLogits`: its input, and the operations that the model
-applied to the logits since. A cross entropy of these, whoever calls it (a loss function of transformers,
-`nn.CrossEntropyLoss`, a `compute_loss`), makes the logits of one chunk of tokens at a time; any other reader gets all
-of them. So the model's own code still defines the loss: labels, their shift, what is ignored, and the divisor.
-
-The head is called when the loss or the logits are made, so that ZeRO-3 and FSDP, which gather its weight, see the call.
+In a training forward with labels, the head returns `DeferredLogits`. So the model's own code still defines the loss,
+by a loss function of transformers, `nn.CrossEntropyLoss` or a `compute_loss`: labels, their shift, what is ignored, and
+the divisor. The head is called when the loss or the logits are made, so that ZeRO-3 and FSDP, which gather its weight,
+see the call.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +24,6 @@ from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_
 from tempo_torch.linear import DropsInput
 from tempo_torch.replace import Replaced, change_class, give_class_back
 
-
-class _Request(NamedTuple):
-    """A request for the cross entropy of softcap tanh(z / softcap) / temperature in place of the logits z."""
-
-    labels: Tensor
-    ignore_index: int
-    softcap: float | None
-    temperature: float
-
-
 _IS_OUTSIDE = LateCheck(
     "a label is neither in the model's vocabulary nor ignored (on a GPU in an earlier step, whose loss was infinite); "
     "expected token ids below vocab_size, or the cross entropy's ignore_index; correct the labels, or resize the "
@@ -45,7 +33,7 @@ _IS_OUTSIDE = LateCheck(
 
 
 class LossHead(DropsInput):
-    """nn.Linear of [..., h] that returns logits [..., v] or, for a request, the tokens' losses in float32."""
+    """nn.Linear of [..., h] that returns logits [..., v] or, for labels, the tokens' losses in float32."""
 
     tempo_defers = False
 
@@ -55,32 +43,37 @@ class LossHead(DropsInput):
             return DeferredLogits(self, args[0])
         return super().__call__(*args, **kwargs)
 
-    def forward(self, hidden: Tensor, request: _Request | None = None) -> Tensor:
-        """Returns logits or losses. Raises IndexError for labels outside of the vocabulary, as stock does; on a GPU in
-        the next step."""
-        if request is None:
+    def forward(
+        self,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        ignore_index: int = -100,
+        softcap: float | None = None,
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """Returns the logits z, or the cross entropies of softcap tanh(z / softcap) / temperature. Raises IndexError
+        for labels outside of the vocabulary, as stock does; on a GPU in the next step."""
+        if labels is None:
             return super().forward(hidden)  # type: ignore[misc,no-any-return]
         if not torch.compiler.is_compiling():
-            labels = request.labels
-            is_inside = (labels >= 0) & (labels < self.out_features) | (labels == request.ignore_index)
+            is_inside = (labels >= 0) & (labels < self.out_features) | (labels == ignore_index)
             _IS_OUTSIDE.raise_if_noted()
             _IS_OUTSIDE.note(~is_inside.all())
         weight, bias = self.weight, self.bias
         if (dtype := _get_autocast(hidden)) is not None:
             hidden, weight = hidden.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
-        rows, labels = hidden.flatten(0, -2).unsqueeze(1), request.labels.reshape(1, -1)
-        more: dict[str, Any] = {"bias": bias, "ignore_index": request.ignore_index}
-        if request.softcap is None and request.temperature == 1.0:
+        rows, labels = hidden.flatten(0, -2).unsqueeze(1), labels.reshape(1, -1)
+        more: dict[str, Any] = {"bias": bias, "ignore_index": ignore_index}
+        if softcap is None and temperature == 1.0:
             return linear_cross_entropy(rows, weight, labels, **more).view(-1)  # type: ignore[no-any-return]
-        scaling = (request.temperature, request.softcap)
-        return -linear_log_prob(rows, weight, labels, *scaling, **more).view(-1)  # type: ignore[no-any-return]
+        return -linear_log_prob(rows, weight, labels, temperature, softcap, **more).view(-1)  # type: ignore[no-any-return]
 
 
 class DeferredLogits:
     """Logits that are computed when they are read.
 
-    It acts like a tensor: an attribute, an operator or a function of torch that needs values computes them once, with
+    They act like a tensor: an attribute, an operator or a function of torch that needs values computes them once, with
     their graph. Multiplication and division by a number, tanh, casts and views that keep the vocabulary are only noted,
     and `F.cross_entropy` makes the logits one chunk of tokens at a time. `read()` returns a tensor.
 
@@ -94,14 +87,13 @@ class DeferredLogits:
     def __init__(self, head: LossHead, hidden: Tensor) -> None:
         self._head, self._hidden = head, hidden
         self._autocast = _get_autocast(hidden)
-        self._steps: tuple[tuple[str, Any], ...] = ()
+        self._steps: tuple[tuple[Any, ...], ...] = ()  # methods of a tensor, each with its arguments
         self._versions = None if torch.compiler.is_compiling() else self._get_versions()
         self._read: Tensor | None = None
         self.device = hidden.device
         self.dtype = hidden.dtype if self._autocast is None else self._autocast
         self.shape = torch.Size((*hidden.shape[:-1], head.out_features))
-        self._relatives: list[weakref.ref[DeferredLogits]] = []
-        self._join()
+        self._relatives = [] if self._versions is None else [weakref.ref(self)]  # what is made of the same logits
 
     def read(self) -> Tensor:
         """Returns the logits."""
@@ -119,61 +111,53 @@ class DeferredLogits:
                         each._read = each._make(each._steps, made)
         return self._read  # type: ignore[return-value]
 
-    def _make(self, steps: tuple[tuple[str, Any], ...], made: dict[Any, Tensor]) -> Tensor:
+    def _make(self, steps: tuple[tuple[Any, ...], ...], made: dict[Any, Tensor]) -> Tensor:
         """Returns the logits after these steps; equal ones are one tensor, so that views are views of it."""
         if steps not in made:
-            if steps:
-                name, value = steps[-1]
-                made[steps] = _STEPS[name](self._make(steps[:-1], made), value)
-            else:
-                made[steps] = self._call_head(None)
+            made[steps] = _apply(self._make(steps[:-1], made), *steps[-1]) if steps else self._call_head()
         return made[steps]
-
-    def _join(self) -> None:
-        if not torch.compiler.is_compiling():
-            self._relatives.append(weakref.ref(self))
 
     def compute_loss(self, labels: Tensor, ignore_index: int, reduction: str) -> Tensor | None:
         """Returns F.cross_entropy of the logits and these labels; None if the logits have to be read for it."""
         if self._read is not None or (scaling := _get_scaling(self._steps)) is None:
             return None
-        losses = self._call_head(_Request(labels, ignore_index, *scaling))
+        losses = self._call_head(labels, ignore_index, *scaling)
         losses = losses.to(self.dtype if self._autocast is None else torch.float32)
         if reduction == "none":
             return losses
         total = losses.sum()
         return total if reduction == "sum" else total / (labels != ignore_index).sum()
 
-    def _call_head(self, request: _Request | None) -> Tensor:
-        args = (self._hidden,) if request is None else (self._hidden, request)
+    def _call_head(self, *wanted: Any) -> Tensor:
         is_same = self._autocast == _get_autocast(self._hidden)
         dtype, is_enabled = self._autocast, self._autocast is not None
         with contextlib.nullcontext() if is_same else torch.autocast(self.device.type, dtype=dtype, enabled=is_enabled):
             # Not head(...), which would defer again.
-            return super(LossHead, self._head).__call__(*args)  # type: ignore[no-any-return]
+            return super(LossHead, self._head).__call__(self._hidden, *wanted)  # type: ignore[no-any-return]
 
     def _get_versions(self) -> tuple[Any, ...]:
         weight = self._head.weight
         return self._hidden._version, weight._version, id(weight)
 
-    def _then(self, name: str, value: Any = None, **attributes: Any) -> Any:
+    def _then(self, *step: Any, **attributes: Any) -> Any:
         """Returns these logits after one more noted operation."""
         if self._read is not None:
-            return _STEPS[name](self._read, value)
+            return _apply(self._read, *step)
         made = object.__new__(DeferredLogits)
-        made.__dict__.update({**self.__dict__, "_steps": (*self._steps, (name, value)), **attributes})
-        made._join()
+        made.__dict__.update({**self.__dict__, "_steps": (*self._steps, step), **attributes})
+        if not torch.compiler.is_compiling():
+            self._relatives.append(weakref.ref(made))
         return made
 
     # Operations that are noted.
 
     def __mul__(self, other: Any) -> Any:
-        return self._then("multiply", other) if isinstance(other, int | float) else self.read() * other
+        return self._then("mul", other) if isinstance(other, int | float) else self.read() * other
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:
-        return self._then("divide", other) if isinstance(other, int | float) else self.read() / other
+        return self._then("div", other) if isinstance(other, int | float) else self.read() / other
 
     def tanh(self) -> Any:
         return self._then("tanh")
@@ -277,27 +261,24 @@ for _name in _OPERATORS.split():
     setattr(DeferredLogits, f"__{_name}__", _forward_operator(f"__{_name}__"))
 DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 
-_STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
-    "multiply": lambda logits, value: logits * value,
-    "divide": lambda logits, value: logits / value,
-    "tanh": lambda logits, _: logits.tanh(),
-    "to": lambda logits, dtype: logits.to(dtype),
-    "view": lambda logits, shape: logits.view(shape),
-}
+
+def _apply(logits: Tensor, name: str, *args: Any) -> Tensor:
+    made: Tensor = getattr(logits, name)(*args)
+    return made
 
 
-def _get_scaling(steps: tuple[tuple[str, Any], ...]) -> tuple[float | None, float] | None:
+def _get_scaling(steps: tuple[tuple[Any, ...], ...]) -> tuple[float | None, float] | None:
     """Returns (softcap, temperature) of logits after these steps; None if the steps are another function."""
     inner, outer, is_capped = 1.0, 1.0, False
-    for name, value in steps:
+    for name, *values in steps:
         if name == "tanh":
             if is_capped:
                 return None
             is_capped, inner, outer = True, outer, 1.0
-        elif name == "divide":
-            outer *= value
-        elif name == "multiply":
-            outer = outer / value if value else 0.0
+        elif name == "div":
+            outer *= values[0]
+        elif name == "mul":
+            outer = outer / values[0] if values[0] else 0.0
     # tanh(z / inner) / outer
     softcap, temperature = (inner, outer * inner) if is_capped else (None, outer)
     return (softcap, temperature) if inner > 0 and 0 < temperature < float("inf") else None

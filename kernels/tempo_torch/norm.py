@@ -30,25 +30,22 @@ class _Norm(Replaced):
     tempo_eps: float | None
     weight: Tensor
 
-    def _choose_keep(self) -> str:
-        return self.compiled_keep if torch.compiler.is_compiling() else self.keep
-
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """y of the shape and dtype of the stock class. A call with more than one tensor, such as a gate, is the stock
         class's."""
-        if len(args) != 1 or kwargs:
-            stock: Any = self.stock_class
-            return stock.forward(self, *args, **kwargs)  # type: ignore[no-any-return]
-        return self.normalise(args[0])
+        if len(args) == 1 and not kwargs:
+            return self.normalise(args[0])
+        return self._call_stock(*args, **kwargs)
 
     def normalise(self, x: Tensor) -> Tensor:
         """y of the shape and dtype of the stock class."""
         raise NotImplementedError
 
-    def _normalise_as_stock(self, x: Tensor) -> Tensor:
-        stock: Any = self.stock_class
-        y: Tensor = stock.forward(self, x)
-        return y
+    def _call_stock(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.stock_class.forward(self, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def _choose_keep(self) -> str:
+        return self.compiled_keep if torch.compiler.is_compiling() else self.keep
 
     def _fits(self, x: Tensor) -> bool:
         # Stock serves mixed dtypes, which each class promotes in its own way, and nn.TransformerEncoder's nested ones.
@@ -64,7 +61,7 @@ class LayerNorm(_Norm):
         if torch.is_autocast_enabled(x.device.type) and self.weight.dtype == torch.float32:
             x = x.float()  # as autocast casts for F.layer_norm
         if not self._fits(x):
-            return self._normalise_as_stock(x)
+            return self._call_stock(x)
         bias = getattr(self, "bias", None)  # some models' classes have none
         return layer_norm(x, self.weight, bias, self.tempo_eps, keep=self._choose_keep())
 
@@ -76,24 +73,28 @@ class RMSNorm(_Norm):
 
     def normalise(self, x: Tensor) -> Tensor:
         if not self._fits(x):
-            return self._normalise_as_stock(x)
+            return self._call_stock(x)
         # nn.RMSNorm without eps takes torch.finfo's of the dtype in which it computes, float32 or wider.
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.tempo_eps is None else self.tempo_eps
         return rms_norm(x, self.weight, eps, zero_centered=self.zero_centered, keep=self._choose_keep())
 
 
-def recognise_norm(module: nn.Module) -> tuple[type[_Norm], dict[str, Any]] | str | None:
+Recognised = tuple[type[_Norm], dict[str, Any]]
+"""Tempo's class for a norm, and its attributes."""
+
+
+def recognise_norm(module: nn.Module) -> Recognised | str | None:
     """Returns Tempo's class for a norm and its attributes, the reason if there is none, or None if it is no norm."""
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         if len(module.normalized_shape) != 1:
             return "it normalises over several dimensions"
         if module.weight is None:
             return "it has no weight"
-        if type(module).forward not in (nn.LayerNorm.forward, nn.RMSNorm.forward):
-            return _recognise_by_result(module)
-        if isinstance(module, nn.LayerNorm):
+        if type(module).forward is nn.LayerNorm.forward:
             return LayerNorm, {"tempo_eps": module.eps}
-        return RMSNorm, {"tempo_eps": module.eps, "zero_centered": False}
+        if type(module).forward is nn.RMSNorm.forward:
+            return RMSNorm, {"tempo_eps": module.eps, "zero_centered": False}
+        return _recognise_by_result(module)
     name = type(module).__name__.lower()
     if not (name.endswith("norm") or "layernorm" in name or "rmsnorm" in name) or any(module.children()):
         return None
@@ -107,7 +108,7 @@ def choose_keep(module: nn.Module, zero_centered: bool = False) -> str:
     return "inplace" if fits_in_place(weight, getattr(module, "bias", None), zero_centered) else "recompute"
 
 
-def _recognise_by_result(module: nn.Module) -> tuple[type[_Norm], dict[str, Any]] | str:
+def _recognise_by_result(module: nn.Module) -> Recognised | str:
     """Finds out what a class computes by calling it on random numbers, because models write the same norm in many
     ways."""
     parameters = dict(module.named_parameters(recurse=False))
@@ -116,39 +117,33 @@ def _recognise_by_result(module: nn.Module) -> tuple[type[_Norm], dict[str, Any]
     shape = getattr(parameters["weight"], "ds_shape", parameters["weight"].shape)
     if len(shape) != 1:
         return "its weight is no vector"
+    twin = copy.copy(module)
     eps = next((value for name in _EPS_NAMES if isinstance(value := getattr(module, name, None), float)), None)
     for each in _USUAL_EPS if eps is None else (eps,):
-        if not isinstance(found := _recognise_with_eps(module, parameters, shape, each), str):
-            break
-    return found
+        generator = torch.Generator().manual_seed(1)
+        made = {name: torch.rand(shape, generator=generator, dtype=torch.float32) + 0.5 for name in parameters}
+        # Small enough for eps to matter, and of three dimensions, for a norm over channels is another one there.
+        x = torch.randn(2, 3, *shape, generator=generator, dtype=torch.float32) * each**0.5 + each**0.5
+        twin.__dict__["_parameters"] = {**module._parameters, **made}
+        try:
+            with torch.no_grad(), torch.device("cpu"):
+                y = type(module).forward(twin, x)
+        except Exception as error:  # a foreign class may raise anything
+            return f"a call with one float32 tensor failed: {type(error).__name__}"
+        if not isinstance(y, Tensor) or y.shape != x.shape:
+            return "it does not return one tensor of its input's shape"
+        for result, found in _list_norms(x, each, **made):
+            if torch.allclose(y, result, rtol=1e-5, atol=1e-6):
+                return found
+    return "it computes neither LayerNorm nor RMSNorm"
 
 
-def _recognise_with_eps(
-    module: nn.Module, parameters: dict[str, nn.Parameter], shape: torch.Size, eps: float
-) -> tuple[type[_Norm], dict[str, Any]] | str:
-    generator = torch.Generator().manual_seed(1)
-    made = {name: torch.rand(shape, generator=generator, dtype=torch.float32) + 0.5 for name in parameters}
-    # Small enough for eps to matter, and of three dimensions, for a norm over channels is another one there.
-    x = torch.randn(2, 3, *shape, generator=generator, dtype=torch.float32) * eps**0.5 + eps**0.5
-    twin = copy.copy(module)
-    twin.__dict__["_parameters"] = {**module._parameters, **made}
-    try:
-        with torch.no_grad(), torch.device("cpu"):
-            y = type(module).forward(twin, x)
-    except Exception as error:  # a foreign class may raise anything
-        return f"a call with one float32 tensor failed: {type(error).__name__}"
-    if not isinstance(y, Tensor) or y.shape != x.shape:
-        return "it does not return one tensor of its input's shape"
-    weight, bias = made["weight"], made.get("bias")
-    expected: list[tuple[Tensor, tuple[type[_Norm], dict[str, Any]]]] = [
+def _list_norms(x: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> list[tuple[Tensor, Recognised]]:
+    """Lists what each of Tempo's norms makes of x."""
+    found: list[tuple[Tensor, Recognised]] = [
         (F.layer_norm(x, x.shape[-1:], weight, bias, eps), (LayerNorm, {"tempo_eps": eps}))
     ]
-    if bias is None:
-        for zero_centered in (False, True):
-            gamma = 1.0 + weight if zero_centered else weight
-            attributes = {"tempo_eps": eps, "zero_centered": zero_centered}
-            expected.append((F.rms_norm(x, x.shape[-1:], gamma, eps), (RMSNorm, attributes)))
-    for result, found in expected:
-        if torch.allclose(y, result, rtol=1e-5, atol=1e-6):
-            return found
-    return "it computes neither LayerNorm nor RMSNorm"
+    for zero_centered in (False, True) if bias is None else ():
+        result = F.rms_norm(x, x.shape[-1:], weight + 1.0 if zero_centered else weight, eps)
+        found.append((result, (RMSNorm, {"tempo_eps": eps, "zero_centered": zero_centered})))
+    return found

@@ -1,9 +1,7 @@
 """Finds out what a training forward runs, by running and watching a copy of the model on tensors without memory.
 
-It observes what really runs, however a model calls its modules and functions: which modules were called, in which of
-them Tempo's operators ran, and in which an operator drew from torch's generator. The copy has fake tensors in place of
-parameters and buffers, and no hooks, so that neither the model nor a random state changes. A model of 7e9 parameters
-takes about a second and some megabytes.
+The copy has fake tensors in place of parameters and buffers, and no hooks, so that neither the model nor a random state
+changes. A model of 7e9 parameters takes about a second and some megabytes.
 """
 
 from __future__ import annotations
@@ -64,8 +62,11 @@ def probe(model: nn.Module, passes: Passes, call: Inputs) -> Seen | str:
         call: (args, kwargs), of which only shapes and dtypes matter.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # torch's log of an operator without a fake kernel, which is the reason that is returned.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    is_silent, log.disabled = log.disabled, True
     try:
-        with keep_random_states(), run_eagerly(), _without_log(), torch.enable_grad():
+        with keep_random_states(), run_eagerly(), torch.enable_grad():
             twin, twin_passes, (args, kwargs) = _copy_without_memory(model, passes, call, mode)
             twin_passes.follow(twin)
             watch = _Watch(twin, model)
@@ -75,6 +76,8 @@ def probe(model: nn.Module, passes: Passes, call: Inputs) -> Seen | str:
                 twin(*args, **kwargs)
     except Exception as error:  # a foreign model without values may raise anything
         return f"{type(error).__name__}: {error}".split("\n")[0][:200].rstrip(".")
+    finally:
+        log.disabled = is_silent
     places = {name: module.__dict__[PLACE] for name, module in twin.named_modules() if PLACE in module.__dict__}
     attention = {name: place.why for name, place in places.items() if place.was_called}
     return Seen(name_inputs(call), frozenset(watch.called), dict(watch.operators), dict(watch.draws), attention)
@@ -199,17 +202,6 @@ def keep_random_states(devices: Collection[torch.device] = ()) -> Iterator[None]
         random.setstate(state)
         if numpy is not None:
             numpy.random.set_state(others)
-
-
-@contextlib.contextmanager
-def _without_log() -> Iterator[None]:
-    """Silences torch's log of an operator without a fake kernel, because `probe` returns that as its reason."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
 
 
 @contextlib.contextmanager

@@ -56,24 +56,14 @@ def make_class(mixin: type[Replaced], stock: type[nn.Module]) -> type[nn.Module]
         return _classes[mixin, stock]
     # It keeps the stock name, which configurations save and by which FSDP and others find layers to wrap.
     members = {"stock_class": stock, "mixin_class": mixin, "__module__": stock.__module__, "__doc__": mixin.__doc__}
-    if (forward := _show_signature(mixin, stock)) is not None:
-        members["forward"] = forward
-    made = _classes[mixin, stock] = type(stock.__name__, (mixin, stock), members)
-    return made
-
-
-def _show_signature(mixin: type[Replaced], stock: type[nn.Module]) -> Any:
-    """Gives a mixin's forward(*args, **kwargs) the stock forward's signature; None if it declares another signature.
-
-    The Trainer needs it: it drops the columns of a data set that are no arguments of a model's forward.
-    """
     forward: Any = mixin.__dict__.get("forward")
-    if forward is None or list(inspect.signature(forward).parameters) != ["self", "args", "kwargs"]:
-        return None
-    made: Any = types.FunctionType(
-        forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    made.__doc__, made.__signature__ = forward.__doc__, inspect.signature(stock.forward)
+    if forward is not None and list(inspect.signature(forward).parameters) == ["self", "args", "kwargs"]:
+        # The Trainer drops the columns of a data set that are no arguments of a model's forward.
+        members["forward"] = shown = types.FunctionType(
+            forward.__code__, forward.__globals__, forward.__name__, closure=forward.__closure__
+        )
+        shown.__doc__, shown.__signature__ = forward.__doc__, inspect.signature(stock.forward)  # type: ignore[attr-defined]
+    made = _classes[mixin, stock] = type(stock.__name__, (mixin, stock), members)
     return made
 
 

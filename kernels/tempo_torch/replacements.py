@@ -150,20 +150,19 @@ def _choose_alibi(name: str, module: nn.Module, choices: dict[str, str], passes:
     if (found := get_alibi(module)) is None:
         return None
     mixin, slopes = found
-    place = _make_place(f"{name}.attention", choices, passes)
-    redirected = _redirect_functions(name, module, choices, passes)
-    return Becomes(mixin, {"slopes": slopes, **redirected, PLACE: place}, "flash")
+    attributes = {"slopes": slopes, PLACE: _make_place(f"{name}.attention", choices, passes)}
+    return Becomes(mixin, attributes | _redirect_functions(name, module, choices, passes), "flash")
 
 
 def _choose_functions(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> Becomes | None:
     if not (operations := _list_redirected(module, choices)):
         return None
-    redirected = _redirect_functions(name, module, choices, passes)
+    attributes = _redirect_functions(name, module, choices, passes)
     if operations[0] == "attention":
-        attributes = {**redirected, PLACE: _make_place(f"{name}.attention", choices, passes)}
+        attributes[PLACE] = _make_place(f"{name}.attention", choices, passes)
         return Becomes(CallsAttention, attributes, "flash", operation="attention")
     sizes = (1.0, 0.0) if operations[0] == "dropout" else (4.0, 2.0)
-    return Becomes(RedirectsFunctions, redirected, "recompute", *sizes, operations[0])
+    return Becomes(RedirectsFunctions, attributes, "recompute", *sizes, operations[0])
 
 
 def _list_redirected(module: nn.Module, choices: dict[str, str]) -> list[str]:

@@ -37,7 +37,6 @@ def tempoize(
     attention: str = "auto",
     loss: str = "auto",
     mlp: str = "off",
-    qkv: str = "off",
     offload: str = "off",
     offload_ahead: int = 1,
     rank: int | None = None,
@@ -65,7 +64,6 @@ def tempoize(
         mlp: "tile" runs the MLPs of transformers' models a tile of tokens at a time. They keep their input only, and
             both linears run again in backward. Under DeepSpeed's ZeRO 3 call tempoize before deepspeed.initialize.
             Under torch.compile tiles run between the graphs: fullgraph=True fails in training.
-        qkv: "off". What is in front of attention does not run in tiles.
         offload: "all" moves what the layers keep to pinned host memory after their forward, and back before their
             backward; so do, for themselves, names of modules in a layer joined by "+", such as "mlp.down_proj", and
             "input", the input of a layer that torch.utils.checkpoint runs again. Layers are the modules of the
@@ -89,11 +87,6 @@ def tempoize(
     choices = {"activation": activation, "norm": norm, "dropout": dropout, "attention": attention, "loss": loss}
     choices |= {"mlp": mlp}
     _check_model(model)
-    if qkv != "off":
-        raise ValueError(
-            f"qkv is {qkv!r}, and what is in front of attention does not run in tiles; expected no qkv; enable "
-            'gradient_checkpointing, or give mlp="tile", which save memory there'
-        )
     _check_values({**choices, "check": check}, seed, rank, num_ranks, offload, offload_ahead, sequence_ranks)
     ranks = get_ranks(model)
     if sequence_ranks != 1:
