@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tempo_kernels.attention import attention
-from tempo_kernels.derivative import first_derivative_only
-from tempo_kernels.saved import allow_refill
+from tempo_kernels.recompute import adopt
 from tempo_torch.masks import read_once
 from tempo_torch.position import DropoutPlace
 
@@ -148,18 +147,18 @@ def _find_reader(model: Any, stock: str) -> str | None:
     Sparse attention builds its mask only for names that it knows (DeepSeek V3.2), and a module that changes its mask
     relies on the form that its attention wants: numbers to add for "eager", bool for "sdpa" and Tempo's.
     """
-    functions = [
-        (kind.__name__, each) for kind in dict.fromkeys(map(type, model.modules())) for each in _list_functions(kind)
-    ]
+    kinds = dict.fromkeys(map(type, model.modules()))
+    functions = [(kind.__name__, each) for kind in kinds for each in _list_functions(kind)]
     if not any("ALL_ATTENTION_FUNCTIONS" in each.__code__.co_names for _, each in functions):
         return None  # no module asks the registry
     target = r"[\w.\[\]]+"
     compares_name = rf"""(==|!=|\bin\b)[^:\n]*["']{stock}["']"""
     changes_mask = rf"^ +({target}, )*attention_mask(, {target})* [|*+&-]?= "
     for kind, function in functions:
-        if "_attn_implementation" in function.__code__.co_names and _matches(function, compares_name):
+        code = function.__code__
+        if "_attn_implementation" in code.co_names and _matches(function, compares_name):
             return f'{kind} asks whether attn_implementation is "{stock}", and computes something else if it is not'
-        has_mask = stock == "eager" and "Attention" in kind and "attention_mask" in function.__code__.co_varnames
+        has_mask = stock == "eager" and "Attention" in kind and "attention_mask" in code.co_varnames
         if has_mask and _matches(function, changes_mask):
             return f'{kind} changes its attention_mask, which has numbers for "eager" only'
     return None
@@ -176,9 +175,7 @@ def _matches(function: types.FunctionType, pattern: str) -> bool:
 def _list_functions(kind: type[nn.Module]) -> Iterator[types.FunctionType]:
     """Yields the methods of a module's class that run after it is made, without those that all models share."""
     for each in kind.__mro__:
-        if each.__module__.startswith(("torch.", "builtins")) or (
-            each.__module__.startswith("transformers.") and not each.__module__.startswith("transformers.models.")
-        ):
+        if re.match(r"torch\.|builtins|transformers\.(?!models\.)", each.__module__):
             continue
         for name, member in vars(each).items():
             function = inspect.unwrap(getattr(member, "__func__", None) or getattr(member, "fget", None) or member)
@@ -279,12 +276,10 @@ def attend(
 def _check_documents(positions: Any) -> None:
     """Raises ValueError if position_ids [b, s] restart inside a row and UlyssesSPAttentionHF, which passes no mask
     on, calls. A GPU is waited for, once in a forward, since the first layer asks. Compiled code does not check."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    if torch.compiler.is_compiling() or ALL_ATTENTION_FUNCTIONS[NAME] is attend:
-        return
     # Tensors of a probe have no values.
-    if type(positions) is Tensor and positions.dim() == 2 and bool((positions[:, 1:] == 0).any()):
+    if torch.compiler.is_compiling() or not is_wrapped() or type(positions) is not Tensor or positions.dim() != 2:
+        return
+    if bool((positions[:, 1:] == 0).any()):
         raise ValueError(
             "position_ids restart inside a row, and UlyssesSPAttentionHF passes no mask on, so that the documents "
             "of a packed row would attend to one another; expected one document in a row; unpack the rows, or give "
@@ -353,25 +348,8 @@ def put_batch_first(out: Tensor) -> Tensor:
     y = out.transpose(0, 1)
     if y.is_contiguous() or torch.compiler.is_compiling():
         return y.contiguous()
-    first: Tensor = _BatchFirst.apply(out)
-    return first
+    return adopt(_transpose(out), _transpose, out)
 
 
-class _BatchFirst(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        y = x.transpose(0, 1).contiguous()
-        allow_refill(ctx, y, _refill)
-        return y
-
-    @staticmethod
-    @first_derivative_only("attention", "attention")
-    def backward(ctx: Any, grad_y: Tensor) -> Tensor:
-        return grad_y.transpose(0, 1)
-
-
-@torch.no_grad()
-def _refill(ctx: Any, out: Tensor) -> None:
-    (x,) = ctx.saved_tensors
-    out.copy_(x.transpose(0, 1))
+def _transpose(x: Tensor) -> Tensor:
+    return x.transpose(0, 1).contiguous()

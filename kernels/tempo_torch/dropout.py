@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_kernels.philox import LANES
-from tempo_kernels.saved import allow_refill
+from tempo_kernels.recompute import adopt
 from tempo_torch.linear import can_be_made, drop_input
 from tempo_torch.position import DropoutPlace
 from tempo_torch.replace import Replaced
@@ -53,7 +50,7 @@ def apply_dropout(x: Tensor, p: float, place: DropoutPlace, keeps_input: bool = 
     traced = torch.compiler.is_compiling()
     if traced or not torch.is_grad_enabled() or not x.requires_grad or not (keeps_input or can_be_made(x)):
         return _draw(x, draw, rows)
-    y: Tensor = _Redrawn.apply(x, draw, rows)
+    y = adopt(_draw(x, draw, rows), _draw, x, draw, rows)
     if not keeps_input:
         drop_input(x, y)
     return y
@@ -75,28 +72,3 @@ def _draw(x: Tensor, draw: Draw, rows: int) -> Tensor:
     y = x.reshape(1, rows, -1)
     y = bias_dropout_add(y, None, None, p=p, key=key, first_sample=first_sample, first_column=column)
     return y.view(x.shape)
-
-
-class _Redrawn(torch.autograd.Function):
-    """Dropout that keeps its input, so that its output can be made again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, draw: Draw, rows: int) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.draw, ctx.rows = draw, rows
-        # Not a view to autograd, which would refuse to change a view in place.
-        y: Tensor = torch.ops.aten._unsafe_view(_draw(x, draw, rows), x.shape)
-        allow_refill(ctx, y, _refill)
-        return y
-
-    @staticmethod
-    @first_derivative_only("dropout")
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None, None]:
-        # The gradient takes the same mask and scale as x.
-        return _draw(grad_y, ctx.draw, ctx.rows), None, None
-
-
-@torch.no_grad()
-def _refill(ctx: Any, out: Tensor) -> None:
-    (x,) = ctx.saved_tensors
-    out.copy_(_draw(x, ctx.draw, ctx.rows))

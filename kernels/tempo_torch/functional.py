@@ -102,18 +102,9 @@ def _find_callees(function: types.FunctionType) -> dict[str | int, types.Functio
         if isinstance(callee, types.FunctionType) and callee.__globals__ is function.__globals__:
             found[name] = callee
     for number, cell in enumerate(function.__closure__ or ()):
-        for value in _read(cell):
-            if isinstance(value, types.FunctionType):
-                found[number] = value
+        if isinstance(cell.cell_contents, types.FunctionType):
+            found[number] = cell.cell_contents
     return found
-
-
-def _read(cell: types.CellType) -> tuple[Any, ...]:
-    """Returns what a cell of a closure holds, if anything."""
-    try:
-        return (cell.cell_contents,)
-    except ValueError:
-        return ()
 
 
 def _follow(function: Any, seen: set[types.FunctionType] | None = None) -> Iterator[types.FunctionType]:
@@ -151,7 +142,7 @@ def _redirect(function: types.FunctionType) -> types.FunctionType:
         made: types.FunctionType = _redirected[function]
         return made
     closure = function.__closure__
-    cells = None if closure is None else tuple(types.CellType(*_read(cell)) for cell in closure)
+    cells = None if closure is None else tuple(types.CellType(cell.cell_contents) for cell in closure)
     # A compiler looks up the globals of a function that has a __name__ in the module of that name.
     names: dict[str, Any] = {name: value for name, value in function.__globals__.items() if name != "__name__"}
     for name, module in (("torch", torch), ("nn", nn), ("F", F)):

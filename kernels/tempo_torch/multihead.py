@@ -17,10 +17,6 @@ from tempo_torch.linear import drop_input
 from tempo_torch.masks import read_once
 from tempo_torch.replace import Replaced
 
-Hidden = tuple[Tensor, Tensor | None]
-"""bool [b or 1, a or 1, sq or 1, sk], True where a key is hidden; and [sq or 1, b or 1, a or 1, 1], True for queries
-whose keys are all hidden, None where there are none."""
-
 
 class MultiheadAttention(Replaced):
     """nn.MultiheadAttention that uses Tempo's attention in training with dropout.
@@ -63,43 +59,32 @@ class MultiheadAttention(Replaced):
 
     def _read_masks(
         self, query: Tensor, key: Tensor, padding: Tensor | None, mask: Tensor | None, is_causal: bool
-    ) -> tuple[bool, Hidden | None] | str:
+    ) -> tuple[bool, Tensor | None] | str:
         """Returns (whether attention is causal, what else is hidden), or the reason why the masks do more than hide."""
-        if query.is_nested or key.is_nested or query.numel() == 0 or key.numel() == 0:
-            return "takes nested or empty tensors"
-        (num_queries, batch), (num_keys, _) = self._measure(query), self._measure(key)
-        if padding is not None and query.dim() == 2:
-            padding = padding.unsqueeze(0)
+        if query.dim() != 3 or query.is_nested or key.is_nested or query.numel() == 0 or key.numel() == 0:
+            return "takes nested or empty tensors, or one sample without a batch"
+        tokens, samples = (1, 0) if self.batch_first else (0, 1)
+        num_queries, num_keys, batch = query.size(tokens), key.size(tokens), query.size(samples)
         shapes = (None, (num_queries, num_keys), (batch * self.num_heads, num_queries, num_keys))
         fits = (None if mask is None else tuple(mask.shape)) in shapes and not (is_causal and mask is None)
         if not fits or (padding is not None and padding.shape != (batch, num_keys)):
             return "takes masks of shapes that do not fit"  # stock's error says how
-        if mask is not None and is_causal and padding is None:
-            # As in stock, which does not read the mask then, and whose first query sees only the first key.
-            if num_queries == num_keys:
-                return True, None
-            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).triu(1)
+        if is_causal and padding is None:  # stock does not read the mask then
+            return (True, None) if num_queries == num_keys else "is causal with another number of keys than of queries"
         if mask is None and padding is None:
             return False, None
         hidden = read_once(_compute_hidden, (mask, padding), batch)
         return hidden if isinstance(hidden, str) else (False, hidden)
 
-    def _measure(self, x: Tensor) -> tuple[int, int]:
-        """Returns (length, batch) of an input."""
-        if x.dim() == 2:
-            return x.size(0), 1
-        return (x.size(1), x.size(0)) if self.batch_first else (x.size(0), x.size(1))
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool, hidden: Hidden | None) -> Tensor:
-        q, k, v = (self._split_heads(t) for t in self._project(query, key, value))
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool, hidden: Tensor | None) -> Tensor:
+        # Lengths first: [s, b, a, d].
+        q, k, v = (t.unflatten(-1, (self.num_heads, self.head_dim)) for t in self._project(query, key, value))
+        if self.batch_first:
+            q, k, v = (t.transpose(0, 1) for t in (q, k, v))
         draw = self.tempo_place.draw(self, query.device, q.size(1), self.num_heads, self.dropout)
-        mask, blind = (None, None) if hidden is None else hidden
-        out = attention(q, k, v, causal=causal, mask=mask, softmax_scale=self.head_dim**-0.5, **draw)
-        if blind is not None:
-            out = out.masked_fill(blind, 0.0)  # as in stock; ours would attend to all keys
+        more: dict[str, Any] = {"softmax_scale": self.head_dim**-0.5, "hidden_rows": "zero"}  # as stock
+        out = attention(q, k, v, causal=causal, mask=hidden, **more, **draw)
         y = F.linear(out.flatten(2), self.out_proj.weight, self.out_proj.bias)
-        if query.dim() == 2:
-            return y.squeeze(1)
         return y.transpose(0, 1) if self.batch_first else y
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
@@ -121,16 +106,10 @@ class MultiheadAttention(Replaced):
             found += y.split(width, -1)
         return found
 
-    def _split_heads(self, x: Tensor) -> Tensor:
-        """Returns x [.., width] as [s, b, a, d]."""
-        heads: Tensor = x.unflatten(-1, (self.num_heads, self.head_dim))
-        if x.dim() == 2:
-            return heads.unsqueeze(1)
-        return heads.transpose(0, 1) if self.batch_first else heads
 
-
-def _compute_hidden(mask: Tensor | None, padding: Tensor | None, batch: int) -> Hidden | str:
-    """Returns what a mask [sq, sk] or [b*a, sq, sk] and a padding mask [b, sk] hide, or the reason why they do more."""
+def _compute_hidden(mask: Tensor | None, padding: Tensor | None, batch: int) -> Tensor | str:
+    """Returns bool [b or 1, a or 1, sq or 1, sk], True where a mask [sq, sk] or [b*a, sq, sk] or a padding mask [b, sk]
+    hides a key; or the reason why they do more."""
     hidden: Any = None
     for each in (mask, padding):
         if each is None:
@@ -141,8 +120,7 @@ def _compute_hidden(mask: Tensor | None, padding: Tensor | None, batch: int) -> 
         shape = (batch, 1, 1, -1) if each is padding else (batch if found.dim() == 3 else 1, -1, *found.shape[-2:])
         found = found.view(shape)
         hidden = found if hidden is None else hidden | found
-    blind = hidden.all(-1, keepdim=True)
-    return hidden, blind.permute(2, 0, 1, 3) if torch.compiler.is_compiling() or blind.any() else None
+    return hidden  # type: ignore[no-any-return]
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]

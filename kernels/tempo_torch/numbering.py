@@ -44,19 +44,6 @@ class ForwardPass:
         self.recalled: dict[str, int] | None = None
 
 
-class _Context:
-    """What `samples` says. Copies of a model that are made inside share it, so that it ends for them too."""
-
-    def __init__(self, num_samples: int | None) -> None:
-        self.num_samples, self.is_over = num_samples, False
-
-    def __deepcopy__(self, _: Any) -> _Context:
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"num_samples": self.num_samples, "is_over": True}  # another process is outside of it
-
-
 class Samples:
     """What is known of the samples of a model's forwards.
 
@@ -72,9 +59,11 @@ class Samples:
         """Forwards that drew outside of `samples`."""
         self.step_samples: int | None = None
         """Samples of the first of them."""
-        # What `samples` says, the next sample in it, and whether a forward has drawn in it.
-        self._context: _Context | None = None
-        self._next_sample, self._has_begun = 0, False
+        self.said: int | None = None
+        """Samples of each batch, if `samples` says it."""
+        # The next sample in `samples`, None outside of it, and whether a forward has drawn in it.
+        self._next_sample: int | None = None
+        self._has_begun = False
         self._drawn: dict[bytes, tuple[int, int]] = {}
         """First sample and spacing of forwards in training without a gradient, by the generator's state before."""
 
@@ -85,21 +74,16 @@ class Samples:
             raise ValueError(f"first_sample is {first_sample}; expected 0 to 2**47 - 1, the index over the whole run")
         if num_samples is not None and num_samples < 1:
             raise ValueError(f"num_samples is {num_samples}; expected at least 1, the samples of each batch")
-        before = self._context, self._next_sample, self._has_begun
-        context = _Context(num_samples)
-        self._context, self._next_sample, self._has_begun = context, first_sample, False
+        before = self.said, self._next_sample, self._has_begun
+        self.said, self._next_sample, self._has_begun = num_samples, first_sample, False
         try:
             yield
         finally:
-            context.is_over = True
-            self._context, self._next_sample, self._has_begun = before
+            self.said, self._next_sample, self._has_begun = before
 
-    def _get_context(self) -> _Context | None:
-        return None if self._context is None or self._context.is_over else self._context
-
-    def get_said(self) -> int | None:
-        """Returns how many samples `samples` says that a batch has, if it does."""
-        return None if (context := self._get_context()) is None else context.num_samples
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy that is made inside of `samples` is outside of it.
+        return {**self.__dict__, "said": None, "_next_sample": None, "_has_begun": False}
 
     def check_sequence(self) -> None:
         """Raises ValueError if ranks among which DeepSpeed's Ulysses divides a sample would draw masks as if they had
@@ -109,7 +93,7 @@ class Samples:
             return
         size, given = ulysses.get_sequence_parallel_world_size(), self.sequence[1]
         # Without a rank or `samples` each process numbers its samples differently, so no two draw the same mask.
-        if size != given and (given > 1 or self._ranks[0] is not None or self._get_context() is not None):
+        if size != given and (given > 1 or self._ranks[0] is not None or self._next_sample is not None):
             raise ValueError(
                 f"DeepSpeed's Ulysses divides a sample among {size} ranks, and sequence_ranks is {given}; expected "
                 f"the same, or parts of a sample might get one dropout mask; give tempoize sequence_ranks={size}"
@@ -117,20 +101,18 @@ class Samples:
 
     def number(self, now: ForwardPass) -> int:
         """Returns the index of a pass's first sample, found once, when it first draws."""
-        context, state = self._get_context(), self._read_state(now)
+        state = self._read_state(now)
         drawn = None if state is None else self._drawn.get(state)
-        if context is not None and not self._has_begun:
-            number = self._next_sample  # what a person says comes first
-        elif drawn is not None:
+        if drawn is not None and (self._has_begun or self._next_sample is None):
             number, now.spacing = drawn
-        else:
-            number = self._next_sample if context is not None else self._count_step(now)
+        else:  # what a person says comes first
+            number = self._count_step(now) if self._next_sample is None else self._next_sample
         if state is not None and (drawn is not None or not torch.is_grad_enabled()):
             self._drawn[state] = number, now.spacing
             if len(self._drawn) > _MAX_STATES:
                 del self._drawn[next(iter(self._drawn))]
             torch.rand((), device=now.device if now.device.type == "cuda" else "cpu")
-        if context is not None:
+        if self._next_sample is not None:
             self._next_sample, self._has_begun = number + now.num_samples, True
         now.first_sample = number
         return number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from torch import nn
 
@@ -32,18 +33,13 @@ def offload_layers(model: nn.Module, value: str, ahead: int) -> list[Offload]:
     return [Offload(root, dict.fromkeys(layers, moves), engine, ahead=ahead) for root, layers in stacks]
 
 
-class _MovesSome:
-    """Moves what modules with these names, or modules inside them, save first."""
-
-    def __init__(self, names: frozenset[str]) -> None:
-        self._names = names
-
-    def __call__(self, name: str) -> bool:
-        name = name or _LAYER
-        return any(name == each or name.startswith(f"{each}.") for each in self._names)
+def _moves_some(names: frozenset[str], name: str) -> bool:
+    """Returns whether a module `name` of a layer, or one that it is in, is among `names`."""
+    name = name or _LAYER
+    return any(name == each or name.startswith(f"{each}.") for each in names)
 
 
-def _read_names(value: str, stacks: list[tuple[nn.Module, list[nn.Module]]]) -> _MovesSome:
+def _read_names(value: str, stacks: list[tuple[nn.Module, list[nn.Module]]]) -> Moves:
     names = frozenset(str(value).split("+"))
     known = {name for _, layers in stacks for layer in layers for name, _ in layer.named_modules() if name}
     for name in sorted(names - {INPUT, _LAYER} - known):
@@ -52,7 +48,7 @@ def _read_names(value: str, stacks: list[tuple[nn.Module, list[nn.Module]]]) -> 
             f"such as {', '.join(sorted(known)[:3])}, {INPUT} (of a checkpointed layer) or {_LAYER} (outside of its "
             "modules)"
         )
-    return _MovesSome(names)
+    return partial(_moves_some, names)
 
 
 def _find_stacks(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
@@ -60,11 +56,8 @@ def _find_stacks(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]
     of all."""
     found: list[nn.Module] = []
     for child in module.children():
-        if (
-            isinstance(child, nn.ModuleList)
-            and len(child) > 1
-            and all(any(True for _ in layer.parameters()) for layer in child)
-        ):
+        is_list = isinstance(child, nn.ModuleList) and len(child) > 1
+        if is_list and all(next(layer.parameters(), None) is not None for layer in child):
             found.extend(child)
         else:
             yield from _find_stacks(child)

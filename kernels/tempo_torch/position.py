@@ -117,7 +117,6 @@ class Passes:
         self.seed, self.samples = seed, Samples(rank, num_ranks, sequence)
         self.places: dict[str, DropoutPlace] = {}
         self.has_repeats = self._knows_repeats = self._keeps_all = False
-        self._depth = 0
         # The thread whose forward runs, and the frame in which torch runs it; setdefault is atomic.
         self._owner: dict[str, tuple[int, FrameType | None]] = {}
         # The outermost backward that runs, and what is gone once it has ended, also by an exception.
@@ -208,18 +207,14 @@ class Passes:
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         call = threading.get_ident(), _find_frame()
         owner = self._owner.setdefault("forward", call)
-        if owner is not call and not _is_running(*owner):
-            # KeyboardInterrupt, or another exception for which torch calls no hooks, has ended the last forward.
-            owner, self._depth = call, 0
-            self._owner["forward"] = call
-        if owner[0] != call[0]:
+        # A frame that runs no more was left by KeyboardInterrupt, for which torch calls no hooks.
+        if owner is not call and _is_running(*owner):
             raise RuntimeError(
-                f"two threads call one {type(module).__name__} at once, so which samples each sees is not known; "
-                "expected one forward at a time; give each thread a copy of the model"
+                f"{type(module).__name__} is called while a forward of it runs, by another thread or by itself, so "
+                "which samples each call sees is not known; expected one forward at a time; give each thread a copy of "
+                "the model, and give tempoize a module that does not call itself"
             )
-        self._depth += 1
-        if self._depth > 1:
-            return  # the model calls itself
+        self._owner["forward"] = call
         for place in self.places.values():
             place.calls = 0
         now = self._make_pass(module, args, kwargs)
@@ -234,24 +229,16 @@ class Passes:
             now.first_sample_tensor = torch.tensor(self.samples.number(now), dtype=torch.int64)
 
     def _make_pass(self, module: nn.Module, args: Any, kwargs: Any) -> ForwardPass:
-        tensor, said = _find_batch(module, args, kwargs), self.samples.get_said()
+        tensor, said = _find_batch(module, args, kwargs), self.samples.said
         device = torch.device("cpu") if tensor is None else tensor.device
         device = torch.device("meta") if isinstance(tensor, FakeTensor) else device
         return ForwardPass((1 if tensor is None else tensor.size(0)) if said is None else said, device)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        thread, frame = self._owner.get("forward", (None, None))
-        if thread != threading.get_ident():
+        if (now := self._current) is None or self._owner.get("forward", (None,))[0] != threading.get_ident():
             return  # `_begin` refused it
-        self._depth -= 1
-        # A call of itself that was interrupted has not been counted off.
-        if self._depth and (frame is None or frame is not _find_frame()):
-            return
         self._owner.clear()
-        self._depth, now = 0, self._current
-        if now is None:
-            return
         now.is_over = self._knows_repeats = True
         if not self.has_repeats:
             now.entries.clear()
@@ -283,15 +270,13 @@ class Passes:
         if now.is_over:
             if is_in_backward() and found is not None:
                 now.recalled = dict(found)
-        elif entry not in now.entries or found == now.counts:
-            now.entries[entry] = StorageWeakRef(storage), dict(now.counts)
-        else:
-            # The same tensor in two calls cannot tell them apart.
-            now.entries[entry] = StorageWeakRef(storage), None
+        else:  # the same tensor in two calls cannot tell them apart
+            is_known = entry not in now.entries or found == now.counts
+            now.entries[entry] = StorageWeakRef(storage), dict(now.counts) if is_known else None
 
     def __getstate__(self) -> dict[str, Any]:
         no_pass: dict[str, Any] = {"_current": None, "_past": deque(maxlen=_MAX_PASSES)}
-        return {**self.__dict__, **no_pass, "_owner": {}, "_depth": 0, "_task": None}
+        return {**self.__dict__, **no_pass, "_owner": {}, "_task": None}
 
 
 def is_in_backward() -> bool:

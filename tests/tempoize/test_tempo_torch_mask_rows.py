@@ -52,7 +52,7 @@ class Lora(nn.Module):
         return self.lora_dropout["default"](x)
 
 
-DEPEND_ON_THE_BATCH = ("dropout of other rows", "sequence first", "some of the rows", "no batch")
+DEPEND_ON_THE_BATCH = ("dropout of other rows", "sequence first", "some of the rows")
 
 
 def fold(x):
@@ -87,7 +87,6 @@ MODELS = {
     "frames folded, sequence first": lambda: Calls(attention(), lambda x: fold(x).transpose(0, 1)),
     "sequence first": lambda: Calls(attention(), lambda x: x[:, 0]),
     "some of the rows": lambda: Calls(attention(batch_first=True), lambda x: fold(x)[:-1]),
-    "no batch": lambda: Calls(attention(), lambda x: x[0, 0]),
 }
 LANGUAGE_MODELS = {
     "BERT": (lambda: hugging_face("BertModel", **BERT), lambda n, m: {"input_ids": ids(n, S)}),
