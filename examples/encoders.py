@@ -31,7 +31,7 @@ DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 Batch = dict[str, Tensor]
 
 
-def make_text_model(name: str) -> nn.Module:
+def make_text_model(name: str) -> Any:
     import transformers
 
     text = {"vocab_size": VOCAB_SIZE, "pad_token_id": PAD, "max_position_embeddings": LENGTH + PAD + 1}
@@ -41,18 +41,16 @@ def make_text_model(name: str) -> nn.Module:
         return transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**SIZES, **text, **rates, **ids))
     kind = "Bert" if name == "bert" else "Roberta"
     config = getattr(transformers, f"{kind}Config")(**SIZES, **text, **DROPOUT)
-    model: nn.Module = getattr(transformers, f"{kind}ForMaskedLM")(config)
-    return model
+    return getattr(transformers, f"{kind}ForMaskedLM")(config)
 
 
-def make_image_model(name: str) -> nn.Module:
+def make_image_model(name: str) -> Any:
     if name == "timm":
         import timm
 
         rates = dict.fromkeys(("drop_rate", "proj_drop_rate", "attn_drop_rate"), 0.1)
         sizes = {"img_size": 128, "patch_size": 8, "num_classes": CLASSES, "depth": 2}
-        vit: nn.Module = timm.create_model("vit_tiny_patch16_224", **sizes, **rates)
-        return vit
+        return timm.create_model("vit_tiny_patch16_224", **sizes, **rates)
     import transformers
 
     sizes = SIZES | {"image_size": 128, "patch_size": 8, "num_labels": CLASSES}
@@ -122,7 +120,7 @@ def compute_loss(model: Any, batch: Batch) -> Tensor:
     return F.cross_entropy(model(inputs), labels)
 
 
-MODELS: dict[str, tuple[str, Callable[[str], nn.Module], Callable[[], list[Batch]]]] = {
+MODELS: dict[str, tuple[str, Callable[[str], Any], Callable[[], list[Batch]]]] = {
     "bert": ("transformers", make_text_model, make_text),
     "roberta": ("transformers", make_text_model, make_text),
     "modernbert": ("transformers", make_text_model, make_text),
@@ -137,13 +135,13 @@ MODELS: dict[str, tuple[str, Callable[[str], nn.Module], Callable[[], list[Batch
 def compare_model(name: str) -> list[Row]:
     _, make_model, make_batches = MODELS[name]
 
-    def build(seed: int, *, tempo: bool = False, checkpointing: bool = False) -> nn.Module:
+    def build(seed: int, *, tempo: bool = False, checkpointing: bool = False) -> Any:
         torch.manual_seed(seed)
-        model: Any = make_model(name)
+        model = make_model(name)
         if checkpointing:
             is_timms = hasattr(model, "set_grad_checkpointing")
             model.set_grad_checkpointing() if is_timms else model.gradient_checkpointing_enable()
-        return tempoize(model, seed=seed) if tempo else model  # type: ignore[no-any-return]
+        return tempoize(model, seed=seed) if tempo else model
 
     return compare(build, compute_loss, make_batches())
 

@@ -56,9 +56,9 @@ def _find_stacks(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]
     of all."""
     found: list[nn.Module] = []
     for child in module.children():
-        is_list = isinstance(child, nn.ModuleList) and len(child) > 1
-        if is_list and all(next(layer.parameters(), None) is not None for layer in child):
-            found.extend(child)
+        layers = list(child) if isinstance(child, nn.ModuleList) else []
+        if len(layers) > 1 and all(next(layer.parameters(), None) is not None for layer in layers):
+            found.extend(layers)
         else:
             yield from _find_stacks(child)
     if found:

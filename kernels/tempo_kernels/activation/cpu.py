@@ -113,7 +113,8 @@ def _backward_from_input(
     for total, rows_grad_x, rows_grad_y in _add_in_chunks(x, bias, activation, form, chunk_elements, grad_x, grad_y):
         rows_grad_y = rows_grad_y.to(total.dtype)
         if is_gated:
-            halves = differentiate_gated(rows_grad_y, *total.chunk(2, -1), activation)
+            gate, up = total.chunk(2, -1)
+            halves = differentiate_gated(rows_grad_y, gate, up, activation)
             for half, place in zip(halves, rows_grad_x.chunk(2, -1), strict=True):
                 place.copy_(half)
         elif total.dtype == x.dtype:
