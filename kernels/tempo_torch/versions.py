@@ -5,10 +5,9 @@ docs/huggingface.md says which were tested.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
-
-from torch.torch_version import TorchVersion
 
 OLDEST_VERSIONS = {"transformers": "4.57", "peft": "0.17", "accelerate": "1.10", "trl": "0.24"}
 
@@ -18,7 +17,11 @@ def check_versions(packages: Iterable[str]) -> None:
     for package in packages:
         module, oldest = sys.modules.get(package), OLDEST_VERSIONS.get(package)
         version = getattr(module, "__version__", None)
-        if oldest is not None and version is not None and TorchVersion(version) < oldest:
+        if oldest is not None and version is not None and _parse(version) < _parse(oldest):
             raise ValueError(
                 f"{package} is {version}; expected at least {oldest}, the oldest version that is tested; upgrade it"
             )
+
+
+def _parse(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
