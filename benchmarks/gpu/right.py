@@ -159,7 +159,7 @@ class Attention(NamedTuple):
     causal: bool = True
     window: tuple[int, int] | None = None
     extra: str = ""
-    """mask, lengths, bias, slopes, sink, softcap, packed or parts."""
+    """mask, bias, slopes, sink, softcap, packed or parts."""
     all_dtypes: bool = False
 
 
@@ -177,7 +177,7 @@ ATTENTION = [
     Attention("no dropout, full, d 64", p=0.0, causal=False),
     *(
         Attention(f"{extra}{', no dropout' if not p else ''}, d 64", p=p, extra=extra, causal=extra != "mask")
-        for extra in ("mask", "lengths", "bias", "slopes", "sink", "softcap", "packed", "parts")
+        for extra in ("mask", "bias", "slopes", "sink", "softcap", "packed", "parts")
         for p in (0.1, 0.0)
     ),
 ]
@@ -199,7 +199,6 @@ def _make_attention(one: Attention, dtype: str, sk: int) -> Case:
         documents = [share * sk // 20 for share in (1, 7, 7, 13, 19)]
         found: dict[str, Any] = {
             "mask": {"mask": mask},
-            "lengths": {"key_lengths": torch.tensor([sk - sk // 4, sk])},
             "slopes": {"alibi_slopes": 2.0 ** -torch.arange(1, a + 1)},
             "packed": {"cu_seqlens": torch.tensor(documents, dtype=torch.int32)},
         }.get(one.extra, {})

@@ -171,7 +171,7 @@ def list_attention() -> Iterator[tuple[str, Case]]:
             place = {"first_sample": 0, "first_head": 0} if is_large else first
             chosen = settings(causal=False, window_size=(63, 0), **place)
             out, logsumexp = attention.forward(inputs, chosen)
-            grads = attention.backward(grad, inputs, KeptByAttention(out, logsumexp), chosen, None, bias is not None)
+            grads = attention.backward(grad, inputs, KeptByAttention(out, logsumexp), chosen, bias is not None)
             return [out, logsumexp, *(grad for grad in grads if grad is not None)]
 
         shapes = [(s, b, a, d)] * 4 + [(1, a, s, s)] * len(others)

@@ -10,9 +10,6 @@ from witness import assert_within_rule
 from tempo_kernels.activation import ACTIVATIONS
 from tempo_kernels.activation import cpu as activation_cpu
 from tempo_kernels.activation import eager as activation_eager
-from tempo_kernels.attention import cpu as attention_cpu
-from tempo_kernels.attention import eager as attention_eager
-from tempo_kernels.attention.settings import Inputs, Kept, Settings
 from tempo_kernels.linear_cross_entropy import cpu as loss_cpu
 from tempo_kernels.linear_cross_entropy import eager as loss_eager
 from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
@@ -32,8 +29,6 @@ def assert_same(found, expected):
 def small_blocks(monkeypatch):
     """Several blocks of every tensor."""
     monkeypatch.setattr(loss_cpu, "BLOCK_ELEMENTS", 5 * 130)
-    monkeypatch.setattr(attention_cpu, "BLOCK_ELEMENTS", 1)
-    monkeypatch.setattr(attention_cpu, "MIN_BLOCK_ROWS", 16)
 
 
 @parametrize_covering(each={"shape": SHAPES}, dtype=DTYPES, activation=ACTIVATIONS.keys())
@@ -122,50 +117,3 @@ def test_the_loss_in_blocks_is_the_specification(dtype, shares):
         slope = found[3] / found[1] if shares.has_entropy else None
         module.write_gradient_(result, Rows(columns, found[0], grad / found[1], grad, slope), shares)
     assert_same(*results)
-
-
-MASK = torch.zeros(2, 1, 40, 56, dtype=torch.bool)
-MASK[0, :, 3] = True  # a row whose every key is hidden
-MASK[1, :, :, 30:] = True
-# causal; window; mask; key_lengths
-ATTENTION_FORMS = {
-    "full": (False, None, None, None),
-    "causal": (True, None, None, None),
-    "mask": (False, None, MASK, None),
-    "window": (True, (7, 0), None, None),
-    "window and lengths": (False, (5, 9), None, torch.tensor([0, 41])),
-    "causal, mask and lengths": (True, None, MASK, torch.tensor([56, 20])),
-}
-
-
-@pytest.mark.usefixtures("small_blocks")
-@parametrize_covering(form=ATTENTION_FORMS, dtype=DTYPES, p=[0.0, 0.3], keeps_probabilities=[False, True])
-def test_attention_in_blocks_is_the_specification(form, dtype, p, keeps_probabilities):
-    torch.manual_seed(0)
-    causal, window, mask, key_lengths = form
-    q, grad = (torch.randn(40, 2, 4, 16) for _ in range(2))
-    k, v = (torch.randn(56, 2, 2, 16) for _ in range(2))
-    settings = Settings(causal, 0.25, p, 0x123456789ABCDEF, 5, 3, window)
-
-    def results(module, dtype):
-        inputs = Inputs(*(t.to(dtype) for t in (q, k, v)), mask, key_lengths)
-        kept = torch.zeros(2, 4, 40, 56, dtype=dtype) if keeps_probabilities else None
-        out, logsumexp = module.forward(inputs, settings, kept)
-        found = module.backward(grad.to(dtype), inputs, Kept(out, logsumexp, kept), settings)
-        kept = torch.zeros(()) if kept is None else kept
-        return dict(
-            zip("out logsumexp kept grad_q grad_k grad_v".split(), (out, logsumexp, kept, *found[:3]), strict=True)
-        )
-
-    ours, specified, exact = results(attention_cpu, dtype), results(attention_eager, dtype), None
-    exact = results(attention_eager, torch.float64)
-    for name, found in ours.items():
-        assert found.dtype == specified[name].dtype or name == "kept"
-        is_finite = exact[name].isfinite()
-        assert torch.equal(found.isfinite(), is_finite) and torch.equal(specified[name].isfinite(), is_finite)
-        zero = torch.zeros((), dtype=torch.float64)
-        found, theirs, truth = (t.double().where(is_finite, zero) for t in (found, specified[name], exact[name]))
-        if dtype == torch.float64:
-            torch.testing.assert_close(found, theirs, rtol=1e-10, atol=1e-12)
-        else:
-            assert_within_rule(name, found.to(dtype), theirs.to(dtype), truth)

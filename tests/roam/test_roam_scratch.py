@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tempo_kernels import opaque
-from tempo_kernels.attention import cpu
+from tempo_kernels.attention import cpu, eager
 from tempo_kernels.attention.settings import Inputs, Kept, Settings
 from tempo_megatron.memory.tape.follower import Follower
 
@@ -62,7 +62,7 @@ def test_the_rounds_that_are_left_out_hold_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # A round is of 2 samples, the last of 2 or 1: of 7 samples only the third round is left out, of 9 two.
-    monkeypatch.setattr(cpu, "_choose_block", lambda *_: (64, 2))
+    monkeypatch.setattr(eager, "_choose_block", lambda *_: (64, 2))
     settings = Settings(causal, 0.25, 0.1, 7, 0, 0, window)
     *short, num_short = measure(num_samples, settings, dtype, has_mask=has_mask)
     monkeypatch.setattr(opaque, "NUM_ROUNDS", num_samples)

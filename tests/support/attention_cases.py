@@ -26,13 +26,10 @@ def settings(causal=True, p=0.1, key=KEY, first_sample=FIRST_SAMPLE, window_size
     return Settings(causal, SCALE, p, key, first_sample, FIRST_HEAD, window_size, **firsts)
 
 
-def reference(q, k, v, chosen, mask=None, key_lengths=None, sink=None, bias=None, alibi_slopes=None):
+def reference(q, k, v, chosen, mask=None, sink=None, bias=None, alibi_slopes=None):
     """Unfused attention with the mask of dropout from its definition, and the value that hidden_rows stands for."""
     (sq, b, a, _), sk, column = q.shape, k.size(0), chosen.first_column
     k, v = (t.repeat_interleave(a // t.size(2), 2) for t in (k, v))
-    if key_lengths is not None:
-        seen = (torch.arange(sk).unsqueeze(-1) < key_lengths).view(sk, b, 1, 1)
-        k, v = (t.where(seen, torch.zeros((), dtype=t.dtype)) for t in (k, v))
     scores = torch.einsum("sbad,tbad->bast", q, k) * chosen.softmax_scale
     # Positions count from the end, where the last query sees the last key, unless they are given.
     diagonal = sk - sq if column is None else chosen.first_row - column
@@ -51,8 +48,6 @@ def reference(q, k, v, chosen, mask=None, key_lengths=None, sink=None, bias=None
     hidden = torch.zeros(b, 1, sq, sk, dtype=torch.bool)
     hidden |= (distance > (0 if chosen.causal else right)) & (chosen.causal or right >= 0)
     hidden |= (distance < -left) & (left >= 0)
-    if key_lengths is not None:
-        hidden |= torch.arange(sk) >= key_lengths.view(-1, 1, 1, 1)
     if mask is not None and chosen.hidden_rows == "zero":
         hidden = hidden | mask
     scores = scores.masked_fill(hidden, float("-inf"))
@@ -74,8 +69,8 @@ def reference(q, k, v, chosen, mask=None, key_lengths=None, sink=None, bias=None
     return torch.einsum("bast,tbad->sbad", probabilities, v)
 
 
-def ours(q, k, v, chosen, mask=None, key_lengths=None, **more):
-    return attention(q, k, v, mask=mask, key_lengths=key_lengths, **vars(chosen), **more)
+def ours(q, k, v, chosen, mask=None, **more):
+    return attention(q, k, v, mask=mask, **vars(chosen), **more)
 
 
 def attend_in_parts(q, k, v, chosen, sink=None, alibi_slopes=None):

@@ -35,24 +35,23 @@ def settings(
     return Settings(causal, scale, p, key, first_sample, first_head, window_size, **firsts)
 
 
-def run(module, q, k, v, grad, mask, key_lengths, chosen, **more):
+def run(module, q, k, v, grad, mask, chosen, **more):
     """out, grad_q, grad_k and grad_v, and the gradients of the bias and the sink where they are given."""
-    inputs = Inputs(q, k, v, mask, key_lengths, **more)
+    inputs = Inputs(q, k, v, mask, **more)
     out, logsumexp = module.forward(inputs, chosen)
     grads = module.backward(grad, inputs, Kept(out, logsumexp), chosen, needs_grad_bias=True)
     return [out, *(g for g in grads if g is not None)]
 
 
-def check(q, k, v, grad, chosen, mask=None, key_lengths=None, sink=None, bias=None, alibi_slopes=None):
+def check(q, k, v, grad, chosen, mask=None, sink=None, bias=None, alibi_slopes=None):
     """Three witnesses: the kernels, and unfused attention in the same dtype and in float64."""
     more = {"sink": sink, "bias": bias, "alibi_slopes": alibi_slopes}
-    found = run(attention_kernel, q, k, v, grad, mask, key_lengths, chosen, **more)
+    found = run(attention_kernel, q, k, v, grad, mask, chosen, **more)
 
     def specified(q, k, v, grad, sink, bias):
         q, k, v, bias, sink = (None if t is None else t.detach().requires_grad_() for t in (q, k, v, bias, sink))
-        hidden = (None if t is None else t.cpu() for t in (mask, key_lengths))
-        slopes = None if alibi_slopes is None else alibi_slopes.cpu()
-        out = reference(q, k, v, chosen, *hidden, sink, bias, slopes)
+        hidden, slopes = (None if t is None else t.cpu() for t in (mask, alibi_slopes))
+        out = reference(q, k, v, chosen, hidden, sink, bias, slopes)
         leaves = [t for t in (q, k, v, bias, sink) if t is not None]
         return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 

@@ -41,9 +41,9 @@ def watched_rows(note: Callable[[Place, np.ndarray[Any, np.dtype[np.uint8]], int
         return bits
 
     with contextlib.ExitStack() as patches:
-        for operation, file in (("attention", "attention.cpu_blocks"), ("dropout_add", "dropout_add.cpu")):
+        for operation in ("attention", "dropout_add"):
             recorder = functools.partial(record, operation)
-            patches.enter_context(mock.patch(f"tempo_kernels.{file}.keep_bits", recorder))
+            patches.enter_context(mock.patch(f"tempo_kernels.{operation}.eager.keep_bits", recorder))
         yield
 
 

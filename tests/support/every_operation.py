@@ -67,9 +67,6 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
         x, b, x * 2, p=0.1, key=key, first_sample=first
     ),
     "attention": lambda x, b, c, w, key, first: attend(x, key, first),
-    "attention with key_lengths": lambda x, b, c, w, key, first: attend(
-        x, key, first, key_lengths=torch.tensor([5, 12], dtype=torch.int64, device=x.device)
-    ),
     "attention in documents": lambda x, b, c, w, key, first: attend(
         x.reshape(S * B, 1, -1), key, first, cu_seqlens=torch.tensor([1, 5, 24], dtype=torch.int32, device=x.device)
     ),

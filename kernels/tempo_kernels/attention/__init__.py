@@ -1,6 +1,6 @@
 """Attention with dropout that keeps q, k, v, the output and one logsumexp per row: no s*s tensor, no mask."""
 
-from tempo_kernels.attention.cpu import use_gpu_blocks
+from tempo_kernels.attention.eager import use_gpu_blocks
 from tempo_kernels.attention.function import (
     OPERATIONS,
     attention,

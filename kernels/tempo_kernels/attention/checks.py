@@ -8,16 +8,20 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tempo_kernels.attention.settings import MASKED_SCORES, Documents, Inputs, Settings
+from tempo_kernels.attention.settings import MASKED_SCORES, Inputs, Settings
 from tempo_kernels.opaque import is_traced
-from tempo_kernels.philox import check_place, effective_probability
+from tempo_kernels.philox import check_drawn_from, check_place, effective_probability
 
 FORMS = ("flash", "softmax")
 
 
-def check_tensors(inputs: Inputs, settings: Settings, is_packed: bool = False) -> None:
-    """Raises ValueError unless the shapes, dtypes and devices of q, k, v, mask and key_lengths agree."""
-    q, k, v, mask, key_lengths = inputs[:5]
+def _say(name: str, t: Tensor) -> str:
+    return f"{name} is {t.dtype} of shape {list(t.shape)} on {t.device}"
+
+
+def check_tensors(inputs: Inputs, settings: Settings) -> None:
+    """Raises ValueError unless the shapes, dtypes and devices of all tensors but a packed row's agree."""
+    q, k, v = inputs[:3]
     q_shape, k_shape = q.shape, k.shape
     if len(q_shape) != 4 or len(k_shape) != 4 or v.dim() != 4:
         raise ValueError(f"q, k, v have {q.dim()}, {k.dim()}, {v.dim()} dimensions; expected [s, b, heads, d] for each")
@@ -32,65 +36,37 @@ def check_tensors(inputs: Inputs, settings: Settings, is_packed: bool = False) -
         )
     if num_keys == 0 and num_queries > 0:
         raise ValueError("k and v are empty; expected at least one key")
-    if settings.causal and settings.first_column is None and not is_packed and num_queries > num_keys:
+    if settings.causal and settings.first_column is None and inputs.cu_seqlens is None and num_queries > num_keys:
         raise ValueError(
             f"causal attention of {num_queries} queries over {num_keys} keys: the first queries would see no key; "
             "give at least as many keys, first_row and first_column, or causal=False"
         )
-    if mask is not None:
-        _check_mask(mask, [batch, heads, num_queries, num_keys])
-    if inputs.changes_scores:
+    if inputs.mask is not None or inputs.changes_scores:
         _check_what_changes_scores(inputs, [batch, heads, num_queries, num_keys])
-    if key_lengths is not None and (
-        key_lengths.dtype not in (torch.int32, torch.int64)
-        or key_lengths.shape != q_shape[1:2]
-        or key_lengths.device != q.device
-    ):
-        raise ValueError(
-            f"key_lengths is {key_lengths.dtype} of shape {list(key_lengths.shape)} on {key_lengths.device}; expected "
-            f"torch.int32 or torch.int64 of shape [{batch}] on {q.device}, as q; move it there"
-        )
-    # Only on a CPU: reading numbers from a GPU would wait for it.
-    if key_lengths is not None and key_lengths.device.type == "cpu" and not is_traced(key_lengths):
-        outside = key_lengths[(key_lengths < 0) | (key_lengths > num_keys)]
-        if outside.numel():
-            raise ValueError(
-                f"key_lengths holds {outside[0].item()}; expected 0 to {num_keys}, how many keys a sample has; clamp it"
-            )
-
-
-def _check_mask(mask: Tensor, shape: list[int]) -> None:
-    if mask.dtype != torch.bool or not _fits_scores(mask, shape):
-        raise ValueError(
-            f"mask is {mask.dtype} of shape {list(mask.shape)}; expected bool, True where hidden, broadcastable to "
-            f"{shape} with all keys"
-        )
-
-
-def _fits_scores(tensor: Tensor, shape: list[int]) -> bool:
-    """Whether a tensor is broadcast to scores of this shape, and has all keys."""
-    *broadcast, num_keys = shape
-    fits = tensor.dim() == 4 and tensor.size(-1) == num_keys
-    return fits and all(size in (1, whole) for size, whole in zip(tensor.shape, broadcast, strict=False))
 
 
 def _check_what_changes_scores(inputs: Inputs, shape: list[int]) -> None:
-    q, bias, slopes, sink = inputs.q, inputs.bias, inputs.alibi_slopes, inputs.sink
-    heads = shape[1]
+    q, mask, bias, slopes, sink = inputs.q, inputs.mask, inputs.bias, inputs.alibi_slopes, inputs.sink
+    if mask is not None and not (mask.dtype == torch.bool and _fits_scores(mask, shape)):
+        raise ValueError(
+            f"{_say('mask', mask)}; expected bool, True where hidden, broadcastable to {shape} with all keys"
+        )
     if bias is not None and not (bias.is_floating_point() and _fits_scores(bias, shape) and bias.device == q.device):
         raise ValueError(
-            f"bias is {bias.dtype} of shape {list(bias.shape)} on {bias.device}; expected a floating-point dtype, "
-            f"broadcastable to {shape} with all keys, on {q.device}, as q"
+            f"{_say('bias', bias)}; expected a floating-point dtype, broadcastable to {shape} with all keys, on "
+            f"{q.device}, as q"
         )
-    vectors = {"alibi_slopes": (slopes, {torch.float32}), "sink": (sink, {torch.float32, q.dtype})}
-    for name, (vector, dtypes) in vectors.items():
-        if vector is None:
+    heads = shape[1]
+    for name, vector, dtypes in (
+        ("alibi_slopes", slopes, {torch.float32}),
+        ("sink", sink, {torch.float32, q.dtype}),
+    ):
+        if vector is None or (vector.dtype in dtypes and list(vector.shape) == [heads] and vector.device == q.device):
             continue
-        if vector.dtype not in dtypes or list(vector.shape) != [heads] or vector.device != q.device:
-            raise ValueError(
-                f"{name} is {vector.dtype} of shape {list(vector.shape)} on {vector.device}; expected "
-                f"{' or '.join(sorted(map(str, dtypes)))} of shape [{heads}] on {q.device}, a number for each head of q"
-            )
+        raise ValueError(
+            f"{_say(name, vector)}; expected {' or '.join(sorted(map(str, dtypes)))} of shape [{heads}] on {q.device}, "
+            "a number for each head of q"
+        )
     if slopes is not None and slopes.requires_grad:
         raise ValueError(
             "alibi_slopes requires a gradient, which attention does not compute; expected constants; give "
@@ -98,14 +74,19 @@ def _check_what_changes_scores(inputs: Inputs, shape: list[int]) -> None:
         )
 
 
+def _fits_scores(t: Tensor, shape: list[int]) -> bool:
+    """Whether a tensor is broadcast to scores of this shape, and has all keys."""
+    fits = t.dim() == 4 and t.size(-1) == shape[-1]
+    return fits and all(size in (1, whole) for size, whole in zip(t.shape[:-1], shape[:-1], strict=True))
+
+
 def check_settings(q: Tensor, settings: Settings, form: str) -> None:
     """Raises ValueError where a number is out of range or does not fit q."""
     if effective_probability(settings.dropout_p):
-        first_sample = settings.first_sample if isinstance(settings.first_sample, int) else 0
         num_rows, num_samples, num_heads, _ = q.shape
         check_place(
-            key=0 if settings.dropout_key is None else settings.dropout_key,
-            first_sample=first_sample,
+            key=settings.dropout_key,
+            first_sample=settings.first_sample if isinstance(settings.first_sample, int) else 0,
             num_samples=num_samples,
             first_head=settings.first_head,
             num_heads=num_heads,
@@ -126,19 +107,12 @@ def check_settings(q: Tensor, settings: Settings, form: str) -> None:
     window_size = settings.window_size
     if window_size is not None and (len(window_size) != 2 or any(size < -1 for size in window_size)):
         raise ValueError(f"window_size is {window_size}; expected (left, right), each at least 0, or -1 for no limit")
-    if isinstance(settings.dropout_key, int) and isinstance(settings.first_sample, int):
-        return
-    for name, number in (("dropout_key", settings.dropout_key), ("first_sample", settings.first_sample)):
-        if isinstance(number, Tensor) and (number.dtype, number.dim(), number.device) != (torch.int64, 0, q.device):
-            raise ValueError(
-                f"{name} is {number.dtype} of shape {list(number.shape)} on {number.device}; expected an int, or a "
-                f"0-dim torch.int64 tensor on {q.device}, as q; move it there"
-            )
+    check_drawn_from(q.device, dropout_key=settings.dropout_key, first_sample=settings.first_sample)
 
 
-def check_documents(documents: Documents, inputs: Inputs, settings: Settings) -> None:
+def check_documents(inputs: Inputs, settings: Settings) -> None:
     """Raises ValueError where documents are given that do not fit q and k, or with what they exclude."""
-    cu_seqlens, cu_seqlens_k, samples = documents
+    cu_seqlens, cu_seqlens_k, samples = inputs.cu_seqlens, inputs.cu_seqlens_k, inputs.document_samples
     if cu_seqlens is None:
         if cu_seqlens_k is not None or samples is not None:
             raise ValueError("cu_seqlens_k or document_samples is given without cu_seqlens; give cu_seqlens too")
@@ -146,7 +120,6 @@ def check_documents(documents: Documents, inputs: Inputs, settings: Settings) ->
     excluded = {
         "mask": inputs.mask is not None,
         "bias": inputs.bias is not None,
-        "key_lengths": inputs.key_lengths is not None,
         "first_row": settings.first_row != 0,
         "first_column": settings.first_column is not None,
     }
@@ -160,16 +133,14 @@ def check_documents(documents: Documents, inputs: Inputs, settings: Settings) ->
             f"q has {q.size(1)} samples and cu_seqlens is given; expected 1, the packed row; view q as [t, 1, a, d]"
         )
     number = max(0, cu_seqlens.numel() - 1)
-    wanted = {
-        "cu_seqlens": (cu_seqlens, torch.int32, [number + 1]),
-        "cu_seqlens_k": (cu_seqlens_k, torch.int32, [number + 1]),
-        "document_samples": (samples, torch.int64, [number]),
-    }
-    for name, (tensor, dtype, shape) in wanted.items():
-        if tensor is not None and (tensor.dtype, list(tensor.shape), tensor.device) != (dtype, shape, q.device):
+    for name, t, dtype, size in (
+        ("cu_seqlens", cu_seqlens, torch.int32, number + 1),
+        ("cu_seqlens_k", cu_seqlens_k, torch.int32, number + 1),
+        ("document_samples", samples, torch.int64, number),
+    ):
+        if t is not None and (t.dtype, list(t.shape), t.device) != (dtype, [size], q.device):
             raise ValueError(
-                f"{name} is {tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}; expected {dtype} of shape "
-                f"{shape} on {q.device}, for {number} documents"
+                f"{_say(name, t)}; expected {dtype} of shape [{size}] on {q.device}, for {number} documents"
             )
     is_ordered = settings.causal or settings.window_size is not None
     if cu_seqlens_k is not None and samples is None and settings.dropout_p and is_ordered:
@@ -190,13 +161,7 @@ def check_documents(documents: Documents, inputs: Inputs, settings: Settings) ->
 
 def _check_boundaries(name: str, boundaries: Tensor, num_tokens: int, of: str) -> None:
     numbers = boundaries.tolist()
-    if (
-        not numbers
-        or numbers[0] < 0
-        or numbers[-1] > num_tokens
-        or any(end < start for start, end in pairwise(numbers))
-    ):
+    if numbers[0] < 0 or numbers[-1] > num_tokens or any(end < start for start, end in pairwise(numbers)):
         raise ValueError(
-            f"{name} is {numbers}; expected at least one number, growing from 0 or more to at most {num_tokens}, the "
-            f"tokens of {of}"
+            f"{name} is {numbers}; expected numbers growing from 0 or more to at most {num_tokens}, the tokens of {of}"
         )

@@ -10,18 +10,13 @@ from torch import Tensor
 
 from tempo_kernels.attention import cpu
 from tempo_kernels.attention.checks import check_documents, check_settings, check_tensors
-from tempo_kernels.attention.settings import OPERANDS, Documents, Gradients, Inputs, Kept, Settings
+from tempo_kernels.attention.settings import OPERANDS, Gradients, Inputs, Kept, Settings
 from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only, takes_plain_tensors
 from tempo_kernels.opaque import opaque, separate, without_autocast
 from tempo_kernels.saved import keeping
 
-PREFERS_SDPA = True
-"""Whether torch's scaled_dot_product_attention runs instead of our kernels, where it can. Which of them is faster has
-not been measured yet."""
-
-
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_lengths, Tensor? bias, Tensor? alibi_slopes"
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? alibi_slopes"
 _INPUTS += ", Tensor? sink, Tensor? cu_seqlens, Tensor? cu_seqlens_k, Tensor? document_samples"
 
 
@@ -41,7 +36,6 @@ def attention(
     first_row: int = 0,
     first_column: int | None = None,
     window_size: tuple[int, int] | None = None,
-    key_lengths: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     document_samples: Tensor | None = None,
@@ -68,11 +62,9 @@ def attention(
             and window_size then go by position: query i is at first_row + i, key j at first_column + j. None where the
             keys begin at 0 and the last query is at the last key.
         window_size: (left, right): query i sees keys i + sk - sq - left to i + sk - sq + right; -1 is no limit.
-        key_lengths: int [b], how many keys a sample has; those behind them are not read, and their gradients are 0.
-            A number outside of [0, sk] is refused on a CPU; on a GPU, which is not waited for, it counts as nearest.
         cu_seqlens: int32 [n + 1], where a packed row's n documents begin and end: document i is q[cu_seqlens[i] :
             cu_seqlens[i + 1]], and sees its own keys only; causal and window_size count within it. b is 1. Tokens of no
-            document get 0 and pass no gradient on. Neither mask, key_lengths nor first_column may be given with it. A
+            document get 0 and pass no gradient on. Neither mask nor first_column may be given with it. A
             number outside of the row is refused on a CPU; on a GPU, which is not waited for, it counts as nearest.
         cu_seqlens_k: int32 [n + 1], the same of k and v, where it differs.
         document_samples: int64 [n], the global index of each document's sample: its mask of dropout is then the
@@ -98,7 +90,7 @@ def attention(
     which must not change between a forward and its backward.
 
     Returns:
-        [sq, b, a, dv], contiguous. A query that sees no key, by position, window_size, key_lengths and bias, gets 0
+        [sq, b, a, dv], contiguous. A query that sees no key, by position, window_size and bias, gets 0
         and passes no gradient on, with or without a sink.
 
     Under autocast nothing is cast: products have the inputs' dtype, in forward and in backward.
@@ -106,7 +98,7 @@ def attention(
     Keeps for backward: q, k, v, and a logsumexp of 4 bytes per query and head (8 for float64). On a GPU, and on a CPU
         in 16 bits without dropout, it also keeps the output, which the next linear keeps anyway. form="softmax" keeps a
         [b, a, sq, sk] tensor of q's dtype in place of logsumexp and output, and with a sink the logsumexp too. Masks,
-        biases, slopes, sinks, lengths, boundaries and samples, where given, are kept as the caller's tensors. The
+        biases, slopes, sinks, boundaries and samples, where given, are kept as the caller's tensors. The
         logsumexp includes the sink.
     Error: products in the inputs' dtype, softmax in float32; at most twice the unfused torch computation's own error.
         On a GPU, a 16-bit out is rounded before a row's sum of out * grad_out is taken, as in FlashAttention. Where a
@@ -117,32 +109,32 @@ def attention(
     """
     draw = (dropout_p, dropout_key, first_sample, first_head)
     settings = Settings(causal, softmax_scale, *draw, window_size, first_row, first_column, softcap, hidden_rows)
-    inputs = Inputs(q, k, v, mask, key_lengths, bias, alibi_slopes, sink)
-    given = Documents(cu_seqlens, cu_seqlens_k, document_samples)
-    documents = None if cu_seqlens is None else given
-    check_tensors(inputs, settings, documents is not None)
+    others = mask, bias, alibi_slopes, sink, cu_seqlens, cu_seqlens_k, document_samples
+    inputs = Inputs(q, k, v, *others)
+    check_tensors(inputs, settings)
     check_settings(q, settings, form)
-    check_documents(given, inputs, settings)
-    if get_backend(inputs, settings, documents, form) == "sdpa":
+    check_documents(inputs, settings)
+    if get_backend(inputs, settings, form) == "sdpa":
         return _run_sdpa(q, k, v, causal, softmax_scale)
-    out: Tensor = _Attention.apply(settings, form == "softmax", q, *separate(k, v), *inputs[3:], *given)
+    out: Tensor = _Attention.apply(settings, form == "softmax", q, *separate(k, v), *others)
     return out
 
 
-def get_backend(inputs: Inputs, settings: Settings, documents: Documents | None = None, form: str = "flash") -> str:
+def get_backend(inputs: Inputs, settings: Settings, form: str = "flash") -> str:
     """Returns the name of a call's backend: "sdpa" (torch's flash attention), "triton" (our kernels) or "torch"."""
     if not inputs.q.is_cuda or form == "softmax":
         return "torch"
-    takes_sdpa = _takes_sdpa(inputs, settings, documents) and torch.backends.cuda.flash_sdp_enabled()
+    takes_sdpa = _takes_sdpa(inputs, settings) and torch.backends.cuda.flash_sdp_enabled()
     if takes_sdpa and torch.cuda.is_available() and torch.cuda.get_device_capability(inputs.q.device) >= (8, 0):
         return "sdpa"
     return "triton"
 
 
-def _takes_sdpa(inputs: Inputs, settings: Settings, documents: Documents | None) -> bool:
-    """Whether torch's flash attention can compute this call, and is preferred to our kernels."""
+def _takes_sdpa(inputs: Inputs, settings: Settings) -> bool:
+    """Whether torch's flash attention can compute this call. It is preferred to our kernels, which no GPU has measured
+    against it."""
     q, k, v, causal, window_size = *inputs[:3], settings.causal, settings.window_size
-    is_plain = PREFERS_SDPA and settings.is_plain(inputs) and documents is None and settings.first_column is None
+    is_plain = settings.is_plain(inputs) and inputs.cu_seqlens is None and settings.first_column is None
     is_plain &= window_size in (None, (-1, -1)) or (causal and window_size == (-1, 0))
     # torch aligns a causal mask to the first key, and its kernels return the output in q's memory order. Where q is
     # dense or has one sample, that is our order too, and the next linear keeps the output without a copy.
@@ -165,11 +157,11 @@ def list_gpu_workspaces(
         multiprocessors: of the GPU.
         is_deterministic: whether torch is to use deterministic algorithms.
     """
-    inputs, documents, settings, _ = _read_operands(operands[4:-1])
+    inputs, settings, _ = _read_operands(operands[4:-1])
     q, k = inputs[:2]
     if not q.numel():
         return []
-    if _takes_sdpa(inputs, settings, documents):
+    if _takes_sdpa(inputs, settings):
         return list_flash_workspaces(q.shape, k.shape, q.dtype, multiprocessors if is_deterministic else 1)
     return [4 * q.shape[:3].numel()] * (2 if q.dtype == torch.float32 else 1)
 
@@ -200,8 +192,6 @@ def describe(device_type: str, form: str = "flash") -> str:
     """Describes the backend of a "cuda" or "cpu" device for a banner; `get_backend` names the backend of one call."""
     if device_type != "cuda" or form == "softmax":
         return "plain torch"
-    if not PREFERS_SDPA:
-        return "triton"
     return "triton, or torch's flash attention for a 16-bit dtype with neither dropout nor a mask"
 
 
@@ -225,12 +215,12 @@ def _make_empty_results(*operands: Any) -> list[Tensor]:
 @opaque(f"attention({_INPUTS}, {OPERANDS}, bool is_softmax) -> Tensor[]", _make_empty_results)
 def _forward(*operands: Any) -> list[Tensor]:
     """Returns out and the logsumexp, and with is_softmax the probabilities."""
-    inputs, documents, settings, is_softmax = _read_operands(operands)
+    inputs, settings, is_softmax = _read_operands(operands)
     if not is_softmax:
-        return list(choose_backend(inputs.q, cpu).forward(inputs, settings, documents=documents))
+        return list(choose_backend(inputs.q, cpu).forward(inputs, settings))
     q, k = inputs[:2]
     probabilities = q.new_zeros(q.size(1), q.size(2), q.size(0), k.size(0))
-    return [*cpu.forward(inputs, settings, probabilities, documents=documents), probabilities]
+    return [*cpu.forward(inputs, settings, probabilities), probabilities]
 
 
 def _list_wanted(inputs: Inputs, needs_grad_bias: bool) -> Gradients:
@@ -251,21 +241,15 @@ def _make_empty_gradients(*operands: Any) -> list[Tensor]:
 def _backward(grad_out: Tensor, *operands: Any) -> list[Tensor]:
     """Returns those gradients that there are, from what forward kept."""
     kept, needs_grad_bias = Kept(*operands[:3]), operands[-1]
-    inputs, documents, settings, is_softmax = _read_operands(operands[3:-1])
+    inputs, settings, is_softmax = _read_operands(operands[3:-1])
     backend = cpu if is_softmax else choose_backend(inputs.q, cpu)
-    grads = backend.backward(grad_out, inputs, kept, settings, documents, needs_grad_bias)
+    grads = backend.backward(grad_out, inputs, kept, settings, needs_grad_bias)
     return [grad for grad in grads if grad is not None]
 
 
-def _read_operands(operands: Sequence[Any]) -> tuple[Inputs, Documents | None, Settings, bool]:
-    num_tensors = len(Inputs._fields + Documents._fields)
-    return *_read_tensors(operands[:num_tensors]), Settings.of(*operands[num_tensors:-1]), operands[-1]
-
-
-def _read_tensors(tensors: Sequence[Any]) -> tuple[Inputs, Documents | None]:
-    num_inputs = len(Inputs._fields)
-    documents = Documents(*tensors[num_inputs:])
-    return Inputs(*tensors[:num_inputs]), None if documents.cu_seqlens is None else documents
+def _read_operands(operands: Sequence[Any]) -> tuple[Inputs, Settings, bool]:
+    num_tensors = len(Inputs._fields)
+    return Inputs(*operands[:num_tensors]), Settings.of(*operands[num_tensors:-1]), operands[-1]
 
 
 OPERATIONS = (_forward, _backward)
@@ -275,29 +259,28 @@ OPERATIONS = (_forward, _backward)
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, settings: Settings, is_softmax: bool, *tensors: Any) -> Tensor:
-        inputs, documents = _read_tensors(tensors)
+        inputs = Inputs(*tensors)
         run = _forward.trace if keeping else _forward
         out, logsumexp, *probabilities = run(*tensors, *settings.operands, is_softmax)
         # The softmax form and the CPU's blocks compute whole rows again: only the kernels and torch's own need out.
-        needs_out = not is_softmax and (inputs.q.is_cuda or cpu.keeps_out(inputs, settings, documents))
+        needs_out = not is_softmax and (inputs.q.is_cuda or cpu.keeps_out(inputs, settings))
         kept = Kept(
             out if needs_out else None,
             None if is_softmax and inputs.sink is None else logsumexp,
             probabilities[0] if is_softmax else None,
         )
+        *ctx.numbers, key, first_sample = settings.operands
         ctx.is_softmax = is_softmax
-        ctx.settings, numbers = settings.split()
-        ctx.save_for_backward(*kept[:3], *tensors, *numbers)
+        ctx.save_for_backward(*kept[:3], *tensors, key, first_sample)
         return out
 
     @staticmethod
     @first_derivative_only("attention", "attention")
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         *saved, key, first_sample = ctx.saved_tensors
-        inputs, _ = _read_tensors(saved[3:])
+        inputs = Inputs(*saved[3:])
         needs_grad_bias = inputs.bias is not None and ctx.needs_input_grad[2 + Inputs._fields.index("bias")]
-        operands = ctx.settings.join(key, first_sample).operands
-        found = iter(_backward(grad_out, *saved, *operands, ctx.is_softmax, needs_grad_bias))
+        found = iter(_backward(grad_out, *saved, *ctx.numbers, key, first_sample, ctx.is_softmax, needs_grad_bias))
         wanted = _list_wanted(inputs, needs_grad_bias)
         grads = Gradients(*[None if t is None else next(found) for t in wanted])  # type: ignore[arg-type]
-        return None, None, *Inputs(*grads[:3], bias=grads.bias, sink=grads.sink), *[None] * len(Documents._fields)
+        return None, None, *Inputs(*grads[:3], bias=grads.bias, sink=grads.sink)

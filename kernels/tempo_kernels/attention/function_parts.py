@@ -21,50 +21,27 @@ from tempo_kernels.backend import choose_backend
 Result = tuple[Tensor, Tensor]
 
 
-def attend_block(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    first_row: int,
-    first_column: int,
-    alibi_slopes: Tensor | None = None,
-    **numbers: Any,
-) -> Result:
+def attend_block(q: Tensor, k: Tensor, v: Tensor, *, first_row: int, first_column: int, **others: Any) -> Result:
     """Returns out and logsumexp of a part of the keys, without autograd.
 
-    Args: as `attention`, for queries from position first_row on and keys from position first_column on. numbers are
-        causal, softmax_scale, window_size, softcap and what dropout draws by.
+    Args: as `attention`, for queries from position first_row on and keys from position first_column on. others are
+        causal, softmax_scale, window_size, softcap, alibi_slopes and what dropout draws by.
 
     Returns:
         out: [sq, b, a, dv] in float32 (float64 for float64), softmax over these keys with dropout.
         logsumexp: [b, a, sq] of out's dtype; infinite where a query sees none of these keys, and out is 0 there.
     Raises: ValueError as `attention`.
     """
-    settings = Settings(first_row=first_row, first_column=first_column, **numbers)
-    inputs = Inputs(q, k, v, alibi_slopes=alibi_slopes)
-    check_tensors(inputs, settings)
-    check_settings(q, settings, "flash")
+    inputs, settings = _check(q, k, v, first_row=first_row, first_column=first_column, **others)
     with torch.no_grad():
-        found: Result = choose_backend(q, cpu).forward(
-            inputs, settings, out_dtype=torch.promote_types(q.dtype, torch.float32)
-        )
+        found: Result = choose_backend(q, cpu).forward(inputs, settings, out_dtype=inputs.compute_dtype)
     return found
 
 
 def differentiate_block(
-    grad_out: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    first_row: int,
-    first_column: int,
-    alibi_slopes: Tensor | None = None,
-    **numbers: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor, out: Tensor, logsumexp: Tensor, q: Tensor, k: Tensor, v: Tensor, *,
+    first_row: int, first_column: int, **others: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns what a part of the keys adds to the gradients of q, k and v, in float32 (float64 for float64).
 
     Args: as `attend_block`, and
@@ -75,14 +52,20 @@ def differentiate_block(
         most 8 eps of the largest gradient for scores of an ordinary size.
     Raises: ValueError as `attend_block`.
     """
-    settings = Settings(first_row=first_row, first_column=first_column, **numbers)
-    inputs = Inputs(q, k, v, alibi_slopes=alibi_slopes)
-    check_tensors(inputs, settings)
-    check_settings(q, settings, "flash")
+    inputs, settings = _check(q, k, v, first_row=first_row, first_column=first_column, **others)
     kept = Kept(out.contiguous(), logsumexp.contiguous(), is_part=True)
     with torch.no_grad():
         grads: Gradients = choose_backend(q, cpu).backward(grad_out.to(q.dtype), inputs, kept, settings)
     return grads.q, grads.k, grads.v
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, *, alibi_slopes: Tensor | None = None, **numbers: Any
+) -> tuple[Inputs, Settings]:
+    inputs, settings = Inputs(q, k, v, alibi_slopes=alibi_slopes), Settings(**numbers)
+    check_tensors(inputs, settings)
+    check_settings(q, settings, "flash")
+    return inputs, settings
 
 
 def merge_blocks(first: Result, second: Result) -> Result:

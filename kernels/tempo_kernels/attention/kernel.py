@@ -24,10 +24,9 @@ from tempo_kernels.attention.kernel_program import VARYING
 from tempo_kernels.attention.settings import (
     MASKED_SCORE,
     BiasSizes,
-    Documents,
+    Call,
     Draw,
     Extras,
-    Form,
     Gradients,
     Inputs,
     Kept,
@@ -82,7 +81,7 @@ FLOAT32_TILES = {128: Tile(32, 32, 8, 1), 256: Tile(16, 32, 8, 1)}
 _NO_LIMIT = -(1 << 30)  # an offset that no row reaches
 
 
-class Call(NamedTuple):
+class Signature(NamedTuple):
     """All that a call's launches depend on, apart from its tensors and the numbers that VARYING names."""
 
     settings: Settings
@@ -100,16 +99,13 @@ class Call(NamedTuple):
     """None where the row is not packed."""
     has_samples: bool
 
-    @property
-    def head_dim(self) -> int:
-        return max(self.q_shape[3], self.value_dim)
-
     def get_tile(self, name: str) -> Tile:
         """Returns the tile of a pass: "forward", "grad_q", "grad_kv" or "grad_bias"."""
         tiles = TILES_OF_BIAS if name == "grad_bias" else TILES[self.architecture or 90].get(name, {})
         tiles = tiles if self.architecture else FLOAT32_TILES
-        tile = next(tile for largest, tile in tiles.items() if self.head_dim <= largest)
-        if self.head_dim > 64 and name != "grad_bias" and (self.mask_strides or self.bias_strides):
+        head_dim = max(self.q_shape[3], self.value_dim)
+        tile = next(tile for largest, tile in tiles.items() if head_dim <= largest)
+        if head_dim > 64 and name != "grad_bias" and (self.mask_strides or self.bias_strides):
             # A tile of the mask or bias lies in registers, too, which leaves room for half of the rows passed over.
             rows = "queries" if name == "grad_kv" else "keys"
             tile = tile._replace(**{rows: max(16 if name == "grad_kv" else 32, getattr(tile, rows) // 2)})
@@ -124,9 +120,7 @@ def get_architecture(device: torch.device) -> int:
     return {9: 90, 10: 100}.get(major, 80)
 
 
-def forward(
-    inputs: Inputs, settings: Settings, out_dtype: torch.dtype | None = None, documents: Documents | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, settings: Settings, out_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Returns out [sq, b, a, dv] and the logsumexp [b, a, sq] (float32) in units of the unscaled scores.
 
     The logsumexp is infinite where a query sees no key. Where every score is masked, it is relative to the masked
@@ -138,24 +132,19 @@ def forward(
     num_queries, batch, heads, _ = q.shape
     out = torch.empty(num_queries, batch, heads, v.size(-1), dtype=out_dtype or q.dtype, device=q.device)
     logsumexp = torch.empty(batch, heads, num_queries, dtype=torch.float32, device=q.device)
-    if documents is not None:
+    if inputs.cu_seqlens is not None:
         # A token of no document has no program.
         out.zero_()
         logsumexp.fill_(float("inf"))
-    if q.numel() == 0 or _count_documents(documents) == 0:
+    if q.numel() == 0 or inputs.num_documents == 0:
         return out, logsumexp
-    tensors, call, extras, varying = _prepare(inputs, settings, documents)
-    launch(kernel_forward._forward_kernel, plan_pass(call, "forward"), (*tensors, out, logsumexp, extras), varying)
+    tensors, signature, extras, varying = _prepare(inputs, settings)
+    launch(kernel_forward._forward_kernel, plan_pass(signature, "forward"), (*tensors, out, logsumexp, extras), varying)
     return out, logsumexp if out_dtype is None else logsumexp.mul_(settings.softmax_scale)
 
 
 def backward(
-    grad_out: Tensor,
-    inputs: Inputs,
-    kept: Kept,
-    settings: Settings,
-    documents: Documents | None = None,
-    needs_grad_bias: bool = False,
+    grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings, needs_grad_bias: bool = False
 ) -> Gradients:
     """Returns the gradients of q, k, v, the sink, and of the bias if it is needed; the same bits every time on the same
     GPU.
@@ -170,27 +159,27 @@ def backward(
     grad_bias = (
         torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_grad_bias and bias is not None else None
     )
-    if documents is not None:
+    if inputs.cu_seqlens is not None:
         for grad in grads:
             grad.zero_()
-    if q.numel() == 0 or _count_documents(documents) == 0:
+    if q.numel() == 0 or inputs.num_documents == 0:
         grad_sink = None if inputs.sink is None else torch.zeros_like(inputs.sink)
         grad_bias = None if grad_bias is None else grad_bias.zero_()
         return Gradients(grad_q, grad_k.zero_(), grad_v.zero_(), grad_bias, grad_sink)
     assert kept.logsumexp is not None
     logsumexp = kept.logsumexp / settings.softmax_scale if kept.is_part else kept.logsumexp
-    (q, k, v, grad_out), call, extras, varying = _prepare(inputs, settings, documents, grad_out)
+    (q, k, v, grad_out), signature, extras, varying = _prepare(inputs, settings, grad_out)
     delta = torch.empty_like(logsumexp)
     # A part of a row has no sum to normalise by.
     norm = torch.empty_like(logsumexp) if q.dtype == torch.float32 and not kept.is_part else None
     statistics = (grad_out, logsumexp, delta, norm)
     pointers: tuple[Any, ...] = (q, k, v, kept.out, *statistics, grad_q, extras)
-    launch(kernel_backward._grad_q_kernel, plan_pass(call, "grad_q"), pointers, varying)
+    launch(kernel_backward._grad_q_kernel, plan_pass(signature, "grad_q"), pointers, varying)
     pointers = (q, k, v, *statistics, grad_k, grad_v, extras)
-    launch(kernel_backward._grad_kv_kernel, plan_pass(call, "grad_kv"), pointers, varying)
+    launch(kernel_backward._grad_kv_kernel, plan_pass(signature, "grad_kv"), pointers, varying)
     if grad_bias is not None:
         pointers = (q, k, v, *statistics, grad_bias, extras)
-        launch(kernel_backward._grad_bias_kernel, plan_grad_bias(call, grad_bias.shape), pointers, varying)
+        launch(kernel_backward._grad_bias_kernel, plan_grad_bias(signature, grad_bias.shape), pointers, varying)
     grad_sink = _compute_grad_sink(inputs, settings, logsumexp, delta, norm)
     return Gradients(grad_q, grad_k, grad_v, grad_bias, grad_sink)
 
@@ -214,34 +203,25 @@ def _compute_grad_sink(
     return ((p * delta).sum((0, 2)) * -settings.keep_scale).to(inputs.sink.dtype)
 
 
-def _count_documents(documents: Documents | None) -> int | None:
-    if documents is None or documents.cu_seqlens is None:
-        return None
-    return max(0, documents.cu_seqlens.numel() - 1)
-
-
 def _prepare(
-    inputs: Inputs, settings: Settings, documents: Documents | None, grad_out: Tensor | None = None
-) -> tuple[tuple[Tensor, ...], Call, Extras, tuple[int, ...]]:
+    inputs: Inputs, settings: Settings, grad_out: Tensor | None = None
+) -> tuple[tuple[Tensor, ...], Signature, Extras, tuple[int, ...]]:
     """Returns q, k, v and, in backward, grad_out as kernels can read them; what plans depend on; the other tensors; and
     the numbers that VARYING names."""
-    q, k, v, mask, lengths, bias, alibi_slopes, sink = inputs
+    q, k, v, mask, bias, alibi_slopes, sink, boundaries, key_boundaries, samples = inputs
     tensors, strides = _read((q, k, v) if grad_out is None else (q, k, v, grad_out))
     scores_shape = (q.size(1), q.size(2), q.size(0), k.size(0))
     mask = None if mask is None else mask.view(torch.uint8).expand(scores_shape)
     bias = None if bias is None else bias.expand(scores_shape)
-    boundaries, key_boundaries, samples = documents or Documents()
-    key_boundaries = boundaries if key_boundaries is None else key_boundaries
     samples = samples if settings.dropout_p > 0 else None
-    numbers, (key, first_sample) = settings.split()
-    lengths, alibi_slopes, sink, boundaries, key_boundaries, samples = [
-        None if t is None else t.contiguous()
-        for t in (lengths, alibi_slopes, sink, boundaries, key_boundaries, samples)
+    alibi_slopes, sink, boundaries, key_boundaries, samples = [
+        None if t is None else t.contiguous() for t in (alibi_slopes, sink, boundaries, key_boundaries, samples)
     ]
-    extras = Extras(mask, lengths, bias, alibi_slopes, sink, key, first_sample, boundaries, key_boundaries, samples)
+    key_boundaries = boundaries if key_boundaries is None else key_boundaries
+    extras = Extras(mask, bias, alibi_slopes, sink, *settings.drawn_from, boundaries, key_boundaries, samples)
     window = settings.window_size
     window = None if window is None else (window[0], window[1])  # a list has no hash
-    call = Call(
+    signature = Signature(
         dataclasses.replace(settings, dropout_key=0, first_sample=0, window_size=window),
         0 if q.dtype == torch.float32 else get_architecture(q.device),
         q.shape,
@@ -250,95 +230,94 @@ def _prepare(
         strides,
         None if mask is None else mask.stride(),
         None if bias is None else bias.stride(),
-        _count_documents(documents),
+        inputs.num_documents,
         samples is not None,
     )
-    words = key_words(numbers.dropout_key or 0)  # type: ignore[arg-type]  # the tensors are split off
-    return tensors, call, extras, (*words, numbers.first_sample or 0)  # type: ignore[return-value]
+    key, first_sample = (0 if isinstance(n, Tensor) else n for n in (settings.dropout_key, settings.first_sample))
+    return tensors, signature, extras, (*key_words(key), first_sample)
 
 
 @cache_plans
-def plan_pass(call: Call, name: str) -> Plan:
+def plan_pass(signature: Signature, name: str) -> Plan:
     """Plans the pass "forward", "grad_q" or "grad_kv"."""
-    tile = call.get_tile(name)
-    num_heads, num_rows, block = call.q_shape[1] * call.q_shape[2], call.q_shape[0], tile.queries
+    tile = signature.get_tile(name)
+    num_heads, num_rows, block = signature.q_shape[1] * signature.q_shape[2], signature.q_shape[0], tile.queries
     if name == "grad_kv":
-        num_heads, num_rows, block = call.k_shape[1] * call.k_shape[2], call.k_shape[0], tile.keys
+        num_heads, num_rows, block = signature.k_shape[1] * signature.k_shape[2], signature.k_shape[0], tile.keys
     num_blocks = -(-num_rows // block)
-    if call.num_documents is not None:
-        num_blocks = num_rows // block + call.num_documents
-    return Plan((num_blocks * num_heads,), VARYING, **_list_arguments(call, tile))
+    if signature.num_documents is not None:
+        num_blocks = num_rows // block + signature.num_documents
+    return Plan((num_blocks * num_heads,), VARYING, **_list_arguments(signature, tile))
 
 
 @cache_plans
-def plan_grad_bias(call: Call, bias_shape: torch.Size) -> Plan:
+def plan_grad_bias(signature: Signature, bias_shape: torch.Size) -> Plan:
     """Plans the pass for the gradient of a bias."""
-    tile, num_queries = call.get_tile("grad_bias"), call.q_shape[0]
+    tile, num_queries = signature.get_tile("grad_bias"), signature.q_shape[0]
     samples, heads, rows, num_keys = bias_shape
     sums_queries = rows < num_queries
     num_blocks = -(-num_keys // tile.keys) * (1 if sums_queries else -(-num_queries // tile.queries))
     bias_sizes = BiasSizes(samples, heads, tl.constexpr(sums_queries))
-    return Plan((num_blocks * samples * heads,), VARYING, bias_sizes=bias_sizes, **_list_arguments(call, tile))
+    return Plan((num_blocks * samples * heads,), VARYING, bias_sizes=bias_sizes, **_list_arguments(signature, tile))
 
 
-def _list_arguments(call: Call, tile: Tile) -> dict[str, Any]:
-    """Lists the arguments that all passes share: neither tensors nor numbers of a single call."""
-    settings, (num_queries, batch, heads, head_dim) = call.settings, call.q_shape
-    num_keys, _, groups, _ = call.k_shape
-    shapes = (call.q_shape, call.k_shape, call.k_shape, call.q_shape)
+def _list_arguments(signature: Signature, tile: Tile) -> dict[str, Any]:
+    """Lists the arguments that all passes share: neither tensors nor numbers that change."""
+    settings, (num_queries, batch, heads, head_dim) = signature.settings, signature.q_shape
+    num_keys, _, groups, _ = signature.k_shape
+    shapes = (signature.q_shape, signature.k_shape, signature.k_shape, signature.q_shape)
     steps = [
         stride if size > 1 else 0
-        for shape, strides in zip(shapes, call.strides, strict=False)
+        for shape, strides in zip(shapes, signature.strides, strict=False)
         for size, stride in zip(shape[:3], strides[:3], strict=True)
     ]
     unit = 8 if all(step % 8 == 0 for step in steps) else 1
     steps = [step // unit for step in steps] + [0] * (12 - len(steps))
     q, k, v, grad_out = (Step(*steps[first : first + 3]) for first in (0, 3, 6, 9))
-    mask, bias = (ScoreStep(*(strides or (0, 0, 0, 0))) for strides in (call.mask_strides, call.bias_strides))
+    mask, bias = (ScoreStep(*(strides or (0, 0, 0, 0))) for strides in (signature.mask_strides, signature.bias_strides))
     # In a packed row the numbers of queries and keys are those of a document, which adds their difference itself.
-    is_packed = call.num_documents is not None
+    is_packed = signature.num_documents is not None
     lengths = (0, 0) if is_packed else (num_queries, num_keys)
     first, last = settings.compute_window(*lengths)
     p = effective_probability(settings.dropout_p)
-    hides_first = is_packed and p > 0 and not call.has_samples
+    hides_first = is_packed and p > 0 and not signature.has_samples
     is_part = settings.first_row or settings.first_column
     cap = settings.softcap
-    form = Form(
-        UNIT=unit,
-        HIDES_FIRST=hides_first,
-        ADDS_MASK=settings.hidden_rows == "added",
-        BRANCHES=call.architecture >= 90,
-        KEEPS_APART=call.architecture == 90,
-        HEAD_DIM=head_dim,
-        BLOCK_DIM=_round_up(head_dim),
-        VALUE_DIM=call.value_dim,
-        VALUE_BLOCK=_round_up(call.value_dim),
-        BLOCK_QUERIES=tile.queries,
-        BLOCK_KEYS=tile.keys,
-    )
-    return {
-        "steps": Steps(q, k, v, grad_out, mask, bias),
-        "sizes": Sizes(num_queries, num_keys, batch, heads, heads // groups, call.num_documents or 0),
-        "places": Places(
+    constants = {
+        "UNIT": unit,
+        "HIDES_FIRST": hides_first,
+        "ADDS_MASK": settings.hidden_rows == "added",
+        "BRANCHES": signature.architecture >= 90,
+        "KEEPS_APART": signature.architecture == 90,
+        "HEAD_DIM": head_dim,
+        "BLOCK_DIM": _round_up(head_dim),
+        "VALUE_DIM": signature.value_dim,
+        "VALUE_BLOCK": _round_up(signature.value_dim),
+        "BLOCK_QUERIES": tile.queries,
+        "BLOCK_KEYS": tile.keys,
+    }
+    call = Call(
+        Steps(q, k, v, grad_out, mask, bias),
+        Sizes(num_queries, num_keys, batch, heads, heads // groups, signature.num_documents or 0),
+        Places(
             _NO_LIMIT if first is None and hides_first else first,
             last,
             settings.compute_diagonal(*lengths),
             settings.first_row if is_part else None,
             settings.first_column or 0 if is_part else None,
         ),
-        "draw": Draw(settings.first_head, threshold(p) if p > 0 else None, 1.0 / (1.0 - p)),
-        "scores": Scores(
+        Draw(settings.first_head, threshold(p) if p > 0 else None, 1.0 / (1.0 - p)),
+        Scores(
             settings.softmax_scale * math.log2(math.e),
             settings.softmax_scale,
             1.0 / settings.softmax_scale,
             settings.masked_score / settings.softmax_scale,
             None if cap is None else cap / settings.softmax_scale,
         ),
-        "form": Form._make(map(tl.constexpr, form)),
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-        "enable_fp_fusion": True,
-    }
+        **{name: tl.constexpr(value) for name, value in constants.items()},
+    )
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
+    return {"call": call, **options}
 
 
 def _round_up(head_dim: int) -> int:
@@ -348,15 +327,8 @@ def _round_up(head_dim: int) -> int:
 
 def _read(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[tuple[int, ...], ...]]:
     """Returns the tensors as kernels can read them (d contiguous, row strides within 32 bits), and their strides."""
-    strides = tuple([t.stride() for t in tensors])
-    for stride in strides:
-        if stride[3] != 1 or stride[0] >= MAX_ROW_ELEMENTS:
-            tensors = [
-                t if s[3] == 1 and s[0] < MAX_ROW_ELEMENTS else t.contiguous()
-                for t, s in zip(tensors, strides, strict=True)
-            ]
-            return tuple(tensors), tuple([t.stride() for t in tensors])
-    return tuple(tensors), strides
+    readable = [t if t.stride(3) == 1 and t.stride(0) < MAX_ROW_ELEMENTS else t.contiguous() for t in tensors]
+    return tuple(readable), tuple([t.stride() for t in readable])
 
 
 def _check(inputs: Inputs, settings: Settings) -> None:

@@ -22,7 +22,7 @@ import triton.language as tl
 from tempo_kernels.attention import settings
 from tempo_kernels.attention.kernel_program import widen
 from tempo_kernels.kernel_numbers import IS_COMPILED
-from tempo_kernels.philox.kernel import philox4x32
+from tempo_kernels.philox.kernel import draw_words, drop_mask
 
 # Triton 3.3 cannot compile the joins of a transposed tile.
 JOINS_TRANSPOSED = tl.constexpr(not triton.__version__.startswith("3.3."))
@@ -85,29 +85,19 @@ def keep_apart(sums):
 
 
 @triton.jit
-def draw_drops(
-    row, start_key, sample, head, program, draw, BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr
-):  # fmt: skip
-    """Returns where dropout drops in a tile, int1, for queries row [m]; sample and head are int64 scalars. These are
-    the bits of drop_mask in philox/kernel.py."""
-    row, start_key = row + program.first_row, start_key + program.first_column
-    sample, head = sample + program.first_sample, head + draw.first_head
-    group = start_key // 8 + tl.arange(0, BLOCK_KEYS // 8)
-    word0, word1, word2, word3 = philox4x32(
-        group[None, :].to(tl.uint32),
-        row[:, None].to(tl.uint32),
-        (head + ((sample >> 32) << 16)).to(tl.uint32),
-        sample.to(tl.uint32),
-        program.key_low,
-        program.key_high,
-    )
-    limit = tl.full((), 0, tl.uint32) + draw.limit
+def draw_drops(start_row, start_key, head, program, call, KEYS_FIRST: tl.constexpr):
+    """Returns where dropout drops in a tile, int1; head is an int64 scalar, as the program's sample. These are the bits
+    of drop_mask in philox/kernel.py."""
+    row = (start_row + tl.arange(0, call.BLOCK_QUERIES) + program.first_row)[:, None]
+    group = ((start_key + program.first_column) // 8 + tl.arange(0, call.BLOCK_KEYS // 8))[None, :]
+    sample, head = program.sample + program.first_sample, head + call.draw.first_head
+    limit = tl.full((), 0, tl.uint32) + call.draw.limit
     if KEYS_FIRST and JOINS_TRANSPOSED:
-        # [m, keys / 8, 2, 2]: pair, word of the pair. A transposed tile needs words of other threads, and of joined
-        # tensors the compiler draws each once and then moves it.
-        words = tl.join(tl.join(word0, word2), tl.join(word1, word3))
-        drops = tl.join((words & 0xFFFF) < limit, words < (limit << 16))
+        # A transposed tile needs words of other threads, and of joined tensors, as drop_mask has them, the compiler
+        # draws each once and then moves it.
+        drops = drop_mask(group, row, head, sample, program.key_low, program.key_high, limit)
     else:
+        word0, word1, word2, word3 = draw_words(group, row, head, sample, program.key_low, program.key_high)
         # [m, keys / 8, 4, 2]: word, half of the word. Selected by index, not joined, each element is computed by the
         # thread that uses it. For joins Triton 3.6 chooses, before sm_90, a layout whose products move probabilities.
         index, half = tl.arange(0, 4)[None, None, :], tl.arange(0, 2)[None, None, None, :]
@@ -116,7 +106,7 @@ def draw_drops(
         pairs = tl.where(index < 2, first[:, :, None], second[:, :, None])
         words = (pairs >> (32 * (index & 1)).to(tl.uint64)).to(tl.uint32)[:, :, :, None]
         drops = tl.where(half == 0, (words & 0xFFFF) < limit, words < (limit << 16))
-    drops = tl.reshape(drops, (row.shape[0], BLOCK_KEYS))
+        drops = tl.reshape(drops, (call.BLOCK_QUERIES, call.BLOCK_KEYS))
     if KEYS_FIRST:
         drops = tl.trans(drops)
     return reorder_keys(drops, KEYS_FIRST)
@@ -138,132 +128,124 @@ def _compute_tanh(x):
 
 
 @triton.jit
-def _load_bias(row, start_row, start_key, sample, head, program, extras, steps, form, KEYS_FIRST: tl.constexpr):
+def _load_bias(start_row, start_key, head, program, extras, call, KEYS_FIRST: tl.constexpr):
     """Loads the bias of a tile in float32, minus infinity where it hides a key. Offsets within the tile have 32 bits:
     as those of 64 they would take twice the registers."""
-    key = order_keys(form.BLOCK_KEYS, KEYS_FIRST)
-    first = extras.bias + sample * steps.bias.sample + head * steps.bias.head
-    first += widen(start_row) * steps.bias.row + widen(start_key) * steps.bias.column
-    offsets = expand_queries((row - start_row) * steps.bias.row, KEYS_FIRST)
-    offsets += expand_keys(key * steps.bias.column, KEYS_FIRST)
-    inside = expand_queries(row < program.num_queries, KEYS_FIRST)
+    row, key = tl.arange(0, call.BLOCK_QUERIES), order_keys(call.BLOCK_KEYS, KEYS_FIRST)
+    first = extras.bias + program.sample * call.steps.bias.sample + head * call.steps.bias.head
+    first += widen(start_row) * call.steps.bias.row + widen(start_key) * call.steps.bias.column
+    offsets = expand_queries(row * call.steps.bias.row, KEYS_FIRST)
+    offsets += expand_keys(key * call.steps.bias.column, KEYS_FIRST)
+    inside = expand_queries(start_row + row < program.num_queries, KEYS_FIRST)
     inside = inside & expand_keys(start_key + key < program.num_keys, KEYS_FIRST)
     bias = tl.load(first + offsets, mask=inside, other=0.0).to(tl.float32)
     return tl.where(bias < HIDING_BIAS, float("-inf"), bias)
 
 
 @triton.jit
-def _load_mask(row, start_key, sample, head, program, extras, steps, form, KEYS_FIRST: tl.constexpr):
+def _load_mask(row, start_key, head, program, extras, call, KEYS_FIRST: tl.constexpr):
     """Loads whether the caller's mask hides each key of a tile, int1."""
-    key = start_key + tl.arange(0, form.BLOCK_KEYS)
-    pointers = extras.mask + sample * steps.mask.sample + head * steps.mask.head
-    pointers += expand_queries(row.to(tl.int64) * steps.mask.row, KEYS_FIRST)
-    pointers += expand_keys(key.to(tl.int64) * steps.mask.column, KEYS_FIRST)
+    key = start_key + tl.arange(0, call.BLOCK_KEYS)
+    pointers = extras.mask + program.sample * call.steps.mask.sample + head * call.steps.mask.head
+    pointers += expand_queries(row.to(tl.int64) * call.steps.mask.row, KEYS_FIRST)
+    pointers += expand_keys(key.to(tl.int64) * call.steps.mask.column, KEYS_FIRST)
     inside = expand_queries(row < program.num_queries, KEYS_FIRST) & expand_keys(key < program.num_keys, KEYS_FIRST)
     return reorder_keys(tl.load(pointers, mask=inside, other=0) != 0, KEYS_FIRST)
 
 
 @triton.jit
-def _hide_unseen(tile, row, start_key, program, places, form, KEYS_FIRST: tl.constexpr):
-    """Returns scores with minus infinity where queries row [m] do not see the key, by position and by how many keys
-    there are."""
-    key = expand_keys(order_keys(form.BLOCK_KEYS, KEYS_FIRST), KEYS_FIRST)
-    last_key = row * 0 + (program.num_seen - 1)
-    if places.last_offset is not None:
+def _hide_unseen(tile, row, start_key, program, call, KEYS_FIRST: tl.constexpr):
+    """Returns scores with minus infinity where queries row [m] do not see the key."""
+    key = expand_keys(order_keys(call.BLOCK_KEYS, KEYS_FIRST), KEYS_FIRST)
+    last_key = row * 0 + (program.num_keys - 1)
+    if call.places.last_offset is not None:
         last_key = tl.minimum(row + program.last_offset, last_key)
     seen = key <= expand_queries(last_key - start_key, KEYS_FIRST)
-    if places.first_offset is not None:
+    if call.places.first_offset is not None:
         first_key = row + program.first_offset
-        if form.HIDES_FIRST:
+        if call.HIDES_FIRST:
             first_key = tl.maximum(first_key, program.num_hidden)
         seen = seen & (key >= expand_queries(first_key - start_key, KEYS_FIRST))
     return tl.where(seen, tile, float("-inf"))
 
 
 @triton.jit
-def compute_scores(
-    q, k, row, start_row, start_key, sample, head, is_edge, program, extras, steps, places, scores, form,
-    KEYS_FIRST: tl.constexpr,
-):  # fmt: skip
+def compute_scores(q, k, start_row, start_key, head, is_edge, program, extras, call, KEYS_FIRST: tl.constexpr):
     """Computes a tile of unscaled scores as eager.py does: softcap, bias and ALiBi, the caller's mask, then minus
     infinity where a query does not see a key. is_edge says whether some query of the tile does not see some key.
 
     Returns the scores, int1 where the caller's mask hides (else False), and tanh of the softcap (else 0)."""
+    row = start_row + tl.arange(0, call.BLOCK_QUERIES)
     tile = multiply(q, k, KEYS_FIRST)
     tangents, hides = 0.0, False
-    if scores.cap is not None:
-        tangents = _compute_tanh(tile * (1.0 / scores.cap))
-        tile = tangents * scores.cap
+    if call.scores.cap is not None:
+        tangents = _compute_tanh(tile * (1.0 / call.scores.cap))
+        tile = tangents * call.scores.cap
     if extras.bias is not None:
-        bias = _load_bias(row, start_row, start_key, sample, head, program, extras, steps, form, KEYS_FIRST)
-        tile += bias * scores.inverse_scale
+        bias = _load_bias(start_row, start_key, head, program, extras, call, KEYS_FIRST)
+        tile += bias * call.scores.inverse_scale
     if extras.alibi_slopes is not None:
         # Both terms are whole numbers, so that their sum is exact.
-        alibi_slope = tl.load(extras.alibi_slopes + head) * scores.inverse_scale
-        key = order_keys(form.BLOCK_KEYS, KEYS_FIRST).to(tl.float32)
+        alibi_slope = tl.load(extras.alibi_slopes + head) * call.scores.inverse_scale
+        key = order_keys(call.BLOCK_KEYS, KEYS_FIRST).to(tl.float32)
         behind = (start_key - program.diagonal - row).to(tl.float32)
         tile += alibi_slope * (expand_keys(key, KEYS_FIRST) + expand_queries(behind, KEYS_FIRST))
     if extras.mask is not None:
-        hides = _load_mask(row, start_key, sample, head, program, extras, steps, form, KEYS_FIRST)
-        tile = tl.where(hides, scores.masked_score, tile)
-    if form.BRANCHES:
+        hides = _load_mask(row, start_key, head, program, extras, call, KEYS_FIRST)
+        tile = tl.where(hides, call.scores.masked_score, tile)
+    if call.BRANCHES:
         if is_edge:
-            tile = _hide_unseen(tile, row, start_key, program, places, form, KEYS_FIRST)
+            tile = _hide_unseen(tile, row, start_key, program, call, KEYS_FIRST)
     else:
-        tile = _hide_unseen(tile, row, start_key, program, places, form, KEYS_FIRST)
+        tile = _hide_unseen(tile, row, start_key, program, call, KEYS_FIRST)
     return tile, hides, tangents
 
 
 @triton.jit
-def get_origin(logsumexp, scores):
+def get_origin(logsumexp, call):
     """Returns the score to which each logsumexp of rows with a mask is relative: a last bit of 1 marks the masked
     score. The end of _forward_kernel says why."""
-    return tl.where((logsumexp.to(tl.int32, bitcast=True) & 1) == 1, scores.masked_score, 0.0)
+    return tl.where((logsumexp.to(tl.int32, bitcast=True) & 1) == 1, call.scores.masked_score, 0.0)
 
 
 @triton.jit
-def begin_softmax(head, extras, scores, form):
+def begin_softmax(head, extras, call):
     """Returns the maximum and the sum of each row before its first key. A sink is a score that every row has seen."""
-    top = tl.full((form.BLOCK_QUERIES,), float("-inf"), tl.float32)
-    total = tl.zeros((form.BLOCK_QUERIES,), tl.float32)
+    top = tl.full((call.BLOCK_QUERIES,), float("-inf"), tl.float32)
+    total = tl.zeros((call.BLOCK_QUERIES,), tl.float32)
     if extras.sink is not None:
-        sink = tl.load(extras.sink + head).to(tl.float32) * scores.inverse_scale
+        sink = tl.load(extras.sink + head).to(tl.float32) * call.scores.inverse_scale
         top, total = total + sink, total + tl.where(sink == float("-inf"), 0.0, 1.0)
     return top, total
 
 
 @triton.jit
-def add_sink_p(total, logsumexp, head, extras, scores):
+def add_sink_p(total, logsumexp, head, extras, call):
     """Returns the sum of each row's probabilities and of its sink's."""
     if extras.sink is not None:
-        sink = tl.load(extras.sink + head).to(tl.float32) * scores.inverse_scale
-        origin = get_origin(logsumexp, scores) if extras.mask is not None else 0.0
-        total += tl.exp2((sink - origin - logsumexp) * scores.scale)
+        sink = tl.load(extras.sink + head).to(tl.float32) * call.scores.inverse_scale
+        origin = get_origin(logsumexp, call) if extras.mask is not None else 0.0
+        total += tl.exp2((sink - origin - logsumexp) * call.scores.scale)
     return total
 
 
 @triton.jit
-def compute_p(
-    q, k, logsumexp, row, start_row, start_key, sample, head, is_edge, program, extras, steps, places, scores, form,
-    KEYS_FIRST: tl.constexpr,
-):  # fmt: skip
+def compute_p(q, k, logsumexp, start_row, start_key, head, is_edge, program, extras, call, KEYS_FIRST: tl.constexpr):
     """Computes P = exp(S - logsumexp), probabilities before dropout in float32, and returns with it what compute_ds
     needs of the scores."""
-    tile, hides, tangents = compute_scores(
-        q, k, row, start_row, start_key, sample, head, is_edge, program, extras, steps, places, scores, form, KEYS_FIRST
-    )
+    tile, hides, tangents = compute_scores(q, k, start_row, start_key, head, is_edge, program, extras, call, KEYS_FIRST)
     if extras.mask is not None:
-        tile -= expand_queries(get_origin(logsumexp, scores), KEYS_FIRST)
+        tile -= expand_queries(get_origin(logsumexp, call), KEYS_FIRST)
     if q.dtype == tl.float32:
-        exponents = (tile - expand_queries(logsumexp, KEYS_FIRST)) * scores.scale
+        exponents = (tile - expand_queries(logsumexp, KEYS_FIRST)) * call.scores.scale
     else:
-        exponents = tile * scores.scale - expand_queries(logsumexp * scores.scale, KEYS_FIRST)
+        exponents = tile * call.scores.scale - expand_queries(logsumexp * call.scores.scale, KEYS_FIRST)
     return tl.exp2(exponents), hides, tangents
 
 
 @triton.jit
 def compute_ds(
-    p, hides, tangents, v, grad_out, delta, row, start_key, sample, head, program, extras, draw, scores, form,
+    p, hides, tangents, v, grad_out, delta, start_row, start_key, head, program, extras, call,
     KEYS_FIRST: tl.constexpr, OF_BIAS: tl.constexpr = False,
 ):  # fmt: skip
     """Returns P after dropout and dS = P * (dP - delta), in float32. dS is the gradient of the scaled products; with
@@ -271,18 +253,18 @@ def compute_ds(
     divided too: the kernels multiply their finished sums by it once."""
     dp = multiply(grad_out, v, KEYS_FIRST)
     kept = p
-    if draw.limit is not None:
-        drops = draw_drops(row, start_key, sample, head, program, draw, form.BLOCK_KEYS, KEYS_FIRST)
+    if call.draw.limit is not None:
+        drops = draw_drops(start_row, start_key, head, program, call, KEYS_FIRST)
         kept = tl.where(drops, 0.0, p)
-    if draw.limit is not None and v.dtype != tl.float32:
+    if call.draw.limit is not None and v.dtype != tl.float32:
         # D * dP - P * delta needs no second selection. Its extra rounding is far below that of 16-bit products.
         ds = kept * dp - p * expand_queries(delta, KEYS_FIRST)
     else:
-        if draw.limit is not None:
+        if call.draw.limit is not None:
             dp = tl.where(drops, 0.0, dp)
         ds = p * (dp - expand_queries(delta, KEYS_FIRST))
-    if extras.mask is not None and (OF_BIAS or not form.ADDS_MASK):
+    if extras.mask is not None and (OF_BIAS or not call.ADDS_MASK):
         ds = tl.where(hides, 0.0, ds)
-    if scores.cap is not None and not OF_BIAS:
+    if call.scores.cap is not None and not OF_BIAS:
         ds *= 1.0 - tangents * tangents
     return kept, ds

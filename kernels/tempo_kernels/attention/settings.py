@@ -1,12 +1,12 @@
-"""Holds attention's arguments: Inputs and Documents are its tensors, Settings its numbers, Kept what backward gets of
-forward, and Gradients what it returns. Below them are the groups of arguments that every Triton kernel of attention
-takes."""
+"""Holds attention's arguments: Inputs are its tensors, Settings its numbers, Kept what backward gets of forward, and
+Gradients what it returns. Below them are the groups of arguments that every Triton kernel of attention takes."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tempo_kernels.opaque import join_key, split_key
@@ -19,9 +19,9 @@ MASKED_SCORES = {"uniform": MASKED_SCORE, "added": MASKED_SCORE, "zero": float("
 HIDING_BIAS = -1e30
 """A bias below this number hides its key: minus infinity does, and the lowest number of float32 and of bfloat16."""
 OPERANDS = (
-    "bool causal, float softmax_scale, float dropout_p, SymInt key_low, SymInt key_high, Tensor? key, SymInt sample, "
-    "Tensor? first_sample, SymInt first_head, int[]? window_size, SymInt first_row, SymInt? first_column, "
-    "float? softcap, str hidden_rows"
+    "bool causal, float softmax_scale, float dropout_p, SymInt key_low, SymInt key_high, SymInt sample, "
+    "SymInt first_head, int[]? window_size, SymInt first_row, SymInt? first_column, float? softcap, str hidden_rows, "
+    "Tensor? key, Tensor? first_sample"
 )
 
 
@@ -32,23 +32,29 @@ class Inputs(NamedTuple):
     k: Tensor
     v: Tensor
     mask: Tensor | None = None
-    key_lengths: Tensor | None = None
     bias: Tensor | None = None
     alibi_slopes: Tensor | None = None
     sink: Tensor | None = None
+
+    cu_seqlens: Tensor | None = None
+    """Where the documents of a packed row begin and end; None where the row is not packed."""
+    cu_seqlens_k: Tensor | None = None
+    document_samples: Tensor | None = None
 
     @property
     def changes_scores(self) -> bool:
         """Whether something is added to the scores, or to their softmax's sum."""
         return self.bias is not None or self.alibi_slopes is not None or self.sink is not None
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The softmax's: float32, for float64 inputs float64."""
+        return torch.promote_types(self.q.dtype, torch.float32)
 
-class Documents(NamedTuple):
-    """Where the documents of a packed row begin and end, as in `attention`; without tensors the row is not packed."""
-
-    cu_seqlens: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    samples: Tensor | None = None
+    @property
+    def num_documents(self) -> int | None:
+        """None where the row is not packed."""
+        return None if self.cu_seqlens is None else max(0, self.cu_seqlens.numel() - 1)
 
 
 class Kept(NamedTuple):
@@ -79,8 +85,8 @@ class Settings:
     causal: bool
     softmax_scale: float
     dropout_p: float = 0.0
-    dropout_key: int | Tensor | None = 0
-    first_sample: int | Tensor | None = 0
+    dropout_key: int | Tensor = 0
+    first_sample: int | Tensor = 0
     first_head: int = 0
     window_size: tuple[int, int] | None = None
     first_row: int = 0
@@ -91,7 +97,7 @@ class Settings:
     def is_plain(self, inputs: Inputs) -> bool:
         """Whether scores stay as they are, and there is neither dropout nor a mask."""
         changes = self.softcap is not None or inputs.changes_scores or self.dropout_p != 0
-        return not changes and inputs.mask is None and inputs.key_lengths is None
+        return not changes and inputs.mask is None
 
     @property
     def masked_score(self) -> float:
@@ -99,40 +105,27 @@ class Settings:
         return MASKED_SCORES[self.hidden_rows]
 
     @property
+    def drawn_from(self) -> tuple[Tensor | None, Tensor | None]:
+        """dropout_key and first_sample where they are tensors, which autograd keeps and checks for changes."""
+        key, first_sample = (t if isinstance(t, Tensor) else None for t in (self.dropout_key, self.first_sample))
+        return key, first_sample
+
+    @property
     def operands(self) -> tuple[Any, ...]:
-        """Returns the flat operands of an operator, in the order of the schema OPERANDS."""
-        numbers, (key, first_sample) = self.split()
+        """Returns the flat operands of an operator, in the order of the schema OPERANDS: drawn_from is at the end."""
+        first_sample = 0 if isinstance(self.first_sample, Tensor) else self.first_sample
         window = None if self.window_size is None else list(self.window_size)
-        draw = (*split_key(numbers.dropout_key), key, numbers.first_sample or 0, first_sample, self.first_head)
-        rest = (self.first_row, self.first_column, self.softcap, self.hidden_rows)
+        draw = (*split_key(self.dropout_key), first_sample, self.first_head)
+        rest = (self.first_row, self.first_column, self.softcap, self.hidden_rows, *self.drawn_from)
         return self.causal, self.softmax_scale, self.dropout_p, *draw, window, *rest
 
     @classmethod
     def of(cls, *operands: Any) -> Settings:
         """Builds the settings from what `operands` returned."""
-        causal, scale, p, low, high, key, number, first_sample, first_head, window, *rest = operands
+        causal, scale, p, low, high, number, first_head, window, *rest, key, first_sample = operands
         key = join_key(low, high) if key is None else key
         first_sample = number if first_sample is None else first_sample
         return cls(causal, scale, p, key, first_sample, first_head, None if window is None else tuple(window), *rest)
-
-    def split(self) -> tuple[Settings, list[Tensor | None]]:
-        """Returns the settings without their tensors, and the tensors, which autograd keeps and checks for changes."""
-        numbers = (self.dropout_key, self.first_sample)
-        if not (isinstance(numbers[0], Tensor) or isinstance(numbers[1], Tensor)):
-            return self, [None, None]
-        tensors = [number if isinstance(number, Tensor) else None for number in numbers]
-        key, first_sample = (None if isinstance(number, Tensor) else number for number in numbers)
-        return dataclasses.replace(self, dropout_key=key, first_sample=first_sample), tensors
-
-    def join(self, key: Tensor | None, first_sample: Tensor | None) -> Settings:
-        """Puts the tensors that `split` took out back in."""
-        if key is None and first_sample is None:
-            return self
-        return dataclasses.replace(
-            self,
-            dropout_key=self.dropout_key if key is None else key,
-            first_sample=self.first_sample if first_sample is None else first_sample,
-        )
 
     @property
     def keep_scale(self) -> float:
@@ -158,7 +151,6 @@ class Extras(NamedTuple):
 
     mask: Tensor | None
     """uint8, broadcast by strides of 0 to [b, a, sq, sk], as the bias is."""
-    key_lengths: Tensor | None
     bias: Tensor | None
     alibi_slopes: Tensor | None
     sink: Tensor | None
@@ -172,7 +164,7 @@ class Extras(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Strides from one row, sample and head to the next; 0 where there is one only. They are in units of Form.UNIT
+    """Strides from one row, sample and head to the next; 0 where there is one only. They are in units of Call.UNIT
     elements: the kernel's multiplication by UNIT is how the compiler learns that rows are aligned to 16 bytes."""
 
     row: int
@@ -249,9 +241,14 @@ class Scores(NamedTuple):
     """The softcap, unscaled."""
 
 
-class Form(NamedTuple):
-    """What the code of a kernel depends on: constants of the compiler."""
+class Call(NamedTuple):
+    """The numbers of a call, and in capitals what the code of its kernels depends on: constants of the compiler."""
 
+    steps: Steps
+    sizes: Sizes
+    places: Places
+    draw: Draw
+    scores: Scores
     UNIT: Any
     """8 where all steps of q, k, v and grad_out are multiples of 8 elements, else 1."""
     HIDES_FIRST: Any

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only, takes_plain_tensors
-from tempo_kernels.dropout_add import cpu
+from tempo_kernels.dropout_add import eager
 from tempo_kernels.dropout_add.settings import OPERANDS, Draw
 from tempo_kernels.opaque import opaque, separate
 
@@ -68,7 +68,7 @@ def _allocate(x: Tensor, *_: Any) -> list[Tensor]:
 
 @opaque(f"bias_dropout_add(Tensor x, Tensor? bias, Tensor? residual, {OPERANDS}) -> Tensor[]", _allocate)
 def _forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, *operands: Any) -> list[Tensor]:
-    return [choose_backend(x, cpu).forward(x, bias, residual, Draw.from_operands(*operands))]
+    return [choose_backend(x, eager).forward(x, bias, residual, Draw.from_operands(*operands))]
 
 
 def _allocate_gradients(grad_out: Tensor, bias_dtype: torch.dtype | None, *_: Any) -> list[Tensor]:
@@ -81,7 +81,7 @@ def _allocate_gradients(grad_out: Tensor, bias_dtype: torch.dtype | None, *_: An
 )
 def _backward(grad_out: Tensor, bias_dtype: torch.dtype | None, *operands: Any) -> list[Tensor]:
     """Returns grad_x and, if bias_dtype is given, grad_bias in that dtype."""
-    backend, draw = choose_backend(grad_out, cpu), Draw.from_operands(*operands)
+    backend, draw = choose_backend(grad_out, eager), Draw.from_operands(*operands)
     grads = backend.backward(grad_out, draw, bias_dtype is not None, bias_dtype)
     return [grad for grad in grads if grad is not None]
 

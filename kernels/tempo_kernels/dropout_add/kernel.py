@@ -48,9 +48,7 @@ def _drop_tile(
 ):  # fmt: skip
     """Draws the mask of one tile. Row r of [s * b, h] is row r // b of sample r % b, unless numbers are given for each
     token. first_group is the first column of x divided by eight. What has a pointer is read from memory."""
-    key_low, key_high, first_sample = load_draw(
-        key_ptr, first_sample_ptr, key_low, key_high, first_sample, key_ptr is not None, first_sample_ptr is not None
-    )
+    key_low, key_high, first_sample = load_draw(key_ptr, first_sample_ptr, key_low, key_high, first_sample)
     group = first_group + block_column * (BLOCK_COLUMNS // 8) + tl.arange(0, BLOCK_COLUMNS // 8)
     position, sample = first_row + row // batch, first_sample + row % batch
     if rows_ptr is not None:

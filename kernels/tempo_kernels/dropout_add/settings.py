@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.opaque import join_key, split_key
-from tempo_kernels.philox import LANES, check_place, threshold
+from tempo_kernels.philox import LANES, check_drawn_from, check_place, threshold
 
 OPERANDS = (
     "float p, SymInt key_low, SymInt key_high, SymInt sample, SymInt first_row, SymInt first_column, Tensor? key, "
@@ -57,12 +57,7 @@ class Draw(NamedTuple):
         self._check_tensors(x)
 
     def _check_tensors(self, x: Tensor) -> None:
-        for name, number in (("key", self.key), ("first_sample", self.first_sample)):
-            if isinstance(number, Tensor) and (number.dtype, number.dim(), number.device) != (torch.int64, 0, x.device):
-                raise ValueError(
-                    f"{name} is {number.dtype} of shape {list(number.shape)} on {number.device}; expected an int, or a "
-                    f"0-dim torch.int64 tensor on {x.device}, as x; move it there"
-                )
+        check_drawn_from(x.device, key=self.key, first_sample=self.first_sample)
         shapes = [x.shape[:1], x.shape[:2]]
         for name, given, first in (("rows", self.rows, self.first_row), ("samples", self.samples, self.first_sample)):
             if given is None:

@@ -2,6 +2,7 @@
 
 from tempo_kernels.philox.eager import (
     LANES,
+    check_drawn_from,
     check_place,
     derive_key,
     drop_,
@@ -11,5 +12,5 @@ from tempo_kernels.philox.eager import (
 )
 from tempo_kernels.philox.function import DRAWS, drop_mask, keep_bits
 
-__all__ = ["DRAWS", "LANES", "check_place", "derive_key", "drop_", "drop_mask", "effective_probability", "keep_bits"]
-__all__ += ["philox4x32", "threshold"]
+__all__ = ["DRAWS", "LANES", "check_drawn_from", "check_place", "derive_key", "drop_", "drop_mask"]
+__all__ += ["effective_probability", "keep_bits", "philox4x32", "threshold"]

@@ -113,6 +113,16 @@ def check_place(
         )
 
 
+def check_drawn_from(device: torch.device, **numbers: int | Tensor) -> None:
+    """Raises ValueError if one of the numbers by which a mask is drawn is device data that does not fit."""
+    for name, number in numbers.items():
+        if isinstance(number, Tensor) and (number.dtype, number.dim(), number.device) != (torch.int64, 0, device):
+            raise ValueError(
+                f"{name} is {number.dtype} of shape {list(number.shape)} on {number.device}; expected an int, or a "
+                f"0-dim torch.int64 tensor on {device}, as the operation's input; move it there"
+            )
+
+
 def drop_(x: Tensor, bits: Tensor) -> Tensor:
     """Overwrites the dropped elements of x (float32 or float64), NaN and infinities too, with 0; returns x.
 

@@ -40,34 +40,30 @@ def philox4x32(c0, c1, c2, c3, key_low, key_high, NUM_ROUNDS: tl.constexpr = ROU
 
 
 @triton.jit
-def load_draw(
-    key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr
-):
+def load_draw(key_ptr, first_sample_ptr, key_low, key_high, first_sample):
     """Returns (key_low, key_high, first_sample), loaded from memory where they are device data."""
-    if LOADS_KEY:
+    if key_ptr is not None:
         key = tl.load(key_ptr)
         key_low, key_high = key.to(tl.int32), (key >> 32).to(tl.int32)
     first_sample = first_sample.to(tl.int64)
-    if LOADS_SAMPLE:
+    if first_sample_ptr is not None:
         first_sample = tl.load(first_sample_ptr)
     return key_low, key_high, first_sample
 
 
 @triton.jit
-def drop_mask(group, row, head, sample, key_low, key_high, limit):
-    """Returns True where dropout drops, for the eight columns of every group.
+def draw_words(group, row, head, sample, key_low, key_high):
+    """Computes the four words of every group of eight columns: group is the column divided by eight, [1, n]; row, head
+    and sample (int64) broadcast to [m, 1]."""
+    place = (head + ((sample >> 32) << 16)).to(tl.uint32)
+    return philox4x32(group.to(tl.uint32), row.to(tl.uint32), place, sample.to(tl.uint32), key_low, key_high)
 
-    group is the column divided by eight, [1, n]; row, head and sample (int64) broadcast to [m, 1]; limit is
-    eager.threshold(p). Returns int1 [m, 8 * n]. A thread holds eight neighbours, so no data moves between threads.
-    """
-    word0, word1, word2, word3 = philox4x32(
-        group.to(tl.uint32),
-        row.to(tl.uint32),
-        (head + ((sample >> 32) << 16)).to(tl.uint32),
-        sample.to(tl.uint32),
-        key_low,
-        key_high,
-    )
+
+@triton.jit
+def drop_mask(group, row, head, sample, key_low, key_high, limit):
+    """Returns True where dropout drops, int1 [m, 8 * n], for the eight columns of every group, as in draw_words; limit
+    is eager.threshold(p). A thread holds eight neighbours, so no data moves between threads."""
+    word0, word1, word2, word3 = draw_words(group, row, head, sample, key_low, key_high)
     # [m, n, 2, 2]: pair, word of the pair
     words = tl.join(tl.join(word0, word2), tl.join(word1, word3))
     limit = limit.to(tl.uint32)

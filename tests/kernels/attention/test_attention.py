@@ -25,17 +25,15 @@ from tempo_kernels.attention import (
     add_sink,
     attend_block,
     attention,
-    cpu,
     differentiate_block,
     differentiate_sink,
     eager,
     merge_blocks,
 )
-from tempo_kernels.attention.settings import Gradients, Inputs, Kept
 
 
-def softmax_form(q, k, v, chosen, mask=None, key_lengths=None):
-    return attention(q, k, v, mask=mask, key_lengths=key_lengths, form="softmax", **vars(chosen))
+def softmax_form(q, k, v, chosen, mask=None):
+    return attention(q, k, v, mask=mask, form="softmax", **vars(chosen))
 
 
 FORMS = {"flash": ours, "softmax": softmax_form}
@@ -102,13 +100,13 @@ def test_windows_parts_of_a_sequence_and_values_of_any_size_obey_the_rule(place,
 
 @parametrize_covering(
     causal=[True, False], window_size=[None, (9, 0), (-1, 2)], dtype=[*DTYPES, torch.float64], p=[0.0, 0.1],
-    first_row=[0, 6, 45], elements=[1, cpu.BLOCK_ELEMENTS], softcap=[None, 1.5], has_sink=[False, True],
+    first_row=[0, 6, 45], elements=[1, eager.BLOCK_ELEMENTS], softcap=[None, 1.5], has_sink=[False, True],
 )  # fmt: skip
 def test_parts_of_the_keys_make_the_whole(
     causal, window_size, dtype, p, first_row, elements, softcap, has_sink, monkeypatch, nan_poison
 ):
-    monkeypatch.setattr(cpu, "MIN_BLOCK_ROWS", 16)
-    monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr(eager, "MIN_BLOCK_ROWS", 16)
+    monkeypatch.setattr(eager, "BLOCK_ELEMENTS", elements)
     tensors = [torch.randn(s, 2, heads, d) for s, heads, d in ((29, 4, 16), (60, 2, 16), (60, 2, 8))]
     tensors += [torch.randn(4)] if has_sink else []
     grad, slopes = torch.randn(29, 2, 4, 8), SLOPES if has_sink else None
@@ -145,19 +143,6 @@ def test_a_row_that_saw_no_key_takes_the_other_parts_result():
     assert not out[:4].any() and logsumexp[..., :4].isposinf().all()
     grads = differentiate_block(torch.ones_like(out), out, logsumexp, q, k, k, **at, first_column=8)
     assert not grads[0][:4].any() and all(grad.isfinite().all() for grad in grads)
-
-
-@parametrize_covering(causal=[True, False], dtype=DTYPES, form=FORMS)
-def test_key_lengths_obey_the_rule_and_what_is_behind_them_is_not_read(causal, dtype, form, nan_poison):
-    q, k, v, grad = (torch.randn(150, 4, heads, 16) for heads in (4, 2, 2, 4))
-    lengths = torch.tensor([150, 100, 1, 0])
-    for sample, length in enumerate(lengths.tolist()):
-        k[length:, sample], v[length:, sample] = float("nan"), float("nan")
-    chosen = settings(causal, window_size=None if causal else (20, 3))
-    assert_three_witnesses(
-        lambda *t: form(*t, chosen, None, lengths), lambda *t: reference(*t, chosen, None, lengths), [q, k, v], grad,
-        dtype,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("window_size", [None, (3, 0), (3, 1)])
@@ -236,10 +221,6 @@ def test_tensors_that_do_not_fit_are_refused(tensors, causal, mask, message):
         ours(*tensors, settings(causal, 0.0), mask)
 
 
-def int64(*numbers):
-    return torch.tensor(numbers, dtype=torch.int64)
-
-
 ONES = torch.ones(2)
 DRAWN = {"dropout_p": 0.1, "dropout_key": 1}
 BEYOND = "beyond lie the masks of other places"
@@ -247,12 +228,6 @@ REFUSED = [
     ({"form": "paper"}, 'form is .paper.; expected "flash" or "softmax"'),
     ({"softmax_scale": 0.0}, "softmax_scale is 0.0; expected a positive number"),
     ({"window_size": (3, -2)}, r"window_size is \(3, -2\)"),
-    ({"key_lengths": int64(1, 1)}, r"key_lengths is torch.int64 of shape \[2\]"),
-    ({"key_lengths": torch.ones(1)}, "key_lengths is torch.float32"),
-    *(
-        ({"key_lengths": int64(n)}, f"key_lengths holds {n}; expected 0 to 4, how many keys a sample has")
-        for n in (-5, 5)
-    ),
     ({"dropout_key": torch.ones(1)}, "dropout_key is torch.float32"),
     ({"dropout_p": 1.0}, "dropout probability is 1.0"),
     *(
@@ -333,8 +308,8 @@ SEEN = {
 
 @parametrize_covering(change=CHANGES, seen=SEEN, form=FORM_NAMES, dtype=DTYPES, p=[0.0, 0.1], elements=[1, 1 << 19])
 def test_forward_and_every_gradient_obey_the_rule(change, seen, form, dtype, p, elements, monkeypatch, nan_poison):
-    monkeypatch.setattr(cpu, "MIN_BLOCK_ROWS", 16)
-    monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr(eager, "MIN_BLOCK_ROWS", 16)
+    monkeypatch.setattr(eager, "BLOCK_ELEMENTS", elements)
     causal, window_size, has_mask = seen
     operands, softcap, slopes = make_operands(change)
     chosen = settings(causal, p, window_size=window_size, softcap=softcap)
@@ -347,28 +322,6 @@ def test_forward_and_every_gradient_obey_the_rule(change, seen, form, dtype, p, 
     assert_three_witnesses(
         functools.partial(run, ours, form=form), functools.partial(run, reference), operands, grad, dtype
     )
-
-
-@parametrize_covering(
-    each={"change": CHANGES, "hidden_rows": ["uniform", "added", "zero"]}, p=[0.0, 0.1], seen=SEEN,
-    keeps_probabilities=[False, True],
-)  # fmt: skip
-def test_blocks_are_the_specification(change, p, seen, hidden_rows, keeps_probabilities):
-    causal, window_size, has_mask = seen
-    operands, softcap, slopes = make_operands(change)
-    *qkv, sink, bias = [None if t is None else t.double() for t in operands]
-    chosen = settings(causal, p, window_size=window_size, softcap=softcap, hidden_rows=hidden_rows)
-    inputs = Inputs(*qkv, make_mask() if has_mask else None, None, bias, slopes, sink)
-    grad, found = torch.randn(SQ, BATCH, HEADS, DIM).double(), []
-    for module in (eager, cpu):
-        probabilities = torch.zeros(BATCH, HEADS, SQ, SK).double() if keeps_probabilities else None
-        out, logsumexp = module.forward(inputs, chosen, probabilities)
-        kept = Kept(None, logsumexp, probabilities)
-        grads = module.backward(grad, inputs, kept, chosen, needs_grad_bias=bias is not None)
-        assert [t is not None for t in grads] == [getattr(inputs, name) is not None for name in Gradients._fields]
-        found.append([out, logsumexp, *(t for t in grads if t is not None)])
-    for ours_, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours_, theirs, rtol=1e-11, atol=1e-11)
 
 
 def test_a_sink_of_zero_is_the_softmax_of_one_more_and_minus_infinity_is_none():

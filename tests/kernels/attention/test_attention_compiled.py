@@ -21,7 +21,7 @@ from ttir_ranges import find_overflows
 
 from tempo_kernels.attention import kernel as attention_kernel
 from tempo_kernels.attention import kernel_backward, kernel_forward
-from tempo_kernels.attention.settings import Documents, Inputs, Kept, Settings
+from tempo_kernels.attention.settings import Inputs, Kept, Settings
 
 # sm_86, sm_89 and sm_120 run the tiles of sm_80, with less room than that has.
 SHARED_BYTES = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -37,14 +37,14 @@ def attention_launches(
     s=2048,
     value_dim=None,
     is_part=False,
-    documents=None,
     **chosen,
 ):
     """The launches of forward, grad_q and grad_kv, of queries, keys and values that are slices of one tensor. `given`
     are Inputs' other tensors by name; a bias gets its gradient too."""
+    given = given or {}
     value_dim = value_dim or head_dim
     sizes = [head_dim, head_dim, value_dim]
-    b = 2 if documents is None else 1
+    b = 1 if "cu_seqlens" in given else 2
     q, k, v = torch.empty(s, b, 4, sum(sizes), dtype=dtype).split(sizes, dim=-1)
     settings = {"causal": True, "softmax_scale": 0.125, "dropout_p": 0.1, "dropout_key": 2**64 - 1}
     settings = Settings(**{**settings, "first_sample": 5, "first_head": 4, **chosen})
@@ -52,9 +52,9 @@ def attention_launches(
     kept = Kept(out.float() if is_part else out, logsumexp, is_part=is_part)
 
     def run():
-        inputs = Inputs(q, k, v, **given or {})
-        attention_kernel.forward(inputs, settings, torch.float32 if is_part else None, documents)
-        attention_kernel.backward(out, inputs, kept, settings, documents, inputs.bias is not None)
+        inputs = Inputs(q, k, v, **given)
+        attention_kernel.forward(inputs, settings, torch.float32 if is_part else None)
+        attention_kernel.backward(out, inputs, kept, settings, inputs.bias is not None)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_kernel, "get_architecture", lambda device: capability)
@@ -91,18 +91,15 @@ def test_attention_keeps_to_registers_and_reads_16_bytes_at_a_time(capability, h
 BOUNDARIES = torch.tensor([0, 700, 2048], dtype=torch.int32)
 # What is other than in the tests above: heads of 128, bfloat16, causal, dropout.
 OTHER_FORMS = {
-    "packed": lambda: {"documents": Documents(BOUNDARIES, None, torch.zeros(2, dtype=torch.int64))},
-    "packed by position": lambda: {"documents": Documents(BOUNDARIES)},
+    "packed": lambda: {"given": {"cu_seqlens": BOUNDARIES, "document_samples": torch.zeros(2, dtype=torch.int64)}},
+    "packed by position": lambda: {"given": {"cu_seqlens": BOUNDARIES}},
     "part": lambda: {"is_part": True, "first_row": 1024, "first_column": 512},
     "sink": lambda: {"given": {"sink": torch.ones(4)}},
     "softcap": lambda: {"softcap": 50.0},
     "slopes": lambda: {"given": {"alibi_slopes": torch.ones(4)}},
     "bias": lambda: {"given": {"bias": torch.zeros(1, 4, 2048, 2048, dtype=torch.bfloat16)}},
 }
-MASKED = {
-    "mask": torch.zeros(2, 1, 2048, 2048, dtype=torch.bool),
-    "key_lengths": torch.zeros(2, dtype=torch.int64),
-}
+MASKED = {"mask": torch.zeros(2, 1, 2048, 2048, dtype=torch.bool)}
 # These may spill in their loops; multi-latent attention and masks lie in no local memory, however.
 WIDE_FORMS = {
     "latent": lambda: {"head_dim": 192, "value_dim": 128, "first_row": 1024, "first_column": 512},

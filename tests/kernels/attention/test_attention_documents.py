@@ -124,7 +124,6 @@ REFUSED = [
     ({"cu_seqlens": [0, 36], "document_samples": torch.tensor([1, 2])}, "document_samples .* for 1 documents"),
     ({"document_samples": torch.tensor([1])}, "without cu_seqlens"),
     ({"cu_seqlens": [0, 36], "mask": torch.zeros(1, 1, 36, 36, dtype=torch.bool)}, "mask is given together"),
-    ({"cu_seqlens": [0, 36], "key_lengths": torch.tensor([36])}, "key_lengths is given together"),
     ({"cu_seqlens": [0, 36], "first_row": 1}, "first_row is given together"),
     ({"cu_seqlens": [0, 36], "first_column": 0}, "first_column is given together"),
 ]  # fmt: skip

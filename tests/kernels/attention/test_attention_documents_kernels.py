@@ -11,7 +11,7 @@ from witness import ulp
 
 from tempo_kernels.attention import attention, cpu
 from tempo_kernels.attention import kernel as attention_kernel
-from tempo_kernels.attention.settings import Documents, Inputs, Kept
+from tempo_kernels.attention.settings import Inputs, Kept
 
 TOKENS, HEADS, GROUPS, DIM = 100, 4, 2, 32
 BOUNDARIES = {
@@ -29,9 +29,14 @@ def as_int32(numbers):
     return None if numbers is None else torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
 
 
-def find(module, inputs, documents, grad, chosen):
-    out, logsumexp = module.forward(inputs, chosen, documents=documents)
-    grads = module.backward(grad, inputs, Kept(out, logsumexp), chosen, documents)
+def pack(q, k, v, boundaries, key_boundaries=None, samples=None, **more):
+    packed = {"cu_seqlens": as_int32(boundaries), "cu_seqlens_k": as_int32(key_boundaries), "document_samples": samples}
+    return Inputs(q, k, v, **packed, **more)
+
+
+def find(module, inputs, grad, chosen):
+    out, logsumexp = module.forward(inputs, chosen)
+    grads = module.backward(grad, inputs, Kept(out, logsumexp), chosen)
     return [out, *(t for t in grads if t is not None)]
 
 
@@ -39,13 +44,10 @@ def on_cpu(tensors, dtype):
     return [None if t is None else t.cpu().to(dtype) if t.is_floating_point() else t.cpu() for t in tensors]
 
 
-def check_documents(inputs, packed, grad, chosen):
+def check_documents(inputs, grad, chosen):
     """Three witnesses, of which two are cpu.py, in the same dtype and in float64."""
-    found = find(attention_kernel, inputs, packed, grad, chosen)
-    same, exact = (
-        find(cpu, Inputs(*on_cpu(inputs, t)), Documents(*on_cpu(packed, t)), grad.cpu().to(t), chosen)
-        for t in (grad.dtype, torch.float64)
-    )
+    found = find(attention_kernel, inputs, grad, chosen)
+    same, exact = (find(cpu, Inputs(*on_cpu(inputs, t)), grad.cpu().to(t), chosen) for t in (grad.dtype, torch.float64))
     for name, ours, theirs, truth in zip(
         ("out", "grad_q", "grad_k", "grad_v", "sink"), found, same, exact, strict=False
     ):
@@ -64,10 +66,8 @@ def test_documents_are_as_specified(boundaries, value_dim, seen, dtype, p, is_an
     sizes = (HEADS, DIM), (GROUPS, DIM), (GROUPS, value_dim), (HEADS, value_dim)
     q, k, v, grad = (torch.randn(TOKENS, 1, *size, device=DEVICE).to(dtype) for size in sizes)
     samples = torch.randint(0, 2**40, (len(boundaries) - 1,)).to(DEVICE) if is_announced else None
-    check_documents(
-        Inputs(q, k, v), Documents(as_int32(boundaries), None, samples), grad,
-        settings(causal, p, window_size=window_size, first_sample=7),
-    )  # fmt: skip
+    chosen = settings(causal, p, window_size=window_size, first_sample=7)
+    check_documents(pack(q, k, v, boundaries, samples=samples), grad, chosen)
 
 
 @kernel_test
@@ -76,10 +76,11 @@ def test_documents_with_keys_of_their_own_and_changed_scores_are_as_specified(dt
     q, k, v, grad = (
         torch.randn(s, 1, n, DIM, device=DEVICE).to(dtype) for s, n in ((60, 4), (100, 2), (100, 2), (60, 4))
     )
-    packed = Documents(as_int32([0, 3, 30, 60]), as_int32([2, 9, 9, 100]), torch.tensor([4, 1, 2**35], device=DEVICE))
-    slopes = torch.tensor([0.5, 0.25, 0.0625, 0.3], device=DEVICE)
-    inputs = Inputs(q, k, v, alibi_slopes=slopes, sink=torch.randn(4, device=DEVICE).to(dtype))
-    check_documents(inputs, packed, grad, settings(False, 0.2, softcap=1.5))
+    samples = torch.tensor([4, 1, 2**35], device=DEVICE)
+    more = {"alibi_slopes": torch.tensor([0.5, 0.25, 0.0625, 0.3], device=DEVICE)}
+    more["sink"] = torch.randn(4, device=DEVICE).to(dtype)
+    inputs = pack(q, k, v, [0, 3, 30, 60], [2, 9, 9, 100], samples, **more)
+    check_documents(inputs, grad, settings(False, 0.2, softcap=1.5))
 
 
 @kernel_test
@@ -89,8 +90,8 @@ def test_a_document_reads_no_other_documents_keys(is_announced):
     for t in (q, k, v, grad):
         t[:21], t[60:] = float("nan"), float("nan")
     samples = torch.tensor([1, 2, 3], device=DEVICE) if is_announced else None
-    packed = Documents(as_int32([0, 21, 60, 90]), None, samples)
-    for found in find(attention_kernel, Inputs(q, k, v), packed, grad, settings(True, 0.2)):
+    inputs = pack(q, k, v, [0, 21, 60, 90], samples=samples)
+    for found in find(attention_kernel, inputs, grad, settings(True, 0.2)):
         assert found[21:60].isfinite().all() and found[21:60].any()
 
 
@@ -119,7 +120,6 @@ def test_a_packed_row_on_a_gpu_waits_for_nothing():
 def test_boundaries_outside_of_the_row_count_as_nearest():
     q, k, v, grad = (torch.randn(40, 1, 2, DIM, device=DEVICE) for _ in range(4))
     found, expected = (
-        find(attention_kernel, Inputs(q, k, v), Documents(as_int32(ends)), grad, settings())
-        for ends in ([-7, 20, 400], [0, 20, 40])
+        find(attention_kernel, pack(q, k, v, ends), grad, settings()) for ends in ([-7, 20, 400], [0, 20, 40])
     )
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))

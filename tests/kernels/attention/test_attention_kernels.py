@@ -86,16 +86,6 @@ def test_parts_of_the_keys_make_the_whole(causal, window_size, dtype, p, dv, mon
     assert_as_specified(found, [q, k, v, grad], specified, "out", "grad_q", "grad_k", "grad_v")
 
 
-@kernel_test
-@parametrize_covering(each={"causal": [True, False], "dtype": DTYPES})
-def test_key_lengths_do_what_is_specified_and_what_is_behind_them_is_not_read(causal, dtype):
-    q, k, v, grad = random_inputs(70, 70, 4, 2, 2, 64, dtype)
-    lengths = torch.tensor([70, 65, 20, 0], device=DEVICE)
-    for sample, length in enumerate(lengths.tolist()):
-        k[length:, sample], v[length:, sample] = float("nan"), float("nan")
-    check(q, k, v, grad, settings(causal), key_lengths=lengths)
-
-
 MASKS = {
     "padding": lambda: (torch.arange(70) >= torch.tensor([70, 40, 0]).view(3, 1, 1, 1)).expand(3, 1, 1, 70),
     "per row": lambda: torch.rand(3, 1, 70, 70) < 0.4,
@@ -126,17 +116,16 @@ def test_rows_whose_keys_are_all_hidden_do_what_is_specified(hidden_rows, dtype,
 
 
 @kernel_test
-def test_a_mask_a_window_and_lengths_together_do_what_is_specified():
+def test_a_mask_and_a_window_together_do_what_is_specified():
     inputs = random_inputs(70, 70, 3, 4, 2, 32, torch.float32)
-    lengths = torch.tensor([70, 50, 7], device=DEVICE)
-    check(*inputs, settings(True, window_size=(20, 0)), MASKS["per row"]().to(DEVICE), lengths)
+    check(*inputs, settings(True, window_size=(20, 0)), MASKS["per row"]().to(DEVICE))
 
 
 @kernel_test
 @pytest.mark.parametrize("size", [1e-3, 30.0, 1e4])
 def test_scores_of_any_size_do_what_is_specified(size):
     q, k, v, grad = random_inputs(70, 70, 1, 2, 2, 32, torch.float32)
-    found = run(attention_kernel, q * size, k, v, grad, None, None, settings())
+    found = run(attention_kernel, q * size, k, v, grad, None, settings())
     assert all(t.isfinite().all() for t in found)
     check(q * min(size, 30.0), k, v, grad, settings())
 
@@ -154,7 +143,7 @@ def test_attention_takes_any_strides_and_alignment():
 @pytest.mark.parametrize(("sq", "sk", "b", "a", "g"), [(0, 4, 1, 2, 2), (4, 4, 0, 2, 1)])
 def test_attention_of_nothing_gives_nothing_and_no_gradient(sq, sk, b, a, g):
     inputs = random_inputs(sq, sk, b, a, g, 32, torch.bfloat16)
-    out, grad_q, grad_k, grad_v = run(attention_kernel, *inputs, None, None, settings())
+    out, grad_q, grad_k, grad_v = run(attention_kernel, *inputs, None, settings())
     assert out.numel() == grad_q.numel() == 0 and not grad_k.any() and not grad_v.any()
 
 
@@ -169,7 +158,7 @@ def test_the_logsumexp_is_the_specified_one_in_units_of_the_unscaled_scores():
 @kernel_test
 def test_gradients_are_the_same_bits_every_time():
     inputs = random_inputs(150, 150, 1, 2, 1, 64, torch.bfloat16)
-    first, second = (run(attention_kernel, *inputs, None, None, settings()) for _ in range(2))
+    first, second = (run(attention_kernel, *inputs, None, settings()) for _ in range(2))
     assert all(map(torch.equal, first, second))
 
 
@@ -198,10 +187,10 @@ def test_every_pass_drops_the_specified_elements_bit_for_bit(first_sample, p, ke
 @kernel_test
 def test_draws_from_device_data_are_the_same_bit_for_bit():
     inputs = random_inputs(70, 70, 1, 2, 2, 32, torch.float32)
-    expected = run(attention_kernel, *inputs, None, None, settings(key=2**64 - 5, first_sample=7))
+    expected = run(attention_kernel, *inputs, None, settings(key=2**64 - 5, first_sample=7))
     key, first_sample = torch.tensor(-5, device=DEVICE), torch.tensor(7, device=DEVICE)
     for form in [(key, first_sample), (2**64 - 5, first_sample), (key, 7)]:
-        found = run(attention_kernel, *inputs, None, None, settings(key=form[0], first_sample=form[1]))
+        found = run(attention_kernel, *inputs, None, settings(key=form[0], first_sample=form[1]))
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -221,7 +210,7 @@ def test_workspaces_are_counted_as_backward_makes_them(dtype, monkeypatch):
     chosen, kept = settings(), Kept(torch.empty_like(q), torch.empty(2, 6, 130))
     with Watch():
         attention_kernel.backward(kept.out, Inputs(q, k, k), kept, chosen)
-    operands = (kept.out, *kept[:3], *Inputs(q, k, k), None, None, None, *chosen.operands, False, False)
+    operands = (kept.out, *kept[:3], *Inputs(q, k, k), *chosen.operands, False, False)
     gradients = [t.untyped_storage().nbytes() for t in (q, k, k)]
     assert made == [*gradients, *function.list_gpu_workspaces(operands, 9, 132)]
 
@@ -303,23 +292,22 @@ def test_a_bias_hides_keys_and_a_query_that_sees_none_gets_zeros(value):
     q, k, v, grad = random_inputs(20, 20, 1, 2, 2, 32, torch.float32)
     bias = torch.zeros(1, 1, 20, 20, device=DEVICE)
     bias[..., 12:], bias[:, :, 3] = value, value
-    whole = run(attention_kernel, q, k, v, grad, None, None, settings(False, 0.0), bias=bias)
+    whole = run(attention_kernel, q, k, v, grad, None, settings(False, 0.0), bias=bias)
     assert all(t.isfinite().all() for t in whole) and not whole[4][..., 12:].any()
     assert not whole[0][3].any() and not whole[1][3].any() and not whole[2][12:].any() and not whole[3][12:].any()
     seen = [row for row in range(20) if row != 3]
-    part = run(attention_kernel, q[seen], k[:12], v[:12], grad[seen], None, None, settings(False, 0.0))
+    part = run(attention_kernel, q[seen], k[:12], v[:12], grad[seen], None, settings(False, 0.0))
     for found, expected, rows in zip(whole[:4], part, (seen, seen, slice(12), slice(12)), strict=True):
         torch.testing.assert_close(found[rows], expected, rtol=1e-5, atol=1e-6)
 
 
 @kernel_test
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gradient_of_a_bias_of_keys_alone_sums_over_samples_heads_and_queries_of_any_lengths(dtype):
+def test_the_gradient_of_a_bias_of_keys_alone_sums_over_samples_heads_and_queries(dtype):
     inputs = random_inputs(70, 40, 3, 2, 1, 32, dtype)
     bias = torch.randn(1, 1, 1, 40, device=DEVICE).to(dtype)
-    lengths = torch.tensor([40, 33, 0], device=DEVICE)
-    check(*inputs, settings(False, 0.1), None, lengths, bias=bias)
-    first, again = (run(attention_kernel, *inputs, None, lengths, settings(False), bias=bias) for _ in range(2))
+    check(*inputs, settings(False, 0.1), bias=bias)
+    first, again = (run(attention_kernel, *inputs, None, settings(False), bias=bias) for _ in range(2))
     assert all(map(torch.equal, first, again))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from witness import assert_three_witnesses, kept_storages
 
-from tempo_kernels.dropout_add import Draw, bias_dropout_add, cpu
+from tempo_kernels.dropout_add import Draw, bias_dropout_add, eager
 from tempo_kernels.philox import drop_mask, effective_probability
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -49,14 +49,14 @@ def test_blocks_of_rows_give_what_the_whole_gives(dtype, place):
     # Small whole numbers and a scale of 2: sums are exact in any order.
     x, residual = (torch.randint(-8, 9, (13, 3, 40)).to(dtype) for _ in range(2))
     draw = Draw(0.5, 2**63 + 5, *place)
-    out, (grad_x, grad_bias) = cpu.forward(x, x[0, 0], residual, draw), cpu.backward(x, draw, True)
-    assert torch.equal(cpu.forward(x, x[0, 0], residual, draw, block_elements=4 * 3 * 40), out)
-    found = cpu.backward(x, draw, True, block_elements=4 * 3 * 40)
+    out, (grad_x, grad_bias) = eager.forward(x, x[0, 0], residual, draw), eager.backward(x, draw, True)
+    assert torch.equal(eager.forward(x, x[0, 0], residual, draw, block_elements=4 * 3 * 40), out)
+    found = eager.backward(x, draw, True, block_elements=4 * 3 * 40)
     assert torch.equal(found[0], grad_x) and torch.equal(found[1], grad_bias)
 
 
 def test_nothing_is_drawn_where_nothing_is_dropped(monkeypatch):
-    monkeypatch.setattr(cpu, "keep_bits", None)
+    monkeypatch.setattr(eager, "keep_bits", None)
     x, residual = (torch.randn(6, 2, 40, requires_grad=True) for _ in range(2))
     out = bias_dropout_add(x, torch.ones(40), residual, p=0.0, key=1)
     out.sum().backward()
