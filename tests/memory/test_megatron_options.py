@@ -75,16 +75,18 @@ def test_the_options_and_published_commands_are_what_megatrons_parser_makes_of_t
             assert (list(value) if isinstance(value, tuple) else value) == parsed[options[f"--{name}"]["dest"]], name
 
 
-def test_the_estimate_knows_a_newer_megatron() -> None:
-    words = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
+def test_estimate_and_plan_know_a_newer_megatron() -> None:
+    words = "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
     words += " --micro-batch-size 2 --bf16 --swiglu --disable-bias-linear --num-experts 4 --moe-grouped-gemm"
     words += " --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --tokenizer-type NullTokenizer"
-    words += " --vocab-size 512"
+    words += " --vocab-size 512 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
     environment = {**os.environ, "PYTHONPATH": str(unpack("megatron-core==0.19.2"))}
-    command = [sys.executable, "-m", "tempo_megatron", "estimate", "--world-size", "2", "--", "pretrain_gpt.py"]
-    padded = "--moe-expert-capacity-factor 1.2 --moe-pad-expert-input-to-capacity"
-    ran = subprocess.run([*command, *words.split(), *padded.split()], capture_output=True, text=True, env=environment)
-    assert ran.returncode == 0 and "between steps" in ran.stdout, ran.stderr
+    padded = " --moe-expert-capacity-factor 1.2 --moe-pad-expert-input-to-capacity"
+    cases = [("estimate", padded, "between steps"), ("plan --gpu-memory 1GiB", "", '{"tempo": ')]
+    for command, more, expected in cases:
+        line = f"-m tempo_megatron {command} --world-size 2 -- pretrain_gpt.py {words}{more}"
+        ran = subprocess.run([sys.executable, *line.split()], capture_output=True, text=True, env=environment)
+        assert ran.returncode == 0 and expected in ran.stdout, ran.stderr
 
 
 # Of how a thing is done that nothing remembers, and of what is refused as a whole or has the same size in every way.

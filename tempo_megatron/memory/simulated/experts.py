@@ -27,6 +27,16 @@ from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
 from tempo_megatron.slots.experts import KeepsActivationInput, TempoRoutedMoELayer, TempoTopKRouter
 
 
+def _forget_losses() -> None:
+    """Empties Megatron's notes of auxiliary losses for a log, which have an entry for each layer of the last model."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    except ImportError:  # an older Megatron-core notes them in a dictionary
+        get_moe_layer_wise_logging_tracker().clear()
+    else:
+        destroy_moe_metrics_tracker()
+
+
 @contextlib.contextmanager
 def leave_out_experts() -> Iterator[None]:
     """Models that are built inside have experts without linears, of which each would take a millisecond."""
@@ -56,8 +66,7 @@ def put_experts(
         run: whose experts they are. Experts of Tempo's recompute their activation with or without moe_act.
         is_fused: whether the gated activation, or squared ReLU, is Megatron's fused one.
     """
-    # Where losses are noted for a log, with as many entries as the last model had layers.
-    get_moe_layer_wise_logging_tracker().clear()
+    _forget_losses()
     is_sinkhorn = run.model.moe_router_load_balancing_type == "sinkhorn"
     for module in model.modules():
         if isinstance(module, MoELayer):
