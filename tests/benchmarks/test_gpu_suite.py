@@ -64,10 +64,10 @@ def make_planted(seconds: float = 1.0):
 
 @pytest.mark.slow
 def test_what_fails_hangs_crashes_or_has_no_memory_is_one_line_and_the_rest_runs(tmp_path, capsys):
-    assert run_plan(make_planted(), make_planted, tmp_path, 300.0, {"device": "cpu"}, patience=0.05) == 0
+    assert run_plan(make_planted(), make_planted, tmp_path, 300.0, {"device": "cpu"}, patience=0.2) == 0
     found = {record["step"]: (record["outcome"], record["answer"]) for record in read_records(tmp_path / "first.jsonl")}
     assert found == {
-        "hang": ("not ended", "did not end within 2 s"),
+        "hang": ("not ended", "did not end within 6 s"),
         "wrong": ("failed", "gelu, [3, 4]: off by 7 of its bound"),
         "left out": ("left out", "there is no second GPU"),
         "memory": ("failed", "out of memory: CUDA out of memory. Tried to allocate 2.00 GiB"),
