@@ -22,10 +22,10 @@ DIFFERENCES = "What differs between the versions"
 """The rest of the document begins so; people write it."""
 HEAD = """<!-- The first table is written by `python tests/support/megatron_versions.py FOLDER`. -->
 
-Stock beside Tempo in one layer of each model at dropout 0, on a CPU in float32, without Transformer Engine and Apex:
-the losses agree to 1e-6, and every gradient to 100 times float32's round-off of its largest element; the largest
-difference of any gradient stands in the table, in units of that round-off. The keys of `state_dict` and
-`sharded_state_dict` are stock's. At dropout 0.1 Tempo's losses are the same number in all of these versions.
+Tempo and stock, compared in one layer of each model at dropout 0, on a CPU in float32, without Transformer Engine and
+Apex. Losses agree to 1e-6, and every gradient to 100 times float32's round-off of its largest element; the table has
+the largest difference of any gradient in that unit. The keys of `state_dict` and `sharded_state_dict` are stock's. At
+dropout 0.1 Tempo's losses are the same number in all versions.
 
 """
 
