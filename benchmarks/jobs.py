@@ -18,6 +18,7 @@ JOBS = {
     "encoders": ("encoders.md", ["encoders.py"]),
     "hub_kernels": ("hub_kernels.md", ["hub_kernels.py"]),
     "torchtitan": ("torchtitan.md", ["torchtitan_cpu.py"]),
+    "megatron_model": ("first_hour.md", ["megatron_model.py"]),
 }
 """Names of tables -> the document that each is in, and the example that prints it."""
 

@@ -15,7 +15,7 @@ import torch
 os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}  # before deepspeed is imported
 
 import deepspeed
-from megatron_model import BATCH, build_model, loss_of, start_one_process
+from megatron_model import BATCH, build_model, compute_loss, start_one_process
 
 from tempo_megatron import TempoConfig
 
@@ -39,7 +39,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
     for step in range(STEPS):
-        loss = loss_of(engine, step)
+        loss = compute_loss(engine, step)
         engine.backward(loss)
         engine.step()
         if step in (0, STEPS - 1):

@@ -1,5 +1,7 @@
 """A Megatron-core GPT with Tempo in its slots, trained for a few steps on one CPU: python examples/megatron_model.py
 
+Prints what stock, Tempo, and Tempo with Megatron's full recomputation keep for backward, and their losses.
+
 Needs pip install "tempo-megatron[megatron]". On a GPU leave out use_cpu() and use the nccl backend.
 """
 
@@ -11,6 +13,7 @@ import torch
 
 warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
 
+from measured import compare, format_table
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -27,12 +30,13 @@ from tempo_megatron import (
 )
 
 VOCAB_SIZE, SEQ_LENGTH, BATCH, STEPS, SEED = 256, 64, 4, 20, 1234
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def build_model(tempo_config: TempoConfig) -> GPTModel:
+def build_model(tempo_config: TempoConfig, seed: int = SEED, *, checkpointing: bool = False) -> GPTModel:
     """The same weights for every TempoConfig: its parameters and their names are Megatron's."""
-    torch.manual_seed(SEED)
-    model_parallel_cuda_manual_seed(SEED)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
     config = TransformerConfig(
         num_layers=2,
         hidden_size=128,
@@ -41,6 +45,7 @@ def build_model(tempo_config: TempoConfig) -> GPTModel:
         hidden_dropout=0.1,
         attention_dropout=0.1,
         masked_softmax_fusion=False,
+        **(RECOMPUTE if checkpointing else {}),
     )
     model = GPTModel(
         config, tempo_block_spec(config, tempo_config), vocab_size=VOCAB_SIZE, max_sequence_length=SEQ_LENGTH
@@ -50,7 +55,7 @@ def build_model(tempo_config: TempoConfig) -> GPTModel:
     return model
 
 
-def loss_of(model: torch.nn.Module, step: int) -> Tensor:
+def compute_loss(model: torch.nn.Module, step: int) -> Tensor:
     """Mean loss of one batch, from which the model learns to count: each token is its predecessor plus one."""
     start = torch.randint(VOCAB_SIZE, (BATCH, 1), generator=torch.Generator().manual_seed(step))
     tokens = (start + torch.arange(SEQ_LENGTH + 1)) % VOCAB_SIZE
@@ -60,18 +65,6 @@ def loss_of(model: torch.nn.Module, step: int) -> Tensor:
     set_micro_batch(SEED, first_sample=step * BATCH)
     losses: Tensor = model(tokens[:, :-1].contiguous(), positions, hidden, labels=tokens[:, 1:].contiguous())
     return losses.mean()
-
-
-def train(model: GPTModel) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for step in range(STEPS):
-        loss = loss_of(model, step)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def start_one_process() -> None:
@@ -86,9 +79,11 @@ def main() -> None:
     start_one_process()
     stock, tempo = build_model(TempoConfig.off()), build_model(TempoConfig())
     assert set(stock.state_dict()) == set(tempo.state_dict())
-    for name, model in (("stock", stock), ("Tempo", tempo)):
-        losses = train(model)
-        print(f"{name}: loss {losses[0]:.3f} at the first step, {losses[-1]:.3f} at the last of {STEPS}")
+
+    def build(seed: int, *, tempo: bool = False, checkpointing: bool = False) -> GPTModel:
+        return build_model(TempoConfig() if tempo else TempoConfig.off(), seed, checkpointing=checkpointing)
+
+    print(format_table(compare(build, compute_loss, range(STEPS))))
     torch.distributed.destroy_process_group()
 
 

@@ -16,10 +16,12 @@ def check_operations(output: str) -> None:
 
 
 def check_megatron_model(output: str) -> None:
-    """It learns with Tempo and without."""
-    losses = re.findall(r"^(?:stock|Tempo): loss (\S+) at the first step, (\S+) at the last", output, re.MULTILINE)
-    assert len(losses) == 2 and losses[0][0] == losses[1][0]
-    assert all(float(last) < 0.5 * float(first) for first, last in losses)
+    """Tempo keeps less, with recomputation less still, and it learns with Tempo and without."""
+    rows = [line.split("|") for line in output.splitlines() if line.startswith(("| stock", "| Tempo"))]
+    stock, tempo, recomputed = ((float(row[2]), [float(loss) for loss in row[6].split(",")]) for row in rows)
+    assert recomputed[0] < 0.5 * tempo[0] and tempo[0] < 0.6 * stock[0]
+    # Of log(256) = 5.5 at first; masks differ from stock's.
+    assert tempo[1] == recomputed[1] and all(loss < 3.0 for loss in (*stock[1], *tempo[1]))
 
 
 def check_deepspeed_run(output: str) -> None:
