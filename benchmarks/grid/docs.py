@@ -57,8 +57,8 @@ Four cases of `auto` each, two of them with packed rows: dropout 0 in bfloat16, 
 under full recomputation (not for packed rows of MTP, where Megatron 0.16.1 ends in a TypeError). MLA is a GPT with
 latent attention, RMSNorm and heads of 12 and 6; MTP is a GPT that predicts two further tokens. A packed row
 (`PackedSeqParams`, thd) has documents of 16, 32 and 16 tokens. The reference has one context-parallel rank and each
-document in a row of its own, since stock has neither on a CPU. Gradients in bfloat16 are added over ranks in float32, as
-in Megatron's optimizers. The formula of kept bytes leaves out the boundaries and token numbers of packed rows.
+document in a row of its own, since stock has neither on a CPU. Gradients in bfloat16 are added over ranks in float32,
+as in Megatron's optimizers. The formula of kept bytes leaves out the boundaries and token numbers of packed rows.
 """
 
 
