@@ -74,7 +74,7 @@ def list_better_layers(records: list[Record]) -> tuple[str, ...]:
     tempo = by_case["Tempo, in place"]
     found = [
         f"{case} keeps {r['kept_sbh']:.1f} sbh, less than Tempo in place, in "
-        f"{r['over_stock'] / tempo['over_stock']:.2f} of its time: {explain(case)}."
+        f"{r['over_stock'] / tempo['over_stock']:.2f} times its time: {explain(case)}."
         for case, r in by_case.items()
         if r["kept_sbh"] < tempo["kept_sbh"] - 0.01 and not case.startswith("Tempo")
     ]
@@ -99,11 +99,11 @@ def list_better_layers(records: list[Record]) -> tuple[str, ...]:
 
 # Beginning of a case -> why it keeps less.
 _REASONS = {
-    "stock, full": "only the layer's input is kept, and all of its forward runs again",
-    "checkpoint, saves": "the policy recomputes norms, GELU and dropout, and the products that it does not save",
-    "checkpoint": "only the layer's input is kept, and all of its forward runs again",
-    "torch.compile": "the partitioner fuses elementwise operations across the whole layer and recomputes them; below "
-    "some budget products too. It cannot do that inside Megatron's tensor-parallel layers",
+    "stock, full": "it keeps the layer's input and runs its forward again",
+    "checkpoint, saves": "it recomputes norms, GELU, dropout and every other product",
+    "checkpoint": "it keeps the layer's input and runs its forward again",
+    "torch.compile": "it recomputes elementwise operations, at low budgets products too; not inside Megatron's "
+    "tensor-parallel layers",
 }
 
 

@@ -101,7 +101,7 @@ def list_goals() -> list[Goal]:
 
 
 def list_papers() -> list[list[str]]:
-    """The papers' headline rows beside ours."""
+    """The papers' headline figures and ours."""
     unfused, fused = (
         dict(cards.list_model_gains(read("largest_batch"), base)["BERT large, s 512"])["11"]
         for base in ("stock, unfused", "stock")
@@ -113,7 +113,7 @@ def list_papers() -> list[list[str]]:
     )
     paper, ours = cards.tabulate_order(read("order"))[1:3]
     return [
-        ["paper", "its row", "ours", "card"],
+        ["paper", "published", "ours", "card"],
         [
             "Tempo, arXiv 2210.10246",
             "up to twice the batch: BERT large, s 512, 11 GB; 16 to 26 % more samples a second",
@@ -146,7 +146,7 @@ def write_page() -> str:
     """The text of docs/benchmarks.md."""
     goals = list_goals()
     missed = [goal for goal in goals if not goal.is_met]
-    rows = [["missed goal", "found", "card"], *([goal.text, goal.found, link(goal.card)] for goal in missed)]
+    rows = [["goal", "found", "card"], *([goal.text, goal.found, link(goal.card)] for goal in missed)]
     better = [line for line in cards.list_better_layers(read("layer")) if "less than Tempo" in line]
     better += [line for line in cards.judge_model(read("largest_batch")) if line.startswith("Full recomputation")]
     better += [line for line in cards.judge_scale(read("scale")) if line.startswith("SP + full")]
@@ -158,20 +158,20 @@ def write_page() -> str:
             "",
             "`python benchmarks/run.py` measures, `python benchmarks/report.py` writes this page and the",
             "[cards](../cards/README.md). Both sides of a comparison alternate in one process; a figure is the ratio",
-            "of medians. No GPU has measured any of it; `python benchmarks/run.py --suite gpu` does on one.",
+            "of medians. Nothing was measured on a GPU; `python benchmarks/run.py --suite gpu` does that.",
             "",
             "## A layer",
             "",
             "![What a layer keeps against its time, for every way to keep less](images/benchmark_layer.png)",
             "",
-            f"Time on a CPU, in bf16; lower left is better. Figures, gradient errors and reasons: {link('layer')}.",
+            f"Time on a CPU, in bf16; lower left is better. Figures and gradient errors: {link('layer')}.",
             "",
             "## Models",
             "",
             "![Largest micro batch with Tempo over that of stock, model by model](images/benchmark_model.png)",
             "",
-            "Largest micro batch that fits, by the estimate, over stock's with fused attention; the paper's base with",
-            f"unfused attention, and full recomputation: {link('largest_batch')}.",
+            "Largest micro batch that fits, by the estimate, over stock's with fused attention. Against unfused",
+            f"attention and full recomputation: {link('largest_batch')}.",
             "",
             "## Scale",
             "",
@@ -183,10 +183,10 @@ def write_page() -> str:
             "",
             "![Training losses of GPT, BERT and ViT, stock and with Tempo, of five seeds](images/benchmark_loss.png)",
             "",
-            "With dropout 0.1, on text and images that packages ship: the mean of five seeds, and the range between",
-            f"them. Losses on held-out data, intervals, and 16 bits without dropout: {link('training')}.",
+            "Dropout 0.1, mean and range of five seeds. Losses on held-out data, intervals, and 16 bits without",
+            f"dropout: {link('training')}.",
             "",
-            "## The papers' rows beside ours",
+            "## Against the papers",
             "",
             format_table(list_papers()).replace("---:", "---"),
             "",
@@ -196,14 +196,14 @@ def write_page() -> str:
             "",
             "## What the suites take",
             "",
-            "Seconds of a CPU, of user and system; `python benchmarks/run.py` prints them. Together the suite cpu took",
+            "CPU seconds, user and system, as `python benchmarks/run.py` prints them. The suite cpu took",
             f"{format_total()}.",
             "",
             format_table(run.tabulate_times(list(run.BENCHMARKS))),
             "",
             "## Goals",
             "",
-            f"{len(goals) - len(missed)} of {len(goals)} are met. The others:",
+            f"{len(goals) - len(missed)} of {len(goals)} are met. Missed:",
             "",
             format_table(rows).replace("---:", "---"),
             "",
@@ -218,7 +218,7 @@ def format_total() -> str:
     missing = [name for name, seconds in zip(names, taken, strict=True) if seconds is None]
     total = sum(seconds for seconds in taken if seconds is not None)
     note = f", without {', '.join(missing)}, which was not measured so" if missing else ""
-    return f"{total:,.0f} of 1,800 s{note}, summed over its parts; reading packages and data comes on top"
+    return f"{total:,.0f} of 1,800 s{note}, without reading packages and data"
 
 
 def plot_all() -> None:

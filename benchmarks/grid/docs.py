@@ -27,39 +27,38 @@ from grid.models import FAMILIES, SEQUENCE_FAMILIES
 
 _HEAD = """<!-- Written by `python benchmarks/compatibility.py --write-docs`; not to be edited. -->
 
-# What was held against stock, layout by layout
+# What was compared with stock, layout by layout
 
-Small models train on 1, 2, 4 or 8 processes of a CPU, with the modules and the pipeline schedules of Megatron. A case
-holds if all of this does:
+Small models train on 1, 2, 4 or 8 processes of a CPU, with Megatron's modules and pipeline schedules. A case holds if
+all of this does:
 
 - **Losses of all tokens and the gradient of every parameter**: error(ours) <= 2 x error(witness) + 1 ulp of the largest
   exact value. The exact run is in float64 on one process, the witness in the dtype of the case; both recompute nothing.
   At dropout 0 both are stock Megatron, the witness in the layout of the case. At dropout 0.1 both are Tempo on one
-  process, and what only a layout rounds may differ as much as in stock at dropout 0.
+  process, and the layout may add the rounding that it has in stock at dropout 0.
 - **Allowances.** GELU in place: 5.1e-5 (float32) or 1.6e-2 (bfloat16) of the largest exact value. The weight of a norm
   in place, in float32: half its round-off times the sum over tokens of abs(dy * normalised x). A case over its limit
   runs with {draws} draws of the weights; the sum of its errors must keep to the sum of their limits.
-- **Every element of every dropout mask** is the one that a single process draws, and the ranks together draw all.
+- **Every dropout mask** is that of a single process, element by element.
 - **Kept bytes** are within 1 % of the formula in `tests/support/kept_formula.py`.
 
-The choice `off` is stock Megatron: at dropout 0.1, where its masks depend on the layout, only its kept bytes count.
+The choice `off` is stock Megatron; at dropout 0.1 only its kept bytes count.
 """
 _MODELS_HEAD = """## Models
 
 A number says how many of 64 cases hold: Megatron recomputes nothing, `core_attn`, `mlp` or all; Tempo's choice is
 `inplace`, `recompute`, `auto` or `off`; dropout is 0 or 0.1; the dtype is float32 or bfloat16. GPT has LayerNorm, GELU,
-biases, learned positions and tied weights. Llama has RMSNorm, SwiGLU, grouped queries, rotary positions, no biases and
-untied weights.
+biases, learned positions and tied weights; Llama has RMSNorm, SwiGLU, grouped queries, rotary positions and untied
+weights.
 """
 _SEQUENCE_HEAD = """## Context parallelism, packed rows, latent attention, multi-token prediction
 
 Four cases of `auto` each, two of them with packed rows: dropout 0 in bfloat16, and dropout 0.1 in float32, with TP 2
 under full recomputation (not for packed rows of MTP, where Megatron 0.16.1 ends in a TypeError). MLA is a GPT with
-latent attention, RMSNorm and heads of 12 and 6. MTP is a GPT that predicts two further tokens. A packed row
-(`PackedSeqParams`, thd) has documents of 16, 32 and 16 tokens. Stock has neither context parallelism nor packed rows on
-a CPU, so a case is compared with one context-parallel rank that has each document in a row of its own. In bfloat16 the
-gradients of context-parallel ranks are added in float32, as in Megatron's optimizers. The formula of kept bytes leaves
-out the boundaries and token numbers of packed rows.
+latent attention, RMSNorm and heads of 12 and 6; MTP is a GPT that predicts two further tokens. A packed row
+(`PackedSeqParams`, thd) has documents of 16, 32 and 16 tokens. The reference has one context-parallel rank and each
+document in a row of its own, since stock has neither on a CPU. Gradients in bfloat16 are added over ranks in float32,
+as in Megatron's optimizers. The formula of kept bytes leaves out the boundaries and token numbers of packed rows.
 """
 
 
