@@ -69,8 +69,8 @@ def run_order(args: argparse.Namespace) -> int:
     ordered_at = time.perf_counter()
     placement = None
     if not args.no_layout:
-        arena = find_arena(captured.graph, plan.order, alignment=_ALIGNMENT)
-        plan, placement = dataclasses.replace(plan, order=arena.order), arena.placement
+        order, placement = find_arena(captured.graph, plan.order, alignment=_ALIGNMENT)
+        plan = dataclasses.replace(plan, order=order)
     seconds = {
         "capture": captured_at - start,
         "order": ordered_at - captured_at,

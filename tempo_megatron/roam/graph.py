@@ -39,40 +39,12 @@ class StepGraph:
 
     A storage is alive from the operation that makes it, or from the start if none does, until after the last operation
     that uses it; storages in `kept` stay until the end. A storage that is neither used nor kept has no bytes.
-
-    Raises ValueError if the given order cannot run: an operation uses a storage before it is made, or two make it.
     """
 
     operations: tuple[Operation, ...]
     sizes: tuple[int, ...]
     """Bytes of each storage."""
     kept: frozenset[int] = frozenset()
-
-    def __post_init__(self) -> None:
-        makers = dict[int, Operation]()
-        is_made_later = {storage for operation in self.operations for storage in operation.makes}
-        for place, operation in enumerate(self.operations):
-            for storage in operation.makes:
-                if storage in makers:
-                    raise ValueError(
-                        f"{operation.name} makes storage {storage}, which {makers[storage].name} has made; "
-                        "let one operation make each storage"
-                    )
-                makers[storage] = operation
-                is_made_later.discard(storage)
-            for storage in (*operation.reads, *operation.writes):
-                if storage in is_made_later:
-                    raise ValueError(
-                        f"{operation.name} uses storage {storage} before an operation makes it; "
-                        "give the operations in an order that runs"
-                    )
-            if any(other >= place for other in operation.after):
-                raise ValueError(
-                    f"{operation.name} comes after an operation that is given behind it; "
-                    "give the operations in an order that runs"
-                )
-        if min(self.sizes, default=0) < 0 or min((each.scratch_bytes for each in self.operations), default=0) < 0:
-            raise ValueError("a storage or an operation has fewer than 0 bytes; give sizes of 0 or more")
 
     def find_predecessors(self) -> list[list[int]]:
         """Lists for each operation those that have to come before it; most that follow from others are left out."""
@@ -119,15 +91,7 @@ def find_lifetimes(graph: StepGraph, order: Sequence[int]) -> dict[int, tuple[in
 
 def count_bytes(graph: StepGraph, order: Sequence[int]) -> list[int]:
     """Counts the bytes that are alive while each step of the order runs, its scratch included."""
-    changes = [0] * (len(order) + 1)
-    for storage, (first, last) in find_lifetimes(graph, order).items():
-        changes[first] += graph.sizes[storage]
-        changes[last + 1] -= graph.sizes[storage]
-    alive, found = 0, []
-    for step, place in enumerate(order):
-        alive += changes[step]
-        found.append(alive + graph.operations[place].scratch_bytes)
-    return found
+    return make_problem(graph).count_steps(order)
 
 
 def check_order(graph: StepGraph, order: Sequence[int]) -> None:

@@ -24,15 +24,7 @@ import dataclasses
 import heapq
 from collections.abc import Sequence
 
-from tempo_megatron.roam.graph import (
-    Problem,
-    StepGraph,
-    check_order,
-    cut,
-    make_problem,
-    renumber,
-    restrict,
-)
+from tempo_megatron.roam.graph import Problem, StepGraph, check_order, cut, make_problem, renumber, restrict
 from tempo_megatron.roam.search import LeastState, Search, find_least_state
 
 WORK_LIMIT = 100_000
@@ -77,29 +69,23 @@ def find_order(graph: StepGraph, *, work_limit: int = WORK_LIMIT) -> OperationOr
     peaks = [lower_bound]
     # The range with the highest peak first: the others have nothing to gain below its bound.
     for inside in sorted((each for each in ranges if len(each) > 1), key=lambda r: -max(given[r.start : r.stop])):
-        part = solve_range(restrict(problem, inside), max(lower_bound, 0), work_limit)
-        order[inside.start : inside.stop] = [inside.start + place for place in part.order]
-        lower_bound = max(lower_bound, part.lower_bound)
-        peaks.append(part.peak)
-        work += part.work
+        part = restrict(problem, inside)
+        found, bound, work_of_part = solve_range(part, max(lower_bound, 0), work_limit)
+        order[inside.start : inside.stop] = [inside.start + place for place in found]
+        lower_bound = max(lower_bound, bound)
+        peaks.append(part.count_peak(found))
+        work += work_of_part
     check_order(graph, order)
     peak = max(peaks)
     assert peak == problem.count_peak(order) and lower_bound <= peak <= max(given, default=peak)
     return OperationOrder(tuple(order), peak, max(given, default=peak), lower_bound, num_cuts=len(ranges), work=work)
 
 
-@dataclasses.dataclass(frozen=True)
-class RangeOrder:
-    """An order of one range, its peak, and a lower bound of every order's peak."""
+def solve_range(problem: Problem, enough: int, work_limit: int) -> tuple[Sequence[int], int, int]:
+    """Finds the best order of a range; it stops improving at a peak of `enough`.
 
-    order: Sequence[int]
-    peak: int
-    lower_bound: int
-    work: int
-
-
-def solve_range(problem: Problem, enough: int, work_limit: int) -> RangeOrder:
-    """Finds the best order of a range; it stops improving at a peak of `enough`."""
+    Returns the order, a lower bound of every order's peak, and the operations that the exact search examined.
+    """
     order = improve_range(problem, enough)
     peak = problem.count_peak(order)
     bound, work = min(enough, peak), 0
@@ -110,8 +96,8 @@ def solve_range(problem: Problem, enough: int, work_limit: int) -> RangeOrder:
         result = Search(problem).run(peak, work_limit)
         bound, work = max(bound, result.lower_bound), result.work
         if result.order is not None:
-            order, peak = result.order, problem.count_peak(result.order)
-    return RangeOrder(order, peak, bound, work)
+            order = result.order
+    return order, bound, work
 
 
 def improve_range(problem: Problem, enough: int) -> list[int]:
@@ -227,17 +213,13 @@ def advance_frees(problem: Problem, order: Sequence[int]) -> list[int]:
     state, waits = State(problem), dict[int, None]()
     for place in order:
         while place in state.ready:
-            free = next((each for each in waits if _fits(state, each, limit)), None)
-            if free is None:
-                free = place
+            room = limit - state.alive
+            fitting = (each for each in waits if each in state.ready and problem.transient_bytes[each] <= room)
+            free = next(fitting, place)
             waits.pop(free, None)
             changed = [*state.run(free), *state.list_last_users(free)]
             waits.update((each, None) for each in changed if state.find_change(each) <= 0)
     return state.order
-
-
-def _fits(state: State, place: int, limit: int) -> bool:
-    return place in state.ready and state.alive + state.problem.transient_bytes[place] <= limit
 
 
 def list_by_memory(problem: Problem) -> list[int]:

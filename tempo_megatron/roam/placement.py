@@ -4,9 +4,8 @@ This is the second of the two problems of ROAM (arXiv 2310.19295), known as dyna
 by integer programs. `find_placement` keeps the order of operations and takes no solver:
 
 1. Rectangles are split where none is alive on both sides. The most bytes alive at once are a lower bound of each part.
-2. `Filler` fills an arena of exactly that height from the bottom, so that at every step the rest can still fit.
-3. If that fails, `_place_greedily` places rectangles one by one at the lowest or the narrowest fitting gap, in twelve
-   orders. Where a rectangle reaches too high, it goes earlier in the next attempt.
+2. `Filler` fills an arena of exactly that height from the bottom, so that at every step the rest can still fit. If that
+   fails, it fills a higher one.
 
 `find_arena` may also change the order of operations: where the peak is flat and long, an arena of its height has no
 room for gaps, so it tries orders of the same peak in which fewer steps come close to it (`order.flatten_order`).
@@ -25,8 +24,6 @@ import numpy as np
 from tempo_megatron.roam.graph import StepGraph, find_lifetimes
 from tempo_megatron.roam.order import flatten_order
 
-_UNLIMITED = 1 << 62
-
 
 @dataclasses.dataclass(frozen=True)
 class Rectangle:
@@ -35,10 +32,6 @@ class Rectangle:
     size: int
     first: int
     last: int
-
-    def meets(self, other: Rectangle) -> bool:
-        """Whether there is a step in which both are alive."""
-        return self.first <= other.last and other.first <= self.last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,33 +65,31 @@ def list_rectangles(graph: StepGraph, order: Sequence[int]) -> tuple[list[int | 
 
 
 def find_placement(
-    rectangles: Sequence[Rectangle],
-    *,
-    alignment: int = 1,
-    num_fills: int = 4,
-    only_fills: bool = False,
+    rectangles: Sequence[Rectangle], *, alignment: int = 1, num_fills: int = 4, part: int = 64
 ) -> Placement:
-    """Finds a placement that is as low as the three steps above get it.
+    """Finds a placement that is as low as the two steps above get it.
 
     Args:
         rectangles: the storages to place.
         alignment: the alignment of every offset; sizes are rounded up to it.
-        num_fills: how many orders `Filler` tries.
-        only_fills: whether to leave step 3 out.
+        num_fills: how many orders `Filler` tries for each height.
+        part: by 1 / `part` the height grows where it fails.
     """
     sizes = [-(-each.size // alignment) * alignment for each in rectangles]
     rounded = [dataclasses.replace(each, size=size) for each, size in zip(rectangles, sizes, strict=True)]
-    offsets, heights, bounds = [0] * len(rounded), [0], [0]
-    parts = _split(rounded)
-    # The highest part first: the others have nothing to gain below its bound.
-    for part in sorted(parts, key=lambda part: -find_most_alive([rounded[i] for i in part])):
-        found = _place_part([rounded[i] for i in part], max(bounds), num_fills, only_fills)
-        for index, offset in zip(part, found.offsets, strict=True):
+    offsets, height, lower_bound = [0] * len(rounded), 0, 0
+    parts = [(find_most_alive([rounded[i] for i in inside]), inside) for inside in _split(rounded)]
+    # The highest part first: the others have nothing to gain below its height.
+    for bound, inside in sorted(parts, key=lambda each: -each[0]):
+        goal = height = max(height, bound)
+        lower_bound = max(lower_bound, bound)
+        while (found := _fill_part([rounded[i] for i in inside], goal, num_fills)) is None:
+            goal += max(1, goal // part)
+        for index, offset in zip(inside, found, strict=True):
             offsets[index] = offset
-        heights.append(found.height)
-        bounds.append(found.lower_bound)
+            height = max(height, offset + sizes[index])
     check_placement(rounded, offsets)
-    return Placement(tuple(offsets), max(heights), max(bounds))
+    return Placement(tuple(offsets), height, lower_bound)
 
 
 def find_most_alive(rectangles: Iterable[Rectangle]) -> int:
@@ -129,19 +120,6 @@ def check_placement(rectangles: Sequence[Rectangle], offsets: Sequence[int]) -> 
         assert not (meets & shares).any(), f"rectangle {i} overlaps another"
 
 
-def place_longest_first(rectangles: Sequence[Rectangle]) -> int:
-    """Returns the height of "long-lived first, best fit" (LLFB), with which the paper compares."""
-    order = sorted(
-        range(len(rectangles)), key=lambda i: (rectangles[i].first - rectangles[i].last, -rectangles[i].size)
-    )
-    offsets, _ = _place_greedily(rectangles, order, best=True)
-    return _find_height(rectangles, offsets)
-
-
-def _find_height(rectangles: Sequence[Rectangle], offsets: Sequence[int]) -> int:
-    return max((offset + each.size for offset, each in zip(offsets, rectangles, strict=True)), default=0)
-
-
 def _split(rectangles: Sequence[Rectangle]) -> list[list[int]]:
     parts, end = list[list[int]](), -1
     for index in sorted(range(len(rectangles)), key=lambda i: rectangles[i].first):
@@ -150,31 +128,6 @@ def _split(rectangles: Sequence[Rectangle]) -> list[list[int]]:
         parts[-1].append(index)
         end = max(end, rectangles[index].last)
     return parts
-
-
-# How often a failed attempt is repeated, with the rectangle that did not fit placed first.
-_ROUNDS = 12
-
-
-def _place_part(rectangles: Sequence[Rectangle], enough: int, num_fills: int, only_fills: bool) -> Placement:
-    """Places one part by steps 2 and 3; an attempt ends as soon as it gets as high as the best so far."""
-    bound = find_most_alive(rectangles)
-    goal = max(bound, enough)
-    stacked = [0, *itertools.accumulate(each.size for each in rectangles)]
-    offsets, height = stacked[:-1], stacked[-1]
-    if height > goal and (filled := _fill_part(rectangles, goal, num_fills)) is not None:
-        offsets, height = filled, _find_height(rectangles, filled)
-    starts = [] if only_fills or height <= goal else _list_starts(rectangles)
-    for order, best in starts:
-        for _ in range(_ROUNDS):
-            if height <= goal:
-                return Placement(tuple(offsets), height, bound)
-            attempt, num_placed = _place_greedily(rectangles, order, best=best, limit=height - 1)
-            if num_placed == len(order):
-                offsets, height = attempt, _find_height(rectangles, attempt)
-            else:
-                order.insert(0, order.pop(num_placed))
-    return Placement(tuple(offsets), height, bound)
 
 
 def _fill_part(rectangles: Sequence[Rectangle], height: int, num_fills: int) -> list[int] | None:
@@ -190,64 +143,6 @@ def _fill_part(rectangles: Sequence[Rectangle], height: int, num_fills: int) -> 
             offsets = dict(zip(chosen, found.tolist(), strict=True))
             return [offsets.get(i, 0) for i in range(len(rectangles))]
     return None
-
-
-def _list_starts(rectangles: Sequence[Rectangle]) -> list[tuple[list[int], bool]]:
-    """Lists orders in which to place, each with whether rectangles go to the narrowest gap or to the lowest.
-
-    Large or long-lived rectangles come first, or those that are both. In half of the orders, rectangles that live while
-    most bytes are alive come before all others.
-    """
-    sizes = [max(each.size, 1) for each in rectangles]
-    lengths = [each.last - each.first + 1 for each in rectangles]
-    crowds = _find_crowds(rectangles)
-    starts = []
-    for (by_size, by_length), crowded_first, best in itertools.product(
-        ((1, 1), (0, 1), (1, 0)), (False, True), (False, True)
-    ):
-        keys = [
-            (-crowd if crowded_first else 0, -(size**by_size) * length**by_length)
-            for crowd, size, length in zip(crowds, sizes, lengths, strict=True)
-        ]
-        starts.append((sorted(range(len(keys)), key=keys.__getitem__), best))
-    return starts
-
-
-def _find_crowds(rectangles: Sequence[Rectangle]) -> list[int]:
-    """Returns for each rectangle the most bytes that are alive at once during its life."""
-    alive = np.zeros(max((each.last for each in rectangles), default=0) + 1, np.int64)
-    for each in rectangles:
-        alive[each.first : each.last + 1] += each.size
-    return [int(alive[each.first : each.last + 1].max()) for each in rectangles]
-
-
-def _place_greedily(
-    rectangles: Sequence[Rectangle], order: Sequence[int], *, best: bool, limit: int = _UNLIMITED
-) -> tuple[list[int], int]:
-    """Places rectangles in this order, each at the lowest offset where it fits, or in the narrowest gap.
-
-    Returns the offsets, and how many were placed: fewer than all if the next one would reach above the limit.
-    """
-    n = len(rectangles)
-    low, high, first, last = (np.zeros(n, np.int64) for _ in range(4))
-    offsets = [0] * n
-    for count, index in enumerate(order):
-        each = rectangles[index]
-        if not each.size:
-            first[count], last[count] = 0, -1
-            continue
-        meets = np.flatnonzero((first[:count] <= each.last) & (last[:count] >= each.first) & (high[:count] > 0))
-        by_offset = meets[np.argsort(low[meets], kind="stable")]
-        below = np.maximum.accumulate(np.concatenate(([0], high[by_offset])))
-        gaps = np.concatenate((low[by_offset] - below[:-1], [_UNLIMITED]))
-        fitting = np.flatnonzero(gaps >= each.size)
-        chosen = fitting[np.argmin(gaps[fitting])] if best else fitting[0]
-        offset = int(below[chosen])
-        if offset + each.size > limit:
-            return offsets, count
-        low[count], high[count], first[count], last[count] = offset, offset + each.size, each.first, each.last
-        offsets[index] = offset
-    return offsets, n
 
 
 _PLACED = 1 << 62
@@ -338,20 +233,7 @@ _DEPTHS = (20, 14, 10, 7)
 _FLAT_WORK = 100_000
 
 
-@dataclasses.dataclass(frozen=True)
-class ArenaPlacement:
-    """An order, and a placement of the rectangles that `list_rectangles` lists for it."""
-
-    order: tuple[int, ...]
-    placement: Placement
-
-
-def find_arena(
-    graph: StepGraph,
-    order: Sequence[int],
-    *,
-    alignment: int = 1,
-) -> ArenaPlacement:
+def find_arena(graph: StepGraph, order: Sequence[int], *, alignment: int = 1) -> tuple[tuple[int, ...], Placement]:
     """Finds the lowest arena for this order, or for an order whose peak is no higher.
 
     If the placement of the given order does not get down to its bound, flatter orders are filled in.
@@ -360,17 +242,17 @@ def find_arena(
         graph: the step.
         order: an order of its operations.
         alignment: of every offset; sizes are rounded up to it.
+
+    Returns the order, and a placement of the rectangles that `list_rectangles` lists for it.
     """
-
-    def place(order: Sequence[int], rectangles: Sequence[Rectangle], **fills: Any) -> ArenaPlacement:
-        placement = find_placement(rectangles, alignment=alignment, **fills)
-        return ArenaPlacement(tuple(order), placement)
-
-    best = place(order, list_rectangles(graph, order)[1])
-    for part in _DEPTHS:
-        if not best.placement.is_optimal:
-            flat = flatten_order(graph, order, best.placement.lower_bound // part, work_limit=_FLAT_WORK)
-            of_flat = list_rectangles(graph, flat)[1]
-            found = place(flat, of_flat, only_fills=True, num_fills=max(1, _FLAT_WORK // max(1, len(of_flat))))
-            best = min(best, found, key=lambda plan: plan.placement.height)
+    best = tuple(order), find_placement(list_rectangles(graph, order)[1], alignment=alignment)
+    lower_bound = best[1].lower_bound
+    for depth in _DEPTHS:
+        if not best[1].is_optimal:
+            flat = flatten_order(graph, order, lower_bound // depth, work_limit=_FLAT_WORK)
+            rectangles = list_rectangles(graph, flat)[1]
+            num_fills = max(1, _FLAT_WORK // max(1, len(rectangles)))
+            # It is worth its time only where it gets down to the bound.
+            found = find_placement(rectangles, alignment=alignment, num_fills=num_fills, part=1)
+            best = min(best, (tuple(flat), found), key=lambda each: each[1].height)
     return best

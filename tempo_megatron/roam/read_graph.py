@@ -10,8 +10,8 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from tempo_kernels.opaque import Opaque
-from tempo_megatron.memory.simulated.device import PLACES, on_device
-from tempo_megatron.memory.tape.follower import Follower, count_storage_bytes
+from tempo_megatron.memory.simulated.device import PLACES, describe_sizes, on_device
+from tempo_megatron.memory.tape.follower import Follower, count_span, count_storage_bytes
 from tempo_megatron.roam.graph import Operation, StepGraph, count_bytes
 from tempo_megatron.roam.refusals import BatchStructure
 
@@ -173,7 +173,7 @@ class StepReader:
                 )
             storage = t.untyped_storage()
             if storage._cdata not in self._numbers:
-                if storage.nbytes() < _count_span(t):
+                if storage.nbytes() < count_span(t):
                     raise ValueError(
                         f"{node.name} makes a storage that is resized later, which the graph does not show; expected "
                         'operations that leave storages as they are (of Tempo: no "recompute")'
@@ -191,7 +191,7 @@ class StepReader:
         args: Any = fx.map_arg(node.args, lambda each: each.meta["val"])
         names = (argument.name for argument in node.target._schema.arguments)  # type: ignore[union-attr]
         sizes = [value for argument, value in zip(names, args, strict=True) if argument not in PLACES]
-        key = name, tuple(map(_describe, tree_leaves(sizes)))
+        key = name, describe_sizes(sizes)
         if key not in self._scratch:
             tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
             with (
@@ -254,13 +254,3 @@ def _get_name(node: fx.Node) -> str:
 def list_tensors(node: fx.Node) -> list[Tensor]:
     """Lists the fake tensors that a node results in."""
     return [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
-
-
-def _count_span(t: Tensor) -> int:
-    """Counts the bytes of the smallest storage that holds t."""
-    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return int(t.storage_offset() + last + 1) * t.element_size() if t.numel() else 0
-
-
-def _describe(value: Any) -> Any:
-    return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value

@@ -17,14 +17,21 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-# Parts of torch's errors, and the sentences for them.
-_SENTENCES = {
+_FOR_ALL_DATA = "on which the rest of the step depends; expected a step that is the same for all data"
+_NO_FAKE = "has no fake kernel, which says the shapes of its results; register one with torch.library.register_fake"
+# A kind of torch's errors, or a part of their text -> the sentence for them.
+_SENTENCES: dict[type[Exception] | str, str] = {
+    fake_tensor.DynamicOutputShapeException: "makes a tensor whose shape depends on data; expected shapes that are "
+    "known before the step (mask instead of select)",
+    fake_tensor.DataDependentOutputException: f"reads a number out of a tensor, {_FOR_ALL_DATA}",
     "Please convert all Tensors to FakeTensors first": "is given a tensor that is neither parameter, buffer nor part "
     "of the micro batch; register it as a buffer",
-    "is not supported for tensor subclasses": "takes numbers out of a tensor, on which the rest of the step depends; "
-    "expected a step that is the same for all data",
+    "is not supported for tensor subclasses": f"takes numbers out of a tensor, {_FOR_ALL_DATA}",
     "symbolically trace a dynamo-optimized function": "is compiled by torch.compile; expected a model that is not (the "
     'backend "tempo_order" orders compiled ones)',
+    fake_tensor.UnsupportedOperatorException: _NO_FAKE,
+    "no fake impl": _NO_FAKE,
+    "from the 'Meta' backend": _NO_FAKE,
 }
 _SIMPLE = (bool, int, float, str, Tensor, type(None))
 
@@ -77,42 +84,18 @@ def explain_refusals(model: torch.nn.Module) -> Iterator[None]:
     """Turns errors of fake tensors into ValueErrors."""
     try:
         yield
-    except fake_tensor.DynamicOutputShapeException as error:
-        raise ValueError(
-            f"{error.func} {_say_where(model, error)} makes a tensor whose shape depends on data; expected shapes that "
-            "are known before the step (mask instead of select)"
-        ) from error
-    except fake_tensor.DataDependentOutputException as error:
-        raise ValueError(
-            f"{error.func} {_say_where(model, error)} reads a number out of a tensor, on which the rest of the step "
-            "depends; expected a step that is the same for all data"
-        ) from error
-    except (fake_tensor.UnsupportedOperatorException, NotImplementedError, RuntimeError, AssertionError) as error:
-        for text, sentence in _SENTENCES.items():
-            if text in str(error):
+    except (RuntimeError, AssertionError) as error:
+        for sign, sentence in _SENTENCES.items():
+            if sign in str(error) if isinstance(sign, str) else isinstance(error, sign):
                 raise ValueError(f"{_find_called(error)} {_say_where(model, error)} {sentence}") from error
-        func = getattr(error, "func", None)
-        missing = str(func) if func is not None else _find_operator_without_fake(error)
-        if missing is None:
-            raise
-        raise ValueError(
-            f"{missing} {_say_where(model, error)} has no fake kernel, which says the shapes of its results; register "
-            "one with torch.library.register_fake"
-        ) from error
-
-
-def _find_operator_without_fake(error: BaseException) -> str | None:
-    """Finds the operator's name in the text of the error, which has it nowhere else."""
-    text = str(error)
-    if "no fake impl" not in text and not ("Could not run" in text and "Meta" in text):
-        return None
-    found = re.search(r"\w+::\w+", text)
-    return found.group() if found else None
+        raise
 
 
 def _find_called(error: BaseException) -> str:
-    """Names the operation in the error's text, or says "what runs"."""
-    found = re.search(r"\baten\.\w+", str(error))
+    """Names the operation that the error has, or its text, or says "what runs"."""
+    if (func := getattr(error, "func", None)) is not None:
+        return str(func)
+    found = re.search(r"\baten\.\w+|\b\w+::\w+", str(error))
     return found.group() if found else "what runs"
 
 

@@ -7,7 +7,6 @@ alive when an operation runs, and the state in which this is so.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import heapq
 from functools import reduce
 from operator import or_
@@ -168,14 +167,13 @@ def find_least_state(problem: Problem, place: int) -> LeastState:
             network.add_edge(origin, held, capacity=size)
             network.add_edges_from((held, reader) for reader in readers)
     residual = dinitz(network, _SOURCE, _SINK)
-    with_room = networkx.subgraph_view(residual, filter_edge=functools.partial(_has_room, residual))
+
+    def has_room(tail: Any, head: Any) -> bool:
+        return bool(residual[tail][head]["flow"] < residual[tail][head]["capacity"])
+
+    with_room = networkx.subgraph_view(residual, filter_edge=has_room)
     from_source: set[Any] = networkx.descendants(with_room, _SOURCE)
     to_sink: set[Any] = networkx.ancestors(with_room, _SINK)
     smallest = sum(1 << each for each in free if each in from_source)
     largest = sum(1 << each for each in free if each not in to_sink)
     return LeastState(constant + residual.graph["flow_value"], before | smallest, before | largest)
-
-
-def _has_room(residual: Any, tail: Any, head: Any) -> bool:
-    edge = residual[tail][head]
-    return bool(edge["flow"] < edge["capacity"])

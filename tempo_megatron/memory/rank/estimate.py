@@ -65,49 +65,34 @@ class RankEstimate:
         return sum(self.at_rest.values())
 
 
-PART_NAMES = (
-    "weights",
-    "gradients",
-    "optimizer states",
-    "communication buffers",
-    "global memory buffer",
-    "workspaces",
-    "rounding",
-    "placeholder gradients",
-    "float8 weights",
-    "lasting tensors",
-    "stage inputs",
-    "deferred gradients",
-    "micro batches",
-    "other micro batches' activations",
-    "embedding",
-    "layers",
-    "loss head",
-    "attention's workspaces",
-    "transients",
-)
-
-
-# Where a part's name alone does not say what it is.
-_DESCRIPTIONS = {
+_PARTS = {
+    "weights": "",
+    "gradients": "",
+    "optimizer states": "",
     "communication buffers": "gathered weights and gradients",
     "global memory buffer": "Megatron's global memory buffer",
     "workspaces": "cuBLAS's workspaces",
     "rounding": "rest of the allocator's blocks",
-    "deferred gradients": "what the output layer's gradients wait with",
+    "placeholder gradients": "",
+    "float8 weights": "",
     "lasting tensors": "rotary tables and experts' routing",
     "stage inputs": "earlier inputs of a stage or layer, and their gradients",
+    "deferred gradients": "what the output layer's gradients wait with",
     "micro batches": "tokens, labels and masks",
+    "other micro batches' activations": "",
     "embedding": "activations of the embedding",
     "layers": "activations of the layers",
     "loss head": "activations of the loss head",
+    "attention's workspaces": "",
     "transients": "made and freed at the peak",
 }
+"""Part -> what it is, where its name alone does not say it."""
+PART_NAMES = tuple(_PARTS)
 
 
 def describe_part(name: str) -> str:
     """What one of PART_NAMES is, for a table."""
-    return _DESCRIPTIONS.get(name, name)
+    return _PARTS[name] or name
 
 
 def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | None = None) -> tuple[RankEstimate, ...]:
@@ -151,8 +136,13 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
         number = min(num_micro_batches, 4 * group + num_micro_batches % group)
         events = [*list_events(stage, stages, len(chunks), number, group, is_combined=is_combined)]
         workspaces = list_workspaces(run, has_head=stage == stages - 1)
+        # Where nothing asks for rounding, expandable segments are the plainest: nothing lies anywhere in them.
         is_expandable = run.expandable_segments or not (has_rounding or simulates_allocator)
-        allocator = _make_allocator(is_expandable=is_expandable, counts_reserved=simulates_allocator)
+        allocator: CachingAllocator = (
+            ExpandableAllocator()
+            if is_expandable and simulates_allocator
+            else CachingAllocator(is_expandable=is_expandable, counts_reserved=simulates_allocator)
+        )
         step = Step(
             allocator,
             chunks,
@@ -177,13 +167,6 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
             rank = dataclasses.replace(rank, rounded_bytes=counters.rounded, reserved_bytes=counters.reserved)
         found.append(rank)
     return tuple(found)
-
-
-def _make_allocator(*, is_expandable: bool, counts_reserved: bool) -> CachingAllocator:
-    """Where nothing asks for rounding, expandable segments are the plainest: nothing lies anywhere in them."""
-    if is_expandable and counts_reserved:
-        return ExpandableAllocator()
-    return CachingAllocator(is_expandable=is_expandable, counts_reserved=counts_reserved)
 
 
 def _list_standing(run: Run, chunks: Sequence[ChunkMemory], *, accumulates: bool) -> Standing:

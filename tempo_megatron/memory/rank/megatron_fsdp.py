@@ -22,14 +22,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from tempo_megatron.memory.rank.standing import FLOAT32, Born, Standing, Tensor
+from tempo_megatron.memory.rank.standing import FLOAT32, Born, Buckets, Standing, Tensor
 from tempo_megatron.memory.run import MegatronFsdp
 from tempo_megatron.memory.simulated.chunk_memory import EMBEDDING, HEAD, LAYERS, ChunkMemory, LayerParameters, Segment
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardedChunk:
-    """The chunk of a stage whose ranks share its weights.
+class ShardedChunk(Buckets):
+    """The chunk of a stage whose ranks share its weights. What it reduces is counted among what waits.
 
     Args:
         fsdp: of the run.
@@ -97,10 +97,6 @@ class ShardedChunk:
             elements += self._count_shared(layers[unit])
             found["gradients", unit] = self._count_gradients(layers[unit])
         return found
-
-    def count_flush(self, segment: Segment) -> int:
-        """None: what is reduced is counted among what waits."""
-        return 0
 
     def _list_groups(self) -> Iterator[tuple[int, int, bool]]:
         """Elements of the weights that are one buffer, ranks that share them, and whether they are in float8."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from tempo_megatron.memory.rank.allocator import Block, CachingAllocator, Library
 from tempo_megatron.memory.rank.schedule import Event, list_turns
-from tempo_megatron.memory.rank.standing import Born, Buckets, NoBuckets, Standing, Tensor
+from tempo_megatron.memory.rank.standing import Born, Buckets, Standing, Tensor
 from tempo_megatron.memory.simulated.chunk_memory import LAYERS, PARTS, ChunkMemory, Segment
 from tempo_megatron.memory.tape.tape import ENGINE_PRODUCT, FREED, TORCH_PRODUCT
 
@@ -104,7 +104,7 @@ class Step:
         # 1740-1960 of megatron-core 0.16.1).
         self._received_bytes = max(chunk.output_bytes for chunk in chunks)
         self._workspaces, self._workspace_bytes = {**workspaces}, 0
-        self._buckets = buckets or NoBuckets()
+        self._buckets = buckets or Buckets()
         self._held: dict[Any, _Tensor] = {}
         self._moved = [_list_moved(*each) for each in zip(chunks, moved or [()] * len(chunks), strict=True)]
         self._turns = list_turns([Event(*each) for each in events], is_combined=is_combined)

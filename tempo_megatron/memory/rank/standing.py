@@ -30,7 +30,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -78,29 +78,19 @@ class Tensor(NamedTuple):
     """Whether it is made on the stream of Megatron's buffers."""
 
 
-class Buckets(Protocol):
-    """What a step has of weights and gradients while a segment runs, beside those that stand."""
+class Buckets:
+    """What a step has of weights and gradients while a segment runs, beside those that stand; here nothing."""
 
     def list_held(self, segment: Segment) -> Mapping[Any, int]:
         """What -> the bytes of a tensor that is there as long as it runs."""
-
-    def count_flush(self, segment: Segment) -> int:
-        """Bytes more at its end."""
-
-
-class NoBuckets:
-    """Of an optimizer that has none."""
-
-    def list_held(self, segment: Segment) -> dict[str, int]:
-        """None."""
         return {}
 
     def count_flush(self, segment: Segment) -> int:
-        """None."""
+        """Bytes more at its end."""
         return 0
 
 
-_NO_BUCKETS = NoBuckets()
+_NO_BUCKETS = Buckets()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from tempo_megatron.memory.rank.standing import FLOAT32, Born, Standing, Tensor, divide_like
+from tempo_megatron.memory.rank.standing import FLOAT32, Born, Buckets, Standing, Tensor, divide_like
 from tempo_megatron.memory.run import BUCKET_ELEMENTS, OptimizerSettings
 from tempo_megatron.memory.simulated.chunk_memory import Segment
 
@@ -31,7 +31,7 @@ _STATES = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Zero:
+class Zero(Buckets):
     """Bytes on one rank."""
 
     weights: int

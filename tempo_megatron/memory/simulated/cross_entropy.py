@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tempo_megatron.memory.simulated.stand_in import Made, stand_in
+
 
 def put_fused_cross_entropy(model: Any) -> None:
     """Let the model compute its loss as with --cross-entropy-loss-fusion and the implementation "native"."""
@@ -14,26 +16,18 @@ def put_fused_cross_entropy(model: Any) -> None:
 
 
 def _compute_loss(labels: Tensor, logits: Tensor) -> Tensor:
-    """[b, s] of labels [b, s] and logits [s, b, v/t]."""
-    loss: Tensor = _FusedCrossEntropy.apply(logits, labels.transpose(0, 1).contiguous())
-    return loss.transpose(0, 1).contiguous()
+    """[b, s] of labels [b, s] and logits [s, b, v/t].
 
-
-class _FusedCrossEntropy(torch.autograd.Function):
-    """Keeps what the eager one does: the softmax in float32, in the place of the logits' copy, and two index tensors.
-
-    Its backward has one more tensor of that size: it subtracts 1 at the labels in place
-    (fusions/fused_cross_entropy.py: calculate_gradients of megatron-core 0.16.1), which compiled code does in a copy.
+    Keeps what the eager one does: the softmax in float32, in the place of the logits' copy, and two index tensors. Its
+    backward has one more tensor of that size: it subtracts 1 at the labels in place (fusions/fused_cross_entropy.py:
+    calculate_gradients of megatron-core 0.16.1), which compiled code does in a copy.
     """
+    labels, dtype = labels.transpose(0, 1).contiguous(), logits.dtype
 
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    def make(logits: Tensor) -> Made:
         softmax = logits.float() if logits.dtype != torch.float32 else logits.clone()
-        ctx.dtype = logits.dtype
-        ctx.save_for_backward(softmax, torch.empty_like(labels, dtype=torch.bool), labels.flatten().clone())
-        return torch.empty_like(labels, dtype=torch.float32)
+        kept = softmax, torch.empty_like(labels, dtype=torch.bool), labels.flatten().clone()
+        return torch.empty_like(labels, dtype=torch.float32), kept
 
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None]:
-        softmax = ctx.saved_tensors[0]
-        return softmax.clone().to(ctx.dtype), None
+    loss: Tensor = stand_in(make, logits, differentiate=lambda kept, _: [kept[0].clone().to(dtype)])
+    return loss.transpose(0, 1).contiguous()

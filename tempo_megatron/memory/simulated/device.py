@@ -29,7 +29,8 @@ from tempo_kernels.linear_cross_entropy import CHUNK_BYTES, OPERATIONS, use_chun
 from tempo_kernels.opaque import Opaque, simulate
 from tempo_kernels.philox import DRAWS
 from tempo_megatron.memory.chips import H100, Chip
-from tempo_megatron.memory.tape.follower import Follower
+from tempo_megatron.memory.simulated.stand_in import Made, stand_in
+from tempo_megatron.memory.tape.follower import Follower, count_span
 
 PLACES = ("key_low", "key_high", "sample", "first_head", "first_row")
 """Arguments of operations that say which random bits are drawn, not how many."""
@@ -118,7 +119,7 @@ class _Gpu:
         """Make and free workspaces of so many bytes; `kept` is what the call's forward kept."""
         held = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         if self._seen is not None:
-            self._seen.note_workspaces(sum(map(_count_bytes, held)), self._seen.alive_bytes, kept)
+            self._seen.note_workspaces(sum(map(count_span, held)), self._seen.alive_bytes, kept)
 
 
 def _is_softmax(function: Any, inputs: Sequence[Any]) -> bool:
@@ -172,20 +173,12 @@ class _GpuFunctions(TorchFunctionMode):
 
 
 def _normalize_on_gpu(x: Tensor, shape: Any, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    found: Tensor = _LayerNorm.apply(x, weight, bias)
+    def make(*inputs: Tensor) -> Made:
+        statistics = [x.new_empty(*x.shape[:-1], 1, dtype=torch.float32) for _ in range(2)]
+        return torch.empty_like(x), (*inputs, *statistics)
+
+    found: Tensor = stand_in(make, x, weight, bias)
     return found
-
-
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        statistics = (x.new_empty(*x.shape[:-1], 1, dtype=torch.float32) for _ in range(2))
-        ctx.save_for_backward(x, weight, bias, *statistics)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(each) for each in ctx.saved_tensors[:3])
 
 
 def _drop_on_gpu(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -214,22 +207,15 @@ class _SoftmaxKernel(torch.nn.Module):
     def forward(self, scores: Tensor, mask: Tensor | None, *others: Any) -> Tensor:
         b, heads, num_queries, num_keys = scores.shape
         if 16 < num_keys <= 4096 and num_queries % 4 == num_keys % 4 == b * heads % 4 == 0:
-            found: Tensor = _KeepOutput.apply(scores)
+            found: Tensor = stand_in(_keep_output, scores, differentiate=lambda _, grad: [grad])
         else:
             found = self._unfused(scores, mask, *others)
         return found
 
 
-class _KeepOutput(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor) -> Tensor:
-        output = torch.empty_like(scores)
-        ctx.save_for_backward(output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
-        return grad_output
+def _keep_output(x: Tensor) -> Made:
+    output = torch.empty_like(x)
+    return output, (output,)
 
 
 class LastingBuffer(GlobalMemoryBuffer):  # type: ignore[misc]
@@ -305,7 +291,7 @@ class _Replay:
             key: names it and has everything on which sizes in it depend.
             function: without arguments.
         """
-        key = tuple(_describe(value) for value in key)
+        key = tuple(describe_sizes(value) for value in key)
         call, start = self._calls.get(key), self._seen.alive_bytes
         if call is None:
             known = key in self._calls
@@ -325,18 +311,13 @@ class _Replay:
             return None
         results = [(t.shape, t.stride(), t.dtype) for t in tensors]
         # Storages of their own, each no larger than its tensor.
-        if growth != sum(t.untyped_storage().nbytes() for t in tensors) or growth != sum(map(_count_bytes, tensors)):
+        if growth != sum(t.untyped_storage().nbytes() for t in tensors) or growth != sum(map(count_span, tensors)):
             return None
         return _Call(results, structure, rise, rise - growth)
 
 
-def _count_bytes(t: Tensor) -> int:
-    """Of the smallest storage that holds it."""
-    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return (last + 1) * t.element_size() if t.numel() else 0
-
-
-def _describe(value: Any) -> Hashable:
+def describe_sizes(value: Any) -> Hashable:
+    """What sizes depend on: of a tensor, of those in a list, or a number itself."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.storage_offset() == 0
-    return tuple(map(_describe, value)) if isinstance(value, (list, tuple)) else value
+    return tuple(map(describe_sizes, value)) if isinstance(value, (list, tuple)) else value

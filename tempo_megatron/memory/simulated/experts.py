@@ -24,6 +24,7 @@ from tempo_kernels.saved import KeepInput
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.device import LastingBuffer
 from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
+from tempo_megatron.memory.simulated.stand_in import stand_in
 from tempo_megatron.slots.experts import KeepsActivationInput, TempoRoutedMoELayer, TempoTopKRouter
 
 
@@ -116,8 +117,7 @@ class _Gate:
         self._weight, self._dtype = weight, dtype
 
     def __call__(self, x: Tensor) -> Tensor:
-        found: Tensor = _Product.apply(x, self._weight, self._dtype or x.dtype, None)
-        return found
+        return _multiply(x, self._weight, self._dtype or x.dtype, self._weight.size(0))
 
 
 def _balance(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,19 +127,11 @@ def _balance(logits: Tensor) -> tuple[Tensor, Tensor]:
     return logits * chosen, chosen
 
 
-class _Product(torch.autograd.Function):
+def _multiply(x: Tensor, weight: Tensor, dtype: torch.dtype, num_results: int) -> Tensor:
     """x W^T of x [..., n] and W [..., m, n], which keeps x and W. W may be of several experts, whose tokens stand one
-    behind another in x; then `num_results` is m."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype, num_results: int | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x.new_empty(*x.shape[:-1], num_results or weight.size(0), dtype=dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, weight = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight), None, None
+    behind another in x; `num_results` is m."""
+    found: Tensor = stand_in(lambda *given: (x.new_empty(*x.shape[:-1], num_results, dtype=dtype), given), x, weight)
+    return found
 
 
 class LinearsOfExperts(torch.nn.Module):
@@ -150,62 +142,32 @@ class LinearsOfExperts(torch.nn.Module):
         self.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = _Product.apply(x, self.weight, x.dtype, self.weight.size(1))
-        return found
-
-
-class _Resize(torch.autograd.Function):
-    """Makes a tensor whose first size is `num_rows`, and keeps what backward needs to undo it: nothing, or indices."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, num_rows: int, indices: Tensor | None) -> Tensor:
-        ctx.save_for_backward(*(() if indices is None else (indices,)))
-        ctx.num_rows = x.size(0)
-        return x.new_empty(num_rows, *x.shape[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.new_empty(ctx.num_rows, *grad.shape[1:]), None, None
+        return _multiply(x, self.weight, x.dtype, self.weight.size(1))
 
 
 def _resize(x: Tensor, num_rows: int, indices: Tensor | None = None) -> Tensor:
-    found: Tensor = _Resize.apply(x, num_rows, indices)
+    """A tensor whose first size is `num_rows`, which keeps what backward needs to undo it: nothing, or indices."""
+    kept = () if indices is None else (indices,)
+    found: Tensor = stand_in(lambda x: (x.new_empty(num_rows, *x.shape[1:]), kept), x)
     return found
 
 
-class _Gather(torch.autograd.Function):
+def _gather(x: Tensor, num_rows: int) -> Tensor:
     """All ranks' tokens, and back the sum of their gradients, both in Megatron's global memory buffer
     (tensor_parallel/mappings.py: gather_from_sequence_parallel_region with use_global_buffer)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, num_rows: int) -> Tensor:
-        ctx.shape = x.shape
-        return _lend([num_rows, *x.shape[1:]], x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _lend(list(ctx.shape), grad.dtype), None
+    size = list(x.shape)
+    found: Tensor = stand_in(
+        lambda x: (_lend([num_rows, *size[1:]], x.dtype), ()),
+        x,
+        differentiate=lambda _, grad: [_lend(size, grad.dtype)],
+    )
+    return found
 
 
 def _lend(size: list[int], dtype: torch.dtype) -> Tensor:
     buffer = get_global_memory_buffer()
     found: Tensor = (buffer.lend if isinstance(buffer, LastingBuffer) else buffer.get_tensor)(size, dtype, "mpu")
     return found
-
-
-class _WeightedActivation(torch.autograd.Function):
-    """silu(gate) * up * probability, or relu(x)**2 * probability, in one kernel, which keeps its inputs
-    (fusions/fused_bias_swiglu.py and fused_weighted_squared_relu.py)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, probabilities: Tensor, is_gated: bool) -> Tensor:
-        ctx.save_for_backward(x, probabilities)
-        return x.new_empty(x.size(0), x.size(1) // (1 + is_gated))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, probabilities = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(probabilities), None
 
 
 class LocalExperts(torch.nn.Module):
@@ -253,7 +215,10 @@ class LocalExperts(torch.nn.Module):
 
     def _activate(self, x: Tensor, probabilities: Tensor) -> Tensor:
         if self._is_fused:
-            found: Tensor = _WeightedActivation.apply(x, probabilities, self._is_gated)
+            # silu(gate) * up * probability, or relu(x)**2 * probability, in one kernel, which keeps its inputs
+            # (fusions/fused_bias_swiglu.py and fused_weighted_squared_relu.py).
+            num_results = x.size(1) // (1 + self._is_gated)
+            found: Tensor = stand_in(lambda x, *p: (x.new_empty(x.size(0), num_results), (x, *p)), x, probabilities)
             return found
         dtype = x.dtype
         if self._is_gated:
@@ -267,20 +232,16 @@ class LocalExperts(torch.nn.Module):
 
 
 def _add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    return x if bias is None else _AddBias.apply(x, bias)
-
-
-class _AddBias(torch.autograd.Function):
     """Each expert's bias, added to its tokens in one tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(bias)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, torch.empty_like(ctx.saved_tensors[0])
+    if bias is None:
+        return x
+    found: Tensor = stand_in(
+        lambda x, bias: (torch.empty_like(x), (bias,)),
+        x,
+        bias,
+        differentiate=lambda kept, grad: (grad, torch.empty_like(kept[0])),
+    )
+    return found
 
 
 class _Dispatcher:
@@ -409,7 +370,7 @@ class _AllGather(_Dispatcher):
         if self._ranks > 1:
             num_all = self._num_tokens * self._ranks
             self._map = self._map.new_empty(num_all, self._map.size(1))
-            x, probabilities = _Gather.apply(x, num_all), _resize(probabilities, num_all)
+            x, probabilities = _gather(x, num_all), _resize(probabilities, num_all)
         return x, probabilities
 
     def dispatch_postprocess(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, None, Tensor]:

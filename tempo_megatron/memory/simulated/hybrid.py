@@ -17,6 +17,7 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from torch import Tensor
 
 from tempo_megatron.memory.run import Hybrid
+from tempo_megatron.memory.simulated.stand_in import Made, stand_in
 from tempo_megatron.slots.linear import TempoColumnParallelLinear
 
 _CHUNK = 128
@@ -127,23 +128,14 @@ class _GroupedNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(size, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = _Normalize.apply(x, self.weight, self._num_groups)
+        """Keeps its input, and a float32 of each token and group."""
+
+        def make(x: Tensor, weight: Tensor) -> Made:
+            statistics = x.new_empty(self._num_groups * x.numel() // weight.numel(), dtype=torch.float32)
+            return torch.empty_like(x), (x, weight, statistics)
+
+        found: Tensor = stand_in(make, x, self.weight)
         return found
-
-
-class _Normalize(torch.autograd.Function):
-    """Keeps its input, and a float32 of each token and group."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, num_groups: int) -> Tensor:
-        statistics = x.new_empty(num_groups * x.numel() // weight.numel(), dtype=torch.float32)
-        ctx.save_for_backward(x, weight, statistics)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight), None
 
 
 class _Scan(torch.autograd.Function):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +24,7 @@ from tempo_kernels.opaque import run_or_simulate
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.device import differentiate_stock_attention
 from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
+from tempo_megatron.memory.simulated.stand_in import Made, stand_in
 from tempo_megatron.slots.linear import DropsInput, TempoColumnParallelLinear
 
 
@@ -123,7 +125,7 @@ class _LatentAttention(torch.nn.Module):
         kv = kv.view(*kv.shape[:-1], self._num_heads, self._key + self._value)
         positions = positions.unsqueeze(-2)
         if self._fuses_rope:
-            return (q, *_FusedRotation.apply(kv, positions, self._key))
+            return (q, *_rotate_keys(kv, positions, self._key))
         # Of all layers and micro batches (rotary_pos_embedding.py: lru_cache), so that it is not this layer's.
         angles = torch.empty(q.size(0), 1, 1, self._position, dtype=torch.float32)
         q, q_rotated = torch.split(q, [self._key, self._position], dim=-1)
@@ -178,39 +180,28 @@ def _make_unfused_attention(config: Any, key_size: int, output_size: int) -> Dot
 
 
 class _FusedAttention(torch.nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None) -> Tensor:
-        found: Tensor = _Attend.apply(q, k, v)
-        return found.flatten(2)
-
-
-class _Attend(torch.autograd.Function):
     """Keeps q, k, v, its output and a logsumexp of each query (pytorch/attention/dot_product_attention/backends.py:
     FusedAttnFunc)."""
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        output = v.new_empty(*q.shape[:-1], v.size(-1))
-        statistics = q.new_empty(q.size(1), q.size(2), q.size(0), 1, dtype=torch.float32)
-        ctx.save_for_backward(q, k, v, output, statistics)
-        return output
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None) -> Tensor:
+        def make(q: Tensor, k: Tensor, v: Tensor) -> Made:
+            output = v.new_empty(*q.shape[:-1], v.size(-1))
+            statistics = q.new_empty(q.size(1), q.size(2), q.size(0), 1, dtype=torch.float32)
+            return output, (q, k, v, output, statistics)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, _, statistics = ctx.saved_tensors
-        return run_or_simulate(differentiate_stock_attention, q, k, v, statistics)
+        def differentiate(kept: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            q, k, v, _, statistics = kept
+            return run_or_simulate(differentiate_stock_attention, q, k, v, statistics)
+
+        found: Tensor = stand_in(make, q, k, v, differentiate=differentiate)
+        return found.flatten(2)
 
 
-class _FusedRotation(torch.autograd.Function):
+def _rotate_keys(kv: Tensor, positions: Tensor, qk_head_dim: int) -> tuple[Tensor, Tensor]:
     """Keys and values of their projection and of the part with positions; queries are rotated in their place
     (fusions/fused_mla_yarn_rope_apply.py: ApplyMLARotaryEmbKV, ApplyMLARotaryEmbQ)."""
-
-    @staticmethod
-    def forward(ctx: Any, kv: Tensor, positions: Tensor, qk_head_dim: int) -> tuple[Tensor, Tensor]:
-        ctx.shapes = kv.shape, positions.shape
-        k = kv.new_empty(*kv.shape[:-1], qk_head_dim + positions.size(-1))
-        return k, kv.new_empty(*kv.shape[:-1], kv.size(-1) - qk_head_dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, Tensor, None]:
-        kv, positions = ctx.shapes
-        return grad_k.new_empty(kv), grad_k.new_empty(positions), None
+    sizes = qk_head_dim + positions.size(-1), kv.size(-1) - qk_head_dim
+    found: tuple[Tensor, Tensor] = stand_in(
+        lambda kv, _: (tuple(kv.new_empty(*kv.shape[:-1], size) for size in sizes), ()), kv, positions
+    )
+    return found

@@ -21,6 +21,7 @@ from tempo_kernels.norm import rms_norm
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.device import mark_as_stock
 from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
+from tempo_megatron.memory.simulated.stand_in import stand_in
 from tempo_megatron.slots.attention import TempoNormedSelfAttention, TempoRotarySelfAttention
 from tempo_megatron.slots.norm import TorchRMSNorm
 
@@ -56,18 +57,12 @@ def put_stock_attention(layer: torch.nn.Module, *, copies: bool) -> None:
         if core is not None:
             mark_as_stock(core)
         if copies and core is not None:
-            core.register_forward_hook(lambda _, __, output: _HandOutACopy.apply(output))
+            core.register_forward_hook(lambda _, __, output: _hand_out_copy(output))
 
 
-class _HandOutACopy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, output: Tensor) -> Tensor:
-        ctx.save_for_backward(output)
-        return output.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
-        return grad_output
+def _hand_out_copy(output: Tensor) -> Tensor:
+    found: Tensor = stand_in(lambda x: (x.clone(), (x,)), output, differentiate=lambda _, grad: [grad])
+    return found
 
 
 def keep_padding_masks(model: torch.nn.Module) -> None:

@@ -208,6 +208,12 @@ def list_storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return storages
 
 
+def count_span(t: Tensor) -> int:
+    """The bytes of the smallest storage that holds it."""
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return int(t.storage_offset() + last + 1) * t.element_size() if t.numel() else 0
+
+
 def count_storage_bytes(tensors: Iterable[Tensor]) -> int:
     """The bytes of the tensors' distinct storages."""
     return sum(list_storages(tensors).values())
