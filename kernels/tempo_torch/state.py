@@ -87,7 +87,14 @@ class State:
         if not model.training:
             return
         self.passes.samples.check_sequence()
-        if self._is_settled or any(map(get_change, model.modules())):
+        is_flash = self.choices["attention"] == "flash"
+        if self._is_settled and not is_flash:
+            return
+        changes = [(type(each).__name__, why) for each in model.modules() if (why := get_change(each)) is not None]
+        if changes and is_flash:
+            kind, why = changes[0]
+            raise ValueError(f'attention is "flash", but {kind} {why}, or tempoize with "auto"')
+        if self._is_settled or changes:
             return
         self._is_settled = True
         if isinstance(self.seen, str) or args[1:] or any(name not in self.seen.inputs for name in kwargs):

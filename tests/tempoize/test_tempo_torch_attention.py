@@ -148,20 +148,24 @@ def test_a_keyword_that_tempos_attention_does_not_know_is_left_to_stock_or_refus
 
 
 @pytest.mark.parametrize("name", ["sdpa", "eager"])
-def test_another_attention_that_is_set_later_is_in_the_report(name):
-    model = tempoize(build("Llama", 0.5, **GROUPS), attention="flash")
-    assert list_attention(model) == {"flash"}
-    model.set_attn_implementation(name)
+def test_another_attention_that_is_set_later_is_in_the_report_and_refused_by_name(name):
+    auto, flash = (tempoize(build("Llama", 0.5, **GROUPS), attention=each) for each in ("auto", "flash"))
+    assert list_attention(auto) == {"flash"}
+    for model in (auto, flash):
+        model.set_attn_implementation(name)
     why = f'it has attn_implementation "{name}" since tempoize; call set_attn_implementation("tempo")'
-    assert list_attention(model) == {why}
-    loss_and_gradients(model)
-    assert why in list_attention(model) and "flash" not in list_attention(model)
-    model.set_attn_implementation("tempo")
-    assert list_attention(model) == {"flash"}
-    set_step(model, 0)
-    assert torch.equal(loss_and_gradients(model)[0], loss_and_gradients(tempoize(build("Llama", 0.5, **GROUPS)))[0])
-    model.set_attn_implementation(name)
-    assert restore(model).config._attn_implementation == name and not find_places(model)
+    assert list_attention(auto) == {why}
+    loss_and_gradients(auto)
+    assert why in list_attention(auto) and "flash" not in list_attention(auto)
+    with pytest.raises(ValueError, match=f'attention is "flash", but .* has attn_implementation "{name}" since'):
+        loss_and_gradients(flash)
+    for model in (auto, flash):
+        model.set_attn_implementation("tempo")
+        assert list_attention(model) == {"flash"}
+    set_step(flash, 0)
+    assert torch.equal(loss_and_gradients(flash)[0], loss_and_gradients(tempoize(build("Llama", 0.5, **GROUPS)))[0])
+    auto.set_attn_implementation(name)
+    assert restore(auto).config._attn_implementation == name and not find_places(auto)
 
 
 def test_another_attention_that_is_set_before_the_first_forward_is_in_the_report():
