@@ -23,21 +23,28 @@ JOBS = {
 """Names of tables -> the document that each is in, and the example that prints it."""
 
 
-_TITLES = ["", *["kept, MiB", "with Tempo", "and checkpointing"], *["peak, MiB", "with Tempo", "and checkpointing"]]
-_TITLES += ["last loss, seeds 1 to 3", "with Tempo"]
+_WAYS = ["with Tempo", "and checkpointing"]
 
 
 def run_example(words: list[str]) -> str:
-    """Returns the table that an example prints, or one table of those that it prints below the names of models."""
+    """Returns the table that an example prints, or one table of those that it prints below the names of models.
+
+    Raises ValueError where it prints none.
+    """
     command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / words[0]), *words[1:]]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     tables = re.findall(r"^(?:(\w+)\n\n)?((?:\|.*\n)+)", output, re.M)
+    if not tables:
+        raise ValueError(
+            f"{words[0]} printed no table, but {output[:200]!r}; expected one, or one below each model's name"
+        )
     return tables[0][1].strip() if len(tables) == 1 else join_tables(tables)
 
 
 def join_tables(tables: list[tuple[str, str]]) -> str:
     """Returns a table with a line for each (model, its table of stock, Tempo, Tempo + checkpointing)."""
-    rows = [_TITLES, ["---", *["---:"] * 6, "---", "---"]]
+    titles = ["", "kept, MiB", *_WAYS, "peak, MiB", *_WAYS, "last loss, seeds 1 to 3", "with Tempo"]
+    rows = [titles, ["---", *["---:"] * 6, "---", "---"]]
     for name, table in tables:
         cells = [[cell.strip() for cell in line.split("|")[2:-1]] for line in table.splitlines()[2:]]
         kept, _, peak, _, losses = zip(*cells, strict=True)

@@ -79,6 +79,7 @@ def main() -> None:
     start_one_process()
     stock, tempo = build_model(TempoConfig.off()), build_model(TempoConfig())
     assert set(stock.state_dict()) == set(tempo.state_dict())
+    assert all(map(torch.equal, stock.parameters(), tempo.parameters()))
 
     def build(seed: int, *, tempo: bool = False, checkpointing: bool = False) -> GPTModel:
         return build_model(TempoConfig() if tempo else TempoConfig.off(), seed, checkpointing=checkpointing)

@@ -137,7 +137,7 @@ def _work(rank: int, world_size: int, folder: str, cases: list[Case], messages: 
             timeout=timedelta(seconds=SILENT_S),
         )
         _lay_out(ONE_PROCESS)
-        for reference in list_references(cases)[rank::world_size]:  # an error here ends the pool: no case goes without
+        for reference in list_references(cases)[rank::world_size]:  # an error here ends the pool, as no case has failed
             messages.put(("start", rank, None, None))
             save_reference(reference, Path(folder))
         torch.distributed.barrier()

@@ -125,8 +125,8 @@ def test_a_model_moves_torchs_generator_where_its_report_says_so_and_nowhere_els
         module.register_forward_hook(leave)
     torch.manual_seed(0)
     ours(**case.make_inputs(small=True))
-    left = {entry.name for entry in report_on(ours).left if entry.operation == "attention" and entry.name in moved}
-    assert moved == {*list_draws(ours), *left}, str(report_on(ours))
+    by_mask = {entry.name for entry in report_on(ours).left if entry.why == "it adds a tensor to its scores"}
+    assert moved == {*list_draws(ours), *by_mask}, str(report_on(ours))
     assert {type(ours.get_submodule(name)).__name__ for name in moved} == STILL_DRAW[name]
 
 
