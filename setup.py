@@ -70,6 +70,23 @@ setup(
     long_description=Path("README.md").read_text(encoding="utf-8") if Path("README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["transformers", "activation memory", "megatron", "deepspeed", "pytorch", "triton", "dropout"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)),
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    project_urls={
+        "Paper: Tempo": "https://arxiv.org/abs/2210.10246",
+        "Paper: sequence parallelism and selective recomputation": "https://arxiv.org/abs/2205.05198",
+        "Paper: ROAM": "https://arxiv.org/abs/2310.19295",
+    },
     python_requires=">=3.10",
     package_dir={"tempo_kernels": "kernels/tempo_kernels", "tempo_torch": "kernels/tempo_torch"},
     packages=[
