@@ -17,7 +17,7 @@ _KINDS = ("eager", "ordered", "arena")
 
 
 def write_tables() -> None:
-    """Writes a row for the last line of each case in fp32 into docs/order.md, and the averages of all."""
+    """Writes a row for the last line of each case in fp32 into docs/order.md, and of each run."""
     planned, runs = (
         {line["model"]: line for line in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
         for path in (RESULTS, RUNS)
@@ -28,8 +28,6 @@ def write_tables() -> None:
         "| lower bound | less than eager |",
         "|---|" + "---|" * 8,
         *(_format_plan(line) for line in lines if line["model"].endswith("fp32")),
-        "",
-        *_format_averages(lines),
         "",
         "| run on a CPU | planned | measured | eager, counted | eager, measured | arena and rest, measured | same bits "
         "| eager s | in order s | in an arena s |",
