@@ -91,8 +91,8 @@ def judge_layer(records: list[Record]) -> tuple[str, ...]:
         "[times and reasons](../docs/benchmarks.md#where-something-else-is-better).",
         *([f"Missed: no slower than stock, in {len(slower)} rows."] if slower else []),
         "Stock's gradient error comes from torch's LayerNorm in bf16 on a CPU.",
-        f"Planned and offload have {layer_rivals.NUM_STACKED} layers; offload leaves the last one on the device. Its "
-        "copies are made by threads of the CPU, so its time says nothing of a GPU.",
+        f"Planned and offload have {layer_rivals.NUM_STACKED} layers; offload leaves the last one on the device. "
+        "Threads copy, so its time says nothing of a GPU.",
         "Not compared: Liger, Apex and Transformer Engine, which do not run on a CPU.",
         "The machine was shared. Not measured on a GPU.",
     )
@@ -265,8 +265,7 @@ def judge_proof(records: list[Record]) -> tuple[str, ...]:
         *([f"Missed: {', '.join(missed)}."] if missed else []),
         f"With dropout the mean is above stock's in {', '.join(worse) or 'no case'}; an interval that contains 0 does "
         "not prove that there is no difference.",
-        "Two layers of 64 units and some hundred steps, in which BERT has only begun to learn: large models and long "
-        "runs were not tested.",
+        "Two layers of 64 units and some hundred steps, in which BERT has only begun to learn.",
     )
 
 
@@ -377,7 +376,7 @@ CLAIMS: dict[str, Card] = {
             ["", ""],
             ["all rows", read_block(ROOT / "docs" / "published_peaks.md", "published").partition(" (without")[0]],
         ],
-        ("The document lists the rows that cannot be expressed or are farther off, with reasons.",),
+        ("The document lists rows that cannot be expressed or are farther off, with reasons.",),
     ),
     "compatibility": Card(
         "Tempo agrees with stock in every layout, layer by layer",

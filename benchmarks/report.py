@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import estimated_models
 import layer_rivals
-import run
 import training_proof
 from measurements import ROOT, read_records
 
@@ -161,26 +160,26 @@ def write_page() -> str:
             "",
             "## A layer",
             "",
-            "![What a layer keeps against its time, for every way to keep less](images/benchmark_layer.png)",
+            "![Kept bytes against time](images/benchmark_layer.png)",
             "",
             f"On a CPU, in bf16; lower left is better: {link('layer')}.",
             "",
             "## Models",
             "",
-            "![Largest micro batch with Tempo over that of stock, model by model](images/benchmark_model.png)",
+            "![Largest micro batch over stock's](images/benchmark_model.png)",
             "",
             "Largest micro batch that fits, by the estimate, over stock's with fused attention; stock with unfused",
             f"attention and with full recomputation: {link('largest_batch')}.",
             "",
             "## Scale",
             "",
-            "![Activations of the fullest rank of GPT-3 175B over the sequence length](images/benchmark_scale.png)",
+            "![Activations over the sequence length](images/benchmark_scale.png)",
             "",
-            f"GPT-3 175B, TP 8, PP 8; other sizes: {link('scale')}.",
+            f"The fullest rank of GPT-3 175B, TP 8, PP 8; other sizes: {link('scale')}.",
             "",
             "## Loss",
             "",
-            "![Training losses of GPT, BERT and ViT, stock and with Tempo, of five seeds](images/benchmark_loss.png)",
+            "![Training losses](images/benchmark_loss.png)",
             "",
             f"Dropout 0.1, mean and range of five seeds. Held-out data, and no dropout: {link('training')}.",
             "",
@@ -195,11 +194,6 @@ def write_page() -> str:
             "",
             *(f"- {line}" for line in better),
             "",
-            "## What the suites take",
-            "",
-            f"CPU time of the suite cpu: {format_total()}.",
-            "`python benchmarks/run.py` prints what each benchmark took and may take.",
-            "",
             "## Goals",
             "",
             f"{len(goals) - len(missed)} of {len(goals)} are met. Missed, with a link to the card:",
@@ -208,16 +202,6 @@ def write_page() -> str:
             "",
         ]
     )
-
-
-def format_total() -> str:
-    """What the suite cpu took, of its half hour on two cores."""
-    names = [name for name, one in run.BENCHMARKS.items() if one.suite == "cpu"]
-    taken = [run.count_cpu_s(name) for name in names]
-    missing = [name for name, seconds in zip(names, taken, strict=True) if seconds is None]
-    total = sum(seconds for seconds in taken if seconds is not None)
-    note = f", without {', '.join(missing)}, which was not measured so" if missing else ""
-    return f"{total:,.0f} of 1,800 s{note}, without reading packages and data"
 
 
 def plot_all() -> None:

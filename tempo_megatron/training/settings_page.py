@@ -44,7 +44,7 @@ def _write_switches() -> Iterator[str]:
         if operation.kernels:
             yield f"Kernels: {_quote(f'kernels/tempo_kernels/{path}' for path in operation.kernels)}."
         rows = ((f"`{value}`", _quote(_list_names(operation, value)), kept) for value, kept in operation.keeps.items())
-        yield from _write_table(("value", "class or function", "keeps"), rows)
+        yield from _write_table(("value", "code", "keeps"), rows)
 
 
 def _list_names(operation: Operation, value: str) -> list[str]:
@@ -65,9 +65,7 @@ def _write_options() -> Iterator[str]:
             columns = 2 if len(on_load) == 1 else 3
             if columns == 2 and (only := on_load.pop()):
                 yield f"\nOn `--load` each of them *{only}*."
-            yield from _write_table(
-                ("option", "what it says", "on `--load`")[:columns], [row[:columns] for row in rows]
-            )
+            yield from _write_table(("option", "meaning", "`--load`")[:columns], [row[:columns] for row in rows])
 
 
 def _write_option(field: str, option: Option) -> tuple[str, ...]:

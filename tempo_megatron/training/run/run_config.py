@@ -143,7 +143,7 @@ class RunConfig:
     )
     lr_decay_iters: int = _schedule("steps until --min-lr (default --train-iters)", parse_positive)
     lr_wsd_decay_iters: int | None = _schedule(
-        "the last of these steps, in which a WSD schedule (warm-up, stable, decay) goes down to --min-lr",
+        "last steps, in which a WSD schedule (warm-up, stable, decay) goes down to --min-lr",
         parse_positive,
     )
     lr_wsd_decay_style: str | None = _schedule(
@@ -201,7 +201,7 @@ class RunConfig:
     eval_interval: int = _validation("steps between validations", parse_positive, default=1000)
     eval_iters: int = _validation("global batches per validation; 0 is none", parse_not_negative, default=100)
     test_iters: int = _validation(
-        "global batches of --split's third part, whose loss is computed once, at the end", parse_not_negative, default=0
+        "global batches of --split's third part, for a loss at the end", parse_not_negative, default=0
     )
     sample_parts: tuple[int, ...] = option(
         "parts of the order of the samples (see datasets.build_datasets); none in a new run", on_load=STAYS
@@ -280,8 +280,8 @@ class RunConfig:
     )
     tempo_ledger: str | None = _output(**LEDGER)
     log_dir: str | None = _folder(
-        "where each rank writes rank_NNNNN.log when the run fails: its traceback, or where it was when another rank "
-        "failed (default logs in DIR of --save)",
+        "where each rank of a failed run writes rank_NNNNN.log, its traceback or where it was (default logs in DIR of "
+        "--save)",
         in_save="logs",
     )
     profile: tuple[int, int] | None = _output(
