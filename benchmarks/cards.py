@@ -289,7 +289,7 @@ def list_slow_operations(records: list[Record]) -> tuple[str, ...]:
 
 def tabulate_context(records: list[Record]) -> Table:
     r = records[-1]
-    rows = [["two ranks beside one, s 1024, 12 heads of 64", "CPU seconds / one rank's", "kept, MiB a rank"]]
+    rows = [["two ranks against one, s 1024, 12 heads of 64", "CPU seconds / one rank's", "kept, MiB a rank"]]
     rows.append(["one rank", "1.00", f"{r['one_rank_kept_bytes'] / 2**20:.2f}"])
     rows += [
         [f"`{k}`", f"{r[k]['over_one_rank']:.2f}", f"{r[k]['kept_bytes'] / 2**20:.2f}"]
@@ -327,14 +327,14 @@ CLAIMS: dict[str, Card] = {
         ("Tensors only: no optimizer, no allocator's rounding, no workspaces.", _ON_A_GPU),
     ),
     "layer": Card(
-        "One layer on a CPU beside what a user could pick instead",
+        "One layer on a CPU, against its alternatives",
         "python benchmarks/run.py --only layer",
         layer_rivals.OUTPUT,
         tabulate_layer,
         judge_layer,
     ),
     "operations": Card(
-        "Operations on a CPU beside torch's",
+        "Operations on a CPU against torch's",
         "python benchmarks/run.py --only operations",
         RESULTS / "cpu" / "operations.jsonl",
         tabulate_operations,
