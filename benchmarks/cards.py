@@ -69,41 +69,41 @@ def tabulate_layer(records: list[Record]) -> Table:
 
 
 def list_better_layers(records: list[Record]) -> tuple[str, ...]:
-    """The rows that keep less than Tempo in place, each with its time and reason, and Tempo's that miss stock's."""
+    """The rows that keep less than Tempo in place, with their times, and a reason where it is not the last row's."""
     by_case = {record["case"]: record for record in records}
     tempo = by_case["Tempo, in place"]
-    found = [
-        f"{case} keeps {r['kept_sbh']:.1f} sbh, less than Tempo in place, in "
-        f"{r['over_stock'] / tempo['over_stock']:.2f} times its time: {explain(case)}."
-        for case, r in by_case.items()
-        if r["kept_sbh"] < tempo["kept_sbh"] - 0.01 and not case.startswith("Tempo")
-    ]
-    slower = [
-        f"{case} ({r['over_stock']:.2f})"
-        for case, r in by_case.items()
-        if case.startswith("Tempo") and r["over_stock"] > 1
-    ]
-    if slower:
-        found.append(f"Missed: no slower than stock. Time over stock's of {', '.join(slower)}.")
-    worst = f"{by_case[layer_rivals.BASE]['gradient_error']:.2g} of `{by_case[layer_rivals.BASE]['worst']}`"
-    found.append(f"Stock's largest gradient error, {worst}, is that of torch's LayerNorm in this dtype on a CPU.")
+    found, last = [], ""
+    for case, r in by_case.items():
+        if r["kept_sbh"] < tempo["kept_sbh"] - 0.01 and not case.startswith("Tempo"):
+            reason = explain(case)
+            why = "" if reason == last else f": {reason}"
+            time = r["over_stock"] / tempo["over_stock"]
+            found.append(f"{case} keeps {r['kept_sbh']:.1f} sbh in {time:.2f} times the time{why}.")
+            last = reason
+    return tuple(found)
+
+
+def judge_layer(records: list[Record]) -> tuple[str, ...]:
+    """How many rows keep less than Tempo in place, and Tempo's that miss stock's time."""
+    slower = [r["case"] for r in records if r["case"].startswith("Tempo") and r["over_stock"] > 1]
     return (
-        *found,
-        f"Planned and offload are of {layer_rivals.NUM_STACKED} layers, by layer. With offload the last layer's share "
-        "stays on the device, since its backward comes at once; on a CPU device and host are one memory, and threads "
-        "copy: its time says nothing of a GPU, whose copies run beside.",
-        "Not compared: Liger, Apex and Transformer Engine, which have no CPU form. The machine was shared while it was "
-        "measured, and no GPU has measured any of it.",
+        f"{len(list_better_layers(records))} rows keep less than Tempo in place: "
+        "[times and reasons](../docs/benchmarks.md#where-something-else-is-better).",
+        *([f"Missed: no slower than stock, in {len(slower)} rows."] if slower else []),
+        "Stock's gradient error comes from torch's LayerNorm in bf16 on a CPU.",
+        f"Planned and offload have {layer_rivals.NUM_STACKED} layers; offload leaves the last one on the device. "
+        "Threads copy, so its time says nothing of a GPU.",
+        "Not compared: Liger, Apex and Transformer Engine, which do not run on a CPU.",
+        "The machine was shared. Not measured on a GPU.",
     )
 
 
 # Beginning of a case -> why it keeps less.
 _REASONS = {
-    "stock, full": "it keeps the layer's input and runs its forward again",
-    "checkpoint, saves": "it recomputes norms, GELU, dropout and every other product",
-    "checkpoint": "it keeps the layer's input and runs its forward again",
-    "torch.compile": "it recomputes elementwise operations, at low budgets products too; not inside Megatron's "
-    "tensor-parallel layers",
+    "stock, full": "forward runs again",
+    "checkpoint, saves": "norms, GELU, dropout and every other product run again",
+    "checkpoint": "forward runs again",
+    "torch.compile": "elementwise operations run again, at low budgets products too",
 }
 
 
@@ -113,9 +113,13 @@ def explain(case: str) -> str:
 
 def tabulate_model(records: list[Record]) -> Table:
     sizes = [str(gib) for gib in estimated_models.MEMORIES_GIB]
-    rows = [["largest micro batch", *(f"{size} GiB" for size in sizes)]]
+    rows = [["largest micro batch", "", *(f"{size} GiB" for size in sizes)]]
+    above = ""
     for record in records:
-        rows.append([record["case"].replace(" | ", ": "), *(str(record["largest"][size] or "-") for size in sizes)])
+        model, _, choice = record["case"].partition(" | ")
+        named = "" if model == above else model
+        rows.append([named, choice, *(str(record["largest"][size] or "-") for size in sizes)])
+        above = model
     return rows
 
 
@@ -132,11 +136,8 @@ def list_model_gains(records: list[Record], base: str = "stock") -> dict[str, li
 
 
 def judge_model(records: list[Record]) -> tuple[str, ...]:
-    """The rows in which a twofold batch is missed, and those in which full recomputation fits more."""
-    found = []
-    for model, gains in list_model_gains(records).items():
-        if lower := ", ".join(f"{gain:.2f} at {gib} GiB" for gib, gain in gains if gain < 2):
-            found.append(f"Missed: twice the batch of stock with fused attention. {model}: {lower}.")
+    """In how many cells a twofold batch is missed, and in how many full recomputation fits more."""
+    lower = sum(gain < 2 for gains in list_model_gains(records).values() for _, gain in gains)
     largest = {record["case"]: record["largest"] for record in records}
     more = sum(
         batch > largest[case.replace("stock, full", "Tempo")][gib]
@@ -145,10 +146,10 @@ def judge_model(records: list[Record]) -> tuple[str, ...]:
         for gib, batch in of_full.items()
     )
     return (
-        *found,
+        *([f"Missed: twice the batch of stock with fused attention, in {lower} cells."] if lower else []),
         f"Full recomputation fits a larger batch than Tempo in {more} cells: it keeps 2 sbh, and runs forward twice.",
-        "Part of Tempo's gain is its loss head, which makes no logits of all tokens; stock has none such here.",
-        "An estimate, of no GPU: tokens per second and MFU are not known.",
+        "Part of Tempo's gain is its loss head, which never has the logits of all tokens; stock has all.",
+        "An estimate: no GPU has measured memory or speed.",
     )
 
 
@@ -173,13 +174,11 @@ def judge_scale(records: list[Record]) -> tuple[str, ...]:
     fewer = sum(found[f"{n} | {s} | SP + full"] < found[f"{n} | {s} | SP + Tempo"] for n, s in cells)
     host = [record.get("host_bytes", 0) / _GIB for record in records]
     return (
-        f"{word}: a fifth of the activations by sequence parallelism and selective recomputation (arXiv 2205.05198). "
-        f"At s 2,048 stock / (SP + selective) is {', '.join(f'{gain:.1f}' for gain in gains)} from 22B to 1T.",
-        f"With offload a rank has up to {max(host):,.0f} GiB on its host; what the link takes is not counted here.",
-        f"SP + full needs less than SP + Tempo in {fewer} of {len(cells)} rows: it keeps only the inputs of layers, "
-        "and runs forward twice.",
-        "One micro batch of one sample; no context parallelism, so the longest sequences fit no GPU in any column. "
-        "That selective recomputation costs a tenth of full one's time is the paper's, and was not measured here.",
+        f"{word}: a fifth of the activations with SP + selective (arXiv 2205.05198). At s 2,048 stock has "
+        f"{', '.join(f'{gain:.1f}' for gain in gains)} times as much from 22B to 1T.",
+        f"With offload a rank has up to {max(host):,.0f} GiB on its host; the link's time is not counted.",
+        f"SP + full needs less than SP + Tempo in {fewer} of {len(cells)} rows: it runs forward twice.",
+        "One micro batch of one sample; without context parallelism the longest sequences fit no GPU.",
     )
 
 
@@ -211,14 +210,27 @@ def tabulate_grid(records: list[Record]) -> Table:
     ]
 
 
+# Architectures that the card shows; docs/huggingface.md has all.
+_SHOWN = ("BERT", "GPT-2", "ViT", "Whisper encoder", "Llama", "Qwen3", "Gemma 3", "Mixtral", "T5")
+
+
 def tabulate_models(records: list[Record]) -> Table:
-    rows = [["", "stock, sbh", "Tempo, sbh"]]
-    rows += [
-        [r["architecture"], f"{r['stock_sbh']:.1f}", f"{r['tempo_sbh']:.1f}"]
-        for r in records
-        if r["tempo_sbh"] is not None
+    measured = [r for r in records if r["tempo_sbh"] is not None]
+    share = statistics.median(r["tempo_sbh"] / r["stock_sbh"] for r in measured)
+    return [
+        ["", "stock, sbh", "Tempo, sbh", "Tempo / stock"],
+        *(
+            [
+                r["architecture"],
+                f"{r['stock_sbh']:.1f}",
+                f"{r['tempo_sbh']:.1f}",
+                f"{r['tempo_sbh'] / r['stock_sbh']:.2f}",
+            ]
+            for r in measured
+            if r["architecture"] in _SHOWN
+        ),
+        [f"median of [{len(measured)}](../docs/huggingface.md)", "", "", f"{share:.2f}"],
     ]
-    return rows
 
 
 def tabulate_proof(records: list[Record]) -> Table:
@@ -251,10 +263,9 @@ def judge_proof(records: list[Record]) -> tuple[str, ...]:
     ]
     return (
         *([f"Missed: {', '.join(missed)}."] if missed else []),
-        f"With dropout the mean is above stock's in {', '.join(worse) or 'no case'}; an interval that contains 0 says "
-        "that the difference is not told from that of other masks, not that there is none.",
-        "Two layers of 64 units and some hundred steps, in which BERT has only begun to learn: of large models, or of "
-        "long runs, this says nothing.",
+        f"With dropout the mean is above stock's in {', '.join(worse) or 'no case'}; an interval that contains 0 does "
+        "not prove that there is no difference.",
+        "Two layers of 64 units and some hundred steps, in which BERT has only begun to learn.",
     )
 
 
@@ -270,16 +281,15 @@ def tabulate_operations(records: list[Record]) -> Table:
 
 def list_slow_operations(records: list[Record]) -> tuple[str, ...]:
     slow = [row for row in tabulate_operations(records)[1:] if float(row[1]) > 1]
-    named = ", ".join(f"{row[0]} ({row[1]})" for row in slow)
     return (
-        f"Missed: no slower than torch. Median of {named or 'none'}.",
+        *([f"Missed: a median no slower than torch, in {len(slow)} rows."] if slow else []),
         "Records are of several commits and machines, some of which were shared.",
     )
 
 
 def tabulate_context(records: list[Record]) -> Table:
     r = records[-1]
-    rows = [["two ranks beside one, s 1024, 12 heads of 64", "CPU seconds / one rank's", "kept, MiB a rank"]]
+    rows = [["two ranks against one, s 1024, 12 heads of 64", "CPU seconds / one rank's", "kept, MiB a rank"]]
     rows.append(["one rank", "1.00", f"{r['one_rank_kept_bytes'] / 2**20:.2f}"])
     rows += [
         [f"`{k}`", f"{r[k]['over_one_rank']:.2f}", f"{r[k]['kept_bytes'] / 2**20:.2f}"]
@@ -305,7 +315,7 @@ CLAIMS: dict[str, Card] = {
         kept_bytes.OUTPUT,
         tabulate_kept,
         (
-            "Stock's column on a GPU is a formula, which a test holds against measured layers where both exist.",
+            "Stock on a GPU is a formula, which a test compares with measured layers where both exist.",
             _ON_A_GPU,
         ),
     ),
@@ -317,14 +327,14 @@ CLAIMS: dict[str, Card] = {
         ("Tensors only: no optimizer, no allocator's rounding, no workspaces.", _ON_A_GPU),
     ),
     "layer": Card(
-        "One layer on a CPU beside what a user could pick instead",
+        "One layer on a CPU, against its alternatives",
         "python benchmarks/run.py --only layer",
         layer_rivals.OUTPUT,
         tabulate_layer,
-        list_better_layers,
+        judge_layer,
     ),
     "operations": Card(
-        "Operations on a CPU beside torch's",
+        "Operations on a CPU against torch's",
         "python benchmarks/run.py --only operations",
         RESULTS / "cpu" / "operations.jsonl",
         tabulate_operations,
@@ -342,7 +352,7 @@ CLAIMS: dict[str, Card] = {
         "python benchmarks/run.py --only context_parallel",
         RESULTS / "cpu" / "context_parallel.jsonl",
         tabulate_context,
-        ("Two ranks take 1.3 to 1.5 times the seconds of one together, mostly for what gloo copies.", _ON_A_GPU),
+        ("Two ranks together take 1.3 to 1.5 times the seconds of one, mostly because gloo copies.", _ON_A_GPU),
     ),
     "largest_batch": Card(
         "Larger batches fit on one GPU",
@@ -364,9 +374,9 @@ CLAIMS: dict[str, Card] = {
         ROOT / "docs" / "published_peaks.md",
         lambda _: [
             ["", ""],
-            ["all rows", read_block(ROOT / "docs" / "published_peaks.md", "published").partition("\n")[0]],
+            ["all rows", read_block(ROOT / "docs" / "published_peaks.md", "published").partition(" (without")[0]],
         ],
-        ("Rows that cannot be expressed, and those farther off, stand in the table with their reasons.",),
+        ("The document lists rows that cannot be expressed or are farther off, with reasons.",),
     ),
     "compatibility": Card(
         "Tempo agrees with stock in every layout, layer by layer",
@@ -381,7 +391,7 @@ CLAIMS: dict[str, Card] = {
         RESULTS / "cpu" / "huggingface_models.jsonl",
         tabulate_models,
         (
-            "Architectures whose modules are their own keep more than the floor.",
+            "Architectures with modules of their own keep more.",
             "Two layers of small models.",
             _ON_A_GPU,
         ),
@@ -398,15 +408,12 @@ CLAIMS: dict[str, Card] = {
         "python benchmarks/roam_models.py && python benchmarks/roam_tables.py",
         RESULTS / "estimate" / "roam.jsonl",
         tabulate_order,
-        (
-            "Missed: the paper's averages (arXiv 2310.19295). docs/order.md says why: with many samples activations "
-            "make the peak, which no order lowers, and its base contains an allocator's fragments.",
-        ),
+        ("Missed: the paper's averages (arXiv 2310.19295); [the reasons](../docs/order.md#what-it-gains).",),
     ),
 }
 
 
-def describe_machine(records: Sequence[Record]) -> Table:
+def describe_machine(records: Sequence[Record]) -> list[str]:
     """Commit, machine and versions, as far as records have them; several of one are listed."""
 
     def collect(values: Iterable[Any]) -> str:
@@ -420,9 +427,9 @@ def describe_machine(records: Sequence[Record]) -> Table:
         if version and version != "no"
     }
     return [
-        ["commit", collect((record.get("commit") or "")[:12] for record in records)],
-        ["machine", collect(record.get("device") for record in records)],
-        ["versions", collect(versions)],
+        f"commit {collect((record.get('commit') or '')[:12] for record in records)}",
+        f"machine {collect(record.get('device') for record in records)}",
+        collect(versions),
     ]
 
 
@@ -431,16 +438,14 @@ def write_card(card: Card) -> str:
     source = card.source.relative_to(ROOT).as_posix()
     records = read_records(card.source) if card.source.suffix == ".jsonl" else []
     short = card.short(records) if callable(card.short) else card.short
-    rows = [["", ""], ["command", f"`{card.command}`"], ["results", f"[{source}](../{source})"]]
-    if records:
-        rows += describe_machine(records)
+    where = [f"[{source}](../{source})", *(describe_machine(records) if records else [])]
     return "\n".join(
         [
             "<!-- Written by `python benchmarks/cards.py`; not to be edited. -->",
             "",
             f"# {card.claim}",
             "",
-            format_table(rows).replace("---:", "---"),
+            f"`{card.command}` writes {'; '.join(where)}.",
             "",
             format_table(card.figures(records)),
             "",
@@ -458,8 +463,8 @@ def write_index() -> str:
         "",
         "# Cards",
         "",
-        "Each card is one claim: the command that checks it, the commit, machine and versions of its results, the",
-        "figures, and what falls short. [docs/benchmarks.md](../docs/benchmarks.md) draws the larger ones.",
+        "A card is one claim: its command, results, figures, and what falls short.",
+        "[docs/benchmarks.md](../docs/benchmarks.md) draws the larger ones.",
         "",
         *(f"- [{card.claim}]({name}.md)" for name, card in CLAIMS.items()),
         "",

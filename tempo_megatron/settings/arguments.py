@@ -38,8 +38,8 @@ LEDGER: dict[str, Any] = {
     "nargs": "?",
     "const": "tempo_ledger",
     "metavar": "PREFIX",
-    "help": "measure what each operation keeps in the first step, and the second step's memory moment by moment; print "
-    "it and write PREFIX.stageN.json and .png (default PREFIX %(const)s)",
+    "help": "print what each operation keeps in the first step, and the second step's memory moment by moment, and "
+    "write PREFIX.stageN.json and .png (default PREFIX %(const)s)",
 }
 """What add_argument needs for `--tempo-ledger`."""
 

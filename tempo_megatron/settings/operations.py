@@ -104,7 +104,7 @@ OPERATIONS = {
             what="the MLP's activation",
             keeps={
                 "inplace": "its output, which the next linear keeps anyway, and for gelu one bit per element",
-                "recompute": "its input only, from which the output is made again (gated activations too)",
+                "recompute": "its input; the output is made again (gated activations too)",
             },
             preference=("inplace", "recompute", "off"),
             functions=("tempo_kernels.activation.activate", _RECOMPUTE),
@@ -116,7 +116,7 @@ OPERATIONS = {
             what="LayerNorm and RMSNorm",
             keeps={
                 "inplace": "the output, which the next linear keeps anyway, and rstd",
-                "recompute": "the input only, from which the output is made again; exact",
+                "recompute": "the input; the output is made again, exactly",
             },
             preference=("inplace", "recompute", "off"),
             functions=("tempo_kernels.norm.layer_norm", "tempo_kernels.norm.rms_norm", _RECOMPUTE),
@@ -139,7 +139,7 @@ OPERATIONS = {
             keeps={
                 "flash": "q, k, v, the output and logsumexp, no s*s tensor and no mask",
                 "softmax": "one s*s tensor, the softmax's output (the paper's form)",
-                "recompute": "q, k and v; as flash, which runs again",
+                "recompute": "q, k and v; flash runs again",
             },
             preference=("flash", "off"),
             functions=("tempo_kernels.attention.attention",),
@@ -151,9 +151,8 @@ OPERATIONS = {
             name="linear_fc1",
             what="the MLP's first linear, with the activation",
             keeps={
-                "recompute": "its input only; the linear runs again (a third of a GPT layer's products)",
-                "tile": "its input only, and a tile of tokens is computed at a time in forward and backward, for which "
-                "both linears run again (two thirds)",
+                "recompute": "its input; the linear runs again (a third of a GPT layer's products)",
+                "tile": "its input; both linears run again (two thirds), a tile of tokens at a time",
             },
             functions=(_RECOMPUTE, "tempo_kernels.recompute.recompute_in_tiles"),
             slots=("mlp",),
@@ -161,10 +160,7 @@ OPERATIONS = {
         Operation(
             name="linear_qkv",
             what="self attention's projection",
-            keeps={
-                "recompute": "its input instead of q, k and v, which are computed again (a quarter of a GPT layer's "
-                "products)"
-            },
+            keeps={"recompute": "its input; q, k and v are computed again (a quarter of a GPT layer's products)"},
             functions=(_RECOMPUTE,),
             slots=("self_attention",),
         ),
@@ -172,9 +168,8 @@ OPERATIONS = {
             name="moe_permute",
             what="a mixture of experts",
             keeps={
-                "recompute": "its tokens instead of a copy for each of their experts, which is gathered again (experts "
-                "that are all on this rank)",
-                "repeat": "not the tokens that its ranks were sent, which are sent again by another all-to-all",
+                "recompute": "its tokens; a copy for each expert is gathered again (if all experts are on this rank)",
+                "repeat": "not the tokens that its ranks were sent; another all-to-all sends them again",
             },
             functions=(_RECOMPUTE,),
             slots=("mlp",),
@@ -182,7 +177,7 @@ OPERATIONS = {
         Operation(
             name="loss",
             what="the loss head",
-            keeps={"fused": "hidden states instead of logits, of which one chunk of tokens is alive at a time"},
+            keeps={"fused": "hidden states; logits exist for one chunk of tokens at a time"},
             preference=("fused", "off"),
             functions=("tempo_kernels.linear_cross_entropy.linear_cross_entropy",),
             kernels=("linear_cross_entropy/kernel.py",),

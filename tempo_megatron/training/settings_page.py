@@ -21,12 +21,12 @@ _HEAD = """# Settings
 ## Switches
 
 Each is an argument (`--tempo-norm recompute`), a key of the `"tempo"` block of the DeepSpeed JSON (`"norm"`), and a
-field of `TempoConfig`. `"off"` is stock Megatron. `"auto"`, the default, is the first of the values in its line that
-the model allows; a run's banner says which and why."""
+field of `TempoConfig`. `"off"` is stock Megatron. `"auto"`, the default, is the first value in its line that the model
+allows; a run's banner says which and why."""
 _OPTIONS = """## Options of the trainer
 
-Those of `tempo-pretrain-gpt`, `-bert` and `-t5`, without the model's (`--help` has them) and Tempo's. On `--load`, what
-*stays* or *may change* is as in the checkpoint if it is left out; the rest is as this start's command line says."""
+Of `tempo-pretrain-gpt`, `-bert` and `-t5`, without the model's (`--help` has them) and Tempo's. On `--load` an option
+that *stays* or *may change* is as in the checkpoint if it is left out; all others are as the command line says."""
 
 
 def write_page() -> str:
@@ -44,7 +44,7 @@ def _write_switches() -> Iterator[str]:
         if operation.kernels:
             yield f"Kernels: {_quote(f'kernels/tempo_kernels/{path}' for path in operation.kernels)}."
         rows = ((f"`{value}`", _quote(_list_names(operation, value)), kept) for value, kept in operation.keeps.items())
-        yield from _write_table(("value", "class or function", "keeps"), rows)
+        yield from _write_table(("value", "code", "keeps"), rows)
 
 
 def _list_names(operation: Operation, value: str) -> list[str]:
@@ -61,14 +61,18 @@ def _write_options() -> Iterator[str]:
     for group, rows in groups.items():
         if rows := [row for row in rows if row[0]]:
             yield f"\n### {group.partition(':')[0].capitalize()}"
-            yield from _write_table(("option", "what it says", "default", "on `--load`"), rows)
+            on_load = {row[2] for row in rows}
+            columns = 2 if len(on_load) == 1 else 3
+            if columns == 2 and (only := on_load.pop()):
+                yield f"\nOn `--load` each of them *{only}*."
+            yield from _write_table(("option", "meaning", "`--load`")[:columns], [row[:columns] for row in rows])
 
 
 def _write_option(field: str, option: Option) -> tuple[str, ...]:
     names = option.keywords.get("names", (name_argument(field),))[:1]
     words = _quote([*names, *(f"--{name}" for name in option.switches)])
-    text = option.help.replace("%(const)s", str(option.keywords.get("const")))
-    return words, text, _quote(filter(None, [option.shown_default])), option.on_load.title
+    text = option.text.replace("%(const)s", str(option.keywords.get("const")))
+    return words, text, option.on_load.title if option.on_load.is_taken else ""
 
 
 def _quote(words: Iterable[str]) -> str:

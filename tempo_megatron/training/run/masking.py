@@ -36,8 +36,7 @@ class Masking:
     mask_prob: float = _mask_prob()
     short_seq_prob: float = _short_seq_prob()
     masking: str = _option(
-        "words: whole words, and up to three in a row, as Megatron-LM masks for BERT; tokens: each for itself, as in "
-        "RoBERTa",
+        "words: whole words, up to three in a row, as Megatron-LM masks for BERT; tokens: single ones, as in RoBERTa",
         default=WORDS,
         choices=(WORDS, TOKENS),
         switches={
@@ -54,7 +53,7 @@ class SpanMasking:
     mask_prob: float = _mask_prob()
     short_seq_prob: float = _short_seq_prob()
     vocab_extra_ids: int = _option(
-        "sentinels, each of which stands for a span to fill in; their ids follow those of the vocabulary",
+        "sentinels for spans to fill in; their ids follow the vocabulary's",
         parse_positive,
         default=100,
     )

@@ -78,6 +78,12 @@ class Option:
             return "yes" if self.default else ""
         return " ".join(map(str, self.default)) if isinstance(self.default, tuple) else str(self.default)
 
+    @property
+    def text(self) -> str:
+        """The help, with the default where it does not say one."""
+        shows_default = self.shown_default and "default" not in self.help
+        return f"{self.help} (default {self.shown_default})" if shows_default else self.help
+
     def add_to(self, group: Any, field: str) -> None:
         """Adds the argument of `field`, and the switches, to a group of a parser."""
         for name, text in self.switches.items():
@@ -86,13 +92,10 @@ class Option:
         names = keywords.pop("names", (name_argument(field),))
         if self.parse is not None:
             keywords["type"] = self.parse
-        text = self.help
-        if self.shown_default and "default" not in text:
-            text += f" (default {self.shown_default})"
         # A value that the checkpoint or the JSON may decide is None as long as nobody has given it.
         default = None if self.on_load.is_taken else self.default
         if names:
-            group.add_argument(*names, default=default, help=text, **keywords)
+            group.add_argument(*names, default=default, help=self.text, **keywords)
 
 
 def option(help: str, parse: Callable[[str], Any] | None = None, *, on_load: OnLoad, **more: Any) -> Any:

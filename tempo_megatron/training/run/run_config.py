@@ -98,8 +98,7 @@ class RunConfig:
         in_json="gradient_accumulation_steps",
     )
     rampup_batch_size: tuple[int, int, int] | None = _training(
-        "begin with steps of START samples and add INCREMENT at a time, so that --global-batch-size is reached after "
-        "SAMPLES samples",
+        "begin with START samples a step and add INCREMENT at a time, up to --global-batch-size after SAMPLES samples",
         parse_positive,
         on_load=STAYS,
         nargs=3,
@@ -112,15 +111,14 @@ class RunConfig:
     )
     exit_interval: int | None = _training("save and exit at every multiple of this step", parse_positive, on_load=_END)
     exit_signal_handler: bool = _training(
-        "on SIGTERM or Ctrl-C, to the launcher or to a rank, finish the step, save and exit; on a second Ctrl-C exit "
-        "at once; on SIGUSR1 to a rank finish the step, save and go on (default on)",
+        "on SIGTERM or Ctrl-C, to the launcher or a rank, finish the step, save and exit; on a second Ctrl-C exit at "
+        "once; on SIGUSR1 to a rank finish the step, save and go on",
         on_load=_END,
         default=True,
         **_YES_OR_NO,
     )
     eval_only: bool = _training(
-        "train nothing: compute the losses of --load's checkpoint on the validation part and, with --test-iters, the "
-        "test part",
+        "only compute the losses of --load's checkpoint on the validation part and, with --test-iters, the test part",
         on_load=_END,
         **_SWITCH,
     )
@@ -145,7 +143,7 @@ class RunConfig:
     )
     lr_decay_iters: int = _schedule("steps until --min-lr (default --train-iters)", parse_positive)
     lr_wsd_decay_iters: int | None = _schedule(
-        "the last of these steps, in which a WSD schedule (warm-up, stable, decay) goes down to --min-lr",
+        "last steps, in which a WSD schedule (warm-up, stable, decay) goes down to --min-lr",
         parse_positive,
     )
     lr_wsd_decay_style: str | None = _schedule(
@@ -165,8 +163,7 @@ class RunConfig:
         in_json="gradient_clipping",
     )
     override_opt_param_scheduler: bool = _optimizer(
-        "on --load take the learning rate schedule from the arguments, their defaults included, instead of going on "
-        "with the checkpoint's",
+        "on --load take the learning rate schedule from the arguments and their defaults, not from the checkpoint",
         on_load=_BEGINNING,
         needs="load",
         **_SWITCH,
@@ -204,7 +201,7 @@ class RunConfig:
     eval_interval: int = _validation("steps between validations", parse_positive, default=1000)
     eval_iters: int = _validation("global batches per validation; 0 is none", parse_not_negative, default=100)
     test_iters: int = _validation(
-        "global batches of --split's third part, whose loss is computed once, at the end", parse_not_negative, default=0
+        "global batches of --split's third part, for a loss at the end", parse_not_negative, default=0
     )
     sample_parts: tuple[int, ...] = option(
         "parts of the order of the samples (see datasets.build_datasets); none in a new run", on_load=STAYS
@@ -228,14 +225,12 @@ class RunConfig:
         on_load=may_change("the form of GELU, which follows from it, is compared"),
         **_YES_OR_NO,
     )
-    bias_swiglu_fusion: bool = _recompute(
-        "fused SwiGLU on a GPU (default yes)", on_load=_SAME_FUNCTION, default=True, **_YES_OR_NO
-    )
+    bias_swiglu_fusion: bool = _recompute("fused SwiGLU on a GPU", on_load=_SAME_FUNCTION, default=True, **_YES_OR_NO)
     bias_dropout_fusion: bool = _recompute(
-        "fused bias, dropout and residual on a GPU (default yes)", on_load=_SAME_FUNCTION, default=True, **_YES_OR_NO
+        "fused bias, dropout and residual on a GPU", on_load=_SAME_FUNCTION, default=True, **_YES_OR_NO
     )
     masked_softmax_fusion: bool = _recompute(
-        "fused softmax of the attention scores on a GPU with Apex (default yes)",
+        "fused softmax of the attention scores on a GPU with Apex",
         on_load=_SAME_FUNCTION,
         default=True,
         **_YES_OR_NO,
@@ -245,23 +240,21 @@ class RunConfig:
         "where checkpoints go; every node must see the same folder",
     )
     load: str | None = _folder(
-        "continue from the latest checkpoint in this folder, which a run of another layout (tensor and pipeline "
-        "parallel size, number of processes, ZeRO stage) may have saved, stock or Tempo. What is left out is as in the "
-        "checkpoint, but for the layout and what is written where and when; the model, the data, "
-        "--global-batch-size, --rampup-batch-size and --seed stay (docs/checkpoints.md)",
+        "continue from the latest checkpoint in this folder, of any layout (tensor and pipeline parallel size, number "
+        "of processes, ZeRO stage), stock or Tempo. Options left out are as in the checkpoint, but for layout and "
+        "output; model, data, --global-batch-size, --rampup-batch-size and --seed stay (docs/checkpoints.md)",
         on_load=_BEGINNING,
     )
     pretrained_checkpoint: str | None = _folder(
-        "begin with the model and the weights of the latest checkpoint in this folder, which `tempo-megatron import` "
-        "or a run of any layout has made; step, optimizer, data and schedule are this run's own. With a checkpoint in "
-        "--load the run goes on from that",
+        "begin with only the model and weights of the latest checkpoint in this folder, of `tempo-megatron import` or "
+        "a run of any layout. With a checkpoint in --load the run goes on from that",
         on_load=_BEGINNING,
     )
     save_interval: int | None = _output(
         "steps between checkpoints (default: only at the end)", parse_positive, needs="save"
     )
     async_save: bool = _output(
-        "copy the state to the host's memory, which has to hold it, and write it while the training goes on",
+        "copy the state to the host's memory, which has to hold it, and write it during training",
         needs="save",
         **_SWITCH,
     )
@@ -287,8 +280,8 @@ class RunConfig:
     )
     tempo_ledger: str | None = _output(**LEDGER)
     log_dir: str | None = _folder(
-        "where each rank writes rank_NNNNN.log when the run fails: its traceback, or where it was when another rank "
-        "failed (default logs in DIR of --save)",
+        "where each rank of a failed run writes rank_NNNNN.log, its traceback or where it was (default logs in DIR of "
+        "--save)",
         in_save="logs",
     )
     profile: tuple[int, int] | None = _output(
@@ -296,9 +289,7 @@ class RunConfig:
         parse_steps,
         metavar="FIRST-LAST",
     )
-    profile_ranks: tuple[int, ...] = _output(
-        "that record (default 0)", parse_not_negative, default=(0,), nargs="+", metavar="RANK"
-    )
+    profile_ranks: tuple[int, ...] = _output("that record", parse_not_negative, default=(0,), nargs="+", metavar="RANK")
     profile_dir: str | None = _folder("where they write (default profile in DIR of --save)", in_save="profile")
 
     world_size: int = option("processes of the run", on_load=_LAYOUT)
@@ -319,15 +310,14 @@ class RunConfig:
         "draw the weights on the CPU: same for any TP", on_load=of_each_start("only for the first weights"), **_SWITCH
     )
     distributed_timeout_minutes: int = _layout(
-        "how long the ranks wait for one another, at the start and in a collective: a rank that runs but does not get "
-        "on ends the run after this",
+        "how long ranks wait for one another, at the start and in a collective, until the run ends",
         parse_minutes,
         on_load=_WATCH,
         default=10,
     )
     fault_timeout: float = _layout(
-        "how long a rank may be stopped, or its host silent, until the run ends; a rank that is busy is neither, and 0 "
-        "lets the ranks not watch one another (default 60)",
+        "how long a rank may be stopped (a busy one is not) or its host silent until the run ends; 0 watches nothing "
+        "(default 60)",
         parse_fault_timeout,
         on_load=_WATCH,
         default=60.0,
