@@ -55,7 +55,7 @@ class TempoConfig:
     """"auto" compares the first layer of each kind with Megatron's own in a run's first step, and stops the run where
     they differ; "off" does not."""
 
-    layers: Mapping[str, Mapping[str, str]] = FrozenDict()
+    layers: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=FrozenDict)
     """Range of layers -> operation -> value: `{"0-11": {"activation": "recompute", "attention": "off"}, "20-": {...}}`.
     Layers are numbered from 0 over the whole model, across all pipeline stages, and ranges include both ends; see
     `tempo_megatron.settings.layer_values` for the two stacks of a T5. Any mapping is accepted, and stored as one that
