@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from covering import parametrize_covering
 from witness import assert_within_rule
@@ -10,9 +9,6 @@ from witness import assert_within_rule
 from tempo_kernels.activation import ACTIVATIONS
 from tempo_kernels.activation import cpu as activation_cpu
 from tempo_kernels.activation import eager as activation_eager
-from tempo_kernels.linear_cross_entropy import cpu as loss_cpu
-from tempo_kernels.linear_cross_entropy import eager as loss_eager
-from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 SHAPES = [(37, 3, 48), (5, 33), (1, 1), (0, 16), (3, 0), (1024,)]
@@ -23,12 +19,6 @@ def assert_same(found, expected):
     if found is not None:
         assert found.dtype == expected.dtype and found.is_contiguous() and expected.is_contiguous()
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Several blocks of every tensor."""
-    monkeypatch.setattr(loss_cpu, "BLOCK_ELEMENTS", 5 * 130)
 
 
 @parametrize_covering(each={"shape": SHAPES}, dtype=DTYPES, activation=ACTIVATIONS.keys())
@@ -91,29 +81,3 @@ def test_gated_units_in_chunks_are_the_specification(shape, dtype, activation):
                 torch.testing.assert_close(*witnesses[:2], rtol=1e-12, atol=1e-12)
             else:
                 assert_within_rule(name, *witnesses)
-
-
-@pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize(
-    "shares",
-    [
-        Shares(1.0, 0.0, 120),
-        Shares(0.9, 0.001, 120),
-        Shares(1.0, 0.0, 130, has_entropy=True),
-        Shares(1.0, 0.0, 120, True, 5.0, 0.7, True),
-    ],
-    ids=["plain", "smoothed", "with entropy", "scaled and cut"],
-)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_loss_in_blocks_is_the_specification(dtype, shares):
-    torch.manual_seed(0)
-    logits, columns = (torch.randn(23, 130) * 5).to(dtype), torch.randint(-20, 150, (23,))
-    found, expected = (m.compute_statistics(logits, columns, shares) for m in (loss_cpu, loss_eager))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
-    grad = torch.randn(23, dtype=found.dtype)
-    grad[::5] = 0
-    results = [logits.clone(), logits.clone()]
-    for module, result in zip((loss_cpu, loss_eager), results, strict=True):
-        slope = found[3] / found[1] if shares.has_entropy else None
-        module.write_gradient_(result, Rows(columns, found[0], grad / found[1], grad, slope), shares)
-    assert_same(*results)

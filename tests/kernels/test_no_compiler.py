@@ -75,10 +75,10 @@ def test_a_compiler_that_fails_after_its_trial_is_given_up(untried_compiler, mon
 @has_compiler
 @pytest.mark.slow
 def test_cpp_that_does_not_compile_calls_nothing_and_costs_one_warning(untried_compiler) -> None:
-    library, x = compiled.Library('extern "C" void fill(int64_t threads, float* x) {'), torch.zeros(3)
+    source, x = 'extern "C" void fill(int64_t threads, float* x) {', torch.zeros(3)
     with pytest.warns(RuntimeWarning, match="error: "):
-        assert not library.run("fill", x)
-    assert not library.run("fill", x) and torch.equal(x, torch.zeros(3))
+        assert not compiled.run_cpp(source, "fill", x)
+    assert not compiled.run_cpp(source, "fill", x) and torch.equal(x, torch.zeros(3))
 
 
 def test_an_error_of_the_compiled_function_itself_is_raised(untried_compiler, monkeypatch) -> None:
