@@ -8,12 +8,11 @@ from covering import parametrize_covering
 from interpreted import DEVICE, DTYPES, kernel_test
 from norm_kernel_checks import LONG_ROWS, cast_sums, norm_forward_and_backward, norm_of, random_norm
 
-from tempo_kernels.norm import eager, layer_norm
+from tempo_kernels.norm import eager
 from tempo_kernels.norm import kernel as norm_kernel
 from tempo_kernels.norm.settings import Blocks, get_reserve_size
 
 BLOCKS = {"whole rows": Blocks(), "long rows": LONG_ROWS}
-SLEEP_CYCLES = 1_000_000_000  # half a second
 
 
 def random_parameters(hidden_size, dtype):
@@ -105,33 +104,3 @@ def test_a_forward_without_gradients_keeps_and_notes_nothing():
     y, kept = norm_kernel.forward(x, norm_of(weight, bias), needs_grad=False)
     assert not y.any() and kept.lost.numel() == kept.lost_xhat.numel() == 0
     norm_forward_and_backward(norm_kernel, x, weight + 1, bias, grad)
-
-
-@pytest.mark.gpu
-def test_nothing_waits_for_the_gpu():
-    x, weight, bias, grad = random_norm("one in a hundred gamma 0", (256, 768), torch.bfloat16)
-    leaves = [t.requires_grad_() for t in (x, weight, bias)]
-    layer_norm(*leaves).backward(grad)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(SLEEP_CYCLES)
-    before = torch.cuda.Event()
-    before.record()
-    for _ in range(3):
-        layer_norm(*leaves).backward(grad)
-    assert not before.query()
-    torch.cuda.synchronize()
-
-
-@pytest.mark.gpu
-def test_a_captured_graph_gives_the_gradients_of_ordinary_calls():
-    x, weight, bias, grad = random_norm("one in a hundred gamma 0", (256, 768), torch.bfloat16)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            expected = norm_forward_and_backward(norm_kernel, x, weight, bias, grad)
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = norm_forward_and_backward(norm_kernel, x, weight, bias, grad)
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
