@@ -69,7 +69,7 @@ def drop(
     first = (outputs[0] if since is None else since).grad_fn
     if first is None or not torch.is_grad_enabled():
         return
-    promise = _find_promise(outputs[0]) if make is None else _Promise(outputs, make, since)
+    promise = _get_promise(outputs[0]) if make is None else _Promise(outputs, make, since)
     younger = find_nodes_since(first._sequence_nr(), (after,) if isinstance(after, Tensor) else after)
     is_found = False
     for node in (node for node in younger if node is not first):
@@ -101,7 +101,7 @@ def hold(y: Tensor) -> Callable[[], Tensor]:
         note_held(held)
         return held.unpack
     check_version(y)
-    promise = _find_promise(y)
+    promise = _get_promise(y)
     whole = promise.find_part(y)
     if whole is None:  # y is empty
         return functools.partial(torch.empty_like, y.detach())
@@ -217,7 +217,7 @@ def _release_before_backward(output: _Output) -> None:
     output.producer.register_prehook(release)
 
 
-def _find_promise(y: Tensor) -> _Promise:
+def _get_promise(y: Tensor) -> _Promise:
     """Returns the promise of y's grad_fn to recompute y, shared by all who drop or hold y; ValueError if it cannot."""
     producer = cast(Any, y.grad_fn)
     if not can_refill(y):

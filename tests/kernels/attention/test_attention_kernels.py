@@ -116,12 +116,6 @@ def test_rows_whose_keys_are_all_hidden_do_what_is_specified(hidden_rows, dtype,
 
 
 @kernel_test
-def test_a_mask_and_a_window_together_do_what_is_specified():
-    inputs = random_inputs(70, 70, 3, 4, 2, 32, torch.float32)
-    check(*inputs, settings(True, window_size=(20, 0)), MASKS["per row"]().to(DEVICE))
-
-
-@kernel_test
 @pytest.mark.parametrize("size", [1e-3, 30.0, 1e4])
 def test_scores_of_any_size_do_what_is_specified(size):
     q, k, v, grad = random_inputs(70, 70, 1, 2, 2, 32, torch.float32)
