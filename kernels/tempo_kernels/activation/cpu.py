@@ -126,7 +126,6 @@ def _backward_from_input(
 def _backward_inplace(
     grad_y: Tensor, y: Tensor, bits: Tensor | None, activation: str, chunk_elements: int, compiled_elements: int
 ) -> Tensor:
-    """Returns grad_x [n] from y [n]."""
     # Inductor would not round a 16-bit root before it is multiplied.
     if (bits is not None or y.dtype == torch.float32) and pays_for(y, compiled_elements):
         # Signs of 16 bits: Inductor loads vectors of int8 through the stack, which takes longer than all the

@@ -181,11 +181,12 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """As in eager.py."""
     check_dtype(activation, x)
-    y, bits = (*(allocate_output(x, bias, activation, form) if out is None else [out]), None)[:2]
+    y, *bits = allocate_output(x, bias, activation, form) if out is None else [out]
     if x.numel():
         plan = _plan_forward(y.shape, y.dtype, bias is not None, activation, form)
-        launch(_forward_kernel, plan, (x.contiguous(), None if bias is None else bias.contiguous(), y, bits))
-    return y, bits
+        bias = None if bias is None else bias.contiguous()
+        launch(_forward_kernel, plan, (x.contiguous(), bias, y, *(bits or [None])))
+    return y, bits[0] if bits else None
 
 
 def backward(

@@ -211,7 +211,6 @@ def read_random_states(tensors: Sequence[Tensor]) -> list[Any]:
 
 
 def _run_again(ctx: Any) -> tuple[Tensor, list[Tensor]]:
-    """Computes y once more; returns it and the leaves of its graph."""
     leaves = _make_leaves(ctx.saved_tensors, ctx.needs_input_grad[1:])
     return ctx.call.run(leaves), leaves
 

@@ -138,7 +138,6 @@ def test_the_gradient_of_a_bias_keeps_to_registers(capability, head_dim):
 
 @pytest.mark.parametrize("form", ["float32", *(form for form in OTHER_FORMS if form != "bias")])
 def test_no_number_of_32_bits_runs_over_in_rows_of_a_million_queries(form):
-    """test_large_tensors.py has other forms, among them those with a bias."""
     with torch.device("meta"):
         chosen = {"dtype": torch.float32} if form == "float32" else OTHER_FORMS[form]()
         launches = attention_launches(90, 128, s=1 << 20, **chosen)
