@@ -185,7 +185,7 @@ def forward(
     if x.numel():
         plan = _plan_forward(y.shape, y.dtype, bias is not None, activation, form)
         bias = None if bias is None else bias.contiguous()
-        launch(_forward_kernel, plan, (x.contiguous(), bias, y, *(bits or [None])))
+        launch(_forward_kernel, plan, (x.contiguous(), bias, y, bits[0] if bits else None))
     return y, bits[0] if bits else None
 
 
