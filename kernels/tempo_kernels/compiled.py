@@ -49,8 +49,8 @@ def get_obstacle() -> str | None:
 def _try_once() -> None:
     try:
         _check_compiler()
-        function = torch.compile(_add_one_if_compiled, dynamic=True, options=_OPTIONS)
-        found = function(torch.zeros(16, dtype=torch.float32, device="cpu"))
+        add_one = torch.compile(lambda x: x + int(torch.compiler.is_compiling()), dynamic=True, options=_OPTIONS)
+        found = add_one(torch.zeros(16, dtype=torch.float32, device="cpu"))
         if not bool((found == 1).all()):
             raise RuntimeError("torch.compile is switched off, by TORCHDYNAMO_DISABLE or in torch._dynamo.config")
     except Exception as error:  # of any kind: import, file system, compiler, linker
@@ -60,10 +60,6 @@ def _try_once() -> None:
 def _check_compiler() -> None:
     if find_compiler() is None:
         raise OSError(f"{os.environ.get('CXX', 'g++')} is not found")
-
-
-def _add_one_if_compiled(x: Tensor) -> Tensor:
-    return x + int(torch.compiler.is_compiling())
 
 
 def _note_failure(error: Exception) -> None:
@@ -95,25 +91,20 @@ def _warn() -> None:
     )
 
 
-class Library:
-    """C++ functions, `extern "C"`, that take the number of threads, then addresses of tensors and int64 numbers.
+def run_cpp(source: str, name: str, *operands: Tensor | int) -> bool:
+    """Calls a C++ function, `extern "C"`, which takes the number of threads, then addresses and int64 numbers.
 
-    Inductor compiles them at the first call, into the cache of its own kernels. No trial is needed before.
+    Inductor compiles its source at the first call, into the cache of its own kernels. No trial is needed before.
+    Returns False, having called nothing, if one of the tensors, which are contiguous, is not an ordinary one on the CPU
+    or, after one warning, if compiling fails.
     """
-
-    def __init__(self, source: str) -> None:
-        self._source = source
-
-    def run(self, name: str, *operands: Tensor | int) -> bool:
-        """Calls the function `name` with contiguous tensors on the CPU. Returns False, having called nothing, if one
-        of them is not ordinary or, after one warning, if compiling fails."""
-        is_real = all(_is_real(operand) for operand in operands if isinstance(operand, Tensor))
-        library = _load(self._source) if is_real and _failure is None else None
-        if library is None:
-            return False
-        addresses = (ctypes.c_void_p(o.data_ptr()) if isinstance(o, Tensor) else ctypes.c_int64(o) for o in operands)
-        getattr(library, name)(ctypes.c_int64(torch.get_num_threads()), *addresses)
-        return True
+    is_real = all(_is_real(operand) for operand in operands if isinstance(operand, Tensor))
+    library = _load(source) if is_real and _failure is None else None
+    if library is None:
+        return False
+    addresses = (ctypes.c_void_p(o.data_ptr()) if isinstance(o, Tensor) else ctypes.c_int64(o) for o in operands)
+    getattr(library, name)(ctypes.c_int64(torch.get_num_threads()), *addresses)
+    return True
 
 
 @functools.cache

@@ -49,7 +49,8 @@ def check_transforms(name: str, given: Iterable[Any]) -> None:
             f"{name} was called under vmap or a transform of torch.func, such as grad or jvp, and it has none of them; "
             "expected a plain call; give it the whole batch and differentiate by backward, or use torch's operation"
         )
-    if forward_ad._current_level >= 0 and any(map(_has_tangent, given)):
+    tensors = (value for value in given if isinstance(value, Tensor))
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise ValueError(
             f"{name} was given a tensor with a tangent, and it has no forward-mode derivative; expected tensors "
             "without; differentiate by backward, or use torch's operation"
@@ -112,10 +113,6 @@ def _refuse_batched(name: str, grads: Iterable[Tensor | None], error: RuntimeErr
             f"the backward of {name} was given batched gradients (vmap, is_grads_batched, vectorize=True), which it "
             "does not take; expected one gradient; call backward for one after the other, or use torch's operation"
         ) from error
-
-
-def _has_tangent(value: Any) -> bool:
-    return isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None
 
 
 def _refuse_dtensors(operation: Callable[..., Any], args: Any, kwargs: Any) -> None:

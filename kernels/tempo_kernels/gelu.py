@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tempo_kernels.activation import activate, make_tables
+from tempo_kernels.activation import activate, get_gelu, make_tables
 from tempo_kernels.derivative import takes_plain_tensors
 
 __all__ = ["gelu", "make_tables"]
@@ -34,7 +34,4 @@ def gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none", *, ke
         tried. With keep="recompute" the error is at most twice torch's own plus one ulp of the largest gradient.
     Raises: ValueError for a dtype, shape, form or keep that does not fit; RuntimeError on a second derivative.
     """
-    if approximate not in ("none", "tanh"):
-        raise ValueError(f'gelu: approximate is {approximate!r}; expected "none" (erf) or "tanh"')
-    form = "gelu" if approximate == "none" else "gelu_tanh"
-    return activate(x, bias, form, keep=keep, operation="gelu")
+    return activate(x, bias, get_gelu("gelu", approximate), keep=keep, operation="gelu")

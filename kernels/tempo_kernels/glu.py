@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tempo_kernels.activation import activate
+from tempo_kernels.activation import activate, get_gelu
 from tempo_kernels.derivative import takes_plain_tensors
 
 __all__ = ["geglu", "glu", "reglu", "swiglu"]
@@ -38,10 +38,7 @@ def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
 @takes_plain_tensors
 def geglu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
     """Computes gelu(gate) * up, in the erf ("none") or "tanh" form. See `glu` for all else."""
-    if approximate not in ("none", "tanh"):
-        raise ValueError(f'geglu: approximate is {approximate!r}; expected "none" (erf) or "tanh"')
-    form = "gelu" if approximate == "none" else "gelu_tanh"
-    return activate(x, bias, form, is_gated=True, operation="geglu")
+    return activate(x, bias, get_gelu("geglu", approximate), is_gated=True, operation="geglu")
 
 
 @takes_plain_tensors

@@ -10,10 +10,10 @@ from torch import Tensor
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def check_dtype(operation: str, x: Tensor) -> None:
+def check_dtype(operation: str, x: Tensor, name: str = "x is", remedy: str = "cast it") -> None:
     """Raises ValueError for a dtype that the kernels do not compute."""
     if x.dtype not in DTYPES:
-        raise ValueError(f"{operation}: x is {x.dtype}; expected float32, float16 or bfloat16 on a GPU; cast it")
+        raise ValueError(f"{operation}: {name} {x.dtype}; expected float32, float16 or bfloat16 on a GPU; {remedy}")
 
 
 @triton.jit

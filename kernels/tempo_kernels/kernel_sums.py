@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tempo_kernels.kernel_launch import Plan, count_multiprocessors, launch
+from tempo_kernels.kernel_launch import Plan, cache_plans, count_multiprocessors, launch
 
 STRIP_COLUMNS = 128
 
@@ -42,9 +42,17 @@ def choose_tiles_per_program(
     return max(1, -(-row_blocks // max(1, num_programs // max(1, strips))))
 
 
-def plan_sums(shape: tuple[int, int, int], tile: int, num_warps: int, device: torch.device) -> Plan:
-    """Plans `launch_sums` of a partial of this shape [sums, rows, h], with programs that read `tile` numbers at once:
-    as narrow strips, between 32 and STRIP_COLUMNS wide, as give half of the multiprocessors one."""
+def add_up(partial: Tensor, dtype: torch.dtype, tile: int, num_warps: int) -> Tensor:
+    """Adds up the rows of partial [sums, rows, h] to [sums, h] in a fixed order, and rounds once to dtype. A program
+    reads `tile` numbers at once."""
+    sums = torch.empty(partial.size(0), partial.size(2), dtype=dtype, device=partial.device)
+    launch(_sums_kernel, _plan_sums(partial.shape, tile, num_warps, partial.device), (partial, sums))
+    return sums
+
+
+@cache_plans
+def _plan_sums(shape: tuple[int, int, int], tile: int, num_warps: int, device: torch.device) -> Plan:
+    """Chooses as narrow strips, between 32 and STRIP_COLUMNS wide, as give half of the multiprocessors one."""
     num_sums, num_chunks, num_columns = shape
     most = max(1, count_multiprocessors(device) // 2)
     columns = min(STRIP_COLUMNS, max(32, triton.next_power_of_2(-(-num_sums * num_columns // most))))
@@ -57,8 +65,3 @@ def plan_sums(shape: tuple[int, int, int], tile: int, num_warps: int, device: to
         num_warps=num_warps,
         enable_fp_fusion=True,
     )
-
-
-def launch_sums(plan: Plan, partial: Tensor, sums: Tensor) -> None:
-    """Adds up the rows of partial [sums, rows, h] to sums [sums, h], in a fixed order, and rounds once."""
-    launch(_sums_kernel, plan, (partial, sums))

@@ -48,7 +48,7 @@ class Opaque:
         that an operator cannot take."""
         device_type = first.device.type
         if torch.is_autocast_enabled(device_type):
-            with without_autocast(device_type):
+            with torch.autocast(device_type, enabled=False):
                 return self._function(first, *others, **more)
         return self._function(first, *others, **more)
 
@@ -89,11 +89,6 @@ def is_recorded() -> bool:
     return torch.compiler.is_compiling() or is_traced_by_make_fx
 
 
-def without_autocast(device_type: str) -> torch.autocast:
-    """Returns a context in which no operation casts its inputs."""
-    return torch.autocast(device_type, enabled=False)
-
-
 def separate(*tensors: Tensor | None) -> list[Tensor | None]:
     """Returns the tensors, under torch.compile as distinct objects: it refuses an autograd.Function that is given the
     same object twice, as in attention(x, x, x)."""
@@ -102,17 +97,21 @@ def separate(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if t is None else t.view_as(t) for t in tensors]
 
 
-def split_key(key: int | Tensor | None) -> tuple[int, int]:
-    """Splits a key, signed or not, into its low and high 32 bits, because an operator's numbers have only 63 bits.
-    Returns (0, 0) for a tensor, which the operator takes separately."""
-    if key is None or isinstance(key, Tensor):
-        return 0, 0
-    return key % _WORD, key // _WORD % _WORD
+def split_draw(
+    key: int | Tensor, first_sample: int | Tensor
+) -> tuple[tuple[int, int, int], tuple[Tensor | None, Tensor | None]]:
+    """Splits what a mask is drawn by into an operator's numbers, which have only 63 bits, and its tensors: the low and
+    the high 32 bits of a key, signed or not, and the first sample, 0 for tensors; and both where they are tensors."""
+    key_tensor, sample_tensor = (t if isinstance(t, Tensor) else None for t in (key, first_sample))
+    key, first_sample = (0 if isinstance(n, Tensor) else n for n in (key, first_sample))
+    return (key % _WORD, key // _WORD % _WORD, first_sample), (key_tensor, sample_tensor)
 
 
-def join_key(low: int, high: int) -> int:
-    """Returns the key that has these words."""
-    return low | high << 32
+def join_draw(
+    low: int, high: int, number: int, key: Tensor | None, first_sample: Tensor | None
+) -> tuple[int | Tensor, int | Tensor]:
+    """Returns the key and the first sample that `split_draw` split."""
+    return low | high << 32 if key is None else key, number if first_sample is None else first_sample
 
 
 @contextlib.contextmanager
@@ -134,6 +133,11 @@ def run_or_simulate(function: Callable[..., ResultT], first: Tensor, *others: An
         return function(first, *others, **numbers)
     result: ResultT = _simulation(function, first, *others, **numbers)
     return result
+
+
+def cut(size: int, step: int) -> list[slice]:
+    """Returns the slices, of `step` each but for the last, that make up `size`."""
+    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
 
 def skip_alike(rounds: Sequence[RoundT], x: Tensor) -> Sequence[RoundT]:

@@ -64,19 +64,28 @@ class Kept:
     """The object that a pack hook returns in a tensor's place for others to replace it; the unpack hook calls `unpack`.
 
     Under other hooks (torch.utils.checkpoint, save_on_cpu) `drop` drops nothing: they decide what is kept.
+
+    Args:
+        use: what the tensor is for, in the error where it was written to since; without it nobody checks.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, use: str | None = None) -> None:
         # Detached: a saved output that pointed back at its own node would never be freed.
         self.tensor: Tensor | None = tensor.detach()
         self._make: Callable[[], Tensor] | None = None
+        self._use, self._version = use, get_version(tensor)
 
     def unpack(self) -> Tensor:
-        """Returns the tensor, recomputed if it was dropped."""
-        if self.tensor is not None:
-            return self.tensor
-        assert self._make is not None
-        return self._make()
+        """Returns the tensor, recomputed if it was dropped. Raises RuntimeError if it was written to since."""
+        if self.tensor is None:
+            assert self._make is not None
+            return self._make()
+        if self._use is not None and self._version not in (None, get_version(self.tensor)):
+            raise RuntimeError(
+                f"a tensor of shape {list(self.tensor.shape)}, {self._use}, was written to in place since it was used; "
+                "expected it as it was; write to a copy, or leave Tempo's operation off there"
+            )
+        return self.tensor
 
     def replace(self, make: Callable[[], Tensor]) -> None:
         """Lets go of the tensor; `make` returns an equal one."""

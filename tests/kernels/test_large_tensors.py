@@ -1,107 +1,115 @@
-"""Every operation, forward and backward, over more elements than a 32-bit number counts.
+"""Every kernel where its tensors have more than 2**31 elements, without a GPU.
 
-Only a few rows have gradients that are not 0, and only they are held against the specification: where tensors begin and
-end, and where a 32-bit number of an element, or of a byte, would run over. So the sums over all rows are theirs too.
+Tensors without memory are enough for the ranges of all numbers that a launch computes with (ttir_ranges.py). On a GPU
+benchmarks/gpu_suite.py runs such tensors.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
-from gpu import operations
-from gpu.operations import VECTORS, Sizes
+
+pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
+
+from ahead_of_time import Launch, record_launches, source_of
+from attention_kernel_cases import settings
 from torch import Tensor
-from witness import assert_within_rule
+from ttir_ranges import find_overflows
 
-from tempo_kernels.dropout_add import bias_dropout_add
-
-WIDTH = 4096
-ROWS = 3  # before and after each place
-FORMS = [
-    pytest.param(operation, form, id=f"{operation.name}, keeping {form.keeps}")
-    for operation in operations.OPERATIONS
-    for form in operation.forms
-]
-# The same on a CPU with a smaller number in place of 2**31.
-LIMITS = [
-    pytest.param("cpu", 2**12, 64, id="cpu"),
-    pytest.param("cuda", 2**31, WIDTH, id="cuda", marks=[pytest.mark.gpu, pytest.mark.slow]),
-]
+import tempo_kernels
+from tempo_kernels.activation import ACTIVATIONS
+from tempo_kernels.activation import kernel as activation
+from tempo_kernels.attention import kernel as attention
+from tempo_kernels.attention.settings import Inputs
+from tempo_kernels.attention.settings import Kept as KeptByAttention
+from tempo_kernels.dropout_add import Draw
+from tempo_kernels.dropout_add import kernel as dropout_add
+from tempo_kernels.linear_cross_entropy import kernel as loss
+from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
+from tempo_kernels.norm import kernel as norm
+from tempo_kernels.norm.settings import Norm
 
 
-def places(num_rows: int, width: int, limit: int) -> list[slice]:
-    """Rows at both ends of a tensor and around elements limit / 2 and limit, of one twice as wide too; apart."""
-    firsts = [0, *(limit // width // parts - ROWS for parts in (4, 2, 1)), num_rows - 2 * ROWS]
-    found = [slice(first, first + 2 * ROWS) for first in firsts]
-    assert all(a.stop <= b.start for a, b in pairwise(found)) and found[-1].stop == num_rows
-    return found
+def make_rows(width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """[rows, width] of a little more than 2**31 elements."""
+    return torch.empty((1 << 31) // width + 16, width, dtype=dtype)
 
 
-def function_at(operation, form, first_row: int):
-    """The form as it is applied to rows from first_row on, on which a mask depends."""
-    if not operation.draws:
-        return form.factory(0.1)
-    return lambda *tensors: bias_dropout_add(*tensors, p=0.1, key=operations.KEY, first_row=first_row)
+def run_activations() -> None:
+    x, half = make_rows(8192), make_rows(4096)
+    gates = torch.empty(half.size(0), 8192, dtype=x.dtype)
+    for name, row in ACTIVATIONS.items():
+        activation.forward(gates, x[0], name, "gated")
+        activation.backward(half, gates, x[0], None, name, "gated", True)
+        activation.forward(x, None, name, "recompute")
+        activation.backward(x, x, x[0], None, name, "recompute", True)
+        if row.slope_of_output is not None:
+            y, bits = activation.forward(x, x[0], name, "inplace")
+            activation.backward(x, y, None, bits, name, "inplace", True)
 
 
-def outputs_and_gradients(function, tensors: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-    leaves = [t.detach().requires_grad_() for t in tensors]
-    outputs = function(*leaves)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, grads)]
+def run_dropouts() -> None:
+    x, draw = make_rows(8192)[:, None], Draw(0.1, 2**64 - 1, 5, 0)
+    dropout_add.forward(x, x[0, 0], x, draw)
+    dropout_add.forward(x, None, None, draw)
+    for has_grad_bias in (False, True):
+        dropout_add.backward(x, draw, has_grad_bias)
 
 
-def specified(operation, form, where: list[slice], tensors: list[Tensor], grads: list[Tensor], dtype: torch.dtype):
-    """[rows of all places, one after the other], or their sum for a vector, as computed on a CPU from these rows."""
-    parts = []
-    for rows in where:
-        part = [(t if t.dim() == 1 else t[rows]).cpu().to(dtype) for t in tensors]
-        part_grads = [grad[rows].cpu().to(dtype) for grad in grads]
-        parts.append(outputs_and_gradients(function_at(operation, form, rows.start), part, part_grads))
-    return [
-        torch.cat(found) if found[0].dim() > 1 else torch.stack(found).double().sum(0).to(dtype)
-        for found in zip(*parts, strict=True)
-    ]
+def run_norms() -> None:
+    for x in (make_rows(4096), make_rows(32768)):
+        parameters = Norm(x[0], x[0], 1e-5, True, False)
+        y, kept = norm.forward(x, parameters)
+        norm.backward(x, y, kept, True, x.dtype, x.dtype, checks=False)
+        y, statistics = norm.forward_from_input(x, parameters)
+        norm.refill(y, x, parameters, statistics)
+        norm.backward_from_input(x, x, parameters, statistics)
 
 
-@pytest.mark.parametrize(("device", "limit", "width"), LIMITS)
-@pytest.mark.parametrize(("operation", "form"), FORMS)
-def test_elements_beyond_a_32_bit_number_are_as_specified(operation, form, device, limit, width):
-    num_rows = limit // width + 4 * ROWS
-    sizes = Sizes(num_rows, 1, width, width, width, 0.1, torch.bfloat16)
-    needed = 12 * num_rows * width * sizes.dtype.itemsize
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else needed
-    if free < needed:
-        pytest.skip(f"needs {needed / 2**30:.0f} GiB of GPU memory, and {free / 2**30:.0f} are free")
-    where = places(num_rows, width, limit)
-    function = function_at(operation, form, 0)
-    tensors = filled(operation, sizes, device)
-    grad = torch.zeros(num_rows, 1, width, dtype=sizes.dtype, device=device)
-    assert grad.numel() > limit
-    for rows in where:
-        grad[rows] = torch.randn(2 * ROWS, 1, width, device=device)
-    grads = [grad]
-    found = outputs_and_gradients(function, tensors, grads)
-    same, exact = (specified(operation, form, where, tensors, grads, dtype) for dtype in (sizes.dtype, torch.float64))
-    for index, (ours, *witnesses) in enumerate(zip(found, same, exact, strict=True)):
-        if ours.dim() > 1:
-            ours = torch.cat([ours[rows] for rows in where])
-        assert_within_rule(f"result {index}", ours.cpu(), *witnesses)
-    # Where gradients are 0, so are those of the inputs; looked at in parts, for the memory's sake.
-    for grad in found[1:]:
-        if grad.dim() > 1:
-            assert not any(grad[a.stop : b.start].any() for a, b in pairwise(where))
+def run_attention() -> None:
+    for s, b, a, has_more in ((1280, 128, 256, False), (4096, 1, 256, True)):
+        q, scores = torch.empty(s, b, a, 64, dtype=torch.bfloat16), (1, a, s, s)
+        inputs = Inputs(q, q, q)
+        if has_more:
+            mask, bias = (torch.empty(scores, dtype=dtype) for dtype in (torch.bool, q.dtype))
+            inputs = inputs._replace(mask=mask, bias=bias)
+        chosen = settings(causal=False, window_size=(63, 0))
+        attention.backward(q, inputs, KeptByAttention(*attention.forward(inputs, chosen)), chosen, has_more)
 
 
-def filled(operation, sizes, device: str) -> list[Tensor]:
-    """Random inputs in their own dtype from the start: four bytes an element would not fit."""
-    found = []
-    for name, small in zip(operation.inputs, operation.tensors(sizes._replace(s=1), device), strict=True):
-        if name in VECTORS:
-            found.append(small)
-        else:
-            large = torch.empty(sizes.s, *small.shape[1:], dtype=sizes.dtype, device=device)
-            found.append(large.normal_())
-    return found
+def run_losses() -> None:
+    logits = make_rows(32768)
+    columns, vectors = torch.empty(logits.size(0), dtype=torch.int64), torch.empty(4, logits.size(0))
+    for shares in (Shares(1.0, 0.1, 32768, False, 30.0, 0.7, True), Shares(1.0, 0.0, 32768)):
+        loss.compute_statistics(logits, columns, shares)
+        loss.write_gradient_(logits, Rows(columns, *vectors[: 3 + shares.has_entropy]), shares)
+
+
+RUNS = (run_activations, run_dropouts, run_norms, run_attention, run_losses)
+
+
+def list_kernels() -> Iterator[tuple[str, ModuleType]]:
+    """All kernels by their full names, and the modules that have them."""
+    root = Path(tempo_kernels.__file__).parents[1]
+    for file in sorted((root / "tempo_kernels").rglob("kernel*.py")):
+        name = ".".join(file.relative_to(root).with_suffix("").parts)
+        module = importlib.import_module(name)
+        kernels = [value.fn for key, value in vars(module).items() if key.endswith("_kernel")]
+        yield from ((f"{name}.{kernel.__name__}", module) for kernel in kernels if kernel.__module__ == name)
+
+
+def test_no_number_of_32_bits_runs_over_on_its_way_to_an_address(fresh_plans):
+    kernels, launches = dict(list_kernels()), dict[str, Launch]()
+    with torch.device("meta"):
+        for run in RUNS:
+            launches |= {source_of(launch).hash(): launch for launch in record_launches(run, set(kernels.values()))}
+    found: dict[str, list[str]] = {name: [] for name in kernels}
+    for launch in launches.values():
+        found[f"{launch.kernel.fn.__module__}.{launch.kernel.fn.__name__}"] += find_overflows(launch)
+    assert not any(found.values()), found
+    assert {f"tempo_kernels.{launch.name}" for launch in launches.values()} == kernels.keys()

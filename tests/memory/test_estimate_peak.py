@@ -143,7 +143,7 @@ def test_the_peak_of_a_head_of_many_chunks_and_blocks_is_estimated(
     """Of a loop the estimate runs three rounds; here 6 chunks (the last is smaller) of 4 or 5 blocks each."""
     head = "tempo_kernels.linear_cross_entropy"
     monkeypatch.setitem(pkgutil.resolve_name(f"{head}.checks.CHUNK_BYTES"), "cpu", 96 * 1024 * dtype.itemsize)
-    monkeypatch.setattr(f"{head}.cpu.BLOCK_ELEMENTS", 20 << 10)
+    monkeypatch.setattr(f"{head}.eager.BLOCK_ELEMENTS", 20 << 10)
     monkeypatch.setattr(f"{head}.chunks.CPU_BLOCK_COLUMNS", 256)
     test_the_peak_of_a_step_is_estimated(Step("gpt", False, AUTO, dtype))
 

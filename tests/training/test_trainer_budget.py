@@ -42,7 +42,7 @@ def count_bytes() -> None:
     os.environ["CXX"] = "no-compiler"
     compiled._try_once.cache_clear()
     torch.compiler.set_stance("force_eager")
-    make_tables()  # of a process, 0.5 to 2 MiB of each dtype and form, and in no estimate
+    make_tables()  # of a process, and in no estimate
     seen, build, train = Follower(), Job.__init__, Job.train
 
     def build_in_sight(self: Job, *args: Any) -> None:

@@ -2,6 +2,6 @@
 
 from tempo_kernels.activation.activations import ACTIVATIONS, Activation
 from tempo_kernels.activation.cpu import make_tables
-from tempo_kernels.activation.function import activate
+from tempo_kernels.activation.function import activate, get_gelu
 
-__all__ = ["ACTIVATIONS", "Activation", "activate", "make_tables"]
+__all__ = ["ACTIVATIONS", "Activation", "activate", "get_gelu", "make_tables"]

@@ -2,8 +2,7 @@
 
 From COMPILED_ELEMENTS on, derivatives and gated units are one compiled pass each, except where a 16-bit number has to
 be rounded on the way, which Inductor leaves out. The rest goes by chunks that stay in the cache, through torch's own
-functions. There GELU's derivative from a 16-bit y, which has 65,536 values, is looked up in a table that the formula
-filled.
+functions.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ _CHUNK_STEP = 128
 # the first in the highest bit. 64-bit products, for eight bytes at once, take longer.
 _COLLECT_BITS = 0x08040201
 
-_tables: dict[Hashable, Tensor] = {}
+_sign_words: dict[torch.device, Tensor] = {}
 
 
 def forward(
@@ -127,7 +126,6 @@ def _backward_from_input(
 def _backward_inplace(
     grad_y: Tensor, y: Tensor, bits: Tensor | None, activation: str, chunk_elements: int, compiled_elements: int
 ) -> Tensor:
-    """Returns grad_x [n] from y [n]."""
     # Inductor would not round a 16-bit root before it is multiplied.
     if (bits is not None or y.dtype == torch.float32) and pays_for(y, compiled_elements):
         # Signs of 16 bits: Inductor loads vectors of int8 through the stack, which takes longer than all the
@@ -145,44 +143,16 @@ def _backward_inplace(
 
 
 def _compute_slope(y: Tensor, bits: Tensor | None, activation: str) -> Tensor:
-    """Computes f'(x(y)) of a chunk, by the table where there is one."""
+    """Computes f'(x(y)) of a chunk."""
     if bits is None:
         return compute_slope(y, None, activation)
     sign = _unpack_signs(bits, y.numel())
-    if y.dtype.itemsize > 2 or y.device.type != "cpu":
-        return compute_slope(y, sign.to(torch.float32), activation)
-    # A pattern in [-2**15, 2**15): 0 to 65,535 left of the minimum, from 65,536 on right of it.
-    index = y.view(torch.int16).to(torch.int32).add_(sign, alpha=32768).add_(65536)
-    return _load_table(y.dtype, activation).index_select(0, index)
+    return compute_slope(y, sign.to(torch.float32), activation)
 
 
 def make_tables() -> None:
-    """Makes the tables of signs and of every 16-bit dtype and form of GELU now instead of at the first use of each."""
+    """Makes the table of signs now instead of at its first use."""
     _load_sign_words(torch.device("cpu"))
-    for dtype in (torch.bfloat16, torch.float16):
-        for activation in INVERSES:
-            _load_table(dtype, activation)
-
-
-def _load_table(dtype: torch.dtype, activation: str) -> Tensor:
-    """Returns float32 [131072]: f'(x(y)) of every value of a 16-bit dtype by its int16 pattern, of x < x_min first."""
-
-    def fill() -> Tensor:
-        pattern = torch.arange(-32768, 32768, dtype=torch.int32, device="cpu").to(torch.int16)
-        signs = torch.tensor([[-1.0], [1.0]], dtype=torch.float32, device="cpu")
-        return compute_slope(pattern.view(dtype).repeat(2, 1), signs, activation).view(-1)
-
-    return _make_once((dtype, activation), fill)
-
-
-def _make_once(key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-    """Returns what `make` returned when this key came first."""
-    if key in _tables:
-        return _tables[key]
-    table = make()
-    if type(table) is Tensor:  # a fake tensor must not outlive its mode
-        _tables[key] = table
-    return table
 
 
 def _unpack_signs(bits: Tensor, numel: int) -> Tensor:
@@ -192,7 +162,12 @@ def _unpack_signs(bits: Tensor, numel: int) -> Tensor:
 
 def _load_sign_words(device: torch.device) -> Tensor:
     """Returns, for every byte of bits, the eight signs as one 64-bit word: torch gathers words fastest."""
-    return _make_once(device, lambda: torch.tensor(_SIGN_WORDS, dtype=torch.int64, device=device))
+    if device in _sign_words:
+        return _sign_words[device]
+    words = torch.tensor(_SIGN_WORDS, dtype=torch.int64, device=device)
+    if type(words) is Tensor:  # a fake tensor must not outlive its mode
+        _sign_words[device] = words
+    return words
 
 
 _SIGN_WORDS = [
@@ -208,13 +183,12 @@ def _compile_inplace_backward(activation: str) -> Compiled:
     # use only, because it imports the compiler.
     load: Callable[[], Inverse] = torch.compiler.assume_constant_result(lambda: INVERSES[activation])
 
-    def backward(grad_y: Tensor, y: Tensor, sign: Tensor) -> Tensor:
-        return (compute_slope_by(load(), y, sign) * grad_y.float()).to(y.dtype)
+    def backward(grad_y: Tensor, y: Tensor, *sign: Tensor) -> Tensor:
+        if not sign:
+            return differentiate_output(grad_y, y, None, activation)
+        return (compute_slope_by(load(), y, *sign) * grad_y.float()).to(y.dtype)
 
-    def backward_without_sign(grad_y: Tensor, y: Tensor) -> Tensor:
-        return differentiate_output(grad_y, y, None, activation)
-
-    return Compiled(backward if activation in INVERSES else backward_without_sign)
+    return Compiled(backward)
 
 
 def _choose_chunk_size(chunk_elements: int) -> int:

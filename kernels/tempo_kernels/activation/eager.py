@@ -67,6 +67,14 @@ def backward(
     return grad_x, sum_rows(grad_x) if has_grad_bias else None
 
 
+def allocate_output(x: Tensor, bias: Tensor | None, activation: str, form: str) -> list[Tensor]:
+    """Allocates y and, if there are some, its bits."""
+    shape = (*x.shape[:-1], x.size(-1) // 2) if form == "gated" else x.shape
+    y = torch.empty(shape, dtype=x.dtype, device=x.device)
+    has_bits = form == "inplace" and ACTIVATIONS[activation].x_min is not None
+    return [y, torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)] if has_bits else [y]
+
+
 def differentiate_gated(grad_y: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """Returns grad_gate and grad_up."""
     return ACTIVATIONS[activation].grad_x(grad_y * up, gate), grad_y * ACTIVATIONS[activation].value(gate)

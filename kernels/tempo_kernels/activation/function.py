@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tempo_kernels.activation import cpu
 from tempo_kernels.activation.activations import ACTIVATIONS
+from tempo_kernels.activation.eager import allocate_output
 from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only, takes_plain_tensors
 from tempo_kernels.opaque import opaque, run_or_simulate
@@ -26,14 +27,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @takes_plain_tensors
 def activate(
-    x: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    *,
-    keep: str = "recompute",
-    is_gated: bool = False,
+    x: Tensor, bias: Tensor | None, activation: str, *, keep: str = "recompute", is_gated: bool = False,
     operation: str | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Computes f(x + bias), or gated f(gate) up of the halves of x + bias, for an activation f of ACTIVATIONS.
 
     Args:
@@ -78,16 +74,15 @@ def activate(
     return y
 
 
-def _allocate_output(x: Tensor, bias: Tensor | None, activation: str, form: str) -> list[Tensor]:
-    shape = (*x.shape[:-1], x.size(-1) // 2) if form == "gated" else x.shape
-    y = torch.empty(shape, dtype=x.dtype, device=x.device)
-    has_bits = form == "inplace" and ACTIVATIONS[activation].x_min is not None
-    return [y, torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)] if has_bits else [y]
+def get_gelu(operation: str, approximate: str) -> str:
+    """Returns the activation that torch calls "none" (erf) or "tanh"; raises ValueError for another word."""
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f'{operation}: approximate is {approximate!r}; expected "none" (erf) or "tanh"')
+    return "gelu" if approximate == "none" else "gelu_tanh"
 
 
-@opaque("activation(Tensor x, Tensor? bias, str activation, str form) -> Tensor[]", _allocate_output)
+@opaque("activation(Tensor x, Tensor? bias, str activation, str form) -> Tensor[]", allocate_output)
 def _forward(x: Tensor, *others: Any) -> list[Tensor]:
-    """Returns y and, if there are some, the bits."""
     return [t for t in choose_backend(x, cpu).forward(x, *others) if t is not None]
 
 
@@ -107,11 +102,10 @@ def _backward(grad_y: Tensor, kept: Tensor, *others: Any) -> list[Tensor]:
     return [grad_x] if grad_bias is None else [grad_x, grad_bias.to(grad_x.dtype)]
 
 
+@torch.no_grad()
 def _refill(ctx: Any, out: Tensor) -> None:
     """Writes the same y, bit for bit, to out."""
-    x, bias = ctx.saved_tensors
-    with torch.no_grad():
-        run_or_simulate(_write_output, x, bias, ctx.activation, ctx.form, out)
+    run_or_simulate(_write_output, *ctx.saved_tensors, ctx.activation, ctx.form, out)
 
 
 def _write_output(x: Tensor, bias: Tensor | None, activation: str, form: str, out: Tensor) -> None:

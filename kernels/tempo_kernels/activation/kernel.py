@@ -15,7 +15,7 @@ registers and writes a row of float32; a second launch adds up these rows (kerne
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -23,12 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tempo_kernels.activation.activations import ACTIVATIONS
-from tempo_kernels.activation.eager import get_smallest_at_least
+from tempo_kernels.activation.eager import allocate_output, get_smallest_at_least
 from tempo_kernels.activation.inverse import get_coefficients
 from tempo_kernels.activation.kernel_activations import activate, differentiate, differentiate_output
 from tempo_kernels.kernel_launch import Plan, cache_plans, launch
 from tempo_kernels.kernel_numbers import check_dtype
-from tempo_kernels.kernel_sums import STRIP_COLUMNS, choose_tiles_per_program, launch_sums, plan_sums
+from tempo_kernels.kernel_sums import STRIP_COLUMNS, add_up, choose_tiles_per_program
 
 FLAT_COLUMNS = 1024
 TILE_ELEMENTS = 2048
@@ -181,14 +181,12 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """As in eager.py."""
     check_dtype(activation, x)
-    shape, bits = (*x.shape[:-1], x.size(-1) // 2) if form == "gated" else x.shape, None
-    y = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
-    if form == "inplace" and ACTIVATIONS[activation].x_min is not None:
-        bits = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)
+    y, *bits = allocate_output(x, bias, activation, form) if out is None else [out]
     if x.numel():
         plan = _plan_forward(y.shape, y.dtype, bias is not None, activation, form)
-        launch(_forward_kernel, plan, (x.contiguous(), None if bias is None else bias.contiguous(), y, bits))
-    return y, bits
+        bias = None if bias is None else bias.contiguous()
+        launch(_forward_kernel, plan, (x.contiguous(), bias, y, bits[0] if bits else None))
+    return y, bits[0] if bits else None
 
 
 def backward(
@@ -198,38 +196,30 @@ def backward(
     """As in eager.py, but sums of grad_x before it is rounded, in its dtype."""
     check_dtype(activation, kept)
     kept, bias = kept.contiguous(), None if bias is None else bias.contiguous()
-    grad_x, device = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device), kept.device
+    grad_x = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device)
     if kept.numel() == 0:
         return grad_x, grad_x.new_zeros(kept.size(-1)) if has_grad_bias else None
-    plan = _plan_backward(grad_y.shape, grad_x.dtype, device, bias is not None, activation, form, has_grad_bias)
+    plan, num_chunks = _plan_backward(
+        grad_y.shape, grad_x.dtype, kept.device, bias is not None, activation, form, has_grad_bias
+    )
     partial = None
-    if plan.sums is not None:
-        partial = torch.empty(1, plan.num_chunks, kept.size(-1), dtype=torch.float32, device=device)
-    launch(_backward_kernel, plan.launch, (grad_y.contiguous(), kept, bias, bits, grad_x, partial))
+    if num_chunks is not None:
+        partial = torch.empty(1, num_chunks, kept.size(-1), dtype=torch.float32, device=kept.device)
+    launch(_backward_kernel, plan, (grad_y.contiguous(), kept, bias, bits, grad_x, partial))
     if not has_grad_bias:
         return grad_x, None
-    if plan.sums is None:  # rows that share bytes of bits
+    if partial is None:  # rows that share bytes of bits
         return grad_x, grad_x.view(-1, kept.size(-1)).sum(0)
-    grad_bias = grad_x.new_empty(1, kept.size(-1))
-    assert partial is not None
-    launch_sums(plan.sums, partial, grad_bias)
-    return grad_x, grad_bias[0]
-
-
-class _Tiling(NamedTuple):
-    has_columns: bool
-    """Whether the kernel's columns are y's."""
-    row_blocks: int
-    strips: int
-    arguments: dict[str, Any]
-    """The launch arguments that both kernels share."""
+    return grad_x, add_up(partial, grad_x.dtype, 4096, 4)[0]
 
 
 def _plan_tiles(
     shape: torch.Size, dtype: torch.dtype, has_bias: bool, activation: str, form: str, sums_rows: bool = False
-) -> _Tiling:
-    """Chooses strips of 256 to 1024 columns that divide a row, or all of a short one, or STRIP_COLUMNS where rows are
-    summed, and as many rows as fill TILE_ELEMENTS. Units of 8 tell the compiler that rows are aligned.
+) -> tuple[int, int, dict[str, Any]]:
+    """Returns the blocks of rows, the strips, and the launch arguments of both kernels; bias_size is None where the
+    kernel's columns are y's. Chooses strips of 256 to 1024 columns that divide a row, or all of a short one, or
+    STRIP_COLUMNS where rows are summed, and as many rows as fill TILE_ELEMENTS. Units of 8 tell the compiler that rows
+    are aligned.
 
     Rows whose length is no multiple of 8 would share bytes of bits. Then, as without a bias, the tensor is read as one
     long row cut into pieces. Gated units have no bits. Raises ValueError where 32 bits do not count a tile's elements.
@@ -249,52 +239,40 @@ def _plan_tiles(
             "the kernel counts them; divide each row into parts"
         )
     unit = 8 if numel % 8 == 0 and num_columns % 8 == 0 else 1
-    return _Tiling(
-        has_columns,
-        -(-numel // (num_columns * rows)),
-        -(-num_columns // columns),
-        {
-            "num_units": numel // unit,
-            "column_units": num_columns // unit,
-            "bias_size": None if has_columns else last_size,
-            "UNIT": unit,
-            "ACTIVATION": activation,
-            "FORM": form,
-            "IS_NARROW": dtype.itemsize == 2,
-            "ROUNDS": not is_gated and ACTIVATIONS[activation].rounds_sum,
-            "ROWS": rows,
-            "GROUPS": columns // 8,
-            **OPTIONS,
-        },
-    )
+    arguments = {
+        "num_units": numel // unit,
+        "column_units": num_columns // unit,
+        "bias_size": None if has_columns else last_size,
+        "UNIT": unit,
+        "ACTIVATION": activation,
+        "FORM": form,
+        "IS_NARROW": dtype.itemsize == 2,
+        "ROUNDS": not is_gated and ACTIVATIONS[activation].rounds_sum,
+        "ROWS": rows,
+        "GROUPS": columns // 8,
+        **OPTIONS,
+    }
+    return -(-numel // (num_columns * rows)), -(-num_columns // columns), arguments
 
 
 @cache_plans
 def _plan_forward(shape: torch.Size, dtype: torch.dtype, has_bias: bool, activation: str, form: str) -> Plan:
-    tiling = _plan_tiles(shape, dtype, has_bias, activation, form)
+    row_blocks, strips, arguments = _plan_tiles(shape, dtype, has_bias, activation, form)
     threshold = get_smallest_at_least(ACTIVATIONS[activation].x_min or 0.0, torch.float32)
-    return Plan((tiling.row_blocks * tiling.strips,), THRESHOLD=threshold, **tiling.arguments)
-
-
-class _BackwardPlan(NamedTuple):
-    launch: Plan
-    num_chunks: int
-    sums: Plan | None
-    """Of the launch that adds up the rows of partial, if the kernel sums rows."""
+    return Plan((row_blocks * strips,), THRESHOLD=threshold, **arguments)
 
 
 @cache_plans
 def _plan_backward(
     shape: torch.Size, dtype: torch.dtype, device: torch.device, has_bias: bool, activation: str, form: str,
     has_grad_bias: bool,
-) -> _BackwardPlan:  # fmt: skip
-    tiling = _plan_tiles(shape, dtype, has_bias, activation, form, has_grad_bias)
-    tiles_per_program, num_chunks, sums = 1, tiling.row_blocks, None
-    if has_grad_bias and tiling.has_columns:
-        tiles_per_program = choose_tiles_per_program(tiling.row_blocks, tiling.strips, BACKWARD_PROGRAMS, device)
-        num_chunks = -(-tiling.row_blocks // tiles_per_program)
-        sums = plan_sums((1, num_chunks, shape[-1] * (2 if form == "gated" else 1)), 4096, 4, device)
+) -> tuple[Plan, int | None]:  # fmt: skip
+    """Returns the number of partial's rows too; None where the kernel sums no rows."""
+    row_blocks, strips, arguments = _plan_tiles(shape, dtype, has_bias, activation, form, has_grad_bias)
+    sums_rows = has_grad_bias and arguments["bias_size"] is None
+    tiles_per_program = choose_tiles_per_program(row_blocks, strips, BACKWARD_PROGRAMS, device) if sums_rows else 1
+    num_chunks = -(-row_blocks // tiles_per_program)
     has_bits = form == "inplace" and ACTIVATIONS[activation].x_min is not None
     bounds, p, q = get_coefficients(activation, dtype) if has_bits else (None, None, None)
     named = {"tiles_per_program": tiles_per_program, "bounds": bounds, "p": p, "q": q}
-    return _BackwardPlan(Plan((num_chunks * tiling.strips,), **named, **tiling.arguments), num_chunks, sums)
+    return Plan((num_chunks * strips,), **named, **arguments), num_chunks if sums_rows else None

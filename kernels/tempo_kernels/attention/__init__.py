@@ -1,13 +1,7 @@
 """Attention with dropout that keeps q, k, v, the output and one logsumexp per row: no s*s tensor, no mask."""
 
 from tempo_kernels.attention.eager import use_gpu_blocks
-from tempo_kernels.attention.function import (
-    OPERATIONS,
-    attention,
-    describe,
-    list_flash_workspaces,
-    list_gpu_workspaces,
-)
+from tempo_kernels.attention.function import OPERATIONS, attention, describe, list_flash_workspaces, list_gpu_workspaces
 from tempo_kernels.attention.function_parts import (
     add_sink,
     attend_block,
@@ -17,15 +11,6 @@ from tempo_kernels.attention.function_parts import (
 )
 
 __all__ = [
-    "OPERATIONS",
-    "add_sink",
-    "attend_block",
-    "attention",
-    "describe",
-    "differentiate_block",
-    "differentiate_sink",
-    "list_flash_workspaces",
-    "list_gpu_workspaces",
-    "merge_blocks",
-    "use_gpu_blocks",
-]
+    "OPERATIONS", "add_sink", "attend_block", "attention", "describe", "differentiate_block", "differentiate_sink",
+    "list_flash_workspaces", "list_gpu_workspaces", "merge_blocks", "use_gpu_blocks",
+]  # fmt: skip

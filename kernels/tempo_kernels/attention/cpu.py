@@ -23,10 +23,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def forward(
-    inputs: Inputs,
-    settings: Settings,
-    probabilities_out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    inputs: Inputs, settings: Settings, probabilities_out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     """As in eager.py. Of a packed row, a token of no document gets an out of 0 and an infinite logsumexp."""
     q = inputs.q

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.attention.settings import HIDING_BIAS, Gradients, Inputs, Kept, Settings
-from tempo_kernels.opaque import skip_alike
+from tempo_kernels.opaque import cut, skip_alike
 from tempo_kernels.philox import drop_, keep_bits
 
 BLOCK_ELEMENTS = 1 << 19
@@ -47,10 +47,7 @@ def use_gpu_blocks() -> Iterator[None]:
 
 
 def forward(
-    inputs: Inputs,
-    settings: Settings,
-    probabilities_out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    inputs: Inputs, settings: Settings, probabilities_out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns out [sq, b, a, dv] and logsumexp [b, a, sq] (float32) of q [sq, b, a, d], k [sk, b, g, d] and v
     [sk, b, g, dv].
@@ -63,9 +60,9 @@ def forward(
     out = torch.empty(*q.shape[:-1], v.size(-1), dtype=out_dtype or q.dtype, device=q.device)
     logsumexp = torch.empty(batch, heads, num_rows, dtype=compute_dtype, device=q.device)
     rows_per_block, samples_per_block = _choose_block(inputs, settings)
-    for samples in skip_alike(_cut(batch, samples_per_block), q):
+    for samples in skip_alike(cut(batch, samples_per_block), q):
         q_heads, k_heads, v_heads = (_order_heads(t, samples) for t in inputs[:3])
-        for rows in _cut(num_rows, rows_per_block):
+        for rows in cut(num_rows, rows_per_block):
             block = _Block(samples, rows, inputs, settings)
             if block.num_keys == 0:
                 nothing = float("inf") if inputs.sink is None else inputs.sink.to(compute_dtype).unsqueeze(-1)
@@ -110,9 +107,9 @@ def backward(
         for t in (bias if needs_grad_bias else None, sink)
     )
     rows_per_block, samples_per_block = _choose_block(inputs, settings)
-    for samples in skip_alike(_cut(q.size(1), samples_per_block), q):
+    for samples in skip_alike(cut(q.size(1), samples_per_block), q):
         heads, sums = _order_operands(inputs, grad_out, samples, grad_bias, grad_sink)
-        for rows in _cut(q.size(0), rows_per_block):
+        for rows in cut(q.size(0), rows_per_block):
             _add_gradients(_Block(samples, rows, inputs, settings), *heads, kept, row_sums, sums)
         for grad, found in zip(grads, _sum_groups(sums, heads[1].size(0)), strict=True):
             grad[:, samples] = found.unflatten(0, (-1, grad.size(2))).permute(2, 0, 1, 3)
@@ -205,10 +202,6 @@ def _choose_block(inputs: Inputs, settings: Settings) -> tuple[int, int]:
         rows = min(rows, k.size(0) // 4)
     rows = max(MIN_BLOCK_ROWS, rows // 16 * 16)
     return rows, max(1, elements // (elements_per_row * min(rows, max(1, q.size(0)))))
-
-
-def _cut(size: int, step: int) -> list[slice]:
-    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
 
 def _order_heads(t: Tensor, samples: slice) -> Tensor:

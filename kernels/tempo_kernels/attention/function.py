@@ -13,7 +13,7 @@ from tempo_kernels.attention.checks import check_documents, check_settings, chec
 from tempo_kernels.attention.settings import OPERANDS, Gradients, Inputs, Kept, Settings
 from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only, takes_plain_tensors
-from tempo_kernels.opaque import opaque, separate, without_autocast
+from tempo_kernels.opaque import opaque, separate
 from tempo_kernels.saved import keeping
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? alibi_slopes"
@@ -198,7 +198,7 @@ def describe(device_type: str, form: str = "flash") -> str:
 def _run_sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float) -> Tensor:
     # [b, heads, s, d]
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-    with without_autocast(q.device.type):
+    with torch.autocast(q.device.type, enabled=False):
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=q.size(1) != k.size(1)
         )

@@ -39,10 +39,11 @@ from tempo_kernels.attention.settings import (
     Steps,
 )
 from tempo_kernels.kernel_launch import Plan, cache_plans, launch
+from tempo_kernels.kernel_numbers import DTYPES, check_dtype
+from tempo_kernels.opaque import split_draw
 from tempo_kernels.philox import effective_probability, threshold
 from tempo_kernels.philox.kernel import LANES, key_words
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 MAX_ROW_ELEMENTS = 1 << 24  # so that offsets inside a block of 128 rows fit into 32 bits
 
@@ -218,7 +219,8 @@ def _prepare(
         None if t is None else t.contiguous() for t in (alibi_slopes, sink, boundaries, key_boundaries, samples)
     ]
     key_boundaries = boundaries if key_boundaries is None else key_boundaries
-    extras = Extras(mask, bias, alibi_slopes, sink, *settings.drawn_from, boundaries, key_boundaries, samples)
+    (low, high, first_sample), drawn_from = split_draw(settings.dropout_key, settings.first_sample)
+    extras = Extras(mask, bias, alibi_slopes, sink, *drawn_from, boundaries, key_boundaries, samples)
     window = settings.window_size
     window = None if window is None else (window[0], window[1])  # a list has no hash
     signature = Signature(
@@ -233,8 +235,7 @@ def _prepare(
         inputs.num_documents,
         samples is not None,
     )
-    key, first_sample = (0 if isinstance(n, Tensor) else n for n in (settings.dropout_key, settings.first_sample))
-    return tensors, signature, extras, (*key_words(key), first_sample)
+    return tensors, signature, extras, (*key_words(low | high << 32), first_sample)
 
 
 @cache_plans
@@ -339,10 +340,8 @@ def _check(inputs: Inputs, settings: Settings) -> None:
             f"attention: bias has strides {inputs.bias.stride()}; expected fewer than {MAX_ROW_ELEMENTS // 2} elements "
             "from query to query and from key to key on a GPU; give bias.contiguous()"
         )
-    if inputs.bias is not None and inputs.bias.dtype not in DTYPES:
-        raise ValueError(
-            f"attention: bias is {inputs.bias.dtype}; expected float32, float16 or bfloat16 on a GPU; cast it"
-        )
+    if inputs.bias is not None:
+        check_dtype("attention", inputs.bias, "bias is")
     head_dim = max(q.size(-1), v.size(-1))
     if q.dtype not in DTYPES or head_dim > MAX_HEAD_DIM:
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tempo_kernels.opaque import join_key, split_key
+from tempo_kernels.opaque import join_draw, split_draw
 from tempo_kernels.philox import effective_probability
 
 MASKED_SCORE = -10000.0
@@ -105,27 +105,20 @@ class Settings:
         return MASKED_SCORES[self.hidden_rows]
 
     @property
-    def drawn_from(self) -> tuple[Tensor | None, Tensor | None]:
-        """dropout_key and first_sample where they are tensors, which autograd keeps and checks for changes."""
-        key, first_sample = (t if isinstance(t, Tensor) else None for t in (self.dropout_key, self.first_sample))
-        return key, first_sample
-
-    @property
     def operands(self) -> tuple[Any, ...]:
-        """Returns the flat operands of an operator, in the order of the schema OPERANDS: drawn_from is at the end."""
-        first_sample = 0 if isinstance(self.first_sample, Tensor) else self.first_sample
+        """Returns the flat operands of an operator, in the order of the schema OPERANDS. At the end are dropout_key and
+        first_sample where they are tensors, which autograd keeps and checks for changes."""
         window = None if self.window_size is None else list(self.window_size)
-        draw = (*split_key(self.dropout_key), first_sample, self.first_head)
-        rest = (self.first_row, self.first_column, self.softcap, self.hidden_rows, *self.drawn_from)
-        return self.causal, self.softmax_scale, self.dropout_p, *draw, window, *rest
+        numbers, tensors = split_draw(self.dropout_key, self.first_sample)
+        rest = (self.first_row, self.first_column, self.softcap, self.hidden_rows, *tensors)
+        return self.causal, self.softmax_scale, self.dropout_p, *numbers, self.first_head, window, *rest
 
     @classmethod
     def of(cls, *operands: Any) -> Settings:
         """Builds the settings from what `operands` returned."""
         causal, scale, p, low, high, number, first_head, window, *rest, key, first_sample = operands
-        key = join_key(low, high) if key is None else key
-        first_sample = number if first_sample is None else first_sample
-        return cls(causal, scale, p, key, first_sample, first_head, None if window is None else tuple(window), *rest)
+        draw = join_draw(low, high, number, key, first_sample)
+        return cls(causal, scale, p, *draw, first_head, None if window is None else tuple(window), *rest)
 
     @property
     def keep_scale(self) -> float:

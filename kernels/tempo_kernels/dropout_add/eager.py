@@ -50,13 +50,9 @@ def forward(
 
 
 def backward(
-    grad_out: Tensor,
-    draw: Draw,
-    has_grad_bias: bool,
-    sum_dtype: torch.dtype | None = None,
-    *,
+    grad_out: Tensor, draw: Draw, has_grad_bias: bool, sum_dtype: torch.dtype | None = None, *,
     block_elements: int = BLOCK_ELEMENTS,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Returns grad_x [s, b, h], contiguous, and its sum over s and b, [h], in sum_dtype; sum_dtype None is the dtype of
     the arithmetic."""
     grad_x = torch.empty(grad_out.shape, dtype=grad_out.dtype, device=grad_out.device)

@@ -19,7 +19,7 @@ from torch import Tensor
 from tempo_kernels.dropout_add.settings import Draw
 from tempo_kernels.kernel_launch import Plan, cache_plans, launch
 from tempo_kernels.kernel_numbers import check_dtype
-from tempo_kernels.kernel_sums import choose_tiles_per_program, launch_sums, plan_sums
+from tempo_kernels.kernel_sums import add_up, choose_tiles_per_program
 from tempo_kernels.philox import LANES, threshold
 from tempo_kernels.philox.kernel import drop_mask, key_words, load_draw
 
@@ -158,9 +158,8 @@ def backward(
         partial = torch.empty(1, num_chunks, num_columns, dtype=torch.float32, device=grad_out.device)
     launch(_backward_kernel, plan, (grad_out.contiguous(), grad_x, partial, *pointers), numbers)
     if partial is not None:
-        grad_bias = torch.empty(1, num_columns, dtype=sum_dtype, device=grad_out.device)
-        launch_sums(_plan_sums(partial.shape, grad_out.device), partial, grad_bias)
-    return grad_x, None if grad_bias is None else grad_bias[0]
+        grad_bias = add_up(partial, sum_dtype, TILE_BYTES // 4, OPTIONS["num_warps"])[0]
+    return grad_x, grad_bias
 
 
 @cache_plans
@@ -177,11 +176,6 @@ def _plan_backward(
     tiles = choose_tiles_per_program(row_blocks, strips, BACKWARD_PROGRAMS, device) if has_grad_bias else 1
     num_chunks = -(-row_blocks // tiles)
     return num_chunks, Plan((num_chunks * strips,), DRAWN, tiles_per_program=tiles, **arguments)
-
-
-@cache_plans
-def _plan_sums(shape: tuple[int, int, int], device: torch.device) -> Plan:
-    return plan_sums(shape, TILE_BYTES // 4, OPTIONS["num_warps"], device)
 
 
 def _plan_tiles(shape: torch.Size, item_size: int, p: float) -> tuple[int, int, dict[str, Any]]:

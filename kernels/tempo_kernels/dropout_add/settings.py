@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tempo_kernels.opaque import join_key, split_key
+from tempo_kernels.opaque import join_draw, split_draw
 from tempo_kernels.philox import LANES, check_drawn_from, check_place, threshold
 
 OPERANDS = (
@@ -74,20 +74,15 @@ class Draw(NamedTuple):
         """Returns p, the low and the high half of the key, first sample, row and column; and key, first sample, rows
         and samples where they are tensors, which autograd keeps and checks for changes, else None. A number that is a
         tensor is 0. Together they are an operator's operands, in the order of the schema OPERANDS."""
-        key, first_sample = (t if isinstance(t, Tensor) else None for t in (self.key, self.first_sample))
-        number = 0 if isinstance(self.first_sample, Tensor) else self.first_sample
-        numbers = (self.p, *split_key(self.key), number, self.first_row, self.first_column)
-        return numbers, (key, first_sample, self.rows, self.samples)
+        drawn, tensors = split_draw(self.key, self.first_sample)
+        return (self.p, *drawn, self.first_row, self.first_column), (*tensors, self.rows, self.samples)
 
     @classmethod
     def from_operands(cls, *operands: Any) -> Draw:
         """Builds the draw from what `split` returned."""
         p, low, high, number, first_row, first_column, key, first_sample, rows, samples = operands
-        key, first_sample = (
-            join_key(low, high) if key is None else key,
-            number if first_sample is None else first_sample,
-        )
-        return cls(p, key, first_sample, first_row, first_column, rows, samples)
+        draw = join_draw(low, high, number, key, first_sample)
+        return cls(p, *draw, first_row, first_column, rows, samples)
 
     def place(self, num_rows: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns the global rows and samples of the tokens, int64, each of which broadcasts to [num_rows, batch]."""

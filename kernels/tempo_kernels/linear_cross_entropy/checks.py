@@ -62,25 +62,17 @@ def _describe(t: Tensor) -> str:
 
 
 def make_settings(
-    hidden: Tensor,
-    weight: Tensor,
-    shards: Shards,
-    vocab_size: int | None,
-    chunk_tokens: int | None,
-    main_grad: Tensor | None,
-    *,
-    knows_statistics: bool = True,
-    **numbers: Any,
-) -> Settings:
+    hidden: Tensor, weight: Tensor, shards: Shards, vocab_size: int | None, chunk_tokens: int | None,
+    main_grad: Tensor | None, **numbers: Any,
+) -> Settings:  # fmt: skip
     """Builds the settings from numbers, which are named as theirs; raises ValueError where they do not fit.
 
     main_grad: what the chunks' gradients of weight are added to; without one, or where it has fewer bits than the sum,
         several chunks need memory for their sum.
-    knows_statistics: whether the gradient is made when every token's statistics are known, as in a backward.
     """
     is_summed = main_grad is not None and main_grad.dtype == torch.promote_types(weight.dtype, torch.float32)
     sums_weight = torch.is_grad_enabled() and weight.requires_grad and not is_summed
-    chunk_rows, chunk_columns = choose_chunks(chunk_tokens, hidden, weight, shards, sums_weight, knows_statistics)
+    chunk_rows = choose_chunk_rows(chunk_tokens, hidden, weight, shards, sums_weight)
     num_columns = weight.shape[0]
     num_rows = num_columns * shards.size
     if vocab_size is not None and not 1 <= vocab_size <= num_rows:
@@ -88,7 +80,7 @@ def make_settings(
             f"vocab_size is {vocab_size}; expected 1 to {num_rows}, the rows that weight has on all ranks together"
         )
     vocab_size = num_rows if vocab_size is None else vocab_size
-    settings = Settings(shards, vocab_size, chunk_rows=chunk_rows, chunk_columns=chunk_columns, **numbers)
+    settings = Settings(shards, vocab_size, chunk_rows=chunk_rows, **numbers)
     if not 0.0 <= settings.label_smoothing < 1.0 or (settings.label_smoothing and vocab_size < 2):
         raise ValueError(
             f"label_smoothing is {settings.label_smoothing} over {vocab_size} rows; expected a number in [0, 1), "
@@ -127,36 +119,26 @@ def get_main_grad(weight: Tensor) -> Tensor | None:
     return main_grad
 
 
-def choose_chunks(
-    chunk_tokens: int | None, hidden: Tensor, weight: Tensor, shards: Shards, sums_weight: bool, knows_statistics: bool
-) -> tuple[int, int]:
-    """Returns the rows of hidden per chunk, chunk_tokens / num_segments, and the columns per chunk of backward or 0. By
-    default they are those that need least memory.
+def choose_chunk_rows(
+    chunk_tokens: int | None, hidden: Tensor, weight: Tensor, shards: Shards, sums_weight: bool
+) -> int:
+    """Returns the rows of hidden per chunk, chunk_tokens / num_segments; by default those that need least memory.
 
-    Several chunks of rows sum a 16-bit weight's gradient in float32 and round it at the end. A single chunk needs no
-    such sum: with few tokens the logits of all of them take less memory. Nor do chunks of columns, which sum hidden's
-    gradient instead: smaller than weight's where there are fewer tokens than rows of the vocabulary.
+    Several chunks sum a 16-bit weight's gradient in float32 and round it at the end. A single chunk needs no such sum:
+    with few tokens the logits of all of them take less memory.
     """
     if chunk_tokens is not None:
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens is {chunk_tokens}; expected at least 1, or None")
-        return max(1, chunk_tokens // shards.num_segments), 0
+        return max(1, chunk_tokens // shards.num_segments)
     num_segments, itemsize = shards.num_segments, weight.dtype.itemsize
     num_rows, logit_bytes = hidden.size(0) * hidden.size(1), weight.size(0) * itemsize
     chunk_bytes = _chunk_bytes or CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"]
     # Matrix products are fast for multiples of 16.
     chunk_rows = max(1, max(16, chunk_bytes // logit_bytes // 16 * 16) // num_segments)
-    if not sums_weight:
-        return chunk_rows, 0
     # Under sequence parallelism a chunk also holds the gathered tokens of all ranks and their gradients.
     token_bytes = logit_bytes + (2 * hidden.size(2) * itemsize if num_segments > 1 else 0)
-    sum_itemsize = max(itemsize, torch.float32.itemsize)
-    sum_bytes, copy_bytes = sum_itemsize * weight.numel(), itemsize * weight.numel()
+    copy_bytes, sum_bytes = (size * weight.numel() for size in (itemsize, max(itemsize, torch.float32.itemsize)))
     at_once = num_rows * num_segments * token_bytes + copy_bytes
-    by_rows = max(chunk_bytes + sum_bytes, sum_bytes + copy_bytes if sum_bytes != copy_bytes else 0)
-    by_columns = chunk_bytes + copy_bytes + num_rows * hidden.size(2) * sum_itemsize
-    if at_once <= min(by_rows, by_columns):
-        return max(1, num_rows), 0
-    if by_columns < by_rows and knows_statistics and num_segments == 1:
-        return chunk_rows, max(128, chunk_bytes // (num_rows * itemsize) // 128 * 128)
-    return chunk_rows if by_rows < at_once else max(1, num_rows), 0
+    in_chunks = sum_bytes + max(chunk_bytes, copy_bytes if sum_bytes != copy_bytes else 0)
+    return chunk_rows if not sums_weight or in_chunks < at_once else max(1, num_rows)

@@ -1,7 +1,6 @@
 """Makes the logits of one chunk at a time, and adds up over chunks what their gradients give.
 
 A chunk's logits are one matrix product; two more turn their gradient into those of the hidden states and of the weight.
-Chunks are tokens; where that takes less memory, backward's are columns of the vocabulary.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ class Head(NamedTuple):
     bias: Tensor | None
     labels: Tensor
 
-    def make_logits(self, settings: Settings) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-        """Yields per chunk of tokens the slice of rows, that of all columns, the tokens [n, h], and logits [n, v/p] in
-        a shared buffer."""
+    def make_logits(self, settings: Settings) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yields per chunk of tokens the slice of rows, the tokens [n, h], and logits [n, v/p] in a shared buffer."""
         memory = None
         for rows, tokens in settings.shards.gather(self.hidden, settings.chunk_rows):
             memory = tokens.new_empty(tokens.size(0), self.weight.size(0)) if memory is None else memory
@@ -39,29 +37,12 @@ class Head(NamedTuple):
             step = logits.size(1) if logits.is_cuda else CPU_BLOCK_COLUMNS
             for start in skip_alike(range(0, logits.size(1), step), logits):
                 columns = slice(start, start + step)
-                self._multiply(tokens, columns, logits[:, columns])
-            yield rows, slice(0, logits.size(1)), tokens, logits
-
-    def make_columns(self, settings: Settings) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-        """Yields per chunk of columns the slice of all rows, that of columns, all tokens, and logits [m, n] in a shared
-        buffer."""
-        num_rows, num_columns = self.hidden.size(0), self.weight.size(0)
-        memory = self.hidden.new_empty(num_rows * min(num_columns, settings.chunk_columns))
-        starts = range(0, num_columns, settings.chunk_columns)
-        blocks = [slice(start, min(start + settings.chunk_columns, num_columns)) for start in starts]
-        for columns in skip_alike(blocks, memory):
-            size = columns.stop - columns.start
-            logits = memory[: num_rows * size].view(num_rows, size)
-            self._multiply(self.hidden, columns, logits)
-            yield slice(0, num_rows), columns, self.hidden, logits
-
-    def _multiply(self, tokens: Tensor, columns: slice, out: Tensor) -> None:
-        """Writes some columns of tokens weight^T + bias to out."""
-        weight = self.weight[columns].t()
-        if self.bias is None:
-            torch.mm(tokens, weight, out=out)
-        else:
-            torch.addmm(self.bias[columns], tokens, weight, out=out)
+                weight = self.weight[columns].t()
+                if self.bias is None:
+                    torch.mm(tokens, weight, out=logits[:, columns])
+                else:
+                    torch.addmm(self.bias[columns], tokens, weight, out=logits[:, columns])
+            yield rows, tokens, logits
 
 
 class Gradients:
@@ -70,42 +51,32 @@ class Gradients:
 
     def __init__(self, head: Head, has_grads: Sequence[bool], total: Tensor | None, settings: Settings) -> None:
         hidden, weight = head.hidden, head.weight
-        self._shards, self._head = settings.shards, head
-        self._sums_hidden, self._begins_weight = settings.chunk_columns > 0, total is None
-        compute_dtype = torch.promote_types(weight.dtype, torch.float32)
-        self.hidden: Tensor | None = None
+        self._shards, self._head, self._begins_weight = settings.shards, head, total is None
+        self.hidden = torch.empty_like(hidden) if has_grads[0] else None
         self.weight = total
         self.bias: Tensor | None = None
-        if has_grads[0]:
-            self.hidden = torch.empty_like(hidden, dtype=compute_dtype if self._sums_hidden else hidden.dtype)
         if has_grads[1] and total is None:
             self.weight = torch.empty_like(weight, dtype=settings.get_weight_dtype(weight.dtype, hidden.size(0)))
         if has_grads[2]:
-            self.bias = weight.new_zeros(weight.size(0), dtype=compute_dtype)
+            self.bias = weight.new_zeros(weight.size(0), dtype=torch.promote_types(weight.dtype, torch.float32))
 
-    def add(self, rows: slice, columns: slice, tokens: Tensor, grad_logits: Tensor) -> None:
-        """Adds the part of a chunk: of tokens, where the ranks sum hidden's while the weight's is computed, or of
-        columns."""
+    def add(self, rows: slice, tokens: Tensor, grad_logits: Tensor) -> None:
+        """Adds the part of a chunk. The ranks sum hidden's while the weight's is computed."""
         work = None
         if self.hidden is not None:
             out = self.hidden[rows]
             part = out if self._shards.num_segments == 1 else out.new_empty(tokens.shape)
-            _accumulate(part, grad_logits, self._head.weight[columns], columns.start == 0)
-            work = None if self._sums_hidden else self._shards.start_reduction(part, out)
+            _accumulate(part, grad_logits, self._head.weight, True)
+            work = self._shards.start_reduction(part, out)
         if self.weight is not None:
-            _accumulate(self.weight[columns], grad_logits.t(), tokens, self._begins_weight and rows.start == 0)
+            _accumulate(self.weight, grad_logits.t(), tokens, self._begins_weight and rows.start == 0)
         if self.bias is not None:
-            self.bias[columns].add_(grad_logits.sum(0, dtype=self.bias.dtype))
+            self.bias.add_(grad_logits.sum(0, dtype=self.bias.dtype))
         if work is not None:
             work.wait()
 
     def finish(self) -> list[Tensor]:
         """Returns those that are asked for."""
-        if self._sums_hidden and self.hidden is not None:
-            self.hidden = self.hidden.to(self._head.hidden.dtype)
-            work = self._shards.start_reduction(self.hidden, self.hidden)
-            if work is not None:
-                work.wait()
         if self.weight is not None and self._begins_weight and not self._head.hidden.size(0):
             self.weight.zero_()
         return [t for t in (self.hidden, self.weight, self.bias) if t is not None]

@@ -1,4 +1,5 @@
-"""Specifies the cross entropy and the entropy of one chunk of logits in plain torch.
+"""Specifies the cross entropy and the entropy of one chunk of logits in plain torch, in blocks of rows, which stay in a
+CPU's cache.
 
 A token has logits z over the vocabulary, of which K columns are real, and a target y. The softmax takes
     l = softcap tanh(z / softcap) / temperature,  or z / temperature without a softcap.
@@ -18,10 +19,15 @@ Arithmetic is float32 (float64 for float64 logits).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from tempo_kernels.linear_cross_entropy.settings import Rows, Settings, Shares
+from tempo_kernels.opaque import cut, skip_alike
+
+BLOCK_ELEMENTS = 1 << 18
 
 
 def compute_statistics(logits: Tensor, columns: Tensor, shares: Shares) -> Tensor:
@@ -30,6 +36,18 @@ def compute_statistics(logits: Tensor, columns: Tensor, shares: Shares) -> Tenso
 
     columns [n] are the targets as columns of this shard; a target on another shard has a logit of -inf here.
     """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    statistics = logits.new_empty(shares.num_statistics, logits.size(0), dtype=dtype)
+    for rows in _cut_into_blocks(logits):
+        statistics[:, rows] = _compute_block(logits[rows], columns[rows], shares)
+    return statistics
+
+
+def _cut_into_blocks(logits: Tensor) -> Sequence[slice]:
+    return skip_alike(cut(logits.size(0), max(1, BLOCK_ELEMENTS // logits.size(1))), logits)
+
+
+def _compute_block(logits: Tensor, columns: Tensor, shares: Shares) -> Tensor:
     logits, _ = scale_logits(logits, shares)
     top = logits.amax(-1)
     above = logits - make_finite(top).unsqueeze(1)
@@ -92,6 +110,11 @@ def write_gradient_(logits: Tensor, rows: Rows, shares: Shares) -> None:
 
     rows.grad, rows.scale and rows.slope are already divided by the temperature.
     """
+    for block in _cut_into_blocks(logits):
+        _write_block_(logits[block], Rows._make(None if t is None else t[block] for t in rows), shares)
+
+
+def _write_block_(logits: Tensor, rows: Rows, shares: Shares) -> None:
     scaled, slope_of_cap = scale_logits(logits, shares)
     grad, above = rows.grad.unsqueeze(1), scaled - rows.top.unsqueeze(1)
     factor, is_ignored = rows.scale.unsqueeze(1), grad == 0

@@ -1,9 +1,9 @@
 """Defines `linear_cross_entropy` and `linear_log_prob`: the loss head, with the logits of one chunk alive at a time.
 
-The chunks live and die inside of three operations. The backend (cpu.py or kernel.py) computes a chunk's statistics, or
-overwrites it with its gradient; eager.py has the mathematics, and chunks.py makes the logits. torch.compile,
-fake tensors and autocast do not look inside. As operators they take flat operands: tensors, flags, then the numbers of
-a Settings one by one, and a group by its name.
+The chunks live and die inside of three operations. The backend, eager.py or kernel.py, computes a chunk's statistics or
+overwrites it with its gradient, and chunks.py makes the logits. torch.compile, fake tensors and autocast do not look
+inside. As operators they take flat operands: tensors, flags, then the numbers of a Settings one by one, and a group by
+its name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only, takes_plain_tensors
-from tempo_kernels.linear_cross_entropy import cpu
+from tempo_kernels.linear_cross_entropy import eager
 from tempo_kernels.linear_cross_entropy.checks import check_scaling, check_tensors, get_main_grad, make_settings
 from tempo_kernels.linear_cross_entropy.chunks import Gradients, Head, join_shards
 from tempo_kernels.linear_cross_entropy.eager import compute_results, compute_rows
@@ -29,7 +29,7 @@ _HAS_GRADS = "bool has_grad_hidden, bool has_grad_weight, bool has_grad_bias"
 _SETTINGS = (
     "str group, bool sequence_parallel, SymInt vocab_size, SymInt vocab_start, SymInt ignore_index, "
     "float label_smoothing, float z_loss, bool excludes_padding, float softcap, float temperature, bool has_entropy, "
-    "SymInt chunk_rows, SymInt chunk_columns"
+    "SymInt chunk_rows"
 )
 
 
@@ -66,9 +66,8 @@ def linear_cross_entropy(
         group: the ranks that share the vocabulary, each with v/p rows; None for one.
         sequence_parallel: hidden is split over the group too: gathered, and its gradient scattered, chunk by chunk.
         chunk_tokens: tokens per chunk, at least one of each rank. By default their logits fill checks.CHUNK_BYTES. With
-            a 16-bit weight several chunks need a float32 sum of its gradient. If that is more, one chunk takes all
-            tokens, or backward's chunks take all tokens and some rows of weight each (not with sequence_parallel or
-            token_weights).
+            a 16-bit weight several chunks need a float32 sum of its gradient, and at the end its 16-bit copy: six bytes
+            per element of weight. If that is more than the logits of all tokens, one chunk takes all tokens.
         token_weights: [b, s]. Forward then computes the gradients too, chunk by chunk, and no logits are made twice.
         gradient_accumulation_fusion: weight's gradient is added to `weight.main_grad`, as Megatron's linears do.
 
@@ -93,13 +92,12 @@ def linear_cross_entropy(
     shards = Shards(group if group is not None and group.size() > 1 else None, sequence_parallel)
     check_tensors(hidden, weight, bias, labels, token_weights, shards)
     main_grad = get_main_grad(weight) if gradient_accumulation_fusion else None
-    fused, knows_statistics = main_grad is not None, token_weights is None or not torch.is_grad_enabled()
+    fused, makes_gradients = main_grad is not None, token_weights is not None and torch.is_grad_enabled()
     settings = make_settings(
-        hidden, weight, shards, vocab_size, chunk_tokens, main_grad if knows_statistics else None,
-        knows_statistics=knows_statistics, vocab_start=vocab_start, ignore_index=ignore_index,
-        label_smoothing=label_smoothing, z_loss=z_loss,
+        hidden, weight, shards, vocab_size, chunk_tokens, None if makes_gradients else main_grad,
+        vocab_start=vocab_start, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
     )  # fmt: skip
-    if knows_statistics:
+    if not makes_gradients:
         (losses,) = _LinearCrossEntropy.apply(hidden, weight, bias, labels, settings, fused)
         return losses if token_weights is None else ((token_weights * losses).sum(), losses)
     # An empty tensor that depends on the inputs, for a function that keeps none of them: so a second derivative is
@@ -193,8 +191,8 @@ def _read_head(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *others: Any
 ) -> tuple[Head, Sequence[bool], Settings]:
     """Returns the tensors, which of them get a gradient, and the settings, from operands by the schemas."""
-    settings = _read_settings(*others[-13:])
-    return Head(hidden.flatten(0, 1), weight, bias, order_rows(labels, settings)), others[:-13], settings
+    settings = _read_settings(*others[-12:])
+    return Head(hidden.flatten(0, 1), weight, bias, order_rows(labels, settings)), others[:-12], settings
 
 
 def order_rows(t: Tensor, settings: Settings) -> Tensor:
@@ -228,15 +226,15 @@ def compute_losses(*operands: Any, backend: Any = None) -> list[Tensor]:
     """Returns losses and, if asked for, entropies [t, m], and for backward each token's top, total and expected over
     all shards [2 or 3, t, m]. The shards exchange their statistics once.
 
-    In all three operations `backend` is not an operand, so only `call` takes it. It has the functions of cpu.py; by
+    In all three operations `backend` is not an operand, so only `call` takes it. It has the functions of eager.py; by
     default it is the device's.
     """
     head, _, settings = _read_head(*operands)
-    backend, num_columns = backend or choose_backend(head.hidden, cpu), head.weight.size(0)
+    backend, num_columns = backend or choose_backend(head.hidden, eager), head.weight.size(0)
     shares = settings.get_shares(num_columns)
     dtype = torch.promote_types(head.hidden.dtype, torch.float32)
     statistics = head.hidden.new_empty(shares.num_statistics, *head.labels.shape, dtype=dtype)
-    for rows, _, _, logits in head.make_logits(settings):
+    for rows, _, logits in head.make_logits(settings):
         targets = _cut(head.labels, rows) - settings.vocab_start
         part = backend.compute_statistics(logits, targets, shares)
         statistics[..., rows] = part.view(*statistics.shape[:2], -1)
@@ -270,7 +268,7 @@ def compute_gradients(
     `total` if that is given. An operator cannot take it; only `compute_gradients.call` does.
     """
     head, has_grads, settings = _read_head(*operands)
-    backend = backend or choose_backend(head.hidden, cpu)
+    backend = backend or choose_backend(head.hidden, eager)
     gradients = Gradients(head, has_grads, total, settings)
     shares = settings.get_shares(head.weight.size(0))
 
@@ -279,12 +277,10 @@ def compute_gradients(
         targets = labels - settings.vocab_start
         return compute_rows(targets, labels, _cut(grad, rows), of_entropies, _cut(kept, rows), settings)
 
-    whole = read_rows(slice(None)) if settings.chunk_columns else None
-    for rows, columns, tokens, logits in (head.make_logits if whole is None else head.make_columns)(settings):
-        own = read_rows(rows) if whole is None else whole._replace(columns=whole.columns - columns.start)
-        num_real = min(max(shares.num_real - columns.start, 0), logits.size(1))
-        backend.write_gradient_(logits, own, shares._replace(num_real=num_real))
-        gradients.add(rows, columns, tokens, logits)
+    for rows, tokens, logits in head.make_logits(settings):
+        own = read_rows(rows)
+        backend.write_gradient_(logits, own, shares)
+        gradients.add(rows, tokens, logits)
     return gradients.finish()
 
 
@@ -300,10 +296,10 @@ def compute_losses_and_gradients(token_weights: Tensor, *operands: Any, backend:
     """Returns losses [t, m] and the gradients of sum(token_weights * losses) as in `compute_gradients`; shards exchange
     statistics per chunk."""
     head, has_grads, settings = _read_head(*operands)
-    backend, num_columns = backend or choose_backend(head.hidden, cpu), head.weight.size(0)
+    backend, num_columns = backend or choose_backend(head.hidden, eager), head.weight.size(0)
     shares, losses = settings.get_shares(num_columns), torch.empty_like(token_weights)
     gradients = Gradients(head, has_grads, None, settings)
-    for rows, columns, tokens, logits in head.make_logits(settings):
+    for rows, tokens, logits in head.make_logits(settings):
         labels = _cut(head.labels, rows)
         targets = labels - settings.vocab_start
         statistics = join_shards(backend.compute_statistics(logits, targets, shares), num_columns, settings)
@@ -311,7 +307,7 @@ def compute_losses_and_gradients(token_weights: Tensor, *operands: Any, backend:
         losses[:, rows] = results[0].view(losses.size(0), -1)
         own = compute_rows(targets, labels, _cut(token_weights, rows), None, kept, settings)
         backend.write_gradient_(logits, own, shares)
-        gradients.add(rows, columns, tokens, logits)
+        gradients.add(rows, tokens, logits)
     return [losses, *gradients.finish()]
 
 
@@ -328,7 +324,6 @@ def _spread(found: Sequence[Tensor], has_grads: Sequence[bool]) -> Iterator[Tens
 def _differentiate(
     ctx: Any, grad_losses: Tensor | None, grad_entropies: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Runs the backward of both functions."""
     if grad_losses is None:
         if grad_entropies is None:
             return (None,) * 6
@@ -378,16 +373,9 @@ class _LinearLogProb(_LinearCrossEntropy):
 class _WeightedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        token_weights: Tensor,
-        link: Tensor,
-        settings: Settings,
-        fused: bool,
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, token_weights: Tensor,
+        link: Tensor, settings: Settings, fused: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         has_grads = ctx.needs_input_grad[:3]
         rows = order_rows(token_weights, settings).to(torch.promote_types(hidden.dtype, torch.float32))
         # Token weights as small as 1 / (s b) would make a float16 gradient of the logits underflow.

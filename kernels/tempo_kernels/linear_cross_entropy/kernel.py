@@ -22,9 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tempo_kernels.kernel_launch import Plan, cache_plans, launch
+from tempo_kernels.kernel_numbers import check_dtype
 from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BLOCK = 4096
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
 
@@ -192,7 +192,7 @@ def _gradient_kernel(
 
 def compute_statistics(logits: Tensor, columns: Tensor, shares: Shares) -> Tensor:
     """As in eager.py; logits are contiguous."""
-    _check(logits)
+    check_dtype("linear_cross_entropy", logits, "logits are", "cast hidden and weight")
     num_rows, num_columns = logits.shape
     statistics = torch.empty(shares.num_statistics, num_rows, dtype=torch.float32, device=logits.device)
     if num_rows:
@@ -202,8 +202,7 @@ def compute_statistics(logits: Tensor, columns: Tensor, shares: Shares) -> Tenso
 
 
 def write_gradient_(logits: Tensor, rows: Rows, shares: Shares) -> None:
-    """As in eager.py; logits are contiguous."""
-    _check(logits)
+    """As in eager.py; logits are contiguous, and those that compute_statistics took."""
     num_rows, num_columns = logits.shape
     if num_rows:
         vectors = (None if t is None else t.contiguous() for t in rows)
@@ -238,11 +237,3 @@ def _list_arguments(num_columns: int, shares: Shares) -> dict[str, Any]:
         "BLOCK": BLOCK,
         **OPTIONS,
     }
-
-
-def _check(logits: Tensor) -> None:
-    if logits.dtype not in DTYPES:
-        raise ValueError(
-            f"linear_cross_entropy: logits are {logits.dtype}; expected float32, float16 or bfloat16 on a GPU; cast "
-            "hidden and weight"
-        )

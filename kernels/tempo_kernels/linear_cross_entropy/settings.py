@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tempo_kernels.opaque import skip_alike
+from tempo_kernels.opaque import cut, skip_alike
 
 
 class Shards(NamedTuple):
@@ -39,9 +39,7 @@ class Shards(NamedTuple):
     def gather(self, hidden: Tensor, chunk_rows: int) -> Iterator[tuple[slice, Tensor]]:
         """Yields per chunk of hidden [m, h] the slice of rows and their tokens [t * k, h] from every rank. The next
         chunk is gathered while the caller works on this one."""
-        num_rows = hidden.size(0)
-        starts = range(0, num_rows, chunk_rows)
-        chunks = skip_alike([slice(start, min(start + chunk_rows, num_rows)) for start in starts], hidden)
+        chunks = skip_alike(cut(hidden.size(0), chunk_rows), hidden)
         if self.num_segments == 1:
             yield from ((rows, hidden[rows]) for rows in chunks)
             return
@@ -122,8 +120,6 @@ class Settings(NamedTuple):
     temperature: float = 1.0
     has_entropy: bool = False
     chunk_rows: int = 1
-    chunk_columns: int = 0
-    """Columns per chunk of backward; 0 where its chunks are rows, as those of forward always are."""
 
     @property
     def other_share(self) -> float:
@@ -136,8 +132,7 @@ class Settings(NamedTuple):
     def get_weight_dtype(self, dtype: torch.dtype, num_rows: int) -> torch.dtype:
         """Returns the dtype for the gradient of a weight of `dtype`: its own if each chunk holds all num_rows of
         hidden, so that there is nothing to sum, else at least float32."""
-        has_all = num_rows <= self.chunk_rows or self.chunk_columns
-        return dtype if has_all else torch.promote_types(dtype, torch.float32)
+        return dtype if num_rows <= self.chunk_rows else torch.promote_types(dtype, torch.float32)
 
     def get_shares(self, num_columns: int) -> Shares:
         """Returns the shares of this rank's shard of num_columns columns."""

@@ -13,11 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tempo_kernels import compiled
-from tempo_kernels.compiled import Compiled, split_columns
+from tempo_kernels.compiled import Compiled, pays_for, split_columns
 from tempo_kernels.norm.eager import differentiate, get_lost_channels, normalize
 from tempo_kernels.norm.settings import Kept, Norm, Statistics, get_output_dtype, view_rows
-from tempo_kernels.opaque import is_recorded
+from tempo_kernels.opaque import cut, is_recorded
 
 BLOCK_ELEMENTS = 1 << 19
 CHUNK_ROWS = 32
@@ -89,7 +88,7 @@ def _normalize_layer(rows: Tensor, affine: Tensor, eps: float) -> tuple[Tensor, 
 
 def _normalize_rms(rows: Tensor, gamma: Tensor, eps: float, out: Tensor) -> Tensor:
     """Fills out [n, h] with an RMSNorm's y and returns rstd [n] in gamma's dtype."""
-    if _pays(rows, rows.size(0)):
+    if pays_for(rows, MIN_COMPILED_ELEMENTS, *rows.shape):
         # contiguous: Dynamo would compile strides in. A number would be compiled in, too.
         operands = split_columns(rows.size(-1), rows.contiguous(), gamma, out)
         found: Tensor = _normalize_rms_compiled(*operands, torch.full((1,), eps, dtype=gamma.dtype))
@@ -105,7 +104,8 @@ def _normalize_rms(rows: Tensor, gamma: Tensor, eps: float, out: Tensor) -> Tens
 def _differentiate(grad_y: Tensor, source: Tensor, kept: Kept, statistics: Statistics | None, grad_x: Tensor) -> Tensor:
     """Fills grad_x [n, h] and returns the sums [1 or 2, h] in affine's dtype. `source` is x where its statistics are
     given, else y."""
-    if not kept.lost.numel() and _pays(source, math.gcd(source.size(0), CHUNK_ROWS)):
+    chunk_rows = math.gcd(source.size(0), CHUNK_ROWS)
+    if not kept.lost.numel() and pays_for(source, MIN_COMPILED_ELEMENTS, *source.shape, chunk_rows):
         return _differentiate_compiled(grad_y.to(grad_x.dtype), source, kept, statistics, grad_x)
     rstd, affine, lost, lost_xhat = kept
     sums, scale, shift = torch.zeros_like(affine), affine[0].reciprocal(), affine[1:].sum(0)
@@ -160,13 +160,7 @@ def _differentiate_rows(
     return torch.stack(sums)
 
 
-def _pays(rows: Tensor, chunk_rows: int) -> bool:
-    """Whether rows [n, h] are large enough to compile for, in chunks of this many rows."""
-    return compiled.pays_for(rows, MIN_COMPILED_ELEMENTS, *rows.shape, chunk_rows)
-
-
 def _blocks(rows: Tensor) -> list[slice]:
     """Lists slices of whole rows, of about the same length, whose float32 copies stay in the cache."""
     num_blocks = 1 if is_recorded() else max(1, -(-rows.numel() // BLOCK_ELEMENTS))
-    step = max(1, -(-rows.size(0) // num_blocks))
-    return [slice(start, min(start + step, rows.size(0))) for start in range(0, rows.size(0), step)]
+    return cut(rows.size(0), max(1, -(-rows.size(0) // num_blocks)))

@@ -21,14 +21,9 @@ OPERANDS = "Tensor weight, Tensor? bias, float eps, bool subtracts_mean, bool ze
 
 @takes_plain_tensors
 def layer_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float = 1e-5,
-    *,
-    zero_centered: bool = False,
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float = 1e-5, *, zero_centered: bool = False,
     keep: str = "inplace",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Computes LayerNorm over the last dimension: (x - mean) / sqrt(var + eps) * weight + bias.
 
     Args:
@@ -132,7 +127,6 @@ def _apply(
 
 
 def _allocate_output(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    """Allocates y and rstd."""
     y = torch.empty(x.shape, dtype=get_output_dtype(x.dtype, norm.weight.dtype), device=x.device)
     dtype = torch.promote_types(x.dtype, torch.float32)
     return y, torch.empty(math.prod(x.shape[:-1]), dtype=dtype, device=x.device)
@@ -242,7 +236,6 @@ class _FromInput(torch.autograd.Function):
 
 @torch.no_grad()
 def _refill(ctx: Any, out: Tensor) -> None:
-    """Writes y into `out` again, bit for bit."""
     x, weight, bias, *kept = ctx.saved_tensors
     norm = Norm(weight, bias, *ctx.form)
     if kept:

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tempo_kernels.kernel_launch import Plan, cache_plans, count_multiprocessors, launch
-from tempo_kernels.kernel_sums import launch_sums, plan_sums
+from tempo_kernels.kernel_sums import add_up
 from tempo_kernels.norm import eager
 from tempo_kernels.norm.kernel_forward import is_lost, load_parameters
 from tempo_kernels.norm.settings import Blocks, Norm, describe_row
@@ -234,7 +234,6 @@ class BackwardPlan(NamedTuple):
     partial_shape: tuple[int, int, int]
     launch_means: Plan | None
     launch: Plan
-    launch_sums: Plan
 
 
 @cache_plans
@@ -255,8 +254,7 @@ def plan_backward(
     programs = blocks.backward_warps * (blocks.multiprocessors or count_multiprocessors(device))
     grid, tile = blocks.divide(num_rows, num_columns, is_long, programs, counts_warps=True)
     shape = (1 + subtracts_mean, grid[0], num_columns)
-    num_warps = tile["num_warps"]
-    return BackwardPlan(shape, means, Plan(grid, **row, **tile), plan_sums(shape, num_warps * 1024, num_warps, device))
+    return BackwardPlan(shape, means, Plan(grid, **row, **tile))
 
 
 def launch_backward(
@@ -266,10 +264,8 @@ def launch_backward(
     """Returns grad_x, and the gradients of gamma and beta [1 or 2, h], in these dtypes. `source` is x, or y where
     `lost` is given: channels, their columns, and the flag that is set where lost channels have no column."""
     grad_x, num_columns, device = torch.empty_like(source, dtype=dtypes[0]), source.size(-1), source.device
-    allocate = torch.zeros if source.numel() == 0 else torch.empty
-    sums = allocate(1 + norm.subtracts_mean, num_columns, dtype=dtypes[1], device=device)
     if source.numel() == 0:
-        return grad_x, sums
+        return grad_x, torch.zeros(1 + norm.subtracts_mean, num_columns, dtype=dtypes[1], device=device)
     num_rows, (*columns, overflow) = source.numel() // num_columns, lost
     form = lost[0] is not None, norm.subtracts_mean, norm.zero_centered
     plan = plan_backward(num_rows, num_columns, dtypes[0], source.dtype, *form, device, blocks)
@@ -279,5 +275,5 @@ def launch_backward(
         launch(_means_kernel, plan.launch_means, (*tensors, means))
     partial = torch.empty(*plan.partial_shape, dtype=torch.float32, device=device)
     launch(_backward_kernel, plan.launch, (*tensors, means, grad_x, partial, overflow))
-    launch_sums(plan.launch_sums, partial, sums)
-    return grad_x, sums
+    num_warps = plan.launch.named["num_warps"]
+    return grad_x, add_up(partial, dtypes[1], num_warps * 1024, num_warps)

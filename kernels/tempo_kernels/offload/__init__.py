@@ -7,17 +7,6 @@ from tempo_kernels.offload.layers import INPUT, MIN_BYTES, Moves, Offload, move_
 from tempo_kernels.offload.pool import count_ranks_of_host, get_free_host_bytes
 
 __all__ = [
-    "INPUT",
-    "MIN_BYTES",
-    "CudaDevice",
-    "Device",
-    "Direction",
-    "Engine",
-    "Moves",
-    "Offload",
-    "ThreadDevice",
-    "count_ranks_of_host",
-    "get_free_host_bytes",
-    "move_all",
-    "move_nothing",
-]
+    "INPUT", "MIN_BYTES", "CudaDevice", "Device", "Direction", "Engine", "Moves", "Offload", "ThreadDevice",
+    "count_ranks_of_host", "get_free_host_bytes", "move_all", "move_nothing",
+]  # fmt: skip

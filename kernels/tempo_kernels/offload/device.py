@@ -1,4 +1,4 @@
-"""What the engine asks of a device: memory, the order of its work, and copies between device and host.
+"""Devices as the engine asks for them: memory, the order of their work, and copies between device and host.
 
 `CudaDevice` is streams and events. `ThreadDevice` is the same on a CPU: two pools of ordinary memory, and a thread for
 each direction that copies as late as a test says. Both run the same engine, so that its order can be proved without a
@@ -11,7 +11,7 @@ import concurrent.futures
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,56 +19,33 @@ from torch import Tensor
 Direction = Literal["out", "in"]
 
 
-class Device(Protocol):
-    """A device with one order of work that computes, and one for the copies of each direction."""
+class CudaDevice:
+    """A CUDA device, which need not be the current one: one order of work computes, and one copies each way, on streams
+    of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = {"out": torch.cuda.Stream(device), "in": torch.cuda.Stream(device)}
 
     def get_stream(self) -> Any:
         """Returns the order in which what is called now computes."""
-        ...
+        return torch.cuda.current_stream(self._device)
 
     def mark(self, stream: Any) -> Any:
         """Returns an event that has happened once everything that the stream was given until now has run."""
-        ...
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
 
     def wait(self, stream: Any, event: Any) -> None:
-        """Lets what the stream is given from now on run after the event. On a GPU the host does not wait."""
-        ...
+        """Lets what the stream is given from now on run after the event. The host does not wait."""
+        stream.wait_event(event)
 
     def copy(self, direction: Direction, source: Tensor, target: Tensor, after: Sequence[Any]) -> Any:
         """Copies bytes after all these events and all earlier copies of this direction; returns the event of its end.
 
         The caller keeps both tensors until then.
         """
-        ...
-
-    def allocate_host(self, num_bytes: int) -> Tensor:
-        """Returns uint8 [num_bytes] of the host, pinned. Raises ValueError where the system refuses."""
-        ...
-
-    def lend(self, tensor: Tensor, stream: Any) -> None:
-        """Keeps the memory of a tensor, if another stream owns it, until `stream` has run what it was given."""
-        ...
-
-
-class CudaDevice:
-    """A CUDA device, which need not be the current one, with two streams of its own for the copies."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._streams = {"out": torch.cuda.Stream(device), "in": torch.cuda.Stream(device)}
-
-    def get_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device)
-
-    def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(stream)
-        return event
-
-    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        stream.wait_event(event)
-
-    def copy(self, direction: Direction, source: Tensor, target: Tensor, after: Sequence[Any]) -> torch.cuda.Event:
         stream = self._streams[direction]
         for event in after:
             stream.wait_event(event)
@@ -77,6 +54,7 @@ class CudaDevice:
         return self.mark(stream)
 
     def allocate_host(self, num_bytes: int) -> Tensor:
+        """Returns uint8 [num_bytes] of the host, pinned. Raises ValueError where the system refuses."""
         # Registered rather than allocated pinned: torch's pinned allocator rounds up to a power of two.
         host = torch.empty(num_bytes, dtype=torch.uint8)
         status = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), num_bytes, 0)
@@ -89,7 +67,8 @@ class CudaDevice:
         weakref.finalize(host, _unpin, host.data_ptr(), self._device)
         return host
 
-    def lend(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
+    def lend(self, tensor: Tensor, stream: Any) -> None:
+        """Keeps the memory of a tensor, if another stream owns it, until `stream` has run what it was given."""
         tensor.record_stream(stream)  # which does nothing for the stream that owns it
 
 
@@ -99,7 +78,7 @@ def _unpin(address: int, device: torch.device) -> None:
 
 
 class ThreadDevice:
-    """A CPU as if it was a device: computing is the order of the program, and each direction copies in a thread.
+    """A CPU with a CudaDevice's methods: computing is the order of the program, and each direction copies in a thread.
 
     Args:
         delay: is called in the thread with (direction, bytes) before each copy and returns the seconds to wait; None
@@ -140,3 +119,6 @@ class ThreadDevice:
 
     def lend(self, tensor: Tensor, stream: None) -> None:
         pass
+
+
+Device = CudaDevice | ThreadDevice

@@ -25,7 +25,7 @@ import bisect
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -49,22 +49,6 @@ MIN_BYTES = 4096
 def move_all(_: str) -> bool:
     """Moves everything."""
     return True
-
-
-class _KeptBetween(Kept):
-    """A tensor that is saved between the layers; autograd does not check whether it was written to since."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__(tensor)
-        self._version = tensor._version
-
-    def unpack(self) -> Tensor:
-        if self.tensor is not None and self.tensor._version != self._version:
-            raise RuntimeError(
-                f"a tensor of shape {list(self.tensor.shape)}, which is needed for backward, was written to in place "
-                "since; expected it as it was; write to a copy"
-            )
-        return super().unpack()
 
 
 class _Pass:
@@ -172,7 +156,12 @@ class Offload:
         for layer in layers:
             self._hooks.append(layer.register_forward_pre_hook(self._begin, with_kwargs=True))
             self._hooks.append(layer.register_forward_hook(self._end, always_call=True))
-            self._hooks.extend(self._follow(layer))
+            for name, module in layer.named_modules():
+                if name:
+                    self._hooks.append(module.register_forward_pre_hook(functools.partial(self._note, name)))
+                    self._hooks.append(
+                        module.register_forward_hook(functools.partial(self._note, None), always_call=True)
+                    )
 
     def remove(self) -> None:
         """Lets the model keep everything again; what has been moved comes back when it is needed."""
@@ -182,28 +171,15 @@ class Offload:
         if self._pass is not None:  # KeyboardInterrupt has ended the last forward
             self._leave(self._pass)
 
-    def _follow(self, layer: nn.Module) -> Iterator[Any]:
-        """Hooks the modules in a layer to know which one saves a tensor."""
-        for name, module in layer.named_modules():
-            if name:
-                yield module.register_forward_pre_hook(functools.partial(self._enter, name))
-                yield module.register_forward_hook(self._leave_module, always_call=True)
-
-    def _get_call(self) -> _Call | None:
-        """Returns the call of a layer that runs forward now."""
-        if torch.compiler.is_compiling() or self._pass is None or _is_in_backward():
-            return None
-        return self._pass.call
-
-    def _enter(self, name: str, *_: Any) -> None:
-        """Notes that a module in a layer is called."""
-        if (call := self._get_call()) is not None:
-            call.enter(name)
-
-    def _leave_module(self, *_: Any) -> None:
-        """Notes that it returns."""
-        if (call := self._get_call()) is not None:
-            call.leave()
+    def _note(self, name: str | None, *_: Any) -> None:
+        """Notes that a module of this name in a layer is called, or, with None, that one returns: which module saves a
+        tensor."""
+        if torch.compiler.is_compiling() or self._pass is None or self._pass.call is None or _is_in_backward():
+            return
+        if name is None:
+            self._pass.call.leave()
+        else:
+            self._pass.call.enter(name)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _begin_pass(self, root: nn.Module, args: Any) -> None:
@@ -211,7 +187,7 @@ class Offload:
             return
         if self._pass is not None:  # KeyboardInterrupt, which calls no hooks, has ended the last forward
             self._leave(self._pass)
-        context = torch.autograd.graph.saved_tensors_hooks(self._keep_between, _KeptBetween.unpack)
+        context = torch.autograd.graph.saved_tensors_hooks(self._keep_between, Kept.unpack)
         self._pass = _Pass(context)
         self.engine.release()
         context.__enter__()
@@ -347,8 +323,8 @@ class Offload:
         self.engine.release(but=now.groups[-1:])
 
     def _keep_between(self, tensor: Tensor) -> Kept:
-        """Keeps a tensor that is saved between the layers."""
-        kept, now = _KeptBetween(tensor), self._pass
+        """Keeps a tensor that is saved between the layers; autograd does not check whether it was written to since."""
+        kept, now = Kept(tensor, "which is needed for backward"), self._pass
         if now is None or type(tensor) is not Tensor:
             return kept
         key = tensor.untyped_storage()._cdata

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tempo_kernels.compiled import Library
+from tempo_kernels.compiled import run_cpp
 from tempo_kernels.philox.eager import LANES, MULTIPLIERS, ROUNDS, WEYL, WORD
 
 LARGE_DRAW = 1 << 14
@@ -23,7 +23,7 @@ def draw_bits(
     num_rows, num_groups = c1.numel(), group.numel()
     bits = torch.empty(num_rows, num_groups, LANES, dtype=torch.int32, device=group.device)
     operands = (group, c1, c2, c3, num_groups, num_rows, k0, k1, limit, bits)
-    if num_groups and (num_rows * num_groups < compiled_from or not _LIBRARY.run("draw_bits", *operands)):
+    if num_groups and (num_rows * num_groups < compiled_from or not run_cpp(_SOURCE, "draw_bits", *operands)):
         step = max(1, chunk_per_thread * torch.get_num_threads() // num_groups)
         for start in range(0, num_rows, step):
             rows = slice(start, start + step)
@@ -50,8 +50,7 @@ def _draw_chunk(group: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: int, k1: 
 
 
 # The compiler turns the loops over a tile into vector instructions: four or eight calls of Philox at a time.
-_LIBRARY = Library(
-    f"""
+_SOURCE = f"""
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -87,4 +86,3 @@ extern "C" void draw_bits(
   }}
 }}
 """
-)

@@ -8,14 +8,6 @@ from tempo_kernels.recompute.tiles import recompute_in_tiles
 from tempo_kernels.saved import Kept, Refillable, can_refill, find_saved_tensors
 
 __all__ = [
-    "Kept",
-    "Refillable",
-    "adopt",
-    "can_refill",
-    "drop",
-    "find_saved_tensors",
-    "hold",
-    "keep_attention",
-    "recompute",
+    "Kept", "Refillable", "adopt", "can_refill", "drop", "find_saved_tensors", "hold", "keep_attention", "recompute",
     "recompute_in_tiles",
-]
+]  # fmt: skip

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from tempo_kernels.derivative import check_transforms, first_derivative_only
 from tempo_kernels.recompute.graph import is_about_to_run
-from tempo_kernels.saved import allow_refill
+from tempo_kernels.saved import allow_refill, find_nodes_since
 
 
 def recompute(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -188,18 +188,8 @@ def _run_first_time(call: Call, leaves: list[Tensor]) -> Tensor:
 def find_other_leaf(leaves: list[Tensor], y: Tensor) -> Tensor | None:
     """Finds a leaf of y's graph that is not among `leaves`; None if there is none."""
     own = {id(leaf) for leaf in leaves}
-    pending: list[Any] = [y.grad_fn]
-    seen = {None}
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in own:
-            leaf: Tensor = node.variable
-            return leaf
-        pending.extend(parent for parent, _ in node.next_functions)
-    return None
+    found = (node.variable for node in find_nodes_since(0, (y,)) if type(node).__name__ == "AccumulateGrad")
+    return next((leaf for leaf in found if id(leaf) not in own), None)
 
 
 def _refuse_to_unpack(_: None) -> Tensor:
@@ -221,7 +211,6 @@ def read_random_states(tensors: Sequence[Tensor]) -> list[Any]:
 
 
 def _run_again(ctx: Any) -> tuple[Tensor, list[Tensor]]:
-    """Computes y once more; returns it and the leaves of its graph."""
     leaves = _make_leaves(ctx.saved_tensors, ctx.needs_input_grad[1:])
     return ctx.call.run(leaves), leaves
 

@@ -30,7 +30,6 @@ from tempo_kernels.saved import (
     check_version,
     find_nodes_since,
     find_saved_tensors,
-    get_version,
     note_held,
 )
 
@@ -70,7 +69,7 @@ def drop(
     first = (outputs[0] if since is None else since).grad_fn
     if first is None or not torch.is_grad_enabled():
         return
-    promise = _find_promise(outputs[0]) if make is None else _Promise(outputs, make, since)
+    promise = _get_promise(outputs[0]) if make is None else _Promise(outputs, make, since)
     younger = find_nodes_since(first._sequence_nr(), (after,) if isinstance(after, Tensor) else after)
     is_found = False
     for node in (node for node in younger if node is not first):
@@ -98,25 +97,15 @@ def hold(y: Tensor) -> Callable[[], Tensor]:
     a y that it holds was written to since.
     """
     if not can_refill(y):
-        held = Kept(y)
+        held = Kept(y, "from which a dropped tensor is made again")
         note_held(held)
-        return functools.partial(_take_held, held, get_version(y))
+        return held.unpack
     check_version(y)
-    promise = _find_promise(y)
+    promise = _get_promise(y)
     whole = promise.find_part(y)
     if whole is None:  # y is empty
         return functools.partial(torch.empty_like, y.detach())
     return promise.give(whole)
-
-
-def _take_held(held: Kept, version: int | None) -> Tensor:
-    y = held.unpack()
-    if held.tensor is not None and get_version(y) != version:
-        raise RuntimeError(
-            f"a tensor of shape {list(y.shape)}, from which a dropped tensor is made again, was written to in place "
-            "since it was used; expected it as it was; write to a copy, or leave the operation to stock"
-        )
-    return y
 
 
 class _Part(NamedTuple):
@@ -152,10 +141,7 @@ class _Promise:
     With `make` None there is one tensor, and its grad_fn makes it."""
 
     def __init__(
-        self,
-        outputs: Sequence[Tensor],
-        make: Callable[[], Sequence[Tensor]] | None = None,
-        since: Tensor | None = None,
+        self, outputs: Sequence[Tensor], make: Callable[[], Sequence[Tensor]] | None = None, since: Tensor | None = None
     ) -> None:
         self._outputs = [_Output(y, y if since is None else since) for y in outputs]
         self._make = make
@@ -231,7 +217,7 @@ def _release_before_backward(output: _Output) -> None:
     output.producer.register_prehook(release)
 
 
-def _find_promise(y: Tensor) -> _Promise:
+def _get_promise(y: Tensor) -> _Promise:
     """Returns the promise of y's grad_fn to recompute y, shared by all who drop or hold y; ValueError if it cannot."""
     producer = cast(Any, y.grad_fn)
     if not can_refill(y):

@@ -8,13 +8,14 @@ tiles are float32; and a layer that torch.utils.checkpoint runs again does not r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tempo_kernels.derivative import check_transforms
+from tempo_kernels.opaque import cut
 from tempo_kernels.recompute.function import Call, find_other_leaf, read_random_states
 from tempo_kernels.saved import KeepInput
 
@@ -57,17 +58,12 @@ def recompute_in_tiles(
     return y
 
 
-def _cut(num_all: int, num_rows: int) -> Iterator[slice]:
-    """Yields the tiles; one without rows where there are none."""
-    return (slice(first, min(first + num_rows, num_all)) for first in range(0, max(num_all, 1), num_rows))
-
-
 def _run(call: Call, num_rows: int, x: Tensor) -> Tensor:
     """Returns what function gives, without a graph."""
     states = read_random_states([x])
     y: Tensor | None = None
     with torch.no_grad():
-        for rows in _cut(x.size(0), num_rows):
+        for rows in cut(x.size(0), num_rows) or [slice(0, 0)]:
             tile = call.run([x[rows]], with_graph=False)
             if x.size(0) <= num_rows:
                 y = tile
@@ -102,7 +98,7 @@ class _Tiled(torch.autograd.Function):
         parameters, needs_grad_x = ctx.parameters, ctx.needs_input_grad[2]
         grad_x = torch.empty_like(x) if needs_grad_x else None
         sums: list[Tensor | None] = [None] * len(parameters)
-        for rows in _cut(x.size(0), ctx.num_rows):
+        for rows in cut(x.size(0), ctx.num_rows) or [slice(0, 0)]:
             leaf = x[rows].detach().requires_grad_(needs_grad_x)
             y = ctx.call.run([leaf])
             if rows.start == 0 and (other := find_other_leaf([leaf, *parameters], y)) is not None:
@@ -121,7 +117,8 @@ class _Tiled(torch.autograd.Function):
                 del grad_tile
             for place, parameter in enumerate(parameters):  # one after the other, so that each goes when it is added
                 sums[place] = _add(sums[place], found.pop(0), parameter)
-        return None, None, grad_x, *(_round(sums.pop(0), parameter) for parameter in parameters)
+        rounded = ((sums.pop(0), parameter.dtype) for parameter in parameters)
+        return None, None, grad_x, *(None if total is None else total.to(dtype) for total, dtype in rounded)
 
 
 def _add(total: Tensor | None, grad: Tensor | None, parameter: Tensor) -> Tensor | None:
@@ -134,7 +131,3 @@ def _add(total: Tensor | None, grad: Tensor | None, parameter: Tensor) -> Tensor
     total = total.float() if total.dtype.itemsize < 4 else total
     total += grad
     return total
-
-
-def _round(total: Tensor | None, parameter: Tensor) -> Tensor | None:
-    return None if total is None else total.to(parameter.dtype)

@@ -19,13 +19,10 @@ from activation_cases import (
     over_the_range,
 )  # fmt: skip
 from covering import parametrize_covering
-from witness import (
-    assert_three_witnesses,
-    kept_storages,
-    outputs_and_gradients,
-)
+from witness import assert_three_witnesses, kept_storages, outputs_and_gradients
 
 from tempo_kernels.activation import activate
+from tempo_kernels.gelu import gelu
 from tempo_kernels.glu import geglu, reglu, swiglu
 from tempo_kernels.squared_relu import squared_relu
 
@@ -123,6 +120,7 @@ REFUSED = {
     "an odd width": (lambda: reglu(torch.ones(2, 5)), r"reglu: x has shape \[2, 5\]; expected \[..., 2f\]"),
     "no width": (lambda: swiglu(torch.tensor(1.0)), r"swiglu: x has shape \[\]"),
     "an unknown form": (lambda: geglu(FOUR, None, "fast"), 'approximate is \'fast\'; expected "none" .erf. or "tanh"'),
+    "an unknown form of GELU": (lambda: gelu(FOUR, None, "fast"), "gelu: approximate is 'fast'; expected"),
     "a short bias of gates": (lambda: geglu(FOUR, SHORT), r"geglu: bias is torch.float32 of shape \[2\]"),
     "a bias of gates of 16 bits": (lambda: swiglu(FOUR, HALF), r"bias is torch.float16 of shape \[4\] and x torch.f"),
     "squared integers": (

@@ -92,16 +92,6 @@ def test_a_fresh_fit_is_no_better_than_the_coefficients_in_use(form):
     assert used.fit_error <= 1.1 * fresh.fit_error
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-def test_16_bit_results_are_the_float32_results_rounded_for_every_y(dtype):
-    y = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
-    for form in FORMS:
-        for byte in (0, 255):
-            bits = torch.full((8192,), byte, dtype=torch.uint8)
-            wide, narrow = slopes(y.float(), bits, form), slopes(y, bits, form)
-            torch.testing.assert_close(narrow, wide.to(y.dtype), rtol=0, atol=0, equal_nan=True)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tanh_output_equals_the_fused_bias_gelu_of_megatron_to_its_rounding(dtype):
     def megatron(x, bias):
@@ -113,23 +103,6 @@ def test_tanh_output_equals_the_fused_bias_gelu_of_megatron_to_its_rounding(dtyp
     assert_within_rule("output", gelu(x, bias, "tanh"), fused, exact)
     if dtype != torch.float32:
         assert (gelu(x, bias, "tanh") != fused).double().mean() < 0.005
-
-
-def reference(form):
-    return lambda x, bias=None: F.gelu(x if bias is None else x + bias, approximate=form)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("shape", [(0,), (1,), (7,), (9,), (4, 0, 8), (0, 3), (3, 1, 5), (65, 33)], ids=str)
-def test_odd_and_empty_shapes_give_torchs_output_and_gradients(shape, form, nan_poison):
-    # Right of 0, where torch's own error is the measure; x_min's surroundings have a floor instead.
-    x, bias = torch.rand(shape) * 8 + 0.5, torch.rand(shape[-1])
-    for values in ([x], [x, bias]):
-        grad = torch.ones(shape)
-        ours = outputs_and_gradients(lambda *t: gelu(*t, approximate=form), values, grad, torch.float32)
-        exact = outputs_and_gradients(reference(form), values, grad, torch.float64)
-        for name, a, b in zip(("y", "grad_x", "grad_bias"), ours, exact, strict=False):
-            torch.testing.assert_close(a.double(), b, rtol=3e-5, atol=3e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
@@ -204,8 +177,3 @@ def test_second_backward_and_a_changed_output_are_refused():
         y.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-
-
-def test_an_unknown_form_is_named():
-    with pytest.raises(ValueError, match='approximate is \'fast\'; expected "none" \\(erf\\) or "tanh"'):
-        gelu(torch.ones(4), None, "fast")

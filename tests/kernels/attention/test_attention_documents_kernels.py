@@ -105,15 +105,9 @@ def test_a_packed_row_on_a_gpu_waits_for_nothing():
     attention(*leaves, **chosen, **packed, sink=sink).sum().backward()  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out = attention(*leaves, **chosen, **packed, sink=sink)
-        grads = torch.autograd.grad(out.sum(), (*leaves, sink))
+        attention(*leaves, **chosen, **packed, sink=sink).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    on_cpu = [t.detach().cpu().requires_grad_() for t in (*leaves, sink)]
-    expected = attention(*on_cpu[:3], **chosen, sink=on_cpu[3], **{name: t.cpu() for name, t in packed.items()})
-    torch.testing.assert_close(out.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-5)
-    for found, truth in zip(grads, torch.autograd.grad(expected.sum(), on_cpu), strict=True):
-        torch.testing.assert_close(found.cpu(), truth, rtol=1e-4, atol=1e-4)
 
 
 @kernel_test

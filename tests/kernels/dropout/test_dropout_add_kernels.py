@@ -6,62 +6,14 @@ import pytest
 import torch
 from covering import parametrize_covering
 from interpreted import DEVICE, DTYPES, assert_as_specified, check_many_tiles, kernel_test
-from philox_vectors import KNOWN_ANSWERS
 
 pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
-
-import triton
-import triton.language as tl
 
 from tempo_kernels.dropout_add import Draw
 from tempo_kernels.dropout_add import eager as dropout_eager
 from tempo_kernels.dropout_add import kernel as dropout_kernel
-from tempo_kernels.philox import drop_mask
-from tempo_kernels.philox import kernel as philox_kernel
 
 KEYS = [0, 0xFEDCBA9876543210, 0x80000000_7FFFFFFF, 2**64 - 1]
-
-
-@triton.jit
-def _words_kernel(counter_ptr, out_ptr, key_low, key_high, NUM_ROUNDS: tl.constexpr):
-    c0 = tl.load(counter_ptr + tl.arange(0, 1)).to(tl.uint32)
-    c1 = tl.load(counter_ptr + 1 + tl.arange(0, 1)).to(tl.uint32)
-    c2 = tl.load(counter_ptr + 2 + tl.arange(0, 1)).to(tl.uint32)
-    c3 = tl.load(counter_ptr + 3 + tl.arange(0, 1)).to(tl.uint32)
-    w0, w1, w2, w3 = philox_kernel.philox4x32(c0, c1, c2, c3, key_low, key_high, NUM_ROUNDS)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    tl.store(out_ptr + tl.arange(0, 4), tl.reshape(words, (4,)).to(tl.int64))
-
-
-@kernel_test
-@pytest.mark.parametrize(("rounds", "counter", "key", "expected"), KNOWN_ANSWERS)
-def test_philox_matches_the_published_vectors(rounds, counter, key, expected):
-    words = torch.empty(4, dtype=torch.int64, device=DEVICE)
-    low, high = philox_kernel.key_words(key[0] | key[1] << 32)
-    assert all(-(2**31) <= half < 2**31 for half in (low, high))
-    _words_kernel[(1,)](torch.tensor(counter, device=DEVICE), words, low, high, NUM_ROUNDS=rounds)
-    assert words.tolist() == expected
-
-
-@triton.jit(do_not_specialize=["limit", "first_sample"])
-def _mask_kernel(out_ptr, first_sample, limit, key_low, key_high, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    row, group = tl.arange(0, ROWS)[:, None], tl.arange(0, GROUPS)[None, :]
-    sample = first_sample.to(tl.int64) + row // 4
-    dropped = philox_kernel.drop_mask(group, 3 * row, row % 4, sample, key_low, key_high, limit)
-    out = out_ptr + row * (8 * GROUPS) + tl.arange(0, 8 * GROUPS)[None, :]
-    tl.store(out, dropped.to(tl.int8))
-
-
-@kernel_test
-@parametrize_covering(each={"place": [(0, 0.1), (2**32 - 1, 0.0), (2**32 - 1, 0.4), (2**47, 0.9999)], "key": KEYS})
-def test_the_mask_of_head_row_and_sample_is_the_specified_one_bit_for_bit(place, key):
-    first_sample, p = place
-    # Enough elements for some to draw exactly the limit.
-    mask = torch.empty(256, 1024, dtype=torch.int8, device=DEVICE)
-    _mask_kernel[(1,)](mask, first_sample, round(p * 65536), *philox_kernel.key_words(key), ROWS=256, GROUPS=128)
-    row = torch.arange(256)
-    expected = drop_mask(key, p, sample=first_sample + row // 4, head=row % 4, row=3 * row, num_columns=1024)
-    assert torch.equal(mask.cpu() != 0, expected)
 
 
 DRAW = Draw(0.1, 0xFEDCBA9876543210, 2**32 - 1, 5)

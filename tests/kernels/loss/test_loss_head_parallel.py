@@ -13,8 +13,7 @@ from distributed import run_ranks
 from loss_head_inputs import CASES, HEADS, H, head_inputs, losses, random_labels
 from witness import assert_within_rule
 
-from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob, use_chunk_bytes
-from tempo_kernels.linear_cross_entropy.checks import choose_chunks
+from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 from tempo_kernels.linear_cross_entropy.settings import Shards
 
 S, B, V = 8, 3, 100
@@ -88,34 +87,6 @@ def assert_equal_to_the_whole(name, size, sequence_parallel, dtype, case):
 def test_shards_of_the_vocabulary_equal_the_whole_computation(form, layout, dtype):
     name, case = form
     assert_equal_to_the_whole(name, *layout, dtype, case)
-
-
-def few_tokens():
-    """Of 24 tokens and 600 rows of weight: hidden, weight and bias; labels; the gradient of the losses."""
-    torch.manual_seed(77)
-    labels = random_labels(S, B, 600)
-    return [t.bfloat16() for t in head_inputs(s=S, b=B, v=600)], labels, torch.randn(labels.shape)
-
-
-def results_by_columns():
-    rank = dist.get_rank()
-    (hidden, *parameters), labels, grad = few_tokens()
-    parts = [hidden, *(t.chunk(2)[rank] for t in parameters)]
-    ours = functools.partial(losses, group=dist.group.WORLD, vocab_start=300 * rank)
-    with use_chunk_bytes(2 * 24 * 128):
-        assert choose_chunks(None, *parts[:2], Shards(dist.group.WORLD, False), True, True)[1] == 128
-        return results_of(ours, parts, labels, grad)
-
-
-def test_shards_whose_backward_goes_through_columns_equal_the_whole_computation():
-    inputs, labels, grad = few_tokens()
-    same, exact = (
-        results_of(HEADS["losses"].reference, [cast(t) for t in inputs], labels, grad)
-        for cast in (torch.Tensor.clone, torch.Tensor.double)
-    )
-    found = joined(run_ranks(results_by_columns, 2), False)
-    for what, *three in zip(("results", "hidden", "weight", "bias"), found, same, exact, strict=True):
-        assert_within_rule(what, *three)
 
 
 @pytest.mark.slow

@@ -19,7 +19,13 @@ from norm_inputs import (
 from torch.nn import functional as F
 from witness import assert_three_witnesses, assert_within_rule, kept_storages
 
-from tempo_kernels.norm import layer_norm, rms_norm
+from tempo_kernels import compiled
+from tempo_kernels.norm import cpu, layer_norm, rms_norm
+
+
+def compiles(test):
+    skip = pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
+    return pytest.mark.slow(skip(test))
 
 
 @parametrize_covering(
@@ -201,23 +207,41 @@ def test_an_output_may_be_changed_in_place_where_backward_does_not_read_it(funct
         find(lambda y: y.mul_(2), "inplace")
 
 
-@pytest.mark.exhaustive  # of norms large enough to be compiled; test_every_operation.py has the others
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_another_default_dtype_changes_nothing(dtype):
-    def results():
-        torch.manual_seed(0)
-        leaves = [t.to(dtype).requires_grad_() for t in (torch.randn(1024, 320, dtype=torch.float32),)]
-        leaves += [t.to(dtype).requires_grad_() for t in (torch.ones(320, dtype=torch.float32), torch.zeros(320))]
-        outputs = [layer_norm(*leaves), rms_norm(*leaves[:2], keep="recompute")]
-        return [*outputs, *torch.autograd.grad([y.float().square().sum() for y in outputs], leaves)]
+@compiles
+@parametrize_covering(
+    keep=["inplace", "recompute"],
+    norm=["layer_norm", "rms_norm"],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+    width=[37, 40, 128],
+)
+def test_compiled_norms_obey_the_rule(width, keep, norm, dtype, monkeypatch):
+    monkeypatch.setattr(cpu, "differentiate", lambda *_: pytest.fail("not compiled"))
+    rows = (cpu.MIN_COMPILED_ELEMENTS // width // 3 // 32 + 1) * 32 + 4  # in chunks of four
+    x, grad = torch.randn(rows, 3, width) * 2 + 1, torch.randn(rows, 3, width)
+    gamma, beta = torch.rand(width) + 0.5, torch.randn(width) * 0.3
+    gamma[3], beta[3] = -0.5, 0.99  # all that y can carry
+    ours = partial({"layer_norm": layer_norm, "rms_norm": rms_norm}[norm], keep=keep)
+    inputs = [x.mT.contiguous().mT, gamma, beta]
+    if norm == "rms_norm":
+        assert_three_witnesses(ours, lambda x, w: F.rms_norm(x, (width,), w, 1e-5), inputs[:2], grad, dtype)
+    else:
+        assert_three_witnesses(ours, lambda x, w, b: F.layer_norm(x, (width,), w, b), inputs, grad, dtype)
 
-    expected = results()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        found = results()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+@compiles
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_compiled_norm_refills_its_output_bit_for_bit(dtype):
+    y = rms_norm(torch.randn(7000, 40).to(dtype).requires_grad_(), torch.rand(40).to(dtype), keep="recompute")
+    out = torch.full_like(y, float("nan"), requires_grad=False)
+    y.grad_fn.refill(y.grad_fn, out)
+    assert torch.equal(out, y)
+
+
+def test_a_large_norm_with_lost_channels_obeys_the_rule():
+    gamma, beta = torch.rand(40) + 0.5, torch.randn(40) * 0.3
+    gamma[::10], beta[3] = 0, 100
+    inputs, grad = [torch.randn(14000, 40) * 2 + 1, gamma, beta], torch.randn(14000, 40)
+    assert_three_witnesses(layer_norm, lambda x, w, b: F.layer_norm(x, (40,), w, b), inputs, grad, torch.bfloat16)
 
 
 X, ONES = torch.ones(2, 8), torch.ones(8)

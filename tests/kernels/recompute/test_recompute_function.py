@@ -84,11 +84,7 @@ def test_a_tensor_in_a_closure_that_needs_no_gradient_is_as_in_the_plain_functio
     assert torch.equal(found, torch.autograd.grad((x.exp() * constant).sum(), x)[0])
 
 
-DRAWING = {
-    "dropout": lambda x: F.dropout(x, 0.5),
-    "rand": lambda x: x + torch.rand(24),
-    "a module": nn.Dropout(0.1),
-}
+DRAWING = {"dropout": lambda x: F.dropout(x, 0.5), "rand": lambda x: x + torch.rand(24), "a module": nn.Dropout(0.1)}
 
 
 @pytest.mark.parametrize("function", DRAWING.values(), ids=DRAWING)
