@@ -174,9 +174,3 @@ def test_another_attention_that_is_set_before_the_first_forward_is_in_the_report
     model(inputs_embeds=torch.randn(2, 13, 32).double(), labels=IDS)
     found = " ".join(list_attention(model))
     assert 'attn_implementation "eager" since tempoize' in found and "flash" not in found
-
-
-def test_attention_that_was_not_given_to_tempoize_is_refused():
-    q = torch.ones(1, 1, 4, 8)
-    with pytest.raises(ValueError, match='a Identity asks for attention "tempo", but was not given to tempoize'):
-        attend(torch.nn.Identity(), q, q, q, None, dropout=0.1)
