@@ -2,8 +2,7 @@
 of transformers and adapters of peft where these are installed."""
 
 from tempo_torch.report import Entry, Report
-from tempo_torch.state import CHOICES
-from tempo_torch.tempoize import check, read_step, report_on, restore, samples, set_step, tempoize
+from tempo_torch.tempoize import CHOICES, check, read_step, report_on, restore, samples, set_step, tempoize
 
 __all__ = [
     "CHOICES",

@@ -12,17 +12,19 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Iterator
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tempo_kernels.attention import attention
 from tempo_kernels.recompute import adopt
-from tempo_torch.masks import read_once
 from tempo_torch.position import DropoutPlace
 
+Result = TypeVar("Result")
 NAME = "tempo"
 PLACE = "tempo_place"
 """The attribute of an attention module that holds its AttentionPlace."""
@@ -44,7 +46,7 @@ class AttentionPlace:
     Args:
         place: where it draws.
         is_required: whether a call that Tempo's attention cannot serve is an error; otherwise stock serves it.
-        head_rank, head_ranks: this process among those that share the heads of one attention.
+        head_ranks: (this process among those that share the heads of one attention, how many they are).
         was_called: whether the module asked for attention.
         implementation: the name of its attention that its configuration had when tempoize was called.
         why: the reason of the last call with dropout that stock served.
@@ -52,8 +54,7 @@ class AttentionPlace:
 
     place: DropoutPlace
     is_required: bool = False
-    head_rank: int = 0
-    head_ranks: int = 1
+    head_ranks: tuple[int, int] = (0, 1)
     was_called: bool = False
     why: str | None = None
     implementation: str | None = None
@@ -70,15 +71,16 @@ class AttentionPlace:
         return {"dropout_p": p, "dropout_key": key, "first_sample": first_sample, "first_head": first_head}
 
     def _get_first_head(self, module: Any, num_heads: int) -> int:
-        total = num_heads if self.head_ranks == 1 else module.config.get_text_config().num_attention_heads
+        rank, size = self.head_ranks
+        total = num_heads if size == 1 else module.config.get_text_config().num_attention_heads
         if num_heads == total:
             return 0
-        if num_heads * self.head_ranks != total:
+        if num_heads * size != total:
             raise ValueError(
-                f"{type(module).__name__} has {num_heads} of {total} heads here, of {self.head_ranks} processes with "
+                f"{type(module).__name__} has {num_heads} of {total} heads here, of {size} processes with "
                 'tensor parallelism, or of sequence_ranks; expected as many in each; give tempoize attention="off"'
             )
-        return self.head_rank * num_heads
+        return rank * num_heads
 
     def refuse(self, module: Any, why: str) -> None:
         """Notes why stock serves a call; raises ValueError if it must not."""
@@ -88,17 +90,6 @@ class AttentionPlace:
                 'not; set it to "auto" or "off"'
             )
         self.why = why
-
-
-def get_ranks(model: Any) -> dict[str, tuple[int, int]]:
-    """Returns {"heads": (rank, size), "samples": (rank, size)}: this process among those that share the heads, and the
-    samples, of a model that transformers distributed by tensor parallelism; empty for any other model."""
-    mesh = getattr(model, "_device_mesh", None)
-    if mesh is None or (getattr(model, "_tp_size", None) or 1) == 1:
-        return {}
-    names = mesh.mesh_dim_names or ("tp",)
-    ranks, sizes = (dict(zip(names, values, strict=True)) for values in (mesh.get_coordinate(), mesh.shape))
-    return {"heads": (ranks["tp"], sizes["tp"]), "samples": (ranks.get("fsdp", 0), sizes.get("fsdp", 1))}
 
 
 def use_attention(model: Any) -> str | None:
@@ -203,12 +194,17 @@ def get_change(module: nn.Module) -> str | None:
     return f'has attn_implementation "{name}" since tempoize; call set_attn_implementation("{NAME}")'
 
 
+def is_apart(module: nn.Module | None) -> bool:
+    """Returns whether a module is one of Tempo's that asks no registry for attention, and has its own entry."""
+    return module is not None and PLACE in module.__dict__.get("tempo_attributes", ())
+
+
 def give_back_attention(model: Any) -> None:
     """Gives `model` the attention back that Tempo's took the place of, unless another one was set since."""
     if name_implementation(model) == NAME:
         model.set_attn_implementation(_name_stock(model))
     for module in model.modules():
-        if PLACE not in module.__dict__.get("tempo_attributes", ()):
+        if not is_apart(module):
             module.__dict__.pop(PLACE, None)
 
 
@@ -232,15 +228,14 @@ def attend(
         _check_documents(kwargs.get("position_ids"))
     # torch's attention has no sinks, and does not cap.
     is_special = any(kwargs.get(name) is not None for name in ("softcap", "s_aux"))
-    if (p == 0.0 and not is_special) or query.numel() == 0:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
-    if place is None and p > 0.0:
-        raise ValueError(
-            f'a {type(module).__name__} asks for attention "{NAME}", but was not given to tempoize; expected a module '
-            'of a model that was; set attn_implementation to "sdpa", or call tempoize'
-        )
-    bias: Tensor | None = kwargs.get("position_bias")
-    if (why := _get_refusal(attention_mask, kwargs)) is not None:
+    if (p > 0.0 or is_special) and query.numel() > 0:
+        if place is None and p > 0.0:
+            raise ValueError(
+                f'a {type(module).__name__} asks for attention "{NAME}", but was not given to tempoize; expected a '
+                'module of a model that was; set attn_implementation to "sdpa", or call tempoize'
+            )
+        if (why := _get_refusal(attention_mask, kwargs)) is None:
+            return _attend(module, query, key, value, attention_mask, p, kwargs), None
         if is_special:
             raise ValueError(
                 f"{type(module).__name__} {why}, which neither Tempo's attention nor torch's does together with "
@@ -248,29 +243,24 @@ def attend(
             )
         if place is not None:
             place.refuse(module, why)
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
-    causal = kwargs.get("is_causal")
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, call: dict[str, Any]
+) -> Tensor:
+    causal, bias, softcap, sink = map(call.get, ("is_causal", "position_bias", "softcap", "s_aux"))
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
-    causal = causal and attention_mask is None and query.size(2) > 1
+    causal = causal and mask is None and query.size(2) > 1
     if causal and key.size(2) > query.size(2):  # as sdpa_attention_forward has it
         key, value = (t[:, :, : query.size(2)] for t in (key, value))
         bias = None if bias is None else bias[..., : query.size(2)]
-    out = attend_as_torch(
-        module,
-        query,
-        key,
-        value,
-        p,
-        seen=attention_mask,
-        causal=causal,
-        scale=kwargs.get("scaling"),
-        bias=bias,
-        sink=kwargs.get("s_aux"),
-        softcap=kwargs.get("softcap"),
-        # Where stock adds numbers to scores it attends to hidden keys if there are no others.
-        hidden_rows="added" if is_special or bias is not None else "zero",
+    # Where stock adds numbers to scores it attends to hidden keys if there are no others.
+    rows = "zero" if softcap is sink is bias is None else "added"
+    more: dict[str, Any] = {"bias": bias, "softcap": softcap, "hidden_rows": rows}
+    return attend_by_position(
+        module, query, key, value, p, seen=mask, causal=causal, scale=call.get("scaling"), sink=sink, **more
     )
-    return out, None
 
 
 def _check_documents(positions: Any) -> None:
@@ -287,52 +277,47 @@ def _check_documents(positions: Any) -> None:
         )
 
 
-def attend_as_torch(
+def attend_by_position(
     module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     p: float,
     *,
-    seen: Tensor | None,
-    causal: bool,
-    scale: float | None,
+    seen: Tensor | None = None,
+    scale: float | None = None,
     sink: Tensor | None = None,
     **given: Any,
 ) -> Tensor:
-    """Returns `attend_by_position` with what torch's attention does: autocast casts, `seen` is True where a query sees
-    a key, in up to four dimensions, and scale is by default that of the heads' size."""
+    """Returns Tempo's attention [b, sq, a, d] of q, k, v [b, a or g, s, d], with dropout at the module's place.
+
+    As torch's attention does, it casts under autocast, `seen` is True where a query sees a key, in up to four
+    dimensions, and `scale` is by default that of the heads' size. `given` are arguments of tempo_kernels.attention.
+    """
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (t.to(dtype) for t in (query, key, value))
-    hidden = None if seen is None else read_once(torch.logical_not, (seen,))
-    return attend_by_position(
-        module,
-        query,
-        key,
-        value,
-        p,
-        causal=causal,
-        mask=None if hidden is None else hidden[(None,) * (4 - hidden.dim())],
-        sink=None if sink is None else sink.to(query.dtype),
-        softmax_scale=query.size(-1) ** -0.5 if scale is None else scale,
-        **given,
-    )
-
-
-def attend_by_position(module: Any, query: Tensor, key: Tensor, value: Tensor, p: float, **given: Any) -> Tensor:
-    """Returns Tempo's attention [b, sq, a, d] of q, k, v [b, a or g, s, d], with dropout at the module's place.
-
-    `given` are the other arguments of tempo_kernels.attention.
-    """
+    if seen is not None:
+        hidden = read_once(torch.logical_not, (seen,))
+        given["mask"] = hidden[(None,) * (4 - hidden.dim())]
+    if sink is not None:
+        given["sink"] = sink.to(query.dtype)
     place: AttentionPlace | None = getattr(module, PLACE, None)
     if place is not None and p > 0.0:
         given |= place.draw(module, query.device, query.size(0), query.size(1), p)
-    return put_batch_first(attention(*(t.permute(2, 0, 1, 3) for t in (query, key, value)), **given))
+    given["softmax_scale"] = query.size(-1) ** -0.5 if scale is None else scale
+    out = attention(*(t.permute(2, 0, 1, 3) for t in (query, key, value)), **given)
+    y = out.transpose(0, 1)
+    if y.is_contiguous() or torch.compiler.is_compiling():
+        return y.contiguous()
+    return adopt(_transpose(out), _transpose, out)  # made again in backward from out, which a GPU keeps
+
+
+def _transpose(x: Tensor) -> Tensor:
+    return x.transpose(0, 1).contiguous()
 
 
 def _get_refusal(attention_mask: Tensor | None, more: dict[str, Any]) -> str | None:
-    """Names what a call asks for that Tempo's attention with dropout does not do; None if there is nothing."""
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         # Models that add such masks may attend in windows, which are no samples (Swin).
         return "adds a tensor to its scores"
@@ -343,13 +328,23 @@ def _get_refusal(attention_mask: Tensor | None, more: dict[str, Any]) -> str | N
     return None if name is None else f"passes {name} to its attention"
 
 
-def put_batch_first(out: Tensor) -> Tensor:
-    """Transposes out [s, b, ...] to a contiguous [b, s, ...], recomputed in backward from out, which a GPU keeps."""
-    y = out.transpose(0, 1)
-    if y.is_contiguous() or torch.compiler.is_compiling():
-        return y.contiguous()
-    return adopt(_transpose(out), _transpose, out)
+_read: Any = WeakIdKeyDictionary()
+"""Of each mask that came first in a call: how it was read, which masks came with it, and the result."""
 
 
-def _transpose(x: Tensor) -> Tensor:
-    return x.transpose(0, 1).contiguous()
+def read_once(compute: Callable[..., Result], masks: tuple[Tensor | None, ...], *given: Any) -> Result:
+    """Returns compute(*masks, *given), computed again only when one of the masks, which all layers of a model share,
+    was written to.
+
+    The result may hold a mask's storage, but neither the mask nor a view that knows it: it would never be freed.
+    """
+    first, *others = (mask for mask in masks if mask is not None)
+    # Writes to tensors are counted neither by a compiler nor in inference mode.
+    if torch.compiler.is_compiling() or any(mask.is_inference() for mask in (first, *others)):
+        return compute(*masks, *given)
+    now = (compute, given, tuple(None if mask is None else mask._version for mask in masks))
+    before, partners, result = _read.get(first, (None, (), None))
+    if before != now or any(partner() is not mask for partner, mask in zip(partners, others, strict=True)):
+        result = compute(*masks, *given)
+        _read[first] = now, [weakref.ref(mask) for mask in others], result
+    return result  # type: ignore[no-any-return]

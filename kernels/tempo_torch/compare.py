@@ -1,4 +1,4 @@
-"""Compares a model with its stock modules on the same inputs, by numbers.
+"""Compares a model with its stock modules on the same inputs, by numbers, before it trains.
 
 Forward and backward run once with the stock modules and once with Tempo's. Dropout keeps every element in both, and
 Tempo's modules run as they do with dropout. The outputs, the gradients where they end in the model and the gradients
@@ -15,7 +15,8 @@ import functools
 import random
 import re
 import sys
-from collections import defaultdict
+import warnings
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,19 +27,27 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from tempo_torch.attention import NAME, PLACE, give_back_attention
-from tempo_torch.inputs import Inputs
+from tempo_torch.attention import NAME, PLACE, give_back_attention, is_wrapped, name_implementation
 from tempo_torch.linear import DropsInput
 from tempo_torch.loss import DeferredLogits
 from tempo_torch.position import Passes, is_in_backward
-from tempo_torch.replace import Replaced
+from tempo_torch.probe import (
+    Inputs,
+    begin_training,
+    describe_error,
+    keep_random_states,
+    make_calls,
+    name_inputs,
+    run_eagerly,
+)
+from tempo_torch.replace import Replaced, has_changed_class
 
 _FACTOR, _FINE_FACTOR = 4.0, 16.0
 """How many times the effect of one rounding in every module a difference may be, in 16 bits and in more. Inside of
 attention, where none is made, scores round by more the larger they are."""
 _FLOOR = 4e-6
 """A difference below two roundings, and below this part of the largest element, is none."""
-_MAX_ELEMENTS, _SMALL = 1 << 28, 1 << 20
+_MAX_ELEMENTS, _SMALL, _MAX_ON_CPU = 1 << 28, 1 << 20, 1 << 30
 _GELU_IN_PLACE = {torch.float32: 4e-5, torch.float16: 6.6e-3, torch.bfloat16: 1.6e-2}
 """The error of GELU's derivative from its output (`tempo_kernels.gelu`)."""
 Values = dict[str, Tensor | None]
@@ -66,8 +75,8 @@ class Unit:
 class Comparison:
     """What stock makes of one call, and how far from it rounding leads. Whatever stock raises is raised."""
 
-    def __init__(self, model: nn.Module, passes: Passes, units: Sequence[Unit], call: Inputs) -> None:
-        self._model, self._passes, self._call = model, passes, call
+    def __init__(self, model: nn.Module, units: Sequence[Unit], call: Inputs) -> None:
+        self._model, self._call = model, call
         self._has_registry = any(unit.is_registry for unit in units)
         self._names = {id(module): name for name, module in model.named_modules()}
         self._parameters = _choose_parameters(model)
@@ -75,15 +84,12 @@ class Comparison:
         self.largest = 0.0
         """The largest difference that was found to be rounding, of the largest element."""
         self._stock = self._run()
+        num_gradients = sum(name.startswith("grad") for name in self._stock)
+        self.what = f"{'loss' if 'loss' in self._stock else 'outputs'} and {num_gradients} gradients"
         dtypes = {each.dtype for each in model.parameters() if each.is_floating_point()}
         self._coarsest = max(_get_eps(torch.empty(0, dtype=dtype)) for dtype in dtypes)
         sizes = {name: _get_largest(value) for name, value in self._stock.items()}
         self._scales = {name: size.clamp(min=torch.finfo(size.dtype).tiny) for name, size in sizes.items()}
-
-    def describe(self) -> str:
-        """Names what is compared."""
-        num_gradients = sum(name.startswith("grad") for name in self._stock)
-        return f"{'loss' if 'loss' in self._stock else 'outputs'} and {num_gradients} gradients"
 
     def differs(self, units: Sequence[Unit]) -> str | None:
         """Says what is different where these units, and no others, are Tempo's; None if nothing is."""
@@ -158,7 +164,6 @@ class Comparison:
                 each.data = data
 
     def _run(self, units: Sequence[Unit] = (), call: Inputs | None = None) -> Values:
-        """Returns what forward and backward make of a call, by default the one that is compared."""
         args, kwargs = call or self._call
         torch.manual_seed(0)
         random.seed(0)
@@ -167,9 +172,9 @@ class Comparison:
         ends: dict[str, Tensor] = {}
         note = functools.partial(self._note_end, ends)
         setting, fixed = _only(self._model, units, self._has_registry), _FixedChoices(self._indices)
-        with setting, self._passes.keep_all(), register_module_forward_hook(note), fixed:
+        with setting, register_module_forward_hook(note), fixed:
             values = _list_outputs(self._model(*args, **kwargs), kwargs.get("attention_mask"))
-            goal = values["loss"] if "loss" in values else sum(map(_weigh, values.values()))
+            goal = values["loss"] if "loss" in values else sum(map(_sum_weighted, values.values()))
             found: Values = {name: value.detach().clone() for name, value in values.items()}
             if not isinstance(goal, Tensor) or not goal.requires_grad:
                 raise ValueError("none of its outputs needs a gradient")
@@ -229,7 +234,7 @@ _CHOOSING = {getattr(home, name): dim for home in (torch, Tensor) for name, dim 
 
 
 def _choose_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Chooses of each kind of trainable parameter, by its name, the first, and of small ones the last."""
+    # Of each kind, by its name, the first, and of small ones the last.
     kinds: dict[str, list[tuple[str, Tensor]]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.is_floating_point() and parameter.numel():
@@ -258,8 +263,7 @@ def _list_outputs(out: Any, mask: Tensor | None) -> dict[str, Tensor]:
     return found
 
 
-def _weigh(value: Tensor) -> Tensor:
-    """Sums the elements with weights from 0 to 1."""
+def _sum_weighted(value: Tensor) -> Tensor:
     weights = torch.rand(value.shape, generator=torch.Generator().manual_seed(0)).to(value.device)
     return (value.float() * weights).sum()
 
@@ -318,11 +322,6 @@ def _only(model: Any, units: Sequence[Unit], has_registry: bool) -> Iterator[Non
             module.__class__ = kind
 
 
-def describe_error(error: Exception) -> str:
-    """Returns the kind of an exception and the first line of what it says."""
-    return f"{type(error).__name__}: {error}".split("\n")[0][:300].rstrip(".")
-
-
 def _compute_difference(stock: Tensor | None, ours: Tensor | None, size: Tensor) -> Tensor:
     """Returns of each row the largest difference where stock's number is one; `size` is what stock measures."""
     if stock is None or ours is None:
@@ -348,5 +347,111 @@ def _split(value: Tensor) -> Tensor:
 
 
 def _get_largest(value: Tensor | None) -> Tensor:
-    """Returns the largest finite element of each row; no gradient is a 0."""
     return torch.zeros(1) if value is None else _split(value).nan_to_num(0.0, 0.0, 0.0).abs().amax(1).cpu()
+
+
+def _get_obstacle(model: nn.Module) -> str | None:
+    parameters = list(model.parameters())
+    if not parameters:
+        return "it has no parameters"
+    if any(each.is_meta for each in parameters):
+        return "the model is on the meta device"
+    if any(hasattr(each, "ds_id") and each.shape != getattr(each, "ds_shape", each.shape) for each in parameters):
+        return "ZeRO-3 has partitioned its parameters"
+    if name_implementation(model) == NAME and is_wrapped():
+        return "another attention is registered in place of Tempo's, such as Ulysses for ranks that share tokens"
+    if any(hasattr(each, "device_mesh") for each in parameters) or (getattr(model, "_tp_size", None) or 1) > 1:
+        return "ranks share its parameters"
+    if any(map(has_changed_class, model.modules())):
+        return "something that wraps the model has changed the classes of its modules"
+    return None
+
+
+def is_slow(model: nn.Module) -> bool:
+    """Returns whether forward and backward of some tokens take minutes."""
+    return sum(each.numel() for each in model.parameters() if each.device.type == "cpu") > _MAX_ON_CPU
+
+
+@contextlib.contextmanager
+def _keep_state(model: Any, passes: Passes) -> Iterator[None]:
+    """Lets `model` run in training, without a cache and without checkpointing, its dropout keeping every element on the
+    paths that it takes otherwise, and restores what its modules hold, buffers, counters, hooks, and random states."""
+    modules, buffers = list(model.modules()), [(each, each.clone()) for each in model.buffers()]
+    places = [module.__dict__[PLACE] for module in modules if PLACE in module.__dict__]
+    configs = {id(each): each for module in modules if (each := getattr(module, "config", None)) is not None}
+    caching = [each for each in configs.values() if isinstance(getattr(each, "use_cache", None), bool)]
+    holders = [*modules, *places, *caching, passes, passes.samples, *passes.places.values()]
+    states = [(holder.__dict__, dict(holder.__dict__)) for holder in holders]
+    inner = [
+        (value, value.copy()) for _, state in states for value in state.values() if type(value) in (list, dict, deque)
+    ]
+    devices = {each.device for each in model.parameters() if each.device.type != "cpu"}
+    quiet = warnings.catch_warnings()
+    with keep_random_states(devices), run_eagerly(), quiet, torch.inference_mode(False), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        try:
+            begin_training(model)
+            passes.keeps_all = True
+            for config in caching:
+                config.use_cache = False
+            yield
+        finally:
+            for now, before in states:
+                now.clear()
+                now.update(before)
+            for value, held in inner:
+                value.clear()
+                value.update(held) if isinstance(value, dict) else value.extend(held)
+            for buffer, values in buffers:
+                if not torch.equal(buffer, values):
+                    with torch.no_grad():
+                        buffer.copy_(values)
+
+
+Found = tuple[str, dict[Unit, str]]
+"""What a check found: a sentence for the report, and the units that differ, each with what is different."""
+
+
+def check_model(model: nn.Module, passes: Passes, units: Sequence[Unit], call: Inputs | None, has_loss: bool) -> Found:
+    """Runs `model` with these units and without, on a call or, without one, on inputs made up, and traces what differs.
+    Whatever a foreign model raises is told in the sentence.
+
+    Args:
+        has_loss: whether the made-up inputs have labels.
+    """
+    try:
+        if (why := _get_obstacle(model)) is not None:
+            return _refuse(why)
+        calls = make_calls(model, has_loss) if call is None else [call]
+        if calls is None:
+            return _refuse("it takes inputs that could not be made up")
+        with _keep_state(model, passes):
+            return _compare(model, units, calls)
+    except Exception as error:
+        return _refuse(describe_error(error))
+
+
+def _refuse(why: str) -> Found:
+    return f"not checked: {why}; check(model, **batch) does it on a batch", {}
+
+
+def _compare(model: nn.Module, units: Sequence[Unit], calls: Sequence[Inputs]) -> Found:
+    found: dict[Unit, str] = {}
+    notes, largest, what = [], 0.0, ""
+    for call in calls:
+        try:
+            comparison = Comparison(model, units, call)
+        except Exception as error:  # a foreign model may raise anything
+            if not what:
+                return _refuse(f"without Tempo it fails on these inputs: {describe_error(error)}")
+            notes.append(f"not with padding, on which stock fails: {describe_error(error)}")
+            continue
+        while comparison.differs(rest := [unit for unit in units if unit not in found]) is not None:
+            if (why := comparison.differs(())) is not None:
+                return _refuse(f"two runs of the stock modules differ: {why}")
+            found |= comparison.trace(rest)
+        largest, what = max(largest, comparison.largest), what or comparison.what
+    ids = calls[0][1].get("input_ids")
+    where = name_inputs(calls[0]) if ids is None else " x ".join(map(str, ids.shape)) + " tokens"
+    where += ", with and without padding" if len(calls) > 1 else ""
+    return "; ".join([f"checked: {what} equal stock's within {largest:.0e} on {where}", *notes]), found

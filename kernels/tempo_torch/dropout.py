@@ -57,7 +57,6 @@ def apply_dropout(x: Tensor, p: float, place: DropoutPlace, keeps_input: bool = 
 
 
 def _compute_first_column(num_columns: int, part: int, num_parts: int) -> int:
-    """Returns the place in a sample of the first of num_columns elements that a rank has of it."""
     if num_parts > 1 and num_columns % LANES:
         raise ValueError(
             f"a dropout of {num_columns} elements of a sample on each of {num_parts} ranks that share its tokens is "

@@ -65,13 +65,8 @@ class RecomputesExperts(Replaced):
 
 
 class _DropsInputs(TorchFunctionMode):
-    """Lets copies of tokens be made again, and each product inside drop an input that can be: eager forwards may write
-    the gate's product out instead of calling `_apply_gate`.
-
-    Args:
-        tokens: [t, h], or None, of which copies are to stay.
-        copies: gets those that no product inside drops.
-    """
+    """Lets copies of `tokens` [t, h] be made again, and products drop inputs that can be: eager forwards may write
+    the gate's product out instead of calling `_apply_gate`. `copies` gets those that no product inside drops."""
 
     def __init__(self, tokens: Tensor | None, copies: list[Tensor] | None) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tempo_torch.activation import apply_activation, name_function
-from tempo_torch.attention import AttentionPlace, attend_as_torch
+from tempo_torch.attention import AttentionPlace, attend_by_position
 from tempo_torch.dropout import apply_dropout
 from tempo_torch.position import DropoutPlace
 from tempo_torch.replace import Replaced
@@ -34,11 +34,16 @@ _running = _Running()
 
 
 class RedirectsFunctions(Replaced):
-    """A module whose forward calls functions that Tempo has."""
+    """A module whose forward calls functions that Tempo has.
 
-    redirected: frozenset[str]
+    Keeps for backward, of attention with dropout: q, k, v, the output of attention, and 4 bytes per query and head.
+    """
+
+    redirected: tuple[str, ...]
     """Of "attention", "dropout" and "activation" those that are Tempo's."""
     function_place: DropoutPlace
+    tempo_place: AttentionPlace
+    """Where "attention" is among them."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the stock module returns."""
@@ -57,39 +62,24 @@ class RedirectsFunctions(Replaced):
             _running.modules.pop()
 
 
-class CallsAttention(RedirectsFunctions):
-    """A module whose forward calls F.scaled_dot_product_attention. With dropout Tempo's attention takes the call.
-
-    Keeps for backward: q, k, v, the output of attention, and 4 bytes per query and head.
-    """
-
-    tempo_place: AttentionPlace
-
-
 def list_functions(stock: type[nn.Module]) -> list[str]:
     """Lists which of "attention", "dropout" and "activation" a class's forward calls as functions, directly or
     indirectly."""
     if stock.__module__.startswith("torch."):
         return []
-    functions = list(_follow(_get_forward(stock)))
-    return [operation for operation, calls in _CALLS.items() if any(map(calls, functions))]
+    found = {operation for function in _follow(_get_forward(stock)) for operation in _list_calls(function)}
+    return [operation for operation in ("attention", "dropout", "activation") if operation in found]
 
 
-def _calls_attention(function: types.FunctionType) -> bool:
-    return "scaled_dot_product_attention" in function.__code__.co_names
-
-
-def _calls_dropout(function: types.FunctionType) -> bool:
+def _list_calls(function: types.FunctionType) -> Iterator[str]:
     names = function.__code__.co_names
-    return "dropout" in names and ("functional" in names or "F" in names)
-
-
-def _calls_gelu(function: types.FunctionType) -> bool:
-    gelu = function.__globals__.get("gelu") if "gelu" in function.__code__.co_names else None
-    return isinstance(gelu, types.FunctionType) and name_function(gelu) == "gelu"
-
-
-_CALLS = {"attention": _calls_attention, "dropout": _calls_dropout, "activation": _calls_gelu}
+    if "scaled_dot_product_attention" in names:
+        yield "attention"
+    if "dropout" in names and ("functional" in names or "F" in names):
+        yield "dropout"
+    gelu = function.__globals__.get("gelu") if "gelu" in names else None
+    if isinstance(gelu, types.FunctionType) and name_function(gelu) == "gelu":
+        yield "activation"
 
 
 def _find_callees(function: types.FunctionType) -> dict[str | int, types.FunctionType]:
@@ -107,15 +97,11 @@ def _find_callees(function: types.FunctionType) -> dict[str | int, types.Functio
     return found
 
 
-def _follow(function: Any, seen: set[types.FunctionType] | None = None) -> Iterator[types.FunctionType]:
-    """Yields a function and all functions that it calls, each once."""
-    seen = set() if seen is None else seen
-    if not isinstance(function, types.FunctionType) or function in seen:
-        return
-    seen.add(function)
-    yield function
-    for callee in _find_callees(function).values():
-        yield from _follow(callee, seen)
+def _follow(function: Any) -> list[types.FunctionType]:
+    found = [function] if isinstance(function, types.FunctionType) else []
+    for each in found:  # which grows
+        found += [callee for callee in _find_callees(each).values() if callee not in found]
+    return found
 
 
 def _get_forward(stock: type[nn.Module]) -> Any:
@@ -139,8 +125,7 @@ def redirect(stock: type[nn.Module]) -> Any:
 
 def _redirect(function: types.FunctionType) -> types.FunctionType:
     if function in _redirected:
-        made: types.FunctionType = _redirected[function]
-        return made
+        return _redirected[function]  # type: ignore[no-any-return]
     closure = function.__closure__
     cells = None if closure is None else tuple(types.CellType(cell.cell_contents) for cell in closure)
     # A compiler looks up the globals of a function that has a __name__ in the module of that name.
@@ -150,13 +135,13 @@ def _redirect(function: types.FunctionType) -> types.FunctionType:
             names[name] = _Namespace(module)
     if names.get("scaled_dot_product_attention") is F.scaled_dot_product_attention:
         names["scaled_dot_product_attention"] = _attend
-    if _calls_gelu(function):
+    if "activation" in _list_calls(function):
         names["gelu"] = _gelu
     made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
     made.__kwdefaults__, made.__module__ = function.__kwdefaults__, function.__module__
     _redirected[function] = made
     for place, callee in _find_callees(function).items():
-        if not any(calls(each) for each in _follow(callee) for calls in _CALLS.values()):
+        if not any(operation for each in _follow(callee) for operation in _list_calls(each)):
             continue
         if isinstance(place, str):
             names[place] = _redirect(callee)
@@ -207,20 +192,19 @@ def _attend(
 ) -> Tensor:
     """Returns F.scaled_dot_product_attention [b, a, sq, dv] of q, k, v [b, a or g, s, d]; Tempo's if it drops."""
     module = _running.modules[-1]
-    if isinstance(module, CallsAttention):
+    if "attention" in module.redirected:
         module.tempo_place.note_call()
-    if isinstance(module, CallsAttention) and dropout_p > 0.0 and query.numel() > 0:
-        why = _get_refusal(query, key, attn_mask, is_causal, enable_gqa)
-        if why is None:
-            given: dict[str, Any] = {"seen": attn_mask, "causal": is_causal, "scale": scale, "hidden_rows": "zero"}
-            return attend_as_torch(module, query, key, value, dropout_p, **given).transpose(1, 2)
-        module.tempo_place.refuse(module, why)
+        if dropout_p > 0.0 and query.numel() > 0:
+            why = _get_refusal(query, key, attn_mask, is_causal, enable_gqa)
+            if why is None:
+                given: dict[str, Any] = {"seen": attn_mask, "causal": is_causal, "scale": scale, "hidden_rows": "zero"}
+                return attend_by_position(module, query, key, value, dropout_p, **given).transpose(1, 2)
+            module.tempo_place.refuse(module, why)
     more: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     return F.scaled_dot_product_attention(query, key, value, attn_mask, **more)
 
 
 def _get_refusal(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> str | None:
-    """Names what a call asks for that Tempo's attention with dropout does not do; None if there is nothing."""
     if query.dim() != 4 or key.dim() != 4 or query.size(0) != key.size(0):
         return "gives attention other tensors than [b, a, s, d]"
     if key.size(1) not in (1, query.size(1)) and not enable_gqa:

@@ -70,6 +70,10 @@ class LossHead(DropsInput):
         return -linear_log_prob(rows, weight, labels, temperature, softcap, **more).view(-1)  # type: ignore[no-any-return]
 
 
+_KNOWN = ("dim", "dtype", "ndim", "numel", "shape", "size")
+"""What logits tell without values."""
+
+
 class DeferredLogits:
     """Logits that are computed when they are read.
 
@@ -91,8 +95,8 @@ class DeferredLogits:
         self._versions = None if torch.compiler.is_compiling() else self._get_versions()
         self._read: Tensor | None = None
         self.device = hidden.device
-        self.dtype = hidden.dtype if self._autocast is None else self._autocast
-        self.shape = torch.Size((*hidden.shape[:-1], head.out_features))
+        dtype = hidden.dtype if self._autocast is None else self._autocast
+        self._like = torch.empty(*hidden.shape[:-1], head.out_features, dtype=dtype, device="meta")
         self._relatives = [] if self._versions is None else [weakref.ref(self)]  # what is made of the same logits
 
     def read(self) -> Tensor:
@@ -139,12 +143,11 @@ class DeferredLogits:
         weight = self._head.weight
         return self._hidden._version, weight._version, id(weight)
 
-    def _then(self, *step: Any, **attributes: Any) -> Any:
-        """Returns these logits after one more noted operation."""
+    def _then(self, *step: Any) -> Any:
         if self._read is not None:
             return _apply(self._read, *step)
         made = object.__new__(DeferredLogits)
-        made.__dict__.update({**self.__dict__, "_steps": (*self._steps, step), **attributes})
+        made.__dict__.update({**self.__dict__, "_steps": (*self._steps, step), "_like": _apply(self._like, *step)})
         if not torch.compiler.is_compiling():
             self._relatives.append(weakref.ref(made))
         return made
@@ -163,12 +166,12 @@ class DeferredLogits:
         return self._then("tanh")
 
     def float(self) -> Any:
-        return self._then("to", torch.float32, dtype=torch.float32)
+        return self._then("to", torch.float32)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         (target,) = args if len(args) == 1 and not kwargs else (None,)
         if isinstance(target, torch.dtype) and target.is_floating_point:
-            return self._then("to", target, dtype=target)
+            return self._then("to", target)
         if target is not None and not isinstance(target, Tensor) and torch.device(target) == self.device:
             return self
         return self.read().to(*args, **kwargs)
@@ -176,8 +179,7 @@ class DeferredLogits:
     def view(self, *shape: Any) -> Any:
         sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
         if sizes == (-1, self.shape[-1]):
-            shape = torch.Size((self.shape[:-1].numel(), self.shape[-1]))
-            return self._then("view", shape, shape=shape)
+            return self._then("view", self.shape[:-1].numel(), self.shape[-1])
         return self.read().view(*shape)
 
     reshape = view
@@ -185,22 +187,7 @@ class DeferredLogits:
     def contiguous(self) -> DeferredLogits:
         return self
 
-    # What is known without values.
-
     requires_grad = True
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def dim(self) -> int:
-        return len(self.shape)
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
 
     # Operations that read them.
 
@@ -215,7 +202,7 @@ class DeferredLogits:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_head":
             raise AttributeError(name)  # copy and pickle ask for these
-        return getattr(self.read(), name)
+        return getattr(self._like if name in _KNOWN else self.read(), name)
 
     def __repr__(self) -> str:
         return f"DeferredLogits({list(self.shape)}, {self.dtype})"
@@ -234,7 +221,6 @@ class DeferredLogits:
 
 
 def _get_autocast(x: Tensor) -> torch.dtype | None:
-    """Returns the dtype of autocast on x's device, where that is enabled."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
@@ -263,8 +249,7 @@ DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def _apply(logits: Tensor, name: str, *args: Any) -> Tensor:
-    made: Tensor = getattr(logits, name)(*args)
-    return made
+    return getattr(logits, name)(*args)  # type: ignore[no-any-return]
 
 
 def _get_scaling(steps: tuple[tuple[Any, ...], ...]) -> tuple[float | None, float] | None:
@@ -340,8 +325,7 @@ def use_fused_loss(model: Any) -> str | None:
             return "its head is no plain linear"
         give_class_back(head)
         change_class(head, LossHead, tempo_defers=False)
-    if isinstance(model, FusedLoss):
-        return None
-    names = list(inspect.signature(model.forward).parameters)
-    change_class(model, FusedLoss, labels_place=names.index("labels"))
+    if not isinstance(model, FusedLoss):
+        names = list(inspect.signature(model.forward).parameters)
+        change_class(model, FusedLoss, labels_place=names.index("labels"))
     return None

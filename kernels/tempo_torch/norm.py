@@ -17,8 +17,8 @@ _USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12)
 """Tried where a class has its eps in its code."""
 
 
-class _Norm(Replaced):
-    """A norm module of Tempo.
+class Norm(Replaced):
+    """LayerNorm or RMSNorm over the last dimension.
 
     Keeps for backward: with keep="inplace" its output, which the next linear keeps anyway, and 4 bytes per row; with
     keep="recompute" its input, and Tempo's linears drop the output. See `tempo_kernels.norm`.
@@ -27,7 +27,9 @@ class _Norm(Replaced):
     keep: str
     compiled_keep: str
     """`keep` in a compiled graph: norm "auto" keeps the input there, since a graph has no room for lost channels."""
-    tempo_eps: float | None
+    tempo_eps: Any
+    zero_centered: bool | None
+    """Whether an RMSNorm multiplies by 1 + weight; None for a LayerNorm."""
     weight: Tensor
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -35,65 +37,39 @@ class _Norm(Replaced):
         class's."""
         if len(args) == 1 and not kwargs:
             return self.normalise(args[0])
-        return self._call_stock(*args, **kwargs)
+        return self.stock_class.forward(self, *args, **kwargs)  # type: ignore[no-any-return]
 
     def normalise(self, x: Tensor) -> Tensor:
         """y of the shape and dtype of the stock class."""
-        raise NotImplementedError
-
-    def _call_stock(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.stock_class.forward(self, *args, **kwargs)  # type: ignore[no-any-return]
-
-    def _choose_keep(self) -> str:
-        return self.compiled_keep if torch.compiler.is_compiling() else self.keep
-
-    def _fits(self, x: Tensor) -> bool:
-        # Stock serves mixed dtypes, which each class promotes in its own way, and nn.TransformerEncoder's nested ones.
-        return not x.is_nested and x.dtype == self.weight.dtype and x.is_floating_point() and x.numel() > 0
-
-
-class LayerNorm(_Norm):
-    """LayerNorm over the last dimension."""
-
-    tempo_eps: float
-
-    def normalise(self, x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type) and self.weight.dtype == torch.float32:
+        weight, zero_centered = self.weight, self.zero_centered
+        if zero_centered is None and torch.is_autocast_enabled(x.device.type) and weight.dtype == torch.float32:
             x = x.float()  # as autocast casts for F.layer_norm
-        if not self._fits(x):
-            return self._call_stock(x)
-        bias = getattr(self, "bias", None)  # some models' classes have none
-        return layer_norm(x, self.weight, bias, self.tempo_eps, keep=self._choose_keep())
-
-
-class RMSNorm(_Norm):
-    """RMSNorm over the last dimension."""
-
-    zero_centered: bool
-
-    def normalise(self, x: Tensor) -> Tensor:
-        if not self._fits(x):
-            return self._call_stock(x)
+        # Stock serves mixed dtypes, which each class promotes in its own way, and nn.TransformerEncoder's nested ones.
+        if x.is_nested or x.dtype != weight.dtype or not x.is_floating_point() or x.numel() == 0:
+            return self.stock_class.forward(self, x)  # type: ignore[no-any-return]
+        keep = self.compiled_keep if torch.compiler.is_compiling() else self.keep
+        if zero_centered is None:
+            return layer_norm(x, weight, getattr(self, "bias", None), self.tempo_eps, keep=keep)  # some have no bias
         # nn.RMSNorm without eps takes torch.finfo's of the dtype in which it computes, float32 or wider.
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.tempo_eps is None else self.tempo_eps
-        return rms_norm(x, self.weight, eps, zero_centered=self.zero_centered, keep=self._choose_keep())
+        return rms_norm(x, weight, eps, zero_centered=zero_centered, keep=keep)
 
 
-Recognised = tuple[type[_Norm], dict[str, Any]]
-"""Tempo's class for a norm, and its attributes."""
+Recognised = dict[str, Any]
+"""The `tempo_eps` and `zero_centered` of a norm."""
 
 
 def recognise_norm(module: nn.Module) -> Recognised | str | None:
-    """Returns Tempo's class for a norm and its attributes, the reason if there is none, or None if it is no norm."""
+    """Returns what a norm computes, the reason if Tempo has no such norm, or None if it is no norm."""
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         if len(module.normalized_shape) != 1:
             return "it normalises over several dimensions"
         if module.weight is None:
             return "it has no weight"
         if type(module).forward is nn.LayerNorm.forward:
-            return LayerNorm, {"tempo_eps": module.eps}
+            return {"tempo_eps": module.eps, "zero_centered": None}
         if type(module).forward is nn.RMSNorm.forward:
-            return RMSNorm, {"tempo_eps": module.eps, "zero_centered": False}
+            return {"tempo_eps": module.eps, "zero_centered": False}
         return _recognise_by_result(module)
     name = type(module).__name__.lower()
     if not (name.endswith("norm") or "layernorm" in name or "rmsnorm" in name) or any(module.children()):
@@ -132,18 +108,11 @@ def _recognise_by_result(module: nn.Module) -> Recognised | str:
             return f"a call with one float32 tensor failed: {type(error).__name__}"
         if not isinstance(y, Tensor) or y.shape != x.shape:
             return "it does not return one tensor of its input's shape"
-        for result, found in _list_norms(x, each, **made):
+        size, weight, bias = x.shape[-1:], made["weight"], made.get("bias")
+        results: dict[bool | None, Tensor] = {None: F.layer_norm(x, size, weight, bias, each)}
+        if bias is None:
+            results |= {False: F.rms_norm(x, size, weight, each), True: F.rms_norm(x, size, weight + 1.0, each)}
+        for zero_centered, result in results.items():
             if torch.allclose(y, result, rtol=1e-5, atol=1e-6):
-                return found
+                return {"tempo_eps": each, "zero_centered": zero_centered}
     return "it computes neither LayerNorm nor RMSNorm"
-
-
-def _list_norms(x: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> list[tuple[Tensor, Recognised]]:
-    """Lists what each of Tempo's norms makes of x."""
-    found: list[tuple[Tensor, Recognised]] = [
-        (F.layer_norm(x, x.shape[-1:], weight, bias, eps), (LayerNorm, {"tempo_eps": eps}))
-    ]
-    for zero_centered in (False, True) if bias is None else ():
-        result = F.rms_norm(x, x.shape[-1:], weight + 1.0 if zero_centered else weight, eps)
-        found.append((result, (RMSNorm, {"tempo_eps": eps, "zero_centered": zero_centered})))
-    return found

@@ -1,7 +1,8 @@
 """Finds out what a training forward runs, by running and watching a copy of the model on tensors without memory.
 
 The copy has fake tensors in place of parameters and buffers, and no hooks, so that neither the model nor a random state
-changes. A model of 7e9 parameters takes about a second and some megabytes.
+changes. A model of 7e9 parameters takes about a second and some megabytes. Inputs that a model of transformers accepts
+are made up from its configuration.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import inspect
 import logging
 import random
 import sys
@@ -28,9 +30,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tempo_torch.attention import PLACE
-from tempo_torch.inputs import Inputs, name_inputs
 from tempo_torch.position import Passes
 
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""(args, kwargs)."""
+_SAMPLES, _TOKENS, _WAVE = 2, 16, 8000
+_CHECKED_TOKENS, _PADDED = 32, 5
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -41,10 +46,9 @@ class Seen:
     Args:
         inputs: a description of its input tensors.
         called: the names of the modules that were called.
-        operators: Tempo's operators that ran, by the module whose forward ran them.
-        draws: functions that drew from torch's generator, by the module whose forward called them.
-        attention: the modules that asked transformers' registry for attention, each with the reason why stock served
-            it, or None if Tempo did.
+        operators, draws: Tempo's operators, and functions that drew from torch's generator, by the module whose forward
+            called them.
+        attention: the modules that asked for attention, each with the reason why stock served it, or None.
     """
 
     inputs: str
@@ -75,7 +79,7 @@ def probe(model: nn.Module, passes: Passes, call: Inputs) -> Seen | str:
             with mode, watch, _Names(watch), twin_passes.samples.set_next(0), hooks, watch.follow():
                 twin(*args, **kwargs)
     except Exception as error:  # a foreign model without values may raise anything
-        return f"{type(error).__name__}: {error}".split("\n")[0][:200].rstrip(".")
+        return describe_error(error)
     finally:
         log.disabled = is_silent
     places = {name: module.__dict__[PLACE] for name, module in twin.named_modules() if PLACE in module.__dict__}
@@ -104,6 +108,11 @@ def _copy_without_memory(
         if (place := module.__dict__.get(PLACE)) is not None:
             place.is_required = False  # calls that stock would serve are noted, not refused
     return twin, twin_passes, copied
+
+
+def describe_error(error: Exception) -> str:
+    """Returns the kind of an exception and the first line of what it says."""
+    return f"{type(error).__name__}: {error}".split("\n")[0][:300].rstrip(".")
 
 
 def begin_training(model: nn.Module) -> None:
@@ -181,7 +190,6 @@ class _Names(TorchFunctionMode):
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Returns whether an operator that can draw random numbers does so with these arguments."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.name in ("dropout_p", "p"):
             value = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
@@ -212,3 +220,78 @@ def run_eagerly() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+def make_inputs(model: Any, has_loss: bool, num_tokens: int = _TOKENS) -> Inputs | None:
+    """Returns a call, of tensors without memory, that a model accepts; None if its configuration does not say enough.
+
+    Args:
+        has_loss: whether the call has labels.
+        num_tokens: how many tokens a sample of text has.
+    """
+    config: Any = getattr(model, "config", None)
+    name: Any = getattr(model, "main_input_name", None)
+    ids = torch.empty(_SAMPLES, num_tokens, dtype=torch.int64, device="meta")
+    shape: tuple[int, ...] | None = None
+    if name == "pixel_values" and hasattr(config, "image_size"):
+        size = config.image_size
+        shape = (getattr(config, "num_channels", 3), *((size, size) if isinstance(size, int) else size))
+    elif name == "input_features" and hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
+        shape = (config.num_mel_bins, 2 * config.max_source_positions)
+    elif name == "input_values" and hasattr(config, "conv_stride"):
+        shape = (_WAVE,)
+    if shape is not None:
+        inputs = {name: torch.empty(_SAMPLES, *shape, dtype=model.dtype, device="meta")}
+    elif name == "input_ids" and hasattr(config, "vocab_size"):
+        inputs = {name: ids}
+    else:
+        return None
+    if getattr(config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = ids
+    return (), inputs | ({"labels": ids} if has_loss else {})
+
+
+def make_calls(model: Any, has_loss: bool) -> list[Inputs] | None:
+    """Returns calls with values: without a mask, and with padding on either side where the model takes a mask."""
+    config = getattr(model, "config", None)
+    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
+    num_tokens = min([_CHECKED_TOKENS, *(limit for limit in limits if isinstance(limit, int))])
+    if (call := make_inputs(model, has_loss, num_tokens)) is None:
+        return None
+    device, generator = next(model.parameters()).device, torch.Generator().manual_seed(0)
+    given: dict[str, Tensor] = {}
+    for name, value in call[1].items():
+        if value.is_floating_point():
+            given[name] = torch.randn(value.shape, generator=generator).to(device, value.dtype)
+        else:
+            ids = _list_ids(config)
+            given[name] = ids[torch.randint(len(ids), value.shape, generator=generator)].to(device)
+    is_copied = "labels" in given and "decoder_input_ids" not in given
+    if is_copied:
+        given["labels"] = given["input_ids"].clone()
+    if "input_ids" not in given or "attention_mask" not in inspect.signature(model.forward).parameters:
+        return [((), given)]
+    padding = min(_PADDED, given["input_ids"].size(1) // 2)
+    mask = torch.ones_like(given["input_ids"])
+    mask[0, :padding] = 0
+    mask[1, -padding:] = 0
+    padded = {**given, "attention_mask": mask}
+    if is_copied:
+        padded["labels"] = given["labels"].masked_fill(mask == 0, -100)
+    return [((), given), ((), padded)]
+
+
+def _list_ids(config: Any) -> Tensor:
+    text = config.get_text_config()
+    special: set[Any] = set()
+    for name, value in [*text.__dict__.items(), *config.__dict__.items()]:
+        if name.endswith(("_token_id", "_token_index")):
+            special.update(value if isinstance(value, list | tuple) else (value,))
+    size = min(value for value in (getattr(text, "vocab_size", None), getattr(config, "vocab_size", None)) if value)
+    return torch.tensor([each for each in range(size) if each not in special] or [0])
+
+
+def name_inputs(call: Inputs) -> str:
+    """Names the tensors of a call with their shapes."""
+    given = [*enumerate(call[0]), *call[1].items()]
+    return ", ".join(f"{name} {list(value.shape)}" for name, value in given if isinstance(value, Tensor))

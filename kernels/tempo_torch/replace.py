@@ -33,11 +33,16 @@ def change_class(module: nn.Module, mixin: type[Replaced], **attributes: Any) ->
     module.__dict__.update(attributes, tempo_attributes=tuple(attributes))
 
 
+def has_changed_class(module: nn.Module) -> bool:
+    """Returns whether something else has changed a replaced module's class since, as FSDP2 does."""
+    return isinstance(module, Replaced) and type(module) is not make_class(module.mixin_class, module.stock_class)
+
+
 def give_class_back(module: nn.Module) -> None:
     """Makes a replaced module stock again."""
     if not isinstance(module, Replaced):
         return
-    if type(module) is not make_class(module.mixin_class, module.stock_class):
+    if has_changed_class(module):
         raise ValueError(
             f"a {type(module).__name__} got another class after tempoize, as from FSDP2; expected a model that nothing "
             "wraps; call restore before"

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from tempo_kernels.activation import ACTIVATIONS
 from tempo_torch.activation import FUNCTIONS, IN_PLACE, ReplacedActivation, is_activation, name_activation
-from tempo_torch.alibi import AlibiAttention, get_alibi
-from tempo_torch.attention import PLACE, AttentionPlace, name_implementation, use_attention
+from tempo_torch.attention import PLACE, AttentionPlace, is_apart, name_implementation, use_attention
+from tempo_torch.attention_modules import AlibiAttention, MultiheadAttention, get_alibi
 from tempo_torch.dropout import RedrawnDropout
 from tempo_torch.experts import RecomputesExperts, get_experts_refusal, is_experts
-from tempo_torch.functional import CallsAttention, RedirectsFunctions, list_functions, redirect
+from tempo_torch.functional import RedirectsFunctions, list_functions, redirect
 from tempo_torch.linear import DropsInput, is_linear
 from tempo_torch.loss import FusedLoss, is_language_model, use_fused_loss
 from tempo_torch.mlp import TiledMLP, get_mlp_refusal, is_mlp
-from tempo_torch.multihead import MultiheadAttention
-from tempo_torch.norm import choose_keep, recognise_norm
+from tempo_torch.norm import Norm, choose_keep, recognise_norm
 from tempo_torch.position import Passes
 from tempo_torch.replace import Replaced, change_class
 from tempo_torch.report import Entry
@@ -58,16 +57,23 @@ def replace_modules(model: nn.Module, choices: dict[str, str], passes: Passes) -
             break
 
 
-def replace_attention(model: nn.Module, choices: dict[str, str], passes: Passes, head_ranks: tuple[int, int]) -> Entry:
-    """Gives all attention that asks transformers' registry Tempo's, and returns its one entry."""
+def replace_attention(
+    model: nn.Module, choices: dict[str, str], passes: Passes, head_ranks: tuple[int, int], known: Sequence[Entry]
+) -> Iterator[Entry]:
+    """Gives all attention that asks transformers' registry Tempo's, and yields its one entry, if not among `known`."""
+    modules = dict(model.named_modules())
+    has_own = any(map(is_apart, modules.values())) and not hasattr(model, "set_attn_implementation")
+    if has_own or any(isinstance(module, AlibiAttention) for module in modules.values()):
+        return
+    if any(entry.operation == "attention" and not is_apart(modules.get(entry.name)) for entry in known):
+        return
     why = use_attention(model)
-    for name, module in model.named_modules() if why is None else ():
+    for name, module in modules.items() if why is None else ():
         if "Attention" in type(module).__name__ and not is_apart(module):
             place = _make_place(f"{name}.attention", choices, passes)
-            place.head_rank, place.head_ranks = head_ranks
-            place.implementation = name_implementation(module)
+            place.head_ranks, place.implementation = head_ranks, name_implementation(module)
             module.__dict__[PLACE] = place
-    return Entry("", type(model).__name__, "attention", "flash" if why is None else None, why or "")
+    yield Entry("", type(model).__name__, "attention", "flash" if why is None else None, why or "")
 
 
 def replace_losses(model: nn.Module) -> Iterator[Entry]:
@@ -82,24 +88,18 @@ def replace_losses(model: nn.Module) -> Iterator[Entry]:
         yield Entry("", type(model).__name__, "loss", None, "it is no language model of transformers")
 
 
-def is_apart(module: nn.Module | None) -> bool:
-    """Returns whether a module is one of Tempo's that asks no registry for attention, and has its own entry."""
-    return isinstance(module, MultiheadAttention | AlibiAttention | CallsAttention)
-
-
 def _make_place(name: str, choices: dict[str, str], passes: Passes) -> AttentionPlace:
     return AttentionPlace(passes.add_place(name), choices["attention"] == "flash")
 
 
 def _choose_norm(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Becomes | str | None:
     found = recognise_norm(module)
-    if found is None or isinstance(found, str):
+    if not isinstance(found, dict):
         return found
-    mixin, attributes = found
     value = compiled = choices["norm"]
     if value == "auto":
-        value, compiled = choose_keep(module, attributes.get("zero_centered", False)), "recompute"
-    return Becomes(mixin, {**attributes, "keep": value, "compiled_keep": compiled}, value, 2.0)
+        value, compiled = choose_keep(module, found["zero_centered"] is True), "recompute"
+    return Becomes(Norm, {**found, "keep": value, "compiled_keep": compiled}, value, 2.0)
 
 
 def _choose_activation(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Becomes | str | None:
@@ -155,23 +155,20 @@ def _choose_alibi(name: str, module: nn.Module, choices: dict[str, str], passes:
 
 
 def _choose_functions(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> Becomes | None:
-    if not (operations := _list_redirected(module, choices)):
+    if all(choices[operation] == "off" for operation in list_functions(type(module))):
         return None
     attributes = _redirect_functions(name, module, choices, passes)
-    if operations[0] == "attention":
+    operation = attributes["redirected"][0]
+    if operation == "attention":
         attributes[PLACE] = _make_place(f"{name}.attention", choices, passes)
-        return Becomes(CallsAttention, attributes, "flash", operation="attention")
-    sizes = (1.0, 0.0) if operations[0] == "dropout" else (4.0, 2.0)
-    return Becomes(RedirectsFunctions, attributes, "recompute", *sizes, operations[0])
-
-
-def _list_redirected(module: nn.Module, choices: dict[str, str]) -> list[str]:
-    return [operation for operation in list_functions(type(module)) if choices[operation] != "off"]
+        return Becomes(RedirectsFunctions, attributes, "flash", operation=operation)
+    sizes = (1.0, 0.0) if operation == "dropout" else (4.0, 2.0)
+    return Becomes(RedirectsFunctions, attributes, "recompute", *sizes, operation)
 
 
 def _redirect_functions(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> dict[str, Any]:
     redirect(type(module))  # made here, so that a compiler need not make it
-    redirected = frozenset(_list_redirected(module, choices))
+    redirected = tuple(operation for operation in list_functions(type(module)) if choices[operation] != "off")
     return {"redirected": redirected, "function_place": passes.add_place(f"{name}.functional")}
 
 

@@ -1,28 +1,41 @@
-"""Defines `tempoize`, which replaces modules of any PyTorch model in place by ones that keep less for backward."""
+"""Defines `tempoize`, which replaces modules of any PyTorch model in place by ones that keep less for backward, and
+what it knows of a model: what was replaced, what a forward was seen to run, what a check found."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from tempo_torch.alibi import AlibiAttention
-from tempo_torch.attention import get_ranks, give_back_attention
-from tempo_torch.check import is_slow
-from tempo_torch.inputs import make_inputs
-from tempo_torch.numbering import get_rank
+from tempo_kernels.offload import Offload
+from tempo_torch.attention import NAME, PLACE, get_change, give_back_attention, is_apart, name_implementation
+from tempo_torch.compare import Unit, check_model, is_slow
+from tempo_torch.functional import RedirectsFunctions
+from tempo_torch.linear import DropsInput
+from tempo_torch.loss import FusedLoss
+from tempo_torch.mlp import TiledMLP, find_dropout
 from tempo_torch.offload import offload_layers
-from tempo_torch.position import Passes
-from tempo_torch.replace import give_class_back
-from tempo_torch.replacements import is_apart, replace_attention, replace_losses, replace_modules
+from tempo_torch.position import Passes, Samples, get_rank
+from tempo_torch.probe import Inputs, Seen, make_inputs, probe
+from tempo_torch.replace import change_class, give_class_back
+from tempo_torch.replacements import replace_attention, replace_losses, replace_modules
 from tempo_torch.report import Entry, Report
-from tempo_torch.state import CHOICES, State
 from tempo_torch.versions import check_versions
 
+CHOICES = {
+    "activation": ("auto", "recompute", "inplace", "off"),
+    "norm": ("auto", "inplace", "recompute", "off"),
+    "dropout": ("recompute", "auto", "off"),
+    "attention": ("auto", "flash", "off"),
+    "loss": ("auto", "fused", "off"),
+    "mlp": ("off", "tile"),
+    "check": ("auto", "off"),
+}
+"""The values of each argument of `tempoize`, the default first."""
 _ATTRIBUTE = "tempo"
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -59,23 +72,22 @@ def tempoize(
             torch.compile compiles the model or where weights are too small for their biases (`tempo_kernels.norm`).
         dropout: "recompute" (and "auto") draws masks again by position; see `samples`.
         attention: "flash" (and "auto") gives attention with dropout a mask by position and no s*s tensor, in
-            nn.MultiheadAttention and in models of transformers on "sdpa", and in BLOOM and MPT.
+            nn.MultiheadAttention, in models of transformers on "sdpa", and in BLOOM and MPT.
         loss: "fused" (and "auto") makes the logits of a causal language model a chunk of tokens at a time.
         mlp: "tile" runs the MLPs of transformers' models a tile of tokens at a time. They keep their input only, and
-            both linears run again in backward. Under DeepSpeed's ZeRO 3 call tempoize before deepspeed.initialize.
-            Under torch.compile tiles run between the graphs: fullgraph=True fails in training.
-        offload: "all" moves what the layers keep to pinned host memory after their forward, and back before their
-            backward; so do, for themselves, names of modules in a layer joined by "+", such as "mlp.down_proj", and
-            "input", the input of a layer that torch.utils.checkpoint runs again. Layers are the modules of the
-            outermost nn.ModuleLists.
-        offload_ahead: how many layers before the one whose backward runs are copied back meanwhile. With 0 backward
-            waits for its layer, and one layer less is on the GPU.
+            both linears run again in backward. Under ZeRO 3 call tempoize before deepspeed.initialize. Under
+            torch.compile tiles run between the graphs: fullgraph=True fails in training.
+        offload: "all" moves what the layers (modules of the outermost nn.ModuleLists) keep to pinned host memory until
+            their backward; names of modules in a layer joined by "+", such as "mlp.down_proj", move what those keep,
+            and "input" the input of a layer that torch.utils.checkpoint runs again.
+        offload_ahead: how many layers early they are copied back. With 0 backward waits, and one layer less is on the
+            GPU.
         rank, num_ranks: this process among those that train on different samples. By default those of
             torch.distributed, and of the mesh of a model that transformers distributed.
         sequence_ranks: how many ranks share the tokens of a sample and, in attention, its heads, as under DeepSpeed's
-            Ulysses: rank r of torch.distributed has the samples of rank r // sequence_ranks, and the part
-            r % sequence_ranks of each. Attention then draws the masks of one process, and so does other dropout of
-            [samples, tokens, ...], if all ranks have as many tokens.
+            Ulysses: rank r has the samples of rank r // sequence_ranks, and the part r % sequence_ranks of each.
+            Attention then draws the masks of one process, and so does other dropout of [samples, tokens, ...], if all
+            ranks have as many tokens.
         check: "auto" compares a model of transformers with its stock modules on made-up inputs, as `check` does.
 
     Each operation may be "off". If an "auto" does not apply, modules stay, and `report_on` says why.
@@ -88,17 +100,15 @@ def tempoize(
     choices |= {"mlp": mlp}
     _check_model(model)
     _check_values({**choices, "check": check}, seed, rank, num_ranks, offload, offload_ahead, sequence_ranks)
-    ranks = get_ranks(model)
-    if sequence_ranks != 1:
-        ranks = _divide_sequence(sequence_ranks, ranks)
+    ranks = _get_ranks(model, sequence_ranks)
     if rank is None and ranks:
         rank, num_ranks = ranks["samples"]
     given = (seed, choices, offload, offload_ahead, rank, num_ranks, sequence_ranks)
     before = _take_before(model, given)
-    passes, entries = before or (Passes(seed, rank, num_ranks, ranks.get("sequence", (0, 1))), [])
+    passes, entries = before or (Passes(seed, Samples(rank, num_ranks, ranks.get("sequence", (0, 1)))), [])
     entries += replace_modules(model, choices, passes)
-    if attention != "off" and _wants_attention(model, entries):
-        entries.append(replace_attention(model, choices, passes, ranks.get("heads", (0, 1))))
+    if attention != "off":
+        entries += replace_attention(model, choices, passes, ranks.get("heads", (0, 1)), tuple(entries))
     if loss != "off":
         entries += replace_losses(model)
     model.__dict__[_ATTRIBUTE] = state = State(passes, choices, entries, given)
@@ -140,7 +150,7 @@ def _check_values(
         if value not in CHOICES[name]:
             values = ", ".join(f'"{choice}"' for choice in CHOICES[name])
             raise ValueError(f"{name} is {value!r}; expected one of {values}")
-    are_numbers = type(rank) is int and type(num_ranks) is int and 0 <= rank < num_ranks
+    are_numbers = type(rank) is type(num_ranks) is int and 0 <= rank < num_ranks
     if not are_numbers and (rank is not None or num_ranks is not None):
         raise ValueError(
             f"rank is {rank!r} and num_ranks {num_ranks!r}; expected both, with 0 <= rank < num_ranks, or none"
@@ -153,27 +163,26 @@ def _check_values(
         raise ValueError(f"sequence_ranks is {sequence_ranks!r}; expected a number of ranks; give 1 or more")
 
 
-def _divide_sequence(size: int, ranks: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """Returns what get_ranks does, and "sequence", for `size` ranks that share a sample's tokens."""
+def _get_ranks(model: Any, sequence_ranks: int) -> dict[str, tuple[int, int]]:
+    """Returns {"heads": (rank, size), "samples": ..., "sequence": ...}: this process among those that share the heads
+    of an attention, or have other samples, or other tokens of a sample, where torch.distributed does not say it."""
+    mesh: Any = getattr(model, "_device_mesh", None)
+    is_split = mesh is not None and (getattr(model, "_tp_size", None) or 1) > 1
     rank, total = get_rank()
-    if ranks or total % size:
-        here = "a model with tensor parallelism" if ranks else f"{total} ranks of torch.distributed"
-        raise ValueError(
-            f"sequence_ranks is {size} for {here}; expected a number that divides the ranks, and no tensor "
-            "parallelism; call deepspeed.init_distributed first"
-        )
-    place, sample = (rank % size, size), (rank // size, total // size)
-    return {"heads": place, "sequence": place, "samples": sample}
-
-
-def _wants_attention(model: Any, entries: list[Entry]) -> bool:
-    """Returns whether an entry for all attention that asks transformers' registry is missing."""
-    modules = dict(model.named_modules())
-    if any(isinstance(module, AlibiAttention) for module in modules.values()):
-        return False
-    if any(map(is_apart, modules.values())) and not hasattr(model, "set_attn_implementation"):
-        return False
-    return all(entry.operation != "attention" or is_apart(modules.get(entry.name)) for entry in entries)
+    if sequence_ranks > 1:
+        if is_split or total % sequence_ranks:
+            here = "a model with tensor parallelism" if is_split else f"{total} ranks of torch.distributed"
+            raise ValueError(
+                f"sequence_ranks is {sequence_ranks} for {here}; expected a number that divides the ranks, and no "
+                "tensor parallelism; call deepspeed.init_distributed first"
+            )
+        place = rank % sequence_ranks, sequence_ranks
+        return {"heads": place, "sequence": place, "samples": (rank // sequence_ranks, total // sequence_ranks)}
+    if not is_split:
+        return {}
+    names = mesh.mesh_dim_names or ("tp",)
+    ranks = dict(zip(names, zip(mesh.get_coordinate(), mesh.shape, strict=True), strict=True))
+    return {"heads": ranks["tp"], "samples": ranks.get("fsdp", (0, 1))}
 
 
 def _take_before(model: nn.Module, given: tuple[Any, ...]) -> tuple[Passes, list[Entry]] | None:
@@ -227,13 +236,13 @@ def check(model: nn.Module, *args: Any, **kwargs: Any) -> str:
     what the report then says of it. Without arguments it makes up inputs, as tempoize does.
 
     Both run forward and backward in training, and every dropout keeps all. Loss or outputs, the gradients of embeddings
-    and of the first parameter of each kind, and of small ones the last, must agree. The bound is four times in
-    16 bits, and else 16 times, what one rounding of every module's output and gradient does to stock, at least two
-    roundings and 4e-6 of the largest element. What differs is given back to stock, and the report says so.
+    and of the first parameter of each kind, and of small ones the last, must agree. The bound is four times (in more
+    than 16 bits 16 times) what one rounding of every module's output and gradient does to stock, at least two roundings
+    and 4e-6 of the largest element. What differs is given back to stock, and the report says so.
 
-    It costs forward and backward of 2 x 32 tokens, with padding once more, each twice, and a third time where the two
-    differ by more than two roundings; and the memory of at most 2**28 elements of gradients, twice. No random state,
-    buffer, cache, counter or .grad is changed. What a few tokens do not reach, as a window of 4,096, is not seen.
+    It costs forward and backward of 2 x 32 tokens, with padding once more, each two or three times; and the memory of
+    at most 2**28 elements of gradients, twice. No random state, buffer, cache, counter or .grad is changed. What a few
+    tokens do not reach, as a window of 4,096, is not seen.
 
     Raises ValueError where a value other than "auto" and "off" differs.
     """
@@ -244,10 +253,9 @@ def check(model: nn.Module, *args: Any, **kwargs: Any) -> str:
 
 @contextlib.contextmanager
 def samples(model: nn.Module, first_sample: int, num_samples: int | None = None) -> Iterator[None]:
-    """Says which samples the forwards of `model` inside the context see, one batch after the other.
+    """Says which samples the forwards of `model`, or of a wrapper of it, see in the context, one batch after another.
 
     Args:
-        model: one that was given to tempoize, or a wrapper of it.
         first_sample: index of the first batch's first sample over the whole run, as if one device consumed all samples
             in order; in [0, 2**47). The samples of a batch are consecutive.
         num_samples: samples of each batch; by default the first dimension of the model's main input, which is wrong
@@ -293,10 +301,197 @@ def is_tempoized(model: nn.Module) -> bool:
 
 
 def _get_state(model: nn.Module) -> tuple[nn.Module, State]:
-    """Returns the module that was given to tempoize, `model` or one inside it, and its state."""
     for module in model.modules():
         if isinstance(state := module.__dict__.get(_ATTRIBUTE), State):
             return module, state
     raise ValueError(
         f"{type(model).__name__} was not given to tempoize; expected a model that was; call tempoize first"
     )
+
+
+class State:
+    """The state that `tempoize` attaches to a model.
+
+    Args:
+        made: the entries of modules that were replaced or left.
+        given: the arguments of tempoize.
+    """
+
+    def __init__(self, passes: Passes, choices: dict[str, str], made: list[Entry], given: tuple[Any, ...]) -> None:
+        self.passes, self.choices, self.made, self.given = passes, choices, made, given
+        self.offloads: list[Offload] = []
+        self.seen: Seen | str = "its inputs are not; the first one tells"
+        self.checked = 'not checked: check is "off"; check(model, **batch) does it'
+        self._is_settled = False
+
+    def leave(self) -> None:
+        """Removes the hooks, and lets nothing be moved any more."""
+        self.passes.leave()
+        for offload in self.offloads:
+            offload.remove()
+        self.offloads = []
+
+    def watch(self, model: nn.Module, call: Inputs) -> None:
+        """Finds out what model(*args, **kwargs) runs. If no module asks for Tempo's attention, stock's comes back.
+
+        Raises ValueError if a value other than "auto" and "off" applies to nothing that runs.
+        """
+        modules = dict(model.named_modules())
+        self.seen = probe(model, self.passes, call)
+        self.give_back_tiles(modules)
+        flash = [entry for entry in self.made if entry.now and self._is_of_registry(entry, modules)]
+        is_asked = isinstance(self.seen, str) or not all(is_apart(modules[name]) for name in self.seen.attention)
+        if flash and not is_asked and not any(map(get_change, modules.values())):
+            give_back_attention(model)
+            self._leave(flash, "none of its modules asks transformers' registry for attention")
+            self.seen = probe(model, self.passes, call)
+        self.check_applied(model)
+
+    def give_back_tiles(self, modules: dict[str, nn.Module]) -> None:
+        """Gives the MLPs in tiles that draw masks, as adapters put in since then do, their classes back."""
+        for name, module in modules.items():
+            if isinstance(module, TiledMLP) and (why := find_dropout(module)) is not None:
+                give_class_back(module)
+                self._leave([each for each in self.made if each.name == name and each.operation == "mlp"], f"it {why}")
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def watch_first(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Watches, as a hook before forwards, the first training forward whose inputs differ from the watched ones."""
+        if not model.training or self.passes.keeps_all:  # as in a check
+            return
+        self.passes.samples.check_sequence()
+        is_flash = self.choices["attention"] == "flash"
+        if self._is_settled and not is_flash:
+            return
+        changes = [(type(each).__name__, why) for each in model.modules() if (why := get_change(each)) is not None]
+        if changes and is_flash:
+            kind, why = changes[0]
+            raise ValueError(f'attention is "flash", but {kind} {why}, or tempoize with "auto"')
+        if self._is_settled or changes:
+            return
+        self._is_settled = True
+        if isinstance(self.seen, str) or args[1:] or any(name not in self.seen.inputs for name in kwargs):
+            self.watch(model, (args, kwargs))
+
+    def check(self, model: nn.Module, call: Inputs | None = None) -> None:
+        """Compares the model with its stock modules, on made-up inputs without a call, and gives back what differs.
+
+        Raises ValueError where that is a value other than "auto" and "off".
+        """
+        has_loss = any(entry.operation == "loss" and entry.now for entry in self.made)
+        self.checked, found = check_model(model, self.passes, self._list_units(model), call, has_loss)
+        for unit, why in found.items():
+            self._give_back(model, unit, why)
+
+    def _list_units(self, model: nn.Module) -> list[Unit]:
+        modules, is_asked = dict(model.named_modules()), name_implementation(model) == NAME
+        found: dict[tuple[str, str, bool], list[nn.Module]] = {}
+        for entry in self.made:
+            is_registry = self._is_of_registry(entry, modules)
+            if entry.now is not None and (is_asked or not is_registry):
+                of_kind = found.setdefault((entry.operation, entry.module, is_registry), [])
+                of_kind += [] if is_registry else [modules[entry.name]]
+        return [Unit(operation, kind, tuple(each), registry) for (operation, kind, registry), each in found.items()]
+
+    def _give_back(self, model: nn.Module, unit: Unit, why: str) -> None:
+        value = self.choices[unit.operation]
+        if _is_by_name(unit.operation, value):
+            own = why.partition("ValueError: ")[2]
+            if own.startswith(f'{unit.operation} is "'):
+                raise ValueError(own)
+            raise ValueError(_refuse(unit.operation, value, f"{unit.kind}: {why}"))
+        if unit.is_registry:
+            give_back_attention(model)
+        modules: tuple[Any, ...] = unit.modules
+        for module in modules:
+            head = module.get_output_embeddings() if isinstance(module, FusedLoss) else None
+            give_class_back(module)
+            if head is not None:
+                give_class_back(head)
+                change_class(head, DropsInput)
+        kind = unit.operation, unit.kind
+        self._leave([each for each in self.made if each.now is not None and (each.operation, each.module) == kind], why)
+
+    def _leave(self, entries: list[Entry], why: str) -> None:
+        self.made = [each.leave(why) if each in entries else each for each in self.made]
+
+    def check_applied(self, model: nn.Module) -> None:
+        """Raises ValueError if a value that was asked for by name applies to nothing."""
+        report = self.report(model)
+        done = {entry.operation for entry in report.replaced}
+        for operation, value in self.choices.items():
+            if operation not in done and _is_by_name(operation, value):
+                reasons = [entry.why for entry in report.left if entry.operation == operation]
+                raise ValueError(_refuse(operation, value, (reasons or ["the model has no module for it"])[0]))
+
+    def report(self, model: nn.Module) -> Report:
+        """Returns the report of what is known by now."""
+        modules = dict(model.named_modules())
+        if isinstance(self.seen, str):
+            entries = self._leave_changed(self.made, modules)
+            seen = f"What a forward in training runs is not known yet: {self.seen}."
+            return Report(tuple(entries), seen, self.checked)
+        entries = [entry for made in self.made for entry in self._confirm(made, self.seen, modules)]
+        listed = {entry.name for entry in entries if entry.now is None and entry.operation in ("dropout", "attention")}
+        for name, functions in self.seen.draws.items():
+            is_attention = PLACE in modules[name].__dict__ or any("attention" in function for function in functions)
+            if name not in listed:
+                why = f"{', '.join(sorted(functions))} draws from torch's generator"
+                operation = "attention" if is_attention else "dropout"
+                entries.append(Entry(name, type(modules[name]).__name__, operation, None, why))
+        seen = f"Seen in a forward in training, without memory, of {self.seen.inputs}."
+        return Report(tuple(entries), seen, self.checked)
+
+    def _is_of_registry(self, entry: Entry, modules: dict[str, nn.Module]) -> bool:
+        """Returns whether an entry stands for all attention that asks transformers' registry."""
+        return entry.operation == "attention" and not is_apart(modules.get(entry.name))
+
+    def _leave_changed(self, entries: Iterable[Entry], modules: dict[str, nn.Module]) -> list[Entry]:
+        """Returns these entries; the registry's attention counts as left if another one was set since."""
+        why = next(filter(None, map(get_change, modules.values())), None)
+        return [
+            each.leave(f"it {why}") if why and each.now and self._is_of_registry(each, modules) else each
+            for each in entries
+        ]
+
+    def _confirm(self, made: Entry, seen: Seen, modules: dict[str, nn.Module]) -> Iterator[Entry]:
+        """Yields an entry of `made` as it was seen to run."""
+        module, is_loss = modules[made.name], made.operation == "loss"
+        if made.now is None:
+            yield made
+        elif self._is_of_registry(made, modules):
+            if not seen.attention:
+                yield from (each for each in self._leave_changed([made], modules) if each is not made)
+            for name, why in seen.attention.items():
+                if not is_apart(modules[name]):
+                    yield _confirm_attention(made, name, modules[name], why)
+        elif made.operation == "attention" and made.name in seen.attention:
+            yield _confirm_attention(made, made.name, module, seen.attention[made.name])
+        elif made.operation == "attention" or (not is_loss and made.name not in seen.called):
+            yield made.leave("the forward that was watched does not call it")
+        elif is_loss:
+            is_there = any("linear_cross_entropy" in operators for operators in seen.operators.values())
+            yield made if is_there else made.leave("the forward that was watched does not come to its loss")
+        elif "forward" in module.__dict__:
+            yield made.leave("its forward was replaced on the object itself")
+        elif isinstance(module, RedirectsFunctions) and not seen.operators.get(made.name):
+            return  # its functions dropped nothing and got nothing that needs a gradient
+        elif made.operation == "norm" and not seen.operators.get(made.name):
+            yield made.leave("stock ran: it has a gate, or two dtypes")
+        else:
+            yield made
+
+
+def _confirm_attention(made: Entry, name: str, module: nn.Module, why: str | None) -> Entry:
+    why = get_change(module) or module.__dict__[PLACE].why or why
+    found = dataclasses.replace(made, name=name, module=type(module).__name__)
+    return found if why is None else found.leave(f"it {why}")
+
+
+def _is_by_name(operation: str, value: str) -> bool:
+    return value not in ("auto", "off", CHOICES[operation][0])
+
+
+def _refuse(operation: str, value: str, why: str) -> str:
+    others = '"auto" or "off"' if "auto" in CHOICES[operation] else '"off"'
+    return f'{operation} is "{value}", but {why}; set it to {others}'

@@ -16,13 +16,16 @@ from tempo_torch import report_on
 def initialize(monkeypatch):
     """`initialize` with a deepspeed that only remembers what it was called with."""
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    import tempo_megatron
     from tempo_megatron import deepspeed_initialize
 
+    assert tempo_megatron.initialize is deepspeed_initialize.initialize and "initialize" in tempo_megatron.__all__
     stand_in = types.SimpleNamespace(initialize=lambda *args, **kwargs: (args, kwargs))
     monkeypatch.setattr(deepspeed_initialize, "deepspeed", stand_in)
     return deepspeed_initialize.initialize
 
 
+NEARLY = ("tempo_config", "Tempo", "temppo")
 BLOCK = {"seed": 3, "norm": "recompute", "attention": "off", "loss": "off"}
 
 
@@ -54,35 +57,23 @@ def test_without_an_enabled_block_the_model_stays(initialize, config):
         ({"enabled": 1}, "tempo.enabled is 1; expected true or false"),
         ({"norm": "fast"}, "norm is 'fast'; expected one of"),
         ("auto", '"tempo" is \'auto\'; expected a block such as {"activation": "auto"}'),
+        *((name, f'"{name}" is unknown, and Tempo would stay off; expected "tempo"') for name in NEARLY),
     ],
 )
-def test_what_is_wrong_in_a_block_is_one_sentence(initialize, block, sentence):
+def test_what_is_wrong_in_a_block_or_nearly_its_name_is_one_sentence(initialize, block, sentence):
+    config = {"train_micro_batch_size_per_gpu": 1, **({block: BLOCK} if block in NEARLY else {"tempo": block})}
     with pytest.raises(ValueError) as raised:
-        initialize(model=build(), config={"tempo": block})
+        initialize(model=build(), config=config)
     assert str(raised.value).startswith(sentence)
 
 
 def test_a_file_that_is_not_json_is_named(initialize, tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text("{")
+    (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json is not valid JSON \(.*\); correct it or give another file"):
-        initialize(model=build(), config=str(path))
+        initialize(model=build(), config=str(tmp_path / "config.json"))
 
 
 def test_a_megatron_model_that_tempo_did_not_build_is_refused(initialize):
     layer = type("Layer", (nn.Module,), {"__module__": "megatron.core.layer"})()
     with pytest.raises(ValueError, match="Sequential is made of Megatron-core's modules"):
         initialize(model=nn.Sequential(layer), config={"tempo": {}})
-
-
-def test_initialize_is_a_public_name():
-    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
-    import tempo_megatron
-
-    assert callable(tempo_megatron.initialize) and "initialize" in tempo_megatron.__all__
-
-
-@pytest.mark.parametrize("name", ["tempo_config", "Tempo", "temppo"])
-def test_a_name_that_is_nearly_the_blocks_is_not_passed_over(initialize, name):
-    with pytest.raises(ValueError, match=f'"{name}" is unknown, and Tempo would stay off; expected "tempo"'):
-        initialize(None, build(), config={"train_micro_batch_size_per_gpu": 1, name: BLOCK})

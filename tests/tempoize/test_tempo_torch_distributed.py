@@ -10,46 +10,45 @@ from torch import nn
 from torch.nn import functional as F
 from torch_models import H, S, build, make_ids
 
-from tempo_torch import tempoize
+from tempo_torch import restore, tempoize
 
 STEPS, BATCH = 3, 2
 
 
-def loss_of(model, ids):
-    if any("GPT2LMHeadModel" in type(module).__name__ for module in model.modules()):
-        return model(input_ids=ids, labels=ids).loss
-    return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
-
-
-def build_gpt2():
-    """A model of transformers, whose head and attention are Tempo's too."""
-    return build_tiny("GPT2", vocab_size=50, hidden_size=H, max_position_embeddings=S, num_attention_heads=2)
-
-
 def build_for(kind):
-    return build_gpt2() if "GPT-2" in kind else build()
+    """GPT-2 is a model of transformers, whose head and attention are Tempo's too."""
+    gpt2 = {"vocab_size": 50, "hidden_size": H, "max_position_embeddings": S, "num_attention_heads": 2}
+    model = build_tiny("GPT2", **gpt2) if "GPT-2" in kind else build()
+    return tempoize(model, seed=9, norm="recompute")
 
 
-def one_process(kind):
-    """The losses of a process that sees the batches of both ranks."""
-    model = tempoize(build_for(kind), seed=9, norm="recompute")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+def train(kind, model, backward, step, num_samples, first):
+    """The losses of steps on so many samples, of which the first step's is `first`."""
     losses = []
-    for step in range(STEPS):
-        ids = make_ids(2 * BATCH, first=2 * BATCH * step)
-        loss = loss_of(model, ids)
-        loss.backward()
+    for n in range(STEPS):
+        ids = make_ids(num_samples, first=2 * BATCH * n + first)
+        loss = model(input_ids=ids, labels=ids).loss if "GPT-2" in kind else F.cross_entropy(model(ids).mT, ids)
+        backward(loss)
+        step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def train_by_torch(kind, model, num_samples=BATCH, first=0):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def step():
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+
+    return train(kind, model, torch.Tensor.backward, step, num_samples, first)
 
 
-def one_rank(kind):
+def train_on_one_rank(kind):
     """The mean over ranks of this kind of data parallelism's losses."""
-    model = tempoize(build_for(kind), seed=9, norm="recompute")
+    model, first = build_for(kind), BATCH * torch.distributed.get_rank()
     if kind.startswith("DDP"):
-        wrapped = nn.parallel.DistributedDataParallel(model)
+        losses = train_by_torch(kind, nn.parallel.DistributedDataParallel(model), first=first)
     elif kind.startswith("FSDP2"):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -57,26 +56,12 @@ def one_rank(kind):
         mesh = init_device_mesh("cpu", (2,))
         for layer in model.transformer.h if "GPT-2" in kind else model.layers:
             fully_shard(layer, mesh=mesh)
-        wrapped = fully_shard(model, mesh=mesh)
+        losses = train_by_torch(kind, fully_shard(model, mesh=mesh), first=first)
     else:
-        wrapped = None
-    engine = make_engine(build_for(kind)) if wrapped is None else None
-    optimizer = None if wrapped is None else torch.optim.SGD(wrapped.parameters(), lr=0.5)
-    losses = []
-    for step in range(STEPS):
-        ids = make_ids(BATCH, first=(2 * step + torch.distributed.get_rank()) * BATCH)
-        loss = loss_of(engine or wrapped, ids)
-        if engine is not None:
-            engine.backward(loss)
-            engine.step()
-        else:
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        total = loss.detach().clone()
-        torch.distributed.all_reduce(total)
-        losses.append(total.item() / 2)
-    return losses
+        engine = make_engine(restore(model))
+        losses = train(kind, engine, engine.backward, engine.step, BATCH, first)
+    torch.distributed.all_reduce(losses)
+    return (losses / 2).tolist()
 
 
 def make_engine(model):
@@ -86,35 +71,31 @@ def make_engine(model):
 
     # Not needed here, and two ranks that wait for the compilation of a run that was killed wait for ever.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    engine, *_ = initialize(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-        config={
-            "train_micro_batch_size_per_gpu": BATCH,
-            "zero_allow_untested_optimizer": True,
-            "gradient_clipping": 0.0,  # DeepSpeed's default clips, and the other processes do not
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-            "tempo": {"seed": 9, "norm": "recompute"},
-        },
-    )
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH, "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,  # DeepSpeed's default clips, and the other processes do not
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "tempo": {"seed": 9, "norm": "recompute"},
+    }  # fmt: skip
+    engine, *_ = initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), config=config)
     return engine
 
 
 KINDS = ["DDP", "FSDP2", "ZeRO-3", "FSDP2 GPT-2", "ZeRO-3 GPT-2"]
 
 
-def one_rank_of_each_kind():
-    return {kind: one_rank(kind) for kind in KINDS}
+def train_each_kind():
+    return {kind: train_on_one_rank(kind) for kind in KINDS}
 
 
 @pytest.mark.slow
 def test_losses_are_those_of_one_process():
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
-    expected = {kind: one_process(kind) for kind in ("DDP", "FSDP2 GPT-2")}
-    for rank in run_ranks(one_rank_of_each_kind, 2):
+    # Of a process that sees the batches of both ranks.
+    expected = {kind: train_by_torch(kind, build_for(kind), 2 * BATCH).tolist() for kind in ("", "GPT-2")}
+    for rank in run_ranks(train_each_kind, 2):
         for kind, losses in rank.items():
-            of_one = expected["FSDP2 GPT-2" if "GPT-2" in kind else "DDP"]
-            assert losses == pytest.approx(of_one, rel=2e-5), kind
+            assert losses == pytest.approx(expected["GPT-2" if "GPT-2" in kind else ""], rel=2e-5), kind
             assert losses[0] != pytest.approx(losses[-1], rel=1e-3)
 
 

@@ -1,4 +1,5 @@
-"""nn.MultiheadAttention under tempoize: stock's function with a mask by position, and no s*s tensor."""
+"""nn.MultiheadAttention, and modules that call F.scaled_dot_product_attention, as nanoGPT and timm write them, under
+tempoize: stock's function with a mask by position, and no s*s tensor."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from witness import assert_all_within_rule, kept_storages
 
 from tempo_kernels.philox import derive_key, drop_mask, effective_probability
+from tempo_kernels.recompute import find_saved_tensors
 from tempo_torch import report_on, samples, tempoize
 
 B, SQ, SK, E, HEADS = 4, 48, 65, 64, 4
@@ -30,6 +32,8 @@ def make_float(mask):
     return torch.zeros(mask.shape).masked_fill(mask, float("-inf"))
 
 
+FIRST_DIM = {"batch_first": True}
+FLOATS = {"attn_mask": make_float(CAUSAL), "key_padding_mask": make_float(PADDING[:, :SQ]), "is_causal": True}
 # Arguments of the module, lengths of the query and of the keys, what a call is given besides.
 CALLS = {
     "self attention": ({"batch_first": True}, SQ, SQ, {}),
@@ -37,12 +41,7 @@ CALLS = {
     "no bias": ({"bias": False}, SQ, SQ, {}),
     "causal": ({"batch_first": True}, SQ, SQ, {"attn_mask": CAUSAL, "is_causal": True}),
     "causal by its mask": ({"batch_first": True}, SQ, SQ, {"attn_mask": CAUSAL}),
-    "a causal float mask and padding": (
-        {"batch_first": True},
-        SQ,
-        SQ,
-        {"attn_mask": make_float(CAUSAL), "key_padding_mask": make_float(PADDING[:, :SQ]), "is_causal": True},
-    ),
+    "a causal float mask and padding": (FIRST_DIM, SQ, SQ, FLOATS),
     "padding": ({"batch_first": True}, SQ, SK, {"key_padding_mask": PADDING}),
     "a mask per head": ({}, SQ, SK, {"attn_mask": RANDOM}),
     "a mask per head and padding": ({"batch_first": True}, SQ, SK, {"attn_mask": RANDOM, "key_padding_mask": PADDING}),
@@ -55,10 +54,9 @@ def make_inputs(settings, num_queries, num_keys):
     query = torch.randn(B, num_queries, E)
     if num_queries == num_keys:
         inputs = [query] * 3
-    elif "kdim" in settings:
-        inputs = [query, torch.randn(B, num_keys, settings["kdim"]), torch.randn(B, num_keys, settings["vdim"])]
     else:
-        inputs = [query, *[torch.randn(B, num_keys, E)] * 2]
+        key = torch.randn(B, num_keys, settings.get("kdim", E))
+        inputs = [query, key, torch.randn(B, num_keys, settings["vdim"]) if "vdim" in settings else key]
     if settings.get("batch_first"):
         return inputs
     swapped = {id(t): t.transpose(0, 1).contiguous() for t in inputs}
@@ -67,14 +65,10 @@ def make_inputs(settings, num_queries, num_keys):
 
 def drop_by_definition(weights, p):
     """F.dropout of probabilities [b*a, sq, sk] by the mask from its definition."""
-    dropped = drop_mask(
-        derive_key(SEED, zlib.crc32(b""), 0),
-        p,
-        sample=torch.arange(FIRST, FIRST + B).view(-1, 1, 1),
-        head=torch.arange(HEADS).view(-1, 1),
-        row=torch.arange(weights.size(1)),
-        num_columns=weights.size(2),
-    )
+    rows, of_heads = torch.arange(weights.size(1)), torch.arange(HEADS).view(-1, 1)
+    of_samples = torch.arange(FIRST, FIRST + B).view(-1, 1, 1)
+    where = {"sample": of_samples, "head": of_heads, "row": rows, "num_columns": weights.size(2)}
+    dropped = drop_mask(derive_key(SEED, zlib.crc32(b""), 0), p, **where)
     return weights * ~dropped.flatten(0, 1) / (1 - effective_probability(p))
 
 
@@ -205,6 +199,15 @@ REFUSALS = {
 }
 
 
+def test_scores_that_a_function_adds_to_stay_stock_or_are_refused():
+    x, stock = torch.randn(2, LENGTH, HIDDEN), build_own(mask=torch.zeros(LENGTH, LENGTH))
+    ours, flash = (tempoize(copy.deepcopy(stock), attention=value) for value in ("auto", "flash"))
+    ours(x)
+    assert "adds a tensor to its scores" in str(report_on(ours))
+    with pytest.raises(ValueError, match='attention is "flash".*adds a tensor to its scores'):
+        flash(x)
+
+
 @pytest.mark.parametrize("why", REFUSALS)
 def test_what_tempos_attention_does_not_do_stays_stock_or_is_refused(why):
     settings, more = REFUSALS[why]
@@ -230,19 +233,28 @@ def test_masks_that_do_not_fit_end_in_stocks_words():
         model(x, x, x, need_weights=False, attn_mask=CAUSAL.int())
 
 
-def test_a_mask_that_is_written_to_is_read_again():
+@pytest.mark.parametrize(("dtype", "hides"), [(torch.bool, True), (torch.float32, float("-inf"))])
+def test_a_mask_that_is_written_to_is_read_again_and_masks_of_past_steps_are_freed(dtype, hides):
     model, x = tempoize(nn.MultiheadAttention(E, HEADS, P, batch_first=True), attention="flash"), torch.randn(B, SQ, E)
-    for empty in (torch.zeros(B, SQ, dtype=torch.bool), torch.zeros(B, SQ)):
-        outs = []
-        for value in (None, True if empty.dtype == torch.bool else float("-inf")):
-            if value is not None:
-                empty[:, 1:] = value
-            with samples(model, 0):
-                outs.append(model(x, x, x, key_padding_mask=empty, need_weights=False)[0])
-        assert not torch.equal(*outs)
-        empty[:, 0] = True if empty.dtype == torch.bool else 3.0
-    with pytest.raises(ValueError, match="MultiheadAttention adds a tensor to its scores"):
-        model(x, x, x, key_padding_mask=empty, need_weights=False)
+    outs, masks = [], [torch.zeros(B, SQ, dtype=dtype) for _ in range(2)]
+
+    def run(mask):
+        with samples(model, 0):
+            return model(x, x, x, key_padding_mask=mask, need_weights=False)[0]
+
+    for mask in masks:
+        outs.append(run(mask))
+        mask[:, 1:] = hides
+        outs.append(run(mask))
+    assert torch.equal(outs[0], outs[2]) and torch.equal(outs[1], outs[3]) and not torch.equal(outs[0], outs[1])
+    if dtype != torch.bool:
+        mask[:, 0] = 3.0
+        with pytest.raises(ValueError, match="MultiheadAttention adds a tensor to its scores"):
+            run(mask)
+    held = [weakref.ref(mask) for mask in masks]
+    del mask, masks
+    gc.collect()
+    assert all(each() is None for each in held)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -263,14 +275,89 @@ def test_evaluation_is_bit_for_bit_stocks_on_nested_tensors_too():
             assert torch.equal(found[0], expected[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_masks_of_past_steps_are_freed(dtype):
-    model, x = tempoize(nn.MultiheadAttention(E, HEADS, P, batch_first=True), attention="flash"), torch.randn(B, SQ, E)
-    masks = []
-    for _ in range(2):
-        mask = torch.zeros(B, SQ, dtype=dtype)
-        masks.append(weakref.ref(mask))
-        model(x, x, x, key_padding_mask=mask, need_weights=False)
-        del mask
-    gc.collect()
-    assert masks[0]() is masks[1]() is None
+HIDDEN, LENGTH = 32, 24
+
+
+class OwnNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(HIDDEN)), nn.Parameter(torch.zeros(HIDDEN))
+
+    def forward(self, x):
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+
+
+class OwnAttention(nn.Module):
+    """`mask` is None for causal, or added or bool."""
+
+    def __init__(self, p, mask):
+        super().__init__()
+        self.norm, self.qkv, self.out = OwnNorm(), nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.p, self.mask = p, mask
+
+    def forward(self, x):
+        b, s, h = x.shape
+        q, k, v = (t.view(b, s, HEADS, -1).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, dim=-1))
+        more = {"dropout_p": self.p if self.training else 0.0, "is_causal": self.mask is None}
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, self.mask, **more)
+        return x + self.out(y.transpose(1, 2).contiguous().view(b, s, h))
+
+
+def build_own(p=0.5, mask=None):
+    torch.manual_seed(0)
+    return nn.Sequential(OwnAttention(p, mask), OwnAttention(p, mask)).train()
+
+
+def keeps_scores(y):
+    """Whether a node of the graph keeps a tensor [b, a, s, s]."""
+    pending, seen = [y.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        pending.extend(parent for parent, _ in node.next_functions)
+        saved = [t for _, t in find_saved_tensors(node) if t is not None and t.is_floating_point()]
+        if any(t.shape[-2:] == (LENGTH, LENGTH) for t in saved):
+            return True
+    return False
+
+
+BOOL = torch.rand(1, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.7
+
+
+@pytest.mark.parametrize("mask", [None, BOOL, BOOL[0, 0]], ids=["causal", "mask", "mask of two dimensions"])
+def test_the_mask_of_a_sample_depends_on_no_other_and_no_scores_are_kept(mask):
+    x = torch.randn(4, LENGTH, HIDDEN, requires_grad=True)
+    model = tempoize(build_own(mask=mask), seed=1)
+    with samples(model, 8):
+        whole = model(x)
+    assert not keeps_scores(whole) and keeps_scores(build_own(mask=mask)(x))
+    for first in (0, 2):
+        with samples(model, 8 + first):
+            torch.testing.assert_close(model(x[first : first + 2]), whole[first : first + 2], rtol=1e-5, atol=1e-6)
+    with samples(model, 9):
+        assert not torch.allclose(model(x), whole)
+    assert "replaced  attention  OwnAttention  flash" in str(report_on(model)).replace("   ", "  ")
+
+
+@pytest.mark.parametrize("mask", [None, BOOL], ids=["causal", "mask"])
+def test_functions_that_drop_nothing_are_stocks(mask):
+    x, stock = torch.randn(2, LENGTH, HIDDEN), build_own(p=0.0, mask=mask)
+    for p in (0.0, 1e-6):  # of which 16 bits drop none, but Tempo's attention runs
+        ours = tempoize(build_own(p=p, mask=mask), seed=1)
+        torch.testing.assert_close(ours(x), stock(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_norm_over_channels_is_not_taken_for_one_over_the_last_dimension():
+    model = nn.Sequential(nn.GroupNorm(1, 8), nn.Linear(8, 8)).train()
+    with torch.no_grad():
+        model[0].weight.uniform_(0.5, 1.5)
+    x = torch.randn(2, 8, 8)
+    expected = model(x)
+    torch.testing.assert_close(tempoize(model, seed=1)(x), expected)
+
+
+def test_a_norm_with_its_eps_in_its_code_is_recognised():
+    report = str(report_on(tempoize(build_own(), seed=1)))
+    assert report.count("OwnNorm") == 1 and "inplace" in report and "no eps" not in report
