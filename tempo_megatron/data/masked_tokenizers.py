@@ -6,16 +6,15 @@ sample. Their data need no end-of-document token, because Megatron's masked data
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tempo_megatron.data import DataError
-from tempo_megatron.data.tokenizer import ByteLevelTokenizer, TextTokenizer, read_tokenizer_file
+from tempo_megatron.data.tokenizer import ByteLevelTokenizer, TextTokenizer
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing's from Python 3.11 on
@@ -32,6 +31,8 @@ class WordPieceTokenizer(TextTokenizer):
     """
 
     lowercase: ClassVar[bool]
+    suffixes = ("-vocab.txt",)
+    smallest_size = 128, "an alphabet and the special tokens"
     special_tokens: ClassVar[dict[str, str]] = {
         "[PAD]": "fills up a sample",
         "[UNK]": "stands for what the vocabulary lacks",
@@ -40,49 +41,35 @@ class WordPieceTokenizer(TextTokenizer):
         "[MASK]": "stands for a masked token",
     }
 
-    def __init__(self, vocab: dict[str, int], unique_identifiers: dict[str, str]):
-        tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=_LONGEST_WORD))
-        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=self.lowercase)
-        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        tokenizer.decoder = decoders.WordPiece()
-        super().__init__(vocab, tokenizer, unique_identifiers)
-        self.pad, _, self.cls, self.sep, self.mask = (vocab[token] for token in self.special_tokens)
+    def __init__(self, *files: str):
+        super().__init__(*files)
+        self.pad, _, self.cls, self.sep, self.mask = (self.vocab[token] for token in self.special_tokens)
 
-    @classmethod
-    def load(cls, vocab_file: str) -> Self:
-        """Reads and checks a vocab.txt.
-
-        Raises: DataError (a ValueError) if it cannot be read, is not a vocabulary, or lacks a special token.
-        """
-        content = read_tokenizer_file(vocab_file)
+    def _build(self, files: Sequence[str], contents: Sequence[bytes]) -> Tokenizer:
+        (vocab_file,) = files
         try:
-            tokens = [line.rstrip("\r") for line in content.decode("utf-8").removesuffix("\n").split("\n")]
+            tokens = [line.rstrip("\r") for line in contents[0].decode("utf-8").removesuffix("\n").split("\n")]
         except UnicodeDecodeError as error:
             raise DataError(f"{vocab_file} is not UTF-8 text; --vocab-file takes BERT's vocab.txt") from error
         vocab = {token: number for number, token in enumerate(tokens)}
         if len(vocab) < len(tokens):
-            twice = next(token for token, count in Counter(tokens).items() if count > 1)
+            ((twice, _),) = Counter(tokens).most_common(1)
             raise DataError(f"{vocab_file} has the token {twice!r} twice; --vocab-file takes BERT's vocab.txt")
-        for token, purpose in cls.special_tokens.items():
-            if token not in vocab:
-                raise DataError(f"{vocab_file} has no token {token}, which {purpose}; give BERT's vocab.txt")
-        identifiers = {"class": cls.__name__, "vocab_sha256": hashlib.sha256(content).hexdigest()}
-        return cls(vocab, identifiers)
+        tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=_LONGEST_WORD))
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=self.lowercase)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        return tokenizer
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int, folder: str) -> Self:
-        """Trains a vocabulary of at most vocab_size pieces and writes it to folder/vocab.txt.
-
-        The special tokens come first, [PAD] is 0. The result depends on the texts alone.
-
-        Raises: OSError if the file cannot be written.
-        """
+        """Trains a vocabulary and writes it to folder/vocab.txt: the special tokens first, [PAD] is 0."""
         alphabet_size = min(_LARGEST_ALPHABET, (vocab_size - len(cls.special_tokens)) // 4)
         words = _count_words(texts, cls.lowercase)
         pieces = _learn_pieces(words, alphabet_size, vocab_size - len(cls.special_tokens))
         vocab_file = str(Path(folder, "vocab.txt"))
         Path(vocab_file).write_text("".join(f"{token}\n" for token in [*cls.special_tokens, *pieces]), encoding="utf-8")
-        return cls.load(vocab_file)
+        return cls(vocab_file)
 
     def starts_word(self, token_id: int) -> bool:
         """Whether a word begins with the token."""
@@ -92,18 +79,19 @@ class WordPieceTokenizer(TextTokenizer):
 class LowerCaseWordPieceTokenizer(WordPieceTokenizer):
     """The tokenizer of uncased models: letters become small and lose their accents."""
 
-    lowercase = True
+    lowercase, default_size = True, 30522
 
 
 class CasedWordPieceTokenizer(WordPieceTokenizer):
     """The tokenizer of cased models."""
 
-    lowercase = False
+    lowercase, default_size = False, 28996
 
 
 class RobertaTokenizer(ByteLevelTokenizer):
     """RoBERTa's tokenizer: GPT-2's byte-level BPE with four special tokens."""
 
+    default_size, smallest_size = 50265, (260, "256 bytes and four")
     special_tokens: ClassVar[dict[str, str]] = {
         "<s>": "begins a sample",
         "<pad>": "fills up a sample",
@@ -111,9 +99,9 @@ class RobertaTokenizer(ByteLevelTokenizer):
         "<mask>": "stands for a masked token",
     }
 
-    def __init__(self, vocab: dict[str, int], merges: list[tuple[str, str]], unique_identifiers: dict[str, str]):
-        super().__init__(vocab, merges, unique_identifiers)
-        self.cls, self.pad, self.sep, self.mask = (vocab[token] for token in self.special_tokens)
+    def __init__(self, *files: str):
+        super().__init__(*files)
+        self.cls, self.pad, self.sep, self.mask = (self.vocab[token] for token in self.special_tokens)
 
     def starts_word(self, token_id: int) -> bool:
         """Whether the token begins with white space. A word also begins a text, but no token shows that."""

@@ -87,14 +87,17 @@ def test_robertas_special_tokens_come_last_and_its_own_files_load(tmp_path: Path
     published = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "a": 4, "Ġ": 5, "<mask>": 6}
     (tmp_path / "vocab.json").write_text(json.dumps(published), encoding="utf-8")
     (tmp_path / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
-    loaded = RobertaTokenizer.load(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+    loaded = RobertaTokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
     assert (loaded.cls, loaded.pad, loaded.sep, loaded.mask, loaded.eod) == (0, 1, 2, 6, None)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n", r"has no token \[MASK\], which stands for a masked token; give BERT's"),
+        (
+            b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n",
+            r"has no token \[MASK\], which stands for a masked token; add it",
+        ),
         (b"[PAD]\na\na\n", "has the token 'a' twice"),
         (b"\xff\xfe", "is not UTF-8 text; --vocab-file takes BERT's vocab.txt"),
     ],
@@ -102,4 +105,4 @@ def test_robertas_special_tokens_come_last_and_its_own_files_load(tmp_path: Path
 def test_a_broken_vocabulary_is_one_sentence(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        CasedWordPieceTokenizer.load(str(tmp_path / "vocab.txt"))
+        CasedWordPieceTokenizer(str(tmp_path / "vocab.txt"))

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import time
-import uuid
 from pathlib import Path
 
 import pytest
@@ -16,15 +13,12 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from tempo_megatron.data.dataset_files import validate_dataset
 from tempo_megatron.data.prepare_data import main
 
-ROOT = Path(__file__).parents[2]
-
 # Runs prepare_data in a child process per moment n = 1, 2, ... that kills itself just before the n-th call of one of
 # these functions, until a child comes through. Prints, per child, how it ended and the files it left.
 KILL_EACH_MOMENT = """
 import json, os, shutil, signal, sys
-from tempo_megatron.data.dataset_writer import DatasetWriter
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # here once, and not in each child
 from tempo_megatron.data.prepare_data import main
-import megatron.core.datasets.indexed_dataset  # here once, and not in each child
 
 start, work, *command = sys.argv[1:]
 
@@ -41,8 +35,8 @@ def kill_before(n):
         setattr(owner, name, wrapped)
     for name in ("replace", "remove", "fsync", "close"):
         wrap(os, name)
-    for name in ("add", "finish"):
-        wrap(DatasetWriter, name)
+    for name in ("add_item", "finalize"):
+        wrap(IndexedDatasetBuilder, name)
 
 for n in range(1, 200):
     shutil.rmtree(work, ignore_errors=True)
@@ -126,38 +120,3 @@ def assert_all_can_be_made_again(folders: list[Path], text: Path, new: dict[str,
         }
         assert not list(folder.glob("*.partial"))
         validate_dataset(str(folder / "out"), 300)
-
-
-def test_a_run_killed_while_its_workers_work_leaves_neither_files_nor_processes(tmp_path: Path) -> None:
-    marker = uuid.uuid4().hex
-    command = [
-        *(sys.executable, "-W", "ignore", str(ROOT / "launch" / "prepare_data.py"), "--input-stdlib", "--workers", "2"),
-        *("--vocab-size", "300", "--train-bytes", "100k", "--output-prefix", str(tmp_path / "out")),
-    ]
-    with subprocess.Popen(command, env={**os.environ, "PREPARE_DATA_TEST": marker}) as process:
-        tokens = tmp_path / "out.partial" / "bin"
-        wait_until(lambda: process.poll() is not None or (tokens.exists() and tokens.stat().st_size > 0), 200)
-        assert process.poll() is None
-        process.kill()
-    assert not list(tmp_path.glob("out[.-][!p]*"))
-    assert not IndexedDataset.exists(str(tmp_path / "out"))
-    wait_until(lambda: not processes_with(marker), 60)
-    assert processes_with(marker) == []
-
-
-def wait_until(is_so: object, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so() and time.monotonic() < deadline:  # type: ignore[operator]
-        time.sleep(0.02)
-
-
-def processes_with(marker: str) -> list[str]:
-    """The command lines of the running processes that have `marker` in their environment."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if marker.encode() in (process / "environ").read_bytes():
-                found.append((process / "cmdline").read_text())
-        except OSError:  # ended meanwhile, or another user's
-            continue
-    return found

@@ -38,7 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer(trained: Path) -> GPT2Tokenizer:
-    return GPT2Tokenizer.load(str(trained / "vocab.json"), str(trained / "merges.txt"))
+    return GPT2Tokenizer(str(trained / "vocab.json"), str(trained / "merges.txt"))
 
 
 def write_files(folder: Path, vocab: object, merges: str) -> tuple[str, str]:
@@ -87,9 +87,9 @@ def test_detokenize_refuses_an_id_of_the_padding(tokenizer: GPT2Tokenizer) -> No
 
 def test_identifiers_follow_the_content_of_the_files(trained: Path, tokenizer: GPT2Tokenizer, tmp_path: Path) -> None:
     vocab, merges = (trained / "vocab.json").read_text(), (trained / "merges.txt").read_text()
-    same = GPT2Tokenizer.load(*write_files(tmp_path, vocab, merges))
+    same = GPT2Tokenizer(*write_files(tmp_path, vocab, merges))
     assert same.unique_identifiers == tokenizer.unique_identifiers
-    other = GPT2Tokenizer.load(*write_files(tmp_path, vocab, merges.rsplit("\n", 2)[0]))
+    other = GPT2Tokenizer(*write_files(tmp_path, vocab, merges.rsplit("\n", 2)[0]))
     assert other.unique_identifiers != tokenizer.unique_identifiers
 
 
@@ -107,22 +107,22 @@ def test_identifiers_follow_the_content_of_the_files(trained: Path, tokenizer: G
 )
 def test_files_that_are_no_tokenizer_are_refused(vocab: object, merges: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        GPT2Tokenizer.load(*write_files(tmp_path, vocab, merges))
+        GPT2Tokenizer(*write_files(tmp_path, vocab, merges))
 
 
 def test_a_missing_or_binary_tokenizer_file_is_refused(tmp_path: Path) -> None:
     vocab_file, merge_file = write_files(tmp_path, byte_vocab(), "")
     with pytest.raises(ValueError, match=r"cannot read the tokenizer file .*none.json: No such file"):
-        GPT2Tokenizer.load(str(tmp_path / "none.json"), merge_file)
+        GPT2Tokenizer(str(tmp_path / "none.json"), merge_file)
     Path(merge_file).write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"merges.txt are not the files of one tokenizer .*UTF-8"):
-        GPT2Tokenizer.load(vocab_file, merge_file)
+        GPT2Tokenizer(vocab_file, merge_file)
 
 
 def test_a_text_that_the_vocabulary_cannot_express_is_refused(tmp_path: Path) -> None:
     vocab = byte_vocab()
     del vocab["Ã"]  # byte 0xc3, the first of most accented letters
-    tokenizer = GPT2Tokenizer.load(*write_files(tmp_path, vocab, ""))
+    tokenizer = GPT2Tokenizer(*write_files(tmp_path, vocab, ""))
     assert tokenizer.detokenize(tokenizer.tokenize("plain, 漢字")) == "plain, 漢字"
     with pytest.raises(ValueError, match=r"cannot express 'é' .*0xc3"):
         tokenizer.tokenize("café")
