@@ -70,7 +70,8 @@ class Part:
     version: int | str
     """The time of the last change in ns; of a data set of the hub its digest."""
     is_named: bool
-    is_on_hub: bool = False
+    kind: str
+    """text, json (one object a line), table, or hub: a data set of the hub, which is a table too."""
     start: int = 0
     is_last: bool = True
     """Whether the file ends here. A table of which that is not so ends after `end` bytes of text."""
@@ -78,19 +79,12 @@ class Part:
     """Of a table that has been read: the numbers and texts of some rows."""
 
     @property
-    def is_json(self) -> bool:
-        name = self.path.lower()
-        for suffix in COMPRESSED_SUFFIXES:
-            name = name.removesuffix(suffix)
-        return name.endswith(JSON_SUFFIXES) and not self.is_on_hub
-
-    @property
     def is_compressed(self) -> bool:
-        return self.path.lower().endswith(COMPRESSED_SUFFIXES) and not self.is_on_hub
+        return self.kind in ("text", "json") and self.path.lower().endswith(COMPRESSED_SUFFIXES)
 
     @property
     def is_table(self) -> bool:
-        return self.is_on_hub or _names_table(self.path, self.is_named)
+        return self.kind in ("table", "hub")
 
 
 Piece = list[Part]
@@ -119,9 +113,6 @@ def format_path(path: str) -> str:
 
 def list_files(inputs: Iterable[str], extensions: Iterable[str], output_prefix: str, left_out: LeftOut) -> list[Part]:
     """Lists the files of `inputs` that can be text: files as they are given, directory trees in sorted order.
-
-    It leaves out links of a tree, except those to files of the same tree, and the output of an earlier run with the
-    same prefix.
 
     Raises: DataError (a ValueError) if a file is missing or unreadable, or if the user named a binary file or one of
         the output.
@@ -158,13 +149,12 @@ def list_hub_datasets(names: Iterable[str]) -> list[Part]:
             builder = datasets.load_dataset_builder(path, config)
         except (OSError, ValueError, RuntimeError) as error:
             raise describe_fault(name, error, is_on_hub=True) from error
-        found.append(Part(name, builder.info.dataset_size or 0, str(builder.hash), is_named=True, is_on_hub=True))
+        found.append(Part(name, builder.info.dataset_size or 0, str(builder.hash), is_named=True, kind="hub"))
     return found
 
 
 def split_hub_name(name: str) -> tuple[str, str | None, str]:
-    path, _, rest = name.partition(":")
-    config, _, split = rest.partition(":")
+    path, config, split = [*name.split(":", 2), "", ""][:3]
     return path, config or None, split or "train"
 
 
@@ -177,7 +167,6 @@ def check_package(what: str) -> None:
 
 
 def describe_fault(path: str, error: Exception, *, is_on_hub: bool = False) -> DataError:
-    """Says of what cannot be read what to do."""
     if is_on_hub:
         return DataError(f"the data set {path} cannot be read ({first_line(error)}); check its name and the network")
     if isinstance(error, OSError) and error.errno is not None:
@@ -199,10 +188,7 @@ def list_stdlib(left_out: LeftOut) -> list[Part]:
 
 
 def take_first_bytes(files: list[Part], max_bytes: int, left_out: LeftOut) -> list[Part]:
-    """Takes files up to max_bytes in total; cuts the last one at the first end of a word, line or row after the limit.
-
-    A data set of the hub whose size is unknown counts as the rest.
-    """
+    """Takes files up to max_bytes in total; cuts the last one at the first end of a word, line or row after that."""
     taken: list[Part] = []
     budget = max_bytes
     for file in files:
@@ -219,15 +205,12 @@ def take_first_bytes(files: list[Part], max_bytes: int, left_out: LeftOut) -> li
 
 
 def cut_pieces(files: list[Part], *, cuts_texts: bool = True) -> list[Piece]:
-    """Cuts and groups the files, in order, into pieces of 1 to 8 MiB: the more data, the larger. A table is one piece.
-
-    Without `cuts_texts` a text file is not cut, whatever its size.
-    """
+    """Cuts and groups the files, in order, into pieces of 1 to 8 MiB, larger of more data. A table is one piece."""
     piece_bytes = min(_LARGEST_PIECE, max(_SMALLEST_PIECE, sum(file.end for file in files) >> 12))
     pieces: list[Piece] = []
     num_bytes = piece_bytes  # of the last piece
     for file in files:
-        offsets = [0, *(_find_cuts(file, piece_bytes) if cuts_texts or file.is_json else ()), file.end]
+        offsets = [0, *(_find_cuts(file, piece_bytes) if cuts_texts or file.kind == "json" else ()), file.end]
         for start, end in pairwise(offsets):
             if file.is_table or num_bytes >= piece_bytes or len(pieces[-1]) >= _FILES_PER_PIECE:
                 pieces.append([])
@@ -268,9 +251,14 @@ def _walk(root: str, left_out: LeftOut, names_left_out: Iterable[str] = ()) -> I
         yield from (os.path.join(folder, name) for name in sorted(names) if not name.startswith("."))
 
 
-def _names_table(path: str, is_named: bool) -> bool:
-    """Whether a file is read row by row: in a tree, whose files have no columns in common, only a .parquet file."""
-    return path.lower().endswith(tuple(TABLES) if is_named else ".parquet")
+def _get_kind(path: str, is_named: bool) -> str:
+    name = path.lower()
+    # The files of a tree have no columns in common: there, only a .parquet file is read row by row.
+    if name.endswith(tuple(TABLES) if is_named else ".parquet"):
+        return "table"
+    for suffix in COMPRESSED_SUFFIXES:
+        name = name.removesuffix(suffix)
+    return "json" if name.endswith(JSON_SUFFIXES) else "text"
 
 
 def _is_output(path: str, prefix: str) -> bool:
@@ -281,18 +269,23 @@ def _is_output(path: str, prefix: str) -> bool:
 
 
 def _take_usable(path: str, is_named: bool, left_out: LeftOut) -> list[Part]:
-    """Returns a list with the file, or an empty one if it is left out."""
+    reason = ""
     try:
         info = os.stat(path)
-        reason = _find_obstacle(path, info, is_named)
+        file = Part(path, info.st_size, info.st_mtime_ns, is_named, _get_kind(path, is_named))
+        if not stat.S_ISREG(info.st_mode):
+            reason = "not a regular file"
+        elif info.st_size == 0:
+            reason = "empty"
+        elif not file.is_table and not file.is_compressed:
+            with open(path, "rb", 0) as stream:
+                reason = "binary" if b"\0" in stream.read(_HEAD_BYTES) else ""
     except OSError as error:
         link = " (a link that leads nowhere)" if os.path.islink(path) and not os.path.exists(path) else ""
         raise DataError(
             f"cannot read {format_path(path)}: {error.strerror}{link}; repair it, or choose other files with --input "
             "or --extensions"
         ) from error
-    if not reason:
-        return [Part(path, info.st_size, info.st_mtime_ns, is_named)]
     if is_named and reason in _REFUSED:
         is_packed = reason == "binary" and path.lower().endswith(_OTHER_COMPRESSION)
         what = "compressed (unpack it first, or compress it with gzip or zstd)" if is_packed else _REFUSED[reason]
@@ -300,30 +293,16 @@ def _take_usable(path: str, is_named: bool, left_out: LeftOut) -> list[Part]:
             f"{format_path(path)} is {what}; --input takes UTF-8 text and JSON-lines, also as .gz or .zst, and "
             ".parquet, .arrow, .csv and .tsv"
         )
-    left_out.add(reason, path)
-    return []
-
-
-def _find_obstacle(path: str, info: os.stat_result, is_named: bool) -> str:
-    """Returns why a file is no text, or nothing."""
-    if not stat.S_ISREG(info.st_mode):
-        return "not a regular file"
-    if info.st_size == 0:
-        return "empty"
-    if _names_table(path, is_named) or path.lower().endswith(".zst"):
-        check_package(path)
-        return ""
-    if path.lower().endswith(".gz"):
-        return ""
-    with open(path, "rb", 0) as stream:
-        return "binary" if b"\0" in stream.read(_HEAD_BYTES) else ""
+    if reason:
+        left_out.add(reason, path)
+    return [] if reason else [file]
 
 
 def _find_cuts(file: Part, step: int) -> Iterator[int]:
     """Yields the offsets at which to cut a file: each the first possible one at least `step` bytes after the last."""
     if file.end <= step or file.is_compressed or file.is_table:
         return
-    pattern = _JSON_CUT if file.is_json else _TEXT_CUT
+    pattern = _JSON_CUT if file.kind == "json" else _TEXT_CUT
     position = step
     try:
         with open(file.path, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:

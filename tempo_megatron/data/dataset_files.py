@@ -11,8 +11,8 @@ import glob
 import json
 import os
 import struct
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -85,10 +85,7 @@ class Sidecar:
             stream.write("\n")
 
     def find_tokenizer_files(self, prefix: str) -> tuple[str, ...]:
-        """Returns the paths of the tokenizer's files.
-
-        A data set may come from somebody else: it must not choose which files outside of its own directory are read.
-        """
+        """Returns the paths of the tokenizer's files. A data set must not choose files outside of its own directory."""
         folder = os.path.dirname(prefix)
         homes = [folder, os.path.dirname(os.path.realpath(prefix + ".json"))]  # the prefix may be a link
         names = (self.vocab_file, self.merge_file)[: len(TYPES[self.tokenizer_type].suffixes)]
@@ -108,20 +105,6 @@ def is_inside(path: str, folder: str) -> bool:
     return os.path.commonpath([root, os.path.realpath(path)]) == root
 
 
-def find_foreign_files(prefix: str, suffixes: Iterable[str]) -> list[str]:
-    """Lists the files PREFIX + suffix that exist and that do not belong to the PREFIX.json of prepare_data."""
-    content = _read_description(prefix)
-    own: set[str] = set()
-    if content is not None:
-        own = {".json", ".bin", ".idx"}
-        with suppress(DataError):  # they are not whole
-            if _check_index(prefix)[1] != content.get("tokens"):
-                own = {".json"}
-        named = {content.get("vocab_file"), content.get("merge_file")}
-        own |= {suffix for suffix in suffixes if os.path.basename(prefix) + suffix in named}
-    return [prefix + suffix for suffix in suffixes if os.path.lexists(prefix + suffix) and suffix not in own]
-
-
 def load_dataset_tokenizer(
     prefix: str, vocab_file: str | None = None, merge_file: str | None = None, types: Sequence[str] | None = None
 ) -> Any:
@@ -135,27 +118,24 @@ def load_dataset_tokenizer(
     """
     sidecar = Sidecar.read(prefix)
     allowed = tuple(TYPES) if types is None else tuple(types)
-    if sidecar is None:
-        number = sum(file is not None for file in (vocab_file, merge_file))
-        name = next((name for name in allowed if len(TYPES[name].suffixes) == number), allowed[0])
-    else:
-        name = sidecar.tokenizer_type
-        if name not in allowed:
-            raise DataError(
-                f"{prefix} was made with a {name}; expected {' or '.join(allowed)}, prepare the data with "
-                f"--tokenizer-type {allowed[0]}"
-            )
+    number = sum(file is not None for file in (vocab_file, merge_file))
+    by_number = next((name for name in allowed if len(TYPES[name].suffixes) == number), allowed[0])
+    name = by_number if sidecar is None else sidecar.tokenizer_type
+    if name not in allowed:
+        raise DataError(
+            f"{prefix} was made with a {name}; expected {' or '.join(allowed)}, prepare the data with "
+            f"--tokenizer-type {allowed[0]}"
+        )
     paths = list_given_files(name, vocab_file, merge_file)
-    if sidecar is None:
-        if not paths:
+    if not paths:
+        if sidecar is None:
             has_merges = any(len(TYPES[name].suffixes) == 2 for name in allowed)
             options = "--vocab-file and --merge-file" if has_merges else "--vocab-file"
             raise DataError(f"{prefix}.json, which names the tokenizer of the data, is missing; give {options}")
-        return TYPES[name](*paths)
-    paths = paths or sidecar.find_tokenizer_files(prefix)
+        paths = sidecar.find_tokenizer_files(prefix)
     tokenizer = TYPES[name](*paths)
-    for path, key in zip(paths, ("vocab_sha256", "merge_sha256"), strict=False):
-        if tokenizer.unique_identifiers[key] != getattr(sidecar, key):
+    for path, (key, digest) in zip(tokenizer.files, tokenizer.digests.items(), strict=True):
+        if sidecar is not None and digest != getattr(sidecar, key):
             raise DataError(
                 f"{path} is not the file that {prefix} was made with (its sha256 differs from the one in "
                 f"{prefix}.json); give the right one, or prepare the data again"
@@ -199,7 +179,6 @@ def validate_dataset(prefix: str, vocab_size: int, *, scan_bytes: int = 1 << 30)
 
 
 def _read_description(prefix: str) -> dict[str, Any] | None:
-    """Reads PREFIX.json; returns None if it is missing or of another program."""
     try:
         with open(prefix + ".json", "rb") as stream:
             content = json.load(stream)
@@ -226,7 +205,6 @@ def check_presence(prefix: str) -> None:
 
 
 def _check_index(prefix: str) -> tuple[Any, int]:
-    """Checks that a data set is whole; returns the dtype and the number of its tokens."""
     check_presence(prefix)
     try:
         index = np.fromfile(prefix + ".idx", np.uint8)
@@ -260,107 +238,101 @@ def _check_index(prefix: str) -> tuple[Any, int]:
     return dtype, tokens
 
 
-class PartialOutput:
-    """The folder PREFIX.partial, as a context manager. Its files have names that no reader of data sets looks for.
+@contextmanager
+def replace_dataset(prefix: str, suffixes: Sequence[str], *, overwrite: bool) -> Iterator[Callable[[str], str]]:
+    """Yields where to write the file of each suffix, in the folder PREFIX.partial; renames them all at the end.
 
-    publish() renames the files at the end. A kill at any time leaves the old data set, the new one, or none: nothing
-    loads without the index, which is removed first and renamed last. PREFIX.json says that the other files are ours.
-    It is renamed first, so that the next run may replace what a killed one has renamed.
+    A kill at any time leaves the old data set, the new one, or none: nothing loads without the index, which is removed
+    first and renamed last. PREFIX.json says that the other files are ours. It is renamed first, so that the next run
+    may replace what a killed one has renamed. Of SUFFIXES, what prepare_data made of the others is removed.
 
-    A second process that writes to the same prefix is refused. What a killed one has left is removed, and nothing else.
-
-    Args:
-        prefix: of the data set.
-        suffixes: of the files that will be written. publish() removes the others of SUFFIXES that prepare_data made.
-        overwrite: whether to replace files that prepare_data did not make.
-
-    Raises: DataError if the place cannot be written, or holds files that prepare_data did not make.
+    Raises: DataError if the place cannot be written, if another process writes there, or, without `overwrite`, if it
+        holds files that prepare_data did not make.
     """
+    parent, name = os.path.split(prefix)
+    if not name or os.path.isdir(prefix):
+        raise DataError(f"--output-prefix {prefix} is a directory; add the beginning of a file name to it")
+    if not os.path.isdir(parent or "."):
+        raise DataError(f"--output-prefix {prefix}: there is no directory {parent}; make it first")
+    if folders := [prefix + suffix for suffix in SUFFIXES if os.path.isdir(prefix + suffix)]:
+        raise DataError(f"--output-prefix {prefix}: {folders[0]} is a directory; choose another prefix")
+    folder = prefix + ".partial"
+    try:
+        lock = _lock(prefix, folder)
+    except OSError as error:
+        raise DataError(
+            f"--output-prefix {prefix}: cannot write in {parent or '.'} ({error.filename or folder}: "
+            f"{error.strerror}); choose another place"
+        ) from error
 
-    def __init__(self, prefix: str, suffixes: Sequence[str] = SUFFIXES, *, overwrite: bool = False):
-        self.prefix, self.folder = prefix, prefix + ".partial"
-        self._suffixes, self._overwrite = suffixes, overwrite
+    def locate(suffix: str) -> str:
+        return os.path.join(folder, f"prepare_data-{suffix[1:]}")  # no reader of data sets looks for such a name
 
-    def __enter__(self) -> PartialOutput:
-        parent, name = os.path.split(self.prefix)
-        if not name or os.path.isdir(self.prefix):
-            raise DataError(f"--output-prefix {self.prefix} is a directory; add the beginning of a file name to it")
-        if not os.path.isdir(parent or "."):
-            raise DataError(f"--output-prefix {self.prefix}: there is no directory {parent}; make it first")
-        folder = next((self.prefix + suffix for suffix in SUFFIXES if os.path.isdir(self.prefix + suffix)), None)
-        if folder is not None:
-            raise DataError(f"--output-prefix {self.prefix}: {folder} is a directory; choose another prefix")
-        try:
-            self._lock()
-        except OSError as error:
-            raise DataError(
-                f"--output-prefix {self.prefix}: cannot write in {parent or '.'} "
-                f"({error.filename or self.folder}: {error.strerror}); choose another place"
-            ) from error
-        self._empty()
-        try:
-            self._check_is_free()
-        except DataError:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Removes what is left, unlocks the folder for other processes, and removes it if it is empty."""
-        self._empty()
-        with suppress(OSError):
-            if os.listdir(self.folder) == [_LOCK]:
-                os.remove(os.path.join(self.folder, _LOCK))
-                os.rmdir(self.folder)
-        os.close(self._lock_fd)
-
-    def locate(self, suffix: str) -> str:
-        """Returns where to write the file that will become PREFIX + suffix."""
-        return os.path.join(self.folder, f"prepare_data-{suffix[1:]}")
-
-    def publish(self) -> None:
-        """Renames every file; an old data set of the same prefix is gone from the first step on."""
-        self._check_is_free()  # again, because writing may have taken hours
-        for suffix in self._suffixes:
-            flush_to_disk(self.locate(suffix))
-        obsolete = {self.prefix + suffix for suffix in SUFFIXES if suffix not in self._suffixes}
-        parent = os.path.dirname(self.prefix) or "."
-        for path in (self.prefix + ".idx", *sorted(obsolete - set(find_foreign_files(self.prefix, SUFFIXES)))):
-            if os.path.lexists(path):
-                os.remove(path)
-                flush_to_disk(parent)
-        for suffix in sorted(self._suffixes, key=SUFFIXES.index):
-            os.replace(self.locate(suffix), self.prefix + suffix)
-            flush_to_disk(parent)
-
-    def _check_is_free(self) -> None:
-        foreign = find_foreign_files(self.prefix, self._suffixes)
-        if foreign and not self._overwrite:
-            raise DataError(
-                f"{foreign[0]} exists and was not made by prepare_data; choose another --output-prefix, or replace it "
-                "with --overwrite"
-            )
-
-    def _lock(self) -> None:
-        lock = os.path.join(self.folder, _LOCK)
-        while True:
-            os.makedirs(self.folder, exist_ok=True)
-            try:
-                self._lock_fd = os.open(lock, os.O_WRONLY | os.O_CREAT, 0o644)
-            except FileNotFoundError:
-                continue  # another process has just removed the folder
-            try:
-                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                os.close(self._lock_fd)
-                raise DataError(
-                    f"another process is writing {self.prefix}; wait for it, or choose another --output-prefix"
-                ) from error
-            if os.path.exists(lock) and os.path.samestat(os.stat(lock), os.fstat(self._lock_fd)):
-                return
-            os.close(self._lock_fd)
-
-    def _empty(self) -> None:
+    def empty() -> None:
         for suffix in SUFFIXES:
             with suppress(OSError):
-                os.remove(self.locate(suffix))
+                os.remove(locate(suffix))
+
+    try:
+        empty()  # what a killed process left
+        _refuse_foreign_files(prefix, suffixes, overwrite)
+        yield locate
+        _refuse_foreign_files(prefix, suffixes, overwrite)  # again, because writing may have taken hours
+        for suffix in suffixes:
+            flush_to_disk(locate(suffix))
+        obsolete = [suffix for suffix in SUFFIXES if suffix not in suffixes]
+        kept = _find_foreign_files(prefix, obsolete)
+        for path in (prefix + ".idx", *(prefix + suffix for suffix in obsolete)):
+            if os.path.lexists(path) and path not in kept:
+                os.remove(path)
+                flush_to_disk(parent or ".")
+        for suffix in sorted(suffixes, key=SUFFIXES.index):
+            os.replace(locate(suffix), prefix + suffix)
+            flush_to_disk(parent or ".")
+    finally:
+        empty()
+        with suppress(OSError):
+            os.remove(os.path.join(folder, _LOCK))
+            os.rmdir(folder)
+        os.close(lock)
+
+
+def _find_foreign_files(prefix: str, suffixes: Iterable[str]) -> list[str]:
+    content = _read_description(prefix)
+    own: set[str] = set()
+    if content is not None:
+        own = {".json", ".bin", ".idx"}
+        with suppress(DataError):  # they are not whole
+            if _check_index(prefix)[1] != content.get("tokens"):
+                own = {".json"}
+        named = {content.get("vocab_file"), content.get("merge_file")}
+        own |= {suffix for suffix in suffixes if os.path.basename(prefix) + suffix in named}
+    return [prefix + suffix for suffix in suffixes if os.path.lexists(prefix + suffix) and suffix not in own]
+
+
+def _refuse_foreign_files(prefix: str, suffixes: Sequence[str], overwrite: bool) -> None:
+    if not overwrite and (foreign := _find_foreign_files(prefix, suffixes)):
+        raise DataError(
+            f"{foreign[0]} exists and was not made by prepare_data; choose another --output-prefix, or replace it with "
+            "--overwrite"
+        )
+
+
+def _lock(prefix: str, folder: str) -> int:
+    """Makes the folder and locks it for this process; returns the lock's file descriptor."""
+    path = os.path.join(folder, _LOCK)
+    while True:
+        os.makedirs(folder, exist_ok=True)
+        try:
+            lock = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.stat(path), os.fstat(lock)):
+                return lock
+            os.close(lock)
+        except FileNotFoundError:
+            continue  # another process has just removed the folder
+        except BlockingIOError as error:
+            os.close(lock)
+            raise DataError(
+                f"another process is writing {prefix}; wait for it, or choose another --output-prefix"
+            ) from error

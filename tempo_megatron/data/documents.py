@@ -49,14 +49,11 @@ class Encoded(NamedTuple):
 def read_texts(piece: Piece, options: Namespace, left_out: LeftOut) -> Iterator[Text]:
     """Yields the documents of a piece, in order, and counts in left_out what it leaves out.
 
-    It leaves out a file of a directory tree that is not UTF-8. With --skip-bad-lines it leaves out bad lines: those
-    that are not UTF-8, and in JSON files and tables those without a text under the key.
-
     Raises: DataError (a ValueError) if a file cannot be read, if one that the user named is not UTF-8, or for a bad
         line without --skip-bad-lines.
     """
     for part in piece:
-        read = _read_rows if part.is_table else _read_json_lines if part.is_json else _read_text
+        read = _read_rows if part.is_table else _read_json_lines if part.kind == "json" else _read_text
         try:
             yield from read(part, options, left_out)
         except (EOFError, OSError, zlib.error) as error:
@@ -64,10 +61,10 @@ def read_texts(piece: Piece, options: Namespace, left_out: LeftOut) -> Iterator[
 
 
 def _open(part: Part) -> Any:
-    """Opens a part, unpacked, as a stream of bytes."""
     if part.is_compressed and part.path.lower().endswith(".gz"):
         return gzip.open(part.path, "rb")
     if part.is_compressed:
+        corpus.check_package(part.path)
         import pyarrow  # which `datasets` brings
 
         return io.BufferedReader(pyarrow.input_stream(part.path, compression="zstd"))
@@ -207,12 +204,13 @@ def _split_table(part: Part, options: Namespace) -> Iterator[Part]:
 
 def _stream_column(part: Part, column: str) -> Iterator[str | None]:
     """Yields the text of `column` in each row, in order; None is a missing text. Nothing is stored on the disk."""
+    corpus.check_package(part.path)
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error says it
     path = part.path
     only: dict[str, Any] = {}  # what keeps the other columns from being read
-    if part.is_on_hub:
+    if part.kind == "hub":
         where: dict[str, Any] = dict(zip(("path", "name", "split"), corpus.split_hub_name(path), strict=True))
     else:
         kind, how = corpus.TABLES[os.path.splitext(path)[1].lower()]
@@ -237,21 +235,18 @@ def _stream_column(part: Part, column: str) -> Iterator[str | None]:
     except DataError:
         raise
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise corpus.describe_fault(path, error, is_on_hub=part.is_on_hub) from error
+        raise corpus.describe_fault(path, error, is_on_hub=part.kind == "hub") from error
 
 
 def check_first_texts(files: list[Part], options: Namespace) -> None:
     """Raises DataError if the first line or row of a file holds no text, before long work would fail at it."""
     for file in files:
-        if file.is_json or file.is_table:
+        if file.kind != "text":
             next(read_texts(corpus.cut_pieces([file])[0], options, LeftOut()), None)
 
 
 def encode(pieces: Iterable[Piece], options: Namespace, tokenizer: TextTokenizer) -> Iterator[Encoded]:
-    """Reads and tokenizes all pieces, in order. --workers threads are a few pieces ahead of the reader.
-
-    Raises: DataError (a ValueError) as read_texts and tokenize_batch do.
-    """
+    """Reads and tokenizes all pieces, in order. --workers threads are a few pieces ahead of the reader."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one core per thread
     executor = ThreadPoolExecutor(options.workers)
     ahead: deque[Future[Encoded]] = deque()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -23,40 +25,41 @@ from tqdm import tqdm
 from tempo_megatron.data import DataError, corpus
 from tempo_megatron.data.dataset_files import (
     FORMAT,
-    PartialOutput,
     Sidecar,
     load_dataset_tokenizer,
+    replace_dataset,
     validate_dataset,
 )
 from tempo_megatron.data.documents import Encoded, check_first_texts, encode, read_texts
-from tempo_megatron.data.prepare_arguments import parse_prepare_arguments
-from tempo_megatron.data.tokenizer_types import GPT2_BPE, TYPES, list_given_files
+from tempo_megatron.data.sentences import RULE, WAYS
+from tempo_megatron.data.tokenizer import FILES, LARGEST_VOCABULARY, TextTokenizer
+from tempo_megatron.data.tokenizer_types import GPT2_BPE, HUGGING_FACE, MASKED_TYPES, TYPES, list_given_files
 
+DESCRIPTION = "Tokenizes text, JSON-lines and directory trees into a data set of Megatron's format."
+_TRAIN_BYTES = 32_000_000
 _SECONDS_BETWEEN_LINES = 5.0
 _LINE = "{desc}: {n_fmt}B of {total_fmt}B, {rate_fmt}, {elapsed} so far, {remaining} left"
 
 
 def main(argv: list[str] | None = None, prog: str = "prepare_data") -> int:
     """Runs the command line under the name `prog`; returns 0, or 1 after an error of one sentence on stderr."""
-    options = parse_prepare_arguments(argv, prog)
+    options = _parse_arguments(argv, prog)
+    status = 1
     try:
         prepare(options)
-    except DataError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 1
+        return 0
     except BrokenPipeError:  # the reader of stdout has left; the data set is made
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except DataError as error:
+        fault = str(error)
     except OSError as error:
-        print(
-            f"{prog}: writing {error.filename or corpus.format_path(options.output_prefix)} failed: {error.strerror}; "
-            "free some space, or choose another place",
-            file=sys.stderr,
-        )
-        return 1
+        path = error.filename or corpus.format_path(options.output_prefix)
+        fault = f"writing {path} failed: {error.strerror}; free some space, or choose another place"
     except KeyboardInterrupt:
-        print(f"{prog}: interrupted", file=sys.stderr)
-        return 130
-    return 0
+        fault, status = "interrupted", 130
+    print(f"{prog}: {fault}", file=sys.stderr)
+    return status
 
 
 def prepare(options: Namespace) -> None:
@@ -72,11 +75,8 @@ def prepare(options: Namespace) -> None:
     given = list_given_files(options.tokenizer_type, options.vocab_file, options.merge_file)
     files = _choose_input_files(options, left_out)
     tokenizer = kind(*given) if given else None
-    fingerprint = _compute_fingerprint(options, tokenizer and tokenizer.unique_identifiers, files)
+    fingerprint = _compute_fingerprint(options, tokenizer, files)
     if options.skip_existing and _is_current(prefix, fingerprint):
-        if os.path.isdir(prefix + ".partial"):  # left by a run that was killed at its very end
-            with suppress(DataError), PartialOutput(prefix):
-                pass
         print(
             f"{options.prog}: {corpus.format_path(prefix)} is already there, made from the same files in the "
             "same way; it is kept"
@@ -90,24 +90,21 @@ def prepare(options: Namespace) -> None:
     total_bytes = None if any(file.is_table for file in files) else sum(file.end for file in files)
     suffixes = (".json", *kind.suffixes, ".bin", ".idx")
     with (
-        PartialOutput(prefix, suffixes, overwrite=options.overwrite) as output,
+        replace_dataset(prefix, suffixes, overwrite=options.overwrite) as locate,
         tempfile.TemporaryDirectory() as folder,
     ):
         if tokenizer is None:
             tokenizer = _train_tokenizer(options, pieces, folder)
-            given = tuple(os.path.join(folder, suffix[1:]) for suffix in kind.suffixes)
-        for path, suffix in zip(given, kind.suffixes, strict=True):
-            shutil.copyfile(path, output.locate(suffix))
+        for path, suffix in zip(tokenizer.files, kind.suffixes, strict=True):
+            shutil.copyfile(path, locate(suffix))
         dtype = indexed_dataset.DType.optimal_dtype(tokenizer.vocab_size)
         with show_progress(options.prog, "tokenizing", total_bytes) as bar:
-            builder = indexed_dataset.IndexedDatasetBuilder(output.locate(".bin"), dtype=dtype)
-            written = _write(builder, output.locate(".idx"), encode(pieces, options, tokenizer), bar, left_out)
-        names = [os.path.basename(prefix) + suffix for suffix in kind.suffixes]
+            builder = indexed_dataset.IndexedDatasetBuilder(locate(".bin"), dtype=dtype)
+            written = _write(builder, locate(".idx"), encode(pieces, options, tokenizer), bar, left_out)
+        vocab_file, merge_file = [*(os.path.basename(prefix) + suffix for suffix in kind.suffixes), ""][:2]
         sidecar = Sidecar(
-            vocab_file=names[0],
-            merge_file=names[1] if len(names) > 1 else "",
-            vocab_sha256=tokenizer.unique_identifiers["vocab_sha256"],
-            merge_sha256=tokenizer.unique_identifiers.get("merge_sha256", ""),
+            vocab_file=vocab_file,
+            merge_file=merge_file,
             vocab_size=tokenizer.vocab_size,
             eod=-1 if tokenizer.eod is None else tokenizer.eod,
             dtype=dtype.__name__,
@@ -115,10 +112,10 @@ def prepare(options: Namespace) -> None:
             fingerprint=fingerprint,
             tokenizer_type=options.tokenizer_type,
             split_sentences=options.split_sentences or "",
+            **{"merge_sha256": "", **tokenizer.digests},
             **written,
         )
-        sidecar.write(output.locate(".json"))
-        output.publish()
+        sidecar.write(locate(".json"))
     _report(options, sidecar, left_out, time.monotonic() - started)
 
 
@@ -133,24 +130,19 @@ def _choose_input_files(options: Namespace, left_out: corpus.LeftOut) -> list[co
         raise DataError(f"there is no text in the input{_format_left_out(left_out)}; give other files with --input")
     if not options.skip_bad_lines:
         check_first_texts(files, options)
-    if options.json_key is not None and not any(file.is_json or file.is_table for file in files):
+    if options.json_key is not None and all(file.kind == "text" for file in files):
         raise DataError("--json-key is for .json and .jsonl files and tables, and the input has none; leave it out")
     return files
 
 
-def _compute_fingerprint(options: Namespace, given: dict[str, str] | None, files: list[corpus.Part]) -> str:
-    """Returns a digest of everything that the output depends on; files count by name, size and time of change.
-
-    `given` are the unique_identifiers of the tokenizer that the user named.
-    """
-    vocabulary: list[Any] = [options.vocab_size, options.train_bytes]
-    if given is not None:
-        vocabulary = [value for key, value in given.items() if key.endswith("sha256")]
+def _compute_fingerprint(options: Namespace, given: TextTokenizer | None, files: list[corpus.Part]) -> str:
+    """Returns a digest of everything that the output depends on; files count by name, size and time of change."""
+    vocabulary: list[Any] = [options.vocab_size, options.train_bytes] if given is None else [*given.digests.values()]
     if options.tokenizer_type != GPT2_BPE:
         vocabulary.append(options.tokenizer_type)
     if options.split_sentences is not None:
         vocabulary.append(f"sentences by {options.split_sentences}")
-    paths = [file.path if file.is_on_hub else os.path.abspath(file.path) for file in files]
+    paths = [file.path if file.kind == "hub" else os.path.abspath(file.path) for file in files]
     inputs = [(path, file.end, file.version, file.is_named) for path, file in zip(paths, files, strict=True)]
     content = json.dumps([FORMAT, vocabulary, options.text_key, inputs, *["bad lines"] * options.skip_bad_lines])
     return hashlib.sha256(content.encode("ascii")).hexdigest()
@@ -169,7 +161,6 @@ def _is_current(prefix: str, fingerprint: str) -> bool:
 
 
 def _train_tokenizer(options: Namespace, pieces: list[corpus.Piece], folder: str) -> Any:
-    """Trains a vocabulary on the first --train-bytes of a sample of the pieces' texts."""
     chosen = corpus.sample_pieces(pieces, options.train_bytes)
     total = min(sum(part.end - part.start for piece in chosen for part in piece), options.train_bytes)
     with show_progress(options.prog, "training the vocabulary", total or None) as bar:
@@ -192,7 +183,6 @@ def _train_tokenizer(options: Namespace, pieces: list[corpus.Piece], folder: str
 def _write(
     builder: Any, idx_path: str, encoded: Iterator[Encoded], bar: tqdm[Any], left_out: corpus.LeftOut
 ) -> dict[str, int]:
-    """Writes what the workers encode and its index; counts documents, sequences, tokens and source_bytes."""
     import torch
 
     written: Counter[str] = Counter()
@@ -218,7 +208,6 @@ def _write(
 
 
 def _format_left_out(left_out: corpus.LeftOut) -> str:
-    """Formats what was left out for a message: '; left out: 2 binary (the first: a.png)'."""
     reasons = [
         f"{count} {reason} (the first: {corpus.format_path(left_out.first[reason])})"
         for reason, count in sorted(left_out.count.items())
@@ -241,10 +230,7 @@ def _report(options: Namespace, sidecar: Sidecar, left_out: corpus.LeftOut, seco
 
 @contextmanager
 def show_progress(prog: str, what: str, total_bytes: int | None) -> Iterator[tqdm[Any]]:
-    """Shows the progress of `what`: a bar on a terminal, else a line every few seconds.
-
-    A thread prints, so that lines also appear while one call takes minutes.
-    """
+    """Shows a bar on a terminal, else a line every few seconds, by a thread: one call may take minutes."""
     is_on_terminal = sys.stderr.isatty()
     bar = tqdm(
         total=total_bytes,
@@ -275,3 +261,102 @@ def show_progress(prog: str, what: str, total_bytes: int | None) -> Iterator[tqd
 
 def _advance(bar: tqdm[Any], num_bytes: int) -> None:
     bar.n = bar.n + num_bytes if bar.total is None else min(bar.n + num_bytes, bar.total)
+
+
+def _parse_arguments(argv: list[str] | None, prog: str) -> Namespace:
+    """Parses, checks and completes the command line; an error ends the process with status 2."""
+    parser = _build_parser(prog)
+    options = parser.parse_args(argv)
+    _take_tokenizer_model(parser, options)
+    _check(parser, options)
+    options.prog = prog
+    options.text_key = "text" if options.json_key is None else options.json_key
+    options.train_bytes = options.train_bytes or _TRAIN_BYTES
+    if options.vocab_size is None:
+        options.vocab_size = TYPES[options.tokenizer_type].default_size
+    return options
+
+
+def _take_tokenizer_model(parser: argparse.ArgumentParser, options: Namespace) -> None:
+    folder, is_of_model = options.tokenizer_model, options.tokenizer_type == HUGGING_FACE
+    if folder is None:
+        if is_of_model and options.vocab_file is None:
+            parser.error(f"--tokenizer-type {HUGGING_FACE} takes the tokenizer of --tokenizer-model; give that")
+        return
+    if not is_of_model or options.vocab_file is not None or options.merge_file is not None:
+        parser.error(
+            f"--tokenizer-model is for --tokenizer-type {HUGGING_FACE} alone, and brings its files; leave out "
+            "--vocab-file and --merge-file, and give that type"
+        )
+    for name in FILES:
+        if not os.path.isfile(os.path.join(folder, name)):
+            parser.error(f"--tokenizer-model {folder} has no {name}; give a folder that transformers saved")
+    options.vocab_file, options.merge_file = (os.path.join(folder, name) for name in FILES)
+
+
+def _build_parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description=DESCRIPTION)
+    add = parser.add_argument
+    several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+    paths = "text, .json/.jsonl (also as .gz or .zst), .parquet, .arrow, .csv, .tsv, directory trees"
+    add("--input", **several, metavar="PATH", help=paths)
+    names = "data sets of the Hugging Face hub, or folders of one: NAME, NAME:CONFIG or NAME:CONFIG:SPLIT"
+    add("--input-hub", **several, metavar="NAME", help=names)
+    add("--input-stdlib", action="store_true", help="sources and texts of this Python's standard library")
+    add("--output-prefix", required=True, metavar="P", help="writes P.bin, P.idx, P.json (and the tokenizer)")
+    add("--json-key", help="key of the text in JSON-lines files, or its column in tables (default: text)")
+    endings = "of directory trees take only files that end so, for example .txt .md"
+    add("--extensions", nargs="+", default=[], metavar="EXT", help=endings)
+    add("--max-bytes", type=_parse_byte_count, metavar="N", help="use the first N bytes only; 12M, 1.5GiB")
+    ways = "store each sentence as a sequence of its own, as BERT and RoBERTa need: found by rule, or the lines"
+    add("--split-sentences", nargs="?", const=RULE, choices=WAYS, help=ways)
+    kinds = "RobertaBPETokenizer is GPT-2's with RoBERTa's special tokens (default: %(default)s)"
+    add("--tokenizer-type", choices=TYPES, default=GPT2_BPE, help=kinds)
+    model = f"with {HUGGING_FACE}: a model's folder with tokenizer.json and tokenizer_config.json"
+    add("--tokenizer-model", metavar="FOLDER", help=model)
+    add("--vocab-file", help="vocab.json, or BERT's vocab.txt; without it a vocabulary is trained")
+    add("--merge-file", help="GPT-2's merges.txt")
+    sizes = ", ".join(f"{kind.default_size} for {name}" for name, kind in TYPES.items() if kind.default_size)
+    add("--vocab-size", type=int, help=f"tokens of the trained vocabulary (default: {sizes})")
+    add("--train-bytes", type=_parse_byte_count, help="text to train the vocabulary on (default: 32M)")
+    add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="threads (default: one per core)")
+    bad = "leave out, and count, lines that are not UTF-8 or not a JSON object with a text"
+    add("--skip-bad-lines", action="store_true", help=bad)
+    add("--overwrite", action="store_true", help="replace files named like the output that prepare_data did not make")
+    add("--skip-existing", action="store_true", help="keep P where it was made from the same files in the same way")
+    return parser
+
+
+def _check(parser: argparse.ArgumentParser, options: Namespace) -> None:
+    if not options.input and not options.input_hub and not options.input_stdlib:
+        parser.error("nothing to read; give --input PATH... or --input-stdlib")
+    if options.workers < 1:
+        parser.error(f"--workers {options.workers}: expected at least 1")
+    if options.extensions and not any(os.path.isdir(path) for path in options.input):
+        parser.error("--extensions chooses files of a directory tree, but --input has no directory; leave it out")
+    for name in ("vocab_size", "train_bytes"):
+        if options.vocab_file is not None and getattr(options, name) is not None:
+            parser.error(f"--{name.replace('_', '-')} is for training a vocabulary, but --vocab-file gives one; choose")
+    if options.tokenizer_type in MASKED_TYPES and options.split_sentences is None:
+        parser.error(
+            f"--tokenizer-type {options.tokenizer_type} is for masked language models, whose samples are made of "
+            "sentences; add --split-sentences"
+        )
+    if options.vocab_size is None:
+        return
+    smallest, reason = TYPES[options.tokenizer_type].smallest_size
+    if options.vocab_size < smallest:
+        parser.error(f"--vocab-size {options.vocab_size}: expected at least {smallest} ({reason})")
+    if options.vocab_size > LARGEST_VOCABULARY:
+        parser.error(f"--vocab-size {options.vocab_size}: expected at most {LARGEST_VOCABULARY}; GPT-2 has 50257")
+
+
+def _parse_byte_count(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kKMGT])(i?))?B?", text.strip())
+    size = 0
+    if match:
+        number, unit, binary = match.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index((unit or " ").upper()))
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes; write 12000000, 12M or 1.5GiB")
+    return size

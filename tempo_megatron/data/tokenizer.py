@@ -1,7 +1,7 @@
-"""Tokenizes by GPT-2's byte-level BPE, as megatron-core's datasets expect it, and trains new vocabularies.
+"""Tokenizes as megatron-core's datasets expect it: by GPT-2's byte-level BPE, or by a tokenizer.json of Hugging Face.
 
-The files are GPT-2's own two: vocab.json (token -> id) and merges.txt (one pair per line, best first). A token is
-written in GPT-2's alphabet of 256 printable characters, one per byte, so every text can be expressed.
+GPT-2's own two files are vocab.json (token -> id) and merges.txt (one pair per line, best first). A token is written in
+GPT-2's alphabet of 256 printable characters, one per byte, so every text can be expressed.
 """
 
 from __future__ import annotations
@@ -9,26 +9,30 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tempo_megatron.beside import first_line
 from tempo_megatron.data import DataError
+from tempo_megatron.words.json_text import decode, parse_json
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing's from Python 3.11 on
 
 
 END_OF_TEXT = "<|endoftext|>"
+FILES = ("tokenizer.json", "tokenizer_config.json")
+"""Of Hugging Face's tokenizers, in a model's folder."""
 LARGEST_VOCABULARY = 10_000_000  # ten times the largest published; from 10**9 on the library aborts the process
-_LARGEST_ID = 2**31 - 1
+_LARGEST_ID = 2**31 - 1  # that a data set can hold
 
 
 class TextTokenizer:
-    """The base of all tokenizers, read from `files`. The class method `train` makes new ones.
+    """The base of all tokenizers, read from `files`.
 
     Special tokens are never produced from text: their names in a text are encoded as ordinary characters.
 
@@ -41,8 +45,8 @@ class TextTokenizer:
     """Of a vocabulary that is trained: the published model's. 0 if none can be trained."""
     smallest_size: ClassVar[tuple[int, str]] = 0, ""
     """Of a vocabulary that is trained, and why it cannot be smaller."""
-    special_tokens: ClassVar[dict[str, str]] = {}
-    """The tokens that the vocabulary must have, each with its purpose."""
+    special_tokens: ClassVar[Mapping[str, str]] = {}
+    """The tokens that the vocabulary must have, by the attributes that get their ids."""
     eod: int | None = None
     """The token that ends every document; None if documents end without one."""
     cuts_texts: ClassVar[bool] = True
@@ -50,30 +54,24 @@ class TextTokenizer:
 
     def __init__(self, *files: str):
         contents = [_read(path) for path in files]
+        self.files = files
         self._tokenizer = self._build(files, contents)
         self.vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        for token, purpose in self.special_tokens.items():
+        for name, token in self.special_tokens.items():
             if token not in self.vocab:
-                raise DataError(f"{files[0]} has no token {token}, which {purpose}; add it to the file")
+                raise DataError(f"{files[0]} has no special token {token}; add it to the file")
+            setattr(self, name, self.vocab[token])
+        if self.eod is not None:
+            self.eos = self.eod
         self.inv_vocab = {token_id: token for token, token_id in self.vocab.items()}
         self.vocab_size = max(self.inv_vocab) + 1
         digests = [hashlib.sha256(content).hexdigest() for content in contents]
-        self.unique_identifiers = {
-            "class": type(self).__name__,
-            **dict(zip(("vocab_sha256", "merge_sha256"), digests, strict=False)),
-        }
+        self.digests = dict(zip(("vocab_sha256", "merge_sha256"), digests, strict=False))
+        self.unique_identifiers = {"class": type(self).__name__, **self.digests}
         # The fast function, which tokenizers has from 0.20 on, does not compute where in the text a token is.
         self._encode_batch = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)
 
     def _build(self, files: Sequence[str], contents: Sequence[bytes]) -> Tokenizer:
-        raise NotImplementedError
-
-    @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int, folder: str) -> Self:
-        """Trains a vocabulary of at most vocab_size tokens, which depends on the texts alone, and writes it to folder.
-
-        Raises: DataError (a ValueError) or OSError if the files cannot be written.
-        """
         raise NotImplementedError
 
     def tokenize(self, text: str) -> list[int]:
@@ -98,15 +96,8 @@ class TextTokenizer:
         return (text,)
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        """Returns the text of `ids`. Bytes that are not whole UTF-8 characters become U+FFFD.
-
-        Raises: DataError (a ValueError) if an id is not in the vocabulary.
-        """
-        known = [int(token_id) for token_id in ids]
-        unknown = next((token_id for token_id in known if token_id not in self.inv_vocab), None)
-        if unknown is not None:
-            raise DataError(f"token id {unknown} is not in the vocabulary of {len(self.vocab)} tokens")
-        return self._tokenizer.decode(known, skip_special_tokens=False)
+        """Returns the text of `ids`. Bytes that are not whole UTF-8 characters become U+FFFD."""
+        return self._tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=False)
 
 
 def _read(path: str) -> bytes:
@@ -135,10 +126,7 @@ class ByteLevelTokenizer(TextTokenizer):
         if len(set(vocab.values())) < len(vocab):
             raise DataError(f"{vocab_file} gives one id to several tokens; --vocab-file takes GPT-2's vocab.json")
         if max(vocab.values(), default=0) > _LARGEST_ID:
-            raise DataError(
-                f"{vocab_file} has the id {max(vocab.values())}, and the largest that a data set can hold is "
-                f"{_LARGEST_ID}; --vocab-file takes GPT-2's vocab.json"
-            )
+            raise DataError(f"{vocab_file} has an id beyond {_LARGEST_ID}; --vocab-file takes GPT-2's vocab.json")
         self._lacks_bytes = not vocab.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
         return _build_byte_level(model)
 
@@ -155,12 +143,10 @@ class ByteLevelTokenizer(TextTokenizer):
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int, folder: str) -> Self:
-        """Trains a byte-level BPE and writes it to folder/vocab.json and merges.txt.
+        """Trains a byte-level BPE, which depends on the texts alone, and writes it to folder/vocab.json and merges.txt.
 
         As in GPT-2's own vocabulary, the special tokens have the last ids. It has fewer than vocab_size tokens if no
-        pair of tokens is left that occurs twice.
-
-        Raises: DataError (a ValueError) or OSError if the files cannot be written.
+        pair is left that occurs twice. Raises: DataError (a ValueError) or OSError if the files cannot be written.
         """
         num_pieces = vocab_size - len(cls.special_tokens)
         assert 256 <= num_pieces <= LARGEST_VOCABULARY
@@ -175,7 +161,7 @@ class ByteLevelTokenizer(TextTokenizer):
         except Exception as error:  # the library raises nothing narrower
             raise DataError(f"cannot write the vocabulary in {folder} ({error}); free some space") from error
         vocab = json.loads(Path(vocab_file).read_text(encoding="utf-8"))
-        for token in cls.special_tokens:
+        for token in cls.special_tokens.values():
             vocab[token] = len(vocab)
         Path(vocab_file).write_text(json.dumps(vocab, ensure_ascii=False), encoding="utf-8")
         return cls(vocab_file, merge_file)
@@ -185,11 +171,49 @@ class GPT2Tokenizer(ByteLevelTokenizer):
     """GPT-2's tokenizer: `<|endoftext|>` ends every document. megatron-core's datasets also read it as `eos`."""
 
     default_size, smallest_size = 50257, (257, "256 bytes and one")
-    special_tokens: ClassVar[dict[str, str]] = {END_OF_TEXT: "ends every document"}
+    special_tokens: ClassVar[Mapping[str, str]] = {"eod": END_OF_TEXT}
+
+
+class HuggingFaceTokenizer(TextTokenizer):
+    """The tokenizer of a model's folder, such as Llama's or Qwen's.
+
+    The eos_token of tokenizer_config.json ends every document. No special token is added, and the name of one in a text
+    is ordinary text. Texts are not cut, whatever their length: what may be cut without changing tokens depends on the
+    tokenizer.
+    """
+
+    suffixes = "-tokenizer.json", "-tokenizer_config.json"
+    cuts_texts: ClassVar[bool] = False
 
     def __init__(self, *files: str):
         super().__init__(*files)
-        self.eod = self.eos = self.vocab[END_OF_TEXT]
+        self.eod = self.eos = self.vocab[self._eos_token]
+
+    def _build(self, files: Sequence[str], contents: Sequence[bytes]) -> Tokenizer:
+        tokenizer_file, config_file = files
+        try:
+            tokenizer = Tokenizer.from_buffer(contents[0])
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(
+                f"{tokenizer_file} is not a tokenizer.json ({first_line(error)}); give a folder that transformers saved"
+            ) from error
+        try:
+            config = parse_json(decode(contents[1]))
+        except ValueError as error:
+            raise DataError(f"{config_file} is not JSON ({error}); give the model's own") from error
+        named = config.get("eos_token") if isinstance(config, dict) else None
+        self._eos_token = named.get("content") if isinstance(named, dict) else named
+        if not isinstance(self._eos_token, str):
+            raise DataError(f'{config_file} has no "eos_token", which ends every document; add it to the file')
+        if tokenizer.token_to_id(self._eos_token) is None:
+            raise DataError(
+                f"{config_file} names the eos_token {self._eos_token!r}, which {tokenizer_file} does not have; give "
+                "the two files of one tokenizer"
+            )
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.encode_special_tokens = True
+        return tokenizer
 
 
 _SPELLING = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -5,18 +5,19 @@ RobertaBPETokenizer is our own name: Megatron-LM has no byte-level BPE with a ma
 
 from __future__ import annotations
 
+from typing import Any
+
 from tempo_megatron.data import DataError
-from tempo_megatron.data.huggingface_tokenizer import HuggingFaceTokenizer
 from tempo_megatron.data.masked_tokenizers import (
     CasedWordPieceTokenizer,
     LowerCaseWordPieceTokenizer,
     RobertaTokenizer,
 )
-from tempo_megatron.data.tokenizer import GPT2Tokenizer, TextTokenizer
+from tempo_megatron.data.tokenizer import GPT2Tokenizer, HuggingFaceTokenizer
 
 GPT2_BPE = "GPT2BPETokenizer"
 HUGGING_FACE = "HuggingFaceTokenizer"
-TYPES: dict[str, type[TextTokenizer]] = {
+TYPES: dict[str, Any] = {
     GPT2_BPE: GPT2Tokenizer,
     "BertWordPieceLowerCase": LowerCaseWordPieceTokenizer,
     "BertWordPieceCase": CasedWordPieceTokenizer,

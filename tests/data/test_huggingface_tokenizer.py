@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tempo_megatron.data import DataError, corpus
 from tempo_megatron.data.dataset_files import load_dataset_tokenizer
-from tempo_megatron.data.huggingface_tokenizer import HuggingFaceTokenizer
 from tempo_megatron.data.prepare_data import main
+from tempo_megatron.data.tokenizer import HuggingFaceTokenizer
 
 END = "<|end_of_text|>"
 TEXTS = ["def keep(value):\n    return value;\n\n", "12345 naïve  words, <|end_of_text|> as text", "", "漢字\t\r\n x"]

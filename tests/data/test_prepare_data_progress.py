@@ -15,23 +15,23 @@ from tempo_megatron.data import prepare_data
 from tempo_megatron.data.prepare_data import main, show_progress
 
 
+def write_command(folder: Path, text: str) -> list[str]:
+    (folder / "a.txt").write_text(text)
+    return ["--input", str(folder / "a.txt"), "--output-prefix", str(folder / "out"), "--workers", "1"]
+
+
 @pytest.mark.slow
 def test_a_log_gets_lines_while_the_vocabulary_is_trained_and_while_text_is_tokenized(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare_data, "_SECONDS_BETWEEN_LINES", 0.005)
-    (tmp_path / "a.txt").write_text("".join(f"word{n} and {n * n} " for n in range(60_000)))
-    arguments = ["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
-    assert main([*arguments, "--vocab-size", "1000"]) == 0
-    lines = capsys.readouterr().err.splitlines()
+    text = "".join(f"word{n} and {n * n} " for n in range(60_000))
+    assert main([*write_command(tmp_path, text), "--vocab-size", "1000"]) == 0
     rest = r"\d+(\.\d+)?[kM]?B of 1\.44MB, .*B/s, \d\d:\d\d so far, .* left"
-    patterns = {
-        "reading": "prepare_data: training the vocabulary: " + rest,
-        "merging": "prepare_data: training the vocabulary, learning its merges: " + rest,
-        "tokenizing": "prepare_data: tokenizing: " + rest,
-    }
-    kinds = [next((kind for kind, pattern in patterns.items() if re.fullmatch(pattern, line)), line) for line in lines]
-    assert [kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before] == list(patterns)
+    phases = ["training the vocabulary", "training the vocabulary, learning its merges", "tokenizing"]
+    lines = capsys.readouterr().err.splitlines()
+    found = [next((p for p in phases if re.fullmatch(f"prepare_data: {p}: {rest}", line)), line) for line in lines]
+    assert [phase for phase, before in zip(found, ["", *found], strict=False) if phase != before] == phases
 
 
 def test_the_line_tells_rate_and_time_left() -> None:
@@ -46,8 +46,7 @@ def test_the_line_tells_rate_and_time_left() -> None:
 
 
 def test_a_short_run_prints_no_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.txt").write_text("some words")
-    assert main(["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]) == 0
+    assert main(write_command(tmp_path, "some words")) == 0
     assert capsys.readouterr().err == ""
 
 
@@ -77,13 +76,12 @@ def test_the_command_calls_itself_by_the_name_that_was_typed(
     assert capsys.readouterr().err.startswith("tempo-megatron prepare-data: ")
 
 
-def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("some words")
+def test_a_reader_that_leaves_is_no_error_and_nothing_is_warned_of(tmp_path: Path) -> None:
     code = "import sys; from tempo_megatron.data.prepare_data import main; sys.exit(main(sys.argv[1:]))"
-    command = ["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
+    command = [sys.executable, "-u", "-c", code, *write_command(tmp_path, "some words")]
     read_end, write_end = os.pipe()
     os.close(read_end)
-    result = subprocess.run([sys.executable, "-u", "-c", code, *command], stdout=write_end, stderr=subprocess.PIPE)
+    result = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE)
     os.close(write_end)
     assert (result.returncode, result.stderr) == (0, b"")
     assert (tmp_path / "out.idx").exists()
