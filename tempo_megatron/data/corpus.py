@@ -75,8 +75,6 @@ class Part:
     start: int = 0
     is_last: bool = True
     """Whether the file ends here. A table of which that is not so ends after `end` bytes of text."""
-    rows: tuple[tuple[int, str | None], ...] | None = None
-    """Of a table that has been read: the numbers and texts of some rows."""
 
     @property
     def is_compressed(self) -> bool:
@@ -100,10 +98,6 @@ class LeftOut:
     def add(self, reason: str, path: str) -> None:
         self.count[reason] += 1
         self.first.setdefault(reason, path)
-
-    def update(self, other: LeftOut) -> None:
-        self.count.update(other.count)
-        self.first = {**other.first, **self.first}
 
 
 def format_path(path: str) -> str:

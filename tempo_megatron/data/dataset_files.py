@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -207,7 +208,7 @@ def check_presence(prefix: str) -> None:
 def _check_index(prefix: str) -> tuple[Any, int]:
     check_presence(prefix)
     try:
-        index = np.fromfile(prefix + ".idx", np.uint8)
+        index = Path(prefix + ".idx").read_bytes()
         bin_size = os.path.getsize(prefix + ".bin")
     except OSError as error:
         raise DataError(f"cannot read {prefix}.idx or .bin: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""Reads and tokenizes the documents of a data set's pieces, in threads: the tokenizers library lets others run."""
+"""Reads the documents of a data set's pieces, and tokenizes them in threads: the library lets others run meanwhile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -36,14 +35,15 @@ class Text(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """The tokens of a piece. A sequence is a sentence, a document, or the piece's part of a larger document."""
+    """The tokens of some texts. A sequence is a sentence, a document, or the piece's part of a larger document."""
 
     ids: list[np.ndarray]
     """int32, of each sequence; the end-of-document id, if the tokenizer has one, follows each document."""
     ends: list[bool]
     """Whether the sequence ends its document."""
+    empty: list[str]
+    """Where documents without a token come from."""
     source_bytes: int
-    left_out: LeftOut
 
 
 def read_texts(piece: Piece, options: Namespace, left_out: LeftOut) -> Iterator[Text]:
@@ -170,36 +170,21 @@ def _count_lines_before(part: Part) -> int:
 
 
 def _read_rows(part: Part, options: Namespace, left_out: LeftOut) -> Iterator[Text]:
-    path = format_path(part.path)
-    for read in _split_table(part, options) if part.rows is None else (part,):
-        for row, text in read.rows or ():
-            if text:
-                yield Text(text, True, path)
-            elif text is not None:
-                left_out.add("empty", part.path)
-            elif options.skip_bad_lines:
-                left_out.add("bad lines", f"{part.path} at row {row}")
-            else:
-                raise DataError(
-                    f"row {row} of {path} has no text under {options.text_key!r}; leave out such rows with "
-                    "--skip-bad-lines"
-                )
-
-
-def _split_table(part: Part, options: Namespace) -> Iterator[Part]:
-    """Yields the rows of a table, about a MiB of text at a time."""
-    rows: list[tuple[int, str | None]] = []
-    start = end = 0
+    path, num_bytes = format_path(part.path), 0
     for row, text in enumerate(_stream_column(part, options.text_key)):
-        rows.append((row, text))
-        end += len((text or "").encode("utf-8"))
-        is_over = not part.is_last and end >= part.end
-        if is_over or end - start >= _BYTES_OF_ROWS:
-            yield replace(part, start=start, end=end, rows=tuple(rows))
-            rows, start = [], end
-        if is_over:
-            return
-    yield replace(part, start=start, end=end, rows=tuple(rows))
+        if text:
+            yield Text(text, True, path)
+            num_bytes += len(text.encode("utf-8"))
+            if not part.is_last and num_bytes >= part.end:
+                return
+        elif text is not None:
+            left_out.add("empty", part.path)
+        elif options.skip_bad_lines:
+            left_out.add("bad lines", f"{part.path} at row {row}")
+        else:
+            raise DataError(
+                f"row {row} of {path} has no text under {options.text_key!r}; leave out such rows with --skip-bad-lines"
+            )
 
 
 def _stream_column(part: Part, column: str) -> Iterator[str | None]:
@@ -245,39 +230,53 @@ def check_first_texts(files: list[Part], options: Namespace) -> None:
             next(read_texts(corpus.cut_pieces([file])[0], options, LeftOut()), None)
 
 
-def encode(pieces: Iterable[Piece], options: Namespace, tokenizer: TextTokenizer) -> Iterator[Encoded]:
-    """Reads and tokenizes all pieces, in order. --workers threads are a few pieces ahead of the reader."""
+def encode(
+    pieces: Iterable[Piece], options: Namespace, tokenizer: TextTokenizer, left_out: LeftOut
+) -> Iterator[Encoded]:
+    """Reads all pieces and tokenizes them in --workers threads; yields their tokens in order."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one core per thread
     executor = ThreadPoolExecutor(options.workers)
     ahead: deque[Future[Encoded]] = deque()
     try:
-        for piece in pieces:
-            tables = _split_table(piece[0], options) if piece[0].is_table else None
-            for own in [piece] if tables is None else ([rows] for rows in tables):
-                ahead.append(executor.submit(_encode_piece, tokenizer, own, options))
-                if len(ahead) > 2 * options.workers:
-                    yield ahead.popleft().result()
+        for texts, source_bytes in _read_batches(pieces, options, left_out):
+            ahead.append(executor.submit(_encode_texts, tokenizer, texts, options.split_sentences, source_bytes))
+            if len(ahead) > options.workers:
+                yield ahead.popleft().result()
         while ahead:
             yield ahead.popleft().result()
     finally:
         executor.shutdown(cancel_futures=True)
 
 
-def _encode_piece(tokenizer: TextTokenizer, piece: Piece, options: Namespace) -> Encoded:
-    left_out = LeftOut()
-    texts = list(read_texts(piece, options, left_out))
-    if options.split_sentences is None:
+def _read_batches(pieces: Iterable[Piece], options: Namespace, left_out: LeftOut) -> Iterator[tuple[list[Text], int]]:
+    """Yields the texts of each piece with their bytes in the file, of a table about a MiB of text at a time."""
+    for piece in pieces:
+        texts: list[Text] = []
+        num_bytes = 0 if piece[0].is_table else sum(part.end - part.start for part in piece)
+        for text in read_texts(piece, options, left_out):
+            texts.append(text)
+            if piece[0].is_table:
+                num_bytes += len(text.text.encode("utf-8"))
+                if num_bytes >= _BYTES_OF_ROWS:
+                    yield texts, num_bytes
+                    texts, num_bytes = [], 0
+        yield texts, num_bytes
+
+
+def _encode_texts(tokenizer: TextTokenizer, texts: list[Text], way: str | None, source_bytes: int) -> Encoded:
+    empty: list[str] = []
+    if way is None:
         ids, ends = _tokenize(tokenizer, texts), [text.is_end for text in texts]
     else:
-        ids, ends = _tokenize_sentences(tokenizer, texts, options.split_sentences, left_out)
+        ids, ends = _tokenize_sentences(tokenizer, texts, way, empty)
     if tokenizer.eod is not None:
         end = np.array([tokenizer.eod], dtype=np.int32)
         ids = [np.concatenate([own, end]) if is_end else own for own, is_end in zip(ids, ends, strict=True)]
-    return Encoded(ids, ends, sum(part.end - part.start for part in piece), left_out)
+    return Encoded(ids, ends, empty, source_bytes)
 
 
 def _tokenize_sentences(
-    tokenizer: TextTokenizer, texts: list[Text], way: str, left_out: LeftOut
+    tokenizer: TextTokenizer, texts: list[Text], way: str, empty: list[str]
 ) -> tuple[list[np.ndarray], list[bool]]:
     """Tokenizes every sentence and cuts long ones; returns their ids, and whether each is the last of its document."""
     sentences = [[text._replace(text=sentence) for sentence in split_sentences(text.text, way)] for text in texts]
@@ -292,7 +291,7 @@ def _tokenize_sentences(
         ]
         if not parts and text.is_end:
             if text.is_start:
-                left_out.add("empty", text.where)
+                empty.append(text.where)
             else:
                 parts = [np.empty(0, np.int32)]  # an empty sequence that ends the document begun in an earlier piece
         ids += parts

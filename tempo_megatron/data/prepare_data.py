@@ -100,7 +100,7 @@ def prepare(options: Namespace) -> None:
         dtype = indexed_dataset.DType.optimal_dtype(tokenizer.vocab_size)
         with show_progress(options.prog, "tokenizing", total_bytes) as bar:
             builder = indexed_dataset.IndexedDatasetBuilder(locate(".bin"), dtype=dtype)
-            written = _write(builder, locate(".idx"), encode(pieces, options, tokenizer), bar, left_out)
+            written = _write(builder, locate(".idx"), encode(pieces, options, tokenizer, left_out), bar, left_out)
         vocab_file, merge_file = [*(os.path.basename(prefix) + suffix for suffix in kind.suffixes), ""][:2]
         sidecar = Sidecar(
             vocab_file=vocab_file,
@@ -194,7 +194,8 @@ def _write(
                     builder.end_document()
             written.update(documents=sum(piece.ends), sequences=len(piece.ids))
             written.update(tokens=sum(map(len, piece.ids)), source_bytes=piece.source_bytes)
-            left_out.update(piece.left_out)
+            for path in piece.empty:
+                left_out.add("empty", path)
             _advance(bar, piece.source_bytes)
         if written["documents"] == 0:
             raise DataError(

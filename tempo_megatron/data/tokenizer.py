@@ -202,14 +202,15 @@ class HuggingFaceTokenizer(TextTokenizer):
         except ValueError as error:
             raise DataError(f"{config_file} is not JSON ({error}); give the model's own") from error
         named = config.get("eos_token") if isinstance(config, dict) else None
-        self._eos_token = named.get("content") if isinstance(named, dict) else named
-        if not isinstance(self._eos_token, str):
+        eos_token = named.get("content") if isinstance(named, dict) else named
+        if not isinstance(eos_token, str):
             raise DataError(f'{config_file} has no "eos_token", which ends every document; add it to the file')
-        if tokenizer.token_to_id(self._eos_token) is None:
+        if tokenizer.token_to_id(eos_token) is None:
             raise DataError(
-                f"{config_file} names the eos_token {self._eos_token!r}, which {tokenizer_file} does not have; give "
+                f"{config_file} names the eos_token {eos_token!r}, which {tokenizer_file} does not have; give "
                 "the two files of one tokenizer"
             )
+        self._eos_token = eos_token
         tokenizer.no_padding()
         tokenizer.no_truncation()
         tokenizer.encode_special_tokens = True

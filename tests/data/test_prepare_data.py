@@ -59,6 +59,11 @@ def test_text_files_round_trip_through_megatrons_reader(tmp_path: Path) -> None:
     assert (sidecar.documents, sidecar.sequences, sidecar.tokens) == (4, 4, data.sequence_lengths.sum())
     assert sidecar.dtype == data.index.dtype.__name__ == "uint16"
     assert sidecar.vocab_file == "out-vocab.json"
+    keys = (
+        "format vocab_file merge_file vocab_sha256 merge_sha256 vocab_size eod documents sequences tokens dtype "
+        "source_bytes left_out fingerprint"
+    )
+    assert list(json.loads((tmp_path / "out.json").read_text())) == keys.split()
     assert sidecar.source_bytes == sum(len(text.encode()) for text in texts)
 
 
