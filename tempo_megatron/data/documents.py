@@ -200,9 +200,10 @@ def _stream_column(part: Part, column: str) -> Iterator[str | None]:
     else:
         kind, how = corpus.TABLES[os.path.splitext(path)[1].lower()]
         where = {"path": kind, "data_files": [path], "split": "train", **how}
-        only = {"parquet": {"columns": [column]}, "csv": {"usecols": [column], "converters": {column: str}}}.get(
-            kind, {}
-        )
+        if kind == "parquet":
+            only = {"columns": [column]}
+        elif kind == "csv":
+            only = {"usecols": [column], "converters": {column: str}}
     try:
         table = datasets.load_dataset(**where, streaming=True)
         columns = table.column_names or list(next(iter(table), {column: ""}))

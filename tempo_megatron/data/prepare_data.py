@@ -182,7 +182,7 @@ def _train_tokenizer(options: Namespace, pieces: list[corpus.Piece], folder: str
 
 def _write(
     builder: Any, idx_path: str, encoded: Iterator[Encoded], bar: tqdm[Any], left_out: corpus.LeftOut
-) -> dict[str, int]:
+) -> dict[str, Any]:
     import torch
 
     written: Counter[str] = Counter()

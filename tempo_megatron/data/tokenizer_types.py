@@ -24,7 +24,7 @@ TYPES: dict[str, Any] = {
     "RobertaBPETokenizer": RobertaTokenizer,
     HUGGING_FACE: HuggingFaceTokenizer,
 }
-MASKED_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase", "RobertaBPETokenizer")
+MASKED_TYPES: tuple[str, ...] = ("BertWordPieceLowerCase", "BertWordPieceCase", "RobertaBPETokenizer")
 
 
 def list_given_files(name: str, vocab_file: str | None, merge_file: str | None) -> tuple[str, ...]:
