@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -39,13 +38,10 @@ def run_doctor(args: argparse.Namespace) -> int:
 
     Raises ValueError for a hostfile that is none, which deepspeed would ignore, and for options without a hostfile.
     """
-    if args.hostfile is None:
-        for name in _OPTIONS[1:]:
-            if getattr(args, name) is not None:
-                raise ValueError(
-                    f"--{name} is given without --hostfile, which says which hosts there are; give that too"
-                )
-    elif not Path(args.hostfile).is_file():
+    given = next((name for name in _OPTIONS if getattr(args, name) is not None), "hostfile")
+    if given != "hostfile":
+        raise ValueError(f"--{given} is given without --hostfile, which says which hosts there are; give that too")
+    if args.hostfile is not None and not Path(args.hostfile).is_file():
         raise ValueError(f'--hostfile {args.hostfile} is not a file; expected one of lines such as "node1 slots=8"')
     # Imported here, because they import torch, which takes seconds.
     from tempo_megatron.cluster.installation import describe_installation, list_implementations
@@ -63,7 +59,11 @@ def run_doctor(args: argparse.Namespace) -> int:
 
     for line in describe_installation():
         say(line)
-    for text in _find_faults_here():
+    try:
+        here = [*find_misfits(), *find_broken_imports()]
+    except MissingExtraError as error:
+        here = [str(error)]
+    for text in here:
         note("error", None, text)
     met = None
     if args.hostfile is not None:
@@ -84,13 +84,6 @@ def run_doctor(args: argparse.Namespace) -> int:
     return int(failed)
 
 
-def _find_faults_here() -> list[str]:
-    try:
-        return [*find_misfits(), *find_broken_imports()]
-    except MissingExtraError as error:
-        return [str(error)]
-
-
 def _start_meeting(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
     """Runs meeting.py on the hosts by the deepspeed launcher; returns its result, and what went wrong."""
     from tempo_megatron.cluster.meeting import RESULT
@@ -98,26 +91,16 @@ def _start_meeting(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str
     given = [(name, getattr(args, name)) for name in _OPTIONS if getattr(args, name) is not None]
     options = [word for name, value in given for word in (f"--{name}", str(value))]
     runner = [sys.executable, "-m", "deepspeed.launcher.runner", *options]
-    process = subprocess.Popen(
-        [*runner, "--module", "tempo_megatron.cluster.meeting"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
-        said, _ = process.communicate(timeout=args.timeout)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # by pdsh it then ends the ranks; one host's end with it, as it dies
-        try:
-            said, _ = process.communicate(timeout=10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            said, _ = process.communicate()
-    lines = said.splitlines()
+        done = subprocess.run([*runner, "--module", "tempo_megatron.cluster.meeting"], timeout=args.timeout, **how)
+        content, ending = done.stdout, f"exit status {done.returncode}"
+    except subprocess.TimeoutExpired as error:  # the ranks end by themselves, by the meeting's own timeout
+        content, ending = error.stdout or b"", f"no end after {args.timeout:g} s"
+    lines = content.decode(errors="replace").splitlines()
     results = [line.partition(RESULT)[2] for line in lines if RESULT in line]
-    if results and process.returncode == 0:
+    if results and ending == "exit status 0":
         return json.loads(results[0]), None
     causes = [line for line in lines if "rror" in line and "exits with return code" not in line]
-    cause = causes[-1].strip() if causes else f"exit status {process.returncode} after at most {args.timeout:g} s"
+    cause = causes[-1].strip() if causes else ending
     return None, f"the ranks of {args.hostfile} do not meet ({cause}); correct it, or give --master_addr or --ssh_port"

@@ -8,7 +8,6 @@ import hashlib
 import importlib.util
 import os
 import platform
-import re
 import shutil
 import socket
 import struct
@@ -40,8 +39,7 @@ def is_loopback(address: str) -> bool:
 def find_interface(address: str) -> str | None:
     """Returns the interface by which this host reaches `address` (numeric IPv4), or None without a route.
 
-    For an address of this host itself it returns the interface with that address. The route would be loopback, by which
-    no other host comes in. Nothing is sent.
+    For an address of this host itself it is the one with that address, not loopback. Nothing is sent.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:
         try:
@@ -66,8 +64,7 @@ def hash_sources(package: str) -> str | None:
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         return None
-    root = Path(next(iter(spec.submodule_search_locations)))
-    digest = hashlib.sha256()
+    root, digest = Path(next(iter(spec.submodule_search_locations))), hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0")
         digest.update(hashlib.sha256(path.read_bytes()).digest())
@@ -76,7 +73,7 @@ def hash_sources(package: str) -> str | None:
 
 def count_gpus() -> int:
     """Counts the NVIDIA GPUs that processes of this host, or of this container, can open."""
-    return sum(1 for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name))
+    return sum(1 for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal())
 
 
 def describe_host() -> dict[str, Any]:

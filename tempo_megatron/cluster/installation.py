@@ -20,16 +20,16 @@ def describe_installation() -> Iterator[str]:
     yield f"python               {platform.python_version()} on {platform.system()} {platform.machine()}"
     for name in PACKAGES:
         yield f"{name:<21}{find_version(name) or 'not installed'}"
+    cores = f"CPU                  {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             yield f"GPU {index:<17}{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-    else:
-        yield "GPU                  none; training runs on the CPU with gloo"
-    yield f"CPU                  {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
-    if torch.cuda.is_available():
+        yield cores
         yield f"C++ compiler         {find_compiler() or 'none'} (not tried: nothing of Tempo needs it on a GPU)"
     else:
+        yield "GPU                  none; training runs on the CPU with gloo"
+        yield cores
         obstacle = try_compiler()
         fault = f"does not work: {obstacle}. Training runs without; what it would compile is slower"
         yield f"C++ compiler         {fault if obstacle else find_compiler()}"
@@ -59,12 +59,9 @@ def list_implementations() -> dict[str, str]:
 
 
 def describe_implementation(operation: str, device_type: str, attention: str = "flash") -> str:
-    """Names the implementation of an operation of Tempo, in the words of `doctor` and of a run's banner.
+    """Names the implementation of an operation, by its name in OPERATIONS, on "cuda" or "cpu".
 
-    Args:
-        operation: its name in OPERATIONS.
-        device_type: "cuda" or "cpu".
-        attention: the TempoConfig's choice.
+    `attention` is the TempoConfig's choice.
     """
     if device_type == "cuda":
         return attention_backend(device_type, attention) if operation == "attention" else "triton"

@@ -27,8 +27,12 @@ from tempo_megatron.cluster.ranks import set_rank_environment
 RESULT = "tempo-meeting "
 _GIB = 2**30
 _REPEATS, _TIMEOUT_SECONDS = 5, 60
+_MOST_CLOCK_SECONDS = 5.0
 # Containers get 64 MiB of /dev/shm by default, but NCCL and workers of data loaders need more.
-_LEAST_SHM_BYTES, _LEAST_DISK_BYTES, _MOST_CLOCK_SECONDS = _GIB // 2, 2 * _GIB, 5.0
+_LEAST = (
+    ("shm_bytes", _GIB // 2, "/dev/shm, which NCCL uses; start its container with --shm-size 8g"),
+    ("disk_bytes", 2 * _GIB, "the folder the job starts in; remove something, or save elsewhere"),
+)
 
 
 def main() -> int:
@@ -60,9 +64,7 @@ def main() -> int:
 def meet(device: torch.device, mib: int) -> dict[str, Any]:
     """Gathers describe_host() of every host and the median seconds of an all-reduce; every rank calls it.
 
-    The bandwidth is defined as in NCCL's tests: bytes * 2 (n - 1) / n / seconds, the traffic of each rank's link.
-
-    Raises RuntimeError if the sum is wrong.
+    The bandwidth is that of NCCL's tests: bytes * 2 (n - 1) / n / seconds. Raises RuntimeError if the sum is wrong.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     described: list[Any] = [None] * world_size
@@ -90,10 +92,7 @@ def _time_all_reduce(tensor: torch.Tensor) -> float:
 
 
 def find_faults(hosts: list[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    """Yields (level, host, sentence) for each thing in which a host differs from most, or of which it has little.
-
-    An error stops a job, a warning may disturb it.
-    """
+    """Yields (level, host, sentence) for each thing in which a host differs from most, or of which it has little."""
     values = [
         {
             **{(name, "install the same version"): value for name, value in facts["versions"].items()},
@@ -113,12 +112,9 @@ def find_faults(hosts: list[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
     for facts in hosts:
         if abs(facts["time"] - clock) > _MOST_CLOCK_SECONDS:
             yield "warning", facts["host"], f"its clock differs by {facts['time'] - clock:+.1f} s; start chrony there"
-        if facts["shm_bytes"] < _LEAST_SHM_BYTES:
-            free = f"{facts['shm_bytes'] / _GIB:.2f} GiB are free in /dev/shm"
-            yield "warning", facts["host"], f"{free}, which NCCL uses; start its container with --shm-size 8g"
-        if facts["disk_bytes"] < _LEAST_DISK_BYTES:
-            free = f"{facts['disk_bytes'] / _GIB:.2f} GiB are free in the folder the job starts in"
-            yield "warning", facts["host"], f"{free}; remove something, or save elsewhere"
+        for name, least, text in _LEAST:
+            if facts[name] < least:
+                yield "warning", facts["host"], f"{facts[name] / _GIB:.2f} GiB are free in {text}"
 
 
 def describe(result: dict[str, Any]) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 
 from tempo_megatron.cluster.host import count_gpus, find_interface, is_loopback, list_addresses, resolve
 
 DEFAULT_MASTER_PORT = 29500
-_TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # Rank, world size, local rank and local world size of Open MPI, MVAPICH, and MPICH or Intel MPI.
 _MPI_NAMES = (
     tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
@@ -44,7 +44,9 @@ def _set_ranks(environ: MutableMapping[str, str]) -> str:
     for names in _MPI_NAMES:
         if names[1] in environ:
             return _read_mpi(environ, names)
-    _fill(environ, rank=0, world_size=1, local_rank=0, local_world_size=1, address="127.0.0.1", port=_find_free_port())
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        _fill(environ, (0, 1, 0, 1), "127.0.0.1", port=probe.getsockname()[1])
     return "none"
 
 
@@ -75,7 +77,7 @@ def _set_interface(environ: MutableMapping[str, str]) -> None:
 
 
 def _read_torch(environ: MutableMapping[str, str]) -> str:
-    missing = [name for name in _TORCH_NAMES if name not in environ and name != "LOCAL_RANK"]
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
     if missing:
         raise ValueError(f"RANK is set but {', '.join(missing)} is not; start with deepspeed, torchrun, mpirun or srun")
     signs = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}
@@ -83,7 +85,7 @@ def _read_torch(environ: MutableMapping[str, str]) -> str:
     environ.setdefault("LOCAL_RANK", environ["RANK"])
     # The deepspeed launcher sets LOCAL_SIZE instead of torchrun's LOCAL_WORLD_SIZE.
     environ.setdefault("LOCAL_WORLD_SIZE", environ.get("LOCAL_SIZE", environ["WORLD_SIZE"]))
-    for variable in (*_TORCH_NAMES[:3], "LOCAL_WORLD_SIZE"):
+    for variable in _NUMBERS:
         if not environ[variable].isdecimal():
             raise ValueError(
                 f"{variable} is {environ[variable]!r}; expected a number of 0 or more; unset RANK and WORLD_SIZE, or "
@@ -95,13 +97,13 @@ def _read_torch(environ: MutableMapping[str, str]) -> str:
 def _read_mpi(environ: MutableMapping[str, str], names: tuple[str, ...]) -> str:
     if missing := [name for name in names if name not in environ]:
         raise ValueError(f"mpirun set {names[1]} but not {', '.join(missing)}; start with deepspeed or torchrun")
-    rank, world_size, local_rank, local_world_size = (int(environ[name]) for name in names)
-    if local_world_size < world_size and "MASTER_ADDR" not in environ:
+    numbers = tuple(int(environ[name]) for name in names)
+    if numbers[3] < numbers[1] and "MASTER_ADDR" not in environ:
         raise ValueError(
             "mpirun started ranks on several hosts but does not say where rank 0 is; expected MASTER_ADDR, rank 0's "
             "address in their network, on all ranks: mpirun -x MASTER_ADDR=... (MPICH: -genv MASTER_ADDR ...)"
         )
-    _fill(environ, rank, world_size, local_rank, local_world_size, "127.0.0.1", DEFAULT_MASTER_PORT)
+    _fill(environ, numbers, "127.0.0.1", DEFAULT_MASTER_PORT)
     return "mpirun"
 
 
@@ -113,16 +115,11 @@ def _is_srun(environ: MutableMapping[str, str]) -> bool:
 def _read_slurm(environ: MutableMapping[str, str]) -> str:
     world_size = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1)
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
-    _fill(
-        environ,
-        rank=int(environ["SLURM_PROCID"]),
-        world_size=world_size,
-        local_rank=int(environ.get("SLURM_LOCALID", "0")),
-        local_world_size=_count_tasks_on_this_node(environ, world_size),
-        address=find_first_host(nodes),
-        # All ranks of a job must compute the same port, and two jobs on one node different ports.
-        port=DEFAULT_MASTER_PORT + int(environ.get("SLURM_JOB_ID", "0")) % 1000,
-    )
+    rank, local_rank = int(environ["SLURM_PROCID"]), int(environ.get("SLURM_LOCALID", "0"))
+    # All ranks of a job must compute the same port, and two jobs on one node different ports.
+    port = DEFAULT_MASTER_PORT + int(environ.get("SLURM_JOB_ID", "0")) % 1000
+    local_world_size = _count_tasks_on_this_node(environ, world_size)
+    _fill(environ, (rank, world_size, local_rank, local_world_size), find_first_host(nodes), port)
     return "srun"
 
 
@@ -145,22 +142,7 @@ def find_first_host(hostlist: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
 
 
-def _fill(
-    environ: MutableMapping[str, str],
-    rank: int,
-    world_size: int,
-    local_rank: int,
-    local_world_size: int,
-    address: str,
-    port: int | str,
-) -> None:
-    environ["RANK"], environ["WORLD_SIZE"] = str(rank), str(world_size)
-    environ["LOCAL_RANK"], environ["LOCAL_WORLD_SIZE"] = str(local_rank), str(local_world_size)
+def _fill(environ: MutableMapping[str, str], numbers: Sequence[int], address: str, port: int) -> None:
+    environ.update(zip(_NUMBERS, map(str, numbers), strict=True))
     environ.setdefault("MASTER_ADDR", address)
     environ.setdefault("MASTER_PORT", str(port))
-
-
-def _find_free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import platform
 import subprocess
 import sys
 
@@ -19,16 +18,8 @@ PACKAGES: dict[str, str] = {
     "apex": "",
     "transformer_engine": "",
 }
-MINIMUM_PYTHON = ">=3.10"
 # These are built against one torch and one CUDA. No metadata says which, so only an import shows that they fit.
-_IMPORTS = {
-    "apex": "import apex",
-    "transformer_engine": "import transformer_engine.pytorch",
-}
-_REMEDIES = {
-    "apex": "build it again for this torch and CUDA, or remove it",
-    "transformer_engine": "install the release built for this torch and CUDA, or remove it",
-}
+_BUILT = {"apex": "apex", "transformer_engine": "transformer_engine.pytorch"}
 
 
 def find_version(distribution: str) -> str | None:
@@ -45,66 +36,47 @@ def find_misfits() -> list[str]:
     Raises MissingExtraError without the package packaging, which megatron-core and deepspeed install.
     """
     check_installed("a comparison of versions", "train", "packaging")
-    found = []
-    if not _fits(platform.python_version(), MINIMUM_PYTHON):
-        found.append(f"python is {platform.python_version()}, expected {MINIMUM_PYTHON}; take a newer one")
-    for name, expected in PACKAGES.items():
-        version = find_version(name)
-        if version and not _fits(version, expected):
-            found.append(f'{name} is {version}, expected {expected}; pip install "{name}{expected}"')
-    for name in PACKAGES:
-        found += _find_unmet_requirements(name)
-    return found
-
-
-def _fits(version: str, expected: str) -> bool:
-    from packaging.specifiers import SpecifierSet
-
-    # prereleases: nightly builds and 2.6.0+cu124 count as their base version.
-    return SpecifierSet(expected).contains(version, prereleases=True)
-
-
-def _find_unmet_requirements(name: str) -> list[str]:
-    """Lists the requirements of an installed package, on Python and on PACKAGES, that are not met."""
     from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
     from packaging.utils import canonicalize_name
 
-    try:
-        package = importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return []
-    found = []
-    python = package.metadata["Requires-Python"]
-    if python and not _fits(platform.python_version(), python):
-        found.append(
-            f"{name} {package.version} needs python {python}, this is {platform.python_version()}; install another"
-        )
-    known = {canonicalize_name(other): find_version(other) for other in PACKAGES}
-    for requirement in map(Requirement, package.requires or []):
-        installed = known.get(canonicalize_name(requirement.name))
-        if installed is None or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
-            continue
-        expected = f"{requirement.name}{requirement.specifier}"
-        if not _fits(installed, str(requirement.specifier)):
-            found.append(
-                f'{name} {package.version} needs {expected}, installed is {installed}; pip install "{expected}"'
-            )
+    def fits(version: str, expected: str) -> bool:
+        # prereleases: nightly builds and 2.6.0+cu124 count as their base version.
+        return SpecifierSet(expected).contains(version, prereleases=True)
+
+    installed = {name: version for name in PACKAGES if (version := find_version(name))}
+    found = [
+        f'{name} is {version}, expected {PACKAGES[name]}; pip install "{name}{PACKAGES[name]}"'
+        for name, version in installed.items()
+        if not fits(version, PACKAGES[name])
+    ]
+    known = {canonicalize_name(name): version for name, version in installed.items()}
+    for name, version in installed.items():
+        for needed in map(Requirement, importlib.metadata.requires(name) or []):
+            other = known.get(canonicalize_name(needed.name))
+            if other is None or (needed.marker and not needed.marker.evaluate({"extra": ""})):
+                continue
+            if not fits(other, str(needed.specifier)):
+                expected = f"{needed.name}{needed.specifier}"
+                found.append(f'{name} {version} needs {expected}, installed is {other}; pip install "{expected}"')
     return found
 
 
 def find_broken_imports() -> list[str]:
     """Lists a sentence for each package that is installed but cannot be imported, tried in a separate Python."""
     found = []
-    for name, statement in _IMPORTS.items():
+    for name, module in _BUILT.items():
         if find_version(name) is None:
             continue
-        command = [sys.executable, "-c", statement]
+        command = [sys.executable, "-c", f"import {module}"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
         except subprocess.TimeoutExpired:
-            found.append(f"{name} is installed, and `{statement}` does not end within 60 s; {_REMEDIES[name]}")
-            continue
-        if done.returncode:
-            last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
-            found.append(f"{name} is installed, and `{statement}` fails ({last}); {_REMEDIES[name]}")
+            fault = "does not end within 60 s"
+        else:
+            said = done.stderr.strip().splitlines()
+            fault = f"fails ({said[-1] if said else f'exit code {done.returncode}'})" if done.returncode else ""
+        if fault:
+            remedy = "install one built for this torch and CUDA, or remove it"
+            found.append(f"{name} is installed, and `import {module}` {fault}; {remedy}")
     return found

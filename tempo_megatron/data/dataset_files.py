@@ -1,4 +1,4 @@
-"""Reads and checks a data set: Megatron's PREFIX.bin and PREFIX.idx, and PREFIX.json, which says how it was made.
+"""Reads, checks and replaces a data set: Megatron's PREFIX.bin and .idx, and PREFIX.json, which says how it was made.
 
 Data made by Megatron-LM has no PREFIX.json; it is read with the tokenizer files that the user names.
 """
@@ -6,26 +6,36 @@ Data made by Megatron-LM has no PREFIX.json; it is read with the tokenizer files
 from __future__ import annotations
 
 import difflib
+import fcntl
 import glob
 import json
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tempo_megatron.data import DataError
 from tempo_megatron.data.tokenizer_types import GPT2_BPE, TYPES, list_given_files
+from tempo_megatron.disk import flush_to_disk
 
 _FORMAT_NAME = "tempo-megatron data set"
 FORMAT = f"{_FORMAT_NAME} 1"
-
-INDEX_MAGIC = b"MMIDIDX\x00\x00"
-INDEX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
+# The files of a data set, in the order of the renames.
+SUFFIXES = (
+    *(".json", "-vocab.txt", "-vocab.json", "-merges.txt", "-tokenizer.json", "-tokenizer_config.json"),
+    *(".bin", ".idx"),
+)
+_LOCK = "prepare_data.lock"
 _OPTIONAL = {"tokenizer_type": GPT2_BPE, "split_sentences": ""}
-DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+
+_INDEX_MAGIC = b"MMIDIDX\x00\x00"
+_INDEX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
+_DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,12 +65,8 @@ class Sidecar:
 
     @classmethod
     def read(cls, prefix: str) -> Sidecar | None:
-        """Reads PREFIX.json; returns None if it is missing or of another program.
-
-        Raises: DataError (a ValueError) if it cannot be read or is not of this version.
-        """
-        content = _load_json(prefix + ".json")
-        if not _is_ours(content):
+        content = _read_description(prefix)
+        if content is None:
             return None
         types = {field.name: str(field.type).partition("[")[0] for field in fields(cls)}
         content = {**_OPTIONAL, **content}
@@ -80,14 +86,9 @@ class Sidecar:
             stream.write("\n")
 
     def find_tokenizer_files(self, prefix: str) -> tuple[str, ...]:
-        """Returns the paths of the tokenizer's files.
-
-        Raises: DataError (a ValueError) if PREFIX.json names a file outside of its own directory: a data set may come
-            from somebody else, and must not choose which files are read.
-        """
+        """Returns the paths of the tokenizer's files. A data set must not choose files outside of its own directory."""
         folder = os.path.dirname(prefix)
-        # If the prefix is a link, the files may be beside its target.
-        homes = [folder, os.path.dirname(os.path.realpath(prefix + ".json"))]
+        homes = [folder, os.path.dirname(os.path.realpath(prefix + ".json"))]  # the prefix may be a link
         names = (self.vocab_file, self.merge_file)[: len(TYPES[self.tokenizer_type].suffixes)]
         files = tuple(os.path.join(folder, name) for name in names)
         for name, path in zip(names, files, strict=True):
@@ -105,73 +106,42 @@ def is_inside(path: str, folder: str) -> bool:
     return os.path.commonpath([root, os.path.realpath(path)]) == root
 
 
-def find_foreign_files(prefix: str, suffixes: Iterable[str]) -> list[str]:
-    """Lists the files PREFIX + suffix that exist and that do not belong to the PREFIX.json of prepare_data.
-
-    Raises: DataError (a ValueError) if PREFIX.json cannot be read.
-    """
-    content = _load_json(prefix + ".json")
-    own: set[str] = set()
-    if _is_ours(content):
-        own = {".json"} if _has_other_data(prefix, content.get("tokens")) else {".json", ".bin", ".idx"}
-        named = {content.get("vocab_file"), content.get("merge_file")}
-        own |= {suffix for suffix in suffixes if os.path.basename(prefix) + suffix in named}
-    return [prefix + suffix for suffix in suffixes if os.path.lexists(prefix + suffix) and suffix not in own]
-
-
-def _has_other_data(prefix: str, tokens: object) -> bool:
-    """Whether PREFIX.bin and PREFIX.idx are whole and hold another number of tokens than PREFIX.json says."""
-    try:
-        return _check_index(prefix)[1] != tokens
-    except DataError:
-        return False
-
-
 def load_dataset_tokenizer(
     prefix: str, vocab_file: str | None = None, merge_file: str | None = None, types: Sequence[str] | None = None
 ) -> Any:
     """Loads the tokenizer of a data set from the files that the user named, else from those that PREFIX.json names.
 
-    Args:
-        prefix: of the data set.
-        vocab_file, merge_file: named by the user.
-        types: the allowed types of tokenizer; None allows all. For data without PREFIX.json it is the first type that
-            has as many files as were named.
+    `types` are the allowed types of tokenizer; None allows all. For data without PREFIX.json it is the first type that
+    has as many files as were named.
 
     Raises: DataError (a ValueError) if no files are named, if one is missing, broken or not the one that the data set
         was made with, or if the type is not allowed.
     """
     sidecar = Sidecar.read(prefix)
     allowed = tuple(TYPES) if types is None else tuple(types)
-    if sidecar is None:
-        return _load_given_tokenizer(prefix, vocab_file, merge_file, allowed)
-    name = sidecar.tokenizer_type
+    number = sum(file is not None for file in (vocab_file, merge_file))
+    by_number = next((name for name in allowed if len(TYPES[name].suffixes) == number), allowed[0])
+    name = by_number if sidecar is None else sidecar.tokenizer_type
     if name not in allowed:
         raise DataError(
             f"{prefix} was made with a {name}; expected {' or '.join(allowed)}, prepare the data with "
             f"--tokenizer-type {allowed[0]}"
         )
-    paths = list_given_files(name, vocab_file, merge_file) or sidecar.find_tokenizer_files(prefix)
-    tokenizer = TYPES[name].cls.load(*paths)
-    for path, key in zip(paths, ("vocab_sha256", "merge_sha256"), strict=False):
-        if tokenizer.unique_identifiers[key] != getattr(sidecar, key):
+    paths = list_given_files(name, vocab_file, merge_file)
+    if not paths:
+        if sidecar is None:
+            has_merges = any(len(TYPES[name].suffixes) == 2 for name in allowed)
+            options = "--vocab-file and --merge-file" if has_merges else "--vocab-file"
+            raise DataError(f"{prefix}.json, which names the tokenizer of the data, is missing; give {options}")
+        paths = sidecar.find_tokenizer_files(prefix)
+    tokenizer = TYPES[name](*paths)
+    for path, (key, digest) in zip(tokenizer.files, tokenizer.digests.items(), strict=True):
+        if sidecar is not None and digest != getattr(sidecar, key):
             raise DataError(
                 f"{path} is not the file that {prefix} was made with (its sha256 differs from the one in "
                 f"{prefix}.json); give the right one, or prepare the data again"
             )
     return tokenizer
-
-
-def _load_given_tokenizer(prefix: str, vocab_file: str | None, merge_file: str | None, types: Sequence[str]) -> Any:
-    """Loads the tokenizer of data that another program made."""
-    counts = {name: len(TYPES[name].suffixes) for name in types}
-    number = sum(file is not None for file in (vocab_file, merge_file))
-    name = next((name for name in types if counts[name] == number), types[0])
-    paths = list_given_files(name, vocab_file, merge_file)
-    if not paths:
-        options = "--vocab-file and --merge-file" if 2 in counts.values() else "--vocab-file"
-        raise DataError(f"{prefix}.json, which names the tokenizer of the data, is missing; give {options}")
-    return TYPES[name].cls.load(*paths)
 
 
 def validate_dataset(prefix: str, vocab_size: int, *, scan_bytes: int = 1 << 30) -> None:
@@ -196,28 +166,29 @@ def validate_dataset(prefix: str, vocab_size: int, *, scan_bytes: int = 1 << 30)
                 "model the vocabulary of its data"
             )
         return
-    smallest, largest = _find_token_range(prefix, dtype, tokens, scan_bytes)
-    if smallest < 0 or largest >= vocab_size:
-        wrong = smallest if smallest < 0 else largest
-        raise DataError(
-            f"{prefix}.bin has the token {wrong}, the model's vocabulary of {vocab_size} ends at {vocab_size - 1}; "
-            "give the tokenizer that the data was made with"
-        )
+    block = min(tokens, max(1, min(scan_bytes, 1 << 24) // dtype.itemsize))
+    blocks = max(1, min(-(-tokens // block), scan_bytes // (block * dtype.itemsize)))
+    content = np.memmap(prefix + ".bin", dtype, "r")
+    for start in np.linspace(0, tokens - block, blocks, dtype=np.int64):
+        part = content[start : start + block]
+        wrong = int(part.min() if part.min() < 0 else part.max())
+        if wrong < 0 or wrong >= vocab_size:
+            raise DataError(
+                f"{prefix}.bin has the token {wrong}, the model's vocabulary of {vocab_size} ends at {vocab_size - 1}; "
+                "give the tokenizer that the data was made with"
+            )
 
 
-def _load_json(path: str) -> Any:
-    """Reads a JSON file; returns None if it is missing or not JSON."""
+def _read_description(prefix: str) -> dict[str, Any] | None:
     try:
-        with open(path, "rb") as stream:
-            return json.load(stream)
+        with open(prefix + ".json", "rb") as stream:
+            content = json.load(stream)
     except (FileNotFoundError, ValueError, RecursionError):
         return None
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; check it") from error
-
-
-def _is_ours(content: Any) -> bool:
-    return isinstance(content, dict) and str(content.get("format")).startswith(_FORMAT_NAME)
+        raise DataError(f"cannot read {prefix}.json: {error.strerror}; check it") from error
+    is_ours = isinstance(content, dict) and str(content.get("format")).startswith(_FORMAT_NAME)
+    return content if is_ours else None
 
 
 def check_presence(prefix: str) -> None:
@@ -235,58 +206,134 @@ def check_presence(prefix: str) -> None:
 
 
 def _check_index(prefix: str) -> tuple[Any, int]:
-    """Checks that a data set is whole; returns the dtype and the number of its tokens."""
     check_presence(prefix)
-    broken = f"{prefix}.idx is not a whole index of Megatron's format; prepare the data again"
     try:
-        with open(prefix + ".idx", "rb") as stream:
-            header = stream.read(INDEX_HEADER.size)
-        size, bin_size = os.path.getsize(prefix + ".idx"), os.path.getsize(prefix + ".bin")
+        index = Path(prefix + ".idx").read_bytes()
+        bin_size = os.path.getsize(prefix + ".bin")
     except OSError as error:
         raise DataError(f"cannot read {prefix}.idx or .bin: {error.strerror}") from error
-    if len(header) < INDEX_HEADER.size:
-        raise DataError(broken)
-    magic, version, code, sequences, borders = INDEX_HEADER.unpack(header)
-    if magic != INDEX_MAGIC or version != 1 or code not in DTYPES:
-        raise DataError(broken)
-    if size < INDEX_HEADER.size + 12 * sequences + 8 * borders:
-        raise DataError(broken)
-    lengths = np.fromfile(prefix + ".idx", np.int32, sequences, offset=INDEX_HEADER.size)
+    try:
+        magic, version, code, sequences, borders = _INDEX_HEADER.unpack_from(index)
+        dtype = np.dtype(_DTYPES[code])
+        at = _INDEX_HEADER.size
+        lengths = np.frombuffer(index, np.int32, sequences, at)
+        places = np.frombuffer(index, np.int64, sequences, at + 4 * sequences)
+        documents = np.frombuffer(index, np.int64, borders, at + 12 * sequences)
+        ends = np.cumsum(lengths, dtype=np.int64)
+        # The sequences follow one another without gaps, and the documents are runs of them.
+        is_whole = magic == _INDEX_MAGIC and version == 1 and (lengths >= 0).all()
+        is_whole &= np.array_equal(places, (ends - lengths) * dtype.itemsize)
+        is_whole &= documents[0] == 0 and documents[-1] == sequences and (np.diff(documents) >= 0).all()
+    except (struct.error, KeyError, ValueError, IndexError, OverflowError):
+        is_whole = False
+    if not is_whole:
+        raise DataError(f"{prefix}.idx is not a whole index of Megatron's format; prepare the data again")
     tokens = int(lengths.sum(dtype=np.int64))
-    if not _has_whole_tables(prefix, lengths, borders, np.dtype(DTYPES[code]).itemsize):
-        raise DataError(broken)
     if tokens == 0:
         raise DataError(f"{prefix} has no documents; prepare the data again")
-    if tokens * np.dtype(DTYPES[code]).itemsize != bin_size:
+    if tokens * dtype.itemsize != bin_size:
         raise DataError(
-            f"{prefix}.bin has {bin_size} bytes, {prefix}.idx counts {tokens} tokens of "
-            f"{np.dtype(DTYPES[code]).itemsize} bytes: they do not belong together; prepare the data again"
+            f"{prefix}.bin has {bin_size} bytes, {prefix}.idx counts {tokens} tokens of {dtype.itemsize} bytes: they "
+            "do not belong together; prepare the data again"
         )
-    return DTYPES[code], tokens
+    return dtype, tokens
 
 
-def _has_whole_tables(prefix: str, lengths: Any, borders: int, itemsize: int) -> bool:
-    """Whether the sequences of an index follow one another without gaps, and its documents are runs of them."""
-    with open(prefix + ".idx", "rb") as stream:
-        stream.seek(INDEX_HEADER.size + lengths.nbytes)
-        places = np.fromfile(stream, np.int64, len(lengths))
-        documents = np.fromfile(stream, np.int64, borders)
-    if len(places) < len(lengths) or len(documents) < borders or (lengths < 0).any():
-        return False
-    ends = np.cumsum(lengths, dtype=np.int64) * itemsize
-    lies_in_a_row = not len(places) or (places[0] == 0 and bool((places[1:] == ends[:-1]).all()))
-    if not lies_in_a_row or not borders:
-        return False
-    steps = np.diff(documents)
-    return bool(documents[0] == 0 and documents[-1] == len(lengths) and (steps >= 0).all())
+@contextmanager
+def replace_dataset(prefix: str, suffixes: Sequence[str], *, overwrite: bool) -> Iterator[Callable[[str], str]]:
+    """Yields where to write the file of each suffix, in the folder PREFIX.partial; renames them all at the end.
+
+    A kill at any time leaves the old data set, the new one, or none: nothing loads without the index, which is removed
+    first and renamed last. PREFIX.json says that the other files are ours. It is renamed first, so that the next run
+    may replace what a killed one has renamed. Of SUFFIXES, what prepare_data made of the others is removed.
+
+    Raises: DataError if the place cannot be written, if another process writes there, or, without `overwrite`, if it
+        holds files that prepare_data did not make.
+    """
+    parent, name = os.path.split(prefix)
+    if not name or os.path.isdir(prefix):
+        raise DataError(f"--output-prefix {prefix} is a directory; add the beginning of a file name to it")
+    if not os.path.isdir(parent or "."):
+        raise DataError(f"--output-prefix {prefix}: there is no directory {parent}; make it first")
+    if folders := [prefix + suffix for suffix in SUFFIXES if os.path.isdir(prefix + suffix)]:
+        raise DataError(f"--output-prefix {prefix}: {folders[0]} is a directory; choose another prefix")
+    folder = prefix + ".partial"
+    try:
+        lock = _lock(prefix, folder)
+    except OSError as error:
+        raise DataError(
+            f"--output-prefix {prefix}: cannot write in {parent or '.'} ({error.filename or folder}: "
+            f"{error.strerror}); choose another place"
+        ) from error
+
+    def locate(suffix: str) -> str:
+        return os.path.join(folder, f"prepare_data-{suffix[1:]}")  # no reader of data sets looks for such a name
+
+    def empty() -> None:
+        for suffix in SUFFIXES:
+            with suppress(OSError):
+                os.remove(locate(suffix))
+
+    try:
+        empty()  # what a killed process left
+        _refuse_foreign_files(prefix, suffixes, overwrite)
+        yield locate
+        _refuse_foreign_files(prefix, suffixes, overwrite)  # again, because writing may have taken hours
+        for suffix in suffixes:
+            flush_to_disk(locate(suffix))
+        obsolete = [suffix for suffix in SUFFIXES if suffix not in suffixes]
+        kept = _find_foreign_files(prefix, obsolete)
+        for path in (prefix + ".idx", *(prefix + suffix for suffix in obsolete)):
+            if os.path.lexists(path) and path not in kept:
+                os.remove(path)
+                flush_to_disk(parent or ".")
+        for suffix in sorted(suffixes, key=SUFFIXES.index):
+            os.replace(locate(suffix), prefix + suffix)
+            flush_to_disk(parent or ".")
+    finally:
+        empty()
+        with suppress(OSError):
+            os.remove(os.path.join(folder, _LOCK))
+            os.rmdir(folder)
+        os.close(lock)
 
 
-def _find_token_range(prefix: str, dtype: Any, tokens: int, scan_bytes: int) -> tuple[int, int]:
-    itemsize = np.dtype(dtype).itemsize
-    block = min(tokens, max(1, min(scan_bytes, 1 << 24) // itemsize))
-    blocks = max(1, min(-(-tokens // block), scan_bytes // (block * itemsize)))
-    smallest, largest = np.iinfo(np.int64).max, -1
-    for start in np.linspace(0, tokens - block, blocks, dtype=np.int64):
-        part = np.fromfile(prefix + ".bin", dtype, block, offset=int(start) * itemsize)
-        smallest, largest = min(smallest, int(part.min())), max(largest, int(part.max()))
-    return smallest, largest
+def _find_foreign_files(prefix: str, suffixes: Iterable[str]) -> list[str]:
+    content = _read_description(prefix)
+    own: set[str] = set()
+    if content is not None:
+        own = {".json", ".bin", ".idx"}
+        with suppress(DataError):  # they are not whole
+            if _check_index(prefix)[1] != content.get("tokens"):
+                own = {".json"}
+        named = {content.get("vocab_file"), content.get("merge_file")}
+        own |= {suffix for suffix in suffixes if os.path.basename(prefix) + suffix in named}
+    return [prefix + suffix for suffix in suffixes if os.path.lexists(prefix + suffix) and suffix not in own]
+
+
+def _refuse_foreign_files(prefix: str, suffixes: Sequence[str], overwrite: bool) -> None:
+    if not overwrite and (foreign := _find_foreign_files(prefix, suffixes)):
+        raise DataError(
+            f"{foreign[0]} exists and was not made by prepare_data; choose another --output-prefix, or replace it with "
+            "--overwrite"
+        )
+
+
+def _lock(prefix: str, folder: str) -> int:
+    """Makes the folder and locks it for this process; returns the lock's file descriptor."""
+    path = os.path.join(folder, _LOCK)
+    while True:
+        os.makedirs(folder, exist_ok=True)
+        try:
+            lock = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.stat(path), os.fstat(lock)):
+                return lock
+            os.close(lock)
+        except FileNotFoundError:
+            continue  # another process has just removed the folder
+        except BlockingIOError as error:
+            os.close(lock)
+            raise DataError(
+                f"another process is writing {prefix}; wait for it, or choose another --output-prefix"
+            ) from error

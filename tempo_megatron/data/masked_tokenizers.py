@@ -6,16 +6,15 @@ sample. Their data need no end-of-document token, because Megatron's masked data
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tempo_megatron.data import DataError
-from tempo_megatron.data.tokenizer import ByteLevelTokenizer, TextTokenizer, read_tokenizer_file
+from tempo_megatron.data.tokenizer import ByteLevelTokenizer, TextTokenizer
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing's from Python 3.11 on
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 _LONGEST_WORD = 100  # BERT's own limit: a longer word is [UNK]
 _LARGEST_ALPHABET = 1000
 _FIRST_PRIVATE = 0xF0000
+_BYTE_LEVEL_WHITE_SPACE = frozenset(chr(256 + byte) for byte in b" \t\n\r\x0b\x0c")
 
 
 class WordPieceTokenizer(TextTokenizer):
@@ -32,57 +32,46 @@ class WordPieceTokenizer(TextTokenizer):
     """
 
     lowercase: ClassVar[bool]
-    special_tokens: ClassVar[dict[str, str]] = {
-        "[PAD]": "fills up a sample",
-        "[UNK]": "stands for what the vocabulary lacks",
-        "[CLS]": "begins a sample",
-        "[SEP]": "ends a segment",
-        "[MASK]": "stands for a masked token",
+    suffixes = ("-vocab.txt",)
+    smallest_size = 128, "an alphabet and the special tokens"
+    special_tokens: ClassVar[Mapping[str, str]] = {
+        "pad": "[PAD]",
+        "unk": "[UNK]",
+        "cls": "[CLS]",
+        "sep": "[SEP]",
+        "mask": "[MASK]",
     }
 
-    def __init__(self, vocab: dict[str, int], unique_identifiers: dict[str, str]):
-        tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=_LONGEST_WORD))
-        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=self.lowercase)
-        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        tokenizer.decoder = decoders.WordPiece()
-        super().__init__(vocab, tokenizer, unique_identifiers)
-        self.pad, _, self.cls, self.sep, self.mask = (vocab[token] for token in self.special_tokens)
-
-    @classmethod
-    def load(cls, vocab_file: str) -> Self:
-        """Reads and checks a vocab.txt.
-
-        Raises: DataError (a ValueError) if it cannot be read, is not a vocabulary, or lacks a special token.
-        """
-        content = read_tokenizer_file(vocab_file)
+    def _build(self, files: Sequence[str], contents: Sequence[bytes]) -> Tokenizer:
+        (vocab_file,) = files
         try:
-            tokens = [line.rstrip("\r") for line in content.decode("utf-8").removesuffix("\n").split("\n")]
+            tokens = [line.rstrip("\r") for line in contents[0].decode("utf-8").removesuffix("\n").split("\n")]
         except UnicodeDecodeError as error:
             raise DataError(f"{vocab_file} is not UTF-8 text; --vocab-file takes BERT's vocab.txt") from error
         vocab = {token: number for number, token in enumerate(tokens)}
         if len(vocab) < len(tokens):
-            twice = next(token for token, count in Counter(tokens).items() if count > 1)
+            ((twice, _),) = Counter(tokens).most_common(1)
             raise DataError(f"{vocab_file} has the token {twice!r} twice; --vocab-file takes BERT's vocab.txt")
-        for token, purpose in cls.special_tokens.items():
-            if token not in vocab:
-                raise DataError(f"{vocab_file} has no token {token}, which {purpose}; give BERT's vocab.txt")
-        identifiers = {"class": cls.__name__, "vocab_sha256": hashlib.sha256(content).hexdigest()}
-        return cls(vocab, identifiers)
+        tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=_LONGEST_WORD))
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=self.lowercase)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        return tokenizer
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int, folder: str) -> Self:
-        """Trains a vocabulary of at most vocab_size pieces and writes it to folder/vocab.txt.
-
-        The special tokens come first, [PAD] is 0. The result depends on the texts alone.
-
-        Raises: OSError if the file cannot be written.
-        """
-        alphabet_size = min(_LARGEST_ALPHABET, (vocab_size - len(cls.special_tokens)) // 4)
-        words = _count_words(texts, cls.lowercase)
-        pieces = _learn_pieces(words, alphabet_size, vocab_size - len(cls.special_tokens))
+        """Trains a vocabulary and writes it to folder/vocab.txt: the special tokens first, [PAD] is 0."""
+        normalizer = normalizers.BertNormalizer(lowercase=cls.lowercase)
+        splitter = pre_tokenizers.BertPreTokenizer()
+        words: Counter[str] = Counter()
+        for text in texts:
+            words.update(word for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text)))
+        pieces = _learn_pieces(words, vocab_size - len(cls.special_tokens))
         vocab_file = str(Path(folder, "vocab.txt"))
-        Path(vocab_file).write_text("".join(f"{token}\n" for token in [*cls.special_tokens, *pieces]), encoding="utf-8")
-        return cls.load(vocab_file)
+        Path(vocab_file).write_text(
+            "".join(f"{token}\n" for token in [*cls.special_tokens.values(), *pieces]), encoding="utf-8"
+        )
+        return cls(vocab_file)
 
     def starts_word(self, token_id: int) -> bool:
         """Whether a word begins with the token."""
@@ -92,46 +81,27 @@ class WordPieceTokenizer(TextTokenizer):
 class LowerCaseWordPieceTokenizer(WordPieceTokenizer):
     """The tokenizer of uncased models: letters become small and lose their accents."""
 
-    lowercase = True
+    lowercase, default_size = True, 30522
 
 
 class CasedWordPieceTokenizer(WordPieceTokenizer):
     """The tokenizer of cased models."""
 
-    lowercase = False
+    lowercase, default_size = False, 28996
 
 
 class RobertaTokenizer(ByteLevelTokenizer):
     """RoBERTa's tokenizer: GPT-2's byte-level BPE with four special tokens."""
 
-    special_tokens: ClassVar[dict[str, str]] = {
-        "<s>": "begins a sample",
-        "<pad>": "fills up a sample",
-        "</s>": "ends a segment",
-        "<mask>": "stands for a masked token",
-    }
-
-    def __init__(self, vocab: dict[str, int], merges: list[tuple[str, str]], unique_identifiers: dict[str, str]):
-        super().__init__(vocab, merges, unique_identifiers)
-        self.cls, self.pad, self.sep, self.mask = (vocab[token] for token in self.special_tokens)
+    default_size, smallest_size = 50265, (260, "256 bytes and four")
+    special_tokens: ClassVar[Mapping[str, str]] = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "mask": "<mask>"}
 
     def starts_word(self, token_id: int) -> bool:
         """Whether the token begins with white space. A word also begins a text, but no token shows that."""
         return self.inv_vocab[token_id][0] in _BYTE_LEVEL_WHITE_SPACE
 
 
-_BYTE_LEVEL_WHITE_SPACE = frozenset(chr(256 + byte) for byte in b" \t\n\r\x0b\x0c")
-
-
-def _count_words(texts: Iterable[str], lowercase: bool) -> Counter[str]:
-    normalizer, splitter = normalizers.BertNormalizer(lowercase=lowercase), pre_tokenizers.BertPreTokenizer()
-    words: Counter[str] = Counter()
-    for text in texts:
-        words.update(word for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text)))
-    return words
-
-
-def _learn_pieces(words: Counter[str], alphabet_size: int, num_pieces: int) -> list[str]:
+def _learn_pieces(words: Counter[str], num_pieces: int) -> list[str]:
     """Learns the pieces of a WordPiece vocabulary: single characters first, then what BPE merges, best first.
 
     The library's own WordPiece trainer numbers the characters inside words in the order of a hash table, which differs
@@ -140,17 +110,16 @@ def _learn_pieces(words: Counter[str], alphabet_size: int, num_pieces: int) -> l
     """
     letters: Counter[str] = Counter()
     for word, count in words.items():
-        for letter in word:
-            letters[letter] += count
-    alphabet = sorted(sorted(letters, key=lambda letter: (-letters[letter], letter))[:alphabet_size])
+        letters.update({letter: word.count(letter) * count for letter in word})
+    largest = min(_LARGEST_ALPHABET, num_pieces // 4)
+    alphabet = sorted(sorted(letters, key=lambda letter: (-letters[letter], letter))[:largest])
     first = {letter: chr(_FIRST_PRIVATE + 2 * number) for number, letter in enumerate(alphabet)}
     inner = {letter: chr(_FIRST_PRIVATE + 2 * number + 1) for number, letter in enumerate(alphabet)}
-    forms = [*first.values(), *inner.values()]
-    original = dict(zip(forms, [*alphabet, *alphabet], strict=True))
+    original = {sign: letter for letter, sign in first.items()} | {sign: letter for letter, sign in inner.items()}
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     trainer = trainers.BpeTrainer(
-        vocab_size=num_pieces, min_frequency=2, initial_alphabet=sorted(forms), show_progress=False
+        vocab_size=num_pieces, min_frequency=2, initial_alphabet=sorted(original), show_progress=False
     )
     usable = [
         (first[word[0]] + "".join(inner[letter] for letter in word[1:]), count)
@@ -158,6 +127,6 @@ def _learn_pieces(words: Counter[str], alphabet_size: int, num_pieces: int) -> l
         if len(word) <= _LONGEST_WORD and first.keys() >= set(word)
     ]
     tokenizer.train_from_iterator((f"{word} " * count for word, count in usable), trainer)
-    numbered = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    is_inner = set(inner.values())
-    return [("##" if form[0] in is_inner else "") + "".join(original[sign] for sign in form) for form, _ in numbered]
+    vocab, is_inner = tokenizer.get_vocab(), set(inner.values())
+    pieces = sorted(vocab, key=lambda piece: vocab[piece])
+    return [("##" if piece[0] in is_inner else "") + "".join(original[sign] for sign in piece) for piece in pieces]

@@ -2,65 +2,67 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import sys
+import tempfile
 import threading
 import time
+import warnings
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from tempo_megatron.data import DataError, corpus
 from tempo_megatron.data.dataset_files import (
     FORMAT,
     Sidecar,
-    is_inside,
     load_dataset_tokenizer,
+    replace_dataset,
     validate_dataset,
 )
-from tempo_megatron.data.dataset_writer import SUFFIXES, DatasetWriter, PartialOutput, choose_token_dtype
-from tempo_megatron.data.documents import Encoded, Encoding, check_first_texts, encode, read_texts
-from tempo_megatron.data.prepare_arguments import PrepareOptions, parse_prepare_arguments
-from tempo_megatron.data.tokenizer import TextTokenizer
-from tempo_megatron.data.tokenizer_types import GPT2_BPE, TYPES, list_given_files
+from tempo_megatron.data.documents import Encoded, check_first_texts, encode, read_texts
+from tempo_megatron.data.sentences import RULE, WAYS
+from tempo_megatron.data.tokenizer import FILES, LARGEST_VOCABULARY, TextTokenizer
+from tempo_megatron.data.tokenizer_types import GPT2_BPE, HUGGING_FACE, MASKED_TYPES, TYPES, list_given_files
 
+DESCRIPTION = "Tokenizes text, JSON-lines and directory trees into a data set of Megatron's format."
+_TRAIN_BYTES = 32_000_000
 _SECONDS_BETWEEN_LINES = 5.0
 _LINE = "{desc}: {n_fmt}B of {total_fmt}B, {rate_fmt}, {elapsed} so far, {remaining} left"
-_SMALL_DATA_SET = 100  # sequences; below it, a few per cent of --split may hold none
 
 
 def main(argv: list[str] | None = None, prog: str = "prepare_data") -> int:
     """Runs the command line under the name `prog`; returns 0, or 1 after an error of one sentence on stderr."""
-    options = parse_prepare_arguments(argv, prog)
+    options = _parse_arguments(argv, prog)
+    status = 1
     try:
         prepare(options)
-    except DataError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 1
+        return 0
     except BrokenPipeError:  # the reader of stdout has left; the data set is made
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except DataError as error:
+        fault = str(error)
     except OSError as error:
-        print(
-            f"{prog}: writing {error.filename or corpus.format_path(options.output_prefix)} failed: {error.strerror}; "
-            "free some space, or choose another place",
-            file=sys.stderr,
-        )
-        return 1
+        path = error.filename or corpus.format_path(options.output_prefix)
+        fault = f"writing {path} failed: {error.strerror}; free some space, or choose another place"
     except KeyboardInterrupt:
-        print(f"{prog}: interrupted", file=sys.stderr)
-        return 130
-    return 0
+        fault, status = "interrupted", 130
+    print(f"{prog}: {fault}", file=sys.stderr)
+    return status
 
 
-def prepare(options: PrepareOptions) -> None:
+def prepare(options: Namespace) -> None:
     """Makes the data set that the parsed arguments describe.
 
     Raises: DataError (a ValueError) if the input, the vocabulary or the output cannot be used; OSError if the disk
@@ -69,44 +71,40 @@ def prepare(options: PrepareOptions) -> None:
     started = time.monotonic()
     prefix = options.output_prefix
     left_out = corpus.LeftOut()
-    list_given_files(options.tokenizer_type, options.vocab_file, options.merge_file)
+    kind = TYPES[options.tokenizer_type]
+    given = list_given_files(options.tokenizer_type, options.vocab_file, options.merge_file)
     files = _choose_input_files(options, left_out)
-    fingerprint = _compute_fingerprint(options, files)
+    tokenizer = kind(*given) if given else None
+    fingerprint = _compute_fingerprint(options, tokenizer, files)
     if options.skip_existing and _is_current(prefix, fingerprint):
-        if os.path.isdir(prefix + ".partial"):  # left by a run that was killed at its very end
-            with suppress(DataError), PartialOutput(prefix):
-                pass
         print(
             f"{options.prog}: {corpus.format_path(prefix)} is already there, made from the same files in the "
             "same way; it is kept"
         )
         return
-    pieces = corpus.cut_pieces(files, cuts_texts=TYPES[options.tokenizer_type].cls.cuts_texts)
-    has_tables = any(file.is_table for file in files)
-    kept = _find_kept_files(options)
-    suffixes = [suffix for suffix in SUFFIXES if suffix in (".bin", ".json", ".idx") or kept.get(suffix, "") is None]
-    obsolete = sorted({suffix for kind in TYPES.values() for suffix in kind.suffixes} - kept.keys())
-    with PartialOutput(prefix, suffixes, obsolete=obsolete, overwrite=options.overwrite) as output:
-        tokenizer, tokenizer_files = _load_or_train_tokenizer(options, kept, pieces, output)
-        dtype = choose_token_dtype(tokenizer.vocab_size)
-        workers = options.workers if has_tables else max(1, min(options.workers, len(pieces)))
-        encoding = Encoding(
-            options.tokenizer_type,
-            tokenizer_files,
-            options.text_key,
-            dtype,
-            options.skip_bad_lines,
-            options.split_sentences,
-        )
-        total_bytes = None if has_tables else sum(file.size for file in files)
-        progress = Progress(options.prog, "tokenizing", total_bytes)
-        written = _write(output, encode(pieces, encoding, workers), dtype, progress, left_out)
-        names = [name or os.path.basename(prefix) + suffix for suffix, name in kept.items()]
+    with warnings.catch_warnings():  # of optional packages
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets import indexed_dataset  # which takes seconds
+
+    pieces = corpus.cut_pieces(files, cuts_texts=kind.cuts_texts)
+    total_bytes = None if any(file.is_table for file in files) else sum(file.end for file in files)
+    suffixes = (".json", *kind.suffixes, ".bin", ".idx")
+    with (
+        replace_dataset(prefix, suffixes, overwrite=options.overwrite) as locate,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        if tokenizer is None:
+            tokenizer = _train_tokenizer(options, pieces, folder)
+        for path, suffix in zip(tokenizer.files, kind.suffixes, strict=True):
+            shutil.copyfile(path, locate(suffix))
+        dtype = indexed_dataset.DType.optimal_dtype(tokenizer.vocab_size)
+        with show_progress(options.prog, "tokenizing", total_bytes) as bar:
+            builder = indexed_dataset.IndexedDatasetBuilder(locate(".bin"), dtype=dtype)
+            written = _write(builder, locate(".idx"), encode(pieces, options, tokenizer, left_out), bar, left_out)
+        vocab_file, merge_file = [*(os.path.basename(prefix) + suffix for suffix in kind.suffixes), ""][:2]
         sidecar = Sidecar(
-            vocab_file=names[0],
-            merge_file=names[1] if len(names) > 1 else "",
-            vocab_sha256=tokenizer.unique_identifiers["vocab_sha256"],
-            merge_sha256=tokenizer.unique_identifiers.get("merge_sha256", ""),
+            vocab_file=vocab_file,
+            merge_file=merge_file,
             vocab_size=tokenizer.vocab_size,
             eod=-1 if tokenizer.eod is None else tokenizer.eod,
             dtype=dtype.__name__,
@@ -114,14 +112,14 @@ def prepare(options: PrepareOptions) -> None:
             fingerprint=fingerprint,
             tokenizer_type=options.tokenizer_type,
             split_sentences=options.split_sentences or "",
+            **{"merge_sha256": "", **tokenizer.digests},
             **written,
         )
-        sidecar.write(output.locate(".json"))
-        output.publish()
+        sidecar.write(locate(".json"))
     _report(options, sidecar, left_out, time.monotonic() - started)
 
 
-def _choose_input_files(options: PrepareOptions, left_out: corpus.LeftOut) -> list[corpus.InputFile]:
+def _choose_input_files(options: Namespace, left_out: corpus.LeftOut) -> list[corpus.Part]:
     files = corpus.list_files(options.input, options.extensions, options.output_prefix, left_out)
     files += corpus.list_hub_datasets(options.input_hub)
     if options.input_stdlib:
@@ -131,25 +129,21 @@ def _choose_input_files(options: PrepareOptions, left_out: corpus.LeftOut) -> li
     if not files:
         raise DataError(f"there is no text in the input{_format_left_out(left_out)}; give other files with --input")
     if not options.skip_bad_lines:
-        check_first_texts(files, options.text_key)
-    if options.json_key is not None and not any(file.is_json or file.is_table for file in files):
+        check_first_texts(files, options)
+    if options.json_key is not None and all(file.kind == "text" for file in files):
         raise DataError("--json-key is for .json and .jsonl files and tables, and the input has none; leave it out")
     return files
 
 
-def _compute_fingerprint(options: PrepareOptions, files: list[corpus.InputFile]) -> str:
+def _compute_fingerprint(options: Namespace, given: TextTokenizer | None, files: list[corpus.Part]) -> str:
     """Returns a digest of everything that the output depends on; files count by name, size and time of change."""
-    if paths := list_given_files(options.tokenizer_type, options.vocab_file, options.merge_file):
-        identifiers = TYPES[options.tokenizer_type].cls.load(*paths).unique_identifiers
-        vocabulary: list[Any] = [value for key, value in identifiers.items() if key.endswith("sha256")]
-    else:
-        vocabulary = [options.vocab_size, options.train_bytes]
+    vocabulary: list[Any] = [options.vocab_size, options.train_bytes] if given is None else [*given.digests.values()]
     if options.tokenizer_type != GPT2_BPE:
         vocabulary.append(options.tokenizer_type)
     if options.split_sentences is not None:
         vocabulary.append(f"sentences by {options.split_sentences}")
-    paths_of_input = [file.path if file.is_on_hub else os.path.abspath(file.path) for file in files]
-    inputs = [(path, file.size, file.version, file.is_named) for path, file in zip(paths_of_input, files, strict=True)]
+    paths = [file.path if file.kind == "hub" else os.path.abspath(file.path) for file in files]
+    inputs = [(path, file.end, file.version, file.is_named) for path, file in zip(paths, files, strict=True)]
     content = json.dumps([FORMAT, vocabulary, options.text_key, inputs, *["bad lines"] * options.skip_bad_lines])
     return hashlib.sha256(content.encode("ascii")).hexdigest()
 
@@ -166,96 +160,55 @@ def _is_current(prefix: str, fingerprint: str) -> bool:
     return True
 
 
-def _load_or_train_tokenizer(
-    options: PrepareOptions, kept: Mapping[str, str | None], pieces: list[corpus.Piece], output: PartialOutput
-) -> tuple[TextTokenizer, tuple[str, ...]]:
-    """Returns the tokenizer and its files: those that the user named, or new ones among the output.
-
-    A named file that is not below the directory of the output is copied there: a data set keeps its tokenizer.
-    """
-    kind = TYPES[options.tokenizer_type].cls
-    if options.vocab_file is not None:
-        given = list_given_files(options.tokenizer_type, options.vocab_file, options.merge_file)
-        paths = tuple(
-            path if name is not None else shutil.copyfile(path, output.locate(suffix))
-            for path, (suffix, name) in zip(given, kept.items(), strict=True)
-        )
-        return kind.load(*paths), paths
+def _train_tokenizer(options: Namespace, pieces: list[corpus.Piece], folder: str) -> Any:
     chosen = corpus.sample_pieces(pieces, options.train_bytes)
-    sizes = [part.end - part.start for piece in chosen for part in piece]
-    with Progress(options.prog, "training the vocabulary", min(sum(sizes), options.train_bytes) or None) as progress:
-        texts = _read_training_texts(chosen, options, progress)
-        tokenizer = kind.train(texts, options.vocab_size, output.folder)
-    return tokenizer, tuple(map(output.locate, kept))
+    total = min(sum(part.end - part.start for piece in chosen for part in piece), options.train_bytes)
+    with show_progress(options.prog, "training the vocabulary", total or None) as bar:
 
+        def read() -> Iterator[str]:
+            budget = options.train_bytes
+            for text in (text.text for piece in chosen for text in read_texts(piece, options, corpus.LeftOut())):
+                content = text[:budget]  # characters, at most as many as bytes
+                yield content
+                num_bytes = len(content.encode("utf-8"))
+                _advance(bar, num_bytes)
+                budget -= num_bytes
+                if budget <= 0:
+                    break
+            bar.set_description_str(f"{bar.desc}, learning its merges", refresh=False)
 
-def _find_kept_files(options: PrepareOptions) -> dict[str, str | None]:
-    """Maps the suffix of each tokenizer file to the name of the user's own file, if that can stay where it is.
-
-    The name is relative to the data set's directory. None means that the file is written among the output.
-    """
-    given = (options.vocab_file, options.merge_file)
-    suffixes = TYPES[options.tokenizer_type].suffixes
-    return {
-        suffix: _name_beside(options.output_prefix, path, suffix) for path, suffix in zip(given, suffixes, strict=False)
-    }
-
-
-def _read_training_texts(pieces: Iterable[corpus.Piece], options: PrepareOptions, progress: Progress) -> Iterator[str]:
-    """Yields the first --train-bytes of the pieces' texts."""
-    budget = options.train_bytes
-    texts = (
-        text.text
-        for piece in pieces
-        for text in read_texts(piece, options.text_key, corpus.LeftOut(), options.skip_bad_lines)
-    )
-    while budget > 0 and (text := next(texts, None)) is not None:
-        content = text[:budget]  # characters, at most as many as bytes
-        yield content
-        num_bytes = len(content.encode("utf-8"))
-        progress.update(num_bytes)
-        budget -= num_bytes
-    progress.begin_unmeasured("learning its merges")
+        return TYPES[options.tokenizer_type].train(read(), options.vocab_size, folder)
 
 
 def _write(
-    output: PartialOutput,
-    encoded: Iterable[Encoded],
-    dtype: type[np.integer],
-    progress: Progress,
-    left_out: corpus.LeftOut,
+    builder: Any, idx_path: str, encoded: Iterator[Encoded], bar: tqdm[Any], left_out: corpus.LeftOut
 ) -> dict[str, Any]:
-    """Writes what the workers encode; counts documents, sequences, tokens and source_bytes."""
+    import torch
+
     written: Counter[str] = Counter()
-    with DatasetWriter(output.locate(".bin"), dtype) as writer, progress:
+    try:
         for piece in encoded:
-            writer.add(piece.ids, piece.lengths, piece.ends)
-            written.update(documents=sum(piece.ends), sequences=len(piece.lengths))
-            written.update(tokens=piece.ids.size, source_bytes=piece.source_bytes)
-            left_out.update(piece.left_out)
-            progress.update(piece.source_bytes)
+            for ids, is_end in zip(piece.ids, piece.ends, strict=True):
+                builder.add_item(torch.from_numpy(ids))
+                if is_end:
+                    builder.end_document()
+            written.update(documents=sum(piece.ends), sequences=len(piece.ids))
+            written.update(tokens=sum(map(len, piece.ids)), source_bytes=piece.source_bytes)
+            for path in piece.empty:
+                left_out.add("empty", path)
+            _advance(bar, piece.source_bytes)
         if written["documents"] == 0:
             raise DataError(
                 f"there is no document in the input{_format_left_out(left_out)}; give other files with --input"
             )
-        writer.finish(output.locate(".idx"))
+        builder.finalize(idx_path)
+    finally:
+        with suppress(OSError):  # a full disk has raised before
+            builder.data_file.close()
     return dict(written)
 
 
-def _name_beside(prefix: str, given: str | None, suffix: str) -> str | None:
-    """Returns a named tokenizer file's path relative to the data set's directory; None if it is not below that."""
-    folder = os.path.dirname(os.path.abspath(prefix))
-    if given is None or not is_inside(given, folder):
-        return None
-    name = os.path.relpath(os.path.abspath(given), folder)
-    if name.startswith(os.pardir + os.sep):  # it is below only through a link
-        name = os.path.relpath(os.path.realpath(given), os.path.realpath(folder))
-    # "./" marks the user's own file of the same name as a trained one, which no later run may replace.
-    return os.path.join(os.curdir, name) if name == os.path.basename(prefix) + suffix else name
-
-
 def _format_left_out(left_out: corpus.LeftOut) -> str:
-    """Formats what was left out for a message: '; left out: 2 binary (the first: a.png)'."""
     reasons = [
         f"{count} {reason} (the first: {corpus.format_path(left_out.first[reason])})"
         for reason, count in sorted(left_out.count.items())
@@ -263,7 +216,7 @@ def _format_left_out(left_out: corpus.LeftOut) -> str:
     return f"; left out: {', '.join(reasons)}" if reasons else ""
 
 
-def _report(options: PrepareOptions, sidecar: Sidecar, left_out: corpus.LeftOut, seconds: float) -> None:
+def _report(options: Namespace, sidecar: Sidecar, left_out: corpus.LeftOut, seconds: float) -> None:
     print(
         f"{options.prog}: {corpus.format_path(options.output_prefix)}: {sidecar.documents} documents, "
         f"{sidecar.source_bytes} bytes, {sidecar.tokens} tokens ({sidecar.dtype}, vocabulary {sidecar.vocab_size}) "
@@ -274,56 +227,137 @@ def _report(options: PrepareOptions, sidecar: Sidecar, left_out: corpus.LeftOut,
             f"{options.prog}: the vocabulary has {sidecar.vocab_size} tokens, not {options.vocab_size}: the text it "
             "was trained on has no more pairs that occur twice"
         )
-    if sidecar.sequences < _SMALL_DATA_SET:
-        print(
-            f"{options.prog}: {sidecar.sequences} sequences are few: a share of --split below "
-            f"{100 / sidecar.sequences:.1f} % holds none"
-        )
 
 
-class Progress:
-    """Shows the progress of `what`: a bar on a terminal, else a line every few seconds. A context manager.
+@contextmanager
+def show_progress(prog: str, what: str, total_bytes: int | None) -> Iterator[tqdm[Any]]:
+    """Shows a bar on a terminal, else a line every few seconds, by a thread: one call may take minutes."""
+    is_on_terminal = sys.stderr.isatty()
+    bar = tqdm(
+        total=total_bytes,
+        unit="B",
+        unit_scale=True,
+        desc=what if is_on_terminal else f"{prog}: {what}",
+        bar_format=None if is_on_terminal else _LINE,
+        file=sys.stderr if is_on_terminal else io.StringIO(),
+    )
+    ended = threading.Event()
 
-    A thread prints, so that lines also appear while one call takes minutes.
-    """
-
-    def __init__(self, prog: str, what: str, total_bytes: int | None):
-        self._ended = threading.Event()
-        self._is_on_terminal = sys.stderr.isatty()
-        self._bar = tqdm(
-            total=total_bytes,
-            unit="B",
-            unit_scale=True,
-            desc=what if self._is_on_terminal else f"{prog}: {what}",
-            bar_format=None if self._is_on_terminal else _LINE,
-            file=sys.stderr if self._is_on_terminal else io.StringIO(),
-        )
-        self._thread = threading.Thread(target=self._report, daemon=True)
-
-    def __enter__(self) -> Progress:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._ended.set()
-        self._thread.join()
-        self._bar.close()
-
-    def update(self, num_bytes: int) -> None:
-        done = self._bar.n + num_bytes
-        self._bar.n = done if self._bar.total is None else min(done, self._bar.total)
-
-    def begin_unmeasured(self, phase: str) -> None:
-        """Shows from now on, when everything is read, `phase`, whose duration is unknown."""
-        self._bar.set_description_str(f"{self._bar.desc}, {phase}", refresh=False)
-
-    def format_line(self) -> str:
-        """Returns the line of a log."""
-        return str(self._bar)
-
-    def _report(self) -> None:
-        while not self._ended.wait(0.2 if self._is_on_terminal else _SECONDS_BETWEEN_LINES):
-            if self._is_on_terminal:
-                self._bar.refresh()
+    def report() -> None:
+        while not ended.wait(0.2 if is_on_terminal else _SECONDS_BETWEEN_LINES):
+            if is_on_terminal:
+                bar.refresh()
             else:
-                print(self.format_line(), file=sys.stderr, flush=True)
+                print(bar, file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield bar
+    finally:
+        ended.set()
+        thread.join()
+        bar.close()
+
+
+def _advance(bar: tqdm[Any], num_bytes: int) -> None:
+    bar.n = bar.n + num_bytes if bar.total is None else min(bar.n + num_bytes, bar.total)
+
+
+def _parse_arguments(argv: list[str] | None, prog: str) -> Namespace:
+    """Parses, checks and completes the command line; an error ends the process with status 2."""
+    parser = _build_parser(prog)
+    options = parser.parse_args(argv)
+    _take_tokenizer_model(parser, options)
+    _check(parser, options)
+    options.prog = prog
+    options.text_key = "text" if options.json_key is None else options.json_key
+    options.train_bytes = options.train_bytes or _TRAIN_BYTES
+    if options.vocab_size is None:
+        options.vocab_size = TYPES[options.tokenizer_type].default_size
+    return options
+
+
+def _take_tokenizer_model(parser: argparse.ArgumentParser, options: Namespace) -> None:
+    folder, is_of_model = options.tokenizer_model, options.tokenizer_type == HUGGING_FACE
+    if folder is None:
+        if is_of_model and options.vocab_file is None:
+            parser.error(f"--tokenizer-type {HUGGING_FACE} takes the tokenizer of --tokenizer-model; give that")
+        return
+    if not is_of_model or options.vocab_file is not None or options.merge_file is not None:
+        parser.error(
+            f"--tokenizer-model is for --tokenizer-type {HUGGING_FACE} alone, and brings its files; leave out "
+            "--vocab-file and --merge-file, and give that type"
+        )
+    for name in FILES:
+        if not os.path.isfile(os.path.join(folder, name)):
+            parser.error(f"--tokenizer-model {folder} has no {name}; give a folder that transformers saved")
+    options.vocab_file, options.merge_file = (os.path.join(folder, name) for name in FILES)
+
+
+def _build_parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description=DESCRIPTION)
+    add = parser.add_argument
+    several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+    paths = "text, .json/.jsonl (also as .gz or .zst), .parquet, .arrow, .csv, .tsv, directory trees"
+    add("--input", **several, metavar="PATH", help=paths)
+    names = "data sets of the Hugging Face hub, or folders of one: NAME, NAME:CONFIG or NAME:CONFIG:SPLIT"
+    add("--input-hub", **several, metavar="NAME", help=names)
+    add("--input-stdlib", action="store_true", help="sources and texts of this Python's standard library")
+    add("--output-prefix", required=True, metavar="P", help="writes P.bin, P.idx, P.json (and the tokenizer)")
+    add("--json-key", help="key of the text in JSON-lines files, or its column in tables (default: text)")
+    endings = "of directory trees take only files that end so, for example .txt .md"
+    add("--extensions", nargs="+", default=[], metavar="EXT", help=endings)
+    add("--max-bytes", type=_parse_byte_count, metavar="N", help="use the first N bytes only; 12M, 1.5GiB")
+    ways = "store each sentence as a sequence of its own, as BERT and RoBERTa need: found by rule, or the lines"
+    add("--split-sentences", nargs="?", const=RULE, choices=WAYS, help=ways)
+    kinds = "RobertaBPETokenizer is GPT-2's with RoBERTa's special tokens (default: %(default)s)"
+    add("--tokenizer-type", choices=TYPES, default=GPT2_BPE, help=kinds)
+    model = f"with {HUGGING_FACE}: a model's folder with tokenizer.json and tokenizer_config.json"
+    add("--tokenizer-model", metavar="FOLDER", help=model)
+    add("--vocab-file", help="vocab.json, or BERT's vocab.txt; without it a vocabulary is trained")
+    add("--merge-file", help="GPT-2's merges.txt")
+    sizes = ", ".join(f"{kind.default_size} for {name}" for name, kind in TYPES.items() if kind.default_size)
+    add("--vocab-size", type=int, help=f"tokens of the trained vocabulary (default: {sizes})")
+    add("--train-bytes", type=_parse_byte_count, help="text to train the vocabulary on (default: 32M)")
+    add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="threads (default: one per core)")
+    bad = "leave out, and count, lines that are not UTF-8 or not a JSON object with a text"
+    add("--skip-bad-lines", action="store_true", help=bad)
+    add("--overwrite", action="store_true", help="replace files named like the output that prepare_data did not make")
+    add("--skip-existing", action="store_true", help="keep P where it was made from the same files in the same way")
+    return parser
+
+
+def _check(parser: argparse.ArgumentParser, options: Namespace) -> None:
+    if not options.input and not options.input_hub and not options.input_stdlib:
+        parser.error("nothing to read; give --input PATH... or --input-stdlib")
+    if options.workers < 1:
+        parser.error(f"--workers {options.workers}: expected at least 1")
+    if options.extensions and not any(os.path.isdir(path) for path in options.input):
+        parser.error("--extensions chooses files of a directory tree, but --input has no directory; leave it out")
+    for name in ("vocab_size", "train_bytes"):
+        if options.vocab_file is not None and getattr(options, name) is not None:
+            parser.error(f"--{name.replace('_', '-')} is for training a vocabulary, but --vocab-file gives one; choose")
+    if options.tokenizer_type in MASKED_TYPES and options.split_sentences is None:
+        parser.error(
+            f"--tokenizer-type {options.tokenizer_type} is for masked language models, whose samples are made of "
+            "sentences; add --split-sentences"
+        )
+    if options.vocab_size is None:
+        return
+    smallest, reason = TYPES[options.tokenizer_type].smallest_size
+    if options.vocab_size < smallest:
+        parser.error(f"--vocab-size {options.vocab_size}: expected at least {smallest} ({reason})")
+    if options.vocab_size > LARGEST_VOCABULARY:
+        parser.error(f"--vocab-size {options.vocab_size}: expected at most {LARGEST_VOCABULARY}; GPT-2 has 50257")
+
+
+def _parse_byte_count(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kKMGT])(i?))?B?", text.strip())
+    size = 0
+    if match:
+        number, unit, binary = match.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index((unit or " ").upper()))
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes; write 12000000, 12M or 1.5GiB")
+    return size

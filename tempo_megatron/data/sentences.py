@@ -36,12 +36,7 @@ _LOOKBEHIND = 40  # characters; no abbreviation is longer
 
 
 def split_sentences(text: str, way: str) -> list[str]:
-    """Returns the sentences of `text`, in order, none of them blank.
-
-    Args:
-        text: a document, or a part of one.
-        way: RULE, as above, or LINES: each line is a sentence.
-    """
+    """Returns the sentences of `text`, in order, none of them blank, by RULE, as above, or as its LINES."""
     if way == LINES:
         return [sentence for line in text.split("\n") if (sentence := line.strip())]
     sentences, start = [], 0

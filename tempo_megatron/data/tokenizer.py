@@ -1,7 +1,7 @@
-"""Tokenizes by GPT-2's byte-level BPE, as megatron-core's datasets expect it, and trains new vocabularies.
+"""Tokenizes as megatron-core's datasets expect it: by GPT-2's byte-level BPE, or by a tokenizer.json of Hugging Face.
 
-The files are GPT-2's own two: vocab.json (token -> id) and merges.txt (one pair per line, best first). A token is
-written in GPT-2's alphabet of 256 printable characters, one per byte, so every text can be expressed.
+GPT-2's own two files are vocab.json (token -> id) and merges.txt (one pair per line, best first). A token is written in
+GPT-2's alphabet of 256 printable characters, one per byte, so every text can be expressed.
 """
 
 from __future__ import annotations
@@ -9,49 +9,70 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tempo_megatron.beside import first_line
 from tempo_megatron.data import DataError
+from tempo_megatron.words.json_text import decode, parse_json
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing's from Python 3.11 on
 
 
 END_OF_TEXT = "<|endoftext|>"
+FILES = ("tokenizer.json", "tokenizer_config.json")
+"""Of Hugging Face's tokenizers, in a model's folder."""
 LARGEST_VOCABULARY = 10_000_000  # ten times the largest published; from 10**9 on the library aborts the process
+_LARGEST_ID = 2**31 - 1  # that a data set can hold
 
 
 class TextTokenizer:
-    """The base of all tokenizers; their class methods `load` and `train` read and make their files.
+    """The base of all tokenizers, read from `files`.
 
     Special tokens are never produced from text: their names in a text are encoded as ordinary characters.
 
-    Args:
-        vocab: token -> id.
-        tokenizer: the library's.
-        unique_identifiers: class and checksums of the files, by name.
+    Raises: DataError (a ValueError) if a file cannot be read or is not of its format, or lacks a special token.
     """
 
-    special_tokens: ClassVar[dict[str, str]] = {}
-    """The tokens that the vocabulary must have, each with its purpose."""
+    suffixes: ClassVar[tuple[str, ...]]
+    """Of its files beside a data set, in the order of --vocab-file and --merge-file."""
+    default_size: ClassVar[int] = 0
+    """Of a vocabulary that is trained: the published model's. 0 if none can be trained."""
+    smallest_size: ClassVar[tuple[int, str]] = 0, ""
+    """Of a vocabulary that is trained, and why it cannot be smaller."""
+    special_tokens: ClassVar[Mapping[str, str]] = {}
+    """The tokens that the vocabulary must have, by the attributes that get their ids."""
     eod: int | None = None
     """The token that ends every document; None if documents end without one."""
     cuts_texts: ClassVar[bool] = True
     """Whether a text may be cut before a space or newline that follows no white space, without changing its tokens."""
 
-    def __init__(self, vocab: dict[str, int], tokenizer: Tokenizer, unique_identifiers: dict[str, str]):
-        self.vocab = vocab
-        self.inv_vocab = {token_id: token for token, token_id in vocab.items()}
-        self.vocab_size = max(vocab.values()) + 1
-        self.unique_identifiers = unique_identifiers
-        self._tokenizer = tokenizer
+    def __init__(self, *files: str):
+        contents = [_read(path) for path in files]
+        self.files = files
+        self._tokenizer = self._build(files, contents)
+        self.vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        for name, token in self.special_tokens.items():
+            if token not in self.vocab:
+                raise DataError(f"{files[0]} has no special token {token}; add it to the file")
+            setattr(self, name, self.vocab[token])
+        if self.eod is not None:
+            self.eos = self.eod
+        self.inv_vocab = {token_id: token for token, token_id in self.vocab.items()}
+        self.vocab_size = max(self.inv_vocab) + 1
+        digests = [hashlib.sha256(content).hexdigest() for content in contents]
+        self.digests = dict(zip(("vocab_sha256", "merge_sha256"), digests, strict=False))
+        self.unique_identifiers = {"class": type(self).__name__, **self.digests}
         # The fast function, which tokenizers has from 0.20 on, does not compute where in the text a token is.
-        self._encode_batch = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
+        self._encode_batch = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)
+
+    def _build(self, files: Sequence[str], contents: Sequence[bytes]) -> Tokenizer:
+        raise NotImplementedError
 
     def tokenize(self, text: str) -> list[int]:
         """Returns the ids of one text, without special tokens. Raises as tokenize_batch does."""
@@ -75,35 +96,27 @@ class TextTokenizer:
         return (text,)
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        """Returns the text of `ids`. Bytes that are not whole UTF-8 characters become U+FFFD.
+        """Returns the text of `ids`. Bytes that are not whole UTF-8 characters become U+FFFD."""
+        return self._tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=False)
 
-        Raises: DataError (a ValueError) if an id is not in the vocabulary.
-        """
-        known = [int(token_id) for token_id in ids]
-        unknown = next((token_id for token_id in known if token_id not in self.inv_vocab), None)
-        if unknown is not None:
-            raise DataError(f"token id {unknown} is not in the vocabulary of {len(self.vocab)} tokens")
-        return self._tokenizer.decode(known, skip_special_tokens=False)
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read the tokenizer file {path}: {error.strerror}; check the path") from error
 
 
 class ByteLevelTokenizer(TextTokenizer):
     """Byte-level BPE over a vocab.json and a merges.txt."""
 
-    def __init__(self, vocab: dict[str, int], merges: list[tuple[str, str]], unique_identifiers: dict[str, str]):
-        super().__init__(vocab, _build_byte_level(models.BPE(vocab=vocab, merges=merges)), unique_identifiers)
-        self._missing_bytes = {byte for byte, character in _map_bytes_to_characters().items() if character not in vocab}
+    suffixes = "-vocab.json", "-merges.txt"
 
-    @classmethod
-    def load(cls, vocab_file: str, merge_file: str) -> Self:
-        """Reads and checks GPT-2's two files.
-
-        Raises: DataError (a ValueError) if a file cannot be read or is not of GPT-2's format, if a special token is
-            missing, or if a merge needs a token that the vocabulary lacks.
-        """
-        vocab_bytes, merge_bytes = read_tokenizer_file(vocab_file), read_tokenizer_file(merge_file)
+    def _build(self, files: Sequence[str], contents: Sequence[bytes]) -> Tokenizer:
+        vocab_file, merge_file = files
         try:
             vocab, merges = models.BPE.read_file(vocab_file, merge_file)
-            models.BPE(vocab, merges)
+            model = models.BPE(vocab, merges)
         except Exception as error:  # the library raises nothing narrower
             cause = str(error).removeprefix("Error while reading vocab & merges files: ")
             raise DataError(
@@ -112,73 +125,99 @@ class ByteLevelTokenizer(TextTokenizer):
             ) from error
         if len(set(vocab.values())) < len(vocab):
             raise DataError(f"{vocab_file} gives one id to several tokens; --vocab-file takes GPT-2's vocab.json")
-        if vocab and max(vocab.values()) >= 2**31:
-            raise DataError(
-                f"{vocab_file} gives {max(vocab, key=lambda token: vocab[token])!r} the id {max(vocab.values())}, and "
-                "the largest that a data set can hold is 2147483647; --vocab-file takes GPT-2's vocab.json"
-            )
-        for token, purpose in cls.special_tokens.items():
-            if token not in vocab:
-                raise DataError(f"{vocab_file} has no token {token}, which {purpose}; add it to the file")
-        identifiers = {
-            "class": cls.__name__,
-            "vocab_sha256": hashlib.sha256(vocab_bytes).hexdigest(),
-            "merge_sha256": hashlib.sha256(merge_bytes).hexdigest(),
-        }
-        return cls(vocab, merges, identifiers)
+        if max(vocab.values(), default=0) > _LARGEST_ID:
+            raise DataError(f"{vocab_file} has an id beyond {_LARGEST_ID}; --vocab-file takes GPT-2's vocab.json")
+        self._lacks_bytes = not vocab.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
+        return _build_byte_level(model)
 
     def _cut(self, text: str) -> Iterable[str]:
-        if missing := self._missing_bytes and self._missing_bytes.intersection(text.encode("utf-8")):
-            character = next(c for c in text if missing.intersection(c.encode("utf-8")))
-            raise DataError(
-                f"the vocabulary cannot express {character!r} (it lacks the token of byte 0x{min(missing):02x}); use "
-                "the vocabulary of a byte-level BPE, or none to train one"
-            )
+        for character in dict.fromkeys(text) if self._lacks_bytes else ():
+            ((signs, _),) = _SPELLING.pre_tokenize_str(character)
+            for byte, sign in zip(character.encode(), signs, strict=True):
+                if sign not in self.vocab:
+                    raise DataError(
+                        f"the vocabulary cannot express {character!r} (it lacks the token of byte 0x{byte:02x}); use "
+                        "the vocabulary of a byte-level BPE, or none to train one"
+                    )
         return cut_long_runs(text)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int, folder: str) -> Self:
-        """Trains a byte-level BPE of vocab_size tokens and writes it to folder/vocab.json and merges.txt.
+        """Trains a byte-level BPE, which depends on the texts alone, and writes it to folder/vocab.json and merges.txt.
 
-        As in GPT-2's own vocabulary, the special tokens have the last ids. The result depends on the texts alone. It
-        has fewer than vocab_size tokens if no pair of tokens is left that occurs twice.
-
-        Raises: DataError (a ValueError) or OSError if the files cannot be written.
+        As in GPT-2's own vocabulary, the special tokens have the last ids. It has fewer than vocab_size tokens if no
+        pair is left that occurs twice. Raises: DataError (a ValueError) or OSError if the files cannot be written.
         """
-        vocab_file, merge_file = (str(Path(folder, name)) for name in ("vocab.json", "merges.txt"))
-        train_byte_level(texts, vocab_size - len(cls.special_tokens), folder)
+        num_pieces = vocab_size - len(cls.special_tokens)
+        assert 256 <= num_pieces <= LARGEST_VOCABULARY
+        tokenizer = _build_byte_level(models.BPE())
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        trainer = trainers.BpeTrainer(
+            vocab_size=num_pieces, min_frequency=2, initial_alphabet=alphabet, show_progress=False
+        )
+        tokenizer.train_from_iterator((part for text in texts for part in cut_long_runs(text)), trainer)
+        try:
+            vocab_file, merge_file = tokenizer.model.save(folder)
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(f"cannot write the vocabulary in {folder} ({error}); free some space") from error
         vocab = json.loads(Path(vocab_file).read_text(encoding="utf-8"))
-        for token in cls.special_tokens:
+        for token in cls.special_tokens.values():
             vocab[token] = len(vocab)
         Path(vocab_file).write_text(json.dumps(vocab, ensure_ascii=False), encoding="utf-8")
-        return cls.load(vocab_file, merge_file)
+        return cls(vocab_file, merge_file)
 
 
 class GPT2Tokenizer(ByteLevelTokenizer):
     """GPT-2's tokenizer: `<|endoftext|>` ends every document. megatron-core's datasets also read it as `eos`."""
 
-    special_tokens: ClassVar[dict[str, str]] = {END_OF_TEXT: "ends every document"}
-
-    def __init__(self, vocab: dict[str, int], merges: list[tuple[str, str]], unique_identifiers: dict[str, str]):
-        super().__init__(vocab, merges, unique_identifiers)
-        self.eod = self.eos = vocab[END_OF_TEXT]
+    default_size, smallest_size = 50257, (257, "256 bytes and one")
+    special_tokens: ClassVar[Mapping[str, str]] = {"eod": END_OF_TEXT}
 
 
-def train_byte_level(texts: Iterable[str], vocab_size: int, folder: str) -> None:
-    """Trains a byte-level BPE without special tokens and writes folder/vocab.json and merges.txt."""
-    assert 256 <= vocab_size <= LARGEST_VOCABULARY
-    tokenizer = _build_byte_level(models.BPE())
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,
-        initial_alphabet=sorted(_map_bytes_to_characters().values()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((part for text in texts for part in cut_long_runs(text)), trainer)
-    try:
-        tokenizer.model.save(folder)
-    except Exception as error:  # the library raises nothing narrower
-        raise DataError(f"cannot write the vocabulary in {folder} ({error}); free some space") from error
+class HuggingFaceTokenizer(TextTokenizer):
+    """The tokenizer of a model's folder, such as Llama's or Qwen's.
+
+    The eos_token of tokenizer_config.json ends every document. No special token is added, and the name of one in a text
+    is ordinary text. Texts are not cut, whatever their length: what may be cut without changing tokens depends on the
+    tokenizer.
+    """
+
+    suffixes = "-tokenizer.json", "-tokenizer_config.json"
+    cuts_texts: ClassVar[bool] = False
+
+    def __init__(self, *files: str):
+        super().__init__(*files)
+        self.eod = self.eos = self.vocab[self._eos_token]
+
+    def _build(self, files: Sequence[str], contents: Sequence[bytes]) -> Tokenizer:
+        tokenizer_file, config_file = files
+        try:
+            tokenizer = Tokenizer.from_buffer(contents[0])
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(
+                f"{tokenizer_file} is not a tokenizer.json ({first_line(error)}); give a folder that transformers saved"
+            ) from error
+        try:
+            config = parse_json(decode(contents[1]))
+        except ValueError as error:
+            raise DataError(f"{config_file} is not JSON ({error}); give the model's own") from error
+        named = config.get("eos_token") if isinstance(config, dict) else None
+        eos_token = named.get("content") if isinstance(named, dict) else named
+        if not isinstance(eos_token, str):
+            raise DataError(f'{config_file} has no "eos_token", which ends every document; add it to the file')
+        if tokenizer.token_to_id(eos_token) is None:
+            raise DataError(
+                f"{config_file} names the eos_token {eos_token!r}, which {tokenizer_file} does not have; give "
+                "the two files of one tokenizer"
+            )
+        self._eos_token = eos_token
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+
+_SPELLING = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
 
 def _build_byte_level(model: models.BPE) -> Tokenizer:
@@ -186,20 +225,6 @@ def _build_byte_level(model: models.BPE) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
-
-
-def _map_bytes_to_characters() -> dict[int, str]:
-    """Maps a byte to itself if Latin-1 can print it, else to the next free character from U+0100."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
-
-
-def read_tokenizer_file(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read the tokenizer file {path}: {error.strerror}; check the path") from error
 
 
 # GPT-2 first divides a text into pretokens: letters, digits, other signs, white space. The time to learn pairs grows

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,21 +20,14 @@ def sum_over_ranks(offset: int) -> tuple[int, torch.Tensor]:
     return dist.get_rank(), value
 
 
-def fail_in_rank_1() -> None:
-    if dist.get_rank() == 1:
-        raise ValueError("the cause")
-    dist.barrier()
-
-
-def die_in_rank_0() -> None:
+def end_in_rank_1(how: str) -> None:
     if dist.get_rank() == 0:
+        return dist.barrier() if how != "sleep" else None
+    if how == "raise":
+        raise ValueError("the cause")
+    if how == "die":
         os._exit(7)
-    dist.barrier()
-
-
-def sleep_in_rank_1() -> None:
-    if dist.get_rank() == 1:
-        time.sleep(600)
+    time.sleep(600)
 
 
 def list_modules_that_compiling_imports() -> tuple[int, set[str]]:
@@ -58,18 +50,16 @@ def test_results_come_back_by_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "message", "options"),
+    ("how", "message", "options"),
     [
-        (fail_in_rank_1, r"(?s)fail_in_rank_1 failed in rank 1:.*ValueError: the cause", {}),
-        (die_in_rank_0, r"die_in_rank_0 failed in rank 0:\nexit code 7", {}),
-        (sleep_in_rank_1, "sleep_in_rank_1: ranks .*1.* still ran after 3 s", {"timeout_s": 3}),
+        ("raise", r"(?s)end_in_rank_1 failed in rank 1:.*ValueError: the cause", {}),
+        ("die", r"end_in_rank_1 failed in rank 1:\nexit code 7", {}),
+        ("sleep", "end_in_rank_1: ranks .*1.* still ran after 3 s", {"timeout_s": 3}),
     ],
 )
-def test_a_rank_that_fails_dies_or_hangs_is_named_with_the_cause(
-    function: Callable[[], None], message: str, options: dict[str, float]
-) -> None:
+def test_a_rank_that_fails_dies_or_hangs_is_named_with_the_cause(how: str, message: str, options: dict) -> None:
     with pytest.raises(RuntimeError, match=message):
-        run_ranks(function, 2, **options)
+        run_ranks(end_in_rank_1, 2, how, **options)
 
 
 def test_megatron_ranks_are_laid_out_tensor_parallel_first() -> None:
@@ -77,7 +67,6 @@ def test_megatron_ranks_are_laid_out_tensor_parallel_first() -> None:
 
 
 def test_a_rank_finds_what_is_slow_to_import_done() -> None:
-    """Else each would spend seconds on it."""
     ((num_threads, imported),) = run_ranks(list_modules_that_compiling_imports, 1)
     assert {name for name in imported if name.startswith("torch.") and "compile_tasks" not in name} == set()
     assert num_threads < 10

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tempo_megatron.cluster import ranks as launch_env
@@ -10,22 +12,14 @@ from tempo_megatron.cluster.ranks import find_first_host, set_rank_environment
 ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 SHARED = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
 SRUN = {
-    "SLURM_JOB_ID": "1042",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NUM_TASKS": "5",
-    "SLURM_STEP_NODELIST": "gpu[07-09]",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    **{"SLURM_JOB_ID": "1042", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"},
+    **{"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_NODELIST": "gpu[07-09]", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"},
 }
-OMPI = {
-    "OMPI_COMM_WORLD_RANK": "5",
-    "OMPI_COMM_WORLD_SIZE": "8",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-}
+NUMBERS = {"RANK": "5", "SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
+OMPI = {f"OMPI_COMM_WORLD_{name}": number for name, number in NUMBERS.items()}
+MVAPICH = {f"MV2_COMM_WORLD_{name}": number for name, number in NUMBERS.items()}
 PMI = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+OUTER = {"MASTER_ADDR": "node0", "GLOO_SOCKET_IFNAME": "lo"}
 OF_MPI = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node0"}
 OF_SRUN = {"RANK": "3", "WORLD_SIZE": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu07"}
 
@@ -37,9 +31,10 @@ OF_SRUN = {"RANK": "3", "WORLD_SIZE": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE"
         ({**SHARED, "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "1"}, "torchrun", SHARED),
         ({**SHARED, "LOCAL_SIZE": "4", "CROSS_RANK": "1"}, "deepspeed", {**SHARED, "LOCAL_WORLD_SIZE": "4"}),
         (SRUN, "srun", {**OF_SRUN, "MASTER_PORT": str(29500 + 42)}),
-        ({**OMPI, "MASTER_ADDR": "node0", "GLOO_SOCKET_IFNAME": "lo"}, "mpirun", {**OF_MPI, "MASTER_PORT": "29500"}),
-        ({**PMI, "MASTER_ADDR": "node0", "GLOO_SOCKET_IFNAME": "lo"}, "mpirun", OF_MPI),
-        ({**SRUN, **OMPI, "MASTER_ADDR": "node0", "GLOO_SOCKET_IFNAME": "lo"}, "mpirun", OF_MPI),  # inside a Slurm job
+        ({**OMPI, **OUTER}, "mpirun", {**OF_MPI, "MASTER_PORT": "29500"}),
+        ({**MVAPICH, **OUTER}, "mpirun", OF_MPI),
+        ({**PMI, **OUTER}, "mpirun", OF_MPI),
+        ({**SRUN, **OMPI, **OUTER}, "mpirun", OF_MPI),  # inside a Slurm job
         ({**SRUN, **PMI}, "srun", OF_SRUN),  # srun --mpi=pmi2
         # sbatch sets SLURM_PROCID for the batch script too; its step has a number that no srun step has.
         ({**SRUN, "SLURM_STEP_ID": "4294967291"}, "none", ONE),
@@ -78,54 +73,36 @@ def test_slurm_first_node_is_rank_0s(text: str, host: str) -> None:
     assert find_first_host(text) == host
 
 
-LO = ("lo", "127.0.0.1")
+LO, ETH, IB = ("lo", "127.0.0.1"), ("eth0", "10.0.0.7"), ("ib0", "10.1.0.7")
 
 
-def set_host(
-    monkeypatch: pytest.MonkeyPatch, addresses: list, names: dict[str, list[str]], routes: dict[str, str]
-) -> None:
-    monkeypatch.setattr(launch_env, "list_addresses", lambda: addresses)
-    monkeypatch.setattr(launch_env, "resolve", lambda name: names.get(name, [name] if name[0].isdigit() else []))
-    monkeypatch.setattr(launch_env, "find_interface", routes.get)
-    monkeypatch.setattr(launch_env, "count_gpus", lambda: 0)
+@pytest.fixture
+def find_interface(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
+    """Which interface a rank of node0's two, or of the other host's, is told."""
+
+    def find(interfaces: list[tuple[str, str]], address: str, rank: int, gpus: int = 0, **more: str) -> str | None:
+        monkeypatch.setattr(launch_env, "list_addresses", lambda: [LO, *interfaces])
+        monkeypatch.setattr(launch_env, "resolve", lambda name: {"node0": [address]}[name])
+        monkeypatch.setattr(launch_env, "find_interface", {"10.1.0.1": "ib0"}.get)
+        monkeypatch.setattr(launch_env, "count_gpus", lambda: gpus)
+        shared = {"WORLD_SIZE": "4", "LOCAL_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "1", "CROSS_RANK": "0"}
+        environ = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank % 2), **more}
+        set_rank_environment(environ)
+        return environ.get("GLOO_SOCKET_IFNAME")
+
+    return find
 
 
-def several_hosts(rank: int, **more: str) -> dict[str, str]:
-    shared = {"WORLD_SIZE": "4", "LOCAL_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "1", "CROSS_RANK": "0"}
-    return {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank % 2), **more}
+def test_the_interface_is_that_of_the_route_to_rank_0(find_interface: Callable[..., str | None]) -> None:
+    assert find_interface([ETH, IB], "10.1.0.1", rank=2) == "ib0"
+    assert find_interface([ETH, IB], "10.1.0.1", rank=2, GLOO_SOCKET_IFNAME="eth0") == "eth0"  # what somebody set stays
+    assert find_interface([ETH, IB], "10.1.0.1", rank=0, WORLD_SIZE="2") is None  # one host
 
 
-def test_the_interface_is_that_of_the_route_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    eth, ib = ("eth0", "10.0.0.7"), ("ib0", "10.1.0.7")
-    set_host(monkeypatch, [LO, eth, ib], {"node0": ["10.1.0.1"]}, {"10.1.0.1": "ib0"})
-    environ = several_hosts(rank=2)
-    set_rank_environment(environ)
-    assert environ["GLOO_SOCKET_IFNAME"] == "ib0"
-    environ = several_hosts(rank=2, GLOO_SOCKET_IFNAME="eth0")
-    set_rank_environment(environ)
-    assert environ["GLOO_SOCKET_IFNAME"] == "eth0"  # what somebody set stays
-    environ = several_hosts(rank=0, WORLD_SIZE="2")
-    set_rank_environment(environ)
-    assert "GLOO_SOCKET_IFNAME" not in environ  # one host
-
-
-def test_a_name_that_is_loopback_on_rank_0s_own_host_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    eth, ib = ("eth0", "10.0.0.7"), ("ib0", "10.1.0.7")
-    set_host(monkeypatch, [LO, eth], {"node0": ["127.0.1.1"]}, {})
-    environ = several_hosts(rank=1)
-    set_rank_environment(environ)
-    assert environ["GLOO_SOCKET_IFNAME"] == "eth0"
-    set_host(monkeypatch, [LO, eth, ib], {"node0": ["127.0.1.1"]}, {})
+def test_a_name_that_is_loopback_on_rank_0s_own_host_does_no_harm(find_interface: Callable[..., str | None]) -> None:
+    assert find_interface([ETH], "127.0.1.1", rank=1) == "eth0"
     with pytest.raises(ValueError, match="expected GLOO_SOCKET_IFNAME, one of eth0, ib0; set it, for DeepSpeed in"):
-        set_rank_environment(several_hosts(rank=1))
-    # NCCL finds its own.
-    monkeypatch.setattr(launch_env, "count_gpus", lambda: 8)
-    set_rank_environment(several_hosts(rank=1))
-
-
-def test_an_address_of_rank_0_that_is_loopback_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_host(monkeypatch, [LO, ("eth0", "10.0.0.7")], {"node0": ["127.0.0.1"]}, {})
-    with pytest.raises(
-        ValueError, match="MASTER_ADDR is node0, which on .* means 127.0.0.1, this host itself, but rank 0"
-    ):
-        set_rank_environment(several_hosts(rank=2))
+        find_interface([ETH, IB], "127.0.1.1", rank=1)
+    assert find_interface([ETH, IB], "127.0.1.1", rank=1, gpus=8) is None  # NCCL finds its own
+    with pytest.raises(ValueError, match="node0, which on .* means 127.0.0.1, this host itself, but rank 0"):
+        find_interface([ETH], "127.0.0.1", rank=2)

@@ -9,17 +9,28 @@ from tempo_megatron.data.prepare_data import main
 
 
 @pytest.fixture
-def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
-    """Runs prepare_data and checks that it says `message` and leaves no file with the prefix `out`."""
+def fail(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs prepare_data, checks that it ends with one sentence, with `message` in it, and returns that."""
+
+    def run(message: str, *command: str) -> str:
+        assert main(list(command)) == 1
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1 and error.startswith("prepare_data: ")
+        return error
+
+    return run
+
+
+@pytest.fixture
+def refuse(tmp_path: Path, fail: Callable[..., str]) -> Callable[..., None]:
+    """Does so, and checks that no file with the prefix `out` is left."""
 
     def run(message: str, *arguments: object) -> None:
         command = [str(argument) for argument in arguments]
         if "--output-prefix" not in command:
             command += ["--output-prefix", str(tmp_path / "out")]
-        assert main([*command, "--workers", "1"]) == 1
-        error = capsys.readouterr().err
-        assert message in error
-        assert error.count("\n") == 1 and error.startswith("prepare_data: ")
+        fail(message, *command, "--workers", "1")
         assert not list(tmp_path.glob("out*"))
 
     return run

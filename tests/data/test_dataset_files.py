@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -32,11 +33,14 @@ def prepared(tmp_path: Path) -> str:
     return prefix
 
 
-def test_prepared_data_fits_its_own_vocabulary_and_no_smaller_one(prepared: str) -> None:
+def test_prepared_data_fits_its_own_vocabulary_and_no_smaller_one(prepared: str, tmp_path: Path) -> None:
     validate_dataset(prepared, 260)
     validate_dataset(prepared, 300)
     with pytest.raises(ValueError, match="made with a vocabulary of 260, the model has 259"):
         validate_dataset(prepared, 259)
+    megatron_data(Path(prepared), [[1, 2], [3]])
+    with pytest.raises(ValueError, match=r"they belong to different data"):
+        validate_dataset(prepared, 260)
 
 
 def test_data_of_megatron_lm_is_checked_by_its_tokens(tmp_path: Path) -> None:
@@ -51,13 +55,10 @@ def test_data_of_megatron_lm_is_checked_by_its_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", [0, 1, 499, 500, 777, 998, 999])
 def test_every_token_is_looked_at_up_to_the_limit(place: int, tmp_path: Path) -> None:
-    ids = [5] * 1000
-    ids[place] = 50
-    prefix = megatron_data(tmp_path / "data", [ids])
-    with pytest.raises(ValueError, match="has the token 50"):
-        validate_dataset(prefix, 50)
-    with pytest.raises(ValueError, match="has the token 50"):
-        validate_dataset(prefix, 50, scan_bytes=2000)
+    prefix = megatron_data(tmp_path / "data", [[5] * place + [50] + [5] * (999 - place)])
+    for scan_bytes in (1 << 30, 2000):
+        with pytest.raises(ValueError, match="has the token 50"):
+            validate_dataset(prefix, 50, scan_bytes=scan_bytes)
 
 
 def test_beyond_the_limit_a_sample_is_looked_at(tmp_path: Path) -> None:
@@ -89,12 +90,6 @@ def test_a_data_set_that_is_not_whole_is_refused(tmp_path: Path) -> None:
         validate_dataset(str(tmp_path / "none"), 100)
     with pytest.raises(ValueError, match="has no documents"):
         validate_dataset(megatron_data(tmp_path / "empty", []), 100)
-
-
-def test_a_description_of_other_data_is_refused(prepared: str, tmp_path: Path) -> None:
-    megatron_data(Path(prepared), [[1, 2], [3]])
-    with pytest.raises(ValueError, match=r"they belong to different data"):
-        validate_dataset(prepared, 260)
 
 
 def test_a_json_file_of_another_program_is_no_description(tmp_path: Path) -> None:
@@ -140,20 +135,17 @@ def test_no_tokenizer_or_half_of_one_is_refused(prepared: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("key", ["vocab_file", "merge_file"])
 @pytest.mark.parametrize("way", ["relative", "absolute", "link"])
-def test_a_tokenizer_file_outside_of_the_data_sets_directory_is_refused(key: str, way: str, tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    (tmp_path / "a.txt").write_text("some words")
-    assert main(["--input", str(tmp_path / "a.txt"), "--output-prefix", str(folder / "out"), "--workers", "1"]) == 0
-    description = json.loads((folder / "out.json").read_text())
-    outside = Path(shutil.copy(folder / description[key], tmp_path / "outside"))
+def test_a_tokenizer_file_outside_of_the_data_sets_directory_is_refused(
+    key: str, way: str, prepared: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder, description = Path(prepared).parent, json.loads(Path(prepared + ".json").read_text())
+    outside = Path(shutil.copy(folder / description[key], tmp_path_factory.mktemp("elsewhere") / "outside"))
     (folder / "link").symlink_to(outside)
-    name = {"relative": "../outside", "absolute": str(outside), "link": "link"}[way]
-    (folder / "out.json").write_text(json.dumps({**description, key: name}))
+    name = {"relative": os.path.relpath(outside, folder), "absolute": str(outside), "link": "link"}[way]
+    Path(prepared + ".json").write_text(json.dumps({**description, key: name}))
     with pytest.raises(ValueError, match=f"names the tokenizer file {name}, which is outside of its directory"):
-        load_dataset_tokenizer(str(folder / "out"))
-    files = str(folder / "out-vocab.json"), str(folder / "out-merges.txt")
-    assert load_dataset_tokenizer(str(folder / "out"), *files).vocab_size > 256
+        load_dataset_tokenizer(prepared)
+    assert load_dataset_tokenizer(prepared, prepared + "-vocab.json", prepared + "-merges.txt").vocab_size > 256
 
 
 def test_a_given_tokenizer_from_elsewhere_is_copied_beside_the_data(prepared: str, tmp_path: Path) -> None:

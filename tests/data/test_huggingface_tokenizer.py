@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tempo_megatron.data import DataError, corpus
 from tempo_megatron.data.dataset_files import load_dataset_tokenizer
-from tempo_megatron.data.huggingface_tokenizer import HuggingFaceTokenizer
 from tempo_megatron.data.prepare_data import main
+from tempo_megatron.data.tokenizer import HuggingFaceTokenizer
 
 END = "<|end_of_text|>"
 TEXTS = ["def keep(value):\n    return value;\n\n", "12345 naïve  words, <|end_of_text|> as text", "", "漢字\t\r\n x"]
@@ -48,7 +48,7 @@ def save_tokenizer(folder: Path, kind: str) -> Path:
 def test_the_ids_are_those_of_transformers_and_the_data_says_so(kind: str, tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path / "model", kind)
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
-    ours = HuggingFaceTokenizer.load(str(folder / "tokenizer.json"), str(folder / "tokenizer_config.json"))
+    ours = HuggingFaceTokenizer(str(folder / "tokenizer.json"), str(folder / "tokenizer_config.json"))
     for text in TEXTS:
         assert ours.tokenize(text) == theirs.encode(text, add_special_tokens=False, split_special_tokens=True), text
         assert ours.eod not in ours.tokenize(text)
@@ -70,7 +70,7 @@ def test_the_ids_are_those_of_transformers_and_the_data_says_so(kind: str, tmp_p
 def test_a_text_is_not_cut_where_its_tokens_would_change(tmp_path: Path) -> None:
     """Llama 3 makes one token of a semicolon and the line break behind it, where GPT-2's rule cuts."""
     folder = save_tokenizer(tmp_path / "model", "llama 3")
-    ours = HuggingFaceTokenizer.load(str(folder / "tokenizer.json"), str(folder / "tokenizer_config.json"))
+    ours = HuggingFaceTokenizer(str(folder / "tokenizer.json"), str(folder / "tokenizer_config.json"))
     long = TEXTS[0] * 40_000
     assert len(ours.tokenize(long)) == 40_000 * len(ours.tokenize(TEXTS[0]))
     (tmp_path / "long.txt").write_text(long, encoding="utf-8")
@@ -93,7 +93,7 @@ def test_a_broken_folder_is_one_sentence(name: str, tmp_path: Path) -> None:
     file, content, sentence = BROKEN[name]
     (folder / file).write_text(content)
     with pytest.raises(DataError, match=sentence):
-        HuggingFaceTokenizer.load(str(folder / "tokenizer.json"), str(folder / "tokenizer_config.json"))
+        HuggingFaceTokenizer(str(folder / "tokenizer.json"), str(folder / "tokenizer_config.json"))
 
 
 @pytest.mark.parametrize(

@@ -8,23 +8,30 @@ import os
 import random
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from tempo_megatron.data import corpus
-from tempo_megatron.data.dataset_files import load_dataset_tokenizer
-from tempo_megatron.data.dataset_writer import DatasetWriter, PartialOutput
+from tempo_megatron.data.dataset_files import SUFFIXES, replace_dataset
 from tempo_megatron.data.prepare_data import main
 
-Refuse = Callable[..., None]
+Refuse, Fail = Callable[..., None], Callable[..., str]
 
 
 def file(path: Path, content: str | bytes) -> Path:
     path.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
     return path
+
+
+def write_input(folder: Path) -> list[str]:
+    """The command that makes a data set of one text."""
+    text = file(folder / "a.txt", "text")
+    return ["--input", str(text), "--output-prefix", str(folder / "out"), "--workers", "1"]
 
 
 def test_empty_input_is_refused(refuse: Refuse, tmp_path: Path) -> None:
@@ -49,7 +56,6 @@ def test_what_is_no_text_file_is_refused_where_the_user_named_it(refuse: Refuse,
     text = file(tmp_path / "text.txt", "text")
     no_key = "--json-key is for .json and .jsonl files and tables, and the input has none"
     refuse(no_key, "--input", text, "--json-key", "body")
-    refuse("none.txt: No such file or directory; repair it", "--input", tmp_path / "none.txt")
     os.mkfifo(tmp_path / "pipe")
     refuse("pipe is neither a file nor a directory", "--input", tmp_path / "pipe")
 
@@ -60,6 +66,7 @@ def test_an_unreadable_file_is_refused(refuse: Refuse, tmp_path: Path, monkeypat
     link.symlink_to(tmp_path / "gone.txt")
     for path in (link, link.parent):
         refuse("link.txt: No such file or directory (a link that leads nowhere)", "--input", path)
+    refuse("none.txt: No such file or directory; repair it", "--input", tmp_path / "none.txt")
     secret = file(tmp_path / "secret.txt", "text")
 
     def deny(path: str, *_: object) -> None:
@@ -73,14 +80,13 @@ def test_a_file_that_becomes_shorter_is_refused(
     refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = file(tmp_path / "log.txt", "many words")
-    listed = corpus.list_files
+    cut = corpus.cut_pieces
 
-    def truncate(*arguments: object) -> list[corpus.InputFile]:
-        files = listed(*arguments)  # type: ignore[arg-type]
+    def truncate(files: list[corpus.Part], **options: Any) -> list[corpus.Piece]:
         path.write_text("few")
-        return files
+        return cut(files, **options)
 
-    monkeypatch.setattr(corpus, "list_files", truncate)
+    monkeypatch.setattr(corpus, "cut_pieces", truncate)
     refuse("log.txt became shorter while it was read", "--input", path)
 
 
@@ -127,18 +133,12 @@ def test_a_pretty_printed_file_is_refused_before_a_vocabulary_is_trained(
 
 
 def test_a_vocabulary_that_does_not_fit_is_refused(refuse: Refuse, tmp_path: Path) -> None:
-    text = file(tmp_path / "a.txt", "plain text")
-    accented = file(tmp_path / "b.txt", "café")
+    text, accented = file(tmp_path / "a.txt", "plain text"), file(tmp_path / "b.txt", "café")
     letters = {letter: n for n, letter in enumerate("abcdefghijklmnopqrstuvwxyzĠ")}
-    no_end = file(tmp_path / "no_end.json", json.dumps(letters))
     vocab = file(tmp_path / "letters.json", json.dumps({**letters, "<|endoftext|>": len(letters)}))
-    merges = file(tmp_path / "merges.txt", "")
-    others = file(tmp_path / "others.txt", "#version: 0.2\nt h\n")
-    files = ("--vocab-file", vocab, "--merge-file", merges)
+    files = ("--vocab-file", vocab, "--merge-file", file(tmp_path / "merges.txt", ""))
     assert main([*map(str, ("--input", text, *files, "--output-prefix", tmp_path / "good"))]) == 0
     refuse(f"{accented}: the vocabulary cannot express 'é'", "--input", text, accented, *files)
-    refuse("has no token <|endoftext|>", "--input", text, "--vocab-file", no_end, "--merge-file", merges)
-    refuse("are not the files of one tokenizer (", "--input", text, "--vocab-file", vocab, "--merge-file", others)
     refuse("cannot read the tokenizer file gone.json", "--input", text, "--vocab-file", "gone.json", *files[2:])
     refuse("--vocab-file is given without --merge-file", "--input", text, *files[:2])
     refuse("--merge-file is given without --vocab-file", "--input", text, *files[2:])
@@ -158,19 +158,17 @@ def test_an_output_that_cannot_be_written_is_refused(refuse: Refuse, tmp_path: P
     refuse("folder.bin is a directory", "--input", text, "--output-prefix", tmp_path / "folder")
 
 
-def test_files_of_others_are_not_overwritten(refuse: Refuse, tmp_path: Path) -> None:
-    lines = file(tmp_path / "lines.json", '{"text": "a"}\n')
-    refuse("lines.json is a file of the output", "--input", lines, "--output-prefix", tmp_path / "lines")
-    other = file(tmp_path / "x-vocab.json", '{"text": "a"}\n')
-    refuse("x-vocab.json is a file of the output", "--input", other, "--output-prefix", tmp_path / "x")
-    assert lines.read_text() == other.read_text() == '{"text": "a"}\n'
+def test_an_input_that_the_output_would_replace_is_refused(refuse: Refuse, tmp_path: Path) -> None:
+    for prefix, suffix in (("lines", ".json"), ("x", "-vocab.json")):
+        lines = file(tmp_path / f"{prefix}{suffix}", '{"text": "a"}\n')
+        refuse(f"{lines.name} is a file of the output", "--input", lines, "--output-prefix", tmp_path / prefix)
+        assert lines.read_text() == '{"text": "a"}\n'
 
 
-def test_a_second_process_with_the_same_prefix_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_process_with_the_same_prefix_is_refused(tmp_path: Path, fail: Fail) -> None:
     command = write_input(tmp_path)
-    with PartialOutput(str(tmp_path / "out")):
-        assert main(command) == 1
-        assert f"another process is writing {tmp_path / 'out'}" in capsys.readouterr().err
+    with suppress(FileNotFoundError), replace_dataset(str(tmp_path / "out"), SUFFIXES, overwrite=False):
+        fail(f"another process is writing {tmp_path / 'out'}", *command)
     assert main(command) == 0
 
 
@@ -192,7 +190,7 @@ def full_disk(room: int) -> Iterator[None]:
     ],
 )
 def test_an_error_on_the_disk_or_in_the_input_leaves_the_old_output(
-    room: int | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    room: int | None, message: str, tmp_path: Path, fail: Fail
 ) -> None:
     rng = random.Random(5)
     new = file(tmp_path / "b.txt", " ".join(str(rng.random()) for _ in range(20_000)))
@@ -202,9 +200,7 @@ def test_an_error_on_the_disk_or_in_the_input_leaves_the_old_output(
     assert main(["--input", str(file(tmp_path / "a.txt", "text")), *output]) == 0
     before = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
     with full_disk(room) if room else nullcontext():
-        status = main(["--input", str(new), *output])
-    assert status == 1
-    assert message.format(new) in capsys.readouterr().err
+        fail(message.format(new), "--input", str(new), *output)
     assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == before
 
 
@@ -234,89 +230,57 @@ def test_arguments_that_mean_nothing_are_refused(
 # Only what prepare_data made is replaced or removed.
 
 
-def write_input(folder: Path) -> list[str]:
-    """The command that makes a data set of one text."""
-    text = file(folder / "a.txt", "text")
-    return ["--input", str(text), "--output-prefix", str(folder / "out"), "--workers", "1"]
-
-
 @pytest.mark.parametrize("suffix", [".bin", ".idx", ".json", "-vocab.json", "-merges.txt"])
-def test_an_output_of_others_is_replaced_only_where_that_is_asked_for(
-    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_output_of_others_is_replaced_only_where_that_is_asked_for(suffix: str, tmp_path: Path, fail: Fail) -> None:
     command, theirs = write_input(tmp_path), file(tmp_path / f"out{suffix}", "theirs")
-    assert main(command) == 1
-    error = capsys.readouterr().err
-    assert f"{theirs} exists and was not made by prepare_data" in error and "--overwrite" in error
+    assert "--overwrite" in fail(f"{theirs} exists and was not made by prepare_data", *command)
     assert theirs.read_text() == "theirs"
     assert [path.name for path in tmp_path.iterdir() if path.name != "a.txt"] == [theirs.name]
     assert main([*command, "--overwrite"]) == 0
     assert main(command) == 0  # by now they are its own
 
 
-def test_data_of_megatron_under_the_name_of_a_prepared_data_set_is_not_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_of_megatron_under_the_name_of_a_prepared_data_set_is_not_overwritten(tmp_path: Path, fail: Fail) -> None:
     command = write_input(tmp_path)
     assert main(command) == 0
-    with DatasetWriter(str(tmp_path / "out.bin"), np.uint16) as writer:
-        writer.add(np.arange(99, dtype=np.uint16), [99], [True])
-        writer.finish(str(tmp_path / "out.idx"))
-    assert main(command) == 1
-    assert "out.bin exists and was not made by prepare_data" in capsys.readouterr().err
+    builder = IndexedDatasetBuilder(str(tmp_path / "out.bin"))
+    builder.add_document(torch.arange(99), [99])
+    builder.finalize(str(tmp_path / "out.idx"))
+    fail("out.bin exists and was not made by prepare_data", *command)
 
 
 def test_a_file_that_appears_while_the_data_are_prepared_is_not_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fail: Fail, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = write_input(tmp_path)
-    finish = DatasetWriter.finish
+    finish = IndexedDatasetBuilder.finalize
 
-    def finish_late(writer: DatasetWriter, path: str) -> None:
+    def finish_late(builder: IndexedDatasetBuilder, path: str) -> None:
         file(tmp_path / "out.bin", "theirs")
-        finish(writer, path)
+        finish(builder, path)
 
-    monkeypatch.setattr(DatasetWriter, "finish", finish_late)
-    assert main(command) == 1
-    assert "out.bin exists and was not made by prepare_data" in capsys.readouterr().err
+    monkeypatch.setattr(IndexedDatasetBuilder, "finalize", finish_late)
+    fail("out.bin exists and was not made by prepare_data", *command)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "out.bin"]
     assert (tmp_path / "out.bin").read_text() == "theirs"
 
 
-@pytest.mark.parametrize("names", [["bin"], ["notes.txt"], ["prepare_data.lock", "notes.txt"], ["sub/bin"]])
-def test_a_folder_of_others_is_left_alone(names: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = write_input(tmp_path)
-    for name in names:
-        path = tmp_path / "out.partial" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file(path, "theirs")
-    for more in ([], ["--overwrite"], ["--skip-existing"]):
-        assert main([*command, *more]) == 1
-        error = capsys.readouterr().err
-        assert "was not made by prepare_data, which needs that folder" in error and error.count("\n") == 1
-    assert all((tmp_path / "out.partial" / name).read_text() == "theirs" for name in names)
-    assert not list(tmp_path.glob("out[.-][!p]*"))
+@pytest.mark.parametrize("name", ["bin", "notes.txt", "sub/bin"])
+def test_what_others_have_put_into_the_folder_stays(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.partial" / name
+    path.parent.mkdir(parents=True)
+    file(path, "theirs")
+    assert main(write_input(tmp_path)) == 0
+    assert path.read_text() == "theirs"
+    assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_file_put_into_the_folder_meanwhile_stays(tmp_path: Path) -> None:
-    with PartialOutput(str(tmp_path / "out")) as output:
-        file(Path(output.locate(".bin")), "ours")
-        file(Path(output.folder, "notes.txt"), "theirs")
-    assert (tmp_path / "out.partial" / "notes.txt").read_text() == "theirs"
-    assert not (tmp_path / "out.partial" / "bin").exists()
-
-
-def test_a_given_tokenizer_under_the_name_of_a_trained_one_is_not_replaced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_given_tokenizer_under_the_name_of_a_trained_one_is_not_replaced(tmp_path: Path, fail: Fail) -> None:
     command = write_input(tmp_path)
     assert main([*command, "--vocab-size", "300"]) == 0
+    files = ["--vocab-file", str(tmp_path / "out-vocab.json"), "--merge-file", str(tmp_path / "out-merges.txt")]
+    assert main([*command, *files]) == 0  # they are its own
     for suffix in (".bin", ".idx", ".json"):
         (tmp_path / f"out{suffix}").unlink()
-    files = ["--vocab-file", str(tmp_path / "out-vocab.json"), "--merge-file", str(tmp_path / "out-merges.txt")]
-    assert main([*command, *files]) == 0
-    assert load_dataset_tokenizer(str(tmp_path / "out")).vocab_size > 256
-    capsys.readouterr()
-    assert main(command) == 1
-    assert "out-vocab.json exists and was not made by prepare_data" in capsys.readouterr().err
-    assert main([*command, *files]) == 0
+    for more in ([], files):
+        fail("out-vocab.json exists and was not made by prepare_data", *command, *more)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import time
-import uuid
 from pathlib import Path
 
 import pytest
@@ -16,15 +13,12 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from tempo_megatron.data.dataset_files import validate_dataset
 from tempo_megatron.data.prepare_data import main
 
-ROOT = Path(__file__).parents[2]
-
 # Runs prepare_data in a child process per moment n = 1, 2, ... that kills itself just before the n-th call of one of
 # these functions, until a child comes through. Prints, per child, how it ended and the files it left.
 KILL_EACH_MOMENT = """
 import json, os, shutil, signal, sys
-from tempo_megatron.data.dataset_writer import DatasetWriter
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # here once, and not in each child
 from tempo_megatron.data.prepare_data import main
-import megatron.core.datasets.indexed_dataset  # here once, and not in each child
 
 start, work, *command = sys.argv[1:]
 
@@ -41,8 +35,8 @@ def kill_before(n):
         setattr(owner, name, wrapped)
     for name in ("replace", "remove", "fsync", "close"):
         wrap(os, name)
-    for name in ("add", "finish"):
-        wrap(DatasetWriter, name)
+    for name in ("add_item", "finalize"):
+        wrap(IndexedDatasetBuilder, name)
 
 for n in range(1, 200):
     shutil.rmtree(work, ignore_errors=True)
@@ -57,107 +51,54 @@ for n in range(1, 200):
     if status == 0:
         break
 """
+HOW = ("--vocab-size", "300", "--workers", "1")
+
+
+def prepare(text: Path, prefix: Path) -> int:
+    return main(["--input", str(text), "--output-prefix", str(prefix), *HOW])
 
 
 def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("out[.-]*") if path.is_file()}
 
 
-def kill_each_moment(folder: Path, old: str | None) -> tuple[list[Path], Path]:
-    """The folders that runs left which were killed, in the order of the moments, and last the one of the run that
-    ended; the text of these runs. Before them there was a data set of the text `old`."""
-    start, work, text = folder / "start", folder / "work", folder / "new.txt"
+@pytest.mark.slow
+@pytest.mark.parametrize("has_old", [True, False])
+def test_a_killed_run_leaves_nothing_that_loads_or_a_whole_data_set(tmp_path: Path, has_old: bool) -> None:
+    start, work, text = tmp_path / "start", tmp_path / "work", tmp_path / "new.txt"
     start.mkdir()
     text.write_text("the new text has more words and other words " * 3)
-    if old is not None:
-        (folder / "old.txt").write_text(old)
-        command = ["--input", str(folder / "old.txt"), "--output-prefix", str(start / "out"), "--vocab-size", "300"]
-        assert main(command) == 0
-    command = ["--input", str(text), "--output-prefix", str(work / "out"), "--vocab-size", "300", "--workers", "1"]
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", KILL_EACH_MOMENT, str(start), str(work), *command],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    ended = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[")]
-    assert [status for _, status in ended] == [9] * (len(ended) - 1) + [0]
-    return [folder / f"work-{n}" for n, _ in ended], text
+    if has_old:
+        (tmp_path / "old.txt").write_text("the old text has a few words")
+        assert prepare(tmp_path / "old.txt", start / "out") == 0
+    command = [sys.executable, "-W", "ignore", "-c", KILL_EACH_MOMENT, str(start), str(work)]
+    command += ["--input", str(text), "--output-prefix", str(work / "out"), *HOW]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    ended = [json.loads(line) for line in printed if line.startswith("[")]
+    assert [status for _, status in ended] == [9] * (len(ended) - 1) + [0] and len(ended) > 20
+    folders = [tmp_path / f"work-{n}" for n, _ in ended]
 
-
-@pytest.mark.slow
-def test_a_killed_run_leaves_nothing_that_loads_or_a_whole_data_set(tmp_path: Path) -> None:
-    folders, text = kill_each_moment(tmp_path, old="the old text has a few words")
-    old, new = content(tmp_path / "start"), content(folders[-1])
-    assert not list(folders[-1].glob("*.partial"))
+    old, new = content(start), content(folders[-1])
     kinds = []
     for folder in folders:
-        kinds.append("old" if content(folder) == old else "new" if content(folder) == new else "none")
+        kinds.append("new" if content(folder) == new else "old" if has_old and content(folder) == old else "none")
         assert kinds[-1] != "none" or not IndexedDataset.exists(str(folder / "out"))
         for leftover in folder.glob("out.partial/*"):
-            assert leftover.suffix not in (".bin", ".idx")
-            assert not leftover.name.startswith(".")
+            assert leftover.suffix not in (".bin", ".idx") and not leftover.name.startswith(".")
     # First the old one, then for a few moments none, then the new one, and never a mixture of the two.
-    assert [kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before] == ["old", "none", "new"]
-    assert len(folders) > 20
-    assert (folders[kinds.index("none")] / "out.partial").is_dir()
-    assert_all_can_be_made_again(folders, text, new)
-
-
-@pytest.mark.slow
-def test_what_a_killed_first_run_leaves_is_known_as_its_own(tmp_path: Path) -> None:
-    folders, text = kill_each_moment(tmp_path, old=None)
-    published = [set(content(folder)) for folder in folders]
-    names = ["out.json", "out-vocab.json", "out-merges.txt", "out.bin", "out.idx"]
-    assert all(set(names[:count]) in published for count in range(1, 6))
-    assert_all_can_be_made_again(folders, text, content(folders[-1]))
-
-
-def assert_all_can_be_made_again(folders: list[Path], text: Path, new: dict[str, bytes]) -> None:
-    """Also where the next run ends in an error first."""
+    order = [kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before]
+    assert order == [*(["old"] if has_old else []), "none", "new"]
+    if not has_old:
+        names = ["out.json", "out-vocab.json", "out-merges.txt", "out.bin", "out.idx"]
+        published = [set(content(folder)) for folder in folders]
+        assert all(set(names[:count]) in published for count in range(1, 6))
+    # What a killed run leaves is known as its own, also where the next run ends in an error first.
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("{")
     for folder in folders:
-        command = ["--output-prefix", str(folder / "out"), "--vocab-size", "300", "--workers", "1"]
-        bad = folder / "bad.jsonl"
-        bad.write_text("{")
-        assert main(["--input", str(bad), *command]) == 1
-        assert main(["--input", str(text), *command]) == 0
-        assert {name: data for name, data in content(folder).items() if name != "out.json"} == {
-            name: data for name, data in new.items() if name != "out.json"
-        }
+        assert prepare(bad, folder / "out") == 1
+        assert prepare(text, folder / "out") == 0
+        found = content(folder)
+        assert all(found[name] == data for name, data in new.items() if name != "out.json") and len(found) == len(new)
         assert not list(folder.glob("*.partial"))
         validate_dataset(str(folder / "out"), 300)
-
-
-def test_a_run_killed_while_its_workers_work_leaves_neither_files_nor_processes(tmp_path: Path) -> None:
-    marker = uuid.uuid4().hex
-    command = [
-        *(sys.executable, "-W", "ignore", str(ROOT / "launch" / "prepare_data.py"), "--input-stdlib", "--workers", "2"),
-        *("--vocab-size", "300", "--train-bytes", "100k", "--output-prefix", str(tmp_path / "out")),
-    ]
-    with subprocess.Popen(command, env={**os.environ, "PREPARE_DATA_TEST": marker}) as process:
-        tokens = tmp_path / "out.partial" / "bin"
-        wait_until(lambda: process.poll() is not None or (tokens.exists() and tokens.stat().st_size > 0), 200)
-        assert process.poll() is None
-        process.kill()
-    assert not list(tmp_path.glob("out[.-][!p]*"))
-    assert not IndexedDataset.exists(str(tmp_path / "out"))
-    wait_until(lambda: not processes_with(marker), 60)
-    assert processes_with(marker) == []
-
-
-def wait_until(is_so: object, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so() and time.monotonic() < deadline:  # type: ignore[operator]
-        time.sleep(0.02)
-
-
-def processes_with(marker: str) -> list[str]:
-    """The command lines of the running processes that have `marker` in their environment."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if marker.encode() in (process / "environ").read_bytes():
-                found.append((process / "cmdline").read_text())
-        except OSError:  # ended meanwhile, or another user's
-            continue
-    return found

@@ -123,16 +123,6 @@ def test_another_rule_or_tokenizer_is_another_data_set(tmp_path: Path, capsys: p
         assert make("--split-sentences", "lines", "--tokenizer-type", kind)
 
 
-def test_the_file_that_describes_data_for_gpt_is_as_it_was(tmp_path: Path) -> None:
-    path = write(tmp_path / "in.jsonl", ["One. Two."] * 10)
-    prepare(tmp_path / "out", "--input", path)
-    keys = (
-        "format vocab_file merge_file vocab_sha256 merge_sha256 vocab_size eod documents sequences tokens dtype "
-        "source_bytes left_out fingerprint"
-    )
-    assert list(json.loads((tmp_path / "out.json").read_text())) == keys.split()
-
-
 def test_data_of_another_tokenizer_than_the_reader_takes_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", ["One. Two."] * 10)
     prepare(tmp_path / "out", "--input", path, "--split-sentences", "--tokenizer-type", "BertWordPieceCase")

@@ -26,14 +26,25 @@ def compress(content: bytes) -> bytes:
     return stream.getvalue().to_pybytes()
 
 
-def make_table(texts: list[Any]) -> pyarrow.Table:
-    return pyarrow.table({"number": list(range(len(texts))), "body": texts})
-
-
-def write_csv(path: Path, texts: list[str], delimiter: str = ",") -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, delimiter=delimiter)
-        writer.writerows([("number", "body"), *enumerate(texts)])
+def write(path: Path, texts: list[Any], column: str = "body") -> Path:
+    """A file of the kind that its name says; "hub" is a folder that is read as a data set of the hub is."""
+    kind, table = path.suffix.lower(), pyarrow.table({"number": list(range(len(texts))), column: texts})
+    if kind == ".gz":
+        path.write_bytes(gzip.compress(LINES[:5000]) + gzip.compress(LINES[5000:]))  # as cat of two
+    elif kind == ".zst":
+        path.write_bytes(compress(LINES[:5000]) + compress(LINES[5000:]))
+    elif kind == ".arrow":
+        with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+    elif kind in (".csv", ".tsv"):
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, delimiter="\t" if kind == ".tsv" else ",")
+            writer.writerows([("number", column), *enumerate(texts)])
+    else:
+        if kind != ".parquet":
+            path.mkdir()
+        parquet.write_table(table, path if kind else path / "train-00000-of-00001.parquet", row_group_size=50)
+    return path
 
 
 def prepare(folder: Path, *paths: object, extra: tuple[str, ...] = (), option: str = "--input") -> int:
@@ -57,29 +68,13 @@ def test_the_data_are_those_of_the_unpacked_file(
     name: str, tmp_path: Path, wanted: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempo_megatron.data.documents._BYTES_OF_ROWS", 100_000)
-    path, option = tmp_path / name, "--input"
-    if name.endswith(".gz"):
-        path.write_bytes(gzip.compress(LINES[:5000]) + gzip.compress(LINES[5000:]))  # as cat of two
-    elif name.endswith(".zst"):
-        path.write_bytes(compress(LINES[:5000]) + compress(LINES[5000:]))
-    elif name.endswith(".parquet"):
-        parquet.write_table(make_table(TEXTS), path, row_group_size=50)
-    elif name.endswith(".arrow"):
-        table = make_table(TEXTS)
-        with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
-            stream.write_table(table)
-    elif name == "hub":  # a folder is read as a data set of the hub is
-        path.mkdir()
-        parquet.write_table(make_table(TEXTS), path / "train-00000-of-00001.parquet")
-        option = "--input-hub"
-    else:
-        write_csv(path, TEXTS, "\t" if name.endswith(".TSV") else ",")
-    assert prepare(tmp_path, path, option=option) == 0
+    option = "--input-hub" if name == "hub" else "--input"
+    assert prepare(tmp_path, write(tmp_path / name, TEXTS), option=option) == 0
     assert (tmp_path / "out.bin").read_bytes() + (tmp_path / "out.idx").read_bytes() == wanted
 
 
 def test_two_workers_and_other_files_around_a_table(tmp_path: Path) -> None:
-    parquet.write_table(make_table(TEXTS), tmp_path / "b.parquet")
+    write(tmp_path / "b.parquet", TEXTS)
     (tmp_path / "a.txt").write_text("first")
     (tmp_path / "c.txt").write_text("last")
     files = [tmp_path / name for name in ("a.txt", "b.parquet", "c.txt")]
@@ -90,8 +85,7 @@ def test_two_workers_and_other_files_around_a_table(tmp_path: Path) -> None:
 
 
 def test_digits_and_na_of_a_csv_are_texts(tmp_path: Path) -> None:
-    write_csv(tmp_path / "a.csv", ["12", "NA", "null", "3.50"])
-    assert prepare(tmp_path, tmp_path / "a.csv") == 0
+    assert prepare(tmp_path, write(tmp_path / "a.csv", ["12", "NA", "null", "3.50"])) == 0
     assert read_documents(tmp_path / "out") == ["12", "NA", "null", "3.50"]
 
 
@@ -104,18 +98,17 @@ def test_a_csv_of_a_directory_tree_is_text(tmp_path: Path) -> None:
 
 
 def test_rows_without_text_are_errors_or_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parquet.write_table(make_table(["one", None, "three", ""]), tmp_path / "table.parquet")
-    assert prepare(tmp_path, tmp_path / "table.parquet") == 1
+    table = write(tmp_path / "table.parquet", ["one", None, "three", ""])
+    assert prepare(tmp_path, table) == 1
     assert "row 1 of " in capsys.readouterr().err
-    assert prepare(tmp_path, tmp_path / "table.parquet", extra=("--skip-bad-lines",)) == 0
+    assert prepare(tmp_path, table, extra=("--skip-bad-lines",)) == 0
     said = capsys.readouterr().out
     assert "2 documents" in said and "1 bad lines" in said and "1 empty" in said
 
 
 def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parquet.write_table(make_table([1, 2]), tmp_path / "numbers.parquet")
-    write_csv(tmp_path / "other.csv", ["a"])
-    (tmp_path / "other.csv").write_text((tmp_path / "other.csv").read_text().replace("body", "title"))
+    write(tmp_path / "numbers.parquet", [1, 2])
+    write(tmp_path / "other.csv", ["a"], column="title")
     contents = {
         "broken.parquet": b"PAR1, and nothing else",
         "broken.arrow": b"ARROW1",

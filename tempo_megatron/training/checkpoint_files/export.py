@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tempo_megatron.data.huggingface_tokenizer import FILES, HuggingFaceTokenizer
+from tempo_megatron.data.tokenizer import FILES, HuggingFaceTokenizer
 from tempo_megatron.disk import flush_to_disk
 from tempo_megatron.extras import check_installed
 from tempo_megatron.models.huggingface.config import build_config, find_class, find_special_tokens
