@@ -1,4 +1,4 @@
-"""Builds the TransformerConfig of a simulated model, and gives its fake parameters their dtype."""
+"""Builds the TransformerConfig and linears of a simulated model, and gives its fake parameters their dtype."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tempo_megatron.models.build import build_transformer_config
@@ -52,6 +53,17 @@ def build_ledger_config(
         perform_initialization=False,
         **choices,
     )
+
+
+def make_column_linear(config: Any, num_inputs: int, num_outputs: int, linear: Any, **group: Any) -> Any:
+    """A `linear` without bias, ColumnParallelLinear or Tempo's."""
+    common = {"init_method": config.init_method, "bias": False, "gather_output": False}
+    return linear(num_inputs, num_outputs, config=config, **common, **group)
+
+
+def make_row_linear(config: Any, num_inputs: int, num_outputs: int, *, bias: bool) -> RowParallelLinear:
+    common = {"init_method": config.output_layer_init_method, "input_is_parallel": True, "skip_bias_add": True}
+    return RowParallelLinear(num_inputs, num_outputs, config=config, bias=bias, **common)
 
 
 def convert_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
