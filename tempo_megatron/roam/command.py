@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
-from tempo_megatron import cpu
 from tempo_megatron.extras import check_installed
 from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.commands.requested_run import read_requested_shape
-from tempo_megatron.memory.fake_tensors import simulate_layout, use_megatron_fakes
+from tempo_megatron.memory.fake_tensors import use_megatron_fakes
 from tempo_megatron.memory.simulated.chunk_model import fuse_attention
-from tempo_megatron.memory.simulated.configuration import build_ledger_config, convert_parameters
+from tempo_megatron.memory.simulated.configuration import build_ledger_config, convert_parameters, simulate_rank
 from tempo_megatron.models.build import DTYPES, build_model, make_inputs
 from tempo_megatron.models.layout import pad_vocab_size
 from tempo_megatron.models.shape import ModelShape
@@ -31,7 +29,6 @@ from tempo_megatron.roam.order import OperationOrder, find_order
 from tempo_megatron.roam.placement import Placement, find_arena
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.choose import choose
 from tempo_megatron.words.argument_types import format_bytes
 from tempo_megatron.words.deepspeed_json import read_deepspeed_json
@@ -102,27 +99,23 @@ def capture_megatron_step(shape: ModelShape, tempo_config: TempoConfig, args: ar
     Stock attention is fused, as people run it: it keeps its output and a float32 for each row of scores, as
     FlashAttention does. Tempo's operation stands for it.
     """
-    cpu.use_cpu()
-    with simulate_layout(1):
-        model_parallel_cuda_manual_seed(1234)
-        dropout_rng.set_micro_batch(1234, 0)
-        with use_megatron_fakes():
-            dtype, recompute = DTYPES[args.dtype], tuple(args.recompute)
-            config = build_ledger_config(shape, sequence_parallel=False, dtype=dtype, recompute=recompute)
-            chosen = choose(config, fuse_attention(tempo_config)).config
-            vocab_size = pad_vocab_size(shape.vocab_size or 0, shape.make_vocab_size_divisible_by, 1)
-            model = build_model(shape, config, chosen, vocab_size)
-            convert_parameters(model, dtype)
-            model.train()
-            inputs = make_inputs(shape, vocab_size, args.micro_batch_size, causal_mask=False)
-            optimizer = _OPTIMIZERS[args.optimizer](model.parameters())
+    with simulate_rank(1), use_megatron_fakes():
+        dtype, recompute = DTYPES[args.dtype], tuple(args.recompute)
+        config = build_ledger_config(shape, sequence_parallel=False, dtype=dtype, recompute=recompute)
+        chosen = choose(config, fuse_attention(tempo_config)).config
+        vocab_size = pad_vocab_size(shape.vocab_size or 0, shape.make_vocab_size_divisible_by, 1)
+        model = build_model(shape, config, chosen, vocab_size)
+        convert_parameters(model, dtype)
+        model.train()
+        inputs = make_inputs(shape, vocab_size, args.micro_batch_size, causal_mask=False)
+        optimizer = _OPTIMIZERS[args.optimizer](model.parameters())
 
-            def compute_loss(model: torch.nn.Module, inputs: Any) -> Tensor:
-                result = model(**inputs)
-                losses: Tensor = result[0] if isinstance(result, tuple) else result
-                return losses.float().mean()
+        def compute_loss(model: torch.nn.Module, inputs: Any) -> Tensor:
+            result = model(**inputs)
+            losses: Tensor = result[0] if isinstance(result, tuple) else result
+            return losses.float().mean()
 
-            return capture_step(model, compute_loss, (inputs,), optimizer)
+        return capture_step(model, compute_loss, (inputs,), optimizer)
 
 
 def list_figures(

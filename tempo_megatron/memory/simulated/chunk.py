@@ -22,12 +22,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
 from tempo_kernels.gelu import make_tables
-from tempo_megatron import cpu
-from tempo_megatron.memory.fake_tensors import set_global_buffer, simulate_layout, use_fake_tensors
+from tempo_megatron.memory.fake_tensors import set_global_buffer, use_fake_tensors
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk_memory import (
     EMBEDDING,
@@ -41,7 +40,7 @@ from tempo_megatron.memory.simulated.chunk_memory import (
     divide_blocks,
 )
 from tempo_megatron.memory.simulated.chunk_model import STACKS_OF_FAMILIES, ChunkModel, Ends
-from tempo_megatron.memory.simulated.configuration import build_ledger_config, convert_parameters
+from tempo_megatron.memory.simulated.configuration import build_ledger_config, convert_parameters, simulate_rank
 from tempo_megatron.memory.simulated.device import LastingBuffer, on_device
 from tempo_megatron.memory.simulated.experts import find_stacked_parameters
 from tempo_megatron.memory.simulated.float8 import list_float8_weights
@@ -54,7 +53,6 @@ from tempo_megatron.memory.tape.tape import ENGINE_PRODUCT, TORCH_PRODUCT, Tape
 from tempo_megatron.models.build import build_model, make_inputs
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.choose import choose
 from tempo_megatron.slots.megatron_versions import VERSION, is_since
 
@@ -163,28 +161,23 @@ def record_chunk(
 @contextlib.contextmanager
 def _simulate(run: Run) -> Iterator[None]:
     _check_version(run)
-    cpu.use_cpu()
-    if run.stock == "cpu":
-        make_tables()
-    with simulate_layout(run.layout.tp):
-        model_parallel_cuda_manual_seed(1234)
-        dropout_rng.set_micro_batch(1234, 0)
+    with simulate_rank(run.layout.tp):
+        if run.stock == "cpu":
+            make_tables()
         with use_fake_tensors():
             yield
 
 
 def _check_version(run: Run) -> None:
     """Raises ValueError for what the modules of the installed Megatron do not have, or have in another way."""
-    since_0_16 = {
-        "--moe-shared-expert-gate": run.moe_shared_expert_gate,
-        "m|L in --pipeline-model-parallel-layout": run.mtp_num_layers > 0 and run.mtp_precedes_head,
-    }
-    given = next((name for name, is_given in since_0_16.items() if is_given), None)
-    if given is not None and not is_since("0.16"):
-        raise ValueError(
-            f"{given} is given and megatron-core {VERSION.public} is installed, with which the estimate does not know "
-            "it; install 0.16"
-        )
+    precedes_head = run.mtp_num_layers > 0 and run.mtp_precedes_head
+    if is_since("0.16") or not (run.moe_shared_expert_gate or precedes_head):
+        return
+    given = "--moe-shared-expert-gate" if run.moe_shared_expert_gate else "m|L in --pipeline-model-parallel-layout"
+    raise ValueError(
+        f"{given} is given and megatron-core {VERSION.public} is installed, with which the estimate does not know it; "
+        "install 0.16"
+    )
 
 
 class _Chunk(ChunkModel):
