@@ -34,13 +34,12 @@ from tempo_megatron.memory.commands.arguments import add_order_arguments
 from tempo_megatron.memory.commands.requested_run import read_requested_shape
 from tempo_megatron.memory.rank.allocator import CachingAllocator
 from tempo_megatron.roam.arena import ArenaStep
-from tempo_megatron.roam.capture import capture_step
+from tempo_megatron.roam.capture import CapturedStep, capture_step
 from tempo_megatron.roam.command import capture_megatron_step
 from tempo_megatron.roam.execute import OrderedStep
 from tempo_megatron.roam.graph import StepGraph, find_lifetimes, make_problem
 from tempo_megatron.roam.order import find_order, list_by_memory
 from tempo_megatron.roam.placement import Rectangle, find_arena, list_rectangles
-from tempo_megatron.roam.read_graph import CapturedStep
 from tempo_megatron.settings.arguments import tempo_config_from
 
 ROOT = Path(__file__).parent.parent

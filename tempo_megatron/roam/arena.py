@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils.dlpack import from_dlpack
 
+from tempo_megatron.roam.capture import CapturedStep, list_tensors
 from tempo_megatron.roam.execute import OrderedStep
 from tempo_megatron.roam.graph import count_bytes
 from tempo_megatron.roam.placement import find_placement, list_rectangles
-from tempo_megatron.roam.read_graph import CapturedStep, list_tensors
 
 # The alignment of torch's own allocators. With another one a kernel may add up in another order.
 _ALIGNMENT = {"cpu": 64, "cuda": 512}
@@ -152,8 +152,7 @@ def _fills_storage(t: Tensor) -> bool:
         if stride != distance:
             return False
         distance *= size
-    num_bytes = t.numel() * t.element_size()
-    return num_bytes > 0 and not t.storage_offset() and t.untyped_storage().nbytes() == num_bytes
+    return 0 < t.nbytes == t.untyped_storage().nbytes() and not t.storage_offset()
 
 
 def _count_rest(captured: CapturedStep, order: Sequence[int], placed: dict[int, Tensor]) -> int:
@@ -164,8 +163,7 @@ def _count_rest(captured: CapturedStep, order: Sequence[int], placed: dict[int, 
 
 def _make_tensor(arena: Tensor, offset: int, like: Tensor) -> Tensor:
     """Makes a tensor of a part of the arena. It has a storage of its own with offset 0, as any new tensor."""
-    num_bytes = like.numel() * like.element_size()
-    part = from_dlpack(arena[offset : offset + num_bytes])
+    part = from_dlpack(arena[offset : offset + like.nbytes])
     return part.view(like.dtype).as_strided(like.shape, like.stride())
 
 

@@ -6,34 +6,29 @@ import argparse
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
-from tempo_megatron import cpu
 from tempo_megatron.extras import check_installed
 from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.commands.requested_run import read_requested_shape
-from tempo_megatron.memory.fake_tensors import simulate_layout, use_megatron_fakes
+from tempo_megatron.memory.fake_tensors import use_megatron_fakes
 from tempo_megatron.memory.simulated.chunk_model import fuse_attention
-from tempo_megatron.memory.simulated.configuration import build_ledger_config, convert_parameters
+from tempo_megatron.memory.simulated.configuration import build_ledger_config, convert_parameters, simulate_rank
 from tempo_megatron.models.build import DTYPES, build_model, make_inputs
 from tempo_megatron.models.layout import pad_vocab_size
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.models.shape_file import name_shape_file
 from tempo_megatron.plots import COLOURS, import_pyplot, save, tidy
-from tempo_megatron.roam.capture import capture_step
+from tempo_megatron.roam.capture import CapturedStep, capture_step
 from tempo_megatron.roam.graph import count_bytes
 from tempo_megatron.roam.order import OperationOrder, find_order
 from tempo_megatron.roam.placement import Placement, find_arena
-from tempo_megatron.roam.read_graph import CapturedStep
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.choose import choose
 from tempo_megatron.words.argument_types import format_bytes
 from tempo_megatron.words.deepspeed_json import read_deepspeed_json
@@ -76,25 +71,24 @@ def run_order(args: argparse.Namespace) -> int:
         "order": ordered_at - captured_at,
         "layout": time.perf_counter() - ordered_at,
     }
-    print(title)
-    table = format_order(captured, plan, placement, seconds)
-    print(table)
-    given, planned = captured.count_eager_bytes(), count_bytes(captured.graph, plan.order)
+    figures = list_figures(captured, plan, placement, seconds)
+    table = format_order(figures)
+    print(title, table, sep="\n")
+    curves = {"eager mode": captured.count_eager_bytes(), "this plan": count_bytes(captured.graph, plan.order)}
+    curves_in_mib = {label: [size / 2**20 for size in sizes] for label, sizes in curves.items()}
     if args.plot:
-        plot_order(given, planned, plan.lower_bound, args.plot, title)
+        plot_order(curves_in_mib, plan.lower_bound / 2**20, args.plot, title)
     if args.html:
         report = HtmlReport(title)
         report.add_text(table)
-        curves = {"eager mode": given, "this plan": planned}
         report.add_curves(
             "alive while each operation runs",
-            {name: (list(range(len(sizes))), [size / 2**20 for size in sizes]) for name, sizes in curves.items()},
+            {label: (list(range(len(sizes))), sizes) for label, sizes in curves_in_mib.items()},
             ("operation", "MiB"),
             line=("no order's peak is lower", plan.lower_bound / 2**20),
         )
         report.save(args.html)
     if args.json:
-        figures = list_figures(captured, plan, placement, seconds)
         Path(args.json).write_text(json.dumps({"title": title, **figures}, indent=2) + "\n", encoding="utf-8")
     return 0
 
@@ -105,50 +99,23 @@ def capture_megatron_step(shape: ModelShape, tempo_config: TempoConfig, args: ar
     Stock attention is fused, as people run it: it keeps its output and a float32 for each row of scores, as
     FlashAttention does. Tempo's operation stands for it.
     """
-    cpu.use_cpu()
-    with simulate_layout(1):
-        model_parallel_cuda_manual_seed(1234)
-        dropout_rng.set_micro_batch(1234, 0)
-        with use_megatron_fakes():
-            dtype, recompute = DTYPES[args.dtype], tuple(args.recompute)
-            config = build_ledger_config(shape, sequence_parallel=False, dtype=dtype, recompute=recompute)
-            chosen = choose(config, fuse_attention(tempo_config)).config
-            vocab_size = pad_vocab_size(shape.vocab_size or 0, shape.make_vocab_size_divisible_by, 1)
-            model = build_model(shape, config, chosen, vocab_size)
-            convert_parameters(model, dtype)
-            model.train()
-            inputs = make_inputs(shape, vocab_size, args.micro_batch_size, causal_mask=False)
-            optimizer = _OPTIMIZERS[args.optimizer](model.parameters())
+    with simulate_rank(1), use_megatron_fakes():
+        dtype, recompute = DTYPES[args.dtype], tuple(args.recompute)
+        config = build_ledger_config(shape, sequence_parallel=False, dtype=dtype, recompute=recompute)
+        chosen = choose(config, fuse_attention(tempo_config)).config
+        vocab_size = pad_vocab_size(shape.vocab_size or 0, shape.make_vocab_size_divisible_by, 1)
+        model = build_model(shape, config, chosen, vocab_size)
+        convert_parameters(model, dtype)
+        model.train()
+        inputs = make_inputs(shape, vocab_size, args.micro_batch_size, causal_mask=False)
+        optimizer = _OPTIMIZERS[args.optimizer](model.parameters())
 
-            def compute_loss(model: torch.nn.Module, inputs: Any) -> Tensor:
-                result = model(**inputs)
-                losses: Tensor = result[0] if isinstance(result, tuple) else result
-                return losses.float().mean()
+        def compute_loss(model: torch.nn.Module, inputs: Any) -> Tensor:
+            result = model(**inputs)
+            losses: Tensor = result[0] if isinstance(result, tuple) else result
+            return losses.float().mean()
 
-            return capture_step(model, compute_loss, (inputs,), optimizer)
-
-
-def format_order(
-    captured: CapturedStep, plan: OperationOrder, placement: Placement | None, seconds: dict[str, float]
-) -> str:
-    """Formats the peak before and after, its bound, the arena, and the time that it took."""
-    given, peak, standing = max(captured.count_eager_bytes()), plan.peak_bytes, captured.standing_bytes
-    proof = "no order needs less" if plan.is_optimal else f"no order needs less than {format_bytes(plan.lower_bound)}"
-    lines = [
-        f"{len(plan.order)} operations in {plan.num_cuts} parts; {format_bytes(standing)} are there throughout",
-        f"peak of eager mode       {format_bytes(given)}",
-        f"peak of this plan        {format_bytes(peak)}, {_percent(given - peak, given)} less "
-        f"({_percent(given - peak, given - standing)} of what is not there throughout); {proof}",
-    ]
-    if placement is not None:
-        waste = _percent(placement.height - placement.lower_bound, placement.height)
-        lines.append(f"arena                    {format_bytes(placement.height)}, {waste} above its bound")
-    times = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
-    return "\n".join([*lines, times, _USE])
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / max(whole, 1):.2f} %"
+        return capture_step(model, compute_loss, (inputs,), optimizer)
 
 
 def list_figures(
@@ -166,22 +133,43 @@ def list_figures(
     }
 
 
-def plot_order(given: Sequence[int], planned: Sequence[int], lower_bound: int, png: str | Path, title: str) -> None:
-    """Draws how many bytes are alive while each operation runs.
+def format_order(figures: dict[str, Any]) -> str:
+    """Formats the peak before and after, its bound, the arena, and the time that it took."""
+    given, standing, arena = figures["eager_peak_bytes"], figures["standing_bytes"], figures["arena_bytes"]
+    peak, bound = figures["peak_bytes"], figures["lower_bound"]
+    proof = "no order needs less" + ("" if peak == bound else f" than {format_bytes(bound)}")
+    lines = [
+        f"{len(figures['order'])} operations in {figures['num_cuts']} parts; {format_bytes(standing)} are there "
+        "throughout",
+        f"peak of eager mode       {format_bytes(given)}",
+        f"peak of this plan        {format_bytes(peak)}, {_percent(given - peak, given)} less "
+        f"({_percent(given - peak, given - standing)} of what is not there throughout); {proof}",
+    ]
+    if arena is not None:
+        waste = _percent(arena - figures["arena_lower_bound"], arena)
+        lines.append(f"arena                    {format_bytes(arena)}, {waste} above its bound")
+    lines.append(", ".join(f"{name} {value:.2f} s" for name, value in figures["seconds"].items()))
+    return "\n".join([*lines, _USE])
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / max(whole, 1):.2f} %"
+
+
+def plot_order(curves: dict[str, list[float]], lower_bound: float, png: str | Path, title: str) -> None:
+    """Draws how many MiB are alive while each operation runs, by the curves' labels.
 
     Args:
-        given: bytes at each operation of eager mode.
-        planned: bytes at each operation of the found order.
-        lower_bound: a bound of every order's peak.
+        curves: MiB at each operation of eager mode, and of the found order.
+        lower_bound: MiB that every order's peak has at least.
         png: the file to write.
         title: the text above the plot.
     """
     pyplot = import_pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for steps, label, color in ((given, "eager mode", "#888888"), (planned, "this plan", COLOURS[0])):
-        sizes = [num_bytes / 2**20 for num_bytes in steps]
+    for (label, sizes), color in zip(curves.items(), ("#888888", COLOURS[0]), strict=True):
         axes.step(range(len(sizes)), sizes, where="mid", color=color, label=f"{label}, peak {max(sizes):.1f} MiB")
-    axes.axhline(lower_bound / 2**20, color="black", linewidth=0.8, linestyle="--", label="no order's peak is lower")
+    axes.axhline(lower_bound, color="black", linewidth=0.8, linestyle="--", label="no order's peak is lower")
     axes.set_xlabel("operation")
     axes.set_ylabel("alive while it runs, MiB")
     tidy(axes, title)

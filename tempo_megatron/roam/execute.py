@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from tempo_megatron.roam.capture import CapturedStep, ParameterUpdate, get_arguments, is_random
 from tempo_megatron.roam.graph import check_order
-from tempo_megatron.roam.read_graph import CapturedStep, get_arguments, is_random
-from tempo_megatron.roam.updates import ParameterUpdate
 
 
 class OrderedStep:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from functools import cached_property
@@ -50,23 +51,17 @@ class StepGraph:
         """Lists for each operation those that have to come before it; most that follow from others are left out."""
         found = []
         last_writer = dict[int, int]()
-        readers = dict[int, list[int]]()
+        readers = collections.defaultdict[int, list[int]](list)
         for place, operation in enumerate(self.operations):
-            before = set(operation.after)
-            for storage in operation.reads:
-                if storage in last_writer:
-                    before.add(last_writer[storage])
+            used = (*operation.reads, *operation.writes)
+            before = {*operation.after, *(last_writer[storage] for storage in used if storage in last_writer)}
             for storage in operation.writes:
-                before.update(readers.get(storage, ()))
-                if storage in last_writer:
-                    before.add(last_writer[storage])
+                before.update(readers[storage])
             for storage in (*operation.makes, *operation.writes):
-                last_writer[storage] = place
-                readers[storage] = []
+                last_writer[storage], readers[storage] = place, []
             for storage in operation.reads:
-                readers.setdefault(storage, []).append(place)
-            before.discard(place)
-            found.append(sorted(before))
+                readers[storage].append(place)
+            found.append(sorted(before - {place}))
         return found
 
     def list_uses(self) -> list[frozenset[int]]:

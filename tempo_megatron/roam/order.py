@@ -8,9 +8,9 @@ graph. Here it takes no solver:
 2. `advance_frees` improves an order of a part without ever raising its peak: operations that only free memory move
    forward. It starts from the given order and, if that is not enough, from two list schedules (`list_by_memory`,
    `list_depth_first`).
-3. `_Repair` takes the operation at the peak. A minimum cut (search.py) gives the state of least memory in which it can
+3. `repair` takes the operation at the peak. A minimum cut (search.py) gives the state of least memory in which it can
    run: a lower bound of every order's peak, and a state through which the order is led, until none is better.
-4. Where bound and peak still differ, `Search` looks for the least peak, within its work limit.
+4. Where bound and peak still differ, `search_order` looks for the least peak, within its work limit.
 
 Lemma: moving operations so never raises a peak. The bytes alive, M, are submodular over states: M(S & T) + M(S | T) <=
 M(S) + M(T). Let S become X, with M(X) <= M(S), by one operation that fits below the limit. Any order that goes on from
@@ -25,7 +25,7 @@ import heapq
 from collections.abc import Sequence
 
 from tempo_megatron.roam.graph import Problem, StepGraph, check_order, cut, make_problem, renumber, restrict
-from tempo_megatron.roam.search import LeastState, Search, find_least_state
+from tempo_megatron.roam.search import LeastState, find_least_state, search_order
 
 WORK_LIMIT = 100_000
 
@@ -90,10 +90,10 @@ def solve_range(problem: Problem, enough: int, work_limit: int) -> tuple[Sequenc
     peak = problem.count_peak(order)
     bound, work = min(enough, peak), 0
     if peak > enough:
-        order, bound = _Repair(problem, order, enough).run()
+        order, bound = repair(problem, order, enough)
         peak = problem.count_peak(order)
     if peak > max(bound, enough):
-        result = Search(problem).run(peak, work_limit)
+        result = search_order(problem, peak, work_limit)
         bound, work = max(bound, result.lower_bound), result.work
         if result.order is not None:
             order = result.order
@@ -112,54 +112,47 @@ def improve_range(problem: Problem, enough: int) -> list[int]:
 _MOST_CUTS = 200
 
 
-class _Repair:
-    """Leads an order through the states of least memory for the operations at its peak."""
+def repair(problem: Problem, order: list[int], enough: int) -> tuple[list[int], int]:
+    """Leads an order through the states of least memory for the operations at its peak.
 
-    def __init__(self, problem: Problem, order: Sequence[int], enough: int) -> None:
-        self._problem, self._order, self._enough = problem, list(order), enough
-        self._found = dict[int, LeastState]()
+    Returns the best order and a lower bound of every order's peak.
+    """
+    found = dict[int, LeastState]()
 
-    def run(self) -> tuple[list[int], int]:
-        """Returns the best order and a lower bound of every order's peak."""
-        problem = self._problem
-        while self._bound() < problem.count_peak(self._order) and len(self._found) < _MOST_CUTS:
-            steps = problem.count_steps(self._order)
-            peak = max(steps)
-            places = [place for place, step in zip(self._order, steps, strict=True) if step == peak]
-            if not any(self._lead_through(place) for place in places[:4]):
-                break
-        self._raise_bound()
-        return self._order, min(max(self._bound(), self._enough), problem.count_peak(self._order))
+    def find(place: int) -> LeastState:
+        if place not in found:
+            found[place] = find_least_state(problem, place)
+        return found[place]
 
-    def _bound(self) -> int:
-        """Returns the greatest lower bound among the operations whose least states are known."""
-        transient = self._problem.transient_bytes
-        return max((least.bytes_before + transient[place] for place, least in self._found.items()), default=0)
+    def get_bound() -> int:
+        """The greatest among the operations whose least states are known."""
+        transient = problem.transient_bytes
+        return max((least.bytes_before + transient[place] for place, least in found.items()), default=0)
 
-    def _find(self, place: int) -> LeastState:
-        if place not in self._found:
-            self._found[place] = find_least_state(self._problem, place)
-        return self._found[place]
+    def lead_through(place: int) -> list[int] | None:
+        """The order through a state of least memory before an operation, if that is better."""
+        for state in (find(place).smallest, find(place).largest):
+            ahead = [each for each in order if state >> each & 1]
+            behind = [each for each in order if not state >> each & 1 and each != place]
+            other = advance_frees(problem, [*ahead, place, *behind])
+            if _weigh(problem, other) < _weigh(problem, order):
+                return other
+        return None
 
-    def _lead_through(self, place: int) -> bool:
-        """Leads the order through the state of least memory before an operation, if that is better."""
-        problem, least = self._problem, self._find(place)
-        for state in (least.smallest, least.largest):
-            ahead = [each for each in self._order if state >> each & 1]
-            behind = [each for each in self._order if not state >> each & 1 and each != place]
-            order = advance_frees(problem, [*ahead, place, *behind])
-            if _weigh(problem, order) < _weigh(problem, self._order):
-                self._order = order
-                return True
-        return False
-
-    def _raise_bound(self) -> None:
-        """Finds the least states of further operations that may prove the order optimal."""
-        steps = zip(self._problem.count_steps(self._order), self._order, strict=True)
-        for step, place in sorted(steps, reverse=True):
-            if step <= max(self._bound(), self._enough) or len(self._found) >= _MOST_CUTS:
-                return
-            self._find(place)
+    while len(found) < _MOST_CUTS:
+        steps = problem.count_steps(order)
+        peak = max(steps)
+        places = [place for place, step in zip(order, steps, strict=True) if step == peak]
+        if get_bound() >= peak or (better := next(filter(None, map(lead_through, places[:4])), None)) is None:
+            break
+        order = better
+    # The least states of further operations may prove the order optimal.
+    steps = problem.count_steps(order)
+    for step, place in sorted(zip(steps, order, strict=True), reverse=True):
+        if step <= max(get_bound(), enough) or len(found) >= _MOST_CUTS:
+            break
+        find(place)
+    return order, min(max(get_bound(), enough), max(steps))
 
 
 def _weigh(problem: Problem, order: Sequence[int]) -> tuple[int, int]:
@@ -228,19 +221,18 @@ def list_by_memory(problem: Problem) -> list[int]:
     Of the ready operations that do not exceed the peak so far, it takes the one that leaves least alive, or, if all
     exceed it, the one with the smallest new peak.
     """
-    state, peak = State(problem), problem.start_bytes
+    state, peak, transient = State(problem), problem.start_bytes, problem.transient_bytes
     changes = {place: state.find_change(place) for place in state.ready}
-    by_change = [(change, place) for place, change in changes.items()]
-    heapq.heapify(by_change)
-    while state.ready:
-        place = _pop_lowest(by_change, changes, peak - state.alive, problem)
+    while changes:
+        room = peak - state.alive
+        fitting = ((change, place) for place, change in changes.items() if transient[place] <= room)
+        _, place = min(fitting, default=(0, None))
         if place is None:
-            place = min(state.ready, key=lambda each: (problem.transient_bytes[each], changes[each], each))
-        peak = max(peak, state.alive + problem.transient_bytes[place])
+            place = min(changes, key=lambda each: (transient[each], changes[each], each))
+        peak = max(peak, state.alive + transient[place])
         del changes[place]
         for other in [*state.run(place), *state.list_last_users(place)]:
             changes[other] = state.find_change(other)
-            heapq.heappush(by_change, (changes[other], other))
     return state.order
 
 
@@ -259,22 +251,6 @@ def list_depth_first(problem: Problem) -> list[int]:
             else:
                 order[waiting.pop()] = None
     return list(order)
-
-
-def _pop_lowest(entries: list[tuple[int, int]], changes: dict[int, int], room: int, problem: Problem) -> int | None:
-    """Pops the lowest entry that is up to date and fits into `room`; entries that do not fit stay."""
-    passed, found = [], None
-    while entries:
-        entry = heapq.heappop(entries)
-        if changes.get(entry[1]) != entry[0]:
-            continue
-        passed.append(entry)
-        if problem.transient_bytes[entry[1]] <= room:
-            found = passed.pop()[1]
-            break
-    for entry in passed:
-        heapq.heappush(entries, entry)
-    return found
 
 
 def flatten_order(graph: StepGraph, order: Sequence[int], depth: int, work_limit: int) -> list[int]:

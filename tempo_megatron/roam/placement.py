@@ -13,6 +13,7 @@ room for gaps, so it tries orders of the same peak in which fewer steps come clo
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -94,22 +95,16 @@ def find_placement(
 
 def find_most_alive(rectangles: Iterable[Rectangle]) -> int:
     """Returns the most bytes that are alive at once: no placement is lower."""
-    changes = dict[int, int]()
+    changes = collections.Counter[int]()
     for each in rectangles:
-        changes[each.first] = changes.get(each.first, 0) + each.size
-        changes[each.last + 1] = changes.get(each.last + 1, 0) - each.size
-    alive = most = 0
-    for step in sorted(changes):
-        alive += changes[step]
-        most = max(most, alive)
-    return most
+        changes[each.first] += each.size
+        changes[each.last + 1] -= each.size
+    return max(itertools.accumulate(changes[step] for step in sorted(changes)), default=0)
 
 
 def check_placement(rectangles: Sequence[Rectangle], offsets: Sequence[int]) -> None:
     """Asserts that no two rectangles that are alive at once share a byte."""
-    first, last, size = (
-        np.array([getattr(r, name) for r in rectangles], np.int64) for name in ("first", "last", "size")
-    )
+    size, first, last = _list_columns(rectangles)
     low = np.array(offsets, np.int64)
     high = low + size
     assert (low >= 0).all(), "a rectangle lies below the arena"
@@ -118,6 +113,12 @@ def check_placement(rectangles: Sequence[Rectangle], offsets: Sequence[int]) -> 
         meets = (first[others] <= last[i]) & (first[i] <= last[others])
         shares = (low[others] < high[i]) & (low[i] < high[others]) & (size[others] > 0) & bool(size[i])
         assert not (meets & shares).any(), f"rectangle {i} overlaps another"
+
+
+def _list_columns(rectangles: Sequence[Rectangle]) -> tuple[Any, Any, Any]:
+    """Their sizes, first and last steps."""
+    size, first, last = np.array([dataclasses.astuple(each) for each in rectangles], np.int64).reshape(-1, 3).T
+    return size, first, last
 
 
 def _split(rectangles: Sequence[Rectangle]) -> list[list[int]]:
@@ -133,11 +134,9 @@ def _split(rectangles: Sequence[Rectangle]) -> list[list[int]]:
 def _fill_part(rectangles: Sequence[Rectangle], height: int, num_fills: int) -> list[int] | None:
     """Returns offsets in an arena of this height if `Filler` finds them in one of num_fills orders, else None."""
     chosen = [i for i, each in enumerate(rectangles) if each.size]
-    sizes, firsts, lasts = (
-        np.array([getattr(rectangles[i], name) for i in chosen], np.int64) for name in ("size", "first", "last")
-    )
-    filler = Filler(sizes, firsts, lasts, height)
-    for ranks in itertools.islice(_list_ranks(sizes, firsts, lasts), num_fills):
+    columns = _list_columns([rectangles[i] for i in chosen])
+    filler = Filler(*columns, height)
+    for ranks in itertools.islice(_list_ranks(*columns), num_fills):
         found = filler.place(ranks)
         if (found >= 0).all():
             offsets = dict(zip(chosen, found.tolist(), strict=True))

@@ -1,7 +1,7 @@
 """Finds the order of least peak exactly, for problems with few states, and lower bounds of the peak for any problem.
 
-`Search` is a best-first search over states. `find_least_state` computes by a minimum cut the least memory that can be
-alive when an operation runs, and the state in which this is so.
+`search_order` is a best-first search over states. `find_least_state` computes by a minimum cut the least memory that
+can be alive when an operation runs, and the state in which this is so.
 """
 
 from __future__ import annotations
@@ -29,82 +29,6 @@ class SearchResult:
     work: int
 
 
-class Search:
-    """Searches an order whose peak is below a limit.
-
-    It always expands the state that was reached with the lowest peak, and of equals the one in which most operations
-    have run. A successor's peak is never lower, so the first complete order has the least peak of all. An operation
-    that fits below the peak so far, and leaves no more alive than before, runs at once without a branch, because no
-    order is better without it (the lemma in order.py).
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        masks = [reduce(or_, (1 << each for each in users), 0) for users in problem.users]
-        # For each operation (others, size): it frees `size` bytes if all operations of the mask `others` have run.
-        self._frees = [
-            [(masks[s] & ~(1 << place), problem.sizes[s]) for s in used if s not in problem.kept and problem.sizes[s]]
-            for place, used in enumerate(problem.uses)
-        ]
-        self._before = [reduce(or_, (1 << each for each in before), 0) for before in problem.predecessors]
-
-    def run(self, limit: int, work_limit: int) -> SearchResult:
-        """Searches until an order is found, no state is left, or `work_limit` operations have been examined."""
-        problem = self._problem
-        roots = tuple(place for place, before in enumerate(problem.predecessors) if not before)
-        first = self._run_free(_Front(0, problem.start_bytes, roots, problem.start_bytes))
-        trail: dict[int, tuple[int, list[int]]] = {first.state: (-1, first.path)}
-        lowest = {first.state: first.peak}
-        work, heap = len(first.path), [(first.peak, -first.state.bit_count(), first.state, first)]
-        while heap:
-            level, _, state, front = heapq.heappop(heap)
-            if level > lowest[state]:
-                continue
-            if level >= limit:
-                break
-            if not front.ready:
-                return SearchResult(_read_trail(trail, state), level, work)
-            if work > work_limit:
-                return SearchResult(None, level, work)
-            for place in front.ready:
-                work += 1
-                if front.alive + problem.transient_bytes[place] >= limit:
-                    continue
-                following = self._run_free(self._run(dataclasses.replace(front, path=[]), place))
-                work += len(following.path)
-                if following.peak < lowest.get(following.state, limit):
-                    lowest[following.state] = following.peak
-                    trail[following.state] = state, following.path
-                    key = following.peak, -following.state.bit_count(), following.state
-                    heapq.heappush(heap, (*key, following))
-        return SearchResult(None, limit, work)
-
-    def _run(self, front: _Front, place: int) -> _Front:
-        problem, state = self._problem, front.state | 1 << place
-        freed = sum(size for others, size in self._frees[place] if not others & ~front.state)
-        enabled = (each for each in problem.successors[place] if not self._before[each] & ~state)
-        return _Front(
-            state,
-            front.alive + problem.made_bytes[place] - freed,
-            (*(each for each in front.ready if each != place), *enabled),
-            max(front.peak, front.alive + problem.transient_bytes[place]),
-            [*front.path, place],
-        )
-
-    def _run_free(self, front: _Front) -> _Front:
-        """Runs all operations that fit below the peak so far and leave no more alive than before."""
-        is_changed = True
-        while is_changed:
-            is_changed = False
-            for place in front.ready:
-                if front.alive + self._problem.transient_bytes[place] > front.peak:
-                    continue
-                following = self._run(front, place)
-                if following.alive <= front.alive:
-                    front, is_changed = following, True
-        return front
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Front:
     """A state, its bytes alive, the operations ready to run, the peak so far, and the path since the last branch."""
@@ -114,6 +38,77 @@ class _Front:
     ready: tuple[int, ...]
     peak: int
     path: list[int] = dataclasses.field(default_factory=list)
+
+
+def search_order(problem: Problem, limit: int, work_limit: int) -> SearchResult:
+    """Searches an order whose peak is below a limit, until one is found, no state is left, or `work_limit` operations
+    have been examined.
+
+    It always expands the state that was reached with the lowest peak, and of equals the one in which most operations
+    have run. A successor's peak is never lower, so the first complete order has the least peak of all. An operation
+    that fits below the peak so far, and leaves no more alive than before, runs at once without a branch, because no
+    order is better without it (the lemma in order.py).
+    """
+    masks = [reduce(or_, (1 << each for each in users), 0) for users in problem.users]
+    # For each operation (others, size): it frees `size` bytes if all operations of the mask `others` have run.
+    frees = [
+        [(masks[s] & ~(1 << place), problem.sizes[s]) for s in used if s not in problem.kept and problem.sizes[s]]
+        for place, used in enumerate(problem.uses)
+    ]
+    predecessors = [reduce(or_, (1 << each for each in before), 0) for before in problem.predecessors]
+
+    def run(front: _Front, place: int) -> _Front:
+        state = front.state | 1 << place
+        freed = sum(size for others, size in frees[place] if not others & ~front.state)
+        enabled = (each for each in problem.successors[place] if not predecessors[each] & ~state)
+        return _Front(
+            state,
+            front.alive + problem.made_bytes[place] - freed,
+            (*(each for each in front.ready if each != place), *enabled),
+            max(front.peak, front.alive + problem.transient_bytes[place]),
+            [*front.path, place],
+        )
+
+    def run_free(front: _Front) -> _Front:
+        """Runs all operations that fit below the peak so far and leave no more alive than before."""
+        is_changed = True
+        while is_changed:
+            is_changed = False
+            for place in front.ready:
+                if front.alive + problem.transient_bytes[place] > front.peak:
+                    continue
+                following = run(front, place)
+                if following.alive <= front.alive:
+                    front, is_changed = following, True
+        return front
+
+    roots = tuple(place for place, before in enumerate(problem.predecessors) if not before)
+    first = run_free(_Front(0, problem.start_bytes, roots, problem.start_bytes))
+    trail: dict[int, tuple[int, list[int]]] = {first.state: (-1, first.path)}
+    lowest = {first.state: first.peak}
+    work, heap = len(first.path), [(first.peak, -first.state.bit_count(), first.state, first)]
+    while heap:
+        level, _, state, front = heapq.heappop(heap)
+        if level > lowest[state]:
+            continue
+        if level >= limit:
+            break
+        if not front.ready:
+            return SearchResult(_read_trail(trail, state), level, work)
+        if work > work_limit:
+            return SearchResult(None, level, work)
+        for place in front.ready:
+            work += 1
+            if front.alive + problem.transient_bytes[place] >= limit:
+                continue
+            following = run_free(run(dataclasses.replace(front, path=[]), place))
+            work += len(following.path)
+            if following.peak < lowest.get(following.state, limit):
+                lowest[following.state] = following.peak
+                trail[following.state] = state, following.path
+                key = following.peak, -following.state.bit_count(), following.state
+                heapq.heappush(heap, (*key, following))
+    return SearchResult(None, limit, work)
 
 
 def _read_trail(trail: dict[int, tuple[int, list[int]]], state: int) -> list[int]:

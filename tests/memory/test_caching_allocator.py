@@ -218,7 +218,7 @@ def test_three_layers_show_the_allocations_of_all(
     shape = make_shape(num_layers=6, hidden_size=64, num_attention_heads=4, seq_length=32, family=family, vocab_size=99)
     run = chunk._cut(Run(model=shape, tempo=tempo_config, micro_batch_size=2), range(6))
     ends = Ends(pre_process, post_process, False, post_process)
-    few, every = (chunk._run_chunk(run, ends, True, False, longest) for longest in (3, 6))
+    few, every = (chunk._run_chunk(run, ends, True, longest) for longest in (3, 6))
     assert few is not None and few == every
 
 
@@ -231,7 +231,7 @@ def test_three_layers_with_experts_show_the_allocations_of_all() -> None:
     )  # fmt: skip
     run = Run(model=shape, tempo=OFF, stock="transformer_engine", moe_imbalance=1.0, micro_batch_size=2)
     cut = chunk._cut(run, range(layers))
-    few, every = (chunk._run_chunk(cut, Ends(True, True, False, True), True, False, longest) for longest in (3, layers))
+    few, every = (chunk._run_chunk(cut, Ends(True, True, False, True), True, longest) for longest in (3, layers))
     assert MoEAuxLossAutoScaler.main_loss_backward_scale is None, "a simulation leaves it there"
     assert few is not None and every is not None
     of_few, of_all = (

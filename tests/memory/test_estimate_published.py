@@ -21,7 +21,7 @@ from tempo_megatron.memory.routing import assume_routing, expect_imbalance
 from tempo_megatron.memory.run import Hybrid, Run
 from tempo_megatron.memory.show.tree import ModuleMemory, list_modules
 from tempo_megatron.memory.simulated.chunk import simulate_chunk
-from tempo_megatron.memory.simulated.chunk_memory import LAYERS, ChunkMemory
+from tempo_megatron.memory.simulated.chunk_memory import LAYERS
 from tempo_megatron.memory.simulated.transformer_engine import choose_attention
 
 MIB = 1 << 20
@@ -160,18 +160,14 @@ def test_float8_halves_the_inputs_that_linears_keep_and_has_weights_of_its_own()
 
 def test_layers_that_float8_leaves_out_are_those_of_bf16() -> None:
     run = make_run({**SMALL, "num_layers": 3}, float8="tensorwise")
-
-    def simulate(*layers: bool) -> ChunkMemory:
-        of_run = dataclasses.replace(run, float8_layers=(*layers, True))
-        return simulate_chunk(of_run, range(2), pre_process=False, post_process=False)
-
-    plain, both, mixed = simulate(False, False), simulate(True, True), simulate(False, True)
-    assert plain.kept_bytes > both.kept_bytes and both.float8_weights > plain.float8_weights == 0
-    assert (2 * mixed.kept_bytes, 2 * mixed.float8_weights) == (
-        plain.kept_bytes + both.kept_bytes,
-        both.float8_weights,
+    plain, both, mixed = (
+        simulate_chunk(change_run(run, float8_layers=(*has, True)), range(2), pre_process=False, post_process=False)
+        for has in ((False, False), (True, True), (False, True))
     )
+    assert plain.kept_bytes > both.kept_bytes and both.float8_weights > plain.float8_weights == 0
+    assert 2 * mixed.kept_bytes == plain.kept_bytes + both.kept_bytes
     assert [each.float8_others for each in mixed.layer_parameters] == [0, mixed.float8_weights]
+    assert 2 * mixed.float8_weights == both.float8_weights
 
 
 def test_experts_keep_their_inputs_in_float8() -> None:

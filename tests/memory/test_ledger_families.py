@@ -227,17 +227,6 @@ def test_a_layer_of_qwen3_30b_a3b_keeps_less_without_another_product_or_collecti
     assert (sbh("mlp.experts"), sbh("self_attention"), sbh("")) == (experts, attention, everything)
 
 
-@pytest.mark.filterwarnings("ignore:Using a large number of experts")
-def test_a_gate_of_shared_experts_keeps_their_output() -> None:
-    def keep(**values: Any) -> int:
-        run = change_run(MIXTURE, moe_shared_expert_intermediate_size=768, **values)
-        return sum(each.num_bytes for each in record_chunk(run)[0]["decoder", 0])
-
-    tokens, hidden = 4096, 2048
-    # The output of the shared experts, and the gate's of each token.
-    assert keep(moe_shared_expert_gate=True) - keep() == 2 * tokens * (hidden + 1)
-
-
 DEEPSEEK_V3 = dataclasses.replace(
     QWEN3_30B_A3B, hidden_size=7168, ffn_hidden_size=18432, num_attention_heads=128, num_query_groups=128,
     num_experts=256, moe_ffn_hidden_size=2048, moe_shared_expert_intermediate_size=2048,
@@ -272,25 +261,21 @@ LLAMA_3_8B = dataclasses.replace(
 )  # fmt: skip
 
 
-def test_a_gated_activation_in_several_operations_keeps_both_halves_anew() -> None:
-    run = Run(model=LLAMA_3_8B, tempo=TempoConfig.off(), stock="transformer_engine")
-    fused, apart = (
-        sum(each.num_bytes for each in record_chunk(dataclasses.replace(run, fuses_activation=fuses))[0]["decoder", 0])
-        for fuses in (None, False)
-    )
-    # And the other half, to which an offset is added (core/transformer/mlp.py: glu).
-    assert apart - fused == 2 * 2 * 4096 * 14336
-
-
 @pytest.mark.filterwarnings("ignore:Using a large number of experts")
-def test_squared_relu_in_one_operation_keeps_the_input_of_experts_alone() -> None:
-    run = change_run(MIXTURE, activation="squared_relu")
-    fused, apart = (
-        sum(each.num_bytes for each in record_chunk(dataclasses.replace(run, fuses_activation=fuses))[0]["decoder", 0])
-        for fuses in (True, None)
-    )
-    # In several, relu(x) and its square.
-    assert apart - fused == 2 * 8 * 4096 * 768
+def test_what_runs_in_several_operations_keeps_more() -> None:
+    def keep(run: Run, **values: Any) -> int:
+        return sum(each.num_bytes for each in record_chunk(change_run(run, **values))[0]["decoder", 0])
+
+    tokens = 4096
+    # Both halves of a gated activation, and the other half, to which an offset is added (core/transformer/mlp.py: glu).
+    gated = Run(model=LLAMA_3_8B, tempo=TempoConfig.off(), stock="transformer_engine")
+    assert keep(gated, fuses_activation=False) - keep(gated) == 2 * 2 * tokens * 14336
+    # Of squared ReLU, relu(x) and its square.
+    squared = change_run(MIXTURE, activation="squared_relu")
+    assert keep(squared) - keep(squared, fuses_activation=True) == 2 * 8 * tokens * 768
+    # A gate has the output of the shared experts, and its own of each token.
+    shared = change_run(MIXTURE, moe_shared_expert_intermediate_size=768)
+    assert keep(shared, moe_shared_expert_gate=True) - keep(shared) == 2 * tokens * (2048 + 1)
 
 
 @pytest.mark.filterwarnings("ignore:Using a large number of experts")

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tempo_megatron.roam import updates
 from tempo_megatron.roam.arena import ArenaStep
-from tempo_megatron.roam.capture import capture_step
+from tempo_megatron.roam.capture import ELEMENTWISE, capture_step
 from tempo_megatron.roam.execute import OrderedStep
 from tempo_megatron.roam.order import find_order
 
@@ -28,6 +27,7 @@ class Applies(nn.Module):
         super().__init__()
         self.linear, self.function = nn.Linear(8, 8), function
         self.calls, self.carried, self.table = 0, None, torch.ones(8)
+        self.register_buffer("count", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(self, self.linear(x))
@@ -84,9 +84,26 @@ def count_calls(module: Any, y: Tensor) -> Tensor:
     return y * module.calls
 
 
+def replace_buffer(module: Any, y: Tensor) -> Tensor:
+    module.count = module.count + 1
+    return y
+
+
+@torch.library.custom_op("roam_tests::double", mutates_args=())
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
 @pytest.mark.parametrize(
     ("function", "sentence"),
     [
+        (
+            lambda _, y: y[y[:, 0] > 0],
+            "aten.nonzero.default in module inner makes a tensor whose shape depends",
+        ),
+        (lambda _, y: y if y.sum() > 0 else -y, "in module inner reads a number out of a tensor"),
+        (lambda _, y: double(y), "roam_tests::double in module inner has no fake kernel"),
+        (replace_buffer, "buffer inner.count is another tensor after the forward than before"),
         (set_attribute, "module inner sets its attribute carried while it runs, which a traced step would not do"),
         (count_calls, "module inner sets its attribute calls while it runs"),
         (lambda module, y: y * module.table, "aten.mul in module inner is given a tensor that is neither parameter"),
@@ -94,7 +111,7 @@ def count_calls(module: Any, y: Tensor) -> Tensor:
         (lambda module, y: torch.compile(torch.sin)(y), "in module inner is compiled by torch.compile; expected a"),
     ],
 )
-def test_what_a_trace_would_miss_is_named_in_one_sentence(
+def test_what_cannot_be_captured_or_a_trace_would_miss_is_named_in_one_sentence(
     function: Callable[[Any, Tensor], Tensor], sentence: str
 ) -> None:
     model = nn.Sequential()
@@ -106,20 +123,22 @@ def test_what_a_trace_would_miss_is_named_in_one_sentence(
     assert all(value is before[name] for name, value in vars(model.inner).items())
 
 
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_on_gradients_are_refused(register: str) -> None:
-    model = build_mlp()
-    getattr(model[2].weight, register)(lambda _: None)
-    with pytest.raises(ValueError, match=r"parameter 2\.weight has a hook on its gradient"):
-        capture(model)
-
-
-def test_a_module_that_reduces_gradients_is_refused() -> None:
+def test_hooks_on_gradients_and_on_an_optimizers_step_are_refused() -> None:
     class DistributedDataParallel(nn.Sequential):
         pass
 
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        model = build_mlp()
+        getattr(model[2].weight, register)(lambda _: None)
+        with pytest.raises(ValueError, match=r"parameter 2\.weight has a hook on its gradient"):
+            capture(model)
     with pytest.raises(ValueError, match="the model is DistributedDataParallel, which reduces gradients in hooks"):
         capture(DistributedDataParallel(build_mlp()))
+    model = build_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="the optimizer has a hook on its step, which would be called once per param"):
+        capture_step(model, compute_loss, (draw(0),), optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")
@@ -204,7 +223,7 @@ def test_a_micro_batch_is_read_by_its_keys_and_keeps_the_numbers_that_were_captu
 @pytest.mark.parametrize(
     ("make_optimizer", "settings"),
     [
-        *((each, {}) for each in updates.ELEMENTWISE),
+        *((each, {}) for each in ELEMENTWISE),
         (torch.optim.AdamW, {"amsgrad": True, "foreach": True}),
         (torch.optim.AdamW, {"fused": True}),
         (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
@@ -214,14 +233,6 @@ def test_a_micro_batch_is_read_by_its_keys_and_keeps_the_numbers_that_were_captu
 def test_every_optimizer_that_is_taken_makes_the_steps_of_eager_mode(make_optimizer: Any, settings: Any) -> None:
     batches = [draw(step) for step in range(3)]
     check_steps_of_eager_mode(build_mlp(), OrderedStep, compute_loss, batches, make_optimizer, **settings)
-
-
-def test_hooks_on_an_optimizers_step_are_refused() -> None:
-    model = nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.register_step_post_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="the optimizer has a hook on its step, which would be called once per param"):
-        capture_step(model, compute_loss, (draw(0),), optimizer)
 
 
 def test_gradients_that_the_loss_function_accumulates_are_part_of_the_step() -> None:

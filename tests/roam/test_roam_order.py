@@ -8,25 +8,20 @@ from roam_cases import find_least_peak, graphs, make_training_graph
 
 from tempo_megatron.roam.graph import Operation, StepGraph, check_order, count_bytes, cut, make_problem, restrict
 from tempo_megatron.roam.order import advance_frees, find_order, list_by_memory, list_depth_first
-from tempo_megatron.roam.search import Search, find_least_state
+from tempo_megatron.roam.search import find_least_state, search_order
 
 
 @settings(max_examples=120, deadline=None)
 @given(graphs())
-def test_the_order_is_of_the_least_peak_that_any_order_has(graph: StepGraph) -> None:
-    plan = find_order(graph)
+def test_the_order_is_of_the_least_peak_that_any_order_has_and_the_search_alone_finds_it(graph: StepGraph) -> None:
+    plan, least = find_order(graph), find_least_peak(graph)
     check_order(graph, plan.order)
-    assert max(count_bytes(graph, plan.order)) == plan.peak_bytes == find_least_peak(graph)
+    assert max(count_bytes(graph, plan.order)) == plan.peak_bytes == least
     assert plan.is_optimal
-
-
-@settings(max_examples=80, deadline=None)
-@given(graphs())
-def test_the_search_alone_finds_the_least_peak(graph: StepGraph) -> None:
     problem = make_problem(graph)
-    result = Search(problem).run(1 << 40, 1 << 40)
+    result = search_order(problem, 1 << 40, 1 << 40)
     assert result.order is not None
-    assert problem.count_peak(result.order) == result.lower_bound == find_least_peak(graph)
+    assert problem.count_peak(result.order) == result.lower_bound == least
 
 
 @settings(max_examples=80, deadline=None)
@@ -40,13 +35,16 @@ def test_without_work_the_plan_is_valid_and_its_bound_is_one(graph: StepGraph) -
 
 @settings(max_examples=80, deadline=None)
 @given(graphs(max_operations=10))
-def test_frees_that_move_forward_raise_no_peak(graph: StepGraph) -> None:
-    problem = make_problem(graph)
-    order = advance_frees(problem, range(len(problem)))
+def test_frees_that_move_forward_raise_no_peak_and_ranges_have_the_steps_of_the_whole(graph: StepGraph) -> None:
+    problem, given_order = make_problem(graph), range(len(graph.operations))
+    steps = count_bytes(graph, given_order)
+    order = advance_frees(problem, given_order)
     check_order(graph, order)
-    assert max(count_bytes(graph, order)) <= max(count_bytes(graph, range(len(problem))))
+    assert max(count_bytes(graph, order)) <= max(steps)
     check_order(graph, list_by_memory(problem))
     check_order(graph, list_depth_first(problem))
+    parts = [restrict(problem, inside) for inside in cut(problem)]
+    assert [step for part in parts for step in part.count_steps(range(len(part)))] == steps
 
 
 @settings(max_examples=80, deadline=None)
@@ -73,17 +71,6 @@ def test_the_least_state_is_the_least_of_all_states_before_an_operation(graph: S
         for state in (least.smallest, least.largest):
             assert state in allowed
             assert count_alive(state) == least.bytes_before
-
-
-@settings(max_examples=80, deadline=None)
-@given(graphs(max_operations=10))
-def test_ranges_of_a_cut_have_the_steps_of_the_whole(graph: StepGraph) -> None:
-    problem = make_problem(graph)
-    steps = list[int]()
-    for inside in cut(problem):
-        part = restrict(problem, inside)
-        steps += part.count_steps(range(len(part)))
-    assert steps == problem.count_steps(range(len(problem))) == count_bytes(graph, range(len(problem)))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -89,13 +89,20 @@ def test_the_arena_of_a_training_step_is_filled_at_once(seed: int) -> None:
 
 
 @settings(max_examples=80, deadline=None)
-@given(graphs(max_operations=10), st.integers(0, 30))
-def test_a_flatter_order_is_one_and_its_peak_is_no_higher(graph: StepGraph, depth: int) -> None:
+@given(graphs(max_operations=10), st.integers(0, 30), st.sampled_from([1, 4]))
+def test_a_flatter_orders_peak_is_no_higher_nor_is_an_arena_that_may_take_one(
+    graph: StepGraph, depth: int, alignment: int
+) -> None:
     order = find_order(graph).order
     flat = flatten_order(graph, order, depth, work_limit=1000)
     check_order(graph, flat)
     assert max(count_bytes(graph, flat)) == max(count_bytes(graph, order))
     assert flat == flatten_order(graph, order, depth, work_limit=1000)
+    alone = find_placement(list_rectangles(graph, order)[1], alignment=alignment)
+    taken, placement = arena = find_arena(graph, order, alignment=alignment)
+    assert placement.height <= alone.height
+    check_placement(list_rectangles(graph, taken)[1], placement.offsets)
+    assert arena == find_arena(graph, order, alignment=alignment)
 
 
 def test_a_flatter_order_has_fewer_steps_near_its_peak() -> None:
@@ -119,17 +126,6 @@ def test_the_arena_of_a_flatter_order_is_tight_where_that_of_the_first_is_not(nu
     rectangles = list_rectangles(graph, flat)[1]
     check_placement(rectangles, placement.offsets)
     assert placement.height == find_most_alive(rectangles) == find_most_alive(list_rectangles(graph, order)[1])
-
-
-@settings(max_examples=50, deadline=None)
-@given(graphs(max_operations=10), st.sampled_from([1, 4]))
-def test_an_arena_is_no_higher_than_the_layout_of_the_order_alone(graph: StepGraph, alignment: int) -> None:
-    order = find_order(graph).order
-    alone = find_placement(list_rectangles(graph, order)[1], alignment=alignment)
-    flat, placement = arena = find_arena(graph, order, alignment=alignment)
-    assert placement.height <= alone.height
-    check_placement(list_rectangles(graph, flat)[1], placement.offsets)
-    assert arena == find_arena(graph, order, alignment=alignment)
 
 
 def test_an_overlap_is_found() -> None:

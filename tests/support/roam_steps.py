@@ -16,10 +16,9 @@ from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout, use_megatron_fakes
-from tempo_megatron.roam.capture import capture_step
+from tempo_megatron.roam.capture import CapturedStep, capture_step
 from tempo_megatron.roam.execute import OrderedStep
 from tempo_megatron.roam.order import OperationOrder, find_order
-from tempo_megatron.roam.read_graph import CapturedStep
 from tempo_megatron.slots import dropout_rng
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]

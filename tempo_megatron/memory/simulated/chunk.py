@@ -18,17 +18,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
 from tempo_kernels.gelu import make_tables
-from tempo_megatron import cpu
-from tempo_megatron.memory.fake_tensors import set_global_buffer, simulate_layout, use_fake_tensors
+from tempo_megatron.memory.fake_tensors import set_global_buffer, use_fake_tensors
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk_memory import (
     EMBEDDING,
@@ -42,33 +40,21 @@ from tempo_megatron.memory.simulated.chunk_memory import (
     divide_blocks,
 )
 from tempo_megatron.memory.simulated.chunk_model import STACKS_OF_FAMILIES, ChunkModel, Ends
-from tempo_megatron.memory.simulated.configuration import (
-    build_ledger_config,
-    convert_parameters,
-)
+from tempo_megatron.memory.simulated.configuration import build_ledger_config, convert_parameters, simulate_rank
 from tempo_megatron.memory.simulated.device import LastingBuffer, on_device
-from tempo_megatron.memory.simulated.experts import (
-    count_expert_parameters,
-    find_expert_shapes,
-    find_stacked_parameters,
-)
-from tempo_megatron.memory.simulated.float8 import count_float8_weights
+from tempo_megatron.memory.simulated.experts import find_stacked_parameters
+from tempo_megatron.memory.simulated.float8 import list_float8_weights
 from tempo_megatron.memory.simulated.repeated_layers import repeat_layers
-from tempo_megatron.memory.simulated.transformer_engine import (
-    choose_attention,
-)
+from tempo_megatron.memory.simulated.transformer_engine import choose_attention
 from tempo_megatron.memory.tape.follower import Follower, count_storage_bytes, list_storages
 from tempo_megatron.memory.tape.rows import divide_by_layer
 from tempo_megatron.memory.tape.scopes import SavedStorage, Scopes, record_saved
-from tempo_megatron.memory.tape.tape import ENGINE_PRODUCT, TORCH_PRODUCT, Event, Tape
+from tempo_megatron.memory.tape.tape import ENGINE_PRODUCT, TORCH_PRODUCT, Tape
 from tempo_megatron.models.build import build_model, make_inputs
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.choose import choose
 from tempo_megatron.slots.megatron_versions import VERSION, is_since
-
-STACKS_OF_MODULES = ("local", "transformer_engine", "cpu")
 
 
 def simulate_chunk(run: Run, layers: range, *, has_gradients: bool = False, **ends_given: bool) -> ChunkMemory:
@@ -85,7 +71,7 @@ def simulate_chunk(run: Run, layers: range, *, has_gradients: bool = False, **en
 
     Raises ValueError where torch.distributed is already initialised, and for values that the model cannot have.
     """
-    arguments = _cut(run, layers), _find_ends(run, layers, **ends_given), has_gradients, not layers
+    arguments = _cut(run, layers), _find_ends(run, layers, **ends_given), has_gradients
     found = _run_chunk(*arguments) or _run_chunk(*arguments, longest_row=max(1, len(layers)))
     assert found is not None
     return found
@@ -108,10 +94,7 @@ def count_by_module(run: Run, layers: range, **ends_given: bool) -> ModuleBytes:
     """What the modules of a chunk made; the arguments are those of `simulate_chunk`."""
     cut = _cut(run, layers)
     with _simulate(cut):
-        chunk = _Chunk(cut, _find_ends(run, layers, **ends_given), has_gradients=True)
-        if not layers:
-            chunk.drop_layers()
-        return chunk.count_by_module(layers.start)
+        return _Chunk(cut, _find_ends(run, layers, **ends_given), has_gradients=True).count_by_module(layers.start)
 
 
 def _find_ends(
@@ -121,23 +104,14 @@ def _find_ends(
     if run.mtp_num_layers and run.hybrid is None:
         # core/transformer/transformer_block.py: has_final_layernorm_in_this_stage of megatron-core 0.16.1.
         has_norm = bool(layers) and layers.stop == run.model.num_layers
-    return Ends(pre_process, has_norm, predicts, post_process)
+    return Ends(pre_process, has_norm, predicts, post_process, layers=bool(layers))
 
 
 @functools.lru_cache(maxsize=256)
-def _run_chunk(
-    run: Run,
-    ends: Ends,
-    has_gradients: bool,
-    is_without_layers: bool,
-    longest_row: int = 3,
-) -> ChunkMemory | None:
+def _run_chunk(run: Run, ends: Ends, has_gradients: bool, longest_row: int = 3) -> ChunkMemory | None:
     """What a chunk's micro batch does; None where the layers that run do not show what all do."""
     with _simulate(run):
-        chunk = _Chunk(run, ends, has_gradients, longest_row)
-        if is_without_layers:
-            chunk.drop_layers()
-        return chunk.measure()
+        return _Chunk(run, ends, has_gradients, longest_row).measure()
 
 
 def _cut(run: Run, layers: range) -> Run:
@@ -187,67 +161,38 @@ def record_chunk(
 @contextlib.contextmanager
 def _simulate(run: Run) -> Iterator[None]:
     _check_version(run)
-    if run.stock not in STACKS_OF_MODULES:
-        raise ValueError(f"stock is {run.stock!r}; expected one of {', '.join(STACKS_OF_MODULES)}")
-    cpu.use_cpu()
-    if run.stock == "cpu":
-        make_tables()
-    with simulate_layout(run.layout.tp):
-        model_parallel_cuda_manual_seed(1234)
-        dropout_rng.set_micro_batch(1234, 0)
+    with simulate_rank(run.layout.tp):
+        if run.stock == "cpu":
+            make_tables()
         with use_fake_tensors():
             yield
 
 
 def _check_version(run: Run) -> None:
     """Raises ValueError for what the modules of the installed Megatron do not have, or have in another way."""
-    since_0_16 = {
-        "--moe-shared-expert-gate": run.moe_shared_expert_gate,
-        "m|L in --pipeline-model-parallel-layout": run.mtp_num_layers > 0 and run.mtp_precedes_head,
-    }
-    given = next((name for name, is_given in since_0_16.items() if is_given), None)
-    if given is not None and not is_since("0.16"):
-        raise ValueError(
-            f"{given} is given and megatron-core {VERSION.public} is installed, with which the estimate does not know "
-            "it; install 0.16"
-        )
+    precedes_head = run.mtp_num_layers > 0 and run.mtp_precedes_head
+    if is_since("0.16") or not (run.moe_shared_expert_gate or precedes_head):
+        return
+    given = "--moe-shared-expert-gate" if run.moe_shared_expert_gate else "m|L in --pipeline-model-parallel-layout"
+    raise ValueError(
+        f"{given} is given and megatron-core {VERSION.public} is installed, with which the estimate does not know it; "
+        "install 0.16"
+    )
 
 
-class _Chunk:
+class _Chunk(ChunkModel):
     """One chunk, built of the layers that stand for all, and what its micro batch does.
 
-    Args:
-        run: of one stage, which is the chunk.
-        ends: beside the layers.
-        has_gradients: as `simulate_chunk` takes it.
-        longest_row: how many layers alike run; of more than that, three stand for all.
+    has_gradients: as `simulate_chunk` takes it.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        ends: Ends,
-        has_gradients: bool,
-        longest_row: int = 3,
-    ) -> None:
-        self._run, self._ends = run, ends
-        self._has_gradients = has_gradients
-        built = ChunkModel(run, ends, longest_row)
-        self._rows = built.rows
-        self._model, self._shape, self._tempo = built.model, built.shape, built.tempo
-        self._stacks, self._layers = built.stacks, built.layers
-        self._further, self._in_float8 = built.further, built.in_float8
+    def __init__(self, run: Run, ends: Ends, has_gradients: bool, longest_row: int = 3) -> None:
+        super().__init__(run, ends, longest_row)
+        self._run, self._ends, self._has_gradients = run, ends, has_gradients
         self._is_backward = False
         self._key: Key | None = None
         # Whose operations ran, and how many events of the trace there were at their end.
         self._bounds: list[tuple[Key, int]] = []
-
-    def drop_layers(self) -> None:
-        """Leave the embedding and the head alone: no ModelShape is without layers."""
-        for stack in self._stacks:
-            stack.layers = torch.nn.ModuleList()
-        self._layers = [*self._further.items()]
-        self._in_float8 = [each for each in self._in_float8 if each[0] in self._further]
 
     def measure(self) -> ChunkMemory | None:
         """What the micro batch does; None where the layers that run do not show what all do."""
@@ -255,20 +200,22 @@ class _Chunk:
         segments = self._list_segments(self._follow(batch).tape)
         if segments is None:
             return None
+        parameters, layers = tuple(self._list_parameters()), tuple(self._describe_layers())
+        batch_bytes, mask_bytes = self._count_batch(batch)
+        ends = (getattr(self.model, name, None) for name in ("embedding", "output_layer"))
+        parts = [*(layer for layer, _ in self.layers), *(end for end in ends if end is not None)]
         return ChunkMemory(
-            num_parameters=self._count_parameters(),
-            num_expert_parameters=sum(times * count_expert_parameters(layer) for layer, times in self._layers),
-            batch_bytes=tuple(self._list_batch(batch)),
-            mask_bytes=0 if self._keeps_masks else self._count_masks(),
-            largest_layer_parameters=self._count_largest(),
+            num_parameters=sum(each.size for each in parameters),
+            num_expert_parameters=sum(each.experts for each in layers),
+            batch_bytes=batch_bytes,
+            mask_bytes=mask_bytes,
+            largest_layer_parameters=max((_count(part.parameters()) for part in parts), default=0),
             global_buffer_bytes=self._buffer.count_bytes(),
-            input_bytes=0 if self._ends.embedding else self._count_hidden(is_input=True),
-            output_bytes=0 if self._ends.head else self._count_hidden(is_input=False),
-            parameters=tuple(self._list_parameters()),
-            layer_parameters=tuple(
-                each for layer, times, has in self._in_float8 for each in [_describe_parameters(layer, has)] * times
-            ),
-            float8_weights=sum(times * count_float8_weights(layer) for layer, times, has in self._in_float8 if has),
+            input_bytes=0 if self._ends.embedding else self._make_hidden(is_input=True).nbytes,
+            output_bytes=0 if self._ends.head else self._make_hidden(is_input=False).nbytes,
+            parameters=parameters,
+            layer_parameters=layers,
+            float8_weights=sum(each.float8_others + each.float8_experts for each in layers),
             linear_shapes=self._find_linear_shapes(),
             forward=tuple(each for each in segments if not each.is_backward),
             backward=tuple(each for each in segments if each.is_backward),
@@ -277,12 +224,15 @@ class _Chunk:
     def _list_segments(self, tape: Tape) -> list[Segment] | None:
         # What is freed behind the last bound is freed at the end of what ran then.
         bounds = [*self._bounds, (self._bounds[-1][0], len(tape.events))]
-        begins = [0, *(end for _, end in self._bounds)]
-        blocks = [
-            (key, self._name_libraries(key[0], tape.events[begin:end]))
-            for (key, end), begin in zip(bounds, begins, strict=True)
-        ]
-        found = repeat_layers(blocks, {place: each for place, (_, each) in enumerate(self._layers) if each > 1})
+        blocks, begin = [], 0
+        for key, end in bounds:
+            events = tape.events[begin:end]
+            if self._run.stock != "transformer_engine" or key[0] != LAYERS:
+                # Of the modules that are not Transformer Engine's each product is torch's.
+                events = [(number, TORCH_PRODUCT if size == ENGINE_PRODUCT else size) for number, size in events]
+            blocks.append((key, events))
+            begin = end
+        found = repeat_layers(blocks, {place: each for place, (_, each) in enumerate(self.layers) if each > 1})
         if found is None:
             return None
         repeated, originals = found
@@ -290,76 +240,60 @@ class _Chunk:
         workspaces = {number: held[name] for number, name in originals.items() if name in held}
         return divide_blocks(repeated, tape.gradients, workspaces)
 
-    def _name_libraries(self, part: str, events: Sequence[Event]) -> list[Event]:
-        """Events in which each product is its library's: torch's are those of unfused attention and the head."""
-        if self._run.stock == "transformer_engine" and part == LAYERS:
-            return [*events]
-        return [(number, TORCH_PRODUCT if size == ENGINE_PRODUCT else size) for number, size in events]
+    def _count_batch(self, batch: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
+        """The bytes of each of the micro batch's own tensors that stay until its backward, and of those that go when
+        its forward is over.
 
-    def _list_batch(self, batch: Mapping[str, Any]) -> list[int]:
-        """The bytes of each of the micro batch's own tensors that stay until its backward."""
-        tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-        if self._run.data_has_masks and self._run.model.family == "gpt":
+        The causal masks of the samples are one tensor of bool, which no kernel reads (Megatron-LM: GPTDataset makes one
+        a sample); stages without embedding and loss head get none (pretrain_gpt.py: get_batch). They stay as arguments
+        of what Megatron recomputes (core/transformer: attention.py: _checkpointed_attention_forward,
+        transformer_block.py: _checkpointed_forward).
+        """
+        run, ends, masks, tensors = self._run, self._ends, 0, {**batch}
+        if run.data_has_masks and run.model.family == "gpt":
             tensors.pop("attention_mask", None)
-        masks = self._count_masks() if self._keeps_masks else 0
-        return [*list_storages(tensors.values()).values(), *([masks] if masks else [])]
-
-    @property
-    def _keeps_masks(self) -> bool:
-        """Whether masks that no kernel reads stay: as arguments of what Megatron recomputes (core/transformer:
-        attention.py: _checkpointed_attention_forward, transformer_block.py: _checkpointed_forward)."""
-        return bool({"full", "core_attn"} & {*self._run.recompute})
-
-    def _count_masks(self) -> int:
-        """The causal masks of the samples are one tensor of bool, which no kernel reads (Megatron-LM: GPTDataset makes
-        one a sample); stages without embedding and loss head get none (pretrain_gpt.py: get_batch)."""
-        has_masks = self._run.data_has_masks and self._run.model.family == "gpt"
-        ends = self._ends
-        if not has_masks or not (ends.embedding or ends.prediction or ends.head):
-            return 0
-        # Of the whole sample's tokens: a context-parallel rank has its share of the rows.
-        return self._run.micro_batch_size * self._run.model.seq_length**2 * self._run.layout.cp
+            if ends.embedding or ends.prediction or ends.head:
+                # Of the whole sample's tokens: a context-parallel rank has its share of the rows.
+                masks = run.micro_batch_size * run.model.seq_length**2 * run.layout.cp
+        own = list_storages(each for each in tensors.values() if isinstance(each, Tensor)).values()
+        if masks and {"full", "core_attn"} & {*run.recompute}:
+            return (*own, masks), 0
+        return (*own,), masks
 
     def count_by_module(self, first_layer: int) -> ModuleBytes:
         """first_layer: number of the chunk's first one in the whole model."""
-        batch, kept = self._make_batch(), {}
-
-        def run(batch: dict[str, Any]) -> None:
-            edge = self._run_to_loss(batch)
-            kept.update(self._seen.sum_by_operation())
-            self._run_backward(edge)
-
+        seen = self._follow(self._make_batch(), Scopes(self.model))
         workspaces: dict[str, int] = {}
-        for each in self._follow(batch, run, Scopes(self._model)).tape.workspaces:
+        for each in seen.tape.workspaces:
             workspaces[each.operation] = max(workspaces.get(each.operation, 0), each.num_bytes)
-        times = [each for _, each in self._rows]
+        times = [each for _, each in self.rows]
         numbers = [(first_layer + sum(times[:place]), each) for place, each in enumerate(times)]
-        layers = {id(stack.layers): numbers for stack in self._stacks if len(stack.layers)}
-        return ModuleBytes(self._model, kept, workspaces, layers)
+        layers = {id(stack.layers): numbers for stack in self.stacks if len(stack.layers)}
+        return ModuleBytes(self.model, self._kept, workspaces, layers)
 
     def record(self, *, gives_mask: bool) -> tuple[dict[tuple[str, int], list[SavedStorage]], list[SavedStorage]]:
         batch = self._make_batch(gives_mask=gives_mask)
         given = [t for t in batch.values() if isinstance(t, Tensor)]
         with self._on_device():
-            _, saved = record_saved(self._model, lambda: self._run_forward(batch), given)
-        return divide_by_layer(saved, self._model.config)
+            _, saved = record_saved(self.model, lambda: self._run_forward(batch), given)
+        return divide_by_layer(saved, self.model.config)
 
-    def _follow(
-        self, batch: dict[str, Any], run: Callable[[dict[str, Any]], None] | None = None, scopes: Scopes | None = None
-    ) -> Follower:
-        """Run the micro batch, or what `run` runs of it."""
+    def _follow(self, batch: dict[str, Any], scopes: Scopes | None = None) -> Follower:
+        """Run the micro batch."""
         if self._has_gradients:
-            for parameter in self._model.parameters():
+            for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        known = [*self._model.parameters(), *self._model.buffers(), *batch.values(), *gradients]
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        known = [*self.model.parameters(), *self.model.buffers(), *batch.values(), *gradients]
         seen = Follower(*(t for t in known if isinstance(t, Tensor)), scopes=scopes)
         self._seen = seen
         self._buffer = LastingBuffer(seen, self._uses_global_buffer)
         set_global_buffer(self._buffer)
         self._add_marks()
-        with self._seen, self._on_device(self._seen):
-            (run or self._run_micro_batch)(batch)
+        with seen, self._on_device(seen):
+            # Nobody else has the edge, whose graph goes before the segment ends.
+            self._run_backward(self._run_to_loss(batch))
+            self._close()
         return seen
 
     def _on_device(self, seen: Follower | None = None) -> contextlib.AbstractContextManager[None]:
@@ -373,23 +307,20 @@ class _Chunk:
         is_in_layers = self._key is not None and self._key[0] == LAYERS
         return self._run.stock != "transformer_engine" or not is_in_layers
 
-    def _run_micro_batch(self, batch: dict[str, Any]) -> None:
-        self._run_backward(self._run_to_loss(batch))
-        self._close()
-
     def _run_backward(self, edge: torch.autograd.graph.GradientEdge) -> None:
+        self._kept = self._seen.sum_by_operation()
         self._is_backward = True
         has_end = self._ends.norm or self._ends.head
-        if has_end or not self._layers:
+        if has_end or not self.layers:
             self._mark(HEAD if has_end else EMBEDDING, None)
         else:
-            self._mark(LAYERS, len(self._layers) - 1)
+            self._mark(LAYERS, len(self.layers) - 1)
         gradient = None if self._ends.head else self._make_hidden(is_input=False)
         torch.autograd.backward([edge], None if gradient is None else [gradient])
 
     def _run_to_loss(self, batch: dict[str, Any]) -> torch.autograd.graph.GradientEdge:
         """The forward, from whose end backward begins."""
-        if self._ends.embedding or not self._layers:
+        if self._ends.embedding or not self.layers:
             self._mark(EMBEDDING if self._ends.embedding else HEAD, None)
         else:
             self._mark(LAYERS, 0)
@@ -403,27 +334,22 @@ class _Chunk:
     def _run_forward(self, batch: dict[str, Any]) -> Any:
         if not self._ends.embedding:
             hidden = self._make_hidden(is_input=True).requires_grad_()
-            self._model.set_input_tensor(hidden)
-        takes_mask = self._ends.head and (self._run.model.family == "gpt" or self._tempo.loss == "fused")
-        return self._model(**{name: value for name, value in batch.items() if takes_mask or name != "loss_mask"})
+            self.model.set_input_tensor(hidden)
+        takes_mask = self._ends.head and (self._run.model.family == "gpt" or self.tempo.loss == "fused")
+        return self.model(**{name: value for name, value in batch.items() if takes_mask or name != "loss_mask"})
 
     def _make_hidden(self, *, is_input: bool) -> Tensor:
         """Hidden states that another stage sends, or the gradient of those that it gets."""
-        return torch.empty(self._size_of_hidden(is_input), dtype=self._run.dtype)
-
-    def _size_of_hidden(self, is_input: bool) -> tuple[int, int, int]:
         run, ends = self._run, self._ends
         num_tokens = run.model.seq_length // (run.layout.tp if run.layout.sp else 1)
         # Behind multi-token prediction each token has the hidden states of further ones, too.
         is_behind = ends.head and not ends.prediction if is_input else ends.prediction
-        return num_tokens * (1 + is_behind * run.mtp_num_layers), run.micro_batch_size, run.model.hidden_size
-
-    def _count_hidden(self, *, is_input: bool) -> int:
-        return math.prod(self._size_of_hidden(is_input)) * self._run.dtype.itemsize
+        num_tokens *= 1 + is_behind * run.mtp_num_layers
+        return torch.empty(num_tokens, run.micro_batch_size, run.model.hidden_size, dtype=run.dtype)
 
     def _make_batch(self, *, gives_mask: bool = False) -> dict[str, Any]:
         run = self._run
-        gives_mask = gives_mask or _reads_mask(self._tempo, self._shape)
+        gives_mask = gives_mask or _reads_mask(self.tempo, self.shape)
         batch = make_inputs(run.model, run.padded_vocab_size, run.micro_batch_size, causal_mask=gives_mask)
         (labels,) = batch.keys() & {"labels", "lm_labels"}
         # Some of its tensors may be one; those of a data set are not.
@@ -433,43 +359,40 @@ class _Chunk:
 
     def _add_marks(self) -> None:
         """Note where a layer begins, forward and backward, where the head does, and each gradient."""
-        for parameter in self._model.parameters():
+        for parameter in self.model.parameters():
             parameter.register_post_accumulate_grad_hook(self._note_gradient)
         if self._ends.embedding:
             # A T5 embeds twice.
-            embedding = self._model.embedding
-            embedding.register_forward_pre_hook(lambda *_: self._begin_embedding(), with_kwargs=True)
-            embedding.register_forward_hook(lambda _, __, output: self._watch_embedding(output))
-        for place, (layer, _) in enumerate(self._layers):
-            layer.register_forward_pre_hook(lambda *_, place=place: self._mark(LAYERS, place), with_kwargs=True)
-            layer.register_forward_hook(
-                lambda _, __, output, place=place: self._watch(
-                    output[0] if isinstance(output, tuple) else output, LAYERS, place
-                )
-            )
-        for layer in self._further:
+            self._mark_module(self.model.embedding, EMBEDDING, None)
+        for place, (layer, _) in enumerate(self.layers):
+            self._mark_module(layer, LAYERS, place)
+        for layer in self.further:
             layer.register_forward_hook(lambda *_: self._mark(HEAD, None))
         # The last stack's own end has the final norm.
-        norm = self._stacks[-1].final_layernorm if self._ends.norm else None
+        norm = self.stacks[-1].final_layernorm if self._ends.norm else None
         if norm is not None:
             norm.register_forward_pre_hook(lambda *_: self._mark(HEAD, None))
 
-    def _begin_embedding(self) -> None:
-        if not self._is_in_further_layer():
-            self._mark(EMBEDDING, None)
+    def _mark_module(self, module: torch.nn.Module, part: str, place: int | None) -> None:
+        """Let `part` begin where the module does, and in backward where the gradient of its output is there.
 
-    def _watch_embedding(self, output: Tensor) -> None:
-        if not self._is_in_further_layer():
-            self._watch(output, EMBEDDING, None)
+        A further layer embeds tokens, too, which is its own."""
 
-    def _is_in_further_layer(self) -> bool:
-        place = self._key and self._key[1]
-        return place is not None and self._layers[place][0] in self._further
+        def is_inside() -> bool:
+            running = self._key and self._key[1]
+            return part == EMBEDDING and running is not None and self.layers[running][0] in self.further
 
-    def _watch(self, output: Tensor, part: str, place: int | None) -> None:
-        """Let `part` begin in backward where the gradient of its output is there."""
-        if output.requires_grad:
-            output.register_hook(lambda _: self._mark(part, place))
+        def begin(*_: Any) -> None:
+            if not is_inside():
+                self._mark(part, place)
+
+        def watch(_: torch.nn.Module, __: Any, output: Any) -> None:
+            output = output[0] if isinstance(output, tuple) else output
+            if output.requires_grad and not is_inside():
+                output.register_hook(lambda _: self._mark(part, place))
+
+        module.register_forward_pre_hook(begin)
+        module.register_forward_hook(watch)
 
     def _note_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -485,27 +408,22 @@ class _Chunk:
         if self._key is not None:
             self._bounds.append((self._key, len(self._seen.tape.events)))
 
-    def _count_parameters(self) -> int:
-        """Of the whole chunk."""
-        of_further = sum((times - 1) * _count(layer.parameters()) for layer, times in self._layers)
-        return _count(self._model.parameters()) + of_further
-
     def _list_parameters(self) -> Iterator[Parameter]:
         """Each parameter of the whole chunk, in the order of the modules."""
-        words = [getattr(getattr(self._model, "embedding", None), "word_embeddings", None)]
-        words.append(getattr(self._model, "output_layer", None))
+        words = [getattr(getattr(self.model, "embedding", None), "word_embeddings", None)]
+        words.append(getattr(self.model, "output_layer", None))
         no_matrices = {id(getattr(module, "weight", None)) for module in words}
-        stacked = find_stacked_parameters(self._model)
+        stacked = find_stacked_parameters(self.model)
 
         def describe(parameter: Tensor) -> list[Parameter]:
-            number = stacked.get(id(parameter))
-            shape = tuple(parameter.shape if number is None else parameter.shape[1:])
+            is_expert = id(parameter) in stacked
+            shape = tuple(parameter.shape[is_expert:])
             is_matrix = len(shape) == 2 and id(parameter) not in no_matrices
-            return [Parameter(shape, is_matrix, number is not None)] * (number or 1)
+            return [Parameter(shape, is_matrix, is_expert)] * (len(parameter) if is_expert else 1)
 
-        layers = {id(p): (layer, times) for layer, times in self._layers for p in layer.parameters()}
+        layers = {id(p): (layer, times) for layer, times in self.layers for p in layer.parameters()}
         listed: set[int] = set()
-        for parameter in self._model.parameters():
+        for parameter in self.model.parameters():
             layer, times = layers.get(id(parameter), (None, 1))
             if layer is None:
                 yield from describe(parameter)
@@ -513,32 +431,25 @@ class _Chunk:
                 listed.add(id(layer))
                 yield from [each for p in layer.parameters() for each in describe(p)] * times
 
-    def _find_linear_shapes(self) -> frozenset[tuple[int, int]]:
-        weights = [
-            module.weight
-            for module in self._model.modules()
-            if isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and module.weight is not None
-        ]
+    def _describe_layers(self) -> Iterator[LayerParameters]:
+        experts = find_stacked_parameters(self.model)
+        for (layer, times), has_float8 in zip(self.layers, self.in_float8, strict=True):
+            weights = list_float8_weights(layer) if has_float8 else []
+            of_experts, float8_experts = (
+                _count(each for each in given if id(each) in experts) for given in (layer.parameters(), weights)
+            )
+            others = _count(layer.parameters()) - of_experts
+            yield from [LayerParameters(others, of_experts, _count(weights) - float8_experts, float8_experts)] * times
+
+    def _find_linear_shapes(self) -> frozenset[tuple[int, ...]]:
+        linears = (ColumnParallelLinear, RowParallelLinear)
+        weights = [module.weight for module in self.model.modules() if isinstance(module, linears)]
         if self._ends.head:
-            weights.append(self._model.shared_embedding_or_output_weight())
+            weights.append(self.model.shared_embedding_or_output_weight())
         # A model whose weights are not tied has none of the latter in T5.
         shapes = {tuple(weight.shape) for weight in weights if weight is not None}
-        return frozenset(shapes | find_expert_shapes(self._model))
-
-    def _count_largest(self) -> int:
-        parts: Sequence[Any] = [
-            *(layer for layer, _ in self._layers),
-            *(getattr(self._model, n, None) for n in ("embedding", "output_layer")),
-        ]
-        return max((_count(part.parameters()) for part in parts if part is not None), default=0)
-
-
-def _describe_parameters(layer: torch.nn.Module, has_float8: bool) -> LayerParameters:
-    experts = count_expert_parameters(layer)
-    others = _count(layer.parameters()) - experts
-    of_experts = count_float8_weights(layer, of_experts=True)
-    in_float8 = (count_float8_weights(layer) - of_experts, of_experts) if has_float8 else (0, 0)
-    return LayerParameters(others, experts, *in_float8)
+        stacked = find_stacked_parameters(self.model).values()
+        return frozenset(shapes | {tuple(weight.shape[1:]) for weight in stacked if weight.dim() == 3})
 
 
 def _count(parameters: Iterable[Tensor]) -> int:

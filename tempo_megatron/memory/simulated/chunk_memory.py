@@ -115,7 +115,7 @@ class ChunkMemory:
     float8_weights: int
     """Elements of the weights with which it multiplies in float8."""
 
-    linear_shapes: frozenset[tuple[int, int]]
+    linear_shapes: frozenset[tuple[int, ...]]
     """Of the weights with which it multiplies, the loss head's among them."""
 
     forward: tuple[Segment, ...]
@@ -176,27 +176,4 @@ def divide_blocks(
                 )
             )
             before[part, is_backward] += 1
-    return found
-
-
-def compress(kinds: Iterable[object], longest: int = 3) -> list[tuple[int, int]]:
-    """(index, count) of representative layers. A run of more than `longest` equal layers is represented by its first,
-    one middle and its last layer.
-
-    The first and the last of a row have other neighbours; those of the middle are alike in all they do.
-    """
-    rows: list[list[int]] = []
-    previous: object = None
-    for index, kind in enumerate(kinds):
-        if rows and kind == previous:
-            rows[-1].append(index)
-        else:
-            rows.append([index])
-        previous = kind
-    found = []
-    for row in rows:
-        if len(row) > longest:
-            found += [(row[0], 1), (row[1], len(row) - 2), (row[-1], 1)]
-        else:
-            found += [(index, 1) for index in row]
     return found

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tempo_megatron.memory.run import Run
-from tempo_megatron.memory.simulated.chunk_memory import compress
 from tempo_megatron.memory.simulated.configuration import build_ledger_config, convert_parameters, leave_out_stand_ins
-from tempo_megatron.memory.simulated.cross_entropy import put_fused_cross_entropy
-from tempo_megatron.memory.simulated.device import put_softmax_kernels
+from tempo_megatron.memory.simulated.device import put_fused_cross_entropy, put_softmax_kernels
 from tempo_megatron.memory.simulated.experts import leave_out_experts, put_experts
 from tempo_megatron.memory.simulated.float8 import keep_float8_inputs
 from tempo_megatron.memory.simulated.hybrid import put_hybrid_layers
@@ -22,6 +21,7 @@ from tempo_megatron.memory.simulated.multi_token_prediction import (
     place_final_norm,
     put_multi_token_prediction,
 )
+from tempo_megatron.memory.simulated.repeated_layers import compress
 from tempo_megatron.memory.simulated.transformer_engine import (
     choose_attention,
     keep_padding_masks,
@@ -39,7 +39,7 @@ STACKS_OF_FAMILIES = {"gpt": ("decoder",), "bert": ("encoder",), "t5": ("encoder
 
 
 class Ends(NamedTuple):
-    """What a chunk has beside its layers."""
+    """What a chunk has beside its layers, and whether it has any."""
 
     embedding: bool
     norm: bool
@@ -49,6 +49,7 @@ class Ends(NamedTuple):
     """Layers of multi-token prediction."""
 
     head: bool
+    layers: bool = True
 
 
 def fuse_attention(config: TempoConfig) -> TempoConfig:
@@ -126,27 +127,25 @@ class ChunkModel:
         stacks: the model's, of an encoder and of a decoder.
         layers: (layer, how many it stands for) of one stack after the other; a layer's place is that in this list.
         further: the layers of multi-token prediction, which runs inside the head and embeds tokens.
-        in_float8: (layer, how many it stands for, whether its linears are in float8).
+        in_float8: for each of `layers` whether its linears are in float8.
     """
 
     def __init__(self, run: Run, ends: Ends, longest_row: int = 3) -> None:
-        shape, fuses = run.built_model, run.fuses_activation
-        if fuses is None:
-            fuses = run.stock == "transformer_engine" and shape.is_gated
+        shape, attention = run.built_model, choose_attention(run)
+        is_fused, has_engine = attention != "unfused", run.stock == "transformer_engine"
+        fuses_activation = has_engine and shape.is_gated if run.fuses_activation is None else run.fuses_activation
         config = build_ledger_config(
             shape,
             sequence_parallel=run.layout.sp,
             dtype=run.dtype,
             recompute=leave_out_stand_ins(run.recompute),
-            fuse_swiglu=fuses,
+            fuse_swiglu=fuses_activation,
         )
         if run.moe_shared_expert_gate:
             # Before 0.16 no configuration has it.
             config = dataclasses.replace(config, moe_shared_expert_gate=True)
-        asked = chosen = choose(describe_parts(config, run), _leave_latent_attention(run)).config
-        attention = choose_attention(run)
-        if attention != "unfused":
-            chosen = fuse_attention(chosen)
+        asked = choose(describe_parts(config, run), _leave_latent_attention(run)).config
+        chosen = fuse_attention(asked) if is_fused else asked
         stacks = STACKS_OF_FAMILIES[shape.family]
         layers = range(shape.num_layers)
         kinds = [{stack: chosen.for_layer(layer, stack) for stack in stacks} for layer in layers]
@@ -154,81 +153,80 @@ class ChunkModel:
         mixed = shape.layers_with_experts
         pattern = run.hybrid.pattern if run.hybrid is not None else " " * shape.num_layers
         in_float8 = run.float8_layers or [run.float8 is not None] * shape.num_layers
-        rows = compress(zip(kinds, recomputed, mixed, pattern, in_float8, strict=True), longest_row)
+        self.rows = rows = compress(zip(kinds, recomputed, mixed, pattern, in_float8, strict=True), longest_row)
+        built = [index for index, _ in rows]
+        changes: dict[str, Any] = {"num_layers": len(rows)}
         if shape.num_experts is not None:
-            freq = [int(mixed[index]) for index, _ in rows]
-            config = dataclasses.replace(config, num_layers=len(rows), moe_layer_freq=freq)
+            changes["moe_layer_freq"] = [int(mixed[index]) for index in built]
+        if run.recompute_num_layers is not None:
+            num_recomputed = sum(recomputed[index] != () for index in built)
+            changes |= {"recompute_method": "block", "recompute_num_layers": num_recomputed}
+        config = dataclasses.replace(config, **changes)
         values = {
             f"{stack} {place}": {name: getattr(kinds[index][stack], name) for name in LAYER_OPERATIONS}
-            for place, (index, _) in enumerate(rows)
+            for place, index in enumerate(built)
             for stack in stacks
         }
-        self.rows = rows
-        copies = attention == "flash" and run.micro_batch_size > 1
-        if run.recompute_num_layers is not None:
-            num_recomputed = sum(recomputed[index] != () for index, _ in rows)
-            config = dataclasses.replace(config, recompute_method="block", recompute_num_layers=num_recomputed)
         self.tempo = dataclasses.replace(chosen, layers=values if chosen.layers else {})
-        self.shape = shape.take_layers([index for index, _ in rows])
+        self.shape = shape.take_layers(built)
         with leave_out_experts():
-            self.model = build_model(
+            self.model = model = build_model(
                 self.shape,
-                dataclasses.replace(config, num_layers=len(rows)),
+                config,
                 _take_as_chosen(self.tempo),
                 run.padded_vocab_size,
                 pre_process=ends.embedding,
                 post_process=ends.head,
             ).train()
             if run.mtp_num_layers and run.hybrid is None:
-                place_final_norm(self.model.decoder, has_norm=ends.norm)
+                place_final_norm(model.decoder, has_norm=ends.norm)
             if run.mtp_num_layers and (ends.head or ends.prediction):
-                note_losses(self.model.config, run.mtp_num_layers)
+                note_losses(model.config, run.mtp_num_layers)
             if ends.prediction:
                 of_all = dataclasses.replace(chosen, layers={})
-                specs = make_specs(self.shape, self.model.config, _take_as_chosen(of_all))["decoder"].layer_specs
-                spec = specs[_find_predicting(run, [mixed[index] for index, _ in rows])]
-                put_multi_token_prediction(self.model, spec, run, of_all)
-                self.model.train()
+                specs = make_specs(self.shape, model.config, _take_as_chosen(of_all))["decoder"].layer_specs
+                spec = specs[_find_predicting(run, [mixed[index] for index in built])]
+                put_multi_token_prediction(model, spec, run, of_all)
+                model.train()
         if run.model.multi_latent_attention:
-            put_latent_attention(
-                self.model,
-                config,
-                run,
-                is_fused=attention != "unfused",
-                recomputes_up="mla_up_proj" in run.recompute,
-            )
+            put_latent_attention(model, config, run, is_fused=is_fused)
         if run.hybrid is not None:
-            letters = [pattern[index] for index, _ in rows]
-            put_hybrid_layers(self.model.decoder, config, run.hybrid, letters, run.chip.multiprocessors)
-        convert_parameters(self.model, run.dtype)
+            letters = [pattern[index] for index in built]
+            put_hybrid_layers(model.decoder, config, run.hybrid, letters, run.chip.multiprocessors)
+        convert_parameters(model, run.dtype)
         if run.stock != "cpu" and run.masked_softmax_fusion and run.dtype.itemsize == 2:
-            put_softmax_kernels(self.model)
+            put_softmax_kernels(model)
         if shape.num_experts is not None:
-            put_experts(self.model, run, is_fused=fuses)
+            put_experts(model, run, is_fused=fuses_activation)
         if run.fuses_cross_entropy and chosen.loss != "fused":
-            put_fused_cross_entropy(self.model)
-        self.stacks = [getattr(self.model, stack) for stack in stacks]
-        for stack, block in zip(stacks, self.stacks, strict=True):
-            for layer, (index, _) in zip(block.layers, rows, strict=True):
-                if attention != "unfused" and asked.for_layer(index, stack).attention == "off":
+            put_fused_cross_entropy(model)
+        self.stacks = [getattr(model, stack) for stack in stacks]
+        further = model.mtp.layers if ends.prediction else []
+        if is_fused:
+            copies = attention == "flash" and run.micro_batch_size > 1
+            values_asked = [asked.for_layer(index, stack) for stack in stacks for index in built]
+            own = [layer for block in self.stacks for layer in block.layers]
+            own += [getattr(layer, find_inner_name(layer)) for layer in further]
+            for layer, value in zip(own, [*values_asked, *[asked] * len(further)], strict=True):
+                if value.attention == "off":
                     put_stock_attention(layer, copies=copies)
-        if attention != "unfused" and ends.prediction and asked.attention == "off":
-            for layer in self.model.mtp.layers:
-                put_stock_attention(getattr(layer, find_inner_name(layer)), copies=copies)
-        if run.stock == "transformer_engine":
-            put_norm_kernels(self.model)
-            keep_padding_masks(self.model)
+        if has_engine:
+            put_norm_kernels(model)
+            keep_padding_masks(model)
         if "layernorm" in run.recompute:
-            recompute_norms(self.model, has_latent_attention=run.model.multi_latent_attention)
-        self.layers = [
-            (layer, times) for stack in self.stacks for layer, (_, times) in zip(stack.layers, rows, strict=True)
-        ]
-        self.further = dict.fromkeys(self.model.mtp.layers, 1) if ends.prediction else {}
-        self.layers += self.further.items()
+            recompute_norms(model, has_latent_attention=run.model.multi_latent_attention)
+        self.layers, self.in_float8 = [], []
+        for block in self.stacks:
+            if not ends.layers:
+                # No ModelShape is without layers.
+                block.layers = torch.nn.ModuleList()
+            for layer, (index, times) in zip(block.layers, rows, strict=ends.layers):
+                self.layers.append((layer, times))
+                self.in_float8.append(in_float8[index])
         # Layers of multi-token prediction have no number, by which they could be left out.
-        places = [in_float8[index] for _ in stacks for index, _ in rows] + [run.float8 is not None] * len(self.further)
-        self.in_float8 = [(*each, has) for each, has in zip(self.layers, places, strict=True)]
+        self.further = dict.fromkeys(further, 1)
+        self.layers += self.further.items()
+        self.in_float8 += [run.float8 is not None] * len(self.further)
         if run.float8 is not None:
-            keep_float8_inputs(
-                (layer for layer, _, has in self.in_float8 if has), run.float8, is_fused=attention != "unfused"
-            )
+            of_float8 = (layer for (layer, _), has in zip(self.layers, self.in_float8, strict=True) if has)
+            keep_float8_inputs(of_float8, run.float8, is_fused=is_fused)

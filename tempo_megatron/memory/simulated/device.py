@@ -1,19 +1,17 @@
-"""Makes fake tensors allocate as torch's and Tempo's operations would on a device that is not here.
+"""Makes fake tensors allocate as operations of torch, Megatron and Tempo would on a device that is not here.
 
-On a CPU Tempo's operations run block by block, and what they make inside themselves counts. On fake tensors each block
-costs as much time as a whole tensor would, and equal layers call the same operations: what a call makes, and how much
-it has alive inside itself, depends on the sizes of its tensors and on its numbers only. Its first call is run and
-recorded, those after it are replayed. On a GPU Tempo's operations are kernels that make nothing inside, except for the
-loss head's chunks, what attention's backward sums up, and the blocks of its softmax form, which is plain torch there.
-What attention holds inside itself has a name, its workspaces: that of stock modules, too.
+On a CPU Tempo's operations run block by block, and what they hold inside themselves counts. On a GPU they are kernels
+that make nothing inside, except for the loss head's chunks, what attention's backward sums up, and the blocks of its
+softmax form, which is plain torch there. What attention holds inside itself has a name, its workspaces: that of stock
+modules, too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ from megatron.core.utils import GlobalMemoryBuffer
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tempo_kernels import attention
 from tempo_kernels.linear_cross_entropy import CHUNK_BYTES, OPERATIONS, use_chunk_bytes
@@ -31,9 +28,6 @@ from tempo_kernels.philox import DRAWS
 from tempo_megatron.memory.chips import H100, Chip
 from tempo_megatron.memory.simulated.stand_in import Made, stand_in
 from tempo_megatron.memory.tape.follower import Follower, count_span
-
-PLACES = ("key_low", "key_high", "sample", "first_head", "first_row")
-"""Arguments of operations that say which random bits are drawn, not how many."""
 
 
 @contextlib.contextmanager
@@ -48,7 +42,7 @@ def on_device(
     """Make the CPU's modules allocate memory as `stock`'s modules would.
 
     Args:
-        stock: one of `tempo_megatron.memory.simulated.chunk.STACKS_OF_MODULES`.
+        stock: as of a `memory.run.Run`.
         seen: counts the bytes; it is entered around this. Without it the CPU's operations only give their results.
         chip: of the GPU, where there is one.
         is_deterministic: whether torch is to use deterministic algorithms.
@@ -56,7 +50,7 @@ def on_device(
             stand for stock attention.
     """
     if stock == "cpu":
-        with contextlib.nullcontext() if seen is None else simulate(_Replay(seen).run):
+        with contextlib.nullcontext() if seen is None else simulate(functools.partial(_run_on_cpu, seen)):
             yield
         return
     with (
@@ -67,13 +61,23 @@ def on_device(
         yield
 
 
+def _run_on_cpu(seen: Follower, function: Any, *inputs: Any, **numbers: Any) -> Any:
+    """What the function returns; all that it holds inside counts for a moment."""
+    start = seen.alive_bytes
+    call = function.call if isinstance(function, Opaque) else function
+    found, rise = seen.measure(lambda: call(*inputs, **numbers))
+    if function in attention.OPERATIONS:
+        kept = None if function is attention.OPERATIONS[0] else inputs[2] if inputs[3] is None else inputs[3]
+        seen.note_workspaces(start + rise - seen.alive_bytes, start + rise, kept)
+    return found
+
+
 class _Gpu:
     """What operations make on a GPU."""
 
     def __init__(self, seen: Follower | None, chip: Chip, is_deterministic: bool, stock_attention: str) -> None:
         self._seen, self._chip = seen, chip
         self._is_deterministic, self._stock_attention = is_deterministic, stock_attention
-        self._replay = None if seen is None else _Replay(seen)
         self._of_stock: set[StorageWeakRef] = set()
 
     def run(self, function: Any, *inputs: Any, **numbers: Any) -> Any:
@@ -89,9 +93,11 @@ class _Gpu:
             return grads
         if not isinstance(function, Opaque):
             return None
-        if function in attention.OPERATIONS and _is_softmax(function, inputs) and self._replay is not None:
+        # Of the operands one says whether it is the softmax form.
+        is_softmax = function in attention.OPERATIONS and inputs[-1 if function is attention.OPERATIONS[0] else -2]
+        if is_softmax and self._seen is not None:
             with attention.use_gpu_blocks():
-                return self._replay.run(function, *inputs)
+                return _run_on_cpu(self._seen, function, *inputs)
         results = function.trace(*inputs)
         if function is attention.OPERATIONS[0] and _entered:
             self._of_stock.add(StorageWeakRef(results[1].untyped_storage()))
@@ -120,11 +126,6 @@ class _Gpu:
         held = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         if self._seen is not None:
             self._seen.note_workspaces(sum(map(count_span, held)), self._seen.alive_bytes, kept)
-
-
-def _is_softmax(function: Any, inputs: Sequence[Any]) -> bool:
-    """Of the operands of one of attention's operations."""
-    return bool(inputs[-1 if function is attention.OPERATIONS[0] else -2])
 
 
 def differentiate_stock_attention(q: Tensor, k: Tensor, v: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,8 +178,7 @@ def _normalize_on_gpu(x: Tensor, shape: Any, weight: Tensor, bias: Tensor, eps: 
         statistics = [x.new_empty(*x.shape[:-1], 1, dtype=torch.float32) for _ in range(2)]
         return torch.empty_like(x), (*inputs, *statistics)
 
-    found: Tensor = stand_in(make, x, weight, bias)
-    return found
+    return stand_in(make, x, weight, bias)
 
 
 def _drop_on_gpu(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -187,35 +187,50 @@ def _drop_on_gpu(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
 
 def put_softmax_kernels(model: torch.nn.Module) -> None:
-    """Let unfused attention compute its softmax as Megatron's kernel does, which needs a GPU and an extension."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, FusedScaleMaskSoftmax) and getattr(child, "window_size", None) is None:
-                setattr(module, name, _SoftmaxKernel(child))
+    """Let unfused attention compute its softmax as Megatron's kernel does, which needs a GPU and an extension.
 
-
-class _SoftmaxKernel(torch.nn.Module):
-    """What the kernel makes of 16-bit scores: one tensor of their dtype, in whose place backward puts its gradient.
-
-    Scores that it does not take (megatron.core.fusions.fused_softmax: is_kernel_available) go to the unfused module.
+    Of 16-bit scores it makes one tensor of their dtype, in whose place backward puts its gradient. Scores that it does
+    not take (megatron.core.fusions.fused_softmax: is_kernel_available) go to the unfused module.
     """
-
-    def __init__(self, unfused: torch.nn.Module) -> None:
-        super().__init__()
-        self._unfused = unfused
-
-    def forward(self, scores: Tensor, mask: Tensor | None, *others: Any) -> Tensor:
-        b, heads, num_queries, num_keys = scores.shape
-        if 16 < num_keys <= 4096 and num_queries % 4 == num_keys % 4 == b * heads % 4 == 0:
-            found: Tensor = stand_in(_keep_output, scores, differentiate=lambda _, grad: [grad])
-        else:
-            found = self._unfused(scores, mask, *others)
-        return found
+    for module in model.modules():
+        if isinstance(module, FusedScaleMaskSoftmax) and getattr(module, "window_size", None) is None:
+            module.forward = functools.partial(_compute_softmax, module.forward)
 
 
-def _keep_output(x: Tensor) -> Made:
-    output = torch.empty_like(x)
-    return output, (output,)
+def _compute_softmax(unfused: Callable[..., Tensor], scores: Tensor, mask: Tensor | None, *others: Any) -> Tensor:
+    b, heads, num_queries, num_keys = scores.shape
+    if not (16 < num_keys <= 4096 and num_queries % 4 == num_keys % 4 == b * heads % 4 == 0):
+        return unfused(scores, mask, *others)
+
+    def make(x: Tensor) -> Made:
+        output = torch.empty_like(x)
+        return output, (output,)
+
+    return stand_in(make, scores, differentiate=lambda _, grad: [grad])
+
+
+def put_fused_cross_entropy(model: Any) -> None:
+    """Let the model compute its loss as with --cross-entropy-loss-fusion and the implementation "native", which
+    torch.compile makes of Python and which no fake tensor runs."""
+    model.compute_language_model_loss = _compute_loss
+
+
+def _compute_loss(labels: Tensor, logits: Tensor) -> Tensor:
+    """[b, s] of labels [b, s] and logits [s, b, v/t].
+
+    Keeps what the eager one does: the softmax in float32, in the place of the logits' copy, and two index tensors. Its
+    backward has one more tensor of that size: it subtracts 1 at the labels in place (fusions/fused_cross_entropy.py:
+    calculate_gradients of megatron-core 0.16.1), which compiled code does in a copy.
+    """
+    labels, dtype = labels.transpose(0, 1).contiguous(), logits.dtype
+
+    def make(logits: Tensor) -> Made:
+        softmax = logits.float() if logits.dtype != torch.float32 else logits.clone()
+        kept = softmax, torch.empty_like(labels, dtype=torch.bool), labels.flatten().clone()
+        return torch.empty_like(labels, dtype=torch.float32), kept
+
+    loss: Tensor = stand_in(make, logits, differentiate=lambda kept, _: [kept[0].clone().to(dtype)])
+    return loss.transpose(0, 1).contiguous()
 
 
 class LastingBuffer(GlobalMemoryBuffer):  # type: ignore[misc]
@@ -250,74 +265,3 @@ class LastingBuffer(GlobalMemoryBuffer):  # type: ignore[misc]
 
     def count_bytes(self) -> int:
         return sum(t.untyped_storage().nbytes() for t in self.buffer.values())
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """What a call did: its new tensors, and the bytes alive inside at most beyond those that were there, or that it
-    left."""
-
-    results: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
-    structure: Any
-    rise: int
-    held: int
-
-
-class _Replay:
-    """Runs functions under a Follower, and replays the calls that it has recorded."""
-
-    def __init__(self, seen: Follower) -> None:
-        self._seen = seen
-        self._calls: dict[Hashable, _Call | None] = {}
-
-    def run(self, function: Any, *inputs: Any, **numbers: Any) -> Any:
-        """What the function returns; no size depends on `numbers`, nor on an operation's PLACES."""
-        if not isinstance(function, Opaque):
-            return self._call((function, *inputs), lambda: function(*inputs, **numbers))[0]
-        arguments = getattr(torch.ops.tempo_kernels, function.name).default._schema.arguments
-        key = (None if each.name in PLACES else value for each, value in zip(arguments, inputs, strict=True))
-        found, level, held = self._call((function, *key), lambda: function.call(*inputs))
-        if function in attention.OPERATIONS:
-            kept = None if function is attention.OPERATIONS[0] else inputs[2] if inputs[3] is None else inputs[3]
-            self._seen.note_workspaces(held, level, kept)
-        return found
-
-    def _call(self, key: Iterable[Any], function: Callable[[], Any]) -> tuple[Any, int, int]:
-        """What function returns, the most bytes alive inside, and how many of them it did not leave.
-
-        A function that returns anything but new tensors, or leaves anything else behind, is run each time.
-
-        Args:
-            key: names it and has everything on which sizes in it depend.
-            function: without arguments.
-        """
-        key = tuple(describe_sizes(value) for value in key)
-        call, start = self._calls.get(key), self._seen.alive_bytes
-        if call is None:
-            known = key in self._calls
-            found, rise = self._seen.measure(function)
-            growth = self._seen.alive_bytes - start
-            if not known:
-                self._calls[key] = self._note(found, rise, growth)
-            return found, start + rise, rise - growth
-        self._seen.note_rise(call.rise)
-        results = [torch.empty_strided(size, stride, dtype=dtype) for size, stride, dtype in call.results]
-        return tree_unflatten(results, call.structure), start + call.rise, call.held
-
-    @staticmethod
-    def _note(found: Any, rise: int, growth: int) -> _Call | None:
-        tensors, structure = tree_flatten(() if found is None else found)
-        if not all(isinstance(t, Tensor) and not t.requires_grad for t in tensors):
-            return None
-        results = [(t.shape, t.stride(), t.dtype) for t in tensors]
-        # Storages of their own, each no larger than its tensor.
-        if growth != sum(t.untyped_storage().nbytes() for t in tensors) or growth != sum(map(count_span, tensors)):
-            return None
-        return _Call(results, structure, rise, rise - growth)
-
-
-def describe_sizes(value: Any) -> Hashable:
-    """What sizes depend on: of a tensor, of those in a list, or a number itself."""
-    if isinstance(value, Tensor):
-        return tuple(value.shape), value.stride(), value.dtype, value.storage_offset() == 0
-    return tuple(map(describe_sizes, value)) if isinstance(value, (list, tuple)) else value

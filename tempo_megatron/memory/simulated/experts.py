@@ -23,8 +23,7 @@ from torch import Tensor
 from tempo_kernels.saved import KeepInput
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.device import LastingBuffer
-from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
-from tempo_megatron.memory.simulated.stand_in import stand_in
+from tempo_megatron.memory.simulated.stand_in import DroppedOutput, stand_in
 from tempo_megatron.slots.experts import KeepsActivationInput, TempoRoutedMoELayer, TempoTopKRouter
 
 
@@ -42,24 +41,14 @@ def _forget_losses() -> None:
 def leave_out_experts() -> Iterator[None]:
     """Models that are built inside have experts without linears, of which each would take a millisecond."""
     made = experts_of_megatron.MLP
-    experts_of_megatron.MLP = _NoExpert
+    experts_of_megatron.MLP = lambda *_, **__: torch.nn.Module()
     try:
         yield
     finally:
         experts_of_megatron.MLP = made
 
 
-class _NoExpert(torch.nn.Module):
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
-
-
-def put_experts(
-    model: torch.nn.Module,
-    run: Run,
-    *,
-    is_fused: bool,
-) -> None:
+def put_experts(model: torch.nn.Module, run: Run, *, is_fused: bool) -> None:
     """Let the experts of the model's layers compute as on a rank of the run.
 
     Args:
@@ -71,53 +60,26 @@ def put_experts(
     is_sinkhorn = run.model.moe_router_load_balancing_type == "sinkhorn"
     for module in model.modules():
         if isinstance(module, MoELayer):
-            module.router.gating = _Gate(module.router.weight, run.router_dtype)
+            # It keeps its inputs whatever the dtype of its output is (moe_utils.py: RouterGatingLinearFunction).
+            module.router.gating = functools.partial(_multiply, module.router.weight, run.router_dtype)
             if is_sinkhorn:
                 module.router.sinkhorn_load_balancing = _balance
             config = module.config
             recomputes = "moe_act" in run.recompute or isinstance(module.experts, KeepsActivationInput)
             module.experts = LocalExperts(config, run, is_fused, recomputes)
-            module.token_dispatcher = _DISPATCHERS[run.layout.dispatcher](config, run)
+            module.token_dispatcher = dispatcher = _DISPATCHERS[run.layout.dispatcher](config, run)
             if run.layout.dispatcher == "alltoall":
-                keeps_map = not isinstance(module, TempoRoutedMoELayer)
-                module.token_dispatcher.keeps_map = keeps_map
+                dispatcher.keeps_map = not isinstance(module, TempoRoutedMoELayer)
                 others = run.moe_permute_fusion, run.layout.overlaps, run.model.moe_pad_expert_input_to_capacity
-                is_plain = not any(others) and not is_sinkhorn
-                is_made_again = isinstance(module.router, TempoTopKRouter) and is_plain
-                module.token_dispatcher.keeps_places = keeps_map or not is_made_again
+                is_made_again = isinstance(module.router, TempoTopKRouter) and not any(others) and not is_sinkhorn
+                dispatcher.keeps_places = dispatcher.keeps_map or not is_made_again
 
 
-def count_expert_parameters(layer: torch.nn.Module) -> int:
-    """Of the routed experts, whose states other ranks share than those of the rest."""
-    return sum(
-        parameter.numel()
-        for module in layer.modules()
-        if isinstance(module, LocalExperts)
-        for parameter in module.parameters()
-    )
-
-
-def find_expert_shapes(model: torch.nn.Module) -> set[tuple[int, int]]:
-    """Of the weights of one expert, each layer's."""
-    weights = [module.weight for module in model.modules() if isinstance(module, LinearsOfExperts)]
-    return {(weight.size(1), weight.size(2)) for weight in weights}
-
-
-def find_stacked_parameters(model: torch.nn.Module) -> dict[int, int]:
-    """id of each parameter that is those of several experts in one -> how many."""
+def find_stacked_parameters(model: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
+    """By its id each parameter of routed experts, which is those of several in one. Other ranks share their states than
+    those of the rest."""
     experts = [module for module in model.modules() if isinstance(module, LocalExperts)]
-    return {id(parameter): parameter.size(0) for module in experts for parameter in module.parameters()}
-
-
-class _Gate:
-    """The router's product, which keeps its inputs whatever the dtype of its output is (moe_utils.py:
-    RouterGatingLinearFunction)."""
-
-    def __init__(self, weight: Tensor, dtype: torch.dtype | None) -> None:
-        self._weight, self._dtype = weight, dtype
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return _multiply(x, self._weight, self._dtype or x.dtype, self._weight.size(0))
+    return {id(parameter): parameter for module in experts for parameter in module.parameters()}
 
 
 def _balance(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,11 +89,12 @@ def _balance(logits: Tensor) -> tuple[Tensor, Tensor]:
     return logits * chosen, chosen
 
 
-def _multiply(x: Tensor, weight: Tensor, dtype: torch.dtype, num_results: int) -> Tensor:
+def _multiply(weight: Tensor, dtype: torch.dtype | None, x: Tensor) -> Tensor:
     """x W^T of x [..., n] and W [..., m, n], which keeps x and W. W may be of several experts, whose tokens stand one
-    behind another in x; `num_results` is m."""
-    found: Tensor = stand_in(lambda *given: (x.new_empty(*x.shape[:-1], num_results, dtype=dtype), given), x, weight)
-    return found
+    behind another in x; without a dtype the result has that of x."""
+    return stand_in(
+        lambda x, weight: (x.new_empty(*x.shape[:-1], weight.size(-2), dtype=dtype or x.dtype), (x, weight)), x, weight
+    )
 
 
 class LinearsOfExperts(torch.nn.Module):
@@ -142,26 +105,24 @@ class LinearsOfExperts(torch.nn.Module):
         self.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return _multiply(x, self.weight, x.dtype, self.weight.size(1))
+        return _multiply(self.weight, None, x)
 
 
 def _resize(x: Tensor, num_rows: int, indices: Tensor | None = None) -> Tensor:
     """A tensor whose first size is `num_rows`, which keeps what backward needs to undo it: nothing, or indices."""
     kept = () if indices is None else (indices,)
-    found: Tensor = stand_in(lambda x: (x.new_empty(num_rows, *x.shape[1:]), kept), x)
-    return found
+    return stand_in(lambda x: (x.new_empty(num_rows, *x.shape[1:]), kept), x)
 
 
 def _gather(x: Tensor, num_rows: int) -> Tensor:
     """All ranks' tokens, and back the sum of their gradients, both in Megatron's global memory buffer
     (tensor_parallel/mappings.py: gather_from_sequence_parallel_region with use_global_buffer)."""
     size = list(x.shape)
-    found: Tensor = stand_in(
-        lambda x: (_lend([num_rows, *size[1:]], x.dtype), ()),
-        x,
-        differentiate=lambda _, grad: [_lend(size, grad.dtype)],
-    )
-    return found
+
+    def differentiate(_: Any, grad: Tensor) -> list[Tensor]:
+        return [_lend(size, grad.dtype)]
+
+    return stand_in(lambda x: (_lend([num_rows, *size[1:]], x.dtype), ()), x, differentiate=differentiate)
 
 
 def _lend(size: list[int], dtype: torch.dtype) -> Tensor:
@@ -202,13 +163,12 @@ class LocalExperts(torch.nn.Module):
     def forward(self, x: Tensor, _: Any, probabilities: Tensor) -> tuple[Tensor, None]:
         with self.keep_input(x):
             inner = self.linear_fc1(x)
-        dropped = DroppedOutput() if self._recomputes_activation else None
         inputs = _add_bias(inner, self.fc1_bias), probabilities.unsqueeze(-1)
-        inner = self._activate(*inputs) if dropped is None else dropped.run(self._activate, *inputs)
-        with self.keep_input(inner) if dropped is None else dropped.use():
+        dropped = DroppedOutput(drops=self._recomputes_activation)
+        inner = dropped.run(self._activate, *inputs)
+        with dropped.use() if self._recomputes_activation else self.keep_input(inner):
             out = self.linear_fc2(inner)
-        if dropped is not None:
-            dropped.recompute_for(out)
+        dropped.recompute_for(out)
         del inner, inputs
         out = _add_bias(out, self.fc2_bias)
         return (_resize(out, out.size(0)) if self._joins else out), None
@@ -218,8 +178,7 @@ class LocalExperts(torch.nn.Module):
             # silu(gate) * up * probability, or relu(x)**2 * probability, in one kernel, which keeps its inputs
             # (fusions/fused_bias_swiglu.py and fused_weighted_squared_relu.py).
             num_results = x.size(1) // (1 + self._is_gated)
-            found: Tensor = stand_in(lambda x, *p: (x.new_empty(x.size(0), num_results), (x, *p)), x, probabilities)
-            return found
+            return stand_in(lambda x, *p: (x.new_empty(x.size(0), num_results), (x, *p)), x, probabilities)
         dtype = x.dtype
         if self._is_gated:
             gate, up = torch.chunk(x, 2, dim=-1)
@@ -235,21 +194,24 @@ def _add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
     """Each expert's bias, added to its tokens in one tensor."""
     if bias is None:
         return x
-    found: Tensor = stand_in(
+    return stand_in(
         lambda x, bias: (torch.empty_like(x), (bias,)),
         x,
         bias,
         differentiate=lambda kept, grad: (grad, torch.empty_like(kept[0])),
     )
-    return found
 
 
 class _Dispatcher:
-    """What all dispatchers share (token_dispatcher.py). T is a rank's tokens, k experts of each."""
+    """What all dispatchers share (token_dispatcher.py): tokens, and the probabilities of those for each expert, go
+    through three stages, and the experts' results back through three."""
+
+    _dtype: torch.dtype
+    """Of the probabilities."""
 
     def __init__(self, config: Any, run: Run) -> None:
         self._run, self._adds_by_index = run, run.deterministic and not run.moe_permute_fusion
-        self._ranks = run.layout.ep * run.layout.etp
+        self._layout, self._ranks = run.layout, run.layout.ep * run.layout.etp
         self._is_padded = run.model.moe_pad_expert_input_to_capacity
         self.config = config
         self.reversed_local_input_permutation_mapping: Tensor | None = None
@@ -262,6 +224,12 @@ class _Dispatcher:
     def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
         """Since 0.19 a layer asks for buffers that its experts write to."""
         return None, None
+
+    def dispatch_postprocess(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, None, Tensor]:
+        return x, None, probabilities
+
+    def token_combine(self, x: Tensor) -> Tensor:
+        return x
 
     def _fill(self, num_rows: int) -> int:
         """The rows of the fullest rank, of which an equal share are `num_rows`; padded, each rank has as many."""
@@ -278,13 +246,13 @@ class _Dispatcher:
 
     def _choose(self, probabilities: Tensor, routing_map: Tensor, num_rows: int) -> Tensor:
         """`masked_select`, which keeps the mask and what it selects from, or TempoRoutedMoELayer's choice."""
-        if self.keeps_map or self._run.moe_permute_fusion:
-            mask = routing_map.T.contiguous()
-            probabilities = probabilities.T.contiguous().view(-1)
-            if not self._run.moe_permute_fusion:
-                probabilities = KeepInput.apply(probabilities)
-            return _resize(probabilities, num_rows, mask)
-        return _resize(probabilities.view(-1), num_rows, routing_map.sum(dim=0))
+        if not self.keeps_map and not self._run.moe_permute_fusion:
+            return _resize(probabilities.view(-1), num_rows, routing_map.sum(dim=0))
+        mask = routing_map.T.contiguous()
+        probabilities = probabilities.T.contiguous().view(-1)
+        if not self._run.moe_permute_fusion:
+            probabilities = KeepInput.apply(probabilities)
+        return _resize(probabilities, num_rows, mask)
 
     def _unpermute(self, x: Tensor, num_rows: int) -> Tensor:
         """`scatter_add_` by the index of `_permute`; deterministic, `index_add_`, of which torch keeps what is added
@@ -293,33 +261,37 @@ class _Dispatcher:
         self.take_places = None
         return _resize(KeepInput.apply(x) if self._adds_by_index else x, num_rows, index if self.keeps_places else None)
 
+    def _sum(self, x: Tensor, num_rows: int) -> Tensor:
+        """Summed over ranks in the probabilities' dtype."""
+        return _resize(x.to(self._dtype), num_rows).to(x.dtype)
+
 
 class _AllToAll(_Dispatcher):
     """Permuted by expert, sent, gathered over tensor-parallel experts, and sorted by local expert; and back."""
 
     def dispatch_preprocess(self, x: Tensor, routing_map: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         self._shape, self._dtype = x.shape, probabilities.dtype
-        self._num_tokens = x.size(0) * x.size(1)
-        self._num_routed = self._run.count_routed(self._num_tokens)
-        self._num_sent = self.num_out_tokens = self._run.count_sent(self._num_tokens)
+        x = x.view(-1, x.size(-1))
+        self._num_routed = self._run.count_routed(len(x))
+        self._num_sent = self.num_out_tokens = self._run.count_sent(len(x))
         if self._is_padded and not self._run.moe_permute_fusion:
             # Sizes that no token's choice decides.
             x, chosen, self.reversed_local_input_permutation_mapping, *_ = permute(
-                x.view(-1, x.size(-1)), routing_map, probabilities, self._num_sent, drop_and_pad=True
+                x, routing_map, probabilities, self._num_sent, drop_and_pad=True
             )
             return x, chosen
         chosen = self._choose(probabilities, routing_map, self._num_sent)
-        return self._permute(x.view(-1, x.size(-1)), self._num_sent), chosen
+        return self._permute(x, self._num_sent), chosen
 
     def token_dispatch(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        if self._run.layout.ep == 1:
+        if self._layout.ep == 1:
             return x, probabilities
         num_rows = self._fill(self._num_routed)
         return _resize(x, num_rows), _resize(probabilities, num_rows)
 
     def dispatch_postprocess(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, None, Tensor]:
-        num_rows = self._fill(self._num_routed * self._run.layout.etp)
-        for changes in (self._run.layout.etp > 1, self._run.num_local_experts > 1):
+        num_rows = self._fill(self._num_routed * self._layout.etp)
+        for changes in (self._layout.etp > 1, self._run.num_local_experts > 1):
             if changes:
                 x, probabilities = _resize(x, num_rows), _resize(probabilities, num_rows)
         return x, None, probabilities
@@ -327,16 +299,13 @@ class _AllToAll(_Dispatcher):
     def combine_preprocess(self, x: Tensor) -> Tensor:
         if self._run.num_local_experts > 1:
             x = _resize(x, x.size(0))
-        if self._run.layout.etp > 1:
-            # Summed over ranks in the probabilities' dtype.
-            x = _resize(x.to(self._dtype), self._fill(self._num_routed)).to(x.dtype)
-        return x
+        return self._sum(x, self._fill(self._num_routed)) if self._layout.etp > 1 else x
 
     def token_combine(self, x: Tensor) -> Tensor:
-        return x if self._run.layout.ep == 1 else _resize(x, self._num_sent)
+        return x if self._layout.ep == 1 else _resize(x, self._num_sent)
 
     def combine_postprocess(self, x: Tensor) -> Tensor:
-        return self._unpermute(x, self._num_tokens).view(self._shape)
+        return self._unpermute(x, self._shape[:-1].numel()).view(self._shape)
 
 
 class _Flex(_AllToAll):
@@ -346,27 +315,22 @@ class _Flex(_AllToAll):
         num_rows = self._fill(self._num_routed)
         return (x, probabilities) if num_rows == x.size(0) else (_resize(x, num_rows), _resize(probabilities, num_rows))
 
-    def dispatch_postprocess(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, None, Tensor]:
-        return x, None, probabilities
+    dispatch_postprocess = _Dispatcher.dispatch_postprocess
+    token_combine = _Dispatcher.token_combine
 
     def combine_preprocess(self, x: Tensor) -> Tensor:
         return x if x.size(0) == self._num_sent else _resize(x, self._num_sent)
-
-    def token_combine(self, x: Tensor) -> Tensor:
-        return x
 
 
 class _AllGather(_Dispatcher):
     """Every rank gathers the tokens of all, and takes those for its experts."""
 
     def dispatch_preprocess(self, x: Tensor, routing_map: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        self._shape = x.shape
-        self._map: Tensor | None = routing_map
+        self._shape, self._map = x.shape, routing_map
         return x.view(-1, x.size(-1)), probabilities
 
     def token_dispatch(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         self._num_tokens = x.size(0)
-        assert self._map is not None
         if self._ranks > 1:
             num_all = self._num_tokens * self._ranks
             self._map = self._map.new_empty(num_all, self._map.size(1))
@@ -374,22 +338,19 @@ class _AllGather(_Dispatcher):
         return x, probabilities
 
     def dispatch_postprocess(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, None, Tensor]:
-        assert self._map is not None
-        num_all = x.size(0)
-        num_routed = num_all // self._num_tokens * self._run.count_routed(self._num_tokens)
-        num_rows = self._fill(num_routed // self._run.layout.ep)
-        local_map = self._map[:, : self._run.num_local_experts].contiguous()
-        local = probabilities[:, : self._run.num_local_experts].contiguous()
-        self._map, self._num_all, self._dtype = None, num_all, probabilities.dtype
+        self._num_all, self._dtype, local = x.size(0), probabilities.dtype, self._run.num_local_experts
+        num_routed = self._num_all // self._num_tokens * self._run.count_routed(self._num_tokens)
+        num_rows = self._fill(num_routed // self._layout.ep)
+        local_map, chosen = self._map[:, :local].contiguous(), probabilities[:, :local].contiguous()
+        del self._map
         permuted = self._permute(x, num_rows)
-        chosen = self._choose(local, local_map, num_rows)
-        return permuted, None, chosen
+        return permuted, None, self._choose(chosen, local_map, num_rows)
 
     def combine_preprocess(self, x: Tensor) -> Tensor:
         return self._unpermute(x, self._num_all)
 
     def token_combine(self, x: Tensor) -> Tensor:
-        return _resize(x.to(self._dtype), self._num_tokens).to(x.dtype) if self._ranks > 1 else x
+        return self._sum(x, self._num_tokens) if self._ranks > 1 else x
 
     def combine_postprocess(self, x: Tensor) -> Tensor:
         return x.view(self._shape)

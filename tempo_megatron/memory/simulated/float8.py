@@ -66,10 +66,10 @@ def keep_float8_inputs(layers: Iterable[torch.nn.Module], recipe: str, *, is_fus
                     _wrap(module, keeps_both=is_fused or isinstance(module, ColumnParallelLinear))
 
 
-def count_float8_weights(layer: torch.nn.Module, *, of_experts: bool = False) -> int:
-    """Elements of the weights that a layer multiplies with in float8, or of routed experts' alone."""
-    linears = (LinearsOfExperts,) if of_experts else (ColumnParallelLinear, RowParallelLinear, LinearsOfExperts)
-    return sum(module.weight.numel() for module in layer.modules() if isinstance(module, linears))
+def list_float8_weights(layer: torch.nn.Module) -> list[Tensor]:
+    """The weights that a layer multiplies with in float8."""
+    linears = ColumnParallelLinear, RowParallelLinear, LinearsOfExperts
+    return [module.weight for module in layer.modules() if isinstance(module, linears)]
 
 
 @contextlib.contextmanager
@@ -88,8 +88,7 @@ def keep_in_float8(x: Tensor, *, keeps_both: bool = False, has_blocks: bool = Fa
             return packed
         data, dtype, _ = packed
         # The product reads float8: what stands for it here takes no memory.
-        found: Tensor = torch.empty(1, dtype=dtype).expand(data.shape)
-        return found
+        return torch.empty(1, dtype=dtype).expand(data.shape)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

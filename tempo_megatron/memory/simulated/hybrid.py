@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from torch import Tensor
 
 from tempo_megatron.memory.run import Hybrid
+from tempo_megatron.memory.simulated.configuration import make_column_linear, make_row_linear
 from tempo_megatron.memory.simulated.stand_in import Made, stand_in
 from tempo_megatron.slots.linear import TempoColumnParallelLinear
 
@@ -73,48 +74,26 @@ class _MambaMixer(torch.nn.Module):
     def __init__(self, config: Any, hybrid: Hybrid, linear: Any, num_processors: int) -> None:
         super().__init__()
         ranks, dtype = config.tensor_model_parallel_size, config.params_dtype
-        self._hybrid, self._num_processors = hybrid, num_processors
         num_heads = hybrid.find_num_heads(config.hidden_size)
         inner, groups = num_heads * hybrid.head_dim, hybrid.num_groups
-        self._num_groups = groups // ranks
+        self._sizes = hybrid.head_dim, groups // ranks, num_processors
         channels = (inner + 2 * groups * hybrid.state_dim) // ranks
-        self.in_proj = linear(
-            config.hidden_size,
-            2 * inner + 2 * groups * hybrid.state_dim + num_heads,
-            config=config,
-            init_method=config.init_method,
-            bias=False,
-            gather_output=False,
-        )
+        num_outputs = 2 * inner + 2 * groups * hybrid.state_dim + num_heads
+        self.in_proj = make_column_linear(config, config.hidden_size, num_outputs, linear)
         self.conv1d = torch.nn.Conv1d(channels, channels, _KERNEL_SIZE, groups=channels, dtype=dtype)
         self.dt_bias, self.A_log, self.D = (
             torch.nn.Parameter(torch.empty(num_heads // ranks, dtype=dtype)) for _ in range(3)
         )
-        self.norm = _GroupedNorm(inner // ranks, self._num_groups, dtype)
-        self.out_proj = RowParallelLinear(
-            inner,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-        )
+        self.norm = _GroupedNorm(inner // ranks, groups // ranks, dtype)
+        self.out_proj = make_row_linear(config, inner, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         projected = self.in_proj(x)[0].transpose(0, 1).contiguous()
         decay = -torch.exp(self.A_log.float())
-        scanned = _Scan.apply(
-            projected,
-            self.conv1d.weight.squeeze(1),
-            self.conv1d.bias,
-            self.dt_bias.float(),
-            decay,
-            self.D,
-            self._hybrid.head_dim,
-            self._num_groups,
-            self._num_processors,
-        )
+        convolution = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        scan = _Scan(projected, len(self.conv1d.weight), len(self.D), *self._sizes)
+        inputs: list[Any] = [projected, *convolution, self.dt_bias.float(), decay, self.D]
+        scanned = stand_in(scan.run, *inputs, differentiate=scan.differentiate)
         found: Tensor = self.out_proj(self.norm(scanned.transpose(0, 1).contiguous()))[0]
         return found
 
@@ -134,110 +113,84 @@ class _GroupedNorm(torch.nn.Module):
             statistics = x.new_empty(self._num_groups * x.numel() // weight.numel(), dtype=torch.float32)
             return torch.empty_like(x), (x, weight, statistics)
 
-        found: Tensor = stand_in(make, x, self.weight)
-        return found
+        return stand_in(make, x, self.weight)
 
 
-class _Scan(torch.autograd.Function):
-    """ssd_combined.py: MambaSplitConv1dScanCombinedFn, with a gate and without a norm.
+class _Scan:
+    """ssd_combined.py: MambaSplitConv1dScanCombinedFn, with a gate and without a norm. A chunk is of _CHUNK tokens.
 
     Keeps its arguments and the scan's output before the gate; convolution and scan run again in backward.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, projected: Tensor, *others: Any) -> Tensor:
-        conv_weight, conv_bias, dt_bias, decay, skip, head_dim, num_groups, num_processors = others
-        sizes = _ScanSizes(projected, conv_weight.size(0), skip.numel(), head_dim, num_groups)
-        # _mamba_chunk_scan_combined_fwd; what has a name there lives until it returns.
-        alive = [sizes.convolve(), *sizes.sum_steps(2)]
-        states = sizes.make_states(torch.float32)
-        alive += [sizes.make_states(projected.dtype), sizes.make_state()]
-        del states
-        alive += [sizes.multiply_chunks()]
-        output, ungated = sizes.make_output(), sizes.make_output()
-        del alive
-        ctx.save_for_backward(projected, conv_weight, conv_bias, ungated, decay, skip, dt_bias)
-        ctx.sizes, ctx.num_processors = sizes, num_processors
-        return output.flatten(2)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
-        projected, conv_weight, conv_bias, _, decay, skip, dt_bias = ctx.saved_tensors
-        sizes, dtype, float32 = ctx.sizes, projected.dtype, torch.float32
-        alive = [sizes.convolve()]
-        grad_projected = torch.empty_like(projected)
-        # The gradient of the convolution's output; the rest is _mamba_chunk_scan_combined_bwd.
-        alive += [sizes.convolve(), sizes.copy_steps(), *sizes.sum_steps(2), sizes.multiply_chunks()]
-        in_chunks = sizes.make_states(float32)
-        states = [sizes.make_states(float32)]
-        alive += [sizes.make_state()]
-        del in_chunks
-        # dout_x of _chunk_scan_bwd_dz.
-        alive += [sizes.make_output()]
-        states += [sizes.make_states(float32)]
-        alive += [sizes.make_states(dtype), sizes.make_states(dtype)]
-        del states
-        splits = sizes.count_splits(ctx.num_processors)
-        alive += [*sizes.sum_steps(1)]
-        # dB and dC, summed over the splits.
-        alive += [sizes.make_grad_of_state(splits).sum(2), *sizes.sum_steps(1)]
-        alive += [sizes.make_grad_of_state(splits).sum(2), *sizes.sum_steps(1)]
-        alive += [sizes.multiply_chunks(splits).sum(2)]
-        # ddA_prev, and ddA of _chunk_scan_bwd_ddAcs_stable.
-        alive += [*sizes.sum_steps(1), torch.stack([*sizes.sum_steps(_CHUNK // _ROWS)]).sum(0)]
-        small = [torch.empty_like(each) for each in (conv_weight, conv_bias, dt_bias, decay, skip)]
-        del alive
-        return grad_projected, *small, None, None, None
-
-
-class _ScanSizes:
-    """Makes the tensors of a scan. A chunk is of _CHUNK tokens.
 
     Args:
         projected: [b, s, gate, input, B, C and steps], whose dtype tensors have that are not float32.
         num_channels: of the convolution.
         num_heads, head_dim, num_groups: of the rank.
+        num_processors: of the GPU.
     """
 
-    def __init__(self, projected: Tensor, num_channels: int, num_heads: int, head_dim: int, num_groups: int) -> None:
-        self._make = projected.new_empty
-        self._batch, self._tokens, _ = projected.shape
-        self._channels, self._heads, self._groups, self._head_dim = num_channels, num_heads, num_groups, head_dim
-        self._state_dim = (num_channels - num_heads * head_dim) // num_groups // 2
-        self._chunks = math.ceil(self._tokens / _CHUNK)
+    def __init__(
+        self, projected: Tensor, num_channels: int, num_heads: int, head_dim: int, num_groups: int, num_processors: int
+    ) -> None:
+        self._make, (batch, tokens, _) = projected.new_empty, projected.shape
+        state_dim = (num_channels - num_heads * head_dim) // num_groups // 2
+        chunks = math.ceil(tokens / _CHUNK)
+        self._convolved = batch, tokens, num_channels
+        self._output = batch, tokens, num_heads, head_dim
+        self._steps = batch, tokens, num_heads
+        # For each token and head.
+        self._sums = batch, num_heads, chunks, _CHUNK
+        # The state behind each chunk, and the last one.
+        self._states = batch, chunks, num_heads, head_dim, state_dim
+        self._state = batch, num_heads, head_dim, state_dim
+        # Products of B and C within each chunk.
+        self._products = batch, chunks, 1, num_groups, _CHUNK, _CHUNK
+        # In backward the heads of a group are split (ssd_chunk_state.py: _chunk_state_bwd_db).
+        of_group = num_heads // num_groups
+        per_program = min(math.ceil(batch * chunks * num_heads / num_processors), of_group)
+        splits = math.ceil(of_group / max(per_program, 1))
+        self._split_products = batch, chunks, splits, num_groups, _CHUNK, _CHUNK
+        # Of B or of C.
+        self._split_grad = batch, tokens, splits, num_groups, state_dim
 
-    def convolve(self) -> Tensor:
-        return self._make(self._batch, self._tokens, self._channels)
+    def _make_float32(self, *shapes: Sequence[int]) -> list[Tensor]:
+        return [self._make(shape, dtype=torch.float32) for shape in shapes]
 
-    def make_output(self) -> Tensor:
-        return self._make(self._batch, self._tokens, self._heads, self._head_dim)
+    def run(self, projected: Tensor, *others: Tensor) -> Made:
+        conv_weight, conv_bias, dt_bias, decay, skip = others
+        # _mamba_chunk_scan_combined_fwd; what has a name there lives until it returns.
+        alive = [self._make(self._convolved), *self._make_float32(self._sums, self._sums)]
+        states = self._make_float32(self._states)
+        alive += [self._make(self._states), *self._make_float32(self._state)]
+        del states
+        alive += self._make_float32(self._products)
+        output, ungated = self._make(self._output), self._make(self._output)
+        del alive
+        return output.flatten(2), (projected, conv_weight, conv_bias, ungated, decay, skip, dt_bias)
 
-    def copy_steps(self) -> Tensor:
-        return self._make(self._batch, self._tokens, self._heads)
-
-    def sum_steps(self, number: int) -> list[Tensor]:
-        """So many tensors of a float32 for each token and head."""
-        shape = (self._batch, self._heads, self._chunks, _CHUNK)
-        return [self._make(shape, dtype=torch.float32) for _ in range(number)]
-
-    def make_states(self, dtype: torch.dtype) -> Tensor:
-        """The state behind each chunk."""
-        return self._make(self._batch, self._chunks, self._heads, self._head_dim, self._state_dim, dtype=dtype)
-
-    def make_state(self) -> Tensor:
-        """The last one."""
-        return self._make(self._batch, self._heads, self._head_dim, self._state_dim, dtype=torch.float32)
-
-    def multiply_chunks(self, splits: int = 1) -> Tensor:
-        """Products of B and C within each chunk, and their gradient."""
-        return self._make(self._batch, self._chunks, splits, self._groups, _CHUNK, _CHUNK, dtype=torch.float32)
-
-    def make_grad_of_state(self, splits: int) -> Tensor:
-        """Of B or of C."""
-        return self._make(self._batch, self._tokens, splits, self._groups, self._state_dim, dtype=torch.float32)
-
-    def count_splits(self, num_processors: int) -> int:
-        """Of the heads of a group (ssd_chunk_state.py: _chunk_state_bwd_db)."""
-        of_group = self._heads // self._groups
-        per_program = min(math.ceil(self._batch * self._chunks * self._heads / num_processors), of_group)
-        return math.ceil(of_group / max(per_program, 1))
+    def differentiate(self, kept: Sequence[Tensor], _: Tensor) -> list[Tensor]:
+        projected, conv_weight, conv_bias, _, decay, skip, dt_bias = kept
+        alive = [self._make(self._convolved)]
+        grad_projected = torch.empty_like(projected)
+        # The gradient of the convolution's output; the rest is _mamba_chunk_scan_combined_bwd.
+        alive += [self._make(self._convolved), self._make(self._steps)]
+        alive += self._make_float32(self._sums, self._sums, self._products)
+        in_chunks = self._make_float32(self._states)
+        states = self._make_float32(self._states)
+        alive += self._make_float32(self._state)
+        del in_chunks
+        # dout_x of _chunk_scan_bwd_dz.
+        alive += [self._make(self._output)]
+        states += self._make_float32(self._states)
+        alive += [self._make(self._states), self._make(self._states)]
+        del states
+        alive += self._make_float32(self._sums)
+        # dB and dC, summed over the splits.
+        for _operand in "BC":
+            alive += [self._make_float32(self._split_grad)[0].sum(2), *self._make_float32(self._sums)]
+        alive += [self._make_float32(self._split_products)[0].sum(2)]
+        # ddA_prev, and ddA of _chunk_scan_bwd_ddAcs_stable.
+        blocks = [self._sums] * (_CHUNK // _ROWS)
+        alive += [*self._make_float32(self._sums), torch.stack(self._make_float32(*blocks)).sum(0)]
+        small = [torch.empty_like(each) for each in (conv_weight, conv_bias, dt_bias, decay, skip)]
+        del alive
+        return [grad_projected, *small]

@@ -1,4 +1,5 @@
-"""Writes out the allocations of many layers alike from those of three: the first, one of the middle, and the last."""
+"""Chooses which of many layers alike run, the first, one of the middle, and the last, and writes out the allocations of
+all from theirs."""
 
 from __future__ import annotations
 
@@ -11,6 +12,22 @@ from tempo_megatron.memory.tape.tape import FREED, Event
 
 _Storage = tuple[int, int]
 """(the block that made it, its rank among those that the block made)."""
+
+
+def compress(kinds: Iterable[object], longest: int = 3) -> list[tuple[int, int]]:
+    """(index, count) of representative layers. A run of more than `longest` equal layers is represented by its first,
+    one middle and its last layer.
+
+    The first and the last of a row have other neighbours; those of the middle are alike in all they do.
+    """
+    found = []
+    for _, row in itertools.groupby(enumerate(kinds), key=lambda each: each[1]):
+        first, *others = (index for index, _ in row)
+        if len(others) < longest:
+            found += [(index, 1) for index in (first, *others)]
+        else:
+            found += [(first, 1), (others[0], len(others) - 1), (others[-1], 1)]
+    return found
 
 
 def repeat_layers(
@@ -26,12 +43,10 @@ def repeat_layers(
         segments: of a micro batch, in order; those next to one another with one key are one block.
         times: place of each layer that stands for several, whose neighbours are like it -> how many.
     """
-    blocks: list[tuple[Key, list[Event]]] = []
-    for key, events in segments:
-        if blocks and blocks[-1][0] == key:
-            blocks[-1][1].extend(events)
-        else:
-            blocks.append((key, [*events]))
+    blocks: list[tuple[Key, list[Event]]] = [
+        (key, [event for _, events in of_key for event in events])
+        for key, of_key in itertools.groupby(segments, key=lambda segment: segment[0])
+    ]
     places = [place for place in times if place is not None]
     layers = {(place, is_backward): i for i, ((_, place, is_backward), _) in enumerate(blocks) if place is not None}
     if places and len(layers) != sum(key[1] is not None for key, _ in blocks):

@@ -5,7 +5,6 @@ References are to Transformer Engine 2.20, from transformer_engine/.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -20,8 +19,7 @@ from torch import Tensor
 from tempo_kernels.norm import rms_norm
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.device import mark_as_stock
-from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
-from tempo_megatron.memory.simulated.stand_in import stand_in
+from tempo_megatron.memory.simulated.stand_in import DroppedOutput, stand_in
 from tempo_megatron.slots.attention import TempoNormedSelfAttention, TempoRotarySelfAttention
 from tempo_megatron.slots.norm import TorchRMSNorm
 
@@ -61,8 +59,7 @@ def put_stock_attention(layer: torch.nn.Module, *, copies: bool) -> None:
 
 
 def _hand_out_copy(output: Tensor) -> Tensor:
-    found: Tensor = stand_in(lambda x: (x.clone(), (x,)), output, differentiate=lambda _, grad: [grad])
-    return found
+    return stand_in(lambda x: (x.clone(), (x,)), output, differentiate=lambda _, grad: [grad])
 
 
 def keep_padding_masks(model: torch.nn.Module) -> None:
@@ -111,18 +108,18 @@ def recompute_norms(model: torch.nn.Module, *, has_latent_attention: bool) -> No
 
 def _recompute_behind(norm: torch.nn.Module, user: torch.nn.Module) -> None:
     """Drop the norm's output when `user`, which has it as its input, is done, as transformer_layer.py does."""
-    calls: list[tuple[DroppedOutput, contextlib.ExitStack]] = []
-    normalize = norm.forward
+    calls: list[DroppedOutput] = []
+    normalize, use = norm.forward, user.forward
 
-    def run(x: Tensor) -> Any:
-        calls.append((DroppedOutput(), contextlib.ExitStack()))
-        return calls[-1][0].run(normalize, x)
+    def run_norm(x: Tensor) -> Any:
+        calls.append(DroppedOutput())
+        return calls[-1].run(normalize, x)
 
-    def finish(_: torch.nn.Module, __: Any, output: Any) -> None:
-        dropped, using = calls.pop()
-        using.close()
+    def run_user(*inputs: Any, **named: Any) -> Any:
+        dropped = calls.pop()
+        with dropped.use():
+            output = use(*inputs, **named)
         dropped.recompute_for(output[0])
+        return output
 
-    norm.forward = run
-    user.register_forward_pre_hook(lambda *_: calls[-1][1].enter_context(calls[-1][0].use()))
-    user.register_forward_hook(finish)
+    norm.forward, user.forward = run_norm, run_user
