@@ -16,11 +16,9 @@ from tempo_megatron.memory.chips import H100
 from tempo_megatron.memory.megatron.command import MODELS, Command, split_command
 from tempo_megatron.memory.megatron.derived import (
     derive,
-    find_activation,
     find_float8_layers,
     find_padded_vocab_size,
-    find_stock,
-    fuses_activation,
+    read_modules,
     read_optimizer,
 )
 from tempo_megatron.memory.megatron.options import parse_options
@@ -68,16 +66,7 @@ def read_command(
         arguments |= {"num_tokentypes": 2 * args.bert_binary_head, "add_binary_head": args.bert_binary_head}
     if command.family == "t5":
         arguments["decoder_seq_length"] = args.decoder_seq_length
-    run = read_run(
-        MODELS[command.family],
-        args,
-        arguments,
-        args,
-        tempo,
-        activation=find_activation(args),
-        stock=find_stock(args),
-        fuses_activation=fuses_activation(args),
-    )
+    run = read_run(MODELS[command.family], args, arguments, args, tempo, **read_modules(args))
     run = dataclasses.replace(
         run,
         optimizer=read_optimizer(args),
