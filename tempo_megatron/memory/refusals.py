@@ -2,7 +2,6 @@
 
 `list_refusals` is the one table over a Run, which `Run.check` asks: a condition, and the sentence that a user reads,
 with each option as it was typed. `memory.megatron.derived` has the like for options of Megatron-LM that no Run has.
-What is wrong with one argument by itself is said where that is read.
 """
 
 from __future__ import annotations
@@ -111,37 +110,6 @@ def _list_refused_stages(run: Any, pp: str) -> Iterator[str]:
         yield (
             f"{number} micro batches pass through chunks in groups of {group}, of which none may be smaller than {pp} "
             f"{stages}, as interleaving needs; change one of them"
-        )
-
-
-def list_refused_cuts(
-    num_layers: int, stages: int, per_chunk: int | None, first: int | None, last: int | None, names: Mapping[str, str]
-) -> Iterator[str]:
-    """Of options that cut a pipeline's layers into chunks; the arguments are those of `memory.run.cut_layers`."""
-    ends = {name: number for name, number in (("first", first), ("last", last)) if number is not None}
-    options = " and ".join(f"--decoder-{name}-pipeline-num-layers {number}" for name, number in ends.items())
-    rest, others = num_layers - sum(ends.values()), stages - len(ends)
-    if ends and stages == 1:
-        yield f"{options} needs at least 2 stages, and there is 1; leave it out, or raise {names['pp']}"
-    if ends and (rest < others or (rest % others if others else rest)):
-        yield (
-            f"{options} leaves {rest} of {num_layers} layers for {others} other stages; expected "
-            f"{'a positive multiple of them' if others else 'none'}; change one of them"
-        )
-    if per_chunk is None:
-        return
-    if not ends and num_layers % stages:
-        yield f"{num_layers} layers are not a multiple of {names['pp']} {stages}; change one of them"
-    sizes = [*ends.values(), *([rest // others] if others else [])]
-    if len({*sizes}) > 1:
-        yield (
-            f"--num-layers-per-virtual-pipeline-stage is {per_chunk} and stages have {min(sizes)} to {max(sizes)} "
-            "layers; expected stages of equally many; leave one out"
-        )
-    if stages == 1 or sizes[0] % per_chunk:
-        yield (
-            f"--num-layers-per-virtual-pipeline-stage is {per_chunk}; expected a divisor of the {sizes[0]} layers of "
-            "one of at least 2 stages; change it or leave it out"
         )
 
 

@@ -81,26 +81,11 @@ def test_the_smallest_block_that_is_large_enough_is_taken() -> None:
 
 
 def test_what_is_freed_comes_back_whole() -> None:
-    """Whatever the order: in the end each pool is whole segments again, and the bytes in use are never overlapping."""
-    allocator, generator, blocks = CachingAllocator(), random.Random(5), list[Block | None]()
-    for _ in range(3000):
-        if blocks and generator.random() < 0.5:
-            allocator.free(blocks.pop(generator.randrange(len(blocks))))
-        else:
-            blocks.append(allocator.allocate(int(2 ** generator.uniform(0, 26))))
-        used = sorted((b.address, b.address + b.size) for b in blocks if b is not None and b.address is not None)
-        assert all(end <= start for (_, end), (start, _) in zip(used, used[1:], strict=False))
-        assert allocator.allocated == sum(end - start for start, end in used) <= allocator.reserved
-    for block in blocks:
-        allocator.free(block)
-    free = [size for pool in allocator._free for size, *_ in pool]
-    assert allocator.allocated == 0 and sum(free) == allocator.reserved
-    assert all(size % (2 * MIB) == 0 for size in free)
+    """Whatever the order: in the end each pool is whole segments again, and the bytes in use are never overlapping.
 
-
-def test_what_is_in_use_is_the_same_where_small_blocks_lie_nowhere() -> None:
-    generator = random.Random(6)
-    whole, light = CachingAllocator(), CachingAllocator(counts_reserved=False)
+    Where small blocks lie nowhere, as much is in use.
+    """
+    whole, light, generator = CachingAllocator(), CachingAllocator(counts_reserved=False), random.Random(5)
     blocks: list[tuple[Block | None, Block | None]] = []
     for _ in range(3000):
         if blocks and generator.random() < 0.5:
@@ -110,8 +95,16 @@ def test_what_is_in_use_is_the_same_where_small_blocks_lie_nowhere() -> None:
         else:
             size = int(2 ** generator.uniform(0, 26))
             blocks.append((whole.allocate(size), light.allocate(size)))
+        used = sorted((b.address, b.address + b.size) for b, _ in blocks if b is not None and b.address is not None)
+        assert all(end <= start for (_, end), (start, _) in zip(used, used[1:], strict=False))
+        assert whole.allocated == sum(end - start for start, end in used) <= whole.reserved
         assert (light.allocated, light.peak_allocated) == (whole.allocated, whole.peak_allocated)
     assert whole.reserved > light.reserved > 0
+    for block, _ in blocks:
+        whole.free(block)
+    free = [size for pool in whole._free for size, *_ in pool]
+    assert whole.allocated == 0 and sum(free) == whole.reserved
+    assert all(size % (2 * MIB) == 0 for size in free)
 
 
 def test_expandable_segments_are_split_however_little_is_left() -> None:

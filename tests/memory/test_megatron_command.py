@@ -77,7 +77,7 @@ def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8)
             },
         ),
         (
-            "--hybrid-override-pattern M*-M --mtp-hybrid-override-pattern *- --mtp-num-layers 1",
+            "--hybrid-override-pattern M*-M/*- --mtp-num-layers 1",
             {"hybrid": Hybrid(pattern="M*-M", mtp_pattern="*-"), "layout.chunks": None, "model.num_experts": None},
         ),
         ("--recompute-activations", {"recompute": ("core_attn",)}),
@@ -185,7 +185,7 @@ REFUSED = f"""
 --multi-latent-attention --group-query-attention => is given with --multi-latent-attention
 --multi-latent-attention --v-head-dim 0 => --v-head-dim is 0; expected a positive number
 --is-hybrid-model => give --hybrid-layer-pattern with a letter for each: M, *, - or E
---hybrid-layer-pattern M*- --hybrid-mlp-ratio 0.3 => --hybrid-mlp-ratio and --hybrid-layer-pattern are both given
+--hybrid-mlp-ratio 0.3 => of former versions of Megatron-LM; give --hybrid-layer-pattern
 --hybrid-layer-pattern M*- --transformer-impl local => with --transformer-impl transformer_engine and without
 --hybrid-layer-pattern MG => has G, which the estimate does not know
 --hybrid-layer-pattern M*-/MM => prediction of MM, and the estimate knows *- and *E there

@@ -233,10 +233,9 @@ class RunObserver:
             run = self._read_run(model)
             if run.model.num_experts is not None and not all(run.model.layers_with_experts):
                 return {}, "some layers have experts and others not"
-            found = Beside("tempo_megatron.memory.plan.choices:measure_stock_layer", run).wait()
+            return dict(Beside("tempo_megatron.memory.plan.choices:measure_stock_layer", run).wait()), ""
         except ValueError as error:
             return {}, str(error)
-        return dict(found), ""
 
     def _write_title(self) -> str:
         """`GPTModel, 24 layers, hidden 1024, bfloat16, s 1024, b 4, TP 2 + SP`."""

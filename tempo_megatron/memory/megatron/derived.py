@@ -80,9 +80,7 @@ def _list_refused_options(args: argparse.Namespace) -> Iterator[str]:
 def list_contradictions(args: argparse.Namespace) -> Iterator[str]:
     """A sentence for each thing that the options, as they were typed, cannot say or the estimate does not know."""
     has_pattern = args.hybrid_layer_pattern is not None
-    ratios = _list_given(args, "hybrid_attention_ratio", "hybrid_mlp_ratio")
-    is_hybrid = args.trains_hybrid or args.is_hybrid_model or args.mtp_hybrid_override_pattern or ratios
-    if is_hybrid and not has_pattern:
+    if (args.trains_hybrid or args.is_hybrid_model) and not has_pattern:
         yield (
             "the layers are of several kinds, and no pattern says which; give --hybrid-layer-pattern with a letter for "
             "each: M, *, - or E"
@@ -245,7 +243,14 @@ def derive(args: argparse.Namespace, command: Command, world_size: int | None, w
         args.position_embedding_type = "rope"
     args.num_query_groups = args.num_query_groups if args.group_query_attention else None
     if args.step_batch_size_schedule:
-        args.global_batch_size = _find_last_batch_size(args.step_batch_size_schedule.split())
+        # Such as 0:384 200B:768: a batch that grows has most micro batches at its end.
+        words = args.step_batch_size_schedule.split()
+        if not all(re.fullmatch(r"[\d.]+[KMBT]?:[1-9]\d*", word) for word in words):
+            raise ValueError(
+                f"--step-batch-size-schedule is {' '.join(words)}; expected when and how many samples, such as "
+                "0:384 200B:768"
+            )
+        args.global_batch_size = int(words[-1].rpartition(":")[2])
     args.global_batch_size = args.global_batch_size or args.micro_batch_size * args.data_parallel_size
     args.params_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     if args.recompute_activations:
@@ -256,10 +261,7 @@ def derive(args: argparse.Namespace, command: Command, world_size: int | None, w
 
 def _derive_hybrid(args: argparse.Namespace) -> None:
     """What a hybrid's pattern says. Raises ValueError where it does not go with the other options."""
-    pattern, predicting = args.hybrid_layer_pattern, args.mtp_hybrid_override_pattern
-    args.mtp_hybrid_override_pattern = None
-    if predicting and args.mtp_num_layers and "/" not in pattern:
-        pattern = "/".join([pattern, *[predicting] * args.mtp_num_layers])
+    pattern = args.hybrid_layer_pattern
     main, *further = pattern.split("/")
     if len({*further}) > 1:
         raise ValueError(
@@ -278,7 +280,7 @@ def _derive_hybrid(args: argparse.Namespace) -> None:
             f"--hybrid-layer-pattern cuts the pipeline into {len(sizes)} chunks; expected a multiple of "
             f"--pipeline-model-parallel-size {stages}, and no numbers of layers for its ends; change one of them"
         )
-    args.hybrid_layer_pattern, args.num_layers, args.encoder_num_layers = pattern, sum(sizes), None
+    args.num_layers, args.encoder_num_layers = sum(sizes), None
     args.mtp_num_layers = len(further) or None
     if "E" not in main:
         args.num_moe_experts = None
@@ -286,19 +288,6 @@ def _derive_hybrid(args: argparse.Namespace) -> None:
         raise ValueError("--hybrid-layer-pattern has E, and there are no experts; give --num-experts")
     else:
         args.moe_layer_freq = f"[{','.join('01'[letter == 'E'] for letter in main.replace('|', ''))}]"
-
-
-def _find_last_batch_size(words: list[str]) -> int:
-    """Of --step-batch-size-schedule, such as 0:384 200B:768: a batch that grows has most micro batches at its end.
-
-    Raises ValueError where it is something else.
-    """
-    if not all(re.fullmatch(r"[\d.]+[KMBT]?:[1-9]\d*", word) for word in words):
-        raise ValueError(
-            f"--step-batch-size-schedule is {' '.join(words)}; expected when and how many samples, such as "
-            "0:384 200B:768"
-        )
-    return int(words[-1].rpartition(":")[2])
 
 
 def _count_chunks(args: argparse.Namespace) -> int | None:
@@ -417,7 +406,8 @@ def find_padded_vocab_size(args: argparse.Namespace, given: int | None, warnings
 def _count_tokens(args: argparse.Namespace, tokenizer: str) -> int | None:
     """As the tokenizer would; None where its file is not here."""
     if tokenizer in ("NullTokenizer", "NullMultimodalTokenizer"):
-        return args.vocab_size if args.vocab_size is None else int(args.vocab_size)
+        found: int | None = args.vocab_size
+        return found
     try:
         text = Path(args.vocab_file or "").read_text(encoding="utf-8")
         if tokenizer.startswith("BertWordPiece"):

@@ -55,6 +55,10 @@ def _words(default: str | None, *choices: str, **more: Any) -> Option:
     return Option(str, default, choices=choices or None, **more)
 
 
+def _each(option: Option, names: str) -> dict[str, Option]:
+    return dict.fromkeys(names.split(), option)
+
+
 def _parse_window(text: str) -> tuple[int, ...]:
     """`128,0`, also in brackets."""
     return tuple(int(part) for part in text.strip("()[] ").split(","))
@@ -74,34 +78,54 @@ ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipe
 """Of what counts as a layer there."""
 
 READ: dict[str, Option] = {
+    # Plain ones, by kind.
+    **_each(
+        _switch(),
+        "group-query-attention use-rotary-position-embeddings swiglu add-qkv-bias qk-layernorm "
+        "untie-embeddings-and-output-weights cross-entropy-loss-fusion deterministic-mode sequence-parallel "
+        "tp-comm-overlap defer-embedding-wgrad-compute bf16 recompute-activations use-distributed-optimizer "
+        "overlap-grad-reduce accumulate-allreduce-grads-in-fp32 grad-reduce-in-bf16 first-last-layers-bf16 "
+        "moe-shared-expert-gate moe-shared-expert-overlap moe-router-pre-softmax moe-router-enable-expert-bias "
+        "moe-router-padding-for-quantization moe-router-force-load-balancing moe-grouped-gemm moe-permute-fusion "
+        "moe-pad-expert-input-to-capacity moe-layer-recompute moe-apply-probs-on-input moe-paged-stash "
+        "use-fused-weighted-squared-relu overlap-moe-expert-parallel-comm multi-latent-attention "
+        "mtp-use-repeated-layer is-hybrid-model",
+    ),
+    **_each(
+        _size(),
+        "num-layers hidden-size ffn-hidden-size num-attention-heads kv-channels seq-length decoder-seq-length "
+        "max-position-embeddings vocab-size padded-vocab-size num-layers-per-virtual-pipeline-stage micro-batch-size "
+        "global-batch-size recompute-num-layers ddp-bucket-size suggested-communication-unit-size q-lora-rank "
+        "mamba-num-heads",
+    ),
+    **_each(
+        _size(default=1),
+        "num-query-groups tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size",
+    ),
+    **_each(
+        Option(),
+        "decoder-num-layers moe-ffn-hidden-size moe-shared-expert-intermediate-size moe-latent-size "
+        "moe-router-num-groups moe-router-group-topk expert-tensor-parallel-size",
+    ),
+    **_each(Option(default=0), "vocab-extra-ids wgrad-deferral-limit"),
+    **_each(
+        Option(float),
+        "activation-func-clamp-value moe-z-loss-coeff moe-input-jitter-eps moe-expert-capacity-factor",
+    ),
+    **_each(Option(float, 0.1), "attention-dropout hidden-dropout"),
+    **_each(_words(None), "vocab-file tokenizer-type tokenizer-model"),
     # The model.
-    "num-layers": _size(),
     "encoder-num-layers": _size(excludes=("num_layers",)),
-    "decoder-num-layers": Option(),
-    "hidden-size": _size(),
-    "ffn-hidden-size": _size(),
-    "num-attention-heads": _size(),
-    "group-query-attention": _switch(),
-    "num-query-groups": _size(default=1),
-    "kv-channels": _size(),
-    "seq-length": _size(),
     "encoder-seq-length": Option(excludes=("seq_length",)),
-    "decoder-seq-length": _size(),
-    "max-position-embeddings": _size(),
     "position-embedding-type": _words(
         "learned_absolute", "learned_absolute", "rope", "yarn", "mrope", "relative", "none"
     ),
-    "use-rotary-position-embeddings": _switch(),
     "no-position-embedding": _switch("add_position_embedding", True),
     "normalization": _words("LayerNorm", "LayerNorm", "RMSNorm"),
-    "swiglu": _switch(),
     "squared-relu": _switch(excludes=("swiglu",)),
     "quick-geglu": _switch(excludes=("swiglu", "squared_relu")),
     "openai-gelu": _switch(gives="OpenAI's GELU"),
-    "activation-func-clamp-value": Option(float),
     "disable-bias-linear": _switch("add_bias_linear", True),
-    "add-qkv-bias": _switch(),
-    "qk-layernorm": _switch(),
     "qk-l2-norm": _switch(gives="an L2 norm of queries and keys"),
     "qk-clip": _switch(gives="the largest logits of attention"),
     "log-max-attention-logit": _switch(gives="the largest logits of attention"),
@@ -112,7 +136,6 @@ READ: dict[str, Option] = {
     "experimental-attention-variant": _words(None, gives="an experimental attention"),
     "apply-residual-connection-post-layernorm": _switch(gives="a residual stream behind the norms"),
     "fp32-residual-connection": _switch(gives="a float32 residual stream"),
-    "untie-embeddings-and-output-weights": _switch(),
     "bert-no-binary-head": _switch("bert_binary_head", True),
     "heterogeneous-layers-config-path": _words(None, **_KINDS),
     "heterogeneous-layers-config-encoded-json": _words(None, **_KINDS),
@@ -130,18 +153,10 @@ READ: dict[str, Option] = {
     "no-rope-freq": _words(None, gives="layers with and without rotary embeddings"),
     "rotary-percent": Option(float, 1.0),
     # The vocabulary.
-    "vocab-size": _size(),
-    "padded-vocab-size": _size(),
     "make-vocab-size-divisible-by": _size(default=128),
-    "vocab-extra-ids": Option(default=0),
-    "vocab-file": _words(None),
     "no-pad-vocab-size": _switch("pad_vocab_size", True),
     "disable-pad-vocab-size": _switch("pad_vocab_size", True),
-    "tokenizer-type": _words(None),
-    "tokenizer-model": _words(None),
     # Dropout and kernels.
-    "attention-dropout": Option(float, 0.1),
-    "hidden-dropout": Option(float, 0.1),
     "transformer-impl": _words("transformer_engine", "local", "transformer_engine", "inference_optimized"),
     "attention-backend": _words("auto", "flash", "fused", "unfused", "local", "auto"),
     "no-masked-softmax-fusion": _switch("masked_softmax_fusion", True),
@@ -156,20 +171,15 @@ READ: dict[str, Option] = {
     "mlp-chunks-for-training": Option(default=1, gives="an MLP that runs in chunks"),
     "batch-invariant-mode": _switch(gives="batch-invariant kernels"),
     "use-kitchen-attention": _switch(gives="Kitchen's attention"),
-    "cross-entropy-loss-fusion": _switch(),
     "cross-entropy-fusion-impl": _words("native", "native", "te", "linear"),
     "fp16-lm-cross-entropy": _switch(gives="a cross entropy in float16"),
     "cuda-graph-impl": _words("none", "none", "local", "transformer_engine", "full_iteration", gives=_GRAPHS),
     "enable-cuda-graph": _switch("cuda_graph_impl_deprecated", gives=_GRAPHS),
     "external-cuda-graph": _switch("cuda_graph_impl_deprecated", gives=_GRAPHS),
     "no-create-attention-mask-in-dataloader": _switch("create_attention_mask_in_dataloader", True),
-    "deterministic-mode": _switch(),
     "logits-save-dir": _words(None, gives="logits that are saved"),
     "logits-load-dir": _words(None, gives="distillation"),
     # The layout.
-    "tensor-model-parallel-size": _size(default=1),
-    "pipeline-model-parallel-size": _size(default=1),
-    "num-layers-per-virtual-pipeline-stage": _size(),
     "num-virtual-stages-per-pipeline-rank": _size(excludes=("num_layers_per_virtual_pipeline_stage",)),
     "microbatch-group-size-per-virtual-pipeline-stage": Option(field="microbatch_group_size_per_vp_stage"),
     "decoder-first-pipeline-num-layers": Option(field="num_layers_in_first_pipeline_stage"),
@@ -177,25 +187,15 @@ READ: dict[str, Option] = {
     "pipeline-model-parallel-layout": _words(None, gives="a pipeline layout of its own", excludes=CUTS[:2]),
     "account-for-embedding-in-pipeline-split": _switch(gives="an embedding that counts as a layer of its stage"),
     "account-for-loss-in-pipeline-split": _switch(gives="a loss that counts as a layer of its stage"),
-    "sequence-parallel": _switch(),
-    "tp-comm-overlap": _switch(),
     "tensor-parallel-num-weight-shards": Option(gives="weights sharded beside tensor parallelism"),
-    "defer-embedding-wgrad-compute": _switch(),
-    "wgrad-deferral-limit": Option(default=0),
     "delay-wgrad-compute": _switch(needs=("overlap_moe_expert_parallel_comm",)),
-    "context-parallel-size": _size(default=1),
     "hybrid-context-parallel": _switch(gives="context parallelism"),
     # The step.
-    "micro-batch-size": _size(),
-    "global-batch-size": _size(),
     "rampup-batch-size": Option(nargs=3),
     "step-batch-size-schedule": _words(None, excludes=("global_batch_size", "rampup_batch_size")),
-    "bf16": _switch(),
     "fp16": _switch(excludes=("bf16",)),
-    "recompute-activations": _switch(),
     "recompute-granularity": _words(None, "full", "selective"),
     "recompute-method": _words(None, "uniform", "block"),
-    "recompute-num-layers": _size(),
     "recompute-modules": Option(str, nargs="+"),
     "distribute-saved-activations": _switch(gives="saved activations that tensor-parallel ranks share"),
     "cpu-offloading-num-layers": Option(default=0, field="cpu_offloading", gives="activations on the host"),
@@ -207,17 +207,12 @@ READ: dict[str, Option] = {
     ),
     "muon-scalar-optimizer": _words("adam", "adam", "lion"),
     "no-use-layer-wise-param-layout": _switch("use_layer_wise_param_layout", True),
-    "use-distributed-optimizer": _switch(),
     "num-distributed-optimizer-instances": _size(default=1, needs=("use_distributed_optimizer",)),
-    "overlap-grad-reduce": _switch(),
     "overlap-param-gather": _switch(needs=("use_distributed_optimizer", "overlap_grad_reduce")),
-    "ddp-bucket-size": _size(),
     "ddp-num-buckets": _size(excludes=("ddp_bucket_size",)),
     "ddp-param-name-patterns-for-fp32-local-accumulation": Option(
         str, (), nargs="+", gives="gradients of several dtypes"
     ),
-    "accumulate-allreduce-grads-in-fp32": _switch(),
-    "grad-reduce-in-bf16": _switch(),
     "ddp-reduce-scatter-with-fp32-accumulation": _switch(gives="gradients that are reduced through all-to-all"),
     "use-precision-aware-optimizer": _switch(needs=("use_distributed_optimizer",)),
     "main-grads-dtype": _words(
@@ -242,14 +237,12 @@ READ: dict[str, Option] = {
     "megatron-fsdp-grad-comm-dtype": _words("auto", *_FLOAT_TYPES, "auto"),
     "megatron-fsdp-version": Option(default=1, gives="another version of Megatron-FSDP"),
     "fsdp-double-buffer": _switch(gives="buffers of Megatron-FSDP that stay"),
-    "suggested-communication-unit-size": _size(),
     # Eight bits and fewer.
     "fp8-format": _words(None, "e4m3", "hybrid", field="fp8", gives="float8"),
     "fp8-recipe": _words("delayed", "tensorwise", "delayed", "mxfp8", "blockwise", "custom"),
     "fp8-param-gather": _switch(needs=("fp8", "use_distributed_optimizer")),
     "fp8-output-proj": _switch(gives="an output layer in float8"),
     "keep-fp8-transpose-cache": _switch(gives="transposed weights in float8 that stay"),
-    "first-last-layers-bf16": _switch(),
     "num-layers-at-start-in-bf16": Option(default=1),
     "num-layers-at-end-in-bf16": Option(default=1),
     "fp4-format": _words(None, "e2m1", field="fp4", gives="float4"),
@@ -258,40 +251,15 @@ READ: dict[str, Option] = {
     # Experts.
     "num-experts": Option(field="num_moe_experts"),
     "moe-layer-freq": Option(str, "1"),
-    "moe-ffn-hidden-size": Option(),
-    "moe-shared-expert-intermediate-size": Option(),
-    "moe-shared-expert-gate": _switch(),
-    "moe-shared-expert-overlap": _switch(),
-    "moe-latent-size": Option(),
     "moe-router-topk": Option(default=2),
-    "moe-router-num-groups": Option(),
-    "moe-router-group-topk": Option(),
     "moe-router-load-balancing-type": Option(str, ("aux_loss",), nargs="+"),
     "moe-aux-loss-coeff": Option(float, (0.0,), nargs="+"),
-    "moe-z-loss-coeff": Option(float),
     "moe-router-score-function": _words("softmax", "softmax", "sigmoid", "sqrtsoftplus"),
-    "moe-router-pre-softmax": _switch(),
     "moe-router-dtype": _words(None, "fp32", "fp64"),
-    "moe-router-enable-expert-bias": _switch(),
     "moe-router-padding-for-fp8": _switch("moe_router_padding_for_quantization"),
-    "moe-router-padding-for-quantization": _switch(),
-    "moe-router-force-load-balancing": _switch(),
-    "moe-input-jitter-eps": Option(float),
-    "moe-grouped-gemm": _switch(),
     "moe-token-dispatcher-type": _words("allgather", "allgather", "alltoall", "flex"),
-    "moe-permute-fusion": _switch(),
-    "moe-expert-capacity-factor": Option(float),
-    "moe-pad-expert-input-to-capacity": _switch(),
-    "moe-layer-recompute": _switch(),
-    "moe-apply-probs-on-input": _switch(),
-    "moe-paged-stash": _switch(),
-    "use-fused-weighted-squared-relu": _switch(),
     "expert-model-parallel-size": Option(default=1),
-    "expert-tensor-parallel-size": Option(),
-    "overlap-moe-expert-parallel-comm": _switch(),
     # Latent attention.
-    "multi-latent-attention": _switch(),
-    "q-lora-rank": _size(),
     "kv-lora-rank": _size(default=32),
     "qk-head-dim": _size(default=128),
     "qk-pos-emb-head-dim": _size(default=64),
@@ -300,18 +268,12 @@ READ: dict[str, Option] = {
     "rope-type": _words(None, "rope", "yarn"),
     # Further heads, and layers that are no transformer's.
     "mtp-num-layers": _size(gives="multi-token prediction"),
-    "mtp-use-repeated-layer": _switch(),
     "mtp-standalone": _switch(gives="multi-token prediction in a stage of its own"),
-    "mtp-hybrid-override-pattern": _words(None),
-    "is-hybrid-model": _switch(),
-    "hybrid-layer-pattern": _words(None, excludes=("hybrid_attention_ratio", "hybrid_mlp_ratio", *CUTS, *ACCOUNTS)),
+    "hybrid-layer-pattern": _words(None, excludes=(*CUTS, *ACCOUNTS)),
     "hybrid-override-pattern": _words(None, field="hybrid_layer_pattern"),
-    "hybrid-attention-ratio": Option(float),
-    "hybrid-mlp-ratio": Option(float),
     "mamba-state-dim": _size(default=128),
     "mamba-head-dim": _size(default=64),
     "mamba-num-groups": _size(default=8),
-    "mamba-num-heads": _size(),
     "disable-mamba-mem-eff-path": _switch(
         "use_mamba_mem_eff_path", True, gives="a scan that keeps what it could compute again"
     ),
@@ -390,11 +352,13 @@ use-one-sent-docs use-persistent-ckpt-worker use-pytorch-profiler use-ring-excha
 use-same-sampling-seed-across-dp-ranks use-sharp use-tokenizer-model-from-checkpoint-args
 use-torch-optimizer-for-cpu-offload use-tp-pp-dp-mapping valid-data-path validation-set-names verify-integrity
 """
-_GONE = {
+GONE = {
     "batch-size": "--micro-batch-size",
     "model-parallel-size": "--tensor-model-parallel-size",
     "warmup": "--lr-warmup-fraction",
     "checkpoint-activations": "--recompute-granularity and --recompute-method",
+    **dict.fromkeys(("hybrid-attention-ratio", "hybrid-mlp-ratio"), "--hybrid-layer-pattern"),
+    "mtp-hybrid-override-pattern": "--hybrid-layer-pattern with the pattern behind it, after a / for each layer",
 }
 
 
@@ -416,9 +380,9 @@ def parse_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     read, warnings, is_read = [], [], True
     for word in words:
         if word.startswith("-") and not _is_number(word):
-            option = word.partition("=")[0]
-            is_read = option in known
-            if not is_read and (warning := _judge(option, known)) is not None:
+            typed = word.partition("=")[0]
+            is_read = typed in known
+            if not is_read and (warning := _judge(typed, known)) is not None:
                 warnings.append(warning)
         if is_read:
             read.append(word)
@@ -472,8 +436,8 @@ def _judge(option: str, known: Sequence[str]) -> str | None:
 
     Raises ValueError where it looks like one that matters, or is gone.
     """
-    if (name := option.lstrip("-")) in _GONE:
-        raise ValueError(f"Megatron-LM takes {option} no longer; give {_GONE[name]}")
+    if (name := option.lstrip("-")) in GONE:
+        raise ValueError(f"{option} is an option of former versions of Megatron-LM; give {GONE[name]}")
     if is_ignored(option):
         return None
     near = [word for word in known if word.startswith(option)]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tempo_megatron.memory.megatron.derived import split_layout
-from tempo_megatron.memory.megatron.options import UNKNOWN_IN_LAYERS, UNKNOWN_IN_RUNS, list_options
+from tempo_megatron.memory.megatron.options import ACCOUNTS, UNKNOWN_IN_LAYERS, UNKNOWN_IN_RUNS, list_options
 from tempo_megatron.memory.run import Hybrid, OptimizerSettings, Run, cut_layers, read_recomputation
 from tempo_megatron.models.layout import Layout
 from tempo_megatron.models.shape import LATENT, make_shape
@@ -124,16 +124,8 @@ def read_run(
         **_read_positions(config, arguments, stock),
         **of_model,
     )
-    recomputation = {}
-    if not layers_only:
-        recomputation = read_recomputation(
-            config.recompute_granularity,
-            config.recompute_method,
-            config.recompute_num_layers,
-            config.recompute_modules,
-            model=model,
-            fuses_norms=stock == "transformer_engine",
-        )
+    names = () if layers_only else ("granularity", "method", "num_layers", "modules")
+    recomputation = [getattr(config, f"recompute_{name}") for name in names] or [None] * 4
     return Run(
         model=model,
         tempo=tempo,
@@ -173,7 +165,7 @@ def read_run(
         and config.apply_rope_fusion
         and config.position_embedding_type == "rope",
         **of_run,
-        **recomputation,
+        **read_recomputation(*recomputation, model=model, fuses_norms=stock == "transformer_engine"),
     )
 
 
@@ -189,7 +181,7 @@ def deal_out_layers(config: Any) -> tuple[int, ...] | None:
     if config.pipeline_model_parallel_layout:
         return tuple(chunk.count("t") for chunk in split_layout(config))
     stages, num_chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
-    extra = (config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split)
+    extra = [getattr(config, name) for name in ACCOUNTS]
     if not any(extra):
         return cut_layers(
             config.num_layers,
@@ -238,9 +230,9 @@ def _read_positions(config: Any, arguments: Mapping[str, Any], stock: str) -> di
             "--multi-latent-attention needs --transformer-impl transformer_engine: Megatron's own attention takes no "
             "values of another size than keys; leave one of them out"
         )
-    is_yarn = getattr(config, "rope_type", None) != "rope"
+    position = "rope" if getattr(config, "rope_type", None) == "rope" else "yarn"
     sizes = {name: getattr(config, name) for name in LATENT}
-    return {"multi_latent_attention": True, "position_embedding_type": "yarn" if is_yarn else "rope", **sizes}
+    return {"multi_latent_attention": True, "position_embedding_type": position, **sizes}
 
 
 def _read_experts(config: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

@@ -154,7 +154,7 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
         )
         counters = play_rank(step, standing, num_steps=2 if simulates_allocator else 1)
         if not has_rounding:
-            counters = dataclasses.replace(counters, rounding=0, rounding_at_rest=0)
+            counters = counters._replace(rounding=0, rounding_at_rest=0)
         name = {0: "first stage", stages - 1: "last stage"}.get(stage, f"stage {stage}")
         of_ends = {
             "workspaces": sum(map(sum, workspaces.values())),
@@ -195,15 +195,13 @@ def _count_deferred(run: Run, num_micro_batches: int) -> int:
     if run.deferred_head_gradients is None:
         return 0
     limit = run.deferred_head_gradients or num_micro_batches
-    tokens = run.micro_batch_size * run.model.seq_length // run.layout.cp
-    logits = tokens * run.padded_vocab_size // run.layout.tp
+    logits = run.num_tokens * run.padded_vocab_size // run.layout.tp
     return min(limit, num_micro_batches - 1) * (logits * run.dtype.itemsize + _count_hidden_bytes(run))
 
 
 def _count_hidden_bytes(run: Run) -> int:
-    tokens = run.micro_batch_size * run.model.seq_length // run.layout.cp
     parts = run.layout.tp if run.layout.sp else 1
-    return tokens * run.model.hidden_size // parts * run.dtype.itemsize
+    return run.num_tokens * run.model.hidden_size // parts * run.dtype.itemsize
 
 
 def _count_inputs_of_experts(run: Run, chunks: Sequence[ChunkMemory], layers: Sequence[Sequence[int]]) -> int:

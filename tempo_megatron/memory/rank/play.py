@@ -8,8 +8,9 @@ allocated whole: where attention's queries, keys and values of 3 MiB, say, take 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tempo_megatron.memory.rank.allocator import Block, CachingAllocator, Library
 from tempo_megatron.memory.rank.schedule import Event, list_turns
@@ -29,8 +30,7 @@ _LIBRARIES = {
 """A product, and whether it is in backward -> whose handle multiplies."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Peak:
+class Peak(NamedTuple):
     """The highest moment of a step's micro batches."""
 
     name: str
@@ -40,8 +40,7 @@ class Peak:
     """Part -> bytes, of those of `estimate.PART_NAMES` that micro batches have."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Counters:
+class Counters(NamedTuple):
     """What the steps of a rank showed."""
 
     peak: Peak
@@ -135,17 +134,17 @@ class Step:
         for turn in self._turns:
             running = [(each, self._begin(*each, latest)) for each in turn]
             of_turn = [
-                self._chunks[chunk].forward if is_forward else self._chunks[chunk].backward
-                for is_forward, _, chunk in turn
+                each.memory.forward if is_forward else each.memory.backward for (is_forward, *_), each in running
             ]
-            for place in range(max(map(len, of_turn))):
-                for (_, micro_batch), segments in zip(running, of_turn, strict=True):
-                    if place < len(segments):
-                        beside = [other for _, other in running if other is not micro_batch]
-                        peak_allocated = self.allocator.peak_allocated
-                        self._run(micro_batch, segments[place], beside)
-                        if beside and not segments[place].is_backward:
-                            self.allocator.peak_allocated = peak_allocated
+            for segments in itertools.zip_longest(*of_turn):
+                for (_, micro_batch), segment in zip(running, segments, strict=True):
+                    if segment is None:
+                        continue
+                    beside = [other for _, other in running if other is not micro_batch]
+                    peak_allocated = self.allocator.peak_allocated
+                    self._run(micro_batch, segment, beside)
+                    if beside and not segment.is_backward:
+                        self.allocator.peak_allocated = peak_allocated
             for (is_forward, number, chunk), micro_batch in running:
                 if is_forward:
                     self._drop(micro_batch.mask)
@@ -252,16 +251,8 @@ class Step:
         flush: int = 0,
         workspaces: int = 0,
     ) -> None:
-        """Keep what is there if it is more than ever.
-
-        Args:
-            num_bytes: of all tensors.
-            micro_batch: that runs.
-            segment: of it.
-            beside: another one that runs, whose tensors count as transients.
-            flush: what of them reducing a full bucket takes.
-            workspaces: of attention.
-        """
+        """Keep what is there if it is more than ever: `num_bytes`, among them `flush`, which reducing a full bucket
+        takes, and attention's workspaces. What runs beside counts as transients."""
         if num_bytes <= self.highest:
             return
         self.highest = num_bytes

@@ -123,9 +123,9 @@ def list_zeros(
         reduction += standing if stage > 1 else 0
     if optimizer.offloads:
         states = transient = 0
-    if optimizer.offloads and stage == 3:
-        # A rank's part of the gradients is where its states are (deepspeed/runtime/zero/stage3.py:333 and 791).
-        standing, gradients, reduction = 0, 0, reduction - gradients
+        if stage == 3:
+            # A rank's part of the gradients is where its states are (deepspeed/runtime/zero/stage3.py:333 and 791).
+            standing, gradients, reduction = 0, 0, reduction - gradients
     tensors = [Tensor("weights", size) for size in divide_like(weights, sizes)]
     tensors += [Tensor("gradients", size, Born.MICRO_BATCHES) for size in divide_like(standing, sizes)]
     tensors += [Tensor("optimizer states", size) for size in divide_like(states, [1] * _STATES)]
@@ -148,11 +148,8 @@ def _collect(
     p: int, e: int, d: int, optimizer: OptimizerSettings, largest: int, accumulates: bool
 ) -> tuple[ZeroBuckets, int]:
     """The buckets of ZeRO 1 and 2, and bytes of the reduction beside the gradients that ZeRO 2 has before it."""
-    is_stage_1, in_float32, elements = (
-        optimizer.zero_stage == 1,
-        optimizer.accumulates_in_float32,
-        optimizer.reduce_bucket_elements,
-    )
+    is_stage_1, in_float32 = optimizer.zero_stage == 1, optimizer.accumulates_in_float32
+    elements = optimizer.reduce_bucket_elements
     # ZeRO 1 reduces what it has accumulated, ZeRO 2 what a micro batch gives.
     of_gradient = FLOAT32 if is_stage_1 and in_float32 else e
     bucket, reduced = elements * of_gradient, 0
