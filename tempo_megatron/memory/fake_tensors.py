@@ -63,10 +63,7 @@ def simulate_layout(tensor_model_parallel_size: int, data_parallel_size: int = 1
 
 
 def set_global_buffer(buffer: Any) -> None:
-    """Let Megatron use this global memory buffer until its model parallelism ends.
-
-    Megatron's own setter takes no buffer, and refuses where there is one.
-    """
+    """Let Megatron use this global memory buffer until its model parallelism ends; its own setter takes none."""
     parallel_state._GLOBAL_MEMORY_BUFFER = buffer
 
 

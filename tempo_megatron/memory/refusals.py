@@ -2,7 +2,6 @@
 
 `list_refusals` is the one table over a Run, which `Run.check` asks: a condition, and the sentence that a user reads,
 with each option as it was typed. `memory.megatron.derived` has the like for options of Megatron-LM that no Run has.
-What is wrong with one argument by itself is said where that is read.
 """
 
 from __future__ import annotations
@@ -114,37 +113,6 @@ def _list_refused_stages(run: Any, pp: str) -> Iterator[str]:
         )
 
 
-def list_refused_cuts(
-    num_layers: int, stages: int, per_chunk: int | None, first: int | None, last: int | None, names: Mapping[str, str]
-) -> Iterator[str]:
-    """Of options that cut a pipeline's layers into chunks; the arguments are those of `memory.run.cut_layers`."""
-    ends = {name: number for name, number in (("first", first), ("last", last)) if number is not None}
-    options = " and ".join(f"--decoder-{name}-pipeline-num-layers {number}" for name, number in ends.items())
-    rest, others = num_layers - sum(ends.values()), stages - len(ends)
-    if ends and stages == 1:
-        yield f"{options} needs at least 2 stages, and there is 1; leave it out, or raise {names['pp']}"
-    if ends and (rest < others or (rest % others if others else rest)):
-        yield (
-            f"{options} leaves {rest} of {num_layers} layers for {others} other stages; expected "
-            f"{'a positive multiple of them' if others else 'none'}; change one of them"
-        )
-    if per_chunk is None:
-        return
-    if not ends and num_layers % stages:
-        yield f"{num_layers} layers are not a multiple of {names['pp']} {stages}; change one of them"
-    sizes = [*ends.values(), *([rest // others] if others else [])]
-    if len({*sizes}) > 1:
-        yield (
-            f"--num-layers-per-virtual-pipeline-stage is {per_chunk} and stages have {min(sizes)} to {max(sizes)} "
-            "layers; expected stages of equally many; leave one out"
-        )
-    if stages == 1 or sizes[0] % per_chunk:
-        yield (
-            f"--num-layers-per-virtual-pipeline-stage is {per_chunk}; expected a divisor of the {sizes[0]} layers of "
-            "one of at least 2 stages; change it or leave it out"
-        )
-
-
 def _list_refused_experts(run: Any, names: Mapping[str, str]) -> Iterator[str]:
     """Of a mixture: how its experts divide, what they can take, and what may run at the same time."""
     model, ep, parallel, shared = run.model, names["ep"], run.layout.ep, run.layout.etp
@@ -184,82 +152,3 @@ def refuse(sentences: Iterator[str]) -> None:
     """Raise ValueError with the first sentence, where there is one."""
     if (sentence := next(sentences, None)) is not None:
         raise ValueError(sentence)
-
-
-KNOWN_IN_COMMANDS = (
-    *("mtp_num_layers", "pipeline_model_parallel_layout", "fp8"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "window_attn_skip_freq"),
-)
-"""Of the next two, what the estimate of a command knows, and the plan of a built run does not."""
-
-UNKNOWN_IN_LAYERS = {
-    "heterogeneous_block_specs": "layers of several kinds",
-    "fp8": "float8",
-    "fp4": "float4",
-    "fp32_residual_connection": "a float32 residual stream",
-    "attention_output_gate": "gates on attention's output",
-    "experimental_attention_variant": "an experimental attention",
-    "window_attn_skip_freq": "layers with and without a window",
-}
-"""Field of a TransformerConfig -> what it gives a run that changes what a layer keeps, in ways that no Run can say."""
-
-UNKNOWN_IN_RUNS = {
-    "mtp_num_layers": "multi-token prediction",
-    "cpu_offloading": "activations on the host",
-    "fine_grained_activation_offloading": "activations on the host (tempo.offload is known)",
-    "distribute_saved_activations": "saved activations that tensor-parallel ranks share",
-    "pipeline_model_parallel_layout": "a pipeline layout of its own",
-    "account_for_embedding_in_pipeline_split": "an embedding that counts as a layer of its stage",
-    "account_for_loss_in_pipeline_split": "a loss that counts as a layer of its stage",
-}
-"""Likewise, what changes what a step holds beside its layers."""
-
-UNKNOWN_IN_COMMANDS = {
-    "use_torch_fsdp2": "weights sharded by torch's FSDP (--use-megatron-fsdp is known)",
-    "fsdp_double_buffer": "buffers of Megatron-FSDP that stay",
-    "megatron_fsdp_version": "another version of Megatron-FSDP",
-    "optimizer": "another optimizer than Adam",
-    "optimizer_cpu_offload": "optimizer states on the host",
-    "offload_optimizer_states": "optimizer states on the host",
-    "ddp_reduce_scatter_with_fp32_accumulation": "gradients that are reduced through all-to-all",
-    "ddp_param_name_patterns_for_fp32_local_accumulation": "gradients of several dtypes",
-    "fp16_lm_cross_entropy": "a cross entropy in float16",
-    "cuda_graph_impl": "CUDA graphs, whose pools keep the memory of each layer",
-    "cuda_graph_impl_deprecated": "CUDA graphs, whose pools keep the memory of each layer",
-    "nccl_ub": "buffers that NCCL registers",
-    "keep_fp8_transpose_cache": "transposed weights in float8 that stay",
-    "mtp_standalone": "multi-token prediction in a stage of its own",
-    "mla_down_proj_fusion": "down projections that are one",
-    "tensor_parallel_num_weight_shards": "weights sharded beside tensor parallelism",
-    "hybrid_context_parallel": "context parallelism",
-    "use_mamba_mem_eff_path": "a scan that keeps what it could compute again",
-    "linear_attention_type": "linear attention",
-    "dsv4_mode": "an experimental attention",
-    "no_rope_freq": "layers with and without rotary embeddings",
-    "qk_l2_norm": "an L2 norm of queries and keys",
-    "qk_clip": "the largest logits of attention",
-    "log_max_attention_logit": "the largest logits of attention",
-    "openai_gelu": "OpenAI's GELU",
-    "apply_residual_connection_post_layernorm": "a residual stream behind the norms",
-    "post_self_attn_layernorm": "a norm behind attention",
-    "post_mlp_layernorm": "a norm behind the MLP",
-    "use_te_activation_func": "Transformer Engine's activation",
-    "use_transformer_engine_op_fuser": "Transformer Engine's fused operations",
-    "use_grouped_gemm_for_dense_mlp": "an MLP through grouped matrix products",
-    "fused_residual_rmsnorm": "a norm that is fused with the residual stream",
-    "mlp_chunks_for_training": "an MLP that runs in chunks",
-    "batch_invariant_mode": "batch-invariant kernels",
-    "use_kitchen_attention": "Kitchen's attention",
-    "te_precision_config_file": "precisions by a file",
-    "fp8_output_proj": "an output layer in float8",
-    "fp4_param_gather": "weights in float4",
-    "sft": "sequences that are packed for fine-tuning",
-    "logits_save_dir": "logits that are saved",
-    "logits_load_dir": "distillation",
-    "use_legacy_models": "models from before Megatron-core",
-    "yaml_cfg": "a configuration in a file of its own",
-    "perform_rl_step": "reinforcement learning",
-    "skip_train": "no training",
-    "freeze_all_layers": "frozen layers",
-}
-"""Likewise, of a command: a run that is built is planned without some of these, whose layers keep what others keep."""

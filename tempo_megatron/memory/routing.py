@@ -42,22 +42,17 @@ def set_imbalance(run: Run, factor: float | str | None) -> Run:
         return run
     if run.model.num_experts is None:
         raise ValueError("--moe-imbalance is given, and the run has no experts; leave it out")
-    most = find_largest_imbalance(run)
-    if isinstance(factor, str):
-        factor = most
     if run.model.moe_pad_expert_input_to_capacity:
         raise ValueError(
             "--moe-imbalance is given, and experts are padded to their capacity, so that each rank gets as much; leave "
             "one of them out"
         )
-    if factor < min(1, most):
+    most = find_largest_imbalance(run)
+    factor = most if isinstance(factor, str) else factor
+    if not min(1, most) <= factor <= most:
         raise ValueError(
-            f"--moe-imbalance is {factor:g}; expected at least 1: the fullest rank has an equal share or more"
-        )
-    if factor > most:
-        raise ValueError(
-            f"--moe-imbalance is {factor:g}, and the fullest of {run.layout.ep} ranks gets at most "
-            f"{most:g} times an equal share; expected 1 to {most:g}, or max"
+            f"--moe-imbalance is {factor:g}; expected at least 1, an equal share, and at most {most:g}, which the "
+            f"fullest of {run.layout.ep} ranks gets at most, or max"
         )
     return dataclasses.replace(run, moe_imbalance=factor)
 
@@ -75,10 +70,8 @@ def find_largest_imbalance(run: Run) -> float:
 
 def assume_fullest(run: Run) -> Run:
     """`run` with the factor of the stage where it is largest, where it has experts and says none."""
-    if run.model.num_experts is None or run.model.moe_pad_expert_input_to_capacity:
-        return run
-    factors = (assume_routing(run, stage).moe_imbalance for stage in range(run.layout.pp))
-    return set_imbalance(run, max(factor or 1.0 for factor in factors))
+    stages = [assume_routing(run, stage) for stage in range(run.layout.pp)]
+    return max(stages, key=lambda each: each.moe_imbalance or 1.0)
 
 
 def expect_imbalance(run: Run, num_layers: int) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tempo_megatron.memory.chips import H100, Chip
-from tempo_megatron.memory.refusals import MEGATRONS, list_refusals, list_refused_cuts, refuse
+from tempo_megatron.memory.refusals import MEGATRONS, list_refusals, refuse
 from tempo_megatron.models.layout import Layout, check_layout, pad_vocab_size
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.settings.config import TempoConfig
@@ -292,6 +292,16 @@ class Run:
     """Whether a GPT's micro batch brings an attention mask, as without --no-create-attention-mask-in-dataloader."""
 
     @property
+    def tokens_of_sample(self) -> int:
+        """That a rank has."""
+        return self.model.seq_length // self.layout.cp
+
+    @property
+    def num_tokens(self) -> int:
+        """Of a micro batch, that a rank has outside of sequence parallelism."""
+        return self.micro_batch_size * self.model.seq_length // self.layout.cp
+
+    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding, of a model with a vocab_size."""
         assert self.model.vocab_size is not None
@@ -301,9 +311,8 @@ class Run:
     def built_model(self) -> ModelShape:
         """The model whose modules are built before what stands for latent attention takes its place in them."""
         found = self.model.leave_latent_attention()
-        return (
-            dataclasses.replace(found, position_embedding_type="learned_absolute") if self.learns_positions else found
-        )
+        learned: dict[str, Any] = {"position_embedding_type": "learned_absolute"} if self.learns_positions else {}
+        return dataclasses.replace(found, **learned)
 
     @property
     def router_dtype(self) -> torch.dtype | None:
@@ -390,14 +399,35 @@ def cut_layers(
 
     Raises ValueError where the layers do not divide so.
     """
-    refuse(list_refused_cuts(num_layers, stages, per_chunk, first, last, names))
-    if per_chunk is not None:
-        return (per_chunk,) * (num_layers // per_chunk)
-    if first is None and last is None:
+    ends = {name: number for name, number in (("first", first), ("last", last)) if number is not None}
+    options = " and ".join(f"--decoder-{name}-pipeline-num-layers {number}" for name, number in ends.items())
+    rest, others = num_layers - sum(ends.values()), stages - len(ends)
+    if ends and stages == 1:
+        raise ValueError(f"{options} needs at least 2 stages, and there is 1; leave it out, or raise {names['pp']}")
+    if ends and (rest < others or (rest % others if others else rest)):
+        raise ValueError(
+            f"{options} leaves {rest} of {num_layers} layers for {others} other stages; expected "
+            f"{'a positive multiple of them' if others else 'none'}; change one of them"
+        )
+    if per_chunk is None and not ends:
         return None
-    ends = (first is not None) + (last is not None)
-    others = [(num_layers - (first or 0) - (last or 0)) // max(1, stages - ends)] * (stages - ends)
-    return (*([] if first is None else [first]), *others, *([] if last is None else [last]))
+    if rest % max(1, others):
+        raise ValueError(f"{num_layers} layers are not a multiple of {names['pp']} {stages}; change one of them")
+    sizes = [first, *[rest // max(1, others)] * others, last]
+    found = tuple(size for size in sizes if size is not None)
+    if per_chunk is None:
+        return found
+    if len({*found}) > 1:
+        raise ValueError(
+            f"--num-layers-per-virtual-pipeline-stage is {per_chunk} and stages have {min(found)} to {max(found)} "
+            "layers; expected stages of equally many; leave one out"
+        )
+    if stages == 1 or found[0] % per_chunk:
+        raise ValueError(
+            f"--num-layers-per-virtual-pipeline-stage is {per_chunk}; expected a divisor of the {found[0]} layers of "
+            "one of at least 2 stages; change it or leave it out"
+        )
+    return (per_chunk,) * (num_layers // per_chunk)
 
 
 def read_recomputation(

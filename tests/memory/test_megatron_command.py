@@ -15,10 +15,9 @@ from runs import change_run
 
 from tempo_megatron.cli import main
 from tempo_megatron.memory.megatron.command import spell_arguments, split_command
-from tempo_megatron.memory.megatron.options import READ
+from tempo_megatron.memory.megatron.options import KNOWN_IN_COMMANDS, READ, list_options
 from tempo_megatron.memory.megatron.read_command import read_command
 from tempo_megatron.memory.megatron.read_run import find_unknown
-from tempo_megatron.memory.refusals import KNOWN_IN_COMMANDS, UNKNOWN_IN_LAYERS, UNKNOWN_IN_RUNS
 from tempo_megatron.memory.run import Hybrid, MegatronFsdp, OptimizerSettings, Run
 
 GPT = (
@@ -78,7 +77,7 @@ def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8)
             },
         ),
         (
-            "--hybrid-override-pattern M*-M --mtp-hybrid-override-pattern *- --mtp-num-layers 1",
+            "--hybrid-override-pattern M*-M/*- --mtp-num-layers 1",
             {"hybrid": Hybrid(pattern="M*-M", mtp_pattern="*-"), "layout.chunks": None, "model.num_experts": None},
         ),
         ("--recompute-activations", {"recompute": ("core_attn",)}),
@@ -186,7 +185,7 @@ REFUSED = f"""
 --multi-latent-attention --group-query-attention => is given with --multi-latent-attention
 --multi-latent-attention --v-head-dim 0 => --v-head-dim is 0; expected a positive number
 --is-hybrid-model => give --hybrid-layer-pattern with a letter for each: M, *, - or E
---hybrid-layer-pattern M*- --hybrid-mlp-ratio 0.3 => are both given; leave the first out
+--hybrid-mlp-ratio 0.3 => of former versions of Megatron-LM; give --hybrid-layer-pattern
 --hybrid-layer-pattern M*- --transformer-impl local => with --transformer-impl transformer_engine and without
 --hybrid-layer-pattern MG => has G, which the estimate does not know
 --hybrid-layer-pattern M*-/MM => prediction of MM, and the estimate knows *- and *E there
@@ -194,7 +193,7 @@ REFUSED = f"""
 --hybrid-layer-pattern M*- --mtp-num-layers 1 => needs a pattern for its layers
 --hybrid-layer-pattern M|*|- --pipeline-model-parallel-size 2 => 3 chunks; expected a multiple
 --hybrid-layer-pattern ME => has E, and there are no experts; give --num-experts
---hybrid-layer-pattern M- --num-virtual-stages-per-pipeline-rank 2 => whose | cut the pipeline
+--hybrid-layer-pattern M- --num-virtual-stages-per-pipeline-rank 2 => and --hybrid-layer-pattern are both given
 --hybrid-layer-pattern M- --mamba-num-heads 12 => do not divide over each other
 --hybrid-layer-pattern M- --disable-mamba-mem-eff-path => a scan that keeps what it could compute again
 --context-parallel-size 3 => 8 GPUs are not a multiple of --tensor-model-parallel-size 1 times
@@ -241,7 +240,7 @@ REFUSED = f"""
 {FSDP} --fsdp-double-buffer => buffers of Megatron-FSDP that stay
 --use-torch-fsdp2 => sharded by torch's FSDP (--use-megatron-fsdp is known)
 --tp-comm-overlap --tensor-model-parallel-size 2 => --tp-comm-overlap needs
---step-batch-size-schedule '0:32 1B:64' => given beside --global-batch-size
+--step-batch-size-schedule '0:32 1B:64' => --global-batch-size and --step-batch-size-schedule are both given
 """.replace("\\\n", "").strip()
 
 
@@ -257,7 +256,7 @@ def test_what_cannot_be_is_one_sentence(line: str) -> None:
 def test_a_built_run_is_not_planned_with_what_only_the_estimate_knows(field: str) -> None:
     config = types.SimpleNamespace(context_parallel_size=1, **{field: 1})
     run = types.SimpleNamespace(optimizer="adam")
-    assert find_unknown("GPTModel", config, run) == {**UNKNOWN_IN_LAYERS, **UNKNOWN_IN_RUNS}[field]
+    assert find_unknown("GPTModel", config, run) == list_options(field).popitem()[1].gives
 
 
 def test_options_of_experts_become_experts() -> None:

@@ -16,7 +16,7 @@ from tempo_megatron.memory.rank.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.rank.megatron_fsdp import ShardedChunk
 from tempo_megatron.memory.rank.play import Counters, Step, play_rank
 from tempo_megatron.memory.rank.standing import Born, Standing, list_megatrons, list_muons, list_own_pieces
-from tempo_megatron.memory.rank.zero import Zero, count_zero
+from tempo_megatron.memory.rank.zero import ZeroBuckets, list_zeros
 from tempo_megatron.memory.run import MegatronFsdp, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import simulate_chunk
 from tempo_megatron.memory.simulated.chunk_memory import LAYERS, LayerParameters, Parameter
@@ -33,9 +33,9 @@ def stand(parameters: list[Parameter], dtype: torch.dtype, optimizer: OptimizerS
     return list_megatrons(run, [make_chunk([], parameters=tuple(parameters))], (ranks, ranks))
 
 
-def count_zeros(stage: int, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Zero:
+def stand_under_zero(stage: int, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Standing:
     optimizer = OptimizerSettings(kind="deepspeed", zero_stage=stage, **settings)
-    return count_zero(8000, dtype, optimizer, ranks=8, accumulates=True)
+    return list_zeros([3000, 5000], dtype, optimizer, ranks=8, accumulates=True)
 
 
 def test_states_are_divided_as_their_owner_does() -> None:
@@ -49,8 +49,7 @@ def test_states_are_divided_as_their_owner_does() -> None:
     assert count(torch.float32) == 8192 * 8 + 1024 * 8
 
     def count_zero_bytes(stage: int, dtype: torch.dtype) -> int:
-        tensors = count_zeros(stage, dtype, reduce_bucket_elements=0).stand([3000, 5000]).tensors
-        return sum(tensor.num_bytes for tensor in tensors)
+        return sum(tensor.num_bytes for tensor in stand_under_zero(stage, dtype, reduce_bucket_elements=0).tensors)
 
     found = [count_zero_bytes(stage, torch.bfloat16) for stage in range(4)]
     assert found == [8000 * 16, 8000 * 4 + 1000 * 12, 8000 * 2 + 1000 * 14, 1000 * 16]
@@ -59,23 +58,29 @@ def test_states_are_divided_as_their_owner_does() -> None:
     assert found == [8000 * 16, 8000 * 8 + 1000 * 12, 8000 * 4 + 1000 * 16, 1000 * 20]
     settings = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 50}, "data_types": {"grad_accum_dtype": "fp32"}}
     accumulates = OptimizerSettings.from_deepspeed(settings)
-    states = count_zero(8000, torch.float16, accumulates, accumulates=True)
-    assert (states.gradients, states.bucket, states.bucket_stays) == (8000 * 4, 50 * 4, True)
+    states = list_zeros([8000], torch.float16, accumulates, accumulates=True)
+    assert (states.step_gradients, get_buckets(states).bucket) == (8000 * 4, 50 * 4) and get_buckets(states).stays
     # In bf16 that is its BF16_Optimizer, without a bucket.
-    states = count_zero(8000, torch.bfloat16, accumulates, accumulates=True)
-    assert (states.gradients, states.bucket) == (8000 * 6, 0)
+    states = list_zeros([8000], torch.bfloat16, accumulates, accumulates=True)
+    assert states.step_gradients == 8000 * 6 and not isinstance(states.buckets, ZeroBuckets)
+
+
+def get_buckets(standing: Standing) -> ZeroBuckets:
+    assert isinstance(standing.buckets, ZeroBuckets)
+    return standing.buckets
 
 
 def test_zero_3_has_gradients_where_it_has_states_and_weights_as_far_as_they_are_needed() -> None:
-    on_device, offloaded = (count_zeros(3, offloads=offloads) for offloads in (False, True))
-    assert (on_device.standing_gradients, on_device.gradients) == (2000, 2000)
-    assert (offloaded.standing_gradients, offloaded.gradients, offloaded.optimizer_states) == (0, 0, 0)
-    assert on_device.reduction - offloaded.reduction == 2000
+    on_device, offloaded = (stand_under_zero(3, offloads=offloads) for offloads in (False, True))
+    parts = on_device.sum_parts(*Born)
+    assert (parts["gradients"], on_device.step_gradients) == (2000, 2000)
+    assert offloaded.sum_parts(*Born) == parts | {"gradients": 0, "optimizer states": 0}
+    assert (offloaded.step_gradients, on_device.reduction - offloaded.reduction) == (0, 2000)
     zero = {"stage": 3, "stage3_max_live_parameters": 3000, "offload_param": {"device": "cpu"}}
     optimizer = OptimizerSettings.from_deepspeed({"zero_optimization": zero})
     for largest, live in ((1000, 3000), (5000, 5000)):
-        states = count_zero(8000, torch.bfloat16, optimizer, largest=largest, accumulates=True)
-        assert (states.weights, states.bucket) == (0, 2 * live)
+        states = list_zeros([8000], torch.bfloat16, optimizer, largest=largest, accumulates=True)
+        assert (states.sum_parts(*Born)["weights"], get_buckets(states).bucket) == (0, 2 * live)
 
 
 def test_megatron_fsdp_shards_all_gathers_ahead_and_reduces_at_the_end_of_backward() -> None:

@@ -28,7 +28,7 @@ class RunPlan(MemoryPlan):
     """The GPU whose rates decide which plan is fastest."""
 
     def as_record(self) -> dict[str, Any]:
-        """For the metrics file: values of JSON."""
+        """For the metrics file."""
         names = ("block", "recompute", "num_full", "peak_bytes", "host_bytes", "budget", "gpu_title")
         return {name: getattr(self, name) for name in names}
 
@@ -68,18 +68,17 @@ def plan_for_all_ranks(make_request: Callable[[], PlanRequest], budget: int) -> 
 
     Raises ValueError where nothing fits, or the planner does not know the run.
     """
-    found: list[RunPlan | str | None] = [None]
+    found: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
             found = [Beside("tempo_megatron.memory.live.aside:make_run_plan", make_request(), budget).wait()]
         except ValueError as error:
             found = [f"memory budget: {error}"]
     dist.broadcast_object_list(found, src=0)
-    (plan,) = found
-    if isinstance(plan, str):
-        raise ValueError(plan)
-    assert plan is not None
-    return plan
+    if isinstance(found[0], str):
+        raise ValueError(found[0])
+    assert isinstance(found[0], RunPlan)
+    return found[0]
 
 
 def make_run_plan(request: PlanRequest, budget: int) -> RunPlan:

@@ -73,12 +73,11 @@ def report_out_of_memory(
     rank = int(os.environ.get("RANK", "0"))
     file = Path(folder or ".").resolve() / f"out_of_memory.rank{rank}.txt"
     requested, capacity = find_requested(error), find_capacity()
-    found: tuple[Run, int] | None = None
-    reason: Exception | None = None
+    found: tuple[Run, int] | Exception
     try:
         found = read_run()
     except (ValueError, AttributeError, AssertionError) as unknown:
-        reason = unknown
+        found = unknown
     lines = [f"error on rank {rank}: out of memory: {str(error).strip().splitlines()[0]}"]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         lines.append(
@@ -96,15 +95,12 @@ def report_out_of_memory(
     except OSError as unwritten:
         lines.append(f"the traceback cannot be written ({unwritten})")
     print("\n".join(lines), file=sys.stderr, flush=True)
-    if found is None:
-        print(f"what stood at the peak is not known: {reason}", file=sys.stderr, flush=True)
-    else:
-        print(_explain_elsewhere((*found, requested, capacity), seconds), file=sys.stderr, flush=True)
-
-
-def _explain_elsewhere(asked: tuple[Run, int, int | None, int | None], seconds: float) -> str:
-    """Call `remedies.explain` in a separate process, without a GPU and without this process's memory limit."""
     try:
-        return str(Beside("tempo_megatron.memory.live.remedies:explain", *asked).wait(seconds))
-    except (OSError, RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
-        return f"what stood at the peak is not known: {str(error).splitlines()[-1]}"
+        if isinstance(found, Exception):
+            raise ValueError(found)
+        # A process without a GPU and without this process's memory limit.
+        explaining = Beside("tempo_megatron.memory.live.remedies:explain", *found, requested, capacity)
+        print(explaining.wait(seconds), file=sys.stderr, flush=True)
+    except (OSError, RuntimeError, ValueError, subprocess.TimeoutExpired) as failed:
+        reason = (str(failed).splitlines() or [""])[-1]
+        print(f"what stood at the peak is not known: {reason}", file=sys.stderr, flush=True)

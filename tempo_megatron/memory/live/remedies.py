@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from tempo_megatron.memory.rank.estimate import PART_NAMES, estimate_ranks
 from tempo_megatron.memory.run import Run
@@ -13,14 +13,12 @@ from tempo_megatron.memory.show.ledger import measure_run
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.argument_types import format_bytes
 
-_RECOMPUTE = {"activation": "recompute", "norm": "recompute"}
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _Part = tuple[str, dict[str, Any]]
 """Words of the command line, and the fields of a Run that they set."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """Words to add to the command line, and the run with them."""
 
     text: str
@@ -75,17 +73,17 @@ def explain(run: Run, stage: int = 0, requested: int | None = None, capacity: in
 def list_changes(run: Run) -> Iterator[Change]:
     """Changes from the one that costs a run least: single ones first, then several together."""
     on = TempoConfig() if run.tempo.is_off else run.tempo
-    lower: dict[str, Any] = {name: value for name, value in _RECOMPUTE.items() if getattr(on, name) != value}
+    lower: dict[str, Any] = {name: "recompute" for name in ("activation", "norm") if getattr(on, name) != "recompute"}
     words = ["--use-tempo"] * run.tempo.is_off + [f"--tempo-{name} {value}" for name, value in lower.items()]
     least: _Part = " ".join(words), {"tempo": dataclasses.replace(on, **lower)}
     parallel: _Part = "--sequence-parallel", {"layout": dataclasses.replace(run.layout, sp=True)}
-    smaller: list[_Part] = [(f"--micro-batch-size {size}", {"micro_batch_size": size}) for size in _list_sizes(run)]
+    # Smaller micro batches that divide the samples of a step, the largest first.
+    samples = run.micro_batch_size * (run.num_micro_batches or 1)
+    sizes = [size for size in range(run.micro_batch_size - 1, 0, -1) if samples % size == 0]
+    smaller: list[_Part] = [(f"--micro-batch-size {size}", {"micro_batch_size": size}) for size in sizes]
     full: _Part = _FULL, {"recompute": ("full",), "recompute_num_layers": None}
-    changes: list[list[_Part]] = []
-    if run.tempo.is_off:
-        changes.append([("--use-tempo", {"tempo": on})])
-    if lower:
-        changes.append([least])
+    changes: list[list[_Part]] = [[("--use-tempo", {"tempo": on})]] if run.tempo.is_off else []
+    changes += [[least]] if lower else []
     if run.layout.tp > 1 and not run.layout.sp:
         changes += [parallel], [least, parallel]
     if not run.recompute:
@@ -96,12 +94,6 @@ def list_changes(run: Run) -> Iterator[Change]:
     for parts in changes:
         fields = {name: value for _, changed in parts for name, value in changed.items()}
         yield Change(" ".join(text for text, _ in parts if text), dataclasses.replace(run, **fields))
-
-
-def _list_sizes(run: Run) -> list[int]:
-    """Smaller micro batch sizes that divide the samples of a step, the largest first."""
-    samples = run.micro_batch_size * (run.num_micro_batches or 1)
-    return [size for size in range(run.micro_batch_size - 1, 0, -1) if samples % size == 0]
 
 
 def _list_operations(run: Run, stage: int) -> list[tuple[str, int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,12 +24,11 @@ from tempo_kernels.offload import Engine
 from tempo_megatron.beside import Beside
 from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.run import Run
-from tempo_megatron.memory.show.plots import Bars, add_kept, add_timeline, list_parts, plot_kept, plot_timeline
+from tempo_megatron.memory.show.plots import add_kept, add_timeline, list_parts, plot_kept, plot_timeline
 from tempo_megatron.memory.show.timeline import (
     GRADIENTS,
     STATES,
     WEIGHTS,
-    Timeline,
     describe_timeline,
     format_timeline,
     read_timeline,
@@ -74,35 +74,67 @@ class Measured:
         return kept + sum(row.num_bytes for row in self.outside)
 
 
-class StandingBytes:
-    """Counts weights, gradients and optimizer states at the first step of every optimizer, until `close`.
+class RunObserver:
+    """Looks at the first two steps of a run, on the first rank of each pipeline stage.
 
     Args:
-        models: the models of this rank, whose parameters are the weights. Other tensors that an optimizer steps, such
-            as float32 copies, count as its states.
+        models: the model chunks of this rank, perhaps wrapped (DeepSpeed's engine, Megatron's DDP).
+        prefix: the files are PREFIX.stageN.json and .png.
+        micro_batch_size: b.
+        seq_length, decoder_seq_length: tokens of a sample; only a T5's decoder has a length of its own.
+        read_run: returns the Run of one of the models, which must be right for its layers only. It raises ValueError
+            where the estimate does not know them.
+        engine: moves what layers keep to the host; None where nothing does.
     """
 
-    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
-        self._models = models
+    def __init__(
+        self,
+        models: Sequence[Any],
+        prefix: str,
+        micro_batch_size: int,
+        seq_length: int,
+        read_run: Callable[[Any], Run],
+        decoder_seq_length: int | None = None,
+        engine: Engine | None = None,
+    ) -> None:
+        self._models, self._prefix = [_unwrap(model) for model in models], prefix
+        self._micro_batch_size, self._seq_length = micro_batch_size, seq_length
+        self._lengths = {seq_length, decoder_seq_length or seq_length}
+        self._read_run, self._engine = read_run, engine
+        self._saved: dict[int, list[SavedStorage]] = {}
+        self._moved: _ByLayer = {}
+        self._running = contextlib.ExitStack()
+        self._scopes: Scopes | None = None
+        # Storages of gradients and of states, at the first step of every optimizer. What else an optimizer steps, such
+        # as float32 copies, counts as its states.
         self._gradients: dict[int, int] = {}
         self._states: dict[int, int] = {}
-        self._hooks = [
+        self._num_steps, self._hooks = 0, list[Any]()
+        if parallel_state.get_tensor_model_parallel_rank() or parallel_state.get_data_parallel_rank(
+            with_context_parallel=True
+        ):
+            self._num_steps = 2
+            return
+        self._hooks += [
             register_optimizer_step_pre_hook(self._note_gradients),
             register_optimizer_step_post_hook(self._note_states),
         ]
+        for place, model in enumerate(self._models):
+            self._hooks.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
+            self._hooks.append(model.register_forward_hook(functools.partial(self._end, place), always_call=True))
 
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def count(self) -> dict[str, int]:
-        """Category -> bytes; gradients and states are 0 before an optimizer has stepped."""
-        found = {**self.list_lasting(), GRADIENTS: self._gradients}
-        return {kind: sum(storages.values()) for kind, storages in found.items()}
-
-    def list_lasting(self) -> dict[str, dict[int, int]]:
-        """The storages of weights and states, as list_storages returns them."""
-        return {WEIGHTS: list_storages(self._list_parameters()), STATES: self._states}
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Enter this around each training step."""
+        self._num_steps += 1
+        if self._num_steps == 2:
+            # So that the optimizer's states are known.
+            with self._follow_step():
+                yield
+            return
+        yield
+        if self._num_steps == 1:
+            self._publish(self._measure())
 
     def _list_parameters(self) -> list[Tensor]:
         return [parameter for model in self._models for parameter in model.parameters()]
@@ -119,77 +151,13 @@ class StandingBytes:
         found = list_storages(t for t in (*stepped, *remembered) if isinstance(t, Tensor))
         self._states |= {key: size for key, size in found.items() if key not in weights}
 
-
-class RunLedger:
-    """Measures the first training forward of each model of this rank.
-
-    Args:
-        models: the model chunks of this rank, perhaps wrapped (DeepSpeed's engine, Megatron's DDP).
-        micro_batch_size: b.
-        seq_length, decoder_seq_length: tokens of a sample; only a T5's decoder has a length of its own.
-        read_run: returns the Run of one of the models, which must be right for its layers only. It raises ValueError
-            where the estimate does not know them.
-        engine: moves what layers keep to the host; None where nothing does.
-    """
-
-    def __init__(
-        self,
-        models: Sequence[Any],
-        micro_batch_size: int,
-        seq_length: int,
-        read_run: Callable[[Any], Run],
-        decoder_seq_length: int | None = None,
-        engine: Engine | None = None,
-    ) -> None:
-        self._read_run, self._engine = read_run, engine
-        self._models = [unwrap(model) for model in models]
-        self._micro_batch_size, self._seq_length = micro_batch_size, seq_length
-        self._lengths = {seq_length, decoder_seq_length or seq_length}
-        self._saved: dict[int, list[SavedStorage]] = {}
-        self._moved: _ByLayer = {}
-        self._running = contextlib.ExitStack()
-        self._scopes: Scopes | None = None
-        self.standing = StandingBytes(self._models)
-        self._hooks: list[Any] = []
-        for place, model in enumerate(self._models):
-            self._hooks.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
-            self._hooks.append(
-                model.register_forward_hook(
-                    lambda _, __, output, place=place: self._end(place, output), always_call=True
-                )
-            )
-
-    def measure(self) -> Measured | None:
-        """Stop looking at the run, and return what was found; None if no model of this rank ran forward in training."""
-        for hook in self._hooks:
-            hook.remove()
-        self.standing.close()
-        if not self._saved:
-            return None
-        config = self._models[0].config
-        activation = describe_activation(config)
-        by_layer, rest = self._divide()
-        stock, stock_unknown = self._find_stock()
-        return Measured(
-            title=self.write_title(),
-            stage=find_stage(),
-            sbh_bytes=self._seq_length * self._micro_batch_size * config.hidden_size,
-            layers=tuple(_list_kinds(by_layer, self._lengths, activation)),
-            outside=sum_rows(rest, self._lengths, activation),
-            standing=self.standing.count(),
-            stock=stock,
-            stock_unknown=stock_unknown,
-            host_pool_bytes=self._engine.pool.num_bytes if self._engine else 0,
-            most_moving_bytes=self._engine.peak_device_bytes if self._engine else 0,
-        )
-
     def _begin(self, model: Any, args: Any, keywords: Any) -> None:
         if not (model.training and torch.is_grad_enabled()) or self._models.index(model) in self._saved:
             return
         self._scopes = Scopes(model, exclude=(t for t in tree_leaves((args, keywords)) if isinstance(t, Tensor)))
         self._running.enter_context(self._scopes.follow())
 
-    def _end(self, place: int, output: Any) -> None:
+    def _end(self, place: int, _: Any, __: Any, output: Any) -> None:
         self._running.close()
         if self._scopes is not None and output is not None:
             self._saved[place] = self._scopes.list_saved(t for t in tree_leaves(output) if isinstance(t, Tensor))
@@ -213,6 +181,34 @@ class RunLedger:
                     for unit in self._engine.last_moved.get(layer, ())
                 ]
 
+    def _measure(self) -> Measured | None:
+        """What was found; None if no model of this rank ran forward in training."""
+        for hook in self._hooks:
+            hook.remove()
+        if not self._saved:
+            return None
+        config = self._models[0].config
+        activation = describe_activation(config)
+        by_layer, rest = self._divide()
+        stock, stock_unknown = self._find_stock()
+        standing = {**self._list_lasting(), GRADIENTS: self._gradients}
+        return Measured(
+            title=self._write_title(),
+            stage=_get_stage(),
+            sbh_bytes=self._seq_length * self._micro_batch_size * config.hidden_size,
+            layers=tuple(_list_kinds(by_layer, self._lengths, activation)),
+            outside=sum_rows(rest, self._lengths, activation),
+            standing={kind: sum(storages.values()) for kind, storages in standing.items()},
+            stock=stock,
+            stock_unknown=stock_unknown,
+            host_pool_bytes=self._engine.pool.num_bytes if self._engine else 0,
+            most_moving_bytes=self._engine.peak_device_bytes if self._engine else 0,
+        )
+
+    def _list_lasting(self) -> dict[str, dict[int, int]]:
+        """The storages of weights and states, as list_storages returns them."""
+        return {WEIGHTS: list_storages(self._list_parameters()), STATES: self._states}
+
     def _divide(self) -> tuple[_ByLayer, list[SavedStorage]]:
         """The storages of each layer, and those of no layer."""
         by_layer: _ByLayer = {}
@@ -228,31 +224,6 @@ class RunLedger:
                 by_layer[key] = [*by_layer.get(key, ()), *moved]
         return by_layer, rest
 
-    @contextlib.contextmanager
-    def follow_step(self, publish: Callable[[Timeline], None]) -> Iterator[None]:
-        """Follow a later step than the first, so that the optimizer's states are known, and publish its timeline."""
-        lasting, engine = self.standing.list_lasting(), self._engine
-        with Follower(
-            *(buffer for model in self._models for buffer in model.buffers()),
-            known_storages=(key for storages in lasting.values() for key in storages),
-            scopes=Scopes(*self._models),
-            count_host=None if engine is None else lambda: engine.pool.num_bytes_in_use,
-        ) as seen:
-            yield
-        standing = {kind: sum(storages.values()) for kind, storages in lasting.items()}
-        activation = describe_activation(self._models[0].config)
-        publish(read_timeline(seen.tape, standing, activation=activation, title=self.write_title()))
-
-    def write_title(self) -> str:
-        """Model, dtype, s, b and layout."""
-        model = self._models[0]
-        config = model.config
-        layout = f"TP {config.tensor_model_parallel_size}{' + SP' if config.sequence_parallel else ''}"
-        return (
-            f"{describe_model(model)}, {str(config.params_dtype).removeprefix('torch.')}, s {self._seq_length}, "
-            f"b {self._micro_batch_size}, {layout}"
-        )
-
     def _find_stock(self) -> tuple[dict[str, int], str]:
         """The rows of one stock layer, measured in a separate process; or no rows, and why."""
         model = self._models[0]
@@ -262,10 +233,70 @@ class RunLedger:
             run = self._read_run(model)
             if run.model.num_experts is not None and not all(run.model.layers_with_experts):
                 return {}, "some layers have experts and others not"
-            found = Beside("tempo_megatron.memory.plan.choices:measure_stock_layer", run).wait()
+            return dict(Beside("tempo_megatron.memory.plan.choices:measure_stock_layer", run).wait()), ""
         except ValueError as error:
             return {}, str(error)
-        return dict(found), ""
+
+    def _write_title(self) -> str:
+        """`GPTModel, 24 layers, hidden 1024, bfloat16, s 1024, b 4, TP 2 + SP`."""
+        config = self._models[0].config
+        name = type(self._models[0]).__name__.removeprefix("Tempo").removeprefix("Fused")
+        layout = f"TP {config.tensor_model_parallel_size}{' + SP' if config.sequence_parallel else ''}"
+        return (
+            f"{name}, {config.num_layers} layers, hidden {config.hidden_size}, "
+            f"{str(config.params_dtype).removeprefix('torch.')}, s {self._seq_length}, b {self._micro_batch_size}, "
+            f"{layout}"
+        )
+
+    @contextlib.contextmanager
+    def _follow_step(self) -> Iterator[None]:
+        """Follow a step, and publish its timeline."""
+        lasting, engine = self._list_lasting(), self._engine
+        with Follower(
+            *(buffer for model in self._models for buffer in model.buffers()),
+            known_storages=(key for storages in lasting.values() for key in storages),
+            scopes=Scopes(*self._models),
+            count_host=None if engine is None else lambda: engine.pool.num_bytes_in_use,
+        ) as seen:
+            yield
+        standing = {kind: sum(storages.values()) for kind, storages in lasting.items()}
+        activation = describe_activation(self._models[0].config)
+        timeline = read_timeline(seen.tape, standing, activation=activation, title=self._write_title())
+        print(table := format_timeline(timeline), flush=True)
+        name = f"{self._prefix}.stage{_get_stage()}.timeline"
+        _write_json(describe_timeline(timeline), f"{name}.json")
+        plot_timeline(timeline, f"{name}.png")
+        report = HtmlReport(timeline.title, "--tempo-ledger")
+        report.add_text(table)
+        add_timeline(report, timeline)
+        report.save(f"{name}.html")
+        write_trace(timeline, f"{name}.trace.json")
+        write_snapshot(timeline, f"{name}.snapshot.pickle")
+        print(
+            f"the step's memory is in {name}.json, .png and .html, in {name}.trace.json for ui.perfetto.dev, and in "
+            f"{name}.snapshot.pickle for pytorch.org/memory_viz",
+            flush=True,
+        )
+
+    def _publish(self, found: Measured | None) -> None:
+        if found is None:
+            print("--tempo-ledger: no model of this rank ran forward in training in the first step", flush=True)
+            return
+        print(table := _format_measured(found), flush=True)
+        name = f"{self._prefix}.stage{found.stage}"
+        _write_json(_describe_measured(found), f"{name}.json")
+        # A stock layer first.
+        layers: dict[str, Mapping[str, int]] = {"stock": found.stock} if found.stock else {}
+        for kind in found.layers:
+            label = "this run" if len(found.layers) == 1 else f"layers\n{kind.layers}"
+            layers[label] = list_parts(kind.rows)
+        outside = {"this run": list_parts(found.outside)}
+        plot_kept(layers, outside, f"{name}.png", found.title, found.sbh_bytes)
+        report = HtmlReport(found.title, "--tempo-ledger")
+        report.add_text(table)
+        add_kept(report, layers, outside)
+        report.save(f"{name}.html")
+        print(f"the ledger is in {name}.json, .png and .html", flush=True)
 
 
 def _list_kinds(by_layer: _ByLayer, lengths: set[int], activation: str) -> Iterator[LayerKind]:
@@ -277,31 +308,18 @@ def _list_kinds(by_layer: _ByLayer, lengths: set[int], activation: str) -> Itera
         yield LayerKind((f"{stack} " if has_two_stacks else "") + write_layers(numbers), len(numbers), rows)
 
 
-def unwrap(model: Any) -> Any:
+def _unwrap(model: Any) -> Any:
     """The Megatron model inside of wrappers."""
     while hasattr(model, "module"):
         model = model.module
     return model
 
 
-def describe_model(model: Any) -> str:
-    """`GPTModel, 24 layers, hidden 1024`."""
-    name = type(model).__name__.removeprefix("Tempo").removeprefix("Fused")
-    return f"{name}, {model.config.num_layers} layers, hidden {model.config.hidden_size}"
-
-
-def find_stage() -> int:
-    """The pipeline stage of this rank."""
+def _get_stage() -> int:
     return int(parallel_state.get_pipeline_model_parallel_rank())
 
 
-def is_printer() -> bool:
-    """Whether this rank is the first of its pipeline stage."""
-    data_parallel_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    return bool(parallel_state.get_tensor_model_parallel_rank() == 0 and data_parallel_rank == 0)
-
-
-def format_measured(found: Measured) -> str:
+def _format_measured(found: Measured) -> str:
     """The table of what a run keeps."""
     lines = [
         f"ledger of this run's first micro batch, stage {found.stage}: {found.title}",
@@ -334,7 +352,7 @@ def format_measured(found: Measured) -> str:
     return "\n".join(lines)
 
 
-def describe_measured(found: Measured) -> dict[str, Any]:
+def _describe_measured(found: Measured) -> dict[str, Any]:
     """What goes into the JSON."""
     return {
         **dataclasses.asdict(found),
@@ -349,78 +367,7 @@ def describe_measured(found: Measured) -> dict[str, Any]:
     }
 
 
-def write_json(content: dict[str, Any], file: str | Path) -> None:
+def _write_json(content: dict[str, Any], file: str | Path) -> None:
     """Write a JSON file; its folder is made where it is missing."""
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     Path(file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-class RunObserver:
-    """Looks at the first two steps of a run, on the first rank of each pipeline stage.
-
-    Args:
-        models: the model chunks of this rank, perhaps wrapped.
-        prefix: the files are PREFIX.stageN.json and .png.
-        sizes: the other arguments of `RunLedger`.
-    """
-
-    def __init__(self, models: Sequence[Any], prefix: str, **sizes: Any) -> None:
-        self._prefix = prefix
-        self._num_steps = 0
-        self._ledger = RunLedger(models, **sizes) if is_printer() else None
-
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Enter this around each training step."""
-        self._num_steps += 1
-        if self._ledger is None or self._num_steps > 2:
-            yield
-        elif self._num_steps == 1:
-            yield
-            self._publish(self._ledger.measure())
-        else:
-            with self._ledger.follow_step(self._publish_timeline):
-                yield
-
-    def _publish(self, found: Measured | None) -> None:
-        if found is None:
-            print("--tempo-ledger: no model of this rank ran forward in training in the first step", flush=True)
-            return
-        table = format_measured(found)
-        print(table, flush=True)
-        name = f"{self._prefix}.stage{found.stage}"
-        write_json(describe_measured(found), f"{name}.json")
-        layers, outside = list_bars(found)
-        plot_kept(layers, outside, f"{name}.png", found.title, found.sbh_bytes)
-        report = HtmlReport(found.title, "--tempo-ledger")
-        report.add_text(table)
-        add_kept(report, layers, outside)
-        report.save(f"{name}.html")
-        print(f"the ledger is in {name}.json, .png and .html", flush=True)
-
-    def _publish_timeline(self, timeline: Timeline) -> None:
-        table = format_timeline(timeline)
-        print(table, flush=True)
-        name = f"{self._prefix}.stage{find_stage()}.timeline"
-        write_json(describe_timeline(timeline), f"{name}.json")
-        plot_timeline(timeline, f"{name}.png")
-        report = HtmlReport(timeline.title, "--tempo-ledger")
-        report.add_text(table)
-        add_timeline(report, timeline)
-        report.save(f"{name}.html")
-        write_trace(timeline, f"{name}.trace.json")
-        write_snapshot(timeline, f"{name}.snapshot.pickle")
-        print(
-            f"the step's memory is in {name}.json, .png and .html, in {name}.trace.json for ui.perfetto.dev, and in "
-            f"{name}.snapshot.pickle for pytorch.org/memory_viz",
-            flush=True,
-        )
-
-
-def list_bars(found: Measured) -> tuple[Bars, Bars]:
-    """A run's kinds of layers, with a stock layer first, and what is around them."""
-    layers: dict[str, Mapping[str, int]] = {"stock": found.stock} if found.stock else {}
-    for kind in found.layers:
-        label = "this run" if len(found.layers) == 1 else f"layers\n{kind.layers}"
-        layers[label] = list_parts(kind.rows)
-    return layers, {"this run": list_parts(found.outside)}

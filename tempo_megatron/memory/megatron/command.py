@@ -63,12 +63,11 @@ def split_command(words: Sequence[str]) -> Command:
     place = next((place for place, word in enumerate(words) if _SCRIPT.fullmatch(word)), None)
     if place is None:
         raise ValueError(f"the command names no training script of Megatron-LM; write it from {_EXPECTED} on")
-    script = words[place]
-    family = _SCRIPTS.get(_SCRIPT.sub(r"\1", script))
+    family = _SCRIPTS.get(_SCRIPT.sub(r"\1", words[place]))
     if family is None:
-        raise ValueError(f"{script} trains a model that the estimate does not know; expected {_EXPECTED}")
+        raise ValueError(f"{words[place]} trains a model that the estimate does not know; expected {_EXPECTED}")
     launcher = tuple(words[:place])
-    return Command(launcher, script, family, tuple(words[place + 1 :]), _count_ranks(launcher))
+    return Command(launcher, words[place], family, tuple(words[place + 1 :]), _count_ranks(launcher))
 
 
 def _count_ranks(launcher: Sequence[str]) -> int | None:
@@ -153,45 +152,36 @@ def find_in_script(file: str, words: Sequence[str], world_size: int | None) -> C
 def read_test_case(file: str, words: Sequence[str]) -> Command:
     """The command of a model_config.yaml of Megatron-LM's functional tests, behind the words that name its script.
 
-    Raises ValueError where the file has no arguments, or its folder does not say which script it is of.
+    Without these the script is called as the case's folder. Raises ValueError where that is a model of images, which a
+    script of its own trains, and for a file that has no MODEL_ARGS.
     """
-    command = split_command(words or [f"pretrain_{_guess_family(file)}.py"])
-    arguments, environment = _read_yaml(file)
-    launcher = command.launcher
-    if settings := [f"{name}={environment[name]}" for name in SETTINGS if name in environment]:
-        launcher = (*settings, *(launcher or ("python",)))
-    return dataclasses.replace(command, launcher=launcher, options=(*command.options, *spell_arguments(arguments)))
+    check_installed("--megatron-yaml", "train", "yaml")
+    import yaml  # type: ignore[import-untyped]
 
-
-def _guess_family(file: str) -> str:
-    """What the script of a test case is called after, as its folder is.
-
-    Raises ValueError where the folder is called after a model of images, which a script of its own trains.
-    """
     folders = Path(file).absolute().parts[:-1]
-    if of_images := next((part for part in folders if part in _OF_IMAGES), None):
+    of_images = next((part for part in folders if part in _OF_IMAGES), None)
+    if of_images and not words:
         raise ValueError(
             f"--megatron-yaml {file} is a test of {of_images}, a model of images, which the estimate does not know; "
             "name the script behind --, such as -- pretrain_gpt.py, to follow the language model alone"
         )
-    return next((part for part in reversed(folders) if part in _SCRIPTS), "gpt")
-
-
-def _read_yaml(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """MODEL_ARGS and ENV_VARS of a model_config.yaml. Raises ValueError where it has no MODEL_ARGS."""
-    check_installed("--megatron-yaml", "train", "yaml")
-    import yaml  # type: ignore[import-untyped]
-
+    family = next((part for part in reversed(folders) if part in _SCRIPTS), "gpt")
+    command = split_command(words or [f"pretrain_{family}.py"])
     try:
         content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"--megatron-yaml {file} is not valid YAML ({reason}); correct it") from error
-    arguments = content.get("MODEL_ARGS") if isinstance(content, dict) else None
+    content = content if isinstance(content, dict) else {}
+    arguments, environment = content.get("MODEL_ARGS"), content.get("ENV_VARS")
     if not isinstance(arguments, dict):
         raise ValueError(f"--megatron-yaml {file} has no MODEL_ARGS; give a model_config.yaml of Megatron-LM's tests")
-    environment = content.get("ENV_VARS")
-    return {str(name): value for name, value in arguments.items()}, environment if isinstance(environment, dict) else {}
+    environment = environment if isinstance(environment, dict) else {}
+    launcher = command.launcher
+    if settings := [f"{name}={environment[name]}" for name in SETTINGS if name in environment]:
+        launcher = (*settings, *(launcher or ("python",)))
+    spelled = spell_arguments({str(name): value for name, value in arguments.items()})
+    return dataclasses.replace(command, launcher=launcher, options=(*command.options, *spelled))
 
 
 def drop_options(words: Sequence[str], beginnings: tuple[str, ...]) -> list[str]:

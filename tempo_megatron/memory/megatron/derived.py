@@ -1,8 +1,8 @@
 """What Megatron-LM derives from the options of a command, and what it refuses of them.
 
-As arguments.py: validate_args of Megatron-LM at d98e8a64dd, which is not imported. One table has what options say that
-no Run has, and which contradict each other; a second one has what does not fit once all is derived. `memory.refusals`
-has what a Run can say.
+As arguments.py: validate_args of Megatron-LM at d98e8a64dd, which is not imported. `list_contradictions` has what
+options say that no Run has, and which contradict each other; `list_misfits` what does not fit once all is derived.
+What an option by itself needs, excludes or gives stands in `options`, and what a Run can say in `memory.refusals`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,8 @@ from typing import Any
 import torch
 
 from tempo_megatron.memory.megatron.command import Command
-from tempo_megatron.memory.megatron.options import find_default, list_options
-from tempo_megatron.memory.refusals import (
-    KNOWN_IN_COMMANDS,
-    UNKNOWN_IN_COMMANDS,
-    UNKNOWN_IN_LAYERS,
-    UNKNOWN_IN_RUNS,
-    refuse,
-)
+from tempo_megatron.memory.megatron.options import ACCOUNTS, CUTS, KNOWN_IN_COMMANDS, READ, get_field, list_options
+from tempo_megatron.memory.refusals import refuse
 from tempo_megatron.memory.run import MegatronFsdp, OptimizerSettings
 from tempo_megatron.models.layout import pad_vocab_size
 from tempo_megatron.models.shape import QUICK_GEGLU
@@ -41,19 +35,17 @@ _TOKENS = {
     "BertWordPieceCase": 28996 + 2,
     "Llama2Tokenizer": 32000,
 }
-# What cuts the layers of a pipeline's stage into chunks.
-_CUTS = (
-    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
-    "pipeline_model_parallel_layout",
-)
-_ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _HYBRID_SPECS = [
     ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
     ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
 ]
 _ACTIVATIONS = ("swiglu", "squared_relu", QUICK_GEGLU)
-# Of the precision-aware optimizer.
-_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+# Fields of which one must have a value; the last is a T5's.
+_REQUIRED = (
+    *(("num_layers", "encoder_num_layers", "hybrid_layer_pattern"), ("hidden_size",), ("num_attention_heads",)),
+    *(("max_position_embeddings",), ("micro_batch_size",), ("seq_length", "encoder_seq_length")),
+    ("decoder_seq_length",),
+)
 
 
 def _list_given(args: argparse.Namespace, *fields: str) -> list[str]:
@@ -61,60 +53,44 @@ def _list_given(args: argparse.Namespace, *fields: str) -> list[str]:
     switch."""
     found = []
     for field in fields:
-        if hasattr(args, field) and (value := getattr(args, field)) != find_default(field):
+        options = list_options(field)
+        if (value := getattr(args, field)) != next(iter(options.values())).default:
             words = value if isinstance(value, list) else [] if isinstance(value, bool) else [value]
-            found.append(" ".join([" or ".join(list_options(field)), *map(str, words)]))
+            found.append(" ".join([" or ".join(options), *map(str, words)]))
     return found
 
 
-# Of which one may be given.
-_ALTERNATIVES = (
-    ("num_layers", "encoder_num_layers"),
-    ("seq_length", "encoder_seq_length"),
-    _CUTS,
-    _ACTIVATIONS,
-    ("bf16", "fp16"),
-    ("ddp_bucket_size", "ddp_num_buckets"),
-)
-# Field -> what it needs.
-_NEEDS = {
-    "delay_wgrad_compute": ("overlap_moe_expert_parallel_comm",),
-    "num_distributed_optimizer_instances": ("use_distributed_optimizer",),
-    "overlap_param_gather": ("use_distributed_optimizer", "overlap_grad_reduce"),
-    "use_precision_aware_optimizer": ("use_distributed_optimizer",),
-    **dict.fromkeys(_DTYPES, ("use_precision_aware_optimizer",)),
-    "use_megatron_fsdp": ("use_distributed_optimizer",),
-    "fp8_param_gather": ("fp8", "use_distributed_optimizer"),
-}
+def _list_refused_options(args: argparse.Namespace) -> Iterator[str]:
+    """A sentence for each option that does not go with the others, or that the estimate does not know."""
+    for name, option in READ.items():
+        for given in _list_given(args, field := get_field(name)):
+            is_known = field in KNOWN_IN_COMMANDS or (field == "optimizer" and args.optimizer in _MUONS)
+            if option.gives is not None and not is_known:
+                yield (
+                    f"{given} gives the run {option.gives}, which the estimate does not know; leave it out for an "
+                    "estimate without"
+                )
+            for other in _list_given(args, *option.excludes):
+                yield f"{other.split()[0]} and {given.split()[0]} are both given; leave one of them out"
+            missing = [next(iter(list_options(each))) for each in option.needs if not _list_given(args, each)]
+            if missing:
+                yield f"{given} needs {' and '.join(missing)}; add it, or leave the other out"
 
 
 def list_contradictions(args: argparse.Namespace) -> Iterator[str]:
     """A sentence for each thing that the options, as they were typed, cannot say or the estimate does not know."""
     has_pattern = args.hybrid_layer_pattern is not None
-    ratios = _list_given(args, "hybrid_attention_ratio", "hybrid_mlp_ratio")
-    is_hybrid = args.trains_hybrid or args.is_hybrid_model or args.mtp_hybrid_override_pattern or ratios
-    if is_hybrid and not has_pattern:
+    if (args.trains_hybrid or args.is_hybrid_model) and not has_pattern:
         yield (
             "the layers are of several kinds, and no pattern says which; give --hybrid-layer-pattern with a letter for "
             "each: M, *, - or E"
         )
-    if ratios and has_pattern:
-        yield f"{ratios[0]} and --hybrid-layer-pattern are both given; leave the first out"
     if has_pattern and (args.family != "gpt" or args.transformer_impl == "local" or args.multi_latent_attention):
         yield (
             "--hybrid-layer-pattern is for pretrain_hybrid.py with --transformer-impl transformer_engine and without "
             "--multi-latent-attention; change what is otherwise, or leave it out"
         )
-    if has_pattern and (cuts := _list_given(args, *_CUTS, *_ACCOUNTS)):
-        yield f"{cuts[0]} is given beside --hybrid-layer-pattern, whose | cut the pipeline; leave it out"
-    is_muon = args.optimizer in _MUONS
-    for field, words in {**UNKNOWN_IN_LAYERS, **UNKNOWN_IN_RUNS, **UNKNOWN_IN_COMMANDS}.items():
-        is_known = field in KNOWN_IN_COMMANDS or (field == "optimizer" and is_muon)
-        for option in () if is_known else _list_given(args, field):
-            yield (
-                f"{option} gives the run {words}, which the estimate does not know; leave it out for an estimate "
-                "without"
-            )
+    yield from _list_refused_options(args)
     if args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "linear":
         yield (
             "--cross-entropy-fusion-impl linear gives the run a fused output layer, which the estimate does not know; "
@@ -132,39 +108,33 @@ def list_contradictions(args: argparse.Namespace) -> Iterator[str]:
         )
     if not (args.add_position_embedding or args.use_rotary_position_embeddings or position == "rope"):
         yield "--no-position-embedding is taken no longer; give --position-embedding-type none"
-    for fields in _ALTERNATIVES:
-        if len(given := _list_given(args, *fields)) > 1:
-            yield f"{given[0].split()[0]} and {given[1].split()[0]} are both given; leave one of them out"
-    for required in _list_required(args):
+    for required in _REQUIRED if args.family == "t5" else _REQUIRED[:-1]:
         if all(getattr(args, field) is None for field in required):
-            yield f"{list_options(required[0])[0]} is missing, and Megatron-LM has no default for it; give it"
+            yield f"{next(iter(list_options(required[0])))} is missing, and Megatron-LM has no default for it; give it"
     if args.attention_backend == "local" and args.spec != ["local"]:
         yield "--attention-backend local needs --spec local; give another one"
-    if args.step_batch_size_schedule and _list_given(args, "global_batch_size", "rampup_batch_size"):
-        yield "--step-batch-size-schedule is given beside --global-batch-size or --rampup-batch-size; leave one out"
-    for field, needed in _NEEDS.items():
-        missing = [list_options(each)[0] for each in needed if not _list_given(args, each)]
-        for option in _list_given(args, field) if missing else ():
-            yield f"{option} needs {' and '.join(missing)}; add it, or leave the other out"
-    instances = args.num_distributed_optimizer_instances
+    yield from _list_refused_optimizers(args)
+    if args.fp8 is not None and args.fp8_recipe == "custom":
+        yield (
+            "--fp8-recipe custom gives the run scales that the estimate does not know; give tensorwise, delayed, "
+            "blockwise or mxfp8"
+        )
+    if args.defer_embedding_wgrad_compute and args.wgrad_deferral_limit < 0:
+        yield f"--wgrad-deferral-limit is {args.wgrad_deferral_limit}; expected 0 or more"
+
+
+def _list_refused_optimizers(args: argparse.Namespace) -> Iterator[str]:
+    is_muon, instances = args.optimizer in _MUONS, args.num_distributed_optimizer_instances
     if is_muon and args.fp16:
         yield f"--optimizer {args.optimizer} does not train with --fp16; give --bf16"
     if is_muon and instances > 1:
-        yield (
-            f"--num-distributed-optimizer-instances {instances} is not for --optimizer {args.optimizer}; leave one of "
-            "them out"
-        )
+        yield f"--num-distributed-optimizer-instances {instances} is not for --optimizer {args.optimizer}; leave it out"
     if is_muon and args.muon_scalar_optimizer != "adam":
         yield f"--muon-scalar-optimizer {args.muon_scalar_optimizer} is not known to the estimate; give adam"
     if is_muon and _divide_muon(args) == "laid out" and args.overlap_grad_reduce:
         yield (
             f"--overlap-grad-reduce pads each of several buckets of --optimizer {args.optimizer}, and the estimate "
             "knows one bucket; leave it out, or add --no-use-layer-wise-param-layout"
-        )
-    if args.accumulate_allreduce_grads_in_fp32 and args.main_grads_dtype != "fp32":
-        yield (
-            f"--accumulate-allreduce-grads-in-fp32 and --main-grads-dtype {args.main_grads_dtype} are both given; "
-            "leave one of them out"
         )
     if args.use_precision_aware_optimizer and args.optimizer != "adam":
         yield f"--use-precision-aware-optimizer is for --optimizer adam, and it is {args.optimizer}; leave one out"
@@ -180,22 +150,6 @@ def list_contradictions(args: argparse.Namespace) -> Iterator[str]:
             "--use-megatron-fsdp is known to the estimate with Adam and without --use-precision-aware-optimizer; "
             "change what is otherwise"
         )
-    if args.fp8 is not None and args.fp8_recipe == "custom":
-        yield (
-            "--fp8-recipe custom gives the run scales that the estimate does not know; give tensorwise, delayed, "
-            "blockwise or mxfp8"
-        )
-    if args.defer_embedding_wgrad_compute and args.wgrad_deferral_limit < 0:
-        yield f"--wgrad-deferral-limit is {args.wgrad_deferral_limit}; expected 0 or more"
-
-
-def _list_required(args: argparse.Namespace) -> Iterator[tuple[str, ...]]:
-    """Fields of which one must have a value."""
-    yield "num_layers", "encoder_num_layers", "hybrid_layer_pattern"
-    yield from (("hidden_size",), ("num_attention_heads",), ("max_position_embeddings",), ("micro_batch_size",))
-    yield "seq_length", "encoder_seq_length"
-    if args.family == "t5":
-        yield ("decoder_seq_length",)
 
 
 def list_misfits(args: argparse.Namespace) -> Iterator[str]:
@@ -217,18 +171,14 @@ def list_misfits(args: argparse.Namespace) -> Iterator[str]:
             f"--decoder-num-layers is {args.decoder_num_layers}, and the estimate knows as many as the encoder's "
             f"{args.num_layers}; change one of them"
         )
-    longest = max(args.seq_length, args.decoder_seq_length or 0)
-    if args.max_position_embeddings < longest:
-        yield (
-            f"--max-position-embeddings {args.max_position_embeddings} is less than the {longest} tokens of a sample; "
-            "raise it"
-        )
+    longest, positions = max(args.seq_length, args.decoder_seq_length or 0), args.max_position_embeddings
+    if positions < longest:
+        yield f"--max-position-embeddings {positions} is less than the {longest} tokens of a sample; raise it"
     per_chunk, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
-    if (per_chunk and (pp == 1 or _count_places(args) % (pp * per_chunk))) or (
-        chunks and _count_places(args) % (pp * chunks)
-    ):
+    is_one_stage = per_chunk is not None and pp == 1
+    if is_one_stage or any(number and _count_places(args) % (pp * number) for number in (per_chunk, chunks)):
         yield (
-            f"{_list_given(args, *_CUTS)[0]} does not divide the {args.num_layers} layers of "
+            f"{_list_given(args, *CUTS)[0]} does not divide the {args.num_layers} layers of "
             f"--pipeline-model-parallel-size {pp} into chunks; change it or leave it out"
         )
     if args.global_batch_size % (args.micro_batch_size * dp):
@@ -236,12 +186,12 @@ def list_misfits(args: argparse.Namespace) -> Iterator[str]:
             f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "
             f"{args.micro_batch_size} times {dp} data-parallel ranks; change one of them"
         )
-    method = args.recompute_method
-    if args.recompute_granularity == "full" and method is None:
+    method, granularity = args.recompute_method, args.recompute_granularity
+    if granularity == "full" and method is None:
         yield "--recompute-granularity full needs --recompute-method uniform or block; give one"
-    if args.recompute_granularity == "full" and args.recompute_num_layers is None:
+    if granularity == "full" and args.recompute_num_layers is None:
         yield f"--recompute-method {method} needs --recompute-num-layers; give it"
-    if args.recompute_granularity == "selective" and method is not None:
+    if granularity == "selective" and method is not None:
         yield "--recompute-method is for --recompute-granularity full; leave it out"
     first, last, of_stage = args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16, args.num_layers // pp
     is_left_out = args.fp8 is not None and args.first_last_layers_bf16 and args.fp8_recipe != "delayed"
@@ -254,7 +204,7 @@ def list_misfits(args: argparse.Namespace) -> Iterator[str]:
 
 def _count_places(args: argparse.Namespace) -> int:
     """Layers, and what counts as one in the pipeline."""
-    return int(args.num_layers + sum(getattr(args, name) for name in _ACCOUNTS))
+    return int(args.num_layers + sum(getattr(args, name) for name in ACCOUNTS))
 
 
 def derive(args: argparse.Namespace, command: Command, world_size: int | None, warnings: list[str]) -> None:
@@ -274,31 +224,44 @@ def derive(args: argparse.Namespace, command: Command, world_size: int | None, w
         if not command.trains_hybrid:
             warnings.append(f"{command.script} is taken as pretrain_hybrid.py, as --hybrid-layer-pattern is given")
         _derive_hybrid(args)
-    _derive_layout(args, _agree_on_world_size(command, world_size), warnings)
-    _derive_model(args)
-    _derive_step(args)
+    if world_size is not None and command.world_size not in (None, world_size):
+        raise ValueError(
+            f"--world-size is {world_size}, and the launcher starts {command.world_size} ranks; leave --world-size "
+            "out, or change one of them"
+        )
+    args.world_size = world_size or command.world_size
+    if args.world_size is None:
+        raise ValueError("the command does not say how many GPUs it runs on; give --world-size")
+    ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    args.data_parallel_size, args.spare_ranks = max(1, args.world_size // ranks), args.world_size % ranks
+    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
+        warnings.append("--sequence-parallel is off, as Megatron-LM switches it off without tensor parallelism")
+        args.sequence_parallel = False
+    args.num_layers = args.encoder_num_layers if args.num_layers is None else args.num_layers
+    args.seq_length = args.encoder_seq_length if args.seq_length is None else args.seq_length
+    if args.use_rotary_position_embeddings:
+        args.position_embedding_type = "rope"
+    args.num_query_groups = args.num_query_groups if args.group_query_attention else None
+    if args.step_batch_size_schedule:
+        # Such as 0:384 200B:768: a batch that grows has most micro batches at its end.
+        words = args.step_batch_size_schedule.split()
+        if not all(re.fullmatch(r"[\d.]+[KMBT]?:[1-9]\d*", word) for word in words):
+            raise ValueError(
+                f"--step-batch-size-schedule is {' '.join(words)}; expected when and how many samples, such as "
+                "0:384 200B:768"
+            )
+        args.global_batch_size = int(words[-1].rpartition(":")[2])
+    args.global_batch_size = args.global_batch_size or args.micro_batch_size * args.data_parallel_size
+    args.params_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    if args.recompute_activations:
+        args.recompute_granularity = "selective"
     refuse(list_misfits(args))
     args.virtual_pipeline_model_parallel_size = _count_chunks(args)
 
 
-def _agree_on_world_size(command: Command, given: int | None) -> int:
-    if given is not None and command.world_size not in (None, given):
-        raise ValueError(
-            f"--world-size is {given}, and the launcher starts {command.world_size} ranks; leave --world-size out, or "
-            "change one of them"
-        )
-    found = given or command.world_size
-    if found is None:
-        raise ValueError("the command does not say how many GPUs it runs on; give --world-size")
-    return found
-
-
 def _derive_hybrid(args: argparse.Namespace) -> None:
     """What a hybrid's pattern says. Raises ValueError where it does not go with the other options."""
-    pattern, predicting = args.hybrid_layer_pattern, args.mtp_hybrid_override_pattern
-    args.mtp_hybrid_override_pattern = None
-    if predicting and args.mtp_num_layers and "/" not in pattern:
-        pattern = "/".join([pattern, *[predicting] * args.mtp_num_layers])
+    pattern = args.hybrid_layer_pattern
     main, *further = pattern.split("/")
     if len({*further}) > 1:
         raise ValueError(
@@ -317,7 +280,7 @@ def _derive_hybrid(args: argparse.Namespace) -> None:
             f"--hybrid-layer-pattern cuts the pipeline into {len(sizes)} chunks; expected a multiple of "
             f"--pipeline-model-parallel-size {stages}, and no numbers of layers for its ends; change one of them"
         )
-    args.hybrid_layer_pattern, args.num_layers, args.encoder_num_layers = pattern, sum(sizes), None
+    args.num_layers, args.encoder_num_layers = sum(sizes), None
     args.mtp_num_layers = len(further) or None
     if "E" not in main:
         args.num_moe_experts = None
@@ -325,48 +288,6 @@ def _derive_hybrid(args: argparse.Namespace) -> None:
         raise ValueError("--hybrid-layer-pattern has E, and there are no experts; give --num-experts")
     else:
         args.moe_layer_freq = f"[{','.join('01'[letter == 'E'] for letter in main.replace('|', ''))}]"
-
-
-def _derive_layout(args: argparse.Namespace, world_size: int, warnings: list[str]) -> None:
-    ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-    args.world_size, args.data_parallel_size, args.spare_ranks = (
-        world_size,
-        max(1, world_size // ranks),
-        world_size % ranks,
-    )
-    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
-        warnings.append("--sequence-parallel is off, as Megatron-LM switches it off without tensor parallelism")
-        args.sequence_parallel = False
-
-
-def _derive_model(args: argparse.Namespace) -> None:
-    args.num_layers = args.encoder_num_layers if args.num_layers is None else args.num_layers
-    args.seq_length = args.encoder_seq_length if args.seq_length is None else args.seq_length
-    if args.use_rotary_position_embeddings:
-        args.position_embedding_type = "rope"
-    args.num_query_groups = args.num_query_groups if args.group_query_attention else None
-
-
-def _derive_step(args: argparse.Namespace) -> None:
-    if args.step_batch_size_schedule:
-        args.global_batch_size = _find_last_batch_size(args.step_batch_size_schedule.split())
-    args.global_batch_size = args.global_batch_size or args.micro_batch_size * args.data_parallel_size
-    args.params_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-    if args.recompute_activations:
-        args.recompute_granularity = "selective"
-
-
-def _find_last_batch_size(words: list[str]) -> int:
-    """Of --step-batch-size-schedule, such as 0:384 200B:768: a batch that grows has most micro batches at its end.
-
-    Raises ValueError where it is something else.
-    """
-    if not all(re.fullmatch(r"[\d.]+[KMBT]?:[1-9]\d*", word) for word in words):
-        raise ValueError(
-            f"--step-batch-size-schedule is {' '.join(words)}; expected when and how many samples, such as "
-            "0:384 200B:768"
-        )
-    return int(words[-1].rpartition(":")[2])
 
 
 def _count_chunks(args: argparse.Namespace) -> int | None:
@@ -400,21 +321,34 @@ def split_layout(config: Any) -> list[str]:
 
 
 def read_optimizer(args: argparse.Namespace) -> OptimizerSettings:
-    """Of options that are derived; arguments.py:1203-1217 and 1724-1738 of Megatron-LM at d98e8a64dd."""
+    """Of options that are derived; arguments.py:1203-1217 and 1724-1738 of Megatron-LM at d98e8a64dd.
+
+    Of a bf16 weight's float32 copy the precision-aware optimizer keeps the 16 bits that the weight lacks
+    (core/optimizer/optimizer_config.py:192, pytorch/optimizers/fused_adam.py:414 of Transformer Engine).
+    """
     gradient_bytes = 4 if args.fp16 and args.accumulate_allreduce_grads_in_fp32 else None
     if args.bf16 and (args.grad_reduce_in_bf16 or args.main_grads_dtype == "bf16"):
         gradient_bytes = 2
     muon = _divide_muon(args) if args.optimizer in _MUONS else None
+    main = 2 if args.bf16 else _BYTES[args.main_params_dtype]
+    of_states = main, _BYTES[args.exp_avg_dtype], _BYTES[args.exp_avg_sq_dtype]
+    unit = args.suggested_communication_unit_size
+    fsdp = MegatronFsdp(
+        main_bytes=_BYTES.get(args.megatron_fsdp_main_params_dtype),
+        gradient_bytes=_BYTES.get(args.megatron_fsdp_main_grads_dtype),
+        communicated_bytes=_BYTES.get(args.megatron_fsdp_grad_comm_dtype),
+        **({} if unit is None else {"unit_elements": unit}),
+    )
     return OptimizerSettings(
         distributed=args.use_distributed_optimizer and muon is None,
         instances=1 if muon else args.num_distributed_optimizer_instances,
         muon=muon,
         gradient_bytes=gradient_bytes,
-        state_bytes=_find_state_bytes(args) if args.use_precision_aware_optimizer else None,
+        state_bytes=of_states if args.use_precision_aware_optimizer else None,
         overlaps_reduction=args.overlap_grad_reduce,
         bucket_elements=args.ddp_bucket_size,
         num_buckets=args.ddp_num_buckets,
-        fsdp=_read_fsdp(args) if args.use_megatron_fsdp else None,
+        fsdp=fsdp if args.use_megatron_fsdp else None,
     )
 
 
@@ -425,26 +359,6 @@ def _divide_muon(args: argparse.Namespace) -> str:
     return "laid out" if args.use_layer_wise_param_layout else "dealt"
 
 
-def _find_state_bytes(args: argparse.Namespace) -> tuple[int, int, int]:
-    """Of the precision-aware optimizer: main copy and both moments of a parameter.
-
-    Of a bf16 weight's float32 copy it keeps the 16 bits that the weight lacks (core/optimizer/optimizer_config.py:192
-    of Megatron-LM at d98e8a64dd, pytorch/optimizers/fused_adam.py:414 of Transformer Engine).
-    """
-    main = 2 if args.bf16 else _BYTES[args.main_params_dtype]
-    return main, _BYTES[args.exp_avg_dtype], _BYTES[args.exp_avg_sq_dtype]
-
-
-def _read_fsdp(args: argparse.Namespace) -> MegatronFsdp:
-    size = args.suggested_communication_unit_size
-    return MegatronFsdp(
-        main_bytes=_BYTES.get(args.megatron_fsdp_main_params_dtype),
-        gradient_bytes=_BYTES.get(args.megatron_fsdp_main_grads_dtype),
-        communicated_bytes=_BYTES.get(args.megatron_fsdp_grad_comm_dtype),
-        **({} if size is None else {"unit_elements": size}),
-    )
-
-
 def find_float8_layers(args: argparse.Namespace) -> tuple[bool, ...] | None:
     """Which layers compute in float8, as core/fp8_utils.py: is_first_last_bf16_layer; None is all, or none."""
     if args.fp8 is None or not args.first_last_layers_bf16:
@@ -453,22 +367,19 @@ def find_float8_layers(args: argparse.Namespace) -> tuple[bool, ...] | None:
     return tuple(first <= layer < end for layer in range(args.num_layers))
 
 
-def find_activation(args: argparse.Namespace) -> str:
-    """A name of `tempo_megatron.settings.activations`."""
-    return next((name for name in _ACTIVATIONS if getattr(args, name)), "gelu")
+def read_modules(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `read_run` that say whose modules there are, and which activation they have how.
 
-
-def fuses_activation(args: argparse.Namespace) -> bool:
-    """As arguments.py: core_transformer_config_from_args of Megatron-LM at d98e8a64dd."""
-    if args.squared_relu:
-        return bool(args.use_fused_weighted_squared_relu)
-    return bool(args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion)
-
-
-def find_stock(args: argparse.Namespace) -> str:
-    """Whose modules stock ones are: pretrain_bert.py does not read --transformer-impl."""
+    As arguments.py: core_transformer_config_from_args of Megatron-LM at d98e8a64dd; pretrain_bert.py does not read
+    --transformer-impl.
+    """
     is_local = args.spec == ["local"] if args.family == "bert" else args.transformer_impl == "local"
-    return "local" if is_local else "transformer_engine"
+    fuses = args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion
+    return {
+        "activation": next((name for name in _ACTIVATIONS if getattr(args, name)), "gelu"),
+        "stock": "local" if is_local else "transformer_engine",
+        "fuses_activation": args.use_fused_weighted_squared_relu if args.squared_relu else fuses,
+    }
 
 
 def find_padded_vocab_size(args: argparse.Namespace, given: int | None, warnings: list[str]) -> int:
@@ -495,7 +406,8 @@ def find_padded_vocab_size(args: argparse.Namespace, given: int | None, warnings
 def _count_tokens(args: argparse.Namespace, tokenizer: str) -> int | None:
     """As the tokenizer would; None where its file is not here."""
     if tokenizer in ("NullTokenizer", "NullMultimodalTokenizer"):
-        return args.vocab_size if args.vocab_size is None else int(args.vocab_size)
+        found: int | None = args.vocab_size
+        return found
     try:
         text = Path(args.vocab_file or "").read_text(encoding="utf-8")
         if tokenizer.startswith("BertWordPiece"):

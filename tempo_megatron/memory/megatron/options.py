@@ -1,7 +1,8 @@
 """Lists the options of Megatron-LM's training scripts: those that are read, and those that memory does not depend on.
 
 Names, kinds and defaults are those of Megatron-LM 0.19, and the names of 0.16 to main beside them. A field is called as
-TransformerConfig calls it. What is read and cannot be estimated stands in `memory.refusals`.
+TransformerConfig calls it. What an option needs, excludes, or gives the run that the estimate does not know stands
+with it; `derived` has what several say together.
 """
 
 from __future__ import annotations
@@ -33,18 +34,29 @@ class Option:
     is_size: bool = False
     """Whether it is at least 1."""
 
+    gives: str | None = None
+    """What it gives a run that the estimate does not know, or that of a built run does not."""
 
-def _size(default: int | None = None, field: str | None = None) -> Option:
+    needs: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()
+    """Fields that are given beside it, or are not."""
+
+
+def _size(default: int | None = None, **more: Any) -> Option:
     """A whole number of at least 1."""
-    return Option(default=default, field=field, is_size=True)
+    return Option(default=default, is_size=True, **more)
 
 
-def _switch(field: str | None = None, default: bool = False) -> Option:
-    return Option(bool, default, field)
+def _switch(field: str | None = None, default: bool = False, **more: Any) -> Option:
+    return Option(bool, default, field, **more)
 
 
-def _words(default: str | None, *choices: str, field: str | None = None) -> Option:
-    return Option(str, default, field, choices or None)
+def _words(default: str | None, *choices: str, **more: Any) -> Option:
+    return Option(str, default, choices=choices or None, **more)
+
+
+def _each(option: Option, names: str) -> dict[str, Option]:
+    return dict.fromkeys(names.split(), option)
 
 
 def _parse_window(text: str) -> tuple[int, ...]:
@@ -53,174 +65,169 @@ def _parse_window(text: str) -> tuple[int, ...]:
 
 
 _FLOAT_TYPES = ("fp32", "bf16", "fp16")
+_KINDS: Any = {"field": "heterogeneous_block_specs", "gives": "layers of several kinds"}
+_GRAPHS = "CUDA graphs, whose pools keep the memory of each layer"
+
+CUTS = (
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    "pipeline_model_parallel_layout",
+)
+"""Fields of what cuts the layers of a pipeline's stage into chunks."""
+
+ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+"""Of what counts as a layer there."""
 
 READ: dict[str, Option] = {
+    # Plain ones, by kind.
+    **_each(
+        _switch(),
+        "group-query-attention use-rotary-position-embeddings swiglu add-qkv-bias qk-layernorm "
+        "untie-embeddings-and-output-weights cross-entropy-loss-fusion deterministic-mode sequence-parallel "
+        "tp-comm-overlap defer-embedding-wgrad-compute bf16 recompute-activations use-distributed-optimizer "
+        "overlap-grad-reduce accumulate-allreduce-grads-in-fp32 grad-reduce-in-bf16 first-last-layers-bf16 "
+        "moe-shared-expert-gate moe-shared-expert-overlap moe-router-pre-softmax moe-router-enable-expert-bias "
+        "moe-router-padding-for-quantization moe-router-force-load-balancing moe-grouped-gemm moe-permute-fusion "
+        "moe-pad-expert-input-to-capacity moe-layer-recompute moe-apply-probs-on-input moe-paged-stash "
+        "use-fused-weighted-squared-relu overlap-moe-expert-parallel-comm multi-latent-attention "
+        "mtp-use-repeated-layer is-hybrid-model",
+    ),
+    **_each(
+        _size(),
+        "num-layers hidden-size ffn-hidden-size num-attention-heads kv-channels seq-length decoder-seq-length "
+        "max-position-embeddings vocab-size padded-vocab-size num-layers-per-virtual-pipeline-stage micro-batch-size "
+        "global-batch-size recompute-num-layers ddp-bucket-size suggested-communication-unit-size q-lora-rank "
+        "mamba-num-heads",
+    ),
+    **_each(
+        _size(default=1),
+        "num-query-groups tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size",
+    ),
+    **_each(
+        Option(),
+        "decoder-num-layers moe-ffn-hidden-size moe-shared-expert-intermediate-size moe-latent-size "
+        "moe-router-num-groups moe-router-group-topk expert-tensor-parallel-size",
+    ),
+    **_each(Option(default=0), "vocab-extra-ids wgrad-deferral-limit"),
+    **_each(
+        Option(float),
+        "activation-func-clamp-value moe-z-loss-coeff moe-input-jitter-eps moe-expert-capacity-factor",
+    ),
+    **_each(Option(float, 0.1), "attention-dropout hidden-dropout"),
+    **_each(_words(None), "vocab-file tokenizer-type tokenizer-model"),
     # The model.
-    "num-layers": _size(),
-    "encoder-num-layers": _size(),
-    "decoder-num-layers": Option(),
-    "hidden-size": _size(),
-    "ffn-hidden-size": _size(),
-    "num-attention-heads": _size(),
-    "group-query-attention": _switch(),
-    "num-query-groups": _size(default=1),
-    "kv-channels": _size(),
-    "seq-length": _size(),
-    "encoder-seq-length": Option(),
-    "decoder-seq-length": _size(),
-    "max-position-embeddings": _size(),
+    "encoder-num-layers": _size(excludes=("num_layers",)),
+    "encoder-seq-length": Option(excludes=("seq_length",)),
     "position-embedding-type": _words(
         "learned_absolute", "learned_absolute", "rope", "yarn", "mrope", "relative", "none"
     ),
-    "use-rotary-position-embeddings": _switch(),
     "no-position-embedding": _switch("add_position_embedding", True),
     "normalization": _words("LayerNorm", "LayerNorm", "RMSNorm"),
-    "swiglu": _switch(),
-    "squared-relu": _switch(),
-    "quick-geglu": _switch(),
-    "openai-gelu": _switch(),
-    "activation-func-clamp-value": Option(float),
+    "squared-relu": _switch(excludes=("swiglu",)),
+    "quick-geglu": _switch(excludes=("swiglu", "squared_relu")),
+    "openai-gelu": _switch(gives="OpenAI's GELU"),
     "disable-bias-linear": _switch("add_bias_linear", True),
-    "add-qkv-bias": _switch(),
-    "qk-layernorm": _switch(),
-    "qk-l2-norm": _switch(),
-    "qk-clip": _switch(),
-    "log-max-attention-logit": _switch(),
+    "qk-l2-norm": _switch(gives="an L2 norm of queries and keys"),
+    "qk-clip": _switch(gives="the largest logits of attention"),
+    "log-max-attention-logit": _switch(gives="the largest logits of attention"),
     "window-size": Option(_parse_window),
-    "window-attn-skip-freq": Option(),
+    "window-attn-skip-freq": Option(gives="layers with and without a window"),
     "softmax-type": _words("vanilla", "vanilla", "off-by-one", "learnable"),
-    "attention-output-gate": _switch(),
-    "experimental-attention-variant": _words(None),
-    "apply-residual-connection-post-layernorm": _switch(),
-    "fp32-residual-connection": _switch(),
-    "untie-embeddings-and-output-weights": _switch(),
+    "attention-output-gate": _switch(gives="gates on attention's output"),
+    "experimental-attention-variant": _words(None, gives="an experimental attention"),
+    "apply-residual-connection-post-layernorm": _switch(gives="a residual stream behind the norms"),
+    "fp32-residual-connection": _switch(gives="a float32 residual stream"),
     "bert-no-binary-head": _switch("bert_binary_head", True),
-    "heterogeneous-layers-config-path": _words(None, field="heterogeneous_block_specs"),
-    "heterogeneous-layers-config-encoded-json": _words(None, field="heterogeneous_block_specs"),
+    "heterogeneous-layers-config-path": _words(None, **_KINDS),
+    "heterogeneous-layers-config-encoded-json": _words(None, **_KINDS),
     "spec": Option(str, nargs="*"),
-    "yaml-cfg": _words(None),
-    "use-legacy-models": _switch(),
-    "freeze-all-layers": _switch(),
-    "perform-rl-step": _switch(),
-    "skip-train": _switch(),
-    "sft": _switch(),
-    "post-self-attn-layernorm": _switch(),
-    "post-mlp-layernorm": _switch(),
-    "linear-attention-type": _words(None),
-    "dsv4-mode": _switch(),
-    "no-rope-freq": _words(None),
+    "yaml-cfg": _words(None, gives="a configuration in a file of its own"),
+    "use-legacy-models": _switch(gives="models from before Megatron-core"),
+    "freeze-all-layers": _switch(gives="frozen layers"),
+    "perform-rl-step": _switch(gives="reinforcement learning"),
+    "skip-train": _switch(gives="no training"),
+    "sft": _switch(gives="sequences that are packed for fine-tuning"),
+    "post-self-attn-layernorm": _switch(gives="a norm behind attention"),
+    "post-mlp-layernorm": _switch(gives="a norm behind the MLP"),
+    "linear-attention-type": _words(None, gives="linear attention"),
+    "dsv4-mode": _switch(gives="an experimental attention"),
+    "no-rope-freq": _words(None, gives="layers with and without rotary embeddings"),
     "rotary-percent": Option(float, 1.0),
     # The vocabulary.
-    "vocab-size": _size(),
-    "padded-vocab-size": _size(),
     "make-vocab-size-divisible-by": _size(default=128),
-    "vocab-extra-ids": Option(default=0),
-    "vocab-file": _words(None),
     "no-pad-vocab-size": _switch("pad_vocab_size", True),
     "disable-pad-vocab-size": _switch("pad_vocab_size", True),
-    "tokenizer-type": _words(None),
-    "tokenizer-model": _words(None),
     # Dropout and kernels.
-    "attention-dropout": Option(float, 0.1),
-    "hidden-dropout": Option(float, 0.1),
     "transformer-impl": _words("transformer_engine", "local", "transformer_engine", "inference_optimized"),
     "attention-backend": _words("auto", "flash", "fused", "unfused", "local", "auto"),
-    "attention-softmax-in-fp32": _switch(),
-    "apply-query-key-layer-scaling": _switch(),
     "no-masked-softmax-fusion": _switch("masked_softmax_fusion", True),
     "no-bias-gelu-fusion": _switch("bias_gelu_fusion", True),
     "no-bias-swiglu-fusion": _switch("bias_swiglu_fusion", True),
-    "no-bias-dropout-fusion": _switch("bias_dropout_fusion", True),
     "no-rope-fusion": _switch("apply_rope_fusion", True),
     "no-gradient-accumulation-fusion": _switch("gradient_accumulation_fusion", True),
-    "use-te-activation-func": _switch(),
-    "use-transformer-engine-op-fuser": _switch(),
-    "use-grouped-gemm-for-dense-mlp": _switch(),
-    "fused-residual-rmsnorm": _switch(),
-    "mlp-chunks-for-training": Option(default=1),
-    "batch-invariant-mode": _switch(),
-    "use-kitchen-attention": _switch(),
-    "cross-entropy-loss-fusion": _switch(),
+    "use-te-activation-func": _switch(gives="Transformer Engine's activation"),
+    "use-transformer-engine-op-fuser": _switch(gives="Transformer Engine's fused operations"),
+    "use-grouped-gemm-for-dense-mlp": _switch(gives="an MLP through grouped matrix products"),
+    "fused-residual-rmsnorm": _switch(gives="a norm that is fused with the residual stream"),
+    "mlp-chunks-for-training": Option(default=1, gives="an MLP that runs in chunks"),
+    "batch-invariant-mode": _switch(gives="batch-invariant kernels"),
+    "use-kitchen-attention": _switch(gives="Kitchen's attention"),
     "cross-entropy-fusion-impl": _words("native", "native", "te", "linear"),
-    "fp16-lm-cross-entropy": _switch(),
-    "cuda-graph-impl": _words("none", "none", "local", "transformer_engine", "full_iteration"),
-    "enable-cuda-graph": _switch("cuda_graph_impl_deprecated"),
-    "external-cuda-graph": _switch("cuda_graph_impl_deprecated"),
+    "fp16-lm-cross-entropy": _switch(gives="a cross entropy in float16"),
+    "cuda-graph-impl": _words("none", "none", "local", "transformer_engine", "full_iteration", gives=_GRAPHS),
+    "enable-cuda-graph": _switch("cuda_graph_impl_deprecated", gives=_GRAPHS),
+    "external-cuda-graph": _switch("cuda_graph_impl_deprecated", gives=_GRAPHS),
     "no-create-attention-mask-in-dataloader": _switch("create_attention_mask_in_dataloader", True),
-    "deterministic-mode": _switch(),
-    "logits-save-dir": _words(None),
-    "logits-load-dir": _words(None),
+    "logits-save-dir": _words(None, gives="logits that are saved"),
+    "logits-load-dir": _words(None, gives="distillation"),
     # The layout.
-    "tensor-model-parallel-size": _size(default=1),
-    "pipeline-model-parallel-size": _size(default=1),
-    "num-layers-per-virtual-pipeline-stage": _size(),
-    "num-virtual-stages-per-pipeline-rank": _size(),
+    "num-virtual-stages-per-pipeline-rank": _size(excludes=("num_layers_per_virtual_pipeline_stage",)),
     "microbatch-group-size-per-virtual-pipeline-stage": Option(field="microbatch_group_size_per_vp_stage"),
-    "overlap-p2p-communication-warmup-flush": _switch(),
     "decoder-first-pipeline-num-layers": Option(field="num_layers_in_first_pipeline_stage"),
     "decoder-last-pipeline-num-layers": Option(field="num_layers_in_last_pipeline_stage"),
-    "pipeline-model-parallel-layout": _words(None),
-    "account-for-embedding-in-pipeline-split": _switch(),
-    "account-for-loss-in-pipeline-split": _switch(),
-    "sequence-parallel": _switch(),
-    "tp-comm-overlap": _switch(),
-    "tensor-parallel-num-weight-shards": Option(),
-    "defer-embedding-wgrad-compute": _switch(),
-    "wgrad-deferral-limit": Option(default=0),
-    "delay-wgrad-compute": _switch(),
-    "context-parallel-size": _size(default=1),
-    "cp-comm-type": Option(str, ("p2p",), nargs="+"),
-    "hierarchical-context-parallel-sizes": Option(nargs="+"),
-    "hybrid-context-parallel": _switch(),
+    "pipeline-model-parallel-layout": _words(None, gives="a pipeline layout of its own", excludes=CUTS[:2]),
+    "account-for-embedding-in-pipeline-split": _switch(gives="an embedding that counts as a layer of its stage"),
+    "account-for-loss-in-pipeline-split": _switch(gives="a loss that counts as a layer of its stage"),
+    "tensor-parallel-num-weight-shards": Option(gives="weights sharded beside tensor parallelism"),
+    "delay-wgrad-compute": _switch(needs=("overlap_moe_expert_parallel_comm",)),
+    "hybrid-context-parallel": _switch(gives="context parallelism"),
     # The step.
-    "micro-batch-size": _size(),
-    "global-batch-size": _size(),
     "rampup-batch-size": Option(nargs=3),
-    "step-batch-size-schedule": Option(str),
-    "bf16": _switch(),
-    "fp16": _switch(),
-    "recompute-activations": _switch(),
+    "step-batch-size-schedule": _words(None, excludes=("global_batch_size", "rampup_batch_size")),
+    "fp16": _switch(excludes=("bf16",)),
     "recompute-granularity": _words(None, "full", "selective"),
     "recompute-method": _words(None, "uniform", "block"),
-    "recompute-num-layers": _size(),
     "recompute-modules": Option(str, nargs="+"),
-    "distribute-saved-activations": _switch(),
-    "cpu-offloading-num-layers": Option(default=0, field="cpu_offloading"),
-    "fine-grained-activation-offloading": _switch(),
-    "offload-modules": Option(str, (), nargs="+"),
-    "min-offloaded-tensor-size": Option(default=1048576),
-    "activation-offload-fraction": Option(float, 1.0),
-    "delta-offload-bytes-across-pp-ranks": Option(default=0),
+    "distribute-saved-activations": _switch(gives="saved activations that tensor-parallel ranks share"),
+    "cpu-offloading-num-layers": Option(default=0, field="cpu_offloading", gives="activations on the host"),
+    "fine-grained-activation-offloading": _switch(gives="activations on the host (tempo.offload is known)"),
     # Gradients and states.
-    "optimizer": _words("adam", "adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"),
+    "optimizer": _words(
+        *("adam", "adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"),
+        gives="another optimizer than Adam",
+    ),
     "muon-scalar-optimizer": _words("adam", "adam", "lion"),
     "no-use-layer-wise-param-layout": _switch("use_layer_wise_param_layout", True),
-    "use-distributed-optimizer": _switch(),
-    "num-distributed-optimizer-instances": _size(default=1),
-    "overlap-grad-reduce": _switch(),
-    "overlap-param-gather": _switch(),
-    "overlap-param-gather-with-optimizer-step": _switch(),
-    "ddp-bucket-size": _size(),
-    "ddp-num-buckets": _size(),
-    "ddp-pad-buckets-for-high-nccl-busbw": _switch(),
-    "ddp-param-name-patterns-for-fp32-local-accumulation": Option(str, (), nargs="+"),
-    "accumulate-allreduce-grads-in-fp32": _switch(),
-    "grad-reduce-in-bf16": _switch(),
-    "ddp-reduce-scatter-with-fp32-accumulation": _switch(),
-    "use-precision-aware-optimizer": _switch(),
-    "main-grads-dtype": _words("fp32", "fp32", "bf16"),
-    "main-params-dtype": _words("fp32", "fp32", "fp16"),
-    "exp-avg-dtype": _words("fp32", *_FLOAT_TYPES, "fp8"),
-    "exp-avg-sq-dtype": _words("fp32", *_FLOAT_TYPES, "fp8"),
-    "optimizer-cpu-offload": _switch(),
-    "optimizer-offload-fraction": Option(float, 1.0),
-    "offload-optimizer-states": _switch(),
-    "use-nccl-ub": _switch("nccl_ub"),
-    "use-torch-fsdp2": _switch(),
-    "torch-fsdp2-no-reshard-after-forward": _switch("torch_fsdp2_reshard_after_forward", True),
-    "use-cpu-initialization": Option(bool),
-    "init-model-with-meta-device": _switch(),
-    "use-megatron-fsdp": _switch(),
+    "num-distributed-optimizer-instances": _size(default=1, needs=("use_distributed_optimizer",)),
+    "overlap-param-gather": _switch(needs=("use_distributed_optimizer", "overlap_grad_reduce")),
+    "ddp-num-buckets": _size(excludes=("ddp_bucket_size",)),
+    "ddp-param-name-patterns-for-fp32-local-accumulation": Option(
+        str, (), nargs="+", gives="gradients of several dtypes"
+    ),
+    "ddp-reduce-scatter-with-fp32-accumulation": _switch(gives="gradients that are reduced through all-to-all"),
+    "use-precision-aware-optimizer": _switch(needs=("use_distributed_optimizer",)),
+    "main-grads-dtype": _words(
+        *("fp32", "fp32", "bf16"),
+        needs=("use_precision_aware_optimizer",),
+        excludes=("accumulate_allreduce_grads_in_fp32",),
+    ),
+    "main-params-dtype": _words("fp32", "fp32", "fp16", needs=("use_precision_aware_optimizer",)),
+    "exp-avg-dtype": _words("fp32", *_FLOAT_TYPES, "fp8", needs=("use_precision_aware_optimizer",)),
+    "exp-avg-sq-dtype": _words("fp32", *_FLOAT_TYPES, "fp8", needs=("use_precision_aware_optimizer",)),
+    "optimizer-cpu-offload": _switch(gives="optimizer states on the host"),
+    "offload-optimizer-states": _switch(gives="optimizer states on the host"),
+    "use-nccl-ub": _switch("nccl_ub", gives="buffers that NCCL registers"),
+    "use-torch-fsdp2": _switch(gives="weights sharded by torch's FSDP (--use-megatron-fsdp is known)"),
+    "use-megatron-fsdp": _switch(needs=("use_distributed_optimizer",)),
     "data-parallel-sharding-strategy": _words(
         "optim_grads_params", "no_shard", "optim", "optim_grads", "optim_grads_params"
     ),
@@ -228,178 +235,130 @@ READ: dict[str, Option] = {
     "megatron-fsdp-main-params-dtype": _words("fp32", *_FLOAT_TYPES, "auto"),
     "megatron-fsdp-main-grads-dtype": _words("auto", *_FLOAT_TYPES, "auto"),
     "megatron-fsdp-grad-comm-dtype": _words("auto", *_FLOAT_TYPES, "auto"),
-    "megatron-fsdp-version": Option(default=1),
-    "fsdp-double-buffer": _switch(),
-    "suggested-communication-unit-size": _size(),
+    "megatron-fsdp-version": Option(default=1, gives="another version of Megatron-FSDP"),
+    "fsdp-double-buffer": _switch(gives="buffers of Megatron-FSDP that stay"),
     # Eight bits and fewer.
-    "fp8-format": _words(None, "e4m3", "hybrid", field="fp8"),
+    "fp8-format": _words(None, "e4m3", "hybrid", field="fp8", gives="float8"),
     "fp8-recipe": _words("delayed", "tensorwise", "delayed", "mxfp8", "blockwise", "custom"),
-    "fp8-param-gather": _switch(),
-    "fp8-output-proj": _switch(),
-    "reuse-grad-buf-for-mxfp8-param-ag": _switch(),
-    "keep-fp8-transpose-cache": _switch(),
-    "first-last-layers-bf16": _switch(),
+    "fp8-param-gather": _switch(needs=("fp8", "use_distributed_optimizer")),
+    "fp8-output-proj": _switch(gives="an output layer in float8"),
+    "keep-fp8-transpose-cache": _switch(gives="transposed weights in float8 that stay"),
     "num-layers-at-start-in-bf16": Option(default=1),
     "num-layers-at-end-in-bf16": Option(default=1),
-    "fp4-format": _words(None, "e2m1", field="fp4"),
-    "fp4-param-gather": _switch(),
-    "te-precision-config-file": _words(None),
+    "fp4-format": _words(None, "e2m1", field="fp4", gives="float4"),
+    "fp4-param-gather": _switch(gives="weights in float4"),
+    "te-precision-config-file": _words(None, gives="precisions by a file"),
     # Experts.
     "num-experts": Option(field="num_moe_experts"),
     "moe-layer-freq": Option(str, "1"),
-    "moe-ffn-hidden-size": Option(),
-    "moe-shared-expert-intermediate-size": Option(),
-    "moe-shared-expert-gate": _switch(),
-    "moe-shared-expert-overlap": _switch(),
-    "moe-latent-size": Option(),
     "moe-router-topk": Option(default=2),
-    "moe-router-num-groups": Option(),
-    "moe-router-group-topk": Option(),
     "moe-router-load-balancing-type": Option(str, ("aux_loss",), nargs="+"),
     "moe-aux-loss-coeff": Option(float, (0.0,), nargs="+"),
-    "moe-z-loss-coeff": Option(float),
     "moe-router-score-function": _words("softmax", "softmax", "sigmoid", "sqrtsoftplus"),
-    "moe-router-pre-softmax": _switch(),
     "moe-router-dtype": _words(None, "fp32", "fp64"),
-    "moe-router-enable-expert-bias": _switch(),
-    "moe-router-fusion": _switch(),
     "moe-router-padding-for-fp8": _switch("moe_router_padding_for_quantization"),
-    "moe-router-padding-for-quantization": _switch(),
-    "moe-router-force-load-balancing": _switch(),
-    "moe-input-jitter-eps": Option(float),
-    "moe-grouped-gemm": _switch(),
-    "moe-use-legacy-grouped-gemm": _switch(),
     "moe-token-dispatcher-type": _words("allgather", "allgather", "alltoall", "flex"),
-    "moe-flex-dispatcher-backend": _words("deepep", "deepep", "hybridep", "ncclep"),
-    "moe-enable-deepep": _switch(),
-    "moe-permute-fusion": _switch(),
-    "moe-permute-fusion-into-hybridep": _switch(),
-    "moe-expert-capacity-factor": Option(float),
-    "moe-expert-rank-capacity-factor": Option(float),
-    "moe-pad-expert-input-to-capacity": _switch(),
-    "moe-token-drop-policy": _words("probs", "probs", "position"),
-    "moe-layer-recompute": _switch(),
-    "moe-apply-probs-on-input": _switch(),
-    "moe-paged-stash": _switch(),
-    "use-fused-weighted-squared-relu": _switch(),
     "expert-model-parallel-size": Option(default=1),
-    "expert-tensor-parallel-size": Option(),
-    "overlap-moe-expert-parallel-comm": _switch(),
     # Latent attention.
-    "multi-latent-attention": _switch(),
-    "q-lora-rank": _size(),
     "kv-lora-rank": _size(default=32),
     "qk-head-dim": _size(default=128),
     "qk-pos-emb-head-dim": _size(default=64),
     "v-head-dim": _size(default=128),
-    "mla-down-proj-fusion": _switch(),
-    "cache-mla-latents": _switch(),
+    "mla-down-proj-fusion": _switch(gives="down projections that are one"),
     "rope-type": _words(None, "rope", "yarn"),
     # Further heads, and layers that are no transformer's.
-    "mtp-num-layers": _size(),
-    "mtp-use-repeated-layer": _switch(),
-    "mtp-standalone": _switch(),
-    "mtp-hybrid-override-pattern": _words(None),
-    "is-hybrid-model": _switch(),
-    "hybrid-layer-pattern": _words(None),
+    "mtp-num-layers": _size(gives="multi-token prediction"),
+    "mtp-standalone": _switch(gives="multi-token prediction in a stage of its own"),
+    "hybrid-layer-pattern": _words(None, excludes=(*CUTS, *ACCOUNTS)),
     "hybrid-override-pattern": _words(None, field="hybrid_layer_pattern"),
-    "hybrid-attention-ratio": Option(float),
-    "hybrid-mlp-ratio": Option(float),
     "mamba-state-dim": _size(default=128),
     "mamba-head-dim": _size(default=64),
     "mamba-num-groups": _size(default=8),
-    "mamba-num-heads": _size(),
-    "disable-mamba-mem-eff-path": _switch("use_mamba_mem_eff_path", True),
+    "disable-mamba-mem-eff-path": _switch(
+        "use_mamba_mem_eff_path", True, gives="a scan that keeps what it could compute again"
+    ),
 }
 """Option without its dashes -> what it takes."""
 
+KNOWN_IN_COMMANDS = (*("mtp_num_layers", "pipeline_model_parallel_layout", "fp8", "window_attn_skip_freq"), *ACCOUNTS)
+"""Of the fields that give a run something, those that the estimate of a command knows, and the plan of a built run
+does not."""
 
-# What memory does not depend on: switches, options with one value, options with several, and whole families.
-_BARE = """
-allow-ambiguous-pad-tokens apply-layernorm-1p apply-wd-to-qk-layernorm auto-detect-ckpt-format
-biencoder-shared-query-context-model calc-ft-timeouts calculate-per-token-loss check-for-large-grads
-check-for-spiky-loss cpu-offloading-retain-pinned-cpu-buffers create-all-gather-group data-parallel-random-init
-dataloader-defer-npy-index-mmap dataloader-fast-cache-load dataloader-inter-document-masking ddp-average-in-collective
-decode-only-cuda-graphs decrease-batch-size-if-needed delay-offload-until-cuda-graph
-disable-activation-func-clamp-shared-expert disable-align-grad-reduce disable-bf16-reduced-precision-matmul
-disable-chunked-prefill disable-clone-scatter-output-in-embedding disable-fp8-wgrad disable-gloo-process-groups
-disable-jit-fuser disable-manual-gc-eval disable-msc disable-stream-ckpt-dequant disable-strict-fsdp-dtensor-load
-disable-symmetric-registration disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad disable-tp-comm-overlap-ag
-disable-tp-comm-overlap-rs disable-tp-comm-split-ag disable-tp-comm-split-rs
-disable-use-tokenizer-model-from-checkpoint-args distrib-optim-fully-reshardable-mem-efficient enable-chunked-prefill
-enable-experimental enable-ft-package enable-full-sharding-in-hsdp enable-msc eod-mask-loss
-ep-overlap-early-attn-memory-release exit-on-missing-checkpoint exit-signal-handler exit-signal-handler-for-dataloader
-exit-signal-handler-for-training fake-process-group fallback-to-eager-attn finetune flash-decode
-freeze-e-score-correction-bias fsdp-db-use-persist-buf-on-alloc-fail fsdp-manual-registration full-validation
-high-priority-a2a-comm-stream init-method-xavier-uniform lazy-mpu-init legacy-tokenizer
-load-main-params-from-ckpt low-memory-resume manual-gc megatron-fsdp-enable-fine-grained-param-gather
-megatron-fsdp-max-pool-double-buffer mock-data moe-activation-in-fp32 moe-combine-in-fp32 moe-enable-routing-replay
-moe-extended-tp moe-pad-experts-for-cuda-graph-inference moe-per-layer-logging moe-router-freeze-gate
-moe-single-grouped-bias moe-single-grouped-weight moe-use-upcycling mtp-detach-heads multiple-validation-sets
-nccl-all-reduce-for-prefill no-activation-func-clamp-shared-expert no-align-grad-reduce no-align-param-gather
-no-barrier-with-level-1-timing no-check-for-nan-in-loss-and-grad no-clone-scatter-output-in-embedding no-data-sharding
-no-fp8-wgrad no-gradient-reduce-div-fusion no-initialization no-load-optim no-load-rng no-manual-gc-eval
-no-mmap-bin-files no-one-logger no-overlap-p2p-communication no-persist-layer-norm no-pin-cpu-grads no-pin-cpu-params
-no-save-optim no-save-rng no-scatter-gather-tensors-in-pipeline no-stream-ckpt-dequant no-strict-fsdp-dtensor-load
-no-tp-comm-bulk-dgrad no-tp-comm-bulk-wgrad no-tp-comm-overlap-ag no-tp-comm-overlap-rs no-tp-comm-split-ag
-no-tp-comm-split-rs no-use-tokenizer-model-from-checkpoint-args nvtx-ranges
-optimizer-cuda-graph output-bert-embeddings overlap-cpu-optimizer-d2h-h2d overlap-dispatch-backward-with-experts-wgrad
-override-opt-param-scheduler override-opt_param-scheduler profile record-memory-history record-shapes
-reset-attention-mask reset-position-ids rotary-interleaved run-workload-inspector-server te-rng-tracker test-mode
-tp-comm-overlap-rs-dgrad trust-remote-code use-checkpoint-args
-use-checkpoint-opt-param-scheduler use-checkpoint-opt_param-scheduler use-dist-ckpt
-use-flash-attn use-grouped-gemm-for-shared-expert use-legacy-static-engine use-mcore-models
-use-mp-args-from-checkpoint-args use-mup use-one-sent-docs use-persistent-ckpt-worker use-pytorch-profiler
-use-ring-exchange-p2p use-rope-scaling use-same-sampling-seed-across-dp-ranks use-sharp
-use-torch-optimizer-for-cpu-offload use-tp-pp-dp-mapping verify-integrity vision-pretraining
+UNKNOWN_IN_LAYERS = (
+    *("heterogeneous_block_specs", "fp8", "fp4", "fp32_residual_connection", "attention_output_gate"),
+    *("experimental_attention_variant", "window_attn_skip_freq"),
+)
+"""Of a TransformerConfig, what changes what a layer keeps, in ways that no Run can say."""
+
+UNKNOWN_IN_RUNS = (
+    *("mtp_num_layers", "cpu_offloading", "fine_grained_activation_offloading", "distribute_saved_activations"),
+    *("pipeline_model_parallel_layout", *ACCOUNTS),
+)
+"""Likewise, what changes what a step holds beside its layers."""
+
+
+# What memory does not depend on, whatever stands behind it, without no- and disable-: families by how their names
+# begin, and single options.
+_IGNORED_FAMILIES = """
+adam- adlr- align- app-tag- async- biencoder- check- ckpt- clone- dataloader- decoupled- dino- dist-ckpt-
+distributed-timeout- dsa- dsv4- embedding- error-injection- eval- exit- fault-injector- fim- flight-recorder- fp8-amax-
+grpo- high-priority- ict- img- indexer- inference- init-method- inprocess- iter kitchen- langrl- linear- lion- load
+log- logits- loss-scale lr- mamba- manual-gc mask- moe-enable- moe-flex-dispatcher- moe-hybridep- moe-ncclep-
+moe-paged-stash- moe-routing-trace- moe-single-grouped- mscale muon- mup- nccl- non-persistent- null-tokenizer-
+one-logger- override- persist pin-cpu- profile pytorch-profiler- qk-clip- relative-attention- replication reset-
+retriever- rl- rotary-s save start- straggler- strict- symmetric tensorboard- test- tiktoken- timing- tokenizer-
+tp-comm-b tp-comm-overlap- tp-comm-split- train- true-on-policy- use-checkpoint- vision- wandb- weight-decay yarn-
 """
-_ONE = """
-adam-beta1 adam-beta2 adam-eps bert-embedder-type bert-load beta-fast beta-slow biencoder-projection-dim
-block-data-path chat-template check-weight-hash-across-dp-replicas-interval classes-fraction clip-grad
-config-logger-dir cuda-graph-warmup-steps data-args-path data-cache-path data-per-class-fraction dataloader-type
-decoupled-lr decoupled-min-lr distributed-backend distributed-timeout-minutes distributed-timeout-seconds-after-init
-dump-param-to-param-group-map embedding-init-method-std embedding-path empty-unused-memory-level end-weight-decay
-error-injection-rate error-injection-type eval-global-batch-size eval-interval eval-iters eval-micro-batch-size
-evidence-data-path exit-duration-in-mins exit-interval exit-signal expert-tensor-parallel-num-weight-shards
-fine-grained-offloading-max-inflight-offloads flash-attention-version fp4-quantizer-factory fp4-recipe
-fp8-amax-compute-algo fp8-amax-history-len fp8-interval fp8-margin fp8-quantizer-factory ft-num-warmup-iters
-glu-linear-offset gpu-sniff-test-interval head-lr-mult hysteresis ict-head-size ict-load img-h img-w
-indexer-batch-size indexer-log-interval init-method-std initial-loss-scale iter-per-epoch load local-rank
-logging-level loss-scale loss-scale-window lr manual-gc-interval mask-factor mask-prob mask-type
-max-seqlen-per-dp-cp-rank max-tokens-to-oom memory-snapshot-path merge-file mid-level-dataset-surplus min-loss-scale
-min-lr mlp-chunks-for-prefill moe-deepep-num-sms moe-flex-dispatcher-num-sms moe-mlp-glu-interleave-size
-moe-router-bias-update-rate moe-router-force-biased moe-router-quantile-balancing-ema moe-router-topk-scaling-factor
-moe-shared-expert-glu-interleave-size moe-upcycling-granularity mscale mscale-all-dim mtp-loss-scaling-factor
-nccl-communicator-config-path no-weight-decay-cond-type norm-epsilon null-tokenizer-eod-id null-tokenizer-pad-id
-num-channels num-classes num-dataset-builder-threads num-speculative-tokens num-workers object-storage-cache-path
-onnx-safe original-max-position-embeddings override-ckpt-iteration patch-dim per-dataset-sequences-path
-per-split-data-args-path persistent-save-interval phase-transition-iterations pipeline-model-parallel-comm-backend
-pretrained-checkpoint profile-step-end profile-step-start qk-clip-alpha qk-clip-threshold query-in-block-prob
-refit-method relative-attention-max-distance relative-attention-num-buckets rerun-mode
-result-rejected-tracker-filename rope-scaling-factor rotary-base rotary-scaling-factor
-rotary-seq-len-interpolation-factor sample-rate save save-activations-interval save-dgrads-interval save-interval
-save-params-interval save-retain-interval save-tokens-per-expert-interval save-wgrads-interval seed
-sft-tokenizer-prompt-format sgd-momentum sharp-enabled-group short-seq-prob split start-eval-at-iter
-start-weight-decay swin-backbone-type symmetric-ar-type timing-log-level
-timing-log-option titles-data-path tp-comm-bootstrap-backend tp-comm-overlap-cfg train-iters train-samples
-train-sync-interval true-on-policy-contract true-on-policy-vocab-size vision-backbone-type vision-pretraining-type
-weight-decay weight-decay-incr-style
+_IGNORED = """
+activation-func-clamp-shared-expert activation-offload-fraction allow-ambiguous-pad-tokens apply-layernorm-1p
+apply-query-key-layer-scaling apply-wd-to-qk-layernorm attention-softmax-in-fp32 auto-detect-ckpt-format
+barrier-with-level-1-timing bert-embedder-type bert-load beta-fast beta-slow bf16-reduced-precision-matmul
+bias-dropout-fusion block-data-path cache-mla-latents calc-ft-timeouts calculate-per-token-loss chat-template
+chunked-prefill classes-fraction clip-grad config-logger-dir cp-comm-type cpu-offloading-retain-pinned-cpu-buffers
+create-all-gather-group cuda-graph-modules cuda-graph-scope cuda-graph-warmup-steps data-args-path data-cache-path
+data-parallel-random-init data-path data-per-class-fraction data-sharding ddp-average-in-collective
+ddp-pad-buckets-for-high-nccl-busbw decode-only-cuda-graphs decrease-batch-size-if-needed
+delay-offload-until-cuda-graph delta-offload-bytes-across-pp-ranks distrib-optim-fully-reshardable-mem-efficient
+distributed-backend dump-param-to-param-group-map empty-unused-memory-level enable-chunked-prefill enable-experimental
+enable-ft-package enable-full-sharding-in-hsdp enable-msc end-weight-decay eod-mask-loss
+ep-overlap-early-attn-memory-release evidence-data-path expert-tensor-parallel-num-weight-shards fake-process-group
+fallback-to-eager-attn fine-grained-offloading-max-inflight-offloads finetune flash-attention-version flash-decode
+fp4-quantizer-factory fp4-recipe fp8-interval fp8-margin fp8-quantizer-factory fp8-wgrad freeze-e-score-correction-bias
+fsdp-db-use-persist-buf-on-alloc-fail fsdp-manual-registration ft-num-warmup-iters full-validation gloo-process-groups
+glu-linear-offset gpu-sniff-test-interval gradient-reduce-div-fusion head-lr-mult hierarchical-context-parallel-sizes
+hysteresis init-model-with-meta-device initial-loss-scale initialization jit-fuser lazy-mpu-init legacy-tokenizer
+local-rank logging-level low-memory-resume lr max-seqlen-per-dp-cp-rank max-tokens-to-oom
+megatron-fsdp-enable-fine-grained-param-gather megatron-fsdp-max-pool-double-buffer memory-snapshot-path merge-file
+mid-level-dataset-surplus min-loss-scale min-lr min-offloaded-tensor-size mlp-chunks-for-prefill mmap-bin-files
+mock-data moe-activation-in-fp32 moe-combine-in-fp32 moe-deepep-num-sms moe-expert-rank-capacity-factor moe-extended-tp
+moe-mlp-glu-interleave-size moe-pad-experts-for-cuda-graph-inference moe-per-layer-logging
+moe-permute-fusion-into-hybridep moe-router-bias-update-rate moe-router-force-biased moe-router-freeze-gate
+moe-router-fusion moe-router-quantile-balancing-ema moe-router-topk-scaling-factor
+moe-shared-expert-glu-interleave-size moe-token-drop-policy moe-upcycling-granularity moe-use-legacy-grouped-gemm
+moe-use-upcycling mrope-section msc mtp-detach-heads mtp-loss-scaling-factor multiple-validation-sets norm-epsilon
+num-channels num-classes num-dataset-builder-threads num-speculative-tokens num-workers nvtx-ranges
+object-storage-cache-path offload-modules one-logger onnx-safe optimizer-cuda-graph optimizer-offload-fraction
+original-max-position-embeddings output-bert-embeddings overlap-cpu-optimizer-d2h-h2d
+overlap-dispatch-backward-with-experts-wgrad overlap-p2p-communication overlap-p2p-communication-warmup-flush
+overlap-param-gather-with-optimizer-step patch-dim per-dataset-sequences-path per-split-data-args-path
+phase-transition-iterations pipeline-model-parallel-comm-backend pretrained-checkpoint query-in-block-prob
+record-memory-history record-shapes refit-method rerun-mode result-rejected-tracker-filename
+reuse-grad-buf-for-mxfp8-param-ag rope-scaling-factor rotary-base rotary-interleaved run-workload-inspector-server
+sample-rate scatter-gather-tensors-in-pipeline seed sft-tokenizer-prompt-format sgd-momentum sharp-enabled-group
+short-seq-prob split stream-ckpt-dequant swin-backbone-type te-rng-tracker titles-data-path
+torch-fsdp2-no-reshard-after-forward trust-remote-code use-cpu-initialization use-dist-ckpt use-flash-attn
+use-grouped-gemm-for-shared-expert use-legacy-static-engine use-mcore-models use-mp-args-from-checkpoint-args use-mup
+use-one-sent-docs use-persistent-ckpt-worker use-pytorch-profiler use-ring-exchange-p2p use-rope-scaling
+use-same-sampling-seed-across-dp-ranks use-sharp use-tokenizer-model-from-checkpoint-args
+use-torch-optimizer-for-cpu-offload use-tp-pp-dp-mapping valid-data-path validation-set-names verify-integrity
 """
-_MANY = """
-cuda-graph-modules cuda-graph-scope data-path high-priority-stream-groups iterations-to-skip mrope-section
-profile-ranks test-data-path train-data-path valid-data-path validation-set-names
-"""
-_PREFIXES = """
-adlr- app-tag- async- ckpt- dino- dist-ckpt- dsa- dsv4- fault-injector- fim- flight-recorder- grpo- inference-
-inprocess- kitchen- langrl- linear- lion- log- logits- lr- mamba- moe-hybridep- moe-ncclep- moe-paged-stash-
-moe-routing-trace- muon- mup- non-persistent- one-logger- pytorch-profiler- replication retriever- rl- straggler-
-tensorboard- tiktoken- tokenizer- wandb- yarn-
-"""
-_GONE = {
+GONE = {
     "batch-size": "--micro-batch-size",
     "model-parallel-size": "--tensor-model-parallel-size",
     "warmup": "--lr-warmup-fraction",
     "checkpoint-activations": "--recompute-granularity and --recompute-method",
+    **dict.fromkeys(("hybrid-attention-ratio", "hybrid-mlp-ratio"), "--hybrid-layer-pattern"),
+    "mtp-hybrid-override-pattern": "--hybrid-layer-pattern with the pattern behind it, after a / for each layer",
 }
 
 
@@ -417,62 +376,54 @@ def parse_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     looks like a known one.
     """
     parser = _make_parser()
-    args, rest = parser.parse_known_args(list(words))
+    known = [name for name in parser._option_string_actions if name.startswith("--")]
+    read, warnings, is_read = [], [], True
+    for word in words:
+        if word.startswith("-") and not _is_number(word):
+            typed = word.partition("=")[0]
+            is_read = typed in known
+            if not is_read and (warning := _judge(typed, known)) is not None:
+                warnings.append(warning)
+        if is_read:
+            read.append(word)
+    args, rest = parser.parse_known_args(read)
+    if rest:
+        raise ValueError(f"{rest[0]!r} belongs to no option; leave it out, or write it behind its option")
     for name, option in READ.items():
-        value = getattr(args, _find_field(name))
+        value = getattr(args, get_field(name))
         if value == [] and option.nargs is None:
             # What argparse makes of --name=--.
             raise ValueError(f"--{name} has no value; give one")
         if option.is_size and value is not None and value < 1:
             raise ValueError(f"--{name} is {value}; expected a positive number")
-    warnings = []
-    owner = None
-    for word in rest:
-        if not word.startswith("-") or _is_number(word):
-            if owner is None:
-                raise ValueError(f"{word!r} belongs to no option; leave it out, or write it behind its option")
-            continue
-        owner = word.partition("=")[0]
-        if (warning := _judge(owner, parser)) is not None:
-            warnings.append(warning)
     return args, warnings
 
 
 def is_ignored(option: str) -> bool:
     """Whether an option is one of Megatron-LM's on which memory does not depend."""
-    name = option.removeprefix("--")
-    if name in {*_BARE.split(), *_ONE.split(), *_MANY.split()}:
-        return True
-    return name.removeprefix("no-").removeprefix("disable-").startswith(tuple(_PREFIXES.split()))
+    name = option.removeprefix("--").removeprefix("no-").removeprefix("disable-")
+    return name in _IGNORED.split() or name.startswith(tuple(_IGNORED_FAMILIES.split()))
 
 
-def find_default(field: str) -> Any:
-    """What a field of `parse_options` is where nothing is given."""
-    return next(option.default for name, option in READ.items() if _find_field(name) == field)
-
-
-def list_options(field: str) -> list[str]:
-    """The options that fill a field."""
-    return [f"--{name}" for name in READ if _find_field(name) == field]
-
-
-def _find_field(name: str) -> str:
+def get_field(name: str) -> str:
+    """Where an option's value goes."""
     return READ[name].field or name.replace("-", "_")
+
+
+def list_options(field: str) -> dict[str, Option]:
+    """The options that fill a field, as they are typed, and what they take."""
+    return {f"--{name}": option for name, option in READ.items() if get_field(name) == field}
 
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(add_help=False, allow_abbrev=False)
     for name, option in READ.items():
-        settings: dict[str, Any] = {"dest": _find_field(name), "default": option.default}
+        settings: dict[str, Any] = {"dest": get_field(name), "default": option.default}
         if option.kind is bool:
             settings["action"] = "store_false" if option.default else "store_true"
         else:
             settings |= {"type": option.kind, "choices": option.choices, "nargs": option.nargs}
         parser.add_argument(f"--{name}", **settings)
-    kinds: dict[str, dict[str, Any]] = {_BARE: {"action": "store_true"}, _ONE: {}, _MANY: {"nargs": "*"}}
-    for names, ignored in kinds.items():
-        for name in names.split():
-            parser.add_argument(f"--{name}", dest="_ignored", default=argparse.SUPPRESS, **ignored)
     add_tempo_arguments(parser)
     for name in ("--deepspeed_config", "--tempo-config", "--tempo-report"):
         parser.add_argument(name, metavar="FILE")
@@ -480,17 +431,15 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _judge(option: str, parser: argparse.ArgumentParser) -> str | None:
-    """A warning for an option that is not in the tables, or None where it is of a family that does not matter.
+def _judge(option: str, known: Sequence[str]) -> str | None:
+    """A warning for an option that is not in the tables, or None where memory does not depend on it.
 
     Raises ValueError where it looks like one that matters, or is gone.
     """
-    name = option.lstrip("-")
-    if name in _GONE:
-        raise ValueError(f"Megatron-LM takes {option} no longer; give {_GONE[name]}")
+    if (name := option.lstrip("-")) in GONE:
+        raise ValueError(f"{option} is an option of former versions of Megatron-LM; give {GONE[name]}")
     if is_ignored(option):
         return None
-    known = [word for word in parser._option_string_actions if word.startswith("--")]
     near = [word for word in known if word.startswith(option)]
     near = near or difflib.get_close_matches(option.replace("_", "-"), known, n=1, cutoff=0.85)
     if near:

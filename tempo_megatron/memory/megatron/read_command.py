@@ -16,11 +16,9 @@ from tempo_megatron.memory.chips import H100
 from tempo_megatron.memory.megatron.command import MODELS, Command, split_command
 from tempo_megatron.memory.megatron.derived import (
     derive,
-    find_activation,
     find_float8_layers,
     find_padded_vocab_size,
-    find_stock,
-    fuses_activation,
+    read_modules,
     read_optimizer,
 )
 from tempo_megatron.memory.megatron.options import parse_options
@@ -68,22 +66,12 @@ def read_command(
         arguments |= {"num_tokentypes": 2 * args.bert_binary_head, "add_binary_head": args.bert_binary_head}
     if command.family == "t5":
         arguments["decoder_seq_length"] = args.decoder_seq_length
-    run = read_run(
-        MODELS[command.family],
-        args,
-        arguments,
-        args,
-        tempo,
-        activation=find_activation(args),
-        stock=find_stock(args),
-        fuses_activation=fuses_activation(args),
-    )
+    run = read_run(MODELS[command.family], args, arguments, args, tempo, **read_modules(args))
     run = dataclasses.replace(
         run,
         optimizer=read_optimizer(args),
         deterministic=args.deterministic_mode,
-        cublas_workspace_bytes=_read_workspace(command.launcher),
-        expandable_segments=_has_expandable_segments(command.launcher),
+        **_read_settings(command.launcher),
         fuses_gradient_accumulation=args.gradient_accumulation_fusion,
         overlaps_tensor_parallel=args.tp_comm_overlap,
         deferred_head_gradients=args.wgrad_deferral_limit if args.defer_embedding_wgrad_compute else None,
@@ -137,24 +125,19 @@ def _read_tempo_block(args: argparse.Namespace) -> dict[str, Any]:
     return read_deepspeed_json(args.deepspeed_config) if args.deepspeed_config is not None else {}
 
 
-def _read_workspace(launcher: Sequence[str]) -> int | None:
-    """The bytes that CUBLAS_WORKSPACE_CONFIG names before a command, as `:size in KiB:number` once or more often.
+def _read_settings(launcher: Sequence[str]) -> dict[str, Any]:
+    """The fields of a Run that the environment before a command says.
 
-    Raises ValueError where it is something else.
+    CUBLAS_WORKSPACE_CONFIG is `:size in KiB:number` once or more often, PYTORCH_ALLOC_CONF `name:value` by commas.
+    Raises ValueError where the first is something else.
     """
-    given = _find_setting(launcher, WORKSPACE)
-    if given is None:
-        return None
-    if not re.fullmatch(r"(:\d+:\d+)+", given):
-        raise ValueError(f"{WORKSPACE} is {given}; expected sizes in KiB and how many of each, such as :4096:8")
-    return sum(int(size) * int(number) << 10 for size, number in re.findall(r":(\d+):(\d+)", given))
-
-
-def _has_expandable_segments(launcher: Sequence[str]) -> bool:
-    """Whether PYTORCH_ALLOC_CONF before a command, `name:value` by commas, lets torch's allocator grow its segments."""
-    given = next((found for name in reversed(ALLOCATORS) if (found := _find_setting(launcher, name)) is not None), "")
-    return "expandable_segments:true" in given.lower().replace(" ", "").split(",")
-
-
-def _find_setting(launcher: Sequence[str], name: str) -> str | None:
-    return next((word.partition("=")[2] for word in launcher if word.startswith(f"{name}=")), None)
+    given = dict(word.split("=", 1) for word in reversed(launcher) if "=" in word)
+    workspace, allocators = given.get(WORKSPACE), [given[name] for name in ALLOCATORS if name in given]
+    if workspace is not None and not re.fullmatch(r"(:\d+:\d+)+", workspace):
+        raise ValueError(f"{WORKSPACE} is {workspace}; expected sizes in KiB and how many of each, such as :4096:8")
+    sizes = re.findall(r":(\d+):(\d+)", workspace or "")
+    words = allocators[-1].lower().replace(" ", "").split(",") if allocators else []
+    return {
+        "cublas_workspace_bytes": sum(int(size) * int(number) << 10 for size, number in sizes) if sizes else None,
+        "expandable_segments": "expandable_segments:true" in words,
+    }

@@ -5,18 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tempo_megatron.memory.megatron.derived import split_layout
-from tempo_megatron.memory.refusals import UNKNOWN_IN_COMMANDS, UNKNOWN_IN_LAYERS, UNKNOWN_IN_RUNS
-from tempo_megatron.memory.run import (
-    Hybrid,
-    OptimizerSettings,
-    Run,
-    cut_layers,
-    read_recomputation,
-)
+from tempo_megatron.memory.megatron.options import ACCOUNTS, UNKNOWN_IN_LAYERS, UNKNOWN_IN_RUNS, list_options
+from tempo_megatron.memory.run import Hybrid, OptimizerSettings, Run, cut_layers, read_recomputation
 from tempo_megatron.models.layout import Layout
 from tempo_megatron.models.shape import LATENT, make_shape
 from tempo_megatron.settings.config import TempoConfig
@@ -24,31 +18,16 @@ from tempo_megatron.settings.config import TempoConfig
 _FAMILIES = {"GPTModel": "gpt", "BertModel": "bert", "T5Model": "t5"}
 # What a TransformerConfig and a ModelShape call by the same name.
 _SAME = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "normalization",
-    "qk_layernorm",
-    "window_size",
-    "add_bias_linear",
-    "attention_dropout",
-    "hidden_dropout",
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("normalization", "qk_layernorm", "window_size", "add_bias_linear", "attention_dropout", "hidden_dropout"),
 )
 _SAME_IN_EXPERTS = (
     *("moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk"),
     *("moe_router_score_function", "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk"),
     *("moe_router_enable_expert_bias", "moe_z_loss_coeff", "moe_pad_expert_input_to_capacity", "moe_router_dtype"),
 )
-
 # What not every TransformerConfig has, and its default.
-_YOUNG = (
-    ("softmax_type", "vanilla"),
-    ("window_attn_skip_freq", None),
-    ("activation_func_clamp_value", None),
-)
+_YOUNG = {"softmax_type": "vanilla", "window_attn_skip_freq": None, "activation_func_clamp_value": None}
 
 _UNKNOWN_IN_EXPERTS = {
     "moe_input_jitter_eps": "--moe-input-jitter-eps gives the router inputs with noise",
@@ -72,7 +51,7 @@ def find_unknown(model_name: str, config: Any, run: Any) -> str | None:
         config: its TransformerConfig.
         run: Megatron's arguments.
     """
-    if unknown := find_unknown_in_layers(model_name, config) or _find_field(UNKNOWN_IN_RUNS, config):
+    if unknown := find_unknown_in_layers(model_name, config) or _find_given(UNKNOWN_IN_RUNS, config):
         return unknown
     if getattr(run, "use_megatron_fsdp", False):
         return "weights sharded by Megatron-FSDP"
@@ -80,7 +59,7 @@ def find_unknown(model_name: str, config: Any, run: Any) -> str | None:
         return "weights sharded by torch's FSDP"
     if run.optimizer != "adam":
         return f"the optimizer {run.optimizer}, and what is known is adam"
-    return UNKNOWN_IN_COMMANDS["optimizer_cpu_offload"] if getattr(run, "optimizer_cpu_offload", False) else None
+    return _find_given(["optimizer_cpu_offload"], run)
 
 
 def find_unknown_in_layers(model_name: str, config: Any) -> str | None:
@@ -89,11 +68,12 @@ def find_unknown_in_layers(model_name: str, config: Any) -> str | None:
         return f"a {model_name}, and what is known are GPTModel and BertModel"
     if config.context_parallel_size > 1:
         return f"context parallel size {config.context_parallel_size}"
-    return _find_field(UNKNOWN_IN_LAYERS, config)
+    return _find_given(UNKNOWN_IN_LAYERS, config)
 
 
-def _find_field(unknown: Mapping[str, str], config: Any) -> str | None:
-    return next((words for name, words in unknown.items() if getattr(config, name, None)), None)
+def _find_given(fields: Iterable[str], config: Any) -> str | None:
+    given = (field for field in fields if getattr(config, field, None))
+    return next((option.gives for field in given for option in list_options(field).values()), None)
 
 
 def read_run(
@@ -124,6 +104,7 @@ def read_run(
     Raises ValueError where the model has a part, such as an activation, that no ModelShape has, and for a recomputation
     that the estimate does not know.
     """
+    of_model, of_layout, of_run = _read_experts(config) if config.num_moe_experts else ({}, {}, {})
     model = make_shape(
         **{name: getattr(config, name) for name in _SAME},
         # Megatron's is of all linears, or of q, k and v only.
@@ -139,24 +120,16 @@ def read_run(
         untie_embeddings_and_output_weights=not arguments["share_embeddings_and_output_weights"],
         num_tokentypes=arguments.get("num_tokentypes") or 0,
         add_binary_head=bool(arguments.get("add_binary_head", False)),
-        **{name: value for name, default in _YOUNG if (value := getattr(config, name, default)) != default},
+        **{name: value for name, default in _YOUNG.items() if (value := getattr(config, name, default)) != default},
         **_read_positions(config, arguments, stock),
-        **(_read_experts(config) if config.num_moe_experts else {}),
+        **of_model,
     )
-    recomputation = {}
-    if not layers_only:
-        recomputation = read_recomputation(
-            config.recompute_granularity,
-            config.recompute_method,
-            config.recompute_num_layers,
-            config.recompute_modules,
-            model=model,
-            fuses_norms=stock == "transformer_engine",
-        )
+    names = () if layers_only else ("granularity", "method", "num_layers", "modules")
+    recomputation = [getattr(config, f"recompute_{name}") for name in names] or [None] * 4
     return Run(
         model=model,
         tempo=tempo,
-        hybrid=_read_hybrid(config) if getattr(config, "hybrid_layer_pattern", None) else None,
+        hybrid=_read_hybrid(config),
         optimizer=OptimizerSettings(
             distributed=run.use_distributed_optimizer,
             instances=getattr(run, "num_distributed_optimizer_instances", 1),
@@ -168,7 +141,7 @@ def read_run(
             cp=config.context_parallel_size,
             sp=config.sequence_parallel,
             chunks=deal_out_layers(config),
-            **(_lay_out_experts(config) if config.num_moe_experts else {}),
+            **of_layout,
         ),
         mtp_num_layers=getattr(config, "mtp_num_layers", None) or 0,
         mtp_repeats_layer=getattr(config, "mtp_use_repeated_layer", False),
@@ -191,8 +164,8 @@ def read_run(
         fuses_latent_rope=config.multi_latent_attention
         and config.apply_rope_fusion
         and config.position_embedding_type == "rope",
-        **(_run_experts(config) if config.num_moe_experts else {}),
-        **recomputation,
+        **of_run,
+        **read_recomputation(*recomputation, model=model, fuses_norms=stock == "transformer_engine"),
     )
 
 
@@ -208,7 +181,7 @@ def deal_out_layers(config: Any) -> tuple[int, ...] | None:
     if config.pipeline_model_parallel_layout:
         return tuple(chunk.count("t") for chunk in split_layout(config))
     stages, num_chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
-    extra = (config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split)
+    extra = [getattr(config, name) for name in ACCOUNTS]
     if not any(extra):
         return cut_layers(
             config.num_layers,
@@ -230,9 +203,11 @@ def deal_out_layers(config: Any) -> tuple[int, ...] | None:
     return tuple(found)
 
 
-def _read_hybrid(config: Any) -> Hybrid:
-    """Of a configuration with a pattern. Raises ValueError for layers that the estimate does not know."""
-    pattern, _, predicting = config.hybrid_layer_pattern.partition("/")
+def _read_hybrid(config: Any) -> Hybrid | None:
+    """None without a pattern. Raises ValueError for layers that the estimate does not know."""
+    if not (given := getattr(config, "hybrid_layer_pattern", None)):
+        return None
+    pattern, _, predicting = given.partition("/")
     return Hybrid(
         pattern=pattern.replace("|", ""),
         mtp_pattern=predicting.partition("/")[0],
@@ -255,13 +230,16 @@ def _read_positions(config: Any, arguments: Mapping[str, Any], stock: str) -> di
             "--multi-latent-attention needs --transformer-impl transformer_engine: Megatron's own attention takes no "
             "values of another size than keys; leave one of them out"
         )
-    is_yarn = getattr(config, "rope_type", None) != "rope"
+    position = "rope" if getattr(config, "rope_type", None) == "rope" else "yarn"
     sizes = {name: getattr(config, name) for name in LATENT}
-    return {"multi_latent_attention": True, "position_embedding_type": "yarn" if is_yarn else "rope", **sizes}
+    return {"multi_latent_attention": True, "position_embedding_type": position, **sizes}
 
 
-def _read_experts(config: Any) -> dict[str, Any]:
-    """The fields of a ModelShape for experts. Raises ValueError for what the estimate does not know."""
+def _read_experts(config: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The fields of a ModelShape, of a Layout and of a Run for experts.
+
+    Raises ValueError for what the estimate does not know.
+    """
     for field, words in _UNKNOWN_IN_EXPERTS.items():
         if getattr(config, field, None):
             raise ValueError(f"{words}, which the estimate does not know")
@@ -271,30 +249,23 @@ def _read_experts(config: Any) -> dict[str, Any]:
             raise ValueError("several kinds of load balancing at once are given, and the estimate knows one")
         routing = routing[0]
     capacity = config.moe_expert_capacity_factor
-    return {
+    of_model = {
         **{name: getattr(config, name) for name in _SAME_IN_EXPERTS},
         "num_experts": config.num_moe_experts,
         "moe_router_load_balancing_type": routing,
         "moe_aux_loss_coeff": float(coefficient if isinstance(coefficient, (int, float)) else coefficient[0]),
         "moe_expert_capacity_factor": None if capacity is None or capacity < 0 else float(capacity),
     }
-
-
-def _lay_out_experts(config: Any) -> dict[str, Any]:
-    """The fields of a Layout for experts."""
-    return {
+    of_layout = {
         "ep": config.expert_model_parallel_size,
         "etp": config.expert_tensor_parallel_size or config.tensor_model_parallel_size,
         "dispatcher": config.moe_token_dispatcher_type,
         "overlaps": bool(getattr(config, "overlap_moe_expert_parallel_comm", False)),
     }
-
-
-def _run_experts(config: Any) -> dict[str, Any]:
-    """The fields of a Run for how experts run."""
-    return {
+    of_run = {
         "moe_grouped_gemm": config.moe_grouped_gemm,
         "moe_permute_fusion": config.moe_permute_fusion,
         "moe_shared_expert_gate": bool(getattr(config, "moe_shared_expert_gate", False)),
         "moe_imbalance": 1.0 if config.moe_router_force_load_balancing else None,
     }
+    return of_model, of_layout, of_run

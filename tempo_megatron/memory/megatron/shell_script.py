@@ -65,12 +65,10 @@ def read_script(file: str, words: Sequence[str]) -> list[list[str]]:
         found.seek(0)
         noted = found.read().decode(errors="surrogateescape")
     complaints = done.stderr.decode(errors="replace").splitlines()
-    complaint = next((line for line in complaints if "restricted" in line), None)
-    if complaint is None and done.returncode and complaints:
-        complaint = complaints[-1]
-    if complaint is not None:
+    fatal = [line for line in complaints if "restricted" in line][:1] or complaints[-1:] * bool(done.returncode)
+    if fatal:
         raise ValueError(
-            f"--script {file} cannot be read without running it ({complaint}); give the command itself behind --"
+            f"--script {file} cannot be read without running it ({fatal[0]}); give the command itself behind --"
         )
     if not noted and done.returncode:
         said = " ".join(done.stdout.decode(errors="replace").splitlines()[-2:]) or f"exit status {done.returncode}"

@@ -5,8 +5,7 @@ up to 512 bytes. Blocks of up to 1 MiB lie in segments of 2 MiB; larger ones in 
 of their own size rounded up to 2 MiB. An allocation takes the smallest free block that is large enough and splits off
 what is left, where that is at least 512 bytes of a small segment or more than 1 MiB of a large one. A freed block
 joins its free neighbours; a segment is kept. With expandable segments every block is split like one of a small
-segment, and each pool's segment grows (ExpandableAllocator). Giving free memory back where the device is full is not
-simulated.
+segment; what those reserve is not simulated, nor that free memory is given back where the device is full.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class CachingAllocator:
     """Counts bytes in use, rounded, and bytes of all segments, now and at most.
 
     Args:
-        is_expandable: with expandable segments.
+        is_expandable: with expandable segments, for which `reserved` is not counted.
         counts_reserved: whether `reserved` is asked for. What is in use does not depend on where blocks lie that are
             split to the byte, which are the small ones, or with expandable segments all: without it, those lie nowhere.
     """
@@ -64,11 +63,8 @@ class CachingAllocator:
 
     def add_stream(self) -> CachingAllocator:
         """An empty one with the same rules, that of another stream."""
-        self.streams.append(self._make_like())
+        self.streams.append(CachingAllocator(is_expandable=self._is_expandable, counts_reserved=self._counts_reserved))
         return self.streams[-1]
-
-    def _make_like(self) -> CachingAllocator:
-        return CachingAllocator(is_expandable=self._is_expandable, counts_reserved=self._counts_reserved)
 
     def allocate(self, num_bytes: int) -> Block | None:
         """A block for a tensor; None where it has no bytes."""
@@ -76,13 +72,12 @@ class CachingAllocator:
             return None
         size = round_up(num_bytes, ROUNDING_BYTES)
         is_small = size <= SMALL_BYTES
-        is_split = is_small or self._is_expandable
-        if is_split and not self._counts_reserved:
+        if self._is_expandable or (is_small and not self._counts_reserved):
             block = Block(size, None, is_small)
         else:
             block = self._take(size, is_small) or self._add_segment(size)
             rest = block.size - size
-            if rest >= ROUNDING_BYTES if is_split else rest > SMALL_BYTES:
+            if rest >= ROUNDING_BYTES if is_small else rest > SMALL_BYTES:
                 assert block.address is not None
                 behind = Block(rest, block.address + size, is_small, previous=block, next=block.next)
                 if block.next is not None:
@@ -140,52 +135,6 @@ class CachingAllocator:
         block.is_free = False
         free = self._free[block.is_small]
         del free[bisect.bisect_left(free, (block.size, block.address))]
-
-
-class ExpandableAllocator(CachingAllocator):
-    """A CachingAllocator with expandable segments, of which the large and the small pool have one each.
-
-    The free block at a segment's end counts as large as it could grow, so that it is chosen last (get_free_block of
-    c10/cuda/CUDACachingAllocator.cpp). If it is too small, it grows by as many pieces of 20 MiB, in the small pool of
-    2 MiB, as the allocation lacks (try_allocate_expandable_block, ExpandableSegment::map).
-    """
-
-    def __init__(self) -> None:
-        super().__init__(is_expandable=True)
-        # By is_small. The free block at an end is in `_last` only, not among the free blocks that `_take` chooses from.
-        self._last: dict[bool, Block] = {}
-        self._ends = {False: 0, True: 1 << 60}  # addresses, so far apart that the segments never meet
-
-    def _make_like(self) -> ExpandableAllocator:
-        return ExpandableAllocator()
-
-    def _add_segment(self, size: int) -> Block:
-        is_small = size <= SMALL_BYTES
-        block = self._last.get(is_small)
-        if block is None or not block.is_free:
-            behind = Block(0, self._ends[is_small], is_small, previous=block)
-            if block is not None:
-                block.next = behind
-            block = self._last[is_small] = behind
-        block.is_free = False
-        growth = max(0, round_up(size - block.size, SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES))
-        block.size += growth
-        self._ends[is_small] += growth
-        self.reserved += growth
-        return block
-
-    def _put(self, block: Block) -> None:
-        if block.next is not None:
-            super()._put(block)
-            return
-        block.is_free = True
-        self._last[block.is_small] = block
-
-    def _remove(self, block: Block) -> None:
-        if block.next is not None:
-            super()._remove(block)
-            return
-        block.is_free = False
 
 
 def round_up(num_bytes: int, multiple: int) -> int:

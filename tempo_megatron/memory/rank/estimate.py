@@ -12,16 +12,16 @@ and on a CPU the 512 KiB of tables that the in-place GELU of 16 bits makes once 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from tempo_megatron.memory.rank.allocator import CachingAllocator, ExpandableAllocator
+from tempo_megatron.memory.rank.allocator import CachingAllocator
 from tempo_megatron.memory.rank.libraries import list_library_tensors, list_workspaces
 from tempo_megatron.memory.rank.megatron_fsdp import ShardedChunk
 from tempo_megatron.memory.rank.offload import drop_offload, list_moved_of_layers
 from tempo_megatron.memory.rank.play import Counters, Step, play_rank
 from tempo_megatron.memory.rank.schedule import Event, list_events, list_until_full
 from tempo_megatron.memory.rank.standing import Born, Standing, list_megatrons, list_plain
-from tempo_megatron.memory.rank.zero import count_zero, makes_gradients
+from tempo_megatron.memory.rank.zero import list_zeros, makes_gradients
 from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import simulate_chunk
@@ -112,6 +112,11 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
             "--allocator is given with --stock cpu, but it simulates the allocator of a GPU; expected --stock local or "
             "transformer_engine; leave one of them out"
         )
+    if simulates_allocator and run.expandable_segments:
+        raise ValueError(
+            "--allocator is given, and PYTORCH_ALLOC_CONF has expandable_segments:True, whose segments it does not "
+            "simulate; leave one of them out"
+        )
     run.check()
     num_micro_batches = run.num_micro_batches or (1 if stages == 1 and optimizer.kind == "none" else 2 * stages)
     accumulates = num_micro_batches > 1
@@ -138,13 +143,8 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
         workspaces = list_workspaces(run, has_head=stage == stages - 1)
         # Where nothing asks for rounding, expandable segments are the plainest: nothing lies anywhere in them.
         is_expandable = run.expandable_segments or not (has_rounding or simulates_allocator)
-        allocator: CachingAllocator = (
-            ExpandableAllocator()
-            if is_expandable and simulates_allocator
-            else CachingAllocator(is_expandable=is_expandable, counts_reserved=simulates_allocator)
-        )
         step = Step(
-            allocator,
+            CachingAllocator(is_expandable=is_expandable, counts_reserved=simulates_allocator),
             chunks,
             list_until_full(events),
             workspaces,
@@ -153,16 +153,16 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
             is_combined=is_combined,
         )
         counters = play_rank(step, standing, num_steps=2 if simulates_allocator else 1)
-        rank = _estimate_rank(
-            _name(stage, stages),
-            chunks,
-            standing,
-            counters if has_rounding else dataclasses.replace(counters, rounding=0, rounding_at_rest=0),
-            workspaces=sum(map(sum, workspaces.values())),
-            deferred=_count_deferred(run, num_micro_batches) if stage == stages - 1 else 0,
-            inputs_of_experts=_count_inputs_of_experts(run, chunks, layers),
-            host_bytes=_count_on_host(events, [sum(map(sum, each)) for each in moved]),
-        )
+        if not has_rounding:
+            counters = counters._replace(rounding=0, rounding_at_rest=0)
+        name = {0: "first stage", stages - 1: "last stage"}.get(stage, f"stage {stage}")
+        of_ends = {
+            "workspaces": sum(map(sum, workspaces.values())),
+            "deferred gradients": _count_deferred(run, num_micro_batches) if stage == stages - 1 else 0,
+            "stage inputs": _count_inputs_of_experts(run, chunks, layers),
+        }
+        rank = _estimate_rank("all ranks" if stages == 1 else name, chunks, standing, counters, of_ends)
+        rank = dataclasses.replace(rank, host_bytes=_count_on_host(events, [sum(map(sum, each)) for each in moved]))
         if simulates_allocator:
             rank = dataclasses.replace(rank, rounded_bytes=counters.rounded, reserved_bytes=counters.reserved)
         found.append(rank)
@@ -183,14 +183,7 @@ def _list_standing(run: Run, chunks: Sequence[ChunkMemory], *, accumulates: bool
     if optimizer.kind == "none":
         return list_plain(sizes, run.dtype.itemsize, accumulates=accumulates)
     largest = max(chunk.largest_layer_parameters for chunk in chunks)
-    zero = count_zero(sum(sizes), run.dtype, optimizer, ranks=ranks, largest=largest, accumulates=accumulates)
-    return zero.stand(sizes)
-
-
-def _name(stage: int, num_stages: int) -> str:
-    if num_stages == 1:
-        return "all ranks"
-    return {0: "first stage", num_stages - 1: "last stage"}.get(stage, f"stage {stage}")
+    return list_zeros(sizes, run.dtype, optimizer, ranks=ranks, largest=largest, accumulates=accumulates)
 
 
 def _count_deferred(run: Run, num_micro_batches: int) -> int:
@@ -202,15 +195,13 @@ def _count_deferred(run: Run, num_micro_batches: int) -> int:
     if run.deferred_head_gradients is None:
         return 0
     limit = run.deferred_head_gradients or num_micro_batches
-    tokens = run.micro_batch_size * run.model.seq_length // run.layout.cp
-    logits = tokens * run.padded_vocab_size // run.layout.tp
+    logits = run.num_tokens * run.padded_vocab_size // run.layout.tp
     return min(limit, num_micro_batches - 1) * (logits * run.dtype.itemsize + _count_hidden_bytes(run))
 
 
 def _count_hidden_bytes(run: Run) -> int:
-    tokens = run.micro_batch_size * run.model.seq_length // run.layout.cp
     parts = run.layout.tp if run.layout.sp else 1
-    return tokens * run.model.hidden_size // parts * run.dtype.itemsize
+    return run.num_tokens * run.model.hidden_size // parts * run.dtype.itemsize
 
 
 def _count_inputs_of_experts(run: Run, chunks: Sequence[ChunkMemory], layers: Sequence[Sequence[int]]) -> int:
@@ -237,43 +228,34 @@ def _estimate_rank(
     chunks: Sequence[ChunkMemory],
     standing: Standing,
     counters: Counters,
-    *,
-    workspaces: int,
-    deferred: int,
-    inputs_of_experts: int,
-    host_bytes: int,
+    of_ends: Mapping[str, int],
 ) -> RankEstimate:
     """The highest moment of a step: of its micro batches, of the reduction of the gradients, or the optimizer's step.
 
-    deferred: of `_count_deferred`.
-    inputs_of_experts: what layers with experts keep of the latest micro batch between steps.
+    of_ends: bytes of workspaces; of gradients that are deferred, which are there while micro batches run; and of stage
+        inputs, what layers with experts keep of the latest micro batch between steps.
     """
-    none = dict.fromkeys(PART_NAMES, 0) | {"workspaces": workspaces}
+    none = dict.fromkeys(PART_NAMES, 0) | {"workspaces": of_ends["workspaces"]}
     stays = none | standing.sum_parts(Born.SETUP, Born.FIRST_STEP)
     running = none | standing.sum_parts(Born.SETUP, Born.FIRST_STEP, Born.MICRO_BATCHES)
-    for part, num_bytes in {
-        **counters.peak.parts,
-        "rounding": counters.rounding,
-        "deferred gradients": deferred,
-    }.items():
+    for part, num_bytes in counters.peak.parts.items():
         running[part] += num_bytes
+    running |= {"rounding": counters.rounding, "deferred gradients": of_ends["deferred gradients"]}
+    stays["rounding"] = counters.rounding_at_rest
     # A chunk's block has the latest micro batch's input in an attribute until the next one comes
     # (core/transformer/transformer_block.py:578 of megatron-core 0.16.1), and the schedule lets it keep its gradient
     # (core/pipeline_parallel/schedules.py:469).
-    at_rest = none | standing.sum_parts(Born.SETUP, Born.FIRST_STEP, Born.EACH_STEP)
-    at_rest["rounding"] = counters.rounding_at_rest
-    at_rest["stage inputs"] = sum(2 * chunk.input_bytes for chunk in chunks) + inputs_of_experts
-    batch = chunks[-1].micro_batch_bytes
+    inputs = sum(2 * chunk.input_bytes for chunk in chunks) + of_ends["stage inputs"]
+    at_rest = stays | standing.sum_parts(Born.SETUP, Born.FIRST_STEP, Born.EACH_STEP) | {"stage inputs": inputs}
     ends = {
         counters.peak.name: running,
         "reduction of the gradients": stays
-        | {"gradients": standing.reduction, "micro batches": batch, "rounding": counters.rounding_at_rest},
+        | {"gradients": standing.reduction, "micro batches": chunks[-1].micro_batch_bytes},
         "optimizer step": at_rest
         | {"gradients": at_rest["gradients"] + standing.step_gradients, "transients": standing.step_transient},
     }
     moment = max(ends, key=lambda each: sum(ends[each].values()))
-    num_parameters = sum(chunk.num_parameters for chunk in chunks)
-    return RankEstimate(name, num_parameters, moment, ends[moment], at_rest, host_bytes=host_bytes)
+    return RankEstimate(name, sum(chunk.num_parameters for chunk in chunks), moment, ends[moment], at_rest)
 
 
 def _count_on_host(events: Iterable[Event], moved: Sequence[int]) -> int:

@@ -116,31 +116,26 @@ def list_lasting_tensors(run: Run, stage: int) -> Iterator[int]:
         # Those of multi-token prediction are as the model's last, or of a hybrid as its pattern says.
         last = run.model.num_layers - 1 if run.hybrid is None else run.hybrid.pattern.rfind(run.hybrid.mtp_pattern[-1])
         layers += [last] * (1 if run.mtp_repeats_layer else run.mtp_num_layers)
-    num_tables = len(chunks)
-    if run.mtp_precedes_head and stage == run.layout.pp - 1:
+    model, positions, is_rotary = run.model, run.tokens_of_sample, run.model.position_embedding_type in ("rope", "yarn")
+    if is_rotary and not model.multi_latent_attention:
         # As long as the head's input, which further tokens' hidden states lengthen (gpt_model.py: get_rotary_seq_len).
-        num_tables += run.mtp_num_layers
-    model, positions = run.model, run.model.seq_length // run.layout.cp
-    if model.position_embedding_type not in ("rope", "yarn"):
-        pass
-    elif not model.multi_latent_attention:
-        yield from [_FLOAT32 * positions * int(model.kv_channels * model.rotary_percent)] * num_tables
-    else:
+        longer = run.mtp_num_layers if run.mtp_precedes_head and stage == run.layout.pp - 1 else 0
+        of_table = _FLOAT32 * positions * int(model.kv_channels * model.rotary_percent)
+        yield from [of_table] * (len(chunks) + longer)
+    elif is_rotary:
         of_layer = [_FLOAT32 * positions]
         if model.position_embedding_type == "yarn":
             # A context-parallel rank has its own positions.
             in_tables = positions if run.fuses_latent_rope else _YARN_POSITIONS // run.layout.cp
             of_layer += [run.dtype.itemsize * in_tables] * 2
         yield from [(model.qk_pos_emb_head_dim or 0) * each for each in of_layer] * len(layers)
-    has_experts = model.layers_with_experts
-    if number := sum(has_experts[layer] for layer in layers):
-        yield from [_count_routing(run)] * number
+    with_experts = sum(model.layers_with_experts[layer] for layer in layers)
+    yield from [_count_routing(run)] * with_experts if with_experts else ()
 
 
 def _count_routing(run: Run) -> int:
     """Of one layer: probabilities, which expert each token goes to, and where its copies lie."""
-    tokens = run.micro_batch_size * run.model.seq_length // run.layout.cp
-    tokens //= run.layout.tp if run.layout.sp else 1
+    tokens = run.num_tokens // (run.layout.tp if run.layout.sp else 1)
     of_probability, number = (run.router_dtype or run.dtype).itemsize, run.model.num_experts or 0
     if run.layout.dispatcher == "flex":
         return tokens * number * (_FLOAT32 + 1)

@@ -88,14 +88,16 @@ class ShardedChunk(Buckets):
             return found
         done = units[len(layers) - {HEAD: 0, LAYERS: place + 1, EMBEDDING: len(layers)}[segment.part] :]
         waiting = max(0, segment.num_gradients - sum(layers[unit].total for unit in done)) * (self.ranks > 1)
-        found["gradients", None] = waiting * self._get_communicated_bytes(False)
+        found["gradients", None] = waiting * self._get_gradient_bytes(False, is_sent=True)
         elements = 0
         for unit in done:
             # Those of the unit whose backward runs; before them, the latest first, as many as may wait.
             if elements > self.fsdp.unit_elements:
                 break
-            elements += self._count_shared(layers[unit])
-            found["gradients", unit] = self._count_gradients(layers[unit])
+            shared, float8 = self._count_shared(layers[unit]), self._count_float8(layers[unit])
+            elements += shared
+            sent = [self._get_gradient_bytes(is_float8, is_sent=True) for is_float8 in (False, True)]
+            found["gradients", unit] = (shared - float8) * sent[0] + float8 * sent[1]
         return found
 
     def _list_groups(self) -> Iterator[tuple[int, int, bool]]:
@@ -112,7 +114,7 @@ class ShardedChunk(Buckets):
 
     def _count_outside(self) -> int:
         """Bytes of the weights outside the units where they are gathered."""
-        outside = self.memory.num_parameters - sum(each.total for each in self.memory.layer_parameters)
+        outside, *_ = next(self._list_groups())
         return self.dtype.itemsize * outside * (self.ranks > 1)
 
     def _gather(self, units: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -126,11 +128,6 @@ class ShardedChunk(Buckets):
             elements += size if place else 0
             yield unit, size * self.dtype.itemsize - self._count_float8(layer) * (self.dtype.itemsize - 1)
 
-    def _count_gradients(self, layer: LayerParameters) -> int:
-        float8 = self._count_float8(layer)
-        others = self._count_shared(layer) - float8
-        return others * self._get_communicated_bytes(False) + float8 * self._get_communicated_bytes(True)
-
     def _count_shared(self, layer: LayerParameters) -> int:
         """Elements that other ranks share, so that they are gathered."""
         return layer.others * (self.ranks > 1) + layer.experts * (self.expert_ranks > 1)
@@ -140,8 +137,6 @@ class ShardedChunk(Buckets):
         shared = layer.float8_others * (self.ranks > 1) + layer.float8_experts * (self.expert_ranks > 1)
         return shared * self.has_float8
 
-    def _get_gradient_bytes(self, is_float8: bool) -> int:
-        return self.fsdp.gradient_bytes or (2 if is_float8 else self.dtype.itemsize)
-
-    def _get_communicated_bytes(self, is_float8: bool) -> int:
-        return self.fsdp.communicated_bytes or self._get_gradient_bytes(is_float8)
+    def _get_gradient_bytes(self, is_float8: bool, *, is_sent: bool = False) -> int:
+        given = (is_sent and self.fsdp.communicated_bytes) or self.fsdp.gradient_bytes
+        return given or (2 if is_float8 else self.dtype.itemsize)

@@ -31,12 +31,12 @@ def drop_offload(config: TempoConfig) -> TempoConfig:
     return dataclasses.replace(config, offload="off", layers=layers)
 
 
-def _list_movable(saved: Iterable[SavedStorage], seq_length: int) -> Iterator[tuple[str, int]]:
-    """Of each storage of a layer that may go to the host, one of OFFLOAD_ROWS and its bytes."""
+def _list_moved(saved: Iterable[SavedStorage], seq_length: int, offload: str) -> Iterator[int]:
+    """The bytes of each storage of a layer that goes to the host."""
     for storage in saved:
         name = find_offload_row(find_row(storage.operation, storage.shape, (seq_length,)))
-        if name is not None and storage.num_bytes >= MIN_BYTES:
-            yield name, storage.num_bytes
+        if name is not None and storage.num_bytes >= MIN_BYTES and is_moved(name, offload):
+            yield storage.num_bytes
 
 
 def list_moved_of_layers(run: Run, layers: range) -> tuple[tuple[int, ...], ...]:
@@ -47,13 +47,10 @@ def list_moved_of_layers(run: Run, layers: range) -> tuple[tuple[int, ...], ...]
     """
     if not layers or not run.tempo.offloads:
         return ((),) * len(layers)
-    others = {
-        "a T5": run.model.family == "t5",
-        "a hybrid model": run.hybrid is not None,
-        "a model with multi-token prediction": run.mtp_num_layers > 0,
-    }
-    if what := next((words for words, is_so in others.items() if is_so), None):
-        raise ValueError(f"tempo.offload is given for {what}, which offload does not know; leave it out")
+    if run.model.family == "t5" or run.hybrid is not None or run.mtp_num_layers:
+        raise ValueError(
+            "tempo.offload is given for a T5, a hybrid or multi-token prediction, which it does not know; leave it out"
+        )
     (stack,) = STACKS_OF_FAMILIES[run.model.family]
     has_experts = run.model.layers_with_experts
     kinds = [
@@ -66,7 +63,6 @@ def list_moved_of_layers(run: Run, layers: range) -> tuple[tuple[int, ...], ...]
         str(place): {name: getattr(config, name) for name in LAYER_OPERATIONS}
         for place, (config, _, _) in enumerate(distinct)
     }
-    seq_length = run.model.seq_length // run.layout.cp
     of_kinds = dataclasses.replace(
         run,
         model=model,
@@ -77,11 +73,7 @@ def list_moved_of_layers(run: Run, layers: range) -> tuple[tuple[int, ...], ...]
     )
     by_layer, _ = record_chunk(of_kinds, range(len(distinct)))
     moved = {
-        kind: tuple(
-            num_bytes
-            for name, num_bytes in _list_movable(by_layer[stack, place], seq_length)
-            if is_moved(name, kind[0].offload)
-        )
+        kind: tuple(_list_moved(by_layer[stack, place], run.tokens_of_sample, kind[0].offload))
         for place, kind in enumerate(distinct)
     }
     return (*(moved[kind] for kind in kinds[:-1]), ())

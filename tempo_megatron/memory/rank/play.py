@@ -8,21 +8,29 @@ allocated whole: where attention's queries, keys and values of 3 MiB, say, take 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tempo_megatron.memory.rank.allocator import Block, CachingAllocator, Library
 from tempo_megatron.memory.rank.schedule import Event, list_turns
-from tempo_megatron.memory.rank.standing import Born, Buckets, Standing, Tensor
+from tempo_megatron.memory.rank.standing import Born, Buckets, Standing
 from tempo_megatron.memory.simulated.chunk_memory import LAYERS, PARTS, ChunkMemory, Segment
 from tempo_megatron.memory.tape.tape import ENGINE_PRODUCT, FREED, TORCH_PRODUCT
 
 _Tensor = tuple[Block | None, int]
 """A block and the bytes of the tensor in it."""
 
+_LIBRARIES = {
+    (ENGINE_PRODUCT, False): Library.ENGINE,
+    (ENGINE_PRODUCT, True): Library.ENGINE,
+    (TORCH_PRODUCT, False): Library.TORCH,
+    (TORCH_PRODUCT, True): Library.TORCH_BACKWARD,
+}
+"""A product, and whether it is in backward -> whose handle multiplies."""
 
-@dataclasses.dataclass(frozen=True)
-class Peak:
+
+class Peak(NamedTuple):
     """The highest moment of a step's micro batches."""
 
     name: str
@@ -32,8 +40,7 @@ class Peak:
     """Part -> bytes, of those of `estimate.PART_NAMES` that micro batches have."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Counters:
+class Counters(NamedTuple):
     """What the steps of a rank showed."""
 
     peak: Peak
@@ -55,22 +62,18 @@ class _MicroBatch:
     """What one micro batch has of one chunk."""
 
     chunk: int
+    memory: ChunkMemory
     alive: dict[int, _Tensor] = dataclasses.field(default_factory=dict)
     """Number of a storage, or below 0 of a tensor of the micro batch itself -> where it is."""
 
-    standing: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(PARTS, 0))
-    """Part -> bytes behind its last segment, without gradients."""
+    mask: list[_Tensor] = dataclasses.field(default_factory=list)
+    """Its masks that nobody keeps, until its forward is over."""
+
+    standing: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(("gradients", *PARTS), 0))
+    """Part -> bytes behind its last segment, without the micro batch's own tensors."""
 
     on_host: dict[int, list[tuple[int, int]]] = dataclasses.field(default_factory=dict)
     """Layer -> number and bytes of each storage that is on the host in place of `alive`."""
-
-    gradients: int = 0
-    mask: _Tensor = (None, 0)
-
-    @property
-    def level(self) -> int:
-        """Bytes behind its last segment, without the micro batch's own tensors."""
-        return sum(self.standing.values()) + self.gradients
 
 
 class Step:
@@ -131,21 +134,20 @@ class Step:
         for turn in self._turns:
             running = [(each, self._begin(*each, latest)) for each in turn]
             of_turn = [
-                self._chunks[chunk].forward if is_forward else self._chunks[chunk].backward
-                for is_forward, _, chunk in turn
+                each.memory.forward if is_forward else each.memory.backward for (is_forward, *_), each in running
             ]
-            for place in range(max(map(len, of_turn))):
-                for (_, micro_batch), segments in zip(running, of_turn, strict=True):
-                    if place < len(segments):
-                        beside = [other for _, other in running if other is not micro_batch]
-                        peak_allocated = self.allocator.peak_allocated
-                        self._run(micro_batch, segments[place], beside)
-                        if beside and not segments[place].is_backward:
-                            self.allocator.peak_allocated = peak_allocated
+            for segments in itertools.zip_longest(*of_turn):
+                for (_, micro_batch), segment in zip(running, segments, strict=True):
+                    if segment is None:
+                        continue
+                    beside = [other for _, other in running if other is not micro_batch]
+                    peak_allocated = self.allocator.peak_allocated
+                    self._run(micro_batch, segment, beside)
+                    if beside and not segment.is_backward:
+                        self.allocator.peak_allocated = peak_allocated
             for (is_forward, number, chunk), micro_batch in running:
                 if is_forward:
-                    self._drop([micro_batch.mask])
-                    micro_batch.mask = (None, 0)
+                    self._drop(micro_batch.mask)
                     self._forget_last()
                 else:
                     del self._in_flight[number, chunk]
@@ -160,7 +162,7 @@ class Step:
             self._forget_last()
             return self._in_flight[number, chunk]
         memory, latest[chunk] = self._chunks[chunk], number
-        found = self._in_flight[number, chunk] = _MicroBatch(chunk)
+        found = self._in_flight[number, chunk] = _MicroBatch(chunk, memory)
         first = memory.forward[0]
         self._hold(self._buckets.list_held(first))
         if memory.input_bytes:
@@ -168,7 +170,7 @@ class Step:
             found.alive[first.events[0][0]] = self._make(memory.input_bytes)
         for place, size in enumerate(memory.batch_bytes, start=1):
             found.alive[-place] = self._make(size)
-        found.mask = self._make(memory.mask_bytes)
+        found.mask.append(self._make(memory.mask_bytes))
         self._note_highest(self._exact, found, first, [])
         # The chunk has the new input in the place of the last one's.
         last = self._of_chunks.pop(chunk, [])
@@ -180,7 +182,7 @@ class Step:
         return found
 
     def _run(self, micro_batch: _MicroBatch, segment: Segment, beside: Sequence[_MicroBatch]) -> None:
-        memory, moved = self._chunks[micro_batch.chunk], None
+        memory, moved = micro_batch.memory, None
         self._hold(self._buckets.list_held(segment))
         begin = self._exact
         if segment.part == LAYERS:
@@ -203,7 +205,7 @@ class Step:
             # It is freed when the layer's forward ends.
             num_moved = -self._send(micro_batch, segment, *moved)
         micro_batch.standing[segment.part] += segment.growth - segment.gradient_growth + num_moved
-        micro_batch.gradients += segment.gradient_growth
+        micro_batch.standing["gradients"] += segment.gradient_growth
 
     def _send(self, micro_batch: _MicroBatch, segment: Segment, layer: int, sizes: Sequence[int]) -> int:
         """Free what a layer has sent to the host while `segment`, of the next layer, ran: how many bytes.
@@ -236,7 +238,7 @@ class Step:
                 free(block)
                 exact -= size
             elif self._workspaces:
-                made += self._make_workspaces(_find_library(size, is_backward=segment.is_backward))
+                made += self._make_workspaces(_LIBRARIES[size, segment.is_backward])
         self._exact = exact + made
         return made
 
@@ -249,37 +251,27 @@ class Step:
         flush: int = 0,
         workspaces: int = 0,
     ) -> None:
-        """Keep what is there if it is more than ever.
-
-        Args:
-            num_bytes: of all tensors.
-            micro_batch: that runs.
-            segment: of it.
-            beside: another one that runs, whose tensors count as transients.
-            flush: what of them reducing a full bucket takes.
-            workspaces: of attention.
-        """
+        """Keep what is there if it is more than ever: `num_bytes`, among them `flush`, which reducing a full bucket
+        takes, and attention's workspaces. What runs beside counts as transients."""
         if num_bytes <= self.highest:
             return
         self.highest = num_bytes
         held = sum(size for _, size in self._held.values()) + flush
         others = [each for each in self._in_flight.values() if each is not micro_batch and each not in beside]
         # Its own segment has not counted what it made and freed yet.
-        activations = sum(each.level for each in others)
-        batches = sum(self._chunks[each.chunk].micro_batch_bytes + each.mask[1] for each in [micro_batch, *others])
-        kept = [self._of_schedule, *self._of_chunks.values()]
-        inputs = sum(size for tensors in kept for _, size in tensors)
-        own = num_bytes - activations - batches - inputs - held - self._workspace_bytes
+        activations = sum(sum(each.standing.values()) for each in others)
+        batches = [micro_batch, *others]
+        of_batches = sum(each.memory.micro_batch_bytes + sum(size for _, size in each.mask) for each in batches)
+        inputs = sum(size for tensors in (self._of_schedule, *self._of_chunks.values()) for _, size in tensors)
+        own = num_bytes - activations - of_batches - inputs - held - self._workspace_bytes
         # Below 0 where the workspaces take less than the segment has freed of its part.
-        transients = own - micro_batch.level - workspaces
-        direction = "backward" if segment.is_backward else "forward"
+        transients = own - sum(micro_batch.standing.values()) - workspaces
         self.peak = Peak(
-            f"{direction} of the {segment.part}",
+            f"{'backward' if segment.is_backward else 'forward'} of the {segment.part}",
             {
-                "gradients": micro_batch.gradients,
                 "communication buffers": held,
                 "stage inputs": inputs,
-                "micro batches": batches,
+                "micro batches": of_batches,
                 "other micro batches' activations": activations,
                 **micro_batch.standing,
                 segment.part: micro_batch.standing[segment.part] + min(0, transients),
@@ -295,8 +287,7 @@ class Step:
         return sum(made)
 
     def _end(self, micro_batch: _MicroBatch, *, is_latest: bool) -> None:
-        chunk, size = micro_batch.chunk, self._chunks[micro_batch.chunk].input_bytes
-        alive = micro_batch.alive
+        chunk, size, alive = micro_batch.chunk, micro_batch.memory.input_bytes, micro_batch.alive
         stays = [each for number, each in alive.items() if number >= 0 and size and each[1] == size]
         # The loss and the micro batch.
         self._drop([each for each in alive.values() if each not in stays])
@@ -352,7 +343,18 @@ def play_rank(step: Step, standing: Standing, *, num_steps: int) -> Counters:
     def count_allocated(of_stream: int) -> int:
         return of_stream + sum(each.allocated for each in allocator.streams)
 
-    _set_up(allocator, buffers, tensors)
+    passing: list[tuple[CachingAllocator, Block | None]] = []
+    for tensor in tensors:
+        if tensor.born in (Born.FIRST_STEP, Born.EACH_STEP):
+            continue
+        stream = buffers if tensor.is_in_buffers else allocator
+        block = stream.allocate(tensor.num_bytes)
+        if tensor.born is Born.PASSING:
+            passing.append((stream, block))
+            continue
+        while passing:
+            of_passing, block = passing.pop(0)
+            of_passing.free(block)
     if make_later := any(tensor.born in (Born.FIRST_STEP, Born.EACH_STEP) for tensor in tensors):
         step.play()
     copies = make(Born.EACH_STEP)
@@ -377,37 +379,10 @@ def play_rank(step: Step, standing: Standing, *, num_steps: int) -> Counters:
         allocator.peak_allocated = max(allocator.peak_allocated, before)
         copies = make(Born.EACH_STEP)
         allocator.free(allocator.allocate(max(0, standing.reduction - gradients)))
-        free(
-            [
-                allocator.allocate(each)
-                for each in (max(0, standing.step_gradients - gradients), standing.step_transient)
-            ]
-        )
+        more = max(0, standing.step_gradients - gradients), standing.step_transient
+        free([allocator.allocate(each) for each in more])
     reserved = allocator.reserved + sum(each.reserved for each in allocator.streams)
     return Counters(step.peak, rounding, at_rest, count_allocated(allocator.peak_allocated), reserved)
-
-
-def _set_up(allocator: CachingAllocator, buffers: CachingAllocator, tensors: Iterable[Tensor]) -> None:
-    """Allocate what is made before the first step; `buffers` is the stream of Megatron's buffers."""
-    passing: list[tuple[CachingAllocator, Block | None]] = []
-    for tensor in tensors:
-        if tensor.born in (Born.FIRST_STEP, Born.EACH_STEP):
-            continue
-        stream = buffers if tensor.is_in_buffers else allocator
-        block = stream.allocate(tensor.num_bytes)
-        if tensor.born is Born.PASSING:
-            passing.append((stream, block))
-            continue
-        for each, of_each in passing:
-            each.free(of_each)
-        passing.clear()
-
-
-def _find_library(product: int, *, is_backward: bool) -> Library:
-    if product == TORCH_PRODUCT:
-        return Library.TORCH_BACKWARD if is_backward else Library.TORCH
-    assert product == ENGINE_PRODUCT
-    return Library.ENGINE
 
 
 _Moved = tuple[int, Sequence[int]]

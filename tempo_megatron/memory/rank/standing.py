@@ -29,7 +29,7 @@ import collections
 import dataclasses
 import enum
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -143,19 +143,15 @@ def list_megatrons(run: Run, chunks: Sequence[ChunkMemory], sharing: tuple[int, 
     """
     optimizer, of_weight = run.optimizer, run.dtype.itemsize
     is_distributed = optimizer.distributed or optimizer.muon == "laid out"
-    of_gradient = get_gradient_bytes(optimizer, run.dtype)
-    # Of parameter after parameter: elements, and those of the chunk's weights that have a byte each.
-    sizes = [each.size for chunk in chunks for each in chunk.parameters]
-    of_weights = of_weight * sum(sizes)
+    of_gradient = optimizer.gradient_bytes or (2 if run.dtype == torch.float16 else FLOAT32)
+    parameters = [each for chunk in chunks for each in chunk.parameters]
+    of_weights = of_weight * sum(each.size for each in parameters)
     if run.float8_weights:
         of_weights -= (of_weight - 1) * sum(chunk.float8_weights for chunk in chunks)
-    padding, transient = 0, 0
-    if optimizer.muon is None:
-        pieces = [(size, 2) for size in _list_pieces(run, chunks, sharing)]
-    else:
-        parameters = [each for chunk in chunks for each in chunk.parameters]
+    pieces, padding, transient = [(size, 2) for size in _list_pieces(run, chunks, sharing)], 0, 0
+    if optimizer.muon is not None:
         pieces, padding, transient = list_muons(parameters, optimizer.muon, sharing, of_weight)
-    weights = divide_like(of_weights, sizes)
+    weights = divide_like(of_weights, [each.size for each in parameters])
     tensors = [Tensor("weights", size, Born.PASSING if is_distributed else Born.SETUP) for size in weights]
     # Each chunk has a buffer of what is no expert, and one of experts.
     buffers = [sum(p.size for p in chunk.parameters if p.is_expert == of) for chunk in chunks for of in (False, True)]
@@ -174,11 +170,6 @@ def list_megatrons(run: Run, chunks: Sequence[ChunkMemory], sharing: tuple[int, 
     moments = [size * each for size, number in pieces for each in of_moments[:number]]
     tensors += [Tensor("optimizer states", size, Born.FIRST_STEP) for size in moments]
     return Standing(tensors=tuple(tensors), step_transient=transient)
-
-
-def get_gradient_bytes(optimizer: OptimizerSettings, dtype: torch.dtype) -> int:
-    """Of one gradient in Megatron's buffers."""
-    return optimizer.gradient_bytes or (2 if dtype == torch.float16 else FLOAT32)
 
 
 def _list_pieces(run: Run, chunks: Sequence[ChunkMemory], sharing: tuple[int, int]) -> Iterator[int]:
@@ -256,17 +247,16 @@ def list_muons(
     pieces: list[tuple[int, int]] = []
     padding = transient = 0
 
-    def count_moments(parameter: Parameter) -> int:
-        return 1 if parameter.is_matrix else 2
-
     for is_expert, ranks in zip((False, True), sharing, strict=True):
         given = [each for each in parameters if each.is_expert == is_expert]
         # With one rank for all Megatron divides nothing.
         if sharing[0] == 1 or muon == "whole" or ranks == 1:
-            pieces += [(each.size, count_moments(each)) for each in given]
+            pieces += [(each.size, 1 if each.is_matrix else 2) for each in given]
         elif muon == "dealt":
-            own = list(_deal_out(given, ranks))
-            pieces += [(each.size, count_moments(each)) for each in own]
+            # From the smallest on, to the first rank, ..., the last, the last, ..., the first: what the last one gets.
+            by_size = enumerate(sorted(given, key=lambda each: each.size))
+            own = [each for place, each in by_size if place % (2 * ranks) in (ranks - 1, ranks)]
+            pieces += [(each.size, 1 if each.is_matrix else 2) for each in own]
             # The updated weights are flattened, and those of all ranks gathered beside the model's.
             transient = max(transient, of_weight * sum(each.size for each in [*given, *own]))
         else:
@@ -275,13 +265,6 @@ def list_muons(
             pieces += [(each.size, 1) for each in shard]
             pieces += [(-(-each.size // ranks), 2) for each in given if not each.is_matrix]
     return pieces, padding, transient
-
-
-def _deal_out(parameters: Iterable[Parameter], ranks: int) -> Iterator[Parameter]:
-    """The last rank's: from the smallest parameter on, to the first rank, ..., the last, the last, ..., the first."""
-    for place, parameter in enumerate(sorted(parameters, key=lambda each: each.size)):
-        if place % (2 * ranks) in (ranks - 1, ranks):
-            yield parameter
 
 
 def _lay_out(matrices: Sequence[Parameter], ranks: int) -> tuple[list[Parameter], int]:

@@ -18,7 +18,7 @@ and in the BF16_Optimizer, they are flattened to be reduced.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -31,63 +31,32 @@ _STATES = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Zero(Buckets):
+class ZeroBuckets(Buckets):
     """Bytes on one rank."""
 
-    weights: int
-    optimizer_states: int = 0
-    communication_buffers: int = 0
-    """That are there all the time: ZeRO 3's bucket of gradients."""
-
-    standing_gradients: int = 0
-    """While a micro batch runs, without those that its backward makes and leaves."""
-
-    bucket: int = 0
+    bucket: int
     """Of gradients, there from the first gradient of a micro batch on; with ZeRO 3 the weights that are gathered."""
 
-    bucket_stays: bool = False
+    stays: bool
     """Whether it is there in the forward of the next micro batch too."""
 
-    bucket_elements: int = 0
+    num_elements: int
     """How many gradients fit it."""
 
-    reduced_gradients: int = 0
-    """Of one micro batch, made when the bucket is full for the first time, or at the end of backward."""
+    reduced: int = 0
+    """Gradients of one micro batch, made when the bucket is full for the first time, or at the end of backward."""
 
     flush: int = 0
     """What it makes to reduce a full bucket: copies of it, beside the gradient for which there was no room."""
 
-    reduction: int = 0
-    gradients: int = 0
-    step_transient: int = 0
-    """The last three as `Standing` has them; `gradients` are all in the optimizer's step."""
-
     def list_held(self, segment: Segment) -> dict[str, int]:
-        """Bytes of buckets and reduced gradients while a segment runs."""
-        has_bucket = segment.num_gradients > 0 or self.bucket_stays
-        is_reduced = segment.num_gradients > self.bucket_elements
-        return {"bucket": has_bucket * self.bucket, "reduced": is_reduced * self.reduced_gradients}
+        has_bucket = segment.num_gradients > 0 or self.stays
+        is_reduced = segment.num_gradients > self.num_elements
+        return {"bucket": has_bucket * self.bucket, "reduced": is_reduced * self.reduced}
 
     def count_flush(self, segment: Segment) -> int:
-        """Bytes that a full bucket takes at a segment's end: it is reduced when a gradient is complete."""
-        return self.flush if segment.num_gradients > self.bucket_elements else 0
-
-    def stand(self, sizes: Sequence[int]) -> Standing:
-        """Its tensors, for parameters of these sizes; ZeRO 3 has its part of each."""
-        return Standing(
-            tensors=tuple(self._list_tensors(sizes)),
-            buckets=self,
-            reduction=self.reduction,
-            step_gradients=self.gradients,
-            step_transient=self.step_transient,
-        )
-
-    def _list_tensors(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        yield from (Tensor("weights", size) for size in divide_like(self.weights, sizes))
-        for size in divide_like(self.standing_gradients, sizes):
-            yield Tensor("gradients", size, Born.MICRO_BATCHES)
-        yield from (Tensor("optimizer states", size) for size in divide_like(self.optimizer_states, [1] * _STATES))
-        yield Tensor("communication buffers", self.communication_buffers)
+        # A bucket is reduced when a gradient is complete.
+        return self.flush if segment.num_gradients > self.num_elements else 0
 
 
 def makes_gradients(optimizer: OptimizerSettings, dtype: torch.dtype, accumulates: bool) -> bool:
@@ -104,54 +73,70 @@ def makes_gradients(optimizer: OptimizerSettings, dtype: torch.dtype, accumulate
     return optimizer.zero_stage == 0 or (optimizer.zero_stage == 1 and not takes_away)
 
 
-def count_zero(
-    p: int, dtype: torch.dtype, optimizer: OptimizerSettings, *, ranks: int = 1, largest: int = 0, accumulates: bool
-) -> Zero:
-    """What a rank with `p` parameters holds.
+def list_zeros(
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    optimizer: OptimizerSettings,
+    *,
+    ranks: int = 1,
+    largest: int = 0,
+    accumulates: bool,
+) -> Standing:
+    """What stands with DeepSpeed; of ZeRO 3 a part of each parameter.
 
     Args:
-        p: parameters.
+        sizes: elements of each parameter.
         dtype: of the weights.
         optimizer: DeepSpeed's.
         ranks: that share optimizer states.
-        largest: parameters of its largest layer.
+        largest: elements of the rank's largest layer.
         accumulates: whether a step has more than one micro batch.
     """
-    e, d = dtype.itemsize, ranks
-    is_16_bit = e < FLOAT32
-    states = FLOAT32 * (_STATES - 1 + is_16_bit) * p
-    roots = FLOAT32 if optimizer.foreach else 0
+    p, e, d, stage = sum(sizes), dtype.itemsize, ranks, optimizer.zero_stage
+    of_gradient = FLOAT32 if optimizer.accumulates_in_float32 else e
+    is_16_bit, roots = e < FLOAT32, FLOAT32 if optimizer.foreach else 0
+    weights, states, communication, reduction = e * p, _divide(FLOAT32 * _STATES * p, d), 0, 0
     standing = 0 if makes_gradients(optimizer, dtype, accumulates) else e * p
-    if optimizer.zero_stage == 0:
-        found = Zero(
-            weights=e * p,
-            optimizer_states=states,
-            standing_gradients=standing,
-            gradients=e * p,
-            step_transient=max(_flatten(p, e), (FLOAT32 * is_16_bit + roots) * p),
-        )
+    buckets = Buckets()
+    if stage == 0:
+        states, gradients = FLOAT32 * (_STATES - 1 + is_16_bit) * p, e * p
+        transient = max(_flatten(p, e), (FLOAT32 * is_16_bit + roots) * p)
     elif _is_bf16_optimizer(optimizer, dtype):
-        found = Zero(
-            weights=e * p,
-            optimizer_states=_divide(states, d),
-            # The sums in float32 are there all the time.
-            standing_gradients=standing + FLOAT32 * p,
-            gradients=(e + FLOAT32) * p,
-            # Flattened in float32, and converted to bf16 to be sent.
-            step_transient=max(_flatten(p, FLOAT32 + e), _divide(roots * p, d)),
-        )
-    elif optimizer.zero_stage == 3:
-        found = _count_zero_3(p, e, d, optimizer, largest)
+        # The sums in float32 are there all the time.
+        standing, gradients = standing + FLOAT32 * p, (e + FLOAT32) * p
+        # Flattened in float32, and converted to bf16 to be sent.
+        transient = max(_flatten(p, FLOAT32 + e), _divide(roots * p, d))
     else:
-        found = _count_zero_1_and_2(p, e, d, optimizer, largest, accumulates, standing)
-    if not optimizer.offloads:
-        return found
-    found = dataclasses.replace(found, optimizer_states=0, step_transient=0)
-    if optimizer.zero_stage != 3:
-        return found
-    # A rank's part of the gradients is where its states are (deepspeed/runtime/zero/stage3.py:333 and 791 of 0.19.8).
-    reduction = found.reduction - found.gradients
-    return dataclasses.replace(found, standing_gradients=0, gradients=0, reduction=reduction)
+        gradients = _divide(of_gradient * p, d)
+        transient = _count_step(p, e, d, optimizer, largest)
+        if stage == 3:
+            weights = 0 if optimizer.offloads_weights else _divide(weights, d)
+            # One bucket, also with "overlap_comm".
+            standing, communication = gradients, optimizer.reduce_bucket_elements * e
+            buckets, reduction = _gather(p, e, d, optimizer, largest)
+        else:
+            if stage == 2:
+                standing = gradients if accumulates else 0
+            elif standing:
+                standing = of_gradient * p
+            buckets, reduction = _collect(p, e, d, optimizer, largest, accumulates)
+        reduction += standing if stage > 1 else 0
+    if optimizer.offloads:
+        states = transient = 0
+        if stage == 3:
+            # A rank's part of the gradients is where its states are (deepspeed/runtime/zero/stage3.py:333 and 791).
+            standing, gradients, reduction = 0, 0, reduction - gradients
+    tensors = [Tensor("weights", size) for size in divide_like(weights, sizes)]
+    tensors += [Tensor("gradients", size, Born.MICRO_BATCHES) for size in divide_like(standing, sizes)]
+    tensors += [Tensor("optimizer states", size) for size in divide_like(states, [1] * _STATES)]
+    tensors.append(Tensor("communication buffers", communication))
+    return Standing(
+        tensors=tuple(tensors),
+        buckets=buckets,
+        reduction=reduction,
+        step_gradients=gradients,
+        step_transient=transient,
+    )
 
 
 def _is_bf16_optimizer(optimizer: OptimizerSettings, dtype: torch.dtype) -> bool:
@@ -159,68 +144,51 @@ def _is_bf16_optimizer(optimizer: OptimizerSettings, dtype: torch.dtype) -> bool
     return optimizer.zero_stage == 1 and dtype == torch.bfloat16 and is_asked
 
 
-def _count_zero_1_and_2(
-    p: int, e: int, d: int, optimizer: OptimizerSettings, largest: int, accumulates: bool, standing: int
-) -> Zero:
-    """`standing` is what gradients that nobody divides have before a backward."""
+def _collect(
+    p: int, e: int, d: int, optimizer: OptimizerSettings, largest: int, accumulates: bool
+) -> tuple[ZeroBuckets, int]:
+    """The buckets of ZeRO 1 and 2, and bytes of the reduction beside the gradients that ZeRO 2 has before it."""
     is_stage_1, in_float32 = optimizer.zero_stage == 1, optimizer.accumulates_in_float32
-    bytes_of_gradient = FLOAT32 if in_float32 else e
+    elements = optimizer.reduce_bucket_elements
     # ZeRO 1 reduces what it has accumulated, ZeRO 2 what a micro batch gives.
-    bucket = optimizer.reduce_bucket_elements * (bytes_of_gradient if is_stage_1 else e)
-    own = _divide(e * p, d)
+    of_gradient = FLOAT32 if is_stage_1 and in_float32 else e
+    bucket, reduced = elements * of_gradient, 0
+    reduction = own = _divide(e * p, d)
     if is_stage_1:
-        standing, reduced = bytes_of_gradient * p if standing else 0, 0
         # The first bucket's gradients lie in it; those of the others are where they were, or, of other ranks, gone.
-        in_bucket = p if p <= optimizer.reduce_bucket_elements else max(0, optimizer.reduce_bucket_elements - largest)
-        reduction = bytes_of_gradient * (p - in_bucket) + own
+        reduction += of_gradient * (p - (p if p <= elements else max(0, elements - largest)))
     else:
         # Those of a micro batch are added to what was before when all are there; in float32 as they come.
-        reduced = _divide(FLOAT32 * p, d) if in_float32 and not accumulates else 0 if in_float32 else own
-        standing = _divide(bytes_of_gradient * p, d) if accumulates else 0
-        reduction = standing + reduced
+        reduction = reduced = own if not in_float32 else 0 if accumulates else _divide(FLOAT32 * p, d)
     num_buckets = 2 if optimizer.overlaps else 1
-    return Zero(
-        weights=e * p,
-        # The weights are copied in float32 also where they are in float32.
-        optimizer_states=_divide(FLOAT32 * _STATES * p, d),
-        standing_gradients=standing,
+    buckets = ZeroBuckets(
         bucket=bucket * num_buckets,
         # ZeRO 1 keeps it from the first micro batch of a step to the last one's end.
-        bucket_stays=is_stage_1 and accumulates,
-        bucket_elements=optimizer.reduce_bucket_elements,
-        reduced_gradients=reduced,
-        flush=0 if is_stage_1 else min(p, optimizer.reduce_bucket_elements) * e + largest * e,
-        # What one rank owns is reduced where it lies; slices of several are copied.
-        reduction=reduction + bucket * num_buckets + (min(p * e, bucket) if d > 1 else 0),
-        gradients=_divide(bytes_of_gradient * p, d),
-        step_transient=_count_step(p, e, d, optimizer, largest),
+        stays=is_stage_1 and accumulates,
+        num_elements=elements,
+        reduced=reduced,
+        flush=0 if is_stage_1 else min(p, elements) * e + largest * e,
     )
+    # What one rank owns is reduced where it lies; slices of several are copied.
+    return buckets, reduction + buckets.bucket + (min(p * e, bucket) if d > 1 else 0)
 
 
-def _count_zero_3(p: int, e: int, d: int, optimizer: OptimizerSettings, largest: int) -> Zero:
-    gradients = _divide((FLOAT32 if optimizer.accumulates_in_float32 else e) * p, d)
+def _gather(p: int, e: int, d: int, optimizer: OptimizerSettings, largest: int) -> tuple[ZeroBuckets, int]:
+    """The weights and gradients that ZeRO 3 gathers, and bytes of the reduction beside gradients that stand."""
     # Reduced gradients are flattened, and their parts are tensors of their own.
     in_bucket, in_largest = min(p, optimizer.reduce_bucket_elements) * e, largest * e
     flush = in_bucket + _divide(in_bucket, d)
     # A gradient that no bucket holds is reduced alone.
     alone = 2 * in_largest + _divide(in_largest, d) if largest > optimizer.reduce_bucket_elements else 0
-    # A layer is given back only where it is not needed soon again, and in most models it is.
     is_copied = d > 1 or optimizer.offloads_weights
-    return Zero(
-        weights=0 if optimizer.offloads_weights else _divide(e * p, d),
-        optimizer_states=_divide(FLOAT32 * _STATES * p, d),
-        # One bucket, also with "overlap_comm".
-        communication_buffers=optimizer.reduce_bucket_elements * e,
-        # All weights are given back before the step.
+    buckets = ZeroBuckets(
+        # A layer is given back only where it is not needed soon again, and in most models it is; all before the step.
         bucket=max(largest, min(p, optimizer.max_gathered_elements)) * e if is_copied else 0,
-        bucket_stays=True,
-        standing_gradients=gradients,
-        bucket_elements=optimizer.reduce_bucket_elements,
+        stays=True,
+        num_elements=optimizer.reduce_bucket_elements,
         flush=flush + in_largest,
-        reduction=gradients + max(flush, alone),
-        gradients=gradients,
-        step_transient=_count_step(p, e, d, optimizer, largest),
     )
+    return buckets, max(flush, alone)
 
 
 def _count_step(p: int, e: int, d: int, optimizer: OptimizerSettings, largest: int) -> int:

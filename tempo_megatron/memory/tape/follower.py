@@ -29,12 +29,9 @@ _PRODUCTS = {
 class Follower(TorchDispatchMode):
     """Sees every operation that reaches torch's dispatcher, in forward and in backward, and records what it makes.
 
-    It works on real and on fake tensors, on any device, changes no result, and costs some microseconds an operation.
-    Torch keeps the Python object of a storage as long as the storage itself, so a weak reference tells when it is
-    freed.
-
-    It does not see memory that an operation takes and gives back inside itself (a product's packed operands, workspaces
-    of cuBLAS), nor what an allocator rounds up or keeps for itself. Enter it inside of a FakeTensorMode, not outside.
+    It works on real and on fake tensors, on any device, and changes no result. It does not see memory that an operation
+    takes and gives back inside itself (a product's packed operands, workspaces of cuBLAS), nor what an allocator rounds
+    up or keeps for itself. Enter it inside of a FakeTensorMode, not outside.
 
     Args:
         known: tensors whose storages do not count, whoever returns them: parameters, a micro batch.
@@ -59,6 +56,7 @@ class Follower(TorchDispatchMode):
         when its results are there."""
         self._known = {t.untyped_storage()._cdata for t in known} | {*known_storages}
         self._alive: dict[int, int] = {}  # address of a storage -> its number
+        # Torch keeps the Python object of a storage as long as the storage itself.
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         # Storages of `make_known`: while somebody holds them, no other storage has their addresses.
         self._held: list[torch.UntypedStorage] = []
@@ -106,13 +104,8 @@ class Follower(TorchDispatchMode):
         if self._count_host is not None:
             self.tape.on_host.append(self._count_host())
         for key, storage in new.items():
-            was_there = key in read
-            made = Storage(
-                storage.nbytes(),
-                "" if was_there else phase,
-                "" if was_there else operation,
-                0 if was_there else self.tape.num_steps,
-            )
+            place = ("", "", 0) if key in read else (phase, operation, self.tape.num_steps)
+            made = Storage(storage.nbytes(), *place)
             self._alive[key] = self.tape.add(made)
             self._references[key] = weakref.ref(storage, functools.partial(self._free, key))
             self.alive_bytes += made.num_bytes
@@ -193,8 +186,8 @@ class Follower(TorchDispatchMode):
     def sum_by_operation(self) -> dict[str, int]:
         """The operation that made them -> bytes that are alive now."""
         found: dict[str, int] = collections.Counter()
-        for number in list(self._alive.values()):
-            found[self.tape.storages[number].operation] += self.tape.storages[number].num_bytes
+        for storage in [self.tape.storages[number] for number in self._alive.values()]:
+            found[storage.operation] += storage.num_bytes
         return found
 
 

@@ -103,26 +103,20 @@ def sum_rows(saved: Iterable[SavedStorage], lengths: Iterable[int], activation: 
         lengths: tokens per sample, for each stack.
         activation: the name of the MLP's activation.
     """
-    totals: collections.Counter[LedgerRow] = collections.Counter()
-    on_host: collections.Counter[LedgerRow] = collections.Counter()
+    totals, on_host = collections.Counter[LedgerRow](), collections.Counter[LedgerRow]()
     lengths = set(lengths)
     for storage in saved:
         row = find_row(storage.operation, storage.shape, lengths)
         totals[row] += storage.num_bytes
         on_host[row] += storage.num_bytes * storage.is_on_host
     has_two_stacks = len({row.stack for row in totals if row.stack}) > 1
-    return tuple(
-        Row(
-            (f"{row.stack} " if has_two_stacks and row.stack else "") + name_row(row, activation),
-            totals[row],
-            place,
-            row.is_in_layer,
-            row.is_scores,
-            on_host[row],
-        )
-        for place, row in enumerate(LEDGER_ROWS)
-        if totals[row]  # an expert without tokens keeps empty tensors
-    )
+    found = []
+    for place, row in enumerate(LEDGER_ROWS):
+        if totals[row]:  # an expert without tokens keeps empty tensors
+            stack = f"{row.stack} " if has_two_stacks and row.stack else ""
+            of_row = totals[row], place, row.is_in_layer, row.is_scores, on_host[row]
+            found.append(Row(stack + name_row(row, activation), *of_row))
+    return tuple(found)
 
 
 def name_row(row: LedgerRow, activation: str) -> str:

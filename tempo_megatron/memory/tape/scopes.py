@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -105,29 +106,28 @@ class Scopes:
 
         tape: is told where the forward of a model begins and ends.
         """
+        hooks: list[Any] = []
         with contextlib.ExitStack() as undo:
             for model in self._models:
                 for stack in STACKS:
                     if (block := getattr(model, stack, None)) is not None:
-                        hook = block.register_forward_pre_hook(self._claim_masks, with_kwargs=True)
-                        undo.callback(hook.remove)
+                        hooks.append(block.register_forward_pre_hook(self._claim_masks, with_kwargs=True))
                 for name, module in model.named_modules():
                     self._name_functions(name, module, undo)
                     if name:  # the root module has no name: whatever runs outside of submodules belongs to it
-                        hook = module.register_forward_pre_hook(lambda *_, name=name: self._enter(name))
-                        undo.callback(hook.remove)
-                        hook = module.register_forward_hook(lambda *_: self._leave(), always_call=True)
-                        undo.callback(hook.remove)
+                        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name)))
+                        hooks.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
                 if tape is not None:
-                    undo.callback(model.register_forward_pre_hook(lambda *_: self._begin_forward(tape)).remove)
-                    hook = model.register_forward_hook(lambda *_: self._end_forward(tape), always_call=True)
-                    undo.callback(hook.remove)
+                    hooks.append(model.register_forward_pre_hook(lambda *_: self._begin_forward(tape)))
+                    hooks.append(model.register_forward_hook(lambda *_: self._end_forward(tape), always_call=True))
+            for hook in hooks:
+                undo.callback(hook.remove)
             yield
 
     def _name_functions(self, name: str, module: Any, undo: contextlib.ExitStack) -> None:
         for slot in _BDA:
             if not isinstance(get_function := getattr(module, slot, None), (torch.nn.Module, type(None))):
-                setattr(module, slot, self._name_bda(f"{name}.{slot}", get_function))
+                setattr(module, slot, functools.partial(self._name_bda, f"{name}.{slot}", get_function))
                 undo.callback(setattr, module, slot, get_function)
         dispatcher = getattr(module, DISPATCHER, None)
         if dispatcher is not None:
@@ -142,8 +142,8 @@ class Scopes:
             if (mask := keywords.get(name)) is not None:
                 self._owners[mask.untyped_storage()._cdata] = MASK
 
-    def _name_bda(self, operation: str, get_function: Any) -> Any:
-        return lambda training, fused: self._run_as(operation, get_function(training, fused))
+    def _name_bda(self, operation: str, get_function: Any, training: Any, fused: Any) -> Any:
+        return self._run_as(operation, get_function(training, fused))
 
     def _run_as(self, operation: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -167,13 +167,10 @@ class Scopes:
 
     def _enter(self, name: str) -> None:
         self._scopes.append(name)
-        self._note_change()
+        self._changes.append((torch._C._autograd._get_sequence_nr(), self.operation))
 
     def _leave(self) -> None:
         self._scopes.pop()
-        self._note_change()
-
-    def _note_change(self) -> None:
         self._changes.append((torch._C._autograd._get_sequence_nr(), self.operation))
 
     def _find_operation(self, node: Any) -> str:
