@@ -35,7 +35,8 @@ def test_with_the_host_a_plan_is_never_slower_and_mostly_faster_and_copies_fit_t
     without = Planner(read(*words), tolerance=0.0)
     request = read(*words, "--host-memory=1TiB", "--gpus-per-node=8")
     planner = Planner(request, tolerance=0.0)
-    window = LayerPrices(request.run, request.gpu, moves=True).window_bytes
+    prices = LayerPrices(request.run, request.gpu)
+    window = count_window_bytes(request.gpu, prices.seconds(prices.flops.total))
     least, most = make_smallest_plan(without.request).peak_bytes, without.plan(10**14).peak_bytes
     num_faster = 0
     for part in range(3):

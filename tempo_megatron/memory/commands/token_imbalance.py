@@ -20,70 +20,10 @@ from tempo_megatron.words.argument_types import format_bytes
 _STEP = 0.1
 
 
-@dataclasses.dataclass(frozen=True)
-class _Price:
-    """Of one column of the table, on the rank that needs most."""
-
-    over_even_bytes: int
-    """What the peak is higher than with an even division."""
-
-    next_factor: float
-    next_bytes: int
-    """What the peak is higher with `next_factor`, one _STEP more than the given one where a rank can get it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenImbalance:
-    """The assumption of a run whose experts are divided over ranks."""
-
-    ranks: int
-    share: int
-    """Rows of an equal share in a layer with experts: tokens, once for each of their experts on the rank."""
-
-    most: float
-    """Of a rank, over an equal share."""
-
-    factors: Mapping[str, float]
-    """Column of the table -> tokens of the fullest rank, over an equal share."""
-
-    prices: Mapping[str, _Price]
-    """Column of the table -> its price; none where nobody gave the factor."""
-
-    def describe(self) -> str:
-        factors = sorted(set(self.factors.values()))
-        source = "given" if self.prices else f"routers at random; --moe-imbalance {factors[-1]:.2f} says what it takes"
-        lines = [
-            f"assumed token imbalance: experts of the fullest of {self.ranks} ranks "
-            f"get {' and '.join(f'{factor:.2f}' for factor in factors)} times an equal share of {self.share:,} "
-            f"rows a layer ({source}); at most {self.most:.2f} times"
-        ]
-        for name, price in self.prices.items():
-            more = price.next_factor - self.factors[name]
-            rest = f"; {100 * more:.0f} % of a share more would take {format_bytes(price.next_bytes)}" if more else ""
-            lines.append(f"{name}: of the peak {format_bytes(price.over_even_bytes)} are due to it{rest}")
-        return "\n".join(lines)
-
-    def list_figures(self) -> dict[str, Any]:
-        """As JSON has them."""
-        return {
-            "ranks": self.ranks,
-            "rows_of_an_equal_share": self.share,
-            "largest_factor": self.most,
-            "is_given": bool(self.prices),
-            **{
-                name.lower(): {
-                    "factor": factor,
-                    **(dataclasses.asdict(self.prices[name]) if name in self.prices else {}),
-                }
-                for name, factor in self.factors.items()
-            },
-        }
-
-
-def find_token_imbalance(
+def compute_token_imbalance(
     run: Run, tempos: Mapping[str, TempoConfig], stages: Mapping[str, tuple[int, RankEstimate]], *, is_given: bool
-) -> TokenImbalance:
-    """Names the assumption; where it was given, estimates the rank that needs most with other shares of the tokens.
+) -> dict[str, Any]:
+    """The assumption, as JSON has it; where it was given, with other shares on the rank that needs most.
 
     Args:
         run: as it was estimated; its experts are divided over ranks.
@@ -92,18 +32,47 @@ def find_token_imbalance(
         is_given: whether somebody gave the factor of `run`.
     """
     most = find_largest_imbalance(run)
-    factors, prices = {}, {}
-    for name, (stage, rank) in stages.items():
-        factors[name] = assume_routing(run, stage).moe_imbalance or 1.0
-        if not is_given:
-            continue
-        further = min(factors[name] + _STEP, most)
-        peaks = {factors[name]: rank.peak_bytes}
-        for other in {1.0, further} - peaks.keys():
-            other_run = dataclasses.replace(set_imbalance(run, other), tempo=tempos[name])
-            peaks[other] = estimate_ranks(other_run, only=stage)[0].peak_bytes
-        prices[name] = _Price(rank.peak_bytes - peaks[1.0], further, peaks[further] - rank.peak_bytes)
     tokens = run.micro_batch_size * run.model.seq_length // run.layout.cp
     tokens //= run.layout.tp if run.layout.sp else 1
-    share = tokens * run.layout.etp * run.model.moe_router_topk
-    return TokenImbalance(run.layout.ep, share, most, factors, prices)
+    figures: dict[str, Any] = {
+        "ranks": run.layout.ep,
+        # Tokens, once for each of their experts on the rank.
+        "rows_of_an_equal_share": tokens * run.layout.etp * run.model.moe_router_topk,
+        "largest_factor": most,
+        "is_given": is_given,
+    }
+    for name, (stage, rank) in stages.items():
+        factor = assume_routing(run, stage).moe_imbalance or 1.0
+        figures[name.lower()] = {"factor": factor}
+        if is_given:
+            further = min(factor + _STEP, most)
+            peaks = {factor: rank.peak_bytes}
+            for other in {1.0, further} - peaks.keys():
+                other_run = dataclasses.replace(set_imbalance(run, other), tempo=tempos[name])
+                peaks[other] = estimate_ranks(other_run, only=stage)[0].peak_bytes
+            figures[name.lower()] |= {
+                "over_even_bytes": rank.peak_bytes - peaks[1.0],
+                "next_factor": further,
+                "next_bytes": peaks[further] - rank.peak_bytes,
+            }
+    return figures
+
+
+def describe_token_imbalance(figures: Mapping[str, Any]) -> str:
+    """A line for people, and one for each column where the factor was given."""
+    columns = {name: figures[name.lower()] for name in ("stock", "Tempo") if name.lower() in figures}
+    factors = sorted({column["factor"] for column in columns.values()})
+    source = (
+        "given" if figures["is_given"] else f"routers at random; --moe-imbalance {factors[-1]:.2f} says what it takes"
+    )
+    lines = [
+        f"assumed token imbalance: experts of the fullest of {figures['ranks']} ranks "
+        f"get {' and '.join(f'{factor:.2f}' for factor in factors)} times an equal share of "
+        f"{figures['rows_of_an_equal_share']:,} rows a layer ({source}); at most {figures['largest_factor']:.2f} times"
+    ]
+    for name, column in columns.items() if figures["is_given"] else ():
+        more, rest = column["next_factor"] - column["factor"], ""
+        if more:
+            rest = f"; {100 * more:.0f} % of a share more would take {format_bytes(column['next_bytes'])}"
+        lines.append(f"{name}: of the peak {format_bytes(column['over_even_bytes'])} are due to it{rest}")
+    return "\n".join(lines)

@@ -1,29 +1,12 @@
-"""Tries micro batch sizes: a plan for each that fits, and the one with the least time per sample."""
+"""Tries micro batch sizes: a plan for each that fits."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from tempo_megatron.memory.plan.planner import MemoryPlan, NoteEstimate, NothingFitsError, Planner, PlanRequest
-
-
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    """The best plan for one micro batch size."""
-
-    micro_batch_size: int
-    plan: MemoryPlan
-    planner: Planner
-
-    @property
-    def seconds_per_sample(self) -> float:
-        """The time of a step on one data-parallel rank, filling and draining of its pipeline included, per sample."""
-        run = self.planner.request.run
-        stages = run.layout.pp
-        num_micro_batches = run.num_micro_batches or stages
-        return self.plan.seconds * (num_micro_batches + stages - 1) / (num_micro_batches * self.micro_batch_size)
 
 
 def list_micro_batches(samples_per_rank: int | None) -> Iterator[int]:
@@ -39,7 +22,7 @@ def list_micro_batches(samples_per_rank: int | None) -> Iterator[int]:
 
 def try_micro_batches(
     request: PlanRequest, budget: int, samples_per_rank: int | None, note_estimate: NoteEstimate
-) -> list[Trial]:
+) -> list[tuple[Planner, MemoryPlan]]:
     """One plan for each micro batch size that fits, smallest first. Stop at the first size that does not fit: larger
     ones need more.
 
@@ -51,20 +34,15 @@ def try_micro_batches(
 
     Raises the NothingFitsError of the smallest size where not even that fits.
     """
-    found: list[Trial] = []
+    found: list[tuple[Planner, MemoryPlan]] = []
     for size in list_micro_batches(samples_per_rank):
         number = request.run.num_micro_batches if samples_per_rank is None else samples_per_rank // size
         run = dataclasses.replace(request.run, micro_batch_size=size, num_micro_batches=number)
         planner = Planner(dataclasses.replace(request, run=run), note_estimate)
         try:
-            found.append(Trial(size, planner.plan(budget), planner))
+            found.append((planner, planner.plan(budget)))
         except NothingFitsError:
             if not found:
                 raise
             break
     return found
-
-
-def choose_trial(trials: Iterable[Trial]) -> Trial:
-    """The trial with the least time per sample; of equals the one with the smaller micro batch."""
-    return min(trials, key=lambda trial: trial.seconds_per_sample)

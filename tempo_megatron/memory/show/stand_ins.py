@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -111,41 +110,33 @@ def _simulate_layer(shape: ModelShape) -> dict[str, int]:
 
 def _measure_layer(shape: ModelShape, device: str) -> dict[str, int]:
     """The bytes that attention and MLP leave; the layer's output counts for its input, which was there before."""
+    is_cpu = device == "cpu"
     with simulate_layout(1), torch.compiler.set_stance("force_eager"):
         model_parallel_cuda_manual_seed(1234)
-        config = build_transformer_config(
-            shape,
-            dtype=torch.bfloat16,
-            fuse_swiglu=True,
-            perform_initialization=False,
-            use_cpu_initialization=device == "cpu",
-        )
+        settings = {"fuse_swiglu": True, "perform_initialization": False, "use_cpu_initialization": is_cpu}
+        config = build_transformer_config(shape, dtype=torch.bfloat16, **settings)
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_layernorm)
         layer: Any = build_module(spec, config=config, layer_number=1).to(device=device, dtype=torch.bfloat16).train()
         hidden = torch.randn(shape.seq_length, 1, shape.hidden_size, dtype=torch.bfloat16, device=device)
         given: dict[str, Any] = {"attention_mask": None}
         if shape.position_embedding_type != "learned_absolute":
-            rotary = RotaryEmbedding(shape.kv_channels, 1.0, use_cpu_initialization=device == "cpu")
+            rotary = RotaryEmbedding(shape.kv_channels, 1.0, use_cpu_initialization=is_cpu)
             given["rotary_pos_emb"] = rotary(shape.seq_length).to(device)
-        levels: list[int] = []
+
+        def run_forward(count: Callable[[], int]) -> list[int]:
+            levels = [count()]
+            hook = layer.mlp.register_forward_pre_hook(lambda *_: levels.append(count()))
+            output = layer(hidden.requires_grad_(), **given)  # noqa: F841, so that it is there still
+            levels.append(count())
+            hook.remove()
+            return levels
+
         # The first time, workspaces that stay are taken, too.
         for _ in range(2):
-            levels.clear()
-            with _count_on(device, layer) as count:
-                hook = layer.mlp.register_forward_pre_hook(lambda *_, count=count: levels.append(count()))
-                levels.append(count())
-                output = layer(hidden.requires_grad_(), **given)
-                levels.append(count())
-                hook.remove()
-            del output
+            if is_cpu:
+                with Follower(*layer.parameters()) as seen:
+                    levels = run_forward(lambda seen=seen: seen.alive_bytes)  # type: ignore[misc]
+            else:
+                levels = run_forward(torch.cuda.memory_allocated)
     start, between, end = levels
     return {"attention": between - start, "mlp": end - between}
-
-
-@contextlib.contextmanager
-def _count_on(device: str, layer: torch.nn.Module) -> Iterator[Callable[[], int]]:
-    if device == "cuda":
-        yield torch.cuda.memory_allocated
-        return
-    with Follower(*layer.parameters()) as seen:
-        yield lambda: seen.alive_bytes
