@@ -17,8 +17,14 @@ from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
 from tempo_megatron.memory.plan import planner
 from tempo_megatron.memory.plan.gpu import read_gpu
-from tempo_megatron.memory.plan.micro_batches import list_micro_batches, try_micro_batches
-from tempo_megatron.memory.plan.planner import NothingFitsError, Planner, PlanRequest, make_plan
+from tempo_megatron.memory.plan.planner import (
+    NothingFitsError,
+    Planner,
+    PlanRequest,
+    list_micro_batches,
+    make_plan,
+    try_micro_batches,
+)
 from tempo_megatron.memory.rank.estimate import estimate_ranks
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.models.shape import make_shape

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tempo_megatron.extras import check_installed
-from tempo_megatron.memory.plan.gpu import Gpu
+from tempo_megatron.memory.plan.gpu import Gpu, list_configs
 from tempo_megatron.words.argument_types import parse_positive
 
 _HIDDEN_SIZES = {"cuda": 4096, "cpu": 256}
@@ -58,9 +58,9 @@ def run_bench(args: argparse.Namespace) -> int:
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda was given, and torch sees no CUDA device; run it where there is one")
     if args.kept_bytes:
-        from tempo_megatron.memory.show.stand_ins import list_models, measure_engine
+        from tempo_megatron.memory.show.stand_ins import measure_engine
 
-        measured: Any = measure_engine(list_models(), device)
+        measured: Any = measure_engine(list_configs("model"), device)
         lines = [f"measured {', '.join(measured.kept_bytes)}"]
     else:
         from tempo_megatron.memory.plan.rates import measure_gpu

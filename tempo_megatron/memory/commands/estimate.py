@@ -20,15 +20,15 @@ from tempo_megatron.memory.commands.requested_run import (
     take_command,
     take_deepspeed,
 )
-from tempo_megatron.memory.commands.token_imbalance import compute_token_imbalance, describe_token_imbalance
 from tempo_megatron.memory.megatron.command import Command
 from tempo_megatron.memory.megatron.options import VERSION
 from tempo_megatron.memory.megatron.read_command import read_command, set_gpu, write_command
+from tempo_megatron.memory.plan.gpu import list_configs
 from tempo_megatron.memory.rank.estimate import PART_NAMES, RankEstimate, describe_part, estimate_ranks
-from tempo_megatron.memory.routing import set_imbalance
+from tempo_megatron.memory.routing import assume_routing, find_largest_imbalance, set_imbalance
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.show.plots import Bars, add_bars, open_reports
-from tempo_megatron.memory.show.stand_ins import describe_stand_ins, list_models, read_engine
+from tempo_megatron.memory.show.stand_ins import describe_stand_ins, read_engine
 from tempo_megatron.memory.show.tree import format_trees, list_trees
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.models.shape_file import name_shape_file
@@ -38,15 +38,8 @@ from tempo_megatron.words.argument_types import format_bytes
 
 _WIDTH = 38
 _SILENT_S = 2.0
-# Okabe and Ito's colours and greys, one for each part.
-_COLOURS = dict(
-    zip(
-        PART_NAMES,
-        "#0072B2 #56B4E9 #999999 #DDDDDD #BBBBBB #444444 #882255 #AA4499 #661100 #DDCC77 #88CCEE #332288 #117733 "
-        "#E69F00 #F0E442 #D55E00 #CC79A7 #6699CC #009E73".split(),
-        strict=True,
-    )
-)
+_STEP = 0.1
+"""Of an equal share of the experts' tokens: what is estimated more of."""
 
 
 def run_estimate(args: argparse.Namespace) -> int:
@@ -91,7 +84,7 @@ def run_estimate(args: argparse.Namespace) -> int:
     print(title)
     print(table)
     if args.kept_bytes:
-        print(describe_stand_ins(read_engine(args.kept_bytes), list_models()))
+        print(describe_stand_ins(read_engine(args.kept_bytes), list_configs("model")))
     largest = {name: max(enumerate(ranks), key=lambda each: _count_needed(each[1])) for name, ranks in found.items()}
     assumptions = {}
     if estimated.model.num_experts is not None and estimated.assumes_imbalance:
@@ -123,7 +116,7 @@ def run_estimate(args: argparse.Namespace) -> int:
     limit = None if args.gpu_memory is None else ("memory of a device", args.gpu_memory)
     for file, report in reports.items():
         report.add_text(table)
-        add_bars(report, "at the peak", _list_bars(found), "GiB", _COLOURS, limit)
+        add_bars(report, "at the peak", _list_bars(found), "GiB", limit)
         report.save(file)
     if command is not None and "Tempo" in found:
         # The command's options, with what our own arguments say of Tempo.
@@ -282,6 +275,67 @@ def _list_figures(rank: RankEstimate) -> dict[str, Any]:
     names = "name num_parameters moment at_rest_bytes peak_bytes rounded_bytes reserved_bytes host_bytes".split()
     parts = {describe_part(part): rank.parts[part] for part in PART_NAMES}
     return {**{name: getattr(rank, name) for name in names}, "bytes_at_the_peak": parts}
+
+
+def compute_token_imbalance(
+    run: Run, tempos: Mapping[str, TempoConfig], stages: Mapping[str, tuple[int, RankEstimate]], *, is_given: bool
+) -> dict[str, Any]:
+    """What the estimate assumes of the experts' tokens, as JSON has it; where they go no estimate can know.
+
+    Where somebody gave the share, its price is there too: what the rank that needs most takes more than with an even
+    division, and what it would take with a tenth of an equal share more. Each is an estimate again.
+
+    Args:
+        run: as it was estimated; its experts are divided over ranks.
+        tempos: column of the table -> Tempo's values in it.
+        stages: column of the table -> the stage that needs most, and its estimate.
+        is_given: whether somebody gave the factor of `run`.
+    """
+    most = find_largest_imbalance(run)
+    tokens = run.micro_batch_size * run.model.seq_length // run.layout.cp
+    tokens //= run.layout.tp if run.layout.sp else 1
+    figures: dict[str, Any] = {
+        "ranks": run.layout.ep,
+        # Tokens, once for each of their experts on the rank.
+        "rows_of_an_equal_share": tokens * run.layout.etp * run.model.moe_router_topk,
+        "largest_factor": most,
+        "is_given": is_given,
+    }
+    for name, (stage, rank) in stages.items():
+        factor = assume_routing(run, stage).moe_imbalance or 1.0
+        figures[name.lower()] = {"factor": factor}
+        if is_given:
+            further = min(factor + _STEP, most)
+            peaks = {factor: rank.peak_bytes}
+            for other in {1.0, further} - peaks.keys():
+                other_run = dataclasses.replace(set_imbalance(run, other), tempo=tempos[name])
+                peaks[other] = estimate_ranks(other_run, only=stage)[0].peak_bytes
+            figures[name.lower()] |= {
+                "over_even_bytes": rank.peak_bytes - peaks[1.0],
+                "next_factor": further,
+                "next_bytes": peaks[further] - rank.peak_bytes,
+            }
+    return figures
+
+
+def describe_token_imbalance(figures: Mapping[str, Any]) -> str:
+    """A line for people, and one for each column where the factor was given."""
+    columns = {name: figures[name.lower()] for name in ("stock", "Tempo") if name.lower() in figures}
+    factors = sorted({column["factor"] for column in columns.values()})
+    source = (
+        "given" if figures["is_given"] else f"routers at random; --moe-imbalance {factors[-1]:.2f} says what it takes"
+    )
+    lines = [
+        f"assumed token imbalance: experts of the fullest of {figures['ranks']} ranks "
+        f"get {' and '.join(f'{factor:.2f}' for factor in factors)} times an equal share of "
+        f"{figures['rows_of_an_equal_share']:,} rows a layer ({source}); at most {figures['largest_factor']:.2f} times"
+    ]
+    for name, column in columns.items() if figures["is_given"] else ():
+        more, rest = column["next_factor"] - column["factor"], ""
+        if more:
+            rest = f"; {100 * more:.0f} % of a share more would take {format_bytes(column['next_bytes'])}"
+        lines.append(f"{name}: of the peak {format_bytes(column['over_even_bytes'])} are due to it{rest}")
+    return "\n".join(lines)
 
 
 def _list_bars(found: Mapping[str, Sequence[RankEstimate]]) -> Bars:

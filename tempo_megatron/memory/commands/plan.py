@@ -27,8 +27,14 @@ from tempo_megatron.memory.megatron.command import Command, drop_options
 from tempo_megatron.memory.megatron.options import parse_options
 from tempo_megatron.memory.megatron.read_command import write_command
 from tempo_megatron.memory.plan.gpu import Gpu, find_gpu, read_gpu
-from tempo_megatron.memory.plan.micro_batches import try_micro_batches
-from tempo_megatron.memory.plan.planner import RECOMPUTED, MemoryPlan, NothingFitsError, Planner, PlanRequest
+from tempo_megatron.memory.plan.planner import (
+    RECOMPUTED,
+    MemoryPlan,
+    NothingFitsError,
+    Planner,
+    PlanRequest,
+    try_micro_batches,
+)
 from tempo_megatron.memory.plan.plots import add_plan
 from tempo_megatron.memory.routing import assume_fullest, set_imbalance
 from tempo_megatron.memory.run import Run, read_recomputation

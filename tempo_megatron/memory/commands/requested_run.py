@@ -74,7 +74,7 @@ def read_requested_run(args: argparse.Namespace, tempo: TempoConfig, deepspeed: 
     """
     shape = read_requested_shape(args)
     given = {name: value for name, value in vars(args).items() if value is not None}
-    parallel = {name: given[name] for name in ("tp", "pp", "dp", "cp") if name in given}
+    parallel: dict[str, Any] = {name: given[name] for name in ("tp", "pp", "dp", "cp") if name in given}
     parallel["sp"] = args.sequence_parallel
     if shape.num_experts is None:
         if "ep" in given:

@@ -97,13 +97,6 @@ class LayerOption:
     copy_seconds: float = 0.0
     """Of `seconds`, what these take of the device's bandwidth."""
 
-    def move(self, offload: str, moved_bytes: int = 0, copy_seconds: float = 0.0) -> LayerOption:
-        """The same layer with these of its bytes on the host, in place of those that are there."""
-        choice = dataclasses.replace(self.choice, offload=offload)
-        kept_bytes = self.kept_bytes + self.moved_bytes - moved_bytes
-        seconds = self.seconds - self.copy_seconds + copy_seconds
-        return LayerOption(choice, kept_bytes, seconds, self.replay_bytes, moved_bytes, copy_seconds)
-
 
 def list_values(run: Run) -> dict[str, Values]:
     """Operation, the loss among them -> the values among which a plan chooses, stock's first: what was written, else
@@ -259,8 +252,12 @@ class LayerPrices:
         return flops / rate + moved_bytes / self._gpu.bytes_per_second
 
     def move(self, option: LayerOption, offload: str, num_bytes: int) -> LayerOption:
-        """The option with these bytes on the host, and the time that the device's memory takes for both copies."""
-        return option.move(offload, num_bytes, self.seconds(0, 2 * num_bytes))
+        """The option with these of its bytes on the host in place of those there, and the device's time for copies."""
+        copy_seconds = self.seconds(0, 2 * num_bytes)
+        choice = dataclasses.replace(option.choice, offload=offload)
+        kept_bytes = option.kept_bytes + option.moved_bytes - num_bytes
+        seconds = option.seconds - option.copy_seconds + copy_seconds
+        return LayerOption(choice, kept_bytes, seconds, option.replay_bytes, num_bytes, copy_seconds)
 
     def price(self, choice: LayerChoice) -> float:
         """What a choice adds to forward and backward of a layer, without its copies to the host."""
@@ -378,13 +375,8 @@ def count_recomputed_flops(flops: LayerFlops, recompute: frozenset[str], config:
 
 
 def count_moved_bytes(run: Run, config: TempoConfig, recompute: frozenset[str]) -> int:
-    """Bytes that elementwise work of one layer reads and writes beyond stock, per micro batch on one rank.
-
-    Args:
-        run: model, layout and micro batch.
-        config: the layer's values, without "auto".
-        recompute: what Megatron recomputes of the layer.
-    """
+    """Bytes that elementwise work of one layer reads and writes beyond stock, per micro batch on one rank. No value of
+    the layer is "auto"."""
     shape = run.model
     t, tokens, element_bytes = run.layout.tp, shape.seq_length * run.micro_batch_size, run.dtype.itemsize
     tokens //= run.layout.cp

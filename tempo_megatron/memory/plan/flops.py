@@ -57,13 +57,8 @@ def _count_layer(
 ) -> LayerFlops:
     """The forward of one layer on one of `tp` ranks; of experts those count that a token goes to.
 
-    Args:
-        shape: of the model.
-        tokens: that attention and MLP see.
-        num_scores: pairs of a query and a key that attention computes.
-        has_experts: whether the layer is one of those with experts, where the model has some.
-        own_tokens: that the rank has outside of attention and MLP; None is all.
-        tp: tensor parallel size.
+    `num_scores` are pairs of a query and a key that attention computes, `own_tokens` those that the rank has outside of
+    attention and MLP; None is all.
     """
     h, heads, channels = shape.hidden_size, shape.num_attention_heads, shape.kv_channels
     width, down = heads * channels, 0

@@ -12,12 +12,8 @@ from typing import Any, NoReturn
 
 from tempo_megatron.memory.chips import Chip
 
-FOLDERS = (
-    Path(__file__).parents[3] / "configs" / "gpu",
-    Path(sysconfig.get_path("data")) / "share" / "tempo-megatron" / "configs" / "gpu",
-)
+_FOLDERS = Path(__file__).parents[3], Path(sysconfig.get_path("data")) / "share" / "tempo-megatron"
 """A checkout's, and what a wheel installs."""
-
 DTYPES = ("bf16", "fp16", "fp32")
 _UNKNOWN_DEVICE = "h100"
 
@@ -58,9 +54,10 @@ class Gpu:
     """None where a file says nothing of it: then the run's is taken."""
 
 
-def list_gpus() -> dict[str, Path]:
-    """Name -> file of configs/gpu."""
-    return {path.stem: path for folder in reversed(FOLDERS) for path in sorted(folder.glob("*.json"))}
+def list_configs(kind: str) -> dict[str, Path]:
+    """Name -> JSON file of a folder of configs: "gpu" or "model"."""
+    folders = [folder / "configs" / kind for folder in _FOLDERS]
+    return {path.stem: path for folder in reversed(folders) for path in sorted(folder.glob("*.json"))}
 
 
 def find_gpu(device_name: str | None) -> Gpu:
@@ -71,7 +68,7 @@ def find_gpu(device_name: str | None) -> Gpu:
 def recognise_gpu(device_name: str) -> Gpu | None:
     """The rates of the device with this name of torch's; None where no file fits."""
     # A GB200 is no B200.
-    names = sorted(list_gpus(), key=len, reverse=True)
+    names = sorted(list_configs("gpu"), key=len, reverse=True)
     found = next((name for name in names if name in device_name.lower().replace(" ", "")), None)
     return None if found is None else read_gpu(found)
 
@@ -81,7 +78,7 @@ def read_gpu(name: str) -> Gpu:
 
     Raises ValueError where there is no such file, naming the nearest known GPU, and where the file describes no GPU.
     """
-    known = list_gpus()
+    known = list_configs("gpu")
     path = known.get(name.lower(), Path(name))
     if not path.is_file():
         nearest = difflib.get_close_matches(name.lower(), sorted(known), n=1, cutoff=0.0)

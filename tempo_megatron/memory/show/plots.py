@@ -5,6 +5,7 @@ Each figure is described once, for an HtmlReport and for a PngReport alike.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,6 @@ class PngReport:
         heading: str,
         bars: Mapping[str, Mapping[str, float]],
         unit: str,
-        colours: Mapping[str, str] | None = None,
         line: tuple[str, float] | None = None,
     ) -> None:
         """Stacked bars: label -> part, from below -> height; and perhaps a named line across."""
@@ -60,7 +60,7 @@ class PngReport:
             for label, bar in bars.items():
                 bottom = 0.0
                 for name, height in ((name, height) for name, height in bar.items() if height):
-                    colour = self._choose_colour(name, colours)
+                    colour = self._choose_colour(name)
                     part = axes.bar(label, height, 0.9, bottom, color=colour, edgecolor="white", label=name)
                     if height > _NARROWEST_LABEL * highest:
                         axes.bar_label(part, [name], label_type="center", fontsize=7.5)
@@ -87,14 +87,16 @@ class PngReport:
 
         def draw(axes: Any) -> None:
             chosen = [self._choose_colour(name, colours) for name in levels]
-            axes.stackplot(places, *levels.values(), colors=chosen, labels=list(levels), step="post", linewidth=0)
+            # What is there at the last place is drawn, too.
+            ends, heights = [*places, places[-1] + 1], [[*each, each[-1]] for each in levels.values()]
+            axes.stackplot(ends, *heights, colors=chosen, labels=list(levels), step="post", linewidth=0)
             for number, (place, name) in enumerate(marks):
                 axes.axvline(place, color=INK, linewidth=0.6, linestyle=":")
                 side, height = ("right", 0.93) if place > places[-1] / 2 else ("left", 0.99 - 0.06 * (number % 2))
                 transform = axes.get_xaxis_transform()
                 axes.text(place, height, f" {name} ", transform=transform, ha=side, va="top", fontsize=8, color=INK)
-            axes.set(xlim=(0, places[-1]), xlabel=titles[0], ylabel=titles[1])
-            axes.set_ylim(0, 1.18 * max(map(sum, zip(*levels.values(), strict=True))))
+            axes.set(xlim=(0, ends[-1]), xlabel=titles[0], ylabel=titles[1])
+            axes.set_ylim(0, 1.18 * max(map(sum, zip(*heights, strict=True))))
 
         self._panels.append((heading, 6, draw))
 
@@ -135,7 +137,8 @@ class PngReport:
         # From above, as the bars and the areas are.
         legend = [*handles.values()][::-1], [*handles][::-1]
         figure.legend(*legend, loc="outside right center", frameon=False, fontsize=8.5, labelcolor=INK)
-        figure.suptitle(self._title, x=0.01, ha="left", color=INK, fontsize=13, fontweight="bold")
+        title = textwrap.fill(self._title, int(8 * size[0]))
+        figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=13, fontweight="bold")
         save(figure, png)
 
     def _choose_colour(self, name: str, given: Mapping[str, str] | None = None) -> Any:
@@ -172,17 +175,10 @@ def list_panels(layers: Bars, outside: Bars) -> dict[str, Bars]:
     return panels
 
 
-def add_bars(
-    report: Report,
-    heading: str,
-    bars: Bars,
-    unit: str,
-    colours: Mapping[str, str] | None = None,
-    line: tuple[str, int] | None = None,
-) -> None:
+def add_bars(report: Report, heading: str, bars: Bars, unit: str, line: tuple[str, int] | None = None) -> None:
     """Adds bars and a line that are given in bytes."""
     sizes = {label: {part: size / _UNITS[unit] for part, size in bar.items()} for label, bar in bars.items()}
-    report.add_bars(heading, sizes, unit, colours, None if line is None else (line[0], line[1] / _UNITS[unit]))
+    report.add_bars(heading, sizes, unit, line=None if line is None else (line[0], line[1] / _UNITS[unit]))
 
 
 def add_kept(report: Report, layers: Bars, outside: Bars) -> None:
@@ -225,7 +221,7 @@ def add_timeline(report: Report, timeline: Timeline) -> None:
 
 def plot_timeline(timeline: Timeline, png: str | Path) -> None:
     """Writes the same as a PNG."""
-    report = PngReport(f"{timeline.title}\npeak: {timeline.moment}", "--timeline")
+    report = PngReport(f"{timeline.title}; peak: {timeline.moment}", "--timeline")
     add_timeline(report, timeline)
     report.save(png)
 

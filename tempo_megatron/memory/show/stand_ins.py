@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,6 @@ from tempo_megatron.models.shape import ModelShape, make_shape
 from tempo_megatron.models.shape_file import read_shape_file
 from tempo_megatron.settings.config import TempoConfig
 
-_FOLDERS = (
-    Path(__file__).parents[3] / "configs" / "model",
-    Path(sysconfig.get_path("data")) / "share" / "tempo-megatron" / "configs" / "model",
-)
-"""A checkout's, and what a wheel installs."""
 _TOLERANCE = 0.01
 _IN_MLP = ("pre_mlp_layernorm", "mlp")
 
@@ -47,15 +41,10 @@ class KeptByEngine:
     """A model of configs/model -> "attention" or "mlp", with the norm in front of it -> bytes of one layer."""
 
 
-def list_models() -> list[Path]:
-    """The files of configs/model."""
-    return sorted(next((folder for folder in _FOLDERS if folder.is_dir()), _FOLDERS[0]).glob("*.json"))
-
-
-def measure_engine(files: Iterable[Path], device: str) -> KeptByEngine:
+def measure_engine(files: Mapping[str, Path], device: str) -> KeptByEngine:
     """Run one layer of each model forward on the device. Other families than GPT, experts and latent attention are left
     out."""
-    shapes = {path.stem: _read_one_layer(path) for path in files}
+    shapes = {name: _read_one_layer(path) for name, path in files.items()}
     is_gpu = device == "cuda"
     if not is_gpu:
         cpu.use_cpu()
@@ -77,9 +66,8 @@ def read_engine(path: str | Path) -> KeptByEngine:
         ) from error
 
 
-def describe_stand_ins(measured: KeptByEngine, files: Iterable[Path]) -> str:
+def describe_stand_ins(measured: KeptByEngine, known: Mapping[str, Path]) -> str:
     """One line: which stand-ins keep something else than the modules, by more than 1 %, or that none does."""
-    known = {path.stem: path for path in files}
     worst: dict[str, tuple[float, str]] = {}
     for name, parts in measured.kept_bytes.items():
         shape = _read_one_layer(known[name]) if name in known else None
