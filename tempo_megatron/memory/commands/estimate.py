@@ -110,7 +110,7 @@ def run_estimate(args: argparse.Namespace) -> int:
         for name, stages in trees.items():
             for row, chunks in zip(figures[name.lower()], stages, strict=True):
                 row["modules"] = [dataclasses.asdict(tree) for tree in chunks]
-        content = {"stock": figures["stock"], "tempo": figures.get("tempo", [])}
+        content: dict[str, Any] = {"stock": figures["stock"], "tempo": figures.get("tempo", [])}
         content |= {"assumptions": assumptions, "arguments": vars(args)}
         Path(args.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     limit = None if args.gpu_memory is None else ("memory of a device", args.gpu_memory)

@@ -80,7 +80,7 @@ def run_ledger(args: argparse.Namespace) -> int:
             report.add_text(found)
             report.save(args.html)
     if args.json:
-        content = {"stock": _list_figures(stock), "tempo": _list_figures(tempo)}
+        content: dict[str, Any] = {"stock": _list_figures(stock), "tempo": _list_figures(tempo)}
         content |= {"tempo_config": tempo.choices.describe(), "arguments": vars(args)}
         Path(args.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return 0

@@ -151,7 +151,7 @@ Report = HtmlReport | PngReport
 
 def open_reports(args: Any, title: str) -> dict[str, Report]:
     """File of --plot and of --html -> its report. Raises MissingExtraError where a package is missing."""
-    kinds = {"plot": PngReport, "html": HtmlReport}
+    kinds: dict[str, Callable[[str], Report]] = {"plot": PngReport, "html": HtmlReport}
     return {getattr(args, name): kind(title) for name, kind in kinds.items() if getattr(args, name)}
 
 
