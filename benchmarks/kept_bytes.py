@@ -60,7 +60,7 @@ def measure() -> Iterator[dict[str, Any]]:
         yield {
             "layout": name,
             "model": MODEL,
-            "shape": {"s": stock.seq_length, "b": stock.micro_batch_size, "h": stock.hidden_size},
+            "shape": {"s": shape.seq_length, "b": 1, "h": shape.hidden_size},
             "dtype": "bf16",
             "p": DROPOUT,
             "stock": _figures(stock),

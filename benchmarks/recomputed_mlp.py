@@ -23,12 +23,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 
 from tempo_megatron import TempoConfig, cpu, tempo_block_spec
 from tempo_megatron.memory.fake_tensors import simulate_layout
-from tempo_megatron.memory.plan.choices import (
-    LayerPrices,
-    count_moved_bytes,
-    count_recomputed_flops,
-    count_weight_bytes,
-)
+from tempo_megatron.memory.plan.choices import LayerPrices, count_moved_bytes, count_recomputed_flops
 from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.memory.run import Run
 from tempo_megatron.models.build import build_transformer_config
@@ -62,8 +57,8 @@ def model_ms(form: str, seq_length: int) -> float:
     prices = LayerPrices(run, read_gpu("h100"))
     flops = prices.flops
     products = 3 * flops.total + count_recomputed_flops(flops, recompute, tempo_config)
-    # A linear's FLOPs are two for each weight and token.
-    moved = count_weight_bytes(flops.linears // (2 * seq_length), 2) + count_moved_bytes(run, tempo_config, recompute)
+    # A linear's FLOPs are two for each weight and token. Each weight is read twice, and its gradient added in float32.
+    moved = (2 * 2 + 2 * 4) * (flops.linears // (2 * seq_length)) + count_moved_bytes(run, tempo_config, recompute)
     return prices.seconds(products, moved) * 1e3
 
 

@@ -43,7 +43,6 @@ class HtmlReport:
         heading: str,
         bars: Mapping[str, Mapping[str, float]],
         unit: str,
-        colours: Mapping[str, str] | None = None,
         line: tuple[str, float] | None = None,
     ) -> None:
         """Stacked bars: label -> part, from below -> height; and perhaps a named line across."""
@@ -56,7 +55,7 @@ class HtmlReport:
                 name=name,
                 x=[label.replace("\n", "<br>") for label in bars],
                 y=[bar.get(name, 0) for bar in bars.values()],
-                marker_color=(colours or {}).get(name) or _choose_colour(number),
+                marker_color=_choose_colour(number),
                 hovertemplate=f"{html.escape(name)}<br>%{{y:,.3f}} {unit}<extra>%{{x}}</extra>",
             )
         for label, bar in bars.items():

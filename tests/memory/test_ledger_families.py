@@ -31,6 +31,8 @@ from tempo_megatron.models.shape import ModelShape, make_shape
 from tempo_megatron.models.shape_file import read_shape_file
 from tempo_megatron.slots import dropout_rng
 
+# Megatron's advice for a run, which changes nothing here.
+pytestmark = pytest.mark.filterwarnings("ignore:Using a large number of experts")
 FOLDER = Path(__file__).parents[2] / "configs" / "model"
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 96}
 LLAMA = {
@@ -202,29 +204,11 @@ MIXTURE = build_run(
     model=QWEN3_30B_A3B, tempo=TempoConfig.off(), stock="transformer_engine", dispatcher="alltoall",
     moe_grouped_gemm=True,
 )  # fmt: skip
-RECOMPUTED = {"activation": "recompute", "norm": "recompute", "attention": "flash", "dropout": "recompute"}
 
 
-# Megatron's advice for a run, which changes nothing here.
-@pytest.mark.filterwarnings("ignore:Using a large number of experts")
-@pytest.mark.parametrize(
-    ("tempo_config", "experts", "attention", "everything"),
-    [
-        (TempoConfig.off(), 34.0, 20.1, 60.7),
-        (TempoConfig(**RECOMPUTED), 28.0, 9.1, 41.2),
-        (TempoConfig(**RECOMPUTED, moe_permute="recompute"), 12.0, 9.1, 25.2),
-    ],
-)
-def test_a_layer_of_qwen3_30b_a3b_keeps_less_without_another_product_or_collective(
-    tempo_config: TempoConfig, experts: float, attention: float, everything: float
-) -> None:
-    saved = record_chunk(dataclasses.replace(MIXTURE, tempo=tempo_config))[0]["decoder", 0]
-
-    def sbh(name: str) -> float:
-        return round(sum(each.num_bytes for each in saved if name in each.operation) / (4096 * 2048), 1)
-
-    # Of the experts; of the projection, the norms and core attention; of all.
-    assert (sbh("mlp.experts"), sbh("self_attention"), sbh("")) == (experts, attention, everything)
+def count_kept(run: Run, name: str = "") -> int:
+    """Bytes that operations with this in their names keep in a layer."""
+    return sum(each.num_bytes for each in record_chunk(run)[0]["decoder", 0] if name in each.operation)
 
 
 DEEPSEEK_V3 = dataclasses.replace(
@@ -237,22 +221,33 @@ DEEPSEEK_V3 = dataclasses.replace(
 DEEPSEEK = change_run(MIXTURE, model=DEEPSEEK_V3, ep=64, fuses_latent_rope=True)
 
 
-@pytest.mark.filterwarnings("ignore:Using a large number of experts")
+OFF = TempoConfig.off()
+KEEP_INPUTS = dataclasses.replace(OFF, activation="recompute", norm="recompute")
+CHEAP = TempoConfig(activation="recompute", norm="recompute", attention="flash", dropout="recompute")
+
+
 @pytest.mark.parametrize(
-    ("tempo", "recompute", "experts", "everything"),
+    ("run", "kept"),
     [
-        ({}, (), 29.7, 64.0),
-        ({"activation": "recompute", "norm": "recompute"}, ("mla_up_proj",), 25.1, 35.6),
-        ({"activation": "recompute", "norm": "recompute", "moe_permute": "repeat"}, ("mla_up_proj",), 9.1, 19.6),
+        (MIXTURE, (34.0, 20.1, 60.7)),
+        (change_run(MIXTURE, tempo=CHEAP), (28.0, 9.1, 41.2)),
+        (change_run(MIXTURE, tempo=dataclasses.replace(CHEAP, moe_permute="recompute")), (12.0, 9.1, 25.2)),
+        (DEEPSEEK, (29.7, None, 64.0)),
+        (change_run(DEEPSEEK, tempo=KEEP_INPUTS, recompute=("mla_up_proj",)), (25.1, None, 35.6)),
+        (
+            change_run(
+                DEEPSEEK, tempo=dataclasses.replace(KEEP_INPUTS, moe_permute="repeat"), recompute=("mla_up_proj",)
+            ),
+            (9.1, None, 19.6),
+        ),
     ],
 )
-def test_a_layer_of_deepseek_v3_with_experts_keeps_less_than_by_megatrons_recomputation(
-    tempo: dict[str, Any], recompute: tuple[str, ...], experts: float, everything: float
+def test_a_layer_with_experts_keeps_less_without_another_product_and_than_by_megatrons_recomputation(
+    run: Run, kept: tuple[float | None, ...]
 ) -> None:
-    run = dataclasses.replace(DEEPSEEK, tempo=dataclasses.replace(TempoConfig.off(), **tempo), recompute=recompute)
-    saved = record_chunk(run)[0]["decoder", 0]
-    found = [sum(s.num_bytes for s in saved if name in s.operation) / (4096 * 7168) for name in ("mlp.experts", "")]
-    assert [round(each, 1) for each in found] == [experts, everything]
+    """sbh of Qwen3-30B-A3B's and DeepSeek-V3's experts; projection, norms and core attention; everything."""
+    for name, expected in zip(("mlp.experts", "self_attention", ""), kept, strict=True):
+        assert expected in (None, round(count_kept(run, name) / (4096 * run.model.hidden_size), 1))
 
 
 LLAMA_3_8B = dataclasses.replace(
@@ -278,7 +273,6 @@ def test_what_runs_in_several_operations_keeps_more() -> None:
     assert keep(shared, moe_shared_expert_gate=True) - keep(shared) == 2 * tokens * (2048 + 1)
 
 
-@pytest.mark.filterwarnings("ignore:Using a large number of experts")
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather", "flex"])
 def test_a_capacity_bounds_the_rows_of_experts_and_padding_fills_them(dispatcher: str) -> None:
     def count_rows(**values: Any) -> float:
@@ -327,7 +321,6 @@ def allocated() -> dict[str, tuple[int, int]]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:Using a large number of experts")
 @pytest.mark.parametrize("case", allocated_cases.CASES)
 def test_a_token_takes_of_the_allocator_what_it_takes_at_full_width(
     allocated: dict[str, tuple[int, int]], case: str
@@ -340,6 +333,5 @@ def test_a_token_takes_of_the_allocator_what_it_takes_at_full_width(
     sizes, run = FULL_WIDTH[case.partition(",")[0]]
     if run.model.multi_latent_attention:  # whose attention is Transformer Engine's there
         tempo_config = dataclasses.replace(tempo_config, attention="off")
-    saved = record_chunk(dataclasses.replace(run, tempo=tempo_config))[0]["decoder", 0]
     expected = 4096 * allocated_cases.count_token({**settings, **sizes}, tempo_config, is_local=False)
-    assert 0 <= sum(each.num_bytes for each in saved) - expected < 2**14
+    assert 0 <= count_kept(dataclasses.replace(run, tempo=tempo_config)) - expected < 2**14

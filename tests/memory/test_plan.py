@@ -14,7 +14,7 @@ from runs import build_run
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.plan import planner as plan_planner
-from tempo_megatron.memory.plan.choices import LayerChoice, LayerRows, Values, count_recomputed_flops
+from tempo_megatron.memory.plan.choices import LayerChoice, LayerRows, Rows, Values, count_recomputed_flops
 from tempo_megatron.memory.plan.flops import count_layer_flops
 from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.memory.plan.planner import (
@@ -28,6 +28,7 @@ from tempo_megatron.memory.plan.planner import (
 )
 from tempo_megatron.memory.plan.plots import list_switches
 from tempo_megatron.memory.plan.search import count_peak
+from tempo_megatron.memory.tape.rows import Row
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.models.shape import make_shape as complete_shape
 from tempo_megatron.words.argument_types import format_bytes
@@ -38,15 +39,15 @@ FIXED = 10**9
 class FormulaRows(LayerRows):
     """Bytes that a layer keeps by the witness, which takes no time and knows Transformer Engine's modules."""
 
-    def measure(self, recompute: frozenset[str], choices: Iterable[Values]) -> list[dict[str, int]]:
+    def measure(self, recompute: frozenset[str], choices: Iterable[Values]) -> list[Rows]:
         run = dataclasses.replace(self._run, recompute=tuple(recompute))
         layer, stock = make_layer(run), {"stock": run.stock, "stock_attention": run.stock_attention}
         self._stack_bytes[recompute] = count_stack_bytes(layer, TempoConfig.off())
-        found = []
-        for each in choices:
-            rows = list_layer_rows(layer, LayerChoice(each, frozenset()).make_config(), **stock)
-            found.append({str(place): row.num_bytes for place, row in enumerate(rows)})
-        return found
+        configs = [LayerChoice(each, frozenset()).make_config() for each in choices]
+        return [
+            tuple(Row(row.operation, row.num_bytes) for row in list_layer_rows(layer, config, **stock))
+            for config in configs
+        ]
 
 
 @pytest.fixture(autouse=True)

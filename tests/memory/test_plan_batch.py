@@ -17,8 +17,14 @@ from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
 from tempo_megatron.memory.plan import planner
 from tempo_megatron.memory.plan.gpu import read_gpu
-from tempo_megatron.memory.plan.micro_batches import choose_trial, list_micro_batches, try_micro_batches
-from tempo_megatron.memory.plan.planner import NothingFitsError, Planner, PlanRequest, make_plan
+from tempo_megatron.memory.plan.planner import (
+    NothingFitsError,
+    Planner,
+    PlanRequest,
+    list_micro_batches,
+    make_plan,
+    try_micro_batches,
+)
 from tempo_megatron.memory.rank.estimate import estimate_ranks
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.models.shape import make_shape
@@ -96,19 +102,17 @@ def make_small_request() -> PlanRequest:
 
 
 @pytest.mark.slow
-def test_the_micro_batch_is_that_of_least_time_a_sample_of_all_that_fit() -> None:
+def test_each_micro_batch_that_fits_is_tried_and_has_its_time_a_sample() -> None:
     request = make_small_request()
     budget = 29 * 2**20
     trials = try_micro_batches(request, budget, 9, lambda: None)
-    assert [trial.micro_batch_size for trial in trials] == [1, 3]  # 9 does not fit
-    for trial in trials:
-        assert trial.plan.peak_bytes <= budget
-        assert trial.planner.request.run.num_micro_batches == 9 // trial.micro_batch_size
-    best = choose_trial(trials)
-    assert best.seconds_per_sample == min(trial.seconds_per_sample for trial in trials)
-    # Two stages: with few micro batches they wait for one another; with many small ones weights are read often.
-    step = best.plan.seconds * (9 // best.micro_batch_size + 1)
-    assert best.seconds_per_sample == pytest.approx(step / 9)
+    runs = [trial.request.run for trial, _ in trials]
+    assert [run.micro_batch_size for run in runs] == [1, 3]  # 9 does not fit
+    for run, (trial, plan) in zip(runs, trials, strict=True):
+        assert plan.peak_bytes <= budget and run.num_micro_batches == 9 // run.micro_batch_size
+        # Two stages: with few micro batches they wait for one another; with many small ones weights are read often.
+        step = plan.seconds * (9 // run.micro_batch_size + 1)
+        assert trial.compute_sample_seconds(plan) == pytest.approx(step / 9)
 
 
 @pytest.mark.slow
@@ -121,5 +125,7 @@ def test_the_command_chooses_the_micro_batch(tmp_path: Path, capsys: pytest.Capt
     assert main([*arguments, "--micro-batch-size=auto", "--global-batch-size=12", f"--json={file}"]) == 0
     out = capsys.readouterr().out
     chosen = json.loads(file.read_text())["micro_batch_size"]
+    rates = {int(size): float(rate) for size, rate in re.findall(r"^b (\d+): ([\d.]+) samples/s", out, re.MULTILINE)}
+    assert len(rates) > 1 and rates[chosen] == max(rates.values())
     assert f"small, bf16, s 256, b {chosen}, " in out and "\nb 1: " in out and " samples/s, peak " in out
     assert f"a step of {6 // chosen} " in out

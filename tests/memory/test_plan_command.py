@@ -184,25 +184,6 @@ def test_experts_that_are_not_divided_are_named(capsys: pytest.CaptureFixture[st
     assert "2.40 GiB (3 %) stay free" in divided
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--margin=100"], "is not a percentage from 0 to under 100"),
-        (["--allocator", "--fixed-memory=1GB"], "--allocator does not go with --fixed-memory"),
-        (["--ep=8"], "--ep 8 is given, and the model has no experts"),
-        (["--cp=3"], "not a multiple of twice --cp 3"),
-    ],
-)
-def test_what_does_not_go_together_is_one_sentence(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        assert main(["plan", f"--model={MODELS / 'gpt2_345m.json'}", "--gpu=h100", "--gpu-memory=8GiB", *words]) != 0
-    except SystemExit as end:
-        assert end.code
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "asked", "budget", "found"),

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
 
-from tempo_megatron.cli import main
 from tempo_megatron.memory.commands.arguments import add_plan_arguments
 from tempo_megatron.memory.commands.plan import read_request
 from tempo_megatron.memory.plan.choices import LayerPrices, choose_rows_to_move, count_window_bytes
@@ -35,7 +32,8 @@ def test_with_the_host_a_plan_is_never_slower_and_mostly_faster_and_copies_fit_t
     without = Planner(read(*words), tolerance=0.0)
     request = read(*words, "--host-memory=1TiB", "--gpus-per-node=8")
     planner = Planner(request, tolerance=0.0)
-    window = LayerPrices(request.run, request.gpu, moves=True).window_bytes
+    prices = LayerPrices(request.run, request.gpu)
+    window = count_window_bytes(request.gpu, prices.seconds(prices.flops.total))
     least, most = make_smallest_plan(without.request).peak_bytes, without.plan(10**14).peak_bytes
     num_faster = 0
     for part in range(3):
@@ -71,23 +69,7 @@ def test_rows_are_the_largest_sets_that_fit_the_window() -> None:
     assert count_window_bytes(gpu, 1.0) == 225 * 10**9
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--gpus-per-node", "4"], "--gpus-per-node 4 is given without --host-memory"),
-        (["--host-memory", "0"], "argument --host-memory"),
-        (["--host-memory", "1TiB", "--gpu", "{mine}"], "has no host_link, the rates to the host's memory"),
-    ],
-)
-def test_what_cannot_offload_is_one_sentence(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    content = json.loads(Path("configs/gpu/h100.json").read_text())
-    mine = tmp_path / "mine.json"
-    mine.write_text(json.dumps({name: value for name, value in content.items() if name != "host_link"}))
-    command = ["plan", "--model", MODEL, "--gpu-memory", "80GB", "--fixed-memory", "10GB"]
-    try:
-        assert main([*command, *(word.format(mine=mine) for word in words)]) != 0
-    except SystemExit as end:
-        assert end.code
-    assert message in capsys.readouterr().err
+def test_without_a_link_to_the_host_nothing_is_sent() -> None:
+    gpu = dataclasses.replace(read_gpu("h100"), host_link=None)
+    with pytest.raises(ValueError, match="has no host_link, the rates to the host's memory"):
+        count_window_bytes(gpu, 1.0)

@@ -48,12 +48,12 @@ def measured(files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def test_a_stand_in_that_keeps_something_else_is_named(measured: Path, files: list[Path]) -> None:
-    found = read_engine(measured)
+    found, named = read_engine(measured), {file.stem: file for file in files}
     assert set(found.kept_bytes) == {"gpt", "swiglu"}
-    assert describe_stand_ins(found, files) == AGREES
+    assert describe_stand_ins(found, named) == AGREES
     of_gpt = found.kept_bytes["gpt"]
     other = KeptByEngine("2.99", "0.16.1", "a GPU", {"gpt": {**of_gpt, "mlp": of_gpt["mlp"] * 2}, "of another": of_gpt})
-    text = describe_stand_ins(other, files)
+    text = describe_stand_ins(other, named)
     assert text.startswith("stale since Transformer Engine 2.99 on a GPU: the stand-in of mlp: ")
     assert text.endswith(f"{of_gpt['mlp']:,} bytes a layer of gpt, where {2 * of_gpt['mlp']:,} were measured")
 

@@ -18,4 +18,4 @@ from tempo_megatron.memory.show.stand_ins import measure_engine  # noqa: E402
 
 if __name__ == "__main__":
     output, *files = map(Path, sys.argv[1:])
-    output.write_text(json.dumps(dataclasses.asdict(measure_engine(files, "cpu"))))
+    output.write_text(json.dumps(dataclasses.asdict(measure_engine({file.stem: file for file in files}, "cpu"))))

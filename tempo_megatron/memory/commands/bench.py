@@ -7,9 +7,12 @@ import dataclasses
 import importlib.util
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tempo_megatron.extras import check_installed
+from tempo_megatron.memory.plan.gpu import Gpu, list_configs
 from tempo_megatron.words.argument_types import parse_positive
 
 _HIDDEN_SIZES = {"cuda": 4096, "cpu": 256}
@@ -54,7 +57,19 @@ def run_bench(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda was given, and torch sees no CUDA device; run it where there is one")
-    (_write_kept_bytes if args.kept_bytes else _write_rates)(args, device, output)
+    if args.kept_bytes:
+        from tempo_megatron.memory.show.stand_ins import measure_engine
+
+        measured: Any = measure_engine(list_configs("model"), device)
+        lines = [f"measured {', '.join(measured.kept_bytes)}"]
+    else:
+        from tempo_megatron.memory.plan.rates import measure_gpu
+
+        measured = measure_gpu(device, args.hidden_size or _HIDDEN_SIZES[device], args.round_ms or _ROUND_MS)
+        lines = list(_list_rates(measured))
+    output.write_text(json.dumps(dataclasses.asdict(measured), indent=2) + "\n", encoding="utf-8")
+    command = "estimate --kept-bytes" if args.kept_bytes else "plan --gpu"
+    print(*lines, f"wrote {output}: tempo-megatron {command} {output}", sep="\n")
     return 0
 
 
@@ -67,24 +82,10 @@ def _check_kept_bytes(args: argparse.Namespace) -> None:
         raise ValueError("--kept-bytes measures Transformer Engine's modules, and it is not installed; install it")
 
 
-def _write_kept_bytes(args: argparse.Namespace, device: str, output: Path) -> None:
-    from tempo_megatron.memory.show.stand_ins import list_models, measure_engine
-
-    measured = measure_engine(list_models(), device)
-    output.write_text(json.dumps(dataclasses.asdict(measured), indent=2) + "\n", encoding="utf-8")
-    print(f"measured {', '.join(measured.kept_bytes)}")
-    print(f"wrote {output}: tempo-megatron estimate --kept-bytes {output}")
-
-
-def _write_rates(args: argparse.Namespace, device: str, output: Path) -> None:
-    from tempo_megatron.memory.plan.rates import measure_gpu
-
-    gpu = measure_gpu(device, args.hidden_size or _HIDDEN_SIZES[device], args.round_ms or _ROUND_MS)
-    output.write_text(json.dumps(dataclasses.asdict(gpu), indent=2) + "\n", encoding="utf-8")
+def _list_rates(gpu: Gpu) -> Iterator[str]:
     for name, rate in gpu.matmul_flops_per_second.items():
-        print(f"{name} products   {rate / 1e12:10.3f} TFLOP/s")
-    print(f"memory          {gpu.bytes_per_second / 1e9:10.3f} GB/s")
+        yield f"{name} products   {rate / 1e12:10.3f} TFLOP/s"
+    yield f"memory          {gpu.bytes_per_second / 1e9:10.3f} GB/s"
     if gpu.host_link is not None:
-        print(f"to the host     {gpu.host_link.to_host_bytes_per_second / 1e9:10.3f} GB/s")
-        print(f"to the GPU      {gpu.host_link.to_gpu_bytes_per_second / 1e9:10.3f} GB/s")
-    print(f"wrote {output}: tempo-megatron plan --gpu {output}")
+        yield f"to the host     {gpu.host_link.to_host_bytes_per_second / 1e9:10.3f} GB/s"
+        yield f"to the GPU      {gpu.host_link.to_gpu_bytes_per_second / 1e9:10.3f} GB/s"

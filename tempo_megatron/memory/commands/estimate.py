@@ -9,11 +9,10 @@ import json
 import shlex
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.commands.arguments import add_estimate_arguments
 from tempo_megatron.memory.commands.requested_run import (
     describe_stock,
@@ -21,29 +20,26 @@ from tempo_megatron.memory.commands.requested_run import (
     take_command,
     take_deepspeed,
 )
-from tempo_megatron.memory.commands.token_imbalance import find_token_imbalance
 from tempo_megatron.memory.megatron.command import Command
 from tempo_megatron.memory.megatron.options import VERSION
 from tempo_megatron.memory.megatron.read_command import read_command, set_gpu, write_command
+from tempo_megatron.memory.plan.gpu import list_configs
 from tempo_megatron.memory.rank.estimate import PART_NAMES, RankEstimate, describe_part, estimate_ranks
-from tempo_megatron.memory.routing import set_imbalance
+from tempo_megatron.memory.routing import assume_routing, find_largest_imbalance, set_imbalance
 from tempo_megatron.memory.run import OptimizerSettings, Run
-from tempo_megatron.memory.show.stand_ins import describe_stand_ins, list_models, read_engine
-from tempo_megatron.memory.show.tree import ModuleMemory, describe_tree, format_trees, list_trees
+from tempo_megatron.memory.show.plots import Bars, add_bars, open_reports
+from tempo_megatron.memory.show.stand_ins import describe_stand_ins, read_engine
+from tempo_megatron.memory.show.tree import format_trees, list_trees
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.models.shape_file import name_shape_file
-from tempo_megatron.plots import INK, import_pyplot, save, tidy
 from tempo_megatron.settings.arguments import describe_tempo_arguments, tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.argument_types import format_bytes
 
 _WIDTH = 38
 _SILENT_S = 2.0
-# Okabe and Ito's colours and greys, one for each part.
-_PART_COLOURS = (
-    "#0072B2 #56B4E9 #999999 #DDDDDD #BBBBBB #444444 #882255 #AA4499 #661100 #DDCC77 #88CCEE #332288 #117733 "
-    "#E69F00 #F0E442 #D55E00 #CC79A7 #6699CC #009E73"
-).split()
+_STEP = 0.1
+"""Of an equal share of the experts' tokens: what is estimated more of."""
 
 
 def run_estimate(args: argparse.Namespace) -> int:
@@ -58,8 +54,7 @@ def run_estimate(args: argparse.Namespace) -> int:
         config = take_deepspeed(args)
         run, title = read_requested_run(args, tempo_config_from(args, config or {}), config), name_model(args)
     else:
-        is_said = describe_tempo_arguments(args) != "none"
-        own = tempo_config_from(args, {}) if is_said else None
+        own = None if describe_tempo_arguments(args) == "none" else tempo_config_from(args, {})
         run, is_asked, warnings = read_run_of_command(args, command, own)
         title = Path(command.script).name
     run = set_gpu(run, args.gpu or (None if command is None else "h100"))
@@ -84,29 +79,29 @@ def run_estimate(args: argparse.Namespace) -> int:
             warnings.append(f"Tempo cannot have this run: {error}")
     print_notes(command, warnings)
     title = f"{title}, {describe_run(run)}"
-    report = HtmlReport(title) if args.html else None
+    reports = open_reports(args, title)
+    table = format_estimates(found, shows_all=args.all_ranks)
     print(title)
-    print(format_estimates(found, shows_all=args.all_ranks))
+    print(table)
     if args.kept_bytes:
-        print(describe_stand_ins(read_engine(args.kept_bytes), list_models()))
-    imbalance = None
+        print(describe_stand_ins(read_engine(args.kept_bytes), list_configs("model")))
+    largest = {name: max(enumerate(ranks), key=lambda each: _count_needed(each[1])) for name, ranks in found.items()}
+    assumptions = {}
     if estimated.model.num_experts is not None and estimated.assumes_imbalance:
-        largest = {
-            name: max(enumerate(ranks), key=lambda each: _count_needed(each[1])) for name, ranks in found.items()
-        }
         is_given = args.moe_imbalance is not None
         with _say_that_it_takes_time("estimating other shares of the experts' tokens ..."):
-            imbalance = find_token_imbalance(estimated, tempos, largest, is_given=is_given)
-        print(imbalance.describe())
+            imbalance = compute_token_imbalance(estimated, tempos, largest, is_given=is_given)
+        assumptions["token_imbalance"] = imbalance
+        print(describe_token_imbalance(imbalance))
     trees = {}
-    if args.tree:
-        for name, ranks in found.items():
-            of_name = dataclasses.replace(estimated, tempo=TempoConfig.off() if name == "stock" else run.tempo)
-            trees[name] = [list_trees(of_name, stage) for stage in range(len(ranks))]
-        print(_format_trees(trees, found, shows_all=args.all_ranks))
+    for name, ranks in found.items() if args.tree else ():
+        of_name = dataclasses.replace(estimated, tempo=tempos[name])
+        trees[name] = [list_trees(of_name, stage) for stage in range(len(ranks))]
+        for stage in range(len(ranks)) if args.all_ranks else [largest[name][0]]:
+            print(format_trees(f"{name}, {ranks[stage].name}, by the module that made it", trees[name][stage]))
     fits = True
     if args.gpu_memory is not None:
-        fits = [_print_fit(name, ranks, args.gpu_memory) for name, ranks in found.items()][-1]
+        fits = [_print_fit(name, rank, args.gpu_memory) for name, (_, rank) in largest.items()][-1]
     if args.json:
         figures = {
             name.lower(): [{"stage": stage, **_list_figures(rank)} for stage, rank in enumerate(ranks)]
@@ -114,37 +109,31 @@ def run_estimate(args: argparse.Namespace) -> int:
         }
         for name, stages in trees.items():
             for row, chunks in zip(figures[name.lower()], stages, strict=True):
-                row["modules"] = [describe_tree(tree) for tree in chunks]
-        figures.setdefault("tempo", [])
-        assumed = {} if imbalance is None else {"token_imbalance": imbalance.list_figures()}
-        content = {**figures, "assumptions": assumed, "arguments": vars(args)}
+                row["modules"] = [dataclasses.asdict(tree) for tree in chunks]
+        content: dict[str, Any] = {"stock": figures["stock"], "tempo": figures.get("tempo", [])}
+        content |= {"assumptions": assumptions, "arguments": vars(args)}
         Path(args.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    if args.plot:
-        plot_estimates(found, args.plot, args.gpu_memory)
-    if report is not None:
-        report.add_text(format_estimates(found, shows_all=args.all_ranks))
-        limit = None if args.gpu_memory is None else ("memory of a device", args.gpu_memory / 2**30)
-        report.add_bars(
-            "at the peak", list_bars(found), "GiB", dict(zip(PART_NAMES, _PART_COLOURS, strict=True)), limit
-        )
-        report.save(args.html)
+    limit = None if args.gpu_memory is None else ("memory of a device", args.gpu_memory)
+    for file, report in reports.items():
+        report.add_text(table)
+        add_bars(report, "at the peak", _list_bars(found), "GiB", limit)
+        report.save(file)
     if command is not None and "Tempo" in found:
-        print(f"with Tempo: {write_command(command, _add_tempo(command, args), run, args.vocab_size)}")
+        # The command's options, with what our own arguments say of Tempo.
+        options = [*command.options, *([] if own is None else shlex.split(describe_tempo_arguments(args)))]
+        if "--use-tempo" not in options:
+            options.insert(len(command.options), "--use-tempo")
+        print(f"with Tempo: {write_command(command, options, run, args.vocab_size)}")
     return 0 if fits else 1
 
 
 def read_run_of_command(
     args: argparse.Namespace, command: Command, tempo: TempoConfig | None = None
 ) -> tuple[Run, bool, list[str]]:
-    """With Tempo, unless it is switched off: what it would change is what is asked.
+    """The run of a command of Megatron-LM, whether somebody said anything of Tempo, and warnings.
 
-    Args:
-        args: our own.
-        command: of Megatron-LM.
-        tempo: what our own arguments say; None is what the command says.
-
-    Returns:
-        The run, whether somebody said anything of Tempo, and warnings.
+    It is with Tempo, unless that is switched off: what it would change is what is asked. `tempo` is what our own
+    arguments say of it; None is what the command says.
     """
     run, warnings = read_command(command, tempo, world_size=args.world_size, vocab_size=args.vocab_size)
     if tempo is None and run.tempo.is_off and "--no-use-tempo" not in command.options:
@@ -158,14 +147,6 @@ def print_notes(command: Command | None, warnings: Sequence[str]) -> None:
         print(f"warning: {warning}", file=sys.stderr)
     if command is not None:
         print(f"defaults are those of Megatron-LM {VERSION}")
-
-
-def _add_tempo(command: Command, args: argparse.Namespace) -> list[str]:
-    """The options of a command, and --use-tempo with what our own arguments say of it."""
-    own = describe_tempo_arguments(args)
-    words = [] if own == "none" else shlex.split(own)
-    is_on = "--use-tempo" in (*command.options, *words)
-    return [*command.options, *([] if is_on else ["--use-tempo"]), *words]
 
 
 def name_model(args: argparse.Namespace) -> str:
@@ -183,6 +164,7 @@ def describe_run(run: Run) -> str:
     recomputed = " ".join(run.recompute)
     if run.recompute_num_layers is not None:
         recomputed += f" of {run.recompute_num_layers} layers a chunk"
+    num_chunks = len(run.list_chunks(0))
     experts = "" if run.model.num_experts is None else f", EP {run.layout.ep}"
     if run.model.num_experts is not None and run.layout.etp != run.layout.tp:
         experts += f", ETP {run.layout.etp}"
@@ -190,7 +172,7 @@ def describe_run(run: Run) -> str:
         f"{name_dtype(run)}{'' if run.float8 is None else f' and fp8 {run.float8}'}, s {run.model.seq_length}, "
         f"b {run.micro_batch_size}, TP {run.layout.tp}{' + SP' if run.layout.sp else ''}"
         f"{'' if run.layout.cp == 1 else f', CP {run.layout.cp}'}{experts}, PP {run.layout.pp}"
-        f"{_describe_chunks(run)}, DP {run.layout.dp}: "
+        f"{f' in {num_chunks} chunks each' if num_chunks > 1 else ''}, DP {run.layout.dp}: "
         f"{run.layout.world_size:,} rank{'s' if run.layout.world_size > 1 else ''}, "
         f"{_describe_optimizer(run.optimizer)}, "
         f"stock modules: {describe_stock(run)}{f', recompute {recomputed}' if recomputed else ''}"
@@ -222,59 +204,50 @@ def format_estimates(found: dict[str, tuple[RankEstimate, ...]], *, shows_all: b
     columns = [
         (f"{ranks[i].name}", name, ranks[i]) for i in range(len(chosen["stock"])) for name, ranks in chosen.items()
     ]
-    lines = [f"{'GiB at the peak':<{_WIDTH}}" + "".join(f"{rank:>16}" for rank, _, _ in columns)]
-    lines.append(" " * _WIDTH + "".join(f"{name:>16}" for _, name, _ in columns))
-    largest = {name: max(ranks, key=_count_needed) for name, ranks in found.items()}
-    if len(found["stock"]) > 1:
-        marks = ("largest" if rank is largest[name] else "" for _, name, rank in columns)
-        lines.append((" " * _WIDTH + "".join(f"{mark:>16}" for mark in marks)).rstrip())
+    found_ranks = [rank for *_, rank in columns]
+
+    def write(title: str, values: Iterable[object], form: str = "") -> None:
+        lines.append((f"{title:<{_WIDTH}}" + "".join(f"{value:>16{form}}" for value in values)).rstrip())
+
+    def write_gib(title: str, values: Iterable[int]) -> None:
+        write(title, (value / 2**30 for value in values), ".3f")
+
+    lines: list[str] = []
+    write("GiB at the peak", (rank for rank, *_ in columns))
+    write("", (name for _, name, _ in columns))
     rule = "-" * len(lines[0])
+    if len(found["stock"]) > 1:
+        largest = {name: max(ranks, key=_count_needed) for name, ranks in found.items()}
+        write("", ("largest" if rank is largest[name] else "" for _, name, rank in columns))
     lines.append(rule)
     for part in PART_NAMES:
-        values = [rank.parts[part] for *_, rank in columns]
-        if any(values):
-            lines.append(f"{describe_part(part):<{_WIDTH}}" + "".join(f"{value / 2**30:>16.3f}" for value in values))
-    lines += [rule, f"{'peak':<{_WIDTH}}" + "".join(f"{rank.peak_bytes / 2**30:>16.3f}" for *_, rank in columns)]
-    lines.append(f"{'between steps':<{_WIDTH}}" + "".join(f"{r.at_rest_bytes / 2**30:>16.3f}" for *_, r in columns))
+        if any(rank.parts[part] for rank in found_ranks):
+            write_gib(describe_part(part), (rank.parts[part] for rank in found_ranks))
+    lines.append(rule)
+    write_gib("peak", (rank.peak_bytes for rank in found_ranks))
+    write_gib("between steps", (rank.at_rest_bytes for rank in found_ranks))
     for title, name in (("allocated, rounded", "rounded_bytes"), ("reserved by the allocator", "reserved_bytes")):
-        if all(getattr(rank, name) is not None for *_, rank in columns):
-            lines.append(f"{title:<{_WIDTH}}" + "".join(f"{getattr(r, name) / 2**30:>16.3f}" for *_, r in columns))
-    lines.append(f"{'parameters':<{_WIDTH}}" + "".join(f"{rank.num_parameters:>16,}" for *_, rank in columns))
-    if any(rank.host_bytes for *_, rank in columns):
-        lines.append(f"{'on the host':<{_WIDTH}}" + "".join(f"{r.host_bytes / 2**30:>16.3f}" for *_, r in columns))
+        if all(getattr(rank, name) is not None for rank in found_ranks):
+            write_gib(title, (getattr(rank, name) for rank in found_ranks))
+    write("parameters", (rank.num_parameters for rank in found_ranks), ",")
+    if any(rank.host_bytes for rank in found_ranks):
+        write_gib("on the host", (rank.host_bytes for rank in found_ranks))
     lines += [f"{name}, {rank.name}: the peak is in the {rank.moment}" for _, name, rank in columns]
     return "\n".join(lines)
 
 
-def _format_trees(
-    trees: Mapping[str, Sequence[list[ModuleMemory]]], found: Mapping[str, Sequence[RankEstimate]], *, shows_all: bool
-) -> str:
-    """Of the stage that needs most, or of all."""
-    tables = []
-    for name, stages in trees.items():
-        ranks = found[name]
-        largest = max(range(len(ranks)), key=lambda stage: _count_needed(ranks[stage]))
-        tables += [
-            format_trees(f"{name}, {ranks[stage].name}, by the module that made it", stages[stage])
-            for stage in (range(len(ranks)) if shows_all else [largest])
-        ]
-    return "\n".join(tables)
-
-
-def _print_fit(name: str, ranks: Sequence[RankEstimate], memory: int) -> bool:
-    largest = max(ranks, key=_count_needed)
-    spare = memory - _count_needed(largest)
+def _print_fit(name: str, rank: RankEstimate, memory: int) -> bool:
+    """Print whether the rank that needs most fits."""
+    spare = memory - _count_needed(rank)
     # Without --allocator only the tensors are known.
     counted = "counting tensors, not what the allocator reserves"
-    if largest.reserved_bytes is not None:
-        above = _count_needed(largest) - largest.peak_bytes
+    if rank.reserved_bytes is not None:
+        above = _count_needed(rank) - rank.peak_bytes
         counted = f"by what the allocator reserves, {format_bytes(above)} above its tensors"
     if spare >= 0:
-        print(f"{name} fits {format_bytes(memory)} with {format_bytes(spare)} to spare ({largest.name}), {counted}")
+        print(f"{name} fits {format_bytes(memory)} with {format_bytes(spare)} to spare ({rank.name}), {counted}")
     else:
-        print(
-            f"{name} does not fit {format_bytes(memory)}: {largest.name} needs {format_bytes(-spare)} more, {counted}"
-        )
+        print(f"{name} does not fit {format_bytes(memory)}: {rank.name} needs {format_bytes(-spare)} more, {counted}")
     return spare >= 0
 
 
@@ -297,61 +270,79 @@ def _describe_optimizer(optimizer: OptimizerSettings) -> str:
     return f"Megatron's {'distributed ' if optimizer.distributed else ''}optimizer{instances}"
 
 
-def _describe_chunks(run: Run) -> str:
-    """Of an interleaved pipeline."""
-    number = len(run.list_chunks(0))
-    return f" in {number} chunks each" if number > 1 else ""
-
-
 def _list_figures(rank: RankEstimate) -> dict[str, Any]:
     """As JSON has them: every part by its name, in bytes."""
-    return {
-        "name": rank.name,
-        "num_parameters": rank.num_parameters,
-        "moment": rank.moment,
-        "at_rest_bytes": rank.at_rest_bytes,
-        "peak_bytes": rank.peak_bytes,
-        "rounded_bytes": rank.rounded_bytes,
-        "reserved_bytes": rank.reserved_bytes,
-        "host_bytes": rank.host_bytes,
-        "bytes_at_the_peak": {describe_part(part): rank.parts[part] for part in PART_NAMES},
-    }
+    names = "name num_parameters moment at_rest_bytes peak_bytes rounded_bytes reserved_bytes host_bytes".split()
+    parts = {describe_part(part): rank.parts[part] for part in PART_NAMES}
+    return {**{name: getattr(rank, name) for name in names}, "bytes_at_the_peak": parts}
 
 
-def list_bars(found: Mapping[str, Sequence[RankEstimate]]) -> dict[str, dict[str, float]]:
-    """A bar for each kind of rank, stock beside Tempo: part -> GiB."""
-    chosen = {label: choose_ranks(ranks) for label, ranks in found.items()}
-    return {
-        f"{ranks[place].name}\n{label}": {part: ranks[place].parts[part] / 2**30 for part in PART_NAMES}
-        for place in range(len(next(iter(chosen.values()))))
-        for label, ranks in chosen.items()
-    }
+def compute_token_imbalance(
+    run: Run, tempos: Mapping[str, TempoConfig], stages: Mapping[str, tuple[int, RankEstimate]], *, is_given: bool
+) -> dict[str, Any]:
+    """What the estimate assumes of the experts' tokens, as JSON has it; where they go no estimate can know.
 
-
-def plot_estimates(found: Mapping[str, Sequence[RankEstimate]], png: str | Path, memory: int | None = None) -> None:
-    """Write a PNG.
+    Where somebody gave the share, its price is there too: what the rank that needs most takes more than with an even
+    division, and what it would take with a tenth of an equal share more. Each is an estimate again.
 
     Args:
-        found: label ("stock", "Tempo") -> every rank, as many for each label.
-        png: the file.
-        memory: bytes of a device, drawn as a line.
-
-    Raises MissingExtraError where matplotlib is missing.
+        run: as it was estimated; its experts are divided over ranks.
+        tempos: column of the table -> Tempo's values in it.
+        stages: column of the table -> the stage that needs most, and its estimate.
+        is_given: whether somebody gave the factor of `run`.
     """
-    pyplot = import_pyplot()
-    bars = list_bars(found)
-    figure, axes = pyplot.subplots(figsize=(2.5 + 1.1 * len(bars), 4.5), layout="constrained")
-    bottom = [0.0] * len(bars)
-    for part, colour in zip(PART_NAMES, _PART_COLOURS, strict=True):
-        heights = [bar[part] for bar in bars.values()]
-        if any(heights):
-            axes.bar(range(len(bars)), heights, bottom=bottom, color=colour, label=part, width=0.7)
-        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    if memory is not None:
-        axes.axhline(memory / 2**30, color=INK, linestyle="--", linewidth=1, label="memory of a device")
-    axes.set_xticks(range(len(bars)), list(bars), color=INK)
-    axes.set_ylabel("GiB at the peak")
-    tidy(axes)
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    save(figure, png)
+    most = find_largest_imbalance(run)
+    tokens = run.micro_batch_size * run.model.seq_length // run.layout.cp
+    tokens //= run.layout.tp if run.layout.sp else 1
+    figures: dict[str, Any] = {
+        "ranks": run.layout.ep,
+        # Tokens, once for each of their experts on the rank.
+        "rows_of_an_equal_share": tokens * run.layout.etp * run.model.moe_router_topk,
+        "largest_factor": most,
+        "is_given": is_given,
+    }
+    for name, (stage, rank) in stages.items():
+        factor = assume_routing(run, stage).moe_imbalance or 1.0
+        figures[name.lower()] = {"factor": factor}
+        if is_given:
+            further = min(factor + _STEP, most)
+            peaks = {factor: rank.peak_bytes}
+            for other in {1.0, further} - peaks.keys():
+                other_run = dataclasses.replace(set_imbalance(run, other), tempo=tempos[name])
+                peaks[other] = estimate_ranks(other_run, only=stage)[0].peak_bytes
+            figures[name.lower()] |= {
+                "over_even_bytes": rank.peak_bytes - peaks[1.0],
+                "next_factor": further,
+                "next_bytes": peaks[further] - rank.peak_bytes,
+            }
+    return figures
+
+
+def describe_token_imbalance(figures: Mapping[str, Any]) -> str:
+    """A line for people, and one for each column where the factor was given."""
+    columns = {name: figures[name.lower()] for name in ("stock", "Tempo") if name.lower() in figures}
+    factors = sorted({column["factor"] for column in columns.values()})
+    source = (
+        "given" if figures["is_given"] else f"routers at random; --moe-imbalance {factors[-1]:.2f} says what it takes"
+    )
+    lines = [
+        f"assumed token imbalance: experts of the fullest of {figures['ranks']} ranks "
+        f"get {' and '.join(f'{factor:.2f}' for factor in factors)} times an equal share of "
+        f"{figures['rows_of_an_equal_share']:,} rows a layer ({source}); at most {figures['largest_factor']:.2f} times"
+    ]
+    for name, column in columns.items() if figures["is_given"] else ():
+        more, rest = column["next_factor"] - column["factor"], ""
+        if more:
+            rest = f"; {100 * more:.0f} % of a share more would take {format_bytes(column['next_bytes'])}"
+        lines.append(f"{name}: of the peak {format_bytes(column['over_even_bytes'])} are due to it{rest}")
+    return "\n".join(lines)
+
+
+def _list_bars(found: Mapping[str, Sequence[RankEstimate]]) -> Bars:
+    """A bar for each kind of rank, stock beside Tempo: part -> bytes."""
+    chosen = {label: choose_ranks(ranks) for label, ranks in found.items()}
+    return {
+        f"{rank.name}\n{label}": {part: rank.parts[part] for part in PART_NAMES}
+        for place in range(len(chosen["stock"]))
+        for label, rank in ((label, ranks[place]) for label, ranks in chosen.items())
+    }

@@ -18,6 +18,13 @@ from tempo_megatron.memory.plan.gpu import Gpu, read_gpu
 from tempo_megatron.models.layout import pad_vocab_size
 from tempo_megatron.models.shape_file import name_shape_file
 
+# Title, name of the count, name of its share of the peak.
+_ROWS = (
+    ("model FLOPs", "model_flops", "mfu"),
+    ("hardware FLOPs", "hardware_flops", "hfu"),
+    ("as equation 8 of arXiv 2205.05198 has it", "hardware_flops_as_in_equation_8", "hfu_as_in_equation_8"),
+)
+
 
 def run_flops(args: argparse.Namespace) -> int:
     """Count and print. Raises ValueError for what cannot be counted."""
@@ -36,11 +43,12 @@ def count_figures(args: argparse.Namespace, gpu: Gpu | None) -> dict[str, Any]:
     shape = read_requested_shape(args)
     assert shape.vocab_size is not None
     vocab_size = pad_vocab_size(shape.vocab_size, shape.make_vocab_size_divisible_by, args.tp)
-    forward = count_forward_flops(shape, args.global_batch_size or args.micro_batch_size, vocab_size)
+    samples = args.global_batch_size or args.micro_batch_size
+    forward = count_forward_flops(shape, samples, vocab_size)
     model, hardware = count_model_flops(forward), count_hardware_flops(forward, args.recompute)
     figures: dict[str, Any] = {
         "model": name_shape_file(args.model),
-        "samples": args.global_batch_size or args.micro_batch_size,
+        "samples": samples,
         "seq_length": shape.seq_length,
         "vocab_size": vocab_size,
         "recompute": args.recompute,
@@ -56,14 +64,9 @@ def count_figures(args: argparse.Namespace, gpu: Gpu | None) -> dict[str, Any]:
                 "FLOPs at their peak; correct --step-seconds, --gpus or the batch"
             )
         figures |= {"gpu": gpu.title, "gpus": args.gpus, "step_seconds": args.step_seconds}
-        figures |= {
-            name: None if flops is None else find_utilisation(flops, args.step_seconds, args.gpus, peak)
-            for name, flops in (
-                ("mfu", model),
-                ("hfu", hardware.total),
-                ("hfu_as_in_equation_8", hardware.as_in_equation_8),
-            )
-        }
+        for _, name, share in _ROWS:
+            flops = figures[name]
+            figures[share] = None if flops is None else find_utilisation(flops, args.step_seconds, args.gpus, peak)
     return figures
 
 
@@ -76,13 +79,8 @@ def format_figures(figures: dict[str, Any]) -> str:
     ]
     if "gpu" in figures:
         lines[0] += f"; {figures['step_seconds']:g} s on {figures['gpus']} x {figures['gpu']}"
-    rows = (
-        ("model FLOPs", "model_flops", "MFU", "mfu"),
-        ("hardware FLOPs", "hardware_flops", "HFU", "hfu"),
-        ("as equation 8 of arXiv 2205.05198 has it", "hardware_flops_as_in_equation_8", "HFU", "hfu_as_in_equation_8"),
-    )
-    for title, name, short, share in rows:
+    for title, name, share in _ROWS:
         if figures[name] is not None:
-            utilisation = f"   {short} {figures[share]:.1%}" if "gpu" in figures else ""
+            utilisation = f"   {share[:3].upper()} {figures[share]:.1%}" if "gpu" in figures else ""
             lines.append(f"{title:<42}{figures[name] / 1e12:>16,.1f} TFLOP{utilisation}")
     return "\n".join(lines)

@@ -12,7 +12,6 @@ from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run
 from tempo_megatron.memory.show.ledger import Ledger, measure_run
 from tempo_megatron.memory.show.plots import (
-    Bars,
     add_kept,
     add_timeline,
     list_parts,
@@ -21,7 +20,7 @@ from tempo_megatron.memory.show.plots import (
 )
 from tempo_megatron.memory.show.timeline import format_timeline, simulate_timeline
 from tempo_megatron.memory.show.viewers import write_snapshot, write_trace
-from tempo_megatron.memory.tape.rows import Row, format_host, format_size
+from tempo_megatron.memory.tape.rows import format_host, format_size
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.models.shape_file import name_shape_file
 from tempo_megatron.settings.arguments import tempo_config_from
@@ -42,10 +41,10 @@ def run_ledger(args: argparse.Namespace) -> int:
             "does not follow; leave it out: tempo-megatron estimate says what stands at the peak"
         )
     stock, tempo = (measure_run(each) for each in (dataclasses.replace(run, tempo=TempoConfig.off()), run))
+    recomputed = f", recompute {' '.join(args.recompute)}" if args.recompute else ""
     title = (
-        f"{name_shape_file(args.model)}, {args.dtype}, s {stock.seq_length}, b {stock.micro_batch_size}, "
-        f"{describe_dropout(run.model)}, {format_layout(args.tp, args.sequence_parallel)}"
-        f"{', recompute ' + ' '.join(args.recompute) if args.recompute else ''}, "
+        f"{name_shape_file(args.model)}, {args.dtype}, s {run.model.seq_length}, b {run.micro_batch_size}, "
+        f"{describe_dropout(run.model)}, {format_layout(args.tp, args.sequence_parallel)}{recomputed}, "
         f"stock modules: {describe_stock(run)}"
     )
     report = HtmlReport(title) if args.html else None
@@ -54,10 +53,13 @@ def run_ledger(args: argparse.Namespace) -> int:
     print("".join(f"left: {line}\n" for line in tempo.report.describe_left()))
     table = format_table(stock, tempo)
     print(table)
-    layers, outside = (_list_bars(stock, tempo, part) for part in ("layer_rows", "outside_rows"))
+    layers, outside = (
+        {name: list_parts(getattr(ledger, part)) for name, ledger in (("stock", stock), ("Tempo", tempo))}
+        for part in ("layer_rows", "outside_rows")
+    )
     if args.plot:
         plot_kept(layers, outside, args.plot, title, stock.sbh_bytes)
-    if args.timeline or args.html or args.trace or args.snapshot:
+    if followed:
         timeline = simulate_timeline(run, title=title)
         found = format_timeline(timeline)
         if run.tempo.offloads:
@@ -78,63 +80,48 @@ def run_ledger(args: argparse.Namespace) -> int:
             report.add_text(found)
             report.save(args.html)
     if args.json:
-        figures = {
-            "stock": _list_figures(stock),
-            "tempo": _list_figures(tempo),
-            "tempo_config": tempo.choices.describe(),
-        }
-        Path(args.json).write_text(json.dumps({**figures, "arguments": vars(args)}, indent=2) + "\n", encoding="utf-8")
+        content: dict[str, Any] = {"stock": _list_figures(stock), "tempo": _list_figures(tempo)}
+        content |= {"tempo_config": tempo.choices.describe(), "arguments": vars(args)}
+        Path(args.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return 0
-
-
-def _list_bars(stock: Ledger, tempo: Ledger, part: str) -> Bars:
-    return {name: list_parts(getattr(ledger, part)) for name, ledger in {"stock": stock, "Tempo": tempo}.items()}
 
 
 def format_table(stock: Ledger, tempo: Ledger) -> str:
     """Operations down, stock and Tempo across, in bytes and sbh, with the layer's and the model's totals."""
+    ledgers = stock, tempo
+    by_operation = [{row.operation: row for row in ledger.rows} for ledger in ledgers]
     lines = [
         f"{'kept for backward by':<{_WIDTH}}{'stock':>28}{'Tempo':>28}",
         f"{'':<{_WIDTH}}" + f"{'bytes':>17}{'sbh':>11}" * 2,
     ]
     rule = "-" * len(lines[0])
-    by_operation = [{row.operation: row for row in ledger.rows} for ledger in (stock, tempo)]
 
-    def format_line(name: str, stock_bytes: int, tempo_bytes: int) -> str:
-        return f"{name:<{_WIDTH}}" + "".join(
-            f"{format_size(num_bytes):>17}{ledger.convert_to_sbh(num_bytes):>11.3f}"
-            for ledger, num_bytes in ((stock, stock_bytes), (tempo, tempo_bytes))
-        )
+    def write(name: str, *sizes: int) -> None:
+        figures = zip(ledgers, sizes, strict=True)
+        cells = (f"{format_size(size):>17}{ledger.convert_to_sbh(size):>11.3f}" for ledger, size in figures)
+        lines.append(f"{name:<{_WIDTH}}" + "".join(cells))
 
-    def format_rows(part: str) -> list[str]:
-        places = {row.operation: row.place for ledger in (stock, tempo) for row in getattr(ledger, part)}
-        none = Row("", 0)
-        return [
-            format_line(name, *(rows_of.get(name, none).num_bytes for rows_of in by_operation))
-            for name in sorted(places, key=lambda name: (places[name], name))
-        ]
+    def write_rows(part: str) -> None:
+        places = {row.operation: row.place for ledger in ledgers for row in getattr(ledger, part)}
+        lines.append(rule)
+        for name in sorted(places, key=lambda name: (places[name], name)):
+            write(name, *(rows[name].num_bytes if name in rows else 0 for rows in by_operation))
+        lines.append(rule)
 
-    lines += [rule, *format_rows("layer_rows"), rule]
-    lines.append(
-        format_line("one layer without s*s", *(ledger.layer_bytes - ledger.scores_bytes for ledger in (stock, tempo)))
-    )
+    write_rows("layer_rows")
+    write("one layer without s*s", *(ledger.layer_bytes - ledger.scores_bytes for ledger in ledgers))
     if len(tempo.layer_kinds) < 2:
-        lines.append(format_line("one layer", stock.layer_bytes, tempo.layer_bytes))
-    for kind in tempo.layer_kinds if len(tempo.layer_kinds) > 1 else ():
-        of_stock = stock.count_layer(read_layers(kind.layers)[0])
-        lines.append(format_line(f"each of layers {kind.layers}", of_stock, kind.layer_bytes))
-    lines += [rule, *format_rows("outside_rows"), rule]
-    lines.append(format_line(f"model, {stock.num_layers} layers", stock.model_bytes, tempo.model_bytes))
-    lines.append(
-        f"{'Tempo / stock':<{_WIDTH}}{'layer':>28}{tempo.layer_bytes / stock.layer_bytes:>11.3f}",
-    )
+        write("one layer", stock.layer_bytes, tempo.layer_bytes)
+    else:
+        for kind in tempo.layer_kinds:
+            write(f"each of layers {kind.layers}", stock.count_layer(read_layers(kind.layers)[0]), kind.layer_bytes)
+    write_rows("outside_rows")
+    write(f"model, {stock.num_layers} layers", stock.model_bytes, tempo.model_bytes)
+    lines.append(f"{'Tempo / stock':<{_WIDTH}}{'layer':>28}{tempo.layer_bytes / stock.layer_bytes:>11.3f}")
     lines.append(f"{'':<{_WIDTH}}{'model':>28}{tempo.model_bytes / stock.model_bytes:>11.3f}")
     if on_host := format_host(tempo.layer_kinds, _WIDTH):
-        lines += [
-            rule,
-            *on_host,
-            f"{'on the device while it moves':<{_WIDTH}}{format_size(tempo.most_moving_bytes):>17}",
-        ]
+        moving = f"{'on the device while it moves':<{_WIDTH}}{format_size(tempo.most_moving_bytes):>17}"
+        lines += [rule, *on_host, moving]
     return "\n".join(lines)
 
 

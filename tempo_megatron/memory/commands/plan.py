@@ -11,11 +11,9 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from tempo_megatron.extras import check_installed
 from tempo_megatron.memory.commands.arguments import add_plan_arguments
 from tempo_megatron.memory.commands.estimate import name_dtype, name_model, print_notes, read_run_of_command
 from tempo_megatron.memory.commands.ledger import format_layout
@@ -29,10 +27,18 @@ from tempo_megatron.memory.megatron.command import Command, drop_options
 from tempo_megatron.memory.megatron.options import parse_options
 from tempo_megatron.memory.megatron.read_command import write_command
 from tempo_megatron.memory.plan.gpu import Gpu, find_gpu, read_gpu
-from tempo_megatron.memory.plan.micro_batches import choose_trial, try_micro_batches
-from tempo_megatron.memory.plan.planner import RECOMPUTED, MemoryPlan, NothingFitsError, Planner, PlanRequest, StagePlan
+from tempo_megatron.memory.plan.planner import (
+    RECOMPUTED,
+    MemoryPlan,
+    NothingFitsError,
+    Planner,
+    PlanRequest,
+    try_micro_batches,
+)
+from tempo_megatron.memory.plan.plots import add_plan
 from tempo_megatron.memory.routing import assume_fullest, set_imbalance
 from tempo_megatron.memory.run import Run, read_recomputation
+from tempo_megatron.memory.show.plots import open_reports
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.words.argument_types import format_bytes
@@ -56,44 +62,40 @@ _KNOWN = (
 )
 
 
+# Of a stage, in the JSON.
+_FIGURES = "in_flight peak_bytes kept_bytes moved_bytes host_bytes recomputed_flops seconds added_seconds".split()
+
+
 def run_plan(args: argparse.Namespace) -> int:
     """Make the plan and print it. Raises ValueError where nothing fits, or the planner does not know the model."""
-    gpu = (
-        read_gpu(args.gpu)
-        if args.gpu
-        else find_gpu(torch.cuda.get_device_name() if torch.cuda.is_available() else None)
-    )
-    if args.plot:
-        check_installed("--plot", "train", "matplotlib")
-    if args.html:
-        check_installed("--html", "train", "plotly")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    gpu = read_gpu(args.gpu) if args.gpu else find_gpu(device)
     command = take_command(args, add_plan_arguments)
+    title = name_model(args) if command is None else Path(command.script).name
+    reports = open_reports(args, f"{title} on {gpu.title}, {format_bytes(args.gpu_memory)}")
     given = copy.deepcopy(args)
     warnings: list[str] = []
     if command is None:
         request, samples_per_rank = read_request(args, gpu)
-        title = name_model(args)
     else:
         (request, warnings), samples_per_rank = _read_request_of_command(args, command, gpu), None
-        title = Path(command.script).name
     budget, trials = leave_margin(args), []
     try:
         with _show_estimates() as note_estimate:
             if args.micro_batch_size == "auto":
                 trials = try_micro_batches(request, budget, samples_per_rank, note_estimate)
-                trial = choose_trial(trials)
-                plan, planner = trial.plan, trial.planner
+                planner, plan = min(trials, key=lambda trial: trial[0].compute_sample_seconds(trial[1]))
             else:
                 planner = Planner(request, note_estimate)
                 plan = planner.plan(budget)
     except NothingFitsError as error:
         raise ValueError(f"{error}; {_name_remedies(given, command, request, error.least_bytes)}") from error
     print_notes(command, warnings)
-    table = describe_run(args, title, planner.request, plan)
+    table = describe_run(args, title, planner, plan)
     print(table)
-    for each in trials:
-        rate = args.dp / each.seconds_per_sample
-        print(f"b {each.micro_batch_size}: {rate:.1f} samples/s, peak {format_bytes(each.plan.peak_bytes)}")
+    for each, found in trials:
+        rate, size = args.dp / each.compute_sample_seconds(found), each.request.run.micro_batch_size
+        print(f"b {size}: {rate:.1f} samples/s, peak {format_bytes(found.peak_bytes)}")
     print(f"\n{json.dumps({'tempo': plan.block})}")
     print(" ".join(plan.megatron_arguments) or "without --recompute-granularity")
     if command is not None:
@@ -105,24 +107,19 @@ def run_plan(args: argparse.Namespace) -> int:
             "megatron_arguments": plan.megatron_arguments,
             "micro_batch_size": planner.request.run.micro_batch_size,
             "gap_seconds": plan.gap_seconds,
-            "stages": [_list_figures(stage) for stage in plan.stages],
+            "stages": [
+                {"layers": [stage.layers[0], stage.layers[-1]]} | {name: getattr(stage, name) for name in _FIGURES}
+                for stage in plan.stages
+            ],
             "moe_imbalance": imbalance,
             "gpu": dataclasses.asdict(gpu),
             "arguments": vars(args),
         }
         Path(args.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    if args.plot:
-        from tempo_megatron.memory.plan.plots import plot_plan
-
-        plot_plan(planner, plan, budget, args.plot, f"{title} on {gpu.title}")
-    if args.html:
-        from tempo_megatron.html_report import HtmlReport
-        from tempo_megatron.memory.plan.plots import add_plan
-
-        report = HtmlReport(f"{title} on {gpu.title}, {format_bytes(args.gpu_memory)}")
+    for file, report in reports.items():
         report.add_text(table)
         add_plan(report, planner, plan, budget)
-        report.save(args.html)
+        report.save(file)
     return 0
 
 
@@ -131,12 +128,11 @@ def leave_margin(args: argparse.Namespace) -> int:
     return int(args.gpu_memory * (1 - args.margin / 100))
 
 
-def describe_run(args: argparse.Namespace, title: str, request: PlanRequest, plan: MemoryPlan) -> str:
+def describe_run(args: argparse.Namespace, title: str, planner: Planner, plan: MemoryPlan) -> str:
     """What is planned, what it stands on, and the plan's table."""
-    run, gpu = request.run, request.gpu
-    sizes = {"PP": run.layout.pp, "CP": run.layout.cp, "DP": run.layout.dp}
-    layout = [format_layout(run.layout.tp, run.layout.sp), f"PP {sizes.pop('PP')}"]
-    layout += [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    request, run, gpu = planner.request, planner.request.run, planner.request.gpu
+    layout = [format_layout(run.layout.tp, run.layout.sp), f"PP {run.layout.pp}"]
+    layout += [f"{name} {size}" for name, size in (("CP", run.layout.cp), ("DP", run.layout.dp)) if size > 1]
     layout += [f"EP {run.layout.ep}"] if run.model.num_experts is not None else []
     free = format_bytes(args.gpu_memory - leave_margin(args))
     lines = [
@@ -157,45 +153,42 @@ def describe_run(args: argparse.Namespace, title: str, request: PlanRequest, pla
             f"the {num_experts} experts are not divided: each of {num_ranks} ranks has all of them; {option} "
             "divides them"
         )
-    lines += ["", format_plan(request, plan)]
+    lines += ["", format_plan(planner, plan)]
     if request.host_bytes:
-        lines.append(describe_offload(request, plan))
+        link = gpu.host_link
+        assert link is not None
+        shared = f", {link.gpus_per_uplink} GPUs share it" if link.gpus_per_uplink > 1 else ""
+        moved = ", ".join(format_bytes(stage.moved_bytes) for stage in plan.stages)
+        lines.append(
+            f"to the host, of each micro batch by stage: {moved}; at most {format_bytes(plan.host_bytes)} a GPU of "
+            f"{format_bytes(request.host_bytes)} there, pinned ({link.title}, "
+            f"{link.to_host_bytes_per_second / 1e9:g} GB/s out and {link.to_gpu_bytes_per_second / 1e9:g} back{shared})"
+        )
     return "\n".join(lines)
 
 
 def _name_remedies(args: argparse.Namespace, command: Command | None, request: PlanRequest, least_bytes: int) -> str:
     """What to give so that a plan fits, or is nearer to it: options that the command takes, each by itself.
 
-    Args:
-        args: as they were parsed.
-        command: of Megatron-LM; its options are named in place of ours.
-        request: what was planned.
-        least_bytes: of the plan that needs least.
+    Of a command of Megatron-LM its options are named in place of ours.
     """
     run = request.run
-    names = ("--tp", "--pp", "--ep", "--micro-batch-size")
+    tp, pp, ep = "--tp", "--pp", "--ep"
     if command is not None:
-        names = (
-            *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--expert-model-parallel-size"),
-            "--micro-batch-size",
-        )
-    wanted = [
-        2 * run.layout.tp,
-        2 * run.layout.pp,
-        2 * (run.layout.ep if run.model.num_experts else 0),
-    ]
-    wanted.append(0 if args.micro_batch_size == "auto" else run.micro_batch_size // 2)
+        tp, pp, ep = (f"--{name}-model-parallel-size" for name in ("tensor", "pipeline", "expert"))
+    wanted = {tp: 2 * run.layout.tp, pp: 2 * run.layout.pp, ep: 2 * run.layout.ep if run.model.num_experts else 0}
     if request.fixed_sizes:
         # They are those of this layout.
-        wanted[:3] = 0, 0, 0
+        wanted = {}
+    wanted["--micro-batch-size"] = 0 if args.micro_batch_size == "auto" else run.micro_batch_size // 2
     size = -(-int(least_bytes / (1 - args.margin / 100) + 1) // 2**20)
     found = [f"--gpu-memory {size}MiB"]
     if set(args.recompute_allowed) != RECOMPUTED:
         found.append(f"--recompute-allowed {' '.join(sorted(RECOMPUTED))}")
     of_command: list[str] = []
-    for name, number in zip(names, wanted, strict=True):
+    for name, number in wanted.items():
         words = [name, str(number)]
-        if name == names[0] and run.model.num_experts is not None and not run.layout.sp:
+        if name == tp and run.model.num_experts is not None and not run.layout.sp:
             # Megatron takes experts under tensor parallelism with it only.
             words.append("--sequence-parallel")
         if number and _is_taken(args, command, request.gpu, words):
@@ -243,25 +236,18 @@ def _make_request(args: argparse.Namespace, run: Run, gpu: Gpu) -> PlanRequest:
     if args.allocator and (args.host_memory is not None or args.fixed_memory):
         other = "--fixed-memory" if args.fixed_memory else "--host-memory"
         raise ValueError(f"--allocator does not go with {other}, whose blocks it cannot follow; leave one of them out")
+    if args.gpus_per_node is not None and args.host_memory is None:
+        raise ValueError(
+            f"--gpus-per-node {args.gpus_per_node} is given without --host-memory, which they share; give that too"
+        )
     return PlanRequest(
         run=run,
         gpu=gpu,
         recompute=frozenset(args.recompute_allowed),
         fixed_sizes=tuple(args.fixed_memory or ()),
-        host_bytes=_share_host(args, run),
+        host_bytes=(args.host_memory or 0) // (args.gpus_per_node or min(8, run.layout.world_size)),
         counts_reserved=args.allocator,
     )
-
-
-def _share_host(args: argparse.Namespace, run: Run) -> int:
-    """What the host has for each GPU of a node. Raises ValueError where GPUs share no memory."""
-    if args.host_memory is None:
-        if args.gpus_per_node is not None:
-            raise ValueError(
-                f"--gpus-per-node {args.gpus_per_node} is given without --host-memory, which they share; give that too"
-            )
-        return 0
-    return int(args.host_memory) // (args.gpus_per_node or min(8, run.layout.world_size))
 
 
 def _refuse_unknown(run: Run, who: str) -> None:
@@ -298,19 +284,10 @@ def _write_planned_command(args: argparse.Namespace, command: Command, run: Run,
     """The command with the plan in place of what it said of Tempo and of recomputation."""
     # --moe-imbalance stands in no command: its experts are as it says.
     run = dataclasses.replace(run, moe_imbalance=read_run_of_command(args, command)[0].moe_imbalance)
-    tempo = TempoConfig.from_dict(plan.block)
     recomputed, _ = parse_options(plan.megatron_arguments)
-    planned = dataclasses.replace(
-        run,
-        tempo=tempo,
-        **read_recomputation(
-            recomputed.recompute_granularity,
-            recomputed.recompute_method,
-            recomputed.recompute_num_layers,
-            recomputed.recompute_modules,
-            model=run.model,
-        ),
-    )
+    names = ("granularity", "method", "num_layers", "modules")
+    recomputation = (getattr(recomputed, f"recompute_{name}") for name in names)
+    planned = dataclasses.replace(run, tempo=plan.tempo, **read_recomputation(*recomputation, model=run.model))
     words = ["--use-tempo"]
     for name, value in plan.block.items():
         if name != "layers":
@@ -337,7 +314,7 @@ def _show_estimates() -> Iterator[Callable[[], None]]:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def format_plan(request: PlanRequest, plan: MemoryPlan) -> str:
+def format_plan(planner: Planner, plan: MemoryPlan) -> str:
     """A line per stage, then what its layers have."""
     lines = [
         f"{'stage':>5}{'layers':>10}{'in flight':>11}{'peak':>12}{'kept/micro batch':>18}"
@@ -351,40 +328,12 @@ def format_plan(request: PlanRequest, plan: MemoryPlan) -> str:
             f"{format_bytes(stage.peak_bytes):>12}{format_bytes(stage.kept_bytes):>18}{flops:>14}"
             f"{stage.added_seconds * 1e3:>11.3f}{stage.seconds * 1e3:>10.3f}"
         )
-    stages, added = request.run.layout.pp, max(stage.added_seconds for stage in plan.stages)
-    num_micro_batches = request.run.num_micro_batches or stages
-    step = plan.seconds * (num_micro_batches + stages - 1)
+    added = max(stage.added_seconds for stage in plan.stages)
+    number, step = planner.num_micro_batches, planner.compute_step_seconds(plan)
     lines.append(
         f"ms of one micro batch, forward and backward; the slowest stage has {plan.seconds * 1e3:.3f} "
-        f"({added * 1e3:.3f} at most added), a step of {num_micro_batches} {step * 1e3:.3f}"
+        f"({added * 1e3:.3f} at most added), a step of {number} {step * 1e3:.3f}"
     )
     lines.append(f"at most {plan.gap_seconds * 1e3:.3f} ms from the best plan of any kinds of layers, by these figures")
     lines.append(plan.tempo.describe())
     return "\n".join(lines)
-
-
-def describe_offload(request: PlanRequest, plan: MemoryPlan) -> str:
-    """What goes to the host, the memory that this takes there, and how fast the link is."""
-    link = request.gpu.host_link
-    assert link is not None
-    shared = f", {link.gpus_per_uplink} GPUs share it" if link.gpus_per_uplink > 1 else ""
-    moved = ", ".join(format_bytes(stage.moved_bytes) for stage in plan.stages)
-    return (
-        f"to the host, of each micro batch by stage: {moved}; at most {format_bytes(plan.host_bytes)} a GPU of "
-        f"{format_bytes(request.host_bytes)} there, pinned ({link.title}, {link.to_host_bytes_per_second / 1e9:g} GB/s "
-        f"out and {link.to_gpu_bytes_per_second / 1e9:g} back{shared})"
-    )
-
-
-def _list_figures(stage: StagePlan) -> dict[str, Any]:
-    return {
-        "layers": [stage.layers[0], stage.layers[-1]],
-        "in_flight": stage.in_flight,
-        "peak_bytes": stage.peak_bytes,
-        "kept_bytes": stage.kept_bytes,
-        "moved_bytes": stage.moved_bytes,
-        "host_bytes": stage.host_bytes,
-        "recomputed_flops": stage.recomputed_flops,
-        "seconds": stage.seconds,
-        "added_seconds": stage.added_seconds,
-    }

@@ -20,18 +20,8 @@ from tempo_megatron.models.layout import Layout
 from tempo_megatron.models.shape import ModelShape, make_shape
 from tempo_megatron.models.shape_file import read_shape_file
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.words.deepspeed_json import read_deepspeed_json
+from tempo_megatron.words.deepspeed_json import BATCH_KEYS, read_deepspeed_json
 
-_PRECISIONS = ("bf16", "fp16")
-_TOTAL, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-# Argument, which not every command has -> field of a Layout.
-_SIZES = {
-    "tp": "tp",
-    "pp": "pp",
-    "dp": "dp",
-    "cp": "cp",
-    "sequence_parallel": "sp",
-}
 # Arguments of ours that say nothing of the run, or what the command cannot.
 _BESIDE_A_COMMAND = (
     *("command", "words", "script", "world_size", "megatron_yaml", "vocab_size", "use_tempo", "gpu", "gpu_memory"),
@@ -83,52 +73,42 @@ def read_requested_run(args: argparse.Namespace, tempo: TempoConfig, deepspeed: 
     Raises ValueError where the model cannot lie so, or an argument does not go with another or with the JSON.
     """
     shape = read_requested_shape(args)
-    sizes = {field: getattr(args, name) for name, field in _SIZES.items() if hasattr(args, name)}
-    given = {name: getattr(args, name, None) for name in ("micro_batch_size", "num_micro_batches")}
-    of_stock = _read_stock(args) if hasattr(args, "stock") else {}
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    parallel: dict[str, Any] = {name: given[name] for name in ("tp", "pp", "dp", "cp") if name in given}
+    parallel["sp"] = args.sequence_parallel
+    if shape.num_experts is None:
+        if "ep" in given:
+            raise ValueError(f"--ep {args.ep} is given, and the model has no experts; leave it out")
+    else:
+        # Where experts are divided, tokens are sent by all-to-all; else Megatron's default, all-gather, brings them. An
+        # expert is split as the layers are, but for one with biases.
+        parallel |= {"ep": given.get("ep", 1), "etp": 1 if shape.add_bias_linear else args.tp}
+        parallel["dispatcher"] = "allgather" if parallel["ep"] == 1 else "alltoall"
+    of_stock = _read_stock(args)
     chunks = cut_layers(
         shape.num_layers,
-        sizes.get("pp", 1),
-        per_chunk=getattr(args, "num_layers_per_virtual_pipeline_stage", None),
-        first=getattr(args, "decoder_first_pipeline_num_layers", None),
-        last=getattr(args, "decoder_last_pipeline_num_layers", None),
+        given.get("pp", 1),
+        per_chunk=given.get("num_layers_per_virtual_pipeline_stage"),
+        first=given.get("decoder_first_pipeline_num_layers"),
+        last=given.get("decoder_last_pipeline_num_layers"),
         names=OURS,
     )
     if args.recompute and "full" not in args.recompute:
         read_recomputation("selective", None, None, args.recompute, model=shape)
+    batch = {name: given[name] for name in ("micro_batch_size", "num_micro_batches") if name in given}
     run = Run(
         model=shape,
         tempo=tempo,
-        layout=Layout(**sizes, chunks=chunks, **_lay_out_experts(args, shape)),
-        optimizer=_read_optimizer(args, deepspeed),
+        layout=Layout(**parallel, chunks=chunks),
+        optimizer=_read_optimizer(given, deepspeed),
         dtype=DTYPES[args.dtype],
         recompute=tuple(args.recompute),
-        **{field: value for field, value in given.items() if value not in (None, "auto")},
-        moe_grouped_gemm=shape.num_experts is not None and of_stock.get("stock") == "transformer_engine",
+        **{name: value for name, value in batch.items() if value != "auto"},
+        moe_grouped_gemm=shape.num_experts is not None and of_stock["stock"] == "transformer_engine",
         **of_stock,
     )
     run.check(OURS)
     return run
-
-
-def _lay_out_experts(args: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:
-    """The fields of a Layout for experts.
-
-    Where they are divided, tokens are sent by all-to-all; else
-    Megatron's default, all-gather, brings them. An expert is split as the layers are, but for one with biases.
-
-    Raises ValueError where --ep is given for a model without experts.
-    """
-    parallel = getattr(args, "ep", None)
-    if shape.num_experts is None:
-        if parallel is not None:
-            raise ValueError(f"--ep {parallel} is given, and the model has no experts; leave it out")
-        return {}
-    return {
-        "ep": parallel or 1,
-        "etp": 1 if shape.add_bias_linear else args.tp,
-        "dispatcher": "allgather" if parallel in (None, 1) else "alltoall",
-    }
 
 
 def read_requested_shape(args: argparse.Namespace) -> ModelShape:
@@ -140,9 +120,8 @@ def read_requested_shape(args: argparse.Namespace) -> ModelShape:
     """
     if "full" in args.recompute and len(args.recompute) > 1:
         raise ValueError("--recompute full already recomputes everything; give it alone")
-    is_hf = getattr(args, "hf", None) is not None
     values = {"vocab_size": 50257}
-    values |= read_config_fields(args.hf) if is_hf else read_shape_file(args.model)
+    values |= read_shape_file(args.model) if getattr(args, "hf", None) is None else read_config_fields(args.hf)
     dropout = {"attention_dropout": args.dropout, "hidden_dropout": args.dropout}
     given = {"seq_length": args.seq_length, "vocab_size": args.vocab_size, **dropout}
     values |= {name: value for name, value in given.items() if value is not None}
@@ -162,17 +141,13 @@ def _read_stock(args: argparse.Namespace) -> dict[str, Any]:
             f"--stock-attention {args.stock_attention} is Transformer Engine's, and the stock modules are {stock}, "
             "whose attention is unfused; leave it out, or give --stock transformer_engine"
         )
-    attention = args.stock_attention or "fused"
-    if args.no_masked_softmax_fusion and (stock == "cpu" or (stock == "transformer_engine" and attention != "unfused")):
+    attention, fuses_softmax = args.stock_attention or "fused", not args.no_masked_softmax_fusion
+    if not fuses_softmax and (stock == "cpu" or (stock == "transformer_engine" and attention != "unfused")):
         raise ValueError(
             f"--no-masked-softmax-fusion is given, and stock attention ({stock}) has no softmax kernel to leave out; "
             "leave it out, or give --stock local or --stock-attention unfused"
         )
-    return {
-        "stock": stock,
-        "stock_attention": attention,
-        "masked_softmax_fusion": not args.no_masked_softmax_fusion,
-    }
+    return {"stock": stock, "stock_attention": attention, "masked_softmax_fusion": fuses_softmax}
 
 
 def describe_stock(run: Run) -> str:
@@ -186,122 +161,102 @@ def describe_stock(run: Run) -> str:
     return f"Transformer Engine's, with {attention}"
 
 
-def _read_optimizer(args: argparse.Namespace, deepspeed: Mapping[str, Any] | None) -> OptimizerSettings:
-    """Who holds gradients and states. Raises ValueError where arguments and JSON name different ones."""
-    zero = getattr(args, "zero", None)
-    asked, is_whole = getattr(args, "optimizer", None), getattr(args, "no_distributed_optimizer", False)
-    kind = asked or ("megatron" if deepspeed is None and zero is None else "deepspeed")
+def _read_optimizer(given: Mapping[str, Any], deepspeed: Mapping[str, Any] | None) -> OptimizerSettings:
+    """Who holds gradients and states.
+
+    Raises ValueError where arguments and JSON name different ones, or the JSON offloads weights that its stage does not
+    divide.
+    """
+    zero_stage, is_whole = given.get("zero"), given.get("no_distributed_optimizer", False)
+    kind = given.get("optimizer") or ("megatron" if deepspeed is None and zero_stage is None else "deepspeed")
     if kind == "megatron" and deepspeed is not None:
         raise ValueError(
             "--deepspeed_config is given with --optimizer megatron; that file's optimizer is DeepSpeed's: leave one out"
         )
     if kind != "deepspeed":
-        if zero is not None:
-            raise ValueError(f"--zero {zero} is given with --optimizer {kind}; ZeRO is DeepSpeed's: leave one out")
+        if zero_stage is not None:
+            raise ValueError(
+                f"--zero {zero_stage} is given with --optimizer {kind}; ZeRO is DeepSpeed's: leave one out"
+            )
         return OptimizerSettings(kind=kind, distributed=not is_whole)
     if is_whole:
         raise ValueError("--no-distributed-optimizer is Megatron's; give --zero 0 for DeepSpeed's")
-    return _read_deepspeed_optimizer(deepspeed or {}, zero)
+    config = deepspeed or {}
+    zero = config.get("zero_optimization") or {}
+    configured = zero.get("stage", 0) if config else None
+    stage = _agree("--zero", zero_stage, '"zero_optimization.stage"', configured) or 0
+    if (zero.get("offload_param") or {}).get("device", "none") != "none" and stage != 3:
+        raise ValueError(f'the DeepSpeed JSON has "offload_param", which needs ZeRO 3, and its stage is {stage}')
+    return OptimizerSettings.from_deepspeed({**config, "zero_optimization": {**zero, "stage": stage}})
 
 
 def take_deepspeed(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Fill `args` in with what --deepspeed_config says of precision and batch sizes.
+    """Fills `args` in with what --deepspeed_config says of precision and batch sizes, else with bf16 and one sample.
 
     Returns:
         The JSON; None where there is none.
 
-    Raises ValueError where an argument says something else than the JSON.
+    Raises ValueError where an argument says something else than the JSON, or the batch sizes do not divide.
     """
     config = read_deepspeed_json(args.deepspeed_config) if args.deepspeed_config else None
-    _take_precision(args, config)
+    args.dtype = (args.dtype or "bf16") if config is None else _read_precision(args.dtype, config)
     _take_batch_sizes(args, config or {})
     return config
 
 
-def _read_deepspeed_optimizer(config: Mapping[str, Any], zero_stage: int | None = None) -> OptimizerSettings:
-    """Who holds gradients and states.
-
-    Raises ValueError where --zero says another stage, or the JSON offloads weights that its stage does not divide.
-
-    Args:
-        config: the JSON; empty where there is none.
-        zero_stage: --zero, where it is given.
-    """
-    zero = _read_block(config, "zero_optimization")
-    offload = _read_block(zero, "offload_param").get("device", "none")
-    stage = _agree("--zero", zero_stage, '"zero_optimization.stage"', zero.get("stage", 0) if config else None)
-    if offload != "none" and stage != 3:
-        raise ValueError(f'the DeepSpeed JSON has "offload_param", which needs ZeRO 3, and its stage is {stage or 0}')
-    return OptimizerSettings.from_deepspeed({**config, "zero_optimization": {**zero, "stage": stage or 0}})
-
-
-def _take_precision(args: argparse.Namespace, config: Mapping[str, Any] | None) -> None:
-    """Fill `args.dtype` in: the JSON's precision, or bf16 where there is no JSON (None).
-
-    Raises ValueError where --dtype is another one.
-    """
-    if config is None:
-        args.dtype = args.dtype or "bf16"
-        return
-    enabled = {name: _read_block(config, name).get("enabled", False) for name in _PRECISIONS}
+def _read_precision(given: str | None, config: Mapping[str, Any]) -> str:
+    enabled = {name: (config.get(name) or {}).get("enabled", False) for name in ("bf16", "fp16")}
     chosen = [name for name, value in enabled.items() if value is True]
     if len(chosen) == 2:
         raise ValueError("the DeepSpeed JSON enables bf16 and fp16; enable one of them")
-    if not chosen and enabled.get(args.dtype) == "auto":
-        return
+    if given is not None and not chosen and enabled.get(given) == "auto":
+        return given
     precision = chosen[0] if chosen else "fp32"
-    if args.dtype not in (None, precision):
+    if given not in (None, precision):
         raise ValueError(
-            f"--dtype is {args.dtype}, but the DeepSpeed JSON trains in {precision}, as "
+            f"--dtype is {given}, but the DeepSpeed JSON trains in {precision}, as "
             f"{f'it enables {precision}' if chosen else 'it enables neither bf16 nor fp16'}; leave --dtype out, or "
             "change the JSON"
         )
-    args.dtype = precision
+    return precision
 
 
 def _take_batch_sizes(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
-    """Fill `args.micro_batch_size` (else 1) and `args.num_micro_batches` in with what the JSON has as numbers.
-
-    "gradient_accumulation_steps" are micro batches; "train_batch_size" becomes `args.global_batch_size` where there is
-    that, else micro batches too.
-
-    Raises ValueError where an argument is another number, or the numbers do not divide.
-    """
-    micro = _agree("--micro-batch-size", args.micro_batch_size, f'"{_MICRO}"', _read_number(config, _MICRO)) or 1
-    steps = _agree("--num-micro-batches", args.num_micro_batches, f'"{_STEPS}"', _read_number(config, _STEPS))
-    given = getattr(args, "global_batch_size", None)
-    total = _agree("--global-batch-size", given, f'"{_TOTAL}"', _read_number(config, _TOTAL))
-    args.micro_batch_size, args.num_micro_batches = micro, steps
+    """ "gradient_accumulation_steps" are micro batches; "train_batch_size" becomes `args.global_batch_size` where there
+    is that, else micro batches too."""
+    names = ("global_batch_size", "micro_batch_size", "num_micro_batches")
+    total, micro, steps = (
+        _agree(
+            f"--{name.replace('_', '-')}",
+            getattr(args, name, None),
+            f'"{key}"',
+            None if config.get(key) == "auto" else config.get(key),
+        )
+        for name, key in zip(names, BATCH_KEYS, strict=True)
+    )
+    args.micro_batch_size, args.num_micro_batches = micro or 1, steps
     if total is None:
         return
-    per_round = args.dp * (steps or 1) * (1 if micro == "auto" else micro)
+    size = 1 if micro in (None, "auto") else micro
+    per_round = args.dp * (steps or 1) * size
     if total % per_round or (steps is not None and total != per_round):
-        name = "--global-batch-size" if given is not None else f'the DeepSpeed JSON\'s "{_TOTAL}"'
+        is_given = getattr(args, "global_batch_size", None) is not None
+        name = "--global-batch-size" if is_given else f'the DeepSpeed JSON\'s "{BATCH_KEYS[0]}"'
         expected = "a multiple of" if steps is None else f"{steps} times"
         raise ValueError(
-            f"{name} {total} is not {expected} --dp {args.dp} times a micro batch of "
-            f"{1 if micro == 'auto' else micro}; change one of them"
+            f"{name} {total} is not {expected} --dp {args.dp} times a micro batch of {size}; change one of them"
         )
     if hasattr(args, "global_batch_size"):
         args.global_batch_size, args.num_micro_batches = total, None
     else:
-        args.num_micro_batches = total // (args.dp * micro)
+        args.num_micro_batches = total // (args.dp * size)
 
 
 def _agree(option: str, given: Any, key: str, configured: Any) -> Any:
+    """What is given or configured. Raises ValueError where both are, and differ."""
     if given is not None and configured is not None and given != configured:
         raise ValueError(
             f"{option} is {given}, but {key} in the DeepSpeed JSON is {configured}; leave {option} out, or change the "
             "JSON"
         )
     return configured if given is None else given
-
-
-def _read_block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    return config.get(key) or {}
-
-
-def _read_number(config: Mapping[str, Any], key: str) -> int | None:
-    """The JSON's number; None where it is absent or "auto"."""
-    value = config.get(key)
-    return None if value == "auto" else value

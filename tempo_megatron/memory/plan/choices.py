@@ -21,7 +21,7 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tempo_kernels.offload import MIN_BYTES
@@ -31,7 +31,7 @@ from tempo_megatron.memory.routing import assume_fullest
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import record_chunk
 from tempo_megatron.memory.simulated.chunk_model import STACKS_OF_FAMILIES, describe_parts
-from tempo_megatron.memory.tape.rows import name_row, sum_rows
+from tempo_megatron.memory.tape.rows import Row, name_row, sum_rows
 from tempo_megatron.models.build import DTYPES, build_transformer_config
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, OFFLOAD, write_layers
@@ -41,8 +41,9 @@ from tempo_megatron.slots.layer_spec import keeps_copies
 
 Values = tuple[str, ...]
 """The value of each of LAYER_OPERATIONS, never "auto"."""
-Rows = Mapping[str, int]
-"""Row of the ledger -> bytes; what of it is too small for offload is a row of its own."""
+STOCK: Values = ("off",) * len(LAYER_OPERATIONS)
+Rows = tuple[Row, ...]
+"""What a layer keeps; `host_bytes` are those that it can send to the host."""
 LADDER = {
     "activation": ("off", "inplace", "recompute"),
     "dropout": ("off", "recompute"),
@@ -55,9 +56,12 @@ LADDER = {
 recomputed MLP one that is recomputed keeps more than one in place."""
 _WRITTEN_ONLY = {"moe_permute": "repeat", "linear_fc1": "tile"}
 """Operation -> the value that no plan chooses by itself."""
+# Fields of a Run on which the bytes of a layer depend, beside those that `_keep_layer` changes.
+_OF_A_LAYER = (
+    *("micro_batch_size", "dtype", "stock", "stock_attention", "masked_softmax_fusion", "fuses_latent_rope"),
+    *("moe_grouped_gemm", "moe_permute_fusion", "moe_shared_expert_gate"),
+)
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Ends the name of the part of a row whose storages no offload moves.
-_SMALL = ", small"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,22 +97,6 @@ class LayerOption:
     copy_seconds: float = 0.0
     """Of `seconds`, what these take of the device's bandwidth."""
 
-    def move(self, offload: str, moved_bytes: int, copy_seconds: float) -> LayerOption:
-        """The same layer, with these of the bytes that it keeps on the host."""
-        return LayerOption(
-            dataclasses.replace(self.choice, offload=offload),
-            self.kept_bytes - moved_bytes,
-            self.seconds + copy_seconds,
-            self.replay_bytes,
-            moved_bytes,
-            copy_seconds,
-        )
-
-    def stay(self) -> LayerOption:
-        """The same layer with nothing on the host."""
-        kept, seconds = self.kept_bytes + self.moved_bytes, self.seconds - self.copy_seconds
-        return LayerOption(dataclasses.replace(self.choice, offload="off"), kept, seconds, self.replay_bytes)
-
 
 def list_values(run: Run) -> dict[str, Values]:
     """Operation, the loss among them -> the values among which a plan chooses, stock's first: what was written, else
@@ -143,32 +131,18 @@ def list_values(run: Run) -> dict[str, Values]:
 
 
 class LayerRows:
-    """What a layer of a run's model keeps with any choice, measured when it is asked for.
-
-    In a model of experts it is a layer with them.
-
-    Args:
-        run: one of `_keep_layer`.
-    """
+    """What a layer of a run's model, with experts where it has some, keeps with any choice, measured when it is asked
+    for. The run is one of `_keep_layer`."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._rows: dict[tuple[frozenset[str], Values], Rows] = {}
         self._stack_bytes: dict[frozenset[str], int] = {}
-        (stack,) = STACKS_OF_FAMILIES[run.model.family]
-        self._movable = {
-            name_row(row, run.model.activation): name
-            for row in LEDGER_ROWS
-            if row.stack == stack and (name := find_offload_row(row)) is not None
-        }
 
     def measure(self, recompute: frozenset[str], choices: Iterable[Values]) -> list[Rows]:
-        """The rows of each choice with this recomputation by Megatron.
-
-        Raises ValueError where torch.distributed is already initialised.
-        """
+        """The rows of each choice with this recomputation by Megatron."""
         # A layer that is recomputed as a whole keeps its input, whatever its values are.
-        asked = [("off",) * len(LAYER_OPERATIONS) if "full" in recompute else each for each in choices]
+        asked = [STOCK if "full" in recompute else each for each in choices]
         unknown = [each for each in dict.fromkeys(asked) if (recompute, each) not in self._rows]
         if unknown:
             found, stack = _measure_layers(dataclasses.replace(self._run, recompute=tuple(sorted(recompute))), unknown)
@@ -177,39 +151,38 @@ class LayerRows:
         return [self._rows[recompute, each] for each in asked]
 
     def count(self, recompute: frozenset[str], choices: Iterable[Values]) -> list[int]:
-        """Bytes of a layer of each choice.
-
-        A projection that runs again saves nothing where stock attention keeps copies of q, k and v. The slots refuse
-        both together, so this counts the projection as stock.
-        """
+        """Bytes of a layer of each choice; of one that is not possible with stock's projection, which keeps as much."""
         possible = [
             each if self.is_possible(recompute, each) else replace_value(each, "linear_qkv", "off") for each in choices
         ]
-        return [sum(rows.values()) for rows in self.measure(recompute, possible)]
+        return [sum(row.num_bytes for row in rows) for rows in self.measure(recompute, possible)]
 
     def count_stack(self, recompute: frozenset[str]) -> int:
         """What the layers of a stage keep together: with full recomputation the angles of rotary embeddings."""
         if recompute not in self._stack_bytes:
-            self.measure(recompute, [("off",) * len(LAYER_OPERATIONS)])
+            self.measure(recompute, [STOCK])
         return self._stack_bytes[recompute]
 
     def list_movable(self, choice: LayerChoice) -> dict[str, int]:
         """One of OFFLOAD_ROWS -> the bytes that a layer can send to the host by that name."""
-        found: collections.Counter[str] = collections.Counter()
+        model, found = self._run.model, collections.Counter[str]()
+        stacks = STACKS_OF_FAMILIES[model.family]
+        names = {name_row(row, model.activation): find_offload_row(row) for row in LEDGER_ROWS if row.stack in stacks}
         (rows,) = self.measure(choice.recompute, [choice.values])
-        for title, num_bytes in rows.items():
-            if title in self._movable:
-                found[self._movable[title]] += num_bytes
+        for row in rows:
+            if row.host_bytes and (name := names.get(row.operation)) is not None:
+                found[name] += row.host_bytes
         return dict(found)
 
     def is_possible(self, recompute: frozenset[str], choice: Values) -> bool:
-        """Whether the slots take a choice: stock attention may keep copies of what its projection would run again."""
+        """Whether the slots take a choice: not a projection that runs again where stock attention keeps copies of its
+        q, k and v, so that nothing is saved."""
         values = dict(zip(LAYER_OPERATIONS, choice, strict=True))
         if values["attention"] != "off" or values["linear_qkv"] == "off" or "core_attn" in recompute:
             return True
-        run = self._run
-        is_grouped = run.model.num_query_groups != run.model.num_attention_heads
-        return not keeps_copies(is_megatrons=run.stock != "transformer_engine", is_grouped=is_grouped)
+        model, is_megatrons = self._run.model, self._run.stock != "transformer_engine"
+        is_grouped = model.num_query_groups != model.num_attention_heads
+        return not keeps_copies(is_megatrons=is_megatrons, is_grouped=is_grouped)
 
 
 def measure_rows(run: Run) -> LayerRows:
@@ -222,45 +195,27 @@ def _make_rows(run: Run) -> LayerRows:
     return LayerRows(run)
 
 
-def measure_stock_layer(run: Run) -> Rows:
-    """Measure the rows of a stock layer of a run's model, without recomputation.
+def measure_stock_layer(run: Run) -> dict[str, int]:
+    """Row of the ledger -> bytes of a stock layer of a run's model, without recomputation.
 
     Raises ValueError where torch.distributed is already initialised.
     """
-    (rows,) = measure_rows(run).measure(frozenset(), [("off",) * len(LAYER_OPERATIONS)])
-    found: collections.Counter[str] = collections.Counter()
-    for title, num_bytes in rows.items():
-        found[title.removesuffix(_SMALL)] += num_bytes
-    return dict(found)
+    (rows,) = measure_rows(run).measure(frozenset(), [STOCK])
+    return {row.operation: row.num_bytes for row in rows}
 
 
 def _keep_layer(run: Run) -> Run:
     """A Run of the fields on which the bytes of a layer depend, so that runs with equal layers are equal."""
-    # The tokens of the stage that has most: what is returned has neither stages nor a vocabulary.
-    imbalance = assume_fullest(run).moe_imbalance
-    written: dict[str, Any] = {
-        name: value for name, value in _WRITTEN_ONLY.items() if getattr(run.tempo, name) == value
-    }
+    written: dict[str, Any] = {name: each for name, each in _WRITTEN_ONLY.items() if getattr(run.tempo, name) == each}
+    model, seq_length = run.model, run.model.seq_length // run.layout.cp
+    fields: dict[str, Any] = {name: getattr(run, name) for name in _OF_A_LAYER}
     return Run(
-        model=dataclasses.replace(
-            run.model,
-            num_layers=1,
-            moe_layer_freq="1",
-            vocab_size=1,
-            seq_length=run.model.seq_length // run.layout.cp,
-        ),
+        model=dataclasses.replace(model, num_layers=1, moe_layer_freq="1", vocab_size=1, seq_length=seq_length),
         tempo=dataclasses.replace(TempoConfig.off(), **written),
         layout=dataclasses.replace(run.layout, pp=1, dp=1, chunks=None),
-        moe_grouped_gemm=run.moe_grouped_gemm,
-        moe_permute_fusion=run.moe_permute_fusion,
-        moe_shared_expert_gate=run.moe_shared_expert_gate,
-        moe_imbalance=imbalance,
-        fuses_latent_rope=run.fuses_latent_rope,
-        micro_batch_size=run.micro_batch_size,
-        dtype=run.dtype,
-        stock=run.stock,
-        stock_attention=run.stock_attention,
-        masked_softmax_fusion=run.masked_softmax_fusion,
+        # The tokens of the stage that has most: what is returned has neither stages nor a vocabulary.
+        moe_imbalance=assume_fullest(run).moe_imbalance,
+        **fields,
     )
 
 
@@ -271,14 +226,10 @@ def _measure_layers(run: Run, choices: Sequence[Values]) -> tuple[list[Rows], in
     tempo = dataclasses.replace(TempoConfig.off(), layers=layers)
     by_layer, rest = record_chunk(dataclasses.replace(run, model=model, tempo=tempo))
     (stack,) = STACKS_OF_FAMILIES[model.family]
-    found: list[Rows] = []
+    found = []
     for place in range(len(choices)):
-        rows: dict[str, int] = {}
-        for is_small, suffix in ((False, ""), (True, _SMALL)):
-            part = [storage for storage in by_layer[stack, place] if (storage.num_bytes < MIN_BYTES) == is_small]
-            summed = sum_rows(part, (model.seq_length,), model.activation)
-            rows |= {row.operation + suffix: row.num_bytes for row in summed}
-        found.append(rows)
+        kept = [dataclasses.replace(each, is_on_host=each.num_bytes >= MIN_BYTES) for each in by_layer[stack, place]]
+        found.append(sum_rows(kept, (model.seq_length,), model.activation))
     # The rest is the mask, which belongs to the micro batch.
     return found, sum(storage.num_bytes for storage in rest if storage.operation == stack)
 
@@ -289,51 +240,53 @@ def replace_value(values: Values, operation: str, value: str) -> Values:
 
 
 class LayerPrices:
-    """The time of the choices for a layer of a run on a GPU, for one micro batch.
+    """The time of the choices for a layer of a run on a GPU, for one micro batch."""
 
-    Args:
-        run: model, layout and micro batch.
-        gpu: rates.
-        moves: whether the plan may send something to the host.
-
-    Raises ValueError where something is sent and nothing says how fast the link is.
-    """
-
-    def __init__(self, run: Run, gpu: Gpu, *, moves: bool = False) -> None:
+    def __init__(self, run: Run, gpu: Gpu) -> None:
         self._run, self._gpu = run, gpu
         self.flops = count_layer_flops(run)
-        self.window_bytes = count_window_bytes(gpu, self.seconds(self.flops.total)) if moves else 0
 
     def seconds(self, flops: int, moved_bytes: int = 0) -> float:
         """The time of products and then of elementwise work."""
         rate = self._gpu.matmul_flops_per_second[_DTYPE_NAMES[self._run.dtype]]
         return flops / rate + moved_bytes / self._gpu.bytes_per_second
 
-    def copy_seconds(self, num_bytes: int) -> float:
-        """What the device's memory takes for a copy to the host and one back."""
-        return self.seconds(0, 2 * num_bytes)
+    def move(self, option: LayerOption, offload: str, num_bytes: int) -> LayerOption:
+        """The option with these of its bytes on the host in place of those there, and the device's time for copies."""
+        copy_seconds = self.seconds(0, 2 * num_bytes)
+        choice = dataclasses.replace(option.choice, offload=offload)
+        kept_bytes = option.kept_bytes + option.moved_bytes - num_bytes
+        seconds = option.seconds - option.copy_seconds + copy_seconds
+        return LayerOption(choice, kept_bytes, seconds, option.replay_bytes, num_bytes, copy_seconds)
 
     def price(self, choice: LayerChoice) -> float:
         """What a choice adds to forward and backward of a layer, without its copies to the host."""
-        config = choice.make_config()
-        return self.seconds(
-            count_recomputed_flops(self.flops, choice.recompute, config),
-            count_moved_bytes(self._run, config, choice.recompute),
-        )
+        moved_bytes = count_moved_bytes(self._run, choice.make_config(), choice.recompute)
+        return self.seconds(self.count_recomputed_flops(choice), moved_bytes)
+
+    def count_recomputed_flops(self, choice: LayerChoice) -> int:
+        return count_recomputed_flops(self.flops, choice.recompute, choice.make_config())
 
 
 def make_ladder(
-    rows: LayerRows, prices: LayerPrices, recompute: frozenset[str], values: Mapping[str, Sequence[str]]
+    rows: LayerRows,
+    prices: LayerPrices,
+    recompute: frozenset[str],
+    values: Mapping[str, Sequence[str]],
+    window_bytes: int,
 ) -> list[LayerOption]:
     """The undominated options of a layer with this recomputation by Megatron, of those with these values, by ascending
-    time; of equal ones the first stays."""
+    time; of equal ones the first stays. Some of the rows are on the host where they fit the window."""
     possible = {
         each: prices.price(LayerChoice(each, recompute))
         for each in itertools.product(*(values.get(name, ("off",)) for name in LAYER_OPERATIONS))
         if rows.is_possible(recompute, each)
     }
     taken = [LayerChoice(each, recompute) for each in possible if not _is_matched(each, possible, values)]
-    options = [each for option in make_options(rows, prices, taken) for each in _add_moving(option, rows, prices)]
+    options = make_options(rows, prices, taken)
+    for option in options[:] if window_bytes else ():
+        moved = choose_rows_to_move(rows.list_movable(option.choice), window_bytes)
+        options += [prices.move(option, offload, num_bytes) for offload, num_bytes in moved.items()]
     found: list[LayerOption] = []
     for option in sorted(options, key=_list_figures):
         if not any(all(map(float.__le__, _list_figures(other), _list_figures(option))) for other in found):
@@ -346,10 +299,9 @@ def _is_matched(choice: Values, possible: Mapping[Values, float], values: Mappin
     for operation, value in zip(LAYER_OPERATIONS, choice, strict=True):
         ladder = LADDER.get(operation, ())
         further = ladder[ladder.index(value) + 1 :] if value in ladder else ()
-        for other in further:
-            lower = replace_value(choice, operation, other)
-            if other in values.get(operation, ()) and possible.get(lower, float("inf")) <= possible[choice]:
-                return True
+        lower = (replace_value(choice, operation, each) for each in further if each in values.get(operation, ()))
+        if any(possible.get(each, float("inf")) <= possible[choice] for each in lower):
+            return True
     return False
 
 
@@ -366,28 +318,16 @@ def make_options(rows: LayerRows, prices: LayerPrices, choices: Sequence[LayerCh
     # Backward runs the MLP's first linear again, and attention when the MLP has been differentiated, so that never both
     # results exist. In a layer that Megatron recomputes Tempo recomputes neither.
     with_mlp = [replace_value(each.values, "linear_fc1", "off") for each in choices]
-    with_attention = [
-        replace_value(mlp if "full" in recompute else each.values, "linear_qkv", "off")
-        for each, mlp in zip(choices, with_mlp, strict=True)
-    ]
-    with_attention = [
-        replace_value(each, "attention", "flash") if each[LAYER_OPERATIONS.index("attention")] == "recompute" else each
-        for each in with_attention
-    ]
+    with_attention = []
+    for each, mlp in zip(choices, with_mlp, strict=True):
+        values = replace_value(mlp if "full" in recompute else each.values, "linear_qkv", "off")
+        is_again = values[LAYER_OPERATIONS.index("attention")] == "recompute"
+        with_attention.append(replace_value(values, "attention", "flash") if is_again else values)
     without = list(map(max, rows.count(plain, with_mlp), rows.count(plain, with_attention)))
     return [
         LayerOption(each, num_bytes, prices.price(each), whole if "full" in recompute else max(0, whole - num_bytes))
         for each, num_bytes, whole in zip(choices, kept, without, strict=True)
     ]
-
-
-def _add_moving(option: LayerOption, rows: LayerRows, prices: LayerPrices) -> Iterator[LayerOption]:
-    """The option, and the same layer with some of its rows on the host."""
-    yield option
-    if not prices.window_bytes:
-        return
-    for offload, num_bytes in choose_rows_to_move(rows.list_movable(option.choice), prices.window_bytes).items():
-        yield option.move(offload, num_bytes, prices.copy_seconds(num_bytes))
 
 
 def choose_rows_to_move(rows: Mapping[str, int], window_bytes: int) -> dict[str, int]:
@@ -435,13 +375,8 @@ def count_recomputed_flops(flops: LayerFlops, recompute: frozenset[str], config:
 
 
 def count_moved_bytes(run: Run, config: TempoConfig, recompute: frozenset[str]) -> int:
-    """Bytes that elementwise work of one layer reads and writes beyond stock, per micro batch on one rank.
-
-    Args:
-        run: model, layout and micro batch.
-        config: the layer's values, without "auto".
-        recompute: what Megatron recomputes of the layer.
-    """
+    """Bytes that elementwise work of one layer reads and writes beyond stock, per micro batch on one rank. No value of
+    the layer is "auto"."""
     shape = run.model
     t, tokens, element_bytes = run.layout.tp, shape.seq_length * run.micro_batch_size, run.dtype.itemsize
     tokens //= run.layout.cp
@@ -489,12 +424,6 @@ def count_moved_bytes(run: Run, config: TempoConfig, recompute: frozenset[str]) 
         # Copies are made, and added up again.
         moved += x + y + 2 * 2 * copies
     return moved
-
-
-def count_weight_bytes(num_weights: int, element_bytes: int) -> int:
-    """Bytes that a micro batch of any size moves: forward and backward read each weight, and backward adds its gradient
-    to a float32 sum."""
-    return num_weights * (2 * element_bytes + 2 * 4)
 
 
 def write_block(layers: Sequence[LayerChoice], loss: str) -> dict[str, Any]:

@@ -1,14 +1,15 @@
 """Counts the floating-point operations of a model's matrix products, two for each multiply-add.
 
-`LayerWeights` says what one token of a layer is multiplied with. The plan, the `flops` command and the trainer's MFU
-all count from it: the plan on one rank, with attention's masked half left out where a kernel skips it; the other two
-for the whole model by equation 7 of arXiv 2205.05198, which counts the whole square.
+The plan, the `flops` command and the trainer's MFU all count by `_count_layer`: the plan on one rank, with attention's
+masked half left out where a kernel skips it; the other two for the whole model by equation 7 of arXiv 2205.05198, which
+counts the whole square.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
+from typing import NamedTuple
 
 from tempo_megatron.memory.run import Run
 from tempo_megatron.models.shape import ModelShape
@@ -18,55 +19,11 @@ _PASSES = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerWeights:
-    """Weights that one token meets in a layer of the whole model; of experts those that it goes to."""
-
-    down: int
-    """Of latent attention: the projections to latent vectors, which tensor parallelism does not divide."""
-    linear_qkv: int
-    """The other projections in front of attention; with latent attention those from latent vectors."""
-    linear_proj: int
-    heads: int
-    """The sizes of a query and a value of all heads together: twice as many FLOPs for each pair of tokens."""
-    linear_fc1: int
-    linear_fc2: int
-    router: int
-
-    @property
-    def projections(self) -> int:
-        return self.down + self.linear_qkv + self.linear_proj
-
-    @property
-    def mlp(self) -> int:
-        return self.linear_fc1 + self.linear_fc2 + self.router
-
-
-def count_layer_weights(shape: ModelShape, *, has_experts: bool) -> LayerWeights:
-    """Count the weights of one layer.
-
-    Args:
-        shape: of the model.
-        has_experts: whether the layer is one of those with experts, where the model has some.
-    """
-    h, heads, channels = shape.hidden_size, shape.num_attention_heads, shape.kv_channels
-    num_experts = (shape.num_experts or 0) if has_experts else 0
-    linear_fc2 = h * (count_inner(shape) if num_experts else shape.ffn_hidden_size)
-    of_mlp = (2 if shape.is_gated else 1) * linear_fc2, linear_fc2, h * num_experts
-    if not shape.multi_latent_attention:
-        width = heads * channels
-        return LayerWeights(0, h * (width + 2 * shape.num_query_groups * channels), width * h, 2 * width, *of_mlp)
-    rank, key, position, value = shape.latent_sizes
-    query, query_rank = key + position, shape.q_lora_rank
-    up = heads * ((query_rank or h) * query + rank * (key + value))
-    down = h * (rank + position + (query_rank or 0))
-    return LayerWeights(down, up, heads * value * h, heads * (query + value), *of_mlp)
-
-
-@dataclasses.dataclass(frozen=True)
 class LayerFlops:
-    """FLOPs of the matrix products of one layer's forward on one rank, for one micro batch."""
+    """FLOPs of the matrix products of one layer's forward."""
 
     linear_qkv: int
+    """All projections in front of attention."""
     linear_proj: int
     core_attention: int
     linear_fc1: int
@@ -95,27 +52,49 @@ def count_inner(shape: ModelShape) -> int:
     return shape.moe_router_topk * shape.expert_size + (shape.moe_shared_expert_intermediate_size or 0)
 
 
+def _count_layer(
+    shape: ModelShape, tokens: int, num_scores: int, *, has_experts: bool, own_tokens: int | None = None, tp: int = 1
+) -> LayerFlops:
+    """The forward of one layer on one of `tp` ranks; of experts those count that a token goes to.
+
+    `num_scores` are pairs of a query and a key that attention computes, `own_tokens` those that the rank has outside of
+    attention and MLP; None is all.
+    """
+    h, heads, channels = shape.hidden_size, shape.num_attention_heads, shape.kv_channels
+    width, down = heads * channels, 0
+    up, of_scores = h * (width + 2 * shape.num_query_groups * channels), 2 * width
+    if shape.multi_latent_attention:
+        rank, key, position, value = shape.latent_sizes
+        # The projections to latent vectors, which tensor parallelism does not divide, and those from them.
+        down = h * (rank + position + (shape.q_lora_rank or 0))
+        up = heads * ((shape.q_lora_rank or h) * (key + position) + rank * (key + value))
+        width, of_scores = heads * value, heads * (key + position + value)
+    num_experts = (shape.num_experts or 0) if has_experts else 0
+    inner = count_inner(shape) if num_experts else shape.ffn_hidden_size
+    of_up = 2 * tokens * up // tp
+    return LayerFlops(
+        linear_qkv=of_up + 2 * (tokens if own_tokens is None else own_tokens) * down,
+        linear_proj=2 * tokens * width * h // tp,
+        core_attention=2 * num_scores * of_scores // tp,
+        linear_fc1=2 * tokens * (2 if shape.is_gated else 1) * h * inner // tp,
+        linear_fc2=2 * tokens * h * inner // tp,
+        router=2 * tokens * h * num_experts // tp,
+        up_projections=of_up if shape.multi_latent_attention else 0,
+    )
+
+
 def count_layer_flops(run: Run) -> LayerFlops:
-    """Count one layer's forward on one rank. In a model of experts it is a layer with them.
+    """One layer's forward on one rank, for one micro batch. In a model of experts it is a layer with them.
 
     Fused attention does not compute the scores behind a causal mask.
     """
-    s, b, t, c = run.model.seq_length, run.micro_batch_size, run.layout.tp, run.layout.cp
-    weights = count_layer_weights(run.model, has_experts=True)
-    tokens = s * b // c
-    own = tokens // (t if run.layout.sp else 1)
+    s, b, tp = run.model.seq_length, run.micro_batch_size, run.layout.tp
+    tokens = s * b // run.layout.cp
     skips_masked = run.model.family == "gpt" and run.stock == "transformer_engine" and run.stock_attention != "unfused"
     num_scores = b * (s * (s + 1) // 2 if skips_masked else s * s)
-    up = 2 * tokens * weights.linear_qkv // t
-    return LayerFlops(
-        linear_qkv=up + 2 * own * weights.down,
-        linear_proj=2 * tokens * weights.linear_proj // t,
-        core_attention=2 * num_scores * weights.heads // (t * c),
-        linear_fc1=2 * tokens * weights.linear_fc1 // t,
-        linear_fc2=2 * tokens * weights.linear_fc2 // t,
-        router=2 * tokens * weights.router // t,
-        up_projections=up if run.model.multi_latent_attention else 0,
-    )
+    own_tokens = tokens // (tp if run.layout.sp else 1)
+    found = _count_layer(run.model, tokens, num_scores, has_experts=True, own_tokens=own_tokens, tp=tp)
+    return dataclasses.replace(found, core_attention=found.core_attention // run.layout.cp)
 
 
 def count_head_flops(run: Run) -> int:
@@ -124,8 +103,7 @@ def count_head_flops(run: Run) -> int:
     return 2 * tokens * run.model.hidden_size * run.padded_vocab_size // run.layout.tp
 
 
-@dataclasses.dataclass(frozen=True)
-class ForwardFlops:
+class ForwardFlops(NamedTuple):
     """One forward of a whole model."""
 
     projections: int
@@ -144,8 +122,7 @@ class ForwardFlops:
         return self.layers + self.head
 
 
-@dataclasses.dataclass(frozen=True)
-class HardwareFlops:
+class HardwareFlops(NamedTuple):
     """What the devices compute in a step."""
 
     total: int
@@ -161,21 +138,22 @@ def count_forward_flops(shape: ModelShape, num_samples: int, vocab_size: int) ->
         num_samples: B, of seq_length tokens each; in a T5's decoder of decoder_seq_length.
         vocab_size: v, rows of the output layer with their padding.
     """
-    dense, mixed = (count_layer_weights(shape, has_experts=has) for has in (False, True))
-    num_mixed = sum(shape.layers_with_experts)
-    tokens, h = num_samples * shape.seq_length, shape.hidden_size
-    through_weights, met, of_mlp, of_head = tokens * dense.projections, tokens * shape.seq_length, tokens, tokens
+    h, s = shape.hidden_size, shape.seq_length
+    tokens = of_head = num_samples * s
+    layers = [_count_layer(shape, tokens, tokens * s, has_experts=has) for has in shape.layers_with_experts]
+    projections = 0
     if shape.decoder_seq_length is not None:
         of_head = num_samples * shape.decoder_seq_length
-        of_mlp += of_head
-        met += of_head * (shape.decoder_seq_length + shape.seq_length)
+        num_scores = of_head * (shape.decoder_seq_length + s)
+        layers += [_count_layer(shape, of_head, num_scores, has_experts=False)] * shape.num_layers
         # Cross attention has queries of the decoder, and keys and values of the encoder.
         of_queries, of_keys = shape.num_attention_heads * shape.kv_channels, shape.num_query_groups * shape.kv_channels
-        through_weights += of_head * dense.projections + 2 * h * (of_head * of_queries + tokens * of_keys)
+        through_weights = of_head * 2 * h * of_queries + 2 * h * tokens * of_keys
+        projections = shape.num_layers * 2 * through_weights
     return ForwardFlops(
-        projections=shape.num_layers * 2 * through_weights,
-        core_attention=shape.num_layers * 2 * met * dense.heads,
-        mlp=2 * of_mlp * ((shape.num_layers - num_mixed) * dense.mlp + num_mixed * mixed.mlp),
+        projections=projections + sum(layer.linear_qkv + layer.linear_proj for layer in layers),
+        core_attention=sum(layer.core_attention for layer in layers),
+        mlp=sum(layer.mlp for layer in layers),
         head=2 * of_head * (h * vocab_size + (h * h if shape.family == "bert" else 0)),
     )
 

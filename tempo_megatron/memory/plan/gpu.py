@@ -6,17 +6,14 @@ import dataclasses
 import difflib
 import json
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tempo_megatron.memory.chips import Chip
 
-FOLDERS = (
-    Path(__file__).parents[3] / "configs" / "gpu",
-    Path(sysconfig.get_path("data")) / "share" / "tempo-megatron" / "configs" / "gpu",
-)
+_FOLDERS = Path(__file__).parents[3], Path(sysconfig.get_path("data")) / "share" / "tempo-megatron"
 """A checkout's, and what a wheel installs."""
-
 DTYPES = ("bf16", "fp16", "fp32")
 _UNKNOWN_DEVICE = "h100"
 
@@ -28,19 +25,15 @@ class HostLink:
     title: str
     to_host_bytes_per_second: float
     """Of one GPU that copies alone, while it may copy the other way too."""
-
     to_gpu_bytes_per_second: float
     gpus_per_uplink: int
     """GPUs behind one switch, or at one CPU's link, that together get no more than one alone; 1 where none share."""
-
     source: str
 
     def share(self) -> tuple[float, float]:
         """Bytes per second to the host and to the GPU while all GPUs that share the uplink copy."""
-        return (
-            self.to_host_bytes_per_second / self.gpus_per_uplink,
-            self.to_gpu_bytes_per_second / self.gpus_per_uplink,
-        )
+        each = self.to_host_bytes_per_second, self.to_gpu_bytes_per_second
+        return each[0] / self.gpus_per_uplink, each[1] / self.gpus_per_uplink
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,17 +48,16 @@ class Gpu:
     """dtype, one of DTYPES -> floating-point operations per second of dense products, two per multiply-add."""
     bytes_per_second: float
     """The bandwidth of the GPU's memory."""
-
     host_link: HostLink | None = None
     """None where a file says nothing of it: then no plan offloads."""
-
     chip: Chip | None = None
     """None where a file says nothing of it: then the run's is taken."""
 
 
-def list_gpus() -> dict[str, Path]:
-    """Name -> file of configs/gpu."""
-    return {path.stem: path for folder in reversed(FOLDERS) for path in sorted(folder.glob("*.json"))}
+def list_configs(kind: str) -> dict[str, Path]:
+    """Name -> JSON file of a folder of configs: "gpu" or "model"."""
+    folders = [folder / "configs" / kind for folder in _FOLDERS]
+    return {path.stem: path for folder in reversed(folders) for path in sorted(folder.glob("*.json"))}
 
 
 def find_gpu(device_name: str | None) -> Gpu:
@@ -76,10 +68,9 @@ def find_gpu(device_name: str | None) -> Gpu:
 def recognise_gpu(device_name: str) -> Gpu | None:
     """The rates of the device with this name of torch's; None where no file fits."""
     # A GB200 is no B200.
-    for name in sorted(list_gpus(), key=len, reverse=True):
-        if name in device_name.lower().replace(" ", ""):
-            return read_gpu(name)
-    return None
+    names = sorted(list_configs("gpu"), key=len, reverse=True)
+    found = next((name for name in names if name in device_name.lower().replace(" ", "")), None)
+    return None if found is None else read_gpu(found)
 
 
 def read_gpu(name: str) -> Gpu:
@@ -87,7 +78,7 @@ def read_gpu(name: str) -> Gpu:
 
     Raises ValueError where there is no such file, naming the nearest known GPU, and where the file describes no GPU.
     """
-    known = list_gpus()
+    known = list_configs("gpu")
     path = known.get(name.lower(), Path(name))
     if not path.is_file():
         nearest = difflib.get_close_matches(name.lower(), sorted(known), n=1, cutoff=0.0)
@@ -98,37 +89,32 @@ def read_gpu(name: str) -> Gpu:
     except ValueError as error:
         raise ValueError(f"--gpu {path} is not valid JSON ({error}); correct it") from error
     _check_content(path, content)
-    link = content.get("host_link")
-    chip = content.get("chip")
+    link, chip = content.get("host_link"), content.get("chip")
     return Gpu(**{**content, "host_link": link and HostLink(**link), "chip": chip and Chip(**chip)})
 
 
 def _check_content(path: Path, content: Any) -> None:
-    names = [field.name for field in dataclasses.fields(Gpu)]
-    if not isinstance(content, dict) or sorted({"host_link": None, "chip": None, **content}) != sorted(names):
-        raise ValueError(f"--gpu {path} does not describe a GPU; expected an object of {', '.join(names)}")
+    def refuse(name: str, value: object, expected: str) -> NoReturn:
+        raise ValueError(f"--gpu {path}: {name} is {value!r}; expected {expected}")
+
+    def has_names(value: Any, names: Iterable[str]) -> bool:
+        return isinstance(value, dict) and sorted(value) == sorted(names)
+
+    fields = [field.name for field in dataclasses.fields(Gpu)]
+    if not isinstance(content, dict) or not has_names({"host_link": None, "chip": None, **content}, fields):
+        raise ValueError(f"--gpu {path} does not describe a GPU; expected an object of {', '.join(fields)}")
     rates = content["matmul_flops_per_second"]
-    if not isinstance(rates, dict) or sorted(rates) != sorted(DTYPES):
-        raise ValueError(f"--gpu {path}: matmul_flops_per_second is {rates!r}; expected rates of {', '.join(DTYPES)}")
-    link = content.get("host_link")
-    figures = {**rates, "bytes_per_second": content["bytes_per_second"]}
-    if link is not None:
-        names = [field.name for field in dataclasses.fields(HostLink)]
-        if not isinstance(link, dict) or sorted(link) != sorted(names):
-            raise ValueError(f"--gpu {path}: host_link is {link!r}; expected an object of {', '.join(names)}, or null")
-        figures |= {f"host_link.{name}": link[name] for name in names if name not in ("title", "source")}
-    chip = content.get("chip")
-    if chip is not None:
-        names = [field.name for field in dataclasses.fields(Chip)]
-        if not isinstance(chip, dict) or sorted(chip) != sorted(names):
-            raise ValueError(f"--gpu {path}: chip is {chip!r}; expected an object of {', '.join(names)}, or null")
-        for name, number in chip.items():
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ValueError(f"--gpu {path}: chip.{name} is {number!r}; expected a positive whole number")
-    for name, rate in figures.items():
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < float("inf"):
-            raise ValueError(f"--gpu {path}: {name} is {rate!r}; expected a positive number")
-    if link is not None and not isinstance(link["gpus_per_uplink"], int):
-        raise ValueError(
-            f"--gpu {path}: host_link.gpus_per_uplink is {link['gpus_per_uplink']!r}; expected a whole number of GPUs"
-        )
+    if not has_names(rates, DTYPES):
+        refuse("matmul_flops_per_second", rates, f"rates of {', '.join(DTYPES)}")
+    numbers = {**rates, "bytes_per_second": content["bytes_per_second"]}
+    for name, kind in (("host_link", HostLink), ("chip", Chip)):
+        if (part := content.get(name)) is not None:
+            fields = [field.name for field in dataclasses.fields(kind)]
+            if not has_names(part, fields):
+                refuse(name, part, f"an object of {', '.join(fields)}, or null")
+            numbers |= {f"{name}.{each}": part[each] for each in fields if each not in ("title", "source")}
+    for name, number in numbers.items():
+        is_whole = name.startswith("chip.") or name == "host_link.gpus_per_uplink"
+        is_number = isinstance(number, int if is_whole else int | float) and not isinstance(number, bool)
+        if not is_number or not 0 < number < float("inf"):
+            refuse(name, number, f"a {'whole number of at least 1' if is_whole else 'positive number'}")

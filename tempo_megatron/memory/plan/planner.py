@@ -23,7 +23,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,8 +32,7 @@ from tempo_megatron.memory.plan.choices import (
     LayerOption,
     LayerPrices,
     Values,
-    count_recomputed_flops,
-    count_weight_bytes,
+    count_window_bytes,
     list_values,
     make_ladder,
     make_options,
@@ -43,7 +42,7 @@ from tempo_megatron.memory.plan.choices import (
 )
 from tempo_megatron.memory.plan.flops import count_head_flops, count_idle_weights
 from tempo_megatron.memory.plan.gpu import Gpu
-from tempo_megatron.memory.plan.search import Mode, Stage, count_peak, stay_at_end
+from tempo_megatron.memory.plan.search import Mode, Stage, count_peak
 from tempo_megatron.memory.rank.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.run import Run
 from tempo_megatron.settings.config import TempoConfig
@@ -56,10 +55,6 @@ RECOMPUTED = frozenset(("core_attn", "mlp", "moe", "mla_up_proj", "full"))
 _MAX_PLAYED = 16
 _REFERENCE = {"activation": "inplace", "norm": "inplace", "dropout": "recompute", "attention": "flash"}
 NoteEstimate = Callable[[], object]
-
-
-def _ignore() -> None:
-    """Note nothing."""
 
 
 class NothingFitsError(ValueError):
@@ -180,13 +175,10 @@ class MemoryPlan:
         return sum(stage.recomputed_flops for stage in self.stages)
 
 
-def make_plan(request: PlanRequest, budget: int, note_estimate: NoteEstimate = _ignore) -> MemoryPlan:
+def make_plan(request: PlanRequest, budget: int, note_estimate: NoteEstimate = lambda: None) -> MemoryPlan:
     """The plan with the shortest step of those in which each GPU holds at most `budget` bytes.
 
-    Args:
-        request: what is planned.
-        budget: bytes of one GPU.
-        note_estimate: called after each estimate of a step.
+    `note_estimate` is called after each estimate of a step.
 
     Raises:
         NothingFitsError: says by how much, and names the plan that needs least.
@@ -206,8 +198,7 @@ def count_in_flight(run: Run, stage: int) -> int:
     return min(run.layout.pp - stage, run.num_micro_batches or run.layout.pp)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pick:
+class _Pick(NamedTuple):
     """What the search takes in one mode."""
 
     mode: Mode
@@ -218,25 +209,19 @@ class _Pick:
 
 
 class Planner:
-    """Searches the plans of a request, and plays them.
+    """Searches the plans of a request, and plays them. Raises ValueError as `make_plan`.
 
-    Args:
-        request: what is planned.
-        note_estimate: called after each estimate of a step.
-        tolerance: share of a step that fewer kinds of layers may cost.
-
-    Raises ValueError as `make_plan`.
+    `tolerance` is the share of a step that fewer kinds of layers may cost.
     """
 
     def __init__(
-        self, request: PlanRequest, note_estimate: NoteEstimate = _ignore, *, tolerance: float = 0.005
+        self, request: PlanRequest, note_estimate: NoteEstimate = lambda: None, *, tolerance: float = 0.005
     ) -> None:
         self.request, self._note_estimate, self._tolerance = request, note_estimate, tolerance
         run = request.run
         self.values = list_values(run)
         self._rows = measure_rows(run)
-        self._prices = LayerPrices(run, request.gpu, moves=request.host_bytes > 0)
-        self._resident = LayerPrices(run, request.gpu)
+        self._prices = LayerPrices(run, request.gpu)
         self._estimate = functools.cache(self._estimate_once)
         self._loss, self._fixed = self._read_fixed() if request.fixed_sizes else self._estimate_fixed()
         self._modes = [
@@ -244,6 +229,19 @@ class Planner:
             for moves in sorted({False, request.host_bytes > 0})
             for recompute in request.list_modes()
         ]
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of a step, on one data-parallel rank."""
+        return self.request.run.num_micro_batches or self.request.run.layout.pp
+
+    def compute_step_seconds(self, plan: MemoryPlan) -> float:
+        """The time of a step, filling and draining of its pipeline included."""
+        return plan.seconds * (self.num_micro_batches + self.request.run.layout.pp - 1)
+
+    def compute_sample_seconds(self, plan: MemoryPlan) -> float:
+        """The same, for one of a data-parallel rank's samples."""
+        return self.compute_step_seconds(plan) / (self.num_micro_batches * self.request.run.micro_batch_size)
 
     def plan(self, budget: int) -> MemoryPlan:
         """The plan with the shortest step that fits. Raises NothingFitsError where none does."""
@@ -270,9 +268,7 @@ class Planner:
             return min(fitting, key=lambda plan: plan.seconds, default=None)
 
         while rest and len(played) < _MAX_PLAYED:
-            found = [pick for mode in rest if (pick := self._pick(mode, budget)) is not None]
-            pick = min(found, key=lambda each: each.seconds, default=None)
-            best = get_best()
+            pick, best = self._pick_shortest(rest, budget), get_best()
             if pick is None or (best is not None and pick.seconds >= best.seconds):
                 break
             if not take(pick.mode, self._describe(pick.mode, pick.num_full, self._prefer_stock(pick.stages))):
@@ -282,8 +278,19 @@ class Planner:
                 take(mode, plan)
         best = get_best()
         if best is None:
-            self._raise_impossible(min(played, key=lambda plan: plan.peak_bytes), budget)
-        bound = min(self._bound(mode, budget) for mode in self._modes)
+            least = min(played, key=lambda plan: plan.peak_bytes)
+            words = " ".join(least.megatron_arguments) or "no recomputation by Megatron"
+            error = NothingFitsError(
+                f"{format_bytes(budget)} a GPU may be filled, and the least that fits is "
+                f"{format_bytes(least.peak_bytes)}, {format_bytes(least.peak_bytes - budget)} more: "
+                f"{least.tempo.describe()}, {words}" + (f"; {self.request.remedy}" if self.request.remedy else "")
+            )
+            error.least_bytes = least.peak_bytes
+            raise error
+        bound = min(
+            max(mode.bound(stage, budget - stage.fixed_bytes) for stage in self._make_stages(mode))
+            for mode in self._modes
+        )
         return dataclasses.replace(best, gap_seconds=max(0.0, best.seconds - bound))
 
     def play(self, plan: MemoryPlan) -> list[int]:
@@ -296,62 +303,54 @@ class Planner:
 
     def find(self, budget: int) -> MemoryPlan | None:
         """The shortest plan by the search's figures, which nothing has played; None where none fits."""
-        found = [pick for mode in self._modes if (pick := self._pick(mode, budget)) is not None]
-        pick = min(found, key=lambda each: each.seconds, default=None)
+        pick = self._pick_shortest(self._modes, budget)
         return None if pick is None else self._describe(pick.mode, pick.num_full, pick.stages)
 
+    def _pick_shortest(self, modes: Sequence[Mode], budget: int) -> _Pick | None:
+        found = [pick for mode in modes if (pick := self._pick(mode, budget)) is not None]
+        return min(found, key=lambda pick: pick.seconds, default=None)
+
     def _pick(self, mode: Mode, budget: int) -> _Pick | None:
-        """The shortest choice of a mode, or one of fewer kinds of layers that costs little more; None where none
-        fits."""
-        # Kinds of layers -> seconds of the slowest stage, of all together, and what they have.
-        best: dict[int, tuple[float, float, int, Sequence[LayerOption] | None, list[int]]] = {}
+        """The shortest choice of a mode, or one of fewer kinds of layers that costs little more; None: nothing fits."""
         stages = self._make_stages(mode)
-
-        def note(kinds: int, slowest: float, total: float, num_full: int, full: Any, pairs: list[int]) -> None:
-            if slowest < math.inf and (kinds not in best or (slowest, total) < best[kinds][:2]):
-                best[kinds] = slowest, total, num_full, full, pairs
-
+        # Seconds of the slowest stage, of all together, kinds of layers, and what they have.
+        found: list[tuple[float, float, int, int, Sequence[LayerOption] | None, list[int]]] = []
         for (place, full), num_full in itertools.product(enumerate(mode.fulls), mode.numbers):
             # What layers have that are recomputed as a whole is a kind of its own where it is not what others have.
             more = int(place > 0)
             seconds = np.array([mode.fill(stage, budget - stage.fixed_bytes, num_full, full)[1] for stage in stages])
             slowest, total = seconds.max(axis=0), seconds.sum(axis=0)
-            for kinds, allowed in ((1, mode.is_single), (2, ~mode.is_single)):
-                if allowed.any():
-                    pair = min(map(int, np.flatnonzero(allowed)), key=lambda each: (slowest[each], total[each]))
-                    note(kinds + more, slowest[pair], total[pair], num_full, full, [pair] * len(stages))
-            own = seconds.argmin(axis=1)
-            least = seconds.min(axis=1)
-            note(3 + more, least.max(), least.sum(), num_full, full, own.tolist())
-        if not best:
+            for kinds, which in ((1, mode.is_single), (2, ~mode.is_single)):
+                if which.any():
+                    pair = min(map(int, np.flatnonzero(which)), key=lambda each: (slowest[each], total[each]))
+                    found.append((slowest[pair], total[pair], kinds + more, num_full, full, [pair] * len(stages)))
+            least, own = seconds.min(axis=1), seconds.argmin(axis=1).tolist()
+            found.append((least.max(), least.sum(), 3 + more, num_full, full, own))
+        limit = min(each[0] for each in found) * (1 + self._tolerance)
+        if limit == math.inf:
             return None
-        allowed_seconds = min(each[0] for each in best.values()) * (1 + self._tolerance)
-        slowest, _, num_full, full, pairs = next(each for _, each in sorted(best.items()) if each[0] <= allowed_seconds)
+        allowed = (each for each in found if each[0] <= limit)
+        most, _, _, num_full, full, pairs = min(allowed, key=lambda each: (each[2], each[0], each[1]))
         layers = []
         for stage, pair in zip(stages, pairs, strict=True):
             numbers, _ = mode.fill(stage, budget - stage.fixed_bytes, num_full, full)
             number, first, second = int(numbers[pair]), int(mode.first[pair]), int(mode.second[pair])
             others = [mode.options[first]] * number + [mode.options[second]] * (stage.num_layers - num_full - number)
             layers.append([*([full[second]] * num_full if full else []), *others])
-        return _Pick(mode, slowest, num_full, layers)
+        return _Pick(mode, most, num_full, layers)
 
-    def make_alike(self, values: Values, recompute: frozenset[str], num_full: int | None = None) -> MemoryPlan:
-        """The plan in which all layers have the same values.
-
-        Args:
-            values: of each of LAYER_OPERATIONS.
-            recompute: what Megatron recomputes, in every layer.
-            num_full: layers of each stage that "full" takes; None is all.
-        """
+    def make_alike(self, values: Values, recompute: frozenset[str]) -> MemoryPlan:
+        """The plan in which all layers have the same values; "full" recomputes as many of them as it may."""
         mode = next(mode for mode in self._modes if not mode.moves and mode.recompute == recompute)
-        (option,) = make_options(self._rows, self._resident, [LayerChoice(values, recompute)])
-        number = 0
-        others = option
-        if "full" in recompute:
-            number = num_full or self.request.num_full or self.request.layers_of_stage
-            (others,) = make_options(self._rows, self._resident, [LayerChoice(values, frozenset())])
-        layers = [option] * number + [others] * (self.request.layers_of_stage - number)
+        num_layers = self.request.layers_of_stage
+        number = (self.request.num_full or num_layers) if "full" in recompute else 0
+        options = [self._make_option(LayerChoice(values, each)) for each in (recompute, recompute - {"full"})]
+        layers = [options[0]] * number + [options[1]] * (num_layers - number)
         return self._describe(mode, number, [layers] * self.request.run.layout.pp)
+
+    def _make_option(self, choice: LayerChoice) -> LayerOption:
+        (option,) = make_options(self._rows, self._prices, [choice])
+        return option
 
     def list_smallest(self) -> list[MemoryPlan]:
         """The plan that needs least of each mode, of those in which all layers are alike and none sends anything."""
@@ -363,14 +362,11 @@ class Planner:
         return found
 
     def _descend(self, played: list[MemoryPlan]) -> Iterator[tuple[Mode, MemoryPlan]]:
-        """Yields plans to play where none fits by the rows, towards the one that needs least by the estimate.
+        """Yields plans to play where none of those `played` until then fits, towards the one that needs least.
 
         Rows count what layers keep, but not what an operation's backward makes for itself, which decides once little
         is kept. So try the smallest plan of each mode; then, from the best plan on, each value of each operation, that
         of attention first, whose backward makes most.
-
-        Args:
-            played: all plans that were played, which grows meanwhile.
         """
         modes = {mode.recompute: mode for mode in self._modes if not mode.moves}
         for plan in self.list_smallest():
@@ -383,31 +379,20 @@ class Planner:
                 if self._rows.is_possible(recompute, values):
                     yield modes[recompute], self.make_alike(values, recompute)
 
-    def _raise_impossible(self, smallest: MemoryPlan, budget: int) -> NoReturn:
-        words = " ".join(smallest.megatron_arguments) or "no recomputation by Megatron"
-        error = NothingFitsError(
-            f"{format_bytes(budget)} a GPU may be filled, and the least that fits is "
-            f"{format_bytes(smallest.peak_bytes)}, {format_bytes(smallest.peak_bytes - budget)} more: "
-            f"{smallest.tempo.describe()}, {words}" + (f"; {self.request.remedy}" if self.request.remedy else "")
-        )
-        error.least_bytes = smallest.peak_bytes
-        raise error
-
-    def _bound(self, mode: Mode, budget: int) -> float:
-        return max(mode.bound(stage, budget - stage.fixed_bytes) for stage in self._make_stages(mode))
-
     def _make_mode(self, recompute: frozenset[str], *, moves: bool) -> Mode:
-        prices = self._prices if moves else self._resident
-        is_full = "full" in recompute
-        options = make_ladder(self._rows, prices, frozenset() if is_full else recompute, self.values)
+        is_full, window_bytes = "full" in recompute, 0
+        if moves:
+            window_bytes = count_window_bytes(self.request.gpu, self._prices.seconds(self._prices.flops.total))
+        of_others = frozenset() if is_full else recompute
+        options = make_ladder(self._rows, self._prices, of_others, self.values, window_bytes)
         if not is_full:
             return Mode(recompute, options, (), (), moves=moves)
-        alike = make_options(self._rows, prices, [LayerChoice(each.choice.values, recompute) for each in options])
+        alike = make_options(self._rows, self._prices, [LayerChoice(each.choice.values, recompute) for each in options])
         cheapest = min(alike, key=lambda option: (option.seconds, option.replay_bytes))
         fulls = [alike, [cheapest] * len(alike)]
         moved = self._rows.list_movable(alike[0].choice).get(INPUT, 0)
-        if 0 < moved <= prices.window_bytes:
-            fulls += [[option.move(INPUT, moved, prices.copy_seconds(moved)) for option in each] for each in fulls]
+        if 0 < moved <= window_bytes:
+            fulls += [[self._prices.move(option, INPUT, moved) for option in each] for each in fulls]
         given = self.request.num_full
         numbers = range(1, self.request.layers_of_stage + 1) if given is None else (given,)
         return Mode(recompute, options, fulls, numbers, moves=moves)
@@ -415,14 +400,15 @@ class Planner:
     def _make_stages(self, mode: Mode) -> list[Stage]:
         """The stages as the search sees them, with what the estimate has corrected."""
         run, flops, num_layers = self.request.run, self._prices.flops, self.request.layers_of_stage
+        tokens = run.model.seq_length * run.micro_batch_size // run.layout.cp
+        num_idle = count_idle_weights(run)
         found = []
-        for index in range(run.layout.pp):
+        for index, (in_layers, at_head) in enumerate(self._fixed):
             head_flops = count_head_flops(run) if index == run.layout.pp - 1 else 0
             # The products of a linear are two operations a token and weight.
-            tokens = run.model.seq_length * run.micro_batch_size // run.layout.cp
-            num_weights = (num_layers * flops.linears + head_flops) // (2 * tokens)
-            num_weights += num_layers * count_idle_weights(run)
-            in_layers, at_head = self._fixed[index]
+            num_weights = (num_layers * flops.linears + head_flops) // (2 * tokens) + num_layers * num_idle
+            # Forward and backward read each weight, and backward adds its gradient to a float32 sum.
+            weight_bytes = num_weights * (2 * run.dtype.itemsize + 2 * 4)
             m = count_in_flight(run, index)
             correction = mode.corrections[index] if mode.corrections else 0
             found.append(
@@ -432,39 +418,31 @@ class Planner:
                     fixed_bytes=in_layers + correction + m * self._rows.count_stack(mode.recompute),
                     head_bytes=max(0, at_head - in_layers),
                     # Backward computes two products for each of forward's.
-                    base_seconds=self._prices.seconds(
-                        3 * (num_layers * flops.total + head_flops),
-                        count_weight_bytes(num_weights, run.dtype.itemsize),
-                    ),
+                    base_seconds=self._prices.seconds(3 * (num_layers * flops.total + head_flops), weight_bytes),
                     host_bytes=self.request.host_bytes // m if mode.moves else 0,
                 )
             )
         return found
 
     def _prefer_stock(self, stages: Sequence[Sequence[LayerOption]]) -> list[list[LayerOption]]:
-        """The same layers, with stock's value wherever all layers that have another one take and keep as much with
-        it."""
+        """The same layers, with stock's value wherever all that have another one take and keep as much with it."""
         current = {option: option for options in stages for option in options}
-        self._measure_variants([option.choice for option in current])
+        # Rows that are measured together take less time.
+        variants = collections.defaultdict[frozenset[str], list[Values]](list)
+        for option, operation in itertools.product(current, LAYER_OPERATIONS):
+            values = (replace_value(option.choice.values, operation, each) for each in self.values[operation][:-1])
+            variants[option.choice.recompute] += values
+        for recompute, choices in variants.items():
+            self._rows.count(recompute, choices)
         for place, operation in enumerate(LAYER_OPERATIONS):
             for value in {option.choice.values[place] for option in current.values()}:
                 group = {key: option for key, option in current.items() if option.choice.values[place] == value}
-                earlier = self.values[operation][: self.values[operation].index(value)]
-                for stock in earlier:
-                    found = {key: self._replace(option, operation, stock) for key, option in group.items()}
+                for earlier in self.values[operation][: self.values[operation].index(value)]:
+                    found = {key: self._replace(option, operation, earlier) for key, option in group.items()}
                     if all(found.values()):
                         current |= {key: option for key, option in found.items() if option is not None}
                         break
         return [[current[option] for option in options] for options in stages]
-
-    def _measure_variants(self, choices: Sequence[LayerChoice]) -> None:
-        """Measure together what each choice keeps with other values of single operations."""
-        by_mode = collections.defaultdict[frozenset[str], list[Values]](list)
-        for choice, operation in itertools.product(choices, LAYER_OPERATIONS):
-            for value in self.values[operation][:-1]:
-                by_mode[choice.recompute].append(replace_value(choice.values, operation, value))
-        for recompute, values in by_mode.items():
-            self._rows.count(recompute, values)
 
     def _replace(self, option: LayerOption, operation: str, value: str) -> LayerOption | None:
         """The option with another value; None where it is not possible, or is in anything worse or another one."""
@@ -472,11 +450,11 @@ class Planner:
         choice = dataclasses.replace(option.choice, values=values)
         if not self._rows.is_possible(choice.recompute, values):
             return None
-        (found,) = make_options(self._rows, self._resident, [choice])
+        found = self._make_option(choice)
         if option.moved_bytes:
             if self._rows.list_movable(choice) != self._rows.list_movable(option.choice):
                 return None
-            found = found.move(option.choice.offload, option.moved_bytes, option.copy_seconds)
+            found = self._prices.move(found, option.choice.offload, option.moved_bytes)
         is_alike = found.kept_bytes <= option.kept_bytes and found.replay_bytes <= option.replay_bytes
         return found if is_alike and found.seconds <= option.seconds * (1 + 1e-12) else None
 
@@ -487,41 +465,37 @@ class Planner:
             words = ("full", "--recompute-method", "block", "--recompute-num-layers", str(num_full))
         elif recompute:
             words = ("selective", "--recompute-modules", *recompute)
-        pairs = [*zip(self._make_stages(mode), map(stay_at_end, stages), strict=True)]
+        of_stages = []
+        for number, (stage, layers) in enumerate(zip(self._make_stages(mode), stages, strict=True)):
+            # Nothing runs behind the last layer while it would send something.
+            options = [*layers[:-1], self._prices.move(layers[-1], "off", 0)]
+            moved = sum(option.moved_bytes for option in options)
+            added = sum(option.seconds for option in options)
+            choices = tuple(option.choice for option in options)
+            of_stages.append(
+                StagePlan(
+                    layers=range(number * stage.num_layers, (number + 1) * stage.num_layers),
+                    choices=choices,
+                    in_flight=stage.in_flight,
+                    peak_bytes=count_peak(stage, options, num_full),
+                    kept_bytes=self._rows.count_stack(mode.recompute) + sum(option.kept_bytes for option in options),
+                    recomputed_flops=sum(map(self._prices.count_recomputed_flops, choices)),
+                    seconds=stage.base_seconds + added,
+                    added_seconds=added,
+                    moved_bytes=moved,
+                    host_bytes=stage.in_flight * moved,
+                )
+            )
         return MemoryPlan(
             recompute=recompute,
             num_full=num_full,
-            block=write_block([option.choice for _, options in pairs for option in options], self._loss),
+            block=write_block([choice for stage in of_stages for choice in stage.choices], self._loss),
             megatron_arguments=("--recompute-granularity", *words) if words else (),
-            stages=tuple(self._describe_stage(number, mode, num_full, *pair) for number, pair in enumerate(pairs)),
-        )
-
-    def _describe_stage(
-        self, number: int, mode: Mode, num_full: int, stage: Stage, options: Sequence[LayerOption]
-    ) -> StagePlan:
-        moved = sum(option.moved_bytes for option in options)
-        added = sum(option.seconds for option in options)
-        return StagePlan(
-            layers=range(number * stage.num_layers, (number + 1) * stage.num_layers),
-            choices=tuple(option.choice for option in options),
-            in_flight=stage.in_flight,
-            peak_bytes=count_peak(stage, options, num_full),
-            kept_bytes=self._rows.count_stack(mode.recompute) + sum(option.kept_bytes for option in options),
-            recomputed_flops=sum(
-                count_recomputed_flops(self._prices.flops, each.choice.recompute, each.choice.make_config())
-                for each in options
-            ),
-            seconds=stage.base_seconds + added,
-            added_seconds=added,
-            moved_bytes=moved,
-            host_bytes=stage.in_flight * moved,
+            stages=tuple(of_stages),
         )
 
     def _read_fixed(self) -> tuple[str, list[tuple[int, int]]]:
-        """The form of the loss head, and what the request gives each stage.
-
-        Raises ValueError unless there is one size, or one for each stage.
-        """
+        """As `_estimate_fixed`, of what the request gives: one size, or one for each stage."""
         sizes, num_stages = self.request.fixed_sizes, self.request.run.layout.pp
         if len(sizes) not in (1, num_stages):
             raise ValueError(
@@ -534,8 +508,8 @@ class Planner:
         """The form of the loss head with which the last stage needs less; and for each stage what the estimates of a
         reference run count beyond what its layers keep, in a layer's backward and in the loss head.
 
-        There are two such estimates, without recomputation and with full recomputation. Each peak is the higher of two
-        moments: in the loss head, and in a layer's backward, where a recomputed layer exists once more.
+        Each peak is the higher of two moments: in the loss head, and in a layer's backward, where a layer that is
+        recomputed exists once more. So there are two estimates, without and with full recomputation.
         """
         known: dict[str, Any] = {name: value for name, value in _REFERENCE.items() if value in self.values[name]}
         reference = dataclasses.replace(TempoConfig.off(), **known)
@@ -561,3 +535,42 @@ class Planner:
         found = estimate_ranks(run, simulates_allocator=counts_reserved)
         self._note_estimate()
         return found
+
+
+def list_micro_batches(samples_per_rank: int | None) -> Iterator[int]:
+    """Ascending sizes: the divisors of a rank's samples per step if they are known, else 1, 2, 3, 4, 6, 8, 12, ..."""
+    if samples_per_rank is not None:
+        yield from (size for size in range(1, samples_per_rank + 1) if samples_per_rank % size == 0)
+        return
+    yield 1
+    for power in itertools.count(1):
+        yield 2**power
+        yield 3 * 2 ** (power - 1)
+
+
+def try_micro_batches(
+    request: PlanRequest, budget: int, samples_per_rank: int | None, note_estimate: NoteEstimate
+) -> list[tuple[Planner, MemoryPlan]]:
+    """One plan for each micro batch size that fits, smallest first. Stop at the first size that does not fit: larger
+    ones need more.
+
+    Args:
+        request: its micro batch size is replaced, and, where `samples_per_rank` is given, their number.
+        budget: bytes of one GPU.
+        samples_per_rank: samples of a step.
+        note_estimate: called after each estimate of a step.
+
+    Raises the NothingFitsError of the smallest size where not even that fits.
+    """
+    found: list[tuple[Planner, MemoryPlan]] = []
+    for size in list_micro_batches(samples_per_rank):
+        number = request.run.num_micro_batches if samples_per_rank is None else samples_per_rank // size
+        run = dataclasses.replace(request.run, micro_batch_size=size, num_micro_batches=number)
+        planner = Planner(dataclasses.replace(request, run=run), note_estimate)
+        try:
+            found.append((planner, planner.plan(budget)))
+        except NothingFitsError:
+            if not found:
+                raise
+            break
+    return found

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.plan.planner import MemoryPlan, Planner, list_recomputations
-from tempo_megatron.plots import COLOURS, INK, import_pyplot, save, tidy
+from tempo_megatron.memory.show.plots import Report
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
 from tempo_megatron.settings.operations import OPERATIONS
 
@@ -58,8 +55,8 @@ def _place(plan: MemoryPlan) -> tuple[float, float]:
     return plan.peak_bytes / 2**30, plan.seconds * 1e3
 
 
-def add_plan(report: HtmlReport, planner: Planner, plan: MemoryPlan, budget: int) -> None:
-    """Add the line and the dots to a report, in GiB and ms."""
+def add_plan(report: Report, planner: Planner, plan: MemoryPlan, budget: int) -> None:
+    """Adds the shortest time for every budget as a line, single switches and the plan as dots, in GiB and ms."""
     curve = [_place(each) for each in list_plans(planner, _NUM_BUDGETS)]
     report.add_curves(
         f"{_LINE}, and single switches",
@@ -68,28 +65,3 @@ def add_plan(report: HtmlReport, planner: Planner, plan: MemoryPlan, budget: int
         {name: _place(each) for name, each in {**list_switches(planner), "this plan": plan}.items()},
         ("what a plan may take", budget / 2**30),
     )
-
-
-def plot_plan(planner: Planner, plan: MemoryPlan, budget: int, png: str | Path, title: str) -> None:
-    """Draw the shortest time for every budget as a line, single switches as dots, and the plan as a star.
-
-    Args:
-        planner: of what is planned.
-        plan: the plan for `budget`.
-        budget: bytes of one GPU.
-        png: the file to write.
-        title: the text above the plot.
-    """
-    pyplot = import_pyplot()
-    curve = [_place(each) for each in list_plans(planner, _NUM_BUDGETS)]
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.step([x for x, _ in curve], [y for _, y in curve], where="post", color=COLOURS[0], label=_LINE)
-    for number, (name, switch) in enumerate(list_switches(planner).items()):
-        axes.plot(*_place(switch), "o", color=f"C{number + 1}", label=name)
-    axes.plot(*_place(plan), "*", color="black", markersize=12, label="this plan")
-    axes.axvline(budget / 2**30, color=INK, linewidth=0.8, linestyle="--", label="what a plan may take")
-    axes.set_xlabel(_LABELS[0])
-    axes.set_ylabel(_LABELS[1])
-    tidy(axes, title)
-    axes.legend(fontsize=8, frameon=False)
-    save(figure, png)

@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 from tempo_megatron.memory.chips import find_chip
-from tempo_megatron.memory.plan.gpu import DTYPES, Gpu, HostLink
+from tempo_megatron.memory.plan.gpu import Gpu, HostLink
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ROUNDS = 7
@@ -37,36 +38,20 @@ def measure_gpu(device: str, hidden_size: int, round_ms: float) -> Gpu:
         round_ms: how long a round is at least.
     """
     torch.manual_seed(0)
-    rates = {}
-    for name in DTYPES:
-        _show(f"products in {name}")
-        rates[name] = _measure_products(device, _DTYPES[name], hidden_size, round_ms)
-    _show("memory")
-    bytes_per_second = _measure_copies(device, round_ms)
-    link = _measure_host_link(round_ms) if device == "cuda" else None
-    title = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU, {_count_threads()}"
+    title, num_threads = f"{platform.machine()} CPU", torch.get_num_threads()
+    title += f", {num_threads} thread{'s' if num_threads > 1 else ''}"
     return Gpu(
-        title=title,
+        title=torch.cuda.get_device_name() if device == "cuda" else title,
         calibrated=True,
         source=f"tempo-megatron bench --calibrate --hidden-size {hidden_size}, torch {torch.__version__}, "
         f"{time.strftime('%Y-%m-%d')}",
-        matmul_flops_per_second=rates,
-        bytes_per_second=bytes_per_second,
-        host_link=link,
+        matmul_flops_per_second={
+            name: _measure_products(device, dtype, hidden_size, round_ms) for name, dtype in _DTYPES.items()
+        },
+        bytes_per_second=_measure_copies(device, round_ms),
+        host_link=_measure_host_link(round_ms) if device == "cuda" else None,
         chip=find_chip() if device == "cuda" else None,
     )
-
-
-def _count_threads() -> str:
-    count = torch.get_num_threads()
-    return f"{count} thread{'s' if count > 1 else ''}"
-
-
-def _show(what: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\033[Kmeasuring {what}", end="", file=sys.stderr, flush=True)
-        if what == "memory":
-            print("\r\033[K", end="", file=sys.stderr)
 
 
 def _measure_products(device: str, dtype: torch.dtype, hidden_size: int, round_ms: float) -> float:
@@ -78,7 +63,7 @@ def _measure_products(device: str, dtype: torch.dtype, hidden_size: int, round_m
         flops += 2 * m * n * k
         x, w = (torch.randn(shape, device=device, dtype=torch.float32).to(dtype) for shape in ((m, k), (n, k)))
         calls.append(lambda x=x, w=w: x @ w.t())  # type: ignore[misc]
-    return flops / _time(calls, device, round_ms)
+    return flops / _time(f"products of {dtype}", calls, round_ms)
 
 
 def _measure_copies(device: str, round_ms: float) -> float:
@@ -87,7 +72,7 @@ def _measure_copies(device: str, round_ms: float) -> float:
     sources = [torch.randn(num_elements, device=device, dtype=torch.bfloat16) for _ in range(_OPERAND_SETS)]
     out = torch.empty_like(sources[0])
     calls: list[Callable[[], Tensor]] = [lambda x=x: torch.mul(x, 0.5, out=out) for x in sources]  # type: ignore[misc]
-    return 2 * 2 * num_elements * _OPERAND_SETS / _time(calls, device, round_ms)
+    return 2 * 2 * num_elements * _OPERAND_SETS / _time("memory", calls, round_ms)
 
 
 def _measure_host_link(round_ms: float) -> HostLink:
@@ -97,38 +82,21 @@ def _measure_host_link(round_ms: float) -> HostLink:
     """
     pinned = torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
     on_gpu = torch.empty(_LINK_BYTES, dtype=torch.uint8, device="cuda")
-    out = _time([lambda: pinned.copy_(on_gpu, non_blocking=True)], "cuda", round_ms)
-    back = _time([lambda: on_gpu.copy_(pinned, non_blocking=True)], "cuda", round_ms)
     return HostLink(
         title="measured",
-        to_host_bytes_per_second=_LINK_BYTES / out,
-        to_gpu_bytes_per_second=_LINK_BYTES / back,
+        to_host_bytes_per_second=_LINK_BYTES
+        / _time("copies to the host", [lambda: pinned.copy_(on_gpu, non_blocking=True)], round_ms),
+        to_gpu_bytes_per_second=_LINK_BYTES
+        / _time("copies to the GPU", [lambda: on_gpu.copy_(pinned, non_blocking=True)], round_ms),
         gpus_per_uplink=1,
         source="pinned memory, one GPU copying; set gpus_per_uplink to the GPUs behind one switch (nvidia-smi topo -m)",
     )
 
 
-def _time(calls: Sequence[Callable[[], Tensor]], device: str, round_ms: float) -> float:
-    """Seconds that all calls take one after the other: the median of rounds."""
-    seconds = _time_round(calls, device, 1)
-    repeats = max(1, round(round_ms / 1e3 / max(seconds, 1e-6)))
-    _time_round(calls, device, max(1, repeats // 5))
-    return statistics.median(_time_round(calls, device, repeats) / repeats for _ in range(_ROUNDS))
-
-
-def _time_round(calls: Sequence[Callable[[], Tensor]], device: str, repeats: int) -> float:
-    if device == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        for _ in range(repeats):
-            for call in calls:
-                call()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
-    began = time.perf_counter()
-    for _ in range(repeats):
-        for call in calls:
-            call()
-    return time.perf_counter() - began
+def _time(what: str, calls: Sequence[Callable[[], Tensor]], round_ms: float) -> float:
+    """Seconds that all calls take one after the other: the median of rounds, each with a warm-up of its own."""
+    if sys.stderr.isatty():
+        print(f"measuring {what}", file=sys.stderr, flush=True)
+    timer = Timer("for call in calls: call()", globals={"calls": calls}, num_threads=torch.get_num_threads())
+    repeats = max(1, round(round_ms / 1e3 / max(timer.timeit(1).median, 1e-6)))
+    return statistics.median(timer.timeit(repeats).median for _ in range(_ROUNDS))

@@ -7,18 +7,16 @@ device at a time, and the last layer, which has none behind it to run meanwhile,
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tempo_megatron.memory.plan.choices import LayerOption
 
 
-@dataclasses.dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """One pipeline stage without what its layers' options add."""
 
     num_layers: int
@@ -66,24 +64,20 @@ class Mode:
         self.is_single = self.first == self.second
 
     def fill(self, stage: Stage, left_bytes: int, num_full: int, full: Sequence[LayerOption] | None) -> tuple[Any, Any]:
-        """For each pair of options: how many layers behind the first `num_full` have the first one, as many as fit,
-        and the seconds of the stage; infinite where nothing fits.
-
-        Args:
-            stage: the stage.
-            left_bytes: what its layers may take.
-            num_full: layers that are recomputed as a whole.
-            full: one of `fulls`.
-        """
+        """For each pair of options: how many layers behind the first `num_full`, which have options of `full`, have the
+        first one, as many as fit into `left_bytes`; and the seconds of the stage, infinite where nothing fits."""
 
         def read(name: str, options: Sequence[LayerOption], places: Any) -> Any:
             return np.array([getattr(option, name) for option in options], float)[places]
 
+        def read_both(name: str) -> tuple[Any, Any]:
+            return read(name, self.options, self.first), read(name, self.options, self.second)
+
         m, n = stage.in_flight, stage.num_layers - num_full
-        kept, kept_second = (read("kept_bytes", self.options, places) for places in (self.first, self.second))
-        moved, moved_second = (read("moved_bytes", self.options, places) for places in (self.first, self.second))
-        seconds, seconds_second = (read("seconds", self.options, places) for places in (self.first, self.second))
-        replay = np.maximum(*(read("replay_bytes", self.options, places) for places in (self.first, self.second)))
+        kept, kept_second = read_both("kept_bytes")
+        moved, moved_second = read_both("moved_bytes")
+        seconds, seconds_second = read_both("seconds")
+        replay = np.maximum(*read_both("replay_bytes"))
         zero = np.zeros(len(self.first))
         full_kept, full_moved, full_seconds, full_replay, full_copy = (
             zero if full is None else read(name, full, self.second)
@@ -142,9 +136,9 @@ class Mode:
 def count_peak(stage: Stage, options: Sequence[LayerOption], num_full: int) -> int:
     """The peak of a stage: the highest of three moments.
 
-    The first is the loss head. The second is the begin of the last layer's backward, with what its recomputation makes
-    again and what two layers send to the host. The third is the begin of the backward of the last layer that is
-    recomputed as a whole; by then the layers behind it have freed what they kept of this micro batch.
+    They are the loss head; the begin of the last layer's backward, with what its recomputation makes again and what two
+    layers send to the host; and that of the last layer that is recomputed as a whole, when the layers behind it have
+    freed what they kept of this micro batch.
     """
     m, kept = stage.in_flight, sum(option.kept_bytes for option in options)
     staging = 2 * max(option.moved_bytes for option in options)
@@ -154,8 +148,3 @@ def count_peak(stage: Stage, options: Sequence[LayerOption], num_full: int) -> i
         of_full = sum(option.kept_bytes for option in options[:num_full])
         peak = max(peak, (m - 1) * kept + of_full + options[0].replay_bytes + staging)
     return stage.fixed_bytes + peak
-
-
-def stay_at_end(options: Sequence[LayerOption]) -> list[LayerOption]:
-    """The layers of a stage, of which the last one sends nothing to the host."""
-    return [*options[:-1], options[-1].stay()]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
 
 from tempo_kernels.offload import MIN_BYTES
 from tempo_megatron import cpu
@@ -36,9 +37,8 @@ class Ledger:
     """The layers, those of equal values together."""
     outside_rows: tuple[Row, ...]
     """Embedding, final norm, output layer and loss."""
-    seq_length: int
-    micro_batch_size: int
-    hidden_size: int
+    sbh_bytes: int
+    """s * b * h."""
     choices: Choices
     """What was measured, and why "auto" was less than its first choice."""
     report: TempoReport
@@ -47,11 +47,6 @@ class Ledger:
     def convert_to_sbh(self, num_bytes: int) -> float:
         """Bytes in units of s * b * h."""
         return num_bytes / self.sbh_bytes
-
-    @property
-    def sbh_bytes(self) -> int:
-        """s * b * h."""
-        return self.seq_length * self.micro_batch_size * self.hidden_size
 
     @property
     def layer_rows(self) -> tuple[Row, ...]:
@@ -119,15 +114,9 @@ def measure_run(run: Run) -> Ledger:
     cpu.use_cpu()
     shape, stacks = run.built_model, STACKS_OF_FAMILIES[run.model.family]
     with simulate_layout(run.layout.tp):
-        config = describe_parts(
-            build_ledger_config(
-                shape,
-                sequence_parallel=run.layout.sp,
-                dtype=run.dtype,
-                recompute=leave_out_stand_ins(run.recompute),
-            ),
-            run,
-        )
+        recompute = leave_out_stand_ins(run.recompute)
+        config = build_ledger_config(shape, sequence_parallel=run.layout.sp, dtype=run.dtype, recompute=recompute)
+        config = describe_parts(config, run)
         choices = choose(config, run.tempo)
         specs = make_specs(shape, config, choices)
         report = sum((report_on(spec, choices) for spec in specs.values()), TempoReport())
@@ -144,17 +133,17 @@ def measure_run(run: Run) -> Ledger:
     for (_, values), (layer, *_) in kinds.items():
         by_layer, rest = record_chunk(run, range(layer, layer + 1), has_ends=True)
         saved = [*itertools.chain.from_iterable(by_layer.values()), *rest]
-        moved = [_send_to_host(storage, dict(zip(stacks, values, strict=True)), lengths) for storage in saved]
-        measured.append(sum_rows(moved, lengths, shape.activation))
+        of_stacks = dict(zip(stacks, values, strict=True))
+        measured.append(
+            sum_rows((_send_to_host(each, of_stacks, lengths) for each in saved), lengths, shape.activation)
+        )
     return Ledger(
         layer_kinds=tuple(
             LayerKind(write_layers(layers), len(layers), tuple(row for row in rows if row.is_in_layer))
             for layers, rows in zip(kinds.values(), measured, strict=True)
         ),
         outside_rows=tuple(row for row in measured[0] if not row.is_in_layer),
-        seq_length=shape.seq_length,
-        micro_batch_size=run.micro_batch_size,
-        hidden_size=shape.hidden_size,
+        sbh_bytes=shape.seq_length * run.micro_batch_size * shape.hidden_size,
         choices=choices,
         report=report,
     )
@@ -163,14 +152,11 @@ def measure_run(run: Run) -> Ledger:
 def _take_flash_for_stock(config: TempoConfig) -> TempoConfig:
     """`config` with stock attention for Tempo's of latent vectors: both keep q, k, v, the output and a logsumexp."""
 
-    def take(value: str) -> str:
-        return "off" if value == "flash" else value
+    def take(values: Mapping[str, str]) -> dict[str, str]:
+        return {name: "off" if (name, value) == ("attention", "flash") else value for name, value in values.items()}
 
-    layers = {
-        key: {name: take(value) if name == "attention" else value for name, value in values.items()}
-        for key, values in config.layers.items()
-    }
-    return dataclasses.replace(config, attention=take(config.attention), layers=layers)
+    layers = {key: take(values) for key, values in config.layers.items()}
+    return dataclasses.replace(config, **take({"attention": config.attention}), layers=layers)
 
 
 def _send_to_host(storage: SavedStorage, values: dict[str, TempoConfig], lengths: tuple[int, ...]) -> SavedStorage:

@@ -1,8 +1,12 @@
-"""Draws what a model keeps for backward: bars of the operations of a layer, and a step's memory over its events."""
+"""Draws memory: stacked bars of what it is for, and that of a step over its events.
+
+Each figure is described once, for an HtmlReport and for a PngReport alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,8 @@ from tempo_megatron.memory.tape.rows import Row
 from tempo_megatron.plots import GRID, INK, import_pyplot, save, tidy
 
 Bars = Mapping[str, Mapping[str, int]]
-"""Label of a bar -> operation -> bytes, from below."""
+"""Label of a bar -> part -> bytes, from below."""
+_UNITS = {"MiB": 2**20, "GiB": 2**30}
 _CATEGORY_COLOURS = {
     **dict(zip(STANDING, ("#444444", "#777777", "#AAAAAA"), strict=True)),
     OTHERS: GRID,
@@ -25,6 +30,129 @@ _MOST_POINTS = 1500
 _MOST_OPERATIONS = 12
 _MOST_MARKS = 16
 _NARROWEST_LABEL = 0.045  # of the axis: a lower part has no room for its name
+
+
+class PngReport:
+    """Plots side by side in one PNG; its methods are those of an HtmlReport.
+
+    Raises MissingExtraError where matplotlib is missing, which names `option`.
+    """
+
+    def __init__(self, title: str, option: str = "--plot") -> None:
+        self._pyplot, self._title = import_pyplot(option), title
+        self._panels: list[tuple[str, float, Callable[[Any], None]]] = []
+        self._colours: dict[str, Any] = {}
+
+    def add_text(self, text: str) -> None:
+        """A picture has none."""
+
+    def add_bars(
+        self,
+        heading: str,
+        bars: Mapping[str, Mapping[str, float]],
+        unit: str,
+        line: tuple[str, float] | None = None,
+    ) -> None:
+        """Stacked bars: label -> part, from below -> height; and perhaps a named line across."""
+        highest = max(sum(bar.values()) for bar in bars.values())
+
+        def draw(axes: Any) -> None:
+            for label, bar in bars.items():
+                bottom = 0.0
+                for name, height in ((name, height) for name, height in bar.items() if height):
+                    colour = self._choose_colour(name)
+                    part = axes.bar(label, height, 0.9, bottom, color=colour, edgecolor="white", label=name)
+                    if height > _NARROWEST_LABEL * highest:
+                        axes.bar_label(part, [name], label_type="center", fontsize=7.5)
+                    bottom += height
+                total, offset = _format_size(bottom, unit), {"xytext": (0, 3), "textcoords": "offset points"}
+                axes.annotate(total, (label, bottom), **offset, ha="center", fontsize=9, color=INK)
+            if line is not None:
+                axes.axhline(line[1], color=INK, linestyle="--", linewidth=1, label=line[0])
+            axes.set_ylim(0, 1.12 * max(highest, line[1] if line else 0))
+            axes.set_ylabel(unit)
+
+        self._panels.append((heading, 1.2 + len(bars), draw))
+
+    def add_areas(
+        self,
+        heading: str,
+        places: Sequence[int],
+        levels: Mapping[str, Sequence[float]],
+        titles: tuple[str, str],
+        colours: Mapping[str, str],
+        marks: Sequence[tuple[int, str]] = (),
+    ) -> None:
+        """Stacked areas: name, from below -> heights at the places; and named places. Titles: of x, of y."""
+
+        def draw(axes: Any) -> None:
+            chosen = [self._choose_colour(name, colours) for name in levels]
+            # What is there at the last place is drawn, too.
+            ends, heights = [*places, places[-1] + 1], [[*each, each[-1]] for each in levels.values()]
+            axes.stackplot(ends, *heights, colors=chosen, labels=list(levels), step="post", linewidth=0)
+            for number, (place, name) in enumerate(marks):
+                axes.axvline(place, color=INK, linewidth=0.6, linestyle=":")
+                side, height = ("right", 0.93) if place > places[-1] / 2 else ("left", 0.99 - 0.06 * (number % 2))
+                transform = axes.get_xaxis_transform()
+                axes.text(place, height, f" {name} ", transform=transform, ha=side, va="top", fontsize=8, color=INK)
+            axes.set(xlim=(0, ends[-1]), xlabel=titles[0], ylabel=titles[1])
+            axes.set_ylim(0, 1.18 * max(map(sum, zip(*heights, strict=True))))
+
+        self._panels.append((heading, 6, draw))
+
+    def add_curves(
+        self,
+        heading: str,
+        curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+        titles: tuple[str, str],
+        dots: Mapping[str, tuple[float, float]] | None = None,
+        line: tuple[str, float] | None = None,
+    ) -> None:
+        """Steps: name -> x and y; named dots, and a named line upright. Titles: of x, of y."""
+
+        def draw(axes: Any) -> None:
+            for name, (x, y) in curves.items():
+                axes.step(x, y, where="post", color=self._choose_colour(name), label=name)
+            for name, place in (dots or {}).items():
+                axes.plot(*place, "o", color=self._choose_colour(name), label=name)
+            if line is not None:
+                axes.axvline(line[1], color=INK, linewidth=0.8, linestyle="--", label=line[0])
+            axes.set(xlabel=titles[0], ylabel=titles[1])
+
+        self._panels.append((heading, 4.5, draw))
+
+    def save(self, png: str | Path) -> None:
+        """Draws the plots, each on its own scale, and one legend, and writes the file."""
+        widths = [width for _, width, _ in self._panels]
+        size = 1.9 + 1.5 * sum(widths), 5.8
+        figure, (all_axes,) = self._pyplot.subplots(
+            1, len(widths), figsize=size, width_ratios=widths, layout="constrained", squeeze=False
+        )
+        handles: dict[str, Any] = {}
+        for axes, (heading, _, draw) in zip(all_axes, self._panels, strict=True):
+            axes.set_title(heading, loc="left", color=INK, fontsize=11)
+            draw(axes)
+            tidy(axes)
+            handles |= {name: handle for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+        # From above, as the bars and the areas are.
+        legend = [*handles.values()][::-1], [*handles][::-1]
+        figure.legend(*legend, loc="outside right center", frameon=False, fontsize=8.5, labelcolor=INK)
+        title = textwrap.fill(self._title, int(8 * size[0]))
+        figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=13, fontweight="bold")
+        save(figure, png)
+
+    def _choose_colour(self, name: str, given: Mapping[str, str] | None = None) -> Any:
+        colours = self._pyplot.get_cmap("tab20").colors
+        return (given or {}).get(name) or self._colours.setdefault(name, colours[len(self._colours) % len(colours)])
+
+
+Report = HtmlReport | PngReport
+
+
+def open_reports(args: Any, title: str) -> dict[str, Report]:
+    """File of --plot and of --html -> its report. Raises MissingExtraError where a package is missing."""
+    kinds: dict[str, Callable[[str], Report]] = {"plot": PngReport, "html": HtmlReport}
+    return {getattr(args, name): kind(title) for name, kind in kinds.items() if getattr(args, name)}
 
 
 def list_parts(rows: Iterable[Row]) -> dict[str, int]:
@@ -47,45 +175,31 @@ def list_panels(layers: Bars, outside: Bars) -> dict[str, Bars]:
     return panels
 
 
-def plot_kept(layers: Bars, outside: Bars, png: str | Path, title: str, sbh_bytes: int) -> None:
-    """Write a PNG with a panel for each of `list_panels`, each on its own scale.
-
-    Args:
-        layers: what one layer keeps.
-        outside: what the model keeps around its layers.
-        png: the file.
-        title: model, dtype, s, b and layout.
-        sbh_bytes: s * b * h.
-
-    Raises MissingExtraError where matplotlib is missing.
-    """
-    pyplot = import_pyplot()
-    panels = list_panels(layers, outside)
-    widths = [1.2 + len(bars) for bars in panels.values()]
-    figure, (all_axes,) = pyplot.subplots(
-        1, len(panels), figsize=(1.9 + 1.5 * sum(widths), 5.8), width_ratios=widths, layout="constrained", squeeze=False
-    )
-    colours = _choose_colours(
-        pyplot, (name for bars in panels.values() for bar in bars.values() for name, size in bar.items() if size)
-    )
-    for axes, (name, bars) in zip(all_axes, panels.items(), strict=True):
-        axes.set_title(name, loc="left", color=INK, fontsize=11)
-        _draw_bars(axes, bars, colours, sbh_bytes)
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
-    _draw_legend(figure, handles, list(colours))
-    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=13, fontweight="bold")
-    save(figure, png)
+def add_bars(report: Report, heading: str, bars: Bars, unit: str, line: tuple[str, int] | None = None) -> None:
+    """Adds bars and a line that are given in bytes."""
+    sizes = {label: {part: size / _UNITS[unit] for part, size in bar.items()} for label, bar in bars.items()}
+    report.add_bars(heading, sizes, unit, line=None if line is None else (line[0], line[1] / _UNITS[unit]))
 
 
-def add_kept(report: HtmlReport, layers: Bars, outside: Bars) -> None:
-    """Add the same panels to a report, in MiB."""
+def add_kept(report: Report, layers: Bars, outside: Bars) -> None:
+    """Adds what one layer keeps, and the model around its layers."""
     for name, bars in list_panels(layers, outside).items():
-        sizes = {label: {part: num_bytes / 2**20 for part, num_bytes in bar.items()} for label, bar in bars.items()}
-        report.add_bars(f"kept for backward, {name}", sizes, "MiB")
+        add_bars(report, f"kept for backward, {name}", bars, "MiB")
 
 
-def add_timeline(report: HtmlReport, timeline: Timeline) -> None:
-    """Add the stacked categories to a report, with every event that is drawn and the peak."""
+def plot_kept(layers: Bars, outside: Bars, png: str | Path, title: str, sbh_bytes: int) -> None:
+    """Writes the same as a PNG, with the whole of each bar in units of `sbh_bytes`, which are s * b * h, too."""
+    report = PngReport(title)
+    named = [
+        {f"{label}\n{sum(bar.values()) / sbh_bytes:,.2f} sbh": bar for label, bar in bars.items()}
+        for bars in (layers, outside)
+    ]
+    add_kept(report, *named)
+    report.save(png)
+
+
+def add_timeline(report: Report, timeline: Timeline) -> None:
+    """Adds the stacked categories, with every event that is drawn and the peak."""
     levels = _order_levels(timeline)
     events = _choose_events(sum(levels.values()))
     titles = "operation of the step that makes memory", "MiB"
@@ -97,7 +211,7 @@ def add_timeline(report: HtmlReport, timeline: Timeline) -> None:
         _CATEGORY_COLOURS,
         [
             *(timeline.marks if len(timeline.marks) <= _MOST_MARKS else ()),
-            (timeline.peak_event, f"peak {_format_mib(timeline.peak_bytes / 2**20)}"),
+            (timeline.peak_event, f"peak {_format_size(timeline.peak_bytes / 2**20)}"),
         ],
     )
     if timeline.host_peak_bytes:
@@ -105,85 +219,15 @@ def add_timeline(report: HtmlReport, timeline: Timeline) -> None:
         report.add_curves("on the host during the step", {"on the host": (events.tolist(), on_host)}, titles)
 
 
-def _draw_bars(axes: Any, bars: Bars, colours: Mapping[str, Any], sbh_bytes: int) -> None:
-    highest = max(sum(bar.values()) for bar in bars.values()) / 2**20
-    for label, bar in bars.items():
-        bottom = 0.0
-        for operation, num_bytes in bar.items():
-            height = num_bytes / 2**20
-            if height:
-                part = axes.bar(label, height, 0.9, bottom, color=colours[operation], edgecolor="white", linewidth=0.8)
-                if height > _NARROWEST_LABEL * highest:
-                    axes.bar_label(part, [operation], label_type="center", fontsize=7.5)
-            bottom += height
-        total = f"{_format_mib(bottom)}\n{bottom * 2**20 / sbh_bytes:,.2f} sbh"
-        axes.annotate(total, (label, bottom), (0, 3), textcoords="offset points", ha="center", fontsize=9, color=INK)
-    axes.set_ylim(0, 1.12 * highest)
-    axes.set_ylabel("MiB")
-    tidy(axes)
-
-
-def _choose_colours(pyplot: Any, operations: Iterable[str]) -> dict[str, Any]:
-    names = dict.fromkeys(operations)
-    colours = pyplot.get_cmap("tab20").colors
-    return {name: colours[number % len(colours)] for number, name in enumerate(names)}
-
-
-def _draw_legend(figure: Any, handles: list[Any], labels: list[str]) -> None:
-    """From above, as the bars and the areas are."""
-    figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False, fontsize=8.5, labelcolor=INK)
-
-
-def _format_mib(mib: float) -> str:
-    return f"{mib:,.{1 if mib >= 10 else 3}f} MiB"
-
-
 def plot_timeline(timeline: Timeline, png: str | Path) -> None:
-    """Write a PNG: bytes alive at each event, stacked by category, with the peak marked and named.
+    """Writes the same as a PNG."""
+    report = PngReport(f"{timeline.title}; peak: {timeline.moment}", "--timeline")
+    add_timeline(report, timeline)
+    report.save(png)
 
-    Raises MissingExtraError where matplotlib is missing.
-    """
-    pyplot = import_pyplot("--timeline")
-    levels = _order_levels(timeline)
-    events = _choose_events(sum(levels.values()))
-    colours = {
-        **_choose_colours(pyplot, (name for name in levels if name not in _CATEGORY_COLOURS)),
-        **_CATEGORY_COLOURS,
-    }
-    figure, axes = pyplot.subplots(figsize=(11, 5.6), layout="constrained")
-    axes.stackplot(
-        events,
-        *(level[events] / 2**20 for level in levels.values()),
-        colors=[colours[name] for name in levels],
-        labels=list(levels),
-        step="post",
-        linewidth=0,
-    )
-    peak = timeline.peak_bytes / 2**20
-    axes.plot(timeline.peak_event, peak, "v", color="#D55E00", markersize=8, clip_on=False)
-    axes.annotate(
-        f"peak {_format_mib(peak)}\n{timeline.moment}",
-        (timeline.peak_event, peak),
-        (0, 8),
-        textcoords="offset points",
-        ha="right" if timeline.peak_event > events[-1] / 2 else "left",
-        fontsize=9,
-        color=INK,
-    )
-    if len(timeline.marks) <= _MOST_MARKS:
-        for event, name in timeline.marks:
-            axes.axvline(event, color=INK, linewidth=0.6, linestyle=":")
-            axes.text(event, 0.99, f" {name}", transform=axes.get_xaxis_transform(), va="top", fontsize=8, color=INK)
-    if timeline.host_peak_bytes:
-        on_host = timeline.on_host[events] / 2**20
-        axes.step(events, on_host, where="post", color=INK, linestyle="--", linewidth=1.2, label="on the host, beside")
-    axes.set_ylim(0, 1.18 * max(peak, timeline.host_peak_bytes / 2**20))
-    axes.set_xlim(0, events[-1])
-    axes.set_xlabel("operation of the step that makes memory")
-    axes.set_ylabel("MiB alive")
-    tidy(axes, timeline.title)
-    _draw_legend(figure, *axes.get_legend_handles_labels())
-    save(figure, png)
+
+def _format_size(size: float, unit: str = "MiB") -> str:
+    return f"{size:,.{1 if size >= 10 else 3}f} {unit}"
 
 
 def _order_levels(timeline: Timeline) -> dict[str, Any]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +26,6 @@ from tempo_megatron.models.shape import ModelShape, make_shape
 from tempo_megatron.models.shape_file import read_shape_file
 from tempo_megatron.settings.config import TempoConfig
 
-_FOLDERS = (
-    Path(__file__).parents[3] / "configs" / "model",
-    Path(sysconfig.get_path("data")) / "share" / "tempo-megatron" / "configs" / "model",
-)
-"""A checkout's, and what a wheel installs."""
 _TOLERANCE = 0.01
 _IN_MLP = ("pre_mlp_layernorm", "mlp")
 
@@ -48,15 +41,10 @@ class KeptByEngine:
     """A model of configs/model -> "attention" or "mlp", with the norm in front of it -> bytes of one layer."""
 
 
-def list_models() -> list[Path]:
-    """The files of configs/model."""
-    return sorted(next((folder for folder in _FOLDERS if folder.is_dir()), _FOLDERS[0]).glob("*.json"))
-
-
-def measure_engine(files: Iterable[Path], device: str) -> KeptByEngine:
+def measure_engine(files: Mapping[str, Path], device: str) -> KeptByEngine:
     """Run one layer of each model forward on the device. Other families than GPT, experts and latent attention are left
     out."""
-    shapes = {path.stem: _read_one_layer(path) for path in files}
+    shapes = {name: _read_one_layer(path) for name, path in files.items()}
     is_gpu = device == "cuda"
     if not is_gpu:
         cpu.use_cpu()
@@ -78,9 +66,8 @@ def read_engine(path: str | Path) -> KeptByEngine:
         ) from error
 
 
-def describe_stand_ins(measured: KeptByEngine, files: Iterable[Path]) -> str:
+def describe_stand_ins(measured: KeptByEngine, known: Mapping[str, Path]) -> str:
     """One line: which stand-ins keep something else than the modules, by more than 1 %, or that none does."""
-    known = {path.stem: path for path in files}
     worst: dict[str, tuple[float, str]] = {}
     for name, parts in measured.kept_bytes.items():
         shape = _read_one_layer(known[name]) if name in known else None
@@ -111,41 +98,33 @@ def _simulate_layer(shape: ModelShape) -> dict[str, int]:
 
 def _measure_layer(shape: ModelShape, device: str) -> dict[str, int]:
     """The bytes that attention and MLP leave; the layer's output counts for its input, which was there before."""
+    is_cpu = device == "cpu"
     with simulate_layout(1), torch.compiler.set_stance("force_eager"):
         model_parallel_cuda_manual_seed(1234)
-        config = build_transformer_config(
-            shape,
-            dtype=torch.bfloat16,
-            fuse_swiglu=True,
-            perform_initialization=False,
-            use_cpu_initialization=device == "cpu",
-        )
+        settings = {"fuse_swiglu": True, "perform_initialization": False, "use_cpu_initialization": is_cpu}
+        config = build_transformer_config(shape, dtype=torch.bfloat16, **settings)
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_layernorm)
         layer: Any = build_module(spec, config=config, layer_number=1).to(device=device, dtype=torch.bfloat16).train()
         hidden = torch.randn(shape.seq_length, 1, shape.hidden_size, dtype=torch.bfloat16, device=device)
         given: dict[str, Any] = {"attention_mask": None}
         if shape.position_embedding_type != "learned_absolute":
-            rotary = RotaryEmbedding(shape.kv_channels, 1.0, use_cpu_initialization=device == "cpu")
+            rotary = RotaryEmbedding(shape.kv_channels, 1.0, use_cpu_initialization=is_cpu)
             given["rotary_pos_emb"] = rotary(shape.seq_length).to(device)
-        levels: list[int] = []
+
+        def run_forward(count: Callable[[], int]) -> list[int]:
+            levels = [count()]
+            hook = layer.mlp.register_forward_pre_hook(lambda *_: levels.append(count()))
+            output = layer(hidden.requires_grad_(), **given)  # noqa: F841, so that it is there still
+            levels.append(count())
+            hook.remove()
+            return levels
+
         # The first time, workspaces that stay are taken, too.
         for _ in range(2):
-            levels.clear()
-            with _count_on(device, layer) as count:
-                hook = layer.mlp.register_forward_pre_hook(lambda *_, count=count: levels.append(count()))
-                levels.append(count())
-                output = layer(hidden.requires_grad_(), **given)
-                levels.append(count())
-                hook.remove()
-            del output
+            if is_cpu:
+                with Follower(*layer.parameters()) as seen:
+                    levels = run_forward(lambda seen=seen: seen.alive_bytes)  # type: ignore[misc]
+            else:
+                levels = run_forward(torch.cuda.memory_allocated)
     start, between, end = levels
     return {"attention": between - start, "mlp": end - between}
-
-
-@contextlib.contextmanager
-def _count_on(device: str, layer: torch.nn.Module) -> Iterator[Callable[[], int]]:
-    if device == "cuda":
-        yield torch.cuda.memory_allocated
-        return
-    with Follower(*layer.parameters()) as seen:
-        yield lambda: seen.alive_bytes

@@ -1,6 +1,6 @@
 """Reads the memory of one training step from its tape: what is alive at each step of it, and what made that.
 
-A step of the tape is an operation of torch's dispatcher that makes memory, an event of the timeline. A storage belongs
+A step of the tape, an operation of torch's dispatcher that makes memory, is an event of the timeline. A storage belongs
 to the operation of the model that ran when it was made: in forward the innermost module, in backward the module whose
 forward made autograd's node. It counts as long as somebody holds it.
 """
@@ -11,7 +11,7 @@ import bisect
 import collections
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,8 +28,7 @@ _HEAD_ROWS = ("output_layer", "loss", "lm_head", "pooler", "binary_head")
 _LEAST_SHARE = 0.002  # of the peak: smaller parts of a category are one line of the table
 
 
-@dataclasses.dataclass(frozen=True)
-class PeakPart:
+class PeakPart(NamedTuple):
     """Bytes of one category and origin that are alive at the peak."""
 
     category: str
@@ -39,14 +38,11 @@ class PeakPart:
     num_bytes: int
 
 
-@dataclasses.dataclass(frozen=True)
-class LivedStorage:
-    """One storage of the step."""
+class LivedStorage(NamedTuple):
+    """One storage of the step. The first two fields are those of a PeakPart."""
 
     category: str
-    """As in PeakPart."""
     made_by: str
-    """The operation that made it, as in PeakPart."""
     num_bytes: int
     start: int
     """The event that makes it."""
@@ -87,34 +83,27 @@ class Timeline:
 def read_timeline(tape: Tape, standing: Mapping[str, int], *, activation: str, title: str) -> Timeline:
     """The timeline of a step whose follower had scopes.
 
-    Args:
-        tape: of the step.
-        standing: one of STANDING -> bytes that exist before the step.
-        activation: the name of the MLP's activation.
-        title: model, dtype, s, b and layout.
+    `standing` is what exists before the step: one of STANDING -> bytes; `activation` the name of the MLP's.
     """
 
     def name(operation: str) -> str:
         """The title of the operation's row in the ledger."""
         return operation if operation == ACCUMULATION else name_row(find_row(operation), activation)
 
-    storages = [
-        LivedStorage(
-            _categorize(made, name(made.operation), tape.forward_ends),
-            _describe(made.phase, name(made.operation)),
-            made.num_bytes,
-            made.born,
-            made.freed,
-        )
-        for made in tape.storages
-    ]
+    storages = []
+    for made in tape.storages:
+        row = name(made.operation)
+        place = f"{made.phase} of {'the model' if row == 'loss' else row}"
+        made_by = place if made.phase else "outside of forward and backward"
+        category = _categorize(made, row, tape.forward_ends)
+        storages.append(LivedStorage(category, made_by, made.num_bytes, made.born, made.freed))
     num_events = tape.num_steps + 1
-    changes: dict[str, np.ndarray] = {}
+    levels: dict[str, np.ndarray] = {}
     for lived in storages:
-        change = changes.setdefault(lived.category, np.zeros(num_events + 1, dtype=np.int64))
+        change = levels.setdefault(lived.category, np.zeros(num_events + 1, dtype=np.int64))
         change[lived.start] += lived.num_bytes
         change[num_events if lived.end is None else lived.end] -= lived.num_bytes
-    levels = {category: np.cumsum(change)[:num_events] for category, change in changes.items()}
+    levels = {category: np.cumsum(change)[:num_events] for category, change in levels.items()}
     for kind, num_bytes in standing.items():
         levels[kind] = levels.get(kind, np.zeros(num_events, dtype=np.int64)) + num_bytes
     peak = int(np.argmax(sum(levels.values())))
@@ -160,21 +149,17 @@ def _categorize(made: Storage, name: str, forward_ends: list[int]) -> str:
     return TRANSIENTS
 
 
-def _describe(phase: str, name: str) -> str:
-    return f"{phase} of {'the model' if name == 'loss' else name}" if phase else "outside of forward and backward"
-
-
 def format_timeline(timeline: Timeline) -> str:
     """A table of what is alive at the peak."""
     lines = [f"memory at the peak of one step ({timeline.moment}): {timeline.title}"]
     lines.append(f"{'category':<28}{'made by':<44}{'bytes':>17}{'share':>8}")
     rule = "-" * len(lines[-1])
     lines.append(rule)
-    limit = _LEAST_SHARE * timeline.peak_bytes
-    parts = [each for each in timeline.at_peak if each.num_bytes >= limit]
-    small: collections.Counter[str] = collections.Counter()
+    parts, small = [], collections.Counter[str]()
     for each in timeline.at_peak:
-        if each.num_bytes < limit:
+        if each.num_bytes >= _LEAST_SHARE * timeline.peak_bytes:
+            parts.append(each)
+        else:
             small[each.category] += each.num_bytes
     for each in [*parts, *(PeakPart(category, "smaller ones", small[category]) for category in sorted(small))]:
         share = each.num_bytes / timeline.peak_bytes
@@ -192,7 +177,7 @@ def describe_timeline(timeline: Timeline) -> dict[str, Any]:
         "peak_bytes": timeline.peak_bytes,
         "peak_event": timeline.peak_event,
         "moment": timeline.moment,
-        "at_peak": [dataclasses.asdict(each) for each in timeline.at_peak],
+        "at_peak": [each._asdict() for each in timeline.at_peak],
         "marks": [{"event": event, "begins": name} for event, name in timeline.marks],
         "levels": {category: level.tolist() for category, level in timeline.levels.items()},
         "on_host": timeline.on_host.tolist(),

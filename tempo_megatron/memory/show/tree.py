@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -21,19 +21,14 @@ class ModuleMemory:
 
     name: str
     """Its own name, or of layers their numbers from 0 over the whole model: `4-7`."""
-
     times: int
     """How many layers alike it stands for."""
-
     kept_bytes: int
     """Of one of them: what it and the modules in it made, and one micro batch keeps from forward to backward."""
-
     workspace_bytes: int
     """Of the attention in one of them: the most that a call holds inside itself, beyond its results."""
-
     num_parameters: int
     """Of one of them, on one rank."""
-
     children: tuple[ModuleMemory, ...] = ()
 
 
@@ -62,37 +57,30 @@ def list_modules(run: Run, layers: range, **ends_given: bool) -> ModuleMemory:
             operation = operation.rpartition(".")[0]
         return operation
 
-    kept, held = dict.fromkeys(modules, 0), dict.fromkeys(modules, 0)
+    kept, held = collections.Counter[str](), collections.Counter[str]()
     for operation, num_bytes in found.kept.items():
         kept[name_module(operation)] += num_bytes
     for operation, num_bytes in found.workspaces.items():
         held[name_module(operation)] = max(held[name_module(operation)], num_bytes)
-    return _build(found.model, "", "", kept, held, found.layers, set())
+    # Ids of parameters: one of several modules, as of tied embeddings, counts once.
+    counted: set[int] = set()
 
+    def build(module: torch.nn.Module, name: str, path: str) -> ModuleMemory:
+        own = {id(p): p.numel() for p in module.parameters(recurse=False) if id(p) not in counted}
+        counted.update(own)
+        children = [build(child, each, f"{path}.{each}".lstrip(".")) for each, child in module.named_children()]
+        if id(module) in found.layers:
+            children = _merge(children, found.layers[id(module)])
+        return ModuleMemory(
+            name,
+            1,
+            kept[path] + sum(child.times * child.kept_bytes for child in children),
+            max([held[path], *(child.workspace_bytes for child in children)]),
+            sum(own.values()) + sum(child.times * child.num_parameters for child in children),
+            tuple(child for child in children if child.kept_bytes or child.num_parameters),
+        )
 
-def _build(
-    module: torch.nn.Module,
-    name: str,
-    path: str,
-    kept: Mapping[str, int],
-    workspaces: Mapping[str, int],
-    layers: Mapping[int, Sequence[tuple[int, int]]],
-    counted: set[int],
-) -> ModuleMemory:
-    """counted: ids of parameters that count elsewhere: one of several modules, as of tied embeddings, counts once."""
-    own = {id(p): p.numel() for p in module.parameters(recurse=False) if id(p) not in counted}
-    counted.update(own)
-    children = [
-        _build(child, each, f"{path}.{each}" if path else each, kept, workspaces, layers, counted)
-        for each, child in module.named_children()
-    ]
-    if id(module) in layers:
-        children = _merge(children, layers[id(module)])
-    total = kept.get(path, 0) + sum(child.times * child.kept_bytes for child in children)
-    number = sum(own.values()) + sum(child.times * child.num_parameters for child in children)
-    held = max([workspaces.get(path, 0), *(child.workspace_bytes for child in children)])
-    used = tuple(child for child in children if child.kept_bytes or child.num_parameters)
-    return ModuleMemory(name, 1, total, held, number, used)
+    return build(found.model, "", "")
 
 
 def _merge(children: Sequence[ModuleMemory], numbers: Sequence[tuple[int, int]]) -> list[ModuleMemory]:
@@ -100,8 +88,8 @@ def _merge(children: Sequence[ModuleMemory], numbers: Sequence[tuple[int, int]])
     found: list[tuple[int, ModuleMemory]] = []
     for child, (first, times) in zip(children, numbers, strict=True):
         if found and dataclasses.replace(found[-1][1], times=1) == dataclasses.replace(child, name=""):
-            first, times = found[-1][0], found[-1][1].times + times
-            found.pop()
+            first, before = found.pop()
+            times += before.times
         found.append((first, dataclasses.replace(child, name="", times=times)))
     return [
         dataclasses.replace(each, name=str(first) if each.times == 1 else f"{first}-{first + each.times - 1}")
@@ -133,8 +121,3 @@ def _list_rows(tree: ModuleMemory, label: str, depth: int) -> Iterator[tuple[int
         own -= child.times * child.kept_bytes
     if own and tree.children:
         yield depth + 1, "itself", own, 0, 0
-
-
-def describe_tree(tree: ModuleMemory) -> dict[str, Any]:
-    """As JSON has it, in bytes."""
-    return dataclasses.asdict(tree)
