@@ -12,8 +12,6 @@ from tempo_kernels.attention.settings import MASKED_SCORES, Inputs, Settings
 from tempo_kernels.opaque import is_traced
 from tempo_kernels.philox import check_drawn_from, check_place, effective_probability
 
-FORMS = ("flash", "softmax")
-
 
 def _say(name: str, t: Tensor) -> str:
     return f"{name} is {t.dtype} of shape {list(t.shape)} on {t.device}"
@@ -41,8 +39,7 @@ def check_tensors(inputs: Inputs, settings: Settings) -> None:
             f"causal attention of {num_queries} queries over {num_keys} keys: the first queries would see no key; "
             "give at least as many keys, first_row and first_column, or causal=False"
         )
-    if inputs.mask is not None or inputs.changes_scores:
-        _check_what_changes_scores(inputs, [batch, heads, num_queries, num_keys])
+    _check_what_changes_scores(inputs, [batch, heads, num_queries, num_keys])
 
 
 def _check_what_changes_scores(inputs: Inputs, shape: list[int]) -> None:
@@ -57,10 +54,7 @@ def _check_what_changes_scores(inputs: Inputs, shape: list[int]) -> None:
             f"{q.device}, as q"
         )
     heads = shape[1]
-    for name, vector, dtypes in (
-        ("alibi_slopes", slopes, {torch.float32}),
-        ("sink", sink, {torch.float32, q.dtype}),
-    ):
+    for name, vector, dtypes in (("alibi_slopes", slopes, {torch.float32}), ("sink", sink, {torch.float32, q.dtype})):
         if vector is None or (vector.dtype in dtypes and list(vector.shape) == [heads] and vector.device == q.device):
             continue
         raise ValueError(
@@ -96,7 +90,7 @@ def check_settings(q: Tensor, settings: Settings, form: str) -> None:
     for name, first in (("first_row", settings.first_row), ("first_column", settings.first_column)):
         if first is not None and first < 0:
             raise ValueError(f"{name} is {first}; expected a position in the sequence, 0 or more")
-    if form not in FORMS:
+    if form not in ("flash", "softmax"):
         raise ValueError(f'form is {form!r}; expected "flash" or "softmax"')
     if settings.hidden_rows not in MASKED_SCORES:
         raise ValueError(f'hidden_rows is {settings.hidden_rows!r}; expected "uniform", "added" or "zero"')
@@ -117,16 +111,12 @@ def check_documents(inputs: Inputs, settings: Settings) -> None:
         if cu_seqlens_k is not None or samples is not None:
             raise ValueError("cu_seqlens_k or document_samples is given without cu_seqlens; give cu_seqlens too")
         return
-    excluded = {
-        "mask": inputs.mask is not None,
-        "bias": inputs.bias is not None,
-        "first_row": settings.first_row != 0,
-        "first_column": settings.first_column is not None,
-    }
-    if found := [name for name, is_given in excluded.items() if is_given]:
-        raise ValueError(
-            f"{found[0]} is given together with cu_seqlens; expected one of them, for documents have their own rows"
-        )
+    excluded = {"mask": inputs.mask, "bias": inputs.bias, "first_row": settings.first_row or None}
+    for name, given in (*excluded.items(), ("first_column", settings.first_column)):
+        if given is not None:
+            raise ValueError(
+                f"{name} is given together with cu_seqlens; expected one of them, for documents have their own rows"
+            )
     q = inputs.q
     if q.size(1) != 1:
         raise ValueError(

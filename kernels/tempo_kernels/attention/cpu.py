@@ -35,10 +35,15 @@ def forward(
             probabilities = None if probabilities_out is None else probabilities_out[:, :, queries, keys]
             out[queries], logsumexp[:, :, queries] = forward(own, chosen, probabilities)
         return out, logsumexp
-    found = None
     if probabilities_out is None and out_dtype in (None, q.dtype) and _can_run_flash(inputs, settings):
-        found = _forward_by_flash(inputs, settings)
-    return eager.forward(inputs, settings, probabilities_out, out_dtype) if found is None else found
+        out, logsumexp = _flash_forward(
+            *_repeat_heads(inputs), 0.0, _is_causal(inputs, settings), scale=settings.softmax_scale
+        )
+        out, logsumexp = out.permute(2, 0, 1, 3).contiguous(), logsumexp.contiguous()
+        if _is_small(logsumexp):
+            return out, logsumexp
+        del out, logsumexp  # the rounding of such logsumexps would cost too much
+    return eager.forward(inputs, settings, probabilities_out, out_dtype)
 
 
 def backward(
@@ -46,31 +51,27 @@ def backward(
 ) -> Gradients:
     """As in eager.py; `kept.out` is there where `keeps_out`, and with is_part. A token of no document gets 0."""
     if inputs.cu_seqlens is not None:
-        return _backward_packed(grad_out, inputs, kept, settings)
+        sink = inputs.sink
+        grad_sink = None if sink is None else torch.zeros_like(sink, dtype=inputs.compute_dtype)
+        grads = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3]]
+        for queries, keys, own, chosen in _split(inputs, settings):
+            kept_here = Kept(
+                None if kept.out is None else kept.out[queries],
+                None if kept.logsumexp is None else kept.logsumexp[:, :, queries],
+                None if kept.probabilities is None else kept.probabilities[:, :, queries, keys],
+            )
+            found = backward(grad_out[queries], own, kept_here, chosen)
+            for grad, part, where in zip(grads, found[:3], (queries, keys, keys), strict=True):
+                grad[where] = part
+            if grad_sink is not None and found.sink is not None:
+                grad_sink += found.sink
+        grad_sink = None if sink is None or grad_sink is None else grad_sink.to(sink.dtype)
+        return Gradients(grads[0], grads[1], grads[2], sink=grad_sink)
     if not kept.is_part and kept.probabilities is None and keeps_out(inputs, settings):
         assert kept.logsumexp is not None
         if _is_small(kept.logsumexp):
             return _backward_by_flash(grad_out, inputs, kept, settings)
     return eager.backward(grad_out, inputs, kept, settings, needs_grad_bias)
-
-
-def _backward_packed(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -> Gradients:
-    sink = inputs.sink
-    grad_sink = None if sink is None else torch.zeros_like(sink, dtype=inputs.compute_dtype)
-    grads = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3]]
-    for queries, keys, own, chosen in _split(inputs, settings):
-        kept_here = Kept(
-            None if kept.out is None else kept.out[queries],
-            None if kept.logsumexp is None else kept.logsumexp[:, :, queries],
-            None if kept.probabilities is None else kept.probabilities[:, :, queries, keys],
-        )
-        found = backward(grad_out[queries], own, kept_here, chosen)
-        for grad, part, where in zip(grads, found[:3], (queries, keys, keys), strict=True):
-            grad[where] = part
-        if grad_sink is not None and found.sink is not None:
-            grad_sink += found.sink
-    grad_sink = None if sink is None or grad_sink is None else grad_sink.to(sink.dtype)
-    return Gradients(grads[0], grads[1], grads[2], sink=grad_sink)
 
 
 def keeps_out(inputs: Inputs, settings: Settings) -> bool:
@@ -110,22 +111,12 @@ def _can_run_flash(inputs: Inputs, settings: Settings) -> bool:
     return is_plain and fits and q.size(-1) == v.size(-1) and 0 not in (q.numel(), k.numel())
 
 
-def _forward_by_flash(inputs: Inputs, settings: Settings) -> tuple[Tensor, Tensor] | None:
-    """As in eager.py; None where the rounding of logsumexps would cost too much."""
-    out, logsumexp = _flash_forward(
-        *_repeat_heads(inputs), 0.0, _is_causal(inputs, settings), scale=settings.softmax_scale
-    )
-    out, logsumexp = out.permute(2, 0, 1, 3).contiguous(), logsumexp.contiguous()
-    return (out, logsumexp) if _is_small(logsumexp) else None
-
-
 def _is_small(logsumexp: Tensor) -> bool:
     """Whether the rounding of these logsumexps costs nothing; fake tensors, which have no numbers, count as small."""
     return type(logsumexp) is not Tensor or bool(logsumexp.abs().amax() <= LARGEST_LOGSUMEXP)
 
 
 def _backward_by_flash(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -> Gradients:
-    """Returns the gradients of q, k and v."""
     assert kept.out is not None
     grad_out, out = (t.permute(1, 2, 0, 3) for t in (grad_out, kept.out))
     operands = (grad_out, *_repeat_heads(inputs), out, kept.logsumexp, 0.0, _is_causal(inputs, settings))

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tempo_kernels.attention.settings import HIDING_BIAS, Gradients, Inputs, Kept, Settings
+from tempo_kernels.attention.settings import HIDING_BIAS, MASKED_SCORES, Gradients, Inputs, Kept, Settings
 from tempo_kernels.opaque import cut, skip_alike
 from tempo_kernels.philox import drop_, keep_bits
 
@@ -111,7 +111,9 @@ def backward(
         heads, sums = _order_operands(inputs, grad_out, samples, grad_bias, grad_sink)
         for rows in cut(q.size(0), rows_per_block):
             _add_gradients(_Block(samples, rows, inputs, settings), *heads, kept, row_sums, sums)
-        for grad, found in zip(grads, _sum_groups(sums, heads[1].size(0)), strict=True):
+        num_groups = heads[1].size(0)
+        grouped = (t.unflatten(0, (num_groups, -1)).sum(1) for t in (sums.k, sums.v))
+        for grad, found in zip(grads, (sums.q, *grouped), strict=True):
             grad[:, samples] = found.unflatten(0, (-1, grad.size(2))).permute(2, 0, 1, 3)
     if bias is not None and grad_bias is not None:
         grad_bias = grad_bias.to(bias.dtype)
@@ -127,8 +129,7 @@ def _order_operands(
     q, k, v, grad_out = (_order_heads(t, samples) for t in (*inputs[:3], grad_out))
     grad_q = torch.empty_like(q)
     # One per query head: a group's heads are added up at the end, as torch does, which is more precise.
-    shapes = (q.size(0), *k.shape[1:]), (q.size(0), *v.shape[1:])
-    grad_k, grad_v = (torch.zeros(shape, dtype=inputs.compute_dtype, device=q.device) for shape in shapes)
+    grad_k, grad_v = (torch.zeros(q.size(0), *t.shape[1:], dtype=inputs.compute_dtype, device=q.device) for t in (k, v))
     return (q, k, v, grad_out), Gradients(grad_q, grad_k, grad_v, grad_bias, grad_sink)
 
 
@@ -176,11 +177,6 @@ def _add_gradients(
     grad_q_block = torch.bmm(ds, k[:, block.keys]).mul_(settings.softmax_scale)
     sums.q[:, block.rows] = grad_q_block.view(q.size(0), -1, q.size(-1))
     block.accumulate(sums.k, ds, q_block, settings.softmax_scale)
-
-
-def _sum_groups(sums: Gradients, num_groups: int) -> tuple[Tensor, ...]:
-    """Returns grad_q [n * a, sq, d], grad_k and grad_v [n * g, sk, d]."""
-    return sums.q, *(t.unflatten(0, (num_groups, -1)).sum(1) for t in (sums.k, sums.v))
 
 
 def sum_rows(grad_out: Tensor, kept: Kept) -> Tensor:
@@ -271,7 +267,7 @@ class _Block:
 
     def compute_scores(self, q: Tensor, k: Tensor) -> Tensor:
         """Returns log2(e) times the scores [n * g, a/g * rows, keys] in the dtype of computation."""
-        scores, masked_score = self.compute_products(q, k), self.settings.masked_score * _LOG2_E
+        scores, masked_score = self.compute_products(q, k), MASKED_SCORES[self.settings.hidden_rows] * _LOG2_E
         if self.settings.softcap is not None:
             scores.mul_(self.settings.softcap * _LOG2_E)
         if self.inputs.bias is not None:

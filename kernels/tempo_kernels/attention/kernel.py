@@ -1,10 +1,8 @@
 """Computes attention on a GPU in Triton: chooses tiles, plans and launches the passes; eager.py is the specification.
 
-The algorithm is FlashAttention-2's (Dao, arXiv 2307.08691): one pass forward (kernel_forward.py), one for the gradient
-of q, one for the gradients of k and v, and one for a bias (kernel_backward.py). Of a packed row each program has a
-block of one document (kernel_program.py). The passes share the code for one tile (kernel_scores.py). Scores and masks
-live in registers only: backward computes the probabilities again from the logsumexp, and Philox draws the same bits
-again.
+There is one pass forward (kernel_forward.py), one for the gradient of q, one for the gradients of k and v, and one for
+a bias (kernel_backward.py). They share what a program owns (kernel_program.py) and the code for one tile
+(kernel_scores.py). Scores and masks live in registers only.
 """
 
 from __future__ import annotations
@@ -12,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -23,6 +21,7 @@ from tempo_kernels.attention import kernel_backward, kernel_forward
 from tempo_kernels.attention.kernel_program import VARYING
 from tempo_kernels.attention.settings import (
     MASKED_SCORE,
+    MASKED_SCORES,
     BiasSizes,
     Call,
     Draw,
@@ -78,8 +77,6 @@ TILES = {
 TILES_OF_BIAS = {64: Tile(64, 32, 4, 2), 128: Tile(64, 32, 8, 1), 256: Tile(32, 64, 8, 1)}
 # float32 stays off the tensor cores, which would round its products to TF32.
 FLOAT32_TILES = {128: Tile(32, 32, 8, 1), 256: Tile(16, 32, 8, 1)}
-
-_NO_LIMIT = -(1 << 30)  # an offset that no row reaches
 
 
 class Signature(NamedTuple):
@@ -157,9 +154,7 @@ def backward(
     q, bias = inputs.q, inputs.bias
     dtype = torch.float32 if kept.is_part else q.dtype
     grad_q, grad_k, grad_v = grads = [torch.empty(t.shape, dtype=dtype, device=q.device) for t in inputs[:3]]
-    grad_bias = (
-        torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_grad_bias and bias is not None else None
-    )
+    grad_bias = bias.new_empty(bias.shape) if needs_grad_bias and bias is not None else None
     if inputs.cu_seqlens is not None:
         for grad in grads:
             grad.zero_()
@@ -210,7 +205,9 @@ def _prepare(
     """Returns q, k, v and, in backward, grad_out as kernels can read them; what plans depend on; the other tensors; and
     the numbers that VARYING names."""
     q, k, v, mask, bias, alibi_slopes, sink, boundaries, key_boundaries, samples = inputs
-    tensors, strides = _read((q, k, v) if grad_out is None else (q, k, v, grad_out))
+    # Kernels read rows whose d is contiguous and whose strides fit into 32 bits.
+    given = (q, k, v) if grad_out is None else (q, k, v, grad_out)
+    tensors = tuple([t if t.stride(3) == 1 and t.stride(0) < MAX_ROW_ELEMENTS else t.contiguous() for t in given])
     scores_shape = (q.size(1), q.size(2), q.size(0), k.size(0))
     mask = None if mask is None else mask.view(torch.uint8).expand(scores_shape)
     bias = None if bias is None else bias.expand(scores_shape)
@@ -229,7 +226,7 @@ def _prepare(
         q.shape,
         k.shape,
         v.size(3),
-        strides,
+        tuple([t.stride() for t in tensors]),
         None if mask is None else mask.stride(),
         None if bias is None else bias.stride(),
         inputs.num_documents,
@@ -242,13 +239,11 @@ def _prepare(
 def plan_pass(signature: Signature, name: str) -> Plan:
     """Plans the pass "forward", "grad_q" or "grad_kv"."""
     tile = signature.get_tile(name)
-    num_heads, num_rows, block = signature.q_shape[1] * signature.q_shape[2], signature.q_shape[0], tile.queries
-    if name == "grad_kv":
-        num_heads, num_rows, block = signature.k_shape[1] * signature.k_shape[2], signature.k_shape[0], tile.keys
-    num_blocks = -(-num_rows // block)
+    shape, block = (signature.k_shape, tile.keys) if name == "grad_kv" else (signature.q_shape, tile.queries)
+    num_blocks = -(-shape[0] // block)
     if signature.num_documents is not None:
-        num_blocks = num_rows // block + signature.num_documents
-    return Plan((num_blocks * num_heads,), VARYING, **_list_arguments(signature, tile))
+        num_blocks = shape[0] // block + signature.num_documents
+    return Plan((num_blocks * shape[1] * shape[2],), VARYING, **_list_arguments(signature, tile))
 
 
 @cache_plans
@@ -283,53 +278,37 @@ def _list_arguments(signature: Signature, tile: Tile) -> dict[str, Any]:
     p = effective_probability(settings.dropout_p)
     hides_first = is_packed and p > 0 and not signature.has_samples
     is_part = settings.first_row or settings.first_column
-    cap = settings.softcap
-    constants = {
-        "UNIT": unit,
-        "HIDES_FIRST": hides_first,
-        "ADDS_MASK": settings.hidden_rows == "added",
-        "BRANCHES": signature.architecture >= 90,
-        "KEEPS_APART": signature.architecture == 90,
-        "HEAD_DIM": head_dim,
-        "BLOCK_DIM": _round_up(head_dim),
-        "VALUE_DIM": signature.value_dim,
-        "VALUE_BLOCK": _round_up(signature.value_dim),
-        "BLOCK_QUERIES": tile.queries,
-        "BLOCK_KEYS": tile.keys,
-    }
     call = Call(
         Steps(q, k, v, grad_out, mask, bias),
         Sizes(num_queries, num_keys, batch, heads, heads // groups, signature.num_documents or 0),
         Places(
-            _NO_LIMIT if first is None and hides_first else first,
+            -(1 << 30) if first is None and hides_first else first,  # an offset that no row reaches
             last,
             settings.compute_diagonal(*lengths),
             settings.first_row if is_part else None,
             settings.first_column or 0 if is_part else None,
         ),
-        Draw(settings.first_head, threshold(p) if p > 0 else None, 1.0 / (1.0 - p)),
+        Draw(settings.first_head, threshold(p) if p > 0 else None, settings.keep_scale),
         Scores(
             settings.softmax_scale * math.log2(math.e),
             settings.softmax_scale,
             1.0 / settings.softmax_scale,
-            settings.masked_score / settings.softmax_scale,
-            None if cap is None else cap / settings.softmax_scale,
+            MASKED_SCORES[settings.hidden_rows] / settings.softmax_scale,
+            None if settings.softcap is None else settings.softcap / settings.softmax_scale,
         ),
-        **{name: tl.constexpr(value) for name, value in constants.items()},
+        UNIT=tl.constexpr(unit),
+        HIDES_FIRST=tl.constexpr(hides_first),
+        ADDS_MASK=tl.constexpr(settings.hidden_rows == "added"),
+        BRANCHES=tl.constexpr(signature.architecture >= 90),
+        KEEPS_APART=tl.constexpr(signature.architecture == 90),
+        HEAD_DIM=tl.constexpr(head_dim),
+        BLOCK_DIM=tl.constexpr(max(16, triton.next_power_of_2(head_dim))),
+        VALUE_DIM=tl.constexpr(signature.value_dim),
+        VALUE_BLOCK=tl.constexpr(max(16, triton.next_power_of_2(signature.value_dim))),
+        BLOCK_QUERIES=tl.constexpr(tile.queries),
+        BLOCK_KEYS=tl.constexpr(tile.keys),
     )
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
-    return {"call": call, **options}
-
-
-def _round_up(head_dim: int) -> int:
-    """Returns the columns of a tile: at least 16, and a power of two."""
-    return max(16, 1 << (head_dim - 1).bit_length())
-
-
-def _read(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[tuple[int, ...], ...]]:
-    """Returns the tensors as kernels can read them (d contiguous, row strides within 32 bits), and their strides."""
-    readable = [t if t.stride(3) == 1 and t.stride(0) < MAX_ROW_ELEMENTS else t.contiguous() for t in tensors]
-    return tuple(readable), tuple([t.stride() for t in readable])
+    return {"call": call, "num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
 
 
 def _check(inputs: Inputs, settings: Settings) -> None:

@@ -42,11 +42,6 @@ class Inputs(NamedTuple):
     document_samples: Tensor | None = None
 
     @property
-    def changes_scores(self) -> bool:
-        """Whether something is added to the scores, or to their softmax's sum."""
-        return self.bias is not None or self.alibi_slopes is not None or self.sink is not None
-
-    @property
     def compute_dtype(self) -> torch.dtype:
         """The softmax's: float32, for float64 inputs float64."""
         return torch.promote_types(self.q.dtype, torch.float32)
@@ -96,13 +91,8 @@ class Settings:
 
     def is_plain(self, inputs: Inputs) -> bool:
         """Whether scores stay as they are, and there is neither dropout nor a mask."""
-        changes = self.softcap is not None or inputs.changes_scores or self.dropout_p != 0
-        return not changes and inputs.mask is None
-
-    @property
-    def masked_score(self) -> float:
-        """What a mask writes over scores."""
-        return MASKED_SCORES[self.hidden_rows]
+        changes = (inputs.mask, inputs.bias, inputs.alibi_slopes, inputs.sink, self.softcap)
+        return self.dropout_p == 0 and all(change is None for change in changes)
 
     @property
     def operands(self) -> tuple[Any, ...]:
