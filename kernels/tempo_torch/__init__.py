@@ -4,15 +4,5 @@ of transformers and adapters of peft where these are installed."""
 from tempo_torch.report import Entry, Report
 from tempo_torch.tempoize import CHOICES, check, read_step, report_on, restore, samples, set_step, tempoize
 
-__all__ = [
-    "CHOICES",
-    "Entry",
-    "Report",
-    "check",
-    "read_step",
-    "report_on",
-    "restore",
-    "samples",
-    "set_step",
-    "tempoize",
-]
+__all__ = ["CHOICES", "Entry", "Report"]
+__all__ += ["check", "read_step", "report_on", "restore", "samples", "set_step", "tempoize"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -67,11 +66,6 @@ def name_function(function: Callable[[Tensor], Tensor]) -> str | None:
         return next((name for name, known in FUNCTIONS.items() if torch.allclose(y, known(x), 1e-8, 1e-10)), None)
     except Exception:  # a foreign function may raise anything
         return None
-
-
-def name_activation(module: nn.Module) -> str | None:
-    """Returns what an activation module computes; None where it is none that Tempo has, or writes in place."""
-    return None if getattr(module, "inplace", False) else name_function(partial(type(module).forward, module))
 
 
 def is_activation(module: nn.Module) -> bool:

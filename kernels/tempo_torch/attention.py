@@ -174,9 +174,9 @@ def _list_functions(kind: type[nn.Module]) -> Iterator[types.FunctionType]:
                 yield function
 
 
-def name_implementation(module: Any) -> str | None:
-    """Returns the name of the attention that a module's configuration has, if it has one."""
-    return getattr(getattr(module, "config", None), "_attn_implementation", None)
+def name_implementation(module: Any, of: str = "attn") -> str | None:
+    """Returns the name of the attention, or of the "experts", that a module's configuration has, if it has one."""
+    return getattr(getattr(module, "config", None), f"_{of}_implementation", None)
 
 
 def is_wrapped() -> bool:
@@ -257,10 +257,8 @@ def _attend(
         bias = None if bias is None else bias[..., : query.size(2)]
     # Where stock adds numbers to scores it attends to hidden keys if there are no others.
     rows = "zero" if softcap is sink is bias is None else "added"
-    more: dict[str, Any] = {"bias": bias, "softcap": softcap, "hidden_rows": rows}
-    return attend_by_position(
-        module, query, key, value, p, seen=mask, causal=causal, scale=call.get("scaling"), sink=sink, **more
-    )
+    more: dict[str, Any] = {"causal": causal, "bias": bias, "softcap": softcap, "sink": sink, "hidden_rows": rows}
+    return attend_by_position(module, query, key, value, p, seen=mask, scale=call.get("scaling"), **more)
 
 
 def _check_documents(positions: Any) -> None:
@@ -323,8 +321,8 @@ def _get_refusal(attention_mask: Tensor | None, more: dict[str, Any]) -> str | N
         return "adds a tensor to its scores"
     if more.get("cache") is not None:
         return "pages its keys"
-    unknown = (name for name in sorted(more.keys() - _KNOWN - _HARMLESS) if more[name] is not None)
-    name = next((name for name in unknown if more[name] is not False), None)
+    unknown = sorted(more.keys() - _KNOWN - _HARMLESS)
+    name = next((name for name in unknown if more[name] is not None and more[name] is not False), None)
     return None if name is None else f"passes {name} to its attention"
 
 

@@ -165,9 +165,8 @@ class AlibiAttention(RedirectsFunctions):
             return "computes its output in parts (slow_but_exact)"
         if "position_bias" not in given:
             return None
-        has_all = given["position_bias"] is not None and given["position_bias"].size(-1) >= given["hidden_states"].size(
-            1
-        )
+        bias, num_tokens = given["position_bias"], given["hidden_states"].size(1)
+        has_all = bias is not None and bias.size(-1) >= num_tokens
         return None if has_all else "has no distances for some of its keys (max_seq_len)"
 
     def _attend(
@@ -191,26 +190,24 @@ class BloomAttention(AlibiAttention):
     adds the lowest number to its scores.
     """
 
-    def _compute(self, given: dict[str, Any], causal: bool, hidden: Tensor | None) -> Tensor:
+    def _compute(self, given: dict[str, Any], causal: bool, hidden: Tensor | None) -> Any:
         fused = self.query_key_value(given["hidden_states"]).unflatten(-1, (self.num_heads, 3, self.head_dim))
         bias = None if causal else given["alibi"].unflatten(0, (-1, self.num_heads))
         more: dict[str, Any] = {"causal": causal, "mask": hidden, "hidden_rows": "added"}
         out = self._attend(given, fused.unbind(-2), self.attention_dropout.p, bias, scale=self.inv_norm_factor, **more)
-        y: Tensor = given["residual"] + self.drop(self.dense(out), self.hidden_dropout)
-        return y
+        return given["residual"] + self.drop(self.dense(out), self.hidden_dropout)
 
 
 class MptAttention(AlibiAttention):
     """MPT's attention. Its distances do not depend on padding, so that they always come from slopes."""
 
-    def _compute(self, given: dict[str, Any], causal: bool, hidden: Tensor | None) -> Tensor:
+    def _compute(self, given: dict[str, Any], causal: bool, hidden: Tensor | None) -> Any:
         mixed = self.Wqkv(given["hidden_states"])
         if self.clip_qkv:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         qkv = tuple(t.unflatten(-1, (self.n_heads, self.head_dim)) for t in mixed.chunk(3, -1))
         more: dict[str, Any] = {"causal": causal, "mask": hidden, "scale": self.softmax_scale}
-        y: Tensor = self.out_proj(self._attend(given, qkv, self.attn_dropout_p, **more))
-        return y
+        return self.out_proj(self._attend(given, qkv, self.attn_dropout_p, **more))
 
 
 def get_alibi(module: Any) -> tuple[type[AlibiAttention], Tensor] | None:

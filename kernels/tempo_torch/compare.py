@@ -1,10 +1,8 @@
 """Compares a model with its stock modules on the same inputs, by numbers, before it trains.
 
-Forward and backward run once with the stock modules and once with Tempo's. Dropout keeps every element in both, and
-Tempo's modules run as they do with dropout. The outputs, the gradients where they end in the model and the gradients
-of some parameters must then agree up to rounding. What rounding does to this very model is measured: stock runs once
-more, and every module's output and every gradient of one is changed by one rounding up or down. A difference is traced
-to the units of replaced modules that make it.
+Dropout keeps every element, and Tempo's modules run as they do with dropout; `tempo_torch.check` says what must agree,
+and how far. What rounding does to this very model is measured, by one more run of stock. A difference is traced to the
+units of replaced modules that make it.
 """
 
 from __future__ import annotations
@@ -27,19 +25,11 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from tempo_torch import probe
 from tempo_torch.attention import NAME, PLACE, give_back_attention, is_wrapped, name_implementation
 from tempo_torch.linear import DropsInput
 from tempo_torch.loss import DeferredLogits
 from tempo_torch.position import Passes, is_in_backward
-from tempo_torch.probe import (
-    Inputs,
-    begin_training,
-    describe_error,
-    keep_random_states,
-    make_calls,
-    name_inputs,
-    run_eagerly,
-)
 from tempo_torch.replace import Replaced, has_changed_class
 
 _FACTOR, _FINE_FACTOR = 4.0, 16.0
@@ -58,13 +48,8 @@ Indices = dict[Any, list[Tensor]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unit:
-    """What is replaced, and given back, together.
-
-    Args:
-        operation, kind: the argument of tempoize that decides about it, and the stock class.
-        modules: those whose class is Tempo's.
-        is_registry: whether it is the entry of transformers' registry of attention functions.
-    """
+    """What is replaced, and given back, together: the modules of one stock class (`kind`) that one argument of tempoize
+    (`operation`) decides about, or the entry of transformers' registry of attention functions."""
 
     operation: str
     kind: str
@@ -75,7 +60,7 @@ class Unit:
 class Comparison:
     """What stock makes of one call, and how far from it rounding leads. Whatever stock raises is raised."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], call: Inputs) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[Unit], call: probe.Inputs) -> None:
         self._model, self._call = model, call
         self._has_registry = any(unit.is_registry for unit in units)
         self._names = {id(module): name for name, module in model.named_modules()}
@@ -96,7 +81,7 @@ class Comparison:
         try:
             ours = self._run(units)
         except Exception as error:  # whatever Tempo's modules, or a foreign model with them, may raise
-            return f"it fails where stock runs: {describe_error(error)}"
+            return f"it fails where stock runs: {probe.describe_error(error)}"
         worst, found, largest = 1.0, None, 0.0
         for name, scale in self._scales.items():
             if name.startswith("grad") and name not in ours:
@@ -163,7 +148,7 @@ class Comparison:
             for each, data in held:
                 each.data = data
 
-    def _run(self, units: Sequence[Unit] = (), call: Inputs | None = None) -> Values:
+    def _run(self, units: Sequence[Unit] = (), call: probe.Inputs | None = None) -> Values:
         args, kwargs = call or self._call
         torch.manual_seed(0)
         random.seed(0)
@@ -385,12 +370,12 @@ def _keep_state(model: Any, passes: Passes) -> Iterator[None]:
     inner = [
         (value, value.copy()) for _, state in states for value in state.values() if type(value) in (list, dict, deque)
     ]
-    devices = {each.device for each in model.parameters() if each.device.type != "cpu"}
+    random_states = probe.keep_random_states({each.device for each in model.parameters() if each.device.type != "cpu"})
     quiet = warnings.catch_warnings()
-    with keep_random_states(devices), run_eagerly(), quiet, torch.inference_mode(False), torch.enable_grad():
+    with random_states, probe.run_eagerly(), quiet, torch.inference_mode(False), torch.enable_grad():
         warnings.simplefilter("ignore")
         try:
-            begin_training(model)
+            probe.begin_training(model)
             passes.keeps_all = True
             for config in caching:
                 config.use_cache = False
@@ -412,30 +397,28 @@ Found = tuple[str, dict[Unit, str]]
 """What a check found: a sentence for the report, and the units that differ, each with what is different."""
 
 
-def check_model(model: nn.Module, passes: Passes, units: Sequence[Unit], call: Inputs | None, has_loss: bool) -> Found:
-    """Runs `model` with these units and without, on a call or, without one, on inputs made up, and traces what differs.
-    Whatever a foreign model raises is told in the sentence.
-
-    Args:
-        has_loss: whether the made-up inputs have labels.
-    """
+def check_model(
+    model: nn.Module, passes: Passes, units: Sequence[Unit], call: probe.Inputs | None, has_loss: bool
+) -> Found:
+    """Runs `model` with these units and without, on a call or, without one, on inputs made up, with labels if
+    `has_loss`, and traces what differs. Whatever a foreign model raises is told in the sentence."""
     try:
         if (why := _get_obstacle(model)) is not None:
             return _refuse(why)
-        calls = make_calls(model, has_loss) if call is None else [call]
+        calls = probe.make_calls(model, has_loss) if call is None else [call]
         if calls is None:
             return _refuse("it takes inputs that could not be made up")
         with _keep_state(model, passes):
             return _compare(model, units, calls)
     except Exception as error:
-        return _refuse(describe_error(error))
+        return _refuse(probe.describe_error(error))
 
 
 def _refuse(why: str) -> Found:
     return f"not checked: {why}; check(model, **batch) does it on a batch", {}
 
 
-def _compare(model: nn.Module, units: Sequence[Unit], calls: Sequence[Inputs]) -> Found:
+def _compare(model: nn.Module, units: Sequence[Unit], calls: Sequence[probe.Inputs]) -> Found:
     found: dict[Unit, str] = {}
     notes, largest, what = [], 0.0, ""
     for call in calls:
@@ -443,8 +426,8 @@ def _compare(model: nn.Module, units: Sequence[Unit], calls: Sequence[Inputs]) -
             comparison = Comparison(model, units, call)
         except Exception as error:  # a foreign model may raise anything
             if not what:
-                return _refuse(f"without Tempo it fails on these inputs: {describe_error(error)}")
-            notes.append(f"not with padding, on which stock fails: {describe_error(error)}")
+                return _refuse(f"without Tempo it fails on these inputs: {probe.describe_error(error)}")
+            notes.append(f"not with padding, on which stock fails: {probe.describe_error(error)}")
             continue
         while comparison.differs(rest := [unit for unit in units if unit not in found]) is not None:
             if (why := comparison.differs(())) is not None:
@@ -452,6 +435,6 @@ def _compare(model: nn.Module, units: Sequence[Unit], calls: Sequence[Inputs]) -
             found |= comparison.trace(rest)
         largest, what = max(largest, comparison.largest), what or comparison.what
     ids = calls[0][1].get("input_ids")
-    where = name_inputs(calls[0]) if ids is None else " x ".join(map(str, ids.shape)) + " tokens"
+    where = probe.name_inputs(calls[0]) if ids is None else " x ".join(map(str, ids.shape)) + " tokens"
     where += ", with and without padding" if len(calls) > 1 else ""
     return "; ".join([f"checked: {what} equal stock's within {largest:.0e} on {where}", *notes]), found

@@ -13,8 +13,6 @@ from tempo_torch.linear import can_be_made, drop_input
 from tempo_torch.position import DropoutPlace
 from tempo_torch.replace import Replaced
 
-Draw = tuple[float, int | Tensor, int | Tensor, int]
-
 
 class RedrawnDropout(Replaced):
     """Dropout of [samples, ...]: Philox decides by sample i and element j whether to drop element (i, j) of the input,
@@ -45,12 +43,12 @@ def apply_dropout(x: Tensor, p: float, place: DropoutPlace, keeps_input: bool = 
     key, first_sample, num_samples = place.draw(x.device)
     rows = num_samples if x.dim() > 0 and x.size(0) % num_samples == 0 else 1
     p = place.passes.get_probability(p)
-    draw = (p, key, first_sample, _compute_first_column(x.numel() // rows, *place.passes.samples.sequence))
+    draw = (rows, p, key, first_sample, _compute_first_column(x.numel() // rows, *place.passes.samples.sequence))
     # torch.compile decides itself what is kept.
     traced = torch.compiler.is_compiling()
     if traced or not torch.is_grad_enabled() or not x.requires_grad or not (keeps_input or can_be_made(x)):
-        return _draw(x, draw, rows)
-    y = adopt(_draw(x, draw, rows), _draw, x, draw, rows)
+        return _draw(x, *draw)
+    y = adopt(_draw(x, *draw), _draw, x, *draw)
     if not keeps_input:
         drop_input(x, y)
     return y
@@ -65,8 +63,7 @@ def _compute_first_column(num_columns: int, part: int, num_parts: int) -> int:
     return part and part * num_columns
 
 
-def _draw(x: Tensor, draw: Draw, rows: int) -> Tensor:
-    p, key, first_sample, column = draw
+def _draw(x: Tensor, rows: int, p: float, key: int | Tensor, first_sample: int | Tensor, column: int) -> Tensor:
     # One row per sample, or part of one, so that the mask does not depend on the shape of a sample.
     y = x.reshape(1, rows, -1)
     y = bias_dropout_add(y, None, None, p=p, key=key, first_sample=first_sample, first_column=column)

@@ -2,10 +2,8 @@
 copies of the tokens that go to several experts.
 
 Stock keeps the output of the gate's function, its product with the other half, and what the gate clamps, each as large
-as the tokens of all experts, and for each of them a copy of its token. Here the products keep promises in place of
-their inputs: just before backward needs them, the model's own code gathers the tokens and makes the gated output again.
-This is done in the implementations "grouped_mm", "batched_mm" and "eager" of transformers/integrations/moe.py (5.24);
-in any other, stock runs. The second product's output stays: the routing weights' gradient needs it.
+as the tokens of all experts, and for each of them a copy of its token. Here the model's own code makes them again. The
+second product's output stays: the routing weights' gradient needs it.
 """
 
 from __future__ import annotations
@@ -20,11 +18,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from tempo_kernels.recompute import drop, recompute
+from tempo_torch.attention import name_implementation
 from tempo_torch.linear import drop_input
 from tempo_torch.replace import Replaced
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
-"""Values of a configuration's `_experts_implementation` in which the activation is recomputed."""
+"""Those of transformers/integrations/moe.py (5.24) in which the activation is recomputed; in any other, stock runs."""
 
 
 class RecomputesExperts(Replaced):
@@ -39,7 +38,7 @@ class RecomputesExperts(Replaced):
         """Returns the experts' weighted outputs [t, h] of tokens [t, h], as stock."""
         stock = self.stock_class
         is_plain = torch.compiler.is_compiling() or not torch.is_grad_enabled()
-        if is_plain or get_implementation(self) not in IMPLEMENTATIONS:
+        if is_plain or name_implementation(self, "experts") not in IMPLEMENTATIONS:
             return stock.forward(self, *args, **kwargs)
         made: list[Tensor] = []
 
@@ -56,7 +55,7 @@ class RecomputesExperts(Replaced):
         is_split = getattr(self, "_is_expert_parallel", False)
         tokens = args[0] if args else kwargs["hidden_states"]
         # Eager forwards have products that drop them, expert by expert.
-        copies = None if get_implementation(self) == "eager" else made
+        copies = None if name_implementation(self, "experts") == "eager" else made
         with _DropsInputs(None if is_split else tokens, copies):
             out = stock.forward(stand_in, *args, **kwargs)
         while made:
@@ -90,11 +89,6 @@ _GATHERS = (Tensor.__getitem__, Tensor.repeat_interleave)
 _PRODUCTS = (F.linear, Tensor.matmul, Tensor.__matmul__)
 
 
-def get_implementation(module: Any) -> Any:
-    """Which implementation of transformers the experts run in."""
-    return getattr(getattr(module, "config", None), "_experts_implementation", None)
-
-
 def is_experts(module: nn.Module) -> bool:
     """Returns whether a module was made by transformers' `use_experts_implementation` (5.0 and later)."""
     moe: Any = sys.modules.get("transformers.integrations.moe")
@@ -105,7 +99,7 @@ def get_experts_refusal(module: Any) -> str | None:
     """Returns why experts stay as they are; None where their activation can be recomputed."""
     if not module.has_gate:
         return "its experts have no gate"
-    implementation = get_implementation(module)
+    implementation = name_implementation(module, "experts")
     if implementation not in IMPLEMENTATIONS:
         return f"its experts run in {implementation}, and Tempo has {', '.join(IMPLEMENTATIONS)}"
     return None

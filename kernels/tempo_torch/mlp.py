@@ -20,11 +20,9 @@ class TiledMLP(Replaced):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the stock MLP returns for x [..., h]."""
-        stock = self.stock_class
-        x: Tensor
         (x,) = (*args, *kwargs.values())
         if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-            return stock.forward(self, x)
+            return self.stock_class.forward(self, x)
         return self._run_in_tiles(x)
 
     # A compiler would look through the tiles and keep what they make.
@@ -38,8 +36,7 @@ class TiledMLP(Replaced):
             )
 
         def run_tile(tile: Tensor) -> Tensor:
-            y: Tensor = stock.forward(self, tile.unsqueeze(0))
-            return y.squeeze(0)
+            return stock.forward(self, tile.unsqueeze(0)).squeeze(0)  # type: ignore[no-any-return]
 
         parameters = self.parameters()
         rows = recompute_in_tiles(run_tile, x.flatten(0, -2), parameters=parameters, num_rows=x.size(-1))

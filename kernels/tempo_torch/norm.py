@@ -55,12 +55,10 @@ class Norm(Replaced):
         return rms_norm(x, weight, eps, zero_centered=zero_centered, keep=keep)
 
 
-Recognised = dict[str, Any]
-"""The `tempo_eps` and `zero_centered` of a norm."""
-
-
-def recognise_norm(module: nn.Module) -> Recognised | str | None:
-    """Returns what a norm computes, the reason if Tempo has no such norm, or None if it is no norm."""
+def recognise_norm(module: nn.Module) -> dict[str, Any] | str | None:
+    """Returns the `tempo_eps` and `zero_centered` of a norm, the reason if Tempo has no such norm, or None if it is no
+    norm."""
+    name = type(module).__name__.lower()
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         if len(module.normalized_shape) != 1:
             return "it normalises over several dimensions"
@@ -70,9 +68,7 @@ def recognise_norm(module: nn.Module) -> Recognised | str | None:
             return {"tempo_eps": module.eps, "zero_centered": None}
         if type(module).forward is nn.RMSNorm.forward:
             return {"tempo_eps": module.eps, "zero_centered": False}
-        return _recognise_by_result(module)
-    name = type(module).__name__.lower()
-    if not (name.endswith("norm") or "layernorm" in name or "rmsnorm" in name) or any(module.children()):
+    elif not (name.endswith("norm") or "layernorm" in name or "rmsnorm" in name) or any(module.children()):
         return None
     return _recognise_by_result(module)
 
@@ -84,7 +80,7 @@ def choose_keep(module: nn.Module, zero_centered: bool = False) -> str:
     return "inplace" if fits_in_place(weight, getattr(module, "bias", None), zero_centered) else "recompute"
 
 
-def _recognise_by_result(module: nn.Module) -> Recognised | str:
+def _recognise_by_result(module: nn.Module) -> dict[str, Any] | str:
     """Finds out what a class computes by calling it on random numbers, because models write the same norm in many
     ways."""
     parameters = dict(module.named_parameters(recurse=False))

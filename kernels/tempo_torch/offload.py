@@ -16,8 +16,6 @@ _LAYER = "layer"
 def offload_layers(model: nn.Module, value: str, ahead: int) -> list[Offload]:
     """Lets the layers of a model move what `value` says, and copies back `ahead` layers early; returns what moves it.
 
-    Layers are the modules of the outermost nn.ModuleLists that hold several, as models of transformers have them.
-
     Raises ValueError for a model without such layers, and for a name that none of them has.
     """
     if value == "off":
@@ -52,8 +50,8 @@ def _read_names(value: str, stacks: list[tuple[nn.Module, list[nn.Module]]]) -> 
 
 
 def _find_stacks(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Yields (the module that calls them, layers) of the outermost lists of layers; of several in one module the layers
-    of all."""
+    """Yields (the module that calls them, layers) of the outermost nn.ModuleLists of several layers, as models of
+    transformers have them; of several in one module the layers of all."""
     found: list[nn.Module] = []
     for child in module.children():
         layers = list(child) if isinstance(child, nn.ModuleList) else []

@@ -25,6 +25,7 @@ import hashlib
 import inspect
 import sys
 import threading
+import traceback
 import weakref
 import zlib
 from collections import deque
@@ -183,18 +184,12 @@ class DropoutPlace:
     def __init__(self, name: str, code: int, passes: Passes) -> None:
         self.name, self.code, self.passes = name, code, passes
         self.calls = 0  # in a compiled graph: since the forward, or the backward, began
-        self.key_tensor = torch.tensor(_make_signed(derive_key(passes.seed, code, 0)), dtype=torch.int64)
+        self.key_tensor = torch.tensor(_derive_signed(passes.seed, code, 0), dtype=torch.int64)
 
     def draw(self, device: torch.device, num_rows: int | None = None) -> tuple[int | Tensor, int | Tensor, int]:
-        """Returns (key, first row, number of samples) of the mask that is drawn now, to be used once.
-
-        Args:
-            device: where it is drawn.
-            num_rows: rows of the tensor, of which several may belong to one sample, one behind the other; by default
-                one for each sample.
-        """
-        is_traced = torch.compiler.is_compiling()
-        now = self.passes.current if is_traced else self.passes.get_current()
+        """Returns (key, first row, number of samples) of the mask that is drawn now, to be used once. Of `num_rows` in
+        the tensor several may belong to one sample, one behind the other; by default each sample has one."""
+        is_traced, now = torch.compiler.is_compiling(), self.passes.get_current()
         first: Any = now.first_sample_tensor if is_traced else now.first_sample
         if first is None:
             first = self.passes.samples.number(now)
@@ -234,16 +229,12 @@ class DropoutPlace:
                 f"{self.name} is called several times in a forward, in a compiled region that is checkpointed; "
                 "expected one call; do not compile it, or do not checkpoint it"
             )
-        key = self.key_tensor if call == 0 else torch.tensor(_make_signed(_derive(self.passes.seed, self.code, call)))
+        key = self.key_tensor if call == 0 else torch.tensor(_derive_signed(self.passes.seed, self.code, call))
         return key if shift == 0 else key + shift
 
 
 class Passes:
-    """The forwards of one model, and the places in it that draw.
-
-    Args:
-        seed: any integer; its low 64 bits count.
-    """
+    """The forwards of one model, and the places in it that draw. Of the seed the low 64 bits count."""
 
     def __init__(self, seed: int, samples: Samples) -> None:
         self.seed, self.samples = seed, samples
@@ -257,21 +248,18 @@ class Passes:
         self._past: deque[ForwardPass] = deque(maxlen=_MAX_PASSES)
         self.handles: list[RemovableHandle] = []  # of the hooks by which the forwards are known
 
-    @property
-    def current(self) -> ForwardPass:
-        """Returns the forward that runs, or runs again in backward."""
+    def get_current(self) -> ForwardPass:
+        """Returns the forward that runs: in backward, the one whose graph asks for a part of it, unless it is
+        compiled."""
+        may_be_past = not torch.compiler.is_compiling() and is_in_backward()
+        if may_be_past and (found := self._find_past()) is not None and found is not self._current:
+            self._current, found.recalled = found, None
         if self._current is None:
             raise RuntimeError(
                 "a dropout was called before any forward of the model that was given to tempoize, so which samples it "
                 "sees is not known; call that model, or give tempoize the module that is called"
             )
         return self._current
-
-    def get_current(self) -> ForwardPass:
-        """Returns `current`: in backward, the pass whose graph asks for a part of its forward."""
-        if is_in_backward() and (found := self._find_past()) is not None and found is not self._current:
-            self._current, found.recalled = found, None
-        return self.current
 
     def _find_past(self) -> ForwardPass | None:
         """Finds the forward that made the graph node that runs now; None if a recomputation made it."""
@@ -288,10 +276,9 @@ class Passes:
             return None
         node = torch._C._current_autograd_node()
         number = node._sequence_nr() if node is not None else -1
-        found = next((each for each in reversed(self._past) if each.first_node < number < each.last_node), None)
-        if found is None:
-            # The number before a pass belongs to a region around it, unless another pass ended with it.
-            found = next((each for each in reversed(self._past) if each.first_node == number < each.last_node), None)
+        # The number before a pass belongs to a region around it, unless another pass ended with it.
+        around = [each for each in reversed(self._past) if each.first_node <= number < each.last_node]
+        found = next((each for each in around if each.first_node < number), around[0] if around else None)
         if found is None and len(self._past) == _MAX_PASSES and number < self._past[0].first_node:
             raise RuntimeError(
                 f"more than {_MAX_PASSES} forwards ran before the backward of this one; expected fewer; call backward "
@@ -406,17 +393,14 @@ def is_in_backward() -> bool:
 
 def _find_frame() -> FrameType | None:
     """Finds the innermost frame in which torch calls a module; None if there is none."""
-    frame, file = inspect.currentframe(), sys.modules[nn.Module.__module__].__file__
-    while frame is not None and frame.f_code.co_filename != file:
-        frame = frame.f_back
-    return frame
+    file = sys.modules[nn.Module.__module__].__file__
+    frames = traceback.walk_stack(inspect.currentframe())
+    return next((frame for frame, _ in frames if frame.f_code.co_filename == file), None)
 
 
 def _is_running(thread: int, frame: FrameType | None) -> bool:
     top = sys._current_frames().get(thread)
-    while top is not None and top is not frame:
-        top = top.f_back
-    return top is not None
+    return top is not None and any(each is frame for each, _ in traceback.walk_stack(top))
 
 
 def get_rank() -> tuple[int, int]:
@@ -430,24 +414,19 @@ def _get_next_node() -> int:
     return torch._C._autograd._get_sequence_nr()
 
 
-def _derive(seed: int, code: int, call: int) -> int:
-    return derive_key(seed, code, call)
+def _derive_signed(seed: int, code: int, call: int) -> int:
+    key = derive_key(seed, code, call)
+    return key - (key >> 63 << 64)
 
 
 # This is torch._dynamo.assume_constant_result without its import, which takes seconds.
-_derive._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _make_signed(key: int) -> int:
-    return key - (key >> 63 << 64)
+_derive_signed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _find_tensor(args: Any, kwargs: Any) -> Tensor | None:
     """Finds the first tensor of a call that has dimensions and is not empty."""
-    for value in pytree.tree_leaves((args, kwargs)) if kwargs or len(args) != 1 else args:
-        if isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 0:
-            return value
-    return None
+    values = pytree.tree_leaves((args, kwargs)) if kwargs or len(args) != 1 else args
+    return next((each for each in values if isinstance(each, Tensor) and each.dim() > 0 and each.numel() > 0), None)
 
 
 def _find_batch(module: nn.Module, args: Any, kwargs: Any) -> Tensor | None:

@@ -1,8 +1,7 @@
 """Finds out what a training forward runs, by running and watching a copy of the model on tensors without memory.
 
 The copy has fake tensors in place of parameters and buffers, and no hooks, so that neither the model nor a random state
-changes. A model of 7e9 parameters takes about a second and some megabytes. Inputs that a model of transformers accepts
-are made up from its configuration.
+changes. A model of 7e9 parameters takes about a second and some megabytes.
 """
 
 from __future__ import annotations
@@ -59,12 +58,8 @@ class Seen:
 
 
 def probe(model: nn.Module, passes: Passes, call: Inputs) -> Seen | str:
-    """Returns what model(*args, **kwargs) runs in training, or the reason why that cannot be found out.
-
-    Args:
-        passes: the passes of the model, which was given to tempoize.
-        call: (args, kwargs), of which only shapes and dtypes matter.
-    """
+    """Returns what model(*args, **kwargs) runs in training, or the reason why that cannot be found out. Of the call
+    only shapes and dtypes matter."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # torch's log of an operator without a fake kernel, which is the reason that is returned.
     log = logging.getLogger("torch._subclasses.fake_tensor")
@@ -212,23 +207,15 @@ def keep_random_states(devices: Collection[torch.device] = ()) -> Iterator[None]
             numpy.random.set_state(others)
 
 
-@contextlib.contextmanager
-def run_eagerly() -> Iterator[None]:
+def run_eagerly() -> contextlib.AbstractContextManager[Any]:
     """Runs functions that a model has compiled without compiling them."""
-    if "torch._dynamo" not in sys.modules:  # not imported here, which takes seconds
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    is_imported = "torch._dynamo" in sys.modules  # not imported here, which takes seconds
+    return torch.compiler.set_stance("force_eager") if is_imported else contextlib.nullcontext()
 
 
 def make_inputs(model: Any, has_loss: bool, num_tokens: int = _TOKENS) -> Inputs | None:
-    """Returns a call, of tensors without memory, that a model accepts; None if its configuration does not say enough.
-
-    Args:
-        has_loss: whether the call has labels.
-        num_tokens: how many tokens a sample of text has.
-    """
+    """Returns a call, of tensors without memory, that a model accepts, with labels if `has_loss`; None if its
+    configuration does not say enough."""
     config: Any = getattr(model, "config", None)
     name: Any = getattr(model, "main_input_name", None)
     ids = torch.empty(_SAMPLES, num_tokens, dtype=torch.int64, device="meta")
@@ -240,12 +227,9 @@ def make_inputs(model: Any, has_loss: bool, num_tokens: int = _TOKENS) -> Inputs
         shape = (config.num_mel_bins, 2 * config.max_source_positions)
     elif name == "input_values" and hasattr(config, "conv_stride"):
         shape = (_WAVE,)
-    if shape is not None:
-        inputs = {name: torch.empty(_SAMPLES, *shape, dtype=model.dtype, device="meta")}
-    elif name == "input_ids" and hasattr(config, "vocab_size"):
-        inputs = {name: ids}
-    else:
+    elif name != "input_ids" or not hasattr(config, "vocab_size"):
         return None
+    inputs = {name: ids if shape is None else torch.empty(_SAMPLES, *shape, dtype=model.dtype, device="meta")}
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = ids
     return (), inputs | ({"labels": ids} if has_loss else {})

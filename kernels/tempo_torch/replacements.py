@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from tempo_kernels.activation import ACTIVATIONS
-from tempo_torch.activation import FUNCTIONS, IN_PLACE, ReplacedActivation, is_activation, name_activation
+from tempo_torch.activation import FUNCTIONS, IN_PLACE, ReplacedActivation, is_activation, name_function
 from tempo_torch.attention import PLACE, AttentionPlace, is_apart, name_implementation, use_attention
 from tempo_torch.attention_modules import AlibiAttention, MultiheadAttention, get_alibi
 from tempo_torch.dropout import RedrawnDropout
@@ -105,7 +106,7 @@ def _choose_norm(name: str, module: nn.Module, choices: dict[str, str], _: Passe
 def _choose_activation(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Becomes | str | None:
     if not is_activation(module):
         return None
-    function = name_activation(module)
+    function = None if getattr(module, "inplace", False) else name_function(partial(type(module).forward, module))
     if function is None:
         return f"Tempo has {', '.join(sorted(FUNCTIONS))} only"
     attributes = {"function": function, "keep": "recompute"}

@@ -310,12 +310,7 @@ def _get_state(model: nn.Module) -> tuple[nn.Module, State]:
 
 
 class State:
-    """The state that `tempoize` attaches to a model.
-
-    Args:
-        made: the entries of modules that were replaced or left.
-        given: the arguments of tempoize.
-    """
+    """The state that `tempoize` attaches to a model: its arguments and the entries of modules replaced or left."""
 
     def __init__(self, passes: Passes, choices: dict[str, str], made: list[Entry], given: tuple[Any, ...]) -> None:
         self.passes, self.choices, self.made, self.given = passes, choices, made, given
@@ -333,9 +328,7 @@ class State:
 
     def watch(self, model: nn.Module, call: Inputs) -> None:
         """Finds out what model(*args, **kwargs) runs. If no module asks for Tempo's attention, stock's comes back.
-
-        Raises ValueError if a value other than "auto" and "off" applies to nothing that runs.
-        """
+        Raises ValueError if a value other than "auto" and "off" applies to nothing that runs."""
         modules = dict(model.named_modules())
         self.seen = probe(model, self.passes, call)
         self.give_back_tiles(modules)
@@ -374,10 +367,8 @@ class State:
             self.watch(model, (args, kwargs))
 
     def check(self, model: nn.Module, call: Inputs | None = None) -> None:
-        """Compares the model with its stock modules, on made-up inputs without a call, and gives back what differs.
-
-        Raises ValueError where that is a value other than "auto" and "off".
-        """
+        """Compares the model with its stock modules, on made-up inputs without a call, and gives back what differs;
+        raises ValueError where that is a value other than "auto" and "off"."""
         has_loss = any(entry.operation == "loss" and entry.now for entry in self.made)
         self.checked, found = check_model(model, self.passes, self._list_units(model), call, has_loss)
         for unit, why in found.items():

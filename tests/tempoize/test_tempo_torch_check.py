@@ -54,7 +54,7 @@ normalise, compute_loss = Norm.normalise, DeferredLogits.compute_loss
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "eps": (Norm, "normalise", lambda self, x: normalise(self, x) * (1 - 1e-4)),
     "gradient": (Norm, "normalise", lambda self, x: (y := normalise(self, x)) * 1.01 - (y * 0.01).detach()),
-    "form of GELU": (sys.modules["tempo_torch.replacements"], "name_activation", lambda module: "gelu"),
+    "form of GELU": (sys.modules["tempo_torch.replacements"], "name_function", lambda function: "gelu"),
     "divisor": (DeferredLogits, "compute_loss", lambda self, *given: compute_loss(self, *given) * 1.05),
     "crash": (Norm, "normalise", fail),
     "mask": (ATTEND, "attend", lambda module, q, k, v, mask, **more: attend(module, q, k, v, None, **more)),
