@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -12,9 +11,4 @@ from torch import Tensor
 
 def choose_backend(x: Tensor, cpu: ModuleType) -> Any:
     """Returns the kernel.py beside `cpu` if x is on a GPU, else `cpu` itself. Only a tensor on a GPU imports triton."""
-    return _import_kernel(cpu.__package__) if x.is_cuda else cpu
-
-
-@functools.cache
-def _import_kernel(package: str | None) -> ModuleType:
-    return import_module(f"{package}.kernel")
+    return import_module(f"{cpu.__package__}.kernel") if x.is_cuda else cpu

@@ -33,8 +33,6 @@ class Plan:
         named: all arguments but those and the pointers, which come first, and Triton's options.
     """
 
-    __slots__ = ("grid", "named", "varying")
-
     def __init__(self, grid: tuple[int, ...], varying: Sequence[str] = (), /, **named: Any) -> None:
         self.grid, self.varying, self.named = grid, tuple(varying), named
 

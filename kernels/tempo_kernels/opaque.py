@@ -31,15 +31,10 @@ class Opaque:
     """A function into which the compiler does not look; `opaque` makes it."""
 
     def __init__(self, schema: str, function: Function, shapes: Function) -> None:
-        name, signature = schema.split("(", 1)
-
-        def call(*args: Any) -> list[Tensor]:
-            return list(self.call(*args))
-
-        self.name = name
+        self.name, signature = schema.split("(", 1)
         self._function = function
         self._operator = torch.library.custom_op(
-            f"tempo_kernels::{name}", call, mutates_args=(), schema=f"({signature}"
+            f"tempo_kernels::{self.name}", lambda *args: list(self.call(*args)), mutates_args=(), schema=f"({signature}"
         )
         self._operator.register_fake(shapes)
 

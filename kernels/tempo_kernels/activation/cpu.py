@@ -137,17 +137,11 @@ def _backward_inplace(
     grad_x, size = torch.empty_like(y), _choose_chunk_size(chunk_elements)
     for start in range(0, y.numel(), size):
         chunk = slice(start, start + size)
-        chunk_bits = None if bits is None else bits[start // 8 : (start + size) // 8]
-        torch.mul(_compute_slope(y[chunk], chunk_bits, activation), grad_y[chunk], out=grad_x[chunk])
+        sign = None
+        if bits is not None:
+            sign = _unpack_signs(bits[start // 8 : (start + size) // 8], y[chunk].numel()).to(torch.float32)
+        torch.mul(compute_slope(y[chunk], sign, activation), grad_y[chunk], out=grad_x[chunk])
     return grad_x
-
-
-def _compute_slope(y: Tensor, bits: Tensor | None, activation: str) -> Tensor:
-    """Computes f'(x(y)) of a chunk."""
-    if bits is None:
-        return compute_slope(y, None, activation)
-    sign = _unpack_signs(bits, y.numel())
-    return compute_slope(y, sign.to(torch.float32), activation)
 
 
 def make_tables() -> None:

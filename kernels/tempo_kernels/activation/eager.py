@@ -53,7 +53,10 @@ def backward(
     """Returns grad_x, contiguous, and its sum over all dimensions but the last in float32. What was kept is x, which
     the bias is added to, or in place y, and perhaps its bits."""
     if form == "inplace":
-        sign = None if bits is None else torch.where(unpack_bits(bits, kept.shape), 1.0, -1.0).to(torch.float32)
+        sign = None
+        if bits is not None:
+            flags = (bits.unsqueeze(1) >> bits.new_tensor(_PLACES) & 1).flatten()[: kept.numel()].view(kept.shape)
+            sign = torch.where(flags.bool(), 1.0, -1.0).to(torch.float32)
         grad_x = differentiate_output(grad_y.contiguous(), kept, sign, activation)
     else:
         total = add_bias(kept, bias, activation, form)
@@ -90,11 +93,6 @@ def compute_slope(y: Tensor, sign: Tensor | None, activation: str) -> Tensor:
     slope_of_output = ACTIVATIONS[activation].slope_of_output
     assert slope_of_output is not None
     return slope_of_output(y, sign)
-
-
-def unpack_bits(bits: Tensor, shape: torch.Size) -> Tensor:
-    """Unpacks the bits to a bool tensor of this shape."""
-    return (bits.unsqueeze(1) >> bits.new_tensor(_PLACES) & 1).flatten()[: shape.numel()].view(shape).bool()
 
 
 def add_bias(x: Tensor, bias: Tensor | None, activation: str, form: str) -> Tensor:

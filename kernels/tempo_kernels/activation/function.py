@@ -1,11 +1,5 @@
 """Defines `activate`, of which gelu, glu, silu and squared_relu are faces, and its autograd.Function, which keeps the
-input or the output and differentiates from it.
-
-    y = f(x + bias)  or, gated,  y = f(gate) up with gate, up = halves of x + bias
-
-"recompute": x and bias are kept, and y can be made again. "inplace": y is kept, which the next linear keeps anyway, and
-where f falls and rises again a bit per element, which says on which side of f's minimum x is.
-"""
+input or the output and differentiates from it."""
 
 from __future__ import annotations
 
@@ -105,11 +99,8 @@ def _backward(grad_y: Tensor, kept: Tensor, *others: Any) -> list[Tensor]:
 @torch.no_grad()
 def _refill(ctx: Any, out: Tensor) -> None:
     """Writes the same y, bit for bit, to out."""
-    run_or_simulate(_write_output, *ctx.saved_tensors, ctx.activation, ctx.form, out)
-
-
-def _write_output(x: Tensor, bias: Tensor | None, activation: str, form: str, out: Tensor) -> None:
-    choose_backend(x, cpu).forward(x, bias, activation, form, out)
+    x, bias = ctx.saved_tensors
+    run_or_simulate(choose_backend(x, cpu).forward, x, bias, ctx.activation, ctx.form, out)
 
 
 class _Activation(torch.autograd.Function):

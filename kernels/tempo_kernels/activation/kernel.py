@@ -7,10 +7,8 @@ f falls and rises again, an eighth of a byte mask, and backward turns it into a 
 
 Tensors are read as [rows, groups, 8]. A group is eight neighbours, which one thread holds: 16 bytes of a 16-bit type,
 the widest load that there is, and one byte of bits. A tile is a few rows by a strip of groups. With a bias or a gate, a
-row is a row of y; otherwise any FLAT_COLUMNS neighbours make a row. Gates and ups lie a row of y apart in x.
-
-The bias gradient is summed in two stages of fixed order: a program sums its tiles, which lie below one another, in
-registers and writes a row of float32; a second launch adds up these rows (kernel_sums.py).
+row is a row of y; otherwise any FLAT_COLUMNS neighbours make a row. Gates and ups lie a row of y apart in x. The bias
+gradient is summed over rows as in kernel_sums.py.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Tensors are read as [s * b, h] in tiles of a few rows by a strip of columns. Forward and backward both draw the mask by
 Philox4x32 (Salmon et al., SC 2011), whose counter is the element's position: nothing is stored, and the mask does not
 depend on the tiling. One call gives 8 x 16 bits, and a thread holds eight neighbours of a row, 16 bytes of a 16-bit
-type: it draws exactly the bits that it needs. The bias gradient is summed over rows in two stages of fixed order: in
-registers over a program's tiles, then over the programs by a second launch (kernel_sums.py).
+type: it draws exactly the bits that it needs. The bias gradient is summed over rows as in kernel_sums.py.
 """
 
 from __future__ import annotations

@@ -54,11 +54,8 @@ class Draw(NamedTuple):
                     f"first_column is {self.first_column}; expected a multiple of {LANES}, as one draw serves "
                     f"{LANES} columns; begin the part there"
                 )
-        self._check_tensors(x)
-
-    def _check_tensors(self, x: Tensor) -> None:
         check_drawn_from(x.device, key=self.key, first_sample=self.first_sample)
-        shapes = [x.shape[:1], x.shape[:2]]
+        shapes = [shape[:1], shape[:2]]
         for name, given, first in (("rows", self.rows, self.first_row), ("samples", self.samples, self.first_sample)):
             if given is None:
                 continue

@@ -49,7 +49,7 @@ def forward_from_input(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
     rows, affine = view_rows(x), norm.compute_affine(x.dtype)
     dtype = get_output_dtype(x.dtype, norm.weight.dtype)
     if norm.subtracts_mean:
-        y_rows, mean, rstd = _normalize_layer(rows, affine, norm.eps)
+        y_rows, mean, rstd = torch.native_layer_norm(rows, rows.shape[1:], affine[0], affine[1], norm.eps)
         # Real statistics have this dtype already. Torch's fake kernel wrongly gives 16-bit ones for 16-bit tensors.
         statistics = Statistics(rstd.view(-1).to(affine.dtype), mean.view(-1).to(affine.dtype))
         # Not a view to autograd, which would refuse to change a view in place.
@@ -65,7 +65,7 @@ def refill(out: Tensor, x: Tensor, norm: Norm, statistics: Statistics) -> None:
         _normalize_rms(rows, affine[0], norm.eps, view_rows(out))
         return
     for block in _blocks(rows):
-        view_rows(out)[block] = _normalize_layer(rows[block], affine, norm.eps)[0]
+        view_rows(out)[block] = torch.native_layer_norm(rows[block], rows.shape[1:], affine[0], affine[1], norm.eps)[0]
 
 
 def backward_from_input(grad_y: Tensor, x: Tensor, norm: Norm, statistics: Statistics) -> tuple[Tensor, Tensor]:
@@ -78,12 +78,6 @@ def backward_from_input(grad_y: Tensor, x: Tensor, norm: Norm, statistics: Stati
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     kept = Kept(rstd, affine, *[rows.new_empty(0, 0)] * 2)
     return grad_x, _differentiate(view_rows(grad_y), rows, kept, statistics, view_rows(grad_x)).to(norm.sums_dtype)
-
-
-def _normalize_layer(rows: Tensor, affine: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    gamma, beta = affine.unbind()
-    found: tuple[Tensor, Tensor, Tensor] = torch.native_layer_norm(rows, rows.shape[1:], gamma, beta, eps)
-    return found
 
 
 def _normalize_rms(rows: Tensor, gamma: Tensor, eps: float, out: Tensor) -> Tensor:

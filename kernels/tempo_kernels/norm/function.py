@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only, takes_plain_tensors
 from tempo_kernels.norm import cpu
 from tempo_kernels.norm.eager import get_lost_channels
-from tempo_kernels.norm.settings import Kept, Norm, Statistics, get_output_dtype, get_reserve_size
+from tempo_kernels.norm.settings import Kept, Norm, Statistics, allocate_kept, allocate_output, get_reserve_size
 from tempo_kernels.opaque import is_traced, opaque, run_or_simulate
 from tempo_kernels.saved import allow_refill
 
@@ -66,10 +65,9 @@ def layer_norm(
     Source: LayerNorm (Ba et al., 2016), RMSNorm (Zhang and Sennrich, 2019); the backward from the output after In-Place
         Activated BatchNorm (Rota Bulo et al., CVPR 2018) and Tempo (Andoorveedu et al., 2022).
     """
-    _check(x, weight, bias, keep)
     # Backends have two forms only, LayerNorm with a bias and RMSNorm without. h zeros cost nothing beside x.
     bias = torch.zeros_like(weight, requires_grad=False) if bias is None else bias
-    return _apply(x, weight, bias, eps, zero_centered, True, keep)
+    return _apply(x, weight, bias, (eps, True, zero_centered), keep)
 
 
 @takes_plain_tensors
@@ -77,8 +75,7 @@ def rms_norm(
     x: Tensor, weight: Tensor, eps: float = 1e-5, *, zero_centered: bool = False, keep: str = "inplace"
 ) -> Tensor:
     """Computes RMSNorm over the last dimension: x / sqrt(mean(x**2) + eps) * weight. See `layer_norm` for all else."""
-    _check(x, weight, None, keep)
-    return _apply(x, weight, None, eps, zero_centered, False, keep)
+    return _apply(x, weight, None, (eps, False, zero_centered), keep)
 
 
 def fits_in_place(weight: Tensor, bias: Tensor | None, zero_centered: bool = False) -> bool:
@@ -111,35 +108,18 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, keep: str) -> None:
             raise ValueError(f"{name} is {parameter.dtype}; expected {names}, beside x's {x.dtype}; cast it")
 
 
-def _apply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool, subtracts_mean: bool, keep: str
-) -> Tensor:
-    form = (eps, subtracts_mean, zero_centered)
-    if keep != "inplace":
-        y: Tensor = _FromInput.apply(x, weight, bias, form, keep == "recompute")
-    else:
-        # Inside forward gradients are always off, so the caller's state is read here.
-        needs_grad = torch.is_grad_enabled() and (
-            x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-        )
-        y = _FromOutput.apply(x, weight, bias, form, needs_grad)
+def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, form: tuple[float, bool, bool], keep: str) -> Tensor:
+    _check(x, weight, bias, keep)
+    # Inside forward gradients are always off, so the caller's state is read here.
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    y: Tensor = _Norm.apply(x, weight, bias, form, keep, needs_grad)
     return y
 
 
-def _allocate_output(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    y = torch.empty(x.shape, dtype=get_output_dtype(x.dtype, norm.weight.dtype), device=x.device)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return y, torch.empty(math.prod(x.shape[:-1]), dtype=dtype, device=x.device)
-
-
 def _allocate_kept(x: Tensor, *operands: Any) -> list[Tensor]:
-    norm, needs_grad = Norm(*operands[:5]), operands[5]
-    y, rstd = _allocate_output(x, norm)
-    affine = rstd.new_empty(1 if norm.bias is None else 2, x.size(-1))
-    if not x.is_cuda:
-        return [y, rstd, affine, rstd.new_empty(0, dtype=torch.int64), y.new_empty(rstd.numel(), 0)]
-    reserve = get_reserve_size(x.size(-1)) if needs_grad else 0
-    return [y, rstd, affine, rstd.new_empty(reserve, dtype=torch.int32), y.new_empty(rstd.numel(), reserve)]
+    reserve = get_reserve_size(x.size(-1)) if x.is_cuda and operands[5] else 0
+    y, kept = allocate_kept(x, Norm(*operands[:5]), reserve, torch.int32 if x.is_cuda else torch.int64)
+    return [y, *kept]
 
 
 @opaque(f"norm(Tensor x, {OPERANDS}, bool needs_grad, bool has_static_shapes) -> Tensor[]", _allocate_kept)
@@ -166,7 +146,7 @@ def _backward(grad_y: Tensor, y: Tensor, *kept: Any) -> list[Tensor]:
 
 def _allocate_statistics(x: Tensor, *operands: Any) -> list[Tensor]:
     norm = Norm(*operands)
-    y, rstd = _allocate_output(x, norm)
+    y, rstd = allocate_output(x, norm)
     return [y, rstd, torch.empty_like(rstd)] if norm.subtracts_mean else [y, rstd]
 
 
@@ -193,45 +173,40 @@ def _backward_from_input(grad_y: Tensor, x: Tensor, *operands: Any) -> list[Tens
     return [*choose_backend(x, cpu).backward_from_input(grad_y, x, norm, statistics)]
 
 
-class _FromOutput(torch.autograd.Function):
+class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: tuple[float, bool, bool], needs_grad: bool
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: tuple[float, bool, bool], keep: str,
+        needs_grad: bool,
+    ) -> Tensor:  # fmt: skip
         norm = Norm(weight, bias, *form)
-        y, *kept = _forward(x, *norm, needs_grad, is_traced(x))
-        ctx.save_for_backward(y, *kept)
-        ctx.form, ctx.parameter_dtypes = (norm.subtracts_mean, x.dtype, norm.sums_dtype), _parameter_dtypes(norm)
+        ctx.form, ctx.keep = form, keep
+        ctx.dtypes = x.dtype, norm.sums_dtype, weight.dtype, None if bias is None else bias.dtype
+        if keep == "inplace":
+            y, *kept = _forward(x, *norm, needs_grad, is_traced(x))
+            ctx.save_for_backward(y, *kept)
+        else:
+            y, *statistics = _forward_from_input(x, *norm)
+            ctx.save_for_backward(x, weight, bias, *(statistics if keep == "recompute" else ()))
+            allow_refill(ctx, y, _refill)
         return y
 
     @staticmethod
     @first_derivative_only("layer_norm or rms_norm", "norm")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        y, *kept = ctx.saved_tensors
-        grads = _backward(grad_y, y, *kept, *ctx.form)
-        return *_cast_needed(ctx, *grads), None, None
-
-
-class _FromInput(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: tuple[float, bool, bool], keeps_statistics: bool
-    ) -> Tensor:
-        norm = Norm(weight, bias, *form)
-        y, *statistics = _forward_from_input(x, *norm)
-        ctx.save_for_backward(x, weight, bias, *(statistics if keeps_statistics else ()))
-        ctx.form, ctx.parameter_dtypes = form, _parameter_dtypes(norm)
-        allow_refill(ctx, y, _refill)
-        return y
-
-    @staticmethod
-    @first_derivative_only("layer_norm or rms_norm", "norm")
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, *kept = ctx.saved_tensors
-        norm = Norm(weight, bias, *ctx.form)
-        statistics = Statistics(*(kept or _forward_from_input(x, *norm)[1:]))
-        grads = _backward_from_input(grad_y, x, *norm, *statistics)
-        return *_cast_needed(ctx, *grads), None, None
+        x_dtype, sums_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        if ctx.keep == "inplace":
+            y, *kept = ctx.saved_tensors
+            grad_x, sums = _backward(grad_y, y, *kept, ctx.form[1], x_dtype, sums_dtype)
+        else:
+            x, weight, bias, *kept = ctx.saved_tensors
+            norm = Norm(weight, bias, *ctx.form)
+            statistics = Statistics(*(kept or _forward_from_input(x, *norm)[1:]))
+            grad_x, sums = _backward_from_input(grad_y, x, *norm, *statistics)
+        has_grad_x, has_grad_weight, has_grad_bias, *_ = ctx.needs_input_grad
+        grad_weight = sums[0].to(weight_dtype) if has_grad_weight else None
+        grad_bias = sums[1].to(bias_dtype) if has_grad_bias else None
+        return grad_x if has_grad_x else None, grad_weight, grad_bias, None, None, None
 
 
 @torch.no_grad()
@@ -242,18 +217,3 @@ def _refill(ctx: Any, out: Tensor) -> None:
         run_or_simulate(choose_backend(x, cpu).refill, out, x, norm, Statistics(*kept))
     else:
         out.copy_(_forward_from_input(x, *norm)[0])
-
-
-def _parameter_dtypes(norm: Norm) -> tuple[torch.dtype, torch.dtype | None]:
-    return norm.weight.dtype, None if norm.bias is None else norm.bias.dtype
-
-
-def _cast_needed(ctx: Any, grad_x: Tensor, sums: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Casts the gradients of x, weight and bias that are needed; an RMSNorm has no bias."""
-    has_grad_x, has_grad_weight, has_grad_bias, *_ = ctx.needs_input_grad
-    weight_dtype, bias_dtype = ctx.parameter_dtypes
-    return (
-        grad_x if has_grad_x else None,
-        sums[0].to(weight_dtype) if has_grad_weight else None,
-        sums[1].to(bias_dtype) if has_grad_bias else None,
-    )

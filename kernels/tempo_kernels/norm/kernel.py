@@ -1,14 +1,11 @@
 """Computes LayerNorm and RMSNorm on a GPU: allocates, plans and launches the kernels; eager.py is the specification.
 
-The host never waits for the GPU. What y does not carry is decided there, in every forward (kernel_forward.py): a
-forward that needs gradients keeps a reserve of h / 64 columns for lost channels. Where more are lost, gradients are
-NaN, and the backward sets a flag. Backwards copy it to the host, and one of the next raises RuntimeError.
+The host never waits for the GPU, which decides in every forward what y does not carry (kernel_forward.py).
 """
 
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 from torch import Tensor
@@ -18,7 +15,7 @@ from tempo_kernels.kernel_numbers import check_dtype
 from tempo_kernels.late_check import LateCheck
 from tempo_kernels.norm.kernel_backward import launch_backward
 from tempo_kernels.norm.kernel_forward import launch_forward
-from tempo_kernels.norm.settings import Blocks, Kept, Norm, Statistics, get_output_dtype, get_reserve_size
+from tempo_kernels.norm.settings import Blocks, Kept, Norm, Statistics, allocate_kept, allocate_output, get_reserve_size
 
 BLOCKS = Blocks()
 
@@ -27,16 +24,12 @@ def forward(
     x: Tensor, norm: Norm, needs_grad: bool = True, has_static_shapes: bool = False, blocks: Blocks = BLOCKS
 ) -> tuple[Tensor, Kept]:
     """As in eager.py, with a fixed number of columns; Kept says what `lost` holds."""
-    y, rstd = _allocate(x, norm)
-    affine = rstd.new_empty(1 if norm.bias is None else 2, x.size(-1))
-    reserve = get_reserve_size(x.size(-1)) if needs_grad else 0
-    channels = torch.empty(reserve, dtype=torch.int32, device=x.device)
-    lost_xhat = torch.empty(rstd.numel(), reserve, dtype=y.dtype, device=x.device)
-    if needs_grad:
-        launch_forward(x, norm, y, (rstd, None, channels, lost_xhat), False, blocks, (affine, channels))
-    else:
-        launch_forward(x, norm, y, (rstd, None, None, None), False, blocks)
-    return y, Kept(rstd, affine, channels, lost_xhat)
+    check_dtype("norm", x)
+    y, kept = allocate_kept(x, norm, get_reserve_size(x.size(-1)) if needs_grad else 0, torch.int32)
+    lost = (kept.lost, kept.lost_xhat) if needs_grad else (None, None)
+    found = (kept.affine, kept.lost) if needs_grad else ()
+    launch_forward(x, norm, y, (kept.rstd, None, *lost), False, blocks, found)
+    return y, kept
 
 
 def backward(
@@ -58,7 +51,8 @@ def backward(
 
 def forward_from_input(x: Tensor, norm: Norm, blocks: Blocks = BLOCKS) -> tuple[Tensor, Statistics]:
     """As in eager.py."""
-    y, rstd = _allocate(x, norm)
+    check_dtype("norm", x)
+    y, rstd = allocate_output(x, norm)
     statistics = Statistics(rstd, torch.empty_like(rstd) if norm.subtracts_mean else None)
     launch_forward(x, norm, y, (*statistics, None, None), False, blocks)
     return y, statistics
@@ -75,14 +69,6 @@ def backward_from_input(
     """As in eager.py."""
     dtypes = (x.dtype, norm.sums_dtype)
     return launch_backward(grad_y, x.contiguous(), norm, statistics, dtypes, blocks)
-
-
-def _allocate(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    """Allocates y and rstd; raises ValueError for a dtype that the kernels do not compute."""
-    check_dtype("norm", x)
-    dtype = get_output_dtype(x.dtype, norm.weight.dtype)
-    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-    return y, torch.empty(math.prod(x.shape[:-1]), dtype=torch.float32, device=x.device)
 
 
 @functools.cache

@@ -1,9 +1,7 @@
 """Computes the backward of LayerNorm and RMSNorm in Triton, from y or from x.
 
 Grid: (row tiles, strips of columns), as in kernel_forward.py. A program writes grad_x of tiles_per_program tiles below
-one another. It sums gamma's and beta's gradients over its rows in registers, and then writes them to its row of
-`partial`; a second launch adds up these rows in a fixed order and rounds once (kernel_sums.py), where atomics would
-give other bits every time.
+one another, and the sums of gamma's and beta's gradients over its rows to its row of `partial` (kernel_sums.py).
 - Whole rows: one strip. A program sums g * xhat and g over a row itself. There are as many programs as run at once,
   because each writes a row of partial.
 - Long rows: `_means_kernel` reads each row in a loop over columns and stores both means; `_backward_kernel` reads them.
@@ -14,8 +12,6 @@ is lost, a program takes a few branches only.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -230,18 +226,12 @@ def _backward_kernel(
             )  # fmt: skip
 
 
-class BackwardPlan(NamedTuple):
-    partial_shape: tuple[int, int, int]
-    launch_means: Plan | None
-    launch: Plan
-
-
 @cache_plans
 def plan_backward(
     num_rows: int, num_columns: int, x_dtype: torch.dtype, dtype: torch.dtype, from_output: bool, subtracts_mean: bool,
     zero_centered: bool, device: torch.device, blocks: Blocks,
-) -> BackwardPlan:  # fmt: skip
-    """Plans `launch_backward`; dtype is that of the source."""
+) -> tuple[tuple[int, int, int], Plan | None, Plan]:  # fmt: skip
+    """Returns partial's shape, and the launches for the means of long rows and for grad_x; dtype is the source's."""
     row = describe_row(num_columns, zero_centered) | {
         "num_rows": num_rows,
         "SUBTRACTS_MEAN": subtracts_mean,
@@ -253,8 +243,7 @@ def plan_backward(
     means = Plan((num_rows,), **row, **blocks.loop()) if is_long else None
     programs = blocks.backward_warps * (blocks.multiprocessors or count_multiprocessors(device))
     grid, tile = blocks.divide(num_rows, num_columns, is_long, programs, counts_warps=True)
-    shape = (1 + subtracts_mean, grid[0], num_columns)
-    return BackwardPlan(shape, means, Plan(grid, **row, **tile))
+    return (1 + subtracts_mean, grid[0], num_columns), means, Plan(grid, **row, **tile)
 
 
 def launch_backward(
@@ -267,13 +256,13 @@ def launch_backward(
     if source.numel() == 0:
         return grad_x, torch.zeros(1 + norm.subtracts_mean, num_columns, dtype=dtypes[1], device=device)
     num_rows, (*columns, overflow) = source.numel() // num_columns, lost
-    form = lost[0] is not None, norm.subtracts_mean, norm.zero_centered
-    plan = plan_backward(num_rows, num_columns, dtypes[0], source.dtype, *form, device, blocks)
+    form = dtypes[0], source.dtype, lost[0] is not None, norm.subtracts_mean, norm.zero_centered
+    partial_shape, for_means, plan = plan_backward(num_rows, num_columns, *form, device, blocks)
     tensors = (grad_y.contiguous(), source, *statistics, norm.weight.contiguous(), *columns)
     means = torch.empty(2, num_rows, dtype=torch.float32, device=device)
-    if plan.launch_means is not None:
-        launch(_means_kernel, plan.launch_means, (*tensors, means))
-    partial = torch.empty(*plan.partial_shape, dtype=torch.float32, device=device)
-    launch(_backward_kernel, plan.launch, (*tensors, means, grad_x, partial, overflow))
-    num_warps = plan.launch.named["num_warps"]
+    if for_means is not None:
+        launch(_means_kernel, for_means, (*tensors, means))
+    partial = torch.empty(partial_shape, dtype=torch.float32, device=device)
+    launch(_backward_kernel, plan, (*tensors, means, grad_x, partial, overflow))
+    num_warps = plan.named["num_warps"]
     return grad_x, add_up(partial, dtypes[1], num_warps * 1024, num_warps)

@@ -14,8 +14,6 @@ reserve]. These few columns are read once more, from the cache; where none is lo
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -144,18 +142,12 @@ def _forward_kernel(
                     tl.store(place, lost_xhat.to(lost_xhat_ptr.dtype.element_ty), mask=is_kept)
 
 
-class ForwardPlan(NamedTuple):
-    launch_channels: Plan
-    launch_statistics: Plan | None
-    launch: Plan
-
-
 @cache_plans
 def plan_forward(
     num_rows: int, num_columns: int, x_dtype: torch.dtype, dtype: torch.dtype, eps: float, zero_centered: bool,
     has_statistics: bool, blocks: Blocks,
-) -> ForwardPlan:  # fmt: skip
-    """Plans `launch_forward`; dtype is y's."""
+) -> tuple[Plan, Plan | None, Plan]:  # fmt: skip
+    """Plans the launches for the channels, the statistics of long rows, and y, whose dtype is `dtype`."""
     row = describe_row(num_columns, zero_centered)
     in_loop = blocks.loop()
     channels = row | {"SMALLEST": eager.get_smallest_carried(dtype)} | in_loop
@@ -166,7 +158,7 @@ def plan_forward(
         statistics = Plan((num_rows,), eps=eps, NUM_COLUMNS=num_columns, **in_loop)
     grid, tile = blocks.divide(num_rows, num_columns, is_long, blocks.forward_programs)
     forward = Plan(grid, **row, num_rows=num_rows, eps=eps, HAS_STATISTICS=is_long or has_statistics, **tile)
-    return ForwardPlan(Plan((1,), **channels), statistics, forward)
+    return Plan((1,), **channels), statistics, forward
 
 
 def launch_forward(
@@ -179,13 +171,14 @@ def launch_forward(
         return
     num_columns, (rstd, mean, *lost) = x.size(-1), kept
     sizes = x.numel() // num_columns, num_columns
-    plan = plan_forward(*sizes, x.dtype, y.dtype, norm.eps, norm.zero_centered, has_statistics, blocks)
+    form = norm.eps, norm.zero_centered, has_statistics
+    for_channels, for_statistics, for_y = plan_forward(*sizes, x.dtype, y.dtype, *form, blocks)
     parameters = norm.weight.contiguous(), None if norm.bias is None else norm.bias.contiguous()
     if found:
-        launch(_channels_kernel, plan.launch_channels, (*parameters, *found))
+        launch(_channels_kernel, for_channels, (*parameters, *found))
     x = x.contiguous()
-    if plan.launch_statistics is not None:
+    if for_statistics is not None:
         assert rstd is not None
         mean = torch.empty_like(rstd) if norm.bias is not None and mean is None else mean
-        launch(_statistics_kernel, plan.launch_statistics, (x, rstd, mean))
-    launch(_forward_kernel, plan.launch, (x, *parameters, y, rstd, mean, *lost))
+        launch(_statistics_kernel, for_statistics, (x, rstd, mean))
+    launch(_forward_kernel, for_y, (x, *parameters, y, rstd, mean, *lost))

@@ -62,6 +62,20 @@ def get_reserve_size(hidden_size: int) -> int:
     return max(1, hidden_size // RESERVE_SHARE)
 
 
+def allocate_output(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    """Allocates y [..., h] and rstd [rows]."""
+    y = torch.empty(x.shape, dtype=get_output_dtype(x.dtype, norm.weight.dtype), device=x.device)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return y, torch.empty(math.prod(x.shape[:-1]), dtype=dtype, device=x.device)
+
+
+def allocate_kept(x: Tensor, norm: Norm, num_lost: int, dtype: torch.dtype) -> tuple[Tensor, Kept]:
+    """Allocates y, and what keep="inplace" keeps with it: columns for num_lost channels, and their indices in dtype."""
+    y, rstd = allocate_output(x, norm)
+    affine = rstd.new_empty(1 if norm.bias is None else 2, x.size(-1))
+    return y, Kept(rstd, affine, rstd.new_empty(num_lost, dtype=dtype), y.new_empty(rstd.numel(), num_lost))
+
+
 def get_output_dtype(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> torch.dtype:
     """Returns x's dtype, or for a float32 x (a float32 residual) weight's, which the linear that follows has."""
     return weight_dtype if x_dtype == torch.float32 else x_dtype

@@ -17,9 +17,6 @@ ROUNDS = 7
 
 LANES = 8
 
-SAMPLES, HEADS, ROWS, COLUMNS = 1 << 48, 1 << 16, 1 << 32, LANES << 32
-"""How many of each index the counter tells apart."""
-
 Words = tuple[Any, Any, Any, Any]
 """Four 32-bit words: ints or int64 tensors."""
 
@@ -95,10 +92,10 @@ def check_place(
     An index that is too large would share the mask of another place: head 2**16 of sample 0 is head 0 of sample 2**32.
     """
     for name, first, count, limit in (
-        ("sample", first_sample, num_samples, SAMPLES),
-        ("head", first_head, num_heads, HEADS),
-        ("row", first_row, num_rows, ROWS),
-        ("column", first_column, num_columns, COLUMNS),
+        ("sample", first_sample, num_samples, 1 << 48),
+        ("head", first_head, num_heads, 1 << 16),
+        ("row", first_row, num_rows, 1 << 32),
+        ("column", first_column, num_columns, LANES << 32),
     ):
         if first < 0 or first + count > limit:
             raise ValueError(

@@ -1,9 +1,5 @@
 """Defines `recompute`: turns a function into an operation that keeps its input and can make its output again; and
-`adopt`, which does so with an output that is there already.
-
-The function must depend on its arguments alone, because no state of a random generator is kept for the second run. A
-function that depends on anything else is refused in forward, as far as that can be seen.
-"""
+`adopt`, which does so with an output that is there already."""
 
 from __future__ import annotations
 
