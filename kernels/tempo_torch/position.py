@@ -276,9 +276,11 @@ class Passes:
             return None
         node = torch._C._current_autograd_node()
         number = node._sequence_nr() if node is not None else -1
-        # The number before a pass belongs to a region around it, unless another pass ended with it.
-        around = [each for each in reversed(self._past) if each.first_node <= number < each.last_node]
-        found = next((each for each in around if each.first_node < number), around[0] if around else None)
+        # Lazily: as a rule it is one of the newest of many.
+        found = next((each for each in reversed(self._past) if each.first_node < number < each.last_node), None)
+        if found is None:
+            # The number before a pass belongs to a region around it, unless another pass ended with it.
+            found = next((each for each in reversed(self._past) if each.first_node == number < each.last_node), None)
         if found is None and len(self._past) == _MAX_PASSES and number < self._past[0].first_node:
             raise RuntimeError(
                 f"more than {_MAX_PASSES} forwards ran before the backward of this one; expected fewer; call backward "
