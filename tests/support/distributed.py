@@ -20,8 +20,8 @@ from rank_processes import make_process
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 600) -> list[Any]:
     """`fn(*args)` in world_size processes with torch.distributed (gloo) set up; what each rank returned, by rank.
 
-    `fn` is a module-level function; args and results are anything torch.save can write. The ranks do not see what the
-    caller put into os.environ after the first call.
+    `fn` is a module-level function; args and results are anything torch.save can write. The ranks do not see what a
+    test put into os.environ.
 
     Raises: RuntimeError with the traceback of the first rank that failed, or where one took more than timeout_s.
     """

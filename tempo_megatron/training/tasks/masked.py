@@ -120,10 +120,9 @@ class DatasetTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self.cls, self.sep, self.mask = tokenizer.cls, tokenizer.sep, tokenizer.mask
         self.unique_identifiers = tokenizer.unique_identifiers
-        # Megatron draws random tokens by their place here, so the order of the ids matters.
         self.inv_vocab = {
-            token_id: ("" if tokenizer.starts_word(token_id) else "##") + tokenizer.inv_vocab[token_id].lstrip("#")
-            for token_id in sorted(tokenizer.inv_vocab)
+            token_id: ("" if tokenizer.starts_word(token_id) else "##") + token.lstrip("#")
+            for token_id, token in tokenizer.inv_vocab.items()
         }
 
 
