@@ -56,7 +56,7 @@ class TextTokenizer:
         contents = [_read(path) for path in files]
         self.files = files
         self._tokenizer = self._build(files, contents)
-        # By id: the library's own order differs between processes, and Megatron draws random tokens by their place here.
+        # By id: the library's own order differs between processes, and Megatron draws random tokens by their place.
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab: dict[str, int] = dict(sorted(vocab.items(), key=lambda item: item[1]))
         for name, token in self.special_tokens.items():
