@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tempo_megatron.data import corpus
 from tempo_megatron.data.prepare_data import main
 
 
@@ -34,3 +36,9 @@ def refuse(tmp_path: Path, fail: Callable[..., str]) -> Callable[..., None]:
         assert not list(tmp_path.glob("out*"))
 
     return run
+
+
+@pytest.fixture
+def set_piece_bytes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets how many bytes a worker gets at once, at least."""
+    return functools.partial(monkeypatch.setattr, corpus, "_SMALLEST_PIECE")

@@ -130,8 +130,8 @@ def test_links_are_not_followed_out_of_a_tree(tmp_path: Path, capsys: pytest.Cap
     assert read_documents(tmp_path / "out") == ["inside", "inside", "secret"]
 
 
-def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "_SMALLEST_PIECE", 4000)
+def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, set_piece_bytes: Callable[[int], None]) -> None:
+    set_piece_bytes(4000)
     text, lines = random_text(1, 6000), [random_text(seed, 30) for seed in range(100)]
     paths = write(tmp_path, {"long.txt": text, "lines.jsonl": to_lines(lines)})
     assert len(cut(*paths)) > 10
@@ -143,11 +143,13 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, monkeypatch
     assert read_documents(tmp_path / "one") == [text, *lines]
 
 
-def test_a_large_document_in_parts_has_the_tokens_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_document_in_parts_has_the_tokens_of_the_whole(
+    tmp_path: Path, set_piece_bytes: Callable[[int], None]
+) -> None:
     text = random_text(2, 2000) + "\u3000 \u2003\n\xa0\n\x85 x \r\n" * 200 + "漢" * 3000
     (path,) = write(tmp_path, {"text.txt": text})
     prepare(tmp_path / "whole", "--input", path)
-    monkeypatch.setattr(corpus, "_SMALLEST_PIECE", 50)
+    set_piece_bytes(50)
     vocabulary = ("--vocab-file", tmp_path / "whole-vocab.json", "--merge-file", tmp_path / "whole-merges.txt")
     prepare(tmp_path / "parts", "--input", path, *vocabulary)
     assert (tmp_path / "parts.bin").read_bytes() == (tmp_path / "whole.bin").read_bytes()
@@ -187,8 +189,8 @@ def test_a_vocabulary_beyond_16_bits_is_written_in_32(tmp_path: Path) -> None:
     assert read_documents(tmp_path / "large") == ["abc"]
 
 
-def test_the_training_sample_is_bounded_and_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "_SMALLEST_PIECE", 1000)
+def test_the_training_sample_is_bounded_and_spread(tmp_path: Path, set_piece_bytes: Callable[[int], None]) -> None:
+    set_piece_bytes(1000)
     pieces = cut(*write(tmp_path, {"a.txt": random_text(3, 10_000)}))
     starts = [piece[0].start for piece in corpus.sample_pieces(pieces, 20_000)]
     total = pieces[-1][-1].end
@@ -230,9 +232,9 @@ def test_bad_json_lines_are_left_out_and_counted(
     refuse: Refuse,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    set_piece_bytes: Callable[[int], None],
 ) -> None:
-    monkeypatch.setattr(corpus, "_SMALLEST_PIECE", piece_bytes)
+    set_piece_bytes(piece_bytes)
     good = to_lines(GOOD)
     (path,) = write(tmp_path, {"lines.jsonl": good + b"\n".join(BAD_LINES) + b"\n" + good})
     refuse("or leave out such lines with --skip-bad-lines", "--input", path)
@@ -254,8 +256,8 @@ def test_a_bad_byte_late_in_a_text_costs_its_line(
     assert f"1 bad lines (the first: {path} at offset 8)" in capsys.readouterr().out
 
 
-def test_bad_lines_of_a_text_in_several_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "_SMALLEST_PIECE", 10)
+def test_bad_lines_of_a_text_in_several_pieces(tmp_path: Path, set_piece_bytes: Callable[[int], None]) -> None:
+    set_piece_bytes(10)
     lines = [b"good words %d\n" % n for n in range(9)]
     lines[0] = lines[4] = lines[8] = b"\xff\n"
     files = write(tmp_path, {"a.txt": b"".join(lines), "b.txt": "the next document"})

@@ -90,12 +90,14 @@ def test_a_file_that_becomes_shorter_is_refused(
     refuse("log.txt became shorter while it was read", "--input", path)
 
 
-def test_text_that_is_not_utf_8_is_refused(refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_is_not_utf_8_is_refused(
+    refuse: Refuse, tmp_path: Path, set_piece_bytes: Callable[[int], None]
+) -> None:
     (tmp_path / "tree").mkdir()
     path = file(tmp_path / "tree" / "latin.txt", ("word " * 20 + "café").encode("latin-1"))
     refuse("latin.txt is not UTF-8 (byte 0xe9 at offset 103)", "--input", path)
     # A document too large for one piece was begun before the bad byte is seen: it can no longer be left out.
-    monkeypatch.setattr(corpus, "_SMALLEST_PIECE", 10)
+    set_piece_bytes(10)
     refuse("latin.txt is not UTF-8 (byte 0xe9 at offset 103)", "--input", tmp_path / "tree")
 
 
@@ -114,11 +116,11 @@ def test_text_that_is_not_utf_8_is_refused(refuse: Refuse, tmp_path: Path, monke
     ],
 )
 def test_a_bad_json_line_is_refused_with_its_number(
-    line: bytes, message: str, refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    line: bytes, message: str, refuse: Refuse, tmp_path: Path, set_piece_bytes: Callable[[int], None]
 ) -> None:
     path = file(tmp_path / "lines.jsonl", b'{"text": "good"}\n\n' * 5 + line + b"\n")
     refuse(f"line 11 of {path} {message}", "--input", path)
-    monkeypatch.setattr(corpus, "_SMALLEST_PIECE", 20)  # now the line is in another piece than the first
+    set_piece_bytes(20)  # now the line is in another piece than the first
     refuse(f"line 11 of {path} {message}", "--input", path)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from prepared_data import prepare
 
-from tempo_megatron.data import corpus
 from tempo_megatron.data.dataset_files import Sidecar, load_dataset_tokenizer
 from tempo_megatron.data.sentences import LONGEST_SENTENCE, split_sentences
 
@@ -95,8 +95,10 @@ def test_a_sentence_that_megatron_would_pass_over_is_cut(tmp_path: Path) -> None
     assert max(lengths) == LONGEST_SENTENCE and lengths.sum() >= 2 * LONGEST_SENTENCE + 10
 
 
-def test_a_document_that_lies_in_several_pieces_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "_SMALLEST_PIECE", 100)
+def test_a_document_that_lies_in_several_pieces_stays_one(
+    tmp_path: Path, set_piece_bytes: Callable[[int], None]
+) -> None:
+    set_piece_bytes(100)
     (tmp_path / "a.txt").write_text("A sentence here.\n" * 50 + " \n" * 300)
     (tmp_path / "b.txt").write_text("Another one. And two.")
     files = (tmp_path / "a.txt", tmp_path / "b.txt")
