@@ -21,16 +21,15 @@ from typing import Any
 from tempo_megatron.extras import check_installed
 from tempo_megatron.memory.megatron.shell_script import SETTINGS, read_script
 
-MODELS = {"gpt": "GPTModel", "bert": "BertModel", "t5": "T5Model"}
+MODELS = {"gpt": "GPTModel", "hybrid": "GPTModel", "bert": "BertModel", "t5": "T5Model"}
 """Family of a script -> the class of its model, as Megatron calls it."""
 
 # Folders of Megatron-LM's functional tests.
 _OF_IMAGES = ("multimodal-llava", "mimo")
 
-_SCRIPTS = {"gpt": "gpt", "bert": "bert", "t5": "t5", "hybrid": "gpt", "mamba": "gpt"}
+_SCRIPTS = {"gpt": "gpt", "bert": "bert", "t5": "t5", "hybrid": "hybrid", "mamba": "hybrid"}
 """What a script is called after -> its family. A HybridModel is a GPT whose layers are of several kinds."""
 
-_HYBRIDS = ("hybrid", "mamba")
 _EXPECTED = f"{', '.join(f'pretrain_{name}.py' for name in list(_SCRIPTS)[:-1])} or pretrain_mamba.py"
 _SCRIPT = re.compile(r"(?:.*[/_])?pretrain_(\w+)\.py")
 
@@ -44,18 +43,13 @@ class Command:
 
     script: str
     family: str
-    """gpt, bert or t5."""
+    """gpt, bert, t5 or hybrid."""
 
     options: tuple[str, ...]
     """What stands behind the script."""
 
     world_size: int | None
     """As the launcher says."""
-
-    @property
-    def trains_hybrid(self) -> bool:
-        """Whether the script trains a HybridModel."""
-        return _SCRIPT.sub(r"\1", self.script) in _HYBRIDS
 
 
 def split_command(words: Sequence[str]) -> Command:
