@@ -35,123 +35,93 @@ def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8)
     return read_command(words, world_size=world_size, vocab_size=50257)[0]
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("", {"layout.dp": 8, "num_micro_batches": 1, "dtype": torch.bfloat16, "stock": "transformer_engine"}),
-        ("--tensor-model-parallel-size=2", {"layout.tp": 2, "layout.dp": 4, "padded_vocab_size": 50432}),
-        ("--context-parallel-size 2", {"layout.cp": 2, "layout.dp": 4, "num_micro_batches": 2}),
-        (
-            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3 --micro-batch-size 1 "
-            "--microbatch-group-size-per-virtual-pipeline-stage 3 --global-batch-size 32",
-            {"micro_batch_group": 3, "num_micro_batches": 8},
-        ),
-        ("--cross-entropy-loss-fusion", {"fuses_cross_entropy": True}),
-        (
-            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 7 "
-            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
-            {"layout.chunks": (0, *[1] * 12, 0)},
-        ),
-        ("--micro-batch-size 2 --micro-batch-size 1", {"micro_batch_size": 1, "num_micro_batches": 4}),
-        ("--transformer-impl local --no-masked-softmax-fusion", {"stock": "local", "masked_softmax_fusion": False}),
-        ("--attention-backend unfused", {"stock_attention": "unfused"}),
-        ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1", {"layout.chunks": (1,) * 12}),
-        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3", {"layout.chunks": (2,) * 6}),
-        ("--sequence-parallel", {"layout.sp": False}),
-        ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", {"recompute_num_layers": 3}),
-        (
-            "--multi-latent-attention --q-lora-rank 96 --v-head-dim 32 --position-embedding-type rope",
-            {"model.latent_sizes": (32, 128, 64, 32), "model.q_lora_rank": 96, "fuses_latent_rope": True},
-        ),
-        (f"{LAYOUT} Et*3|(tt|)*4tmL --mtp-num-layers 1", {"layout.chunks": (3, 2, 2, 2, 2, 1), "mtp_num_layers": 1}),
-        (f"{LAYOUT} E,t*12||,|L", {"layout.chunks": (12, 0, 0, 0)}),
-        (f"{LAYOUT} Et*12|mL --mtp-num-layers 1", {"layout.chunks": (12, 0), "mtp_num_layers": 1}),
-        ("--mtp-num-layers 2 --mtp-use-repeated-layer", {"mtp_num_layers": 2, "mtp_repeats_layer": True}),
-        (
-            "--num-experts 8 --pipeline-model-parallel-size 2 --mamba-num-heads 16 "
-            "--hybrid-layer-pattern M*-M|ME/*E/*E",
-            {
-                "hybrid": Hybrid(pattern="M*-MME", mtp_pattern="*E", num_heads=16),
-                "layout.chunks": (4, 2),
-                "mtp_num_layers": 2,
-            },
-        ),
-        (
-            "--hybrid-override-pattern M*-M/*- --mtp-num-layers 1",
-            {"hybrid": Hybrid(pattern="M*-M", mtp_pattern="*-"), "layout.chunks": None, "model.num_experts": None},
-        ),
-        ("--recompute-activations", {"recompute": ("core_attn",)}),
-        # Transformer Engine's norms are one with their linears.
-        ("--recompute-granularity selective --recompute-modules layernorm mlp", {"recompute": ("mlp",)}),
-        (
-            "--pipeline-model-parallel-size 2 --defer-embedding-wgrad-compute --wgrad-deferral-limit 2",
-            {"deferred_head_gradients": 2},
-        ),
-        ("--grad-reduce-in-bf16", {"optimizer": OptimizerSettings(distributed=False, gradient_bytes=2)}),
-        (
-            "--use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype fp8 "
-            "--exp-avg-sq-dtype fp16",
-            {"optimizer": OptimizerSettings(gradient_bytes=2, state_bytes=(2, 1, 2))},
-        ),
-        (
-            "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 2",
-            {"float8": "tensorwise", "float8_layers": (False, *[True] * 9, False, False)},
-        ),
-        ("--first-last-layers-bf16", {"float8": None, "float8_layers": None}),
-        (
-            "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 5000",
-            {"optimizer": OptimizerSettings(overlaps_reduction=True, bucket_elements=5000)},
-        ),
-        ("--optimizer muon", {"optimizer": OptimizerSettings(distributed=False, muon="whole")}),
-        (
-            "--use-distributed-optimizer --use-megatron-fsdp --suggested-communication-unit-size 5000",
-            {"optimizer": OptimizerSettings(fsdp=MegatronFsdp(main_bytes=4, unit_elements=5000))},
-        ),
-        (
-            "--use-distributed-optimizer --use-megatron-fsdp --megatron-fsdp-main-params-dtype auto "
-            "--megatron-fsdp-main-grads-dtype fp32 --megatron-fsdp-grad-comm-dtype bf16",
-            {
-                "optimizer": OptimizerSettings(
-                    fsdp=MegatronFsdp(main_bytes=None, gradient_bytes=4, communicated_bytes=2)
-                )
-            },
-        ),
-        ("--optimizer dist_muon", {"optimizer": OptimizerSettings(distributed=False, muon="laid out")}),
-        (
-            "--optimizer muon --use-distributed-optimizer --no-use-layer-wise-param-layout",
-            {"optimizer": OptimizerSettings(distributed=False, muon="dealt")},
-        ),
-        ("--num-experts 0 --lr -1 --data-path 0.5 a 0.5 b --rl-profile-dir x", {"layout.world_size": 8}),
-    ],
-)
-def test_words_become_fields_of_a_run(words: str, expected: dict[str, object]) -> None:
-    run = read(f"{GPT} {words}")
-    assert {name: operator.attrgetter(name)(run) for name in expected} == expected
+# Words -> fields of the run.
+TAKEN = f"""
+=> layout.dp=8; num_micro_batches=1; dtype=torch.bfloat16; stock='transformer_engine'
+--tensor-model-parallel-size=2 => layout.tp=2; layout.dp=4; padded_vocab_size=50432
+--context-parallel-size 2 => layout.cp=2; layout.dp=4; num_micro_batches=2
+--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3 --micro-batch-size 1 \
+--microbatch-group-size-per-virtual-pipeline-stage 3 --global-batch-size 32 => micro_batch_group=3; \
+num_micro_batches=8
+--cross-entropy-loss-fusion => fuses_cross_entropy=True
+--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 7 --account-for-embedding-in-pipeline-split \
+--account-for-loss-in-pipeline-split => layout.chunks=(0, *[1] * 12, 0)
+--micro-batch-size 2 --micro-batch-size 1 => micro_batch_size=1; num_micro_batches=4
+--transformer-impl local --no-masked-softmax-fusion => stock='local'; masked_softmax_fusion=False
+--attention-backend unfused => stock_attention='unfused'
+--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 => layout.chunks=(1,) * 12
+--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3 => layout.chunks=(2,) * 6
+--sequence-parallel => layout.sp=False
+--recompute-granularity full --recompute-method block --recompute-num-layers 3 => recompute_num_layers=3
+--multi-latent-attention --q-lora-rank 96 --v-head-dim 32 --position-embedding-type rope => model.latent_sizes=(32, \
+128, 64, 32); model.q_lora_rank=96; fuses_latent_rope=True
+{LAYOUT} Et*3|(tt|)*4tmL --mtp-num-layers 1 => layout.chunks=(3, 2, 2, 2, 2, 1); mtp_num_layers=1
+{LAYOUT} E,t*12||,|L => layout.chunks=(12, 0, 0, 0)
+{LAYOUT} Et*12|mL --mtp-num-layers 1 => layout.chunks=(12, 0); mtp_num_layers=1
+--mtp-num-layers 2 --mtp-use-repeated-layer => mtp_num_layers=2; mtp_repeats_layer=True
+--num-experts 8 --pipeline-model-parallel-size 2 --mamba-num-heads 16 --hybrid-layer-pattern M*-M|ME/*E/*E => \
+hybrid=Hybrid(pattern='M*-MME', mtp_pattern='*E', num_heads=16); layout.chunks=(4, 2); mtp_num_layers=2
+--hybrid-override-pattern M*-M/*- --mtp-num-layers 1 => hybrid=Hybrid(pattern='M*-M', mtp_pattern='*-'); \
+layout.chunks=None; model.num_experts=None
+--recompute-activations => recompute=('core_attn',)
+--recompute-granularity selective --recompute-modules layernorm mlp => recompute=('mlp',)
+--pipeline-model-parallel-size 2 --defer-embedding-wgrad-compute --wgrad-deferral-limit 2 => deferred_head_gradients=2
+--grad-reduce-in-bf16 => optimizer=OptimizerSettings(distributed=False, gradient_bytes=2)
+--use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype fp8 \
+--exp-avg-sq-dtype fp16 => optimizer=OptimizerSettings(gradient_bytes=2, state_bytes=(2, 1, 2))
+--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 2 => \
+float8='tensorwise'; float8_layers=(False, *[True] * 9, False, False)
+--first-last-layers-bf16 => float8=None; float8_layers=None
+--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 5000 => \
+optimizer=OptimizerSettings(overlaps_reduction=True, bucket_elements=5000)
+--optimizer muon => optimizer=OptimizerSettings(distributed=False, muon='whole')
+--use-distributed-optimizer --use-megatron-fsdp --suggested-communication-unit-size 5000 => \
+optimizer=OptimizerSettings(fsdp=MegatronFsdp(main_bytes=4, unit_elements=5000))
+--use-distributed-optimizer --use-megatron-fsdp --megatron-fsdp-main-params-dtype auto \
+--megatron-fsdp-main-grads-dtype fp32 --megatron-fsdp-grad-comm-dtype bf16 => \
+optimizer=OptimizerSettings(fsdp=MegatronFsdp(main_bytes=None, gradient_bytes=4, communicated_bytes=2))
+--optimizer dist_muon => optimizer=OptimizerSettings(distributed=False, muon='laid out')
+--optimizer muon --use-distributed-optimizer --no-use-layer-wise-param-layout => \
+optimizer=OptimizerSettings(distributed=False, muon='dealt')
+--num-experts 0 --lr -1 --data-path 0.5 a 0.5 b --rl-profile-dir x => layout.world_size=8
+"""
+# What stands before the script -> likewise.
+STARTED = """
+CUBLAS_WORKSPACE_CONFIG=:4096:8 => cublas_workspace_bytes=32 << 20; expandable_segments=False
+CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8 => cublas_workspace_bytes=(8 << 20) + (128 << 10)
+PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True => expandable_segments=True
+PYTORCH_ALLOC_CONF=max_split_size_mb:64,expandable_segments:true => expandable_segments=True
+PYTORCH_ALLOC_CONF=expandable_segments:False PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True => \
+expandable_segments=False
+torchrun --nproc-per-node 4 => layout.world_size=4
+CUDA_DEVICE_MAX_CONNECTIONS=1 python -m torch.distributed.run --nproc_per_node=8 --nnodes 2 => layout.world_size=16
+deepspeed --num_gpus 8 --num_nodes 2 => layout.world_size=16
+"""
 
 
-@pytest.mark.parametrize(
-    ("launcher", "expected"),
-    [
-        ("CUBLAS_WORKSPACE_CONFIG=:4096:8", {"cublas_workspace_bytes": 32 << 20, "expandable_segments": False}),
-        ("CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8", {"cublas_workspace_bytes": (8 << 20) + (128 << 10)}),
-        ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", {"expandable_segments": True}),
-        ("PYTORCH_ALLOC_CONF=max_split_size_mb:64,expandable_segments:true", {"expandable_segments": True}),
-        (
-            "PYTORCH_ALLOC_CONF=expandable_segments:False PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-            {"expandable_segments": False},
-        ),
-        ("torchrun --nproc-per-node 4", {"layout.world_size": 4}),
-        (
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 python -m torch.distributed.run --nproc_per_node=8 --nnodes 2",
-            {"layout.world_size": 16},
-        ),
-        ("deepspeed --num_gpus 8 --num_nodes 2", {"layout.world_size": 16}),
-    ],
-)
-def test_what_stands_before_the_script_is_read(launcher: str, expected: dict[str, object]) -> None:
-    world_size = None if "layout.world_size" in expected else 8
+def list_lines(table: str) -> list[str]:
+    """A line that ends in a backslash goes on in the next one."""
+    return table.replace("\\\n", "").strip("\n").splitlines()
+
+
+def check_fields(run: Run, expected: str) -> None:
+    known = {each.__name__: each for each in (torch, Hybrid, MegatronFsdp, OptimizerSettings)}
+    for name, value in (each.split("=", 1) for each in expected.split("; ")):
+        assert operator.attrgetter(name)(run) == eval(value, known), name
+
+
+@pytest.mark.parametrize("line", list_lines(TAKEN))
+def test_words_become_fields_of_a_run(line: str) -> None:
+    words, expected = line.split("=> ")
+    check_fields(read(f"{GPT} {words}"), expected)
+
+
+@pytest.mark.parametrize("line", list_lines(STARTED))
+def test_what_stands_before_the_script_is_read(line: str) -> None:
+    launcher, expected = line.split(" => ")
+    world_size = None if "world_size" in expected else 8
     run = read(f"{GPT} --global-batch-size 64", f"{launcher} examples/pretrain_gpt.py", world_size=world_size)
-    assert {name: operator.attrgetter(name)(run) for name in expected} == expected
+    check_fields(run, expected)
     with pytest.raises(ValueError, match="CUBLAS_WORKSPACE_CONFIG is 4096:8; expected"):
         read(GPT, "CUBLAS_WORKSPACE_CONFIG=4096:8 pretrain_gpt.py")
 
@@ -241,10 +211,10 @@ REFUSED = f"""
 --use-torch-fsdp2 => sharded by torch's FSDP (--use-megatron-fsdp is known)
 --tp-comm-overlap --tensor-model-parallel-size 2 => --tp-comm-overlap needs
 --step-batch-size-schedule '0:32 1B:64' => --global-batch-size and --step-batch-size-schedule are both given
-""".replace("\\\n", "").strip()
+"""
 
 
-@pytest.mark.parametrize("line", REFUSED.splitlines())
+@pytest.mark.parametrize("line", list_lines(REFUSED))
 def test_what_cannot_be_is_one_sentence(line: str) -> None:
     words, sentence = line.split(" => ")
     with pytest.raises(ValueError) as caught:

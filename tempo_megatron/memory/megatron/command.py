@@ -10,7 +10,6 @@ of a run.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import re
 import shlex
@@ -69,19 +68,15 @@ def _count_ranks(launcher: Sequence[str]) -> int | None:
 
     Raises ValueError where it is no number.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--nproc-per-node", "--nproc_per_node", "--num_gpus", dest="gpus")
-    parser.add_argument("--nnodes", "--num_nodes", dest="nodes", default="1")
-    try:
-        given, _ = parser.parse_known_args(list(launcher))
-    except argparse.ArgumentError:
-        raise ValueError("the launcher's --nproc-per-node or --nnodes has no value; give one") from None
-    if given.gpus is None:
-        return None
-    for option, text in (("--nproc-per-node", given.gpus), ("--nnodes", given.nodes)):
-        if not text.isdecimal() or int(text) < 1:
-            raise ValueError(f"{option} of the launcher is {text}; expected a number, or --world-size beside it")
-    return int(given.gpus) * int(given.nodes)
+    numbers = []
+    for option, names in (("--nproc-per-node", "nproc[-_]per[-_]node|num_gpus"), ("--nnodes", "nnodes|num_nodes")):
+        found = re.findall(rf"(?:^| )--(?:{names})[ =]?(\S*)", " ".join(launcher))
+        if found and not re.fullmatch("[1-9][0-9]*", found[-1]):
+            said = found[-1] or "without a value"
+            raise ValueError(f"{option} of the launcher is {said}; expected a number, or --world-size beside it")
+        numbers.append(int(found[-1]) if found else None)
+    gpus, nodes = numbers
+    return gpus and gpus * (nodes or 1)
 
 
 def spell_arguments(arguments: Mapping[str, Any]) -> list[str]:
