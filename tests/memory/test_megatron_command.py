@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import change_run
 
 from tempo_megatron.cli import main
 from tempo_megatron.memory.megatron.command import spell_arguments, split_command
@@ -27,6 +26,7 @@ GPT = (
 
 FSDP = "--use-distributed-optimizer --use-megatron-fsdp"
 LAYOUT = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
+SPLIT = "--num-experts 8 --tensor-model-parallel-size 2 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1"
 
 
 def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8) -> Run:
@@ -84,6 +84,23 @@ optimizer=OptimizerSettings(fsdp=MegatronFsdp(main_bytes=None, gradient_bytes=4,
 --optimizer muon --use-distributed-optimizer --no-use-layer-wise-param-layout => \
 optimizer=OptimizerSettings(distributed=False, muon='dealt')
 --num-experts 0 --lr -1 --data-path 0.5 a 0.5 b --rl-profile-dir x => layout.world_size=8
+--global-batch-size 64 --rampup-batch-size 16 16 5859375 => num_micro_batches=2
+--num-experts 8 --moe-layer-freq ([0]*2+[1,0]*5) --moe-router-topk 4 --moe-ffn-hidden-size 256 \
+--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 --moe-router-dtype fp32 => \
+model.layers_with_experts=(False, False, *(True, False) * 5); model.num_experts=8; model.moe_router_topk=4; \
+model.expert_size=256; router_dtype=torch.float32; model.moe_router_load_balancing_type='seq_aux_loss'; \
+model.moe_aux_loss_coeff=1e-4
+{SPLIT} => layout.ep=4; layout.etp=1; layout.dispatcher='allgather'; layout.overlaps=False
+{SPLIT} --moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm => layout.ep=4; layout.etp=1; \
+layout.dispatcher='alltoall'; layout.overlaps=True
+--num-experts 8 --tensor-model-parallel-size 2 => model.expert_size=2048; layout.etp=2; moe_imbalance=None; \
+model.layers_with_experts=(True,) * 12
+--quick-geglu --glu-linear-offset 1.0 --softmax-type learnable --window-attn-skip-freq 2 --window-size 127,0 \
+--activation-func-clamp-value 7.0 --no-bias-gelu-fusion --no-bias-dropout-fusion => model.activation='quick_geglu'; \
+model.softmax_type='learnable'; model.window_attn_skip_freq=2; model.activation_func_clamp_value=7.0; \
+fuses_activation=False
+--swiglu => fuses_activation=True
+--swiglu --no-bias-swiglu-fusion => fuses_activation=False
 """
 # What stands before the script -> likewise.
 STARTED = """
@@ -229,40 +246,6 @@ def test_a_built_run_is_not_planned_with_what_only_the_estimate_knows(field: str
     assert find_unknown("GPTModel", config, run) == list_options(field).popitem()[1].gives
 
 
-def test_options_of_experts_become_experts() -> None:
-    options = (
-        "--num-experts 8 --moe-layer-freq ([0]*2+[1,0]*5) --moe-router-topk 4 --moe-ffn-hidden-size 256 "
-        "--tensor-model-parallel-size 2 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 "
-        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 --moe-router-dtype fp32"
-    )
-    run = read(f"{GPT} {options}")
-    model = run.model
-    assert model.layers_with_experts == (False, False, *(True, False) * 5)
-    assert (model.num_experts, model.moe_router_topk, model.expert_size, run.router_dtype) == (8, 4, 256, torch.float32)
-    assert (model.moe_router_load_balancing_type, model.moe_aux_loss_coeff) == ("seq_aux_loss", 1e-4)
-    assert (run.layout.ep, run.layout.etp, run.layout.dispatcher) == (4, 1, "allgather")
-    overlap = "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm"
-    assert read(f"{GPT} {options} {overlap}") == change_run(run, dispatcher="alltoall", overlaps=True)
-    # Of the dense layers' size and split, where nothing else is said; every layer has them.
-    usual = read(f"{GPT} --num-experts 8 --tensor-model-parallel-size 2")
-    assert (usual.model.expert_size, usual.layout.etp, usual.moe_imbalance) == (2048, 2, None)
-    assert all(usual.model.layers_with_experts)
-
-
-def test_a_command_of_gpt_oss_is_read() -> None:
-    """Of examples/gptoss/02_train.sh in NVIDIA/Megatron-LM@d98e8a64dd, what other commands do not have."""
-    words = (
-        "--quick-geglu --glu-linear-offset 1.0 --softmax-type learnable --window-attn-skip-freq 2 --window-size 127,0 "
-        "--activation-func-clamp-value 7.0 --no-bias-gelu-fusion --no-bias-dropout-fusion"
-    )
-    run = read(f"{GPT} {words}")
-    shape = run.model
-    assert (shape.activation, shape.softmax_type, shape.window_attn_skip_freq) == ("quick_geglu", "learnable", 2)
-    assert shape.activation_func_clamp_value == 7.0 and run.fuses_activation is False
-    fused, separate = (read(f"{GPT} --swiglu {more}").fuses_activation for more in ("", "--no-bias-swiglu-fusion"))
-    assert (fused, separate) == (True, False)
-
-
 def test_an_option_that_nobody_knows_is_a_warning() -> None:
     command = split_command(["pretrain_gpt.py", *GPT.split(), "--of-our-fork", "3", "--other"])
     _, warnings = read_command(command, world_size=8, vocab_size=50257)
@@ -377,7 +360,6 @@ def test_a_batch_that_grows_is_as_large_as_at_its_end() -> None:
     assert read(words).num_micro_batches == 2
     with pytest.raises(ValueError, match="expected when and how many samples"):
         read(words.replace("200B:64", "200B:x"))
-    assert read(f"{GPT} --global-batch-size 64 --rampup-batch-size 16 16 5859375").num_micro_batches == 2
 
 
 _SCRIPT = f"""
@@ -414,7 +396,7 @@ def test_a_script_says_its_command_and_is_not_run(
 ) -> None:
     file = tmp_path / "train it.sh"
     file.write_text(script, encoding="utf-8")
-    monkeypatch.setattr("tempo_megatron.memory.megatron.shell_script._SECONDS", 5)
+    monkeypatch.setattr("tempo_megatron.memory.megatron.command._SECONDS", 5)
     words = [*f"estimate --vocab-size 500 {ours} --script".split(), str(file), "--"]
     status = main([*words, "--tensor-model-parallel-size 2"])
     written = capsys.readouterr()

@@ -47,16 +47,14 @@ def run_estimate(args: argparse.Namespace) -> int:
 
     Raises ValueError for what cannot be estimated.
     """
+    own: TempoConfig | None = None
     command = take_command(args, add_estimate_arguments)
-    warnings: list[str] = []
-    is_asked = True
     if command is None:
         config = take_deepspeed(args)
-        run, title = read_requested_run(args, tempo_config_from(args, config or {}), config), name_model(args)
+        run, is_asked, warnings = read_requested_run(args, tempo_config_from(args, config or {}), config), True, []
     else:
         own = None if describe_tempo_arguments(args) == "none" else tempo_config_from(args, {})
         run, is_asked, warnings = read_run_of_command(args, command, own)
-        title = Path(command.script).name
     run = set_gpu(run, args.gpu or (None if command is None else "h100"))
     # What is asked here stands in no command of Megatron-LM.
     estimated = set_imbalance(run, args.moe_imbalance)
@@ -65,19 +63,20 @@ def run_estimate(args: argparse.Namespace) -> int:
             f"--kept-bytes {args.kept_bytes} is of Transformer Engine's modules, and stock modules are {run.stock}; "
             "leave it out, or give --stock transformer_engine"
         )
+    runs = {"stock": dataclasses.replace(estimated, tempo=TempoConfig.off())}
+    if not run.tempo.is_off:
+        runs["Tempo"] = estimated
     found = {}
-    tempos = {"stock": TempoConfig.off(), **({} if run.tempo.is_off else {"Tempo": run.tempo})}
-    for name, tempo in tempos.items():
+    for name, of_column in runs.items():
         try:
             with _say_that_it_takes_time(f"estimating {name} ..."):
-                of_name = dataclasses.replace(estimated, tempo=tempo)
-                found[name] = estimate_ranks(of_name, simulates_allocator=args.allocator)
+                found[name] = estimate_ranks(of_column, simulates_allocator=args.allocator)
         except ValueError as error:
             if name == "stock" or is_asked:
                 raise
             warnings.append(f"Tempo cannot have this run: {error}")
     print_notes(command, warnings)
-    title = f"{title}, {describe_run(run)}"
+    title = f"{name_asked(args, command)}, {describe_run(run)}"
     reports = open_reports(args, title)
     table = format_estimates(found, shows_all=args.all_ranks)
     print(title)
@@ -89,13 +88,12 @@ def run_estimate(args: argparse.Namespace) -> int:
     if estimated.model.num_experts is not None and estimated.assumes_imbalance:
         is_given = args.moe_imbalance is not None
         with _say_that_it_takes_time("estimating other shares of the experts' tokens ..."):
-            imbalance = _compute_token_imbalance(estimated, tempos, largest, is_given=is_given)
+            imbalance = _compute_token_imbalance(runs, largest, is_given=is_given)
         assumptions["token_imbalance"] = imbalance
         print(_describe_token_imbalance(imbalance))
     trees = {}
     for name, ranks in found.items() if args.tree else ():
-        of_name = dataclasses.replace(estimated, tempo=tempos[name])
-        trees[name] = [list_trees(of_name, stage) for stage in range(len(ranks))]
+        trees[name] = [list_trees(runs[name], stage) for stage in range(len(ranks))]
         for stage in range(len(ranks)) if args.all_ranks else [largest[name][0]]:
             print(format_trees(f"{name}, {ranks[stage].name}, by the module that made it", trees[name][stage]))
     fits = True
@@ -109,8 +107,8 @@ def run_estimate(args: argparse.Namespace) -> int:
         for name, stages in trees.items():
             for row, chunks in zip(figures[name.lower()], stages, strict=True):
                 row["modules"] = [dataclasses.asdict(tree) for tree in chunks]
-        content: dict[str, Any] = {"stock": figures["stock"], "tempo": figures.get("tempo", [])}
-        content |= {"assumptions": assumptions, "arguments": vars(args)}
+        content = {"stock": figures["stock"], "tempo": figures.get("tempo", []), "assumptions": assumptions}
+        content |= {"arguments": vars(args)}
         Path(args.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     columns = list_columns(found, shows_all=False)
     bars = {f"{rank.name}\n{label}": {part: rank.parts[part] for part in PART_NAMES} for label, rank in columns}
@@ -150,9 +148,9 @@ def print_notes(command: Command | None, warnings: Sequence[str]) -> None:
         print(f"defaults are those of Megatron-LM {VERSION}")
 
 
-def name_model(args: argparse.Namespace) -> str:
-    """Of --model or --hf."""
-    return name_shape_file(args.hf if args.model is None else args.model)
+def name_asked(args: argparse.Namespace, command: Command | None) -> str:
+    """The name of --model, of --hf or of the command's script."""
+    return Path(command.script).name if command else name_shape_file(args.hf if args.model is None else args.model)
 
 
 def describe_run(run: Run) -> str:
@@ -272,14 +270,15 @@ def _list_figures(rank: RankEstimate) -> dict[str, Any]:
 
 
 def _compute_token_imbalance(
-    run: Run, tempos: Mapping[str, TempoConfig], stages: Mapping[str, tuple[int, RankEstimate]], *, is_given: bool
+    runs: Mapping[str, Run], stages: Mapping[str, tuple[int, RankEstimate]], *, is_given: bool
 ) -> dict[str, Any]:
     """What the estimate assumes of the experts' tokens, as JSON has it; where they go no estimate can know.
 
     Where somebody gave the share, its price is there too: what the rank that needs most takes more than with an even
-    division, and what it would take with a tenth of an equal share more. Each is an estimate again. `stages` are those
-    that need most, by the column of the table, and their estimates.
+    division, and what it would take with a tenth of an equal share more. Each is an estimate again. By the column of
+    the table `stages` are those that need most, and their estimates.
     """
+    run = runs["stock"]
     most = find_largest_imbalance(run)
     tokens = run.micro_batch_size * run.model.seq_length // run.layout.cp
     tokens //= run.layout.tp if run.layout.sp else 1
@@ -297,8 +296,7 @@ def _compute_token_imbalance(
             further = min(factor + _STEP, most)
             peaks = {factor: rank.peak_bytes}
             for other in {1.0, further} - peaks.keys():
-                other_run = dataclasses.replace(set_imbalance(run, other), tempo=tempos[name])
-                peaks[other] = estimate_ranks(other_run, only=stage)[0].peak_bytes
+                peaks[other] = estimate_ranks(set_imbalance(runs[name], other), only=stage)[0].peak_bytes
             figures[name.lower()] |= {
                 "over_even_bytes": rank.peak_bytes - peaks[1.0],
                 "next_factor": further,

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from tempo_megatron.memory.commands.arguments import add_plan_arguments
-from tempo_megatron.memory.commands.estimate import describe_run, name_model, print_notes, read_run_of_command
+from tempo_megatron.memory.commands.estimate import describe_run, name_asked, print_notes, read_run_of_command
 from tempo_megatron.memory.commands.requested_run import read_requested_run, take_command, take_deepspeed
 from tempo_megatron.memory.megatron.command import Command, drop_options
 from tempo_megatron.memory.megatron.options import parse_options
@@ -59,7 +59,7 @@ def run_plan(args: argparse.Namespace) -> int:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     gpu = read_gpu(args.gpu) if args.gpu else find_gpu(device)
     command = take_command(args, add_plan_arguments)
-    title = name_model(args) if command is None else Path(command.script).name
+    title = name_asked(args, command)
     reports = open_reports(args, f"{title} on {gpu.title}, {format_bytes(args.gpu_memory)}")
     given = copy.deepcopy(args)
     warnings: list[str] = []

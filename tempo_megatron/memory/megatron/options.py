@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from tempo_megatron.settings.arguments import add_ledger_argument, add_tempo_arguments
+from tempo_megatron.words.argument_types import parse_window
 
 VERSION = "0.19"
 """Whose defaults these are. Up to 0.16 --data-parallel-sharding-strategy was no_shard, and NullTokenizer added a token
@@ -57,11 +58,6 @@ def _words(default: str | None, *choices: str, **more: Any) -> Option:
 
 def _each(option: Option, names: str) -> dict[str, Option]:
     return dict.fromkeys(names.split(), option)
-
-
-def _parse_window(text: str) -> tuple[int, ...]:
-    """`128,0`, also in brackets."""
-    return tuple(int(part) for part in text.strip("()[] ").split(","))
 
 
 _FLOAT_TYPES = ("fp32", "bf16", "fp16")
@@ -139,7 +135,7 @@ READ: dict[str, Option] = {
     "disable-bias-linear": _switch("add_bias_linear", True),
     "qk-l2-norm": _switch(gives="an L2 norm of queries and keys"),
     **_each(_switch(gives="the largest logits of attention"), "qk-clip log-max-attention-logit"),
-    "window-size": Option(_parse_window),
+    "window-size": Option(parse_window),
     "window-attn-skip-freq": Option(gives="layers with and without a window"),
     "softmax-type": _words("vanilla", "vanilla", "off-by-one", "learnable"),
     "attention-output-gate": _switch(gives="gates on attention's output"),
