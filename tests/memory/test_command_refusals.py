@@ -23,6 +23,11 @@ from tempo_megatron.settings.config import TempoConfig
 TINY, GPT2 = "--model configs/model/gpt2_tiny.json", "--model configs/model/gpt2_124m.json"
 MIXTRAL = "--model configs/model/mixtral_8x7b.json"
 PLAN = "--model configs/model/gpt2_345m.json --gpu a100 --gpu-memory 16GB --fixed-memory 6GB --micro-batch-size 8"
+WORDS = (
+    "-- pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 16"
+)
+BESIDE = f"--world-size 2 --vocab-size 5 {WORDS}"
 ZERO2 = "--deepspeed_config configs/deepspeed/zero2_bf16.json"
 
 
@@ -31,7 +36,8 @@ def refuse(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None
         assert main(shlex.split(words)) == 2
     except SystemExit as end:  # the parser's, which first says how the command is used
         assert end.code == 2 and message.startswith("argument --")
-    error = capsys.readouterr().err
+    printed, error = capsys.readouterr()
+    assert not printed
     assert message in error and (message.startswith("argument --") or error.count("\n") == 1)
 
 
@@ -85,6 +91,15 @@ plan {PLAN} --cp 3 => not a multiple of twice --cp 3
 plan {PLAN} --gpus-per-node 4 => --gpus-per-node 4 is given without --host-memory
 plan {PLAN} --host-memory 0 => argument --host-memory
 ledger {GPT2} --dropout 1 => argument --dropout: 1 is not in [0, 1)
+estimate --model a.json {BESIDE} => --model is given beside a command of Megatron-LM
+estimate --tp 2 {BESIDE} => --tp is given beside a command
+estimate --hf a {BESIDE} => --hf is given beside a command
+estimate --vocab-size 5 {WORDS} => give --world-size
+estimate --world-size 3 {WORDS} --pipeline-model-parallel-size 2 => 3 GPUs are not a multiple
+estimate --moe-imbalance 1.2 {BESIDE} => the run has no experts
+plan --gpu-memory 1GiB {BESIDE} --hybrid-layer-pattern M*-M --mamba-num-heads 8 => the command gives hybrid, which
+plan --gpu-memory 1GiB {BESIDE} --use-distributed-optimizer --use-megatron-fsdp => the command gives Megatron-FSDP
+plan --gpu-memory 1GiB {BESIDE} --optimizer muon => the command gives Muon, states whole, which the planner does not
 bench --calibrate --output nowhere/mine.json => lies in a folder that does not exist
 bench --calibrate --output mine.json --device cuda => torch sees no CUDA device
 """.strip()

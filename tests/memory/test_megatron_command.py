@@ -406,23 +406,6 @@ def test_a_script_says_its_command_and_is_not_run(
     assert [path.name for path in tmp_path.iterdir()] == ["train it.sh"]
 
 
-@pytest.mark.parametrize(
-    ("ours", "sentence"),
-    [
-        ("--model a.json --vocab-size 5 --world-size 2", "--model is given beside a command of Megatron-LM"),
-        ("--tp 2 --vocab-size 5 --world-size 2", "--tp is given beside a command"),
-        ("--world-size 2 --hf a --vocab-size 5", "--hf is given beside a command"),
-        ("--vocab-size 5", "give --world-size"),
-        ("--world-size 3", "3 GPUs are not a multiple"),
-        ("--vocab-size 5 --world-size 2 --moe-imbalance 1.2", "the run has no experts"),
-    ],
-)
-def test_arguments_beside_a_command(ours: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", *ours.split(), "--", "pretrain_gpt.py", *TINY.split()]) == 2
-    written = capsys.readouterr()
-    assert sentence in written.err and not written.out and written.err.count("\n") == 1
-
-
 @pytest.mark.parametrize("ours", ["estimate --gpu a100", "plan --gpu b200 --gpu-memory 1GiB"])
 def test_a_command_is_written_for_the_chip_that_is_asked_for(ours: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*ours.split(), "--vocab-size", "500", "--world-size", "2"]
@@ -436,20 +419,6 @@ def test_the_plan_of_a_command_is_a_command(capsys: pytest.CaptureFixture[str]) 
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.startswith("python launch/run_megatron.py pretrain_gpt.py --num-layers 4")
     assert "--tempo-activation" in line and "--recompute-activations" not in line
-
-
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [("--hybrid-layer-pattern M*-M", "hybrid"), (FSDP, "Megatron-FSDP")],
-)
-def test_a_command_that_only_the_estimate_knows_gets_no_plan(
-    words: str, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ours = "plan --gpu h100 --gpu-memory 1GiB --vocab-size 500 --world-size 2".split()
-    assert main([*ours, "--", "pretrain_gpt.py", *GPT.split(), *words.split()]) == 2
-    sentences = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")]
-    assert len(sentences) == 1
-    assert f"the command gives {name}, which the planner does not know; ask tempo-megatron estimate" in sentences[0]
 
 
 _TYPED = (*"0 -1 1 2 3 8 1e9 nan inf true false [1 none é -- 128,0 M*-E|M/*E".split(), "")

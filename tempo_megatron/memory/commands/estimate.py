@@ -51,7 +51,8 @@ def run_estimate(args: argparse.Namespace) -> int:
     command = take_command(args, add_estimate_arguments)
     if command is None:
         config = take_deepspeed(args)
-        run, is_asked, warnings = read_requested_run(args, tempo_config_from(args, config or {}), config), True, []
+        run = read_requested_run(args, tempo_config_from(args, config or {}), config)
+        is_asked, warnings = True, list[str]()
     else:
         own = None if describe_tempo_arguments(args) == "none" else tempo_config_from(args, {})
         run, is_asked, warnings = read_run_of_command(args, command, own)

@@ -11,13 +11,7 @@ from typing import Any
 from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run
 from tempo_megatron.memory.show.ledger import Ledger, measure_run
-from tempo_megatron.memory.show.plots import (
-    add_kept,
-    add_timeline,
-    list_parts,
-    plot_kept,
-    plot_timeline,
-)
+from tempo_megatron.memory.show.plots import add_kept, add_timeline, list_parts, plot_kept, plot_timeline
 from tempo_megatron.memory.show.timeline import format_timeline, simulate_timeline
 from tempo_megatron.memory.show.viewers import write_snapshot, write_trace
 from tempo_megatron.memory.tape.rows import format_host, format_size

@@ -189,9 +189,8 @@ def _is_taken(args: argparse.Namespace, command: Command | None, gpu: Gpu, words
     changed, (name, number, *switches) = copy.deepcopy(args), words
     try:
         if command is None:
-            setattr(changed, name.removeprefix("--").replace("-", "_"), int(number))
-            for switch in switches:
-                setattr(changed, switch.removeprefix("--").replace("-", "_"), True)
+            for option, value in ((name, int(number)), *((switch, True) for switch in switches)):
+                setattr(changed, option.removeprefix("--").replace("-", "_"), value)
             read_request(changed, gpu)
         else:
             options = (*drop_options(command.options, (name,)), *words)
@@ -241,11 +240,10 @@ def _refuse_unknown(run: Run, who: str) -> None:
     """Raise ValueError for what the planner does not know, and `who` gives."""
     fields = (each for each in dataclasses.fields(run) if each.name not in _KNOWN)
     given = {each.name: value for each in fields if (value := getattr(run, each.name)) != each.default}
-    others = {"Muon, states": run.optimizer.muon, "Megatron-FSDP": run.optimizer.fsdp}
-    others["chunks of several layers"] = run.layout.chunks
-    given |= {name: value for name, value in others.items() if value is not None}
-    if given:
-        name, value = next(iter(given.items()))
+    given |= {"Muon, states": run.optimizer.muon} if run.optimizer.muon else {}
+    given |= {"Megatron-FSDP": run.optimizer.fsdp} if run.optimizer.fsdp else {}
+    given |= {"chunks of several layers": run.layout.chunks} if run.layout.chunks else {}
+    for name, value in given.items():
         value = "" if dataclasses.is_dataclass(value) else f" {value}"
         raise ValueError(
             f"{who} {name.replace('_', ' ')}{value}, which the planner does not know; ask tempo-megatron estimate"

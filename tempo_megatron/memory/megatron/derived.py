@@ -139,16 +139,12 @@ def _list_refused_optimizers(args: argparse.Namespace) -> Iterator[str]:
     if args.use_precision_aware_optimizer and args.optimizer != "adam":
         yield f"--use-precision-aware-optimizer is for --optimizer adam, and it is {args.optimizer}; leave one out"
     strategies = args.data_parallel_sharding_strategy, args.outer_dp_sharding_strategy
-    if args.use_megatron_fsdp and (strategies != ("optim_grads_params", "no_shard") or instances > 1):
+    is_plain = args.optimizer == "adam" and not args.use_precision_aware_optimizer and instances == 1
+    if args.use_megatron_fsdp and not (is_plain and strategies == ("optim_grads_params", "no_shard")):
         yield (
-            "--use-megatron-fsdp is known to the estimate with --data-parallel-sharding-strategy optim_grads_params "
-            "and one group of ranks; leave out what says otherwise, --outer-dp-sharding-strategy and "
-            "--num-distributed-optimizer-instances among it"
-        )
-    if args.use_megatron_fsdp and (args.optimizer != "adam" or args.use_precision_aware_optimizer):
-        yield (
-            "--use-megatron-fsdp is known to the estimate with Adam and without --use-precision-aware-optimizer; "
-            "change what is otherwise"
+            "--use-megatron-fsdp is known to the estimate with Adam and without --use-precision-aware-optimizer, with "
+            "--data-parallel-sharding-strategy optim_grads_params and one group of ranks; leave out what says "
+            "otherwise, --outer-dp-sharding-strategy and --num-distributed-optimizer-instances among it"
         )
 
 

@@ -100,10 +100,7 @@ READ: dict[str, Option] = {
         "global-batch-size recompute-num-layers ddp-bucket-size suggested-communication-unit-size q-lora-rank "
         "mamba-num-heads",
     ),
-    **_each(
-        _size(1),
-        "num-query-groups tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size",
-    ),
+    **_each(_size(1), "num-query-groups tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size"),
     "mamba-num-groups": _size(8),
     "kv-lora-rank": _size(32),
     **_each(_size(64), "qk-pos-emb-head-dim mamba-head-dim"),
@@ -116,8 +113,7 @@ READ: dict[str, Option] = {
     **_each(Option(default=0), "vocab-extra-ids wgrad-deferral-limit"),
     **_each(Option(default=1), "num-layers-at-start-in-bf16 num-layers-at-end-in-bf16 expert-model-parallel-size"),
     **_each(
-        Option(float),
-        "activation-func-clamp-value moe-z-loss-coeff moe-input-jitter-eps moe-expert-capacity-factor",
+        Option(float), "activation-func-clamp-value moe-z-loss-coeff moe-input-jitter-eps moe-expert-capacity-factor"
     ),
     **_each(Option(float, 0.1), "attention-dropout hidden-dropout"),
     **_each(_words(None), "vocab-file tokenizer-type tokenizer-model"),

@@ -131,8 +131,7 @@ def read_run(
         tempo=tempo,
         hybrid=_read_hybrid(config),
         optimizer=OptimizerSettings(
-            distributed=run.use_distributed_optimizer,
-            instances=getattr(run, "num_distributed_optimizer_instances", 1),
+            distributed=run.use_distributed_optimizer, instances=getattr(run, "num_distributed_optimizer_instances", 1)
         ),
         layout=Layout(
             tp=config.tensor_model_parallel_size,
