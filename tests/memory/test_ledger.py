@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from kept_formula import LayerShape, count_layer_bytes
@@ -13,7 +14,7 @@ from tempo_megatron.cli import main
 from tempo_megatron.memory.commands.ledger import format_table
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.show.ledger import Ledger, measure_run
-from tempo_megatron.memory.show.plots import list_panels
+from tempo_megatron.memory.show.plots import add_kept
 from tempo_megatron.memory.tape.rows import Row, find_row, format_size
 from tempo_megatron.models.shape import make_shape
 
@@ -144,11 +145,15 @@ def test_the_command_prints_one_table_writes_the_same_figures_and_draws_them(tmp
 
 
 def test_the_plot_has_panels_for_what_there_is():
-    bars = {"stock": {"linear_fc1": 2, SCORES: 3}}
-    panels = list_panels(bars, bars)
-    assert [*panels] == ["one layer", "one layer without s*s", "around the layers"]
-    assert panels["one layer without s*s"] == {"stock": {"linear_fc1": 2}}
-    assert [*list_panels({"Tempo": {"linear_fc1": 2}}, {"Tempo": {"loss": 0}})] == ["one layer"]
+    bars, report = {"stock": {"linear_fc1": 2 << 20, SCORES: 3}}, mock.Mock()
+    add_kept(report, bars, bars)
+    add_kept(report, {"Tempo": {"linear_fc1": 2}}, {"Tempo": {"loss": 0}})
+    panels = [
+        heading.removeprefix("kept for backward, ")
+        for heading, *_ in (each.args for each in report.add_bars.mock_calls)
+    ]
+    assert panels == ["one layer", "one layer without s*s", "around the layers", "one layer"]
+    assert report.add_bars.mock_calls[1].args[1] == {"stock": {"linear_fc1": 2}}
 
 
 @pytest.mark.parametrize(

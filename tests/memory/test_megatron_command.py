@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import change_run
 
 from tempo_megatron.cli import main
 from tempo_megatron.memory.megatron.command import spell_arguments, split_command
@@ -27,6 +26,7 @@ GPT = (
 
 FSDP = "--use-distributed-optimizer --use-megatron-fsdp"
 LAYOUT = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
+SPLIT = "--num-experts 8 --tensor-model-parallel-size 2 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1"
 
 
 def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8) -> Run:
@@ -35,123 +35,110 @@ def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8)
     return read_command(words, world_size=world_size, vocab_size=50257)[0]
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("", {"layout.dp": 8, "num_micro_batches": 1, "dtype": torch.bfloat16, "stock": "transformer_engine"}),
-        ("--tensor-model-parallel-size=2", {"layout.tp": 2, "layout.dp": 4, "padded_vocab_size": 50432}),
-        ("--context-parallel-size 2", {"layout.cp": 2, "layout.dp": 4, "num_micro_batches": 2}),
-        (
-            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3 --micro-batch-size 1 "
-            "--microbatch-group-size-per-virtual-pipeline-stage 3 --global-batch-size 32",
-            {"micro_batch_group": 3, "num_micro_batches": 8},
-        ),
-        ("--cross-entropy-loss-fusion", {"fuses_cross_entropy": True}),
-        (
-            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 7 "
-            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
-            {"layout.chunks": (0, *[1] * 12, 0)},
-        ),
-        ("--micro-batch-size 2 --micro-batch-size 1", {"micro_batch_size": 1, "num_micro_batches": 4}),
-        ("--transformer-impl local --no-masked-softmax-fusion", {"stock": "local", "masked_softmax_fusion": False}),
-        ("--attention-backend unfused", {"stock_attention": "unfused"}),
-        ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1", {"layout.chunks": (1,) * 12}),
-        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3", {"layout.chunks": (2,) * 6}),
-        ("--sequence-parallel", {"layout.sp": False}),
-        ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", {"recompute_num_layers": 3}),
-        (
-            "--multi-latent-attention --q-lora-rank 96 --v-head-dim 32 --position-embedding-type rope",
-            {"model.latent_sizes": (32, 128, 64, 32), "model.q_lora_rank": 96, "fuses_latent_rope": True},
-        ),
-        (f"{LAYOUT} Et*3|(tt|)*4tmL --mtp-num-layers 1", {"layout.chunks": (3, 2, 2, 2, 2, 1), "mtp_num_layers": 1}),
-        (f"{LAYOUT} E,t*12||,|L", {"layout.chunks": (12, 0, 0, 0)}),
-        (f"{LAYOUT} Et*12|mL --mtp-num-layers 1", {"layout.chunks": (12, 0), "mtp_num_layers": 1}),
-        ("--mtp-num-layers 2 --mtp-use-repeated-layer", {"mtp_num_layers": 2, "mtp_repeats_layer": True}),
-        (
-            "--num-experts 8 --pipeline-model-parallel-size 2 --mamba-num-heads 16 "
-            "--hybrid-layer-pattern M*-M|ME/*E/*E",
-            {
-                "hybrid": Hybrid(pattern="M*-MME", mtp_pattern="*E", num_heads=16),
-                "layout.chunks": (4, 2),
-                "mtp_num_layers": 2,
-            },
-        ),
-        (
-            "--hybrid-override-pattern M*-M/*- --mtp-num-layers 1",
-            {"hybrid": Hybrid(pattern="M*-M", mtp_pattern="*-"), "layout.chunks": None, "model.num_experts": None},
-        ),
-        ("--recompute-activations", {"recompute": ("core_attn",)}),
-        # Transformer Engine's norms are one with their linears.
-        ("--recompute-granularity selective --recompute-modules layernorm mlp", {"recompute": ("mlp",)}),
-        (
-            "--pipeline-model-parallel-size 2 --defer-embedding-wgrad-compute --wgrad-deferral-limit 2",
-            {"deferred_head_gradients": 2},
-        ),
-        ("--grad-reduce-in-bf16", {"optimizer": OptimizerSettings(distributed=False, gradient_bytes=2)}),
-        (
-            "--use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype fp8 "
-            "--exp-avg-sq-dtype fp16",
-            {"optimizer": OptimizerSettings(gradient_bytes=2, state_bytes=(2, 1, 2))},
-        ),
-        (
-            "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 2",
-            {"float8": "tensorwise", "float8_layers": (False, *[True] * 9, False, False)},
-        ),
-        ("--first-last-layers-bf16", {"float8": None, "float8_layers": None}),
-        (
-            "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 5000",
-            {"optimizer": OptimizerSettings(overlaps_reduction=True, bucket_elements=5000)},
-        ),
-        ("--optimizer muon", {"optimizer": OptimizerSettings(distributed=False, muon="whole")}),
-        (
-            "--use-distributed-optimizer --use-megatron-fsdp --suggested-communication-unit-size 5000",
-            {"optimizer": OptimizerSettings(fsdp=MegatronFsdp(main_bytes=4, unit_elements=5000))},
-        ),
-        (
-            "--use-distributed-optimizer --use-megatron-fsdp --megatron-fsdp-main-params-dtype auto "
-            "--megatron-fsdp-main-grads-dtype fp32 --megatron-fsdp-grad-comm-dtype bf16",
-            {
-                "optimizer": OptimizerSettings(
-                    fsdp=MegatronFsdp(main_bytes=None, gradient_bytes=4, communicated_bytes=2)
-                )
-            },
-        ),
-        ("--optimizer dist_muon", {"optimizer": OptimizerSettings(distributed=False, muon="laid out")}),
-        (
-            "--optimizer muon --use-distributed-optimizer --no-use-layer-wise-param-layout",
-            {"optimizer": OptimizerSettings(distributed=False, muon="dealt")},
-        ),
-        ("--num-experts 0 --lr -1 --data-path 0.5 a 0.5 b --rl-profile-dir x", {"layout.world_size": 8}),
-    ],
-)
-def test_words_become_fields_of_a_run(words: str, expected: dict[str, object]) -> None:
-    run = read(f"{GPT} {words}")
-    assert {name: operator.attrgetter(name)(run) for name in expected} == expected
+# Words -> fields of the run.
+TAKEN = f"""
+=> layout.dp=8; num_micro_batches=1; dtype=torch.bfloat16; stock='transformer_engine'
+--tensor-model-parallel-size=2 => layout.tp=2; layout.dp=4; padded_vocab_size=50432
+--context-parallel-size 2 => layout.cp=2; layout.dp=4; num_micro_batches=2
+--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3 --micro-batch-size 1 \
+--microbatch-group-size-per-virtual-pipeline-stage 3 --global-batch-size 32 => micro_batch_group=3; \
+num_micro_batches=8
+--cross-entropy-loss-fusion => fuses_cross_entropy=True
+--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 7 --account-for-embedding-in-pipeline-split \
+--account-for-loss-in-pipeline-split => layout.chunks=(0, *[1] * 12, 0)
+--micro-batch-size 2 --micro-batch-size 1 => micro_batch_size=1; num_micro_batches=4
+--transformer-impl local --no-masked-softmax-fusion => stock='local'; masked_softmax_fusion=False
+--attention-backend unfused => stock_attention='unfused'
+--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 => layout.chunks=(1,) * 12
+--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3 => layout.chunks=(2,) * 6
+--sequence-parallel => layout.sp=False
+--recompute-granularity full --recompute-method block --recompute-num-layers 3 => recompute_num_layers=3
+--multi-latent-attention --q-lora-rank 96 --v-head-dim 32 --position-embedding-type rope => model.latent_sizes=(32, \
+128, 64, 32); model.q_lora_rank=96; fuses_latent_rope=True
+{LAYOUT} Et*3|(tt|)*4tmL --mtp-num-layers 1 => layout.chunks=(3, 2, 2, 2, 2, 1); mtp_num_layers=1
+{LAYOUT} E,t*12||,|L => layout.chunks=(12, 0, 0, 0)
+{LAYOUT} Et*12|mL --mtp-num-layers 1 => layout.chunks=(12, 0); mtp_num_layers=1
+--mtp-num-layers 2 --mtp-use-repeated-layer => mtp_num_layers=2; mtp_repeats_layer=True
+--num-experts 8 --pipeline-model-parallel-size 2 --mamba-num-heads 16 --hybrid-layer-pattern M*-M|ME/*E/*E => \
+hybrid=Hybrid(pattern='M*-MME', mtp_pattern='*E', num_heads=16); layout.chunks=(4, 2); mtp_num_layers=2
+--hybrid-override-pattern M*-M/*- --mtp-num-layers 1 => hybrid=Hybrid(pattern='M*-M', mtp_pattern='*-'); \
+layout.chunks=None; model.num_experts=None
+--recompute-activations => recompute=('core_attn',)
+--recompute-granularity selective --recompute-modules layernorm mlp => recompute=('mlp',)
+--pipeline-model-parallel-size 2 --defer-embedding-wgrad-compute --wgrad-deferral-limit 2 => deferred_head_gradients=2
+--grad-reduce-in-bf16 => optimizer=OptimizerSettings(distributed=False, gradient_bytes=2)
+--use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype fp8 \
+--exp-avg-sq-dtype fp16 => optimizer=OptimizerSettings(gradient_bytes=2, state_bytes=(2, 1, 2))
+--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 2 => \
+float8='tensorwise'; float8_layers=(False, *[True] * 9, False, False)
+--first-last-layers-bf16 => float8=None; float8_layers=None
+--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 5000 => \
+optimizer=OptimizerSettings(overlaps_reduction=True, bucket_elements=5000)
+--optimizer muon => optimizer=OptimizerSettings(distributed=False, muon='whole')
+--use-distributed-optimizer --use-megatron-fsdp --suggested-communication-unit-size 5000 => \
+optimizer=OptimizerSettings(fsdp=MegatronFsdp(main_bytes=4, unit_elements=5000))
+--use-distributed-optimizer --use-megatron-fsdp --megatron-fsdp-main-params-dtype auto \
+--megatron-fsdp-main-grads-dtype fp32 --megatron-fsdp-grad-comm-dtype bf16 => \
+optimizer=OptimizerSettings(fsdp=MegatronFsdp(main_bytes=None, gradient_bytes=4, communicated_bytes=2))
+--optimizer dist_muon => optimizer=OptimizerSettings(distributed=False, muon='laid out')
+--optimizer muon --use-distributed-optimizer --no-use-layer-wise-param-layout => \
+optimizer=OptimizerSettings(distributed=False, muon='dealt')
+--num-experts 0 --lr -1 --data-path 0.5 a 0.5 b --rl-profile-dir x => layout.world_size=8
+--global-batch-size 64 --rampup-batch-size 16 16 5859375 => num_micro_batches=2
+--num-experts 8 --moe-layer-freq ([0]*2+[1,0]*5) --moe-router-topk 4 --moe-ffn-hidden-size 256 \
+--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 --moe-router-dtype fp32 => \
+model.layers_with_experts=(False, False, *(True, False) * 5); model.num_experts=8; model.moe_router_topk=4; \
+model.expert_size=256; router_dtype=torch.float32; model.moe_router_load_balancing_type='seq_aux_loss'; \
+model.moe_aux_loss_coeff=1e-4
+{SPLIT} => layout.ep=4; layout.etp=1; layout.dispatcher='allgather'; layout.overlaps=False
+{SPLIT} --moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm => layout.ep=4; layout.etp=1; \
+layout.dispatcher='alltoall'; layout.overlaps=True
+--num-experts 8 --tensor-model-parallel-size 2 => model.expert_size=2048; layout.etp=2; moe_imbalance=None; \
+model.layers_with_experts=(True,) * 12
+--quick-geglu --glu-linear-offset 1.0 --softmax-type learnable --window-attn-skip-freq 2 --window-size 127,0 \
+--activation-func-clamp-value 7.0 --no-bias-gelu-fusion --no-bias-dropout-fusion => model.activation='quick_geglu'; \
+model.softmax_type='learnable'; model.window_attn_skip_freq=2; model.activation_func_clamp_value=7.0; \
+fuses_activation=False
+--swiglu => fuses_activation=True
+--swiglu --no-bias-swiglu-fusion => fuses_activation=False
+"""
+# What stands before the script -> likewise.
+STARTED = """
+CUBLAS_WORKSPACE_CONFIG=:4096:8 => cublas_workspace_bytes=32 << 20; expandable_segments=False
+CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8 => cublas_workspace_bytes=(8 << 20) + (128 << 10)
+PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True => expandable_segments=True
+PYTORCH_ALLOC_CONF=max_split_size_mb:64,expandable_segments:true => expandable_segments=True
+PYTORCH_ALLOC_CONF=expandable_segments:False PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True => \
+expandable_segments=False
+torchrun --nproc-per-node 4 => layout.world_size=4
+CUDA_DEVICE_MAX_CONNECTIONS=1 python -m torch.distributed.run --nproc_per_node=8 --nnodes 2 => layout.world_size=16
+deepspeed --num_gpus 8 --num_nodes 2 => layout.world_size=16
+"""
 
 
-@pytest.mark.parametrize(
-    ("launcher", "expected"),
-    [
-        ("CUBLAS_WORKSPACE_CONFIG=:4096:8", {"cublas_workspace_bytes": 32 << 20, "expandable_segments": False}),
-        ("CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8", {"cublas_workspace_bytes": (8 << 20) + (128 << 10)}),
-        ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", {"expandable_segments": True}),
-        ("PYTORCH_ALLOC_CONF=max_split_size_mb:64,expandable_segments:true", {"expandable_segments": True}),
-        (
-            "PYTORCH_ALLOC_CONF=expandable_segments:False PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-            {"expandable_segments": False},
-        ),
-        ("torchrun --nproc-per-node 4", {"layout.world_size": 4}),
-        (
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 python -m torch.distributed.run --nproc_per_node=8 --nnodes 2",
-            {"layout.world_size": 16},
-        ),
-        ("deepspeed --num_gpus 8 --num_nodes 2", {"layout.world_size": 16}),
-    ],
-)
-def test_what_stands_before_the_script_is_read(launcher: str, expected: dict[str, object]) -> None:
-    world_size = None if "layout.world_size" in expected else 8
+def list_lines(table: str) -> list[str]:
+    """A line that ends in a backslash goes on in the next one."""
+    return table.replace("\\\n", "").strip("\n").splitlines()
+
+
+def check_fields(run: Run, expected: str) -> None:
+    known = {each.__name__: each for each in (torch, Hybrid, MegatronFsdp, OptimizerSettings)}
+    for name, value in (each.split("=", 1) for each in expected.split("; ")):
+        assert operator.attrgetter(name)(run) == eval(value, known), name
+
+
+@pytest.mark.parametrize("line", list_lines(TAKEN))
+def test_words_become_fields_of_a_run(line: str) -> None:
+    words, expected = line.split("=> ")
+    check_fields(read(f"{GPT} {words}"), expected)
+
+
+@pytest.mark.parametrize("line", list_lines(STARTED))
+def test_what_stands_before_the_script_is_read(line: str) -> None:
+    launcher, expected = line.split(" => ")
+    world_size = None if "world_size" in expected else 8
     run = read(f"{GPT} --global-batch-size 64", f"{launcher} examples/pretrain_gpt.py", world_size=world_size)
-    assert {name: operator.attrgetter(name)(run) for name in expected} == expected
+    check_fields(run, expected)
     with pytest.raises(ValueError, match="CUBLAS_WORKSPACE_CONFIG is 4096:8; expected"):
         read(GPT, "CUBLAS_WORKSPACE_CONFIG=4096:8 pretrain_gpt.py")
 
@@ -241,10 +228,10 @@ REFUSED = f"""
 --use-torch-fsdp2 => sharded by torch's FSDP (--use-megatron-fsdp is known)
 --tp-comm-overlap --tensor-model-parallel-size 2 => --tp-comm-overlap needs
 --step-batch-size-schedule '0:32 1B:64' => --global-batch-size and --step-batch-size-schedule are both given
-""".replace("\\\n", "").strip()
+"""
 
 
-@pytest.mark.parametrize("line", REFUSED.splitlines())
+@pytest.mark.parametrize("line", list_lines(REFUSED))
 def test_what_cannot_be_is_one_sentence(line: str) -> None:
     words, sentence = line.split(" => ")
     with pytest.raises(ValueError) as caught:
@@ -257,40 +244,6 @@ def test_a_built_run_is_not_planned_with_what_only_the_estimate_knows(field: str
     config = types.SimpleNamespace(context_parallel_size=1, **{field: 1})
     run = types.SimpleNamespace(optimizer="adam")
     assert find_unknown("GPTModel", config, run) == list_options(field).popitem()[1].gives
-
-
-def test_options_of_experts_become_experts() -> None:
-    options = (
-        "--num-experts 8 --moe-layer-freq ([0]*2+[1,0]*5) --moe-router-topk 4 --moe-ffn-hidden-size 256 "
-        "--tensor-model-parallel-size 2 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 "
-        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 --moe-router-dtype fp32"
-    )
-    run = read(f"{GPT} {options}")
-    model = run.model
-    assert model.layers_with_experts == (False, False, *(True, False) * 5)
-    assert (model.num_experts, model.moe_router_topk, model.expert_size, run.router_dtype) == (8, 4, 256, torch.float32)
-    assert (model.moe_router_load_balancing_type, model.moe_aux_loss_coeff) == ("seq_aux_loss", 1e-4)
-    assert (run.layout.ep, run.layout.etp, run.layout.dispatcher) == (4, 1, "allgather")
-    overlap = "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm"
-    assert read(f"{GPT} {options} {overlap}") == change_run(run, dispatcher="alltoall", overlaps=True)
-    # Of the dense layers' size and split, where nothing else is said; every layer has them.
-    usual = read(f"{GPT} --num-experts 8 --tensor-model-parallel-size 2")
-    assert (usual.model.expert_size, usual.layout.etp, usual.moe_imbalance) == (2048, 2, None)
-    assert all(usual.model.layers_with_experts)
-
-
-def test_a_command_of_gpt_oss_is_read() -> None:
-    """Of examples/gptoss/02_train.sh in NVIDIA/Megatron-LM@d98e8a64dd, what other commands do not have."""
-    words = (
-        "--quick-geglu --glu-linear-offset 1.0 --softmax-type learnable --window-attn-skip-freq 2 --window-size 127,0 "
-        "--activation-func-clamp-value 7.0 --no-bias-gelu-fusion --no-bias-dropout-fusion"
-    )
-    run = read(f"{GPT} {words}")
-    shape = run.model
-    assert (shape.activation, shape.softmax_type, shape.window_attn_skip_freq) == ("quick_geglu", "learnable", 2)
-    assert shape.activation_func_clamp_value == 7.0 and run.fuses_activation is False
-    fused, separate = (read(f"{GPT} --swiglu {more}").fuses_activation for more in ("", "--no-bias-swiglu-fusion"))
-    assert (fused, separate) == (True, False)
 
 
 def test_an_option_that_nobody_knows_is_a_warning() -> None:
@@ -407,7 +360,6 @@ def test_a_batch_that_grows_is_as_large_as_at_its_end() -> None:
     assert read(words).num_micro_batches == 2
     with pytest.raises(ValueError, match="expected when and how many samples"):
         read(words.replace("200B:64", "200B:x"))
-    assert read(f"{GPT} --global-batch-size 64 --rampup-batch-size 16 16 5859375").num_micro_batches == 2
 
 
 _SCRIPT = f"""
@@ -444,7 +396,7 @@ def test_a_script_says_its_command_and_is_not_run(
 ) -> None:
     file = tmp_path / "train it.sh"
     file.write_text(script, encoding="utf-8")
-    monkeypatch.setattr("tempo_megatron.memory.megatron.shell_script._SECONDS", 5)
+    monkeypatch.setattr("tempo_megatron.memory.megatron.command._SECONDS", 5)
     words = [*f"estimate --vocab-size 500 {ours} --script".split(), str(file), "--"]
     status = main([*words, "--tensor-model-parallel-size 2"])
     written = capsys.readouterr()
@@ -452,23 +404,6 @@ def test_a_script_says_its_command_and_is_not_run(
     assert status or ("launch/run_megatron.py pretrain_gpt.py" in written.out and ":4096:8" in written.out)
     assert status or "PYTORCH_ALLOC_CONF=expandable_segments:True" in written.out
     assert [path.name for path in tmp_path.iterdir()] == ["train it.sh"]
-
-
-@pytest.mark.parametrize(
-    ("ours", "sentence"),
-    [
-        ("--model a.json --vocab-size 5 --world-size 2", "--model is given beside a command of Megatron-LM"),
-        ("--tp 2 --vocab-size 5 --world-size 2", "--tp is given beside a command"),
-        ("--world-size 2 --hf a --vocab-size 5", "--hf is given beside a command"),
-        ("--vocab-size 5", "give --world-size"),
-        ("--world-size 3", "3 GPUs are not a multiple"),
-        ("--vocab-size 5 --world-size 2 --moe-imbalance 1.2", "the run has no experts"),
-    ],
-)
-def test_arguments_beside_a_command(ours: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", *ours.split(), "--", "pretrain_gpt.py", *TINY.split()]) == 2
-    written = capsys.readouterr()
-    assert sentence in written.err and not written.out and written.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("ours", ["estimate --gpu a100", "plan --gpu b200 --gpu-memory 1GiB"])
@@ -484,20 +419,6 @@ def test_the_plan_of_a_command_is_a_command(capsys: pytest.CaptureFixture[str]) 
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.startswith("python launch/run_megatron.py pretrain_gpt.py --num-layers 4")
     assert "--tempo-activation" in line and "--recompute-activations" not in line
-
-
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [("--hybrid-layer-pattern M*-M", "hybrid"), (FSDP, "Megatron-FSDP")],
-)
-def test_a_command_that_only_the_estimate_knows_gets_no_plan(
-    words: str, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ours = "plan --gpu h100 --gpu-memory 1GiB --vocab-size 500 --world-size 2".split()
-    assert main([*ours, "--", "pretrain_gpt.py", *GPT.split(), *words.split()]) == 2
-    sentences = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")]
-    assert len(sentences) == 1
-    assert f"the command gives {name}, which the planner does not know; ask tempo-megatron estimate" in sentences[0]
 
 
 _TYPED = (*"0 -1 1 2 3 8 1e9 nan inf true false [1 none é -- 128,0 M*-E|M/*E".split(), "")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from typing import Any
 
 from tempo_megatron.memory.plan.gpu import DTYPES, read_gpu
@@ -34,18 +35,15 @@ def _parse_margin(text: str) -> float:
     return margin
 
 
-def _parse_imbalance(text: str) -> float | str:
-    return text if text == "max" else parse_positive_float(text)
-
-
-def _parse_micro_batch(text: str) -> int | str:
-    return text if text == "auto" else parse_positive(text)
+def _or(word: str, parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`parse`, which takes a word in place of a number, too."""
+    return lambda text: text if text == word else parse(text)
 
 
 _TYPES = {
     **dict.fromkeys(("N", "M", "S", "V", "B", "G"), parse_positive),
     **{"SIZE": parse_memory, "P": parse_fraction, "T": parse_positive_float, "PNG": parse_png, "PICKLE": parse_output},
-    **{"PERCENT": _parse_margin, "FACTOR": _parse_imbalance},
+    **{"PERCENT": _parse_margin, "FACTOR": _or("max", parse_positive_float)},
 }
 """Metavar -> what reads the word, which otherwise stays as it is."""
 _DIVIDES = {"default": 1}
@@ -126,7 +124,7 @@ _OPTIONS: dict[str, str | tuple[str, dict[str, Any]]] = {
     "that needs most, or with --all-ranks on each; --json has it of all",
     "--kept-bytes JSON": "say which stand-ins for Transformer Engine's modules are stale, by what bench --kept-bytes "
     "measured",
-    "--json FILE": ("also write the figures to FILE", _WRITTEN),
+    "--json FILE": ("also write the figures, and what is chosen, to FILE", _WRITTEN),
     "--plot PNG": "also draw stacked bars, stock beside Tempo, to PNG",
     "--html FILE": ("also write the table and plots to zoom into as one HTML file", _WRITTEN),
     "--timeline PNG": "also follow forward and backward of all layers with Tempo, say what stands at the peak, and "
@@ -165,12 +163,9 @@ def _add_stock(parser: Any, stacks: tuple[str, ...], attentions: tuple[str, ...]
     _add(parser, "no-masked-softmax-fusion")
 
 
-def _add_model(parser: Any, example: str) -> None:
-    _add(parser, "model", required=True, help=_MODEL.format(example))
-
-
-def _add_plain_shape(parser: Any) -> None:
+def _add_plain_shape(parser: Any, example: str) -> None:
     """What `read_requested_shape` reads, where no file of DeepSpeed says precision and batch."""
+    _add(parser, "model", required=True, help=_MODEL.format(example))
     _add(parser, "seq-length vocab-size")
     _add(parser, "dtype", default="bf16", help="default %(default)s")
     _add(parser, "micro-batch-size", default=1, help="samples (default 1)")
@@ -188,9 +183,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `tempo-megatron ledger`."""
-    _add_model(parser, "gpt2_124m")
+    _add_plain_shape(parser, "gpt2_124m")
     _add(parser, "tp sequence-parallel")
-    _add_plain_shape(parser)
     _add(parser, "dropout deepspeed_config")
     _add_stock(parser, ("transformer_engine", "local", "cpu"), ("fused", "flash", "unfused"))
     _add(parser, "json plot html timeline trace snapshot")
@@ -239,11 +233,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     _add(parser, "deepspeed_config", help=of_file)
     _add(parser, "tp pp dp cp ep sequence-parallel")
     sizes = "samples, or auto: with which a step takes least time a sample (default that of --deepspeed_config, else 1)"
-    _add(parser, "micro-batch-size", type=_parse_micro_batch, help=sizes)
+    _add(parser, "micro-batch-size", type=_or("auto", parse_positive), help=sizes)
     _add(parser, "global-batch-size num-micro-batches seq-length vocab-size dtype dropout")
     _add_stock(parser, ("transformer_engine", "local"), ("fused", "flash", "unfused"))
-    _add(parser, "recompute-allowed host-memory gpus-per-node moe-imbalance")
-    _add(parser, "json", help='write the "tempo" block, the arguments and the figures to FILE')
+    _add(parser, "recompute-allowed host-memory gpus-per-node moe-imbalance json")
     _add(parser, "plot", help="draw the best step time of every budget, and single switches")
     _add(parser, "html")
     parser.set_defaults(recompute=[])
@@ -251,24 +244,20 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_flops_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `tempo-megatron flops`."""
-    _add_model(parser, "gpt3_175b")
-    _add_plain_shape(parser)
+    _add_plain_shape(parser, "gpt3_175b")
     samples = "samples of a step, over all GPUs (default --micro-batch-size)"
     _add(parser, "global-batch-size", metavar="B", help=samples)
     _add(parser, "tp", help="tensor parallel size, which pads the vocabulary")
-    _add(parser, "gpus step-seconds gpu")
-    _add(parser, "json", help="write the figures to FILE too")
+    _add(parser, "gpus step-seconds gpu json")
     parser.set_defaults(dropout=None)
 
 
 def add_order_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `tempo-megatron order`."""
-    _add_model(parser, "gpt2_tiny")
-    _add_plain_shape(parser)
+    _add_plain_shape(parser, "gpt2_tiny")
     _add(parser, "dropout")
     _add(parser, "optimizer", choices=("adam", "adamw", "sgd"), default="adam", help="default %(default)s")
-    _add(parser, "deepspeed_config work-limit no-layout")
-    _add(parser, "json", help="also write the figures and the order to FILE")
+    _add(parser, "deepspeed_config work-limit no-layout json")
     _add(parser, "plot", help="also draw the memory of each operation, before and after")
     _add(parser, "html")
     add_tempo_arguments(parser)

@@ -27,7 +27,7 @@ from tempo_megatron.memory.plan.gpu import list_configs
 from tempo_megatron.memory.rank.estimate import PART_NAMES, RankEstimate, describe_part, estimate_ranks
 from tempo_megatron.memory.routing import assume_routing, find_largest_imbalance, set_imbalance
 from tempo_megatron.memory.run import OptimizerSettings, Run
-from tempo_megatron.memory.show.plots import Bars, add_bars, open_reports
+from tempo_megatron.memory.show.plots import add_bars, open_reports
 from tempo_megatron.memory.show.stand_ins import describe_stand_ins, read_engine
 from tempo_megatron.memory.show.tree import format_trees, list_trees
 from tempo_megatron.models.build import DTYPES
@@ -47,16 +47,15 @@ def run_estimate(args: argparse.Namespace) -> int:
 
     Raises ValueError for what cannot be estimated.
     """
+    own: TempoConfig | None = None
     command = take_command(args, add_estimate_arguments)
-    warnings: list[str] = []
-    is_asked = True
     if command is None:
         config = take_deepspeed(args)
-        run, title = read_requested_run(args, tempo_config_from(args, config or {}), config), name_model(args)
+        run = read_requested_run(args, tempo_config_from(args, config or {}), config)
+        is_asked, warnings = True, list[str]()
     else:
         own = None if describe_tempo_arguments(args) == "none" else tempo_config_from(args, {})
         run, is_asked, warnings = read_run_of_command(args, command, own)
-        title = Path(command.script).name
     run = set_gpu(run, args.gpu or (None if command is None else "h100"))
     # What is asked here stands in no command of Megatron-LM.
     estimated = set_imbalance(run, args.moe_imbalance)
@@ -65,20 +64,20 @@ def run_estimate(args: argparse.Namespace) -> int:
             f"--kept-bytes {args.kept_bytes} is of Transformer Engine's modules, and stock modules are {run.stock}; "
             "leave it out, or give --stock transformer_engine"
         )
+    runs = {"stock": dataclasses.replace(estimated, tempo=TempoConfig.off())}
+    if not run.tempo.is_off:
+        runs["Tempo"] = estimated
     found = {}
-    tempos = {"stock": TempoConfig.off(), **({} if run.tempo.is_off else {"Tempo": run.tempo})}
-    for name, tempo in tempos.items():
+    for name, of_column in runs.items():
         try:
             with _say_that_it_takes_time(f"estimating {name} ..."):
-                found[name] = estimate_ranks(
-                    dataclasses.replace(estimated, tempo=tempo), simulates_allocator=args.allocator
-                )
+                found[name] = estimate_ranks(of_column, simulates_allocator=args.allocator)
         except ValueError as error:
             if name == "stock" or is_asked:
                 raise
             warnings.append(f"Tempo cannot have this run: {error}")
     print_notes(command, warnings)
-    title = f"{title}, {describe_run(run)}"
+    title = f"{name_asked(args, command)}, {describe_run(run)}"
     reports = open_reports(args, title)
     table = format_estimates(found, shows_all=args.all_ranks)
     print(title)
@@ -90,13 +89,12 @@ def run_estimate(args: argparse.Namespace) -> int:
     if estimated.model.num_experts is not None and estimated.assumes_imbalance:
         is_given = args.moe_imbalance is not None
         with _say_that_it_takes_time("estimating other shares of the experts' tokens ..."):
-            imbalance = compute_token_imbalance(estimated, tempos, largest, is_given=is_given)
+            imbalance = _compute_token_imbalance(runs, largest, is_given=is_given)
         assumptions["token_imbalance"] = imbalance
-        print(describe_token_imbalance(imbalance))
+        print(_describe_token_imbalance(imbalance))
     trees = {}
     for name, ranks in found.items() if args.tree else ():
-        of_name = dataclasses.replace(estimated, tempo=tempos[name])
-        trees[name] = [list_trees(of_name, stage) for stage in range(len(ranks))]
+        trees[name] = [list_trees(runs[name], stage) for stage in range(len(ranks))]
         for stage in range(len(ranks)) if args.all_ranks else [largest[name][0]]:
             print(format_trees(f"{name}, {ranks[stage].name}, by the module that made it", trees[name][stage]))
     fits = True
@@ -110,13 +108,15 @@ def run_estimate(args: argparse.Namespace) -> int:
         for name, stages in trees.items():
             for row, chunks in zip(figures[name.lower()], stages, strict=True):
                 row["modules"] = [dataclasses.asdict(tree) for tree in chunks]
-        content: dict[str, Any] = {"stock": figures["stock"], "tempo": figures.get("tempo", [])}
-        content |= {"assumptions": assumptions, "arguments": vars(args)}
+        content = {"stock": figures["stock"], "tempo": figures.get("tempo", []), "assumptions": assumptions}
+        content |= {"arguments": vars(args)}
         Path(args.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    columns = list_columns(found, shows_all=False)
+    bars = {f"{rank.name}\n{label}": {part: rank.parts[part] for part in PART_NAMES} for label, rank in columns}
     limit = None if args.gpu_memory is None else ("memory of a device", args.gpu_memory)
     for file, report in reports.items():
         report.add_text(table)
-        add_bars(report, "at the peak", _list_bars(found), "GiB", limit)
+        add_bars(report, "at the peak", bars, "GiB", limit)
         report.save(file)
     if command is not None and "Tempo" in found:
         # The command's options, with what our own arguments say of Tempo.
@@ -149,18 +149,14 @@ def print_notes(command: Command | None, warnings: Sequence[str]) -> None:
         print(f"defaults are those of Megatron-LM {VERSION}")
 
 
-def name_model(args: argparse.Namespace) -> str:
-    """Of --model or --hf."""
-    return name_shape_file(args.hf if args.model is None else args.model)
-
-
-def name_dtype(run: Run) -> str:
-    """As our arguments call it: bf16, fp16, fp32."""
-    return next(name for name, dtype in DTYPES.items() if dtype == run.dtype)
+def name_asked(args: argparse.Namespace, command: Command | None) -> str:
+    """The name of --model, of --hf or of the command's script."""
+    return Path(command.script).name if command else name_shape_file(args.hf if args.model is None else args.model)
 
 
 def describe_run(run: Run) -> str:
     """One clause for people: precision, sizes, every part of the layout, optimizer, modules, recomputation, offload."""
+    dtype = next(name for name, dtype in DTYPES.items() if dtype == run.dtype)
     recomputed = " ".join(run.recompute)
     if run.recompute_num_layers is not None:
         recomputed += f" of {run.recompute_num_layers} layers a chunk"
@@ -169,7 +165,7 @@ def describe_run(run: Run) -> str:
     if run.model.num_experts is not None and run.layout.etp != run.layout.tp:
         experts += f", ETP {run.layout.etp}"
     return (
-        f"{name_dtype(run)}{'' if run.float8 is None else f' and fp8 {run.float8}'}, s {run.model.seq_length}, "
+        f"{dtype}{'' if run.float8 is None else f' and fp8 {run.float8}'}, s {run.model.seq_length}, "
         f"b {run.micro_batch_size}, TP {run.layout.tp}{' + SP' if run.layout.sp else ''}"
         f"{'' if run.layout.cp == 1 else f', CP {run.layout.cp}'}{experts}, PP {run.layout.pp}"
         f"{f' in {num_chunks} chunks each' if num_chunks > 1 else ''}, DP {run.layout.dp}: "
@@ -182,7 +178,6 @@ def describe_run(run: Run) -> str:
 
 @contextlib.contextmanager
 def _say_that_it_takes_time(text: str) -> Iterator[None]:
-    """Write a line to stderr where what runs inside takes more than _SILENT_S seconds."""
     timer = threading.Timer(_SILENT_S, print, (text,), {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()
@@ -192,19 +187,19 @@ def _say_that_it_takes_time(text: str) -> Iterator[None]:
         timer.cancel()
 
 
-def choose_ranks(ranks: Sequence[RankEstimate]) -> list[RankEstimate]:
-    """The kinds of ranks: the first stage, the largest of those in the middle, the last one."""
-    middle = max(ranks[1:-1], key=lambda rank: rank.peak_bytes, default=None)
-    return [ranks[0], *([middle] if middle else []), *(ranks[-1:] if len(ranks) > 1 else [])]
+def list_columns(found: Mapping[str, Sequence[RankEstimate]], *, shows_all: bool) -> list[tuple[str, RankEstimate]]:
+    """The first stage, the largest of those in the middle and the last one, or all; of each, stock and then Tempo."""
+    chosen = []
+    for name, ranks in found.items():
+        middle = ranks[1:-1] if shows_all else sorted(ranks[1:-1], key=lambda rank: -rank.peak_bytes)[:1]
+        chosen.append([(name, rank) for rank in (*ranks[:1], *middle, *ranks[1:][-1:])])
+    return [column for of_stage in zip(*chosen, strict=True) for column in of_stage]
 
 
 def format_estimates(found: dict[str, tuple[RankEstimate, ...]], *, shows_all: bool = False) -> str:
     """Parts down; kinds of ranks, or all of them, and within each stock and Tempo, across."""
-    chosen = {name: list(ranks) if shows_all else choose_ranks(ranks) for name, ranks in found.items()}
-    columns = [
-        (f"{ranks[i].name}", name, ranks[i]) for i in range(len(chosen["stock"])) for name, ranks in chosen.items()
-    ]
-    found_ranks = [rank for *_, rank in columns]
+    columns = list_columns(found, shows_all=shows_all)
+    found_ranks = [rank for _, rank in columns]
 
     def write(title: str, values: Iterable[object], form: str = "") -> None:
         lines.append((f"{title:<{_WIDTH}}" + "".join(f"{value:>16{form}}" for value in values)).rstrip())
@@ -213,12 +208,12 @@ def format_estimates(found: dict[str, tuple[RankEstimate, ...]], *, shows_all: b
         write(title, (value / 2**30 for value in values), ".3f")
 
     lines: list[str] = []
-    write("GiB at the peak", (rank for rank, *_ in columns))
-    write("", (name for _, name, _ in columns))
+    write("GiB at the peak", (rank.name for rank in found_ranks))
+    write("", (name for name, _ in columns))
     rule = "-" * len(lines[0])
     if len(found["stock"]) > 1:
         largest = {name: max(ranks, key=_count_needed) for name, ranks in found.items()}
-        write("", ("largest" if rank is largest[name] else "" for _, name, rank in columns))
+        write("", ("largest" if rank is largest[name] else "" for name, rank in columns))
     lines.append(rule)
     for part in PART_NAMES:
         if any(rank.parts[part] for rank in found_ranks):
@@ -232,14 +227,12 @@ def format_estimates(found: dict[str, tuple[RankEstimate, ...]], *, shows_all: b
     write("parameters", (rank.num_parameters for rank in found_ranks), ",")
     if any(rank.host_bytes for rank in found_ranks):
         write_gib("on the host", (rank.host_bytes for rank in found_ranks))
-    lines += [f"{name}, {rank.name}: the peak is in the {rank.moment}" for _, name, rank in columns]
+    lines += [f"{name}, {rank.name}: the peak is in the {rank.moment}" for name, rank in columns]
     return "\n".join(lines)
 
 
 def _print_fit(name: str, rank: RankEstimate, memory: int) -> bool:
-    """Print whether the rank that needs most fits."""
     spare = memory - _count_needed(rank)
-    # Without --allocator only the tensors are known.
     counted = "counting tensors, not what the allocator reserves"
     if rank.reserved_bytes is not None:
         above = _count_needed(rank) - rank.peak_bytes
@@ -277,20 +270,16 @@ def _list_figures(rank: RankEstimate) -> dict[str, Any]:
     return {**{name: getattr(rank, name) for name in names}, "bytes_at_the_peak": parts}
 
 
-def compute_token_imbalance(
-    run: Run, tempos: Mapping[str, TempoConfig], stages: Mapping[str, tuple[int, RankEstimate]], *, is_given: bool
+def _compute_token_imbalance(
+    runs: Mapping[str, Run], stages: Mapping[str, tuple[int, RankEstimate]], *, is_given: bool
 ) -> dict[str, Any]:
     """What the estimate assumes of the experts' tokens, as JSON has it; where they go no estimate can know.
 
     Where somebody gave the share, its price is there too: what the rank that needs most takes more than with an even
-    division, and what it would take with a tenth of an equal share more. Each is an estimate again.
-
-    Args:
-        run: as it was estimated; its experts are divided over ranks.
-        tempos: column of the table -> Tempo's values in it.
-        stages: column of the table -> the stage that needs most, and its estimate.
-        is_given: whether somebody gave the factor of `run`.
+    division, and what it would take with a tenth of an equal share more. Each is an estimate again. By the column of
+    the table `stages` are those that need most, and their estimates.
     """
+    run = runs["stock"]
     most = find_largest_imbalance(run)
     tokens = run.micro_batch_size * run.model.seq_length // run.layout.cp
     tokens //= run.layout.tp if run.layout.sp else 1
@@ -308,8 +297,7 @@ def compute_token_imbalance(
             further = min(factor + _STEP, most)
             peaks = {factor: rank.peak_bytes}
             for other in {1.0, further} - peaks.keys():
-                other_run = dataclasses.replace(set_imbalance(run, other), tempo=tempos[name])
-                peaks[other] = estimate_ranks(other_run, only=stage)[0].peak_bytes
+                peaks[other] = estimate_ranks(set_imbalance(runs[name], other), only=stage)[0].peak_bytes
             figures[name.lower()] |= {
                 "over_even_bytes": rank.peak_bytes - peaks[1.0],
                 "next_factor": further,
@@ -318,7 +306,7 @@ def compute_token_imbalance(
     return figures
 
 
-def describe_token_imbalance(figures: Mapping[str, Any]) -> str:
+def _describe_token_imbalance(figures: Mapping[str, Any]) -> str:
     """A line for people, and one for each column where the factor was given."""
     columns = {name: figures[name.lower()] for name in ("stock", "Tempo") if name.lower() in figures}
     factors = sorted({column["factor"] for column in columns.values()})
@@ -336,13 +324,3 @@ def describe_token_imbalance(figures: Mapping[str, Any]) -> str:
             rest = f"; {100 * more:.0f} % of a share more would take {format_bytes(column['next_bytes'])}"
         lines.append(f"{name}: of the peak {format_bytes(column['over_even_bytes'])} are due to it{rest}")
     return "\n".join(lines)
-
-
-def _list_bars(found: Mapping[str, Sequence[RankEstimate]]) -> Bars:
-    """A bar for each kind of rank, stock beside Tempo: part -> bytes."""
-    chosen = {label: choose_ranks(ranks) for label, ranks in found.items()}
-    return {
-        f"{rank.name}\n{label}": {part: rank.parts[part] for part in PART_NAMES}
-        for place in range(len(chosen["stock"]))
-        for label, rank in ((label, ranks[place]) for label, ranks in chosen.items())
-    }

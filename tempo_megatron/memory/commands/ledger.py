@@ -11,17 +11,10 @@ from typing import Any
 from tempo_megatron.html_report import HtmlReport
 from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run
 from tempo_megatron.memory.show.ledger import Ledger, measure_run
-from tempo_megatron.memory.show.plots import (
-    add_kept,
-    add_timeline,
-    list_parts,
-    plot_kept,
-    plot_timeline,
-)
+from tempo_megatron.memory.show.plots import add_kept, add_timeline, list_parts, plot_kept, plot_timeline
 from tempo_megatron.memory.show.timeline import format_timeline, simulate_timeline
 from tempo_megatron.memory.show.viewers import write_snapshot, write_trace
 from tempo_megatron.memory.tape.rows import format_host, format_size
-from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.models.shape_file import name_shape_file
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
@@ -42,9 +35,11 @@ def run_ledger(args: argparse.Namespace) -> int:
         )
     stock, tempo = (measure_run(each) for each in (dataclasses.replace(run, tempo=TempoConfig.off()), run))
     recomputed = f", recompute {' '.join(args.recompute)}" if args.recompute else ""
+    hidden, attention = run.model.hidden_dropout, run.model.attention_dropout
+    dropout = f"dropout {hidden:g}" + ("" if attention == hidden else f" (attention {attention:g})")
     title = (
         f"{name_shape_file(args.model)}, {args.dtype}, s {run.model.seq_length}, b {run.micro_batch_size}, "
-        f"{describe_dropout(run.model)}, {format_layout(args.tp, args.sequence_parallel)}{recomputed}, "
+        f"{dropout}, TP {args.tp}{' + SP' if args.sequence_parallel else ''}{recomputed}, "
         f"stock modules: {describe_stock(run)}"
     )
     report = HtmlReport(title) if args.html else None
@@ -63,9 +58,7 @@ def run_ledger(args: argparse.Namespace) -> int:
         timeline = simulate_timeline(run, title=title)
         found = format_timeline(timeline)
         if run.tempo.offloads:
-            found += (
-                "\nthe step is followed as if nothing moved to the host; its peak with that: tempo-megatron estimate"
-            )
+            found += "\nthe step is followed as if nothing moved to the host; its peak then: tempo-megatron estimate"
         print(found)
         if args.timeline:
             plot_timeline(timeline, args.timeline)
@@ -123,17 +116,6 @@ def format_table(stock: Ledger, tempo: Ledger) -> str:
         moving = f"{'on the device while it moves':<{_WIDTH}}{format_size(tempo.most_moving_bytes):>17}"
         lines += [rule, *on_host, moving]
     return "\n".join(lines)
-
-
-def describe_dropout(shape: ModelShape) -> str:
-    """`dropout 0.1`, or `dropout 0 (attention 0.1)`."""
-    hidden, attention = shape.hidden_dropout, shape.attention_dropout
-    return f"dropout {hidden:g}" + ("" if attention == hidden else f" (attention {attention:g})")
-
-
-def format_layout(tp: int, sequence_parallel: bool) -> str:
-    """`TP 2 + SP`."""
-    return f"TP {tp}" + (" + SP" if sequence_parallel else "")
 
 
 def _read_tempo_config(args: argparse.Namespace) -> TempoConfig:

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from tempo_megatron.memory.commands.arguments import add_plan_arguments
-from tempo_megatron.memory.commands.estimate import name_dtype, name_model, print_notes, read_run_of_command
-from tempo_megatron.memory.commands.ledger import format_layout
-from tempo_megatron.memory.commands.requested_run import (
-    describe_stock,
-    read_requested_run,
-    take_command,
-    take_deepspeed,
-)
+from tempo_megatron.memory.commands.estimate import describe_run, name_asked, print_notes, read_run_of_command
+from tempo_megatron.memory.commands.requested_run import read_requested_run, take_command, take_deepspeed
 from tempo_megatron.memory.megatron.command import Command, drop_options
 from tempo_megatron.memory.megatron.options import parse_options
 from tempo_megatron.memory.megatron.read_command import write_command
@@ -36,6 +29,7 @@ from tempo_megatron.memory.plan.planner import (
     try_micro_batches,
 )
 from tempo_megatron.memory.plan.plots import add_plan
+from tempo_megatron.memory.refusals import MEGATRONS, OURS
 from tempo_megatron.memory.routing import assume_fullest, set_imbalance
 from tempo_megatron.memory.run import Run, read_recomputation
 from tempo_megatron.memory.show.plots import open_reports
@@ -50,18 +44,12 @@ _PLANNED = (
     *(operation.argument for operation in OPERATIONS.values()),
 )
 # Fields of a Run that the planner knows.
-_KNOWN = (
-    *("model", "tempo", "optimizer", "layout"),
-    *("micro_batch_size", "num_micro_batches", "dtype", "recompute", "recompute_num_layers"),
-    *("stock", "stock_attention", "masked_softmax_fusion", "fuses_activation"),
-    *("learns_positions", "fuses_latent_rope"),
-    *("moe_grouped_gemm", "moe_permute_fusion", "moe_shared_expert_gate", "moe_imbalance"),
-    # Of what stands around the layers, where the estimate counts it.
-    *("fuses_cross_entropy", "fuses_gradient_accumulation", "data_has_masks"),
-    *("gpu", "chip", "deterministic", "cublas_workspace_bytes", "expandable_segments"),
-)
-
-
+_KNOWN = """
+model tempo optimizer layout micro_batch_size num_micro_batches dtype recompute recompute_num_layers stock
+stock_attention masked_softmax_fusion fuses_activation learns_positions fuses_latent_rope moe_grouped_gemm
+moe_permute_fusion moe_shared_expert_gate moe_imbalance fuses_cross_entropy fuses_gradient_accumulation data_has_masks
+gpu chip deterministic cublas_workspace_bytes expandable_segments
+""".split()
 # Of a stage, in the JSON.
 _FIGURES = "in_flight peak_bytes kept_bytes moved_bytes host_bytes recomputed_flops seconds added_seconds".split()
 
@@ -71,7 +59,7 @@ def run_plan(args: argparse.Namespace) -> int:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     gpu = read_gpu(args.gpu) if args.gpu else find_gpu(device)
     command = take_command(args, add_plan_arguments)
-    title = name_model(args) if command is None else Path(command.script).name
+    title = name_asked(args, command)
     reports = open_reports(args, f"{title} on {gpu.title}, {format_bytes(args.gpu_memory)}")
     given = copy.deepcopy(args)
     warnings: list[str] = []
@@ -80,18 +68,26 @@ def run_plan(args: argparse.Namespace) -> int:
     else:
         (request, warnings), samples_per_rank = _read_request_of_command(args, command, gpu), None
     budget, trials = leave_margin(args), []
+    numbers, is_terminal = itertools.count(1), sys.stderr.isatty()
+
+    def note_estimate() -> None:
+        if is_terminal:
+            print(f"\rplan: {next(numbers)} estimates of a step", end="", file=sys.stderr, flush=True)
+
     try:
-        with _show_estimates() as note_estimate:
-            if args.micro_batch_size == "auto":
-                trials = try_micro_batches(request, budget, samples_per_rank, note_estimate)
-                planner, plan = min(trials, key=lambda trial: trial[0].compute_sample_seconds(trial[1]))
-            else:
-                planner = Planner(request, note_estimate)
-                plan = planner.plan(budget)
+        if args.micro_batch_size == "auto":
+            trials = try_micro_batches(request, budget, samples_per_rank, note_estimate)
+            planner, plan = min(trials, key=lambda trial: trial[0].compute_sample_seconds(trial[1]))
+        else:
+            planner = Planner(request, note_estimate)
+            plan = planner.plan(budget)
     except NothingFitsError as error:
         raise ValueError(f"{error}; {_name_remedies(given, command, request, error.least_bytes)}") from error
+    finally:
+        if is_terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
     print_notes(command, warnings)
-    table = describe_run(args, title, planner, plan)
+    table = format_planned(args, title, planner, plan)
     print(table)
     for each, found in trials:
         rate, size = args.dp / each.compute_sample_seconds(found), each.request.run.micro_batch_size
@@ -100,7 +96,6 @@ def run_plan(args: argparse.Namespace) -> int:
     print(" ".join(plan.megatron_arguments) or "without --recompute-granularity")
     if command is not None:
         print(_write_planned_command(args, command, request.run, plan))
-    imbalance = assume_fullest(planner.request.run).moe_imbalance
     if args.json:
         figures = {
             "tempo": plan.block,
@@ -111,7 +106,7 @@ def run_plan(args: argparse.Namespace) -> int:
                 {"layers": [stage.layers[0], stage.layers[-1]]} | {name: getattr(stage, name) for name in _FIGURES}
                 for stage in plan.stages
             ],
-            "moe_imbalance": imbalance,
+            "moe_imbalance": assume_fullest(planner.request.run).moe_imbalance,
             "gpu": dataclasses.asdict(gpu),
             "arguments": vars(args),
         }
@@ -128,20 +123,16 @@ def leave_margin(args: argparse.Namespace) -> int:
     return int(args.gpu_memory * (1 - args.margin / 100))
 
 
-def describe_run(args: argparse.Namespace, title: str, planner: Planner, plan: MemoryPlan) -> str:
+def format_planned(args: argparse.Namespace, title: str, planner: Planner, plan: MemoryPlan) -> str:
     """What is planned, what it stands on, and the plan's table."""
     request, run, gpu = planner.request, planner.request.run, planner.request.gpu
-    layout = [format_layout(run.layout.tp, run.layout.sp), f"PP {run.layout.pp}"]
-    layout += [f"{name} {size}" for name, size in (("CP", run.layout.cp), ("DP", run.layout.dp)) if size > 1]
-    layout += [f"EP {run.layout.ep}"] if run.model.num_experts is not None else []
     free = format_bytes(args.gpu_memory - leave_margin(args))
     lines = [
-        f"{title}, {name_dtype(run)}, s {run.model.seq_length}, b {run.micro_batch_size}, {', '.join(layout)}, "
-        f"{format_bytes(args.gpu_memory)} a GPU",
-        f"of it {free} ({args.margin:g} %) stay free for what the estimate misses (--margin), and the peak is "
+        f"{title}, {describe_run(run)}",
+        f"of {format_bytes(args.gpu_memory)} a GPU {free} ({args.margin:g} %) stay free for what the estimate misses "
+        "(--margin), and the peak is "
         + ("what torch's allocator reserves" if request.counts_reserved else "that of tensors (--allocator: reserved)"),
         f"{gpu.title}: {'measured' if gpu.calibrated else 'data-sheet (uncalibrated)'} rates",
-        f"stock modules, where a value is off: {describe_stock(run)}",
     ]
     num_experts, num_ranks = run.model.num_experts, run.layout.tp * run.layout.dp
     if num_experts is not None and run.assumes_imbalance:
@@ -172,14 +163,10 @@ def _name_remedies(args: argparse.Namespace, command: Command | None, request: P
 
     Of a command of Megatron-LM its options are named in place of ours.
     """
-    run = request.run
-    tp, pp, ep = "--tp", "--pp", "--ep"
-    if command is not None:
-        tp, pp, ep = (f"--{name}-model-parallel-size" for name in ("tensor", "pipeline", "expert"))
-    wanted = {tp: 2 * run.layout.tp, pp: 2 * run.layout.pp, ep: 2 * run.layout.ep if run.model.num_experts else 0}
-    if request.fixed_sizes:
-        # They are those of this layout.
-        wanted = {}
+    run, names = request.run, OURS if command is None else MEGATRONS
+    parts = ("tp", "pp", "ep") if run.model.num_experts else ("tp", "pp")
+    # Fixed sizes are those of this layout.
+    wanted = {} if request.fixed_sizes else {names[part]: 2 * getattr(run.layout, part) for part in parts}
     wanted["--micro-batch-size"] = 0 if args.micro_batch_size == "auto" else run.micro_batch_size // 2
     size = -(-int(least_bytes / (1 - args.margin / 100) + 1) // 2**20)
     found = [f"--gpu-memory {size}MiB"]
@@ -188,7 +175,7 @@ def _name_remedies(args: argparse.Namespace, command: Command | None, request: P
     of_command: list[str] = []
     for name, number in wanted.items():
         words = [name, str(number)]
-        if name == tp and run.model.num_experts is not None and not run.layout.sp:
+        if name == names["tp"] and run.model.num_experts is not None and not run.layout.sp:
             # Megatron takes experts under tensor parallelism with it only.
             words.append("--sequence-parallel")
         if number and _is_taken(args, command, request.gpu, words):
@@ -202,9 +189,8 @@ def _is_taken(args: argparse.Namespace, command: Command | None, gpu: Gpu, words
     changed, (name, number, *switches) = copy.deepcopy(args), words
     try:
         if command is None:
-            setattr(changed, name.removeprefix("--").replace("-", "_"), int(number))
-            for switch in switches:
-                setattr(changed, switch.removeprefix("--").replace("-", "_"), True)
+            for option, value in ((name, int(number)), *((switch, True) for switch in switches)):
+                setattr(changed, option.removeprefix("--").replace("-", "_"), value)
             read_request(changed, gpu)
         else:
             options = (*drop_options(command.options, (name,)), *words)
@@ -254,10 +240,10 @@ def _refuse_unknown(run: Run, who: str) -> None:
     """Raise ValueError for what the planner does not know, and `who` gives."""
     fields = (each for each in dataclasses.fields(run) if each.name not in _KNOWN)
     given = {each.name: value for each in fields if (value := getattr(run, each.name)) != each.default}
-    if run.layout.chunks is not None:
-        given["chunks of several layers"] = run.layout.chunks
-    if given:
-        name, value = next(iter(given.items()))
+    given |= {"Muon, states": run.optimizer.muon} if run.optimizer.muon else {}
+    given |= {"Megatron-FSDP": run.optimizer.fsdp} if run.optimizer.fsdp else {}
+    given |= {"chunks of several layers": run.layout.chunks} if run.layout.chunks else {}
+    for name, value in given.items():
         value = "" if dataclasses.is_dataclass(value) else f" {value}"
         raise ValueError(
             f"{who} {name.replace('_', ' ')}{value}, which the planner does not know; ask tempo-megatron estimate"
@@ -272,9 +258,6 @@ def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gp
     run, _, warnings = read_run_of_command(args, command)
     run = set_imbalance(run, args.moe_imbalance)
     _refuse_unknown(run, "the command gives")
-    others = {"Muon": run.optimizer.muon, "Megatron-FSDP": run.optimizer.fsdp}
-    if name := next((name for name, value in others.items() if value is not None), None):
-        raise ValueError(f"the command gives {name}, which the planner does not know; ask tempo-megatron estimate")
     if run.tempo.is_off:
         raise ValueError("--no-use-tempo is given, and the plan is what Tempo does; leave it out")
     return _make_request(args, dataclasses.replace(run, recompute=(), recompute_num_layers=None), gpu), warnings
@@ -296,22 +279,6 @@ def _write_planned_command(args: argparse.Namespace, command: Command, run: Run,
         words += ["--tempo-layers", json.dumps(plan.block["layers"])]
     options = [*drop_options(command.options, _PLANNED), *plan.megatron_arguments, *words]
     return write_command(command, options, planned, args.vocab_size)
-
-
-@contextlib.contextmanager
-def _show_estimates() -> Iterator[Callable[[], None]]:
-    """A line with the number of estimates so far, where stderr is a terminal; yields what is called after each."""
-    numbers, is_shown = itertools.count(1), sys.stderr.isatty()
-
-    def note() -> None:
-        if is_shown:
-            print(f"\rplan: {next(numbers)} estimates of a step", end="", file=sys.stderr, flush=True)
-
-    try:
-        yield note
-    finally:
-        if is_shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def format_plan(planner: Planner, plan: MemoryPlan) -> str:

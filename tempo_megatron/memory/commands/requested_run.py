@@ -32,9 +32,7 @@ _BESIDE_A_COMMAND = (
 def take_command(args: argparse.Namespace, add_arguments: Callable[[argparse.ArgumentParser], None]) -> Command | None:
     """The command that stands behind --, or in the file of --script or --megatron-yaml; None where there is a --model.
 
-    Args:
-        args: of `estimate` or `plan`.
-        add_arguments: declares what they are.
+    add_arguments: declares the arguments.
 
     Raises ValueError where there is neither, and for an argument that says what the command says.
     """
@@ -63,12 +61,9 @@ def take_command(args: argparse.Namespace, add_arguments: Callable[[argparse.Arg
 
 
 def read_requested_run(args: argparse.Namespace, tempo: TempoConfig, deepspeed: Mapping[str, Any] | None = None) -> Run:
-    """The run of a command's arguments, of which --micro-batch-size auto is 1.
+    """The run of the arguments of `ledger`, `estimate` or `plan`, of which --micro-batch-size auto is 1.
 
-    Args:
-        args: of `ledger`, `estimate` or `plan`.
-        tempo: what Tempo's operations do in it.
-        deepspeed: the JSON of --deepspeed_config where it says what is trained; `take_deepspeed` has read it.
+    deepspeed: the JSON of --deepspeed_config where it says what is trained; `take_deepspeed` has read it.
 
     Raises ValueError where the model cannot lie so, or an argument does not go with another or with the JSON.
     """
@@ -183,8 +178,8 @@ def _read_optimizer(given: Mapping[str, Any], deepspeed: Mapping[str, Any] | Non
         raise ValueError("--no-distributed-optimizer is Megatron's; give --zero 0 for DeepSpeed's")
     config = deepspeed or {}
     zero = config.get("zero_optimization") or {}
-    configured = zero.get("stage", 0) if config else None
-    stage = _agree("--zero", zero_stage, '"zero_optimization.stage"', configured) or 0
+    configured = {"zero_optimization.stage": zero.get("stage", 0)} if config else {}
+    stage = _agree(given, "zero", configured, "zero_optimization.stage") or 0
     if (zero.get("offload_param") or {}).get("device", "none") != "none" and stage != 3:
         raise ValueError(f'the DeepSpeed JSON has "offload_param", which needs ZeRO 3, and its stage is {stage}')
     return OptimizerSettings.from_deepspeed({**config, "zero_optimization": {**zero, "stage": stage}})
@@ -211,12 +206,11 @@ def _read_precision(given: str | None, config: Mapping[str, Any]) -> str:
         raise ValueError("the DeepSpeed JSON enables bf16 and fp16; enable one of them")
     if given is not None and not chosen and enabled.get(given) == "auto":
         return given
-    precision = chosen[0] if chosen else "fp32"
+    precision, enables = (chosen[0], chosen[0]) if chosen else ("fp32", "neither bf16 nor fp16")
     if given not in (None, precision):
         raise ValueError(
-            f"--dtype is {given}, but the DeepSpeed JSON trains in {precision}, as "
-            f"{f'it enables {precision}' if chosen else 'it enables neither bf16 nor fp16'}; leave --dtype out, or "
-            "change the JSON"
+            f"--dtype is {given}, but the DeepSpeed JSON trains in {precision}, as it enables {enables}; leave --dtype "
+            "out, or change the JSON"
         )
     return precision
 
@@ -225,15 +219,7 @@ def _take_batch_sizes(args: argparse.Namespace, config: Mapping[str, Any]) -> No
     """ "gradient_accumulation_steps" are micro batches; "train_batch_size" becomes `args.global_batch_size` where there
     is that, else micro batches too."""
     names = ("global_batch_size", "micro_batch_size", "num_micro_batches")
-    total, micro, steps = (
-        _agree(
-            f"--{name.replace('_', '-')}",
-            getattr(args, name, None),
-            f'"{key}"',
-            None if config.get(key) == "auto" else config.get(key),
-        )
-        for name, key in zip(names, BATCH_KEYS, strict=True)
-    )
+    total, micro, steps = (_agree(vars(args), *each) for each in zip(names, [config] * 3, BATCH_KEYS, strict=True))
     args.micro_batch_size, args.num_micro_batches = micro or 1, steps
     if total is None:
         return
@@ -252,11 +238,13 @@ def _take_batch_sizes(args: argparse.Namespace, config: Mapping[str, Any]) -> No
         args.num_micro_batches = total // (args.dp * size)
 
 
-def _agree(option: str, given: Any, key: str, configured: Any) -> Any:
+def _agree(arguments: Mapping[str, Any], name: str, config: Mapping[str, Any], key: str) -> Any:
     """What is given or configured. Raises ValueError where both are, and differ."""
+    given, configured = arguments.get(name), None if config.get(key) == "auto" else config.get(key)
     if given is not None and configured is not None and given != configured:
+        option = f"--{name.replace('_', '-')}"
         raise ValueError(
-            f"{option} is {given}, but {key} in the DeepSpeed JSON is {configured}; leave {option} out, or change the "
-            "JSON"
+            f'{option} is {given}, but "{key}" in the DeepSpeed JSON is {configured}; leave {option} out, or change '
+            "the JSON"
         )
     return configured if given is None else given

@@ -10,29 +10,48 @@ of a run.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import itertools
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tempo_megatron.extras import check_installed
-from tempo_megatron.memory.megatron.shell_script import SETTINGS, read_script
 
-MODELS = {"gpt": "GPTModel", "bert": "BertModel", "t5": "T5Model"}
+MODELS = {"gpt": "GPTModel", "hybrid": "GPTModel", "bert": "BertModel", "t5": "T5Model"}
 """Family of a script -> the class of its model, as Megatron calls it."""
 
 # Folders of Megatron-LM's functional tests.
 _OF_IMAGES = ("multimodal-llava", "mimo")
 
-_SCRIPTS = {"gpt": "gpt", "bert": "bert", "t5": "t5", "hybrid": "gpt", "mamba": "gpt"}
+_SCRIPTS = {"gpt": "gpt", "bert": "bert", "t5": "t5", "hybrid": "hybrid", "mamba": "hybrid"}
 """What a script is called after -> its family. A HybridModel is a GPT whose layers are of several kinds."""
 
-_HYBRIDS = ("hybrid", "mamba")
 _EXPECTED = f"{', '.join(f'pretrain_{name}.py' for name in list(_SCRIPTS)[:-1])} or pretrain_mamba.py"
 _SCRIPT = re.compile(r"(?:.*[/_])?pretrain_(\w+)\.py")
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""The older name, and that of torch 2.9 and later, which counts where both are set."""
+SETTINGS = (WORKSPACE, *ALLOCATORS)
+"""What may stand before a command, of what its environment sets."""
+
+_SECONDS = 20
+# In one line, so that bash counts lines as the script does. A command of Python is noted as how many words it has, then
+# the words, each with a NUL behind it, in one write: the programs of a pipeline run at once.
+_PRELUDE = (
+    'command_not_found_handle() { [[ "$* " == *".py "* ]] || return 0; '
+    f"for NAME in {' '.join(SETTINGS)}; do "
+    '[[ -z ${!NAME+set} ]] || set -- "$NAME=${!NAME}" "$@"; done; '
+    'printf "%s\\0" $# "$@" >&FD; }; '
+    'exec() { "$@"; }; command() { "$@"; }; cd() { :; }; '
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,18 +63,13 @@ class Command:
 
     script: str
     family: str
-    """gpt, bert or t5."""
+    """gpt, bert, t5 or hybrid."""
 
     options: tuple[str, ...]
     """What stands behind the script."""
 
     world_size: int | None
     """As the launcher says."""
-
-    @property
-    def trains_hybrid(self) -> bool:
-        """Whether the script trains a HybridModel."""
-        return _SCRIPT.sub(r"\1", self.script) in _HYBRIDS
 
 
 def split_command(words: Sequence[str]) -> Command:
@@ -75,19 +89,15 @@ def _count_ranks(launcher: Sequence[str]) -> int | None:
 
     Raises ValueError where it is no number.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--nproc-per-node", "--nproc_per_node", "--num_gpus", dest="gpus")
-    parser.add_argument("--nnodes", "--num_nodes", dest="nodes", default="1")
-    try:
-        given, _ = parser.parse_known_args(list(launcher))
-    except argparse.ArgumentError:
-        raise ValueError("the launcher's --nproc-per-node or --nnodes has no value; give one") from None
-    if given.gpus is None:
-        return None
-    for option, text in (("--nproc-per-node", given.gpus), ("--nnodes", given.nodes)):
-        if not text.isdecimal() or int(text) < 1:
-            raise ValueError(f"{option} of the launcher is {text}; expected a number, or --world-size beside it")
-    return int(given.gpus) * int(given.nodes)
+    numbers = []
+    for option, names in (("--nproc-per-node", "nproc[-_]per[-_]node|num_gpus"), ("--nnodes", "nnodes|num_nodes")):
+        found = re.findall(rf"(?:^| )--(?:{names})[ =]?(\S*)", " ".join(launcher))
+        if found and not re.fullmatch("[1-9][0-9]*", found[-1]):
+            said = found[-1] or "without a value"
+            raise ValueError(f"{option} of the launcher is {said}; expected a number, or --world-size beside it")
+        numbers.append(int(found[-1]) if found else None)
+    gpus, nodes = numbers
+    return gpus and gpus * (nodes or 1)
 
 
 def spell_arguments(arguments: Mapping[str, Any]) -> list[str]:
@@ -135,7 +145,7 @@ def find_in_script(file: str, words: Sequence[str], world_size: int | None) -> C
 
     Raises ValueError where there is no command, or several that differ.
     """
-    started = read_script(file, words)
+    started = _read_script(file, words)
     training = {tuple(each) for each in started if any(_SCRIPT.fullmatch(word) for word in each)}
     if len(training) != 1:
         raise ValueError(
@@ -147,6 +157,53 @@ def find_in_script(file: str, words: Sequence[str], world_size: int | None) -> C
         return command
     settings = [word for word in command.launcher if word.partition("=")[0] in SETTINGS]
     return dataclasses.replace(command, launcher=(*settings, "python"), world_size=None)
+
+
+def _read_script(file: str, words: Sequence[str]) -> list[list[str]]:
+    """The words of each command that runs a file of Python in a script.
+
+    Scripts such as Megatron-LM's examples/gpt3/train_gpt3_175b_distributed.sh put a command together in arrays and
+    behind conditions, which only a shell reads as a shell does. So bash reads the script, restricted (no file is
+    written) and with no folder to find programs in: it hands the words of each to a function, which notes them. What a
+    program would print is empty.
+
+    Raises ValueError where bash is missing, cannot read the script to its end, would have to write a file, or
+    stops before it starts anything.
+    """
+    bash = shutil.which("bash")
+    if bash is None:
+        raise ValueError("--script needs bash, which is not in PATH; give the command behind -- instead")
+    text = Path(file).read_text(encoding="utf-8")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("BASH")}
+    with tempfile.TemporaryFile() as found:
+        try:
+            done = subprocess.run(
+                [bash, "-r", "-c", _PRELUDE.replace("FD", str(found.fileno())) + text, file, *words],
+                env={**environment, "PATH": os.devnull},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                pass_fds=[found.fileno()],
+                timeout=_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise ValueError(f"--script {file} does not end within {_SECONDS} s; give the command behind --") from None
+        found.seek(0)
+        noted = found.read().decode(errors="surrogateescape")
+    complaints = done.stderr.decode(errors="replace").splitlines()
+    fatal = [line for line in complaints if "restricted" in line][:1] or complaints[-1:] * bool(done.returncode)
+    if fatal:
+        raise ValueError(
+            f"--script {file} cannot be read without running it ({fatal[0]}); give the command itself behind --"
+        )
+    if not noted and done.returncode:
+        said = " ".join(done.stdout.decode(errors="replace").splitlines()[-2:]) or f"exit status {done.returncode}"
+        raise ValueError(
+            f"--script {file} stops before it starts a training script ({said}); give its own arguments behind --, in "
+            "the folder that it expects"
+        )
+    rest = iter(noted.split("\0")[:-1])
+    return [list(itertools.islice(rest, int(count))) for count in rest]
 
 
 def read_test_case(file: str, words: Sequence[str]) -> Command:

@@ -22,7 +22,6 @@ from tempo_megatron.memory.refusals import refuse
 from tempo_megatron.memory.run import MegatronFsdp, OptimizerSettings
 from tempo_megatron.models.layout import pad_vocab_size
 from tempo_megatron.models.shape import QUICK_GEGLU
-from tempo_megatron.words.pipeline_layout import parse_pipeline_layout
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _MUONS = ("muon", "dist_muon")
@@ -80,12 +79,13 @@ def _list_refused_options(args: argparse.Namespace) -> Iterator[str]:
 def list_contradictions(args: argparse.Namespace) -> Iterator[str]:
     """A sentence for each thing that the options, as they were typed, cannot say or the estimate does not know."""
     has_pattern = args.hybrid_layer_pattern is not None
-    if (args.trains_hybrid or args.is_hybrid_model) and not has_pattern:
+    if (args.family == "hybrid" or args.is_hybrid_model) and not has_pattern:
         yield (
             "the layers are of several kinds, and no pattern says which; give --hybrid-layer-pattern with a letter for "
             "each: M, *, - or E"
         )
-    if has_pattern and (args.family != "gpt" or args.transformer_impl == "local" or args.multi_latent_attention):
+    is_encoder = args.family in ("bert", "t5")
+    if has_pattern and (is_encoder or args.transformer_impl == "local" or args.multi_latent_attention):
         yield (
             "--hybrid-layer-pattern is for pretrain_hybrid.py with --transformer-impl transformer_engine and without "
             "--multi-latent-attention; change what is otherwise, or leave it out"
@@ -106,7 +106,7 @@ def list_contradictions(args: argparse.Namespace) -> Iterator[str]:
         yield (
             f"--position-embedding-type {position} is not known to the estimate; give learned_absolute, rope or none"
         )
-    if not (args.add_position_embedding or args.use_rotary_position_embeddings or position == "rope"):
+    if not (args.position_embedding or args.use_rotary_position_embeddings or position == "rope"):
         yield "--no-position-embedding is taken no longer; give --position-embedding-type none"
     for required in _REQUIRED if args.family == "t5" else _REQUIRED[:-1]:
         if all(getattr(args, field) is None for field in required):
@@ -139,16 +139,12 @@ def _list_refused_optimizers(args: argparse.Namespace) -> Iterator[str]:
     if args.use_precision_aware_optimizer and args.optimizer != "adam":
         yield f"--use-precision-aware-optimizer is for --optimizer adam, and it is {args.optimizer}; leave one out"
     strategies = args.data_parallel_sharding_strategy, args.outer_dp_sharding_strategy
-    if args.use_megatron_fsdp and (strategies != ("optim_grads_params", "no_shard") or instances > 1):
+    is_plain = args.optimizer == "adam" and not args.use_precision_aware_optimizer and instances == 1
+    if args.use_megatron_fsdp and not (is_plain and strategies == ("optim_grads_params", "no_shard")):
         yield (
-            "--use-megatron-fsdp is known to the estimate with --data-parallel-sharding-strategy optim_grads_params "
-            "and one group of ranks; leave out what says otherwise, --outer-dp-sharding-strategy and "
-            "--num-distributed-optimizer-instances among it"
-        )
-    if args.use_megatron_fsdp and (args.optimizer != "adam" or args.use_precision_aware_optimizer):
-        yield (
-            "--use-megatron-fsdp is known to the estimate with Adam and without --use-precision-aware-optimizer; "
-            "change what is otherwise"
+            "--use-megatron-fsdp is known to the estimate with Adam and without --use-precision-aware-optimizer, with "
+            "--data-parallel-sharding-strategy optim_grads_params and one group of ranks; leave out what says "
+            "otherwise, --outer-dp-sharding-strategy and --num-distributed-optimizer-instances among it"
         )
 
 
@@ -217,11 +213,11 @@ def derive(args: argparse.Namespace, command: Command, world_size: int | None, w
 
     Raises ValueError for what Megatron-LM refuses, and what the estimate does not know.
     """
-    args.family, args.trains_hybrid = command.family, command.trains_hybrid
+    args.family = command.family
     args.num_moe_experts = args.num_moe_experts or None
     refuse(list_contradictions(args))
     if args.hybrid_layer_pattern is not None:
-        if not command.trains_hybrid:
+        if command.family != "hybrid":
             warnings.append(f"{command.script} is taken as pretrain_hybrid.py, as --hybrid-layer-pattern is given")
         _derive_hybrid(args)
     if world_size is not None and command.world_size not in (None, world_size):
@@ -256,7 +252,10 @@ def derive(args: argparse.Namespace, command: Command, world_size: int | None, w
     if args.recompute_activations:
         args.recompute_granularity = "selective"
     refuse(list_misfits(args))
-    args.virtual_pipeline_model_parallel_size = _count_chunks(args)
+    per_chunk, number = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
+    if per_chunk is not None:
+        number = _count_places(args) // (args.pipeline_model_parallel_size * per_chunk)
+    args.virtual_pipeline_model_parallel_size = None if number == 1 else number
 
 
 def _derive_hybrid(args: argparse.Namespace) -> None:
@@ -288,36 +287,6 @@ def _derive_hybrid(args: argparse.Namespace) -> None:
         raise ValueError("--hybrid-layer-pattern has E, and there are no experts; give --num-experts")
     else:
         args.moe_layer_freq = f"[{','.join('01'[letter == 'E'] for letter in main.replace('|', ''))}]"
-
-
-def _count_chunks(args: argparse.Namespace) -> int | None:
-    """Of a pipeline stage; None where it is one, which is no interleaving. Raises ValueError for a layout of others."""
-    stages, number = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank
-    if args.pipeline_model_parallel_layout is not None:
-        number = len(split_layout(args)) // stages
-    elif args.hybrid_layer_pattern is not None:
-        number = max(1, len(args.hybrid_layer_pattern.partition("/")[0].split("|")) // stages)
-    elif args.num_layers_per_virtual_pipeline_stage is not None:
-        number = _count_places(args) // (stages * args.num_layers_per_virtual_pipeline_stage)
-    return None if number == 1 else number
-
-
-def split_layout(config: Any) -> list[str]:
-    """The letters of each chunk of --pipeline-model-parallel-layout, as parse_pipeline_layout returns them.
-
-    Raises ValueError where it is not of this model, and where m stands elsewhere than beside the loss or in the chunk
-    before it, in one chunk and behind the first stage, as Megatron wants it.
-    """
-    given, stages = config.pipeline_model_parallel_layout, config.pipeline_model_parallel_size
-    number = config.mtp_num_layers or 0
-    chunks = parse_pipeline_layout(given, config.num_layers, stages, number)
-    with_m = [place for place, chunk in enumerate(chunks) if "m" in chunk]
-    if number and (len(with_m) > 1 or with_m[0] < len(chunks) - min(2, stages)):
-        raise ValueError(
-            f"--pipeline-model-parallel-layout {given} has m in chunk {' and '.join(map(str, with_m))} of "
-            f"0 to {len(chunks) - 1}; expected all of them in the last or in the one before it; move them"
-        )
-    return chunks
 
 
 def read_optimizer(args: argparse.Namespace) -> OptimizerSettings:
@@ -386,7 +355,8 @@ def find_padded_vocab_size(args: argparse.Namespace, given: int | None, warnings
     """Rows of the embedding. Raises ValueError where nothing says how many tokens there are."""
     if args.padded_vocab_size is not None:
         return int(args.padded_vocab_size)
-    tokenizer = args.tokenizer_type or ("GPT2BPETokenizer" if args.family == "gpt" else "BertWordPieceLowerCase")
+    is_encoder = args.family in ("bert", "t5")
+    tokenizer = args.tokenizer_type or ("BertWordPieceLowerCase" if is_encoder else "GPT2BPETokenizer")
     size = given or _count_tokens(args, tokenizer)
     if size is None:
         named = (str(args.tokenizer_model), tokenizer)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from tempo_megatron.settings.arguments import add_ledger_argument, add_tempo_arguments
+from tempo_megatron.words.argument_types import parse_window
 
 VERSION = "0.19"
 """Whose defaults these are. Up to 0.16 --data-parallel-sharding-strategy was no_shard, and NullTokenizer added a token
@@ -43,7 +45,6 @@ class Option:
 
 
 def _size(default: int | None = None, **more: Any) -> Option:
-    """A whole number of at least 1."""
     return Option(default=default, is_size=True, **more)
 
 
@@ -57,11 +58,6 @@ def _words(default: str | None, *choices: str, **more: Any) -> Option:
 
 def _each(option: Option, names: str) -> dict[str, Option]:
     return dict.fromkeys(names.split(), option)
-
-
-def _parse_window(text: str) -> tuple[int, ...]:
-    """`128,0`, also in brackets."""
-    return tuple(int(part) for part in text.strip("()[] ").split(","))
 
 
 _FLOAT_TYPES = ("fp32", "bf16", "fp16")
@@ -92,44 +88,50 @@ READ: dict[str, Option] = {
         "mtp-use-repeated-layer is-hybrid-model",
     ),
     **_each(
+        _switch(default=True),
+        "no-pad-vocab-size disable-pad-vocab-size no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion "
+        "no-position-embedding no-gradient-accumulation-fusion no-create-attention-mask-in-dataloader "
+        "no-use-layer-wise-param-layout",
+    ),
+    **_each(
         _size(),
         "num-layers hidden-size ffn-hidden-size num-attention-heads kv-channels seq-length decoder-seq-length "
         "max-position-embeddings vocab-size padded-vocab-size num-layers-per-virtual-pipeline-stage micro-batch-size "
         "global-batch-size recompute-num-layers ddp-bucket-size suggested-communication-unit-size q-lora-rank "
         "mamba-num-heads",
     ),
-    **_each(
-        _size(default=1),
-        "num-query-groups tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size",
-    ),
+    **_each(_size(1), "num-query-groups tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size"),
+    "mamba-num-groups": _size(8),
+    "kv-lora-rank": _size(32),
+    **_each(_size(64), "qk-pos-emb-head-dim mamba-head-dim"),
+    **_each(_size(128), "qk-head-dim v-head-dim mamba-state-dim make-vocab-size-divisible-by"),
     **_each(
         Option(),
         "decoder-num-layers moe-ffn-hidden-size moe-shared-expert-intermediate-size moe-latent-size "
         "moe-router-num-groups moe-router-group-topk expert-tensor-parallel-size",
     ),
     **_each(Option(default=0), "vocab-extra-ids wgrad-deferral-limit"),
+    **_each(Option(default=1), "num-layers-at-start-in-bf16 num-layers-at-end-in-bf16 expert-model-parallel-size"),
     **_each(
-        Option(float),
-        "activation-func-clamp-value moe-z-loss-coeff moe-input-jitter-eps moe-expert-capacity-factor",
+        Option(float), "activation-func-clamp-value moe-z-loss-coeff moe-input-jitter-eps moe-expert-capacity-factor"
     ),
     **_each(Option(float, 0.1), "attention-dropout hidden-dropout"),
     **_each(_words(None), "vocab-file tokenizer-type tokenizer-model"),
+    **_each(_words("auto", *_FLOAT_TYPES, "auto"), "megatron-fsdp-main-grads-dtype megatron-fsdp-grad-comm-dtype"),
     # The model.
     "encoder-num-layers": _size(excludes=("num_layers",)),
     "encoder-seq-length": Option(excludes=("seq_length",)),
     "position-embedding-type": _words(
         "learned_absolute", "learned_absolute", "rope", "yarn", "mrope", "relative", "none"
     ),
-    "no-position-embedding": _switch("add_position_embedding", True),
     "normalization": _words("LayerNorm", "LayerNorm", "RMSNorm"),
     "squared-relu": _switch(excludes=("swiglu",)),
     "quick-geglu": _switch(excludes=("swiglu", "squared_relu")),
     "openai-gelu": _switch(gives="OpenAI's GELU"),
     "disable-bias-linear": _switch("add_bias_linear", True),
     "qk-l2-norm": _switch(gives="an L2 norm of queries and keys"),
-    "qk-clip": _switch(gives="the largest logits of attention"),
-    "log-max-attention-logit": _switch(gives="the largest logits of attention"),
-    "window-size": Option(_parse_window),
+    **_each(_switch(gives="the largest logits of attention"), "qk-clip log-max-attention-logit"),
+    "window-size": Option(parse_window),
     "window-attn-skip-freq": Option(gives="layers with and without a window"),
     "softmax-type": _words("vanilla", "vanilla", "off-by-one", "learnable"),
     "attention-output-gate": _switch(gives="gates on attention's output"),
@@ -152,18 +154,10 @@ READ: dict[str, Option] = {
     "dsv4-mode": _switch(gives="an experimental attention"),
     "no-rope-freq": _words(None, gives="layers with and without rotary embeddings"),
     "rotary-percent": Option(float, 1.0),
-    # The vocabulary.
-    "make-vocab-size-divisible-by": _size(default=128),
-    "no-pad-vocab-size": _switch("pad_vocab_size", True),
-    "disable-pad-vocab-size": _switch("pad_vocab_size", True),
     # Dropout and kernels.
     "transformer-impl": _words("transformer_engine", "local", "transformer_engine", "inference_optimized"),
     "attention-backend": _words("auto", "flash", "fused", "unfused", "local", "auto"),
-    "no-masked-softmax-fusion": _switch("masked_softmax_fusion", True),
-    "no-bias-gelu-fusion": _switch("bias_gelu_fusion", True),
-    "no-bias-swiglu-fusion": _switch("bias_swiglu_fusion", True),
     "no-rope-fusion": _switch("apply_rope_fusion", True),
-    "no-gradient-accumulation-fusion": _switch("gradient_accumulation_fusion", True),
     "use-te-activation-func": _switch(gives="Transformer Engine's activation"),
     "use-transformer-engine-op-fuser": _switch(gives="Transformer Engine's fused operations"),
     "use-grouped-gemm-for-dense-mlp": _switch(gives="an MLP through grouped matrix products"),
@@ -174,9 +168,7 @@ READ: dict[str, Option] = {
     "cross-entropy-fusion-impl": _words("native", "native", "te", "linear"),
     "fp16-lm-cross-entropy": _switch(gives="a cross entropy in float16"),
     "cuda-graph-impl": _words("none", "none", "local", "transformer_engine", "full_iteration", gives=_GRAPHS),
-    "enable-cuda-graph": _switch("cuda_graph_impl_deprecated", gives=_GRAPHS),
-    "external-cuda-graph": _switch("cuda_graph_impl_deprecated", gives=_GRAPHS),
-    "no-create-attention-mask-in-dataloader": _switch("create_attention_mask_in_dataloader", True),
+    **_each(_switch("cuda_graph_impl_deprecated", gives=_GRAPHS), "enable-cuda-graph external-cuda-graph"),
     "logits-save-dir": _words(None, gives="logits that are saved"),
     "logits-load-dir": _words(None, gives="distillation"),
     # The layout.
@@ -206,7 +198,6 @@ READ: dict[str, Option] = {
         gives="another optimizer than Adam",
     ),
     "muon-scalar-optimizer": _words("adam", "adam", "lion"),
-    "no-use-layer-wise-param-layout": _switch("use_layer_wise_param_layout", True),
     "num-distributed-optimizer-instances": _size(default=1, needs=("use_distributed_optimizer",)),
     "overlap-param-gather": _switch(needs=("use_distributed_optimizer", "overlap_grad_reduce")),
     "ddp-num-buckets": _size(excludes=("ddp_bucket_size",)),
@@ -223,8 +214,7 @@ READ: dict[str, Option] = {
     "main-params-dtype": _words("fp32", "fp32", "fp16", needs=("use_precision_aware_optimizer",)),
     "exp-avg-dtype": _words("fp32", *_FLOAT_TYPES, "fp8", needs=("use_precision_aware_optimizer",)),
     "exp-avg-sq-dtype": _words("fp32", *_FLOAT_TYPES, "fp8", needs=("use_precision_aware_optimizer",)),
-    "optimizer-cpu-offload": _switch(gives="optimizer states on the host"),
-    "offload-optimizer-states": _switch(gives="optimizer states on the host"),
+    **_each(_switch(gives="optimizer states on the host"), "optimizer-cpu-offload offload-optimizer-states"),
     "use-nccl-ub": _switch("nccl_ub", gives="buffers that NCCL registers"),
     "use-torch-fsdp2": _switch(gives="weights sharded by torch's FSDP (--use-megatron-fsdp is known)"),
     "use-megatron-fsdp": _switch(needs=("use_distributed_optimizer",)),
@@ -233,8 +223,6 @@ READ: dict[str, Option] = {
     ),
     "outer-dp-sharding-strategy": _words("no_shard", "no_shard", "optim"),
     "megatron-fsdp-main-params-dtype": _words("fp32", *_FLOAT_TYPES, "auto"),
-    "megatron-fsdp-main-grads-dtype": _words("auto", *_FLOAT_TYPES, "auto"),
-    "megatron-fsdp-grad-comm-dtype": _words("auto", *_FLOAT_TYPES, "auto"),
     "megatron-fsdp-version": Option(default=1, gives="another version of Megatron-FSDP"),
     "fsdp-double-buffer": _switch(gives="buffers of Megatron-FSDP that stay"),
     # Eight bits and fewer.
@@ -243,8 +231,6 @@ READ: dict[str, Option] = {
     "fp8-param-gather": _switch(needs=("fp8", "use_distributed_optimizer")),
     "fp8-output-proj": _switch(gives="an output layer in float8"),
     "keep-fp8-transpose-cache": _switch(gives="transposed weights in float8 that stay"),
-    "num-layers-at-start-in-bf16": Option(default=1),
-    "num-layers-at-end-in-bf16": Option(default=1),
     "fp4-format": _words(None, "e2m1", field="fp4", gives="float4"),
     "fp4-param-gather": _switch(gives="weights in float4"),
     "te-precision-config-file": _words(None, gives="precisions by a file"),
@@ -258,12 +244,6 @@ READ: dict[str, Option] = {
     "moe-router-dtype": _words(None, "fp32", "fp64"),
     "moe-router-padding-for-fp8": _switch("moe_router_padding_for_quantization"),
     "moe-token-dispatcher-type": _words("allgather", "allgather", "alltoall", "flex"),
-    "expert-model-parallel-size": Option(default=1),
-    # Latent attention.
-    "kv-lora-rank": _size(default=32),
-    "qk-head-dim": _size(default=128),
-    "qk-pos-emb-head-dim": _size(default=64),
-    "v-head-dim": _size(default=128),
     "mla-down-proj-fusion": _switch(gives="down projections that are one"),
     "rope-type": _words(None, "rope", "yarn"),
     # Further heads, and layers that are no transformer's.
@@ -271,12 +251,7 @@ READ: dict[str, Option] = {
     "mtp-standalone": _switch(gives="multi-token prediction in a stage of its own"),
     "hybrid-layer-pattern": _words(None, excludes=(*CUTS, *ACCOUNTS)),
     "hybrid-override-pattern": _words(None, field="hybrid_layer_pattern"),
-    "mamba-state-dim": _size(default=128),
-    "mamba-head-dim": _size(default=64),
-    "mamba-num-groups": _size(default=8),
-    "disable-mamba-mem-eff-path": _switch(
-        "use_mamba_mem_eff_path", True, gives="a scan that keeps what it could compute again"
-    ),
+    "disable-mamba-mem-eff-path": _switch(default=True, gives="a scan that keeps what it could compute again"),
 }
 """Option without its dashes -> what it takes."""
 
@@ -379,7 +354,7 @@ def parse_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     known = [name for name in parser._option_string_actions if name.startswith("--")]
     read, warnings, is_read = [], [], True
     for word in words:
-        if word.startswith("-") and not _is_number(word):
+        if re.match(r"-[^\d.]", word):
             typed = word.partition("=")[0]
             is_read = typed in known
             if not is_read and (warning := _judge(typed, known)) is not None:
@@ -401,13 +376,17 @@ def parse_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def is_ignored(option: str) -> bool:
     """Whether an option is one of Megatron-LM's on which memory does not depend."""
-    name = option.removeprefix("--").removeprefix("no-").removeprefix("disable-")
+    name = _strip(option.removeprefix("--"))
     return name in _IGNORED.split() or name.startswith(tuple(_IGNORED_FAMILIES.split()))
 
 
+def _strip(name: str) -> str:
+    return name.removeprefix("no-").removeprefix("disable-")
+
+
 def get_field(name: str) -> str:
-    """Where an option's value goes."""
-    return READ[name].field or name.replace("-", "_")
+    """Where an option's value goes; that of --no-masked-softmax-fusion to masked_softmax_fusion."""
+    return READ[name].field or _strip(name).replace("-", "_")
 
 
 def list_options(field: str) -> dict[str, Option]:
@@ -447,11 +426,3 @@ def _judge(option: str, known: Sequence[str]) -> str | None:
             f"{option} is no option of Megatron-LM; the nearest is {near[0]}, and names are not abbreviated"
         )
     return f"{option} is no option of Megatron-LM that is known here; the estimate leaves it out"
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True

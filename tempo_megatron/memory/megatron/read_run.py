@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tempo_megatron.memory.megatron.derived import split_layout
 from tempo_megatron.memory.megatron.options import ACCOUNTS, UNKNOWN_IN_LAYERS, UNKNOWN_IN_RUNS, list_options
 from tempo_megatron.memory.run import Hybrid, OptimizerSettings, Run, cut_layers, read_recomputation
 from tempo_megatron.models.layout import Layout
 from tempo_megatron.models.shape import LATENT, make_shape
 from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.words.pipeline_layout import parse_pipeline_layout
 
 _FAMILIES = {"GPTModel": "gpt", "BertModel": "bert", "T5Model": "t5"}
 # What a TransformerConfig and a ModelShape call by the same name.
@@ -131,8 +131,7 @@ def read_run(
         tempo=tempo,
         hybrid=_read_hybrid(config),
         optimizer=OptimizerSettings(
-            distributed=run.use_distributed_optimizer,
-            instances=getattr(run, "num_distributed_optimizer_instances", 1),
+            distributed=run.use_distributed_optimizer, instances=getattr(run, "num_distributed_optimizer_instances", 1)
         ),
         layout=Layout(
             tp=config.tensor_model_parallel_size,
@@ -145,7 +144,7 @@ def read_run(
         ),
         mtp_num_layers=getattr(config, "mtp_num_layers", None) or 0,
         mtp_repeats_layer=getattr(config, "mtp_use_repeated_layer", False),
-        mtp_precedes_head=bool(config.pipeline_model_parallel_layout) and split_layout(config)[-1] == "L",
+        mtp_precedes_head=bool(config.pipeline_model_parallel_layout) and _split_layout(config)[-1] == "L",
         micro_batch_group=getattr(config, "microbatch_group_size_per_vp_stage", None),
         micro_batch_size=run.micro_batch_size,
         num_micro_batches=max(1, run.global_batch_size // (run.micro_batch_size * run.data_parallel_size)),
@@ -179,7 +178,7 @@ def deal_out_layers(config: Any) -> tuple[int, ...] | None:
     if "|" in main_pattern:
         return tuple(map(len, main_pattern.split("|")))
     if config.pipeline_model_parallel_layout:
-        return tuple(chunk.count("t") for chunk in split_layout(config))
+        return tuple(chunk.count("t") for chunk in _split_layout(config))
     stages, num_chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     extra = [getattr(config, name) for name in ACCOUNTS]
     if not any(extra):
@@ -201,6 +200,24 @@ def deal_out_layers(config: Any) -> tuple[int, ...] | None:
     found[0] -= extra[0]
     found[-1] -= extra[1]
     return tuple(found)
+
+
+def _split_layout(config: Any) -> list[str]:
+    """As parse_pipeline_layout returns it.
+
+    Raises ValueError, too, where m stands elsewhere than beside the loss or in the chunk before it, in one chunk and
+    behind the first stage, as Megatron wants it.
+    """
+    given, stages = config.pipeline_model_parallel_layout, config.pipeline_model_parallel_size
+    number = config.mtp_num_layers or 0
+    chunks = parse_pipeline_layout(given, config.num_layers, stages, number)
+    with_m = [place for place, chunk in enumerate(chunks) if "m" in chunk]
+    if number and (len(with_m) > 1 or with_m[0] < len(chunks) - min(2, stages)):
+        raise ValueError(
+            f"--pipeline-model-parallel-layout {given} has m in chunk {' and '.join(map(str, with_m))} of "
+            f"0 to {len(chunks) - 1}; expected all of them in the last or in the one before it; move them"
+        )
+    return chunks
 
 
 def _read_hybrid(config: Any) -> Hybrid | None:

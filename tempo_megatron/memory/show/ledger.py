@@ -80,8 +80,7 @@ class Ledger:
     def most_moving_bytes(self) -> int:
         """Of what is sent to the host, what is on the device at once: that of two layers."""
         by_layer = {layer: kind.host_bytes for kind in self.layer_kinds for layer in read_layers(kind.layers)}
-        moved = [by_layer[layer] for layer in sorted(by_layer)]
-        return max(map(sum, itertools.pairwise(moved)), default=0) if len(moved) > 1 else sum(moved)
+        return max(map(sum, itertools.pairwise([0, *(by_layer[layer] for layer in sorted(by_layer))])))
 
     @property
     def num_layers(self) -> int:

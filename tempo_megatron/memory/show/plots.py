@@ -47,13 +47,8 @@ class PngReport:
         """A picture has none."""
 
     def add_bars(
-        self,
-        heading: str,
-        bars: Mapping[str, Mapping[str, float]],
-        unit: str,
-        line: tuple[str, float] | None = None,
+        self, heading: str, bars: Mapping[str, Mapping[str, float]], unit: str, line: tuple[str, float] | None = None
     ) -> None:
-        """Stacked bars: label -> part, from below -> height; and perhaps a named line across."""
         highest = max(sum(bar.values()) for bar in bars.values())
 
         def draw(axes: Any) -> None:
@@ -83,8 +78,6 @@ class PngReport:
         colours: Mapping[str, str],
         marks: Sequence[tuple[int, str]] = (),
     ) -> None:
-        """Stacked areas: name, from below -> heights at the places; and named places. Titles: of x, of y."""
-
         def draw(axes: Any) -> None:
             chosen = [self._choose_colour(name, colours) for name in levels]
             # What is there at the last place is drawn, too.
@@ -108,8 +101,6 @@ class PngReport:
         dots: Mapping[str, tuple[float, float]] | None = None,
         line: tuple[str, float] | None = None,
     ) -> None:
-        """Steps: name -> x and y; named dots, and a named line upright. Titles: of x, of y."""
-
         def draw(axes: Any) -> None:
             for name, (x, y) in curves.items():
                 axes.step(x, y, where="post", color=self._choose_colour(name), label=name)
@@ -162,19 +153,6 @@ def list_parts(rows: Iterable[Row]) -> dict[str, int]:
     return on_device | {f"{row.operation}, on the host": row.host_bytes for row in rows if row.host_bytes}
 
 
-def list_panels(layers: Bars, outside: Bars) -> dict[str, Bars]:
-    """Title -> bars: of one layer, also without its s*s tensors where it has some, and of what the model has once."""
-    panels = {"one layer": layers}
-    if any("s*s" in operation for bar in layers.values() for operation in bar):
-        panels["one layer without s*s"] = {
-            label: {name: num_bytes for name, num_bytes in bar.items() if "s*s" not in name}
-            for label, bar in layers.items()
-        }
-    if any(sum(bar.values()) for bar in outside.values()):
-        panels["around the layers"] = outside
-    return panels
-
-
 def add_bars(report: Report, heading: str, bars: Bars, unit: str, line: tuple[str, int] | None = None) -> None:
     """Adds bars and a line that are given in bytes."""
     sizes = {label: {part: size / _UNITS[unit] for part, size in bar.items()} for label, bar in bars.items()}
@@ -182,19 +160,25 @@ def add_bars(report: Report, heading: str, bars: Bars, unit: str, line: tuple[st
 
 
 def add_kept(report: Report, layers: Bars, outside: Bars) -> None:
-    """Adds what one layer keeps, and the model around its layers."""
-    for name, bars in list_panels(layers, outside).items():
+    """Adds what one layer keeps, also without its s*s tensors where it has some, and the model around its layers."""
+    without = {label: {name: size for name, size in bar.items() if "s*s" not in name} for label, bar in layers.items()}
+    panels: dict[str, Bars] = {"one layer": layers}
+    if without != layers:
+        panels["one layer without s*s"] = without
+    if any(sum(bar.values()) for bar in outside.values()):
+        panels["around the layers"] = outside
+    for name, bars in panels.items():
         add_bars(report, f"kept for backward, {name}", bars, "MiB")
 
 
 def plot_kept(layers: Bars, outside: Bars, png: str | Path, title: str, sbh_bytes: int) -> None:
     """Writes the same as a PNG, with the whole of each bar in units of `sbh_bytes`, which are s * b * h, too."""
+
+    def name(bars: Bars) -> Bars:
+        return {f"{label}\n{sum(bar.values()) / sbh_bytes:,.2f} sbh": bar for label, bar in bars.items()}
+
     report = PngReport(title)
-    named = [
-        {f"{label}\n{sum(bar.values()) / sbh_bytes:,.2f} sbh": bar for label, bar in bars.items()}
-        for bars in (layers, outside)
-    ]
-    add_kept(report, *named)
+    add_kept(report, name(layers), name(outside))
     report.save(png)
 
 

@@ -45,7 +45,7 @@ class LivedStorage(NamedTuple):
     made_by: str
     num_bytes: int
     start: int
-    """The event that makes it."""
+    """The event that makes it; -1 where it was there before the step."""
     end: int | None
     """The event from which it is no longer there; None where the step leaves it."""
 
@@ -64,10 +64,8 @@ class Timeline:
     """What ran at the peak: `backward of the loss head`."""
     at_peak: tuple[PeakPart, ...]
     """The largest first."""
-    standing: Mapping[str, int]
-    """One of STANDING -> bytes that are there before the step."""
     storages: tuple[LivedStorage, ...]
-    """What the step makes."""
+    """What the step makes, and what was there before."""
     on_host: np.ndarray
     """Bytes of the layers' activations that have a place on the host, at each event."""
 
@@ -90,28 +88,24 @@ def read_timeline(tape: Tape, standing: Mapping[str, int], *, activation: str, t
         """The title of the operation's row in the ledger."""
         return operation if operation == ACCUMULATION else name_row(find_row(operation), activation)
 
-    storages = []
+    storages, num_events = [], tape.num_steps + 1
     for made in tape.storages:
         row = name(made.operation)
         place = f"{made.phase} of {'the model' if row == 'loss' else row}"
         made_by = place if made.phase else "outside of forward and backward"
         category = _categorize(made, row, tape.forward_ends)
         storages.append(LivedStorage(category, made_by, made.num_bytes, made.born, made.freed))
-    num_events = tape.num_steps + 1
+    storages += [LivedStorage(kind, "there before the step", size, -1, None) for kind, size in standing.items()]
     levels: dict[str, np.ndarray] = {}
     for lived in storages:
         change = levels.setdefault(lived.category, np.zeros(num_events + 1, dtype=np.int64))
-        change[lived.start] += lived.num_bytes
+        change[max(lived.start, 0)] += lived.num_bytes
         change[num_events if lived.end is None else lived.end] -= lived.num_bytes
     levels = {category: np.cumsum(change)[:num_events] for category, change in levels.items()}
-    for kind, num_bytes in standing.items():
-        levels[kind] = levels.get(kind, np.zeros(num_events, dtype=np.int64)) + num_bytes
     peak = int(np.argmax(sum(levels.values())))
-    at_peak: collections.Counter[tuple[str, str]] = collections.Counter(
-        {(kind, "there before the step"): num_bytes for kind, num_bytes in standing.items() if num_bytes}
-    )
+    at_peak = collections.Counter[tuple[str, str]]()
     for lived in storages:
-        if lived.start <= peak and (lived.end is None or lived.end > peak):
+        if lived.num_bytes and lived.start <= peak and (lived.end is None or lived.end > peak):
             at_peak[lived.category, lived.made_by] += lived.num_bytes
     return Timeline(
         title=title,
@@ -120,7 +114,6 @@ def read_timeline(tape: Tape, standing: Mapping[str, int], *, activation: str, t
         peak_event=peak,
         moment=next((lived.made_by for lived in reversed(storages) if lived.start == peak), ""),
         at_peak=tuple(PeakPart(*key, num_bytes) for key, num_bytes in at_peak.most_common()),
-        standing=dict(standing),
         storages=tuple(storages),
         on_host=np.array(tape.on_host or [0] * num_events, dtype=np.int64),
     )

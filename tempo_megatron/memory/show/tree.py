@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -37,9 +38,8 @@ def list_trees(run: Run, stage: int) -> list[ModuleMemory]:
 
     Raises ValueError as `memory.rank.estimate.estimate_ranks`, which has run before.
     """
-    run, chunks = assume_routing(run, stage), run.list_chunks(stage)
-    ends = run.list_ends(stage)
-    return [list_modules(run, layers, **of_chunk) for layers, of_chunk in zip(chunks, ends, strict=True)]
+    run, chunks = assume_routing(run, stage), zip(run.list_chunks(stage), run.list_ends(stage), strict=True)
+    return [list_modules(run, layers, **ends) for layers, ends in chunks]
 
 
 def list_modules(run: Run, layers: range, **ends_given: bool) -> ModuleMemory:
@@ -85,16 +85,14 @@ def list_modules(run: Run, layers: range, **ends_given: bool) -> ModuleMemory:
 
 def _merge(children: Sequence[ModuleMemory], numbers: Sequence[tuple[int, int]]) -> list[ModuleMemory]:
     """Layers, those next to one another that are alike as one."""
-    found: list[tuple[int, ModuleMemory]] = []
-    for child, (first, times) in zip(children, numbers, strict=True):
-        if found and dataclasses.replace(found[-1][1], times=1) == dataclasses.replace(child, name=""):
-            first, before = found.pop()
-            times += before.times
-        found.append((first, dataclasses.replace(child, name="", times=times)))
-    return [
-        dataclasses.replace(each, name=str(first) if each.times == 1 else f"{first}-{first + each.times - 1}")
-        for first, each in found
-    ]
+    found = []
+    counted = zip((dataclasses.replace(child, name="") for child in children), numbers, strict=True)
+    for alike, layers in itertools.groupby(counted, key=lambda each: each[0]):
+        firsts, times = zip(*(number for _, number in layers), strict=True)
+        first, last = firsts[0], firsts[0] + sum(times) - 1
+        name = f"{first}" if first == last else f"{first}-{last}"
+        found.append(dataclasses.replace(alike, name=name, times=sum(times)))
+    return found
 
 
 def format_trees(title: str, trees: list[ModuleMemory]) -> str:

@@ -9,7 +9,9 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from tempo_megatron.memory.show.timeline import LivedStorage, Timeline
+import numpy as np
+
+from tempo_megatron.memory.show.timeline import Timeline
 
 _ALIGNMENT = 512  # of torch's caching allocator
 _FIRST_ADDRESS = 0x7F0000000000
@@ -20,20 +22,18 @@ def write_trace(timeline: Timeline, path: str | Path) -> None:
 
     A microsecond of the trace is an event of the timeline: there is no time in it.
     """
-    levels = {name: level.tolist() for name, level in timeline.levels.items()}
-    num_events = len(next(iter(levels.values()), []))
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": timeline.title}},
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "phase"}},
     ]
-    ends = [*(event for event, _ in timeline.marks[1:]), num_events]
+    ends = [*(event for event, _ in timeline.marks[1:]), len(timeline.on_host)]
     for (begin, name), end in zip(timeline.marks, ends, strict=False):
         events.append({"ph": "X", "name": name, "pid": 0, "tid": 0, "ts": begin, "dur": max(1, end - begin)})
     peak = {"ph": "i", "name": f"peak: {timeline.moment}", "pid": 0, "tid": 0, "ts": timeline.peak_event, "s": "p"}
     events.append(peak)
     before: dict[str, int] = {}
-    for event in range(num_events):
-        now = {name: level[event] for name, level in levels.items()}
+    for event, sizes in enumerate(zip(*map(np.ndarray.tolist, timeline.levels.values()), strict=True)):
+        now = dict(zip(timeline.levels, sizes, strict=True))
         if now != before:
             events.append({"ph": "C", "name": "bytes alive", "pid": 0, "ts": event, "args": now})
             before = now
@@ -51,18 +51,18 @@ def write_snapshot(timeline: Timeline, path: str | Path) -> None:
     Each storage has a block, whose frame names its category and what made it, at an address that no other one has: the
     tape knows of no allocator. What was there before the step is in a segment without an event.
     """
-    storages = [LivedStorage(kind, "there before the step", size, -1, None) for kind, size in timeline.standing.items()]
-    storages = [each for each in (*storages, *timeline.storages) if each.num_bytes]
+    storages = sorted((each for each in timeline.storages if each.num_bytes), key=lambda each: each.start)
     sizes = (_round_up(each.num_bytes) for each in storages)
     addresses = itertools.accumulate(sizes, initial=_FIRST_ADDRESS)
     events: list[tuple[int, int, dict[str, Any]]] = []
     segments = []
     for lived, address in zip(storages, addresses, strict=False):
-        found = {"addr": address, "size": lived.num_bytes, "stream": 0, "frames": _describe_frames(lived)}
+        frames = [{"name": lived.made_by, "filename": lived.category, "line": 0}]
+        found = {"addr": address, "size": lived.num_bytes, "stream": 0, "frames": frames}
         if lived.start >= 0:
             events.append((lived.start, 1, found | {"action": "alloc"}))
         if lived.end is None:
-            segments.append(_make_segment(lived, address))
+            segments.append(_make_segment(lived.num_bytes, address, frames))
         else:
             # What an operation frees is freed before the next one makes anything.
             events += [(lived.end, 0, found | {"action": action}) for action in ("free_requested", "free_completed")]
@@ -72,13 +72,13 @@ def write_snapshot(timeline: Timeline, path: str | Path) -> None:
     _write(path, pickle.dumps(content))
 
 
-def _make_segment(lived: LivedStorage, address: int) -> dict[str, Any]:
-    size = _round_up(lived.num_bytes)
-    block = {"address": address, "size": size, "requested_size": lived.num_bytes, "state": "active_allocated"}
+def _make_segment(num_bytes: int, address: int, frames: list[dict[str, Any]]) -> dict[str, Any]:
+    size = _round_up(num_bytes)
+    block = {"address": address, "size": size, "requested_size": num_bytes, "state": "active_allocated"}
     return {
         "device": 0, "address": address, "total_size": size, "stream": 0, "segment_type": "large",
         "segment_pool_id": (0, 0), "is_expandable": False, "frames": [], "allocated_size": size, "active_size": size,
-        "requested_size": lived.num_bytes, "blocks": [block | {"frames": _describe_frames(lived)}],
+        "requested_size": num_bytes, "blocks": [block | {"frames": frames}],
     }  # fmt: skip
 
 
@@ -86,12 +86,7 @@ def _round_up(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _describe_frames(lived: LivedStorage) -> list[dict[str, Any]]:
-    return [{"name": lived.made_by, "filename": lived.category, "line": 0}]
-
-
 def _write(path: str | Path, content: bytes) -> None:
-    """In one step."""
     unfinished = Path(f"{path}.tmp")
     unfinished.parent.mkdir(parents=True, exist_ok=True)
     unfinished.write_bytes(content)
