@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tempo_kernels.offload import count_ranks_of_host, get_free_host_bytes
 from tempo_megatron.beside import Beside
-from tempo_megatron.memory.plan.planner import MemoryPlan, PlanRequest
+from tempo_megatron.memory.plan.planner import MemoryPlan, PlanRequest, make_plan
 from tempo_megatron.words.argument_types import format_bytes
 
 
@@ -68,23 +68,20 @@ def plan_for_all_ranks(make_request: Callable[[], PlanRequest], budget: int) -> 
 
     Raises ValueError where nothing fits, or the planner does not know the run.
     """
-    found: list[Any] = [None]
+    found: list[RunPlan | ValueError | None] = [None]
     if dist.get_rank() == 0:
         try:
             found = [Beside("tempo_megatron.memory.live.aside:make_run_plan", make_request(), budget).wait()]
         except ValueError as error:
-            found = [f"memory budget: {error}"]
+            found = [ValueError(f"memory budget: {error}")]
     dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], str):
-        raise ValueError(found[0])
-    assert isinstance(found[0], RunPlan)
-    return found[0]
+    if isinstance(found[0], RunPlan):
+        return found[0]
+    assert found[0] is not None
+    raise found[0]
 
 
 def make_run_plan(request: PlanRequest, budget: int) -> RunPlan:
     """The verified plan of a request, made in this process."""
-    from tempo_megatron.memory.plan.planner import make_plan
-
-    plan = make_plan(request, budget)
     gpu_title = f"{request.gpu.title}{'' if request.gpu.calibrated else ' (data sheet)'}"
-    return RunPlan(**vars(plan), budget=budget, gpu_title=gpu_title)
+    return RunPlan(**vars(make_plan(request, budget)), budget=budget, gpu_title=gpu_title)
