@@ -34,8 +34,7 @@ class RunPlan(MemoryPlan):
 
     def describe(self) -> str:
         """Lines for a banner."""
-        words = " and ".join(self.recompute)
-        recomputed = f"{words} of every layer" if words else "none"
+        recomputed = f"{' and '.join(self.recompute)} of every layer" if self.recompute else "none"
         if self.num_full:
             recomputed = f"the first {self.num_full} layers of every stage as a whole"
         on_host = f", {format_bytes(self.host_bytes)} of each rank on the host" if self.host_bytes else ""
@@ -60,13 +59,10 @@ def share_host(num_bytes: int) -> int:
 
 
 def plan_for_all_ranks(make_request: Callable[[], PlanRequest], budget: int) -> RunPlan:
-    """The plan that a process beside rank 0 makes. All ranks call this, and all get the plan, or the same error.
+    """The plan that a process beside rank 0 makes, where `make_request` is called, for so many bytes of one rank.
 
-    Args:
-        make_request: called on rank 0.
-        budget: bytes of one rank.
-
-    Raises ValueError where nothing fits, or the planner does not know the run.
+    All ranks call this, and all get the plan, or the same ValueError: nothing fits, or the planner does not know the
+    run.
     """
     found: list[RunPlan | ValueError | None] = [None]
     if dist.get_rank() == 0:

@@ -24,7 +24,6 @@ from tempo_megatron.words.argument_types import format_bytes
 if TYPE_CHECKING:  # is_out_of_memory must work in any process, also where Megatron is missing
     from tempo_megatron.memory.run import Run
 
-_SECONDS = 300.0
 _LACKS = re.compile(
     "DefaultCPUAllocator|not enough memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
     "Storage size calculation overflowed|multiplication overflow"
@@ -47,7 +46,7 @@ def find_requested(error: BaseException) -> int | None:
 
 
 def report_out_of_memory(
-    error: BaseException, read_run: Callable[[], tuple[Run, int]], folder: str | None = None, seconds: float = _SECONDS
+    error: BaseException, read_run: Callable[[], tuple[Run, int]], folder: str | None = None, seconds: float = 300.0
 ) -> None:
     """Print the report on stderr, and write the traceback to a file.
 

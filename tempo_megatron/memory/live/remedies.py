@@ -19,15 +19,10 @@ _Part = tuple[str, dict[str, Any]]
 
 
 def explain(run: Run, stage: int = 0, requested: int | None = None, capacity: int | None = None) -> str:
-    """Say what is alive at the peak, by operation, and name the smallest change that fits.
+    """What is alive at the peak of a run that failed, by operation, and the smallest change that fits.
 
-    Args:
-        run: the run that failed.
-        stage: pipeline stage of the rank, from 0.
-        requested: bytes that could not be allocated; None where that is not known.
-        capacity: bytes that all tensors may take; None where that is not known.
-
-    Raises ValueError as `estimate_ranks`.
+    `stage` is that of the rank, from 0. `requested` bytes could not be allocated, and `capacity` bytes are what all
+    tensors may take; None where that is not known. Raises ValueError as `estimate_ranks`.
     """
     now = estimate_ranks(run)[stage]
     lines = [f"at the peak, in the {now.moment}, the estimate has {format_bytes(now.peak_bytes)} on this rank:"]
@@ -40,9 +35,7 @@ def explain(run: Run, stage: int = 0, requested: int | None = None, capacity: in
             f"by the estimate that fits the {format_bytes(capacity)} that torch may take: others hold memory of this "
             "GPU, or it is fragmented (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)"
         )
-    limit = now.peak_bytes - (requested or 1)
-    if capacity is not None:
-        limit = min(limit, capacity)
+    limit = min(now.peak_bytes - (requested or 1), now.peak_bytes if capacity is None else capacity)
     tried = []
     for text, changed in list_changes(run):
         try:
@@ -67,7 +60,7 @@ def list_changes(run: Run) -> Iterator[tuple[str, Run]]:
     """Words to add to the command line, and the run with them, from the change that costs a run least: single ones
     first, then several together."""
     on = TempoConfig() if run.tempo.is_off else run.tempo
-    lower = {name: "recompute" for name in ("activation", "norm") if getattr(on, name) != "recompute"}
+    lower: dict[str, Any] = {name: "recompute" for name in ("activation", "norm") if getattr(on, name) != "recompute"}
     words = ["--use-tempo"] * run.tempo.is_off + [f"--tempo-{name} {value}" for name, value in lower.items()]
     least: _Part = " ".join(words), {"tempo": dataclasses.replace(on, **lower)}
     parallel: _Part = "--sequence-parallel", {"layout": dataclasses.replace(run.layout, sp=True)}

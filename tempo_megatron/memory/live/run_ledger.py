@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,7 @@ class RunObserver:
     Args:
         models: the model chunks of this rank, perhaps wrapped (DeepSpeed's engine, Megatron's DDP).
         prefix: the files are PREFIX.stageN.json and .png.
-        micro_batch_size: b.
-        seq_length, decoder_seq_length: tokens of a sample; only a T5's decoder has a length of its own.
+        micro_batch_size, seq_length, decoder_seq_length: b and s; only a T5's decoder has a length of its own.
         read_run: returns the Run of one of the models, which must be right for its layers only. It raises ValueError
             where the estimate does not know them.
         engine: moves what layers keep to the host; None where nothing does.
@@ -80,30 +79,25 @@ class RunObserver:
         # as float32 copies, counts as its states.
         self._gradients: dict[int, int] = {}
         self._states: dict[int, int] = {}
-        self._num_steps, self._hooks = 0, list[Any]()
-        if parallel_state.get_tensor_model_parallel_rank() or parallel_state.get_data_parallel_rank(
-            with_context_parallel=True
-        ):
+        self._stage, self._num_steps = int(parallel_state.get_pipeline_model_parallel_rank()), 0
+        of_data = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        if parallel_state.get_tensor_model_parallel_rank() or of_data:
             self._num_steps = 2
             return
-        self._hooks += [
+        self._hooks: list[Any] = [
             register_optimizer_step_pre_hook(self._note_gradients),
             register_optimizer_step_post_hook(self._note_states),
+            *(model.register_forward_pre_hook(self._begin, with_kwargs=True) for model in self._models),
+            *(model.register_forward_hook(self._end, always_call=True) for model in self._models),
         ]
-        for model in self._models:
-            self._hooks.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
-            self._hooks.append(model.register_forward_hook(self._end, always_call=True))
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Enter this around each training step."""
         self._num_steps += 1
-        if self._num_steps == 2:
-            # So that the optimizer's states are known.
-            with self._follow_step():
-                yield
-            return
-        yield
+        # In the second one the optimizer's states are known.
+        with self._follow_step() if self._num_steps == 2 else contextlib.nullcontext():
+            yield
         if self._num_steps == 1:
             self._publish()
 
@@ -112,25 +106,26 @@ class RunObserver:
 
     def _note_gradients(self, optimizer: Any, *_: Any) -> None:
         weights = [*self._list_weights(), *_list_stepped(optimizer)]
-        self._gradients |= _list_storages(getattr(p, name, None) for p in weights for name in ("grad", "main_grad"))
+        grads = [getattr(p, name, None) for p in weights for name in ("grad", "main_grad")]
+        self._gradients |= list_storages(filter(torch.is_tensor, grads))
 
     def _note_states(self, optimizer: Any, *_: Any) -> None:
         weights = list_storages(self._list_weights())
         remembered = [value for state in optimizer.state.values() for value in state.values()]
-        found = _list_storages([*_list_stepped(optimizer), *remembered])
+        found = list_storages(filter(torch.is_tensor, [*_list_stepped(optimizer), *remembered]))
         self._states |= {key: size for key, size in found.items() if key not in weights}
 
     def _begin(self, model: Any, args: Any, keywords: Any) -> None:
         if not (model.training and torch.is_grad_enabled()) or model in self._seen:
             return
-        self._scopes = Scopes(model, exclude=(t for t in tree_leaves((args, keywords)) if isinstance(t, Tensor)))
+        self._scopes = Scopes(model, exclude=filter(torch.is_tensor, tree_leaves((args, keywords))))
         self._running.enter_context(self._scopes.follow())
 
     def _end(self, model: Any, _: Any, output: Any) -> None:
         self._running.close()
         if self._scopes is not None and output is not None:
             self._seen.append(model)
-            saved = self._scopes.list_saved(t for t in tree_leaves(output) if isinstance(t, Tensor))
+            saved = self._scopes.list_saved(filter(torch.is_tensor, tree_leaves(output)))
             of_layers, rest = divide_by_layer(saved, model.config)
             self._rest += rest
             for stack in STACKS:
@@ -151,15 +146,14 @@ class RunObserver:
         if not self._seen:
             print("--tempo-ledger: no model of this rank ran forward in training in the first step", flush=True)
             return
-        config = self._models[0].config
+        config, (stock, stock_unknown) = self._models[0].config, self._find_stock()
         activation = describe_activation(config)
-        stock, stock_unknown = self._find_stock()
         standing = {WEIGHTS: list_storages(self._list_weights()), STATES: self._states, GRADIENTS: self._gradients}
         kinds = [*_list_kinds(self._by_layer, self._lengths, activation)]
         outside = sum_rows(self._rest, self._lengths, activation)
         found: dict[str, Any] = {
             "title": self._write_title(),
-            "stage": _get_stage(),
+            "stage": self._stage,
             "sbh_bytes": self._seq_length * self._micro_batch_size * config.hidden_size,
             "layers": [_describe_kind(kind) for kind in kinds],
             "outside": {row.operation: row.num_bytes for row in outside},
@@ -168,15 +162,13 @@ class RunObserver:
             "stock_unknown": stock_unknown,
             "host_pool_bytes": self._engine.pool.num_bytes if self._engine else 0,
             "most_moving_bytes": self._engine.peak_device_bytes if self._engine else 0,
-            "kept_bytes": sum(kind.num_layers * kind.layer_bytes for kind in kinds)
-            + sum(row.num_bytes for row in outside),
+            "kept_bytes": sum(each.num_bytes for each in outside) + sum(k.num_layers * k.layer_bytes for k in kinds),
         }
         # A stock layer first.
         bars: dict[str, Mapping[str, int]] = {"stock": stock} if stock else {}
         for kind in kinds:
             bars["this run" if len(kinds) == 1 else f"layers\n{kind.layers}"] = list_parts(kind.rows)
-        of_model = {"this run": list_parts(outside)}
-        name = f"{self._prefix}.stage{found['stage']}"
+        of_model, name = {"this run": list_parts(outside)}, f"{self._prefix}.stage{self._stage}"
         report = _begin_report(name, found["title"], _format_measured(found, kinds), found)
         plot_kept(bars, of_model, f"{name}.png", found["title"], found["sbh_bytes"])
         add_kept(report, bars, of_model)
@@ -200,12 +192,10 @@ class RunObserver:
         """`GPTModel, 24 layers, hidden 1024, bfloat16, s 1024, b 4, TP 2 + SP`."""
         config = self._models[0].config
         name = type(self._models[0]).__name__.removeprefix("Tempo").removeprefix("Fused")
+        dtype = str(config.params_dtype).removeprefix("torch.")
         layout = f"TP {config.tensor_model_parallel_size}{' + SP' if config.sequence_parallel else ''}"
-        return (
-            f"{name}, {config.num_layers} layers, hidden {config.hidden_size}, "
-            f"{str(config.params_dtype).removeprefix('torch.')}, s {self._seq_length}, b {self._micro_batch_size}, "
-            f"{layout}"
-        )
+        sizes = f"hidden {config.hidden_size}, {dtype}, s {self._seq_length}, b {self._micro_batch_size}"
+        return f"{name}, {config.num_layers} layers, {sizes}, {layout}"
 
     @contextlib.contextmanager
     def _follow_step(self) -> Iterator[None]:
@@ -221,7 +211,7 @@ class RunObserver:
         standing = {kind: sum(storages.values()) for kind, storages in lasting.items()}
         activation = describe_activation(self._models[0].config)
         timeline = read_timeline(seen.tape, standing, activation=activation, title=self._write_title())
-        name = f"{self._prefix}.stage{_get_stage()}.timeline"
+        name = f"{self._prefix}.stage{self._stage}.timeline"
         report = _begin_report(name, timeline.title, format_timeline(timeline), describe_timeline(timeline))
         plot_timeline(timeline, f"{name}.png")
         add_timeline(report, timeline)
@@ -249,11 +239,6 @@ def _list_stepped(optimizer: Any) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _list_storages(values: Iterable[Any]) -> dict[int, int]:
-    """Those of the tensors among the values."""
-    return list_storages(each for each in values if isinstance(each, Tensor))
-
-
 def _list_kinds(by_layer: _ByLayer, lengths: set[int], activation: str) -> Iterator[LayerKind]:
     has_two_stacks = len({stack for stack, _ in by_layer}) > 1
     kinds: dict[tuple[str, tuple[Row, ...]], list[int]] = {}
@@ -268,10 +253,6 @@ def _unwrap(model: Any) -> Any:
     while hasattr(model, "module"):
         model = model.module
     return model
-
-
-def _get_stage() -> int:
-    return int(parallel_state.get_pipeline_model_parallel_rank())
 
 
 def _describe_kind(kind: LayerKind) -> dict[str, Any]:

@@ -117,11 +117,9 @@ def _estimate_stage(run: Run, stage: int, *, simulates_allocator: bool) -> RankE
     of_stage = assume_routing(run, stage)
     moved = [list_moved_of_layers(of_stage, each) if run.tempo.offloads else () for each in layers]
     here = dataclasses.replace(of_stage, tempo=drop_offload(run.tempo)) if run.tempo.offloads else of_stage
-    makes_gradients = optimizer.kind == "none" or (
-        optimizer.kind == "deepspeed" and leaves_gradients(optimizer, run.dtype)
-    )
+    leaves = leaves_gradients(optimizer, run.dtype) if optimizer.kind == "deepspeed" else optimizer.kind == "none"
     chunks = [
-        simulate_chunk(here, each, **ends, has_gradients=accumulates or not makes_gradients)
+        simulate_chunk(here, each, **ends, has_gradients=accumulates or not leaves)
         for each, ends in zip(layers, run.list_ends(stage), strict=True)
     ]
     standing = _list_standing(run, chunks, accumulates=accumulates)
@@ -220,10 +218,6 @@ def _count_inputs_of_experts(run: Run, chunks: Sequence[ChunkMemory], layers: Se
     """
     if not run.layout.overlaps or run.layout.dispatcher != "alltoall":
         return 0
-    has_experts = run.model.layers_with_experts
-    number = sum(
-        has_experts[layer]
-        for chunk, of_chunk in zip(chunks, layers, strict=True)
-        for layer in of_chunk[1 if chunk.input_bytes else 0 :]
-    )
+    has_experts, pairs = run.model.layers_with_experts, zip(chunks, layers, strict=True)
+    number = sum(has_experts[layer] for chunk, own in pairs for layer in own[1 if chunk.input_bytes else 0 :])
     return 2 * number * _count_hidden_bytes(run)

@@ -27,18 +27,16 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from tempo_megatron.memory.rank.play import Library
-from tempo_megatron.memory.rank.standing import Tensor
+from tempo_megatron.memory.rank.standing import FLOAT32, Tensor
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk_memory import ChunkMemory
 from tempo_megatron.memory.simulated.float8 import count_float8_bytes
 from tempo_megatron.memory.tape.tape import ENGINE_PRODUCT, TORCH_PRODUCT
 
-_FLOAT32 = 4
-_KIB = 1 << 10
 ENGINE, TORCH, TORCH_BACKWARD = (ENGINE_PRODUCT, False), (TORCH_PRODUCT, False), (TORCH_PRODUCT, True)
-DETERMINISTIC_BYTES = 8 * 4096 * _KIB
+DETERMINISTIC_BYTES = 32 << 20
 """CUBLAS_WORKSPACE_CONFIG=:4096:8, without which torch's deterministic algorithms refuse products."""
-_ENGINE_BYTES = {"a100": 4096 * _KIB, "h100": 32 * 1024 * _KIB + 1024, "gb200": 32 * 1024 * _KIB + 1024}
+_ENGINE_BYTES = {"a100": 4 << 20, "h100": (32 << 20) + 1024, "gb200": (32 << 20) + 1024}
 _GROUPED_STREAMS = 4
 """Grouped products of experts run on so many streams, each with a workspace of Transformer Engine's size
 (common/util/multi_stream.cpp: nvte_get_num_compute_streams)."""
@@ -59,7 +57,7 @@ def get_torch_bytes(gpu: str, version: str = torch.__version__) -> int:
     major, minor = (int(number) for number in version.split(".")[:2])
     if gpu == "h100" or (gpu == "gb200" and (major, minor) >= (2, 12)):
         return DETERMINISTIC_BYTES
-    return (2 * 4096 + 8 * 16) * _KIB
+    return (2 * 4096 + 8 * 16) << 10
 
 
 def list_workspaces(run: Run, *, has_head: bool) -> dict[Library, list[int]]:
@@ -71,8 +69,7 @@ def list_workspaces(run: Run, *, has_head: bool) -> dict[Library, list[int]]:
         return {}
     default = DETERMINISTIC_BYTES if run.deterministic else get_torch_bytes(run.gpu)
     of_torch = [default if run.cublas_workspace_bytes is None else run.cublas_workspace_bytes]
-    of_both = {TORCH: of_torch, TORCH_BACKWARD: of_torch}
-    of_one = _ENGINE_BYTES[run.gpu]
+    of_both, of_one = {TORCH: of_torch, TORCH_BACKWARD: of_torch}, _ENGINE_BYTES[run.gpu]
     if run.stock == "local":
         has_router = run.model.num_experts is not None and run.router_dtype != torch.float64
         return of_both | ({ENGINE: [of_one]} if has_router else {})
@@ -118,10 +115,10 @@ def list_lasting_tensors(run: Run, stage: int) -> Iterator[int]:
     if is_rotary and not model.multi_latent_attention:
         # As long as the head's input, which further tokens' hidden states lengthen (gpt_model.py: get_rotary_seq_len).
         longer = run.mtp_num_layers if run.mtp_precedes_head and stage == run.layout.pp - 1 else 0
-        of_table = _FLOAT32 * positions * int(model.kv_channels * model.rotary_percent)
+        of_table = FLOAT32 * positions * int(model.kv_channels * model.rotary_percent)
         yield from [of_table] * (len(chunks) + longer)
     elif is_rotary:
-        of_layer = [_FLOAT32 * positions]
+        of_layer = [FLOAT32 * positions]
         if model.position_embedding_type == "yarn":
             # A context-parallel rank has its own positions.
             in_tables = positions if run.fuses_latent_rope else _YARN_POSITIONS // run.layout.cp
@@ -136,7 +133,7 @@ def _count_routing(run: Run) -> int:
     tokens = run.num_tokens // (run.layout.tp if run.layout.sp else 1)
     of_probability, number = (run.router_dtype or run.dtype).itemsize, run.model.num_experts or 0
     if run.layout.dispatcher == "flex":
-        return tokens * number * (_FLOAT32 + 1)
+        return tokens * number * (FLOAT32 + 1)
     if run.layout.dispatcher == "alltoall":
         rows = run.count_sent(tokens)
         probabilities = tokens * number * of_probability

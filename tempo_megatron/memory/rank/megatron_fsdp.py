@@ -38,9 +38,8 @@ class ShardedChunk(Buckets):
     has_float8: bool
     """Whether those that multiply in float8 are in it (--fp8-param-gather)."""
     ranks: int
-    """That share what is no expert."""
     expert_ranks: int
-    """That share an expert."""
+    """That share what is no expert, and that share an expert."""
 
     def stand(self) -> Standing:
         """All of the rank's tensors: its part of every unit's weights, gradients and states, and what passes."""

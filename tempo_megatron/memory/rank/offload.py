@@ -42,8 +42,7 @@ def list_moved_of_layers(run: Run, layers: range) -> tuple[tuple[int, ...], ...]
         raise ValueError(
             "tempo.offload is given for a T5, a hybrid or multi-token prediction, which it does not know; leave it out"
         )
-    (stack,) = STACKS_OF_FAMILIES[run.model.family]
-    has_experts = run.model.layers_with_experts
+    (stack,), has_experts = STACKS_OF_FAMILIES[run.model.family], run.model.layers_with_experts
     kinds = [
         (run.tempo.for_layer(layer, stack), run.find_recomputed(layer - layers.start), has_experts[layer])
         for layer in layers

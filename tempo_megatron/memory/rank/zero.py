@@ -26,8 +26,6 @@ from tempo_megatron.memory.rank.standing import FLOAT32, Born, Buckets, Standing
 from tempo_megatron.memory.run import BUCKET_ELEMENTS, OptimizerSettings
 from tempo_megatron.memory.simulated.chunk_memory import Segment
 
-_STATES = 3  # two moments, and a copy of the weights
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroBuckets(Buckets):
@@ -81,11 +79,12 @@ def list_zeros(
     p, e, d, stage = sum(sizes), dtype.itemsize, ranks, optimizer.zero_stage
     of_gradient = FLOAT32 if optimizer.accumulates_in_float32 else e
     is_16_bit, roots = e < FLOAT32, FLOAT32 if optimizer.foreach else 0
-    weights, states, communication, reduction = e * p, _divide(FLOAT32 * _STATES * p, d), 0, 0
+    # Two moments, and a copy of the weights.
+    weights, states, communication, reduction = e * p, _divide(FLOAT32 * 3 * p, d), 0, 0
     standing = e * p if accumulates or not leaves_gradients(optimizer, dtype) else 0
     buckets = Buckets()
     if stage == 0:
-        states, gradients = FLOAT32 * (_STATES - 1 + is_16_bit) * p, e * p
+        states, gradients = FLOAT32 * (2 + is_16_bit) * p, e * p
         # DeepSpeed without ZeRO flattens as many gradients as it reduces at once, or all.
         transient = max(min(p, BUCKET_ELEMENTS) * e, (FLOAT32 * is_16_bit + roots) * p)
     elif _is_bf16_optimizer(optimizer, dtype):
@@ -115,7 +114,7 @@ def list_zeros(
             standing, gradients, reduction = 0, 0, reduction - gradients
     tensors = [Tensor("weights", size) for size in divide_like(weights, sizes)]
     tensors += [Tensor("gradients", size, Born.MICRO_BATCHES) for size in divide_like(standing, sizes)]
-    tensors += [Tensor("optimizer states", size) for size in divide_like(states, [1] * _STATES)]
+    tensors += [Tensor("optimizer states", size) for size in divide_like(states, [1] * 3)]
     tensors.append(Tensor("communication buffers", communication))
     return Standing(tuple(tensors), buckets, reduction, step_gradients=gradients, step_transient=transient)
 
