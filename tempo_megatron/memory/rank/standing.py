@@ -223,8 +223,9 @@ def list_muons(
         elif is_divided and muon == "laid out":
             own, more = _lay_out([each for each in given if each.is_matrix], ranks)
             padding += more
-            pieces += [(-(-each.size // ranks), 2) for each in given if not each.is_matrix]
         pieces += [(each.size, 1 if each.is_matrix else 2) for each in own]
+        if is_divided and muon == "laid out":
+            pieces += [(-(-each.size // ranks), 2) for each in given if not each.is_matrix]
     return pieces, padding, transient
 
 
