@@ -7,11 +7,9 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A GPU's chip."""
+    """A GPU's chip: the major number of its compute capability, and its multiprocessors."""
 
     major: int
-    """Of the compute capability."""
-
     multiprocessors: int
 
 

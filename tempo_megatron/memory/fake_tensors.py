@@ -26,11 +26,10 @@ def use_fake_tensors() -> Iterator[None]:
     experts' balancing loss, which a backward makes once in a process (moe_utils.py: MoEAuxLossAutoScaler), is there
     from the beginning, and as before at the end.
     """
-    scale = MoEAuxLossAutoScaler.main_loss_backward_scale
-    if scale is None:
-        MoEAuxLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0, dtype=torch.float32)
     tracker: Any = get_cuda_rng_tracker()
-    fork = tracker.fork
+    scaler, scale, fork = MoEAuxLossAutoScaler, MoEAuxLossAutoScaler.main_loss_backward_scale, tracker.fork
+    if scale is None:
+        scaler.main_loss_backward_scale = torch.tensor(1.0, dtype=torch.float32)
     # It swaps random states and compares them, which needs values. Megatron has a tracker without it for inference
     # only, which knows no states, and Tempo's masks need theirs.
     tracker.fork = lambda *_, **__: contextlib.nullcontext()
@@ -38,8 +37,7 @@ def use_fake_tensors() -> Iterator[None]:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        tracker.fork = fork
-        MoEAuxLossAutoScaler.main_loss_backward_scale = scale
+        tracker.fork, scaler.main_loss_backward_scale = fork, scale
 
 
 @contextlib.contextmanager
@@ -69,8 +67,7 @@ def set_global_buffer(buffer: Any) -> None:
 
 @contextlib.contextmanager
 def use_megatron_fakes() -> Iterator[None]:
-    """`use_fake_tensors`, and an empty global memory buffer before and after: it would keep fake tensors for later
-    steps.
+    """`use_fake_tensors`, and an empty global memory buffer before and after: it would keep fake tensors.
 
     A step whose dropout draws from Megatron's random states can be ordered with it, and not run: those states are no
     part of the trace. Nor is the micro batch by which Tempo draws its masks.

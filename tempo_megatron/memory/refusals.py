@@ -24,10 +24,7 @@ OURS = {**MEGATRONS, "tp": "--tp", "pp": "--pp", "cp": "--cp", "ep": "--ep", "ra
 
 
 def list_refusals(run: Any, names: Mapping[str, str] = MEGATRONS) -> Iterator[str]:
-    """A sentence for each thing that a Run cannot be; each takes it that none before it was said.
-
-    names: MEGATRONS or OURS.
-    """
+    """A sentence for each thing that a Run cannot be; each takes it that none before it was said."""
     model, optimizer = run.model, run.optimizer
     tp, pp, cp = (names[part] for part in ("tp", "pp", "cp"))
     is_engine = run.stock == "transformer_engine"

@@ -76,11 +76,7 @@ def assume_fullest(run: Run) -> Run:
 
 def expect_imbalance(run: Run, num_layers: int) -> float:
     """Tokens of the fullest rank, over an equal share; 1 where Sinkhorn's routing balances, or nothing is divided.
-
-    Args:
-        run: whose experts are divided.
-        num_layers: L, of a stage's layers those with experts.
-    """
+    num_layers: L, of a stage's layers those with experts."""
     ranks, largest = run.layout.ep, find_largest_imbalance(run)
     if ranks == 1 or num_layers == 0 or run.model.moe_router_load_balancing_type == "sinkhorn":
         return min(1.0, largest)

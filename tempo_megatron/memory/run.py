@@ -33,17 +33,13 @@ class MegatronFsdp:
 
     main_bytes: int | None
     """Of its main copy; None has none."""
-
     gradient_bytes: int | None = None
     """Of its accumulated gradient; None is the weight's own, or 2 of a weight in float8."""
-
     communicated_bytes: int | None = None
     """Of a gradient that is not reduced yet; None is `gradient_bytes`."""
-
     unit_elements: int = 1_000_000_000
     """How many gradients may wait to be reduced; half as many weights are gathered ahead of their layer
     (--suggested-communication-unit-size)."""
-
     keeps_outer_weights: bool = True
     """Whether weights outside the layers stay gathered between steps, as since 378d81fbd3 of Megatron-LM (May 2026)."""
 
@@ -57,55 +53,39 @@ class OptimizerSettings:
 
     kind: str = "megatron"
     """One of OPTIMIZERS."""
-
     distributed: bool = True
     """Megatron's distributed optimizer."""
-
     gradient_bytes: int | None = None
     """Of one gradient in Megatron's buffers; None is 2 in float16 and 4 else."""
-
     state_bytes: tuple[int, int, int] | None = None
     """Of one parameter's main copy and Adam's two moments with Megatron's --use-precision-aware-optimizer, which reads
     gradients as they are; None is float32 for all, and no copy of float32 weights."""
-
     muon: str | None = None
     """How Muon's states lie over ranks: "whole" on each, "dealt" out parameter by parameter, or "laid out" in buffers;
     see `memory.rank.standing`. None is Adam."""
-
     fsdp: MegatronFsdp | None = None
     """None shards no weights; else all above but `kind` is the default."""
-
     overlaps_reduction: bool = False
     """Whether gradients are reduced while backward runs (--overlap-grad-reduce), and so divided into buckets."""
-
     bucket_elements: int | None = None
     """After how many such a bucket ends (--ddp-bucket-size); None is 40 million, or a million for each rank."""
-
     num_buckets: int | None = None
     """How many buckets there are to be (--ddp-num-buckets), in place of that."""
-
     instances: int = 1
     """Of the distributed optimizer: groups of data-parallel ranks that each have all of its states between them."""
-
     zero_stage: int = 1
     """DeepSpeed's."""
-
     reduce_bucket_elements: int = BUCKET_ELEMENTS
     overlaps: bool = False
     """DeepSpeed's "overlap_comm"."""
-
     max_gathered_elements: int = _GATHERED_ELEMENTS
     """DeepSpeed's "stage3_max_live_parameters"."""
-
     accumulates_in_float32: bool = False
     """DeepSpeed's "grad_accum_dtype" of fp32."""
-
     foreach: bool = False
     """Whether Adam is torch's over lists of tensors, which makes as many square roots; else it is a fused one."""
-
     offloads: bool = False
     """Whether DeepSpeed keeps the optimizer's states off the device."""
-
     offloads_weights: bool = False
     """Whether ZeRO 3 keeps the weights there too, of which it copies those that are needed ("offload_param")."""
 
@@ -148,10 +128,8 @@ class Hybrid:
 
     pattern: str
     """A letter for each layer: M, *, - or E."""
-
     mtp_pattern: str = ""
     """Of each layer of multi-token prediction."""
-
     state_dim: int = 128
     head_dim: int = 64
     num_groups: int = 8
@@ -189,105 +167,75 @@ class Run:
     model: ModelShape
     tempo: TempoConfig
     """Perhaps with "auto" and with values of single layers; `TempoConfig.off()` is stock."""
-
     hybrid: Hybrid | None = None
     optimizer: OptimizerSettings = OptimizerSettings()
     layout: Layout = dataclasses.field(default_factory=Layout)
     micro_batch_group: int | None = None
     """Megatron's --microbatch-group-size-per-virtual-pipeline-stage; None is the number of stages."""
-
     mtp_num_layers: int = 0
     """Layers of multi-token prediction, behind the last layer."""
-
     mtp_precedes_head: bool = False
     """Whether they are in the pipeline's chunk before the loss head's, not beside it."""
-
     mtp_repeats_layer: bool = False
     """Whether they are one layer."""
-
     micro_batch_size: int = 1
     num_micro_batches: int | None = None
     """Of a step, per data-parallel rank; None is enough to fill the pipeline twice."""
-
     dtype: torch.dtype = torch.bfloat16
     recompute: tuple[str, ...] = ()
     """Megatron's recomputation: nothing, ("full",), or any of "core_attn" and "mlp", with experts of "moe",
     "shared_experts" and "moe_act", with latent attention of "mla_up_proj", and with either of "layernorm": other norms
     are one with the linear behind them, and are recomputed by none."""
-
     recompute_num_layers: int | None = None
     """Of "full": the first so many layers of every chunk (--recompute-method block); None is all of them."""
-
     stock: str = "local"
     """Whose modules stock ones are: "local" (Megatron's, on a GPU), "transformer_engine", or "cpu"."""
-
     stock_attention: str = "fused"
     """Transformer Engine's: "fused" (cuDNN), "flash" (FlashAttention 2) or "unfused"."""
-
     fuses_cross_entropy: bool = False
     """Megatron's --cross-entropy-loss-fusion of its "native" kind. That of Transformer Engine makes what the unfused
     one makes (transformer_engine/pytorch/triton/cross_entropy.py at d0067d0d: a float32 gradient)."""
-
     fuses_activation: bool | None = None
     """Whether a gated activation, or squared ReLU in experts, is Megatron's one operation, which keeps its input alone;
     None of a gated one where the modules are Transformer Engine's."""
-
     moe_grouped_gemm: bool = False
     """Whether the experts of a rank run in one grouped matrix product."""
-
     moe_permute_fusion: bool = False
     """Whether a kernel brings the tokens into the experts' order, and back."""
-
     moe_shared_expert_gate: bool = False
     """Whether a gate weights the shared experts' output."""
-
     moe_imbalance: float | None = None
     """Tokens that the fullest rank's experts get, over an equal share; None is what `memory.routing` expects."""
-
     learns_positions: bool = False
     """Whether a model with latent attention has learned positions, too (Megatron's --position-embedding-type)."""
-
     fuses_latent_rope: bool = False
     """Whether a kernel rotates the queries and keys of latent attention."""
-
     masked_softmax_fusion: bool = True
     """Whether unfused attention on a GPU has Megatron's softmax kernel, for the 16-bit scores that the kernel takes."""
-
     gpu: str | None = None
     """"a100", "h100" or "gb200", as whose libraries workspaces are counted; None counts none."""
-
     chip: Chip = H100
     """The GPU's, by which attention's kernels choose how many programs share a head."""
-
     deterministic: bool = False
     """Megatron's --deterministic-mode, with the CUBLAS_WORKSPACE_CONFIG=:4096:8 that torch asks for then."""
-
     cublas_workspace_bytes: int | None = None
     """Of each of torch's handles, as CUBLAS_WORKSPACE_CONFIG says; None is the default of the GPU and the mode."""
-
     expandable_segments: bool = False
     """Whether torch's allocator has them (PYTORCH_ALLOC_CONF=expandable_segments:True)."""
-
     fuses_gradient_accumulation: bool = False
     """Megatron's fusion of that name, without --no-gradient-accumulation-fusion."""
-
     overlaps_tensor_parallel: bool = False
     """Megatron's --tp-comm-overlap, of Transformer Engine's modules."""
-
     float8: str | None = None
     """Megatron's --fp8-recipe for the layers' products, "tensorwise", "delayed", "blockwise" or "mxfp8"; None is
     without --fp8-format."""
-
     float8_layers: tuple[bool, ...] | None = None
     """Which layers do so; None is all (--first-last-layers-bf16)."""
-
     float8_weights: bool = False
     """Whether a layer's weights are in float8 only (--fp8-param-gather)."""
-
     deferred_head_gradients: int | None = None
     """With Megatron's --defer-embedding-wgrad-compute: of how many micro batches the output layer's gradient waits for
     the step's end (--wgrad-deferral-limit); 0 is all of them."""
-
     data_has_masks: bool = False
     """Whether a GPT's micro batch brings an attention mask, as without --no-create-attention-mask-in-dataloader."""
 
@@ -311,8 +259,9 @@ class Run:
     def built_model(self) -> ModelShape:
         """The model whose modules are built before what stands for latent attention takes its place in them."""
         found = self.model.leave_latent_attention()
-        learned: dict[str, Any] = {"position_embedding_type": "learned_absolute"} if self.learns_positions else {}
-        return dataclasses.replace(found, **learned)
+        if self.learns_positions:
+            return dataclasses.replace(found, position_embedding_type="learned_absolute")
+        return found
 
     @property
     def router_dtype(self) -> torch.dtype | None:
@@ -332,8 +281,7 @@ class Run:
     def count_routed(self, num_tokens: int) -> int:
         """Rows that `num_tokens` tokens of a rank are for experts, one for each expert of each token; padded, the
         capacity of every expert, or all tokens (core/transformer/moe/moe_utils.py: apply_router_token_dropping)."""
-        model = self.model
-        rows = num_tokens * model.moe_router_topk
+        model, rows = self.model, num_tokens * self.model.moe_router_topk
         if not model.moe_pad_expert_input_to_capacity or model.num_experts is None:
             return rows
         capacity = math.ceil(rows / model.num_experts * (model.moe_expert_capacity_factor or 1.0))
@@ -363,13 +311,11 @@ class Run:
 
     def list_ends(self, stage: int) -> list[dict[str, bool]]:
         """What each of the chunks has beside layers, in the words of `memory.simulated.chunk.simulate_chunk`."""
-        stages, number = self.layout.pp, len(self.list_chunks(stage))
-        places = range(stage, stages * number, stages)
-        last = stages * number - 1
-        predicting = last - self.mtp_precedes_head
+        number = len(self.layout.chunks or range(self.layout.pp))
+        last, predicting = number - 1, number - 1 - self.mtp_precedes_head
         return [
             {"pre_process": place == 0, "post_process": place == last, "predicts": place == predicting}
-            for place in places
+            for place in range(stage, number, self.layout.pp)
         ]
 
     def check(self, names: Mapping[str, str] = MEGATRONS) -> None:
@@ -392,12 +338,8 @@ def cut_layers(
 ) -> tuple[int, ...] | None:
     """How many layers each chunk of a pipeline has by Megatron's options; None where they do not say it.
 
-    Args:
-        per_chunk: --num-layers-per-virtual-pipeline-stage.
-        first, last: --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers.
-        names: as of `Run.check`.
-
-    Raises ValueError where the layers do not divide so.
+    `per_chunk` is --num-layers-per-virtual-pipeline-stage, `first` and `last` are --decoder-first-pipeline-num-layers
+    and --decoder-last-pipeline-num-layers, `names` as of `Run.check`. Raises ValueError where layers do not divide so.
     """
     ends = {name: number for name, number in (("first", first), ("last", last)) if number is not None}
     options = " and ".join(f"--decoder-{name}-pipeline-num-layers {number}" for name, number in ends.items())
@@ -413,8 +355,7 @@ def cut_layers(
         return None
     if rest % max(1, others):
         raise ValueError(f"{num_layers} layers are not a multiple of {names['pp']} {stages}; change one of them")
-    sizes = [first, *[rest // max(1, others)] * others, last]
-    found = tuple(size for size in sizes if size is not None)
+    found = tuple(size for size in (first, *[rest // max(1, others)] * others, last) if size is not None)
     if per_chunk is None:
         return found
     if len({*found}) > 1:
@@ -439,27 +380,21 @@ def read_recomputation(
     model: ModelShape,
     fuses_norms: bool = False,
 ) -> dict[str, Any]:
-    """The fields of a Run for Megatron's arguments of these names.
-
-    Args:
-        model: what is trained; experts and latent attention have more modules that can be recomputed.
-        fuses_norms: whether each norm before attention and MLP is one module with the linear behind it.
-
-    Raises ValueError for what the estimate does not know.
-    """
+    """The fields of a Run for Megatron's arguments of these names; `fuses_norms` says whether each norm before
+    attention and MLP is one module with the linear behind it. Raises ValueError for what the estimate does not know."""
     if granularity is None:
         return {}
     if granularity == "selective":
-        has_experts, has_latent_attention = model.num_experts is not None, model.multi_latent_attention
-        taken = tuple(modules or ("core_attn",))
-        known = ["core_attn", "mlp", *(["moe", "shared_experts", "moe_act"] if has_experts else [])]
-        known += ["mla_up_proj"] if has_latent_attention else []
-        known += ["layernorm"] if has_experts or has_latent_attention or fuses_norms else []
+        taken, known = tuple(modules or ("core_attn",)), ["core_attn", "mlp"]
+        known += ["moe", "shared_experts", "moe_act"] if model.num_experts is not None else []
+        known += ["mla_up_proj"] if model.multi_latent_attention else []
+        has_norms = len(known) > 2
+        known += ["layernorm"] if has_norms or fuses_norms else []
         if unknown := sorted({*taken} - {*known}):
             raise ValueError(
                 f"--recompute-modules is {' '.join(unknown)}, and the estimate knows {', '.join(known)} only"
             )
-        if not (has_experts or has_latent_attention):
+        if not has_norms:
             # No norm is a module of its own, and Megatron recomputes none (core/transformer/transformer_layer.py:384).
             taken = tuple(name for name in taken if name != "layernorm")
         return {"recompute": taken}

@@ -26,58 +26,32 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "allocated", "reserved"),
+    ("sizes", "freed", "size", "allocated", "reserved"),
     [
-        (1, 512, 2 * MIB),
-        (512, 512, 2 * MIB),
-        (513, 1024, 2 * MIB),
-        (MIB, MIB, 2 * MIB),
-        (MIB + 1, MIB + 512, 20 * MIB),
-        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
-        (10 * MIB, 10 * MIB, 10 * MIB),
-        (11 * MIB, 12 * MIB, 12 * MIB),  # of a large segment 1 MiB is not split off
-        (0, 0, 0),
+        ([], "", 0, 0, 0),
+        ([], "", 1, 512, 2 * MIB),
+        ([], "", 512, 512, 2 * MIB),
+        ([], "", 513, 1024, 2 * MIB),
+        ([], "", MIB, MIB, 2 * MIB),
+        ([], "", MIB + 1, MIB + 512, 20 * MIB),
+        ([], "", 10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        ([], "", 10 * MIB, 10 * MIB, 10 * MIB),
+        ([], "", 11 * MIB, 12 * MIB, 12 * MIB),  # of a large segment 1 MiB is not split off
+        ([12 * MIB], "0", MIB, MIB, 14 * MIB),  # small and large blocks share no segment
+        ([5 * MIB] * 4, "021", 15 * MIB, 20 * MIB, 20 * MIB),  # a freed block joins its neighbours
+        ([5 * MIB] * 4, "02", 9 * MIB, 19 * MIB, 40 * MIB),  # one between others is a hole that nothing larger fits
+        ([40 * MIB, 30 * MIB], "01", 29 * MIB, 30 * MIB, 70 * MIB),  # the smallest that is large enough is taken, whole
     ],
 )
-def test_the_first_allocation_takes_a_segment(num_bytes: int, allocated: int, reserved: int) -> None:
+def test_an_allocation_takes_a_free_block_or_a_segment(
+    sizes: list[int], freed: str, size: int, allocated: int, reserved: int
+) -> None:
     allocator = CachingAllocator()
-    allocator.allocate(num_bytes)
+    blocks = [allocator.allocate(each) for each in sizes]
+    for place in freed:
+        allocator.free(blocks[int(place)])
+    allocator.allocate(size)
     assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
-
-
-def test_small_and_large_blocks_share_no_segment() -> None:
-    allocator = CachingAllocator()
-    large = allocator.allocate(12 * MIB)
-    allocator.free(large)
-    allocator.allocate(MIB)
-    assert allocator.reserved == 14 * MIB
-
-
-def test_a_freed_block_is_used_again_and_joins_its_neighbours() -> None:
-    allocator = CachingAllocator()
-    blocks = [allocator.allocate(5 * MIB) for _ in range(4)]
-    assert allocator.reserved == 20 * MIB
-    for place in (0, 2, 1):
-        allocator.free(blocks[place])
-    allocator.allocate(15 * MIB)
-    assert (allocator.allocated, allocator.reserved) == (20 * MIB, 20 * MIB)
-
-
-def test_a_block_between_others_leaves_a_hole_that_fits_nothing_larger() -> None:
-    allocator = CachingAllocator()
-    blocks = [allocator.allocate(5 * MIB) for _ in range(4)]
-    allocator.free(blocks[0])
-    allocator.free(blocks[2])
-    allocator.allocate(9 * MIB)
-    assert (allocator.allocated, allocator.reserved) == (19 * MIB, 40 * MIB)
-
-
-def test_the_smallest_block_that_is_large_enough_is_taken() -> None:
-    allocator = CachingAllocator()
-    wide, narrow = allocator.allocate(40 * MIB), allocator.allocate(30 * MIB)
-    allocator.free(wide)
-    allocator.free(narrow)
-    assert allocator.allocate(29 * MIB) is narrow
 
 
 def test_what_is_freed_comes_back_whole() -> None:
@@ -86,7 +60,7 @@ def test_what_is_freed_comes_back_whole() -> None:
     Where small blocks lie nowhere, as much is in use.
     """
     whole, light, generator = CachingAllocator(), CachingAllocator(counts_reserved=False), random.Random(5)
-    blocks: list[tuple[Block | None, Block | None]] = []
+    blocks: list[tuple[Block, Block]] = []
     for _ in range(3000):
         if blocks and generator.random() < 0.5:
             of_whole, of_light = blocks.pop(generator.randrange(len(blocks)))
@@ -95,7 +69,7 @@ def test_what_is_freed_comes_back_whole() -> None:
         else:
             size = int(2 ** generator.uniform(0, 26))
             blocks.append((whole.allocate(size), light.allocate(size)))
-        used = sorted((b.address, b.address + b.size) for b, _ in blocks if b is not None and b.address is not None)
+        used = sorted((b.address, b.address + b.size) for b, _ in blocks if b.address is not None)
         assert all(end <= start for (_, end), (start, _) in zip(used, used[1:], strict=False))
         assert whole.allocated == sum(end - start for start, end in used) <= whole.reserved
         assert (light.allocated, light.peak_allocated) == (whole.allocated, whole.peak_allocated)

@@ -25,7 +25,7 @@ from tempo_megatron.memory.chips import H100, Chip
 from tempo_megatron.memory.commands import estimate as estimate_command
 from tempo_megatron.memory.megatron.read_run import deal_out_layers
 from tempo_megatron.memory.rank.estimate import estimate_ranks
-from tempo_megatron.memory.rank.schedule import list_events
+from tempo_megatron.memory.rank.play import list_events
 from tempo_megatron.memory.run import Run, cut_layers
 from tempo_megatron.memory.show.tree import format_trees, list_modules
 from tempo_megatron.memory.simulated.chunk import simulate_chunk

@@ -15,13 +15,7 @@ from tempo_megatron.models.shape import ModelShape, make_shape
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 # Large enough that what an allocator rounds up, 512 bytes to 2 MiB a tensor, is a small part.
-SIZES: dict[str, Any] = {
-    "num_layers": 6,
-    "hidden_size": 1024,
-    "num_attention_heads": 16,
-    "seq_length": 1024,
-    "vocab_size": 50_304,
-}
+SIZES: dict[str, Any] = {"num_layers": 6, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +26,8 @@ class LargeStep(Step):
 
     @property
     def shape(self) -> ModelShape:
-        sizes = {**SIZES, "decoder_seq_length": 256} if self.family == "t5" else SIZES
-        return make_shape(**{**FAMILIES[self.family], **sizes})
+        more = {"decoder_seq_length": 256} if self.family == "t5" else {}
+        return make_shape(**{**FAMILIES[self.family], **SIZES, "vocab_size": 50_304, **more})
 
     @property
     def micro_batch_size(self) -> int:
@@ -41,19 +35,12 @@ class LargeStep(Step):
 
 
 STEPS = [
-    LargeStep("gpt", False, OFF),
-    LargeStep("gpt", False, AUTO),
-    LargeStep("gpt", False, RECOMPUTE),
-    LargeStep("gpt", False, FUSED_ONLY),
+    *(LargeStep("gpt", False, tempo) for tempo in (OFF, AUTO, RECOMPUTE, FUSED_ONLY)),
     LargeStep("gpt", False, AUTO, torch.float32),
-    LargeStep("gpt", False, OFF, recompute=("full",)),
-    LargeStep("gpt", False, AUTO, recompute=("full",)),
+    *(LargeStep("gpt", False, tempo, recompute=("full",)) for tempo in (OFF, AUTO)),
     LargeStep("gpt", False, OFF, recompute=("core_attn",)),
-    LargeStep("llama", False, OFF),
-    LargeStep("llama", False, AUTO),
+    *(LargeStep(family, False, tempo) for family in ("llama", "bert") for tempo in (OFF, AUTO)),
     LargeStep("gqa", False, RECOMPUTE),
-    LargeStep("bert", False, AUTO),
-    LargeStep("bert", False, OFF),
     LargeStep("t5", False, AUTO),
 ]
 

@@ -14,7 +14,7 @@ from runs import DISTRIBUTED, SMALL, change_run, make_run
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
-from tempo_megatron.memory.rank.allocator import Library
+from tempo_megatron.memory.rank import libraries
 from tempo_megatron.memory.rank.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.rank.libraries import get_torch_bytes, list_lasting_tensors, list_workspaces
 from tempo_megatron.memory.routing import assume_routing, expect_imbalance
@@ -121,9 +121,9 @@ def test_deterministic_experts_keep_what_they_hand_back_and_local_routers_have_a
     assert count_kept(moe_permute_fusion=True) == kept - 2 * (4 * 64) * 4 * 2
     local = make_run(sizes, gpu="h100", stock="local")
     of_torch = list_workspaces(local, has_head=True)
-    assert of_torch == {Library.TORCH: [32 * MIB], Library.TORCH_BACKWARD: [32 * MIB]}
+    assert of_torch == {libraries.TORCH: [32 * MIB], libraries.TORCH_BACKWARD: [32 * MIB]}
     of_router = list_workspaces(change_run(local, **experts), has_head=True)
-    assert of_router == of_torch | {Library.ENGINE: [32 * MIB + 1024]}
+    assert of_router == of_torch | {libraries.ENGINE: [32 * MIB + 1024]}
 
 
 def test_float8_halves_the_inputs_that_linears_keep_and_has_weights_of_its_own() -> None:
@@ -181,16 +181,16 @@ def test_experts_keep_their_inputs_in_float8() -> None:
     assert kept[0] - kept[1] == 512 * tokens + 2 * tokens * (512 + 64)
 
 
-def _count_lasting(run: Run, stage: int) -> int:
-    return sum(list_lasting_tensors(run, stage))
-
-
 def test_layers_hold_rotary_tables_and_where_tokens_went_between_micro_batches() -> None:
     """As on the last stage of published runs: MiB of a Mixtral of 8 chunks, and of latent attention with experts."""
+
+    def count_lasting(run: Run, stage: int) -> int:
+        return sum(list_lasting_tensors(run, stage))
+
     sizes = {**SMALL, "seq_length": 4096, "num_layers": 16, "position_embedding_type": "rope", "kv_channels": 128}
     plain = make_run(sizes, micro_batch_size=1, pp=2, chunks=(1,) * 16)
-    assert _count_lasting(plain, 1) == 8 * 4096 * 128 * 4
-    assert _count_lasting(make_run(SMALL), 0) == 0
+    assert count_lasting(plain, 1) == 8 * 4096 * 128 * 4
+    assert count_lasting(make_run(SMALL), 0) == 0
     experts = {
         **{"num_experts": 32, "moe_router_topk": 4, "moe_ffn_hidden_size": 64, "moe_layer_freq": "([0]+[1]*15)"},
         **{"moe_router_dtype": "fp32", "dispatcher": "alltoall", "moe_permute_fusion": True},
@@ -199,13 +199,13 @@ def test_layers_hold_rotary_tables_and_where_tokens_went_between_micro_batches()
     tokens = 4096
     # Probabilities in float32, a byte for each expert, and the kernel's map; eight layers, and that of a further token.
     routing = 9 * tokens * (32 * (4 + 1) + 4 * (2 * 32 + 1))
-    assert _count_lasting(run, 1) == routing + tokens * 128 * 4
+    assert count_lasting(run, 1) == routing + tokens * 128 * 4
     by_index = change_run(run, moe_permute_fusion=False, moe_router_dtype=None, mtp_num_layers=0)
-    assert _count_lasting(by_index, 0) == 7 * tokens * (32 * 3 + 8 * 4) + tokens * 128 * 4
+    assert count_lasting(by_index, 0) == 7 * tokens * (32 * 3 + 8 * 4) + tokens * 128 * 4
     of_all = change_run(by_index, dispatcher="allgather", ep=4, dp=4)
-    assert _count_lasting(of_all, 0) == 7 * tokens * (4 * 8 + 4 * (2 + 8)) + tokens * 128 * 4
+    assert count_lasting(of_all, 0) == 7 * tokens * (4 * 8 + 4 * (2 + 8)) + tokens * 128 * 4
     latent = change_run(plain, **_LATENT, fuses_latent_rope=True, chunks=None)
-    assert _count_lasting(latent, 1) == 8 * _LATENT["qk_pos_emb_head_dim"] * (4 + 2 * 2) * 4096
+    assert count_lasting(latent, 1) == 8 * _LATENT["qk_pos_emb_head_dim"] * (4 + 2 * 2) * 4096
 
 
 def _draw_imbalance(run: Run, num_layers: int, seed: int) -> float:

@@ -11,8 +11,9 @@ from made_chunks import make_chunk
 from runs import DISTRIBUTED, SMALL, WHOLE, make_run
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.rank.allocator import CachingAllocator, Library
+from tempo_megatron.memory.rank.allocator import CachingAllocator
 from tempo_megatron.memory.rank.estimate import RankEstimate, estimate_ranks
+from tempo_megatron.memory.rank.libraries import ENGINE, TORCH
 from tempo_megatron.memory.rank.megatron_fsdp import ShardedChunk
 from tempo_megatron.memory.rank.play import Counters, Step, play_rank
 from tempo_megatron.memory.rank.standing import Born, Standing, list_megatrons, list_muons, list_own_pieces
@@ -208,17 +209,17 @@ def test_a_step_leaves_the_latest_input_of_each_chunk_its_gradient_and_workspace
         return step.highest
 
     both = [(True, 0, 0), (True, 1, 0), (False, 0, 0), (False, 1, 0)]
-    step = Step(CachingAllocator(), [chunk], both, {Library.ENGINE: [32 * MIB], Library.TORCH: [8 * MIB]})
+    step = Step(CachingAllocator(), [chunk], both, {ENGINE: [32 * MIB], TORCH: [8 * MIB]})
     # Two inputs with 3 MiB each, the second one's mask, and the workspace; torch's is made behind the step.
     assert play_step(step) == (2 * (5 + 3) + 2 + 32) * MIB
-    assert step.count_left() == (2 * 5 + 32 + 8) * MIB
+    assert step.allocator.requested == (2 * 5 + 32 + 8) * MIB
     # The first new input takes the place of the last one and its gradient.
     assert play_step(step) == (2 * (5 + 3) + 2 + 32 + 8) * MIB
-    assert step.count_left() == step.allocator.allocated == (2 * 5 + 32 + 8) * MIB
+    assert step.allocator.requested == step.allocator.allocated == (2 * 5 + 32 + 8) * MIB
     # With one more in flight each backward but the last leaves them to the schedule until the next backward.
     ahead = [(True, 0, 0), (True, 1, 0), (False, 0, 0), (True, 2, 0), (False, 1, 0), (False, 2, 0)]
     more = Step(CachingAllocator(), [chunk], ahead, {})
-    assert [play_step(more), more.count_left()] == [(4 * 5 + 2 * 3 + 2) * MIB, 2 * 5 * MIB]
+    assert [play_step(more), more.allocator.requested] == [(4 * 5 + 2 * 3 + 2) * MIB, 2 * 5 * MIB]
     # Of one micro batch the highest moment is where it comes: what the last one left is there still.
     alone = Step(CachingAllocator(), [chunk], both[::2], {})
     assert [play_step(alone), play_step(alone)] == [2 * 5 * MIB, (3 * 5 + 2) * MIB]

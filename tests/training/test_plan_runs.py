@@ -19,7 +19,7 @@ from tempo_megatron.memory.commands.plan import read_request
 from tempo_megatron.memory.plan.choices import measure_rows
 from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.memory.plan.planner import MemoryPlan, PlanRequest, make_plan
-from tempo_megatron.memory.rank.schedule import list_events
+from tempo_megatron.memory.rank.play import list_events
 from tempo_megatron.settings.operations import is_moved
 
 SIZES = {"num_layers": 6, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 64}

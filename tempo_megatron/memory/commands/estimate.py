@@ -24,7 +24,7 @@ from tempo_megatron.memory.megatron.command import Command
 from tempo_megatron.memory.megatron.options import VERSION
 from tempo_megatron.memory.megatron.read_command import read_command, set_gpu, write_command
 from tempo_megatron.memory.plan.gpu import list_configs
-from tempo_megatron.memory.rank.estimate import PART_NAMES, RankEstimate, describe_part, estimate_ranks
+from tempo_megatron.memory.rank.estimate import PARTS, RankEstimate, estimate_ranks
 from tempo_megatron.memory.routing import assume_routing, find_largest_imbalance, set_imbalance
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.show.plots import add_bars, open_reports
@@ -112,7 +112,7 @@ def run_estimate(args: argparse.Namespace) -> int:
         content |= {"arguments": vars(args)}
         Path(args.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     columns = list_columns(found, shows_all=False)
-    bars = {f"{rank.name}\n{label}": {part: rank.parts[part] for part in PART_NAMES} for label, rank in columns}
+    bars = {f"{rank.name}\n{label}": {part: rank.parts[part] for part in PARTS} for label, rank in columns}
     limit = None if args.gpu_memory is None else ("memory of a device", args.gpu_memory)
     for file, report in reports.items():
         report.add_text(table)
@@ -215,9 +215,9 @@ def format_estimates(found: dict[str, tuple[RankEstimate, ...]], *, shows_all: b
         largest = {name: max(ranks, key=_count_needed) for name, ranks in found.items()}
         write("", ("largest" if rank is largest[name] else "" for name, rank in columns))
     lines.append(rule)
-    for part in PART_NAMES:
+    for part in PARTS:
         if any(rank.parts[part] for rank in found_ranks):
-            write_gib(describe_part(part), (rank.parts[part] for rank in found_ranks))
+            write_gib(PARTS[part], (rank.parts[part] for rank in found_ranks))
     lines.append(rule)
     write_gib("peak", (rank.peak_bytes for rank in found_ranks))
     write_gib("between steps", (rank.at_rest_bytes for rank in found_ranks))
@@ -266,7 +266,7 @@ def _describe_optimizer(optimizer: OptimizerSettings) -> str:
 def _list_figures(rank: RankEstimate) -> dict[str, Any]:
     """As JSON has them: every part by its name, in bytes."""
     names = "name num_parameters moment at_rest_bytes peak_bytes rounded_bytes reserved_bytes host_bytes".split()
-    parts = {describe_part(part): rank.parts[part] for part in PART_NAMES}
+    parts = {PARTS[part]: rank.parts[part] for part in PARTS}
     return {**{name: getattr(rank, name) for name in names}, "bytes_at_the_peak": parts}
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tempo_kernels.offload import count_ranks_of_host, get_free_host_bytes
 from tempo_megatron.beside import Beside
-from tempo_megatron.memory.plan.planner import MemoryPlan, PlanRequest
+from tempo_megatron.memory.plan.planner import MemoryPlan, PlanRequest, make_plan
 from tempo_megatron.words.argument_types import format_bytes
 
 
@@ -34,8 +34,7 @@ class RunPlan(MemoryPlan):
 
     def describe(self) -> str:
         """Lines for a banner."""
-        words = " and ".join(self.recompute)
-        recomputed = f"{words} of every layer" if words else "none"
+        recomputed = f"{' and '.join(self.recompute)} of every layer" if self.recompute else "none"
         if self.num_full:
             recomputed = f"the first {self.num_full} layers of every stage as a whole"
         on_host = f", {format_bytes(self.host_bytes)} of each rank on the host" if self.host_bytes else ""
@@ -60,31 +59,25 @@ def share_host(num_bytes: int) -> int:
 
 
 def plan_for_all_ranks(make_request: Callable[[], PlanRequest], budget: int) -> RunPlan:
-    """The plan that a process beside rank 0 makes. All ranks call this, and all get the plan, or the same error.
+    """The plan that a process beside rank 0 makes, where `make_request` is called, for so many bytes of one rank.
 
-    Args:
-        make_request: called on rank 0.
-        budget: bytes of one rank.
-
-    Raises ValueError where nothing fits, or the planner does not know the run.
+    All ranks call this, and all get the plan, or the same ValueError: nothing fits, or the planner does not know the
+    run.
     """
-    found: list[Any] = [None]
+    found: list[RunPlan | ValueError | None] = [None]
     if dist.get_rank() == 0:
         try:
             found = [Beside("tempo_megatron.memory.live.aside:make_run_plan", make_request(), budget).wait()]
         except ValueError as error:
-            found = [f"memory budget: {error}"]
+            found = [ValueError(f"memory budget: {error}")]
     dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], str):
-        raise ValueError(found[0])
-    assert isinstance(found[0], RunPlan)
-    return found[0]
+    if isinstance(found[0], RunPlan):
+        return found[0]
+    assert found[0] is not None
+    raise found[0]
 
 
 def make_run_plan(request: PlanRequest, budget: int) -> RunPlan:
     """The verified plan of a request, made in this process."""
-    from tempo_megatron.memory.plan.planner import make_plan
-
-    plan = make_plan(request, budget)
     gpu_title = f"{request.gpu.title}{'' if request.gpu.calibrated else ' (data sheet)'}"
-    return RunPlan(**vars(plan), budget=budget, gpu_title=gpu_title)
+    return RunPlan(**vars(make_plan(request, budget)), budget=budget, gpu_title=gpu_title)

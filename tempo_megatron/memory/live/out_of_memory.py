@@ -24,14 +24,9 @@ from tempo_megatron.words.argument_types import format_bytes
 if TYPE_CHECKING:  # is_out_of_memory must work in any process, also where Megatron is missing
     from tempo_megatron.memory.run import Run
 
-_SECONDS = 300.0
-_TEXTS = (
-    "DefaultCPUAllocator",
-    "not enough memory",
-    "out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "Storage size calculation overflowed",
-    "multiplication overflow",
+_LACKS = re.compile(
+    "DefaultCPUAllocator|not enough memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
+    "Storage size calculation overflowed|multiplication overflow"
 )
 _REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -39,9 +34,9 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error says that memory ran out, on a GPU or on a CPU."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and _LACKS.search(str(error)) is not None
+    )
 
 
 def find_requested(error: BaseException) -> int | None:
@@ -50,16 +45,8 @@ def find_requested(error: BaseException) -> int | None:
     return None if found is None else int(float(found[1]) * _UNITS[found[2]])
 
 
-def find_capacity() -> int | None:
-    """The bytes that torch may take of this rank's GPU; None on a CPU, whose memory other processes share."""
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
-        return None
-    free, _ = torch.cuda.mem_get_info()
-    return int(free + torch.cuda.memory_reserved())
-
-
 def report_out_of_memory(
-    error: BaseException, read_run: Callable[[], tuple[Run, int]], folder: str | None = None, seconds: float = _SECONDS
+    error: BaseException, read_run: Callable[[], tuple[Run, int]], folder: str | None = None, seconds: float = 300.0
 ) -> None:
     """Print the report on stderr, and write the traceback to a file.
 
@@ -72,18 +59,20 @@ def report_out_of_memory(
     """
     rank = int(os.environ.get("RANK", "0"))
     file = Path(folder or ".").resolve() / f"out_of_memory.rank{rank}.txt"
-    requested, capacity = find_requested(error), find_capacity()
+    lines = [f"error on rank {rank}: out of memory: {str(error).strip().splitlines()[0]}"]
+    # Of this rank's GPU; a CPU's memory other processes share.
+    capacity = None
+    if torch.cuda.is_initialized():
+        capacity = int(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
+        lines.append(
+            f"torch has {format_bytes(torch.cuda.memory_allocated())} allocated and "
+            f"{format_bytes(torch.cuda.memory_reserved())} reserved on this GPU"
+        )
     found: tuple[Run, int] | Exception
     try:
         found = read_run()
     except (ValueError, AttributeError, AssertionError) as unknown:
         found = unknown
-    lines = [f"error on rank {rank}: out of memory: {str(error).strip().splitlines()[0]}"]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        lines.append(
-            f"torch has {format_bytes(torch.cuda.memory_allocated())} allocated and "
-            f"{format_bytes(torch.cuda.memory_reserved())} reserved on this GPU"
-        )
     text = "".join(traceback.format_exception(error))
     # The frames still hold the run's tensors.
     traceback.clear_frames(error.__traceback__)
@@ -99,7 +88,7 @@ def report_out_of_memory(
         if isinstance(found, Exception):
             raise ValueError(found)
         # A process without a GPU and without this process's memory limit.
-        explaining = Beside("tempo_megatron.memory.live.remedies:explain", *found, requested, capacity)
+        explaining = Beside("tempo_megatron.memory.live.remedies:explain", *found, find_requested(error), capacity)
         print(explaining.wait(seconds), file=sys.stderr, flush=True)
     except (OSError, RuntimeError, ValueError, subprocess.TimeoutExpired) as failed:
         reason = (str(failed).splitlines() or [""])[-1]

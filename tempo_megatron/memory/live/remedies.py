@@ -5,9 +5,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-from tempo_megatron.memory.rank.estimate import PART_NAMES, estimate_ranks
+from tempo_megatron.memory.rank.estimate import PARTS, estimate_ranks
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.show.ledger import measure_run
 from tempo_megatron.settings.config import TempoConfig
@@ -18,27 +18,15 @@ _Part = tuple[str, dict[str, Any]]
 """Words of the command line, and the fields of a Run that they set."""
 
 
-class Change(NamedTuple):
-    """Words to add to the command line, and the run with them."""
-
-    text: str
-    run: Run
-
-
 def explain(run: Run, stage: int = 0, requested: int | None = None, capacity: int | None = None) -> str:
-    """Say what is alive at the peak, by operation, and name the smallest change that fits.
+    """What is alive at the peak of a run that failed, by operation, and the smallest change that fits.
 
-    Args:
-        run: the run that failed.
-        stage: pipeline stage of the rank, from 0.
-        requested: bytes that could not be allocated; None where that is not known.
-        capacity: bytes that all tensors may take; None where that is not known.
-
-    Raises ValueError as `estimate_ranks`.
+    `stage` is that of the rank, from 0. `requested` bytes could not be allocated, and `capacity` bytes are what all
+    tensors may take; None where that is not known. Raises ValueError as `estimate_ranks`.
     """
     now = estimate_ranks(run)[stage]
     lines = [f"at the peak, in the {now.moment}, the estimate has {format_bytes(now.peak_bytes)} on this rank:"]
-    for num_bytes, name in sorted(((now.parts[name], name) for name in PART_NAMES if now.parts[name]), reverse=True):
+    for num_bytes, name in sorted(((now.parts[name], name) for name in PARTS if now.parts[name]), reverse=True):
         lines.append(f"  {name:<44}{format_bytes(num_bytes):>14}")
         if name == "layers":
             lines += [f"    {what:<42}{format_bytes(kept):>14}" for what, kept in _list_operations(run, stage)]
@@ -47,20 +35,18 @@ def explain(run: Run, stage: int = 0, requested: int | None = None, capacity: in
             f"by the estimate that fits the {format_bytes(capacity)} that torch may take: others hold memory of this "
             "GPU, or it is fragmented (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)"
         )
-    limit = now.peak_bytes - (requested or 1)
-    if capacity is not None:
-        limit = min(limit, capacity)
+    limit = min(now.peak_bytes - (requested or 1), now.peak_bytes if capacity is None else capacity)
     tried = []
-    for change in list_changes(run):
+    for text, changed in list_changes(run):
         try:
-            found = estimate_ranks(change.run)[stage]
+            peak_bytes = estimate_ranks(changed)[stage].peak_bytes
         except ValueError:
             continue  # what this model cannot have
-        if found.peak_bytes <= limit:
-            lines.append(f"the smallest change that would have fitted {format_bytes(limit)}: {change.text}")
-            lines.append(f"  by the estimate its peak is {format_bytes(found.peak_bytes)}")
+        if peak_bytes <= limit:
+            lines.append(f"the smallest change that would have fitted {format_bytes(limit)}: {text}")
+            lines.append(f"  by the estimate its peak is {format_bytes(peak_bytes)}")
             return "\n".join(lines)
-        tried.append((found.peak_bytes, change.text))
+        tried.append((peak_bytes, text))
     if tried:
         least, text = min(tried)
         lines.append(
@@ -70,8 +56,9 @@ def explain(run: Run, stage: int = 0, requested: int | None = None, capacity: in
     return "\n".join(lines)
 
 
-def list_changes(run: Run) -> Iterator[Change]:
-    """Changes from the one that costs a run least: single ones first, then several together."""
+def list_changes(run: Run) -> Iterator[tuple[str, Run]]:
+    """Words to add to the command line, and the run with them, from the change that costs a run least: single ones
+    first, then several together."""
     on = TempoConfig() if run.tempo.is_off else run.tempo
     lower: dict[str, Any] = {name: "recompute" for name in ("activation", "norm") if getattr(on, name) != "recompute"}
     words = ["--use-tempo"] * run.tempo.is_off + [f"--tempo-{name} {value}" for name, value in lower.items()]
@@ -93,7 +80,7 @@ def list_changes(run: Run) -> Iterator[Change]:
         changes += [full], [least, full], *([least, full, each] for each in smaller[-1:])
     for parts in changes:
         fields = {name: value for _, changed in parts for name, value in changed.items()}
-        yield Change(" ".join(text for text, _ in parts if text), dataclasses.replace(run, **fields))
+        yield " ".join(text for text, _ in parts if text), dataclasses.replace(run, **fields)
 
 
 def _list_operations(run: Run, stage: int) -> list[tuple[str, int]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import enum
 
 ROUNDING_BYTES = 512
 SMALL_BYTES = 1 << 20
@@ -22,30 +21,23 @@ OWN_SEGMENT_BYTES = 10 << 20
 SEGMENT_ROUNDING_BYTES = 2 << 20
 
 
-class Library(enum.Enum):
-    """Whose handle of cuBLAS multiplies: Transformer Engine's, or torch's of forward or of autograd's thread."""
-
-    ENGINE = enum.auto()
-    TORCH = enum.auto()
-    TORCH_BACKWARD = enum.auto()
-
-
 @dataclasses.dataclass(eq=False, slots=True)
 class Block:
     """A part of a segment, in use or free; of one that lies nowhere only the size counts."""
 
     size: int
-    address: int | None
-    is_small: bool
+    address: int | None = None
+    is_small: bool = True
     is_free: bool = False
+    requested: int = 0
+    """Bytes of the tensor in it."""
     previous: Block | None = None
     """Its neighbour in the segment."""
-
     next: Block | None = None
 
 
 class CachingAllocator:
-    """Counts bytes in use, rounded, and bytes of all segments, now and at most.
+    """Counts bytes that are asked for and, rounded, in use, now and at most, and bytes of all segments; of one stream.
 
     Args:
         is_expandable: with expandable segments, for which `reserved` is not counted.
@@ -54,26 +46,17 @@ class CachingAllocator:
     """
 
     def __init__(self, *, is_expandable: bool = False, counts_reserved: bool = True) -> None:
-        self.allocated = self.peak_allocated = self.reserved = 0
+        self.requested = self.allocated = self.peak_allocated = self.reserved = 0
         self._is_expandable, self._counts_reserved = is_expandable, counts_reserved
-        self.streams: list[CachingAllocator] = []
-        """Of other streams, whose free blocks this one does not take."""
         # Free blocks of the large and of the small pool, by size and address, which is the order of choice.
         self._free: tuple[list[tuple[int, int, Block]], list[tuple[int, int, Block]]] = ([], [])
 
-    def add_stream(self) -> CachingAllocator:
-        """An empty one with the same rules, that of another stream."""
-        self.streams.append(CachingAllocator(is_expandable=self._is_expandable, counts_reserved=self._counts_reserved))
-        return self.streams[-1]
-
-    def allocate(self, num_bytes: int) -> Block | None:
-        """A block for a tensor; None where it has no bytes."""
-        if num_bytes == 0:
-            return None
+    def allocate(self, num_bytes: int) -> Block:
+        """A block for a tensor; one of no bytes lies nowhere."""
         size = round_up(num_bytes, ROUNDING_BYTES)
         is_small = size <= SMALL_BYTES
-        if self._is_expandable or (is_small and not self._counts_reserved):
-            block = Block(size, None, is_small)
+        if num_bytes == 0 or self._is_expandable or (is_small and not self._counts_reserved):
+            block = Block(size)
         else:
             block = self._take(size, is_small) or self._add_segment(size)
             rest = block.size - size
@@ -84,15 +67,16 @@ class CachingAllocator:
                     block.next.previous = behind
                 block.size, block.next = size, behind
                 self._put(behind)
+        block.requested = num_bytes
+        self.requested += num_bytes
         self.allocated += block.size
         if self.allocated > self.peak_allocated:
             self.peak_allocated = self.allocated
         return block
 
-    def free(self, block: Block | None) -> None:
+    def free(self, block: Block) -> None:
         """Give a block of `allocate` back."""
-        if block is None:
-            return
+        self.requested -= block.requested
         self.allocated -= block.size
         if block.address is None:
             return

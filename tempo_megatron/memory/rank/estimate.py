@@ -12,16 +12,16 @@ and on a CPU the 512 KiB of tables that the in-place GELU of 16 bits makes once 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Sequence
 
 from tempo_megatron.memory.rank.allocator import CachingAllocator
 from tempo_megatron.memory.rank.libraries import list_library_tensors, list_workspaces
 from tempo_megatron.memory.rank.megatron_fsdp import ShardedChunk
 from tempo_megatron.memory.rank.offload import drop_offload, list_moved_of_layers
-from tempo_megatron.memory.rank.play import Counters, Step, play_rank
-from tempo_megatron.memory.rank.schedule import Event, list_events, list_until_full
-from tempo_megatron.memory.rank.standing import Born, Standing, list_megatrons, list_plain
-from tempo_megatron.memory.rank.zero import list_zeros, makes_gradients
+from tempo_megatron.memory.rank.play import Step, list_events, play_rank
+from tempo_megatron.memory.rank.standing import Born, Standing, Tensor, list_megatrons
+from tempo_megatron.memory.rank.zero import leaves_gradients, list_zeros
 from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import simulate_chunk
@@ -34,25 +34,18 @@ class RankEstimate:
 
     name: str
     """`all ranks`, or `first stage`, `stage 1`, `last stage`."""
-
     num_parameters: int
     """On one rank."""
-
     moment: str
     """When the peak is: `forward of the loss head`, `optimizer step`."""
-
     parts: dict[str, int]
-    """What stands at the peak -> bytes; see PART_NAMES."""
-
+    """What stands at the peak -> bytes; see PARTS."""
     at_rest: dict[str, int] = dataclasses.field(default_factory=dict)
     """What stands between two steps -> bytes, as in `parts`."""
-
     rounded_bytes: int | None = None
     """With torch's caching allocator simulated: what it counts as allocated at most."""
-
     reserved_bytes: int | None = None
     """And what it takes from the device, fragments that nothing fits among it."""
-
     host_bytes: int = 0
     """What layers have sent to the host at most, of all micro batches in flight."""
 
@@ -65,34 +58,28 @@ class RankEstimate:
         return sum(self.at_rest.values())
 
 
-_PARTS = {
-    "weights": "",
-    "gradients": "",
-    "optimizer states": "",
+PARTS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer states": "optimizer states",
     "communication buffers": "gathered weights and gradients",
     "global memory buffer": "Megatron's global memory buffer",
     "workspaces": "cuBLAS's workspaces",
     "rounding": "rest of the allocator's blocks",
-    "placeholder gradients": "",
-    "float8 weights": "",
+    "placeholder gradients": "placeholder gradients",
+    "float8 weights": "float8 weights",
     "lasting tensors": "rotary tables and experts' routing",
     "stage inputs": "earlier inputs of a stage or layer, and their gradients",
     "deferred gradients": "what the output layer's gradients wait with",
     "micro batches": "tokens, labels and masks",
-    "other micro batches' activations": "",
+    "other micro batches' activations": "other micro batches' activations",
     "embedding": "activations of the embedding",
     "layers": "activations of the layers",
     "loss head": "activations of the loss head",
-    "attention's workspaces": "",
+    "attention's workspaces": "attention's workspaces",
     "transients": "made and freed at the peak",
 }
-"""Part -> what it is, where its name alone does not say it."""
-PART_NAMES = tuple(_PARTS)
-
-
-def describe_part(name: str) -> str:
-    """What one of PART_NAMES is, for a table."""
-    return _PARTS[name] or name
+"""Part -> what it is, for a table."""
 
 
 def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | None = None) -> tuple[RankEstimate, ...]:
@@ -106,7 +93,6 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
 
     Raises ValueError where the model cannot lie so, and for a T5 in several pipeline stages.
     """
-    stages, optimizer = run.layout.pp, run.optimizer
     if simulates_allocator and run.stock == "cpu":
         raise ValueError(
             "--allocator is given with --stock cpu, but it simulates the allocator of a GPU; expected --stock local or "
@@ -118,55 +104,71 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False, only: int | N
             "simulate; leave one of them out"
         )
     run.check()
+    stages = range(run.layout.pp) if only is None else [only]
+    return tuple(_estimate_stage(run, stage, simulates_allocator=simulates_allocator) for stage in stages)
+
+
+def _estimate_stage(run: Run, stage: int, *, simulates_allocator: bool) -> RankEstimate:
+    """The highest moment of a step: of its micro batches, the reduction of the gradients, or the optimizer's step."""
+    stages, optimizer, layers = run.layout.pp, run.optimizer, run.list_chunks(stage)
     num_micro_batches = run.num_micro_batches or (1 if stages == 1 and optimizer.kind == "none" else 2 * stages)
     accumulates = num_micro_batches > 1
     is_combined = run.layout.overlaps and accumulates
+    of_stage = assume_routing(run, stage)
+    moved = [list_moved_of_layers(of_stage, each) if run.tempo.offloads else () for each in layers]
+    here = dataclasses.replace(of_stage, tempo=drop_offload(run.tempo)) if run.tempo.offloads else of_stage
+    leaves = leaves_gradients(optimizer, run.dtype) if optimizer.kind == "deepspeed" else optimizer.kind == "none"
+    chunks = [
+        simulate_chunk(here, each, **ends, has_gradients=accumulates or not leaves)
+        for each, ends in zip(layers, run.list_ends(stage), strict=True)
+    ]
+    standing = _list_standing(run, chunks, accumulates=accumulates)
+    standing = dataclasses.replace(standing, tensors=(*standing.tensors, *list_library_tensors(run, stage, chunks)))
+    group = run.micro_batch_group or stages
+    # Later groups of micro batches repeat what earlier ones did.
+    number = min(num_micro_batches, 4 * group + num_micro_batches % group)
+    events = [*list_events(stage, stages, len(chunks), number, group, is_combined=is_combined)]
+    workspaces = list_workspaces(run, has_head=stage == stages - 1)
     # What DeepSpeed's blocks add is not known.
     has_rounding = run.gpu is not None and optimizer.kind == "megatron"
-    found: list[RankEstimate] = []
-    for stage in range(stages) if only is None else [only]:
-        layers = run.list_chunks(stage)
-        of_stage = assume_routing(run, stage)
-        moved = [list_moved_of_layers(of_stage, each) for each in layers]
-        here = dataclasses.replace(of_stage, tempo=drop_offload(run.tempo)) if run.tempo.offloads else of_stage
-        has_gradients = not makes_gradients(optimizer, run.dtype, accumulates)
-        chunks = [
-            simulate_chunk(here, each, **ends, has_gradients=has_gradients)
-            for each, ends in zip(layers, run.list_ends(stage), strict=True)
-        ]
-        standing = _list_standing(run, chunks, accumulates=accumulates)
-        standing = dataclasses.replace(standing, tensors=(*standing.tensors, *list_library_tensors(run, stage, chunks)))
-        group = run.micro_batch_group or stages
-        # Later groups of micro batches repeat what earlier ones did.
-        number = min(num_micro_batches, 4 * group + num_micro_batches % group)
-        events = [*list_events(stage, stages, len(chunks), number, group, is_combined=is_combined)]
-        workspaces = list_workspaces(run, has_head=stage == stages - 1)
-        # Where nothing asks for rounding, expandable segments are the plainest: nothing lies anywhere in them.
-        is_expandable = run.expandable_segments or not (has_rounding or simulates_allocator)
-        step = Step(
-            CachingAllocator(is_expandable=is_expandable, counts_reserved=simulates_allocator),
-            chunks,
-            list_until_full(events),
-            workspaces,
-            buckets=standing.buckets,
-            moved=moved,
-            is_combined=is_combined,
-        )
-        counters = play_rank(step, standing, num_steps=2 if simulates_allocator else 1)
-        if not has_rounding:
-            counters = counters._replace(rounding=0, rounding_at_rest=0)
-        name = {0: "first stage", stages - 1: "last stage"}.get(stage, f"stage {stage}")
-        of_ends = {
-            "workspaces": sum(map(sum, workspaces.values())),
-            "deferred gradients": _count_deferred(run, num_micro_batches) if stage == stages - 1 else 0,
-            "stage inputs": _count_inputs_of_experts(run, chunks, layers),
-        }
-        rank = _estimate_rank("all ranks" if stages == 1 else name, chunks, standing, counters, of_ends)
-        rank = dataclasses.replace(rank, host_bytes=_count_on_host(events, [sum(map(sum, each)) for each in moved]))
-        if simulates_allocator:
-            rank = dataclasses.replace(rank, rounded_bytes=counters.rounded, reserved_bytes=counters.reserved)
-        found.append(rank)
-    return tuple(found)
+    # Where nothing asks for rounding, expandable segments are the plainest: nothing lies anywhere in them.
+    is_expandable = run.expandable_segments or not (has_rounding or simulates_allocator)
+    allocator = CachingAllocator(is_expandable=is_expandable, counts_reserved=simulates_allocator)
+    step = Step(allocator, chunks, events, workspaces, buckets=standing.buckets, moved=moved, is_combined=is_combined)
+    found = play_rank(step, standing, num_steps=2 if simulates_allocator else 1)
+
+    none = dict.fromkeys(PARTS, 0) | {"workspaces": sum(map(sum, workspaces.values()))}
+    stays = none | standing.sum_parts(Born.SETUP, Born.FIRST_STEP)
+    stays["rounding"] = found.rounding_at_rest if has_rounding else 0
+    running = none | standing.sum_parts(Born.SETUP, Born.FIRST_STEP, Born.MICRO_BATCHES)
+    for part, num_bytes in found.parts.items():
+        running[part] += num_bytes
+    running["rounding"] = found.rounding if has_rounding else 0
+    running["deferred gradients"] = _count_deferred(run, num_micro_batches) if stage == stages - 1 else 0
+    # A chunk's block has the latest micro batch's input in an attribute until the next one comes
+    # (core/transformer/transformer_block.py:578 of megatron-core 0.16.1), and the schedule lets it keep its gradient
+    # (core/pipeline_parallel/schedules.py:469).
+    inputs = sum(2 * chunk.input_bytes for chunk in chunks) + _count_inputs_of_experts(run, chunks, layers)
+    at_rest = stays | standing.sum_parts(Born.SETUP, Born.FIRST_STEP, Born.EACH_STEP) | {"stage inputs": inputs}
+    gradients = at_rest["gradients"] + standing.step_gradients
+    ends = {
+        found.moment: running,
+        "reduction of the gradients": stays
+        | {"gradients": standing.reduction, "micro batches": chunks[-1].micro_batch_bytes},
+        "optimizer step": at_rest | {"gradients": gradients, "transients": standing.step_transient},
+    }
+    moment = max(ends, key=lambda each: sum(ends[each].values()))
+    on_host = [sum(map(sum, each)) for each in moved]
+    return RankEstimate(
+        "all ranks" if stages == 1 else {0: "first stage", stages - 1: "last stage"}.get(stage, f"stage {stage}"),
+        sum(chunk.num_parameters for chunk in chunks),
+        moment,
+        ends[moment],
+        at_rest,
+        rounded_bytes=found.rounded if simulates_allocator else None,
+        reserved_bytes=found.reserved if simulates_allocator else None,
+        host_bytes=max(itertools.accumulate(on_host[e.chunk] * (1 if e.is_forward else -1) for e in events)),
+    )
 
 
 def _list_standing(run: Run, chunks: Sequence[ChunkMemory], *, accumulates: bool) -> Standing:
@@ -180,10 +182,12 @@ def _list_standing(run: Run, chunks: Sequence[ChunkMemory], *, accumulates: bool
     if optimizer.kind == "megatron":
         return list_megatrons(run, chunks, sharing)
     sizes = [each.size for chunk in chunks for each in chunk.parameters]
-    if optimizer.kind == "none":
-        return list_plain(sizes, run.dtype.itemsize, accumulates=accumulates)
-    largest = max(chunk.largest_layer_parameters for chunk in chunks)
-    return list_zeros(sizes, run.dtype, optimizer, ranks=ranks, largest=largest, accumulates=accumulates)
+    if optimizer.kind == "deepspeed":
+        largest = max(chunk.largest_layer_parameters for chunk in chunks)
+        return list_zeros(sizes, run.dtype, optimizer, ranks=ranks, largest=largest, accumulates=accumulates)
+    # Without an optimizer gradients stay where micro batches add to them.
+    parts = ["weights", "gradients"] if accumulates else ["weights"]
+    return Standing(tensors=tuple(Tensor(part, size * run.dtype.itemsize) for part in parts for size in sizes))
 
 
 def _count_deferred(run: Run, num_micro_batches: int) -> int:
@@ -214,54 +218,6 @@ def _count_inputs_of_experts(run: Run, chunks: Sequence[ChunkMemory], layers: Se
     """
     if not run.layout.overlaps or run.layout.dispatcher != "alltoall":
         return 0
-    has_experts = run.model.layers_with_experts
-    number = sum(
-        has_experts[layer]
-        for chunk, of_chunk in zip(chunks, layers, strict=True)
-        for layer in of_chunk[1 if chunk.input_bytes else 0 :]
-    )
+    has_experts, pairs = run.model.layers_with_experts, zip(chunks, layers, strict=True)
+    number = sum(has_experts[layer] for chunk, own in pairs for layer in own[1 if chunk.input_bytes else 0 :])
     return 2 * number * _count_hidden_bytes(run)
-
-
-def _estimate_rank(
-    name: str,
-    chunks: Sequence[ChunkMemory],
-    standing: Standing,
-    counters: Counters,
-    of_ends: Mapping[str, int],
-) -> RankEstimate:
-    """The highest moment of a step: of its micro batches, of the reduction of the gradients, or the optimizer's step.
-
-    of_ends: bytes of workspaces; of gradients that are deferred, which are there while micro batches run; and of stage
-        inputs, what layers with experts keep of the latest micro batch between steps.
-    """
-    none = dict.fromkeys(PART_NAMES, 0) | {"workspaces": of_ends["workspaces"]}
-    stays = none | standing.sum_parts(Born.SETUP, Born.FIRST_STEP)
-    running = none | standing.sum_parts(Born.SETUP, Born.FIRST_STEP, Born.MICRO_BATCHES)
-    for part, num_bytes in counters.peak.parts.items():
-        running[part] += num_bytes
-    running |= {"rounding": counters.rounding, "deferred gradients": of_ends["deferred gradients"]}
-    stays["rounding"] = counters.rounding_at_rest
-    # A chunk's block has the latest micro batch's input in an attribute until the next one comes
-    # (core/transformer/transformer_block.py:578 of megatron-core 0.16.1), and the schedule lets it keep its gradient
-    # (core/pipeline_parallel/schedules.py:469).
-    inputs = sum(2 * chunk.input_bytes for chunk in chunks) + of_ends["stage inputs"]
-    at_rest = stays | standing.sum_parts(Born.SETUP, Born.FIRST_STEP, Born.EACH_STEP) | {"stage inputs": inputs}
-    ends = {
-        counters.peak.name: running,
-        "reduction of the gradients": stays
-        | {"gradients": standing.reduction, "micro batches": chunks[-1].micro_batch_bytes},
-        "optimizer step": at_rest
-        | {"gradients": at_rest["gradients"] + standing.step_gradients, "transients": standing.step_transient},
-    }
-    moment = max(ends, key=lambda each: sum(ends[each].values()))
-    return RankEstimate(name, sum(chunk.num_parameters for chunk in chunks), moment, ends[moment], at_rest)
-
-
-def _count_on_host(events: Iterable[Event], moved: Sequence[int]) -> int:
-    """Bytes on the host at most, of what a micro batch sends there, chunk by chunk."""
-    highest = level = 0
-    for event in events:
-        level += moved[event.chunk] if event.is_forward else -moved[event.chunk]
-        highest = max(highest, level)
-    return highest

@@ -26,17 +26,17 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from tempo_megatron.memory.rank.allocator import Library
-from tempo_megatron.memory.rank.standing import Tensor
+from tempo_megatron.memory.rank.play import Library
+from tempo_megatron.memory.rank.standing import FLOAT32, Tensor
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk_memory import ChunkMemory
 from tempo_megatron.memory.simulated.float8 import count_float8_bytes
+from tempo_megatron.memory.tape.tape import ENGINE_PRODUCT, TORCH_PRODUCT
 
-_FLOAT32 = 4
-_KIB = 1 << 10
-DETERMINISTIC_BYTES = 8 * 4096 * _KIB
+ENGINE, TORCH, TORCH_BACKWARD = (ENGINE_PRODUCT, False), (TORCH_PRODUCT, False), (TORCH_PRODUCT, True)
+DETERMINISTIC_BYTES = 32 << 20
 """CUBLAS_WORKSPACE_CONFIG=:4096:8, without which torch's deterministic algorithms refuse products."""
-_ENGINE_BYTES = {"a100": 4096 * _KIB, "h100": 32 * 1024 * _KIB + 1024, "gb200": 32 * 1024 * _KIB + 1024}
+_ENGINE_BYTES = {"a100": 4 << 20, "h100": (32 << 20) + 1024, "gb200": (32 << 20) + 1024}
 _GROUPED_STREAMS = 4
 """Grouped products of experts run on so many streams, each with a workspace of Transformer Engine's size
 (common/util/multi_stream.cpp: nvte_get_num_compute_streams)."""
@@ -57,30 +57,27 @@ def get_torch_bytes(gpu: str, version: str = torch.__version__) -> int:
     major, minor = (int(number) for number in version.split(".")[:2])
     if gpu == "h100" or (gpu == "gb200" and (major, minor) >= (2, 12)):
         return DETERMINISTIC_BYTES
-    return (2 * 4096 + 8 * 16) * _KIB
+    return (2 * 4096 + 8 * 16) << 10
 
 
 def list_workspaces(run: Run, *, has_head: bool) -> dict[Library, list[int]]:
     """Whose handle -> the bytes of each workspace of one rank; none where nothing says which GPU it is.
 
-    Args:
-        run: on a GPU.
-        has_head: whether the rank has the loss head, whose product is torch's whoever's the layers are.
+    has_head: whether the rank has the loss head, whose product is torch's whoever's the layers are.
     """
     if run.gpu is None or run.stock == "cpu":
         return {}
     default = DETERMINISTIC_BYTES if run.deterministic else get_torch_bytes(run.gpu)
     of_torch = [default if run.cublas_workspace_bytes is None else run.cublas_workspace_bytes]
-    of_both = {Library.TORCH: of_torch, Library.TORCH_BACKWARD: of_torch}
-    of_one = _ENGINE_BYTES[run.gpu]
+    of_both, of_one = {TORCH: of_torch, TORCH_BACKWARD: of_torch}, _ENGINE_BYTES[run.gpu]
     if run.stock == "local":
         has_router = run.model.num_experts is not None and run.router_dtype != torch.float64
-        return of_both | ({Library.ENGINE: [of_one]} if has_router else {})
+        return of_both | ({ENGINE: [of_one]} if has_router else {})
     # Tempo leaves Transformer Engine's linears where they are.
     uses_torch = has_head or (run.stock_attention == "unfused" and run.tempo.attention != "flash")
     num_streams = 1 + (_GROUPED_STREAMS if run.moe_grouped_gemm else 0)
     overlapped = [_OVERLAPPED_STREAMS * of_one] if run.overlaps_tensor_parallel else []
-    return {Library.ENGINE: [*[of_one] * num_streams, *overlapped]} | (of_both if uses_torch else {})
+    return {ENGINE: [*[of_one] * num_streams, *overlapped]} | (of_both if uses_torch else {})
 
 
 def list_library_tensors(run: Run, stage: int, chunks: Sequence[ChunkMemory]) -> Iterator[Tensor]:
@@ -88,8 +85,14 @@ def list_library_tensors(run: Run, stage: int, chunks: Sequence[ChunkMemory]) ->
 
     Its chunks share a global memory buffer, which stays from the first micro batch on.
     """
+    # Of weights that are in float8 alone Megatron-FSDP makes the transposed copy for a unit's backward
+    # (megatron_fsdp.py: release_params_fp8_transpose_cache).
+    is_passing = run.float8_weights and run.optimizer.fsdp is not None
+    if run.gpu is not None and run.float8 is not None and not is_passing:
+        weights = sum(chunk.float8_weights for chunk in chunks)
+        copies = count_float8_bytes(weights, run.float8, run.gpu)
+        yield Tensor("float8 weights", copies - (weights if run.float8_weights else 0))
     if run.gpu is not None:
-        yield Tensor("float8 weights", _count_float8(run, run.gpu, sum(chunk.float8_weights for chunk in chunks)))
         yield from (Tensor("lasting tensors", size) for size in list_lasting_tensors(run, stage))
     yield Tensor("global memory buffer", max(chunk.global_buffer_bytes for chunk in chunks))
     # Of each gradient that autograd is given where the product itself adds to the float32 buffer. Transformer Engine
@@ -98,14 +101,6 @@ def list_library_tensors(run: Run, stage: int, chunks: Sequence[ChunkMemory]) ->
     if run.gpu is not None and run.fuses_gradient_accumulation:
         for shape in sorted(frozenset().union(*(chunk.linear_shapes for chunk in chunks))):
             yield Tensor("placeholder gradients", math.prod(shape) * run.dtype.itemsize)
-
-
-def _count_float8(run: Run, gpu: str, weights: int) -> int:
-    """Of the copies in float8 of weights with so many elements. Megatron-FSDP makes the transposed copy for a unit's
-    backward (megatron_fsdp.py: release_params_fp8_transpose_cache)."""
-    if run.float8 is None or (run.float8_weights and run.optimizer.fsdp is not None):
-        return 0
-    return count_float8_bytes(weights, run.float8, gpu) - (weights if run.float8_weights else 0)
 
 
 def list_lasting_tensors(run: Run, stage: int) -> Iterator[int]:
@@ -120,10 +115,10 @@ def list_lasting_tensors(run: Run, stage: int) -> Iterator[int]:
     if is_rotary and not model.multi_latent_attention:
         # As long as the head's input, which further tokens' hidden states lengthen (gpt_model.py: get_rotary_seq_len).
         longer = run.mtp_num_layers if run.mtp_precedes_head and stage == run.layout.pp - 1 else 0
-        of_table = _FLOAT32 * positions * int(model.kv_channels * model.rotary_percent)
+        of_table = FLOAT32 * positions * int(model.kv_channels * model.rotary_percent)
         yield from [of_table] * (len(chunks) + longer)
     elif is_rotary:
-        of_layer = [_FLOAT32 * positions]
+        of_layer = [FLOAT32 * positions]
         if model.position_embedding_type == "yarn":
             # A context-parallel rank has its own positions.
             in_tables = positions if run.fuses_latent_rope else _YARN_POSITIONS // run.layout.cp
@@ -138,15 +133,14 @@ def _count_routing(run: Run) -> int:
     tokens = run.num_tokens // (run.layout.tp if run.layout.sp else 1)
     of_probability, number = (run.router_dtype or run.dtype).itemsize, run.model.num_experts or 0
     if run.layout.dispatcher == "flex":
-        return tokens * number * (_FLOAT32 + 1)
+        return tokens * number * (FLOAT32 + 1)
     if run.layout.dispatcher == "alltoall":
-        places = _count_places(run, tokens, number, run.count_sent(tokens))
-        return tokens * number * (of_probability + 1) + places
-    tokens *= run.layout.ep * run.layout.etp
-    local, rows = run.num_local_experts, run.count_sent(tokens) // run.layout.ep
-    return tokens * local + rows * of_probability + _count_places(run, tokens, local, rows)
-
-
-def _count_places(run: Run, tokens: int, num_experts: int, rows: int) -> int:
-    """An int64 for each copy; a kernel has an int32 for each token and twice each expert, and how many there are."""
-    return 4 * tokens * (2 * num_experts + 1) if run.moe_permute_fusion else 8 * rows
+        rows = run.count_sent(tokens)
+        probabilities = tokens * number * of_probability
+    else:
+        tokens *= run.layout.ep * run.layout.etp
+        number, rows = run.num_local_experts, run.count_sent(tokens) // run.layout.ep
+        probabilities = rows * of_probability
+    # An int64 for each copy; a kernel has an int32 for each token and twice each expert, and how many there are.
+    places = 4 * tokens * (2 * number + 1) if run.moe_permute_fusion else 8 * rows
+    return tokens * number + probabilities + places

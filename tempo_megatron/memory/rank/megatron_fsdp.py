@@ -29,23 +29,17 @@ from tempo_megatron.memory.simulated.chunk_memory import EMBEDDING, HEAD, LAYERS
 
 @dataclasses.dataclass(frozen=True)
 class ShardedChunk(Buckets):
-    """The chunk of a stage whose ranks share its weights. What it reduces is counted among what waits.
-
-    Args:
-        fsdp: of the run.
-        memory: of the chunk.
-        dtype: of the weights.
-        has_float8: whether those that multiply in float8 are in it (--fp8-param-gather).
-        ranks: that share what is no expert.
-        expert_ranks: that share an expert.
-    """
+    """The chunk of a stage whose ranks share its weights. What it reduces is counted among what waits."""
 
     fsdp: MegatronFsdp
     memory: ChunkMemory
     dtype: torch.dtype
+    """Of the weights."""
     has_float8: bool
+    """Whether those that multiply in float8 are in it (--fp8-param-gather)."""
     ranks: int
     expert_ranks: int
+    """That share what is no expert, and that share an expert."""
 
     def stand(self) -> Standing:
         """All of the rank's tensors: its part of every unit's weights, gradients and states, and what passes."""
@@ -88,16 +82,18 @@ class ShardedChunk(Buckets):
             return found
         done = units[len(layers) - {HEAD: 0, LAYERS: place + 1, EMBEDDING: len(layers)}[segment.part] :]
         waiting = max(0, segment.num_gradients - sum(layers[unit].total for unit in done)) * (self.ranks > 1)
-        found["gradients", None] = waiting * self._get_gradient_bytes(False, is_sent=True)
+        of_weight, of_float8 = (
+            self.fsdp.communicated_bytes or self._get_gradient_bytes(is_float8) for is_float8 in (False, True)
+        )
+        found["gradients", None] = waiting * of_weight
         elements = 0
         for unit in done:
             # Those of the unit whose backward runs; before them, the latest first, as many as may wait.
             if elements > self.fsdp.unit_elements:
                 break
-            shared, float8 = self._count_shared(layers[unit]), self._count_float8(layers[unit])
+            shared, float8 = self._count_shared(layers[unit])
             elements += shared
-            sent = [self._get_gradient_bytes(is_float8, is_sent=True) for is_float8 in (False, True)]
-            found["gradients", unit] = (shared - float8) * sent[0] + float8 * sent[1]
+            found["gradients", unit] = (shared - float8) * of_weight + float8 * of_float8
         return found
 
     def _list_groups(self) -> Iterator[tuple[int, int, bool]]:
@@ -123,20 +119,15 @@ class ShardedChunk(Buckets):
         for place, unit in enumerate(units):
             if elements >= self.fsdp.unit_elements // 2:
                 break
-            layer = self.memory.layer_parameters[unit]
-            size = self._count_shared(layer)
+            size, float8 = self._count_shared(self.memory.layer_parameters[unit])
             elements += size if place else 0
-            yield unit, size * self.dtype.itemsize - self._count_float8(layer) * (self.dtype.itemsize - 1)
+            yield unit, size * self.dtype.itemsize - float8 * (self.dtype.itemsize - 1)
 
-    def _count_shared(self, layer: LayerParameters) -> int:
-        """Elements that other ranks share, so that they are gathered."""
-        return layer.others * (self.ranks > 1) + layer.experts * (self.expert_ranks > 1)
+    def _count_shared(self, layer: LayerParameters) -> tuple[int, int]:
+        """Elements that other ranks share, so that they are gathered, and those of them that are in float8."""
+        shares, shares_experts = self.ranks > 1, self.expert_ranks > 1
+        float8 = layer.float8_others * shares + layer.float8_experts * shares_experts
+        return layer.others * shares + layer.experts * shares_experts, float8 * self.has_float8
 
-    def _count_float8(self, layer: LayerParameters) -> int:
-        """Of those elements the ones that are in float8."""
-        shared = layer.float8_others * (self.ranks > 1) + layer.float8_experts * (self.expert_ranks > 1)
-        return shared * self.has_float8
-
-    def _get_gradient_bytes(self, is_float8: bool, *, is_sent: bool = False) -> int:
-        given = (is_sent and self.fsdp.communicated_bytes) or self.fsdp.gradient_bytes
-        return given or (2 if is_float8 else self.dtype.itemsize)
+    def _get_gradient_bytes(self, is_float8: bool) -> int:
+        return self.fsdp.gradient_bytes or (2 if is_float8 else self.dtype.itemsize)

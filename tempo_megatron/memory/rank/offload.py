@@ -8,14 +8,13 @@ last layer of a chunk has nothing behind it to run meanwhile, so what it keeps s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from typing import Any
 
 from tempo_kernels.offload import MIN_BYTES
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import record_chunk
 from tempo_megatron.memory.simulated.chunk_model import STACKS_OF_FAMILIES
 from tempo_megatron.memory.tape.rows import find_row
-from tempo_megatron.memory.tape.scopes import SavedStorage
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, OFFLOAD
 from tempo_megatron.settings.operations import find_offload_row, is_moved
@@ -31,14 +30,6 @@ def drop_offload(config: TempoConfig) -> TempoConfig:
     return dataclasses.replace(config, offload="off", layers=layers)
 
 
-def _list_moved(saved: Iterable[SavedStorage], seq_length: int, offload: str) -> Iterator[int]:
-    """The bytes of each storage of a layer that goes to the host."""
-    for storage in saved:
-        name = find_offload_row(find_row(storage.operation, storage.shape, (seq_length,)))
-        if name is not None and storage.num_bytes >= MIN_BYTES and is_moved(name, offload):
-            yield storage.num_bytes
-
-
 def list_moved_of_layers(run: Run, layers: range) -> tuple[tuple[int, ...], ...]:
     """For each layer of a chunk, counted from 0 over the whole model, the bytes of each storage that one micro batch
     sends to the host.
@@ -51,29 +42,32 @@ def list_moved_of_layers(run: Run, layers: range) -> tuple[tuple[int, ...], ...]
         raise ValueError(
             "tempo.offload is given for a T5, a hybrid or multi-token prediction, which it does not know; leave it out"
         )
-    (stack,) = STACKS_OF_FAMILIES[run.model.family]
-    has_experts = run.model.layers_with_experts
+    (stack,), has_experts = STACKS_OF_FAMILIES[run.model.family], run.model.layers_with_experts
     kinds = [
         (run.tempo.for_layer(layer, stack), run.find_recomputed(layer - layers.start), has_experts[layer])
         for layer in layers
     ]
     distinct = list(dict.fromkeys(kinds))
-    model = run.model.take_layers([layers[kinds.index(kind)] for kind in distinct])
     values = {
         str(place): {name: getattr(config, name) for name in LAYER_OPERATIONS}
         for place, (config, _, _) in enumerate(distinct)
     }
     of_kinds = dataclasses.replace(
         run,
-        model=model,
-        tempo=dataclasses.replace(drop_offload(run.tempo), layers=values),
+        model=run.model.take_layers([layers[kinds.index(kind)] for kind in distinct]),
+        tempo=dataclasses.replace(run.tempo, offload="off", layers=values),
         layout=dataclasses.replace(run.layout, pp=1, dp=1, chunks=None),
         # Those that are recomputed as a whole are the first ones of the chunk, and so of its kinds.
         recompute_num_layers=run.recompute_num_layers and sum("full" in recomputed for _, recomputed, _ in distinct),
     )
     by_layer, _ = record_chunk(of_kinds, range(len(distinct)))
-    moved = {
-        kind: tuple(_list_moved(by_layer[stack, place], run.tokens_of_sample, kind[0].offload))
-        for place, kind in enumerate(distinct)
-    }
+    moved: dict[Any, tuple[int, ...]] = {}
+    for place, kind in enumerate(distinct):
+        rows = [
+            (find_offload_row(find_row(saved.operation, saved.shape, (run.tokens_of_sample,))), saved.num_bytes)
+            for saved in by_layer[stack, place]
+        ]
+        moved[kind] = tuple(
+            size for row, size in rows if row is not None and size >= MIN_BYTES and is_moved(row, kind[0].offload)
+        )
     return (*(moved[kind] for kind in kinds[:-1]), ())

@@ -50,28 +50,18 @@ _LARGEST_SHARD = 1.3
 class Born(enum.Enum):
     """When a tensor is made, and how long it stays."""
 
-    SETUP = enum.auto()
-    """Before the first step, for good."""
-
-    PASSING = enum.auto()
-    """Before the first step, until the next tensor is made that stays."""
-
-    FIRST_STEP = enum.auto()
-    """By the first optimizer step, for good."""
-
-    EACH_STEP = enum.auto()
-    """By each optimizer step, until the next step begins."""
-
-    MICRO_BATCHES = enum.auto()
-    """By a step's first micro batch, until its optimizer step is over."""
+    SETUP = "before the first step, for good"
+    PASSING = "before the first step, until the next tensor is made that stays"
+    FIRST_STEP = "by the first optimizer step, for good"
+    EACH_STEP = "by each optimizer step, until the next step begins"
+    MICRO_BATCHES = "by a step's first micro batch, until its optimizer step is over"
 
 
 class Tensor(NamedTuple):
     """A tensor that stands beside micro batches."""
 
     part: str
-    """One of `estimate.PART_NAMES`."""
-
+    """One of `estimate.PARTS`."""
     num_bytes: int
     born: Born = Born.SETUP
     is_in_buffers: bool = False
@@ -90,24 +80,18 @@ class Buckets:
         return 0
 
 
-_NO_BUCKETS = Buckets()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Standing:
     """All tensors of a rank beside its micro batches."""
 
     tensors: tuple[Tensor, ...] = ()
     """In the order in which they are made."""
-
-    buckets: Buckets = _NO_BUCKETS
+    buckets: Buckets = dataclasses.field(default_factory=Buckets)
     reduction: int = 0
     """Bytes of gradients, buckets and their copies at the end of the last backward, when the rest of them is reduced;
     0 where that needs no more than stands."""
-
     step_gradients: int = 0
     """Bytes of gradients in the optimizer's step beyond those that stay."""
-
     step_transient: int = 0
     """What the optimizer's step makes and frees beside all this; there is no activation then."""
 
@@ -128,12 +112,6 @@ def divide_like(total: int, sizes: Sequence[int]) -> Iterator[int]:
         share = total * end // of_all
         yield share - before
         before = share
-
-
-def list_plain(sizes: Sequence[int], element_bytes: int, *, accumulates: bool) -> Standing:
-    """Weights, and gradients that stay where micro batches add to them; there is no optimizer."""
-    parts = ("weights", *(["gradients"] if accumulates else []))
-    return Standing(tensors=tuple(Tensor(part, size * element_bytes) for part in parts for size in sizes))
 
 
 def list_megatrons(run: Run, chunks: Sequence[ChunkMemory], sharing: tuple[int, int]) -> Standing:
@@ -175,26 +153,19 @@ def list_megatrons(run: Run, chunks: Sequence[ChunkMemory], sharing: tuple[int, 
 def _list_pieces(run: Run, chunks: Sequence[ChunkMemory], sharing: tuple[int, int]) -> Iterator[int]:
     """Elements of each piece of a parameter whose states the rank has: of experts, which have an optimizer of their
     own, behind all else."""
+    optimizer, bucket_elements = run.optimizer, None
+    if optimizer.overlaps_reduction and not chunks[0].input_bytes:
+        # Only buffers of the first stage's first chunk are reduced in several buckets (training/training.py:2179-2194
+        # and 2491-2502 of Megatron-LM at d98e8a64dd).
+        of_ranks = _BUCKET_ELEMENTS_OF_RANK * run.layout.dp * run.layout.cp
+        bucket_elements = optimizer.bucket_elements or max(_BUCKET_ELEMENTS, of_ranks)
+        if optimizer.num_buckets is not None:
+            bucket_elements = sum(chunk.num_parameters for chunk in chunks) // optimizer.num_buckets
     shares_embedding = run.layout.pp > 1 and not run.model.untie_embeddings_and_output_weights
     for is_expert, ranks in zip((False, True), sharing, strict=True):
         for place, chunk in enumerate(chunks):
             own = [each for each in chunk.parameters if each.is_expert == is_expert]
-            bucket = None if place else _get_bucket_elements(run, chunks)
-            yield from list_own_pieces(own, ranks, run.optimizer, shares_embedding, bucket)
-
-
-def _get_bucket_elements(run: Run, chunks: Sequence[ChunkMemory]) -> int | None:
-    """After how many elements a bucket of the first chunk's buffers ends; None where all are one.
-
-    Only the first stage reduces in several (training/training.py:2179-2194 and 2491-2502 of Megatron-LM at d98e8a64dd).
-    """
-    optimizer = run.optimizer
-    if not optimizer.overlaps_reduction or chunks[0].input_bytes:
-        return None
-    if optimizer.num_buckets is not None:
-        return sum(chunk.num_parameters for chunk in chunks) // optimizer.num_buckets
-    of_ranks = _BUCKET_ELEMENTS_OF_RANK * run.layout.dp * run.layout.cp
-    return optimizer.bucket_elements or max(_BUCKET_ELEMENTS, of_ranks)
+            yield from list_own_pieces(own, ranks, optimizer, shares_embedding, None if place else bucket_elements)
 
 
 def list_own_pieces(
@@ -236,33 +207,24 @@ def list_muons(
     parameters: Sequence[Parameter], muon: str, sharing: tuple[int, int], of_weight: int
 ) -> tuple[list[tuple[int, int]], int, int]:
     """Elements and moments of each piece of a parameter whose states the last rank has; elements of padding in its
-    buffers; and what the step makes and frees.
-
-    Args:
-        parameters: of the rank, all chunks.
-        muon: as OptimizerSettings has it.
-        sharing: as `list_megatrons` takes it.
-        of_weight: bytes of one.
-    """
+    buffers; and what the step makes and frees. `muon` is that of OptimizerSettings, `of_weight` the bytes of one."""
     pieces: list[tuple[int, int]] = []
     padding = transient = 0
-
     for is_expert, ranks in zip((False, True), sharing, strict=True):
-        given = [each for each in parameters if each.is_expert == is_expert]
+        own = given = [each for each in parameters if each.is_expert == is_expert]
         # With one rank for all Megatron divides nothing.
-        if sharing[0] == 1 or muon == "whole" or ranks == 1:
-            pieces += [(each.size, 1 if each.is_matrix else 2) for each in given]
-        elif muon == "dealt":
+        is_divided = sharing[0] > 1 and ranks > 1
+        if is_divided and muon == "dealt":
             # From the smallest on, to the first rank, ..., the last, the last, ..., the first: what the last one gets.
             by_size = enumerate(sorted(given, key=lambda each: each.size))
             own = [each for place, each in by_size if place % (2 * ranks) in (ranks - 1, ranks)]
-            pieces += [(each.size, 1 if each.is_matrix else 2) for each in own]
             # The updated weights are flattened, and those of all ranks gathered beside the model's.
             transient = max(transient, of_weight * sum(each.size for each in [*given, *own]))
-        else:
-            shard, more = _lay_out([each for each in given if each.is_matrix], ranks)
+        elif is_divided and muon == "laid out":
+            own, more = _lay_out([each for each in given if each.is_matrix], ranks)
             padding += more
-            pieces += [(each.size, 1) for each in shard]
+        pieces += [(each.size, 1 if each.is_matrix else 2) for each in own]
+        if is_divided and muon == "laid out":
             pieces += [(-(-each.size // ranks), 2) for each in given if not each.is_matrix]
     return pieces, padding, transient
 

@@ -26,49 +26,38 @@ from tempo_megatron.memory.rank.standing import FLOAT32, Born, Buckets, Standing
 from tempo_megatron.memory.run import BUCKET_ELEMENTS, OptimizerSettings
 from tempo_megatron.memory.simulated.chunk_memory import Segment
 
-_STATES = 3
-"""Two moments, and a copy of the weights."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroBuckets(Buckets):
-    """Bytes on one rank."""
+    """Bytes on one rank, and what says when they are there."""
 
     bucket: int
     """Of gradients, there from the first gradient of a micro batch on; with ZeRO 3 the weights that are gathered."""
-
     stays: bool
     """Whether it is there in the forward of the next micro batch too."""
-
     num_elements: int
     """How many gradients fit it."""
-
     reduced: int = 0
     """Gradients of one micro batch, made when the bucket is full for the first time, or at the end of backward."""
-
     flush: int = 0
     """What it makes to reduce a full bucket: copies of it, beside the gradient for which there was no room."""
 
     def list_held(self, segment: Segment) -> dict[str, int]:
         has_bucket = segment.num_gradients > 0 or self.stays
-        is_reduced = segment.num_gradients > self.num_elements
-        return {"bucket": has_bucket * self.bucket, "reduced": is_reduced * self.reduced}
+        return {"bucket": has_bucket * self.bucket, "reduced": self._is_full(segment) * self.reduced}
 
     def count_flush(self, segment: Segment) -> int:
-        # A bucket is reduced when a gradient is complete.
-        return self.flush if segment.num_gradients > self.num_elements else 0
+        return self._is_full(segment) * self.flush
+
+    def _is_full(self, segment: Segment) -> bool:
+        return segment.num_gradients > self.num_elements
 
 
-def makes_gradients(optimizer: OptimizerSettings, dtype: torch.dtype, accumulates: bool) -> bool:
-    """Whether there are no gradients before a backward, which makes them and leaves them.
+def leaves_gradients(optimizer: OptimizerSettings, dtype: torch.dtype) -> bool:
+    """Whether gradients that no backward has made before are left where it makes them.
 
-    accumulates: whether a step has more than one micro batch.
+    ZeRO 2 and 3 take each gradient away as it comes, and so does ZeRO 1 in fp16 with gradients in float32.
     """
-    if accumulates or optimizer.kind == "megatron":
-        return False
-    if optimizer.kind == "none":
-        return True
-    # ZeRO 2 and 3 take each gradient away as it comes, and so does ZeRO 1 in fp16 with gradients in float32.
     takes_away = optimizer.accumulates_in_float32 and not _is_bf16_optimizer(optimizer, dtype)
     return optimizer.zero_stage == 0 or (optimizer.zero_stage == 1 and not takes_away)
 
@@ -84,41 +73,38 @@ def list_zeros(
 ) -> Standing:
     """What stands with DeepSpeed; of ZeRO 3 a part of each parameter.
 
-    Args:
-        sizes: elements of each parameter.
-        dtype: of the weights.
-        optimizer: DeepSpeed's.
-        ranks: that share optimizer states.
-        largest: elements of the rank's largest layer.
-        accumulates: whether a step has more than one micro batch.
+    `sizes` are elements of each parameter, `largest` those of the largest layer. `ranks` share optimizer states, and
+    `accumulates` says that a step has several micro batches.
     """
     p, e, d, stage = sum(sizes), dtype.itemsize, ranks, optimizer.zero_stage
     of_gradient = FLOAT32 if optimizer.accumulates_in_float32 else e
     is_16_bit, roots = e < FLOAT32, FLOAT32 if optimizer.foreach else 0
-    weights, states, communication, reduction = e * p, _divide(FLOAT32 * _STATES * p, d), 0, 0
-    standing = 0 if makes_gradients(optimizer, dtype, accumulates) else e * p
+    # Two moments, and a copy of the weights.
+    weights, states, communication, reduction = e * p, _divide(FLOAT32 * 3 * p, d), 0, 0
+    standing = e * p if accumulates or not leaves_gradients(optimizer, dtype) else 0
     buckets = Buckets()
     if stage == 0:
-        states, gradients = FLOAT32 * (_STATES - 1 + is_16_bit) * p, e * p
-        transient = max(_flatten(p, e), (FLOAT32 * is_16_bit + roots) * p)
+        states, gradients = FLOAT32 * (2 + is_16_bit) * p, e * p
+        # DeepSpeed without ZeRO flattens as many gradients as it reduces at once, or all.
+        transient = max(min(p, BUCKET_ELEMENTS) * e, (FLOAT32 * is_16_bit + roots) * p)
     elif _is_bf16_optimizer(optimizer, dtype):
         # The sums in float32 are there all the time.
         standing, gradients = standing + FLOAT32 * p, (e + FLOAT32) * p
         # Flattened in float32, and converted to bf16 to be sent.
-        transient = max(_flatten(p, FLOAT32 + e), _divide(roots * p, d))
+        transient = max(min(p, BUCKET_ELEMENTS) * (FLOAT32 + e), _divide(roots * p, d))
     else:
         gradients = _divide(of_gradient * p, d)
         transient = _count_step(p, e, d, optimizer, largest)
+        if stage > 1:
+            standing = gradients if accumulates or stage == 3 else 0
+        elif standing:
+            standing = of_gradient * p
         if stage == 3:
             weights = 0 if optimizer.offloads_weights else _divide(weights, d)
             # One bucket, also with "overlap_comm".
-            standing, communication = gradients, optimizer.reduce_bucket_elements * e
+            communication = optimizer.reduce_bucket_elements * e
             buckets, reduction = _gather(p, e, d, optimizer, largest)
         else:
-            if stage == 2:
-                standing = gradients if accumulates else 0
-            elif standing:
-                standing = of_gradient * p
             buckets, reduction = _collect(p, e, d, optimizer, largest, accumulates)
         reduction += standing if stage > 1 else 0
     if optimizer.offloads:
@@ -128,15 +114,9 @@ def list_zeros(
             standing, gradients, reduction = 0, 0, reduction - gradients
     tensors = [Tensor("weights", size) for size in divide_like(weights, sizes)]
     tensors += [Tensor("gradients", size, Born.MICRO_BATCHES) for size in divide_like(standing, sizes)]
-    tensors += [Tensor("optimizer states", size) for size in divide_like(states, [1] * _STATES)]
+    tensors += [Tensor("optimizer states", size) for size in divide_like(states, [1] * 3)]
     tensors.append(Tensor("communication buffers", communication))
-    return Standing(
-        tensors=tuple(tensors),
-        buckets=buckets,
-        reduction=reduction,
-        step_gradients=gradients,
-        step_transient=transient,
-    )
+    return Standing(tuple(tensors), buckets, reduction, step_gradients=gradients, step_transient=transient)
 
 
 def _is_bf16_optimizer(optimizer: OptimizerSettings, dtype: torch.dtype) -> bool:
@@ -152,17 +132,15 @@ def _collect(
     elements = optimizer.reduce_bucket_elements
     # ZeRO 1 reduces what it has accumulated, ZeRO 2 what a micro batch gives.
     of_gradient = FLOAT32 if is_stage_1 and in_float32 else e
-    bucket, reduced = elements * of_gradient, 0
-    reduction = own = _divide(e * p, d)
+    bucket, reduced, reduction = elements * of_gradient, 0, _divide(e * p, d)
     if is_stage_1:
         # The first bucket's gradients lie in it; those of the others are where they were, or, of other ranks, gone.
         reduction += of_gradient * (p - (p if p <= elements else max(0, elements - largest)))
     else:
         # Those of a micro batch are added to what was before when all are there; in float32 as they come.
-        reduction = reduced = own if not in_float32 else 0 if accumulates else _divide(FLOAT32 * p, d)
-    num_buckets = 2 if optimizer.overlaps else 1
+        reduction = reduced = reduction if not in_float32 else 0 if accumulates else _divide(FLOAT32 * p, d)
     buckets = ZeroBuckets(
-        bucket=bucket * num_buckets,
+        bucket=bucket * (2 if optimizer.overlaps else 1),
         # ZeRO 1 keeps it from the first micro batch of a step to the last one's end.
         stays=is_stage_1 and accumulates,
         num_elements=elements,
@@ -199,11 +177,6 @@ def _count_step(p: int, e: int, d: int, optimizer: OptimizerSettings, largest: i
     if not (optimizer.zero_stage == 2 and in_float32):
         flat = _divide((FLOAT32 if in_float32 or e == FLOAT32 else e + FLOAT32) * p, d)
     return max(flat, _divide((2 * FLOAT32 if optimizer.foreach else 0) * p, d))
-
-
-def _flatten(p: int, bytes_of_element: int) -> int:
-    """A copy of all gradients, or of as many as DeepSpeed without ZeRO reduces at once."""
-    return min(p, BUCKET_ELEMENTS) * bytes_of_element
 
 
 def _divide(num_bytes: int, parts: int) -> int:
