@@ -83,8 +83,8 @@ def plan_for_all_ranks(make_request: Callable[[], PlanRequest], budget: int) -> 
 
 def make_run_plan(request: PlanRequest, budget: int) -> RunPlan:
     """The verified plan of a request, made in this process."""
-    from tempo_megatron.memory.plan.planner import make_plan
+    from tempo_megatron.memory.plan.planner import Planner
 
-    plan = make_plan(request, budget)
+    plan = Planner(request).plan(budget)
     gpu_title = f"{request.gpu.title}{'' if request.gpu.calibrated else ' (data sheet)'}"
     return RunPlan(**vars(plan), budget=budget, gpu_title=gpu_title)
