@@ -264,7 +264,7 @@ class LayerOptions:
     ) -> list[LayerOption]:
         """The undominated options of a layer with this recomputation by Megatron, of those with these values, by
         ascending time; of equal ones the first stays. Some of the rows are on the host where they fit the window."""
-        every = itertools.product(*(values.get(name, ("off",)) for name in LAYER_OPERATIONS))
+        every = itertools.product(*(values[name] for name in LAYER_OPERATIONS))
         prices = {
             each: self.price(LayerChoice(each, recompute)) for each in every if self.rows.is_possible(recompute, each)
         }

@@ -114,8 +114,8 @@ def _add_up(name: str, *groups: Groups) -> Any:
 
 def _get_most(name: str, groups: Groups) -> Any:
     """Of the layers that there are."""
-    each = [np.where(np.greater(number, 0), getattr(option, name), 0) for number, option in groups]
-    return functools.reduce(np.maximum, each, 0)
+    each: list[Any] = [np.where(np.greater(number, 0), getattr(option, name), 0) for number, option in groups]
+    return functools.reduce(np.maximum, [0, *each])
 
 
 def stack_options(options: Sequence[LayerOption], places: Any = slice(None)) -> LayerOption:
