@@ -47,7 +47,7 @@ from tempo_kernels.offload import Engine, Offload, ThreadDevice, move_all
 from tempo_megatron import TempoConfig, cpu, tempo_block_spec
 from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.plan.gpu import read_gpu
-from tempo_megatron.memory.plan.planner import PlanRequest, make_plan, make_smallest_plan
+from tempo_megatron.memory.plan.planner import Planner, PlanRequest
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.models.build import build_transformer_config
 from tempo_megatron.models.shape import ModelShape, make_shape
@@ -216,10 +216,10 @@ def plan_stack(sizes: Sizes) -> TempoConfig:
         dtype=sizes.dtype,
         optimizer=OptimizerSettings(kind="none"),
     )
-    request = PlanRequest(run=run, gpu=read_gpu("h100"), recompute=frozenset())
-    least, quickest = make_smallest_plan(request), make_plan(request, 10**15)
+    planner = Planner(PlanRequest(run=run, gpu=read_gpu("h100"), recompute=frozenset()))
+    least, quickest = planner.make_smallest(), planner.plan(10**15)
     budget = (least.peak_bytes + quickest.peak_bytes) // 2
-    return make_plan(request, budget).tempo
+    return planner.plan(budget).tempo
 
 
 def describe(sizes: Sizes, num_layers: int) -> ModelShape:

@@ -59,7 +59,7 @@ def write_plans() -> Iterator[str]:
         alone = Planner(read(model))
         planner = Planner(dataclasses.replace(alone.request, host_bytes=128 * GIB))
         flops = count_layer_flops(alone.request.run).total * alone.request.run.model.num_layers
-        least, most = min(plan.peak_bytes for plan in alone.list_smallest()), alone.plan(10**15).peak_bytes
+        least, most = alone.make_smallest().peak_bytes, alone.plan(10**15).peak_bytes
         for size in (least + (most - least) * part // (NUM_BUDGETS - 1) for part in range(NUM_BUDGETS)):
             without, plan = alone.plan(size), planner.plan(size)
             yield (

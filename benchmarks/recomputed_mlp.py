@@ -23,11 +23,12 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 
 from tempo_megatron import TempoConfig, cpu, tempo_block_spec
 from tempo_megatron.memory.fake_tensors import simulate_layout
-from tempo_megatron.memory.plan.choices import LayerPrices, count_moved_bytes, count_recomputed_flops
+from tempo_megatron.memory.plan.choices import LayerChoice, LayerOptions, count_moved_bytes, count_recomputed_flops
 from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.memory.run import Run
 from tempo_megatron.models.build import build_transformer_config
 from tempo_megatron.models.shape import ModelShape, make_shape
+from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
 
 CONFIG = {"activation": "recompute", "norm": "recompute", "attention": "flash"}
 # Tempo's values, and Megatron's recompute modules.
@@ -54,12 +55,13 @@ def model_ms(form: str, seq_length: int) -> float:
     tempo_config, recompute = FORMS[form]
     shape = make_layer_shape(4096, seq_length)
     run = Run(model=shape, tempo=tempo_config, recompute=tuple(recompute), stock="transformer_engine")
-    prices = LayerPrices(run, read_gpu("h100"))
-    flops = prices.flops
-    products = 3 * flops.total + count_recomputed_flops(flops, recompute, tempo_config)
+    options = LayerOptions(run, read_gpu("h100"))
+    choice = LayerChoice(tuple(getattr(tempo_config, name) for name in LAYER_OPERATIONS), recompute)
+    flops = options.flops
+    products = 3 * flops.total + count_recomputed_flops(flops, choice)
     # A linear's FLOPs are two for each weight and token. Each weight is read twice, and its gradient added in float32.
-    moved = (2 * 2 + 2 * 4) * (flops.linears // (2 * seq_length)) + count_moved_bytes(run, tempo_config, recompute)
-    return prices.seconds(products, moved) * 1e3
+    moved = (2 * 2 + 2 * 4) * (flops.linears // (2 * seq_length)) + count_moved_bytes(run, choice)
+    return options.seconds(products, moved) * 1e3
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def test_a_gpu_that_is_none_is_one_sentence(tmp_path: Path) -> None:
             "host_link is 64000000000.0; expected an object of title, to_host",
         ),
         (json.dumps({**content, "bytes_per_second": True}), "bytes_per_second is True; expected a positive number"),
-        (json.dumps({**content, "matmul_flops_per_second": {"bf16": 1}}), "expected rates of bf16, fp16, fp32"),
+        (json.dumps({**content, "matmul_flops_per_second": {"bf16": 1}}), "expected an object of bf16, fp16, fp32"),
     ):
         wrong.write_text(change)
         with pytest.raises(ValueError, match=message):

@@ -27,7 +27,7 @@ from tempo_megatron.memory.plan.choices import (
     replace_value,
 )
 from tempo_megatron.memory.plan.gpu import read_gpu
-from tempo_megatron.memory.plan.planner import PlanRequest, make_plan
+from tempo_megatron.memory.plan.planner import Planner, PlanRequest
 from tempo_megatron.memory.run import Run
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
@@ -142,5 +142,5 @@ def test_an_mlp_in_tiles_is_planned_where_it_is_written_and_keeps_what_a_recompu
     rows = measure_rows(tiled)
     assert rows.count(frozenset(), [tiles]) == rows.count(frozenset(), [again])
     tiled = dataclasses.replace(tiled, model=dataclasses.replace(tiled.model, vocab_size=128))
-    plan = make_plan(PlanRequest(run=tiled, gpu=read_gpu("h100"), fixed_sizes=(1,)), 10**12)
+    plan = Planner(PlanRequest(run=tiled, gpu=read_gpu("h100"), fixed_sizes=(1,))).plan(10**12)
     assert plan.block["linear_fc1"] == "tile"

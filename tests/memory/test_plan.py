@@ -8,13 +8,20 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 from kept_formula import count_layer_bytes, count_stack_bytes, list_layer_rows, make_layer
 from runs import build_run
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.plan import planner as plan_planner
-from tempo_megatron.memory.plan.choices import LayerChoice, LayerRows, Rows, Values, count_recomputed_flops
+from tempo_megatron.memory.plan import choices as plan_choices
+from tempo_megatron.memory.plan.choices import (
+    LayerChoice,
+    LayerRows,
+    Rows,
+    Values,
+    count_recomputed_flops,
+)
 from tempo_megatron.memory.plan.flops import count_layer_flops
 from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.memory.plan.planner import (
@@ -22,15 +29,13 @@ from tempo_megatron.memory.plan.planner import (
     NothingFitsError,
     Planner,
     PlanRequest,
-    list_recomputations,
-    make_plan,
-    make_smallest_plan,
 )
 from tempo_megatron.memory.plan.plots import list_switches
-from tempo_megatron.memory.plan.search import count_peak
+from tempo_megatron.memory.plan.search import count_peak, stack_options
 from tempo_megatron.memory.tape.rows import Row
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.models.shape import make_shape as complete_shape
+from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
 from tempo_megatron.words.argument_types import format_bytes
 
 FIXED = 10**9
@@ -43,16 +48,20 @@ class FormulaRows(LayerRows):
         run = dataclasses.replace(self._run, recompute=tuple(recompute))
         layer, stock = make_layer(run), {"stock": run.stock, "stock_attention": run.stock_attention}
         self._stack_bytes[recompute] = count_stack_bytes(layer, TempoConfig.off())
-        configs = [LayerChoice(each, frozenset()).make_config() for each in choices]
+        configs = [make_config(each) for each in choices]
         return [
             tuple(Row(row.operation, row.num_bytes) for row in list_layer_rows(layer, config, **stock))
             for config in configs
         ]
 
 
+def make_config(values: Values) -> TempoConfig:
+    return dataclasses.replace(TempoConfig.off(), **dict(zip(LAYER_OPERATIONS, values, strict=True)))
+
+
 @pytest.fixture(autouse=True)
 def rows_by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_planner, "measure_rows", FormulaRows)
+    monkeypatch.setattr(plan_choices, "measure_rows", FormulaRows)
 
 
 def make_shape(**sizes: Any) -> ModelShape:
@@ -90,16 +99,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_no_single_switch_beats_the_plan_at_its_own_budget(layout: dict[str, Any]) -> None:
-    planner = Planner(make_request(**layout))
-    switches = list_switches(planner)
-    assert {"stock", "Tempo, in place", "Tempo, recompute", "stock + core_attn", "stock + full"} <= set(switches)
-    for name, switch in switches.items():
-        plan = planner.plan(switch.peak_bytes)
-        assert plan.peak_bytes <= switch.peak_bytes and plan.seconds <= switch.seconds * 1.005, name
-
-
 def read_recompute(plan: MemoryPlan, layer_in_stage: int) -> frozenset[str]:
     """What Megatron makes of a plan's words for one layer of a stage."""
     words = plan.megatron_arguments
@@ -116,8 +115,12 @@ def read_recompute(plan: MemoryPlan, layer_in_stage: int) -> frozenset[str]:
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_every_plan_fits_its_block_and_words_say_why_and_its_bound_is_below(layout: dict[str, Any]) -> None:
     planner = Planner(make_request(**layout))
-    run = planner.request.run
-    least, most = make_smallest_plan(planner.request).peak_bytes, list_switches(planner)["stock"].peak_bytes
+    run, switches = planner.request.run, list_switches(planner)
+    assert {"stock", "Tempo, in place", "Tempo, recompute", "stock + core_attn", "stock + full"} <= set(switches)
+    for name, switch in switches.items():
+        plan = planner.plan(switch.peak_bytes)
+        assert plan.peak_bytes <= switch.peak_bytes and plan.seconds <= switch.seconds * 1.005, name
+    least, most = planner.make_smallest().peak_bytes, switches["stock"].peak_bytes
     seconds, bounds = [], []
     for budget in (least + (most - least) * index // 7 for index in range(8)):
         plan = planner.plan(budget)
@@ -136,7 +139,7 @@ def test_every_plan_fits_its_block_and_words_say_why_and_its_bound_is_below(layo
                 assert stage.choices[index].recompute == recompute
                 layer = make_layer(dataclasses.replace(run, recompute=tuple(recompute)))
                 of_layer = dataclasses.replace(config.for_layer(number), loss="off")
-                assert of_layer == stage.choices[index].make_config()
+                assert of_layer == make_config(stage.choices[index].values)
                 kept += count_layer_bytes(layer, of_layer, stock=run.stock, stock_attention=run.stock_attention)
             is_rotary = run.model.position_embedding_type == "rope"
             angles = 4 * 2048 * 128 if is_rotary and "full" in plan.megatron_arguments else 0
@@ -150,21 +153,22 @@ def test_every_plan_fits_its_block_and_words_say_why_and_its_bound_is_below(layo
 def test_no_choice_of_any_kinds_is_shorter_than_the_bound(stages: int) -> None:
     """Of 3 layers on each stage all choices of all undominated options are tried."""
     planner = Planner(make_request(3 * stages, pp=stages))
-    least, most = make_smallest_plan(planner.request).peak_bytes, list_switches(planner)["stock"].peak_bytes
+    least, most = planner.make_smallest().peak_bytes, list_switches(planner)["stock"].peak_bytes
     for budget in (least + (most - least) * index // 5 for index in range(1, 5)):
         best = math.inf
         for mode in planner._modes:
-            for full, number in itertools.product(mode.fulls, mode.numbers):
+            for number, full in mode.ways:
                 slowest = []
-                for stage in planner._make_stages(mode):
+                for stage, fixed_bytes in zip(planner._stages, mode.fixed_bytes, strict=True):
                     ways = [
                         [*([option] * number), *others]
-                        for option in (full or mode.options[:1])
+                        for option in (full if number else full[:1])
                         for others in itertools.combinations_with_replacement(mode.options, 3 - number)
                     ]
-                    fitting = [way for way in ways if count_peak(stage, way, number) <= budget]
-                    seconds = (stage.base_seconds + sum(option.seconds for option in way) for way in fitting)
-                    slowest.append(min(seconds, default=math.inf))
+                    layers = [(1, stack_options(options)) for options in zip(*ways, strict=True)]
+                    fits = fixed_bytes + count_peak(stage, layers[:number], layers[number:]) <= budget
+                    seconds = stage.base_seconds + sum(options.seconds for _, options in layers)
+                    slowest.append(np.min(seconds, where=fits, initial=math.inf))
                 best = min(best, max(slowest))
         plan = planner.plan(budget)
         assert plan.seconds - plan.gap_seconds <= best * (1 + 1e-12)
@@ -173,15 +177,15 @@ def test_no_choice_of_any_kinds_is_shorter_than_the_bound(stages: int) -> None:
 
 
 def test_an_impossible_budget_says_by_how_much_and_names_the_nearest_plan() -> None:
-    request = make_request(12)
-    smallest = make_smallest_plan(request)
+    planner = Planner(make_request(12))
+    smallest = planner.make_smallest()
     with pytest.raises(NothingFitsError, match="a GPU may be filled") as error:
-        make_plan(request, FIXED)
+        planner.plan(FIXED)
     text = str(error.value)
     assert f", {format_bytes(smallest.peak_bytes - FIXED)} more: activation=" in text and "\n" not in text
     assert "--recompute-granularity full --recompute-method block --recompute-num-layers" in text
     assert error.value.least_bytes == smallest.peak_bytes
-    assert make_plan(request, smallest.peak_bytes).peak_bytes <= smallest.peak_bytes
+    assert planner.plan(smallest.peak_bytes).peak_bytes <= smallest.peak_bytes
 
 
 def test_flops_are_those_of_the_products() -> None:
@@ -205,7 +209,8 @@ def test_flops_are_those_of_the_products() -> None:
         (again, ("core_attn", "mlp"), flops.core_attention + flops.mlp + flops.linear_qkv),  # nothing a third time
         (again, ("full",), flops.total),
     ):
-        assert count_recomputed_flops(flops, frozenset(modules), config) == expected
+        values = tuple(getattr(config, name) for name in LAYER_OPERATIONS)
+        assert count_recomputed_flops(flops, LayerChoice(values, frozenset(modules))) == expected
     shape = make_shape(activation="swiglu", num_query_groups=8, ffn_hidden_size=14336)
     llama = count(shape, tp=4)
     assert llama.mlp == 6 * s * h * 14336 // 4 and llama.linears - llama.mlp == 2 * s * h * (2 * h + 2 * 1024) // 4
@@ -228,20 +233,20 @@ def test_no_more_linears_run_again_than_torch_compile_runs_for_the_same_bytes() 
     too. What one layer makes again in backward, all of an MLP's linear or attention's output, is not kept."""
     request = make_request(160, gpu=FREE)
     elements, flops = 2048 * 4096 * 160, count_layer_flops(request.run)
-    linears = dataclasses.replace(flops, core_attention=0)
+    linears = flops._replace(core_attention=0)
     planner = Planner(request, tolerance=0.0)
     for sbh, compiled in COMPILED.items():
         shares = []
         for made_again in (8.03, 2.03):
             (stage,) = planner.plan(FIXED + math.floor((sbh + ROUNDING + made_again / 160) * elements)).stages
-            again = sum(count_recomputed_flops(linears, each.recompute, each.make_config()) for each in stage.choices)
+            again = sum(count_recomputed_flops(linears, each) for each in stage.choices)
             if stage.kept_bytes <= (sbh + ROUNDING) * elements:
                 shares.append(again / (160 * linears.total))
         assert round(min(shares), 3) <= compiled, sbh
 
 
 def test_plenty_of_memory_leaves_stock_but_what_costs_nothing() -> None:
-    plan = make_plan(make_request(), 10**15)
+    plan = Planner(make_request()).plan(10**15)
     operations = (*(field for field in plan.block if field != "loss"), "loss")
     assert plan.block == {**dict.fromkeys(operations, "off"), "dropout": "recompute"}
     assert plan.megatron_arguments == () and plan.stages[0].added_seconds == plan.gap_seconds == 0
@@ -250,7 +255,6 @@ def test_plenty_of_memory_leaves_stock_but_what_costs_nothing() -> None:
 def test_stages_share_the_layers_and_modes_are_what_megatron_may_recompute() -> None:
     with pytest.raises(ValueError, match="5 pipeline stages do not divide the model's 12 layers"):
         make_request(12, pp=5)
-    request = make_request(12, recompute=frozenset({"mlp"}))
-    assert request.list_modes() == [frozenset(), frozenset({"mlp"})]
+    assert make_request(12, recompute=frozenset({"mlp"})).list_modes() == [frozenset(), frozenset({"mlp"})]
     assert make_request(12, recompute=None).list_modes() == [frozenset()]
-    assert len(list_recomputations(request.run)) == 5
+    assert len(make_request(12).list_modes()) == 5

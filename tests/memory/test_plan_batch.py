@@ -22,7 +22,6 @@ from tempo_megatron.memory.plan.planner import (
     Planner,
     PlanRequest,
     list_micro_batches,
-    make_plan,
     try_micro_batches,
 )
 from tempo_megatron.memory.rank.estimate import estimate_ranks
@@ -86,7 +85,7 @@ def test_the_papers_cases_are_as_the_page_says(memory: int) -> None:
     assert is_largest(paper, lambda size: estimate_bert(size, PAPER), budget)
     assert is_largest(once, estimate_smallest, budget)
     assert stock < paper <= once and (row[3], row[5]) == (f"{paper / stock:.2f}", f"{once / stock:.2f}")
-    plan = make_plan(ask_bert(once), budget)
+    plan = Planner(ask_bert(once)).plan(budget)
     assert TempoConfig.from_dict(plan.block).describe() == row[6] and plan.peak_bytes <= budget
 
 

@@ -29,7 +29,7 @@ LARGE = [
     "--sequence-parallel",
     "--micro-batch-size=4",
 ]
-SMALL = ["plan", f"--model={MODELS / 'gpt2_345m.json'}", "--gpu=a100", "--fixed-memory=6GB", "--micro-batch-size=8"]
+SMALL = ["plan", f"--model={MODELS / 'gpt2_345m.json'}", "--fixed-memory=6GB", "--micro-batch-size=8"]
 
 
 def test_the_plan_for_sizes_of_each_stage_is_a_block_arguments_and_a_table(
@@ -77,48 +77,43 @@ def test_without_fixed_memory_the_plan_fits_by_the_estimate_of_exactly_that_plan
     assert (TempoConfig.from_file(file).describe(), ()) in asked and len(asked) <= 9
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "title"), [("NVIDIA A100-SXM4-80GB", "NVIDIA A100"), (None, "NVIDIA H100")])
-def test_without_gpu_rates_are_this_machines_or_an_h100s(
-    name: str | None, title: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: name is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
-    assert main([*(word for word in SMALL if not word.startswith("--gpu=")), "--gpu-memory=16GB"]) == 0
-    out = capsys.readouterr().out
-    assert f"\n{title}" in out and ", stock modules: Transformer Engine's" in out
+ZERO = f"--deepspeed_config={ROOT / 'configs' / 'deepspeed' / 'zero1_bf16.json'}"
+OTHER = "--gpu=rtx4090 --fixed-memory=4GB --tp=2 --gpu-memory=20GiB --micro-batch-size=2"
+NONE = "\nwithout --recompute-granularity"
 
 
 @pytest.mark.slow
-def test_with_deepspeed_stock_modules_are_those_of_our_trainer(capsys: pytest.CaptureFixture[str]) -> None:
-    file = ROOT / "configs" / "deepspeed" / "zero1_bf16.json"
-    assert main([*SMALL, "--gpu-memory=16GB", f"--deepspeed_config={file}"]) == 0
-    out = capsys.readouterr().out
-    assert ", stock modules: Megatron's local ones" in out and "attention=flash" in out
-    assert main([*SMALL, "--gpu-memory=30GB", f"--deepspeed_config={file}", "--stock=transformer_engine"]) == 0
-    assert "attention=off" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_two_budgets_are_two_plans_and_what_megatron_may_not_recompute_it_does_not(
+@pytest.mark.parametrize(
+    ("words", "device", "found"),
+    [
+        ("--gpu-memory=16GB", "NVIDIA A100-SXM4-80GB", ["\nNVIDIA A100", "Transformer Engine's", NONE]),
+        ("--gpu-memory=16GB", None, ["\nNVIDIA H100", "Transformer Engine's", NONE]),
+        (f"--gpu-memory=16GB {ZERO}", None, ["Megatron's local ones", "attention=flash"]),
+        (f"--gpu-memory=30GB {ZERO} --stock=transformer_engine", None, ["attention=off"]),
+        ("--gpu=a100 --gpu-memory=6.7GB --margin=0", None, ["--recompute-granularity full --recompute-method block"]),
+        ("--gpu=a100 --gpu-memory=12GB --recompute-allowed", None, [NONE]),
+        (f"{OTHER} --plot={{png}} --model={MODELS}/bert_large.json", None, [", TP 2, "]),
+        *exhaustive(
+            *((f"{OTHER} --model={MODELS}/{each}.json", None, [", TP 2, "]) for each in ("llama3_8b", "gpt3_6.7b"))
+        ),
+    ],
+)
+def test_what_is_asked_is_planned(
+    words: str,
+    device: str | None,
+    found: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    outputs = []
-    for more in ("--gpu-memory=16GB", "--gpu-memory=6.7GB --margin=0", "--gpu-memory=12GB --recompute-allowed"):
-        assert main([*SMALL, *more.split()]) == 0
-        outputs.append(capsys.readouterr().out)
-    assert outputs[0].splitlines()[-1] == outputs[2].splitlines()[-1] == "without --recompute-granularity"
-    assert "--recompute-granularity full --recompute-method block" in outputs[1].splitlines()[-1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["bert_large", *exhaustive(["llama3_8b"], ["gpt3_6.7b"])])
-def test_models_of_other_shapes(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --gpu the rates are this machine's or an H100's; with DeepSpeed's file modules are our trainer's."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
     png = tmp_path / "plan.png"
-    arguments = ["plan", f"--model={MODELS / f'{model}.json'}", "--gpu=rtx4090", "--fixed-memory=4GB", "--tp=2"]
-    assert main([*arguments, "--gpu-memory=20GiB", "--micro-batch-size=2", f"--plot={png}"]) == 0
-    assert png.read_bytes().startswith(b"\x89PNG")
-    assert "recomputed" in capsys.readouterr().out
+    assert main([*SMALL, *words.format(png=png).split()]) == 0
+    out = capsys.readouterr().out
+    assert all(each in out for each in found), out
+    assert "{png}" not in words or png.read_bytes().startswith(b"\x89PNG")
 
 
 MIXTURE = (

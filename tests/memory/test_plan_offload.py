@@ -9,9 +9,9 @@ import pytest
 
 from tempo_megatron.memory.commands.arguments import add_plan_arguments
 from tempo_megatron.memory.commands.plan import read_request
-from tempo_megatron.memory.plan.choices import LayerPrices, choose_rows_to_move, count_window_bytes
+from tempo_megatron.memory.plan.choices import LayerOptions, choose_rows_to_move, count_window_bytes
 from tempo_megatron.memory.plan.gpu import read_gpu
-from tempo_megatron.memory.plan.planner import Planner, PlanRequest, make_plan, make_smallest_plan
+from tempo_megatron.memory.plan.planner import Planner, PlanRequest
 from tempo_megatron.memory.rank.estimate import estimate_ranks
 from tempo_megatron.memory.rank.offload import list_moved_of_layers
 from tempo_megatron.settings.config import TempoConfig
@@ -32,9 +32,9 @@ def test_with_the_host_a_plan_is_never_slower_and_mostly_faster_and_copies_fit_t
     without = Planner(read(*words), tolerance=0.0)
     request = read(*words, "--host-memory=1TiB", "--gpus-per-node=8")
     planner = Planner(request, tolerance=0.0)
-    prices = LayerPrices(request.run, request.gpu)
-    window = count_window_bytes(request.gpu, prices.seconds(prices.flops.total))
-    least, most = make_smallest_plan(without.request).peak_bytes, without.plan(10**14).peak_bytes
+    options = LayerOptions(request.run, request.gpu)
+    window = count_window_bytes(request.gpu, options.seconds(options.flops.total))
+    least, most = without.make_smallest().peak_bytes, without.plan(10**14).peak_bytes
     num_faster = 0
     for part in range(3):
         budget = least + (most - least) * part // 3
@@ -52,7 +52,7 @@ def test_with_the_host_a_plan_is_never_slower_and_mostly_faster_and_copies_fit_t
 def test_the_estimate_of_a_plan_is_what_the_plan_says_and_that_of_its_block() -> None:
     words = "--seq-length=32768 --host-memory=1TiB --tp=2 --sequence-parallel --recompute-allowed"
     request, budget = read(*words.split()), 15 * 2**30
-    plan = make_plan(request, budget)
+    plan = Planner(request).plan(budget)
     run = dataclasses.replace(request.run, tempo=plan.tempo)
     (rank,) = estimate_ranks(run)
     stage = plan.stages[0]

@@ -13,7 +13,7 @@ from peak_cases import Step, make_run, measure_step
 from tempo_megatron import TempoConfig, use_cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.plan.gpu import read_gpu
-from tempo_megatron.memory.plan.planner import MemoryPlan, Planner, PlanRequest, make_smallest_plan
+from tempo_megatron.memory.plan.planner import MemoryPlan, Planner, PlanRequest
 from tempo_megatron.memory.plan.plots import list_switches
 from tempo_megatron.memory.rank.estimate import estimate_ranks
 from tempo_megatron.memory.run import Run
@@ -35,7 +35,7 @@ def ask(family: str, **layout: int) -> Planner:
 
 def list_budgets(planner: Planner, num: int) -> list[int]:
     """From the least that fits to what the shortest step of all needs, by the estimate."""
-    smallest = max(planner.play(make_smallest_plan(planner.request)))
+    smallest = max(planner.play(planner.make_smallest()))
     most = planner.plan(10**15).peak_bytes
     return [smallest + (most - smallest) * index // (num - 1) for index in range(num)]
 

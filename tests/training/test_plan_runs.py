@@ -18,7 +18,7 @@ from tempo_megatron.memory.commands.arguments import add_plan_arguments
 from tempo_megatron.memory.commands.plan import read_request
 from tempo_megatron.memory.plan.choices import measure_rows
 from tempo_megatron.memory.plan.gpu import read_gpu
-from tempo_megatron.memory.plan.planner import MemoryPlan, PlanRequest, make_plan
+from tempo_megatron.memory.plan.planner import MemoryPlan, Planner, PlanRequest
 from tempo_megatron.memory.rank.play import list_events
 from tempo_megatron.settings.operations import is_moved
 
@@ -83,7 +83,7 @@ def find_plan(folder: Path, gpu: Path, stages: int, budget: str) -> tuple[PlanRe
     words += ["--host-memory", "1GiB", "--gpus-per-node", "1"]
     args = parser.parse_args(words)
     request, _ = read_request(args, read_gpu(str(gpu)))
-    return request, make_plan(request, args.gpu_memory)
+    return request, Planner(request).plan(args.gpu_memory)
 
 
 @pytest.mark.slow

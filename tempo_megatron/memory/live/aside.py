@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tempo_kernels.offload import count_ranks_of_host, get_free_host_bytes
 from tempo_megatron.beside import Beside
-from tempo_megatron.memory.plan.planner import MemoryPlan, PlanRequest, make_plan
+from tempo_megatron.memory.plan.planner import MemoryPlan, Planner, PlanRequest
 from tempo_megatron.words.argument_types import format_bytes
 
 
@@ -80,4 +80,4 @@ def plan_for_all_ranks(make_request: Callable[[], PlanRequest], budget: int) -> 
 def make_run_plan(request: PlanRequest, budget: int) -> RunPlan:
     """The verified plan of a request, made in this process."""
     gpu_title = f"{request.gpu.title}{'' if request.gpu.calibrated else ' (data sheet)'}"
-    return RunPlan(**vars(make_plan(request, budget)), budget=budget, gpu_title=gpu_title)
+    return RunPlan(**vars(Planner(request).plan(budget)), budget=budget, gpu_title=gpu_title)

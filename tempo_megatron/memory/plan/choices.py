@@ -2,17 +2,15 @@
 
 The bytes are measured: one model on tensors without memory gets layers of different choices, and the ledger's rows of
 each are read. The time is a price: products that run again over the GPU's rate, and bytes that elementwise work moves
-beyond stock over its bandwidth. Tempo's operations repeat products in linears and attention that run again only, as
-Megatron's recomputation does; the others compute elementwise results again, or read one tensor in place of another. A
-choice that moves fewer bytes than stock counts as free, never as a gain. Collectives that are repeated are not counted.
+beyond stock over its bandwidth. A choice that moves fewer bytes than stock counts as free, never as a gain. Collectives
+that are repeated are not counted.
 
-Most of the up to 288 choices need no measurement, because another one costs no more and keeps no more: the values of an
-operation are ordered by what they keep (`LADDER`), and where a value further down has the same price it is taken. What
-remains is measured and pruned to the choices that no other one matches in bytes, time, and bytes made again.
+Most of the up to 288 choices need no measurement: the values of an operation are ordered by what they keep (`LADDER`),
+and where a value further down has the same price it is taken. What remains is measured and pruned to the choices that
+no other one matches in bytes, time, and bytes made again.
 
 What a layer sends to the host has to be there when the next layer's forward ends, and to be back when the next layer's
-backward does, or they would wait. These windows are the time of the products alone, so with rates of a data sheet,
-which no program reaches, they are shorter than they will be.
+backward does, or they would wait. These windows are the time of the products alone.
 """
 
 from __future__ import annotations
@@ -21,11 +19,13 @@ import collections
 import dataclasses
 import functools
 import itertools
+import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tempo_kernels.offload import MIN_BYTES
-from tempo_megatron.memory.plan.flops import LayerFlops, count_inner, count_layer_flops
+from tempo_megatron.memory.plan.flops import Flops, count_inner, count_layer_flops
 from tempo_megatron.memory.plan.gpu import Gpu
 from tempo_megatron.memory.routing import assume_fullest
 from tempo_megatron.memory.run import Run
@@ -56,7 +56,7 @@ LADDER = {
 recomputed MLP one that is recomputed keeps more than one in place."""
 _WRITTEN_ONLY = {"moe_permute": "repeat", "linear_fc1": "tile"}
 """Operation -> the value that no plan chooses by itself."""
-# Fields of a Run on which the bytes of a layer depend, beside those that `_keep_layer` changes.
+# Fields of a Run on which the bytes of a layer depend, beside those that `LayerRows` changes.
 _OF_A_LAYER = (
     *("micro_batch_size", "dtype", "stock", "stock_attention", "masked_softmax_fusion", "fuses_latent_rope"),
     *("moe_grouped_gemm", "moe_permute_fusion", "moe_shared_expert_gate"),
@@ -77,25 +77,27 @@ class LayerChoice:
     def list_values(self) -> dict[str, str]:
         return dict(zip(LAYER_OPERATIONS, self.values, strict=True))
 
-    def make_config(self) -> TempoConfig:
-        return TempoConfig.from_dict({**self.list_values(), "loss": "off"})
 
-
-@dataclasses.dataclass(frozen=True)
-class LayerOption:
-    """A choice, and what it takes for one micro batch."""
+class LayerOption(NamedTuple):
+    """A choice, and what it takes for one micro batch; or several, as arrays, with the choice of the first."""
 
     choice: LayerChoice
-    kept_bytes: int
-    """On the device from forward to backward."""
-    seconds: float
+    seconds: Any
     """Beyond the products of forward and backward."""
-    replay_bytes: int
+    kept_bytes: Any
+    """On the device from forward to backward."""
+    replay_bytes: Any
     """That its recomputation has made again when its backward begins."""
-    moved_bytes: int = 0
+    moved_bytes: Any = 0
     """On the host from forward to backward, beside `kept_bytes`."""
-    copy_seconds: float = 0.0
+    copy_seconds: Any = 0.0
     """Of `seconds`, what these take of the device's bandwidth."""
+
+    def keep_all(self) -> LayerOption:
+        """The option with nothing on the host."""
+        choice = dataclasses.replace(self.choice, offload="off")
+        kept_bytes, seconds = self.kept_bytes + self.moved_bytes, self.seconds - self.copy_seconds
+        return LayerOption(choice, seconds, kept_bytes, self.replay_bytes)
 
 
 def list_values(run: Run) -> dict[str, Values]:
@@ -113,29 +115,31 @@ def list_values(run: Run) -> dict[str, Values]:
         )
     config = describe_parts(build_transformer_config(run.model, dtype=run.dtype), run)
     refuse_written(config, run.tempo)
-    is_unknown = {"attention": run.model.multi_latent_attention, "linear_fc1": run.model.num_experts is not None}
-
-    def is_chosen(name: str, value: str) -> bool:
-        if value == "off":
-            return True
-        if value in ("auto", _WRITTEN_ONLY.get(name)) or is_unknown.get(name):
-            return False
-        return find_refusal(name, value, config) is None
-
+    unknown = {"attention": run.model.multi_latent_attention, "linear_fc1": run.model.num_experts is not None}
     found = {}
     for name, choices in CHOICES.items():
-        written = getattr(run.tempo, name)
-        possible = tuple(each for each in sorted(choices, key="off".__ne__) if is_chosen(name, each))
+        written, refused = getattr(run.tempo, name), {"off", "auto", _WRITTEN_ONLY.get(name)}
+        others = [] if unknown.get(name) else [each for each in choices if each not in refused]
+        possible = ("off", *(each for each in others if find_refusal(name, each, config) is None))
         found[name] = possible if written == "auto" else (written,)
     return found
 
 
 class LayerRows:
-    """What a layer of a run's model, with experts where it has some, keeps with any choice, measured when it is asked
-    for. The run is one of `_keep_layer`."""
+    """What a layer of a run's model, with experts where it has some, keeps on one rank with any choice and any
+    recomputation, measured when it is asked for."""
 
     def __init__(self, run: Run) -> None:
-        self._run = run
+        model, seq_length = run.model, run.model.seq_length // run.layout.cp
+        fields: dict[str, Any] = {name: getattr(run, name) for name in _OF_A_LAYER}
+        self._run = Run(
+            model=dataclasses.replace(model, moe_layer_freq="1", vocab_size=1, seq_length=seq_length),
+            tempo=TempoConfig.off(),
+            layout=dataclasses.replace(run.layout, pp=1, dp=1, chunks=None),
+            # The tokens of the stage that has most: what is returned has neither stages nor a vocabulary.
+            moe_imbalance=assume_fullest(run).moe_imbalance,
+            **fields,
+        )
         self._rows: dict[tuple[frozenset[str], Values], Rows] = {}
         self._stack_bytes: dict[frozenset[str], int] = {}
 
@@ -143,12 +147,23 @@ class LayerRows:
         """The rows of each choice with this recomputation by Megatron."""
         # A layer that is recomputed as a whole keeps its input, whatever its values are.
         asked = [STOCK if "full" in recompute else each for each in choices]
-        unknown = [each for each in dict.fromkeys(asked) if (recompute, each) not in self._rows]
-        if unknown:
-            found, stack = _measure_layers(dataclasses.replace(self._run, recompute=tuple(sorted(recompute))), unknown)
-            self._rows |= {(recompute, each): rows for each, rows in zip(unknown, found, strict=True)}
-            self._stack_bytes[recompute] = stack
+        if unknown := [each for each in dict.fromkeys(asked) if (recompute, each) not in self._rows]:
+            self._record(recompute, unknown)
         return [self._rows[recompute, each] for each in asked]
+
+    def _record(self, recompute: frozenset[str], choices: Sequence[Values]) -> None:
+        """A model with a layer of each choice."""
+        layers = {str(place): dict(zip(LAYER_OPERATIONS, choice, strict=True)) for place, choice in enumerate(choices)}
+        model = dataclasses.replace(self._run.model, num_layers=len(choices))
+        tempo = dataclasses.replace(TempoConfig.off(), layers=layers)
+        run = dataclasses.replace(self._run, model=model, tempo=tempo, recompute=tuple(sorted(recompute)))
+        by_layer, rest = record_chunk(run)
+        (stack,) = STACKS_OF_FAMILIES[model.family]
+        for place, choice in enumerate(choices):
+            storages = (dataclasses.replace(s, is_on_host=s.num_bytes >= MIN_BYTES) for s in by_layer[stack, place])
+            self._rows[recompute, choice] = sum_rows(storages, (model.seq_length,), model.activation)
+        # The rest is the mask, which belongs to the micro batch.
+        self._stack_bytes[recompute] = sum(each.num_bytes for each in rest if each.operation == stack)
 
     def count(self, recompute: frozenset[str], choices: Iterable[Values]) -> list[int]:
         """Bytes of a layer of each choice; of one that is not possible with stock's projection, which keeps as much."""
@@ -180,19 +195,12 @@ class LayerRows:
         values = dict(zip(LAYER_OPERATIONS, choice, strict=True))
         if values["attention"] != "off" or values["linear_qkv"] == "off" or "core_attn" in recompute:
             return True
-        model, is_megatrons = self._run.model, self._run.stock != "transformer_engine"
-        is_grouped = model.num_query_groups != model.num_attention_heads
-        return not keeps_copies(is_megatrons=is_megatrons, is_grouped=is_grouped)
+        is_grouped = self._run.model.num_query_groups != self._run.model.num_attention_heads
+        return not keeps_copies(is_megatrons=self._run.stock != "transformer_engine", is_grouped=is_grouped)
 
 
-def measure_rows(run: Run) -> LayerRows:
-    """The rows of the layers of a run's model on one rank, whatever its recomputation and its values are."""
-    return _make_rows(_keep_layer(run))
-
-
-@functools.lru_cache(maxsize=64)
-def _make_rows(run: Run) -> LayerRows:
-    return LayerRows(run)
+measure_rows = functools.lru_cache(maxsize=64)(LayerRows)
+"""The rows of a run's layers; equal runs share what is measured."""
 
 
 def measure_stock_layer(run: Run) -> dict[str, int]:
@@ -200,38 +208,8 @@ def measure_stock_layer(run: Run) -> dict[str, int]:
 
     Raises ValueError where torch.distributed is already initialised.
     """
-    (rows,) = measure_rows(run).measure(frozenset(), [STOCK])
+    (rows,) = LayerRows(run).measure(frozenset(), [STOCK])
     return {row.operation: row.num_bytes for row in rows}
-
-
-def _keep_layer(run: Run) -> Run:
-    """A Run of the fields on which the bytes of a layer depend, so that runs with equal layers are equal."""
-    written: dict[str, Any] = {name: each for name, each in _WRITTEN_ONLY.items() if getattr(run.tempo, name) == each}
-    model, seq_length = run.model, run.model.seq_length // run.layout.cp
-    fields: dict[str, Any] = {name: getattr(run, name) for name in _OF_A_LAYER}
-    return Run(
-        model=dataclasses.replace(model, num_layers=1, moe_layer_freq="1", vocab_size=1, seq_length=seq_length),
-        tempo=dataclasses.replace(TempoConfig.off(), **written),
-        layout=dataclasses.replace(run.layout, pp=1, dp=1, chunks=None),
-        # The tokens of the stage that has most: what is returned has neither stages nor a vocabulary.
-        moe_imbalance=assume_fullest(run).moe_imbalance,
-        **fields,
-    )
-
-
-def _measure_layers(run: Run, choices: Sequence[Values]) -> tuple[list[Rows], int]:
-    """The rows of one layer of each choice, and the bytes that the layers keep together."""
-    layers = {str(place): dict(zip(LAYER_OPERATIONS, choice, strict=True)) for place, choice in enumerate(choices)}
-    model = dataclasses.replace(run.model, num_layers=len(choices), moe_layer_freq="1")
-    tempo = dataclasses.replace(TempoConfig.off(), layers=layers)
-    by_layer, rest = record_chunk(dataclasses.replace(run, model=model, tempo=tempo))
-    (stack,) = STACKS_OF_FAMILIES[model.family]
-    found = []
-    for place in range(len(choices)):
-        kept = [dataclasses.replace(each, is_on_host=each.num_bytes >= MIN_BYTES) for each in by_layer[stack, place]]
-        found.append(sum_rows(kept, (model.seq_length,), model.activation))
-    # The rest is the mask, which belongs to the micro batch.
-    return found, sum(storage.num_bytes for storage in rest if storage.operation == stack)
 
 
 def replace_value(values: Values, operation: str, value: str) -> Values:
@@ -239,95 +217,76 @@ def replace_value(values: Values, operation: str, value: str) -> Values:
     return (*values[:place], value, *values[place + 1 :])
 
 
-class LayerPrices:
-    """The time of the choices for a layer of a run on a GPU, for one micro batch."""
+class LayerOptions:
+    """Measures and prices the ways to run a layer of a run on a GPU, for one micro batch."""
 
     def __init__(self, run: Run, gpu: Gpu) -> None:
         self._run, self._gpu = run, gpu
-        self.flops = count_layer_flops(run)
+        self.flops, self.rows = count_layer_flops(run), measure_rows(run)
 
     def seconds(self, flops: int, moved_bytes: int = 0) -> float:
         """The time of products and then of elementwise work."""
         rate = self._gpu.matmul_flops_per_second[_DTYPE_NAMES[self._run.dtype]]
         return flops / rate + moved_bytes / self._gpu.bytes_per_second
 
-    def move(self, option: LayerOption, offload: str, num_bytes: int) -> LayerOption:
-        """The option with these of its bytes on the host in place of those there, and the device's time for copies."""
-        copy_seconds = self.seconds(0, 2 * num_bytes)
-        choice = dataclasses.replace(option.choice, offload=offload)
-        kept_bytes = option.kept_bytes + option.moved_bytes - num_bytes
-        seconds = option.seconds - option.copy_seconds + copy_seconds
-        return LayerOption(choice, kept_bytes, seconds, option.replay_bytes, num_bytes, copy_seconds)
-
     def price(self, choice: LayerChoice) -> float:
         """What a choice adds to forward and backward of a layer, without its copies to the host."""
-        moved_bytes = count_moved_bytes(self._run, choice.make_config(), choice.recompute)
-        return self.seconds(self.count_recomputed_flops(choice), moved_bytes)
+        return self.seconds(count_recomputed_flops(self.flops, choice), count_moved_bytes(self._run, choice))
 
-    def count_recomputed_flops(self, choice: LayerChoice) -> int:
-        return count_recomputed_flops(self.flops, choice.recompute, choice.make_config())
+    def make(self, recompute: frozenset[str], choices: Iterable[Values]) -> list[LayerOption]:
+        """The options of these values and this recomputation, without offload."""
+        choices, is_full = list(choices), "full" in recompute
+        kept = self.rows.count(recompute, choices)
+        # Backward runs the MLP's first linear again, and attention when the MLP has been differentiated, so that never
+        # both results exist. In a layer that Megatron recomputes Tempo recomputes neither.
+        with_mlp = [replace_value(each, "linear_fc1", "off") for each in choices]
+        with_attention = []
+        for values in with_mlp if is_full else choices:
+            is_again = values[LAYER_OPERATIONS.index("attention")] == "recompute"
+            values = replace_value(values, "attention", "flash") if is_again else values
+            with_attention.append(replace_value(values, "linear_qkv", "off"))
+        without = map(max, *(self.rows.count(frozenset(), each) for each in (with_mlp, with_attention)))
+        found = []
+        for values, num_bytes, whole in zip(choices, kept, without, strict=True):
+            choice, replay_bytes = LayerChoice(values, recompute), whole if is_full else max(0, whole - num_bytes)
+            found.append(LayerOption(choice, self.price(choice), num_bytes, replay_bytes))
+        return found
+
+    def move(self, option: LayerOption, offload: str, num_bytes: int) -> LayerOption:
+        """An option of which nothing is on the host with these of its bytes there, and the device's time for copies."""
+        copy_seconds = self.seconds(0, 2 * num_bytes)
+        choice = dataclasses.replace(option.choice, offload=offload)
+        kept_bytes, seconds = option.kept_bytes - num_bytes, option.seconds + copy_seconds
+        return LayerOption(choice, seconds, kept_bytes, option.replay_bytes, num_bytes, copy_seconds)
+
+    def make_ladder(
+        self, recompute: frozenset[str], values: Mapping[str, Sequence[str]], window_bytes: int
+    ) -> list[LayerOption]:
+        """The undominated options of a layer with this recomputation by Megatron, of those with these values, by
+        ascending time; of equal ones the first stays. Some of the rows are on the host where they fit the window."""
+        every = itertools.product(*(values[name] for name in LAYER_OPERATIONS))
+        prices = {
+            each: self.price(LayerChoice(each, recompute)) for each in every if self.rows.is_possible(recompute, each)
+        }
+        options = self.make(recompute, [each for each in prices if not _is_matched(each, prices)])
+        for option in options[:] if window_bytes else ():
+            moved = choose_rows_to_move(self.rows.list_movable(option.choice), window_bytes)
+            options += [self.move(option, offload, num_bytes) for offload, num_bytes in moved.items()]
+        found: list[LayerOption] = []
+        for option in sorted(options, key=lambda option: option[1:5]):
+            if not any(all(map(operator.le, other[1:5], option[1:5])) for other in found):
+                found.append(option)
+        return found
 
 
-def make_ladder(
-    rows: LayerRows,
-    prices: LayerPrices,
-    recompute: frozenset[str],
-    values: Mapping[str, Sequence[str]],
-    window_bytes: int,
-) -> list[LayerOption]:
-    """The undominated options of a layer with this recomputation by Megatron, of those with these values, by ascending
-    time; of equal ones the first stays. Some of the rows are on the host where they fit the window."""
-    possible = {
-        each: prices.price(LayerChoice(each, recompute))
-        for each in itertools.product(*(values.get(name, ("off",)) for name in LAYER_OPERATIONS))
-        if rows.is_possible(recompute, each)
-    }
-    taken = [LayerChoice(each, recompute) for each in possible if not _is_matched(each, possible, values)]
-    options = make_options(rows, prices, taken)
-    for option in options[:] if window_bytes else ():
-        moved = choose_rows_to_move(rows.list_movable(option.choice), window_bytes)
-        options += [prices.move(option, offload, num_bytes) for offload, num_bytes in moved.items()]
-    found: list[LayerOption] = []
-    for option in sorted(options, key=_list_figures):
-        if not any(all(map(float.__le__, _list_figures(other), _list_figures(option))) for other in found):
-            found.append(option)
-    return found
-
-
-def _is_matched(choice: Values, possible: Mapping[Values, float], values: Mapping[str, Sequence[str]]) -> bool:
+def _is_matched(choice: Values, prices: Mapping[Values, float]) -> bool:
     """Whether a value further down the ladder, of one operation, has no higher price."""
     for operation, value in zip(LAYER_OPERATIONS, choice, strict=True):
         ladder = LADDER.get(operation, ())
         further = ladder[ladder.index(value) + 1 :] if value in ladder else ()
-        lower = (replace_value(choice, operation, each) for each in further if each in values.get(operation, ()))
-        if any(possible.get(each, float("inf")) <= possible[choice] for each in lower):
+        if any(prices.get(replace_value(choice, operation, each), math.inf) <= prices[choice] for each in further):
             return True
     return False
-
-
-def _list_figures(option: LayerOption) -> tuple[float, float, float, float]:
-    return option.seconds, float(option.kept_bytes), float(option.replay_bytes), float(option.moved_bytes)
-
-
-def make_options(rows: LayerRows, prices: LayerPrices, choices: Sequence[LayerChoice]) -> list[LayerOption]:
-    """Measure and price choices of one kind of recomputation, without offload."""
-    if not choices:
-        return []
-    recompute, plain = choices[0].recompute, frozenset[str]()
-    kept = rows.count(recompute, [each.values for each in choices])
-    # Backward runs the MLP's first linear again, and attention when the MLP has been differentiated, so that never both
-    # results exist. In a layer that Megatron recomputes Tempo recomputes neither.
-    with_mlp = [replace_value(each.values, "linear_fc1", "off") for each in choices]
-    with_attention = []
-    for each, mlp in zip(choices, with_mlp, strict=True):
-        values = replace_value(mlp if "full" in recompute else each.values, "linear_qkv", "off")
-        is_again = values[LAYER_OPERATIONS.index("attention")] == "recompute"
-        with_attention.append(replace_value(values, "attention", "flash") if is_again else values)
-    without = list(map(max, rows.count(plain, with_mlp), rows.count(plain, with_attention)))
-    return [
-        LayerOption(each, num_bytes, prices.price(each), whole if "full" in recompute else max(0, whole - num_bytes))
-        for each, num_bytes, whole in zip(choices, kept, without, strict=True)
-    ]
 
 
 def choose_rows_to_move(rows: Mapping[str, int], window_bytes: int) -> dict[str, int]:
@@ -363,67 +322,63 @@ def count_window_bytes(gpu: Gpu, layer_seconds: float) -> int:
     return int(min(layer_seconds * to_host, 2 * layer_seconds * to_gpu))
 
 
-def count_recomputed_flops(flops: LayerFlops, recompute: frozenset[str], config: TempoConfig) -> int:
+def count_recomputed_flops(flops: Flops, choice: LayerChoice) -> int:
     """FLOPs that Megatron's recomputation of a layer and Tempo's repeat. Nothing is computed a third time."""
+    recompute, values = choice.recompute, choice.list_values()
     if "full" in recompute:
-        return flops.total
-    found = flops.linear_qkv * (config.linear_qkv == "recompute")
-    found += flops.core_attention * ("core_attn" in recompute or config.attention == "recompute")
+        return flops.layers
+    found = flops.linear_qkv * (values["linear_qkv"] == "recompute")
+    found += flops.core_attention * ("core_attn" in recompute or values["attention"] == "recompute")
     found += flops.up_projections * ("mla_up_proj" in recompute)
-    of_mlp = {"recompute": flops.linear_fc1, "tile": flops.mlp}.get(config.linear_fc1, 0)
+    of_mlp = {"recompute": flops.linear_fc1, "tile": flops.mlp}.get(values["linear_fc1"], 0)
     return found + (flops.mlp if recompute & {"mlp", "moe"} else of_mlp)
 
 
-def count_moved_bytes(run: Run, config: TempoConfig, recompute: frozenset[str]) -> int:
-    """Bytes that elementwise work of one layer reads and writes beyond stock, per micro batch on one rank. No value of
-    the layer is "auto"."""
-    shape = run.model
-    t, tokens, element_bytes = run.layout.tp, shape.seq_length * run.micro_batch_size, run.dtype.itemsize
-    tokens //= run.layout.cp
+def count_moved_bytes(run: Run, choice: LayerChoice) -> int:
+    """Bytes that elementwise work of one layer reads and writes beyond stock, per micro batch on one rank."""
+    shape, t, element_bytes = run.model, run.layout.tp, run.dtype.itemsize
+    recompute, values = choice.recompute, choice.list_values()
+    is_full, norm = "full" in recompute, values["norm"]
+    tokens = shape.seq_length * run.micro_batch_size // run.layout.cp
     # With sequence parallelism a rank has only its part of the tokens outside of attention and MLP.
     hidden = tokens // (t if run.layout.sp else 1) * shape.hidden_size * element_bytes
     num_elements = tokens * (count_inner(shape) // t)
-    y = num_elements * element_bytes
-    x = 2 * y if shape.is_gated else y
+    # What the activation reads and writes.
+    of_activation = (3 if shape.is_gated else 2) * num_elements * element_bytes
     moved = 0
-    if config.linear_fc1 in ("recompute", "tile"):
+    if values["linear_fc1"] in ("recompute", "tile"):
         # A recomputed MLP is counted below.
-        moved += 0 if recompute & {"mlp", "full"} else x + y
-    elif config.activation == "recompute":
-        moved += 0 if "moe" in recompute else x + y
-    elif config.activation == "inplace" and shape.activation == "gelu":
+        moved += 0 if recompute & {"mlp", "full"} else of_activation
+    elif values["activation"] == "recompute":
+        moved += 0 if "moe" in recompute else of_activation
+    elif values["activation"] == "inplace" and shape.activation == "gelu":
         # A bit per element is written and read. The output is read instead of the input, which costs nothing more.
         moved += 2 * (-(-num_elements // 8))
     # Each of a token's experts has a copy of it.
     copies = shape.moe_router_topk * hidden if shape.num_experts is not None else 0
-    if config.moe_permute != "off" and not recompute & {"moe", "full"}:
+    if values["moe_permute"] != "off" and not recompute & {"moe", "full"}:
         moved += 2 * copies
-    if config.norm == "recompute":
+    if norm == "recompute":
         moved += 2 * (2 * hidden)
-    elif config.norm == "inplace":
-        num_statistics = 2 if shape.normalization == "LayerNorm" else 1
-        moved += 2 * (2 * 4 * num_statistics * shape.hidden_size)
-    if "full" not in recompute:
+    elif norm == "inplace":
+        moved += 2 * (2 * 4 * (2 if shape.normalization == "LayerNorm" else 1) * shape.hidden_size)
+    if not is_full:
         heads = (shape.num_attention_heads + shape.num_query_groups) // t
         queries_and_keys = tokens * heads * shape.kv_channels * element_bytes
-        # With norms of their own they are normalised and rotated again, also where the projection is not repeated.
-        is_normalised = config.norm == "recompute" and shape.qk_layernorm and config.attention != "off"
-        is_rotated = config.linear_qkv == "recompute" or is_normalised
-        # Once more for their statistics, which are not kept.
-        moved += 2 * 2 * queries_and_keys * is_normalised
-        moved += 2 * queries_and_keys * (is_rotated and shape.position_embedding_type == "rope")
-    if config.attention == "softmax":
+        # With norms of their own they are normalised and rotated again, also where the projection is not repeated: once
+        # more for their statistics, which are not kept.
+        is_normalised = norm == "recompute" and shape.qk_layernorm and values["attention"] != "off"
+        is_rotated = values["linear_qkv"] == "recompute" or is_normalised
+        is_rotated &= shape.position_embedding_type == "rope"
+        moved += 2 * queries_and_keys * (2 * is_normalised + is_rotated)
+    if values["attention"] == "softmax" and shape.attention_dropout > 0:
         # Backward reads the softmax's output and writes its dropout again.
-        scores = tokens * shape.num_attention_heads // t * shape.seq_length * element_bytes
-        moved += 2 * scores if shape.attention_dropout > 0 else 0
-    # Elementwise work that runs again with the products around it.
-    if "full" in recompute:
-        # Two norms, and two sums of an output and the residual.
-        moved += 2 * (2 * hidden) + 2 * (3 * hidden) + x + y + 2 * 2 * copies
-    elif recompute & {"mlp", "moe"}:
-        # Copies are made, and added up again.
-        moved += x + y + 2 * 2 * copies
-    return moved
+        moved += 2 * (tokens * shape.num_attention_heads // t * shape.seq_length * element_bytes)
+    # Elementwise work that runs again with the products around it: also copies are made, and added up again; and two
+    # norms, and two sums of an output and the residual.
+    if recompute & {"mlp", "moe", "full"}:
+        moved += of_activation + 2 * 2 * copies
+    return moved + (2 * (2 * hidden) + 2 * (3 * hidden) if is_full else 0)
 
 
 def write_block(layers: Sequence[LayerChoice], loss: str) -> dict[str, Any]:
@@ -431,17 +386,15 @@ def write_block(layers: Sequence[LayerChoice], loss: str) -> dict[str, Any]:
     # The final norm and the embedding take the fields, too, and no recomputation drops what they keep: so the fields
     # are taken from layers that Megatron does not recompute.
     kept = [choice for choice in layers if "full" not in choice.recompute] or layers
-    counts = collections.Counter(choice.values for choice in kept)
-    common = dict(zip(LAYER_OPERATIONS, counts.most_common(1)[0][0], strict=True))
-    offload = collections.Counter(choice.offload for choice in layers).most_common(1)[0][0]
+    ((values, _),) = collections.Counter(choice.values for choice in kept).most_common(1)
+    ((offload, _),) = collections.Counter(choice.offload for choice in layers).most_common(1)
+    common = dict(zip(LAYER_OPERATIONS, values, strict=True))
     block: dict[str, Any] = {**common, "loss": loss}
     if any(choice.offload != "off" for choice in layers):
-        block[OFFLOAD] = common[OFFLOAD] = offload
+        block[OFFLOAD] = offload
     ranges = {}
-    for values, group in itertools.groupby(
-        enumerate(layers), key=lambda each: {**each[1].list_values(), OFFLOAD: each[1].offload}
-    ):
-        others = {name: value for name, value in values.items() if value != common.get(name, "off")}
-        if others:
-            ranges[write_layers([layer for layer, _ in group])] = others
+    every = [{**choice.list_values(), OFFLOAD: choice.offload} for choice in layers]
+    for own, group in itertools.groupby(range(len(layers)), key=every.__getitem__):
+        if others := {name: value for name, value in own.items() if value != block.get(name, "off")}:
+            ranges[write_layers(list(group))] = others
     return {**block, "layers": ranges} if ranges else block

@@ -7,7 +7,6 @@ counts the whole square.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -18,9 +17,8 @@ _PASSES = 3
 """Forward, and backward's two products for each of forward's."""
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerFlops:
-    """FLOPs of the matrix products of one layer's forward."""
+class Flops(NamedTuple):
+    """FLOPs of the matrix products of one forward, of a layer or of a whole model."""
 
     linear_qkv: int
     """All projections in front of attention."""
@@ -31,6 +29,12 @@ class LayerFlops:
     router: int
     up_projections: int
     """Of latent attention: the part of `linear_qkv` that begins with latent vectors."""
+    head: int = 0
+    """The output layer, and the dense layer before it that a BERT has."""
+
+    @property
+    def projections(self) -> int:
+        return self.linear_qkv + self.linear_proj
 
     @property
     def mlp(self) -> int:
@@ -38,11 +42,23 @@ class LayerFlops:
 
     @property
     def linears(self) -> int:
-        return self.linear_qkv + self.linear_proj + self.mlp
+        return self.projections + self.mlp
+
+    @property
+    def layers(self) -> int:
+        return self.linears + self.core_attention
 
     @property
     def total(self) -> int:
-        return self.linears + self.core_attention
+        return self.layers + self.head
+
+
+class HardwareFlops(NamedTuple):
+    """What the devices compute in a step."""
+
+    total: int
+    as_in_equation_8: int | None
+    """Recomputed attention counted three times, as the paper's HFU has it; None without recomputed attention alone."""
 
 
 def count_inner(shape: ModelShape) -> int:
@@ -54,7 +70,7 @@ def count_inner(shape: ModelShape) -> int:
 
 def _count_layer(
     shape: ModelShape, tokens: int, num_scores: int, *, has_experts: bool, own_tokens: int | None = None, tp: int = 1
-) -> LayerFlops:
+) -> Flops:
     """The forward of one layer on one of `tp` ranks; of experts those count that a token goes to.
 
     `num_scores` are pairs of a query and a key that attention computes, `own_tokens` those that the rank has outside of
@@ -72,7 +88,7 @@ def _count_layer(
     num_experts = (shape.num_experts or 0) if has_experts else 0
     inner = count_inner(shape) if num_experts else shape.ffn_hidden_size
     of_up = 2 * tokens * up // tp
-    return LayerFlops(
+    return Flops(
         linear_qkv=of_up + 2 * (tokens if own_tokens is None else own_tokens) * down,
         linear_proj=2 * tokens * width * h // tp,
         core_attention=2 * num_scores * of_scores // tp,
@@ -83,7 +99,7 @@ def _count_layer(
     )
 
 
-def count_layer_flops(run: Run) -> LayerFlops:
+def count_layer_flops(run: Run) -> Flops:
     """One layer's forward on one rank, for one micro batch. In a model of experts it is a layer with them.
 
     Fused attention does not compute the scores behind a causal mask.
@@ -94,7 +110,7 @@ def count_layer_flops(run: Run) -> LayerFlops:
     num_scores = b * (s * (s + 1) // 2 if skips_masked else s * s)
     own_tokens = tokens // (tp if run.layout.sp else 1)
     found = _count_layer(run.model, tokens, num_scores, has_experts=True, own_tokens=own_tokens, tp=tp)
-    return dataclasses.replace(found, core_attention=found.core_attention // run.layout.cp)
+    return found._replace(core_attention=found.core_attention // run.layout.cp)
 
 
 def count_head_flops(run: Run) -> int:
@@ -103,67 +119,34 @@ def count_head_flops(run: Run) -> int:
     return 2 * tokens * run.model.hidden_size * run.padded_vocab_size // run.layout.tp
 
 
-class ForwardFlops(NamedTuple):
-    """One forward of a whole model."""
+def count_forward_flops(shape: ModelShape, num_samples: int, vocab_size: int) -> Flops:
+    """One forward of `num_samples` through a GPT, a BERT or a T5, whose windows of attention are not looked at.
 
-    projections: int
-    """Queries, keys and values, and the projection behind attention, of all layers."""
-    core_attention: int
-    mlp: int
-    head: int
-    """The output layer, and the dense layer before it that a BERT has."""
-
-    @property
-    def layers(self) -> int:
-        return self.projections + self.core_attention + self.mlp
-
-    @property
-    def total(self) -> int:
-        return self.layers + self.head
-
-
-class HardwareFlops(NamedTuple):
-    """What the devices compute in a step."""
-
-    total: int
-    as_in_equation_8: int | None
-    """Recomputed attention counted three times, as the paper's HFU has it; None without recomputed attention alone."""
-
-
-def count_forward_flops(shape: ModelShape, num_samples: int, vocab_size: int) -> ForwardFlops:
-    """One forward of `num_samples` through a GPT, a BERT or a T5.
-
-    Args:
-        shape: the model; its window of attention, if any, is not looked at.
-        num_samples: B, of seq_length tokens each; in a T5's decoder of decoder_seq_length.
-        vocab_size: v, rows of the output layer with their padding.
+    A sample has seq_length tokens, in a T5's decoder decoder_seq_length. `vocab_size` are the rows of the output layer
+    with their padding.
     """
     h, s = shape.hidden_size, shape.seq_length
     tokens = of_head = num_samples * s
     layers = [_count_layer(shape, tokens, tokens * s, has_experts=has) for has in shape.layers_with_experts]
-    projections = 0
+    across = 0
     if shape.decoder_seq_length is not None:
         of_head = num_samples * shape.decoder_seq_length
         num_scores = of_head * (shape.decoder_seq_length + s)
         layers += [_count_layer(shape, of_head, num_scores, has_experts=False)] * shape.num_layers
         # Cross attention has queries of the decoder, and keys and values of the encoder.
         of_queries, of_keys = shape.num_attention_heads * shape.kv_channels, shape.num_query_groups * shape.kv_channels
-        through_weights = of_head * 2 * h * of_queries + 2 * h * tokens * of_keys
-        projections = shape.num_layers * 2 * through_weights
-    return ForwardFlops(
-        projections=projections + sum(layer.linear_qkv + layer.linear_proj for layer in layers),
-        core_attention=sum(layer.core_attention for layer in layers),
-        mlp=sum(layer.mlp for layer in layers),
-        head=2 * of_head * (h * vocab_size + (h * h if shape.family == "bert" else 0)),
-    )
+        across = shape.num_layers * 2 * (of_head * 2 * h * of_queries + 2 * h * tokens * of_keys)
+    found = Flops(*map(sum, zip(*layers, strict=True)))
+    head = 2 * of_head * (h * vocab_size + (h * h if shape.family == "bert" else 0))
+    return found._replace(linear_qkv=found.linear_qkv + across, head=head)
 
 
-def count_model_flops(forward: ForwardFlops) -> int:
+def count_model_flops(forward: Flops) -> int:
     """Equation 7: what a step needs, however it is computed."""
     return _PASSES * forward.total
 
 
-def count_hardware_flops(forward: ForwardFlops, recompute: Collection[str]) -> HardwareFlops:
+def count_hardware_flops(forward: Flops, recompute: Collection[str]) -> HardwareFlops:
     """What a step computes with Megatron's recomputation of `recompute`: any of core_attn, mlp and full."""
     model = count_model_flops(forward)
     if "full" in recompute:

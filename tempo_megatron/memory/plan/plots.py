@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tempo_megatron.memory.plan.planner import MemoryPlan, Planner, list_recomputations
+from tempo_megatron.memory.plan.choices import STOCK
+from tempo_megatron.memory.plan.planner import MemoryPlan, Planner
 from tempo_megatron.memory.show.plots import Report
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
 from tempo_megatron.settings.operations import OPERATIONS
@@ -20,34 +21,30 @@ _SWITCHES = {
 
 def list_plans(planner: Planner, num_budgets: int) -> list[MemoryPlan]:
     """The distinct plans of budgets between the least that fits and what stock needs, by the planner's figures."""
-    least = min(plan.peak_bytes for plan in planner.list_smallest())
+    least = planner.make_smallest().peak_bytes
     most = max(least, list_switches(planner)["stock"].peak_bytes)
     plans: list[MemoryPlan] = []
     for index in range(num_budgets):
-        plan = planner.find(least + (most - least) * index // (num_budgets - 1))
+        plan = planner.search(least + (most - least) * index // (num_budgets - 1))
         if plan is not None and (not plans or plan.seconds < plans[-1].seconds):
             plans.append(plan)
     return plans
 
 
 def list_switches(planner: Planner) -> dict[str, MemoryPlan]:
-    """Plans without a budget, in which all layers have one switch: stock, a form of Tempo, or recomputation."""
-    modes = [modes for modes in list_recomputations(planner.request.run) if modes in planner.request.list_modes()]
+    """Plans without a budget, in which all layers have one switch: stock, a form of Tempo, or recomputation that the
+    request allows."""
     plans = {}
     for name, preference in _SWITCHES.items():
         values = []
         for operation in LAYER_OPERATIONS:
-            allowed = planner.values[operation]
-            found = next((value for value in preference if value in allowed), "off")
+            found = next((value for value in preference if value in planner.values[operation]), "off")
             # Only some activations can run in place, and "recompute" would be another switch.
             is_other = name == "Tempo, in place" and operation == "activation" and found != "inplace"
             values.append("off" if is_other or OPERATIONS[operation].is_opt_in else found)
-        if frozenset() in modes:
-            plans[name] = planner.make_alike(tuple(values), frozenset())
-    for modules in modes:
-        if modules:
-            name = f"stock + {' '.join(sorted(modules))}"
-            plans[name] = planner.make_alike(("off",) * len(LAYER_OPERATIONS), modules)
+        plans[name] = planner.make_alike(tuple(values), frozenset())
+    for modules in filter(None, planner.request.list_modes()):
+        plans[f"stock + {' '.join(sorted(modules))}"] = planner.make_alike(STOCK, modules)
     return plans
 
 

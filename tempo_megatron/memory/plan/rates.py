@@ -1,8 +1,7 @@
 """Measures the rates of a GPU that the planner reckons with, and that files of configs/gpu have.
 
-They are those of dense products at the sizes of a transformer layer's linears, of elementwise work that reads one
-tensor and writes another, and of copies between pinned memory and the GPU. Each is the median of rounds, after a
-warm-up; the calls take turns over their operands, which together are larger than a cache.
+Each is the median of rounds, after a warm-up; the calls take turns over their operands, which together are larger than
+a cache.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ def measure_gpu(device: str, hidden_size: int, round_ms: float) -> Gpu:
         round_ms: how long a round is at least.
     """
     torch.manual_seed(0)
-    title, num_threads = f"{platform.machine()} CPU", torch.get_num_threads()
-    title += f", {num_threads} thread{'s' if num_threads > 1 else ''}"
+    num_threads = torch.get_num_threads()
+    title = f"{platform.machine()} CPU, {num_threads} thread{'s' if num_threads > 1 else ''}"
     return Gpu(
         title=torch.cuda.get_device_name() if device == "cuda" else title,
         calibrated=True,
@@ -82,12 +81,12 @@ def _measure_host_link(round_ms: float) -> HostLink:
     """
     pinned = torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
     on_gpu = torch.empty(_LINK_BYTES, dtype=torch.uint8, device="cuda")
+    to_host = _time("copies to the host", [lambda: pinned.copy_(on_gpu, non_blocking=True)], round_ms)
+    to_gpu = _time("copies to the GPU", [lambda: on_gpu.copy_(pinned, non_blocking=True)], round_ms)
     return HostLink(
         title="measured",
-        to_host_bytes_per_second=_LINK_BYTES
-        / _time("copies to the host", [lambda: pinned.copy_(on_gpu, non_blocking=True)], round_ms),
-        to_gpu_bytes_per_second=_LINK_BYTES
-        / _time("copies to the GPU", [lambda: on_gpu.copy_(pinned, non_blocking=True)], round_ms),
+        to_host_bytes_per_second=_LINK_BYTES / to_host,
+        to_gpu_bytes_per_second=_LINK_BYTES / to_gpu,
         gpus_per_uplink=1,
         source="pinned memory, one GPU copying; set gpus_per_uplink to the GPUs behind one switch (nvidia-smi topo -m)",
     )
