@@ -5,20 +5,18 @@ trainer announces the samples of each micro batch. The announcement is stored as
 tracker. Every recomputation saves and restores the tracker's states, so a recomputed forward sees the samples of its
 own micro batch, under any pipeline schedule. No generator is ever advanced.
 
-The state also holds the depth of multi-token prediction, whose layers embed the tokens again, have numbers that the
-decoder's layers have too (since megatron-core 0.17), and may be one layer that runs several times
-(mtp_use_repeated_layer). `begin_prediction` counts the depth before each of them, outside of what is recomputed.
+The state also holds the depth of multi-token prediction, whose layers embed the tokens again and have numbers that the
+decoder's layers have too. `begin_prediction` counts the depth before each of them, outside of what is recomputed.
 
-Megatron treats every state of its tracker as that of a CUDA generator: it registers the states with CUDA graphs, saves
-them in checkpoints, and converts them from one form to the other. So this one is such a state too, in the form of the
-tracker's other states. Its seed is the run's seed, and its offset is the sample.
+Megatron registers every state of its tracker with CUDA graphs, saves it in checkpoints, and converts it from bytes to a
+generator and back. So this one has the form of the tracker's other states: the run's seed, and the sample as offset.
 
 A replayed CUDA graph runs no Python, so numbers of the host would stay those of its capture. In runs with CUDA graphs
 the sample therefore also lies in one tensor on the device, which `set_micro_batch` writes before each replay and each
-dropout copies inside of the graph. The seed and the place of a dropout are constants of a run, and so is its key. A
-dropout adds to the tensor the difference, as known to the host, between its micro batch's sample and the one that was
-written last. That is 0 in a graph of a layer; in a graph of a whole step with several micro batches it is the distance
-to the first one; and in the recomputed forward of an earlier micro batch, outside of graphs, it leads back to that one.
+dropout copies inside of the graph. A dropout adds to it the difference, as known to the host, between its micro batch's
+sample and the one that was written last. That is 0 in a graph of a layer; in a graph of a whole step with several micro
+batches it is the distance to the first one; and in the recomputed forward of an earlier micro batch, outside of graphs,
+it leads back to that one.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from tempo_kernels.philox import derive_key
 from tempo_megatron.settings.config import TempoConfig
@@ -95,8 +93,8 @@ class _SampleForGraphs:
             self.tensor.fill_(first_sample)
             self._written = first_sample
 
-    def read(self, seed: int, first_sample: int) -> Tensor | None:
-        """`first_sample` as a copy of the tensor plus what leads from the sample that was written; None without graphs.
+    def read(self, seed: int, first_sample: int) -> int | Tensor:
+        """`first_sample`; with graphs as a copy of the tensor plus what leads from the sample that was written.
 
         Raises RuntimeError where a graph is captured whose replays would read a wrong sample.
         """
@@ -114,7 +112,7 @@ class _SampleForGraphs:
                     "forward and backward in one graph, and call set_micro_batch inside of it"
                 )
             self._captured_seed = seed
-        return None if self.tensor is None else self.tensor + (first_sample - self._written)
+        return first_sample if self.tensor is None else self.tensor + (first_sample - self._written)
 
 
 _FOR_GRAPHS = _SampleForGraphs()
@@ -180,14 +178,14 @@ def set_micro_batch(
     documents = _pack_documents(cu_seqlens, document_samples)
     if not 0 <= first_sample < _SAMPLES:
         raise ValueError(f"first_sample is {first_sample}; it must be in [0, 2**48)")
-    graphs_device = device if device is not None else _find_device_of_graphs()
+    graphs_device = _find_device_of_graphs() if device is None else torch.device(device)
     if graphs_device is not None and documents:
         raise ValueError(
             "document_samples are given in a run with CUDA graphs, which read one first sample; leave them out, or "
             "turn CUDA graphs off"
         )
     _DRAWN.clear()
-    _FOR_GRAPHS.announce(seed % 2**64, first_sample, None if graphs_device is None else torch.device(graphs_device))
+    _FOR_GRAPHS.announce(seed % 2**64, first_sample, graphs_device)
     _set_state(seed, first_sample, documents)
 
 
@@ -206,17 +204,29 @@ def count_depths(prediction_layers: Iterable[torch.nn.Module]) -> None:
             layer.register_forward_pre_hook(begin_prediction)
 
 
-def _set_state(seed: int, position: int, documents: bytes) -> None:
-    """position: the first sample, plus the depth times _SAMPLES."""
-    # A new state each time, because recomputation still holds those of earlier micro batches.
-    state = _make_state(seed, position, documents, _find_device_of_graphs())
-    get_cuda_rng_tracker().states_[STATE_NAME] = state
-
-
 def _find_device_of_graphs() -> torch.device | None:
     """Where Megatron's tracker keeps generators, as it does for CUDA graphs; None where it keeps bytes."""
     states = get_cuda_rng_tracker().states_.values()
     return next((state.device for state in states if isinstance(state, torch.Generator)), None)
+
+
+def _set_state(seed: int, position: int, documents: bytes) -> None:
+    """Put a new state, because recomputation holds those of earlier micro batches; for CUDA graphs a generator.
+
+    position: the first sample, plus the depth times _SAMPLES.
+    """
+    seed, offset, device = seed % 2**64, _WORDS * position, _find_device_of_graphs()
+    state: Tensor | torch.Generator
+    if device is None:
+        with unset_fake_temporarily():  # memory is counted on tensors without numbers
+            state = torch.tensor(list(_STATE.pack(seed, offset) + documents), dtype=torch.uint8)
+    else:
+        state = torch.Generator(device)
+        _NUMBERS[state] = seed, position
+        if not is_capturing():  # when its numbers could not be set
+            state.manual_seed(seed)
+            state.set_offset(offset)
+    get_cuda_rng_tracker().states_[STATE_NAME] = state
 
 
 def _pack_documents(cu_seqlens: Tensor | None, document_samples: Tensor | None) -> bytes:
@@ -233,21 +243,14 @@ def _pack_documents(cu_seqlens: Tensor | None, document_samples: Tensor | None) 
         )
     if wrong := [sample for sample in samples if not 0 <= sample < _SAMPLES]:
         raise ValueError(f"document_samples holds {wrong[0]}; it must be in [0, 2**48)")
-    return torch.tensor(boundaries + samples, dtype=torch.int64, device="cpu").numpy().tobytes()
+    return struct.pack(f"={len(boundaries + samples)}q", *boundaries, *samples)
 
 
-def _make_state(seed: int, position: int, documents: bytes, device: torch.device | None) -> Tensor | torch.Generator:
-    """The state as bytes, or for CUDA graphs, where `device` is given, as a generator."""
-    seed, offset = seed % 2**64, _WORDS * position
-    if device is None:
-        with unset_fake_temporarily():  # memory is counted on tensors without numbers
-            return torch.tensor(list(_STATE.pack(seed, offset) + documents), dtype=torch.uint8)
-    generator = torch.Generator(device)
-    _NUMBERS[generator] = seed, position
-    if not is_capturing():  # when its numbers could not be set
-        generator.manual_seed(seed)
-        generator.set_offset(offset)
-    return generator
+def _unpack_documents(documents: bytes) -> tuple[list[int], list[int]]:
+    """Boundaries and samples."""
+    numbers = [number for (number,) in struct.iter_unpack("=q", documents)]
+    num_documents = len(numbers) // 2
+    return numbers[: num_documents + 1], numbers[num_documents + 1 :]
 
 
 def is_capturing() -> bool:
@@ -289,7 +292,7 @@ def read_document_samples(x: Tensor) -> Tensor | None:
     """The document_samples that were announced for the running micro batch, on x's device; None without. Equal calls
     return one tensor, which layers therefore keep once."""
     packed = _read_packed_documents()
-    return _make_document_samples(packed, x.device, _find_fake_mode(x)) if packed else None
+    return _make_document_samples(packed, *_get_place(x)) if packed else None
 
 
 def _read_packed_documents() -> bytes:
@@ -297,17 +300,9 @@ def _read_packed_documents() -> bytes:
     return bytes(state.tolist())[_STATE.size :] if isinstance(state, Tensor) else b""
 
 
-def _find_fake_mode(x: Tensor) -> Any:
-    """The mode that made x if it is a fake tensor, a part of what cached tensors are found by: the fake tensors of one
-    mode are of no use in another, or where tensors have numbers."""
-    return x.fake_mode if isinstance(x, FakeTensor) else None
-
-
-def _unpack_documents(documents: bytes) -> tuple[list[int], list[int]]:
-    """Boundaries and samples."""
-    numbers = [number for (number,) in struct.iter_unpack("=q", documents)]
-    num_documents = len(numbers) // 2
-    return numbers[: num_documents + 1], numbers[num_documents + 1 :]
+def _get_place(x: Tensor) -> tuple[torch.device, Any]:
+    """By what cached tensors are found: the fake tensors of one mode are of no use in another, or among real ones."""
+    return x.device, getattr(x, "fake_mode", None)
 
 
 @functools.lru_cache(maxsize=16)
@@ -344,8 +339,7 @@ def find_key_and_sample(layer_number: int, site: Site, stack: Stack = Stack.DECO
                 f"forward in training mode runs, and no micro batch was announced since the first; {_REMEDY}"
             )
         _DRAWN.add(key)
-    on_device = _FOR_GRAPHS.read(seed, first_sample)
-    return key, first_sample if on_device is None else on_device
+    return key, _FOR_GRAPHS.read(seed, first_sample)
 
 
 def find_segments(rank: int, size: int, num_rows: int) -> list[tuple[int, int]]:
@@ -357,19 +351,10 @@ def find_segments(rank: int, size: int, num_rows: int) -> list[tuple[int, int]]:
 
     Args:
         rank, size: of the context-parallel group.
-        num_rows: how many rows the rank holds.
-
-    Raises ValueError where the rows are not two equal chunks.
+        num_rows: how many rows the rank holds; even, where there are several ranks.
     """
-    if size == 1:
-        return [(0, num_rows)]
-    if num_rows % 2:
-        raise ValueError(
-            f"a context-parallel rank holds {num_rows} rows; expected an even number, because each rank takes two "
-            f"equal chunks; pad the sequence length to a multiple of {2 * size}"
-        )
     chunk = num_rows // 2
-    return [(rank * chunk, chunk), ((2 * size - 1 - rank) * chunk, chunk)]
+    return [(0, num_rows)] if size == 1 else [(rank * chunk, chunk), ((2 * size - 1 - rank) * chunk, chunk)]
 
 
 class Segment(NamedTuple):
@@ -385,12 +370,12 @@ class Segment(NamedTuple):
 
 
 def compute_document_segments(boundaries: Sequence[int], rank: int, size: int) -> list[Segment]:
-    """What a context-parallel rank holds of each document of a packed row, in the order in which it holds it.
+    """What a context-parallel rank holds of each document of a row, in the order in which it holds it.
 
     Megatron cuts each document as `find_segments` cuts a sequence (megatron/core/utils.py:2041 of 0.16.1).
 
     Args:
-        boundaries: where documents begin and end in the row.
+        boundaries: where documents begin and end in the row; a row that is not packed is one document.
         rank, size: of the context-parallel group.
 
     Raises ValueError where a document cannot be shared.
@@ -399,9 +384,9 @@ def compute_document_segments(boundaries: Sequence[int], rank: int, size: int) -
     for document, (start, end) in enumerate(pairwise(boundaries)):
         if size > 1 and (end - start) % (2 * size):
             raise ValueError(
-                f"document {document} of a packed row has {end - start} tokens, and {size} context-parallel ranks take "
-                f"two equal chunks of it each; expected a multiple of {2 * size}; pad each document, and give the "
-                "padded boundaries"
+                f"document {document} of a row has {end - start} tokens, and {size} context-parallel ranks take two "
+                f"equal chunks of it each; expected a multiple of {2 * size}; pad each document, and give the padded "
+                "boundaries"
             )
         segments = find_segments(rank, size, (end - start) // size) if end > start else []
         found += [Segment(document, *part) for part in segments]
@@ -419,44 +404,40 @@ def compute_rows(x: Tensor, config: Any) -> dict[str, Any]:
     Equal calls return one tensor on x's device, which layers therefore keep once. A tensor-parallel rank holds a part
     of its context-parallel rank's rows.
     """
-    num_rows, place = x.size(0), (x.device, _find_fake_mode(x))
     parts, part = 1, 0
     if config.sequence_parallel:
         parts = parallel_state.get_tensor_model_parallel_world_size()
         part = parallel_state.get_tensor_model_parallel_rank()
     size = config.context_parallel_size
     rank = parallel_state.get_context_parallel_rank() if size > 1 else 0
+    place = rank, size, parts * x.size(0), *_get_place(x)
+    start, stop = part * x.size(0), (part + 1) * x.size(0)
     if documents := _read_packed_documents():
-        first_sample = read_micro_batch()[1]
-        rows, samples = _make_document_rows(documents, rank, size, parts * num_rows, first_sample, *place)
-        here = slice(part * num_rows, (part + 1) * num_rows)
-        return {"first_sample": 0, "rows": rows[here], "samples": samples[here]}
-    segments = find_segments(rank, size, parts * num_rows)
-    start, stop = part * num_rows, (part + 1) * num_rows
+        rows, samples = _make_rows(documents, read_micro_batch()[1], *place)
+        return {"first_sample": 0, "rows": rows[start:stop], "samples": samples[start:stop]}
     offset = 0
-    for first_row, count in segments:
+    for _, first_row, count in compute_document_segments((0, size * parts * x.size(0)), rank, size):
         if offset <= start and stop <= offset + count:
             return {"first_row": first_row + start - offset}
         offset += count
-    return {"rows": _make_rows(tuple(segments), start, stop, *place)}
+    return {"rows": _cut_rows(start, stop, *place)}
+
+
+@functools.lru_cache(maxsize=16)
+def _cut_rows(start: int, stop: int, *place: Any) -> Tensor:
+    """The rows of a tensor-parallel rank whose row is not packed, which alone are kept."""
+    return _make_rows(b"", 0, *place)[0][start:stop].clone()
 
 
 @functools.lru_cache(maxsize=16)
 def _make_rows(
-    segments: tuple[tuple[int, int], ...], start: int, stop: int, device: torch.device, fake_mode: Any
-) -> Tensor:
-    """The rows in place start to stop of the segments, int64."""
-    ranges = (torch.arange(first, first + count, dtype=torch.int64, device=device) for first, count in segments)
-    return torch.cat(tuple(ranges))[start:stop].clone()
-
-
-@functools.lru_cache(maxsize=16)
-def _make_document_rows(
-    documents: bytes, rank: int, size: int, num_tokens: int, first_sample: int, device: torch.device, fake_mode: Any
+    documents: bytes, first_sample: int, rank: int, size: int, num_tokens: int, device: torch.device, fake_mode: Any
 ) -> tuple[Tensor, Tensor]:
     """The row within its document, and the sample, of each token of a context-parallel rank, int64; a token of no
-    document stays where it is."""
-    boundaries, document_samples = _unpack_documents(documents)
+    document stays where it is. Without documents the row is one."""
+    boundaries, document_samples = (
+        _unpack_documents(documents) if documents else ([0, size * num_tokens], [first_sample])
+    )
     rows = torch.arange(num_tokens, dtype=torch.int64, device=device)
     samples = torch.full_like(rows, first_sample)
     start = boundaries[0] // size

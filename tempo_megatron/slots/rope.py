@@ -36,11 +36,10 @@ def apply_rotary_pos_emb(
     """
     is_plain = cu_seqlens is None and not config.apply_rope_fusion and not config.multi_latent_attention
     if is_plain and torch.is_grad_enabled() and t.requires_grad and not freqs.requires_grad:
-        rotated: Tensor = _Rotate.apply(t, freqs, config, mscale, others)
-        return rotated
-    found: Tensor = rope_utils.apply_rotary_pos_emb(
-        t, freqs, config=config, cu_seqlens=cu_seqlens, mscale=mscale, **others
-    )
+        found: Tensor = _Rotate.apply(t, freqs, config, mscale, others)
+    else:
+        settings = {"config": config, "cu_seqlens": cu_seqlens, "mscale": mscale, **others}
+        found = rope_utils.apply_rotary_pos_emb(t, freqs, **settings)
     return found
 
 
