@@ -1,6 +1,6 @@
 """Attention of a context-parallel rank: its queries against the keys of the whole sequence.
 
-A rank holds two chunks of the sequence (`dropout_rng.find_segments`). Megatron names four ways to bring queries and
+A rank holds two chunks of the sequence (`compute_document_segments`). Megatron names four ways to bring queries and
 keys together, and all are made of two steps here:
 
 - heads: within a group, each rank gets all rows of the group for its share of the heads, and gives the output back
@@ -96,10 +96,8 @@ def choose_exchange(config: Any, layer_number: int, pg_collection: Any) -> Excha
 
 
 def count_ranks_of_rows(config: Any, hierarchical_sizes: Sequence[int] | None) -> int:
-    """How many ranks exchange rows in some layer of a TransformerConfig; 1 where heads alone are exchanged.
-
-    hierarchical_sizes: Megatron's hierarchical_context_parallel_sizes.
-    """
+    """How many ranks exchange rows in some layer of a TransformerConfig, of which Megatron's
+    hierarchical_context_parallel_sizes are given; 1 where heads alone are exchanged."""
     comm_types = config.cp_comm_type
     comm_types = comm_types if isinstance(comm_types, (list, tuple)) else (comm_types,)
     size = int(config.context_parallel_size)
@@ -108,11 +106,7 @@ def count_ranks_of_rows(config: Any, hierarchical_sizes: Sequence[int] | None) -
 
 
 def check_heads(exchange: Exchange, num_heads: int, num_groups: int) -> None:
-    """Raises ValueError where the ranks that exchange heads cannot have equal shares of them.
-
-    Args:
-        num_heads, num_groups: the query heads and the key-value heads of this tensor-parallel rank.
-    """
+    """Raises ValueError where the ranks that exchange heads cannot have equal shares of a tensor-parallel rank's."""
     size = 1 if exchange.heads_group is None else exchange.heads_group.size()
     if num_heads % size or (num_groups % size and size % num_groups):
         raise ValueError(
@@ -212,16 +206,20 @@ class _ExchangeHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, ends: Ends, scatters: bool) -> Tensor:
         ctx.form = group, ends, not scatters
-        if scatters:
-            heads = x.unflatten(2, (group.size(), -1)).permute(2, 0, 1, 3, 4).contiguous()
-            return _order_rows(_exchange(heads, group), ends)
-        rows = _split_rows(x, group.size(), ends)
-        return _exchange(rows, group).permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()
+        return _exchange_heads(x, group, ends, scatters)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _ExchangeHeads.forward(ctx, grad, *ctx.form), None, None, None
+        return _exchange_heads(grad, *ctx.form), None, None, None
+
+
+def _exchange_heads(x: Tensor, group: Any, ends: Ends, scatters: bool) -> Tensor:
+    if scatters:
+        heads = x.unflatten(2, (group.size(), -1)).permute(2, 0, 1, 3, 4).contiguous()
+        return _order_rows(_exchange(heads, group), ends)
+    rows = _split_rows(x, group.size(), ends)
+    return _exchange(rows, group).permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()
 
 
 def _exchange(parts: Tensor, group: Any) -> Tensor:
@@ -241,7 +239,6 @@ class _Rows(NamedTuple):
     """Of each document."""
 
     def list_segments(self, rank: int) -> list[Segment]:
-        """What `rank` holds, in the order in which it holds it."""
         return compute_document_segments(self.boundaries, rank, self.group.size())
 
     def bring_keys(self, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor, list[Segment]]]:
@@ -265,22 +262,15 @@ class _AttendRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-        layout: _Rows,
-        settings: dict[str, Any],
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, layout: _Rows, settings: dict[str, Any]
     ) -> Tensor:
         segments = layout.list_segments(layout.group.rank())
-        results: list[tuple[Tensor, Tensor] | None] = [None] * len(segments)
+        results: dict[int, tuple[Tensor, Tensor]] = {}
         for keys, values, columns in layout.bring_keys(k, v):
             for i, rows, part, place in _compute_pairs(segments, columns, layout, settings):
                 found = attend_block(q[rows], keys[part], values[part], **place)
-                before = results[i]
-                results[i] = found if before is None else merge_blocks(before, found)
-        outs, sums = zip(*(result for result in results if result is not None), strict=True)
+                results[i] = merge_blocks(results[i], found) if i in results else found
+        outs, sums = zip(*(results[i] for i in sorted(results)), strict=True)
         out, logsumexp = torch.cat(outs), torch.cat(sums, dim=-1)
         if sink is not None:
             out, logsumexp = add_sink(out, logsumexp, sink)

@@ -73,10 +73,7 @@ class _SampleForGraphs:
         self._was_announced_in_capture = False
 
     def announce(self, seed: int, first_sample: int, device: torch.device | None) -> None:
-        """Write the sample, except while a graph is captured, which would write that number in each replay.
-
-        device: where graphs run; None where this announcement knows of none.
-        """
+        """Write the sample, except while a graph is captured, which would write that number in each replay."""
         if self._captured_seed not in (None, seed):
             raise RuntimeError(
                 f"seed is {seed}, and a CUDA graph was captured with the keys of seed {self._captured_seed}, which its "
@@ -94,10 +91,7 @@ class _SampleForGraphs:
             self._written = first_sample
 
     def read(self, seed: int, first_sample: int) -> int | Tensor:
-        """`first_sample`; with graphs as a copy of the tensor plus what leads from the sample that was written.
-
-        Raises RuntimeError where a graph is captured whose replays would read a wrong sample.
-        """
+        """`first_sample`; with graphs as a copy of the tensor plus what leads from the sample that was written."""
         if is_capturing():
             if self.tensor is None:
                 raise RuntimeError(
@@ -140,12 +134,7 @@ class Site(enum.IntEnum):
 
 
 def draws_masks(config: Any, tempo_config: TempoConfig) -> bool:
-    """Whether a model draws Tempo's masks, so that its micro batches must be announced.
-
-    Args:
-        config: has `hidden_dropout` and `attention_dropout`, such as a TransformerConfig.
-        tempo_config: the model's.
-    """
+    """Whether a model of a TransformerConfig draws Tempo's masks, so that its micro batches must be announced."""
     dropouts = {"dropout": config.hidden_dropout, "attention": config.attention_dropout}
     return any(p > 0 and tempo_config.values_of(name) != {"off"} for name, p in dropouts.items())
 
@@ -192,9 +181,9 @@ def set_micro_batch(
 def begin_prediction(layer: torch.nn.Module, *_: Any) -> None:
     """The pre-forward hook of a layer of multi-token prediction: what follows is drawn for the next depth."""
     if layer.training and STATE_NAME in get_cuda_rng_tracker().states_:
-        seed, position = _read_state()
+        seed, position, documents = _read_state()
         # Where nothing is drawn, nobody may announce micro batches, and the depth would grow for ever.
-        _set_state(seed, (position + _SAMPLES) % 2**60, _read_packed_documents())
+        _set_state(seed, (position + _SAMPLES) % 2**60, documents)
 
 
 def count_depths(prediction_layers: Iterable[torch.nn.Module]) -> None:
@@ -265,39 +254,33 @@ def _is_warming_up() -> bool:
 
 
 def read_micro_batch() -> tuple[int, int]:
-    """(seed, first_sample) of the micro batch whose forward, or recomputed forward, is running.
-
-    Raises RuntimeError where `set_micro_batch` was never called.
-    """
-    seed, position = _read_state()
+    """(seed, first_sample) of the micro batch whose forward, or recomputed forward, is running."""
+    seed, position, _ = _read_state()
     return seed, position % _SAMPLES
 
 
-def _read_state() -> tuple[int, int]:
-    """(seed, position), as `_set_state` takes them."""
+def _read_state() -> tuple[int, int, bytes]:
+    """(seed, position, documents), as `_set_state` takes them."""
     state = get_cuda_rng_tracker().states_.get(STATE_NAME)
     if state is None:
         raise RuntimeError(f"Tempo's dropout does not know which samples it sees; {_REMEDY}")
     if isinstance(state, torch.Generator):
-        if state in _NUMBERS:
-            return _NUMBERS[state]
-        seed, offset = state.initial_seed(), state.get_offset()
-    else:
-        # Whole, because a slice of it is a tensor without numbers where memory is counted on such tensors.
-        seed, offset = _STATE.unpack(bytes(state.tolist())[: _STATE.size])
-    return seed, offset // _WORDS
+        return *(_NUMBERS.get(state) or (state.initial_seed(), state.get_offset() // _WORDS)), b""
+    # Whole, because a slice of it is a tensor without numbers where memory is counted on such tensors.
+    packed = bytes(state.tolist())
+    seed, offset = _STATE.unpack(packed[: _STATE.size])
+    return seed, offset // _WORDS, packed[_STATE.size :]
+
+
+def _read_documents() -> bytes:
+    return _read_state()[-1] if STATE_NAME in get_cuda_rng_tracker().states_ else b""
 
 
 def read_document_samples(x: Tensor) -> Tensor | None:
     """The document_samples that were announced for the running micro batch, on x's device; None without. Equal calls
     return one tensor, which layers therefore keep once."""
-    packed = _read_packed_documents()
-    return _make_document_samples(packed, *_get_place(x)) if packed else None
-
-
-def _read_packed_documents() -> bytes:
-    state = get_cuda_rng_tracker().states_.get(STATE_NAME)
-    return bytes(state.tolist())[_STATE.size :] if isinstance(state, Tensor) else b""
+    documents = _read_documents()
+    return _make_document_samples(documents, *_get_place(x)) if documents else None
 
 
 def _get_place(x: Tensor) -> tuple[torch.device, Any]:
@@ -327,7 +310,7 @@ def find_key_and_sample(layer_number: int, site: Site, stack: Stack = Stack.DECO
     Raises RuntimeError where a forward that is not a recomputed one would draw the masks of an earlier forward, and
     where a CUDA graph is captured that would draw the same masks in each replay.
     """
-    seed, position = _read_state()
+    seed, position, _ = _read_state()
     depth, first_sample = divmod(position, _SAMPLES)
     if depth:
         layer_number, stack = depth, Stack.PREDICTION
@@ -340,21 +323,6 @@ def find_key_and_sample(layer_number: int, site: Site, stack: Stack = Stack.DECO
             )
         _DRAWN.add(key)
     return key, _FOR_GRAPHS.read(seed, first_sample)
-
-
-def find_segments(rank: int, size: int, num_rows: int) -> list[tuple[int, int]]:
-    """[(global row, number of rows)] of the contiguous parts of a sequence that a context-parallel rank holds, in the
-    order in which it holds them: one part where there is one rank, else Megatron's two.
-
-    Megatron cuts a sequence into 2 * size chunks, and a rank takes the chunks rank and 2 * size - 1 - rank, so that
-    causal attention costs all ranks the same (megatron/core/utils.py:1994 of 0.16.1).
-
-    Args:
-        rank, size: of the context-parallel group.
-        num_rows: how many rows the rank holds; even, where there are several ranks.
-    """
-    chunk = num_rows // 2
-    return [(0, num_rows)] if size == 1 else [(rank * chunk, chunk), ((2 * size - 1 - rank) * chunk, chunk)]
 
 
 class Segment(NamedTuple):
@@ -372,7 +340,8 @@ class Segment(NamedTuple):
 def compute_document_segments(boundaries: Sequence[int], rank: int, size: int) -> list[Segment]:
     """What a context-parallel rank holds of each document of a row, in the order in which it holds it.
 
-    Megatron cuts each document as `find_segments` cuts a sequence (megatron/core/utils.py:2041 of 0.16.1).
+    Megatron cuts a document into 2 * size chunks, and a rank takes the chunks rank and 2 * size - 1 - rank, so that
+    causal attention costs all ranks the same (megatron/core/utils.py:1994 and :2041 of 0.16.1).
 
     Args:
         boundaries: where documents begin and end in the row; a row that is not packed is one document.
@@ -388,8 +357,9 @@ def compute_document_segments(boundaries: Sequence[int], rank: int, size: int) -
                 f"equal chunks of it each; expected a multiple of {2 * size}; pad each document, and give the padded "
                 "boundaries"
             )
-        segments = find_segments(rank, size, (end - start) // size) if end > start else []
-        found += [Segment(document, *part) for part in segments]
+        chunk = (end - start) // (2 * size)
+        chunks = [(rank * chunk, chunk), ((2 * size - 1 - rank) * chunk, chunk)] if size > 1 else [(0, end - start)]
+        found += [Segment(document, *each) for each in chunks if end > start]
     return found
 
 
@@ -412,7 +382,7 @@ def compute_rows(x: Tensor, config: Any) -> dict[str, Any]:
     rank = parallel_state.get_context_parallel_rank() if size > 1 else 0
     place = rank, size, parts * x.size(0), *_get_place(x)
     start, stop = part * x.size(0), (part + 1) * x.size(0)
-    if documents := _read_packed_documents():
+    if documents := _read_documents():
         rows, samples = _make_rows(documents, read_micro_batch()[1], *place)
         return {"first_sample": 0, "rows": rows[start:stop], "samples": samples[start:stop]}
     offset = 0

@@ -30,9 +30,8 @@ class Offloading:
     """The offloading of one rank.
 
     Args:
+        device, min_bytes: as of Engine and of Offload.
         num_in_flight: how many forwards of one chunk wait for their backward at once.
-        device: as of Engine.
-        min_bytes: as of Offload.
     """
 
     def __init__(self, device: Device | None = None, *, num_in_flight: int = 1, min_bytes: int = MIN_BYTES) -> None:
@@ -100,9 +99,9 @@ def offload_layers(
 def count_in_flight(num_micro_batches: int, num_chunks: int = 1) -> int:
     """Returns how many forwards of one chunk wait for their backward at once on this rank's pipeline stage, at most."""
     stages: int = parallel_state.get_pipeline_model_parallel_world_size()
-    ahead: int = stages - parallel_state.get_pipeline_model_parallel_rank()
     # Interleaved, a stage runs twice as far ahead, and all its chunks share that.
-    return min(num_micro_batches, ahead if num_chunks == 1 else 2 * stages)
+    ahead = stages - parallel_state.get_pipeline_model_parallel_rank() if num_chunks == 1 else 2 * stages
+    return min(num_micro_batches, ahead)
 
 
 def _read_moves(tempo_config: TempoConfig, layer: Any, stack: str) -> Moves:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 
-from tempo_megatron.slots.rope import apply_rotary_pos_emb
+from tempo_megatron.slots.attention import apply_rotary_pos_emb
 
 ONE_RANK = SimpleNamespace(size=lambda: 1)
 
