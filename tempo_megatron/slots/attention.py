@@ -164,8 +164,8 @@ class TempoDotProductAttention(DotProductAttention):
         form = {"mask": mask, "form": self.form} if self._exchange is None else {"exchange": self._exchange}
         settings = {"softmax_scale": self.scale, "dropout_p": dropout_p, **hiding, **packed, **draw, **form}
         sink = getattr(self, "softmax_offset", None)  # since 0.15
-        added = {"sink": None if sink is None else sink.to(query), "bias": attention_bias}
-        added = {name: tensor for name, tensor in added.items() if tensor is not None}
+        optional = {"sink": None if sink is None else sink.to(query), "bias": attention_bias}
+        added = {name: tensor for name, tensor in optional.items() if tensor is not None}
         return self._run(functools.partial(_attend, **settings), query, key, value, **added)
 
     def _hide(

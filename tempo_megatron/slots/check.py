@@ -134,11 +134,9 @@ class _Check:
     layer: Any
     obstacle: str | None = None
     handle: Any = None
+    # The layer's, for its first tokens; and the logits of stock's routers by their names.
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """The layer's, for its first tokens."""
-
     held: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    """The logits of stock's routers by their names."""
 
     def __post_init__(self) -> None:
         assert self.spec.choices is not None

@@ -124,7 +124,16 @@ def _list_refusals(operation: str, value: str, config: TransformerConfig) -> Ite
     if is_quantised(config):
         yield _find_quantised_refusal(config, operation, value)
     if {"dropout": config.hidden_dropout, "attention": config.attention_dropout}.get(operation):
-        yield _find_shared_masks(config)
+        if getattr(config, "hybrid_context_parallel", False):
+            yield (
+                "hybrid_context_parallel is on, whose ranks do different numbers of forwards, and Tempo's dropout does "
+                "not know which samples each of them sees, so two samples would draw the same masks"
+            )
+        if config.mtp_num_layers and getattr(config, "overlap_moe_expert_parallel_comm", False):
+            yield (
+                "overlap_moe_expert_parallel_comm is on, which runs parts of the layers of multi-token prediction, so "
+                "that their depths are not told apart and would draw the same dropout masks"
+            )
     size, is_latent = config.context_parallel_size, getattr(config, "multi_latent_attention", False)
     match operation:
         case "activation":
@@ -186,21 +195,6 @@ def _find_quantised_refusal(transformer_config: TransformerConfig, operation: st
     quantised = (name for name in ("fp8_dot_product_attention", "fp8_multi_head_attention") if operation == "attention")
     name = next((name for name in quantised if getattr(transformer_config, name, False)), None)
     return None if name is None else f"{name} is on, and Tempo's attention computes in 16 bits"
-
-
-def _find_shared_masks(config: TransformerConfig) -> str | None:
-    """Why two places of the model, or two ranks, would draw the same dropout masks; None where none would."""
-    if getattr(config, "hybrid_context_parallel", False):
-        return (
-            "hybrid_context_parallel is on, whose ranks do different numbers of forwards, and Tempo's dropout does not "
-            "know which samples each of them sees, so two samples would draw the same masks"
-        )
-    if config.mtp_num_layers and getattr(config, "overlap_moe_expert_parallel_comm", False):
-        return (
-            "overlap_moe_expert_parallel_comm is on, which runs parts of the layers of multi-token prediction, so that "
-            "their depths are not told apart and would draw the same dropout masks"
-        )
-    return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

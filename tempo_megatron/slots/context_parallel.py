@@ -53,16 +53,12 @@ _COLUMNS = 128
 
 
 class Exchange(NamedTuple):
-    """Which ranks exchange heads, and which exchange rows."""
+    """Which ranks exchange heads, and which exchange rows: None where heads stay, and where the first are all ranks.
+    Rows are gathered, or go around."""
 
     heads_group: Any
-    """None where heads stay."""
-
     rows_group: Any
-    """None where heads_group holds all ranks."""
-
     gathers: bool
-    """Whether rows are gathered instead of going around."""
 
 
 def choose_exchange(config: Any, layer_number: int, pg_collection: Any) -> Exchange | None:
@@ -92,7 +88,7 @@ def choose_exchange(config: Any, layer_number: int, pg_collection: Any) -> Excha
             f"cp_comm_type is a2a+p2p and hierarchical_context_parallel_sizes has {len(groups)} sizes; expected two: "
             "how many ranks exchange heads, and how many of those groups exchange rows"
         )
-    return Exchange(*groups, False)
+    return Exchange(groups[0], groups[1], False)
 
 
 def count_ranks_of_rows(config: Any, hierarchical_sizes: Sequence[int] | None) -> int:
@@ -167,8 +163,8 @@ def attend(
     return out if heads_group is None else _ExchangeHeads.apply(out, heads_group, ends, False)
 
 
+# (version, numbers) of the boundaries and samples that were read, which all layers of a micro batch share.
 _NUMBERS: MutableMapping[Tensor, tuple[int, tuple[int, ...]]] = WeakTensorKeyDictionary()
-"""(version, numbers) of the boundaries and samples that were read, which all layers of a micro batch share."""
 
 
 def _read(tensor: Tensor) -> tuple[int, ...]:
@@ -230,13 +226,12 @@ def _exchange(parts: Tensor, group: Any) -> Tensor:
 
 
 class _Rows(NamedTuple):
-    """How the documents of a row, which are one where it is not packed, lie over a group of ranks."""
+    """How the documents of a row, which is one where it is not packed, lie over a group of ranks; and their samples."""
 
     group: Any
     gathers: bool
     boundaries: tuple[int, ...]
     samples: tuple[int, ...] | None
-    """Of each document."""
 
     def list_segments(self, rank: int) -> list[Segment]:
         return compute_document_segments(self.boundaries, rank, self.group.size())

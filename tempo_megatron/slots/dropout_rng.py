@@ -43,8 +43,7 @@ from tempo_megatron.slots.linear import is_in_backward
 STATE_NAME = "tempo-micro-batch"
 # A CUDA generator's offset counts words of Philox, and must be a whole number of blocks of four.
 _WORDS = 4
-# The offset holds the depth above the sample.
-_SAMPLES = 2**48
+_SAMPLES = 2**48  # the offset holds the depth above the sample
 # A generator's state as bytes: the seed, then the offset, in this machine's byte order.
 _STATE = struct.Struct("=Qq")
 
@@ -53,21 +52,18 @@ _REMEDY = (
     'for other masks of the same samples), call model.eval() first, or set tempo.dropout and tempo.attention to "off"'
 )
 
+# The keys of the masks that forwards have drawn since the micro batch was announced.
 _DRAWN: set[int] = set()
-"""The keys of the masks that forwards have drawn since the micro batch was announced."""
-
+# (seed, position) of each state that is a generator, which tells no numbers while a graph is captured.
 _NUMBERS: weakref.WeakKeyDictionary[torch.Generator, tuple[int, int]] = weakref.WeakKeyDictionary()
-"""(seed, position), as _set_state takes them, of each state that is a generator, which tells no numbers while a graph
-is captured."""
 
 
 class _SampleForGraphs:
     """The sample that captured CUDA graphs read, in runs that have graphs."""
 
     def __init__(self) -> None:
+        # 0-dim int64, at one address from the first announcement on; None in a run without graphs.
         self.tensor: Tensor | None = None
-        """0-dim int64, at one address from the first announcement on; None in a run without graphs."""
-
         self._written = 0
         self._captured_seed: int | None = None
         self._was_announced_in_capture = False
@@ -302,13 +298,12 @@ def derive_site_key(seed: int, stack: Stack, layer_number: int, site: Site) -> i
 
 
 def find_key_and_sample(layer_number: int, site: Site, stack: Stack = Stack.DECODER) -> tuple[int, int | Tensor]:
-    """(64-bit key, first sample) for a dropout at `site` of layer `layer_number` (1-based) of `stack` in this forward.
+    """(64-bit key, first sample) for a dropout at `site` of layer `layer_number` of `stack` in this forward.
 
-    The layer number is global, over all pipeline stages. Inside multi-token prediction the depth counts instead.
-    In runs with CUDA graphs the sample is a 0-dim int64 tensor on their device.
+    The layer number is global and from 1 on. Inside multi-token prediction the depth counts instead. In runs with CUDA
+    graphs the sample is a 0-dim int64 tensor on their device.
 
-    Raises RuntimeError where a forward that is not a recomputed one would draw the masks of an earlier forward, and
-    where a CUDA graph is captured that would draw the same masks in each replay.
+    Raises RuntimeError where a forward, or the replay of a graph, would draw the masks of an earlier forward.
     """
     seed, position, _ = _read_state()
     depth, first_sample = divmod(position, _SAMPLES)
@@ -326,14 +321,10 @@ def find_key_and_sample(layer_number: int, site: Site, stack: Stack = Stack.DECO
 
 
 class Segment(NamedTuple):
-    """Contiguous rows of a document that a rank holds."""
+    """Contiguous rows of a document that a rank holds, of which the first is counted within the document."""
 
     document: int
-    """Its number in the packed row; 0 where the row is not packed."""
-
     first_row: int
-    """Within the document."""
-
     num_rows: int
 
 

@@ -38,13 +38,11 @@ _KINDS = {
 
 
 class PatternLayer(NamedTuple):
-    """A layer of a pattern."""
+    """A layer of a pattern: the field of HybridStackSubmodules that says what it is, and its number in the keys of
+    dropout masks, from 1."""
 
     spec: str
-    """The field of HybridStackSubmodules that says what it is."""
-
     mask_layer: int
-    """Its number in the keys of dropout masks, from 1."""
 
 
 def is_hybrid(spec: Any) -> bool:

@@ -78,7 +78,11 @@ class SplitNorm(NormInFront):
     def forward(self: Any, x: Tensor) -> Any:
         """(output, bias or None) of x [s or s/t, b, h]; with `return_layernorm_output` also the norm's output, where
         Transformer Engine puts it."""
-        y = self._norm(x)
+        settings = {"zero_centered": self.zero_centered_gamma, "keep": self.keep}
+        if self.normalization == "RMSNorm":
+            y = rms_norm(x, self.layer_norm_weight, self.eps, **settings)
+        else:
+            y = layer_norm(x, self.layer_norm_weight, self.layer_norm_bias, self.eps, **settings)
         if self.runs_again and torch.is_grad_enabled():
             self.normed = hold(y)
         result = self.run_linear(y)
@@ -98,12 +102,6 @@ class SplitNorm(NormInFront):
         linear._parameters.update({name: self._parameters[name] for name in linear._parameters})
         linear.is_first_microbatch, self.is_first_microbatch = self.is_first_microbatch, False
         return linear(y)
-
-    def _norm(self: Any, x: Tensor) -> Tensor:
-        settings = {"zero_centered": self.zero_centered_gamma, "keep": self.keep}
-        if self.normalization == "RMSNorm":
-            return rms_norm(x, self.layer_norm_weight, self.eps, **settings)
-        return layer_norm(x, self.layer_norm_weight, self.layer_norm_bias, self.eps, **settings)
 
 
 class _EmptyExtraState:

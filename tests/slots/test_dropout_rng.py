@@ -10,7 +10,7 @@ import torch
 from covering import exhaustive
 from cpu_graphs import CudaGenerator
 from distributed import run_megatron_ranks, run_megatron_ranks_once
-from gpt import build_gpt, gpt_config, losses
+from gpt import FULL, build_gpt, gpt_config, losses
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, random
@@ -170,8 +170,7 @@ class RDropModel(GPTModel):  # type: ignore[misc,unused-ignore]
 def test_a_forward_that_runs_the_model_twice_is_refused_until_it_announces_the_second(
     dropouts: dict[str, float], place: str
 ) -> None:
-    settings = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    model = build_gpt(gpt_config(**settings, **dropouts), TempoConfig())
+    model = build_gpt(gpt_config(**FULL, **dropouts), TempoConfig())
     model.__class__ = RDropModel
     reason = f"^dropout at {place} would draw one mask twice: a second forward in training mode runs.*"
     remedy = r"call tempo_megatron.set_micro_batch\(seed, first_sample\) before each forward"
