@@ -65,6 +65,7 @@ class TempoDotProductAttention(DotProductAttention):
     """
 
     form: ClassVar[str] = "flash"
+    recomputes: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -166,7 +167,10 @@ class TempoDotProductAttention(DotProductAttention):
         sink = getattr(self, "softmax_offset", None)  # since 0.15
         optional = {"sink": None if sink is None else sink.to(query), "bias": attention_bias}
         added = {name: tensor for name, tensor in optional.items() if tensor is not None}
-        return self._run(functools.partial(_attend, **settings), query, key, value, **added)
+        attend: Callable[..., Tensor] = functools.partial(_attend, **settings)
+        if self.recomputes and not is_in_backward():
+            return recompute(attend, query, key, value, **added)
+        return attend(query, key, value, **added)
 
     def _hide(
         self, query: Tensor, key: Tensor, mask: Tensor | None, mask_type: AttnMaskType, *, is_packed: bool
@@ -223,9 +227,6 @@ class TempoDotProductAttention(DotProductAttention):
         queries, keys = boundaries
         return {"cu_seqlens": queries, **({} if self.attention_type == "self" else {"cu_seqlens_k": keys})}
 
-    def _run(self, attend: Callable[..., Tensor], *operands: Tensor, **added: Tensor) -> Tensor:
-        return attend(*operands, **added)
-
     def _draw(self, query: Tensor) -> dict[str, Any]:
         """The arguments of this rank's mask."""
         dropout_key, first_sample = find_key_and_sample(self.mask_layer, self.site, self.stack)
@@ -263,8 +264,7 @@ class TempoRecomputeDotProductAttention(TempoDotProductAttention):
     TempoRowParallelLinear, frees the output, and attention runs again with the same masks just before that linear's
     backward. If Megatron recomputes core attention or the layer, it does not run a third time."""
 
-    def _run(self, attend: Callable[..., Tensor], *operands: Tensor, **added: Tensor) -> Tensor:
-        return attend(*operands, **added) if is_in_backward() else recompute(attend, *operands, **added)
+    recomputes = True
 
 
 def recomputes_latent_projections(config: Any) -> bool:

@@ -23,7 +23,6 @@ from tempo_megatron.slots.experts import find_permute_refusal
 from tempo_megatron.slots.linear import is_quantised
 from tempo_megatron.slots.mlp import find_activation_refusal
 
-_NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 # Recipes of fp8 whose linears can quantise an input that they keep as it is once more in backward.
 _QUANTISED_AGAIN = ("tensorwise", "blockwise", "mxfp8")
 _UNSUPPORTED = "which Tempo's attention does not support"
@@ -134,12 +133,11 @@ def _list_refusals(operation: str, value: str, config: TransformerConfig) -> Ite
                 "overlap_moe_expert_parallel_comm is on, which runs parts of the layers of multi-token prediction, so "
                 "that their depths are not told apart and would draw the same dropout masks"
             )
-    size, is_latent = config.context_parallel_size, getattr(config, "multi_latent_attention", False)
     match operation:
         case "activation":
             yield find_activation_refusal(config, value)
         case "norm":
-            if config.normalization not in _NORMALIZATIONS:
+            if config.normalization not in ("LayerNorm", "RMSNorm"):
                 yield f"normalization is {config.normalization}, and Tempo has LayerNorm and RMSNorm only"
             if value == "recompute" and config.apply_residual_connection_post_layernorm:
                 yield (
@@ -147,7 +145,8 @@ def _list_refusals(operation: str, value: str, config: TransformerConfig) -> Ite
                     "linear that follows it"
                 )
         case "attention":
-            if size > 1 and value == "softmax":
+            if config.context_parallel_size > 1 and value == "softmax":
+                size = config.context_parallel_size
                 yield f"context_parallel_size is {size} and the form is softmax, {_UNSUPPORTED}"
             if getattr(config, "hybrid_context_parallel", False):
                 yield f"hybrid_context_parallel is on, {_UNSUPPORTED}"
@@ -157,7 +156,7 @@ def _list_refusals(operation: str, value: str, config: TransformerConfig) -> Ite
                     f"make the output again, {_UNSUPPORTED}"
                 )
         case "linear_fc1" | "linear_qkv":
-            if operation == "linear_qkv" and is_latent:
+            if operation == "linear_qkv" and getattr(config, "multi_latent_attention", False):
                 yield "multi_latent_attention is on, and Tempo cannot recompute its projections"
             for name, why in _HOLD_INPUTS.items():
                 if getattr(config, name, False):
