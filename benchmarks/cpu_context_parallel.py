@@ -28,7 +28,7 @@ from torch import Tensor
 from tempo_kernels.attention import attention
 from tempo_megatron import cpu
 from tempo_megatron.slots.context_parallel import COMM_TYPES, attend, choose_exchange
-from tempo_megatron.slots.dropout_rng import find_segments
+from tempo_megatron.slots.dropout_rng import compute_document_segments
 
 RANKS = 2
 HEADS, HEAD_DIM = 12, 64
@@ -45,8 +45,8 @@ def measure_rank(rank: int, store: str, args: argparse.Namespace, found: Any) ->
     generator = torch.Generator().manual_seed(1)
     shape = (args.seq_length, args.micro_batch_size, HEADS, HEAD_DIM)
     whole = [torch.randn(shape, generator=generator).to(DTYPES[args.dtype]) for _ in range(4)]
-    segments = find_segments(rank, RANKS, args.seq_length // RANKS)
-    rows = torch.cat([torch.arange(start, start + count) for start, count in segments])
+    segments = compute_document_segments((0, args.seq_length), rank, RANKS)
+    rows = torch.cat([torch.arange(start, start + count) for _, start, count in segments])
     settings = {"causal": True, "softmax_scale": HEAD_DIM**-0.5, "dropout_p": args.dropout, "dropout_key": 7}
 
     def make_step(way: str) -> Callable[[], Tensor]:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel.mappings import (
     all_to_all_hp2sp,
     gather_from_tensor_model_parallel_region,
@@ -28,7 +29,6 @@ from tempo_megatron.slots import context_parallel
 from tempo_megatron.slots.dropout_rng import Site, Stack, find_key_and_sample, read_document_samples
 from tempo_megatron.slots.linear import (
     DropsInput,
-    Function,
     LinearCall,
     Return,
     is_in_backward,
@@ -36,7 +36,6 @@ from tempo_megatron.slots.linear import (
     replace_modules,
     replace_names,
 )
-from tempo_megatron.slots.rope import apply_rotary_pos_emb
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -49,17 +48,13 @@ class TempoDotProductAttention(DotProductAttention):
     tokens i - left to i + right, those after it too in a causal model, and -1 is a number like others. Without a window
     a given mask (bool, True = hidden) alone decides, and without both a causal layer skips the hidden half. In a packed
     row a token sees its own document only. Softmax is always computed in float32, whatever `attention_softmax_in_fp32`
-    says. `apply_query_key_layer_scaling` protects float16 scores in Megatron; here it has no effect, because it divides
-    and multiplies by the same number.
+    and `apply_query_key_layer_scaling` say. With softmax_type "off-by-one" or "learnable" each head has a sink, whose
+    logit is `softmax_offset`, as in Megatron.
 
     Keeps for backward: q, k, v, the output (shared with linear_proj) and 4 bytes per token and head. q, k and v are
     copied if they are views of memory that holds more, so that the rest is freed: with grouped queries Megatron copies
-    q, and the views k and v alone would keep the whole projection.
-
-    With softmax_type "off-by-one" or "learnable" each head has a sink, whose logit is `softmax_offset`, as in Megatron.
-
-    Under context parallelism, in any `cp_comm_type`, a rank keeps that of its own tokens; slots/context_parallel.py
-    says how, and what it costs.
+    q, and the views k and v alone would keep the whole projection. Under context parallelism, in any `cp_comm_type`, a
+    rank keeps that of its own tokens; slots/context_parallel.py says how, and what it costs.
 
     Args, beside Megatron's:
         stack: the stack whose masks are drawn.
@@ -70,6 +65,7 @@ class TempoDotProductAttention(DotProductAttention):
     """
 
     form: ClassVar[str] = "flash"
+    recomputes: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -126,26 +122,32 @@ class TempoDotProductAttention(DotProductAttention):
 
         attention_bias: [b or 1, a/p or 1, sq or 1, sk], added to the scaled scores, such as T5's relative positions.
         """
-        self._check_bias(attention_bias, packed_seq_params)
-        if packed_seq_params is not None and query.dim() == 3:
+        is_packed = packed_seq_params is not None
+        if attention_bias is not None and (is_packed or self._exchange is not None):
+            size = self.config.context_parallel_size
+            where = f"context_parallel_size is {size}" if self._exchange is not None else "sequences are packed"
+            raise ValueError(
+                f"an attention bias is given, and {where}, which Tempo's attention cannot have together; "
+                'set tempo.attention to "off"'
+            )
+        if is_packed and query.dim() == 3:
             query, key, value = (t.unsqueeze(1) for t in (query, key, value))
             return self.forward(query, key, value, attention_mask, attn_mask_type, None, packed_seq_params).squeeze(1)
         mask_type = attn_mask_type or self.attn_mask_type
-        is_packed = packed_seq_params is not None
         hiding = self._hide(query, key, None if is_packed else attention_mask, mask_type, is_packed=is_packed)
         sees_later = not hiding["causal"] and hiding.get("window_size", (-1, -1))[1] != 0
-        packed = self._find_documents(packed_seq_params, sees_later=sees_later)
+        packed = self._find_documents(packed_seq_params, sees_later=sees_later) if is_packed else {}
         is_stocks = query.size(-1) == value.size(-1) and attention_bias is None
         if not self.training and query.size(0) == 1 < key.size(0) and is_stocks:
             # One new token beside a cache of keys: nothing to save, and stock handles inference.
             of_stock: Tensor = super().forward(query, key, value, attention_mask, attn_mask_type)
             return of_stock
-        mask = hiding.get("mask")
+        mask = hiding.pop("mask", None)
         dropout_p = self.attention_dropout.p if self.training else 0.0
         draw = self._draw(query) if dropout_p > 0 else {}
-        if packed and self.training and (samples := read_document_samples(query)) is not None:
+        if is_packed and self.training and (samples := read_document_samples(query)) is not None:
             packed |= {"document_samples": samples} if dropout_p > 0 else {}
-        elif packed and self.training and self._exchange is not None and self.config.hidden_dropout > 0:
+        elif is_packed and self.training and self._exchange is not None and self.config.hidden_dropout > 0:
             raise ValueError(
                 f"a packed row is given to {self.config.context_parallel_size} context-parallel ranks without its "
                 f"documents' samples, and hidden_dropout is {self.config.hidden_dropout:g}, whose masks then do not "
@@ -160,33 +162,15 @@ class TempoDotProductAttention(DotProductAttention):
         exchanges_heads = self._exchange is not None and self._exchange.heads_group is not None
         if torch.is_grad_enabled() and not self.has_pinned_projection and not exchanges_heads:
             query, key, value = _copy_without_the_rest(query, key, value)
-        attend = functools.partial(
-            _attend,
-            causal=hiding["causal"],
-            window_size=hiding.get("window_size"),
-            softmax_scale=self.scale,
-            dropout_p=dropout_p,
-            **packed,
-            **draw,
-            **({"mask": mask, "form": self.form} if self._exchange is None else {"exchange": self._exchange}),
-        )
+        form = {"mask": mask, "form": self.form} if self._exchange is None else {"exchange": self._exchange}
+        settings = {"softmax_scale": self.scale, "dropout_p": dropout_p, **hiding, **packed, **draw, **form}
         sink = getattr(self, "softmax_offset", None)  # since 0.15
-        added = {"sink": None if sink is None else sink.to(query), "bias": attention_bias}
-        return self._run(attend, query, key, value, **{name: t for name, t in added.items() if t is not None})
-
-    def _check_bias(self, attention_bias: Tensor | None, packed_seq_params: Any) -> None:
-        """Raise ValueError where attention cannot take this bias."""
-        if attention_bias is None:
-            return
-        for where, is_there in (
-            (f"context_parallel_size is {self.config.context_parallel_size}", self._exchange is not None),
-            ("sequences are packed", packed_seq_params is not None),
-        ):
-            if is_there:
-                raise ValueError(
-                    f"an attention bias is given, and {where}, which Tempo's attention cannot have together; "
-                    'set tempo.attention to "off"'
-                )
+        optional = {"sink": None if sink is None else sink.to(query), "bias": attention_bias}
+        added = {name: tensor for name, tensor in optional.items() if tensor is not None}
+        attend: Callable[..., Tensor] = functools.partial(_attend, **settings)
+        if self.recomputes and not is_in_backward():
+            return recompute(attend, query, key, value, **added)
+        return attend(query, key, value, **added)
 
     def _hide(
         self, query: Tensor, key: Tensor, mask: Tensor | None, mask_type: AttnMaskType, *, is_packed: bool
@@ -215,14 +199,10 @@ class TempoDotProductAttention(DotProductAttention):
         return {"causal": False, "mask": ((distance < -left) | (distance > right)).view(1, 1, num_queries, num_keys)}
 
     def _find_documents(self, packed_seq_params: Any, *, sees_later: bool) -> dict[str, Any]:
-        """The arguments of attention for a packed row; none where the row is not packed.
+        """The arguments of attention for a packed row, which stay where they are: a GPU is not waited for.
 
         sees_later: whether a token sees tokens after it.
-
-        Only boundaries of documents are read, and they stay where they are: a GPU is not waited for.
         """
-        if packed_seq_params is None:
-            return {}
         local_size = getattr(packed_seq_params, "local_cp_size", None) or 1
         if local_size > 1:
             raise ValueError(
@@ -234,21 +214,18 @@ class TempoDotProductAttention(DotProductAttention):
                 f'packed_seq_params has qkv_format "{packed_seq_params.qkv_format}"; expected "thd"; set '
                 'tempo.attention to "off"'
             )
-        names = ("cu_seqlens_q", "cu_seqlens_kv")
-        given = {name: getattr(packed_seq_params, name) for name in names}
-        padded = {name: getattr(packed_seq_params, f"{name}_padded", None) for name in names}
-        for name in names:
+        boundaries = []
+        for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+            given, padded = getattr(packed_seq_params, name), getattr(packed_seq_params, f"{name}_padded", None)
             # Behind a document's last token, padding is seen by padding only, if attention is causal.
-            if padded[name] is not None and padded[name] is not given[name] and sees_later:
+            if padded is not None and padded is not given and sees_later:
                 raise ValueError(
                     f"{name}_padded is given, and attention is not causal, so that tokens would see padding; expected "
                     f'{name} alone; pack without padding, or set tempo.attention to "off"'
                 )
-        queries, keys = (given[name] if padded[name] is None else padded[name] for name in names)
+            boundaries.append(given if padded is None else padded)
+        queries, keys = boundaries
         return {"cu_seqlens": queries, **({} if self.attention_type == "self" else {"cu_seqlens_k": keys})}
-
-    def _run(self, attend: Callable[..., Tensor], *operands: Tensor, **added: Tensor) -> Tensor:
-        return attend(*operands, **added)
 
     def _draw(self, query: Tensor) -> dict[str, Any]:
         """The arguments of this rank's mask."""
@@ -265,14 +242,13 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tenso
 def _copy_without_the_rest(*tensors: Tensor) -> list[Tensor]:
     """The tensors, copied where their storage holds more than these tensors: a view would keep all of it."""
     # Storages are compared by identity, because traced tensors have no address.
+    storages = [tensor.untyped_storage() for tensor in tensors]
     used: Counter[int] = Counter()
-    for tensor in tensors:
-        used[tensor.untyped_storage()._cdata] += tensor.nbytes
+    for storage, tensor in zip(storages, tensors, strict=True):
+        used[storage._cdata] += tensor.nbytes
     return [
-        tensor.clone(memory_format=torch.contiguous_format)
-        if tensor.untyped_storage().nbytes() > used[tensor.untyped_storage()._cdata]
-        else tensor
-        for tensor in tensors
+        tensor.clone(memory_format=torch.contiguous_format) if storage.nbytes() > used[storage._cdata] else tensor
+        for storage, tensor in zip(storages, tensors, strict=True)
     ]
 
 
@@ -288,8 +264,7 @@ class TempoRecomputeDotProductAttention(TempoDotProductAttention):
     TempoRowParallelLinear, frees the output, and attention runs again with the same masks just before that linear's
     backward. If Megatron recomputes core attention or the layer, it does not run a third time."""
 
-    def _run(self, attend: Callable[..., Tensor], *operands: Tensor, **added: Tensor) -> Tensor:
-        return attend(*operands, **added) if is_in_backward() else recompute(attend, *operands, **added)
+    recomputes = True
 
 
 def recomputes_latent_projections(config: Any) -> bool:
@@ -299,18 +274,55 @@ def recomputes_latent_projections(config: Any) -> bool:
     return is_selective and "mla_up_proj" in (config.recompute_modules or ())
 
 
-def find_attention_refusal(config: Any, value: str) -> str | None:
-    """What the TransformerConfig asks of attention that Tempo's with this value cannot give; None where it can give
-    everything."""
-    size = config.context_parallel_size
-    refused = {
-        f"context_parallel_size is {size} and the form is softmax": size > 1 and value == "softmax",
-        "hybrid_context_parallel is on": getattr(config, "hybrid_context_parallel", False),
-        "recompute_modules holds mla_up_proj, after which queries, keys and values are there too late to make the "
-        "output again": value == "recompute" and recomputes_latent_projections(config),
-    }
-    found = (f"{what}, which Tempo's attention does not support" for what, is_refused in refused.items() if is_refused)
-    return next(found, None)
+def apply_rotary_pos_emb(
+    t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None, mscale: float = 1.0, **others: Any
+) -> Tensor:
+    """Megatron's function of this name, with the same result and the same gradient, bit for bit.
+
+    Megatron's unfused one rounds the cosines and sines of all positions to the dtype of queries and keys, once for each
+    of the two in every layer, and autograd keeps all four. Here backward computes them again from the angles, which
+    Megatron makes once for all layers and micro batches and caches, whatever autograd holds. Packed rows, Transformer
+    Engine's fused kernel and latent attention have Megatron's own: the fused kernel keeps the angles only as it is, and
+    the angles of a packed row are put together anew in each layer.
+
+    Args:
+        t: queries or keys [s, b, a, d].
+        freqs: angles [s, 1 or b, 1, rotated channels], float32.
+        config: the TransformerConfig.
+        cu_seqlens, mscale, others: as Megatron's.
+
+    Returns:
+        t of the same shape and dtype, rotated.
+
+    Keeps for backward: nothing but `freqs`, which all layers share.
+    Error: none.
+    """
+    is_plain = cu_seqlens is None and not config.apply_rope_fusion and not config.multi_latent_attention
+    if is_plain and torch.is_grad_enabled() and t.requires_grad and not freqs.requires_grad:
+        found: Tensor = _Rotate.apply(t, freqs, config, mscale, others)
+    else:
+        settings = {"config": config, "cu_seqlens": cu_seqlens, "mscale": mscale, **others}
+        found = rope_utils.apply_rotary_pos_emb(t, freqs, **settings)
+    return found
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, freqs: Tensor, config: Any, mscale: float, others: dict[str, Any]) -> Tensor:
+        # Not for autograd to keep: Megatron's cache owns the angles, and nobody writes to them.
+        ctx.form = freqs, mscale, config.rotary_interleaved
+        rotated: Tensor = rope_utils.apply_rotary_pos_emb(t, freqs, config=config, mscale=mscale, **others)
+        return rotated
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        freqs, mscale, is_interleaved = ctx.form
+        size = freqs.size(-1)
+        rotated, rest = grad[..., :size], grad[..., size:]
+        cos, sin = ((function(freqs) * mscale).to(grad.dtype) for function in (torch.cos, torch.sin))
+        # y = t cos + R t sin, where R, a quarter turn of each pair of channels, has the transpose -R.
+        rotated = rotated * cos - rope_utils._rotate_half(rotated * sin, is_interleaved)
+        return torch.cat((rotated, rest), dim=-1), None, None, None, None
 
 
 _run_self_attention = replace_names(SelfAttention.forward, apply_rotary_pos_emb=apply_rotary_pos_emb)
@@ -318,99 +330,89 @@ _run_self_attention = replace_names(SelfAttention.forward, apply_rotary_pos_emb=
 
 @name_as_stock
 class TempoRotarySelfAttention(SelfAttention):
-    """SelfAttention whose rotary position embeddings keep nothing of their own; see rope.py."""
+    """SelfAttention whose rotary position embeddings keep nothing of their own."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """(output, bias) of hidden_states, as SelfAttention."""
         return _run_self_attention(self, hidden_states, *args, **kwargs)
 
 
-class TempoSelfAttention(SelfAttention):
-    """SelfAttention whose core attention does not keep q, k and v. Just before its backward the projection runs again,
-    followed by Megatron's own code for the split, the norms of q and k and the rotary embeddings.
+class _RepeatedSelfAttention(SelfAttention):
+    """SelfAttention that makes again, just before core attention's backward, what leads to it, by Megatron's own code
+    for the split, the norms of q and k and the rotary embeddings.
 
-    Exact: the same kernels on the same input. Core attention still keeps everything else, such as its output. If
-    Megatron recomputes the layer, the projection does not run a third time.
+    Exact: the same kernels on the same input. Core attention still keeps everything else, such as its output.
     """
+
+    repeats_projection: ClassVar[bool]
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """(output, bias) of hidden_states, as SelfAttention."""
         if not torch.is_grad_enabled() or is_in_backward():
             return super().forward(hidden_states, *args, **kwargs)
-        linear_qkv = LinearCall(self.linear_qkv)
-        core_attention, linear_proj = _Watched(self.core_attention), _Watched(self.linear_proj)
-        attention = replace_modules(self, linear_qkv=linear_qkv, core_attention=core_attention, linear_proj=linear_proj)
-        result = _run_self_attention(attention, hidden_states, *args, **kwargs)
-
-        def make() -> tuple[Tensor, ...]:
-            """The projection's output, q, k and v: Megatron's forward up to core attention."""
-            mixed = linear_qkv.repeat()
-            core_attention = _Watched(_Flatten())
-            attention = replace_modules(
-                self, linear_qkv=Return(*mixed), core_attention=core_attention, linear_proj=Return()
-            )
-            attention.checkpoint_core_attention = False
-            SelfAttention.forward(attention, mixed[0], *args, **kwargs)
-            return mixed[0], *core_attention.take_inputs(3)
-
-        # Modules between the projection and core attention, such as a norm of q, keep views of the projection.
-        made = linear_qkv.take_output(), *core_attention.take_unwritten_inputs(3)
-        drop(made, after=linear_proj.take_inputs(1), make=make)
-        return result
-
-
-class TempoNormedSelfAttention(SelfAttention):
-    """SelfAttention that keeps the projection's output alone of what leads from it to core attention: q and k, and what
-    their norms read, are made again by Megatron's own code, without the projection.
-
-    For norms of q and k that keep their input. Exact: the same kernels on the same input.
-    """
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """(output, bias) of hidden_states, as SelfAttention."""
-        if not torch.is_grad_enabled() or is_in_backward():
-            return super().forward(hidden_states, *args, **kwargs)
-        found: list[Any] = []
-
-        def project(x: Tensor) -> Any:
-            found.append(self.linear_qkv(x))
-            return found[0]
-
+        linear_qkv = (LinearCall if self.repeats_projection else _KeptCall)(self.linear_qkv)
         linear_proj = _Watched(self.linear_proj)
-        run, take = self._follow(linear_qkv=Function(project), linear_proj=linear_proj)
-        result = run(hidden_states, *args, **kwargs)
-        projected, bias = found.pop()
-        take_projected, storage = hold(projected), projected.untyped_storage()._cdata
-        tensors = take()
-        is_own = [tensor.untyped_storage()._cdata != storage for tensor in tensors]
+
+        def follow(x: Tensor, core_attention: Any, **others: Any) -> tuple[Any, list[Tensor]]:
+            """What SelfAttention.forward gives with other modules, and what the norms of q and k, where the projection
+            is kept, then core attention got in it."""
+            norms = () if self.repeats_projection else ("q_layernorm", "k_layernorm")
+            found = {name: getattr(self, name) for name in norms if getattr(self, name) is not None}
+            watched = {name: _Watched(module) for name, module in {**found, "core_attention": core_attention}.items()}
+            attention = replace_modules(self, **watched, **others)
+            attention.checkpoint_core_attention &= core_attention is self.core_attention
+            result = _run_self_attention(attention, x, *args, **kwargs)
+            takes = {name: 3 if name == "core_attention" else 1 for name in watched}
+            return result, [t for name, num in takes.items() for t in watched[name].take_inputs(num)]
+
+        result, inputs = follow(hidden_states, self.core_attention, linear_qkv=linear_qkv, linear_proj=linear_proj)
+        projected = linear_qkv.take_output()
+        # What is no part of the projection, where that is kept; else that too, as norms of q and k keep views of it.
+        storage = None if self.repeats_projection else projected.untyped_storage()._cdata
+        is_own = [tensor.untyped_storage()._cdata != storage for tensor in (projected, *inputs)]
 
         def make() -> list[Tensor]:
-            x = take_projected()
-            run, take = self._follow(
-                linear_qkv=Return(x, bias), linear_proj=Return(), core_attention=_Watched(_Flatten())
-            )
-            run(x, *args, **kwargs)
-            return list(itertools.compress(take(), is_own))
+            """The projection's output, and what was made of it: Megatron's forward up to core attention."""
+            output, bias = linear_qkv.repeat()
+            _, again = follow(output, _Flatten(), linear_qkv=Return(output, bias), linear_proj=Return())
+            return list(itertools.compress((output, *again), is_own))
 
-        made = list(itertools.compress(tensors, is_own))
-        if made:
-            drop(made, after=linear_proj.take_inputs(1), make=make)
+        if made := list(itertools.compress((projected, *inputs), is_own)):
+            drop(made, after=linear_proj.take_inputs(1, may_be_written=True), make=make)
         return result
 
-    def _follow(self, **modules: Any) -> tuple[Callable[..., Any], Callable[[], list[Tensor]]]:
-        """SelfAttention.forward with other modules; and what the norms of q and k, then core attention got in it."""
-        watched = [_Watched(norm) for norm in (self.q_layernorm, self.k_layernorm) if norm is not None]
-        names = [name for name in ("q_layernorm", "k_layernorm") if getattr(self, name) is not None]
-        core_attention = modules.setdefault("core_attention", _Watched(self.core_attention))
-        attention = replace_modules(self, **dict(zip(names, watched, strict=True)), **modules)
-        if isinstance(core_attention.module, _Flatten):
-            attention.checkpoint_core_attention = False
 
-        def take() -> list[Tensor]:
-            inputs = [norm.take_unwritten_inputs(1)[0] for norm in watched]
-            return [*inputs, *core_attention.take_unwritten_inputs(3)]
+class TempoSelfAttention(_RepeatedSelfAttention):
+    """SelfAttention whose core attention does not keep q, k and v; the projection runs again too. If Megatron
+    recomputes the layer, it does not run a third time."""
 
-        return functools.partial(_run_self_attention, attention), take
+    repeats_projection = True
+
+
+class TempoNormedSelfAttention(_RepeatedSelfAttention):
+    """SelfAttention that keeps the projection's output alone: for norms of q and k that keep their input, which is made
+    again as q and k are."""
+
+    repeats_projection = False
+
+
+class _KeptCall(LinearCall):
+    """One call of a linear whose output is kept, and need not be repeated."""
+
+    def forward(self, input_: Tensor) -> Any:
+        """(output, bias), as the linear."""
+        self.output, self._bias = result = self.linear(input_)
+        return result
+
+    def take_output(self) -> Tensor:
+        """The output of the call, which is then held for backward."""
+        output = super().take_output()
+        self._take = hold(output)
+        return output
+
+    def repeat(self) -> Any:
+        """(output, bias) without a graph."""
+        return self._take(), self._bias
 
 
 @name_as_stock
@@ -457,31 +459,24 @@ class TempoMLASelfAttention(DropsInput, LatentSelfAttention):
 
 
 class _Watched(torch.nn.Module):
-    """A module that remembers the arguments of its first call."""
+    """A module that remembers the arguments of its first call, until they are taken."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self.module = module
-        self._inputs: tuple[Any, ...] | None = None
+        self._inputs: tuple[Any, ...] | None = ()
         self._versions: list[int] = []
-        self._is_taken = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_taken:
-            self._inputs = args
-            self._versions = [arg._version for arg in args if isinstance(arg, Tensor)]
+        if self._inputs == ():
+            self._inputs, self._versions = args, [arg._version for arg in args if isinstance(arg, Tensor)]
         return self.module(*args, **kwargs)
 
-    def take_inputs(self, num: int) -> tuple[Tensor, ...]:
-        """The first `num` arguments, which it then no longer holds; it remembers no further calls."""
-        inputs, self._inputs, self._is_taken = self._inputs, None, True
-        assert inputs is not None
-        return inputs[:num]
-
-    def take_unwritten_inputs(self, num: int) -> tuple[Tensor, ...]:
-        """As take_inputs; ValueError where one of them was written to since the module was called."""
-        inputs = self.take_inputs(num)
-        if any(t._version != version for t, version in zip(inputs, self._versions, strict=False)):
+    def take_inputs(self, num: int, *, may_be_written: bool = False) -> tuple[Tensor, ...]:
+        """The first `num` arguments; ValueError where one was written to since the call, unless it may be."""
+        inputs, self._inputs = (self._inputs or ())[:num], None
+        assert len(inputs) == num
+        if not may_be_written and any(t._version != old for t, old in zip(inputs, self._versions, strict=False)):
             raise ValueError(
                 f"queries, keys or values were written to in place inside a {type(self.module).__name__}, as by a hook "
                 "under no_grad, and recomputing them would lose that change; expected them as they were given; let the "

@@ -66,7 +66,6 @@ _PLAIN = {
 _INPUTS = ("hidden_states", "context")
 _ARGUMENTS = ("hidden_states", "attention_mask", "context", "context_mask", "rotary_pos_emb")
 
-Say = Callable[[str], None]
 _Errors = dict[str, float]
 
 
@@ -82,53 +81,35 @@ class LayerChecks:
 
     def __init__(
         self,
-        say: Say,
+        say: Callable[[str], None],
         build: Callable[..., Any] = build_module,
         refuse: Callable[[str], Exception] = ValueError,
     ) -> None:
-        self._say, self._build, self._refuse = say, build, refuse
-        self._known: set[Any] = set()
+        self.say, self.build, self.refuse = say, build, refuse
+        self._known: set[Any] = {None}
 
     def add(self, model: Any, tempo_config: TempoConfig) -> None:
         """Let the layers of a model, or of a chunk of it, be compared, unless `tempo_config.check` is "off"."""
-        if tempo_config.check == "off":
-            return
-        for stack in STACKS:
+        for stack in STACKS if tempo_config.check != "off" else ():
             block: Any = getattr(model, stack, None)
             spec = getattr(block, "submodules", None)
-            if isinstance(spec, TempoBlockSubmodules) and spec.stock_layers is not None:
-                self._add_block(model, block, spec)
-
-    def _add_block(self, model: Any, block: Any, spec: TempoBlockSubmodules) -> None:
-        for place, (layer, ours, stock) in enumerate(
-            zip(block.layers, spec.layer_specs or [], spec.stock_layers or [], strict=True)
-        ):
-            kind = _get_kind(ours, stock)
-            if kind is None or kind in self._known:
+            if not isinstance(spec, TempoBlockSubmodules) or spec.stock_layers is None:
                 continue
-            self._known.add(kind)
-            reason = _find_obstacle(layer)
-            if reason is None:
-                assert spec.choices is not None
-                values = spec.choices.config.for_layer(spec.first_layer + place, spec.stack.name.lower())
-                check = _Check(self._say, self._build, self._refuse, block, spec, place, stock, values)
-                check.handle = layer.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
-            elif reason not in self._known:
-                self._known.add(reason)
-                _say_once(model, functools.partial(self._say, f"not checked: {reason}"))
+            for place, layer in enumerate(block.layers):
+                check = _Check(self, block, spec, place, layer)
+                if (kind := check.get_kind()) in self._known:
+                    continue
+                self._known.add(kind)
+                # Before the model's forward where none of a layer's can be compared, and once for each reason.
+                check.obstacle = _find_obstacle(layer.config)
+                if check.obstacle is None or check.obstacle not in self._known:
+                    self._known.add(check.obstacle)
+                    module = layer if check.obstacle is None else model
+                    check.handle = module.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
 
 
-def _get_kind(ours: Any, stock: Any) -> Any:
-    """What layers that one comparison stands for have in common; None where nothing is Tempo's."""
-    slots = [(slot.operation, slot.name, slot.value) for slot in list_layer_slots(ours) if slot.is_tempo]
-    # A bias-dropout-add is a function of its own in each layer.
-    replaced = [find_class(slot.content) for slot in list_layer_slots(stock) if slot.operation != "dropout"]
-    return (tuple(slots), tuple(replaced)) if slots else None
-
-
-def _find_obstacle(layer: Any) -> str | None:
-    """Why a layer cannot be compared, as far as it is known when it is built."""
-    config = layer.config
+def _find_obstacle(config: Any) -> str | None:
+    """Why layers of a TransformerConfig cannot be compared."""
     graphs = getattr(config, "cuda_graph_impl", "none") != "none"
     if graphs or any(getattr(config, name, False) for name in ("enable_cuda_graph", "external_cuda_graph")):
         return "CUDA graphs are on, whose replays run no hook"
@@ -142,94 +123,94 @@ def _find_obstacle(layer: Any) -> str | None:
     return None
 
 
-def _say_once(model: torch.nn.Module, say: Callable[[], None]) -> None:
-    """Say it before the first training forward."""
-
-    def run(module: torch.nn.Module, *_: Any) -> None:
-        if module.training:
-            handle.remove()
-            say()
-
-    handle = model.register_forward_pre_hook(run)
-
-
 @dataclasses.dataclass
 class _Check:
     """The comparison of one layer, as the hook before its forward."""
 
-    say: Say
-    build: Callable[..., Any]
-    refuse: Callable[[str], Exception]
+    checks: LayerChecks
     block: Any
     spec: TempoBlockSubmodules
     place: int
-    stock: ModuleSpec
-    values: TempoConfig
-    """Of the layer's operations."""
-
+    layer: Any
+    obstacle: str | None = None
     handle: Any = None
+    # The layer's, for its first tokens; and the logits of stock's routers by their names.
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    held: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
-    def __call__(self, layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if not layer.training:
-            return
-        self.handle.remove()
-        refusal = None
-        try:
-            with _leave_as_it_was(kwargs.get("hidden_states", args[0] if args else None)):
-                line, refusal = self._compare(layer, {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs})
-        except Exception as error:
-            # Whatever Megatron's own layer cannot do here, or this comparison, the run may do well without.
-            line = f"not checked: {self._name(layer)}: {type(error).__name__}: {first_line(error)}"
-        if refusal is not None:
-            raise self.refuse(refusal)
-        self.say(line)
-
-    def _name(self, layer: Any) -> str:
-        """`decoder.layers.3`, as in checkpoint keys."""
+    def __post_init__(self) -> None:
+        assert self.spec.choices is not None
+        number, stack = self.spec.first_layer + self.place, self.spec.stack.name.lower()
+        self.values = self.spec.choices.config.for_layer(number, stack)
+        self.ours = (self.spec.layer_specs or [])[self.place]
+        self.stock = (self.spec.stock_layers or [])[self.place]
+        self.slots = [slot for slot in list_layer_slots(self.ours) if slot.is_tempo]
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         stage = f" on pipeline stage {parallel_state.get_pipeline_model_parallel_rank()}" if stages > 1 else ""
-        return f"{self.spec.stack.name.lower()}.layers.{layer.layer_number - 1}{stage}"
+        self.name = f"{stack}.layers.{self.layer.layer_number - 1}{stage}"
 
-    def _compare(self, layer: Any, given: Mapping[str, Any]) -> tuple[str, str | None]:
+    def get_kind(self) -> Any:
+        """What layers that one comparison stands for have in common; None where nothing is Tempo's."""
+        slots = [(slot.operation, slot.name, slot.value) for slot in self.slots]
+        # A bias-dropout-add is a function of its own in each layer.
+        replaced = [find_class(slot.content) for slot in list_layer_slots(self.stock) if slot.operation != "dropout"]
+        return (tuple(slots), tuple(replaced)) if slots else None
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not module.training:
+            return
+        self.handle.remove()
+        line, refusal = f"not checked: {self.obstacle}", None
+        try:
+            if self.obstacle is None:
+                with _leave_as_it_was(kwargs.get("hidden_states", args[0] if args else None)):
+                    line, refusal = self._compare({**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs})
+        except Exception as error:
+            # Whatever Megatron's own layer cannot do here, or this comparison, the run may do well without.
+            line = f"not checked: {self.name}: {type(error).__name__}: {first_line(error)}"
+        if refusal is not None:
+            raise self.checks.refuse(refusal)
+        self.checks.say(line)
+
+    def _compare(self, given: Mapping[str, Any]) -> tuple[str, str | None]:
         """(The line to say, and what to raise instead where the layer differs)."""
-        name = self._name(layer)
-        if reason := _get_partition(layer):
-            return f"not checked: {name}: {reason}", None
-        arguments, num_tokens = _cut(given, layer.config)
-        held: dict[str, Tensor] = {}
+        if reason := _get_partition(self.layer):
+            return f"not checked: {self.name}: {reason}", None
+        self.arguments, num_tokens = _cut(given, self.layer.config)
         # Megatron's wrapper around torch's norm refuses sequence parallelism; torch's norm itself takes its place.
-        stock_spec = self._make_spec(layer, []) if layer.config.sequence_parallel else self.stock
-        stock = self._run(layer, stock_spec, arguments, held)
+        stock_spec = self._make_spec([]) if self.layer.config.sequence_parallel else self.stock
+        stock = self._run(stock_spec)
         if wrong := [key for key, tensor in stock.items() if not tensor.isfinite().all()]:
-            return f"not checked: {name}: stock's {wrong[0]} is not finite", None
-        floor = _compute_floor(_get_dtype(layer, arguments["hidden_states"]), self.values)
-        tempo_spec = (self.spec.layer_specs or [])[self.place]
-        ours = _compute_errors(self._run(layer, tempo_spec, arguments, held), stock)
+            return f"not checked: {self.name}: stock's {wrong[0]} is not finite", None
+        floor = _compute_floor(self.layer, self.arguments["hidden_states"], self.values)
+        ours = _compute_errors(self._run(self.ours), stock)
         bounds = dict.fromkeys(stock, floor)
-        if self._exceeds(layer, ours, bounds):
-            changes = _compute_errors(self._run(layer, stock_spec, arguments, held, _change_by_a_rounding), stock)
+        if self._exceeds(ours, bounds):
+            changes = _compute_errors(self._run(stock_spec, _change_by_a_rounding), stock)
             bounds = {key: max(floor, _SLACK * changes[key]) for key in stock}
-        worst = max(stock, key=lambda key: ours[key] / bounds[key])
-        if self._exceeds(layer, ours, bounds):
-            by = self._find_operations(layer, arguments, held, stock, bounds)
-            return "", _refuse(name, worst, ours[worst], bounds[worst], num_tokens, by)
+        if self._exceeds(ours, bounds):
+            worst = max(stock, key=lambda key: ours[key] / bounds[key])
+            return "", (
+                f"at dropout 0 {worst} of {self.name} differs from stock's by {ours[worst]:.1e} of its size (bound "
+                f"{bounds[worst]:.0e}) on the first {num_tokens} tokens, {self._name_operations(stock, bounds)}"
+            )
         firm = [key for key in stock if bounds[key] == floor]
         loose = f", {len(stock) - len(firm)} of them within what a rounding changes" if len(firm) < len(stock) else ""
         return (
-            f"checked: output and {len(stock) - 1} gradients of {name} equal stock's within "
+            f"checked: output and {len(stock) - 1} gradients of {self.name} equal stock's within "
             f"{max((ours[key] for key in firm), default=0.0):.0e} (bound {floor:.0e}){loose} on {num_tokens} tokens at "
             "dropout 0"
         ), None
 
-    def _make_spec(self, layer: Any, on: list[str]) -> ModuleSpec:
+    def _make_spec(self, on: list[str]) -> ModuleSpec:
         """The layer's spec with these operations only."""
         off: Any = {name: "off" for name in OPERATIONS if name not in on}
         values = dataclasses.replace(self.values, **off)
-        return tempoize_layer(self.stock, layer.config, values, layer.layer_number, self.spec.stack)
+        return tempoize_layer(self.stock, self.layer.config, values, self.layer.layer_number, self.spec.stack)
 
-    def _make(self, layer: Any, spec: Any) -> Any:
-        """A layer by `spec` in the place of `layer`, with its weights."""
-        config = copy.copy(layer.config)
+    def _make(self, spec: Any) -> Any:
+        """A layer by `spec` in the place of this one, with its weights."""
+        layer, config = self.layer, copy.copy(self.layer.config)
         for name, value in _PLAIN.items():
             if hasattr(config, name):
                 setattr(config, name, value)
@@ -240,96 +221,76 @@ class _Check:
         own = {name: getattr(layer, name, None) or getattr(self.block, name, None) for name in names}
         accepted = inspect.signature(spec.module.__init__).parameters
         own = {name: value for name, value in own.items() if name in accepted and value is not None}
-        made = self.build(spec, config=config, layer_number=self.place + 1, **own)
+        made = self.checks.build(spec, config=config, layer_number=self.place + 1, **own)
         assert made.layer_number == layer.layer_number
-        theirs, mine = layer.state_dict(keep_vars=True), made.state_dict(keep_vars=True)
-        for key, tensor in mine.items():
+        theirs = layer.state_dict(keep_vars=True)
+        for key, tensor in made.state_dict(keep_vars=True).items():
             if isinstance(tensor, torch.nn.Parameter):
                 tensor.data = theirs[key].data
                 tensor.requires_grad_(theirs[key].requires_grad)
             elif isinstance(tensor, Tensor) and not key.endswith("_extra_state"):
                 tensor.data = theirs[key].data.clone()
-        device = next(layer.parameters()).device
-        return made.to(device).train()
+        return made.to(next(layer.parameters()).device).train()
 
-    def _run(
-        self,
-        layer: Any,
-        spec: Any,
-        arguments: Mapping[str, Any],
-        held: dict[str, Tensor],
-        change: Callable[[Tensor], Tensor] | None = None,
-    ) -> dict[str, Tensor]:
-        """What a layer of `spec` makes of the arguments and of the weights, both perhaps changed.
-
-        held: the logits of routers by their names, which are taken where they are there, and else put in.
-        """
-        made, given = self._make(layer, spec), dict(arguments)
+    def _run(self, spec: Any, change: Callable[[Tensor], Tensor] | None = None) -> dict[str, Tensor]:
+        """The output of a layer of `spec`, and every gradient for one gradient of its output, where the arguments and
+        the weights are perhaps changed."""
+        made, given = self._make(spec), dict(self.arguments)
         if change is not None:
             for parameter in made.parameters():
                 parameter.data = change(parameter.data)
             given |= {name: change(given[name]) for name in _INPUTS if isinstance(given.get(name), Tensor)}
         if given.get("attention_mask") is None and _needs_mask(spec):
             x = given["hidden_states"]
-            length = x.size(0) * _count_parts(layer.config)
+            length = x.size(0) * _count_parts(self.layer.config)
             given["attention_mask"] = torch.ones(1, 1, length, length, dtype=torch.bool, device=x.device).triu(1)
-        return _run(made, given, held)
+        inputs = {
+            name: given[name].detach().clone().requires_grad_()
+            for name in _INPUTS
+            if isinstance(given.get(name), Tensor)
+        }
+        leaves = {f"the gradient of {name}": each for name, each in inputs.items()}
+        weights = made.state_dict(keep_vars=True).items()
+        leaves |= {f"the gradient of {name}": each for name, each in weights if getattr(each, "requires_grad", False)}
+        _hold_routers(made, self.held)
+        found = made(**{**given, **inputs})
+        output: Tensor = found[0] if isinstance(found, tuple) else found
+        generator = torch.Generator("cpu").manual_seed(0)
+        grad = torch.randn(output.shape, generator=generator, dtype=torch.float32, device="cpu").to(output)
+        grads = torch.autograd.grad(output, list(leaves.values()), grad, allow_unused=True)
+        pairs = zip(leaves.items(), grads, strict=True)
+        filled = {name: torch.zeros_like(leaf) if grad is None else grad for (name, leaf), grad in pairs}
+        return {"the output": output.detach(), **filled}
 
-    def _exceeds(self, layer: Any, errors: _Errors, bounds: Mapping[str, float]) -> bool:
+    def _exceeds(self, errors: _Errors, bounds: Mapping[str, float]) -> bool:
         """Whether a tensor is beyond its bound, on any of the ranks that compute the layer with this one."""
-        device = next(layer.parameters()).device
-        exceeds = torch.tensor(
-            float(any(not errors[key] <= bounds[key] for key in bounds)), dtype=torch.float32, device=device
-        )
-        for group in _list_groups(layer.config):
+        is_beyond = float(any(not errors[key] <= bounds[key] for key in bounds))
+        exceeds = torch.tensor(is_beyond, dtype=torch.float32, device=next(self.layer.parameters()).device)
+        for group in _list_groups(self.layer.config):
             dist.all_reduce(exceeds, dist.ReduceOp.MAX, group=group)
         return bool(exceeds)
 
-    def _find_operations(
-        self,
-        layer: Any,
-        arguments: Mapping[str, Any],
-        held: dict[str, Tensor],
-        stock: Mapping[str, Tensor],
-        bounds: Mapping[str, float],
-    ) -> dict[str, tuple[str, list[str]]]:
-        """Operation -> (its value, its slots) of those without which nothing differs; none where something else does.
+    def _name_operations(self, stock: Mapping[str, Tensor], bounds: Mapping[str, float]) -> str:
+        """By which operations the layer differs, those without which nothing does; and what to do.
 
         An operation that cannot be had without others waits until these are on.
         """
-        slots = [slot for slot in list_layer_slots((self.spec.layer_specs or [])[self.place]) if slot.is_tempo]
 
         def differs(on: list[str]) -> bool:
-            found = self._run(layer, self._make_spec(layer, on), arguments, held)
-            return self._exceeds(layer, _compute_errors(found, stock), bounds)
+            return self._exceeds(_compute_errors(self._run(self._make_spec(on)), stock), bounds)
 
         if differs([]):
-            return {}
-        waiting, on = list(dict.fromkeys(slot.operation for slot in slots)), list[str]()
-        for _ in range(2):
-            for name in list(waiting):
-                with contextlib.suppress(ValueError):
-                    if not differs([*on, name]):
-                        on.append(name)
-                        waiting.remove(name)
-        return {
-            name: (getattr(self.values, name), [slot.name for slot in slots if slot.operation == name])
-            for name in waiting
-        }
-
-
-def _refuse(
-    name: str, what: str, error: float, bound: float, num_tokens: int, by: Mapping[str, tuple[str, list[str]]]
-) -> str:
-    found = (
-        f"at dropout 0 {what} of {name} differs from stock's by {error:.1e} of its size (bound {bound:.0e}) on the "
-        f"first {num_tokens} tokens"
-    )
-    if not by:
-        return f"{found}, with every operation off too; expected stock's numbers; leave Tempo (--use-tempo) off"
-    held = " and ".join(f'tempo.{key} "{value}" (in {", ".join(slots)})' for key, (value, slots) in by.items())
-    remedies = ", ".join(f"{OPERATIONS[key].argument} off" for key in by)
-    return f"{found}, by {held}; expected stock's numbers; train with {remedies}"
+            return "with every operation off too; expected stock's numbers; leave Tempo (--use-tempo) off"
+        waiting, on = list(dict.fromkeys(slot.operation for slot in self.slots)), list[str]()
+        for name in waiting * 2:
+            with contextlib.suppress(ValueError):
+                if name not in on and not differs([*on, name]):
+                    on.append(name)
+        by = [name for name in waiting if name not in on]
+        slots = {name: ", ".join(slot.name for slot in self.slots if slot.operation == name) for name in by}
+        held = " and ".join(f'tempo.{name} "{getattr(self.values, name)}" (in {slots[name]})' for name in by)
+        remedies = ", ".join(f"{OPERATIONS[name].argument} off" for name in by)
+        return f"by {held}; expected stock's numbers; train with {remedies}"
 
 
 @contextlib.contextmanager
@@ -365,18 +326,14 @@ def _get_partition(layer: Any) -> str | None:
     return None
 
 
-def _compute_floor(dtype: torch.dtype, values: TempoConfig) -> float:
-    """The bound for tensors that are not more sensitive than most."""
-    floor = max(1e-5, 4 * torch.finfo(dtype).eps)
-    return max(floor, 2 * _GELU_ERRORS.get(dtype, 0.0)) if values.activation == "inplace" else floor
-
-
-def _get_dtype(layer: Any, x: Tensor) -> torch.dtype:
-    """The coarsest of what the layer computes with."""
+def _compute_floor(layer: Any, x: Tensor, values: TempoConfig) -> float:
+    """The bound for tensors that are not more sensitive than most, of the coarsest of what the layer computes with."""
     dtypes: set[torch.dtype] = {x.dtype, *(parameter.dtype for parameter in layer.parameters())}
     if torch.is_autocast_enabled(x.device.type):
         dtypes.add(torch.get_autocast_dtype(x.device.type))
-    return max((dtype for dtype in dtypes if dtype.is_floating_point), key=lambda dtype: torch.finfo(dtype).eps)
+    dtype = max((dtype for dtype in dtypes if dtype.is_floating_point), key=lambda dtype: torch.finfo(dtype).eps)
+    of_gelu = 2 * _GELU_ERRORS.get(dtype, 0.0) if values.activation == "inplace" else 0.0
+    return max(1e-5, 4 * torch.finfo(dtype).eps, of_gelu)
 
 
 def _list_groups(config: Any) -> list[Any]:
@@ -392,8 +349,8 @@ def _needs_mask(spec: ModuleSpec) -> bool:
     attention: Any = getattr(spec.submodules, "self_attention", None)
     core = find_class(getattr(find_submodules(attention), "core_attention", None))
     is_local = isinstance(core, type) and issubclass(core, DotProductAttention)
-    is_local = is_local and not issubclass(core, TempoDotProductAttention)
-    return is_local and getattr(attention, "params", {}).get("attn_mask_type") is AttnMaskType.causal
+    is_causal = getattr(attention, "params", {}).get("attn_mask_type") is AttnMaskType.causal
+    return is_local and is_causal and not issubclass(core, TempoDotProductAttention)
 
 
 def _count_parts(config: Any) -> int:
@@ -440,45 +397,16 @@ def _cut(given: Mapping[str, Any], config: Any) -> tuple[dict[str, Any], int]:
     return found, length * num_samples
 
 
-def _run(layer: Any, arguments: Mapping[str, Any], held: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The output and every gradient of a layer for one gradient of its output; held as of _Check._run."""
-    leaves: dict[str, Any] = {
-        f"the gradient of {name}": arguments[name].detach().clone().requires_grad_()
-        for name in _INPUTS
-        if isinstance(arguments.get(name), Tensor)
-    }
-    inputs = {name: leaves.get(f"the gradient of {name}", value) for name, value in arguments.items()}
-    weights = layer.state_dict(keep_vars=True).items()
-    leaves |= {f"the gradient of {name}": each for name, each in weights if getattr(each, "requires_grad", False)}
-    with _hold_routers(layer, held):
-        found = layer(**inputs)
-    output: Tensor = found[0] if isinstance(found, tuple) else found
-    grad = torch.randn(
-        output.shape, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu"
-    ).to(output)
-    grads = torch.autograd.grad(output, list(leaves.values()), grad, allow_unused=True)
-    filled = [
-        torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves.values(), grads, strict=True)
-    ]
-    return {"the output": output.detach(), **dict(zip(leaves, filled, strict=True))}
-
-
-@contextlib.contextmanager
-def _hold_routers(layer: torch.nn.Module, held: dict[str, Tensor]) -> Iterator[None]:
-    """Inside the context routers compute with the logits in `held`, and gradients flow into their own."""
-    routers: dict[str, Any] = {name: each for name, each in layer.named_modules() if hasattr(each, "gating")}
+def _hold_routers(layer: torch.nn.Module, held: dict[str, Tensor]) -> None:
+    """Let routers compute with the logits in `held`, which takes those that it lacks; gradients flow into their own."""
 
     def gate(name: str, compute: Callable[..., Tensor], *args: Any) -> Tensor:
         logits = compute(*args)
         return held.setdefault(name, logits.detach()) + (logits - logits.detach())
 
-    for name, router in routers.items():
-        router.gating = functools.partial(gate, name, router.gating)
-    try:
-        yield
-    finally:
-        for router in routers.values():
-            del router.gating
+    for name, router in layer.named_modules():
+        if hasattr(router, "gating"):
+            router.gating = functools.partial(gate, name, router.gating)
 
 
 def _change_by_a_rounding(x: Tensor) -> Tensor:

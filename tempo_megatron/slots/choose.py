@@ -11,21 +11,26 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import OPERATIONS
-from tempo_megatron.slots.attention import find_attention_refusal
+from tempo_megatron.slots.attention import recomputes_latent_projections
 from tempo_megatron.slots.experts import find_permute_refusal
 from tempo_megatron.slots.linear import is_quantised
 from tempo_megatron.slots.mlp import find_activation_refusal
 
-_NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 # Recipes of fp8 whose linears can quantise an input that they keep as it is once more in backward.
 _QUANTISED_AGAIN = ("tensorwise", "blockwise", "mxfp8")
+_UNSUPPORTED = "which Tempo's attention does not support"
+_HOLD_INPUTS = {
+    "delay_wgrad_compute": "by which linears hold their inputs beyond backward",
+    "cpu_offloading": "which moves what a layer keeps to the host",
+    "fine_grained_activation_offloading": "which moves what a layer keeps to the host",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +55,8 @@ _NO_OBSTACLES: Obstacles = {}
 
 def find_refusal(operation: str, value: str, transformer_config: TransformerConfig) -> Refusal | None:
     """Why tempo.`operation` cannot be `value` in a model of `transformer_config`; None where it can."""
-    if value == "off":
-        return None
-    found = (
-        _find_refusal_of_everything(transformer_config)
-        or _find_quantised_refusal(transformer_config, operation, value)
-        or _FINDERS[operation](transformer_config, value)
-    )
+    refusals = _list_refusals(operation, value, transformer_config) if value != "off" else iter(())
+    found = next((refusal for refusal in refusals if refusal is not None), None)
     return Refusal(found) if isinstance(found, str) else found
 
 
@@ -68,50 +68,38 @@ def refuse_written(
 ) -> None:
     """Raise ValueError, one sentence, where a value that is not "auto" cannot be had.
 
-    The sentence gives the first refusal and names every operation that it concerns.
+    The sentence gives the first refusal, names every operation that it concerns and where it was written, such as
+    `tempo.norm` or `tempo.layers["0-11"].norm`, and says what to write.
     """
+
+    def find(name: str, value: str) -> Refusal | None:
+        both = find_refusal(name, value, transformer_config), None if value == "off" else obstacles.get(name)
+        return next((refusal for refusal in both if refusal is not None and not refusal.is_for_auto), None)
+
     written = [
-        (name, where, value)
+        (name, where, find(name, value))
         for name in operations
         for where, value in tempo_config.list_values(name)
         if value != "auto"
     ]
-    refusals = [_find_refusal_of_written(name, value, transformer_config, obstacles) for name, _, value in written]
-    first = next((refusal for refusal in refusals if refusal is not None), None)
-    if first is not None:
-        refused = [each[:2] for each, refusal in zip(written, refusals, strict=True) if refusal == first]
-        raise ValueError(_write_refusal(first, refused, transformer_config, obstacles))
-
-
-def _find_refusal_of_written(
-    operation: str, value: str, transformer_config: TransformerConfig, obstacles: Obstacles
-) -> Refusal | None:
-    obstacle = None if value == "off" else obstacles.get(operation)
-    both = (find_refusal(operation, value, transformer_config), obstacle)
-    return next((refusal for refusal in both if refusal is not None and not refusal.is_for_auto), None)
-
-
-def _write_refusal(
-    refusal: Refusal, refused: list[tuple[str, str]], transformer_config: TransformerConfig, obstacles: Obstacles
-) -> str:
-    """The sentence for people who wrote the refused values: why not, and what to write.
-
-    refused: (operation, where it was written, such as `tempo.norm` or `tempo.layers["0-11"].norm`).
-    """
-    operations = [name for name, _ in refused]
+    first = next((refusal for *_, refusal in written if refusal is not None), None)
+    if first is None:
+        return
+    refused = [(name, where) for name, where, refusal in written if refusal == first]
     can_be = [
         value
-        for value in OPERATIONS[operations[0]].choices
-        if value != "auto"
-        and all(_find_refusal_of_written(name, value, transformer_config, obstacles) is None for name in operations)
+        for value in OPERATIONS[refused[0][0]].choices
+        if value != "auto" and all(find(name, value) is None for name, _ in refused)
     ]
     # "off" is always possible and reads best at the end.
     values = " or ".join(f'"{value}"' for value in sorted(can_be, key=lambda value: value == "off"))
-    remedy = f"{refusal.remedy}, or " if refusal.remedy else ""
-    return f"{refusal.reason}; {remedy}set {join_words([where for _, where in refused])} to {values}"
+    remedy = f"{first.remedy}, or " if first.remedy else ""
+    *others, last = (where for _, where in refused)
+    places = f"{', '.join(others)} and {last}" if others else last
+    raise ValueError(f"{first.reason}; {remedy}set {places} to {values}")
 
 
-def refuse_recomputation(transformer_config: TransformerConfig) -> None:
+def _refuse_recomputation(transformer_config: TransformerConfig) -> None:
     """Raise ValueError where Megatron's own recomputation of norms would end in a NameError."""
     modules = transformer_config.recompute_modules or ()
     if transformer_config.recompute_granularity != "selective" or "layernorm" not in modules:
@@ -125,18 +113,59 @@ def refuse_recomputation(transformer_config: TransformerConfig) -> None:
         )
 
 
-def join_words(words: list[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def _find_refusal_of_everything(transformer_config: TransformerConfig) -> Refusal | None:
-    if getattr(transformer_config, "enable_autocast", False):
-        return Refusal(
+def _list_refusals(operation: str, value: str, config: TransformerConfig) -> Iterator[Refusal | str | None]:
+    """Yields why an operation cannot have a value, the most general reason first; None for a reason that is none."""
+    if getattr(config, "enable_autocast", False):
+        yield Refusal(
             "autocast is on, under which linears keep cast copies, so that keeping outputs saves nothing",
             remedy="use bf16 or fp16 parameters",
         )
-    return None
+    if is_quantised(config):
+        yield _find_quantised_refusal(config, operation, value)
+    if {"dropout": config.hidden_dropout, "attention": config.attention_dropout}.get(operation):
+        if getattr(config, "hybrid_context_parallel", False):
+            yield (
+                "hybrid_context_parallel is on, whose ranks do different numbers of forwards, and Tempo's dropout does "
+                "not know which samples each of them sees, so two samples would draw the same masks"
+            )
+        if config.mtp_num_layers and getattr(config, "overlap_moe_expert_parallel_comm", False):
+            yield (
+                "overlap_moe_expert_parallel_comm is on, which runs parts of the layers of multi-token prediction, so "
+                "that their depths are not told apart and would draw the same dropout masks"
+            )
+    match operation:
+        case "activation":
+            yield find_activation_refusal(config, value)
+        case "norm":
+            if config.normalization not in ("LayerNorm", "RMSNorm"):
+                yield f"normalization is {config.normalization}, and Tempo has LayerNorm and RMSNorm only"
+            if value == "recompute" and config.apply_residual_connection_post_layernorm:
+                yield (
+                    "apply_residual_connection_post_layernorm is on, which reads a norm's output once more after the "
+                    "linear that follows it"
+                )
+        case "attention":
+            if config.context_parallel_size > 1 and value == "softmax":
+                size = config.context_parallel_size
+                yield f"context_parallel_size is {size} and the form is softmax, {_UNSUPPORTED}"
+            if getattr(config, "hybrid_context_parallel", False):
+                yield f"hybrid_context_parallel is on, {_UNSUPPORTED}"
+            if value == "recompute" and recomputes_latent_projections(config):
+                yield (
+                    "recompute_modules holds mla_up_proj, after which queries, keys and values are there too late to "
+                    f"make the output again, {_UNSUPPORTED}"
+                )
+        case "linear_fc1" | "linear_qkv":
+            if operation == "linear_qkv" and getattr(config, "multi_latent_attention", False):
+                yield "multi_latent_attention is on, and Tempo cannot recompute its projections"
+            for name, why in _HOLD_INPUTS.items():
+                if getattr(config, name, False):
+                    yield f"{name} is on, {why}, and Tempo does not run a linear again beside it"
+        case "moe_permute":
+            yield find_permute_refusal(config, value)
+        case "loss":
+            if config.defer_embedding_wgrad_compute:
+                yield "defer_embedding_wgrad_compute is on, which keeps the logits' gradient"
 
 
 def _find_quantised_refusal(transformer_config: TransformerConfig, operation: str, value: str) -> Refusal | str | None:
@@ -165,79 +194,6 @@ def _find_quantised_refusal(transformer_config: TransformerConfig, operation: st
     quantised = (name for name in ("fp8_dot_product_attention", "fp8_multi_head_attention") if operation == "attention")
     name = next((name for name in quantised if getattr(transformer_config, name, False)), None)
     return None if name is None else f"{name} is on, and Tempo's attention computes in 16 bits"
-
-
-def _find_shared_masks(transformer_config: TransformerConfig, dropout_p: float) -> str | None:
-    """Why two places of the model, or two ranks, would draw the same dropout masks; None where none would."""
-    if dropout_p == 0:
-        return None
-    if getattr(transformer_config, "hybrid_context_parallel", False):
-        return (
-            "hybrid_context_parallel is on, whose ranks do different numbers of forwards, and Tempo's dropout does not "
-            "know which samples each of them sees, so two samples would draw the same masks"
-        )
-    if transformer_config.mtp_num_layers and getattr(transformer_config, "overlap_moe_expert_parallel_comm", False):
-        return (
-            "overlap_moe_expert_parallel_comm is on, which runs parts of the layers of multi-token prediction, so that "
-            "their depths are not told apart and would draw the same dropout masks"
-        )
-    return None
-
-
-def _find_norm_refusal(transformer_config: TransformerConfig, value: str) -> str | None:
-    if transformer_config.normalization not in _NORMALIZATIONS:
-        return f"normalization is {transformer_config.normalization}, and Tempo has LayerNorm and RMSNorm only"
-    if value == "recompute" and transformer_config.apply_residual_connection_post_layernorm:
-        return (
-            "apply_residual_connection_post_layernorm is on, which reads a norm's output once more after the linear "
-            "that follows it"
-        )
-    return None
-
-
-def _find_dropout_refusal(transformer_config: TransformerConfig, value: str) -> str | None:
-    return _find_shared_masks(transformer_config, transformer_config.hidden_dropout)
-
-
-def _find_attention_refusal(transformer_config: TransformerConfig, value: str) -> str | None:
-    return _find_shared_masks(transformer_config, transformer_config.attention_dropout) or find_attention_refusal(
-        transformer_config, value
-    )
-
-
-def _find_loss_refusal(transformer_config: TransformerConfig, value: str) -> str | None:
-    if transformer_config.defer_embedding_wgrad_compute:
-        return "defer_embedding_wgrad_compute is on, which keeps the logits' gradient"
-    return None
-
-
-def _find_linear_refusal(transformer_config: TransformerConfig, value: str) -> str | None:
-    for name, why in (
-        ("delay_wgrad_compute", "by which linears hold their inputs beyond backward"),
-        ("cpu_offloading", "which moves what a layer keeps to the host"),
-        ("fine_grained_activation_offloading", "which moves what a layer keeps to the host"),
-    ):
-        if getattr(transformer_config, name, False):
-            return f"{name} is on, {why}, and Tempo does not run a linear again beside it"
-    return None
-
-
-def _find_projection_refusal(transformer_config: TransformerConfig, value: str) -> str | None:
-    if getattr(transformer_config, "multi_latent_attention", False):
-        return "multi_latent_attention is on, and Tempo cannot recompute its projections"
-    return _find_linear_refusal(transformer_config, value)
-
-
-_FINDERS: dict[str, Callable[[TransformerConfig, str], str | None]] = {
-    "activation": find_activation_refusal,
-    "norm": _find_norm_refusal,
-    "dropout": _find_dropout_refusal,
-    "attention": _find_attention_refusal,
-    "linear_fc1": _find_linear_refusal,
-    "linear_qkv": _find_projection_refusal,
-    "moe_permute": find_permute_refusal,
-    "loss": _find_loss_refusal,
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -286,7 +242,7 @@ def choose(
     if tempo_config.is_off:
         off = tempo_config.fill_auto(dict.fromkeys(OPERATIONS, "off"))
         return Choices(config=off, written=tempo_config, reasons={})
-    refuse_recomputation(transformer_config)
+    _refuse_recomputation(transformer_config)
     refuse_written(transformer_config, tempo_config, obstacles=obstacles)
     taken = {
         name: _take_preferred(name, transformer_config, obstacles)

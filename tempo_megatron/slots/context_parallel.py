@@ -1,6 +1,6 @@
 """Attention of a context-parallel rank: its queries against the keys of the whole sequence.
 
-A rank holds two chunks of the sequence (`dropout_rng.find_segments`). Megatron names four ways to bring queries and
+A rank holds two chunks of the sequence (`compute_document_segments`). Megatron names four ways to bring queries and
 keys together, and all are made of two steps here:
 
 - heads: within a group, each rank gets all rows of the group for its share of the heads, and gives the output back
@@ -25,7 +25,8 @@ begin, for which a GPU is waited for once in a micro batch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, MutableMapping, Sequence
+import math
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ from tempo_kernels.attention import (
     differentiate_sink,
     merge_blocks,
 )
-from tempo_megatron.slots.dropout_rng import Segment, compute_document_segments, find_segments
+from tempo_megatron.slots.dropout_rng import Segment, compute_document_segments
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 # Columns are cut here only, where random words and the kernels' tiles begin.
@@ -52,16 +53,12 @@ _COLUMNS = 128
 
 
 class Exchange(NamedTuple):
-    """Which ranks exchange heads, and which exchange rows."""
+    """Which ranks exchange heads, and which exchange rows: None where heads stay, and where the first are all ranks.
+    Rows are gathered, or go around."""
 
     heads_group: Any
-    """None where heads stay."""
-
     rows_group: Any
-    """None where heads_group holds all ranks."""
-
     gathers: bool
-    """Whether rows are gathered instead of going around."""
 
 
 def choose_exchange(config: Any, layer_number: int, pg_collection: Any) -> Exchange | None:
@@ -80,13 +77,11 @@ def choose_exchange(config: Any, layer_number: int, pg_collection: Any) -> Excha
     if isinstance(comm_type, (list, tuple)):
         comm_type = comm_type[layer_number - 1]
     comm_type = comm_type or "p2p"
-    group = getattr(pg_collection, "cp", None) or parallel_state.get_context_parallel_group()
-    if comm_type in ("p2p", "all_gather"):
-        return Exchange(None, group, comm_type == "all_gather")
-    if comm_type == "a2a":
-        return Exchange(group, None, False)
-    if comm_type != "a2a+p2p":
+    if comm_type not in COMM_TYPES:
         raise ValueError(f"cp_comm_type is {comm_type!r}; expected one of {', '.join(COMM_TYPES)}")
+    if comm_type != "a2a+p2p":
+        group = getattr(pg_collection, "cp", None) or parallel_state.get_context_parallel_group()
+        return Exchange(group, None, False) if comm_type == "a2a" else Exchange(None, group, comm_type == "all_gather")
     groups = parallel_state.get_hierarchical_context_parallel_groups()
     if len(groups) != 2:
         raise ValueError(
@@ -97,10 +92,8 @@ def choose_exchange(config: Any, layer_number: int, pg_collection: Any) -> Excha
 
 
 def count_ranks_of_rows(config: Any, hierarchical_sizes: Sequence[int] | None) -> int:
-    """How many ranks exchange rows in some layer of a TransformerConfig; 1 where heads alone are exchanged.
-
-    hierarchical_sizes: Megatron's hierarchical_context_parallel_sizes.
-    """
+    """How many ranks exchange rows in some layer of a TransformerConfig, of which Megatron's
+    hierarchical_context_parallel_sizes are given; 1 where heads alone are exchanged."""
     comm_types = config.cp_comm_type
     comm_types = comm_types if isinstance(comm_types, (list, tuple)) else (comm_types,)
     size = int(config.context_parallel_size)
@@ -109,11 +102,7 @@ def count_ranks_of_rows(config: Any, hierarchical_sizes: Sequence[int] | None) -
 
 
 def check_heads(exchange: Exchange, num_heads: int, num_groups: int) -> None:
-    """Raises ValueError where the ranks that exchange heads cannot have equal shares of them.
-
-    Args:
-        num_heads, num_groups: the query heads and the key-value heads of this tensor-parallel rank.
-    """
+    """Raises ValueError where the ranks that exchange heads cannot have equal shares of a tensor-parallel rank's."""
     size = 1 if exchange.heads_group is None else exchange.heads_group.size()
     if num_heads % size or (num_groups % size and size % num_groups):
         raise ValueError(
@@ -152,29 +141,30 @@ def attend(
     """
     heads_group, rows_group, gathers = exchange
     operands = [query, key, value]
-    ends = None if cu_seqlens is None else _find_ends(cu_seqlens, exchange, query.size(0))
+    size = math.prod(group.size() for group in (heads_group, rows_group) if group is not None)
+    boundaries = (0, size * query.size(0)) if cu_seqlens is None else _read_boundaries(cu_seqlens, size, query.size(0))
+    compute_document_segments(boundaries, 0, size)  # raises
+    ends = _get_ends(boundaries, size)
     if heads_group is not None:
-        size = heads_group.size()
+        num_shares = heads_group.size()
         # With fewer groups than ranks each rank gets a copy of the group that its heads read.
-        operands = [t if t.size(2) % size == 0 else t.repeat_interleave(size // t.size(2), dim=2) for t in operands]
-        operands = [_ScatterHeads.apply(t, heads_group, ends) for t in operands]
+        repeats = [1 if t.size(2) % num_shares == 0 else num_shares // t.size(2) for t in operands]
+        operands = [t if n == 1 else t.repeat_interleave(n, dim=2) for t, n in zip(operands, repeats, strict=True)]
+        operands = [_ExchangeHeads.apply(t, heads_group, ends, True) for t in operands]
         first_head += heads_group.rank() * operands[0].size(2)
-        sink = None if sink is None else sink.chunk(size)[heads_group.rank()]
+        sink = None if sink is None else sink.chunk(num_shares)[heads_group.rank()]
     settings["first_head"] = first_head
     if rows_group is None:
         settings |= {"sink": sink, "cu_seqlens": cu_seqlens, "document_samples": document_samples}
         out = attention(*operands, **settings)
     else:
-        rows = _Rows(rows_group, gathers)
-        if cu_seqlens is not None:
-            samples = None if document_samples is None else _read(document_samples)
-            rows = rows._replace(boundaries=_read(cu_seqlens), samples=samples)
-        out = _AttendRows.apply(*operands, sink, rows, settings)
-    return out if heads_group is None else _GatherHeads.apply(out, heads_group, ends)
+        samples = None if cu_seqlens is None or document_samples is None else _read(document_samples)
+        out = _AttendRows.apply(*operands, sink, _Rows(rows_group, gathers, boundaries, samples), settings)
+    return out if heads_group is None else _ExchangeHeads.apply(out, heads_group, ends, False)
 
 
+# (version, numbers) of the boundaries and samples that were read, which all layers of a micro batch share.
 _NUMBERS: MutableMapping[Tensor, tuple[int, tuple[int, ...]]] = WeakTensorKeyDictionary()
-"""(version, numbers) of the boundaries and samples that were read, which all layers of a micro batch share."""
 
 
 def _read(tensor: Tensor) -> tuple[int, ...]:
@@ -186,37 +176,46 @@ def _read(tensor: Tensor) -> tuple[int, ...]:
     return numbers
 
 
-def _find_ends(cu_seqlens: Tensor, exchange: Exchange, num_rows: int) -> tuple[int, ...]:
-    """Where the documents begin and end in the rows of one rank.
-
-    Raises ValueError where they are not the whole row, or cannot be shared.
-    """
-    size = 1
-    for group in (exchange.heads_group, exchange.rows_group):
-        size *= 1 if group is None else group.size()
+def _read_boundaries(cu_seqlens: Tensor, size: int, num_rows: int) -> tuple[int, ...]:
+    """Where documents begin and end in the packed row; ValueError where they are not the whole row."""
     boundaries = _read(cu_seqlens)
     if not boundaries or list(boundaries) != sorted((0, *boundaries[1:-1], size * num_rows)):
         raise ValueError(
             f"cu_seqlens is {list(boundaries)}, and {size} context-parallel ranks hold {num_rows} tokens each; "
             f"expected numbers growing from 0 to {size * num_rows}; give those of the whole row, padding included"
         )
-    compute_document_segments(boundaries, 0, size)
-    return tuple(end // size for end in boundaries)
+    return boundaries
 
 
 Ends = tuple[int, ...] | None
-"""Where documents begin and end in a rank's rows, two chunks of each; None where the rows are not packed."""
+"""Where documents begin and end in a rank's rows, two chunks of each; None where there is one document."""
 
 
-def _scatter_heads(x: Tensor, group: Any, ends: Ends) -> Tensor:
-    """[size * s, b, n / size, d] of x [s, b, n, d]: all rows of the group for this rank's heads."""
-    parts = _exchange(x.unflatten(2, (group.size(), -1)).permute(2, 0, 1, 3, 4).contiguous(), group)
-    return _order_rows(parts, ends)
+def _get_ends(boundaries: tuple[int, ...], size: int) -> Ends:
+    return None if len(boundaries) == 2 else tuple(end // size for end in boundaries)
 
 
-def _gather_heads(x: Tensor, group: Any, ends: Ends) -> Tensor:
-    """The inverse of _scatter_heads: [s, b, n, d] of x [size * s, b, n / size, d]."""
-    return _exchange(_split_rows(x, group.size(), ends), group).permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()
+class _ExchangeHeads(torch.autograd.Function):
+    """[size * s, b, n / size, d] of x [s, b, n, d] where it scatters heads: all rows of the group for this rank's
+    heads; else the inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, ends: Ends, scatters: bool) -> Tensor:
+        ctx.form = group, ends, not scatters
+        return _exchange_heads(x, group, ends, scatters)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange_heads(grad, *ctx.form), None, None, None
+
+
+def _exchange_heads(x: Tensor, group: Any, ends: Ends, scatters: bool) -> Tensor:
+    if scatters:
+        heads = x.unflatten(2, (group.size(), -1)).permute(2, 0, 1, 3, 4).contiguous()
+        return _order_rows(_exchange(heads, group), ends)
+    rows = _split_rows(x, group.size(), ends)
+    return _exchange(rows, group).permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()
 
 
 def _exchange(parts: Tensor, group: Any) -> Tensor:
@@ -226,61 +225,31 @@ def _exchange(parts: Tensor, group: Any) -> Tensor:
     return received
 
 
-class _ScatterHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, ends: Ends) -> Tensor:
-        ctx.group, ctx.ends = group, ends
-        return _scatter_heads(x, group, ends)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gather_heads(grad, ctx.group, ctx.ends), None, None
-
-
-class _GatherHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, ends: Ends) -> Tensor:
-        ctx.group, ctx.ends = group, ends
-        return _gather_heads(x, group, ends)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _scatter_heads(grad, ctx.group, ctx.ends), None, None
-
-
 class _Rows(NamedTuple):
-    """How the rows of a sequence, or of each document of a packed row, lie over a group of ranks."""
+    """How the documents of a row, which is one where it is not packed, lie over a group of ranks; and their samples."""
 
     group: Any
     gathers: bool
-    boundaries: tuple[int, ...] | None = None
-    """Where documents begin and end in the packed row."""
+    boundaries: tuple[int, ...]
+    samples: tuple[int, ...] | None
 
-    samples: tuple[int, ...] | None = None
-    """Of each document."""
+    def list_segments(self, rank: int) -> list[Segment]:
+        return compute_document_segments(self.boundaries, rank, self.group.size())
 
-    def list_segments(self, rank: int, num_rows: int) -> list[Segment]:
-        """What `rank` holds, in the order in which it holds it."""
-        if self.boundaries is not None:
-            return compute_document_segments(self.boundaries, rank, self.group.size())
-        return [Segment(0, *part) for part in find_segments(rank, self.group.size(), num_rows)]
-
-    def list_all(self, num_rows: int) -> list[Segment]:
-        """The documents in the order of the row."""
-        return compute_document_segments(self.boundaries or (0, num_rows), 0, 1)
-
-    def compute_ends(self) -> Ends:
-        """Where the documents of a packed row begin and end in each rank's rows."""
-        return None if self.boundaries is None else tuple(end // self.group.size() for end in self.boundaries)
-
-    def place(self, document: int, settings: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """(what is added to a document's rows in its masks, its settings): without samples its masks are those of its
-        place in the packed row."""
-        if self.samples is not None:
-            return 0, {**settings, "first_sample": self.samples[document]}
-        return 0 if self.boundaries is None else self.boundaries[document], settings
+    def bring_keys(self, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor, list[Segment]]]:
+        """Yields keys, values and segments: those of all ranks in the order of the row, where they are gathered; else
+        those of this rank, of the one before, and so on around. The next are on their way while the caller computes."""
+        rank, size = self.group.rank(), self.group.size()
+        if self.gathers:
+            ends = _get_ends(self.boundaries, size)
+            keys, values = (_order_rows(_all_gather(t, self.group), ends) for t in (k, v))
+            yield keys, values, compute_document_segments(self.boundaries, 0, 1)
+            return
+        for step in range(size):
+            take = _send((k, v), self.group) if step < size - 1 else None
+            yield k, v, self.list_segments((rank - step) % size)
+            if take is not None:
+                k, v = take()
 
 
 class _AttendRows(torch.autograd.Function):
@@ -288,22 +257,15 @@ class _AttendRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-        layout: _Rows,
-        settings: dict[str, Any],
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, layout: _Rows, settings: dict[str, Any]
     ) -> Tensor:
-        segments = layout.list_segments(layout.group.rank(), q.size(0))
-        results: list[tuple[Tensor, Tensor] | None] = [None] * len(segments)
-        for keys, values, columns in _gather(k, v, layout) if layout.gathers else _send_around(k, v, layout):
+        segments = layout.list_segments(layout.group.rank())
+        results: dict[int, tuple[Tensor, Tensor]] = {}
+        for keys, values, columns in layout.bring_keys(k, v):
             for i, rows, part, place in _compute_pairs(segments, columns, layout, settings):
                 found = attend_block(q[rows], keys[part], values[part], **place)
-                before = results[i]
-                results[i] = found if before is None else merge_blocks(before, found)
-        outs, sums = zip(*(result for result in results if result is not None), strict=True)
+                results[i] = merge_blocks(results[i], found) if i in results else found
+        outs, sums = zip(*(results[i] for i in sorted(results)), strict=True)
         out, logsumexp = torch.cat(outs), torch.cat(sums, dim=-1)
         if sink is not None:
             out, logsumexp = add_sink(out, logsumexp, sink)
@@ -317,81 +279,50 @@ class _AttendRows(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sink, out, logsumexp = ctx.saved_tensors
         layout, settings = ctx.layout, ctx.settings
-        group = layout.group
-        segments = layout.list_segments(group.rank(), q.size(0))
+        segments = layout.list_segments(layout.group.rank())
         dtype = logsumexp.dtype
         grad_q = torch.zeros(q.shape, dtype=dtype, device=q.device)
-        grads_on_their_way = None
-        for keys, values, columns in _gather(k, v, layout) if layout.gathers else _send_around(k, v, layout):
-            grad_keys, grad_values = (torch.zeros(t.shape, dtype=dtype, device=q.device) for t in (keys, values))
+        take: Callable[[], list[Tensor]] | None = None
+        for keys, values, columns in layout.bring_keys(k, v):
+            grads_kv = [torch.zeros(t.shape, dtype=dtype, device=q.device) for t in (keys, values)]
             for _, rows, part, place in _compute_pairs(segments, columns, layout, settings):
                 whole = grad_out[rows], out[rows], logsumexp[..., rows]
                 grads = differentiate_block(*whole, q[rows], keys[part], values[part], **place)
-                for total, grad in (
-                    (grad_q[rows], grads[0]),
-                    (grad_keys[part], grads[1]),
-                    (grad_values[part], grads[2]),
-                ):
+                for total, grad in zip((grad_q[rows], *(each[part] for each in grads_kv)), grads, strict=True):
                     total += grad
             if layout.gathers:
-                ends = layout.compute_ends()
-                grad_k, grad_v = (_sum_over_ranks(grad, group, ends) for grad in (grad_keys, grad_values))
+                # This rank's rows of the sum of all ranks' gradients, always in the order of ranks.
+                size = layout.group.size()
+                parts = (_split_rows(grad, size, _get_ends(layout.boundaries, size)) for grad in grads_kv)
+                grads_kv = [_exchange(part, layout.group).sum(0) for part in parts]
                 continue
             # The gradients follow their keys around: what earlier ranks found arrives while this one computes.
-            if grads_on_their_way is not None:
-                for total, grad in zip((grad_keys, grad_values), grads_on_their_way.take(), strict=True):
+            if take is not None:
+                for total, grad in zip(grads_kv, take(), strict=True):
                     total += grad
-            grads_on_their_way = _Transfer((grad_keys, grad_values), group)
-        if grads_on_their_way is not None:
-            grad_k, grad_v = grads_on_their_way.take()
-        grad_sink = None
-        if ctx.needs_input_grad[3]:
-            grad_sink = differentiate_sink(grad_out, out, logsumexp, sink)
+            take = _send(tuple(grads_kv), layout.group)
+        grad_k, grad_v = grads_kv if take is None else take()
+        grad_sink = differentiate_sink(grad_out, out, logsumexp, sink) if ctx.needs_input_grad[3] else None
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sink, None, None
 
 
-class _Transfer:
-    """Tensors on their way to the next rank of a group, while those of the rank before arrive."""
+def _send(tensors: tuple[Tensor, ...], group: Any) -> Callable[[], list[Tensor]]:
+    """Sends tensors to the next rank of a group; returns what waits for those that the rank before sent."""
+    ranks, place = dist.get_process_group_ranks(group), group.rank()
+    # One message, because messages between two ranks could overtake each other.
+    sent = torch.cat([t.reshape(-1) for t in tensors])
+    both = sent, torch.empty_like(sent)  # held until they have passed
+    send = dist.P2POp(dist.isend, both[0], ranks[(place + 1) % len(ranks)], group)
+    works = dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, both[1], ranks[place - 1], group)])
+    shapes = [t.shape for t in tensors]
 
-    def __init__(self, tensors: tuple[Tensor, ...], group: Any) -> None:
-        self._shapes = [t.shape for t in tensors]
-        # One message, because messages between two ranks could overtake each other.
-        self._sent = torch.cat([t.reshape(-1) for t in tensors])
-        self._received = torch.empty_like(self._sent)
-        ranks = dist.get_process_group_ranks(group)
-        place = group.rank()
-        to, source = ranks[(place + 1) % len(ranks)], ranks[place - 1]
-        send = dist.P2POp(dist.isend, self._sent, to, group)
-        receive = dist.P2POp(dist.irecv, self._received, source, group)
-        self._works = dist.batch_isend_irecv([send, receive])
-
-    def take(self) -> list[Tensor]:
-        """What arrived, in the shapes of what was sent."""
-        for work in self._works:
+    def take() -> list[Tensor]:
+        for work in works:
             work.wait()
-        sizes = [shape.numel() for shape in self._shapes]
-        return [t.view(shape) for t, shape in zip(self._received.split(sizes), self._shapes, strict=True)]
+        parts = both[1].split([shape.numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-
-Part = tuple[Tensor, Tensor, list[Segment]]
-
-
-def _send_around(k: Tensor, v: Tensor, layout: _Rows) -> Iterator[Part]:
-    """Yields keys, values and segments of this rank, then of the one before, and so on around. The next are on their
-    way while the caller computes."""
-    group = layout.group
-    rank, size = group.rank(), group.size()
-    for step in range(size):
-        transfer = _Transfer((k, v), group) if step < size - 1 else None
-        yield k, v, layout.list_segments((rank - step) % size, k.size(0))
-        if transfer is not None:
-            k, v = transfer.take()
-
-
-def _gather(k: Tensor, v: Tensor, layout: _Rows) -> Iterator[Part]:
-    """Yields keys and values of all ranks in the order of the sequence."""
-    keys, values = (_order_rows(_all_gather(t, layout.group), layout.compute_ends()) for t in (k, v))
-    yield keys, values, layout.list_all(keys.size(0))
+    return take
 
 
 def _all_gather(x: Tensor, group: Any) -> Tensor:
@@ -426,20 +357,13 @@ def _compute_order(ends: tuple[int, ...], size: int, device: torch.device) -> tu
     return order.to(device), order.argsort().to(device)
 
 
-def _sum_over_ranks(grad: Tensor, group: Any, ends: Ends) -> Tensor:
-    """This rank's rows of the sum of all ranks' gradients of all rows, always in the order of ranks."""
-    parts = _exchange(_split_rows(grad, group.size(), ends), group)
-    return parts.sum(0)
-
-
 def _compute_pairs(
     segments: list[Segment], columns: list[Segment], layout: _Rows, settings: dict[str, Any]
 ) -> Iterator[tuple[int, slice, slice, dict[str, Any]]]:
     """Yields the parts of rows and columns in which a query sees a key: the segment's number, its rows, the columns,
     and the settings with their positions in the masks."""
     left, right = settings.get("window_size") or (-1, -1)
-    if settings["causal"]:
-        right = 0
+    right = 0 if settings["causal"] else right
     of_document: dict[int, list[tuple[int, Segment]]] = {}
     start = 0
     for segment in columns:
@@ -449,13 +373,12 @@ def _compute_pairs(
     for i, (document, row, num_rows) in enumerate(segments):
         rows = slice(offset, offset + num_rows)
         offset += num_rows
-        added, own = layout.place(document, settings)
+        # Without samples a document's masks are those of its place in the packed row.
+        added = layout.boundaries[document] if layout.samples is None else 0
+        own = {} if layout.samples is None else {"first_sample": layout.samples[document]}
         for start, (_, column, num_columns) in of_document[document]:
-            first, last = 0, num_columns
-            if left >= 0:
-                first = max(0, (row - left - column) // _COLUMNS * _COLUMNS)
-            if right >= 0:
-                last = min(num_columns, row + num_rows + right - column)
+            first = max(0, (row - left - column) // _COLUMNS * _COLUMNS) if left >= 0 else 0
+            last = min(num_columns, row + num_rows + right - column) if right >= 0 else num_columns
             if first < last:
-                place = {"first_row": added + row, "first_column": added + column + first, **own}
-                yield i, rows, slice(start + first, start + last), place
+                place = {"first_row": added + row, "first_column": added + column + first}
+                yield i, rows, slice(start + first, start + last), {**place, **settings, **own}

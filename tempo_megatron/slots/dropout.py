@@ -68,45 +68,29 @@ class TempoEmbeddingDropout(torch.nn.Dropout):
     """The embedding's dropout; in place of `LanguageModelEmbedding.embedding_dropout`. x holds this rank's rows
     of [s, b, h]."""
 
+    stacks_to_come: list[Stack] | None = None
+    """Which stacks the rest of a forward embeds, in that order, where one embedding is of several, as in T5."""
+
     def __init__(self, p: float, config: Any, stack: Stack = Stack.DECODER) -> None:
         super().__init__(p)
         self.config = config
         self.stack = stack
 
     def forward(self, x: Tensor) -> Tensor:
-        """dropout(x), the same for any layout of the model over devices."""
-        p = self.p if self.training else 0.0
-        return apply_dropout(x, None, None, p, self.config, 0, Site.EMBEDDING, self.stack)
+        """dropout(x), the same for any layout of the model over devices.
 
-
-class TempoSharedEmbeddingDropout(TempoEmbeddingDropout):
-    """The dropout of an embedding that one forward calls once for each stack, as in T5.
-
-    Call begin() first, with the order of the stacks.
-    """
-
-    def __init__(self, p: float, config: Any) -> None:
-        super().__init__(p, config)
-        self._stacks_to_come: list[Stack] = []
-
-    def begin(self, *stacks: Stack) -> None:
-        """Say which stacks the forward that begins will embed, in that order."""
-        self._stacks_to_come = list(stacks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """dropout(x) with the mask of the next stack.
-
-        Raises RuntimeError where every stack of this forward has had its own: one more mask would be a copy.
+        Raises RuntimeError where every stack of this forward has had its own mask: one more would be a copy.
         """
-        if self.training and self.p > 0:
-            if not self._stacks_to_come:
+        p = self.p if self.training else 0.0
+        if p > 0 and self.stacks_to_come is not None:
+            if not self.stacks_to_come:
                 raise RuntimeError(
                     "the embedding is called more often than T5Model's forward calls it, and Tempo's dropout would "
                     "draw a mask twice; call the model instead of its embedding or of model.forward, or set "
                     'tempo.dropout to "off"'
                 )
-            self.stack = self._stacks_to_come.pop(0)
-        return super().forward(x)
+            self.stack = self.stacks_to_come.pop(0)
+        return apply_dropout(x, None, None, p, self.config, 0, Site.EMBEDDING, self.stack)
 
 
 def tempoize_embedding(model: Any, tempo_config: TempoConfig) -> None:
@@ -119,20 +103,18 @@ def tempoize_embedding(model: Any, tempo_config: TempoConfig) -> None:
     Raises ValueError where `tempo_config.dropout` is "recompute" and cannot be had ("auto" leaves the stock one there),
     and where `layers` speaks of a stack that the model does not have.
     """
-    tempo_config.check_stacks(_get_stacks(model), type(model).__name__)
+    stacks = _get_stacks(model)
+    tempo_config.check_stacks(stacks, type(model).__name__)
     count_depths(getattr(getattr(model, "mtp", None), "layers", ()))
     embedding = getattr(model, "embedding", None)
     if embedding is None or choose_operation("dropout", embedding.config, tempo_config)[0] == "off":
         return
     stock = embedding.embedding_dropout
-    if isinstance(stock, TempoEmbeddingDropout):
-        return
-    if not isinstance(model, T5Model):
-        stack = Stack[_get_stacks(model)[0].upper()]
-        embedding.embedding_dropout = TempoEmbeddingDropout(stock.p, embedding.config, stack)
-        return
-    embedding.embedding_dropout = TempoSharedEmbeddingDropout(stock.p, embedding.config)
-    model.register_forward_pre_hook(_begin_t5_forward, with_kwargs=True)
+    if not isinstance(stock, TempoEmbeddingDropout):
+        embedding.embedding_dropout = TempoEmbeddingDropout(stock.p, embedding.config, Stack[stacks[0].upper()])
+        if len(stacks) > 1:
+            embedding.embedding_dropout.stacks_to_come = []
+            model.register_forward_pre_hook(_begin_t5_forward, with_kwargs=True)
 
 
 def _get_stacks(model: Any) -> tuple[str, ...]:
@@ -144,5 +126,5 @@ def _get_stacks(model: Any) -> tuple[str, ...]:
 def _begin_t5_forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """T5 embeds the encoder's tokens, unless it is given the encoder's output, and then the decoder's."""
     given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-    has_encoded = given.get("encoder_hidden_states") is not None
-    model.embedding.embedding_dropout.begin(*([] if has_encoded else [Stack.ENCODER]), Stack.DECODER)
+    encoder = [Stack.ENCODER] if given.get("encoder_hidden_states") is None else []
+    model.embedding.embedding_dropout.stacks_to_come = [*encoder, Stack.DECODER]

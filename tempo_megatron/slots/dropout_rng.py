@@ -5,20 +5,18 @@ trainer announces the samples of each micro batch. The announcement is stored as
 tracker. Every recomputation saves and restores the tracker's states, so a recomputed forward sees the samples of its
 own micro batch, under any pipeline schedule. No generator is ever advanced.
 
-The state also holds the depth of multi-token prediction, whose layers embed the tokens again, have numbers that the
-decoder's layers have too (since megatron-core 0.17), and may be one layer that runs several times
-(mtp_use_repeated_layer). `begin_prediction` counts the depth before each of them, outside of what is recomputed.
+The state also holds the depth of multi-token prediction, whose layers embed the tokens again and have numbers that the
+decoder's layers have too. `begin_prediction` counts the depth before each of them, outside of what is recomputed.
 
-Megatron treats every state of its tracker as that of a CUDA generator: it registers the states with CUDA graphs, saves
-them in checkpoints, and converts them from one form to the other. So this one is such a state too, in the form of the
-tracker's other states. Its seed is the run's seed, and its offset is the sample.
+Megatron registers every state of its tracker with CUDA graphs, saves it in checkpoints, and converts it from bytes to a
+generator and back. So this one has the form of the tracker's other states: the run's seed, and the sample as offset.
 
 A replayed CUDA graph runs no Python, so numbers of the host would stay those of its capture. In runs with CUDA graphs
 the sample therefore also lies in one tensor on the device, which `set_micro_batch` writes before each replay and each
-dropout copies inside of the graph. The seed and the place of a dropout are constants of a run, and so is its key. A
-dropout adds to the tensor the difference, as known to the host, between its micro batch's sample and the one that was
-written last. That is 0 in a graph of a layer; in a graph of a whole step with several micro batches it is the distance
-to the first one; and in the recomputed forward of an earlier micro batch, outside of graphs, it leads back to that one.
+dropout copies inside of the graph. A dropout adds to it the difference, as known to the host, between its micro batch's
+sample and the one that was written last. That is 0 in a graph of a layer; in a graph of a whole step with several micro
+batches it is the distance to the first one; and in the recomputed forward of an earlier micro batch, outside of graphs,
+it leads back to that one.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from tempo_kernels.philox import derive_key
 from tempo_megatron.settings.config import TempoConfig
@@ -45,8 +43,7 @@ from tempo_megatron.slots.linear import is_in_backward
 STATE_NAME = "tempo-micro-batch"
 # A CUDA generator's offset counts words of Philox, and must be a whole number of blocks of four.
 _WORDS = 4
-# The offset holds the depth above the sample.
-_SAMPLES = 2**48
+_SAMPLES = 2**48  # the offset holds the depth above the sample
 # A generator's state as bytes: the seed, then the offset, in this machine's byte order.
 _STATE = struct.Struct("=Qq")
 
@@ -55,30 +52,24 @@ _REMEDY = (
     'for other masks of the same samples), call model.eval() first, or set tempo.dropout and tempo.attention to "off"'
 )
 
+# The keys of the masks that forwards have drawn since the micro batch was announced.
 _DRAWN: set[int] = set()
-"""The keys of the masks that forwards have drawn since the micro batch was announced."""
-
+# (seed, position) of each state that is a generator, which tells no numbers while a graph is captured.
 _NUMBERS: weakref.WeakKeyDictionary[torch.Generator, tuple[int, int]] = weakref.WeakKeyDictionary()
-"""(seed, position), as _set_state takes them, of each state that is a generator, which tells no numbers while a graph
-is captured."""
 
 
 class _SampleForGraphs:
     """The sample that captured CUDA graphs read, in runs that have graphs."""
 
     def __init__(self) -> None:
+        # 0-dim int64, at one address from the first announcement on; None in a run without graphs.
         self.tensor: Tensor | None = None
-        """0-dim int64, at one address from the first announcement on; None in a run without graphs."""
-
         self._written = 0
         self._captured_seed: int | None = None
         self._was_announced_in_capture = False
 
     def announce(self, seed: int, first_sample: int, device: torch.device | None) -> None:
-        """Write the sample, except while a graph is captured, which would write that number in each replay.
-
-        device: where graphs run; None where this announcement knows of none.
-        """
+        """Write the sample, except while a graph is captured, which would write that number in each replay."""
         if self._captured_seed not in (None, seed):
             raise RuntimeError(
                 f"seed is {seed}, and a CUDA graph was captured with the keys of seed {self._captured_seed}, which its "
@@ -95,11 +86,8 @@ class _SampleForGraphs:
             self.tensor.fill_(first_sample)
             self._written = first_sample
 
-    def read(self, seed: int, first_sample: int) -> Tensor | None:
-        """`first_sample` as a copy of the tensor plus what leads from the sample that was written; None without graphs.
-
-        Raises RuntimeError where a graph is captured whose replays would read a wrong sample.
-        """
+    def read(self, seed: int, first_sample: int) -> int | Tensor:
+        """`first_sample`; with graphs as a copy of the tensor plus what leads from the sample that was written."""
         if is_capturing():
             if self.tensor is None:
                 raise RuntimeError(
@@ -114,7 +102,7 @@ class _SampleForGraphs:
                     "forward and backward in one graph, and call set_micro_batch inside of it"
                 )
             self._captured_seed = seed
-        return None if self.tensor is None else self.tensor + (first_sample - self._written)
+        return first_sample if self.tensor is None else self.tensor + (first_sample - self._written)
 
 
 _FOR_GRAPHS = _SampleForGraphs()
@@ -142,12 +130,7 @@ class Site(enum.IntEnum):
 
 
 def draws_masks(config: Any, tempo_config: TempoConfig) -> bool:
-    """Whether a model draws Tempo's masks, so that its micro batches must be announced.
-
-    Args:
-        config: has `hidden_dropout` and `attention_dropout`, such as a TransformerConfig.
-        tempo_config: the model's.
-    """
+    """Whether a model of a TransformerConfig draws Tempo's masks, so that its micro batches must be announced."""
     dropouts = {"dropout": config.hidden_dropout, "attention": config.attention_dropout}
     return any(p > 0 and tempo_config.values_of(name) != {"off"} for name, p in dropouts.items())
 
@@ -180,23 +163,23 @@ def set_micro_batch(
     documents = _pack_documents(cu_seqlens, document_samples)
     if not 0 <= first_sample < _SAMPLES:
         raise ValueError(f"first_sample is {first_sample}; it must be in [0, 2**48)")
-    graphs_device = device if device is not None else _find_device_of_graphs()
+    graphs_device = _find_device_of_graphs() if device is None else torch.device(device)
     if graphs_device is not None and documents:
         raise ValueError(
             "document_samples are given in a run with CUDA graphs, which read one first sample; leave them out, or "
             "turn CUDA graphs off"
         )
     _DRAWN.clear()
-    _FOR_GRAPHS.announce(seed % 2**64, first_sample, None if graphs_device is None else torch.device(graphs_device))
+    _FOR_GRAPHS.announce(seed % 2**64, first_sample, graphs_device)
     _set_state(seed, first_sample, documents)
 
 
 def begin_prediction(layer: torch.nn.Module, *_: Any) -> None:
     """The pre-forward hook of a layer of multi-token prediction: what follows is drawn for the next depth."""
     if layer.training and STATE_NAME in get_cuda_rng_tracker().states_:
-        seed, position = _read_state()
+        seed, position, documents = _read_state()
         # Where nothing is drawn, nobody may announce micro batches, and the depth would grow for ever.
-        _set_state(seed, (position + _SAMPLES) % 2**60, _read_packed_documents())
+        _set_state(seed, (position + _SAMPLES) % 2**60, documents)
 
 
 def count_depths(prediction_layers: Iterable[torch.nn.Module]) -> None:
@@ -206,17 +189,29 @@ def count_depths(prediction_layers: Iterable[torch.nn.Module]) -> None:
             layer.register_forward_pre_hook(begin_prediction)
 
 
-def _set_state(seed: int, position: int, documents: bytes) -> None:
-    """position: the first sample, plus the depth times _SAMPLES."""
-    # A new state each time, because recomputation still holds those of earlier micro batches.
-    state = _make_state(seed, position, documents, _find_device_of_graphs())
-    get_cuda_rng_tracker().states_[STATE_NAME] = state
-
-
 def _find_device_of_graphs() -> torch.device | None:
     """Where Megatron's tracker keeps generators, as it does for CUDA graphs; None where it keeps bytes."""
     states = get_cuda_rng_tracker().states_.values()
     return next((state.device for state in states if isinstance(state, torch.Generator)), None)
+
+
+def _set_state(seed: int, position: int, documents: bytes) -> None:
+    """Put a new state, because recomputation holds those of earlier micro batches; for CUDA graphs a generator.
+
+    position: the first sample, plus the depth times _SAMPLES.
+    """
+    seed, offset, device = seed % 2**64, _WORDS * position, _find_device_of_graphs()
+    state: Tensor | torch.Generator
+    if device is None:
+        with unset_fake_temporarily():  # memory is counted on tensors without numbers
+            state = torch.tensor(list(_STATE.pack(seed, offset) + documents), dtype=torch.uint8)
+    else:
+        state = torch.Generator(device)
+        _NUMBERS[state] = seed, position
+        if not is_capturing():  # when its numbers could not be set
+            state.manual_seed(seed)
+            state.set_offset(offset)
+    get_cuda_rng_tracker().states_[STATE_NAME] = state
 
 
 def _pack_documents(cu_seqlens: Tensor | None, document_samples: Tensor | None) -> bytes:
@@ -233,21 +228,14 @@ def _pack_documents(cu_seqlens: Tensor | None, document_samples: Tensor | None) 
         )
     if wrong := [sample for sample in samples if not 0 <= sample < _SAMPLES]:
         raise ValueError(f"document_samples holds {wrong[0]}; it must be in [0, 2**48)")
-    return torch.tensor(boundaries + samples, dtype=torch.int64, device="cpu").numpy().tobytes()
+    return struct.pack(f"={len(boundaries + samples)}q", *boundaries, *samples)
 
 
-def _make_state(seed: int, position: int, documents: bytes, device: torch.device | None) -> Tensor | torch.Generator:
-    """The state as bytes, or for CUDA graphs, where `device` is given, as a generator."""
-    seed, offset = seed % 2**64, _WORDS * position
-    if device is None:
-        with unset_fake_temporarily():  # memory is counted on tensors without numbers
-            return torch.tensor(list(_STATE.pack(seed, offset) + documents), dtype=torch.uint8)
-    generator = torch.Generator(device)
-    _NUMBERS[generator] = seed, position
-    if not is_capturing():  # when its numbers could not be set
-        generator.manual_seed(seed)
-        generator.set_offset(offset)
-    return generator
+def _unpack_documents(documents: bytes) -> tuple[list[int], list[int]]:
+    """Boundaries and samples."""
+    numbers = [number for (number,) in struct.iter_unpack("=q", documents)]
+    num_documents = len(numbers) // 2
+    return numbers[: num_documents + 1], numbers[num_documents + 1 :]
 
 
 def is_capturing() -> bool:
@@ -262,52 +250,38 @@ def _is_warming_up() -> bool:
 
 
 def read_micro_batch() -> tuple[int, int]:
-    """(seed, first_sample) of the micro batch whose forward, or recomputed forward, is running.
-
-    Raises RuntimeError where `set_micro_batch` was never called.
-    """
-    seed, position = _read_state()
+    """(seed, first_sample) of the micro batch whose forward, or recomputed forward, is running."""
+    seed, position, _ = _read_state()
     return seed, position % _SAMPLES
 
 
-def _read_state() -> tuple[int, int]:
-    """(seed, position), as `_set_state` takes them."""
+def _read_state() -> tuple[int, int, bytes]:
+    """(seed, position, documents), as `_set_state` takes them."""
     state = get_cuda_rng_tracker().states_.get(STATE_NAME)
     if state is None:
         raise RuntimeError(f"Tempo's dropout does not know which samples it sees; {_REMEDY}")
     if isinstance(state, torch.Generator):
-        if state in _NUMBERS:
-            return _NUMBERS[state]
-        seed, offset = state.initial_seed(), state.get_offset()
-    else:
-        # Whole, because a slice of it is a tensor without numbers where memory is counted on such tensors.
-        seed, offset = _STATE.unpack(bytes(state.tolist())[: _STATE.size])
-    return seed, offset // _WORDS
+        return *(_NUMBERS.get(state) or (state.initial_seed(), state.get_offset() // _WORDS)), b""
+    # Whole, because a slice of it is a tensor without numbers where memory is counted on such tensors.
+    packed = bytes(state.tolist())
+    seed, offset = _STATE.unpack(packed[: _STATE.size])
+    return seed, offset // _WORDS, packed[_STATE.size :]
+
+
+def _read_documents() -> bytes:
+    return _read_state()[-1] if STATE_NAME in get_cuda_rng_tracker().states_ else b""
 
 
 def read_document_samples(x: Tensor) -> Tensor | None:
     """The document_samples that were announced for the running micro batch, on x's device; None without. Equal calls
     return one tensor, which layers therefore keep once."""
-    packed = _read_packed_documents()
-    return _make_document_samples(packed, x.device, _find_fake_mode(x)) if packed else None
+    documents = _read_documents()
+    return _make_document_samples(documents, *_get_place(x)) if documents else None
 
 
-def _read_packed_documents() -> bytes:
-    state = get_cuda_rng_tracker().states_.get(STATE_NAME)
-    return bytes(state.tolist())[_STATE.size :] if isinstance(state, Tensor) else b""
-
-
-def _find_fake_mode(x: Tensor) -> Any:
-    """The mode that made x if it is a fake tensor, a part of what cached tensors are found by: the fake tensors of one
-    mode are of no use in another, or where tensors have numbers."""
-    return x.fake_mode if isinstance(x, FakeTensor) else None
-
-
-def _unpack_documents(documents: bytes) -> tuple[list[int], list[int]]:
-    """Boundaries and samples."""
-    numbers = [number for (number,) in struct.iter_unpack("=q", documents)]
-    num_documents = len(numbers) // 2
-    return numbers[: num_documents + 1], numbers[num_documents + 1 :]
+def _get_place(x: Tensor) -> tuple[torch.device, Any]:
+    """By what cached tensors are found: the fake tensors of one mode are of no use in another, or among real ones."""
+    return x.device, getattr(x, "fake_mode", None)
 
 
 @functools.lru_cache(maxsize=16)
@@ -324,15 +298,14 @@ def derive_site_key(seed: int, stack: Stack, layer_number: int, site: Site) -> i
 
 
 def find_key_and_sample(layer_number: int, site: Site, stack: Stack = Stack.DECODER) -> tuple[int, int | Tensor]:
-    """(64-bit key, first sample) for a dropout at `site` of layer `layer_number` (1-based) of `stack` in this forward.
+    """(64-bit key, first sample) for a dropout at `site` of layer `layer_number` of `stack` in this forward.
 
-    The layer number is global, over all pipeline stages. Inside multi-token prediction the depth counts instead.
-    In runs with CUDA graphs the sample is a 0-dim int64 tensor on their device.
+    The layer number is global and from 1 on. Inside multi-token prediction the depth counts instead. In runs with CUDA
+    graphs the sample is a 0-dim int64 tensor on their device.
 
-    Raises RuntimeError where a forward that is not a recomputed one would draw the masks of an earlier forward, and
-    where a CUDA graph is captured that would draw the same masks in each replay.
+    Raises RuntimeError where a forward, or the replay of a graph, would draw the masks of an earlier forward.
     """
-    seed, position = _read_state()
+    seed, position, _ = _read_state()
     depth, first_sample = divmod(position, _SAMPLES)
     if depth:
         layer_number, stack = depth, Stack.PREDICTION
@@ -344,53 +317,25 @@ def find_key_and_sample(layer_number: int, site: Site, stack: Stack = Stack.DECO
                 f"forward in training mode runs, and no micro batch was announced since the first; {_REMEDY}"
             )
         _DRAWN.add(key)
-    on_device = _FOR_GRAPHS.read(seed, first_sample)
-    return key, first_sample if on_device is None else on_device
-
-
-def find_segments(rank: int, size: int, num_rows: int) -> list[tuple[int, int]]:
-    """[(global row, number of rows)] of the contiguous parts of a sequence that a context-parallel rank holds, in the
-    order in which it holds them: one part where there is one rank, else Megatron's two.
-
-    Megatron cuts a sequence into 2 * size chunks, and a rank takes the chunks rank and 2 * size - 1 - rank, so that
-    causal attention costs all ranks the same (megatron/core/utils.py:1994 of 0.16.1).
-
-    Args:
-        rank, size: of the context-parallel group.
-        num_rows: how many rows the rank holds.
-
-    Raises ValueError where the rows are not two equal chunks.
-    """
-    if size == 1:
-        return [(0, num_rows)]
-    if num_rows % 2:
-        raise ValueError(
-            f"a context-parallel rank holds {num_rows} rows; expected an even number, because each rank takes two "
-            f"equal chunks; pad the sequence length to a multiple of {2 * size}"
-        )
-    chunk = num_rows // 2
-    return [(rank * chunk, chunk), ((2 * size - 1 - rank) * chunk, chunk)]
+    return key, _FOR_GRAPHS.read(seed, first_sample)
 
 
 class Segment(NamedTuple):
-    """Contiguous rows of a document that a rank holds."""
+    """Contiguous rows of a document that a rank holds, of which the first is counted within the document."""
 
     document: int
-    """Its number in the packed row; 0 where the row is not packed."""
-
     first_row: int
-    """Within the document."""
-
     num_rows: int
 
 
 def compute_document_segments(boundaries: Sequence[int], rank: int, size: int) -> list[Segment]:
-    """What a context-parallel rank holds of each document of a packed row, in the order in which it holds it.
+    """What a context-parallel rank holds of each document of a row, in the order in which it holds it.
 
-    Megatron cuts each document as `find_segments` cuts a sequence (megatron/core/utils.py:2041 of 0.16.1).
+    Megatron cuts a document into 2 * size chunks, and a rank takes the chunks rank and 2 * size - 1 - rank, so that
+    causal attention costs all ranks the same (megatron/core/utils.py:1994 and :2041 of 0.16.1).
 
     Args:
-        boundaries: where documents begin and end in the row.
+        boundaries: where documents begin and end in the row; a row that is not packed is one document.
         rank, size: of the context-parallel group.
 
     Raises ValueError where a document cannot be shared.
@@ -399,12 +344,13 @@ def compute_document_segments(boundaries: Sequence[int], rank: int, size: int) -
     for document, (start, end) in enumerate(pairwise(boundaries)):
         if size > 1 and (end - start) % (2 * size):
             raise ValueError(
-                f"document {document} of a packed row has {end - start} tokens, and {size} context-parallel ranks take "
-                f"two equal chunks of it each; expected a multiple of {2 * size}; pad each document, and give the "
-                "padded boundaries"
+                f"document {document} of a row has {end - start} tokens, and {size} context-parallel ranks take two "
+                f"equal chunks of it each; expected a multiple of {2 * size}; pad each document, and give the padded "
+                "boundaries"
             )
-        segments = find_segments(rank, size, (end - start) // size) if end > start else []
-        found += [Segment(document, *part) for part in segments]
+        chunk = (end - start) // (2 * size)
+        chunks = [(rank * chunk, chunk), ((2 * size - 1 - rank) * chunk, chunk)] if size > 1 else [(0, end - start)]
+        found += [Segment(document, *each) for each in chunks if end > start]
     return found
 
 
@@ -419,44 +365,40 @@ def compute_rows(x: Tensor, config: Any) -> dict[str, Any]:
     Equal calls return one tensor on x's device, which layers therefore keep once. A tensor-parallel rank holds a part
     of its context-parallel rank's rows.
     """
-    num_rows, place = x.size(0), (x.device, _find_fake_mode(x))
     parts, part = 1, 0
     if config.sequence_parallel:
         parts = parallel_state.get_tensor_model_parallel_world_size()
         part = parallel_state.get_tensor_model_parallel_rank()
     size = config.context_parallel_size
     rank = parallel_state.get_context_parallel_rank() if size > 1 else 0
-    if documents := _read_packed_documents():
-        first_sample = read_micro_batch()[1]
-        rows, samples = _make_document_rows(documents, rank, size, parts * num_rows, first_sample, *place)
-        here = slice(part * num_rows, (part + 1) * num_rows)
-        return {"first_sample": 0, "rows": rows[here], "samples": samples[here]}
-    segments = find_segments(rank, size, parts * num_rows)
-    start, stop = part * num_rows, (part + 1) * num_rows
+    place = rank, size, parts * x.size(0), *_get_place(x)
+    start, stop = part * x.size(0), (part + 1) * x.size(0)
+    if documents := _read_documents():
+        rows, samples = _make_rows(documents, read_micro_batch()[1], *place)
+        return {"first_sample": 0, "rows": rows[start:stop], "samples": samples[start:stop]}
     offset = 0
-    for first_row, count in segments:
+    for _, first_row, count in compute_document_segments((0, size * parts * x.size(0)), rank, size):
         if offset <= start and stop <= offset + count:
             return {"first_row": first_row + start - offset}
         offset += count
-    return {"rows": _make_rows(tuple(segments), start, stop, *place)}
+    return {"rows": _cut_rows(start, stop, *place)}
+
+
+@functools.lru_cache(maxsize=16)
+def _cut_rows(start: int, stop: int, *place: Any) -> Tensor:
+    """The rows of a tensor-parallel rank whose row is not packed, which alone are kept."""
+    return _make_rows(b"", 0, *place)[0][start:stop].clone()
 
 
 @functools.lru_cache(maxsize=16)
 def _make_rows(
-    segments: tuple[tuple[int, int], ...], start: int, stop: int, device: torch.device, fake_mode: Any
-) -> Tensor:
-    """The rows in place start to stop of the segments, int64."""
-    ranges = (torch.arange(first, first + count, dtype=torch.int64, device=device) for first, count in segments)
-    return torch.cat(tuple(ranges))[start:stop].clone()
-
-
-@functools.lru_cache(maxsize=16)
-def _make_document_rows(
-    documents: bytes, rank: int, size: int, num_tokens: int, first_sample: int, device: torch.device, fake_mode: Any
+    documents: bytes, first_sample: int, rank: int, size: int, num_tokens: int, device: torch.device, fake_mode: Any
 ) -> tuple[Tensor, Tensor]:
     """The row within its document, and the sample, of each token of a context-parallel rank, int64; a token of no
-    document stays where it is."""
-    boundaries, document_samples = _unpack_documents(documents)
+    document stays where it is. Without documents the row is one."""
+    boundaries, document_samples = (
+        _unpack_documents(documents) if documents else ([0, size * num_tokens], [first_sample])
+    )
     rows = torch.arange(num_tokens, dtype=torch.int64, device=device)
     samples = torch.full_like(rows, first_sample)
     start = boundaries[0] // size

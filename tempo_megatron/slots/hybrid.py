@@ -1,8 +1,7 @@
 """Builds the stack of Megatron's HybridModel with a spec of its own for each layer of its pattern.
 
-In a pattern such as `M*-M*E` every symbol is a layer: a Mamba layer, an attention, an MLP or a mixture of experts. The
-stock stack has one spec for each kind of layer. Tempo's has one for each layer, because dropout masks are a function of
-the layer, and values may be set for single layers.
+In a pattern such as `M*-M*E` every symbol is a layer. The stock stack has one spec for each kind of layer. Tempo's has
+one for each layer, because dropout masks are a function of the layer, and values may be set for single layers.
 
 Masks are numbered as in the GPT that the pattern describes: the n-th attention and the n-th MLP or mixture of experts
 draw the masks of layer n of a GPTModel. So a GPT whose checkpoint is read as a HybridModel keeps its masks. Mamba
@@ -17,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
@@ -38,15 +37,12 @@ _KINDS = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PatternLayer:
-    """A layer of a pattern."""
+class PatternLayer(NamedTuple):
+    """A layer of a pattern: the field of HybridStackSubmodules that says what it is, and its number in the keys of
+    dropout masks, from 1."""
 
     spec: str
-    """The field of HybridStackSubmodules that says what it is."""
-
     mask_layer: int
-    """Its number in the keys of dropout masks, from 1."""
 
 
 def is_hybrid(spec: Any) -> bool:
@@ -76,7 +72,7 @@ def list_layers(layer_pattern: str) -> list[PatternLayer]:
     for symbol in symbols:
         spec, counted = _KINDS[symbol]
         counts[counted] += 1
-        layers.append(PatternLayer(spec=spec, mask_layer=counts[counted]))
+        layers.append(PatternLayer(spec, counts[counted]))
     return layers
 
 
@@ -118,9 +114,8 @@ def _make_stack_class(stock: Any) -> Any:
                 self.final_norm = build_module(
                     block.layer_norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
                 )
-            built = (block.layer_specs or [])[pp_layer_offset : pp_layer_offset + len(self.layers)]
-            stock_layers = (block.stock_layers or [])[pp_layer_offset : pp_layer_offset + len(self.layers)]
-            of_stage: Any = {"layer_specs": built, "first_layer": pp_layer_offset, "stock_layers": stock_layers}
-            self.submodules = dataclasses.replace(block, **of_stage)
+            here = slice(pp_layer_offset, pp_layer_offset + len(self.layers))
+            of_stage: Any = {name: (getattr(block, name) or [])[here] for name in ("layer_specs", "stock_layers")}
+            self.submodules = dataclasses.replace(block, first_layer=pp_layer_offset, **of_stage)
 
     return name_as_stock(TempoHybridStack)

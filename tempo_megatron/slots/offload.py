@@ -11,44 +11,30 @@ from typing import Any
 
 from megatron.core import parallel_state
 
-from tempo_kernels.offload import (
-    MIN_BYTES,
-    Device,
-    Engine,
-    Moves,
-    Offload,
-    move_all,
-    move_nothing,
-)
+from tempo_kernels.offload import MIN_BYTES, Device, Engine, Moves, Offload, move_all, move_nothing
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import LAYER, OFFLOAD_ROWS, STACKS
 from tempo_megatron.words.argument_types import format_bytes
 
+_GRAPHS = "in which a layer's tensors have fixed places"
 _REFUSED = {
     "cpu_offloading": "which moves the same tensors",
     "fine_grained_activation_offloading": "which moves the same tensors",
     "distribute_saved_activations": "which cuts up the inputs of layers after they were kept",
     "overlap_moe_expert_parallel_comm": "which runs layers in pieces",
+    **dict.fromkeys(("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"), _GRAPHS),
 }
-_GRAPHS = "in which a layer's tensors have fixed places"
 
 
 class Offloading:
     """The offloading of one rank.
 
     Args:
+        device, min_bytes: as of Engine and of Offload.
         num_in_flight: how many forwards of one chunk wait for their backward at once.
-        device: as of Engine.
-        min_bytes: as of Offload.
     """
 
-    def __init__(
-        self,
-        device: Device | None = None,
-        *,
-        num_in_flight: int = 1,
-        min_bytes: int = MIN_BYTES,
-    ) -> None:
+    def __init__(self, device: Device | None = None, *, num_in_flight: int = 1, min_bytes: int = MIN_BYTES) -> None:
         self.engine = Engine(device)
         self._num_in_flight, self._min_bytes = num_in_flight, min_bytes
         self._offloads: list[Offload] = []
@@ -78,12 +64,11 @@ class Offloading:
         moves = f"{self.num_layers} layer{'s' if self.num_layers != 1 else ''} of this rank"
         if not self.engine.moved_bytes:
             return f"{moves} move what they keep to host memory, which the first step takes"
-        pool = self.engine.pool
         stalls = self.engine.num_stalls
+        waited = f"; backward waited for {stalls} tensors that nobody had asked for earlier" if stalls else ""
         return (
-            f"{moves} move what they keep to {format_bytes(pool.num_bytes)} of host memory, and no more than "
-            f"{format_bytes(self.engine.peak_device_bytes)} of it were on the device at once"
-            + (f"; backward waited for {stalls} tensors that nobody had asked for earlier" if stalls else "")
+            f"{moves} move what they keep to {format_bytes(self.engine.pool.num_bytes)} of host memory, and no more "
+            f"than {format_bytes(self.engine.peak_device_bytes)} of it were on the device at once{waited}"
         )
 
     def remove(self) -> None:
@@ -94,11 +79,7 @@ class Offloading:
 
 
 def offload_layers(
-    models: Sequence[Any],
-    tempo_config: TempoConfig,
-    *,
-    num_in_flight: int = 1,
-    device: Device | None = None,
+    models: Sequence[Any], tempo_config: TempoConfig, *, num_in_flight: int = 1, device: Device | None = None
 ) -> Offloading:
     """Lets the layers of this rank's models, one or the chunks of its pipeline stage, move what `tempo_config` says.
 
@@ -118,9 +99,9 @@ def offload_layers(
 def count_in_flight(num_micro_batches: int, num_chunks: int = 1) -> int:
     """Returns how many forwards of one chunk wait for their backward at once on this rank's pipeline stage, at most."""
     stages: int = parallel_state.get_pipeline_model_parallel_world_size()
-    ahead: int = stages - parallel_state.get_pipeline_model_parallel_rank()
     # Interleaved, a stage runs twice as far ahead, and all its chunks share that.
-    return min(num_micro_batches, ahead if num_chunks == 1 else 2 * stages)
+    ahead = stages - parallel_state.get_pipeline_model_parallel_rank() if num_chunks == 1 else 2 * stages
+    return min(num_micro_batches, ahead)
 
 
 def _read_moves(tempo_config: TempoConfig, layer: Any, stack: str) -> Moves:
@@ -141,15 +122,9 @@ def _read_moves(tempo_config: TempoConfig, layer: Any, stack: str) -> Moves:
 
 def _refuse(config: Any) -> None:
     """Raises ValueError for a TransformerConfig beside which offload would be wrong."""
-    reasons = {name: why for name, why in _REFUSED.items() if getattr(config, name, False)}
-    if getattr(config, "cuda_graph_impl", "none") != "none":
-        reasons["cuda_graph_impl"] = _GRAPHS
-    for name in ("enable_cuda_graph", "external_cuda_graph"):
-        if getattr(config, name, False):
-            reasons[name] = _GRAPHS
-    if reasons:
-        name, why = next(iter(reasons.items()))
-        raise ValueError(
-            f"tempo.offload is given and {name} is on, {why}; expected one of them; set tempo.offload to "
-            f'"off", or leave {name} out'
-        )
+    for name, why in _REFUSED.items():
+        if getattr(config, name, None) not in (None, False, "none"):
+            raise ValueError(
+                f"tempo.offload is given and {name} is on, {why}; expected one of them; set tempo.offload to "
+                f'"off", or leave {name} out'
+            )

@@ -85,14 +85,14 @@ class TempoReport:
     def describe_left(self) -> list[str]:
         """`activation in decoder.layers.0-2 (mlp): off for layers 0-2`: each reason with the slots that it left."""
         # Join the layers of each slot, then the slots with equal layers: one line for each reason.
-        places: dict[tuple[str, str, str], list[str]] = {}
+        places: dict[Any, list[str]] = {}
         for slot in self.left:
-            places.setdefault((slot.operation, str(slot.left), slot.slot), []).append(slot.where)
-        names: dict[tuple[str, str, str], list[str]] = {}
+            places.setdefault((slot.operation, slot.left, slot.slot), []).append(slot.where)
+        names: dict[Any, list[str]] = {}
         for (operation, why, name), where in places.items():
-            names.setdefault((operation, why, _join_layers(where)), []).append(name)
+            names.setdefault((operation, _join_layers(where), why), []).append(name)
         return [
-            f"{operation} in {where} ({', '.join(slots)}): {why}" for (operation, why, where), slots in names.items()
+            f"{operation} in {where} ({', '.join(slots)}): {why}" for (operation, where, why), slots in names.items()
         ]
 
     def as_dict(self) -> dict[str, Any]:
@@ -125,26 +125,21 @@ def report_on(subject: Any, choices: Choices | None = None) -> TempoReport:
     if (prediction := getattr(subject, "mtp", None)) is not None:
         slots += _report_prediction(prediction.layers, prediction.submodules, choices)
     found = choices or next((_get_spec(block).choices for block in blocks), None)
-    if found is not None:
-        slots += [*_report_embedding(subject, found), *_report_loss(subject, found)]
-    return TempoReport(slots=tuple(slots))
+    return TempoReport(slots=(*slots, *(_report_whole(subject, found) if found is not None else ())))
 
 
 def check_built(model: Any) -> None:
     """Raise ValueError where a slot of a built layer does not hold what its spec says, because the layer chose its
     modules itself."""
     for block in _list_blocks(model):
-        spec = block.submodules
-        asked, found = (
-            {(slot.layer, slot.name, slot.operation): slot for slot in list_slots(each)} for each in (spec, block)
-        )
-        for place, slot in found.items():
-            value = asked[place].value if place in asked else "nothing"
-            if place[0] is not None and value != slot.value:
-                layer, holds = type(block.layers[place[0]]).__name__, find_class(slot.content).__name__
+        asked = {(slot.layer, slot.name, slot.operation): slot.value for slot in list_slots(block.submodules)}
+        for slot in list_slots(block):
+            value = asked.get((slot.layer, slot.name, slot.operation), "nothing")
+            if slot.layer is not None and value != slot.value:
+                layer, holds = type(block.layers[slot.layer]).__name__, find_class(slot.content).__name__
                 raise ValueError(
-                    f"{layer} {place[0]} holds {holds} in {slot.name} ({slot.operation} {slot.value}), where its spec "
-                    f"says {value}; expected layers that build what their spec says; give the spec of such layers"
+                    f"{layer} {slot.layer} holds {holds} in {slot.name} ({slot.operation} {slot.value}), where its "
+                    f"spec says {value}; expected layers that build what their spec says; give the spec of such layers"
                 )
 
 
@@ -166,18 +161,17 @@ def _report_block(block: Any, spec: Any, choices: Choices | None) -> Iterator[Re
             "returned; call one of them first"
         )
     choices = choices or spec.choices
-    stack = spec.stack.name.lower()
-    mentioned = choices.written.list_mentioned()
+    stack, mentioned = spec.stack.name.lower(), choices.written.list_mentioned()
     for slot in list_slots(block):
-        if slot.operation not in mentioned:
-            continue
-        layer = None if slot.layer is None else spec.first_layer + slot.layer
-        yield ReportedSlot(
-            operation=slot.operation,
-            where=stack if layer is None else f"{stack}.layers.{layer}",
-            slot=BUILT_NAMES.get(slot.name, slot.name),
-            left=None if slot.is_tempo else _explain(slot, layer, stack, choices),
-        )
+        if slot.operation in mentioned:
+            layer = None if slot.layer is None else spec.first_layer + slot.layer
+            where = stack if layer is None else f"{stack}.layers.{layer}"
+            yield _report_slot(slot, where, None if slot.is_tempo else _explain(slot, layer, stack, choices))
+
+
+def _report_slot(slot: Slot, where: str, left: str | None) -> ReportedSlot:
+    name = BUILT_NAMES.get(slot.name, slot.name)
+    return ReportedSlot(operation=slot.operation, where=where, slot=name, left=left)
 
 
 def _explain(slot: Slot, layer: int | None, stack: str, choices: Choices) -> str:
@@ -212,7 +206,7 @@ def _explain_off(operation: str, layer: int | None, stack: str, choices: Choices
 def _report_prediction(layers: Any, spec: Any, choices: Choices | None) -> Iterator[ReportedSlot]:
     """The slots of multi-token prediction's layers, built or as specs; `spec` says what was asked for."""
     choices = choices or getattr(spec, "choices", None)
-    is_tempoized = isinstance(spec, TempoPredictionSubmodules)
+    mentioned = choices.written.list_mentioned() if choices else _MENTIONED
     for index, layer in enumerate(layers or []):
         fields = list_fields(find_submodules(layer))
         norms = [(name, fields[name]) for name in _PREDICTION_NORMS if is_there(fields.get(name))]
@@ -220,37 +214,26 @@ def _report_prediction(layers: Any, spec: Any, choices: Choices | None) -> Itera
             *list_layer_slots(find_inner_layer(find_submodules(layer))),
             *(Slot(operation="norm", layer=None, name=name, content=norm) for name, norm in norms),
         ]
-        for slot in slots:
-            if slot.operation not in (choices.written.list_mentioned() if choices else _MENTIONED):
-                continue
-            why = _explain(slot, None, "", choices) if choices and is_tempoized else _NOT_REPLACED
-            yield ReportedSlot(
-                operation=slot.operation,
-                where=f"mtp.layers.{index}",
-                slot=BUILT_NAMES.get(slot.name, slot.name),
-                left=None if slot.is_tempo else why,
-            )
+        for slot in (each for each in slots if each.operation in mentioned):
+            is_asked = isinstance(spec, TempoPredictionSubmodules)
+            why = _explain(slot, None, "", choices) if choices and is_asked else _NOT_REPLACED
+            yield _report_slot(slot, f"mtp.layers.{index}", None if slot.is_tempo else why)
 
 
-def _report_embedding(model: Any, choices: Choices) -> Iterator[ReportedSlot]:
-    embedding = getattr(model, "embedding", None)
-    if embedding is None or getattr(embedding, "embedding_dropout", None) is None:
-        return
-    is_tempo = isinstance(embedding.embedding_dropout, TempoEmbeddingDropout)
-    is_off = choices.config.dropout == "off"
-    why = _explain_off("dropout", None, "", choices) if is_off else _NOT_REPLACED
-    yield ReportedSlot(operation="dropout", where="embedding", slot="embedding_dropout", left=None if is_tempo else why)
-
-
-def _report_loss(model: Any, choices: Choices) -> Iterator[ReportedSlot]:
-    if not getattr(model, "post_process", False):
-        return
-    left = None
-    if get_loss_head(model) is None:
-        _, obstacle = choose_loss(model, TempoConfig())
-        left = "off" if choices.written.loss == "off" else f"auto: {obstacle}" if obstacle else _NOT_REPLACED
-    slot = "lm_head" if isinstance(model, BertModel) else "output_layer"
-    yield ReportedSlot(operation="loss", where="model", slot=slot, left=left)
+def _report_whole(model: Any, choices: Choices) -> Iterator[ReportedSlot]:
+    """What a model has once: the embedding's dropout, and the loss head."""
+    dropout = getattr(getattr(model, "embedding", None), "embedding_dropout", None)
+    if dropout is not None:
+        why = _explain_off("dropout", None, "", choices) if choices.config.dropout == "off" else _NOT_REPLACED
+        left = None if isinstance(dropout, TempoEmbeddingDropout) else why
+        yield ReportedSlot(operation="dropout", where="embedding", slot="embedding_dropout", left=left)
+    if getattr(model, "post_process", False):
+        left = None
+        if get_loss_head(model) is None:
+            _, obstacle = choose_loss(model, TempoConfig())
+            left = "off" if choices.written.loss == "off" else f"auto: {obstacle}" if obstacle else _NOT_REPLACED
+        slot = "lm_head" if isinstance(model, BertModel) else "output_layer"
+        yield ReportedSlot(operation="loss", where="model", slot=slot, left=left)
 
 
 def _join_layers(where: list[str]) -> str:

@@ -1,22 +1,16 @@
 """Replaces modules in a spec of Transformer Engine (TE), Megatron's default on GPUs.
 
-The decision: TE's linears stay, and Tempo takes what lies between them.
+TE's linears stay, and with them every parameter and checkpoint key; Tempo takes what lies between them.
 
 - `TELayerNormColumnParallelLinear` (norm and linear in one) is split into Tempo's norm and TE's own column-parallel
   linear, inside one module of a class derived from the fused one. Stock keeps the norm's input and its output; the
   split module keeps the output only, which is the linear's input. Without fp8, fusing saves one kernel launch: the norm
   writes its output to memory either way.
-- `TENorm` becomes Tempo's norm.
-- `MLP`, and the op fuser's `TEFusedMLP`, become Tempo's MLP around TE's linears.
+- `TENorm` becomes Tempo's norm; `MLP`, and the op fuser's `TEFusedMLP`, become Tempo's MLP around TE's linears.
 - `TEDotProductAttention` becomes Tempo's attention in layers with a causal mask or none. It stays in layers with
   padding or arbitrary masks, because TE has its own conventions for these.
-- bias-dropout-add is Megatron's own, and replaced as in local layers.
 - If a linear runs again in backward, the split one takes the norm's output; with tempo.norm "off" the fused one runs,
   norm included. The linear of q, k and v runs again only beside Tempo's attention: TE's own may keep copies.
-
-The alternative, Megatron's local linears under TE's checkpoint keys, would give up TE's matrix multiplications and
-change the parameters' names in plain checkpoints. This way keeps every name, so sharded and plain checkpoints and those
-of the optimizer fit stock without a key map.
 
 Features that do more with a linear's input than keep it (delayed weight gradients, overlapped communication,
 offloading) are refused: y would be kept twice, or by code that does not know that it may be recomputed. In fp8 a norm
@@ -84,7 +78,11 @@ class SplitNorm(NormInFront):
     def forward(self: Any, x: Tensor) -> Any:
         """(output, bias or None) of x [s or s/t, b, h]; with `return_layernorm_output` also the norm's output, where
         Transformer Engine puts it."""
-        y = self._norm(x)
+        settings = {"zero_centered": self.zero_centered_gamma, "keep": self.keep}
+        if self.normalization == "RMSNorm":
+            y = rms_norm(x, self.layer_norm_weight, self.eps, **settings)
+        else:
+            y = layer_norm(x, self.layer_norm_weight, self.layer_norm_bias, self.eps, **settings)
         if self.runs_again and torch.is_grad_enabled():
             self.normed = hold(y)
         result = self.run_linear(y)
@@ -104,12 +102,6 @@ class SplitNorm(NormInFront):
         linear._parameters.update({name: self._parameters[name] for name in linear._parameters})
         linear.is_first_microbatch, self.is_first_microbatch = self.is_first_microbatch, False
         return linear(y)
-
-    def _norm(self: Any, x: Tensor) -> Tensor:
-        settings = {"zero_centered": self.zero_centered_gamma, "keep": self.keep}
-        if self.normalization == "RMSNorm":
-            return rms_norm(x, self.layer_norm_weight, self.eps, **settings)
-        return layer_norm(x, self.layer_norm_weight, self.layer_norm_bias, self.eps, **settings)
 
 
 class _EmptyExtraState:
@@ -161,35 +153,16 @@ class TempoTEDotProductAttention(_EmptyExtraState, TempoDotProductAttention):
 class TempoTESoftmaxDotProductAttention(TempoTEDotProductAttention):
     """The form of the Tempo paper; see TempoSoftmaxDotProductAttention."""
 
-    form = value = "softmax"
+    form = "softmax"
 
 
 class TempoTERecomputeDotProductAttention(TempoRecomputeDotProductAttention, TempoTEDotProductAttention):
     """TempoRecomputeDotProductAttention in the place of `TEDotProductAttention`."""
 
 
-class TempoOpsMLP(TempoMLP):
-    """TempoMLP in the place of `TEFusedMLP`, whose GELU has its tanh form."""
-
-    approximate = "tanh"
-
-
-class TempoRecomputeOpsMLP(TempoRecomputeMLP):
-    """TempoRecomputeMLP in the place of `TEFusedMLP`."""
-
-    approximate = "tanh"
-
-
-class TempoLinearRecomputeOpsMLP(TempoLinearRecomputeMLP):
-    """TempoLinearRecomputeMLP in the place of `TEFusedMLP`."""
-
-    approximate = "tanh"
-
-
-class TempoTiledOpsMLP(TempoTiledMLP):
-    """TempoTiledMLP in the place of `TEFusedMLP`."""
-
-    approximate = "tanh"
+def _make_ops_class(mlp: Any) -> Any:
+    """An MLP of mlp.py in the place of `TEFusedMLP`, whose GELU has its tanh form."""
+    return type(mlp.__name__.replace("MLP", "OpsMLP"), (mlp,), {"approximate": "tanh", "__module__": __name__})
 
 
 @functools.cache
@@ -200,31 +173,26 @@ def make_split_norm(norm_and_linear: Any, linear: Any, keep: str, runs_again: bo
 
 
 @functools.cache
-def add_extra_state(norm: Any) -> Any:
-    """A norm of norm.py with the `_extra_state` of Transformer Engine's norms."""
-    return type(norm.__name__.replace("Tempo", "TempoTE"), (_EmptyExtraState, norm), {})
-
-
-@functools.cache
-def make_dropping_linear(mixin: Any, linear: Any) -> Any:
-    """`linear` that does not keep an input which the norm or attention before it can make again."""
-    return name_as_stock(type(f"Tempo{linear.__name__}", (mixin, linear), {}))
+def make_with(mixin: Any, stock: Any, name: str | None = None) -> Any:
+    """`stock` behind a mixin, by default with its name, as of linears."""
+    made = type(name or f"Tempo{stock.__name__}", (mixin, stock), {})
+    return made if name else name_as_stock(made)
 
 
 CLASSES: dict[tuple[str, str], tuple[Any, ...]] = {
-    ("activation", "inplace"): (TempoOpsMLP,),
-    ("activation", "recompute"): (TempoRecomputeOpsMLP,),
+    ("activation", "inplace"): (_make_ops_class(TempoMLP),),
+    ("activation", "recompute"): (_make_ops_class(TempoRecomputeMLP),),
     ("attention", "flash"): (TempoTEDotProductAttention,),
     ("attention", "softmax"): (TempoTESoftmaxDotProductAttention,),
     ("attention", "recompute"): (TempoTERecomputeDotProductAttention,),
-    ("linear_fc1", "recompute"): (TempoLinearRecomputeOpsMLP,),
-    ("linear_fc1", "tile"): (TempoTiledOpsMLP,),
+    ("linear_fc1", "recompute"): (_make_ops_class(TempoLinearRecomputeMLP),),
+    ("linear_fc1", "tile"): (_make_ops_class(TempoTiledMLP),),
 }
 """(operation, value) -> the class in the place of `TEDotProductAttention` and `TEFusedMLP`."""
 
 _HOLDERS = ("self_attention", "cross_attention", "mlp", "mixer")
 _NORM_AND_LINEAR = "TELayerNormColumnParallelLinear"
-_STOCK_NAMES = (_NORM_AND_LINEAR, "TEDotProductAttention", "TENorm", "TEFusedMLP")
+_LINEARS = ("TEColumnParallelLinear", "TERowParallelLinear")
 
 
 def is_installed() -> bool:
@@ -237,9 +205,9 @@ def find_norm() -> Any:
     return extension.TENorm
 
 
-def _is_stock(slot: Any, name: str) -> bool:
+def _is_stock(slot: Any, *names: str) -> bool:
     module = find_class(slot)
-    return is_installed() and module is not None and module is getattr(extension, name, None)
+    return is_installed() and module is not None and any(module is getattr(extension, name, None) for name in names)
 
 
 def is_residual_norm(slot: Any, transformer_config: Any) -> bool:
@@ -261,8 +229,9 @@ def replace_norm(stock: Any, tempo_norm: Any) -> Any:
     if tempo_norm is None or not is_te:
         return tempo_norm
     te_norm = getattr(extension.te.pytorch, "LayerNorm", torch.nn.Module)
-    has_extra_state = te_norm.get_extra_state is not torch.nn.Module.get_extra_state
-    return add_extra_state(tempo_norm) if has_extra_state else tempo_norm
+    if te_norm.get_extra_state is torch.nn.Module.get_extra_state:
+        return tempo_norm
+    return make_with(_EmptyExtraState, tempo_norm, tempo_norm.__name__.replace("Tempo", "TempoTE"))
 
 
 def replace_linears(submodules: Any, tempo_config: TempoConfig, after_norms: tuple[str, ...]) -> dict[str, Any]:
@@ -270,20 +239,17 @@ def replace_linears(submodules: Any, tempo_config: TempoConfig, after_norms: tup
     if not is_installed():
         return {}
     changes: dict[str, Any] = {}
-    if tempo_config.attention == "recompute" and _is_stock(
-        getattr(submodules, "linear_proj", None), "TERowParallelLinear"
-    ):
-        changes["linear_proj"] = make_dropping_linear(DropsInput, extension.TERowParallelLinear)
+    linear_proj = getattr(submodules, "linear_proj", None)
+    if tempo_config.attention == "recompute" and _is_stock(linear_proj, "TERowParallelLinear"):
+        changes["linear_proj"] = make_with(DropsInput, extension.TERowParallelLinear)
     keep = tempo_config.norm
-    if keep == "off":
-        return changes
-    for name, slot in list_fields(submodules).items():
+    for name, slot in list_fields(submodules).items() if keep != "off" else ():
         if _is_stock(slot, _NORM_AND_LINEAR):
             runs_again = getattr(tempo_config, name, "off") == "recompute"
             stock = getattr(extension, _NORM_AND_LINEAR)
             changes[name] = make_split_norm(stock, extension.TEColumnParallelLinear, keep, runs_again)
         elif keep == "recompute" and name in after_norms and _is_stock(slot, "TEColumnParallelLinear"):
-            changes[name] = make_dropping_linear(DropsInput, extension.TEColumnParallelLinear)
+            changes[name] = make_with(DropsInput, extension.TEColumnParallelLinear)
     return changes
 
 
@@ -294,13 +260,8 @@ def is_fused_mlp(module: Any) -> bool:
 
 def is_norm_and_linear(slot: Any) -> bool:
     """Whether a slot holds a norm and a linear in one: stock's, or Tempo's norm in front of TE's linear."""
-    return is_split(slot) or _is_stock(slot, _NORM_AND_LINEAR)
-
-
-def is_split(slot: Any) -> bool:
-    """Whether a slot holds Tempo's norm in front of TE's linear."""
     module = find_class(slot)
-    return isinstance(module, type) and issubclass(module, SplitNorm)
+    return _is_stock(slot, _NORM_AND_LINEAR) or (isinstance(module, type) and issubclass(module, SplitNorm))
 
 
 def find_obstacles(layer_specs: Any, transformer_config: Any) -> Obstacles:
@@ -335,15 +296,15 @@ def has_transformer_engine(layer: Any) -> bool:
     """Whether a layer's spec holds a module of TE, or Tempo's around one."""
     slots = [layer.submodules, *(find_submodules(getattr(layer.submodules, name, None)) for name in _HOLDERS)]
     values = [value for each in slots for value in list_fields(each).values()]
-    names = (*_STOCK_NAMES, "TEColumnParallelLinear", "TERowParallelLinear")
-    return any(is_split(value) or any(_is_stock(value, name) for name in names) for value in values)
+    names = ("TEDotProductAttention", "TENorm", "TEFusedMLP", *_LINEARS)
+    return any(is_norm_and_linear(value) or _is_stock(value, *names) for value in values)
 
 
 def describe_stock(slot: Any) -> str | None:
     """Which module of TE a slot holds, as the reason why it was left; None if it holds none."""
     if _is_stock(slot, "TEDotProductAttention"):
         return "Transformer Engine's attention, under a mask whose conventions are its own"
-    if _is_stock(slot, _NORM_AND_LINEAR) or _is_stock(slot, "TEFusedMLP"):
+    if _is_stock(slot, _NORM_AND_LINEAR, "TEFusedMLP"):
         return "Transformer Engine's fused module"
     module = find_class(slot)
     is_te = getattr(module, "__module__", "").startswith((extension.__name__, "transformer_engine"))

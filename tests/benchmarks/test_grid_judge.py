@@ -44,7 +44,10 @@ CHANGES: dict[str, Any] = {
     "kept bytes": ("grid.run_model.count_stack", lambda *args, **more: round(1.02 * _count(*args, **more))),
     "the sample": ("grid.run_model.dropout_rng.set_micro_batch", lambda seed, first: _set(seed, first + 1)),
     # Every rank takes its rows for the first ones.
-    "the rows": ("tempo_megatron.slots.dropout_rng.find_segments", lambda rank, size, rows: [(0, rows)]),
+    "the rows": (
+        "tempo_megatron.slots.dropout_rng.compute_document_segments",
+        lambda boundaries, rank, size: [dropout_rng.Segment(0, 0, boundaries[-1] // size)],
+    ),
     "a gradient that is none": ("grid.judge.run_model", _run_wrongly(float("nan"))),
 }
 

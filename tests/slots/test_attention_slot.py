@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from covering import exhaustive, parametrize_covering
-from gpt import SEQ_LENGTH, build_gpt, gpt_config, gradients, tokens_of
+from gpt import SEQ_LENGTH, build_gpt, gpt_config, gradients, run_tokens, tokens_of
 from megatron.core.fusions import fused_softmax
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -21,7 +23,11 @@ from tempo_megatron import TempoConfig
 from tempo_megatron.memory.show.ledger import measure_run
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.slots import dropout_rng
-from tempo_megatron.slots.attention import TempoDotProductAttention, TempoSoftmaxDotProductAttention
+from tempo_megatron.slots.attention import (
+    TempoDotProductAttention,
+    TempoSoftmaxDotProductAttention,
+    apply_rotary_pos_emb,
+)
 from tempo_megatron.slots.transformer_engine import CLASSES as ENGINE_CLASSES
 
 ONE_RANK = pytest.mark.usefixtures("one_rank")
@@ -31,9 +37,7 @@ def with_mask(overrides, mask, attention):
     """Losses and gradients of a GPT whose attention masks, where it has no window of its own, are `mask`."""
     model = build_gpt(gpt_config(dropout=0.1, **overrides), TempoConfig(attention=attention))
     dropout_rng.set_micro_batch(5, 0)
-    tokens = tokens_of(0, 2)
-    positions = torch.arange(SEQ_LENGTH).expand(2, -1)
-    losses = model(tokens[:, :-1].contiguous(), positions, mask, labels=tokens[:, 1:].contiguous())
+    losses = run_tokens(model, tokens_of(0, 2), mask)
     losses.mean().backward()
     return losses.detach(), gradients(model)
 
@@ -176,3 +180,23 @@ def test_copies_are_not_made_where_a_norm_of_q_or_k_keeps_the_projection(norm):
     # projection, and q and k are attention's. Recomputed, the projection alone is kept.
     beside = {"inplace": 2 * 8 * 32 / (NUM_TOKENS * 256), "recompute": 0, "off": 4}
     assert found - plain == pytest.approx(statistics + beside[norm], abs=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rotary_embeddings_are_megatrons_bit_for_bit_and_keep_nothing(dtype):
+    for is_interleaved, channels, mscale in itertools.product((False, True), (16, 32), (1.0, 1.27)):
+        config = SimpleNamespace(
+            apply_rope_fusion=False, multi_latent_attention=False, rotary_interleaved=is_interleaved, mrope_section=None
+        )
+        # Any angles, not only those of which each pair of channels has one.
+        freqs = torch.randn(64, 1, 1, channels) * 100
+        t, grad = (torch.randn(64, 2, 3, 32).to(dtype) for _ in range(2))
+        found = []
+        for rotate in (rope_utils.apply_rotary_pos_emb, apply_rotary_pos_emb):
+            x = t.clone().requires_grad_()
+            y = rotate(x, freqs, config=config, mscale=mscale, cp_group=SimpleNamespace(size=lambda: 1))
+            kept = getattr(y.grad_fn, "saved_tensors", None)
+            found.append((y, *torch.autograd.grad(y, x, grad)))
+        stock, tempo = found
+        assert torch.equal(tempo[0], stock[0]) and torch.equal(tempo[1], stock[1])
+        assert kept == ()

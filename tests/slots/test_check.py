@@ -13,7 +13,7 @@ import pytest
 import torch
 from distributed import run_megatron_ranks
 from expert_cases import SWIGLU
-from gpt import build_gpt, gpt_config, gradients, losses
+from gpt import FULL, build_gpt, gpt_config, gradients, losses
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -213,7 +213,6 @@ def train(check: str, sequence_parallel: bool, settings: dict[str, Any], values:
     return lines, found
 
 
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 EXPERTS = {
     **{
         **SWIGLU,

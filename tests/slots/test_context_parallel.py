@@ -141,7 +141,7 @@ def test_heads_that_ranks_cannot_share_are_refused(heads, groups):
 @pytest.mark.parametrize(
     ("boundaries", "message"),
     [
-        ([0, 12, 32], "document 0 of a packed row has 12 tokens, and 4 .* expected a multiple of 8; pad each document"),
+        ([0, 12, 32], "document 0 of a row has 12 tokens, and 4 .* expected a multiple of 8; pad each document"),
         ([0, 16], "is .0, 16., and 4 context-parallel ranks hold 8 tokens each; expected numbers growing from 0 to 32"),
         ([0, 24, 16, 32], "is .0, 24, 16, 32., and 4 context-parallel ranks"),
     ],

@@ -10,7 +10,7 @@ import torch
 from covering import exhaustive
 from cpu_graphs import CudaGenerator
 from distributed import run_megatron_ranks, run_megatron_ranks_once
-from gpt import build_gpt, gpt_config, losses
+from gpt import FULL, build_gpt, gpt_config, losses
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, random
@@ -19,7 +19,7 @@ from megatron.core.transformer import cuda_graphs
 from tempo_megatron import TempoConfig, set_micro_batch
 from tempo_megatron.megatron_lm.patches import _announce_micro_batches
 from tempo_megatron.slots.dropout import TempoEmbeddingDropout
-from tempo_megatron.slots.dropout_rng import STATE_NAME, draws_masks, find_segments, read_micro_batch
+from tempo_megatron.slots.dropout_rng import STATE_NAME, compute_document_segments, draws_masks, read_micro_batch
 
 
 def dropped_hidden_states(sequence_parallel, num_rows):
@@ -46,9 +46,9 @@ def test_context_and_sequence_parallel_ranks_draw_their_rows_of_the_whole_mask(t
         assert torch.equal(dropped, whole[rows])
 
 
-def test_a_context_parallel_rank_with_an_odd_number_of_rows_is_refused():
-    with pytest.raises(ValueError, match="holds 7 rows; expected an even number, .*multiple of 4"):
-        find_segments(1, 2, 7)
+def test_a_row_that_context_parallel_ranks_cannot_share_is_refused():
+    with pytest.raises(ValueError, match="document 0 of a row has 14 tokens, and 2 .*multiple of 4; pad each document"):
+        compute_document_segments((0, 14), 1, 2)
 
 
 @pytest.fixture
@@ -170,8 +170,7 @@ class RDropModel(GPTModel):  # type: ignore[misc,unused-ignore]
 def test_a_forward_that_runs_the_model_twice_is_refused_until_it_announces_the_second(
     dropouts: dict[str, float], place: str
 ) -> None:
-    settings = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    model = build_gpt(gpt_config(**settings, **dropouts), TempoConfig())
+    model = build_gpt(gpt_config(**FULL, **dropouts), TempoConfig())
     model.__class__ = RDropModel
     reason = f"^dropout at {place} would draw one mask twice: a second forward in training mode runs.*"
     remedy = r"call tempo_megatron.set_micro_batch\(seed, first_sample\) before each forward"

@@ -8,7 +8,7 @@ from typing import Any
 import cpu_graphs
 import pytest
 import torch
-from gpt import build_gpt, gpt_config, tokens_of
+from gpt import FULL, build_gpt, gpt_config, run_tokens, tokens_of
 from megatron.core import full_cuda_graph
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import cuda_graphs
@@ -20,22 +20,15 @@ from tempo_megatron.slots.dropout import TempoEmbeddingDropout
 from tempo_megatron.slots.dropout_rng import STATE_NAME, Site, find_key_and_sample
 
 INPLACE = TempoConfig(activation="inplace", norm="inplace", dropout="recompute", attention="flash", loss="off")
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def build(**settings: Any) -> Any:
     return build_gpt(gpt_config(num_layers=1, dropout=0.2, **settings), INPLACE)
 
 
-def run(model: Any, tokens: Any) -> torch.Tensor:
-    positions = torch.arange(tokens.size(1) - 1).expand(len(tokens), -1)
-    found: torch.Tensor = model(tokens[:, :-1].contiguous(), positions, None, labels=tokens[:, 1:].contiguous())
-    return found
-
-
 def step_of(model: Any, tokens: Any) -> list[torch.Tensor]:
     """Losses, and the gradient of their mean by the embedding."""
-    found = run(model, tokens)
+    found = run_tokens(model, tokens)
     return [found.detach(), *torch.autograd.grad(found.mean(), [model.embedding.word_embeddings.weight])]
 
 
@@ -83,7 +76,7 @@ def test_a_capture_that_would_freeze_its_masks_is_refused(captures: pytest.Monke
     set_micro_batch(5, 3)
     remedy = r'call tempo_megatron.set_micro_batch\(seed, first_sample, device="cuda"\) before the capture'
     with pytest.raises(RuntimeError, match=remedy):
-        capture(lambda: run(model, tokens))
+        capture(lambda: run_tokens(model, tokens))
     # What the refusal is for.
     set_micro_batch(5, 3)
     with captures.context() as unaware:
@@ -96,7 +89,7 @@ def test_a_capture_that_would_freeze_its_masks_is_refused(captures: pytest.Monke
     # Recomputed in the graph of a backward of its own.
     recomputed = build(**FULL)
     set_micro_batch(5, 3, device="cpu")
-    found = run(recomputed, tokens)
+    found = run_tokens(recomputed, tokens)
     with pytest.raises(RuntimeError, match="a recomputed forward with dropout is captured in a CUDA graph"):
         capture(lambda: found.mean().backward())
 
@@ -108,7 +101,7 @@ def gradients_of_1f1b(device: str | None) -> Any:
     found = []
     for sample in (0, 6):
         set_micro_batch(5, sample, device=device)
-        found.append(run(model, tokens).mean())
+        found.append(run_tokens(model, tokens).mean())
     for loss in found:
         loss.backward()
     dropout_rng._FOR_GRAPHS = dropout_rng._SampleForGraphs()
@@ -137,7 +130,7 @@ def steps_of_megatrons_graph(monkeypatch: pytest.MonkeyPatch, **settings: Any) -
         found = []
         for index in range(given["num_microbatches"]):
             begin(model, index)
-            loss = run(model, next(batches)["tokens"])
+            loss = run_tokens(model, next(batches)["tokens"])
             loss.mean().backward()
             found.append(loss.detach())
         return found

@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 from distributed import run_megatron_ranks, run_steps
-from gpt import SEQ_LENGTH, assert_equal_to_stock, gradients, losses
+from gpt import FULL, SEQ_LENGTH, assert_equal_to_stock, gradients, losses
 from latent_cases import build_latent
 from megatron.core import parallel_state
 from megatron.core.post_training.modelopt.layers import Linear
@@ -22,7 +22,6 @@ OFF, AUTO = TempoConfig.off(), TempoConfig()
 RECOMPUTE = TempoConfig(activation="recompute", norm="recompute", attention="recompute")
 EQUAL_SIZES = {"v_head_dim": 12, "kv_channels": 12}
 UP_PROJECTIONS = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 BATCH = 2
 
 

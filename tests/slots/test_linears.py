@@ -134,10 +134,10 @@ def test_queries_that_were_written_to_inside_of_attention_are_refused() -> None:
     query, key = torch.ones(2, 3), torch.ones(2, 3)
     watched(query)
     with pytest.raises(ValueError, match=r"queries, keys or values were written to .* set tempo.linear_qkv to \"off\""):
-        watched.take_unwritten_inputs(1)
+        watched.take_inputs(1)
     untouched = _Watched(torch.nn.Identity())
     untouched(key)
-    assert untouched.take_unwritten_inputs(1)[0] is key
+    assert untouched.take_inputs(1)[0] is key
 
 
 def test_weights_that_zero_3_partitions_are_refused() -> None:

@@ -13,6 +13,7 @@ from covering import exhaustive
 from distributed import run_megatron_ranks
 from drawn_masks import join_draws, recorded_draws
 from gpt import (
+    FULL,
     SEQ_LENGTH,
     bert_losses,
     build_bert,
@@ -31,7 +32,6 @@ from tempo_megatron import TempoConfig, tempoize
 from tempo_megatron.slots.dropout_rng import Site, Stack, derive_site_key
 
 SAMPLES, SEED, HIDDEN_SIZE, HEADS, LAYERS = 8, 5, 32, 4, 2
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SITES = (Site.ATTENTION, Site.SELF_ATTENTION_OUTPUT, Site.MLP_OUTPUT)
 
 

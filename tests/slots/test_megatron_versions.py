@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import os
-import sys
-import types
 import warnings
 from pathlib import Path
 
@@ -94,22 +92,3 @@ def test_a_version_that_was_compared_with_stock_is_taken_without_a_word_and_anot
         table.check_megatron()
     expected = f"megatron-core is {version}; Tempo has been compared with 0.14.0 to 0.20"
     assert [expected in str(each.message) for each in told] == ([] if is_known else [True])
-
-
-def test_what_is_missing_of_a_hook_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.transformer import transformer_block
-
-    with monkeypatch.context() as without:
-        without.delattr(transformer_block, "get_num_layers_to_build")
-        with pytest.raises(ImportError, match="has no .*transformer_block.get_num_layers_to_build; expected"):
-            table.check_megatron()
-    stand_in = types.ModuleType("stand_in")
-    stand_in.Model = type("Model", (), {})
-    monkeypatch.setitem(sys.modules, "stand_in", stand_in)
-    for hooks, message in (
-        ({"megatron.core.no_such_module": ""}, "cannot import megatron.core.no_such_module .*; expected one of 0.14.0"),
-        ({"stand_in": "Model Model.forward"}, "has no stand_in.Model.forward; expected one of"),
-    ):
-        monkeypatch.setattr(table, "HOOKS", hooks)
-        with pytest.raises(ImportError, match=message):
-            table.check_megatron()

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from distributed import run_megatron_ranks
-from gpt import SEQ_LENGTH, VOCAB_SIZE, build_gpt, gpt_config, gradients
+from gpt import FULL, SEQ_LENGTH, VOCAB_SIZE, build_gpt, gpt_config, gradients
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
@@ -59,7 +59,6 @@ def packed_and_alone(boundaries, overrides, tempo, dropout):
     return packed, (torch.cat(alone, 1), gradients(model))
 
 
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 GRID = {
     "p 0": ({}, {"attention": "flash"}, 0.0),
     "flash": ({}, {"attention": "flash"}, 0.1),

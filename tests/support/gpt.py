@@ -22,6 +22,7 @@ from tempo_megatron.slots import dropout_rng
 
 VOCAB_SIZE = 64
 SEQ_LENGTH = 16
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RECOMPUTE = TempoConfig(activation="recompute", norm="recompute")
 # What "auto" takes where nothing refuses it, but written.
 WRITTEN = TempoConfig(activation="inplace", norm="inplace", dropout="recompute", attention="flash", loss="fused")
@@ -68,11 +69,16 @@ def tokens_of(first_sample: int, batch: int) -> torch.Tensor:
 def losses(model: GPTModel, first_sample: int, batch: int, *, gives_mask: bool, seed: int = 5) -> torch.Tensor:
     """Per-token losses of a training forward, [b, s], or of this context-parallel rank's rows."""
     dropout_rng.set_micro_batch(seed, first_sample)
-    tokens = tokens_of(first_sample, batch)
-    positions = torch.arange(SEQ_LENGTH).expand(batch, -1)
     mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1) if gives_mask else None
+    return run_tokens(model, tokens_of(first_sample, batch), mask)
+
+
+def run_tokens(model: GPTModel, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """The losses of a forward of tokens [b, s + 1] whose micro batch was announced, as of `losses`."""
+    positions = torch.arange(SEQ_LENGTH).expand(len(tokens), -1)
     inputs, positions, labels = take_part(tokens[:, :-1].contiguous(), positions, tokens[:, 1:].contiguous())
-    return model(inputs, positions, mask, labels=labels)
+    found: torch.Tensor = model(inputs, positions, mask, labels=labels)
+    return found
 
 
 def gradients(model: GPTModel) -> dict[str, torch.Tensor]:

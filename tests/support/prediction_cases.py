@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from gpt import (
+    FULL,
     SEQ_LENGTH,
     VOCAB_SIZE,
     gpt_config,
@@ -35,7 +36,6 @@ OFF = TempoConfig.off()
 DEPTHS = 2
 BATCH = 2
 TOKENS = 4
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def make_prediction_spec(config: Any, tempo_config: TempoConfig | None) -> Any:
