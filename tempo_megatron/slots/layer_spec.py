@@ -6,8 +6,8 @@ A spec is never changed: every function returns a new one. Modules that Tempo do
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import functools
 import logging
 from typing import Any
 
@@ -36,7 +36,6 @@ from tempo_megatron.slots import hybrid
 from tempo_megatron.slots import transformer_engine as te
 from tempo_megatron.slots.attention import (
     LatentSelfAttention,
-    TempoDotProductAttention,
     TempoMLASelfAttention,
     TempoNormedSelfAttention,
     TempoRotarySelfAttention,
@@ -44,6 +43,7 @@ from tempo_megatron.slots.attention import (
 )
 from tempo_megatron.slots.block_slots import (
     ATTENTIONS,
+    CLASSES,
     INNER_NORMS,
     TempoBlockSubmodules,
     TempoPredictionSubmodules,
@@ -52,13 +52,12 @@ from tempo_megatron.slots.block_slots import (
     list_slots,
 )
 from tempo_megatron.slots.choose import Choices, Obstacles, Refusal, choose
-from tempo_megatron.slots.classes import CLASSES, get_norm
 from tempo_megatron.slots.dropout import tempo_bias_dropout_add
 from tempo_megatron.slots.dropout_rng import Site, Stack
 from tempo_megatron.slots.experts import TempoRoutedMoELayer, is_mixture, replace_experts
 from tempo_megatron.slots.linear import TempoColumnParallelLinear, TempoRowParallelLinear
 from tempo_megatron.slots.norm import TorchLayerNorm, TorchRMSNorm
-from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there, list_fields, put_submodules
+from tempo_megatron.slots.slot_content import change_slot, find_class, find_submodules, is_there, list_fields
 
 _EXPECTED_SPEC = (
     "expected a spec of TransformerLayer, or TransformerBlockSubmodules of such layers, as GPTModel, BertModel and "
@@ -77,15 +76,11 @@ _BDA_SITES = dict(
 )
 
 
-class _DropUnknownMLP(logging.Filter):
-    """Drops a warning: Megatron gives a process group to the MLP classes it knows, and warns in every layer about any
-    other class. TempoMLP takes its group from `pg_collection`."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "Unknown MLP type" not in record.getMessage()
-
-
-logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(_DropUnknownMLP())
+# Megatron gives a process group to the MLP classes it knows, and warns in every layer about any other class. TempoMLP
+# takes its group from `pg_collection`.
+logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(
+    lambda record: "Unknown MLP type" not in record.getMessage()
+)
 
 
 def tempo_block_spec(
@@ -153,19 +148,38 @@ def tempoize(
     block = _make_block(spec, transformer_config, vp_stage)
     layer_specs = block.layer_specs or []
     choices = _choose_for_layers(layer_specs, transformer_config, tempo_config, obstacles or {})
-    stack = _get_stack(layer_specs) if stack is None else stack
-    stack_name, first_layer = stack.name.lower(), get_transformer_layer_offset(transformer_config, vp_stage)
-    choices.written.check_layers(stack_name, transformer_config.num_layers)
-    made = TempoBlockSubmodules(
+    block.stack = _get_stack(layer_specs) if stack is None else stack
+    block.first_layer = get_transformer_layer_offset(transformer_config, vp_stage)
+    choices.written.check_layers(block.stack.name.lower(), transformer_config.num_layers)
+    return _fill_block(block, transformer_config, choices)
+
+
+def _fill_block(
+    block: TempoBlockSubmodules,
+    transformer_config: TransformerConfig,
+    choices: Choices,
+    mask_layers: list[int] | None = None,
+) -> TempoBlockSubmodules:
+    """`block`, whose modules are stock's, with Tempo's.
+
+    mask_layers: the number of each layer in the keys of dropout masks, from 1, if that is not its number in the model.
+    """
+    stack, layer_specs = block.stack.name.lower(), block.layer_specs or []
+    made = dataclasses.replace(
+        block,
         layer_specs=[
-            tempoize_layer(layer, transformer_config, choices.config.for_layer(number, stack_name), number + 1, stack)
-            for number, layer in enumerate(layer_specs, first_layer)
+            tempoize_layer(
+                layer,
+                transformer_config,
+                choices.config.for_layer(number, stack),
+                number + 1 if mask_layers is None else mask_layers[number],
+                block.stack,
+                is_numbered=mask_layers is not None,
+            )
+            for number, layer in enumerate(layer_specs, block.first_layer)
         ],
         layer_norm=_replace_norm(block.layer_norm, transformer_config, choices.config),
-        submodules=block.submodules,
         choices=choices,
-        stack=stack,
-        first_layer=first_layer,
         stock_layers=block.stock_layers or layer_specs,
     )
     _refuse_other_values(made, choices.config)
@@ -211,7 +225,7 @@ def _tempoize_prediction(
             "hnorm": _replace_norm(slots.hnorm, transformer_config, before_copy),
             "layer_norm": _replace_norm(slots.layer_norm, transformer_config, values),
         }
-        made.append(dataclasses.replace(layer, submodules=dataclasses.replace(slots, **changes)))
+        made.append(change_slot(layer, **changes))
     return TempoPredictionSubmodules(layer_specs=made, choices=choices)
 
 
@@ -260,44 +274,11 @@ def tempoize_hybrid(
         reason = f"the layer pattern is {layer_pattern}, whose multi-token prediction embeds tokens again"
         found["dropout"] = Refusal(f"{reason}, so they would have the same dropout masks")
     choices = choose(transformer_config, tempo_config, found)
-    stack = Stack.DECODER
-    choices.written.check_layers(stack.name.lower(), len(layers))
-    block = TempoBlockSubmodules(
-        layer_specs=[
-            _number_masks(
-                tempoize_layer(
-                    layer_spec,
-                    transformer_config,
-                    choices.config.for_layer(number, stack.name.lower()),
-                    layer.mask_layer,
-                    stack,
-                ),
-                layer.mask_layer,
-            )
-            for number, (layer, layer_spec) in enumerate(zip(layers, stock, strict=True))
-        ],
-        # The stack's own, which no spec names.
-        layer_norm=_replace_norm(te.find_norm(), transformer_config, choices.config),
-        choices=choices,
-        stack=stack,
-        stock_layers=stock,
-    )
-    _refuse_other_values(block, choices.config)
-    return hybrid.make_stack_spec(spec, block, layers)
-
-
-def _number_masks(layer: ModuleSpec, mask_layer: int) -> ModuleSpec:
-    """`layer` whose core attention draws the masks of layer `mask_layer`, if it is Tempo's."""
-    slots: Any = layer.submodules
-    attention: Any = getattr(slots, "self_attention", None)
-    core_attention: Any = getattr(find_submodules(attention), "core_attention", None)
-    module = find_class(core_attention)
-    if not (isinstance(module, type) and issubclass(module, TempoDotProductAttention)):
-        return layer
-    numbered = ModuleSpec(module, {**core_attention.params, "mask_layer": mask_layer}, core_attention.submodules)
-    submodules = dataclasses.replace(attention.submodules, core_attention=numbered)
-    attention = dataclasses.replace(attention, submodules=submodules)
-    return dataclasses.replace(layer, submodules=dataclasses.replace(slots, self_attention=attention))
+    choices.written.check_layers("decoder", len(layers))
+    # The stack's own norm, which no spec names.
+    block = TempoBlockSubmodules(layer_specs=stock, layer_norm=te.find_norm(), stack=Stack.DECODER)
+    made = _fill_block(block, transformer_config, choices, [layer.mask_layer for layer in layers])
+    return hybrid.make_stack_spec(spec, made, layers)
 
 
 def _refuse_other_values(block: TempoBlockSubmodules, tempo_config: TempoConfig) -> None:
@@ -334,7 +315,7 @@ def _make_block(spec: Any, transformer_config: TransformerConfig, vp_stage: int 
                 "switches (--use-tempo)"
             )
     if isinstance(block, TempoBlockSubmodules):
-        return block
+        return copy.copy(block)
     submodules = layer_specs[0].submodules if layer_specs else None
     if is_block:
         return TempoBlockSubmodules(layer_specs, block.layer_norm, submodules)
@@ -361,20 +342,24 @@ def tempoize_layer(
     tempo_config: TempoConfig,
     layer_number: int,
     stack: Stack,
+    *,
+    is_numbered: bool = False,
 ) -> ModuleSpec:
     """The spec of one layer with Tempo's modules by the values of `tempo_config`, of which none is "auto".
 
     layer_number: from 1; with the stack it decides which dropout masks are drawn.
+    is_numbered: whether attention is told this number too, because Megatron will give it another.
     """
     changes: dict[str, Any] = {}
     slots: Any = layer.submodules
     fields = list_fields(slots)
+    params = {"stack": stack, "mask_layer": layer_number} if is_numbered else {"stack": stack}
     for name in _NORM_SLOTS:
         if name in fields:
             changes[name] = _replace_norm(fields[name], transformer_config, tempo_config)
     for name in ATTENTIONS:
         if name in fields:
-            changes[name] = _replace_attention(fields[name], transformer_config, tempo_config, stack)
+            changes[name] = _replace_attention(fields[name], transformer_config, tempo_config, params)
     if tempo_config.dropout == "recompute":
         for name, site in _BDA_SITES.items():
             if fields.get(name) is get_bias_dropout_add:
@@ -382,8 +367,7 @@ def tempoize_layer(
     if "mlp" in fields:
         changes["mlp"] = _replace_mlp(slots.mlp, transformer_config, tempo_config)
     if linears := te.replace_linears(find_submodules(fields.get("mixer")), tempo_config, ()):
-        mixer = slots.mixer
-        changes["mixer"] = dataclasses.replace(mixer, submodules=dataclasses.replace(mixer.submodules, **linears))
+        changes["mixer"] = change_slot(slots.mixer, **linears)
     return dataclasses.replace(layer, submodules=dataclasses.replace(slots, **changes))
 
 
@@ -391,10 +375,12 @@ def _replace_norm(slot: Any, transformer_config: TransformerConfig, tempo_config
     stock = (FusedLayerNorm, WrappedTorchNorm, transformer_block.LayerNormImpl)
     if slot not in stock and not te.is_residual_norm(slot, transformer_config):
         return slot
-    tempo_norm = te.replace_norm(slot, get_norm(transformer_config.normalization, tempo_config.norm))
+    normalization = transformer_config.normalization
+    found = CLASSES.get(("norm", tempo_config.norm), ())
+    tempo_norm = te.replace_norm(slot, next((norm for norm in found if norm.normalization == normalization), None))
     if tempo_norm is not None or slot is not WrappedTorchNorm:
         return tempo_norm or slot
-    return {"LayerNorm": TorchLayerNorm, "RMSNorm": TorchRMSNorm}.get(transformer_config.normalization, slot)
+    return {"LayerNorm": TorchLayerNorm, "RMSNorm": TorchRMSNorm}.get(normalization, slot)
 
 
 def _replace_linears(
@@ -416,8 +402,9 @@ def _replace_linears(
 
 
 def _replace_attention(
-    slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig, stack: Stack
+    slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig, params: dict[str, Any]
 ) -> Any:
+    """params: further arguments of Tempo's core attention."""
     module, submodules = find_class(slot), find_submodules(slot)
     is_latent = isinstance(module, type) and issubclass(module, MultiLatentAttention)
     is_known = module in (MLASelfAttention, LatentSelfAttention)
@@ -426,38 +413,33 @@ def _replace_attention(
         return slot
     after_norms: tuple[str, ...] = _LINEARS_AFTER_NORMS
     if is_latent:
+        module = TempoMLASelfAttention if tempo_config.norm == "recompute" else LatentSelfAttention
         # Megatron's recomputation of the up projections begins with the norms' outputs, and so keeps them.
         after_norms = () if recomputes_latent_projections(transformer_config) else _LATENT_LINEARS_AFTER_NORMS
     changes = _replace_linears(submodules, tempo_config, after_norms)
     is_plain = module in (SelfAttention, TempoRotarySelfAttention)
     drops_projection = is_plain and tempo_config.linear_qkv == "recompute"
-    for name in INNER_NORMS:
-        if hasattr(submodules, name):
-            changes[name] = _replace_norm(getattr(submodules, name), transformer_config, tempo_config)
+    inner_norms = {
+        name: _replace_norm(getattr(submodules, name), transformer_config, tempo_config)
+        for name in INNER_NORMS
+        if hasattr(submodules, name)
+    }
     stock_attention = getattr(submodules, "core_attention", None)
     is_te = te.is_attention(stock_attention, getattr(slot, "params", {}))
     if tempo_config.attention != "off" and (stock_attention is DotProductAttention or is_te):
         # The norms of latent attention are in front of the projections.
-        norms = [] if is_latent else [norm for name in INNER_NORMS if is_there(norm := changes.get(name))]
-        pins = drops_projection or any(getattr(norm, "keep", "recompute") == "recompute" for norm in norms)
+        keeps = [] if is_latent else [getattr(n, "keep", "recompute") for n in inner_norms.values() if is_there(n)]
         core_attention = (te.CLASSES if is_te else CLASSES)["attention", tempo_config.attention][0]
-        changes["core_attention"] = ModuleSpec(core_attention, {"stack": stack, "has_pinned_projection": pins})
-    if is_latent:
-        latent = TempoMLASelfAttention if tempo_config.norm == "recompute" else LatentSelfAttention
-        slot = dataclasses.replace(slot, module=latent)
+        pins = {"has_pinned_projection": drops_projection or "recompute" in keeps}
+        changes["core_attention"] = ModuleSpec(core_attention, params | pins)
     if drops_projection:
         _refuse_kept_operands(stock_attention, transformer_config, "core_attention" in changes)
-        slot = dataclasses.replace(slot, module=CLASSES["linear_qkv", "recompute"][0])
+        module = CLASSES["linear_qkv", "recompute"][0]
     elif is_plain and "core_attention" in changes:
-        module = TempoNormedSelfAttention if _recomputes_norms(changes) else TempoRotarySelfAttention
-        slot = dataclasses.replace(slot, module=module)
-    return dataclasses.replace(slot, submodules=dataclasses.replace(submodules, **changes)) if changes else slot
-
-
-def _recomputes_norms(changes: dict[str, Any]) -> bool:
-    """Whether queries and keys have norms that keep their input."""
-    norms = (changes.get(name) for name in INNER_NORMS)
-    return any(getattr(norm, "keep", "") == "recompute" for norm in norms)
+        are_recomputed = any(getattr(norm, "keep", "") == "recompute" for norm in inner_norms.values())
+        module = TempoNormedSelfAttention if are_recomputed else TempoRotarySelfAttention
+    changes |= inner_norms
+    return slot if module is find_class(slot) and not changes else change_slot(slot, module, **changes)
 
 
 def keeps_copies(*, is_megatrons: bool, is_grouped: bool) -> bool:
@@ -488,25 +470,7 @@ def _replace_mlp(slot: Any, transformer_config: TransformerConfig, tempo_config:
     if slot is stock:  # a bare class, whose linears nobody names
         return slot
     if is_mixture(slot):
-        submodules = replace_experts(
-            find_submodules(slot),
-            transformer_config,
-            keeps_input=tempo_config.activation == "recompute",
-            drops_input=tempo_config.norm == "recompute",
-        )
-        shared = getattr(submodules, "shared_experts", None)
-        if shared is not None and dataclasses.is_dataclass(find_submodules(shared)):
-            linears = dataclasses.replace(
-                find_submodules(shared), **_replace_linears(find_submodules(shared), tempo_config)
-            )
-            submodules = dataclasses.replace(
-                submodules, shared_experts=put_submodules(shared, find_class(shared), linears)
-            )
-        if stock is MoELayer:
-            keeps_less = "recompute" in (tempo_config.activation, tempo_config.norm)
-            mixtures = CLASSES.get(("moe_permute", tempo_config.moe_permute))
-            stock = mixtures[0] if mixtures else TempoRoutedMoELayer if keeps_less else stock
-        return put_submodules(slot, stock, submodules)
+        return _replace_mixture(slot, transformer_config, tempo_config)
     if stock is not MLP and not te.is_fused_mlp(stock):
         return slot
     classes = CLASSES if stock is MLP else te.CLASSES
@@ -516,12 +480,20 @@ def _replace_mlp(slot: Any, transformer_config: TransformerConfig, tempo_config:
         module = linears[-1] if tempo_config.activation == "off" else linears[0]
     if module is stock and stock is not MLP:
         return slot
-    if isinstance(slot, functools.partial):
-        keywords = dict(slot.keywords)
-        if "submodules" in keywords:
-            submodules = keywords["submodules"]
-            keywords["submodules"] = dataclasses.replace(submodules, **_replace_linears(submodules, tempo_config))
-        build = module if slot.func is stock else getattr(module, slot.func.__name__)
-        return functools.partial(build, *slot.args, **keywords)
-    submodules = dataclasses.replace(slot.submodules, **_replace_linears(slot.submodules, tempo_config))
-    return dataclasses.replace(slot, module=module, submodules=submodules)
+    return change_slot(slot, module, **_replace_linears(find_submodules(slot), tempo_config))
+
+
+def _replace_mixture(slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig) -> Any:
+    keeps_input, drops_input = tempo_config.activation == "recompute", tempo_config.norm == "recompute"
+    changes = replace_experts(
+        find_submodules(slot), transformer_config, keeps_input=keeps_input, drops_input=drops_input
+    )
+    shared = changes.get("shared_experts", getattr(find_submodules(slot), "shared_experts", None))
+    if shared is not None and dataclasses.is_dataclass(find_submodules(shared)):
+        changes["shared_experts"] = change_slot(shared, **_replace_linears(find_submodules(shared), tempo_config))
+    module = find_class(slot)
+    if module is MoELayer and (mixtures := CLASSES.get(("moe_permute", tempo_config.moe_permute))):
+        module = mixtures[0]
+    elif module is MoELayer and (keeps_input or drops_input):
+        module = TempoRoutedMoELayer
+    return change_slot(slot, module, **changes)

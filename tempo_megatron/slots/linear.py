@@ -147,6 +147,14 @@ def replace_modules(module: Any, **others: torch.nn.Module) -> Any:
     return stand_in
 
 
+def run_between_linears(module: Any, forward: Callable[..., Any], x: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
+    """The input of a module's linear_fc2 from the (output, bias) of its linear_fc1, by Megatron's
+    `forward(module, x, *args)`."""
+    between = replace_modules(module, linear_fc1=Return(x, bias), linear_fc2=Return())
+    made: Tensor = forward(between, x, *args)[0]
+    return made
+
+
 def replace_names(function: Callable[..., Any], **others: Any) -> Callable[..., Any]:
     """A copy of one of Megatron's functions that finds other objects under some of the names of its module; a name that
     the module does not have is left out."""
