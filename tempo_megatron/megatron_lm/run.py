@@ -17,17 +17,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tempo_megatron.beside import is_ours
 from tempo_megatron.cluster.ranks import set_rank_environment
 from tempo_megatron.extras import MissingExtraError, is_installed
 from tempo_megatron.megatron_lm.options import (
     TEMPO_OPTIONS,
+    add_options,
     add_tempo_options,
     check_outputs,
     read_ledger_prefix,
     read_options,
     take_options,
 )
-from tempo_megatron.megatron_lm.versions import LaunchError, find_warning, is_raised_here
+from tempo_megatron.megatron_lm.versions import ADD_ARGUMENTS, LaunchError, wrap_hook
 
 if TYPE_CHECKING:
     from tempo_megatron.megatron_lm.report import RunReport
@@ -94,7 +96,7 @@ def _run_script(script: Path, report: RunReport | None, prog: str) -> None:
         # `--help` ends so, and builds nothing.
         if report is not None and report.models and isinstance(end, SystemExit) and not end.code:
             report.publish_once()
-        if _find_rank() == 0 and not is_raised_here(end) and _is_about_tempo(end):
+        if _find_rank() == 0 and not is_ours(end) and _is_about_tempo(end):
             hint = (
                 f"{script.name} has a parser of its own that does not know Tempo's arguments; expected them before the "
                 f"script; write {prog} --use-tempo {script.name} ..."
@@ -172,19 +174,17 @@ def _prepare(root: Path | None, script: Path, arguments: list[str]) -> RunReport
             )
         patch_scripts(tempo_config, report_file, add_tempo_options)
         return None
+    wrap_hook(ADD_ARGUMENTS, version, lambda add, parser: add_options(add(parser)))
+    if tempo_config.is_off and ledger is None:
+        return None
     # What patches touch is imported here and not before: the checkout's, now that it comes first.
-    from tempo_megatron.megatron_lm import patches
-    from tempo_megatron.megatron_lm.report import RunReport
+    from tempo_megatron.megatron_lm.patches import RunReport, patch_models, patch_steps
 
-    patches.patch_arguments(version)
     report = None if tempo_config.is_off else RunReport(version, root, report_file)
     if ledger is not None:
-        patches.patch_steps(version, ledger, report)
-    if report is None:
-        return None
-    if warning := find_warning(version):
-        warnings.warn(warning, stacklevel=1)
-    patches.patch_models(version, tempo_config, report, budget)
+        patch_steps(version, ledger, report)
+    if report is not None:
+        patch_models(version, tempo_config, report, budget)
     return report
 
 

@@ -131,14 +131,14 @@ class _AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
     router: TempoTopKRouter | None = None
     """One that can choose again, and whose choice these places are."""
 
-    take_places: _Places | None = None
+    take_places: Callable[[], Tensor] | None = None
     """Of this forward, where they are made again."""
 
     def dispatch_preprocess(self, *args: Any, **kwargs: Any) -> Any:
         """Tokens in the order of their experts, and the probability of each."""
         found = _preprocess(self, *args, **kwargs)
         if self.router is not None and (choose := self.router.take_choice()) is not None:
-            self.take_places = _Places(choose, self.reversed_local_input_permutation_mapping.size(0))
+            self.take_places = _find_places(choose, self.reversed_local_input_permutation_mapping.size(0))
         return found
 
     def combine_postprocess(self, *args: Any, **kwargs: Any) -> Any:
@@ -154,24 +154,24 @@ class _AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
         return restored
 
 
-class _Places:
-    """Makes again which tokens the experts have got: their rows, sorted by expert [n]. All who ask in one backward get
-    the same tensor."""
+def _find_places(choose: Callable[[], Tensor], num_places: int) -> Callable[[], Tensor]:
+    """A function that finds again which tokens the experts have got: their rows, sorted by expert [n]. All who ask in
+    one backward get the same tensor."""
+    found: weakref.ref[Tensor] | None = None
 
-    def __init__(self, choose: Callable[[], Tensor], num_places: int) -> None:
-        self._choose, self._num_places = choose, num_places
-        self._made: Callable[[], Tensor | None] = lambda: None
-
-    def __call__(self) -> Tensor:
-        places = self._made()
+    def find() -> Tensor:
+        nonlocal found
+        places = None if found is None else found()
         if places is None:
             with torch.no_grad():
-                chosen = self._choose()
+                chosen = choose()
             # A stable order, as Megatron's since 0.19: masked_select would wait for the device.
             order = chosen.T.reshape(-1).to(torch.int8).argsort(descending=True, stable=True)
-            places = order[: self._num_places] % chosen.size(0)
-            self._made = weakref.ref(places)
+            places = order[:num_places] % chosen.size(0)
+            found = weakref.ref(places)
         return places
+
+    return find
 
 
 def _permute(tokens: Tensor, routing_map: Tensor, probs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -262,34 +262,23 @@ class TempoRepeatMoELayer(TempoMoELayer):
     def _run_experts(self, take_tokens: Callable[[], Tensor], copies: Tensor, *inputs: Any) -> Any:
         dispatch = _dispatch_again(self.token_dispatcher)
         found: list[Tensor] = []
-        output, bias = self.experts(copies, *inputs)
-        drop(copies, after=output, make=lambda: (found.pop(),))
-        return _CallInBackward.apply(output, lambda: found.append(dispatch(take_tokens()))), bias
+        result = self.experts(copies, *inputs)
 
+        def send(_: Tensor) -> None:
+            found.append(dispatch(take_tokens()))
 
-class _CallInBackward(torch.autograd.Function):
-    """Returns x; backward calls a function before the gradient goes on."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Callable[[], None]) -> Tensor:
-        ctx.function = function
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        with torch.no_grad():
-            ctx.function()
-        return grad, None
+        if result[0].requires_grad:
+            result[0].register_hook(send)
+        drop(copies, after=result[0], make=lambda: (found.pop(),))
+        return result
 
 
 def _permute_again(size: torch.Size, dispatcher: Any) -> Callable[[Tensor], Tensor]:
     """A function that permutes tokens as the dispatcher has just done, into `size`. On one rank they are sorted by
     expert then: what the dispatcher does between permuting and the experts changes nothing."""
     if not dispatcher.config.moe_permute_fusion:
-        take = getattr(dispatcher, "take_places", None)
-        if take is None:
-            index = dispatcher.reversed_local_input_permutation_mapping
-            return lambda tokens: tokens.view(-1, size[-1]).index_select(0, index)
+        index = dispatcher.reversed_local_input_permutation_mapping
+        take = getattr(dispatcher, "take_places", None) or functools.partial(torch.Tensor.detach, index)
         return lambda tokens: tokens.view(-1, size[-1]).index_select(0, take())
     # The all-gather dispatcher lets go of the map of all ranks' tokens, which is that of its own here.
     is_gathered = isinstance(dispatcher, MoEAllGatherTokenDispatcher)
