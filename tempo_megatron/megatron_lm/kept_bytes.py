@@ -11,8 +11,12 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from tempo_megatron.beside import Beside
+from tempo_megatron.memory.megatron.read_run import find_unknown_in_layers, read_run
 from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.slots.mlp import describe_activation
 
 _SECONDS = 60
 
@@ -72,11 +76,6 @@ def read_layers(config: Any, tempo_config: TempoConfig, run: Any, *, has_transfo
 
     Raises ValueError for what the estimate does not know.
     """
-    import torch
-
-    from tempo_megatron.memory.megatron.read_run import find_unknown_in_layers, read_run
-    from tempo_megatron.slots.mlp import describe_activation
-
     # What a context-parallel rank keeps is what its share of the tokens keeps.
     unknown = find_unknown_in_layers("GPTModel", dataclasses.replace(config, context_parallel_size=1))
     if unknown is not None:

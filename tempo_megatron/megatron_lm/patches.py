@@ -150,7 +150,7 @@ def _construct(
         raise LaunchError(f"--use-tempo: {error}") from error
     if model.has_causal_mask and found.knows_its_mask:
         was_left_out = any(built.leaves_mask_out for built in report.models)
-        found.leaves_mask_out = _leave_mask_out(run, versions.MASK_ARGUMENT) or was_left_out
+        found.leaves_mask_out = _leave_mask_out(run) or was_left_out
     report.add(found, given.arguments["config"], run)
     report.checks.add(args[0], found.tempo_config)
 
@@ -276,12 +276,12 @@ def _find_obstacle_to_packing(config: Any, run: Any) -> Obstacles:
     return {"attention": Refusal(reason, "pack on one stage, or take Megatron 0.19")}
 
 
-def _leave_mask_out(run: Any, argument: str) -> bool:
+def _leave_mask_out(run: Any) -> bool:
     """Stop the data loader from making masks that only hide the future. Returns whether it did so.
 
     With a mask, attention would not take the causal path, which skips the hidden half.
     """
-    if run is None or getattr(run, "reset_attention_mask", False) or not getattr(run, argument, False):
+    if getattr(run, "reset_attention_mask", False) or not getattr(run, versions.MASK_ARGUMENT, False):
         return False
-    setattr(run, argument, False)
+    setattr(run, versions.MASK_ARGUMENT, False)
     return True

@@ -28,32 +28,23 @@ class Patch:
 
     place: str
     """`module:attribute`, or `module:Class.attribute`."""
-    what: str
-    """What it is, and why Tempo takes hold of it."""
     since: str = FIRST
     """The first version that has it."""
 
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-ADD_ARGUMENTS = Patch("megatron.training.arguments:add_megatron_arguments", "(parser) -> parser; gets the Tempo group")
-GET_ARGS = Patch("megatron.training.global_vars:get_args", "() -> the parsed arguments; is called, and stays")
-BEGIN_MICRO_BATCH = Patch(
-    f"{_SCHEDULES}:set_current_microbatch",
-    "(model chunk, micro batch of the step), before each forward; announces the samples to Tempo's dropout",
-)
-PIPELINES = tuple(
-    Patch(
-        f"{_SCHEDULES}:forward_backward_pipelining_{how}_interleaving",
-        "a step of a pipeline, which all of its ranks begin before one waits for another; gathers the banner",
-    )
-    for how in ("with", "without")
-)
-FULL_ITERATION = Patch(
-    "megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__",
-    "runs, captures or replays all micro batches of a step; announces its first sample",
-    since=GRAPHS_SINCE,
-)
-TRAIN_STEP = Patch("megatron.training.training:train_step", "(..., model, ...); --tempo-ledger watches two steps")
+# (parser) -> parser; gets the Tempo group.
+ADD_ARGUMENTS = Patch("megatron.training.arguments:add_megatron_arguments")
+# () -> the parsed arguments; is called, and stays.
+GET_ARGS = Patch("megatron.training.global_vars:get_args")
+# (model chunk, micro batch of the step), before each forward; announces the samples to Tempo's dropout.
+BEGIN_MICRO_BATCH = Patch(f"{_SCHEDULES}:set_current_microbatch")
+# A step of a pipeline, which all of its ranks begin before one waits for another; gathers the banner.
+PIPELINES = tuple(Patch(f"{_SCHEDULES}:forward_backward_pipelining_{how}_interleaving") for how in ("with", "without"))
+# Runs, captures or replays all micro batches of a step; announces its first sample.
+FULL_ITERATION = Patch("megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__", since=GRAPHS_SINCE)
+# (..., model, ...); --tempo-ledger watches two steps.
+TRAIN_STEP = Patch("megatron.training.training:train_step")
 
 
 class LaunchError(ValueError):
@@ -87,7 +78,7 @@ class Model:
 
     @property
     def constructor(self) -> Patch:
-        return Patch(f"{self.place}.__init__", "builds the layers, of Tempo's specs", self.since)
+        return Patch(f"{self.place}.__init__", self.since)
 
 
 MODELS = (

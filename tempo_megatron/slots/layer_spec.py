@@ -67,15 +67,8 @@ _NORM_SLOTS = OPERATIONS["norm"].slots
 # Linears whose input is a norm's output that no other module reads.
 _LINEARS_AFTER_NORMS = ("linear_qkv", "linear_q", "linear_fc1")
 _LATENT_LINEARS_AFTER_NORMS = ("linear_q_up_proj", "linear_kv_up_proj")
-_BDA_SITES = dict(
-    zip(
-        OPERATIONS["dropout"].slots,
-        (Site.SELF_ATTENTION_OUTPUT, Site.CROSS_ATTENTION_OUTPUT, Site.MLP_OUTPUT, Site.MAMBA_OUTPUT),
-        strict=True,
-    )
-)
-
-
+_SITES = (Site.SELF_ATTENTION_OUTPUT, Site.CROSS_ATTENTION_OUTPUT, Site.MLP_OUTPUT, Site.MAMBA_OUTPUT)
+_BDA_SITES = dict(zip(OPERATIONS["dropout"].slots, _SITES, strict=True))
 # Megatron gives a process group to the MLP classes it knows, and warns in every layer about any other class. TempoMLP
 # takes its group from `pg_collection`.
 logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(
@@ -165,9 +158,8 @@ def _fill_block(
     mask_layers: the number of each layer in the keys of dropout masks, from 1, if that is not its number in the model.
     """
     stack, layer_specs = block.stack.name.lower(), block.layer_specs or []
-    made = dataclasses.replace(
-        block,
-        layer_specs=[
+    changes: dict[str, Any] = {
+        "layer_specs": [
             tempoize_layer(
                 layer,
                 transformer_config,
@@ -178,10 +170,10 @@ def _fill_block(
             )
             for number, layer in enumerate(layer_specs, block.first_layer)
         ],
-        layer_norm=_replace_norm(block.layer_norm, transformer_config, choices.config),
-        choices=choices,
-        stock_layers=block.stock_layers or layer_specs,
-    )
+        "layer_norm": _Values(transformer_config, choices.config).replace_norm(block.layer_norm),
+        "stock_layers": block.stock_layers or layer_specs,
+    }
+    made = dataclasses.replace(block, choices=choices, **changes)
     _refuse_other_values(made, choices.config)
     return made
 
@@ -212,18 +204,20 @@ def _tempoize_prediction(
     inner_layers = [find_inner_layer(layer.submodules) for layer in layers]
     _make_block(TransformerBlockSubmodules(layer_specs=inner_layers), transformer_config, None)
     choices = _choose_for_layers(inner_layers, transformer_config, tempo_config, obstacles)
-    values = dataclasses.replace(choices.config, layers={})
-    before_copy = values if values.norm == "off" else dataclasses.replace(values, norm="recompute")
+    config = dataclasses.replace(choices.config, layers={})
+    values = _Values(transformer_config, config)
+    copied = (
+        values if config.norm == "off" else _Values(transformer_config, dataclasses.replace(config, norm="recompute"))
+    )
     made = []
     for depth, (layer, inner) in enumerate(zip(layers, inner_layers, strict=True), 1):
         slots = layer.submodules
-        # The layer's number only tells its depth to those who read it: masks are drawn for the depth that is counted.
-        replaced = tempoize_layer(inner, transformer_config, values, depth, Stack.PREDICTION)
         changes = {
-            find_inner_name(slots): replaced,
-            "enorm": _replace_norm(slots.enorm, transformer_config, before_copy),
-            "hnorm": _replace_norm(slots.hnorm, transformer_config, before_copy),
-            "layer_norm": _replace_norm(slots.layer_norm, transformer_config, values),
+            # The number only tells its depth to those who read it: masks are drawn for the depth that is counted.
+            find_inner_name(slots): tempoize_layer(inner, transformer_config, config, depth, Stack.PREDICTION),
+            "enorm": copied.replace_norm(slots.enorm),
+            "hnorm": copied.replace_norm(slots.hnorm),
+            "layer_norm": values.replace_norm(slots.layer_norm),
         }
         made.append(change_slot(layer, **changes))
     return TempoPredictionSubmodules(layer_specs=made, choices=choices)
@@ -268,12 +262,12 @@ def tempoize_hybrid(
             "mla_down_proj_fusion is on, by which HybridStack changes the spec of layers with latent attention; "
             "expected it off; leave Tempo off, or the fusion"
         )
-    found = {**te.find_obstacles(stock, transformer_config), **(obstacles or {})}
+    found = dict(obstacles or {})
     if hybrid.predicts_tokens(layer_pattern) and transformer_config.hidden_dropout > 0:
         # The embedding, whose dropout is drawn once, is called once more for each depth of prediction.
         reason = f"the layer pattern is {layer_pattern}, whose multi-token prediction embeds tokens again"
         found["dropout"] = Refusal(f"{reason}, so they would have the same dropout masks")
-    choices = choose(transformer_config, tempo_config, found)
+    choices = _choose_for_layers(stock, transformer_config, tempo_config, found)
     choices.written.check_layers("decoder", len(layers))
     # The stack's own norm, which no spec names.
     block = TempoBlockSubmodules(layer_specs=stock, layer_norm=te.find_norm(), stack=Stack.DECODER)
@@ -350,96 +344,120 @@ def tempoize_layer(
     layer_number: from 1; with the stack it decides which dropout masks are drawn.
     is_numbered: whether attention is told this number too, because Megatron will give it another.
     """
-    changes: dict[str, Any] = {}
+    params = {"stack": stack, "mask_layer": layer_number} if is_numbered else {"stack": stack}
+    values = _Values(transformer_config, tempo_config)
     slots: Any = layer.submodules
     fields = list_fields(slots)
-    params = {"stack": stack, "mask_layer": layer_number} if is_numbered else {"stack": stack}
-    for name in _NORM_SLOTS:
-        if name in fields:
-            changes[name] = _replace_norm(fields[name], transformer_config, tempo_config)
-    for name in ATTENTIONS:
-        if name in fields:
-            changes[name] = _replace_attention(fields[name], transformer_config, tempo_config, params)
+    changes: dict[str, Any] = {name: values.replace_norm(fields[name]) for name in _NORM_SLOTS if name in fields}
+    changes |= {name: values.replace_attention(fields[name], params) for name in ATTENTIONS if name in fields}
     if tempo_config.dropout == "recompute":
         for name, site in _BDA_SITES.items():
             if fields.get(name) is get_bias_dropout_add:
                 changes[name] = tempo_bias_dropout_add(transformer_config, layer_number, site, stack)
     if "mlp" in fields:
-        changes["mlp"] = _replace_mlp(slots.mlp, transformer_config, tempo_config)
+        changes["mlp"] = values.replace_mlp(slots.mlp)
     if linears := te.replace_linears(find_submodules(fields.get("mixer")), tempo_config, ()):
         changes["mixer"] = change_slot(slots.mixer, **linears)
-    return dataclasses.replace(layer, submodules=dataclasses.replace(slots, **changes))
+    return change_slot(layer, **changes)
 
 
-def _replace_norm(slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig) -> Any:
-    stock = (FusedLayerNorm, WrappedTorchNorm, transformer_block.LayerNormImpl)
-    if slot not in stock and not te.is_residual_norm(slot, transformer_config):
-        return slot
-    normalization = transformer_config.normalization
-    found = CLASSES.get(("norm", tempo_config.norm), ())
-    tempo_norm = te.replace_norm(slot, next((norm for norm in found if norm.normalization == normalization), None))
-    if tempo_norm is not None or slot is not WrappedTorchNorm:
-        return tempo_norm or slot
-    return {"LayerNorm": TorchLayerNorm, "RMSNorm": TorchRMSNorm}.get(normalization, slot)
+@dataclasses.dataclass(frozen=True)
+class _Values:
+    """What becomes of the slots of a layer, or of a block's norm, by these values."""
 
+    config: TransformerConfig
+    tempo: TempoConfig
 
-def _replace_linears(
-    submodules: Any, tempo_config: TempoConfig, after_norms: tuple[str, ...] = _LINEARS_AFTER_NORMS
-) -> dict[str, Any]:
-    """Replacements for the linears whose input a norm or attention can recompute: Tempo's linears drop it after use.
+    def replace_norm(self, slot: Any) -> Any:
+        stock = (FusedLayerNorm, WrappedTorchNorm, transformer_block.LayerNormImpl)
+        if slot not in stock and not te.is_residual_norm(slot, self.config):
+            return slot
+        normalization = self.config.normalization
+        found = CLASSES.get(("norm", self.tempo.norm), ())
+        tempo_norm = te.replace_norm(slot, next((norm for norm in found if norm.normalization == normalization), None))
+        if tempo_norm is not None or slot is not WrappedTorchNorm:
+            return tempo_norm or slot
+        return {"LayerNorm": TorchLayerNorm, "RMSNorm": TorchRMSNorm}.get(normalization, slot)
 
-    Transformer Engine's fused linears contain a norm, and are replaced unless `norm` is "off".
+    def replace_linears(self, submodules: Any, after_norms: tuple[str, ...] = _LINEARS_AFTER_NORMS) -> dict[str, Any]:
+        """Replacements for the linears whose input a norm or attention can recompute: Tempo's linears drop it after
+        use. Transformer Engine's fused linears contain a norm, and are replaced unless `norm` is "off".
 
-    after_norms: the linears whose input is a norm's output that nothing else reads.
-    """
-    changes = te.replace_linears(submodules, tempo_config, after_norms)
-    if tempo_config.attention == "recompute" and getattr(submodules, "linear_proj", None) is RowParallelLinear:
-        changes["linear_proj"] = TempoRowParallelLinear
-    if tempo_config.norm == "recompute":
-        names = [name for name in after_norms if getattr(submodules, name, None) is ColumnParallelLinear]
-        changes |= dict.fromkeys(names, TempoColumnParallelLinear)
-    return changes
+        after_norms: the linears whose input is a norm's output that nothing else reads.
+        """
+        changes = te.replace_linears(submodules, self.tempo, after_norms)
+        if self.tempo.attention == "recompute" and getattr(submodules, "linear_proj", None) is RowParallelLinear:
+            changes["linear_proj"] = TempoRowParallelLinear
+        if self.tempo.norm == "recompute":
+            names = [name for name in after_norms if getattr(submodules, name, None) is ColumnParallelLinear]
+            changes |= dict.fromkeys(names, TempoColumnParallelLinear)
+        return changes
 
+    def replace_attention(self, slot: Any, params: dict[str, Any]) -> Any:
+        """params: further arguments of Tempo's core attention."""
+        module, submodules = find_class(slot), find_submodules(slot)
+        is_latent = isinstance(module, type) and issubclass(module, MultiLatentAttention)
+        is_known = module in (MLASelfAttention, LatentSelfAttention)
+        if is_latent and (not is_known or getattr(self.config, "cache_mla_latents", False)):
+            # Inference with cached latents takes norms and projections apart, and other classes may do as they like.
+            return slot
+        after_norms: tuple[str, ...] = _LINEARS_AFTER_NORMS
+        if is_latent:
+            module = TempoMLASelfAttention if self.tempo.norm == "recompute" else LatentSelfAttention
+            # Megatron's recomputation of the up projections begins with the norms' outputs, and so keeps them.
+            after_norms = () if recomputes_latent_projections(self.config) else _LATENT_LINEARS_AFTER_NORMS
+        changes = self.replace_linears(submodules, after_norms)
+        is_plain = module in (SelfAttention, TempoRotarySelfAttention)
+        drops_projection = is_plain and self.tempo.linear_qkv == "recompute"
+        fields = list_fields(submodules)
+        norms = {name: self.replace_norm(fields[name]) for name in INNER_NORMS if name in fields}
+        stock_attention = fields.get("core_attention")
+        is_te = te.is_attention(stock_attention, getattr(slot, "params", {}))
+        if self.tempo.attention != "off" and (stock_attention is DotProductAttention or is_te):
+            # The norms of latent attention are in front of the projections.
+            keeps = [] if is_latent else [getattr(n, "keep", "recompute") for n in norms.values() if is_there(n)]
+            core_attention = (te.CLASSES if is_te else CLASSES)["attention", self.tempo.attention][0]
+            pins = {"has_pinned_projection": drops_projection or "recompute" in keeps}
+            changes["core_attention"] = ModuleSpec(core_attention, params | pins)
+        if drops_projection:
+            _refuse_kept_operands(stock_attention, self.config, "core_attention" in changes)
+            module = CLASSES["linear_qkv", "recompute"][0]
+        elif is_plain and "core_attention" in changes:
+            are_recomputed = any(getattr(norm, "keep", "") == "recompute" for norm in norms.values())
+            module = TempoNormedSelfAttention if are_recomputed else TempoRotarySelfAttention
+        changes |= norms
+        return slot if module is find_class(slot) and not changes else change_slot(slot, module, **changes)
 
-def _replace_attention(
-    slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig, params: dict[str, Any]
-) -> Any:
-    """params: further arguments of Tempo's core attention."""
-    module, submodules = find_class(slot), find_submodules(slot)
-    is_latent = isinstance(module, type) and issubclass(module, MultiLatentAttention)
-    is_known = module in (MLASelfAttention, LatentSelfAttention)
-    if is_latent and (not is_known or getattr(transformer_config, "cache_mla_latents", False)):
-        # Inference with cached latents takes norms and projections apart, and other classes may do as they like.
-        return slot
-    after_norms: tuple[str, ...] = _LINEARS_AFTER_NORMS
-    if is_latent:
-        module = TempoMLASelfAttention if tempo_config.norm == "recompute" else LatentSelfAttention
-        # Megatron's recomputation of the up projections begins with the norms' outputs, and so keeps them.
-        after_norms = () if recomputes_latent_projections(transformer_config) else _LATENT_LINEARS_AFTER_NORMS
-    changes = _replace_linears(submodules, tempo_config, after_norms)
-    is_plain = module in (SelfAttention, TempoRotarySelfAttention)
-    drops_projection = is_plain and tempo_config.linear_qkv == "recompute"
-    inner_norms = {
-        name: _replace_norm(getattr(submodules, name), transformer_config, tempo_config)
-        for name in INNER_NORMS
-        if hasattr(submodules, name)
-    }
-    stock_attention = getattr(submodules, "core_attention", None)
-    is_te = te.is_attention(stock_attention, getattr(slot, "params", {}))
-    if tempo_config.attention != "off" and (stock_attention is DotProductAttention or is_te):
-        # The norms of latent attention are in front of the projections.
-        keeps = [] if is_latent else [getattr(n, "keep", "recompute") for n in inner_norms.values() if is_there(n)]
-        core_attention = (te.CLASSES if is_te else CLASSES)["attention", tempo_config.attention][0]
-        pins = {"has_pinned_projection": drops_projection or "recompute" in keeps}
-        changes["core_attention"] = ModuleSpec(core_attention, params | pins)
-    if drops_projection:
-        _refuse_kept_operands(stock_attention, transformer_config, "core_attention" in changes)
-        module = CLASSES["linear_qkv", "recompute"][0]
-    elif is_plain and "core_attention" in changes:
-        are_recomputed = any(getattr(norm, "keep", "") == "recompute" for norm in inner_norms.values())
-        module = TempoNormedSelfAttention if are_recomputed else TempoRotarySelfAttention
-    changes |= inner_norms
-    return slot if module is find_class(slot) and not changes else change_slot(slot, module, **changes)
+    def replace_mlp(self, slot: Any) -> Any:
+        stock = find_class(slot)
+        if slot is stock:  # a bare class, whose linears nobody names
+            return slot
+        if is_mixture(slot):
+            return self._replace_mixture(slot)
+        if stock is not MLP and not te.is_fused_mlp(stock):
+            return slot
+        classes = CLASSES if stock is MLP else te.CLASSES
+        module = classes.get(("activation", self.tempo.activation), (stock,))[0]
+        if linears := classes.get(("linear_fc1", self.tempo.linear_fc1)):
+            # The activation's input is at hand here, so its derivative is exact even with activation "inplace".
+            module = linears[-1] if self.tempo.activation == "off" else linears[0]
+        if module is stock and stock is not MLP:
+            return slot
+        return change_slot(slot, module, **self.replace_linears(find_submodules(slot)))
+
+    def _replace_mixture(self, slot: Any) -> Any:
+        keeps_input, drops_input = self.tempo.activation == "recompute", self.tempo.norm == "recompute"
+        submodules = find_submodules(slot)
+        changes = replace_experts(submodules, self.config, keeps_input=keeps_input, drops_input=drops_input)
+        shared = changes.get("shared_experts", getattr(submodules, "shared_experts", None))
+        if shared is not None and dataclasses.is_dataclass(find_submodules(shared)):
+            changes["shared_experts"] = change_slot(shared, **self.replace_linears(find_submodules(shared)))
+        module = find_class(slot)
+        if module is MoELayer and (mixtures := CLASSES.get(("moe_permute", self.tempo.moe_permute))):
+            module = mixtures[0]
+        elif module is MoELayer and (keeps_input or drops_input):
+            module = TempoRoutedMoELayer
+        return change_slot(slot, module, **changes)
 
 
 def keeps_copies(*, is_megatrons: bool, is_grouped: bool) -> bool:
@@ -463,37 +481,3 @@ def _refuse_kept_operands(core_attention: Any, transformer_config: TransformerCo
         "v; expected Tempo's attention, or one that Megatron recomputes (core_attn); set tempo.attention to "
         '"flash", or tempo.linear_qkv to "off"'
     )
-
-
-def _replace_mlp(slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig) -> Any:
-    stock = find_class(slot)
-    if slot is stock:  # a bare class, whose linears nobody names
-        return slot
-    if is_mixture(slot):
-        return _replace_mixture(slot, transformer_config, tempo_config)
-    if stock is not MLP and not te.is_fused_mlp(stock):
-        return slot
-    classes = CLASSES if stock is MLP else te.CLASSES
-    module = classes.get(("activation", tempo_config.activation), (stock,))[0]
-    if linears := classes.get(("linear_fc1", tempo_config.linear_fc1)):
-        # The activation's input is at hand here, so its derivative is exact even with activation "inplace".
-        module = linears[-1] if tempo_config.activation == "off" else linears[0]
-    if module is stock and stock is not MLP:
-        return slot
-    return change_slot(slot, module, **_replace_linears(find_submodules(slot), tempo_config))
-
-
-def _replace_mixture(slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig) -> Any:
-    keeps_input, drops_input = tempo_config.activation == "recompute", tempo_config.norm == "recompute"
-    changes = replace_experts(
-        find_submodules(slot), transformer_config, keeps_input=keeps_input, drops_input=drops_input
-    )
-    shared = changes.get("shared_experts", getattr(find_submodules(slot), "shared_experts", None))
-    if shared is not None and dataclasses.is_dataclass(find_submodules(shared)):
-        changes["shared_experts"] = change_slot(shared, **_replace_linears(find_submodules(shared), tempo_config))
-    module = find_class(slot)
-    if module is MoELayer and (mixtures := CLASSES.get(("moe_permute", tempo_config.moe_permute))):
-        module = mixtures[0]
-    elif module is MoELayer and (keeps_input or drops_input):
-        module = TempoRoutedMoELayer
-    return change_slot(slot, module, **changes)

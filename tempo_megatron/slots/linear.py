@@ -116,18 +116,6 @@ class LinearCall(torch.nn.Module):
         return run(self._take_input())
 
 
-class Return(torch.nn.Module):
-    """Stands in for a linear: returns what it was made with, or its input and no bias."""
-
-    def __init__(self, *result: Any) -> None:
-        super().__init__()
-        self.result = result
-
-    def forward(self, input_: Tensor, *_: Any) -> Any:
-        """(output, bias)."""
-        return self.result or (input_, None)
-
-
 class Function(torch.nn.Module):
     """Stands in for a module: calls a function."""
 
@@ -138,6 +126,13 @@ class Function(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the function returns."""
         return self.function(*args, **kwargs)
+
+
+class Return(Function):
+    """Stands in for a linear: returns the (output, bias) that it was made with, or its input and no bias."""
+
+    def __init__(self, *result: Any) -> None:
+        super().__init__(lambda input_, *_: result or (input_, None))
 
 
 def replace_modules(module: Any, **others: torch.nn.Module) -> Any:

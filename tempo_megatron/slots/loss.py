@@ -168,7 +168,7 @@ def _roll_targets(
     # Older Megatrons roll without one or both.
     taken = inspect.signature(multi_token_prediction.roll_tensor).parameters
     given = {name: value for name, value in offered.items() if name in taken}
-    found: list[tuple[Tensor, Tensor | None]] = []
+    found: list[Any] = []
     for _ in range(model.config.mtp_num_layers or 0):
         labels, loss_mask = (
             each if each is None else multi_token_prediction.roll_tensor(each, shifts=-1, dims=-1, **given)[0]
@@ -301,7 +301,8 @@ def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
     if choose_loss(model, tempo_config)[0] == "off" or not model.post_process or get_loss_head(model) is not None:
         return
     _fuse_output_layer(model)
-    fused, entry = _make_fused_class(type(model)), _get_entry(type(model))
+    cls: Any = type(model)
+    fused, entry = _make_fused_class(cls), _get_entry(cls)
     assert entry is not None  # or choose_loss had refused it
     for name in (entry.method, "_scale_logits", "compute_language_model_loss"):
         if hasattr(fused, name):
@@ -324,8 +325,7 @@ def get_loss_head(model: Any) -> LossHead | None:
 
 
 def _is_told_labels(model: Any) -> bool:
-    head = get_loss_head(model)
-    return head is not None and head.labels is not None
+    return getattr(get_loss_head(model), "labels", None) is not None
 
 
 def choose_loss(model: Any, tempo_config: TempoConfig) -> tuple[str, str | None]:
@@ -453,12 +453,8 @@ def log_probs(
             f"the {type(inner).__name__} has no fused loss head, which log_probs needs; call "
             'tempoize_loss(model, TempoConfig(loss="fused")) before it is wrapped'
         )
-    head.log_prob = {
-        "temperature": temperature,
-        "softcap": softcap,
-        "return_entropy": return_entropy,
-        "vocab_size": vocab_size,
-    }
+    scaled = {"temperature": temperature, "softcap": softcap}
+    head.log_prob = {**scaled, "return_entropy": return_entropy, "vocab_size": vocab_size}
     try:
         found = model(input_ids, position_ids, attention_mask, labels=labels, **inputs)
     finally:

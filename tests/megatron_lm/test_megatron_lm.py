@@ -67,9 +67,9 @@ OFF, BLOCK = TempoConfig.off(), TempoConfig(norm="off", loss="off")
     ],
 )
 def test_arguments_win_over_a_block_which_switches_tempo_on(in_folder: None, argv: str, expected: TempoConfig) -> None:
-    assert read_options(argv.split()) == (expected, None, None)
+    assert read_options(argv.split()) == (expected, None, None, None)
     if not expected.is_off:
-        assert read_options([*argv.split(), "--tempo-report", "r.json"]) == (expected, None, "r.json")
+        assert read_options([*argv.split(), "--tempo-report", "r.json"]) == (expected, None, "r.json", None)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_refusal_in_a_constructor_that_megatron_calls_is_known_as_ours(module:
 def test_a_missing_place_is_named(place: str) -> None:
     module, _, attribute = place.partition(":")
     with pytest.raises(LaunchError, match=f"Megatron-core 9.9 has no {attribute} in {module}"):
-        versions.get_hook(versions.Patch(place, ""), "9.9")
+        versions.get_hook(versions.Patch(place), "9.9")
 
 
 def test_samples_are_numbered_as_megatrons_sampler_deals_them() -> None:
