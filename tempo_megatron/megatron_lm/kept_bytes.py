@@ -11,8 +11,12 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from tempo_megatron.beside import Beside
+from tempo_megatron.memory.megatron.read_run import find_unknown_in_layers, read_run
 from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.slots.mlp import describe_activation
 
 _SECONDS = 60
 
@@ -36,47 +40,42 @@ class KeptBytes:
 def start_measuring(
     config: Any, tempo_config: TempoConfig, run: Any, *, has_transformer_engine: bool = False
 ) -> Callable[[], KeptBytes]:
-    """Begin to measure a GPT's layers of this TransformerConfig. Returns a function that waits for the figures.
+    """Begin to measure a GPT's layers, with the arguments of `read_layers`. Returns a function that waits for the
+    figures; a failed measurement does not stop the run."""
+    try:
+        if run is None:
+            raise ValueError("Megatron's arguments, which say how long samples are, are not initialized in this script")
+        layers = read_layers(config, tempo_config, run, has_transformer_engine=has_transformer_engine)
+    except ValueError as error:
+        unknown = KeptBytes(unknown=str(error))
+        return lambda: unknown
+    measured = Beside("tempo_megatron.megatron_lm.kept_bytes:measure_layers", layers)
+
+    def wait() -> KeptBytes:
+        try:
+            found: KeptBytes = measured.wait(_SECONDS)
+        except subprocess.TimeoutExpired:
+            return KeptBytes(
+                unknown=f"it took more than {_SECONDS} seconds; tempo-megatron ledger measures it by itself"
+            )
+        except (RuntimeError, ValueError) as error:
+            return KeptBytes(unknown=str(error).splitlines()[-1])
+        return found
+
+    return wait
+
+
+def read_layers(config: Any, tempo_config: TempoConfig, run: Any, *, has_transformer_engine: bool) -> Any:
+    """The memory.run.Run of a GPT's layers, on this process's device.
 
     Args:
         config: the run's TransformerConfig.
         tempo_config: without "auto".
-        run: Megatron's arguments, or None.
+        run: Megatron's arguments.
         has_transformer_engine: whether the layers have modules of Transformer Engine.
-    """
-    if run is None:
-        unknown = "Megatron's arguments, which say how long samples are, are not initialized in this script"
-        return lambda: KeptBytes(unknown=unknown)
-    try:
-        layers = read_layers(config, tempo_config, run, has_transformer_engine=has_transformer_engine)
-    except ValueError as error:
-        unknown = str(error)
-        return lambda: KeptBytes(unknown=unknown)
-    measured = Beside("tempo_megatron.megatron_lm.kept_bytes:measure_layers", layers)
-    return lambda: _wait(measured)
-
-
-def _wait(measured: Beside) -> KeptBytes:
-    """The figures; a failed measurement must not stop the run."""
-    try:
-        found: KeptBytes = measured.wait(_SECONDS)
-    except subprocess.TimeoutExpired:
-        return KeptBytes(unknown=f"it took more than {_SECONDS} seconds; tempo-megatron ledger measures it by itself")
-    except (RuntimeError, ValueError) as error:
-        return KeptBytes(unknown=str(error).splitlines()[-1])
-    return found
-
-
-def read_layers(config: Any, tempo_config: TempoConfig, run: Any, *, has_transformer_engine: bool) -> Any:
-    """The memory.run.Run of these layers, on this process's device; arguments as of `start_measuring`.
 
     Raises ValueError for what the estimate does not know.
     """
-    import torch
-
-    from tempo_megatron.memory.megatron.read_run import find_unknown_in_layers, read_run
-    from tempo_megatron.slots.mlp import describe_activation
-
     # What a context-parallel rank keeps is what its share of the tokens keeps.
     unknown = find_unknown_in_layers("GPTModel", dataclasses.replace(config, context_parallel_size=1))
     if unknown is not None:

@@ -39,6 +39,7 @@ from tempo_kernels.norm import layer_norm, rms_norm
 from tempo_kernels.recompute import drop
 from tempo_kernels.squared_relu import squared_relu
 from tempo_megatron.megatron_lm.samples import announce_micro_batch
+from tempo_megatron.megatron_lm.versions import wrap
 from tempo_megatron.settings.activations import find_inplace_refusal
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import OPERATIONS
@@ -100,11 +101,15 @@ def use_tempo(args: argparse.Namespace, tempo_config: TempoConfig) -> tuple[Temp
         transformer.CoreAttention.forward = functools.partialmethod(_run_attention, form=chosen.attention)
     if chosen.dropout != "off":
         transformer.bias_dropout_add_fused_train = _add_bias_and_dropout
-        _wrap(transformer, "get_bias_dropout_add", _choose_addition)
-    _wrap(transformer.ParallelTransformerLayer, "__init__", _note_place)
-    _wrap(transformer.ParallelTransformerLayer, "forward", _run_layer)
+        wrap(
+            transformer,
+            "get_bias_dropout_add",
+            lambda choose, training: _add_bias_and_dropout if training else choose(training),
+        )
+    wrap(transformer.ParallelTransformerLayer, "__init__", _note_place)
+    wrap(transformer.ParallelTransformerLayer, "forward", _run_layer)
     for name in _MODELS:
-        _wrap(getattr(megatron.model, name), "forward", _count_micro_batch)
+        wrap(getattr(megatron.model, name), "forward", _count_micro_batch)
     _CALLS.in_use = (chosen, reasons)
     return _CALLS.in_use
 
@@ -176,7 +181,7 @@ def patch_scripts(
     tempo_config: TempoConfig, report_file: str | None, add_options: Callable[[Any], argparse.ArgumentParser]
 ) -> None:
     """Have the checkout's parser take `add_options`, and its models built with `tempo_config` where that is not off."""
-    _wrap(megatron_arguments, "_add_network_size_args", lambda add, parser: add_options(add(parser)))
+    wrap(megatron_arguments, "_add_network_size_args", lambda add, parser: add_options(add(parser)))
     if tempo_config.is_off:
         return
 
@@ -189,7 +194,7 @@ def patch_scripts(
         build(model, *args, **kwargs)
 
     for name in _MODELS:
-        _wrap(getattr(megatron.model, name), "__init__", build_with_tempo)
+        wrap(getattr(megatron.model, name), "__init__", build_with_tempo)
 
 
 def _publish(chosen: TempoConfig, reasons: Mapping[str, str], report_file: str | None) -> None:
@@ -201,17 +206,6 @@ def _publish(chosen: TempoConfig, reasons: Mapping[str, str], report_file: str |
     if report_file:
         content = {"megatron_deepspeed": True, "tempo": dataclasses.asdict(chosen), "reasons": dict(reasons)}
         Path(report_file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Have `owner.name(...)` call `wrapper(what stood there, ...)`."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    setattr(owner, name, call)
 
 
 def _count_micro_batch(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -257,11 +251,6 @@ def _find_place(module: Any) -> Place:
             f"this {type(module).__name__} was built before use_tempo was called; build the model after it"
         )
     return place
-
-
-def _choose_addition(choose: Callable[[bool], Any], training: bool) -> Callable[..., Tensor]:
-    addition: Callable[..., Tensor] = _add_bias_and_dropout if training else choose(training)
-    return addition
 
 
 def _add_bias_and_dropout(x: Tensor, bias: Tensor | None, residual: Tensor, prob: float) -> Tensor:

@@ -40,27 +40,20 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def read_options(argv: Sequence[str]) -> tuple[TempoConfig, Budget | None, str | None]:
-    """The run's TempoConfig, off where Tempo is not switched on, its memory budget, and the file for the report.
+def read_options(argv: Sequence[str]) -> tuple[TempoConfig, Budget | None, str | None, str | None]:
+    """The run's TempoConfig, off where Tempo is not switched on, its memory budget, the file for the report, and the
+    prefix that --tempo-ledger gives, with Tempo on or off.
 
     Raises LaunchError for unknown values, files that cannot be read, and arguments that would be ignored.
     """
-    parser = add_options(_Parser(allow_abbrev=False, add_help=False))
-    args, _ = parser.parse_known_args(list(argv))
+    args, _ = add_options(_Parser(allow_abbrev=False, add_help=False)).parse_known_args(list(argv))
     try:
         config, budget = read_tempo_of_run(args, _read_blocks(args))
     except ValueError as error:
         raise LaunchError(str(error)) from error
     if args.tempo_report and config.is_off:
         raise LaunchError("--tempo-report is given but Tempo is off; add --use-tempo or leave --tempo-report out")
-    return config, budget, args.tempo_report
-
-
-def read_ledger_prefix(argv: Sequence[str]) -> str | None:
-    """The prefix that --tempo-ledger gives, with Tempo on or off; None without the option."""
-    parser = add_options(_Parser(allow_abbrev=False, add_help=False))
-    prefix: str | None = parser.parse_known_args(list(argv))[0].tempo_ledger
-    return prefix
+    return config, budget, args.tempo_report, args.tempo_ledger
 
 
 TEMPO_OPTIONS = frozenset(add_tempo_options(argparse.ArgumentParser(add_help=False))._option_string_actions)

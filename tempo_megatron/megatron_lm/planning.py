@@ -73,7 +73,7 @@ class Planning:
         from tempo_megatron.memory.plan.gpu import find_gpu
         from tempo_megatron.memory.plan.planner import PlanRequest
 
-        name, config = model.place.partition(":")[2], arguments["config"]
+        name, config = model.name, arguments["config"]
         unknown = find_unknown(name, config, run) or _find_unplanned(config)
         if unknown is not None:
             raise ValueError(

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -19,10 +19,11 @@ from tempo_megatron.megatron_lm.kept_bytes import KeptBytes, start_measuring
 from tempo_megatron.megatron_lm.versions import LaunchError
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import write_layers
-
-if TYPE_CHECKING:
-    from tempo_megatron.slots.check import LayerChecks
-    from tempo_megatron.slots.offload import Offloading
+from tempo_megatron.slots.block_slots import hides_the_future
+from tempo_megatron.slots.check import LayerChecks
+from tempo_megatron.slots.dropout_rng import draws_masks
+from tempo_megatron.slots.offload import Offloading
+from tempo_megatron.slots.transformer_engine import has_transformer_engine
 
 NOTHING_TO_REPLACE = (
     "--use-tempo is given, but this script builds no GPTModel, BertModel, T5Model or HybridModel of megatron.core, "
@@ -56,10 +57,6 @@ class BuiltModel:
 
     def add_block(self, block: Any, config: Any, choices: Any) -> None:
         """Add a block's spec that was made for `config` with these Choices; a T5Model has two."""
-        from tempo_megatron.slots.block_slots import hides_the_future
-        from tempo_megatron.slots.dropout_rng import draws_masks
-        from tempo_megatron.slots.transformer_engine import has_transformer_engine
-
         self.tempo_config = choices.config
         self.has_transformer_engine |= any(map(has_transformer_engine, block.layer_specs or []))
         self.reasons.update(choices.reasons)
@@ -119,8 +116,8 @@ class RunReport:
         """Of this rank's layers."""
         self._has_said_what_moves = False
         self._is_first_rank = int(os.environ.get("RANK", "0")) == 0
-        self._kept_bytes = KeptBytes(unknown="what is measured are the layers of a GPTModel")
-        self._wait: Callable[[], KeptBytes] | None = None
+        self._wait: Callable[[], KeptBytes] = lambda: KeptBytes(unknown="what is measured are the layers of a GPTModel")
+        self._kept_bytes = self._wait()
         self._num_stages = 1
         self._checked: list[str] = []
 
@@ -130,8 +127,9 @@ class RunReport:
         run: Megatron's arguments, or None.
         """
         if self._is_first_rank and not self.models and model.name == "GPTModel":
-            has_transformer_engine = model.has_transformer_engine
-            self._wait = start_measuring(config, model.tempo_config, run, has_transformer_engine=has_transformer_engine)
+            self._wait = start_measuring(
+                config, model.tempo_config, run, has_transformer_engine=model.has_transformer_engine
+            )
         if parallel_state.model_parallel_is_initialized():
             self._num_stages = parallel_state.get_pipeline_model_parallel_world_size()
             model.stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -159,8 +157,7 @@ class RunReport:
             raise LaunchError(NOTHING_TO_REPLACE)
         if not self._is_first_rank:
             return
-        if self._wait is not None:
-            self._kept_bytes = self._wait()
+        self._kept_bytes = self._wait()
         print(self.describe(), flush=True)
         self._write()
 
@@ -171,8 +168,6 @@ class RunReport:
     @functools.cached_property
     def checks(self) -> LayerChecks:
         """What compares layers with Megatron's own in the first forward."""
-        from tempo_megatron.slots.check import LayerChecks
-
         return LayerChecks(self._say_check, refuse=lambda sentence: LaunchError(f"--use-tempo: {sentence}"))
 
     def _say_check(self, line: str) -> None:

@@ -17,17 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tempo_megatron.beside import is_ours
 from tempo_megatron.cluster.ranks import set_rank_environment
 from tempo_megatron.extras import MissingExtraError, is_installed
-from tempo_megatron.megatron_lm.options import (
-    TEMPO_OPTIONS,
-    add_tempo_options,
-    check_outputs,
-    read_ledger_prefix,
-    read_options,
-    take_options,
-)
-from tempo_megatron.megatron_lm.versions import LaunchError, find_warning, is_raised_here
+from tempo_megatron.megatron_lm import options
+from tempo_megatron.megatron_lm.versions import ADD_ARGUMENTS, LaunchError, wrap_hook
 
 if TYPE_CHECKING:
     from tempo_megatron.megatron_lm.report import RunReport
@@ -56,8 +50,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "run_megatron.py") -> in
     # megatron-core says so once per module and rank.
     warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
     try:
-        root, script, arguments, options = _split(argv)
-        report = _prepare(root, script, [*options, *arguments])
+        root, script, arguments, of_tempo = _split(argv)
+        report = _prepare(root, script, [*of_tempo, *arguments])
     except (LaunchError, MissingExtraError) as error:
         if _find_rank() == 0:
             print(f"{prog}: {error}", file=sys.stderr, flush=True)
@@ -94,7 +88,7 @@ def _run_script(script: Path, report: RunReport | None, prog: str) -> None:
         # `--help` ends so, and builds nothing.
         if report is not None and report.models and isinstance(end, SystemExit) and not end.code:
             report.publish_once()
-        if _find_rank() == 0 and not is_raised_here(end) and _is_about_tempo(end):
+        if _find_rank() == 0 and not is_ours(end) and _is_about_tempo(end):
             hint = (
                 f"{script.name} has a parser of its own that does not know Tempo's arguments; expected them before the "
                 f"script; write {prog} --use-tempo {script.name} ..."
@@ -121,7 +115,7 @@ def _is_about_tempo(error: BaseException) -> bool:
         if frame.f_globals.get("__name__") == "argparse"
         for word in frame.f_locals.get("argv") or ()
     ]
-    if not TEMPO_OPTIONS.isdisjoint(re.findall(r"--[\w-]+", " ".join([str(error), *words]))):
+    if not options.TEMPO_OPTIONS.isdisjoint(re.findall(r"--[\w-]+", " ".join([str(error), *words]))):
         return True
     return error.__context__ is not None and _is_about_tempo(error.__context__)
 
@@ -146,10 +140,9 @@ def _find_rank() -> int:
 
 def _prepare(root: Path | None, script: Path, arguments: list[str]) -> RunReport | None:
     """Replace what `--use-tempo` replaces; what will say so, where Tempo is on."""
-    tempo_config, budget, report_file = read_options(arguments)
-    ledger = read_ledger_prefix(arguments)
+    tempo_config, budget, report_file, ledger = options.read_options(arguments)
     if _find_rank() == 0:
-        check_outputs(report_file, ledger)
+        options.check_outputs(report_file, ledger)
     try:
         set_rank_environment()
     except ValueError as error:
@@ -170,21 +163,20 @@ def _prepare(root: Path | None, script: Path, arguments: list[str]) -> RunReport
                 "a memory budget is given, and it is planned for our trainer and Megatron-LM, not Megatron-DeepSpeed; "
                 "leave it out"
             )
-        patch_scripts(tempo_config, report_file, add_tempo_options)
+        patch_scripts(tempo_config, report_file, options.add_tempo_options)
+        return None
+    wrap_hook(ADD_ARGUMENTS, version, lambda add, parser: options.add_options(add(parser)))
+    if tempo_config.is_off and ledger is None:
         return None
     # What patches touch is imported here and not before: the checkout's, now that it comes first.
-    from tempo_megatron.megatron_lm import patches
+    from tempo_megatron.megatron_lm.patches import patch_models, patch_steps
     from tempo_megatron.megatron_lm.report import RunReport
 
-    patches.patch_arguments(version)
     report = None if tempo_config.is_off else RunReport(version, root, report_file)
     if ledger is not None:
-        patches.patch_steps(version, ledger, report)
-    if report is None:
-        return None
-    if warning := find_warning(version):
-        warnings.warn(warning, stacklevel=1)
-    patches.patch_models(version, tempo_config, report, budget)
+        patch_steps(version, ledger, report)
+    if report is not None:
+        patch_models(version, tempo_config, report, budget)
     return report
 
 
@@ -192,10 +184,10 @@ def _split(argv: list[str]) -> tuple[Path | None, Path, list[str], list[str]]:
     """The checkout, None where Megatron is installed instead, the script, the script's arguments, and those of Tempo's
     that stand before it."""
     root_given, launcher_arguments = None, []
-    rest, options = list(argv), []
+    rest, of_tempo = list(argv), []
     while rest and rest[0].startswith("-"):
-        if not rest[0].startswith("--local_rank") and (taken := take_options(rest)):
-            options += taken
+        if not rest[0].startswith("--local_rank") and (taken := options.take_options(rest)):
+            of_tempo += taken
             continue
         option, equals, value = rest.pop(0).partition("=")
         if option == "--megatron-root" and (equals or rest):
@@ -213,7 +205,7 @@ def _split(argv: list[str]) -> tuple[Path | None, Path, list[str], list[str]]:
     script = Path(rest[0]).resolve()
     if not script.is_file():
         raise LaunchError(f"{rest[0]} is not a file; expected a script of a Megatron-LM checkout, as pretrain_gpt.py")
-    return _find_root(script, root_given), script, [*rest[1:], *launcher_arguments], options
+    return _find_root(script, root_given), script, [*rest[1:], *launcher_arguments], of_tempo
 
 
 def _find_root(script: Path, given: Path | None) -> Path | None:

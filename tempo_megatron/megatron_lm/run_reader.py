@@ -41,17 +41,14 @@ def read_built_run(run: Any) -> Run:
 
     Raises ValueError for what the estimate does not know.
     """
-    found = [read_model(model, run) for model in _find_models()]
+    # A pipeline stage has a model for each of its chunks.
+    models = [each for each in gc.get_objects() if issubclass(type(each), (GPTModel, BertModel, T5Model))]
+    found = [read_model(model, run) for model in models]
     if not found:
         raise ValueError("no GPTModel, BertModel or T5Model is built")
     if any(other.model != found[0].model for other in found):
         raise ValueError("models of several shapes are built, and the estimate knows one")
     return found[0]
-
-
-def _find_models() -> list[Any]:
-    """Every model of Megatron's that this process has; a pipeline stage has one for each of its chunks."""
-    return [each for each in gc.get_objects() if issubclass(type(each), (GPTModel, BertModel, T5Model))]
 
 
 def read_model(model: Any, run: Any, *, layers_only: bool = False) -> Run:

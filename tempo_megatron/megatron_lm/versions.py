@@ -1,8 +1,7 @@
 """Lists what Tempo takes hold of in Megatron-LM, the Patches and the Models: the one place that a new version changes.
 
 Megatron looks every such name up when it uses it, so that replacing the attribute is all that it takes and no file
-changes. An unknown version warns and is tried; a place that is not there is an error that
-names it.
+changes. A place that is not there is an error that names it.
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import re
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -31,42 +28,27 @@ class Patch:
 
     place: str
     """`module:attribute`, or `module:Class.attribute`."""
-    what: str
-    """What it is, and why Tempo takes hold of it."""
     since: str = FIRST
     """The first version that has it."""
 
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-ADD_ARGUMENTS = Patch("megatron.training.arguments:add_megatron_arguments", "(parser) -> parser; gets the Tempo group")
-GET_ARGS = Patch("megatron.training.global_vars:get_args", "() -> the parsed arguments; is called, and stays")
-BEGIN_MICRO_BATCH = Patch(
-    f"{_SCHEDULES}:set_current_microbatch",
-    "(model chunk, micro batch of the step), before each forward; announces the samples to Tempo's dropout",
-)
-PIPELINES = tuple(
-    Patch(
-        f"{_SCHEDULES}:forward_backward_pipelining_{how}_interleaving",
-        "a step of a pipeline, which all of its ranks begin before one waits for another; gathers the banner",
-    )
-    for how in ("with", "without")
-)
-FULL_ITERATION = Patch(
-    "megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__",
-    "runs, captures or replays all micro batches of a step; announces its first sample",
-    since=GRAPHS_SINCE,
-)
-TRAIN_STEP = Patch("megatron.training.training:train_step", "(..., model, ...); --tempo-ledger watches two steps")
+# (parser) -> parser; gets the Tempo group.
+ADD_ARGUMENTS = Patch("megatron.training.arguments:add_megatron_arguments")
+# () -> the parsed arguments; is called, and stays.
+GET_ARGS = Patch("megatron.training.global_vars:get_args")
+# (model chunk, micro batch of the step), before each forward; announces the samples to Tempo's dropout.
+BEGIN_MICRO_BATCH = Patch(f"{_SCHEDULES}:set_current_microbatch")
+# A step of a pipeline, which all of its ranks begin before one waits for another; gathers the banner.
+PIPELINES = tuple(Patch(f"{_SCHEDULES}:forward_backward_pipelining_{how}_interleaving") for how in ("with", "without"))
+# Runs, captures or replays all micro batches of a step; announces its first sample.
+FULL_ITERATION = Patch("megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__", since=GRAPHS_SINCE)
+# (..., model, ...); --tempo-ledger watches two steps.
+TRAIN_STEP = Patch("megatron.training.training:train_step")
 
 
 class LaunchError(ValueError):
     """What a user has to change; one sentence."""
-
-
-def is_raised_here(error: BaseException) -> bool:
-    """Whether code of this project raised the error, and not what it called: Megatron, or a script's own code."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return frames[-1].f_globals.get("__name__", "").partition(".")[0] in ("tempo_megatron", "tempo_kernels")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,8 +73,12 @@ class Model:
     """Whether a mask that hides the future, and nothing else, is all that its layers are given."""
 
     @property
+    def name(self) -> str:
+        return self.place.partition(":")[2]
+
+    @property
     def constructor(self) -> Patch:
-        return Patch(f"{self.place}.__init__", "builds the layers, of Tempo's specs", self.since)
+        return Patch(f"{self.place}.__init__", self.since)
 
 
 MODELS = (
@@ -117,14 +103,6 @@ MODELS = (
 )
 
 
-def find_warning(version: str) -> str | None:
-    """What to say where a Megatron-core version is not one of those from FIRST to LAST; None where it is."""
-    first, found, last = ([int(number) for number in re.findall(r"\d+", each)[:2]] for each in (FIRST, version, LAST))
-    if first <= found <= last:
-        return None
-    return f"Megatron-core {version} is not among the versions that are known, {FIRST} to {LAST}; it is tried as {LAST}"
-
-
 def get_hook(patch: Patch, version: str) -> Any:
     """Returns what stands at the place of a patch. Raises LaunchError where it is not there."""
     module_name, _, attribute = patch.place.partition(":")
@@ -139,9 +117,20 @@ def get_hook(patch: Patch, version: str) -> Any:
         ) from error
 
 
-def wrap_hook(patch: Patch, version: str, wrap: Callable[[Any], Any]) -> None:
-    """Puts `wrap` of what stands at the place of a patch there. Raises LaunchError where there is nothing."""
+def wrap_hook(patch: Patch, version: str, wrapper: Callable[..., Any]) -> None:
+    """Has the place of a patch call `wrapper(what stood there, ...)`. Raises LaunchError where there is nothing."""
+    get_hook(patch, version)
     module_name, _, attribute = patch.place.partition(":")
     *owners, name = attribute.split(".")
-    wrapped = wrap(get_hook(patch, version))
-    setattr(functools.reduce(getattr, owners, importlib.import_module(module_name)), name, wrapped)
+    wrap(functools.reduce(getattr, owners, importlib.import_module(module_name)), name, wrapper)
+
+
+def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Has `owner.name(...)` call `wrapper(what stood there, ...)`."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(owner, name, call)

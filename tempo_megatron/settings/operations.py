@@ -2,7 +2,7 @@
 
 TempoConfig, the arguments, the specs, the ledger, `doctor`, a run's banner and docs/settings.md all read it. A new
 operation needs a row of OPERATIONS, a field of TempoConfig, and for each value a row of CLASSES in
-tempo_megatron/slots/classes.py. The ledger shows what it keeps in the rows that name it.
+tempo_megatron/slots/block_slots.py. The ledger shows what it keeps in the rows that name it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Lists the slots of a block, built or as a spec, and says which of Tempo's modules they hold."""
+"""The slots of a block, built or as a spec: what each value of a switch puts into them, and what they hold.
+
+One dictionary leads from an operation and a value of its switch to the classes that a layer then has;
+`transformer_engine.CLASSES` has those that replace modules of Transformer Engine.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,26 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots import transformer_engine as te
+from tempo_megatron.slots.attention import (
+    TempoDotProductAttention,
+    TempoRecomputeDotProductAttention,
+    TempoSelfAttention,
+    TempoSoftmaxDotProductAttention,
+)
 from tempo_megatron.slots.choose import Choices
-from tempo_megatron.slots.classes import get_value
+from tempo_megatron.slots.dropout import tempo_bias_dropout_add
 from tempo_megatron.slots.dropout_rng import Stack
-from tempo_megatron.slots.experts import is_mixture
+from tempo_megatron.slots.experts import KeepsActivationInput, TempoMoELayer, TempoRepeatMoELayer, is_mixture
+from tempo_megatron.slots.loss import tempoize_loss
+from tempo_megatron.slots.mlp import (
+    LinearRecomputeMLP,
+    TempoLinearRecomputeMLP,
+    TempoMLP,
+    TempoRecomputeMLP,
+    TempoTiledMLP,
+    TiledMLP,
+)
+from tempo_megatron.slots.norm import TempoLayerNorm, TempoRecomputeLayerNorm, TempoRecomputeRMSNorm, TempoRMSNorm
 from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there, list_fields
 
 ATTENTIONS = ("self_attention", "cross_attention")
@@ -26,6 +46,44 @@ BUILT_NAMES = {"layer_norm": "final_layernorm"}
 _HYBRID_NORM = "final_norm"
 # Norms inside of an attention: of queries and keys, and of what latent attention compresses.
 INNER_NORMS = ("q_layernorm", "k_layernorm", "kv_layernorm")
+
+CLASSES: dict[tuple[str, str], tuple[Any, ...]] = {
+    ("activation", "inplace"): (TempoMLP,),
+    ("activation", "recompute"): (TempoRecomputeMLP, KeepsActivationInput),
+    ("norm", "inplace"): (TempoLayerNorm, TempoRMSNorm),
+    ("norm", "recompute"): (TempoRecomputeLayerNorm, TempoRecomputeRMSNorm),
+    ("dropout", "recompute"): (tempo_bias_dropout_add,),
+    ("attention", "flash"): (TempoDotProductAttention,),
+    ("attention", "softmax"): (TempoSoftmaxDotProductAttention,),
+    ("attention", "recompute"): (TempoRecomputeDotProductAttention,),
+    # With Tempo's activation, and with Megatron's own.
+    ("linear_fc1", "recompute"): (TempoLinearRecomputeMLP, LinearRecomputeMLP),
+    ("linear_fc1", "tile"): (TempoTiledMLP, TiledMLP),
+    ("linear_qkv", "recompute"): (TempoSelfAttention,),
+    ("moe_permute", "recompute"): (TempoMoELayer,),
+    ("moe_permute", "repeat"): (TempoRepeatMoELayer,),
+    ("loss", "fused"): (tempoize_loss,),
+}
+"""(operation, value) -> classes of a slot, or the function that fills it."""
+
+_VALUES = {
+    (operation, module): value
+    for (operation, value), modules in (*CLASSES.items(), *te.CLASSES.items())
+    for module in modules
+}
+_VALUES |= {("activation", module): "off" for module in (LinearRecomputeMLP, TiledMLP)}
+
+
+def get_value(operation: str, module: Any) -> str:
+    """The value of the operation's switch that puts `module`, a class or a function, into its slot; "off" for a module
+    that is not Tempo's."""
+    if operation == "dropout":  # a function in the spec, as Megatron has it
+        return "recompute" if getattr(module, "__module__", "") == tempo_bias_dropout_add.__module__ else "off"
+    if not isinstance(module, type):
+        return "off"
+    if operation == "norm" and issubclass(module, te.SplitNorm):
+        return module.keep
+    return next((_VALUES[operation, base] for base in module.__mro__ if (operation, base) in _VALUES), "off")
 
 
 @dataclasses.dataclass
@@ -115,7 +173,10 @@ def list_layer_slots(layer: Any) -> Iterator[Slot]:
             holder = getattr(submodules, holder_name, None) if holder_name else None
             content = getattr(find_submodules(holder) if holder_name else submodules, name, None)
             if operation.name == "activation" and is_mixture(content):
-                yield from _list_experts(path, content)
+                for name in ("experts", "shared_experts"):
+                    if is_there(inner := getattr(find_submodules(content), name, None)):
+                        where = f"{path}.{name}"
+                        yield Slot(operation="activation", layer=None, name=where, content=inner, holder=content)
             elif is_there(content) and (operation.name != "moe_permute" or is_mixture(content)):
                 yield Slot(operation=operation.name, layer=None, name=path, content=content, holder=holder)
     for holder_name in (*ATTENTIONS, "mlp", "mixer"):
@@ -125,14 +186,6 @@ def list_layer_slots(layer: Any) -> Iterator[Slot]:
             if is_norm and is_there(content):
                 path = f"{holder_name}.{name}"
                 yield Slot(operation="norm", layer=None, name=path, content=content, holder=holder)
-
-
-def _list_experts(path: str, mixture: Any) -> Iterator[Slot]:
-    """The slots of a mixture that have an activation."""
-    for name in ("experts", "shared_experts"):
-        content = getattr(find_submodules(mixture), name, None)
-        if is_there(content):
-            yield Slot(operation="activation", layer=None, name=f"{path}.{name}", content=content, holder=mixture)
 
 
 def hides_the_future(spec: TransformerBlockSubmodules) -> bool:

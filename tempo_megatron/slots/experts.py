@@ -10,7 +10,6 @@ divide by probabilities, which are 0 where a token was dropped or padded.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
@@ -31,14 +30,14 @@ from tempo_kernels.recompute import adopt, drop, hold
 from tempo_megatron.slots.linear import (
     DropsInput,
     Function,
-    Return,
     is_in_backward,
     name_as_stock,
     replace_modules,
     replace_names,
+    run_between_linears,
 )
 from tempo_megatron.slots.megatron_versions import is_since
-from tempo_megatron.slots.slot_content import find_class
+from tempo_megatron.slots.slot_content import change_slot, find_class
 
 
 class KeepsActivationInput:
@@ -47,57 +46,45 @@ class KeepsActivationInput:
     keep: ClassVar[str] = "recompute"
 
 
-class _BetweenLinears(KeepsActivationInput):
-    """A base of modules with an activation between linear_fc1 and linear_fc2."""
+def _run_and_drop(module: Any, stock: Any, make: Callable[..., Any], probs: Any, *args: Any, **kwargs: Any) -> Any:
+    """stock.forward(module, *args, **kwargs), of which the input of linear_fc2 is made again in backward.
 
-    linear_fc1: Any
-    linear_fc2: Any
+    make: a forward of the activation's inputs: the module, the output of linear_fc1, and the probabilities `probs`.
+    """
+    if not torch.is_grad_enabled():
+        return stock.forward(module, *args, **kwargs)
+    found: list[Any] = []
 
-    def _run(self, run_stock: Callable[..., Any], *args: Any, probabilities: Tensor | None, **kwargs: Any) -> Any:
-        """run_stock(self, *args, **kwargs), which weights the activation by `probabilities`."""
-        if not torch.is_grad_enabled():
-            return run_stock(self, *args, **kwargs)
-        found: list[Any] = []
+    def run_fc1(*inputs: Any) -> Any:
+        found.append(module.linear_fc1(*inputs))
+        return found[0]
 
-        def run_fc1(*inputs: Any) -> Any:
-            found.append(self.linear_fc1(*inputs))
-            return found[0]
+    def run_fc2(y: Tensor, *inputs: Any) -> Any:
+        x, bias = found.pop()
+        y = adopt(y, functools.partial(run_between_linears, module, make), x, bias, probs)
+        result = module.linear_fc2(y, *inputs)
+        drop(y, after=result[0])
+        return result
 
-        def run_fc2(y: Tensor, *inputs: Any) -> Any:
-            x, bias = found.pop()
-            y = adopt(y, self._run_activation, x, bias, probabilities)
-            result = self.linear_fc2(y, *inputs)
-            drop(y, after=result[0])
-            return result
-
-        stand_in = replace_modules(self, linear_fc1=Function(run_fc1), linear_fc2=Function(run_fc2))
-        return run_stock(stand_in, *args, **kwargs)
-
-    def _run_activation(self, x: Tensor, bias: Tensor | None, probabilities: Tensor | None) -> Tensor:
-        """The input of linear_fc2 from the (output, bias) of linear_fc1."""
-        raise NotImplementedError
+    stand_in = replace_modules(module, linear_fc1=Function(run_fc1), linear_fc2=Function(run_fc2))
+    return stock.forward(stand_in, *args, **kwargs)
 
 
-class TempoExpertMLP(_BetweenLinears, MLP):
+class TempoExpertMLP(KeepsActivationInput, MLP):
     """One expert of a SequentialMLP."""
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any) -> Any:
         """(output [n, h], None or bias) of the expert's tokens [n, h], weighted by per_token_scale [n]."""
-        return self._run(MLP.forward, hidden_states, per_token_scale, probabilities=per_token_scale, **kwargs)
-
-    def _run_activation(self, x: Tensor, bias: Tensor | None, probabilities: Tensor | None) -> Tensor:
-        between = replace_modules(self, linear_fc1=Return(x, bias), linear_fc2=Return())
-        intermediate: Tensor = MLP.forward(between, x, probabilities)[0]
-        return intermediate
+        return _run_and_drop(self, MLP, MLP.forward, per_token_scale, hidden_states, per_token_scale, **kwargs)
 
 
-class TempoSharedExpertMLP(TempoExpertMLP, SharedExpertMLP):
+class TempoSharedExpertMLP(KeepsActivationInput, SharedExpertMLP):
     """The experts that every token goes to. `moe_shared_expert_overlap` calls its parts instead of forward: there it
     keeps what stock does."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The output [s, b, h], times the gate where there is one."""
-        return self._run(SharedExpertMLP.forward, hidden_states, *args, probabilities=None, **kwargs)
+        return _run_and_drop(self, SharedExpertMLP, MLP.forward, None, hidden_states, *args, **kwargs)
 
 
 class TempoSequentialMLP(KeepsActivationInput, experts.SequentialMLP):
@@ -110,63 +97,26 @@ class TempoSequentialMLP(KeepsActivationInput, experts.SequentialMLP):
             expert.__class__ = TempoExpertMLP
 
 
-class _TempoTEGroupedMLP(_BetweenLinears):
+class TempoTEGroupedMLP(KeepsActivationInput, experts.TEGroupedMLP):
     """Experts in Transformer Engine's grouped products."""
-
-    stock: ClassVar[Any]
-    """Megatron's class."""
 
     def forward(self, permuted_local_hidden_states: Tensor, tokens_per_expert: Any, permuted_probs: Tensor) -> Any:
         """(output, None) of tokens in the order of their experts [n, h], weighted by permuted_probs [n]."""
+
+        def make(module: Any, x: Tensor, probs: Tensor) -> Any:
+            # Only the linears look at the numbers of tokens, which would have to be fetched from the device.
+            return experts.TEGroupedMLP.forward(module, x, torch.empty(0, dtype=torch.int64), probs)
+
         inputs = permuted_local_hidden_states, tokens_per_expert, permuted_probs
-        return self._run(self.stock.forward, *inputs, probabilities=permuted_probs)
-
-    def _run_activation(self, x: Tensor, bias: Tensor | None, probabilities: Tensor | None) -> Tensor:
-        between = replace_modules(self, linear_fc1=Return(x, bias), linear_fc2=Return())
-        # Only the linears look at the numbers of tokens, which would have to be fetched from the device.
-        no_numbers = torch.empty(0, dtype=torch.int64)
-        intermediate: Tensor = self.stock.forward(between, x, no_numbers, probabilities)[0]
-        return intermediate
+        return _run_and_drop(self, experts.TEGroupedMLP, make, permuted_probs, *inputs)
 
 
-class _TempoGroupedMLP(KeepsActivationInput):
-    """Experts in the products of grouped_gemm."""
-
-    stock: ClassVar[Any]
-    """Megatron's class."""
-
-    activation_func_with_probs: Callable[[Tensor, Tensor], Tensor]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """(output, None) of tokens in the order of their experts [n, h], weighted by probabilities [n]."""
-        if not torch.is_grad_enabled():
-            return self.stock.forward(self, *args, **kwargs)
-        found: list[Tensor] = []
-        stock_activation = self.activation_func_with_probs
-
-        def run_activation(x: Tensor, probabilities: Tensor) -> Tensor:
-            found.append(adopt(stock_activation(x, probabilities), stock_activation, x, probabilities))
-            return found[0]
-
-        stand_in = replace_modules(self)
-        stand_in.activation_func_with_probs = run_activation
-        result = self.stock.forward(stand_in, *args, **kwargs)
-        drop(found.pop(), after=result[0])
-        return result
-
-
-def _make_class(base: type, stock: Any) -> Any:
-    attributes = {"__module__": __name__, "__doc__": base.__doc__, "stock": stock}
-    return type(f"Tempo{stock.__name__}", (base, stock), attributes)
-
-
-_CLASSES: dict[Any, Any] = {experts.SequentialMLP: TempoSequentialMLP, SharedExpertMLP: TempoSharedExpertMLP}
+_CLASSES: dict[Any, Any] = {
+    experts.SequentialMLP: TempoSequentialMLP,
+    experts.TEGroupedMLP: TempoTEGroupedMLP,
+    SharedExpertMLP: TempoSharedExpertMLP,
+}
 """Megatron's class -> Tempo's."""
-# GroupedMLP is in 0.16 and before; until 0.13 TEGroupedMLP is not there without Transformer Engine.
-for _name, _base in (("TEGroupedMLP", _TempoTEGroupedMLP), ("GroupedMLP", _TempoGroupedMLP)):
-    if hasattr(experts, _name):
-        _stock = getattr(experts, _name)
-        _CLASSES[_stock] = _make_class(_base, _stock)
 
 
 class _AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
@@ -181,14 +131,14 @@ class _AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
     router: TempoTopKRouter | None = None
     """One that can choose again, and whose choice these places are."""
 
-    take_places: _Places | None = None
+    take_places: Callable[[], Tensor] | None = None
     """Of this forward, where they are made again."""
 
     def dispatch_preprocess(self, *args: Any, **kwargs: Any) -> Any:
         """Tokens in the order of their experts, and the probability of each."""
         found = _preprocess(self, *args, **kwargs)
         if self.router is not None and (choose := self.router.take_choice()) is not None:
-            self.take_places = _Places(choose, self.reversed_local_input_permutation_mapping.size(0))
+            self.take_places = _find_places(choose, self.reversed_local_input_permutation_mapping.size(0))
         return found
 
     def combine_postprocess(self, *args: Any, **kwargs: Any) -> Any:
@@ -204,24 +154,24 @@ class _AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
         return restored
 
 
-class _Places:
-    """Makes again which tokens the experts have got: their rows, sorted by expert [n]. All who ask in one backward get
-    the same tensor."""
+def _find_places(choose: Callable[[], Tensor], num_places: int) -> Callable[[], Tensor]:
+    """A function that finds again which tokens the experts have got: their rows, sorted by expert [n]. All who ask in
+    one backward get the same tensor."""
+    found: weakref.ref[Tensor] | None = None
 
-    def __init__(self, choose: Callable[[], Tensor], num_places: int) -> None:
-        self._choose, self._num_places = choose, num_places
-        self._made: Callable[[], Tensor | None] = lambda: None
-
-    def __call__(self) -> Tensor:
-        places = self._made()
+    def find() -> Tensor:
+        nonlocal found
+        places = None if found is None else found()
         if places is None:
             with torch.no_grad():
-                chosen = self._choose()
+                chosen = choose()
             # A stable order, as Megatron's since 0.19: masked_select would wait for the device.
             order = chosen.T.reshape(-1).to(torch.int8).argsort(descending=True, stable=True)
-            places = order[: self._num_places] % chosen.size(0)
-            self._made = weakref.ref(places)
+            places = order[:num_places] % chosen.size(0)
+            found = weakref.ref(places)
         return places
+
+    return find
 
 
 def _permute(tokens: Tensor, routing_map: Tensor, probs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -312,44 +262,29 @@ class TempoRepeatMoELayer(TempoMoELayer):
     def _run_experts(self, take_tokens: Callable[[], Tensor], copies: Tensor, *inputs: Any) -> Any:
         dispatch = _dispatch_again(self.token_dispatcher)
         found: list[Tensor] = []
-        output, bias = self.experts(copies, *inputs)
-        drop(copies, after=output, make=lambda: (found.pop(),))
-        return _CallInBackward.apply(output, lambda: found.append(dispatch(take_tokens()))), bias
+        result = self.experts(copies, *inputs)
 
+        def send(_: Tensor) -> None:
+            found.append(dispatch(take_tokens()))
 
-class _CallInBackward(torch.autograd.Function):
-    """Returns x; backward calls a function before the gradient goes on."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Callable[[], None]) -> Tensor:
-        ctx.function = function
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        with torch.no_grad():
-            ctx.function()
-        return grad, None
+        if result[0].requires_grad:
+            result[0].register_hook(send)
+        drop(copies, after=result[0], make=lambda: (found.pop(),))
+        return result
 
 
 def _permute_again(size: torch.Size, dispatcher: Any) -> Callable[[Tensor], Tensor]:
     """A function that permutes tokens as the dispatcher has just done, into `size`. On one rank they are sorted by
     expert then: what the dispatcher does between permuting and the experts changes nothing."""
     if not dispatcher.config.moe_permute_fusion:
-        take = getattr(dispatcher, "take_places", None)
-        if take is None:
-            index = dispatcher.reversed_local_input_permutation_mapping
-            return lambda tokens: tokens.view(-1, size[-1]).index_select(0, index)
+        index = dispatcher.reversed_local_input_permutation_mapping
+        take = getattr(dispatcher, "take_places", None) or functools.partial(torch.Tensor.detach, index)
         return lambda tokens: tokens.view(-1, size[-1]).index_select(0, take())
     # The all-gather dispatcher lets go of the map of all ranks' tokens, which is that of its own here.
     is_gathered = isinstance(dispatcher, MoEAllGatherTokenDispatcher)
     routing_map = dispatcher.local_map if is_gathered else dispatcher.routing_map
-
-    def permute(tokens: Tensor) -> Tensor:
-        found: Tensor = moe_utils.permute(tokens.view(-1, size[-1]), routing_map, num_out_tokens=size[0], fused=True)[0]
-        return found
-
-    return permute
+    permute = functools.partial(moe_utils.permute, routing_map=routing_map, num_out_tokens=size[0], fused=True)
+    return lambda tokens: permute(tokens.view(-1, size[-1]))[0]
 
 
 def _dispatch_again(dispatcher: Any) -> Callable[[Tensor], Tensor]:
@@ -476,9 +411,11 @@ _route = replace_names(
 )
 
 
-def replace_experts(submodules: Any, config: TransformerConfig, *, keeps_input: bool, drops_input: bool) -> Any:
-    """The submodules of a MoELayer, without shared experts where the configuration has none, since the layer makes none
-    then.
+def replace_experts(
+    submodules: Any, config: TransformerConfig, *, keeps_input: bool, drops_input: bool
+) -> dict[str, Any]:
+    """What becomes of the submodules of a MoELayer, by name; of shared experts nothing where the configuration has
+    none, since the layer makes none then.
 
     Args:
         submodules: Megatron's.
@@ -488,19 +425,15 @@ def replace_experts(submodules: Any, config: TransformerConfig, *, keeps_input: 
     """
     has_shared = getattr(config, "moe_shared_expert_intermediate_size", None) is not None
     changes: dict[str, Any] = {} if has_shared else {"shared_experts": None}
-    if keeps_input and not _runs_in_one_operation(config):
+    # Transformer Engine's op fuser runs both linears and the activation in one operation (since 0.17).
+    if keeps_input and not (is_since("0.17") and getattr(config, "use_transformer_engine_op_fuser", False)):
         changes["experts"] = _replace(submodules.experts)
     if keeps_input and has_shared and not config.moe_shared_expert_overlap:
         changes["shared_experts"] = _replace(submodules.shared_experts)
     # A slot since 0.16.
     if (keeps_input or drops_input) and getattr(submodules, "router", None) is TopKRouter:
         changes["router"] = TempoDroppingTopKRouter if drops_input else TempoTopKRouter
-    return dataclasses.replace(submodules, **changes)
-
-
-def _runs_in_one_operation(config: Any) -> bool:
-    """Whether Transformer Engine's op fuser runs both linears and the activation (since 0.17)."""
-    return is_since("0.17") and bool(getattr(config, "use_transformer_engine_op_fuser", False))
+    return changes
 
 
 def _replace(slot: Any) -> Any:
@@ -510,6 +443,4 @@ def _replace(slot: Any) -> Any:
     module = _CLASSES.get(stock)
     if module is None:
         return slot
-    if isinstance(slot, functools.partial):
-        return functools.partial(module, *slot.args, **slot.keywords)
-    return dataclasses.replace(slot, module=module) if isinstance(slot, ModuleSpec) else module
+    return change_slot(slot, module) if isinstance(slot, functools.partial | ModuleSpec) else module

@@ -6,8 +6,8 @@ A spec is never changed: every function returns a new one. Modules that Tempo do
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import functools
 import logging
 from typing import Any
 
@@ -36,7 +36,6 @@ from tempo_megatron.slots import hybrid
 from tempo_megatron.slots import transformer_engine as te
 from tempo_megatron.slots.attention import (
     LatentSelfAttention,
-    TempoDotProductAttention,
     TempoMLASelfAttention,
     TempoNormedSelfAttention,
     TempoRotarySelfAttention,
@@ -44,6 +43,7 @@ from tempo_megatron.slots.attention import (
 )
 from tempo_megatron.slots.block_slots import (
     ATTENTIONS,
+    CLASSES,
     INNER_NORMS,
     TempoBlockSubmodules,
     TempoPredictionSubmodules,
@@ -52,13 +52,12 @@ from tempo_megatron.slots.block_slots import (
     list_slots,
 )
 from tempo_megatron.slots.choose import Choices, Obstacles, Refusal, choose
-from tempo_megatron.slots.classes import CLASSES, get_norm
 from tempo_megatron.slots.dropout import tempo_bias_dropout_add
 from tempo_megatron.slots.dropout_rng import Site, Stack
 from tempo_megatron.slots.experts import TempoRoutedMoELayer, is_mixture, replace_experts
 from tempo_megatron.slots.linear import TempoColumnParallelLinear, TempoRowParallelLinear
 from tempo_megatron.slots.norm import TorchLayerNorm, TorchRMSNorm
-from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there, list_fields, put_submodules
+from tempo_megatron.slots.slot_content import change_slot, find_class, find_submodules, is_there, list_fields
 
 _EXPECTED_SPEC = (
     "expected a spec of TransformerLayer, or TransformerBlockSubmodules of such layers, as GPTModel, BertModel and "
@@ -68,24 +67,13 @@ _NORM_SLOTS = OPERATIONS["norm"].slots
 # Linears whose input is a norm's output that no other module reads.
 _LINEARS_AFTER_NORMS = ("linear_qkv", "linear_q", "linear_fc1")
 _LATENT_LINEARS_AFTER_NORMS = ("linear_q_up_proj", "linear_kv_up_proj")
-_BDA_SITES = dict(
-    zip(
-        OPERATIONS["dropout"].slots,
-        (Site.SELF_ATTENTION_OUTPUT, Site.CROSS_ATTENTION_OUTPUT, Site.MLP_OUTPUT, Site.MAMBA_OUTPUT),
-        strict=True,
-    )
+_SITES = (Site.SELF_ATTENTION_OUTPUT, Site.CROSS_ATTENTION_OUTPUT, Site.MLP_OUTPUT, Site.MAMBA_OUTPUT)
+_BDA_SITES = dict(zip(OPERATIONS["dropout"].slots, _SITES, strict=True))
+# Megatron gives a process group to the MLP classes it knows, and warns in every layer about any other class. TempoMLP
+# takes its group from `pg_collection`.
+logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(
+    lambda record: "Unknown MLP type" not in record.getMessage()
 )
-
-
-class _DropUnknownMLP(logging.Filter):
-    """Drops a warning: Megatron gives a process group to the MLP classes it knows, and warns in every layer about any
-    other class. TempoMLP takes its group from `pg_collection`."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "Unknown MLP type" not in record.getMessage()
-
-
-logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(_DropUnknownMLP())
 
 
 def tempo_block_spec(
@@ -153,21 +141,39 @@ def tempoize(
     block = _make_block(spec, transformer_config, vp_stage)
     layer_specs = block.layer_specs or []
     choices = _choose_for_layers(layer_specs, transformer_config, tempo_config, obstacles or {})
-    stack = _get_stack(layer_specs) if stack is None else stack
-    stack_name, first_layer = stack.name.lower(), get_transformer_layer_offset(transformer_config, vp_stage)
-    choices.written.check_layers(stack_name, transformer_config.num_layers)
-    made = TempoBlockSubmodules(
-        layer_specs=[
-            tempoize_layer(layer, transformer_config, choices.config.for_layer(number, stack_name), number + 1, stack)
-            for number, layer in enumerate(layer_specs, first_layer)
+    block.stack = _get_stack(layer_specs) if stack is None else stack
+    block.first_layer = get_transformer_layer_offset(transformer_config, vp_stage)
+    choices.written.check_layers(block.stack.name.lower(), transformer_config.num_layers)
+    return _fill_block(block, transformer_config, choices)
+
+
+def _fill_block(
+    block: TempoBlockSubmodules,
+    transformer_config: TransformerConfig,
+    choices: Choices,
+    mask_layers: list[int] | None = None,
+) -> TempoBlockSubmodules:
+    """`block`, whose modules are stock's, with Tempo's.
+
+    mask_layers: the number of each layer in the keys of dropout masks, from 1, if that is not its number in the model.
+    """
+    stack, layer_specs = block.stack.name.lower(), block.layer_specs or []
+    changes: dict[str, Any] = {
+        "layer_specs": [
+            tempoize_layer(
+                layer,
+                transformer_config,
+                choices.config.for_layer(number, stack),
+                number + 1 if mask_layers is None else mask_layers[number],
+                block.stack,
+                is_numbered=mask_layers is not None,
+            )
+            for number, layer in enumerate(layer_specs, block.first_layer)
         ],
-        layer_norm=_replace_norm(block.layer_norm, transformer_config, choices.config),
-        submodules=block.submodules,
-        choices=choices,
-        stack=stack,
-        first_layer=first_layer,
-        stock_layers=block.stock_layers or layer_specs,
-    )
+        "layer_norm": _Values(transformer_config, choices.config).replace_norm(block.layer_norm),
+        "stock_layers": block.stock_layers or layer_specs,
+    }
+    made = dataclasses.replace(block, choices=choices, **changes)
     _refuse_other_values(made, choices.config)
     return made
 
@@ -198,20 +204,22 @@ def _tempoize_prediction(
     inner_layers = [find_inner_layer(layer.submodules) for layer in layers]
     _make_block(TransformerBlockSubmodules(layer_specs=inner_layers), transformer_config, None)
     choices = _choose_for_layers(inner_layers, transformer_config, tempo_config, obstacles)
-    values = dataclasses.replace(choices.config, layers={})
-    before_copy = values if values.norm == "off" else dataclasses.replace(values, norm="recompute")
+    config = dataclasses.replace(choices.config, layers={})
+    values = _Values(transformer_config, config)
+    copied = (
+        values if config.norm == "off" else _Values(transformer_config, dataclasses.replace(config, norm="recompute"))
+    )
     made = []
     for depth, (layer, inner) in enumerate(zip(layers, inner_layers, strict=True), 1):
         slots = layer.submodules
-        # The layer's number only tells its depth to those who read it: masks are drawn for the depth that is counted.
-        replaced = tempoize_layer(inner, transformer_config, values, depth, Stack.PREDICTION)
         changes = {
-            find_inner_name(slots): replaced,
-            "enorm": _replace_norm(slots.enorm, transformer_config, before_copy),
-            "hnorm": _replace_norm(slots.hnorm, transformer_config, before_copy),
-            "layer_norm": _replace_norm(slots.layer_norm, transformer_config, values),
+            # The number only tells its depth to those who read it: masks are drawn for the depth that is counted.
+            find_inner_name(slots): tempoize_layer(inner, transformer_config, config, depth, Stack.PREDICTION),
+            "enorm": copied.replace_norm(slots.enorm),
+            "hnorm": copied.replace_norm(slots.hnorm),
+            "layer_norm": values.replace_norm(slots.layer_norm),
         }
-        made.append(dataclasses.replace(layer, submodules=dataclasses.replace(slots, **changes)))
+        made.append(change_slot(layer, **changes))
     return TempoPredictionSubmodules(layer_specs=made, choices=choices)
 
 
@@ -254,50 +262,17 @@ def tempoize_hybrid(
             "mla_down_proj_fusion is on, by which HybridStack changes the spec of layers with latent attention; "
             "expected it off; leave Tempo off, or the fusion"
         )
-    found = {**te.find_obstacles(stock, transformer_config), **(obstacles or {})}
+    found = dict(obstacles or {})
     if hybrid.predicts_tokens(layer_pattern) and transformer_config.hidden_dropout > 0:
         # The embedding, whose dropout is drawn once, is called once more for each depth of prediction.
         reason = f"the layer pattern is {layer_pattern}, whose multi-token prediction embeds tokens again"
         found["dropout"] = Refusal(f"{reason}, so they would have the same dropout masks")
-    choices = choose(transformer_config, tempo_config, found)
-    stack = Stack.DECODER
-    choices.written.check_layers(stack.name.lower(), len(layers))
-    block = TempoBlockSubmodules(
-        layer_specs=[
-            _number_masks(
-                tempoize_layer(
-                    layer_spec,
-                    transformer_config,
-                    choices.config.for_layer(number, stack.name.lower()),
-                    layer.mask_layer,
-                    stack,
-                ),
-                layer.mask_layer,
-            )
-            for number, (layer, layer_spec) in enumerate(zip(layers, stock, strict=True))
-        ],
-        # The stack's own, which no spec names.
-        layer_norm=_replace_norm(te.find_norm(), transformer_config, choices.config),
-        choices=choices,
-        stack=stack,
-        stock_layers=stock,
-    )
-    _refuse_other_values(block, choices.config)
-    return hybrid.make_stack_spec(spec, block, layers)
-
-
-def _number_masks(layer: ModuleSpec, mask_layer: int) -> ModuleSpec:
-    """`layer` whose core attention draws the masks of layer `mask_layer`, if it is Tempo's."""
-    slots: Any = layer.submodules
-    attention: Any = getattr(slots, "self_attention", None)
-    core_attention: Any = getattr(find_submodules(attention), "core_attention", None)
-    module = find_class(core_attention)
-    if not (isinstance(module, type) and issubclass(module, TempoDotProductAttention)):
-        return layer
-    numbered = ModuleSpec(module, {**core_attention.params, "mask_layer": mask_layer}, core_attention.submodules)
-    submodules = dataclasses.replace(attention.submodules, core_attention=numbered)
-    attention = dataclasses.replace(attention, submodules=submodules)
-    return dataclasses.replace(layer, submodules=dataclasses.replace(slots, self_attention=attention))
+    choices = _choose_for_layers(stock, transformer_config, tempo_config, found)
+    choices.written.check_layers("decoder", len(layers))
+    # The stack's own norm, which no spec names.
+    block = TempoBlockSubmodules(layer_specs=stock, layer_norm=te.find_norm(), stack=Stack.DECODER)
+    made = _fill_block(block, transformer_config, choices, [layer.mask_layer for layer in layers])
+    return hybrid.make_stack_spec(spec, made, layers)
 
 
 def _refuse_other_values(block: TempoBlockSubmodules, tempo_config: TempoConfig) -> None:
@@ -334,7 +309,7 @@ def _make_block(spec: Any, transformer_config: TransformerConfig, vp_stage: int 
                 "switches (--use-tempo)"
             )
     if isinstance(block, TempoBlockSubmodules):
-        return block
+        return copy.copy(block)
     submodules = layer_specs[0].submodules if layer_specs else None
     if is_block:
         return TempoBlockSubmodules(layer_specs, block.layer_norm, submodules)
@@ -361,103 +336,128 @@ def tempoize_layer(
     tempo_config: TempoConfig,
     layer_number: int,
     stack: Stack,
+    *,
+    is_numbered: bool = False,
 ) -> ModuleSpec:
     """The spec of one layer with Tempo's modules by the values of `tempo_config`, of which none is "auto".
 
     layer_number: from 1; with the stack it decides which dropout masks are drawn.
+    is_numbered: whether attention is told this number too, because Megatron will give it another.
     """
-    changes: dict[str, Any] = {}
+    params = {"stack": stack, "mask_layer": layer_number} if is_numbered else {"stack": stack}
+    values = _Values(transformer_config, tempo_config)
     slots: Any = layer.submodules
     fields = list_fields(slots)
-    for name in _NORM_SLOTS:
-        if name in fields:
-            changes[name] = _replace_norm(fields[name], transformer_config, tempo_config)
-    for name in ATTENTIONS:
-        if name in fields:
-            changes[name] = _replace_attention(fields[name], transformer_config, tempo_config, stack)
+    changes: dict[str, Any] = {name: values.replace_norm(fields[name]) for name in _NORM_SLOTS if name in fields}
+    changes |= {name: values.replace_attention(fields[name], params) for name in ATTENTIONS if name in fields}
     if tempo_config.dropout == "recompute":
         for name, site in _BDA_SITES.items():
             if fields.get(name) is get_bias_dropout_add:
                 changes[name] = tempo_bias_dropout_add(transformer_config, layer_number, site, stack)
     if "mlp" in fields:
-        changes["mlp"] = _replace_mlp(slots.mlp, transformer_config, tempo_config)
+        changes["mlp"] = values.replace_mlp(slots.mlp)
     if linears := te.replace_linears(find_submodules(fields.get("mixer")), tempo_config, ()):
-        mixer = slots.mixer
-        changes["mixer"] = dataclasses.replace(mixer, submodules=dataclasses.replace(mixer.submodules, **linears))
-    return dataclasses.replace(layer, submodules=dataclasses.replace(slots, **changes))
+        changes["mixer"] = change_slot(slots.mixer, **linears)
+    return change_slot(layer, **changes)
 
 
-def _replace_norm(slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig) -> Any:
-    stock = (FusedLayerNorm, WrappedTorchNorm, transformer_block.LayerNormImpl)
-    if slot not in stock and not te.is_residual_norm(slot, transformer_config):
-        return slot
-    tempo_norm = te.replace_norm(slot, get_norm(transformer_config.normalization, tempo_config.norm))
-    if tempo_norm is not None or slot is not WrappedTorchNorm:
-        return tempo_norm or slot
-    return {"LayerNorm": TorchLayerNorm, "RMSNorm": TorchRMSNorm}.get(transformer_config.normalization, slot)
+@dataclasses.dataclass(frozen=True)
+class _Values:
+    """What becomes of the slots of a layer, or of a block's norm, by these values."""
 
+    config: TransformerConfig
+    tempo: TempoConfig
 
-def _replace_linears(
-    submodules: Any, tempo_config: TempoConfig, after_norms: tuple[str, ...] = _LINEARS_AFTER_NORMS
-) -> dict[str, Any]:
-    """Replacements for the linears whose input a norm or attention can recompute: Tempo's linears drop it after use.
+    def replace_norm(self, slot: Any) -> Any:
+        stock = (FusedLayerNorm, WrappedTorchNorm, transformer_block.LayerNormImpl)
+        if slot not in stock and not te.is_residual_norm(slot, self.config):
+            return slot
+        normalization = self.config.normalization
+        found = CLASSES.get(("norm", self.tempo.norm), ())
+        tempo_norm = te.replace_norm(slot, next((norm for norm in found if norm.normalization == normalization), None))
+        if tempo_norm is not None or slot is not WrappedTorchNorm:
+            return tempo_norm or slot
+        return {"LayerNorm": TorchLayerNorm, "RMSNorm": TorchRMSNorm}.get(normalization, slot)
 
-    Transformer Engine's fused linears contain a norm, and are replaced unless `norm` is "off".
+    def replace_linears(self, submodules: Any, after_norms: tuple[str, ...] = _LINEARS_AFTER_NORMS) -> dict[str, Any]:
+        """Replacements for the linears whose input a norm or attention can recompute: Tempo's linears drop it after
+        use. Transformer Engine's fused linears contain a norm, and are replaced unless `norm` is "off".
 
-    after_norms: the linears whose input is a norm's output that nothing else reads.
-    """
-    changes = te.replace_linears(submodules, tempo_config, after_norms)
-    if tempo_config.attention == "recompute" and getattr(submodules, "linear_proj", None) is RowParallelLinear:
-        changes["linear_proj"] = TempoRowParallelLinear
-    if tempo_config.norm == "recompute":
-        names = [name for name in after_norms if getattr(submodules, name, None) is ColumnParallelLinear]
-        changes |= dict.fromkeys(names, TempoColumnParallelLinear)
-    return changes
+        after_norms: the linears whose input is a norm's output that nothing else reads.
+        """
+        changes = te.replace_linears(submodules, self.tempo, after_norms)
+        if self.tempo.attention == "recompute" and getattr(submodules, "linear_proj", None) is RowParallelLinear:
+            changes["linear_proj"] = TempoRowParallelLinear
+        if self.tempo.norm == "recompute":
+            names = [name for name in after_norms if getattr(submodules, name, None) is ColumnParallelLinear]
+            changes |= dict.fromkeys(names, TempoColumnParallelLinear)
+        return changes
 
+    def replace_attention(self, slot: Any, params: dict[str, Any]) -> Any:
+        """params: further arguments of Tempo's core attention."""
+        module, submodules = find_class(slot), find_submodules(slot)
+        is_latent = isinstance(module, type) and issubclass(module, MultiLatentAttention)
+        is_known = module in (MLASelfAttention, LatentSelfAttention)
+        if is_latent and (not is_known or getattr(self.config, "cache_mla_latents", False)):
+            # Inference with cached latents takes norms and projections apart, and other classes may do as they like.
+            return slot
+        after_norms: tuple[str, ...] = _LINEARS_AFTER_NORMS
+        if is_latent:
+            module = TempoMLASelfAttention if self.tempo.norm == "recompute" else LatentSelfAttention
+            # Megatron's recomputation of the up projections begins with the norms' outputs, and so keeps them.
+            after_norms = () if recomputes_latent_projections(self.config) else _LATENT_LINEARS_AFTER_NORMS
+        changes = self.replace_linears(submodules, after_norms)
+        is_plain = module in (SelfAttention, TempoRotarySelfAttention)
+        drops_projection = is_plain and self.tempo.linear_qkv == "recompute"
+        fields = list_fields(submodules)
+        norms = {name: self.replace_norm(fields[name]) for name in INNER_NORMS if name in fields}
+        stock_attention = fields.get("core_attention")
+        is_te = te.is_attention(stock_attention, getattr(slot, "params", {}))
+        if self.tempo.attention != "off" and (stock_attention is DotProductAttention or is_te):
+            # The norms of latent attention are in front of the projections.
+            keeps = [] if is_latent else [getattr(n, "keep", "recompute") for n in norms.values() if is_there(n)]
+            core_attention = (te.CLASSES if is_te else CLASSES)["attention", self.tempo.attention][0]
+            pins = {"has_pinned_projection": drops_projection or "recompute" in keeps}
+            changes["core_attention"] = ModuleSpec(core_attention, params | pins)
+        if drops_projection:
+            _refuse_kept_operands(stock_attention, self.config, "core_attention" in changes)
+            module = CLASSES["linear_qkv", "recompute"][0]
+        elif is_plain and "core_attention" in changes:
+            are_recomputed = any(getattr(norm, "keep", "") == "recompute" for norm in norms.values())
+            module = TempoNormedSelfAttention if are_recomputed else TempoRotarySelfAttention
+        changes |= norms
+        return slot if module is find_class(slot) and not changes else change_slot(slot, module, **changes)
 
-def _replace_attention(
-    slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig, stack: Stack
-) -> Any:
-    module, submodules = find_class(slot), find_submodules(slot)
-    is_latent = isinstance(module, type) and issubclass(module, MultiLatentAttention)
-    is_known = module in (MLASelfAttention, LatentSelfAttention)
-    if is_latent and (not is_known or getattr(transformer_config, "cache_mla_latents", False)):
-        # Inference with cached latents takes norms and projections apart, and other classes may do as they like.
-        return slot
-    after_norms: tuple[str, ...] = _LINEARS_AFTER_NORMS
-    if is_latent:
-        # Megatron's recomputation of the up projections begins with the norms' outputs, and so keeps them.
-        after_norms = () if recomputes_latent_projections(transformer_config) else _LATENT_LINEARS_AFTER_NORMS
-    changes = _replace_linears(submodules, tempo_config, after_norms)
-    is_plain = module in (SelfAttention, TempoRotarySelfAttention)
-    drops_projection = is_plain and tempo_config.linear_qkv == "recompute"
-    for name in INNER_NORMS:
-        if hasattr(submodules, name):
-            changes[name] = _replace_norm(getattr(submodules, name), transformer_config, tempo_config)
-    stock_attention = getattr(submodules, "core_attention", None)
-    is_te = te.is_attention(stock_attention, getattr(slot, "params", {}))
-    if tempo_config.attention != "off" and (stock_attention is DotProductAttention or is_te):
-        # The norms of latent attention are in front of the projections.
-        norms = [] if is_latent else [norm for name in INNER_NORMS if is_there(norm := changes.get(name))]
-        pins = drops_projection or any(getattr(norm, "keep", "recompute") == "recompute" for norm in norms)
-        core_attention = (te.CLASSES if is_te else CLASSES)["attention", tempo_config.attention][0]
-        changes["core_attention"] = ModuleSpec(core_attention, {"stack": stack, "has_pinned_projection": pins})
-    if is_latent:
-        latent = TempoMLASelfAttention if tempo_config.norm == "recompute" else LatentSelfAttention
-        slot = dataclasses.replace(slot, module=latent)
-    if drops_projection:
-        _refuse_kept_operands(stock_attention, transformer_config, "core_attention" in changes)
-        slot = dataclasses.replace(slot, module=CLASSES["linear_qkv", "recompute"][0])
-    elif is_plain and "core_attention" in changes:
-        module = TempoNormedSelfAttention if _recomputes_norms(changes) else TempoRotarySelfAttention
-        slot = dataclasses.replace(slot, module=module)
-    return dataclasses.replace(slot, submodules=dataclasses.replace(submodules, **changes)) if changes else slot
+    def replace_mlp(self, slot: Any) -> Any:
+        stock = find_class(slot)
+        if slot is stock:  # a bare class, whose linears nobody names
+            return slot
+        if is_mixture(slot):
+            return self._replace_mixture(slot)
+        if stock is not MLP and not te.is_fused_mlp(stock):
+            return slot
+        classes = CLASSES if stock is MLP else te.CLASSES
+        module = classes.get(("activation", self.tempo.activation), (stock,))[0]
+        if linears := classes.get(("linear_fc1", self.tempo.linear_fc1)):
+            # The activation's input is at hand here, so its derivative is exact even with activation "inplace".
+            module = linears[-1] if self.tempo.activation == "off" else linears[0]
+        if module is stock and stock is not MLP:
+            return slot
+        return change_slot(slot, module, **self.replace_linears(find_submodules(slot)))
 
-
-def _recomputes_norms(changes: dict[str, Any]) -> bool:
-    """Whether queries and keys have norms that keep their input."""
-    norms = (changes.get(name) for name in INNER_NORMS)
-    return any(getattr(norm, "keep", "") == "recompute" for norm in norms)
+    def _replace_mixture(self, slot: Any) -> Any:
+        keeps_input, drops_input = self.tempo.activation == "recompute", self.tempo.norm == "recompute"
+        submodules = find_submodules(slot)
+        changes = replace_experts(submodules, self.config, keeps_input=keeps_input, drops_input=drops_input)
+        shared = changes.get("shared_experts", getattr(submodules, "shared_experts", None))
+        if shared is not None and dataclasses.is_dataclass(find_submodules(shared)):
+            changes["shared_experts"] = change_slot(shared, **self.replace_linears(find_submodules(shared)))
+        module = find_class(slot)
+        if module is MoELayer and (mixtures := CLASSES.get(("moe_permute", self.tempo.moe_permute))):
+            module = mixtures[0]
+        elif module is MoELayer and (keeps_input or drops_input):
+            module = TempoRoutedMoELayer
+        return change_slot(slot, module, **changes)
 
 
 def keeps_copies(*, is_megatrons: bool, is_grouped: bool) -> bool:
@@ -481,47 +481,3 @@ def _refuse_kept_operands(core_attention: Any, transformer_config: TransformerCo
         "v; expected Tempo's attention, or one that Megatron recomputes (core_attn); set tempo.attention to "
         '"flash", or tempo.linear_qkv to "off"'
     )
-
-
-def _replace_mlp(slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig) -> Any:
-    stock = find_class(slot)
-    if slot is stock:  # a bare class, whose linears nobody names
-        return slot
-    if is_mixture(slot):
-        submodules = replace_experts(
-            find_submodules(slot),
-            transformer_config,
-            keeps_input=tempo_config.activation == "recompute",
-            drops_input=tempo_config.norm == "recompute",
-        )
-        shared = getattr(submodules, "shared_experts", None)
-        if shared is not None and dataclasses.is_dataclass(find_submodules(shared)):
-            linears = dataclasses.replace(
-                find_submodules(shared), **_replace_linears(find_submodules(shared), tempo_config)
-            )
-            submodules = dataclasses.replace(
-                submodules, shared_experts=put_submodules(shared, find_class(shared), linears)
-            )
-        if stock is MoELayer:
-            keeps_less = "recompute" in (tempo_config.activation, tempo_config.norm)
-            mixtures = CLASSES.get(("moe_permute", tempo_config.moe_permute))
-            stock = mixtures[0] if mixtures else TempoRoutedMoELayer if keeps_less else stock
-        return put_submodules(slot, stock, submodules)
-    if stock is not MLP and not te.is_fused_mlp(stock):
-        return slot
-    classes = CLASSES if stock is MLP else te.CLASSES
-    module = classes.get(("activation", tempo_config.activation), (stock,))[0]
-    if linears := classes.get(("linear_fc1", tempo_config.linear_fc1)):
-        # The activation's input is at hand here, so its derivative is exact even with activation "inplace".
-        module = linears[-1] if tempo_config.activation == "off" else linears[0]
-    if module is stock and stock is not MLP:
-        return slot
-    if isinstance(slot, functools.partial):
-        keywords = dict(slot.keywords)
-        if "submodules" in keywords:
-            submodules = keywords["submodules"]
-            keywords["submodules"] = dataclasses.replace(submodules, **_replace_linears(submodules, tempo_config))
-        build = module if slot.func is stock else getattr(module, slot.func.__name__)
-        return functools.partial(build, *slot.args, **keywords)
-    submodules = dataclasses.replace(slot.submodules, **_replace_linears(slot.submodules, tempo_config))
-    return dataclasses.replace(slot, module=module, submodules=submodules)

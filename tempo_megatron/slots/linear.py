@@ -116,18 +116,6 @@ class LinearCall(torch.nn.Module):
         return run(self._take_input())
 
 
-class Return(torch.nn.Module):
-    """Stands in for a linear: returns what it was made with, or its input and no bias."""
-
-    def __init__(self, *result: Any) -> None:
-        super().__init__()
-        self.result = result
-
-    def forward(self, input_: Tensor, *_: Any) -> Any:
-        """(output, bias)."""
-        return self.result or (input_, None)
-
-
 class Function(torch.nn.Module):
     """Stands in for a module: calls a function."""
 
@@ -140,11 +128,26 @@ class Function(torch.nn.Module):
         return self.function(*args, **kwargs)
 
 
+class Return(Function):
+    """Stands in for a linear: returns the (output, bias) that it was made with, or its input and no bias."""
+
+    def __init__(self, *result: Any) -> None:
+        super().__init__(lambda input_, *_: result or (input_, None))
+
+
 def replace_modules(module: Any, **others: torch.nn.Module) -> Any:
     """A copy of `module` with other submodules in some places; it shares everything else, parameters too."""
     stand_in = copy.copy(module)
     stand_in._modules = {**module._modules, **others}
     return stand_in
+
+
+def run_between_linears(module: Any, forward: Callable[..., Any], x: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
+    """The input of a module's linear_fc2 from the (output, bias) of its linear_fc1, by Megatron's
+    `forward(module, x, *args)`."""
+    between = replace_modules(module, linear_fc1=Return(x, bias), linear_fc2=Return())
+    made: Tensor = forward(between, x, *args)[0]
+    return made
 
 
 def replace_names(function: Callable[..., Any], **others: Any) -> Callable[..., Any]:

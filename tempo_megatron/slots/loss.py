@@ -13,14 +13,12 @@ knows the labels of each of these calls beforehand.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
-import sys
 import types
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.bert.bert_model import BertModel
@@ -163,32 +161,23 @@ def _roll_targets(
     model: Any, labels: Tensor | None, loss_mask: Tensor | None, packed_seq_params: Any
 ) -> list[tuple[Tensor, Tensor | None]]:
     """Labels and loss masks of each depth of multi-token prediction, rolled as Megatron rolls them for its losses."""
-    number = model.config.mtp_num_layers or 0
     if labels is None or not model.post_process:
         return []
-    found: list[tuple[Tensor, Tensor | None]] = []
-    for _ in range(number):
-        labels, loss_mask = (
-            None if each is None else _roll(each, model, packed_seq_params) for each in (labels, loss_mask)
-        )
-        assert labels is not None
-        found.append((labels, loss_mask))
-    return found
-
-
-def _roll(targets: Tensor, model: Any, packed_seq_params: Any) -> Tensor:
-    """targets [b, s] of the next token, 0 behind the last."""
-    collection = getattr(model, "pg_collection", None)
-    group = getattr(model, "cp_group", None) or getattr(collection, "cp", None)
+    group = getattr(model, "cp_group", None) or getattr(getattr(model, "pg_collection", None), "cp", None)
     offered = {"cp_group": group, "packed_seq_params": packed_seq_params}
     # Older Megatrons roll without one or both.
     taken = inspect.signature(multi_token_prediction.roll_tensor).parameters
     given = {name: value for name, value in offered.items() if name in taken}
-    rolled: Tensor = multi_token_prediction.roll_tensor(targets, shifts=-1, dims=-1, **given)[0]
-    return rolled
+    found: list[Any] = []
+    for _ in range(model.config.mtp_num_layers or 0):
+        labels, loss_mask = (
+            each if each is None else multi_token_prediction.roll_tensor(each, shifts=-1, dims=-1, **given)[0]
+            for each in (labels, loss_mask)
+        )
+        found.append((labels, loss_mask))
+    return found
 
 
-@functools.cache
 def fused_gpt_class(cls: Any = GPTModel) -> Any:
     """A subclass of `cls`, GPTModel or a class that derives from it, whose models are built with the fused loss head.
 
@@ -197,108 +186,51 @@ def fused_gpt_class(cls: Any = GPTModel) -> Any:
 
     The constructor raises ValueError where the model or its configuration has what the fused head cannot do.
     """
-
-    # The methods name `cls` where others would write super(): tempoize_loss binds them to models of `cls` too.
-    class FusedGPTModel(_with_fused_head(cls)):  # type: ignore[misc]
-        def _postprocess(
-            self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            run = functools.partial(cls._postprocess, self, hidden_states, input_ids, position_ids, labels)
-            if kwargs.get("output_processor") is not None:
-                # A user's processor may ask the output layer for logits.
-                return run(*args, **kwargs)
-            loss_mask = kwargs.get("loss_mask")
-            with _telling_head(self, labels, loss_mask, kwargs.get("packed_seq_params")):
-                return run(*args, **kwargs)
-
-        if hasattr(cls, "_scale_logits"):  # not in older Megatrons
-
-            def _scale_logits(self, logits: Tensor) -> Any:
-                """Scaled logits; losses stay, because they are already those of scaled logits."""
-                return logits if _is_told_labels(self) else cls._scale_logits(self, logits)
-
-    return _name_after(FusedGPTModel, cls)
+    return _make_fused_class(cls)
 
 
-@functools.cache
 def fused_bert_class(cls: Any = BertModel) -> Any:
     """As fused_gpt_class, of BertModel or a class that derives from it.
 
     Its forward takes `loss_mask` [b, s] besides, by name, as GPTModel's does.
     """
-
-    class FusedBertModel(_with_fused_head(cls)):  # type: ignore[misc]
-        def forward(
-            self,
-            input_ids: Tensor,
-            attention_mask: Tensor,
-            tokentype_ids: Any = None,
-            lm_labels: Any = None,
-            *args: Any,
-            loss_mask: Any = None,
-            **kwargs: Any,
-        ) -> Any:
-            with _telling_head(self, lm_labels, loss_mask):
-                return cls.forward(self, input_ids, attention_mask, tokentype_ids, lm_labels, *args, **kwargs)
-
-    return _name_after(FusedBertModel, cls)
+    return _make_fused_class(cls)
 
 
-@functools.cache
 def fused_t5_class(cls: Any = T5Model) -> Any:
     """As fused_bert_class, of T5Model or a class that derives from it; labels and loss_mask are the decoder's."""
+    return _make_fused_class(cls)
 
-    class FusedT5Model(_with_fused_head(cls)):  # type: ignore[misc]
-        def forward(
-            self,
-            encoder_input_ids: Tensor,
-            decoder_input_ids: Tensor,
-            encoder_attn_mask: Any,
-            decoder_attn_mask: Any,
-            encoder_decoder_attn_mask: Any,
-            lm_labels: Any = None,
-            *args: Any,
-            loss_mask: Any = None,
-            **kwargs: Any,
-        ) -> Any:
-            masks = encoder_attn_mask, decoder_attn_mask, encoder_decoder_attn_mask
-            with _telling_head(self, lm_labels, loss_mask):
-                return cls.forward(self, encoder_input_ids, decoder_input_ids, *masks, lm_labels, *args, **kwargs)
 
-    return _name_after(FusedT5Model, cls)
+class _Entry(NamedTuple):
+    """The method of a model around its output layer that is given the labels."""
+
+    method: str
+    labels: str
+    """The argument of that name."""
+    place: int
+    """Of the labels among the arguments."""
+    has_loss_mask: bool
+    """Whether the stock method takes one."""
+
+
+_ENTRIES = {
+    "GPTModel": _Entry("_postprocess", "labels", 3, True),
+    "BertModel": _Entry("forward", "lm_labels", 3, False),
+    "T5Model": _Entry("forward", "lm_labels", 5, False),
+    "HybridModel": _Entry("forward", "labels", 4, True),  # since 0.18
+}
+
+
+def _get_entry(cls: type) -> _Entry | None:
+    names = (base.__name__ for base in cls.__mro__ if base.__module__.startswith("megatron.core."))
+    return next((_ENTRIES[name] for name in names if name in _ENTRIES), None)
 
 
 @functools.cache
-def fused_hybrid_class(cls: Any) -> Any:
-    """As fused_gpt_class, of HybridModel or a class that derives from it."""
-
-    class FusedHybridModel(_with_fused_head(cls)):  # type: ignore[misc]
-        def forward(
-            self,
-            input_ids: Tensor,
-            position_ids: Tensor,
-            attention_mask: Any,
-            decoder_input: Any = None,
-            labels: Any = None,
-            *args: Any,
-            loss_mask: Any = None,
-            **kwargs: Any,
-        ) -> Any:
-            inputs = (input_ids, position_ids, attention_mask, decoder_input, labels, *args)
-            with _telling_head(self, labels, loss_mask):
-                return cls.forward(self, *inputs, loss_mask=loss_mask, **kwargs)
-
-        def _scale_logits(self, logits: Tensor) -> Any:
-            """As FusedGPTModel's."""
-            return logits if _is_told_labels(self) else cls._scale_logits(self, logits)
-
-    return _name_after(FusedHybridModel, cls)
-
-
-def _with_fused_head(cls: Any) -> Any:
-    """A subclass of `cls` with what every class with the fused head has."""
-
-    class WithFusedHead(cls):
+def _make_fused_class(cls: Any) -> Any:
+    # The methods name `cls` where others would write super(): tempoize_loss binds them to models of `cls` too.
+    class Fused(cls):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             choose_loss(self, TempoConfig(loss="fused"))
@@ -308,30 +240,41 @@ def _with_fused_head(cls: Any) -> Any:
             """The losses that the output layer returned, or Megatron's of real logits."""
             return logits if _is_told_labels(self) else cls.compute_language_model_loss(self, labels, logits)
 
-    return WithFusedHead
+        if hasattr(cls, "_scale_logits"):  # not in older Megatrons
+
+            def _scale_logits(self, logits: Tensor) -> Any:
+                """Scaled logits; losses stay, because they are already those of scaled logits."""
+                return logits if _is_told_labels(self) else cls._scale_logits(self, logits)
+
+    if (entry := _get_entry(cls)) is not None:
+        setattr(Fused, entry.method, _tell_head(getattr(cls, entry.method), entry))
+    Fused.__name__ = Fused.__qualname__ = f"Tempo{cls.__name__}"
+    Fused.__doc__ = f"{cls.__name__} with the fused loss head; see fused_gpt_class."
+    return Fused
 
 
-def _name_after(fused: Any, cls: Any) -> Any:
-    fused.__name__ = fused.__qualname__ = f"Tempo{cls.__name__}"
-    fused.__doc__ = f"{cls.__name__} with the fused loss head; see fused_gpt_class."
-    return fused
+def _tell_head(run: Callable[..., Any], entry: _Entry) -> Callable[..., Any]:
+    """A model's method, during which the output layer knows the labels that the method is given."""
+
+    @functools.wraps(run)
+    def run_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
+        head = get_loss_head(self)
+        loss_mask = kwargs.get("loss_mask") if entry.has_loss_mask else kwargs.pop("loss_mask", None)
+        # A user's output processor may ask the output layer for logits.
+        if head is None or kwargs.get("output_processor") is not None:
+            return run(self, *args, **kwargs)
+        labels = args[entry.place] if len(args) > entry.place else kwargs.get(entry.labels)
+        head.labels, head.loss_mask = labels, loss_mask
+        head.further = _roll_targets(self, labels, loss_mask, kwargs.get("packed_seq_params"))
+        try:
+            return run(self, *args, **kwargs)
+        finally:
+            head.labels, head.loss_mask, head.further = None, None, []
+
+    return run_and_tell
 
 
 TempoGPTModel, TempoBertModel, TempoT5Model = fused_gpt_class(), fused_bert_class(), fused_t5_class()
-# Each kind of model that can have the head, the function that makes its class, and the methods that this class changes.
-_KINDS = (
-    (GPTModel, fused_gpt_class, ("_postprocess", "_scale_logits", "compute_language_model_loss")),
-    (BertModel, fused_bert_class, ("forward", "compute_language_model_loss")),
-    (T5Model, fused_t5_class, ("forward", "compute_language_model_loss")),
-)
-_HYBRID_METHODS = ("forward", "_scale_logits", "compute_language_model_loss")
-
-
-def _get_kind(model: Any) -> tuple[Any, tuple[str, ...]] | None:
-    """The function that makes the fused class of a built model, and the methods that it changes; None without one."""
-    module = sys.modules.get("megatron.core.models.hybrid.hybrid_model")  # since 0.18
-    kinds = (*_KINDS, *([] if module is None else [(module.HybridModel, fused_hybrid_class, _HYBRID_METHODS)]))
-    return next(((fuse, names) for kind, fuse, names in kinds if isinstance(model, kind)), None)
 
 
 def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
@@ -358,11 +301,10 @@ def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
     if choose_loss(model, tempo_config)[0] == "off" or not model.post_process or get_loss_head(model) is not None:
         return
     _fuse_output_layer(model)
-    found = _get_kind(model)
-    assert found is not None  # or choose_loss had refused it
-    fuse, names = found
-    fused = fuse(type(model))
-    for name in names:
+    cls: Any = type(model)
+    fused, entry = _make_fused_class(cls), _get_entry(cls)
+    assert entry is not None  # or choose_loss had refused it
+    for name in (entry.method, "_scale_logits", "compute_language_model_loss"):
         if hasattr(fused, name):
             setattr(model, name, types.MethodType(getattr(fused, name), model))
 
@@ -377,32 +319,13 @@ def _fuse_output_layer(model: Any) -> None:
     layer.forward = types.MethodType(forward_output_layer, layer)
 
 
-@contextlib.contextmanager
-def _telling_head(
-    model: Any, labels: Tensor | None, loss_mask: Tensor | None, packed_seq_params: Any = None
-) -> Iterator[None]:
-    """Inside the context the output layer knows the labels of the forward that is running."""
-    head = get_loss_head(model)
-    if head is None:
-        yield
-        return
-    head.labels, head.loss_mask = labels, loss_mask
-    head.further = _roll_targets(model, labels, loss_mask, packed_seq_params)
-    try:
-        yield
-    finally:
-        head.labels = head.loss_mask = None
-        head.further = []
-
-
 def get_loss_head(model: Any) -> LossHead | None:
     """The LossHead of a built model's output layer; None if it has none."""
     return getattr(getattr(model, "output_layer", None), "loss_head", None)
 
 
 def _is_told_labels(model: Any) -> bool:
-    head = get_loss_head(model)
-    return head is not None and head.labels is not None
+    return getattr(get_loss_head(model), "labels", None) is not None
 
 
 def choose_loss(model: Any, tempo_config: TempoConfig) -> tuple[str, str | None]:
@@ -422,7 +345,7 @@ def choose_loss(model: Any, tempo_config: TempoConfig) -> tuple[str, str | None]
 
 def _find_obstacle(model: Any) -> str | None:
     """Why a built model cannot have the fused head; None where it can."""
-    if _get_kind(model) is None:
+    if _get_entry(type(model)) is None:
         known = "GPTModel, BertModel, T5Model and HybridModel"
         return f"the model is a {type(model).__name__}, and the fused loss is for {known}"
     if getattr(model, "mtp_num_depths", 0):  # of a HybridModel's pattern
@@ -530,12 +453,8 @@ def log_probs(
             f"the {type(inner).__name__} has no fused loss head, which log_probs needs; call "
             'tempoize_loss(model, TempoConfig(loss="fused")) before it is wrapped'
         )
-    head.log_prob = {
-        "temperature": temperature,
-        "softcap": softcap,
-        "return_entropy": return_entropy,
-        "vocab_size": vocab_size,
-    }
+    scaled = {"temperature": temperature, "softcap": softcap}
+    head.log_prob = {**scaled, "return_entropy": return_entropy, "vocab_size": vocab_size}
     try:
         found = model(input_ids, position_ids, attention_mask, labels=labels, **inputs)
     finally:

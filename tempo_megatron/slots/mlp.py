@@ -23,11 +23,10 @@ from tempo_kernels.recompute import can_refill, drop, recompute, recompute_in_ti
 from tempo_megatron.settings.activations import ACTIVATIONS, find_inplace_refusal
 from tempo_megatron.slots.linear import (
     LinearCall,
-    Return,
     is_in_backward,
     is_quantised,
     keep_given_input,
-    replace_modules,
+    run_between_linears,
 )
 
 _MLP_ARGUMENTS = frozenset(inspect.signature(MLP.__init__).parameters)
@@ -99,12 +98,6 @@ def _choose_activation(
     return functools.partial(activate, activation=formula, keep=keep, is_gated=activation.is_gated, operation=name)
 
 
-def _may_be_recomputed() -> bool:
-    """Whether this forward may be one of a checkpointed region: the first runs without a graph, the second inside of a
-    backward. Megatron's `is_checkpointing` exists since 0.16 only."""
-    return not torch.is_grad_enabled() or is_in_backward()
-
-
 class TempoMLP(MLP):
     """h -> act(h W1 + b1) W2. The activation keeps its output, which W2 keeps anyway (GELU: and a bit per element).
 
@@ -149,7 +142,8 @@ class TempoMLP(MLP):
         if per_token_scale is not None:
             return super().forward(hidden_states, per_token_scale, **kwargs)
         output, output_bias = self._run(hidden_states)
-        if output_bias is not None and _may_be_recomputed():
+        # The first forward of a checkpointed region runs without a graph, the second inside of a backward.
+        if output_bias is not None and (not torch.is_grad_enabled() or is_in_backward()):
             # If a recomputed region returned a parameter itself, the parameter would become the region's output, and
             # its backward would recompute the region without end. That happens with Megatron's own MLP.
             output_bias = output_bias.clone()
@@ -174,12 +168,10 @@ class TempoRecomputeMLP(TempoMLP):
     def _make_activation(self) -> Callable[[Tensor, Tensor | None], Tensor]:
         # Layers of experts can have any activation, and so can the dense layers beside them.
         is_known = name_activation(self.config) is not None
-        return super()._make_activation() if is_known else functools.partial(recompute, self._run_stock_activation)
+        return super()._make_activation() if is_known else functools.partial(recompute, self._make_stock_activation())
 
-    def _run_stock_activation(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        mlp = replace_modules(self, linear_fc1=Return(x, bias), linear_fc2=Return())
-        intermediate: Tensor = MLP.forward(mlp, x)[0]
-        return intermediate
+    def _make_stock_activation(self) -> Callable[[Tensor, Tensor | None], Tensor]:
+        return functools.partial(run_between_linears, self, MLP.forward)
 
 
 class TempoLinearRecomputeMLP(TempoRecomputeMLP):
@@ -204,7 +196,7 @@ class LinearRecomputeMLP(TempoLinearRecomputeMLP):
     """TempoLinearRecomputeMLP with Megatron's own activation, whatever it is, which runs again with W1."""
 
     def _make_activation(self) -> Callable[[Tensor, Tensor | None], Tensor]:
-        return functools.partial(recompute, self._run_stock_activation)
+        return functools.partial(recompute, self._make_stock_activation())
 
 
 class TempoTiledMLP(TempoRecomputeMLP):
@@ -248,4 +240,4 @@ class TiledMLP(TempoTiledMLP):
     """TempoTiledMLP with Megatron's own activation, whatever it is."""
 
     def _make_activation(self) -> Callable[[Tensor, Tensor | None], Tensor]:
-        return self._run_stock_activation
+        return self._make_stock_activation()

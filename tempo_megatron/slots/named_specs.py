@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.block_slots import TempoBlockSubmodules
-from tempo_megatron.slots.choose import Obstacles, Refusal
+from tempo_megatron.slots.choose import Refusal
 from tempo_megatron.slots.layer_spec import tempoize
 from tempo_megatron.slots.transformer_engine import is_installed
 
@@ -40,16 +40,24 @@ def tempo_block(config: Any, vp_stage: int | None = None, *, tempo_config: Tempo
     Raises ValueError as `tempoize`, and for a written value of an operation that would draw masks.
     """
     transformer_config = getattr(config, "transformer", config)
+    is_local = getattr(transformer_config, "transformer_impl", "transformer_engine") == "local"
     stock = get_gpt_decoder_block_spec(
         transformer_config,
-        use_transformer_engine=_uses_transformer_engine(transformer_config),
+        use_transformer_engine=is_installed() and not is_local,
         normalization=transformer_config.normalization,
         qk_l2_norm=getattr(transformer_config, "qk_l2_norm", False),
         vp_stage=vp_stage,
     )
-    return tempoize(
-        stock, transformer_config, tempo_config, vp_stage=vp_stage, obstacles=_find_obstacles(transformer_config)
-    )
+    dropouts = {"dropout": "hidden_dropout", "attention": "attention_dropout"}
+    obstacles = {
+        operation: Refusal(
+            f"{name} is {p}, and a spec cannot tell Tempo which samples a micro batch holds",
+            "start the run with `tempo-megatron run`",
+        )
+        for operation, name in dropouts.items()
+        if (p := getattr(transformer_config, name)) > 0
+    }
+    return tempoize(stock, transformer_config, tempo_config, vp_stage=vp_stage, obstacles=obstacles)
 
 
 def make_layer_spec(tempo_config: TempoConfig) -> ModuleSpec:
@@ -84,20 +92,3 @@ class TempoTransformerLayer(TransformerLayer):  # type: ignore[misc,unused-ignor
 
 tempo_layer = make_layer_spec(_DEFAULT)
 """Everything that a spec can have, as a ready one."""
-
-
-def _uses_transformer_engine(transformer_config: Any) -> bool:
-    return is_installed() and getattr(transformer_config, "transformer_impl", "transformer_engine") != "local"
-
-
-def _find_obstacles(transformer_config: Any) -> Obstacles:
-    """Why the operations that would draw masks stay stock."""
-    dropouts = {"dropout": "hidden_dropout", "attention": "attention_dropout"}
-    return {
-        operation: Refusal(
-            f"{name} is {p}, and a spec cannot tell Tempo which samples a micro batch holds",
-            "start the run with `tempo-megatron run`",
-        )
-        for operation, name in dropouts.items()
-        if (p := getattr(transformer_config, name)) > 0
-    }

@@ -66,6 +66,8 @@ class TorchLayerNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """y of x's shape and dtype."""
+        if self.normalization == "RMSNorm":
+            return F.rms_norm(x, self.hidden_size, self._gamma(), self.eps)
         return F.layer_norm(x, self.hidden_size, self._gamma(), self.bias, self.eps)
 
     def _gamma(self) -> Tensor:
@@ -76,10 +78,6 @@ class TorchRMSNorm(TorchLayerNorm):
     """torch's RMSNorm in Megatron's norm slot; see TorchLayerNorm."""
 
     normalization = "RMSNorm"
-
-    def forward(self, x: Tensor) -> Tensor:
-        """y of x's shape and dtype."""
-        return F.rms_norm(x, self.hidden_size, self._gamma(), self.eps)
 
 
 class TempoLayerNorm(TorchLayerNorm):
@@ -95,20 +93,18 @@ class TempoLayerNorm(TorchLayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """y of x's shape and dtype (of weight's, where x is a float32 residual), in memory of its own."""
-        assert self.bias is not None
-        keep = _choose_keep(self.keep, x)
-        return layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered_gamma, keep=keep)
+        # A head's row is so short that its statistics would be up to 1 / 32 of it.
+        keep = "recompute statistics" if self.keep == "recompute" and x.dim() == 4 else self.keep
+        settings = {"zero_centered": self.zero_centered_gamma, "keep": keep}
+        if self.bias is None:
+            return rms_norm(x, self.weight, self.eps, **settings)
+        return layer_norm(x, self.weight, self.bias, self.eps, **settings)
 
 
-class TempoRMSNorm(TorchRMSNorm):
+class TempoRMSNorm(TempoLayerNorm):
     """RMSNorm in Megatron's norm slot that keeps its output instead of its input; see TempoLayerNorm."""
 
-    keep: ClassVar[str] = "inplace"
-
-    def forward(self, x: Tensor) -> Tensor:
-        """y of x's shape and dtype (of weight's, where x is a float32 residual), in memory of its own."""
-        keep = _choose_keep(self.keep, x)
-        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered_gamma, keep=keep)
+    normalization = "RMSNorm"
 
 
 class TempoRecomputeLayerNorm(TempoLayerNorm):
@@ -123,8 +119,3 @@ class TempoRecomputeRMSNorm(TempoRMSNorm):
     """TempoRMSNorm that keeps its input and rstd; see TempoRecomputeLayerNorm."""
 
     keep = "recompute"
-
-
-def _choose_keep(keep: str, x: Tensor) -> str:
-    # A head's row is so short that its statistics would be up to 1 / 32 of it.
-    return "recompute statistics" if keep == "recompute" and x.dim() == 4 else keep

@@ -29,11 +29,15 @@ def find_submodules(slot: Any) -> Any:
     return slot if isinstance(slot, torch.nn.Module) else getattr(slot, "submodules", None)
 
 
-def put_submodules(slot: Any, module: Any, submodules: Any) -> Any:
-    """A slot of a spec with this class and these submodules."""
-    if isinstance(slot, functools.partial):
-        return functools.partial(module, *slot.args, **{**slot.keywords, "submodules": submodules})
-    return dataclasses.replace(slot, module=module, submodules=submodules)
+def change_slot(slot: Any, module: Any = None, **changes: Any) -> Any:
+    """A slot of a spec with another class, if one is given, and other contents in some slots of its submodules."""
+    submodules, module = find_submodules(slot), module or find_class(slot)
+    if changes:
+        submodules = dataclasses.replace(submodules, **changes)
+    if not isinstance(slot, functools.partial):
+        return dataclasses.replace(slot, module=module, submodules=submodules)
+    build = getattr(module, slot.func.__name__) if hasattr(slot.func, "__self__") else module
+    return functools.partial(build, *slot.args, **{**slot.keywords, **({"submodules": submodules} if changes else {})})
 
 
 def list_fields(submodules: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
 from tempo_megatron import TempoConfig
+from tempo_megatron.beside import is_ours
 from tempo_megatron.cli import main as tempo_megatron
 from tempo_megatron.megatron_lm import run, versions
 from tempo_megatron.megatron_lm.kept_bytes import measure_layers, read_layers
@@ -66,9 +67,9 @@ OFF, BLOCK = TempoConfig.off(), TempoConfig(norm="off", loss="off")
     ],
 )
 def test_arguments_win_over_a_block_which_switches_tempo_on(in_folder: None, argv: str, expected: TempoConfig) -> None:
-    assert read_options(argv.split()) == (expected, None, None)
+    assert read_options(argv.split()) == (expected, None, None, None)
     if not expected.is_off:
-        assert read_options([*argv.split(), "--tempo-report", "r.json"]) == (expected, None, "r.json")
+        assert read_options([*argv.split(), "--tempo-report", "r.json"]) == (expected, None, "r.json", None)
 
 
 @pytest.mark.parametrize(
@@ -188,32 +189,23 @@ def test_a_script_elsewhere_takes_the_checkout_it_is_given(tmp_path: Path) -> No
     assert run._split([f"--megatron-root={tmp_path}", __file__, "--x"]) == (tmp_path, Path(__file__), ["--x"], [])
 
 
-@pytest.mark.parametrize("version", ["0.14.0", "0.16.1", "0.17.0rc1", "0.20.0", "0.13.1", "0.21.0", "1.0.0"])
-def test_a_version_that_is_not_in_the_table_warns_and_is_tried(version: str) -> None:
-    warning = versions.find_warning(version)
-    if Version("0.14") <= Version(version) < Version("0.21"):
-        assert warning is None
-    else:
-        assert warning is not None and version in warning and "0.14 to 0.20" in warning
-
-
 def refuse() -> None:
     raise ValueError("a class of the user's")
 
 
-@pytest.mark.parametrize(("module", "is_ours"), [(functools.partial(TempoConfig, norm="odd"), True), (refuse, False)])
-def test_a_refusal_in_a_constructor_that_megatron_calls_is_known_as_ours(module: Any, is_ours: bool) -> None:
+@pytest.mark.parametrize(("module", "expected"), [(functools.partial(TempoConfig, norm="odd"), True), (refuse, False)])
+def test_a_refusal_in_a_constructor_that_megatron_calls_is_known_as_ours(module: Any, expected: bool) -> None:
     # It raises the error of a module once more, with the module's name.
     with pytest.raises(ValueError) as caught:
         build_module(ModuleSpec(type("Module", (), {"__new__": lambda _: module()})))
-    assert versions.is_raised_here(caught.value) is is_ours
+    assert is_ours(caught.value) is expected
 
 
 @pytest.mark.parametrize("place", ["megatron.core.parallel_state:nowhere", "megatron.core.nowhere:thing"])
 def test_a_missing_place_is_named(place: str) -> None:
     module, _, attribute = place.partition(":")
     with pytest.raises(LaunchError, match=f"Megatron-core 9.9 has no {attribute} in {module}"):
-        versions.get_hook(versions.Patch(place, ""), "9.9")
+        versions.get_hook(versions.Patch(place), "9.9")
 
 
 def test_samples_are_numbered_as_megatrons_sampler_deals_them() -> None:

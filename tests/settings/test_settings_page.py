@@ -8,7 +8,7 @@ from pathlib import Path
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots import transformer_engine
-from tempo_megatron.slots.classes import CLASSES
+from tempo_megatron.slots.block_slots import CLASSES
 from tempo_megatron.training.settings_page import write_page
 
 ROOT = Path(__file__).parents[2]

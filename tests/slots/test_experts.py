@@ -30,7 +30,7 @@ def by_layout(ranks):
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 
-GROUPED = [f"{kind}: {name}" for kind in expert_cases.KINDS for name in expert_cases.GROUPED]
+GROUPED = [f"grouped: {name}" for name in expert_cases.GROUPED]
 PERMUTED = [f"permuted: {name}" for name in expert_cases.PERMUTED]
 
 
@@ -51,11 +51,9 @@ KEPT = {
     "grouped: fused swiglu, shared experts": 2 * 32 * ((2 * 16 + 24) * 4 + 2 * 12),
     # Each token's two copies of 32 elements.
     "permuted: dropped and padded": 2 * 32 * 2 * ((16 + 32) * 4 + 12),
-    # Two bytes each; stock keeps silu(gate), that times up, and that times the probability; since 0.17, where it is not
-    # grouped_gemm's, a fourth. Scores are float32, logits are not.
-    "permuted: one kernel": 2
-    * 32
-    * (2 * ((3 if "legacy" in expert_cases.KINDS else 4) * 16 + 32) * 2 + 2 * 12 + 4 * 2),
+    # Two bytes each; stock keeps silu(gate), that times up, that times the probability, and a fourth. Scores are
+    # float32, logits are not.
+    "permuted: one kernel": 2 * 32 * (2 * (4 * 16 + 32) * 2 + 2 * 12 + 4 * 2),
 }
 
 

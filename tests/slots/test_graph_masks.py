@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import cuda_graphs
 
 from tempo_megatron import TempoConfig, set_micro_batch
-from tempo_megatron.megatron_lm.patches import _announce_micro_batches, _announce_whole_steps
+from tempo_megatron.megatron_lm.patches import _announce_micro_batch, _announce_whole_step
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.dropout import TempoEmbeddingDropout
 from tempo_megatron.slots.dropout_rng import STATE_NAME, Site, find_key_and_sample
@@ -119,7 +120,7 @@ def steps_of_megatrons_graph(monkeypatch: pytest.MonkeyPatch, **settings: Any) -
     report: Any = SimpleNamespace(
         models=[SimpleNamespace(draws_masks=True)], publish_once=lambda: None, say_what_moves=lambda: None
     )
-    begin = _announce_micro_batches(lambda model, index: None, lambda: args, report)
+    begin = functools.partial(_announce_micro_batch, report, lambda: args, lambda model, index: None)
     model.zero_grad()
     weight = model.embedding.word_embeddings.weight
     weight.grad = torch.zeros_like(weight)
@@ -146,7 +147,8 @@ def steps_of_megatrons_graph(monkeypatch: pytest.MonkeyPatch, **settings: Any) -
         return told
 
     wrapper = full_cuda_graph.FullCudaGraphWrapper
-    monkeypatch.setattr(wrapper, "__call__", _announce_whole_steps(wrapper.__call__, lambda: args, report))
+    announce, call = functools.partial(_announce_whole_step, report, lambda: args), wrapper.__call__
+    monkeypatch.setattr(wrapper, "__call__", lambda self, *given, **more: announce(call, self, *given, **more))
     found = train(wrapper(schedule, cuda_graph_warmup_steps=1))
     graph = wrapper.cuda_graph["training"]
     states = len(graph.registered)

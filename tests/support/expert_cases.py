@@ -7,7 +7,6 @@ import functools
 import re
 import zlib
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import megatron_cpu
@@ -29,7 +28,7 @@ from torch.nn import functional as F
 from tempo_megatron import TempoConfig, tempoize
 from tempo_megatron.cpu import use_cpu
 from tempo_megatron.memory.tape.scopes import record_saved
-from tempo_megatron.slots.slot_content import find_class, find_submodules, put_submodules
+from tempo_megatron.slots.slot_content import change_slot, find_submodules
 
 SWIGLU = {"activation_func": F.silu, "gated_linear_unit": True, "add_bias_linear": False}
 FUSED = {**SWIGLU, "bias_activation_fusion": True}
@@ -127,39 +126,28 @@ class Grouped(torch.autograd.Function):
         return grad_x, None, *(g.t() @ part for g, part in zip(grads, parts, strict=True))
 
 
-def gmm(x: Tensor, weight: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Tensor:
-    """grouped_gemm.ops.gmm: weight [experts, k, n]."""
-    assert not trans_b
-    return Grouped.apply(x, batch_sizes.tolist(), *weight.transpose(1, 2).unbind())
-
-
-def put_grouped(spec: Any, kind: str) -> Any:
+def put_grouped(spec: Any) -> Any:
     """A block's spec with Megatron's grouped experts in the mixtures, around products that run on a CPU."""
-    if kind == "legacy":
-        experts.gg.ops = SimpleNamespace(gmm=gmm)
-        experts.gg.assert_grouped_gemm_is_available = lambda: None
-        slot = ModuleSpec(experts.GroupedMLP)
-    else:
-        # Since 0.18 they have submodules of their own, and the spec is a function.
-        submodules = getattr(experts, "GroupedMLPSubmodules", MLPSubmodules)
-        linears = submodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
-        is_function = submodules is not MLPSubmodules
-        slot = (functools.partial if is_function else ModuleSpec)(experts.TEGroupedMLP, submodules=linears)
+    # Since 0.18 they have submodules of their own, and the spec is a function.
+    submodules = getattr(experts, "GroupedMLPSubmodules", MLPSubmodules)
+    linears = submodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+    is_function = submodules is not MLPSubmodules
+    slot = (functools.partial if is_function else ModuleSpec)(experts.TEGroupedMLP, submodules=linears)
     layers = []
     for layer in spec.layer_specs:
         mlp = layer.submodules.mlp
-        if hasattr(submodules := find_submodules(mlp), "experts"):
-            mlp = put_submodules(mlp, find_class(mlp), dataclasses.replace(submodules, experts=slot))
+        if hasattr(find_submodules(mlp), "experts"):
+            mlp = change_slot(mlp, experts=slot)
         layers.append(dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules, mlp=mlp)))
     return dataclasses.replace(spec, layer_specs=layers)
 
 
 def build(config: Any, tempo_config: TempoConfig, kind: str) -> GPTModel:
-    """kind: sequential, grouped (Transformer Engine's) or legacy (grouped_gemm's)."""
+    """kind: sequential or grouped (Transformer Engine's)."""
     spec = None
     if kind != "sequential":
         stock = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
-        spec = tempoize(put_grouped(stock, kind), config, tempo_config)
+        spec = tempoize(put_grouped(stock), config, tempo_config)
     where = {
         "pre_process": parallel_state.is_pipeline_first_stage(),
         "post_process": parallel_state.is_pipeline_last_stage(),
@@ -213,7 +201,6 @@ def measure(
     return {"found": found, "kept": sum(each.num_bytes for each in saved if counted in each.operation)}
 
 
-KINDS = ("grouped", "legacy") if hasattr(experts, "GroupedMLP") else ("grouped",)  # until 0.16
 HALF = {"bf16": True, "params_dtype": torch.bfloat16}
 PERMUTE = dataclasses.replace(ACTIVATION, moe_permute="recompute")
 REPEAT = dataclasses.replace(ACTIVATION, moe_permute="repeat", norm="recompute")
@@ -226,7 +213,7 @@ PERMUTED: dict[str, tuple[dict[str, Any], TempoConfig, str]] = {
     ),
     "dropped and padded": (CASES["tokens dropped and padded"], PERMUTE, "sequential"),
     "probabilities on the input": (CASES["probabilities on the input"], PERMUTE, "grouped"),
-    "one kernel": ({**SWIGLU, **HALF, "moe_permute_fusion": True}, PERMUTE, KINDS[-1]),
+    "one kernel": ({**SWIGLU, **HALF, "moe_permute_fusion": True}, PERMUTE, "grouped"),
 }
 
 
@@ -360,11 +347,8 @@ def compare_all() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, settings in CASES.items():
         found[name] = [measure(settings, each) for each in (TempoConfig.off(), ACTIVATION)]
-    for kind in KINDS:
-        for name, settings in GROUPED.items():
-            if kind == "legacy":
-                settings = {**settings, **HALF, "add_bias_linear": False}
-            found[f"{kind}: {name}"] = [measure(settings, each, kind) for each in (TempoConfig.off(), ACTIVATION)]
+    for name, settings in GROUPED.items():
+        found[f"grouped: {name}"] = [measure(settings, each, "grouped") for each in (TempoConfig.off(), ACTIVATION)]
     moe_utils.HAVE_TE, moe_utils.fused_permute, moe_utils.fused_unpermute = True, permute_in_one, unpermute_in_one
     # Of the other dispatcher, which the configuration looks for too.
     moe_utils.fused_permute_with_probs = moe_utils.fused_sort_chunks_by_index = permute_in_one
