@@ -76,10 +76,13 @@ class _Attempt:
             self.run = decide(saved)
             self.log.set_folder(self.run.log_dir)
             # This imports Megatron-core, which takes seconds and reads what _prepare_device has set.
+            from tempo_megatron.training.banner import announce
             from tempo_megatron.training.job import Job
+            from tempo_megatron.training.loop import run_job
 
             self.job = Job(self.run, saved, launcher, decide_without, self.team)
-            self.job.train()
+            announce(self.job)
+            run_job(self.job)
         except KeyboardInterrupt:
             self._tell("it was interrupted (Ctrl-C)")
             return self._leave_at_once(130)
