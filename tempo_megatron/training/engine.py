@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
+from torch.utils.cpp_extension import get_default_build_root
 
 from tempo_megatron.models.stage import PipelineStage
 from tempo_megatron.training import pipeline
@@ -29,8 +32,8 @@ from tempo_megatron.training.metrics import MonitorBuffer
 from tempo_megatron.training.ranks import MPU
 from tempo_megatron.training.run.deepspeed_config import copy_deepspeed_config, offloads_optimizer, read_zero_stage
 from tempo_megatron.training.run.run_config import RunConfig
-from tempo_megatron.training.watch.build_locks import refuse_stale_locks
 
+_STALE_SECONDS = 600.0  # no build of an extension takes that long
 # What a user can do whose model has diverged; the last checkpoint is older than that.
 REMEDY = (
     "lower --lr, lengthen --lr-warmup-iters or give a lower --clip-grad above 0, and start anew or go on from the last "
@@ -331,3 +334,21 @@ def clip_gradients(model: torch.nn.Module, norm: Tensor, highest: float) -> None
     """Scales gradients of this `norm` down to `highest`, as torch's clip_grad_norm_ does."""
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     torch._foreach_mul_(grads, (highest / (norm + 1e-6)).clamp(max=1.0))
+
+
+def refuse_stale_locks() -> None:
+    """Raises ValueError for the lock that a killed build of one of DeepSpeed's operations has left.
+
+    torch would wait for it for ever.
+    """
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")):
+        try:
+            age = time.time() - lock.stat().st_mtime
+        except OSError:
+            continue  # the build has just ended
+        if age > _STALE_SECONDS:
+            raise ValueError(
+                f"{lock} has been there for {age / 60:.0f} minutes: a build that was killed has left it; remove it and "
+                "start again"
+            )

@@ -17,14 +17,21 @@ from tempo_megatron.models.stage import PipelineStage, list_chunks
 from tempo_megatron.slots.dropout_rng import draws_masks, set_micro_batch
 from tempo_megatron.training.engine import REMEDY, compute_parameter_norm
 from tempo_megatron.training.job import Job
-from tempo_megatron.training.metrics import STEP_CPU, StepTimer, average_over, measure_peak, read_clocks, read_metrics
+from tempo_megatron.training.metrics import (
+    STEP_CPU,
+    StepTimer,
+    Throughput,
+    average_over,
+    measure_peak,
+    read_clocks,
+    read_metrics,
+)
 from tempo_megatron.training.pipeline import Schedule, is_last_stage, share_from_last_stage
 from tempo_megatron.training.planning import read_run
 from tempo_megatron.training.plots import plot_losses
 from tempo_megatron.training.profile import StepProfile
 from tempo_megatron.training.tasks.datasets import BatchStream
 from tempo_megatron.training.tasks.task import LOSS, Batch
-from tempo_megatron.training.throughput import Throughput
 from tempo_megatron.training.watch.agreement import raise_on_all_ranks
 from tempo_megatron.training.watch.stop_signal import SAVE_NOW, Request, StopSignal
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tempo_megatron.training.watch.build_locks import refuse_stale_locks
+from tempo_megatron.training.engine import refuse_stale_locks
 
 
 @pytest.mark.parametrize("place", ["cpu_adam", "py311_cpu/cpu_adam"])

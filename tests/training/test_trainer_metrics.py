@@ -22,7 +22,7 @@ from tempo_megatron.training.metrics import (
     read_metrics,
 )
 from tempo_megatron.training.plots import plot_losses
-from tempo_megatron.training.run.batch_sizes import BatchSizes
+from tempo_megatron.training.run.run_config import BatchSizes
 
 
 def written(path: Path, losses: list[float]) -> Path:

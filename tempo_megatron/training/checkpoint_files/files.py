@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from tempo_megatron.beside import first_line
 from tempo_megatron.disk import flush_to_disk
-from tempo_megatron.training.checkpoint_files.host_copy import copy_to_host
 
 
 def _find_member(cls: Any, name: str) -> Any:
@@ -149,3 +150,35 @@ def try_to_write(write: Any, *args: Any, **options: Any) -> str | None:
 def name_rank_file(rank: int) -> str:
     """Names the file that the trainer itself writes for a rank, beside DeepSpeed's files."""
     return f"rank_{rank:05d}.pt"
+
+
+def copy_to_host(state: Any) -> Any:
+    """Returns a copy of a state, its tensors in the host's memory; later changes of the state do not reach it.
+
+    Mappings, lists and tuples are copied at any depth. Tensors that share a storage share its copy, so that torch.save
+    writes files of the same size.
+    """
+    return _copy(state, {})
+
+
+def _copy(value: Any, storages: dict[tuple[str, int], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return _copy_tensor(value, storages)
+    if isinstance(value, Mapping):
+        copied = {key: _copy(inner, storages) for key, inner in value.items()}
+        return copied if type(value) is dict else type(value)(copied)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_copy(inner, storages) for inner in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copy(inner, storages) for inner in value)
+    return copy.deepcopy(value)
+
+
+def _copy_tensor(tensor: Tensor, storages: dict[tuple[str, int], Any]) -> Tensor:
+    storage = tensor.untyped_storage()
+    place = (str(storage.device), storage.data_ptr())
+    if place not in storages or storage.nbytes() == 0:
+        storages[place] = torch.UntypedStorage(storage.nbytes()).copy_(storage)
+    host = torch.empty(0, dtype=tensor.dtype)
+    host.set_(storages[place], tensor.storage_offset(), tensor.size(), tensor.stride())
+    return host

@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from glob import escape, glob
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
 from tempo_megatron.data.dataset_files import Sidecar, check_presence, load_dataset_tokenizer, validate_dataset
 from tempo_megatron.models.layout import pad_vocab_size
+from tempo_megatron.training.checkpoint_files.integrity import hash_file
 from tempo_megatron.training.run.run_config import RunConfig
-from tempo_megatron.training.tasks import index_files
 from tempo_megatron.training.tasks.task import Batch, Collate, Task, Vocabulary
 from tempo_megatron.training.watch.agreement import gather
 from tempo_megatron.training.watch.stop_signal import ignore_stop_signals
@@ -91,7 +94,7 @@ def build_datasets(run: RunConfig, task: Task, tokenizer: Any) -> Datasets:
     """
     if int(os.environ["RANK"]) == 0:
         for prefix in run.blend[0]:
-            index_files.remove_cut_off(index_files.name_folder(task.dataset_class, prefix, run.data_cache_path))
+            _remove_cut_off_indices(_name_index_folder(task.dataset_class, prefix, run.data_cache_path))
     needed = run.batch_sizes.count_samples(run.train_iters)
     others = [run.global_batch_size * number for number in (run.eval_iters, run.test_iters)]
     sample_parts = run.sample_parts or (needed,)
@@ -123,13 +126,13 @@ def _build_part(run: RunConfig, task: Task, tokenizer: Any, seed: int, sizes: Se
     for number, samples in enumerate(sizes):
         if not samples:
             config.split_matrix[number] = None
-    folders = [index_files.name_folder(task.dataset_class, prefix, run.data_cache_path) for prefix in prefixes]
+    folders = [_name_index_folder(task.dataset_class, prefix, run.data_cache_path) for prefix in prefixes]
     for _ in range(2):
-        before = index_files.list_files(folders)
+        before = _list_indices(folders)
         try:
             builder = BlendedMegatronDatasetBuilder(task.dataset_class, list(sizes), lambda: True, config)
             built: list[Any] = builder.build()
-            if not _remove_changed_indices(before, index_files.list_files_of(*built)):
+            if not _remove_changed_indices(before, _list_indices_of(*built)):
                 return built
         except Exception as error:
             if isinstance(error.__cause__, OSError) or isinstance(error, OSError):
@@ -155,8 +158,8 @@ def _remove_changed_indices(before: Collection[str], used: Iterable[str]) -> boo
     if dist.get_rank() == 0:
         for path in used:
             if path not in before:
-                index_files.write_digest(path)
-            elif not index_files.is_as_written(path):
+                _write_digest(path)
+            elif not _is_as_written(path):
                 changed.append(path)
                 os.remove(path)
         if changed:
@@ -237,3 +240,54 @@ def _describe_tokenizer_files(run: RunConfig, tokenizer: Any) -> dict[str, dict[
         }
         for kind, path in zip(("vocab", "merge"), paths, strict=False)
     }
+
+
+# A digest beside each index file, in which Megatron's datasets store the order of their samples: megatron-core uses any
+# index file that exists, and one that was cut off or changed would give another order.
+_SUFFIX = ".sha256"
+
+
+def _name_index_folder(dataset_class: type, prefix: str, path_to_cache: str | None) -> str:
+    """Returns the folder in which megatron-core stores the index files of a data set."""
+    return path_to_cache or os.path.join(prefix, "cache", f"{dataset_class.__name__}_indices")
+
+
+def _remove_cut_off_indices(folder: str) -> None:
+    """Deletes index files that cannot be loaded because a run was killed while it wrote them."""
+    for path in glob(os.path.join(escape(folder), "*.npy")):
+        try:
+            np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError):
+            os.remove(path)
+
+
+def _list_indices(folders: Iterable[str]) -> set[str]:
+    """Lists the index files in some folders."""
+    return {path for folder in folders for path in glob(os.path.join(escape(folder), "*.npy"))}
+
+
+def _list_indices_of(*datasets: Any) -> Iterator[str]:
+    """Yields the index files that datasets read: MegatronDatasets, BlendedDatasets of them, or None."""
+    for dataset in datasets:
+        if dataset is None:
+            continue
+        if parts := getattr(dataset, "datasets", None):
+            yield from _list_indices_of(*parts)
+            folder = dataset.config.path_to_cache
+        else:
+            folder = _name_index_folder(type(dataset), dataset.dataset.path_prefix, dataset.config.path_to_cache)
+        if folder:
+            yield from glob(os.path.join(escape(folder), f"{dataset.unique_description_hash}-*.npy"))
+
+
+def _write_digest(path: str) -> None:
+    Path(path + _SUFFIX).write_text(hash_file(Path(path)) + "\n", encoding="utf-8")
+
+
+def _is_as_written(path: str) -> bool:
+    """Whether a file has the digest that was written with it; False if there is none."""
+    try:
+        digest = Path(path + _SUFFIX).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return False
+    return digest.strip() == hash_file(Path(path))
