@@ -33,12 +33,12 @@ from tempo_megatron.training.checkpoint_files.integrity import (
 )
 from tempo_megatron.training.checkpoint_files.saved_state import SavedState
 from tempo_megatron.training.engine import Engine
+from tempo_megatron.training.ranks import gather, raise_on_all_ranks
 from tempo_megatron.training.resharding import describe_rank, load_resharded, load_weights
 from tempo_megatron.training.run.deepspeed_config import read_offload_device
 from tempo_megatron.training.run.resume import REMEDIES, describe_conflict
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.task import Vocabulary
-from tempo_megatron.training.watch.agreement import gather, raise_on_all_ranks
 
 
 @dataclasses.dataclass(slots=True)

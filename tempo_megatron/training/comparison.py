@@ -18,20 +18,24 @@ _MIB = 2**20
 
 
 def compare(stock: str | Path, tempo: str | Path, ledger: str | Path) -> str:
-    """Returns the table of two runs of the same model on the same data.
+    """Returns the table of two runs of the same model on the same data, from their metrics files.
 
-    Args:
-        stock, tempo: their metrics files.
-        ledger: file that `tempo-megatron ledger --json` wrote for the same sizes, layout and dtype.
+    `ledger` is what `tempo-megatron ledger --json` wrote for the same sizes, layout and dtype.
 
-    Raises: ValueError if a file lacks what the table needs.
+    Raises ValueError if a file lacks what the table needs.
     """
     runs = [_summarize_run(path) for path in (stock, tempo)]
     if runs[0]["steps"] != runs[1]["steps"]:
         raise ValueError(
             f"{stock} has {runs[0]['steps']} steps and {tempo} has {runs[1]['steps']}; give runs of one length"
         )
-    kept = _read_ledger(ledger)
+    try:
+        figures = json.loads(Path(ledger).read_text(encoding="utf-8"))
+        kept = [figures["stock"], figures["tempo"]]
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{ledger} is no ledger ({error}); write one with tempo-megatron ledger --json {ledger}"
+        ) from error
     rows = [(f"training loss, last {LAST_STEPS} steps", [run["loss"] for run in runs], ".4f")]
     if all(run["validation"] is not None for run in runs):
         rows.append(("validation loss", [run["validation"] for run in runs], ".4f"))
@@ -75,16 +79,6 @@ def _summarize_run(path: str | Path) -> dict[str, Any]:
         "tokens_per_s": [record["tokens_per_s"] for record in intervals],
         STEP_CPU: [record[STEP_CPU] for record in intervals if STEP_CPU in record],
     }
-
-
-def _read_ledger(path: str | Path) -> list[dict[str, Any]]:
-    try:
-        figures = json.loads(Path(path).read_text(encoding="utf-8"))
-        return [figures["stock"], figures["tempo"]]
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"{path} is no ledger ({error}); write one with tempo-megatron ledger --json {path}"
-        ) from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,24 +19,13 @@ from tempo_megatron.training.facts import collect_facts, identify_data
 from tempo_megatron.training.planning import plan_memory
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.datasets import build_datasets, load_vocabulary
+from tempo_megatron.training.tasks.masked import MaskedTask, SpanTask
+from tempo_megatron.training.tasks.next_token import NextTokenTask
 from tempo_megatron.training.tasks.task import Task
 from tempo_megatron.training.watch.team import Team
 
-
-def get_task(family: str) -> Task:
-    """Returns the Task of a family of models."""
-    if family == "bert":
-        from tempo_megatron.training.tasks.masked import MaskedTask
-
-        return MaskedTask()
-    if family == "t5":
-        from tempo_megatron.training.tasks.spans import SpanTask
-
-        return SpanTask()
-    assert family == "gpt"
-    from tempo_megatron.training.tasks.next_token import NextTokenTask
-
-    return NextTokenTask()
+TASKS: dict[str, Task] = {"gpt": NextTokenTask(), "bert": MaskedTask(), "t5": SpanTask()}
+"""Of each family of models."""
 
 
 class Job:
@@ -56,7 +45,7 @@ class Job:
         # Ranks
         self.launcher = launcher
         self.save_folder = ranks.claim_save_folder(run)
-        self.task = get_task(run.model.family)
+        self.task = TASKS[run.model.family]
         self.vocabulary = load_vocabulary(run, self.task)
         if team is not None:
             team.compare(collect_facts(run, self.vocabulary), run.distributed_timeout_minutes * 60.0)

@@ -30,9 +30,9 @@ from tempo_megatron.training.pipeline import Schedule, is_last_stage, share_from
 from tempo_megatron.training.planning import read_run
 from tempo_megatron.training.plots import plot_losses
 from tempo_megatron.training.profile import StepProfile
+from tempo_megatron.training.ranks import raise_on_all_ranks
 from tempo_megatron.training.tasks.datasets import BatchStream
 from tempo_megatron.training.tasks.task import LOSS, Batch
-from tempo_megatron.training.watch.agreement import raise_on_all_ranks
 from tempo_megatron.training.watch.stop_signal import SAVE_NOW, Request, StopSignal
 
 

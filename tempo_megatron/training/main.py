@@ -120,7 +120,7 @@ class _Attempt:
             self.team = Team.join(self.log, timeout_s=timeout_s, fault_timeout=fault_timeout)
 
     def _report(self, error: Exception) -> None:
-        from tempo_megatron.training.watch.agreement import AgreedError
+        from tempo_megatron.training.watch.team import AgreedError
 
         if self.team is not None and self.team.is_watched:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher's, as soon as a rank has ended: say why first

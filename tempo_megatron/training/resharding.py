@@ -17,9 +17,9 @@ from megatron.core import parallel_state
 from tempo_megatron.training.checkpoint_files.saved_state import SavedState
 from tempo_megatron.training.checkpoint_files.sharding import MOMENTS, Fragment, Partition, get_partition
 from tempo_megatron.training.engine import Engine, take_scale
+from tempo_megatron.training.ranks import gather, raise_on_all_ranks
 from tempo_megatron.training.run.deepspeed_config import read_offload_device
 from tempo_megatron.training.run.run_config import RunConfig
-from tempo_megatron.training.watch.agreement import gather, raise_on_all_ranks
 
 _SECONDS_BETWEEN_LINES = 10
 

@@ -27,9 +27,10 @@ from datetime import timedelta
 from typing import Any
 
 import psutil
+import torch.distributed as dist
+from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
-from tempo_megatron.training.differences import find_difference
-from tempo_megatron.training.watch.agreement import AgreedError, connect_again, open_store
+from tempo_megatron.training.facts import find_difference
 from tempo_megatron.training.watch.rank_process import RankLog, find_launchers, has_ended
 
 _BEAT_SECONDS = 1.0
@@ -39,6 +40,10 @@ _MISSED_BEATS = 3  # fewer may be a busy machine's
 _CAUSE_SECONDS = 5.0
 _TOLD_SECONDS = 5.0  # how long the ranks wait for one another's last words
 _LEAVE_SECONDS = 30.0  # how long rank 0 waits for the others at a good end
+
+
+class AgreedError(ValueError):
+    """An error that every rank raises at once, in the same words; only rank 0 prints it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,3 +293,41 @@ def _say_silent(seconds: float) -> str:
         f"nothing has come from it for {seconds:.0f} s: its process was killed or stopped, its host is down, or its "
         "link is cut"
     )
+
+
+STORE = "tempo://"
+
+
+def open_store(timeout_s: float) -> Any:
+    """Opens the store that all ranks share; torch.distributed uses it with init_method=STORE.
+
+    Raises ValueError if rank 0's port is in use or rank 0 cannot be reached.
+    """
+    try:
+        store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    except dist.DistError as error:
+        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        if "EADDRINUSE" in str(error):
+            raise ValueError(
+                f"port {port} is in use by another run; give the launcher another --master_port"
+            ) from error
+        text = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"rank 0 at {address}:{port} was not reached ({text}); check that it runs and that no firewall is between"
+        ) from error
+    store = _name_attempt(store)
+    register_rendezvous_handler("tempo", lambda url, **_: iter([(store, rank, world_size)]))
+    return store
+
+
+def connect_again(timeout_s: float) -> Any:
+    """Opens another connection to the store, for a thread: a call that waits keeps its connection to itself."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    how: Any = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=timeout_s)}
+    return _name_attempt(dist.TCPStore(address, port, **how))  # type: ignore[attr-defined]
+
+
+def _name_attempt(store: Any) -> Any:
+    # torchrun's store outlives the ranks: it starts them again with the same one.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt_{attempt}", store)  # type: ignore[attr-defined]
