@@ -52,14 +52,9 @@ class Progress:
 class Checkpoints:
     """Saves to `--save` and resumes from `--load`, on every rank at once.
 
-    Args:
-        run: says where to save and load, and how many checkpoints to keep.
-        engine: holds the state.
-        settings: fields of the run as the user gave it, before anything was planned for it.
-        description: describe_run of this run.
-        sample_parts: of its datasets, the order of the samples.
-
-    `last_saved` is the newest step of this run in --save, or the one that is being written there with --async-save.
+    `settings` are the fields of the run as the user gave it, before anything was planned for it, `description` is
+    describe_run's, and `sample_parts` are those of its datasets. `last_saved` is the newest step of this run in --save,
+    or the one that is being written there with --async-save.
     """
 
     def __init__(
@@ -83,11 +78,11 @@ class Checkpoints:
         Raises ValueError on every rank if one cannot write it, for example on a full disk. The checkpoint before stays
         the latest, and the unfinished one is removed.
         """
-        assert self.run.save is not None and self._unfinished is None
-        folder = CheckpointFolder(self.run.save)
-        self._raise_everywhere(progress, try_to_write(folder.begin, progress.iteration) if self.rank == 0 else None)
-        unfinished = folder.path / name_unfinished(progress.iteration)
-        self._raise_everywhere(progress, self._write(unfinished, progress))
+        assert self._unfinished is None
+        folder, unfinished = self._find_place(progress)
+        self._try_everywhere(progress, self.rank == 0, folder.begin, progress.iteration)
+        self._write(unfinished, progress)
+        self._raise_everywhere(progress, self.engine.files.take_failure())
         written = self._writer.submit(_write_and_describe, unfinished, self.engine.files.take_writer())
         self._unfinished = (dataclasses.replace(progress), written)
         self.last_saved = progress.iteration
@@ -106,16 +101,21 @@ class Checkpoints:
         if not waits and not all(gather(written.done())):
             return None
         self._unfinished = None
-        assert self.run.save is not None
-        folder = CheckpointFolder(self.run.save)
-        unfinished = folder.path / name_unfinished(progress.iteration)
-        self._raise_everywhere(progress, try_to_write(self._describe, unfinished, progress, written.result()))
-        flushes = int(os.environ["LOCAL_RANK"]) == 0
-        self._raise_everywhere(progress, try_to_write(flush_all_to_disk, unfinished) if flushes else None)
-        self._raise_everywhere(progress, try_to_write(folder.commit, progress.iteration) if self.rank == 0 else None)
+        folder, unfinished = self._find_place(progress)
+        self._try_everywhere(progress, True, self._describe, unfinished, progress, written.result())
+        self._try_everywhere(progress, os.environ["LOCAL_RANK"] == "0", flush_all_to_disk, unfinished)
+        self._try_everywhere(progress, self.rank == 0, folder.commit, progress.iteration)
         if self.rank == 0 and self.run.keep_checkpoints:
             folder.remove_older_than_newest(self.run.keep_checkpoints)
         return progress.iteration
+
+    def _find_place(self, progress: Progress) -> tuple[CheckpointFolder, Path]:
+        """Returns the folder of --save, and the one in it that a checkpoint has while it is written."""
+        folder = CheckpointFolder(str(self.run.save))
+        return folder, folder.path / name_unfinished(progress.iteration)
+
+    def _try_everywhere(self, progress: Progress, is_this_ranks: bool, write: Callable[..., Any], *args: Any) -> None:
+        self._raise_everywhere(progress, try_to_write(write, *args) if is_this_ranks else None)
 
     def _raise_everywhere(self, progress: Progress, reason: str | None) -> None:
         """Waits until every rank is as far as this one. If one has a reason to give up, cleans up and raises."""
@@ -127,17 +127,21 @@ class Checkpoints:
             raise_on_all_ranks(sentence)
         except ValueError:
             if self.rank == 0:
-                assert self.run.save is not None
                 with contextlib.suppress(OSError):
-                    CheckpointFolder(self.run.save).remove_unfinished()
+                    self._find_place(progress)[0].remove_unfinished()
             raise
 
-    def _write(self, unfinished: Path, progress: Progress) -> str | None:
+    def _write(self, unfinished: Path, progress: Progress) -> None:
         self.engine.files.take_writer()
         self.engine.deepspeed.save_checkpoint(str(unfinished.parent), tag=unfinished.name, save_latest=False)
         path = unfinished / name_rank_file(self.rank)
-        self.engine.files.save(self._collect_rank_state(progress), str(path))
-        return self.engine.files.take_failure()
+        state = {
+            "progress": dataclasses.asdict(progress),
+            "scheduler": self.engine.scheduler.state_dict(),
+            "rng": get_rng_state(self.run.on_gpu),
+            "layout": describe_rank(self.engine),
+        }
+        self.engine.files.save(state, str(path))
 
     def _describe(self, unfinished: Path, progress: Progress, own: Files | str) -> None:
         """Writes the description on rank 0, with the checksums of the files that every rank wrote.
@@ -149,12 +153,8 @@ class Checkpoints:
             raise OSError(reasons[0])
         if self.rank != 0:
             return
-        content = {
-            **self.description,
-            **dataclasses.asdict(progress),
-            "settings": self.settings,
-            "sample_parts": self.sample_parts,
-        }
+        content = {**self.description, **dataclasses.asdict(progress)}
+        content |= {"settings": self.settings, "sample_parts": self.sample_parts}
         write_description(unfinished, content, {name: entry for found in files for name, entry in found.items()})
 
     def load(self, saved: Mapping[str, Any]) -> Progress:
@@ -165,8 +165,11 @@ class Checkpoints:
         assert self.run.load is not None
         check_same_run(saved, self.description, self.run.load)
         checkpoint = Path(self.run.load) / saved["checkpoint"]
-        other_layout = has_other_layout(saved, self.description) or self._is_divided_otherwise(checkpoint)
-        state = self._reshard(checkpoint, saved) if other_layout else self._load_as_saved(checkpoint)
+        state: dict[str, Any] | None = None
+        if all(saved[name] == self.description[name] for name in _LAYOUT):
+            state = self._load_as_saved(checkpoint)
+        if state is None:
+            state = self._reshard(checkpoint, saved)
         self.engine.scheduler.load_state_dict(state["scheduler"])
         progress = Progress(**state["progress"])
         assert progress.iteration == parse_iteration(saved["checkpoint"])
@@ -174,15 +177,15 @@ class Checkpoints:
             self.last_saved = progress.iteration
         return progress
 
-    def _is_divided_otherwise(self, checkpoint: Path) -> bool:
-        """Whether ZeRO divided the weights otherwise in the same layout, as its round robin does."""
-        saved = read_tensors(checkpoint / name_rank_file(self.rank))["layout"]
-        return any(gather(saved["fragments"] != describe_rank(self.engine)["fragments"]))
+    def _load_as_saved(self, checkpoint: Path) -> dict[str, Any] | None:
+        """Lets DeepSpeed load what the same layout saved; returns this rank's own state.
 
-    def _load_as_saved(self, checkpoint: Path) -> dict[str, Any]:
-        """Lets DeepSpeed load what the same layout saved; returns this rank's own state."""
-        self.engine.load(checkpoint, self.run)
+        Returns None, and loads nothing, if ZeRO divides the weights otherwise now, as its round robin does.
+        """
         state: dict[str, Any] = read_tensors(checkpoint / name_rank_file(self.rank))
+        if any(gather(state["layout"]["fragments"] != describe_rank(self.engine)["fragments"])):
+            return None
+        self.engine.load(checkpoint, self.run)
         set_rng_state(state["rng"], self.run.on_gpu)
         return state
 
@@ -193,19 +196,17 @@ class Checkpoints:
         If the tensor or pipeline parallel size changes, the random states start anew from the seed and the step.
         """
         start = time.perf_counter()
-        change = f"{describe_layout(saved)} to {describe_layout(self.description)}"
         if self.rank == 0:
+            change = f"{describe_layout(saved)} to {describe_layout(self.description)}"
             print(f"resharding {checkpoint}: {change}", flush=True)
         source = SavedState(checkpoint, saved)
         load_resharded(self.engine, source, self.run)
         has_same_ranks = all(saved[name] == self.description[name] for name in _MODEL_PARALLEL)
         first_rank = 0
         if has_same_ranks:
-            stage, tp_rank = (
-                parallel_state.get_pipeline_model_parallel_rank(),
-                parallel_state.get_tensor_model_parallel_rank(),
-            )
-            first_rank = stage * source.tp * saved["data_parallel_size"] + tp_rank
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+            first_rank = stage * source.tp * saved["data_parallel_size"]
+            first_rank += parallel_state.get_tensor_model_parallel_rank()
         state: dict[str, Any] = read_tensors(checkpoint / name_rank_file(first_rank))
         if has_same_ranks:
             set_rng_state(state["rng"], self.run.on_gpu)
@@ -214,14 +215,6 @@ class Checkpoints:
         if self.rank == 0:
             print(f"resharded in {time.perf_counter() - start:.1f} s", flush=True)
         return state
-
-    def _collect_rank_state(self, progress: Progress) -> dict[str, Any]:
-        return {
-            "progress": dataclasses.asdict(progress),
-            "scheduler": self.engine.scheduler.state_dict(),
-            "rng": get_rng_state(self.run.on_gpu),
-            "layout": describe_rank(self.engine),
-        }
 
 
 def _write_and_describe(unfinished: Path, write: Callable[[], list[str]]) -> Files | str:
@@ -236,11 +229,7 @@ def load_pretrained(
 ) -> None:
     """Loads the weights of the checkpoint that `pretrained` (of read_pretrained) describes; every rank calls it.
 
-    Args:
-        engine: of the run.
-        run: names the folder.
-        pretrained: the checkpoint, whose files were found to be whole.
-        description: describe_run of this run.
+    Its files were found to be whole, and `description` is describe_run of this run.
 
     Raises ValueError on every rank if the checkpoint is of another model.
     """
@@ -320,11 +309,6 @@ def check_same_run(saved: Mapping[str, Any], description: Mapping[str, Any], loa
         raise ValueError(describe_conflict(where, name, theirs, ours))
 
 
-def has_other_layout(saved: Mapping[str, Any], description: Mapping[str, Any]) -> bool:
-    """Whether the layout of a checkpoint differs from this run's."""
-    return any(saved[name] != description[name] for name in _LAYOUT)
-
-
 def describe_layout(description: Mapping[str, Any]) -> str:
     tp, pp, dp, stage = (description[name] for name in (*_MODEL_PARALLEL, "data_parallel_size", "zero_stage"))
     return f"TP {tp}, {f'PP {pp}, ' if pp > 1 else ''}DP {dp}, ZeRO {stage}"
@@ -338,12 +322,8 @@ def describe_run(run: RunConfig, vocabulary: Vocabulary, **more: Any) -> dict[st
     described = {name: getattr(run, name) for name in (*REMEDIES, *_LAYOUT) if hasattr(run, name)}
     described |= {"offload_device": read_offload_device(run.deepspeed), "vocab_padding_tp": run.vocab_padding_tp}
     described |= run.model.describe() | vocabulary.describe()
-    if run.masking is None:  # GPT has no masking
-        del described["masking"]
-    else:
-        described["masking"] = dataclasses.asdict(run.masking)
-    if run.rampup_batch_size is None:
-        del described["rampup_batch_size"]
-    else:
-        described["rampup_batch_size"] = list(run.rampup_batch_size)
+    of_json = {"masking": run.masking and dataclasses.asdict(run.masking), "rampup_batch_size": run.rampup_batch_size}
+    for name, value in of_json.items():  # what a run has not is left out
+        del described[name]
+        described |= {} if value is None else {name: list(value) if isinstance(value, tuple) else value}
     return {**described, "format": FORMAT, "data_path": list(run.data_path), **more}

@@ -157,7 +157,7 @@ class Trainer:
 
     def _step(self) -> None:
         run, engine, progress = self.run, self.engine, self.progress
-        learning_rate, skipped_before = engine.learning_rate, engine.skipped_steps
+        learning_rate, skipped_before = engine.learning_rate, engine.deepspeed.skipped_steps
         samples = run.batch_sizes.find(progress.consumed_samples)
         self._num_micro_batches = samples // (run.micro_batch_size * run.data_parallel_size)
         engine.begin_step(samples, self._num_micro_batches)
@@ -176,7 +176,7 @@ class Trainer:
                 "batch_size": samples,
                 "learning_rate": learning_rate,
                 "grad_norm": engine.grad_norm,
-                "skipped": engine.skipped_steps - skipped_before,
+                "skipped": engine.deepspeed.skipped_steps - skipped_before,
             }
         )
 

@@ -60,10 +60,8 @@ def average_over(values: list[dict[str, Tensor]], group: Any, device: torch.devi
 class MetricsFile:
     """A file of JSON lines, each complete as soon as it is written.
 
-    Args:
-        path: of the file. A last line that a killed run cut off is removed.
-        resume_after: keep only records up to this iteration; the resumed run writes the later ones again. None starts
-            a new file, and renames an old one to `set_aside`.
+    A last line that a killed run cut off is removed, and so are records beyond iteration `resume_after`, which the
+    resumed run writes again. None starts a new file, and renames an old one to `set_aside`.
 
     Raises ValueError if the file cannot be written, or exists and does not hold metrics.
     """
@@ -110,10 +108,8 @@ class MonitorBuffer:
     """Stands before the monitors of the DeepSpeed JSON (TensorBoard, W&B, CSV, Comet) and orders what they are given.
 
     DeepSpeed writes the learning rate of a step at once, the trainer its loss when the log interval ends, and W&B drops
-    what is older than the newest step it knows.
-
-    Args:
-        monitor: DeepSpeed's MonitorMaster, or None where the JSON enables none.
+    what is older than the newest step it knows. `monitor` is DeepSpeed's MonitorMaster; None where the JSON enables
+    none.
     """
 
     def __init__(self, monitor: Any) -> None:
@@ -136,13 +132,10 @@ class MonitorBuffer:
         names = {"loss": "train_loss"} if kind == "train" else {}  # DeepSpeed's word
         # DeepSpeed itself writes the learning rate and the loss scale.
         left_out = ("iteration", "consumed_samples", "learning_rate", "loss_scale")
-        self.write_events(
-            [
-                (f"{_TAGS[kind]}/Samples/{names.get(name, name)}", float(value), values["consumed_samples"])
-                for name, value in values.items()
-                if name not in left_out and isinstance(value, (int, float))
-            ]
-        )
+        for name, value in values.items():
+            if name not in left_out and isinstance(value, (int, float)):
+                tag = f"{_TAGS[kind]}/Samples/{names.get(name, name)}"
+                self.write_events([(tag, float(value), values["consumed_samples"])])
 
     def flush(self) -> None:
         if self._events:
@@ -161,14 +154,9 @@ class MonitorBuffer:
 
 
 class RunLog:
-    """Everything the user sees of a run. On ranks other than 0 its methods do nothing.
+    """Everything the user sees of a run, which goes on after `first_iteration`.
 
-    Args:
-        run: its settings.
-        monitors: those of the DeepSpeed JSON.
-        is_first_rank: whether this is rank 0.
-        first_iteration: the step that the run goes on after.
-        resumes: whether it goes on from a checkpoint.
+    On ranks other than 0 its methods do nothing.
     """
 
     def __init__(
@@ -198,14 +186,8 @@ class RunLog:
                     f"--tensorboard-dir {run.tensorboard_dir} cannot be written ({error}); give another folder"
                 ) from error
         # disable=None shows no bar if the output is not a terminal.
-        self._bar = tqdm(
-            total=run.train_iters,
-            initial=first_iteration,
-            unit="step",
-            disable=None,
-            file=sys.stdout,
-            dynamic_ncols=True,
-        )
+        shown: Any = {"unit": "step", "disable": None, "file": sys.stdout, "dynamic_ncols": True}
+        self._bar = tqdm(total=run.train_iters, initial=first_iteration, **shown)
 
     def say(self, line: str) -> None:
         if self.is_on:
@@ -316,11 +298,6 @@ class Throughput:
 
     The operations are the model's, by equation 7 of arXiv 2205.05198: what is recomputed does not count. The peak is
     the data sheet's of configs/gpu, for the run's precision; a GPU that has no file there has no MFU, nor has a CPU.
-
-    Args:
-        run: its settings.
-        padded_vocab_size: rows of the output layer.
-        device: of this rank; all ranks have the same.
     """
 
     def __init__(self, run: RunConfig, padded_vocab_size: int, device: torch.device) -> None:

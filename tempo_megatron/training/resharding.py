@@ -41,7 +41,7 @@ def load_resharded(engine: Engine, source: SavedState, run: RunConfig) -> None:
     Raises ValueError as load_weights does.
     """
     load_weights(engine, source, run, with_moments=True)
-    scale = source.read_optimizer_file().get("optimizer_state_dict", {}).get("loss_scaler")
+    scale = source.read_loss_scaler()
     if scale is not None and getattr(engine.deepspeed.optimizer, "loss_scaler", None) is not None:
         take_scale(engine.deepspeed.optimizer.loss_scaler, scale)
     counts = source.read_model_file()
@@ -98,16 +98,13 @@ def _fill(partition: Partition, source: SavedState, engine: Engine, moments: tup
 
 def _prepare_states(partition: Partition, fragment: Fragment, source: SavedState) -> dict[str, Any]:
     """Returns the optimizer's states of a flat tensor, and makes those that do not exist yet."""
-    group = partition.groups[fragment.group]
+    group, step = partition.groups[fragment.group], source.read_step(fragment.name)
     states: dict[str, Any] = partition.optimizer.state[group]
     for key in MOMENTS:
         if key not in states:
             states[key] = torch.zeros_like(group, requires_grad=False)
-    step = source.read_step(fragment.name)
-    if isinstance(partition.optimizer, deepspeed.ops.adam.DeepSpeedCPUAdam):
-        states["step"] = int(step)
-    else:
-        states["step"] = torch.tensor(step, dtype=torch.float32, device=group.device)
+    is_on_the_cpu = isinstance(partition.optimizer, deepspeed.ops.adam.DeepSpeedCPUAdam)
+    states["step"] = int(step) if is_on_the_cpu else torch.tensor(step, dtype=torch.float32, device=group.device)
     return states
 
 

@@ -29,13 +29,9 @@ def _find_member(cls: Any, name: str) -> Any:
     return ZeroStageEnum[name]
 
 
-# The classes that DeepSpeed's optimizers save besides tensors and plain containers. None of them runs code from the
-# file.
+# The classes that DeepSpeed's optimizers save besides tensors and plain containers. None of them runs code from a file.
 ALLOWED_CLASSES: list[Any] = [
-    DynamicLossScaler,
-    LossScaler,
-    ZeroStageEnum,
-    fragment_address,
+    *(DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address),
     (_find_member, "builtins.getattr"),
 ]
 
@@ -80,10 +76,8 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]  # to mypy D
     """The checkpoint engine by which DeepSpeed reads and writes its files.
 
     A file that cannot be written does not raise at once, because the other ranks wait for this one inside DeepSpeed.
-    Call take_failure when DeepSpeed has returned.
-
-    Args:
-        in_background: only copy what is to be written, to the host's memory; `take_writer` then writes it.
+    Call take_failure when DeepSpeed has returned. With `in_background` what is to be written is only copied to the
+    host's memory, and `take_writer` writes it.
     """
 
     def __init__(self, in_background: bool) -> None:
@@ -123,14 +117,14 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]  # to mypy D
         if self.in_background:
             self._copies.append(copy_to_host(state_dict))
         else:
-            self._failure = self._failure or try_to_write(torch.save, state_dict, path)
+            self.attempt(torch.save, state_dict, path)
 
-    def attempt(self, write: Callable[..., Any], *args: Any) -> None:
-        """Calls a function of DeepSpeed that writes without this engine."""
-        self._failure = self._failure or try_to_write(write, *args)
+    def attempt(self, write: Callable[..., Any], *args: Any, **options: Any) -> None:
+        """Calls what writes, also a function of DeepSpeed that does so without this engine."""
+        self._failure = self._failure or try_to_write(write, *args, **options)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        self._failure = self._failure or try_to_write(os.makedirs, path, exist_ok=exist_ok)
+        self.attempt(os.makedirs, path, exist_ok=exist_ok)
 
 
 def try_to_write(write: Any, *args: Any, **options: Any) -> str | None:
@@ -158,27 +152,24 @@ def copy_to_host(state: Any) -> Any:
     Mappings, lists and tuples are copied at any depth. Tensors that share a storage share its copy, so that torch.save
     writes files of the same size.
     """
-    return _copy(state, {})
+    storages: dict[tuple[str, int], Any] = {}
 
+    def copy_any(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return copy_tensor(value)
+        if isinstance(value, Mapping):
+            copied = {key: copy_any(inner) for key, inner in value.items()}
+            return copied if type(value) is dict else type(value)(copied)  # type: ignore[call-arg]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(copy_any, value))
+        return type(value)(map(copy_any, value)) if isinstance(value, (list, tuple)) else copy.deepcopy(value)
 
-def _copy(value: Any, storages: dict[tuple[str, int], Any]) -> Any:
-    if isinstance(value, Tensor):
-        return _copy_tensor(value, storages)
-    if isinstance(value, Mapping):
-        copied = {key: _copy(inner, storages) for key, inner in value.items()}
-        return copied if type(value) is dict else type(value)(copied)  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_copy(inner, storages) for inner in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copy(inner, storages) for inner in value)
-    return copy.deepcopy(value)
+    def copy_tensor(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        place = (str(storage.device), storage.data_ptr())
+        if place not in storages or storage.nbytes() == 0:
+            storages[place] = torch.UntypedStorage(storage.nbytes()).copy_(storage)
+        host = torch.empty(0, dtype=tensor.dtype)
+        return host.set_(storages[place], tensor.storage_offset(), tensor.size(), tensor.stride())
 
-
-def _copy_tensor(tensor: Tensor, storages: dict[tuple[str, int], Any]) -> Tensor:
-    storage = tensor.untyped_storage()
-    place = (str(storage.device), storage.data_ptr())
-    if place not in storages or storage.nbytes() == 0:
-        storages[place] = torch.UntypedStorage(storage.nbytes()).copy_(storage)
-    host = torch.empty(0, dtype=tensor.dtype)
-    host.set_(storages[place], tensor.storage_offset(), tensor.size(), tensor.stride())
-    return host
+    return copy_any(state)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import math
 import re
 import shutil
@@ -227,20 +228,15 @@ def _report(source: Path, run: Mapping[str, Any], layout: Layout) -> None:
         )
 
 
-def _write(
-    unfinished: Path,
-    source: Path,
-    run: Mapping[str, Any],
-    layout: Layout,
-    tensors: Iterator[Tensor],
-) -> None:
+def _write(unfinished: Path, source: Path, run: Mapping[str, Any], layout: Layout, tensors: Iterator[Tensor]) -> None:
     """Writes weights, their layout, the tokenizer's files and the description."""
     written = [unfinished / WEIGHTS_FILE, unfinished / name_rank_file(0)]
     write_tensors(written[0], layout, tensors, {"format": "pt"})
-    cuts = {name: Cut(shape, shape, (Box((0,) * len(shape), (0,) * len(shape), shape),)) for name, _, shape in layout}
-    whole = [Fragment(name, number, 0, 0, math.prod(shape)) for number, (name, _, shape) in enumerate(layout)]
-    described = {"pp_rank": 0, "tp_rank": 0, "dp_rank": 0, "cuts": {name: cut.pack() for name, cut in cuts.items()}}
-    described["fragments"] = [(each.name, each.group, each.start, each.first, each.last) for each in whole]
+    described: dict[str, Any] = {"pp_rank": 0, "tp_rank": 0, "dp_rank": 0, "cuts": {}, "fragments": []}
+    for number, (name, _, shape) in enumerate(layout):
+        start = (0,) * len(shape)
+        described["cuts"][name] = Cut(shape, shape, (Box(start, start, shape),)).pack()
+        described["fragments"].append(dataclasses.astuple(Fragment(name, number, 0, 0, math.prod(shape))))
     torch.save({"layout": described}, written[1])
     for name in TOKENIZER_FILES:
         if (source / name).is_file():

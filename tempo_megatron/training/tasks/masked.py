@@ -1,9 +1,9 @@
 """Trains BERT and RoBERTa on masked tokens and the order of two segments, and T5 to fill in spans.
 
-Samples and masks are those of megatron-core's datasets, with two exceptions, both in what is not text. Its dataset fills
-samples up, and marks them as filled up, with the padding token's id, which is right where that is 0 and lets attention
-see the padding elsewhere (RoBERTa's is 1); and with 0 a token that was replaced by the padding token counts as padding.
-Here the dataset pads with -1, and the collation puts in what is meant.
+Samples and masks are those of megatron-core's datasets, with two exceptions, both in what is not text. They fill
+samples up, and mark them as filled up, with the padding token's id, which is right where that is 0 and lets attention see the
+padding elsewhere (RoBERTa's is 1); and with 0 a token that was replaced by the padding token counts as padding. Here
+the dataset pads with -1, and the collation puts in what is meant.
 
 A sample is masked anew each time it comes: a mask depends on the seed and on the position of the sample in the run.
 

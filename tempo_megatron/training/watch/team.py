@@ -63,10 +63,7 @@ class Cause:
 
 
 class Team:
-    """One rank's view of the ranks of its run; `join` makes it.
-
-    `store` is the torch.distributed Store that all of them share.
-    """
+    """One rank's view of the ranks of its run, which share torch's `store`; `join` makes it."""
 
     def __init__(self, store: Any, rank: int, world_size: int, log: RankLog) -> None:
         self.store, self.rank, self.world_size, self.log = store, rank, world_size, log
@@ -75,22 +72,19 @@ class Team:
         """Whether the ranks are told of one another's failures."""
         self._beats: Any = None
         self._first_host, self._first_pid = "", 0
+        self._pause = max(_BEAT_SECONDS, world_size / 1000)  # a store that thousands of ranks ask has more to do
         self._is_ready = False
         self._has_cause = threading.Event()
-        self._lock = threading.Lock()
-        self._ending_thread: threading.Thread | None = None
+        self._ending = threading.RLock()  # of the thread that reports the end, for good
         self._is_over = threading.Event()
         self._threads: list[threading.Thread] = []
         self._now = self._answered = 0.0  # seconds in which this process ran
 
     @classmethod
     def join(cls, log: RankLog, *, timeout_s: float, fault_timeout: float) -> Team | None:
-        """Meets the other ranks; returns None for a run of one process without a launcher.
+        """Meets the other ranks, which have `timeout_s` to come; returns None for one process without a launcher.
 
-        Args:
-            log: of this rank.
-            timeout_s: how long the others may take to come.
-            fault_timeout: for how many seconds a rank may be stopped or out of reach; 0: the ranks do not watch.
+        A rank may be stopped or out of reach for `fault_timeout` seconds; with 0 the ranks do not watch.
 
         Raises ValueError if rank 0's port is in use or rank 0 cannot be reached.
         """
@@ -101,7 +95,7 @@ class Team:
         team = cls(open_store(timeout_s) if world_size > 1 else None, rank, world_size, log)
         if not fault_timeout:
             return team
-        fault_timeout = max(fault_timeout, _MISSED_BEATS * _find_pause(world_size))
+        fault_timeout = max(fault_timeout, _MISSED_BEATS * team._pause)
         if world_size > 1:
             team.is_watched, team._beats = True, connect_again(timeout_s)
             team._beats.set(f"tempo/process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
@@ -115,10 +109,7 @@ class Team:
         self._threads[-1].start()
 
     def compare(self, facts: Mapping[str, Any], timeout_s: float) -> None:
-        """Raises AgreedError, with the difference, on every rank if one has other `facts` than rank 0.
-
-        Also raises it if a rank has not come within `timeout_s`.
-        """
+        """Raises AgreedError on every rank if one has other `facts` than rank 0, or has not come within `timeout_s`."""
         if self.world_size == 1:
             return
         self._is_ready = True
@@ -145,20 +136,10 @@ class Team:
 
     def begin_to_end(self) -> None:
         """Makes this thread the one that reports the end; if another already does, waits for the end."""
-        if not self._claim_end():
-            threading.Event().wait()
-
-    def _claim_end(self) -> bool:
-        with self._lock:
-            if self._ending_thread is None:
-                self._ending_thread = threading.current_thread()
-            return self._ending_thread is threading.current_thread()
+        self._ending.acquire()
 
     def fail(self, sentence: str, *, is_secondary: bool = False) -> Cause:
-        """Tells every rank that this one has failed; returns why the run ends, which may be another rank's failure.
-
-        `is_secondary` says that this failure may follow from another one.
-        """
+        """Tells every rank that this one has failed, perhaps by another one's failure; returns why the run ends."""
         own = Cause(self.rank, socket.gethostname(), sentence)
         self.begin_to_end()
         if self.is_watched:
@@ -199,11 +180,9 @@ class Team:
 
     def confirm(self) -> None:
         """Lets the ranks end after rank 0 has reported why, and rank 0, which may serve the store, after the others."""
-        if self.is_watched and self.rank == 0:
-            others = self.world_size - 1 - (self.cause is not None and self.cause.is_lost)
-            self._tell("tempo/said", "tempo/heard", others)
-        elif self.is_watched:
-            self._tell("tempo/heard", "tempo/said", 1)
+        others = self.world_size - 1 - (self.cause is not None and self.cause.is_lost)
+        if self.is_watched:
+            self._tell(*(("tempo/heard", "tempo/said", 1) if self.rank else ("tempo/said", "tempo/heard", others)))
 
     def leave(self) -> None:
         """Says goodbye, so that the other ranks do not report this one as lost.
@@ -222,7 +201,6 @@ class Team:
         """Counts up, reads whether the run ends, and sees who counts: rank 0 all ranks, the others rank 0."""
         beats, counts, heard = self._beats, [0] * self.world_size, [0.0] * self.world_size
         others = range(1, self.world_size) if self.rank == 0 else range(1)
-        pause = _find_pause(self.world_size)
         try:
             while True:
                 beats.add(f"tempo/beat/{self.rank}", 1)
@@ -231,7 +209,7 @@ class Team:
                     return
                 self._answered = self._now
                 if beats.add("tempo/suspicion", 0):
-                    limit = min(limit, max(_CAUSE_SECONDS, _MISSED_BEATS * pause))
+                    limit = min(limit, max(_CAUSE_SECONDS, _MISSED_BEATS * self._pause))
                 for rank in others:
                     count = beats.add(f"tempo/beat/{rank}", 0)
                     if count != counts[rank]:
@@ -239,7 +217,7 @@ class Team:
                     elif count and self._now - heard[rank] > limit:
                         host, pid = json.loads(beats.get(f"tempo/process/{rank}"))
                         self._decide(Cause(rank, host, _say_silent(self._now - heard[rank]), True, pid))
-                if self._is_over.wait(pause):
+                if self._is_over.wait(self._pause):
                     return
         except RuntimeError:
             text = "the store that it serves is gone: its process was killed, or its host has gone down"
@@ -263,7 +241,7 @@ class Team:
         """Ends this process, wherever it waits, unless the main thread has failed too and ends it."""
         self.cause = cause
         self._has_cause.set()
-        if not self._claim_end():
+        if not self._ending.acquire(blocking=False):
             return
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
@@ -281,11 +259,6 @@ class Team:
         """Prints the cause on rank 0 or, if rank 0 was lost, on the first ranks of each node."""
         if self.rank == 0 or (cause.rank == 0 and cause.is_lost and os.environ.get("LOCAL_RANK") in ("0", "1")):
             print(cause.describe(), file=sys.stderr, flush=True)
-
-
-def _find_pause(world_size: int) -> float:
-    """Returns the seconds between two beats: a store that thousands of ranks ask has more to do."""
-    return max(_BEAT_SECONDS, world_size / 1000)
 
 
 def _say_silent(seconds: float) -> str:
