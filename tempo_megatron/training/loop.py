@@ -164,7 +164,7 @@ class Trainer:
         if self._schedule is None:
             totals = _add_up(self._train_micro_batches())
         else:
-            totals = _add_up(self._schedule.train(self._read_batches(), self._num_micro_batches, self._announce))
+            totals = _add_up(self._schedule.run_step(self._read_batches(), self._num_micro_batches, self._announce))
             engine.step_after_schedule()
         progress.iteration += 1
         progress.consumed_samples += samples
@@ -271,7 +271,7 @@ class Trainer:
         if self._schedule is None:
             totals = _add_up(self.forward_step(self.engine.deepspeed, batch) for batch in batches)
         else:
-            totals = _add_up(self._schedule.evaluate(batches, number))
+            totals = _add_up(self._schedule.run_step(batches, number, None))
         self.engine.deepspeed.train()
         return self._average([{name: total / number for name, total in totals.items()}])[0]
 

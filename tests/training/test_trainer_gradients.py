@@ -132,7 +132,7 @@ def _take_step(path: str, words: str) -> Any:
     forward_step = TASKS[family].make_forward_step(run, torch.device("cpu"))
     engine.begin_step(4, len(batches))
     if piped:
-        Schedule(model, forward_step, run, None).train(batches, len(batches), lambda _: None)
+        Schedule(model, forward_step, run, None).run_step(batches, len(batches), lambda _: None)
         engine.step_after_schedule()
     else:
         for batch in batches:

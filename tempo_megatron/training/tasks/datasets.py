@@ -32,14 +32,13 @@ def load_vocabulary(run: RunConfig, task: Task) -> Vocabulary:
     prefixes = run.blend[0]
     for prefix in prefixes:
         check_presence(prefix)
-    tokenizer = load_dataset_tokenizer(prefixes[0], run.vocab_file, run.merge_file, task.tokenizer_types)
-    for prefix in prefixes[1:]:
-        other = load_dataset_tokenizer(prefix, run.vocab_file, run.merge_file, task.tokenizer_types)
-        if other.unique_identifiers != tokenizer.unique_identifiers:
+    loaded = [load_dataset_tokenizer(each, run.vocab_file, run.merge_file, task.tokenizer_types) for each in prefixes]
+    for prefix, other in zip(prefixes, loaded, strict=True):
+        if other.unique_identifiers != loaded[0].unique_identifiers:
             raise ValueError(
                 f"{prefix} was made with another tokenizer than {prefixes[0]}; prepare both with the same one"
             )
-    tokenizer = task.extend_tokenizer(tokenizer, run)
+    tokenizer = task.extend_tokenizer(loaded[0], run)
     vocab_size = run.model.vocab_size or tokenizer.vocab_size
     if vocab_size < tokenizer.vocab_size:
         raise ValueError(
@@ -100,11 +99,14 @@ def build_datasets(run: RunConfig, task: Task, tokenizer: Any) -> Datasets:
     sample_parts = run.sample_parts or (needed,)
     first, valid, test = _build_part(run, task, tokenizer, run.seed, (sample_parts[0], *others))
     parts = [first]
-    for number, samples in enumerate(sample_parts[1:], start=1):
-        parts.append(_build_part(run, task, tokenizer, (run.seed + number) % 2**32, (samples, 0, 0))[0])
-    missing = needed - sum(len(part) for part in parts)
-    if missing > 0:
-        parts.append(_build_part(run, task, tokenizer, (run.seed + len(parts)) % 2**32, (missing, 0, 0))[0])
+
+    def append(samples: int) -> None:
+        parts.append(_build_part(run, task, tokenizer, (run.seed + len(parts)) % 2**32, (samples, 0, 0))[0])
+
+    for samples in sample_parts[1:]:
+        append(samples)
+    if (missing := needed - sum(map(len, parts))) > 0:
+        append(missing)
         sample_parts = (*sample_parts, missing)
     train = first if len(parts) == 1 else torch.utils.data.ConcatDataset(parts)
     return Datasets(train, valid, test, sample_parts)
@@ -135,12 +137,12 @@ def _build_part(run: RunConfig, task: Task, tokenizer: Any, seed: int, sizes: Se
             if not _remove_changed_indices(before, _list_indices_of(*built)):
                 return built
         except Exception as error:
-            if isinstance(error.__cause__, OSError) or isinstance(error, OSError):
-                cause = error.__cause__ or error
-                raise ValueError(
-                    f"the sample indices cannot be written ({cause}); give --data-cache-path a folder"
-                ) from error
-            raise
+            cause = error.__cause__ or error
+            if not isinstance(cause, OSError):
+                raise
+            raise ValueError(
+                f"the sample indices cannot be written ({cause}); give --data-cache-path a folder"
+            ) from error
     raise ValueError(
         f"the sample indices in {' '.join(folders)} are not as this run wrote them a moment ago; where another run "
         "writes them, too, give --data-cache-path a folder of its own"
@@ -150,9 +152,7 @@ def _build_part(run: RunConfig, task: Task, tokenizer: Any, seed: int, sizes: Se
 def _remove_changed_indices(before: Collection[str], used: Iterable[str]) -> bool:
     """Deletes changed index files and seals new ones, on rank 0; returns on every rank whether any was deleted.
 
-    Args:
-        before: the index files that existed before the datasets were built.
-        used: those that the datasets read.
+    `before` are the index files that existed before the datasets were built, `used` those that the datasets read.
     """
     changed: list[str] = []
     if dist.get_rank() == 0:
@@ -177,16 +177,9 @@ def shard_batches(first: int, last: int, micro_batch_size: int, rank: int, data_
 
 
 class BatchStream:
-    """The micro batches of this rank, on `device`.
+    """The micro batches of this rank, on `device`: of `num_samples` global samples without the first consumed ones.
 
-    Args:
-        dataset: of build_datasets.
-        run: gives batch size and workers.
-        collate: of the task.
-        device: of this rank.
-        consumed_samples: global samples to skip, which a resumed run has seen.
-        num_samples: global samples in all.
-        rank, data_parallel_size: of the data-parallel group. All ranks of a tensor-parallel group read the same.
+    `rank` and `data_parallel_size` are of the data-parallel group. All ranks of a tensor-parallel group read the same.
     """
 
     def __init__(
@@ -234,10 +227,7 @@ def _describe_tokenizer_files(run: RunConfig, tokenizer: Any) -> dict[str, dict[
         assert sidecar is not None  # load_dataset_tokenizer has read it
         paths = sidecar.find_tokenizer_files(prefix)
     return {
-        f"{kind}_file": {
-            "path": os.path.abspath(path),
-            "sha256": tokenizer.unique_identifiers[f"{kind}_sha256"],
-        }
+        f"{kind}_file": {"path": os.path.abspath(path), "sha256": tokenizer.unique_identifiers[f"{kind}_sha256"]}
         for kind, path in zip(("vocab", "merge"), paths, strict=False)
     }
 

@@ -1,9 +1,9 @@
 """Trains BERT and RoBERTa on masked tokens and the order of two segments, and T5 to fill in spans.
 
 Samples and masks are those of megatron-core's datasets, with two exceptions, both in what is not text. They fill
-samples up, and mark them as filled up, with the padding token's id, which is right where that is 0 and lets attention see the
-padding elsewhere (RoBERTa's is 1); and with 0 a token that was replaced by the padding token counts as padding. Here
-the dataset pads with -1, and the collation puts in what is meant.
+samples up, and mark them as filled up, with the padding token's id, which is right where that is 0 and lets attention
+see the padding elsewhere (RoBERTa's is 1); and with 0 a token that was replaced by the padding token counts as padding.
+Here the dataset pads with -1, and the collation puts in what is meant.
 
 A sample is masked anew each time it comes: a mask depends on the seed and on the position of the sample in the run.
 
@@ -147,12 +147,7 @@ def collate_masked(samples: Sequence[Mapping[str, Any]], vocab_size: int, pad: i
     It holds tokens, tokentype_ids, labels and padding_mask [b, s] int64, loss_mask [b, s] float32 and is_swapped [b]
     int64. padding_mask is 1 where there is text, loss_mask where a token was masked; any other token has the label 0.
 
-    Args:
-        samples: of BERTMaskedWordPieceDataset.
-        vocab_size: rows of the embedding.
-        pad: the padding token.
-
-    Raises ValueError if a token has no row in the embedding.
+    Raises ValueError if a token has no row in the embedding of vocab_size rows.
     """
     batch = stack_samples(samples, _KEYS)
     is_padding = batch["padding_mask"] == _PADDING
@@ -168,9 +163,8 @@ def collate_masked(samples: Sequence[Mapping[str, Any]], vocab_size: int, pad: i
 class PredictMasked(ForwardStep):
     """The ForwardStep of BERT and RoBERTa.
 
-    Args:
-        has_segments: whether the model embeds the segment that a token belongs to.
-        fuses_loss: whether the model is a TempoBertModel, which computes gradients in forward and so needs the mask.
+    With `has_segments` the model embeds the segment that a token belongs to. With `fuses_loss` it is a TempoBertModel,
+    which computes gradients in forward and so needs the mask.
     """
 
     def __init__(self, has_segments: bool, fuses_loss: bool) -> None:
@@ -294,12 +288,7 @@ def collate_spans(samples: Sequence[Mapping[str, Any]], vocab_size: int, pad: in
     It holds encoder_tokens and encoder_mask [b, s], decoder_tokens, decoder_mask and labels [b, d], all int64, and
     loss_mask [b, d] float32. A mask is 1 where there is a token, and 0 where the sample is filled up.
 
-    Args:
-        samples: of SpanDataset.
-        vocab_size: rows of the embedding.
-        pad: the padding token.
-
-    Raises ValueError if a token has no row in the embedding.
+    Raises ValueError if a token has no row in the embedding of vocab_size rows.
     """
     batch = stack_samples(samples, _SPAN_KEYS)
     for stack in ("encoder", "decoder"):
@@ -315,11 +304,7 @@ def hide_padding(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 class FillInSpans(ForwardStep):
-    """The ForwardStep of T5.
-
-    Args:
-        fuses_loss: whether the model is a TempoT5Model, which computes gradients in forward and so needs the mask.
-    """
+    """The ForwardStep of T5; with `fuses_loss` of a TempoT5Model, which needs the mask as a TempoBertModel does."""
 
     def __init__(self, fuses_loss: bool) -> None:
         self.fuses_loss = fuses_loss
