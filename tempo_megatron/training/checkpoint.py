@@ -29,6 +29,7 @@ from tempo_megatron.training.checkpoint_files.integrity import (
     FORMAT,
     Files,
     describe_files,
+    describe_layout,
     write_description,
 )
 from tempo_megatron.training.checkpoint_files.saved_state import SavedState
@@ -309,11 +310,6 @@ def check_same_run(saved: Mapping[str, Any], description: Mapping[str, Any], loa
         raise ValueError(describe_conflict(where, name, theirs, ours))
 
 
-def describe_layout(description: Mapping[str, Any]) -> str:
-    tp, pp, dp, stage = (description[name] for name in (*_MODEL_PARALLEL, "data_parallel_size", "zero_stage"))
-    return f"TP {tp}, {f'PP {pp}, ' if pp > 1 else ''}DP {dp}, ZeRO {stage}"
-
-
 def describe_run(run: RunConfig, vocabulary: Vocabulary, **more: Any) -> dict[str, Any]:
     """Describes the run that a checkpoint belongs to; only a run of the same description resumes from it.
 
@@ -322,8 +318,9 @@ def describe_run(run: RunConfig, vocabulary: Vocabulary, **more: Any) -> dict[st
     described = {name: getattr(run, name) for name in (*REMEDIES, *_LAYOUT) if hasattr(run, name)}
     described |= {"offload_device": read_offload_device(run.deepspeed), "vocab_padding_tp": run.vocab_padding_tp}
     described |= run.model.describe() | vocabulary.describe()
-    of_json = {"masking": run.masking and dataclasses.asdict(run.masking), "rampup_batch_size": run.rampup_batch_size}
-    for name, value in of_json.items():  # what a run has not is left out
-        del described[name]
-        described |= {} if value is None else {name: list(value) if isinstance(value, tuple) else value}
+    described["masking"] = run.masking and dataclasses.asdict(run.masking)
+    described["rampup_batch_size"] = run.rampup_batch_size and list(run.rampup_batch_size)
+    for name in ("masking", "rampup_batch_size"):  # what a run has not is left out
+        if described[name] is None:
+            del described[name]
     return {**described, "format": FORMAT, "data_path": list(run.data_path), **more}

@@ -59,6 +59,13 @@ def read_description(checkpoint: Path) -> dict[str, Any]:
     return description
 
 
+def describe_layout(description: Mapping[str, Any]) -> str:
+    """`TP 2, PP 2, DP 1, ZeRO 1`; import writes no pipeline."""
+    pp = description.get("pipeline_model_parallel_size", 1)
+    tp, dp, stage = (description[name] for name in ("tensor_model_parallel_size", "data_parallel_size", "zero_stage"))
+    return f"TP {tp}, {f'PP {pp}, ' if pp > 1 else ''}DP {dp}, ZeRO {stage}"
+
+
 def check_format(description: Mapping[str, Any], where: str) -> None:
     """Raises ValueError for a description of another version of the trainer; `where` names it."""
     if "files" not in description:

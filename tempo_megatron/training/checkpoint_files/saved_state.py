@@ -84,12 +84,11 @@ class SavedState:
     def list_names(self) -> list[str]:
         """Lists the model's parameters. Raises ValueError if `read_whole` cannot put one of them together."""
         names = sorted(self._fragments[0])
-        for name in names:
-            if any(name not in cuts for cuts in self.cuts):
-                raise ValueError(
-                    f"{self.where}: nothing says how {name} is divided over tensor-parallel ranks; give "
-                    "another checkpoint"
-                )
+        if undivided := [name for name in names if any(name not in cuts for cuts in self.cuts)]:
+            raise ValueError(
+                f"{self.where}: nothing says how {undivided[0]} is divided over tensor-parallel ranks; give another "
+                "checkpoint"
+            )
         return names
 
     def read_whole(self, name: str) -> tuple[Tensor, float]:
@@ -168,15 +167,13 @@ class SavedState:
         return rows.view(box.size[0], *shape)[box.index(from_row=first_row)]
 
     def _read_range(self, tp_rank: int, name: str, key: str, first: int, last: int) -> Tensor:
-        parts: list[tuple[int, Tensor]] = []
-        for dp_rank, fragment in self._fragments[tp_rank][name]:
+        tensors: list[Tensor] = []
+        rank = self._get_model_parallel_rank(name, tp_rank)
+        for dp_rank, fragment in sorted(self._fragments[tp_rank][name], key=lambda each: each[1].first):
             begin, end = max(first, fragment.first), min(last, fragment.last)
             if begin < end:
-                rank = self._get_model_parallel_rank(name, tp_rank)
                 flat, start = self._get_flat(rank, dp_rank, fragment, key), fragment.start - fragment.first
-                parts.append((begin, flat[start + begin : start + end]))
-        parts.sort(key=lambda part: part[0])
-        tensors = [tensor.to(torch.float32) for _, tensor in parts]
+                tensors.append(flat[start + begin : start + end].to(torch.float32))
         assert sum(map(len, tensors)) == last - first, f"{name}: [{first}, {last}) of rank {tp_rank} is not whole"
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
