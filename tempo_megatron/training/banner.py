@@ -21,7 +21,7 @@ from tempo_megatron.slots.choose import Choices
 from tempo_megatron.training.checkpoint_files.folder import LATEST
 from tempo_megatron.training.job import Job
 from tempo_megatron.training.model import describe_activation
-from tempo_megatron.training.run.deepspeed_config import offloads_optimizer, read_zero_stage
+from tempo_megatron.training.run.deepspeed_config import offloads_optimizer
 from tempo_megatron.training.run.resume import describe_changes
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.words.deepspeed_json import find_unknown_keys
@@ -94,6 +94,8 @@ def write_banner(job: Job) -> str:
         start, increment, samples = run.rampup_batch_size
         ramp = f"; {start} at first, {increment} more at a time over {samples} samples"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({torch.get_num_threads()} threads)"
+    accumulated = run.deepspeed.get("data_types", {}).get("grad_accum_dtype") or run.precision
+    offload = ", optimizer offloaded" if offloads_optimizer(run.deepspeed) else ""
     rows = {
         "packages": ", ".join(f"{name} {version}" for name, version in find_versions().items()),
         "layout": f"{run.world_size} x {name} by {job.launcher}: {parallel}DP {dp}",
@@ -102,7 +104,8 @@ def write_banner(job: Job) -> str:
         "dropout": f"attention {run.model.attention_dropout:g}, hidden {run.model.hidden_dropout:g}",
         "batch": f"global {run.global_batch_size} = micro {run.micro_batch_size} x DP {dp} x "
         f"{run.num_micro_batches} accumulated{ramp}",
-        "deepspeed": _describe_deepspeed(run, job.engine.optimizer_name),
+        "deepspeed": f"{run.deepspeed_config}: ZeRO {job.engine.zero_stage}, {run.precision}, "
+        f"gradients accumulated in {accumulated}, {job.engine.optimizer_name}{offload}",
         "optimizer": f"AdamW, betas {' '.join(f'{beta:g}' for beta in settings['adam_betas'])}, "
         f"eps {settings['adam_eps']:g}, weight decay {settings['weight_decay']:g}, clipping {settings['clip_grad']:g}",
         "schedule": _describe_schedule(run),
@@ -130,16 +133,6 @@ def write_banner(job: Job) -> str:
     return "\n".join(f"{name:<{width}}  {indent.join(text.splitlines())}" for name, text in rows.items())
 
 
-def _describe_deepspeed(run: RunConfig, optimizer_name: str) -> str:
-    config = run.deepspeed
-    accumulated = config.get("data_types", {}).get("grad_accum_dtype") or run.precision
-    offload = ", optimizer offloaded" if offloads_optimizer(config) else ""
-    return (
-        f"{run.deepspeed_config}: ZeRO {read_zero_stage(config)}, {run.precision}, "
-        f"gradients accumulated in {accumulated}, {optimizer_name}{offload}"
-    )
-
-
 def _describe_schedule(run: RunConfig) -> str:
     decay = "" if run.lr_decay_style == "constant" else f" to {run.min_lr:g} at step {run.lr_decay_iters}"
     then = f"then {run.lr_decay_style}{decay}"
@@ -158,11 +151,10 @@ def _describe_recomputation(run: RunConfig) -> str:
 
 
 def _describe_tempo(run: RunConfig, choices: Choices) -> str:
+    def write(value: Any) -> str:
+        return json.dumps(value, default=dict) if isinstance(value, Mapping) else str(value).lower()
+
     block = run.deepspeed.get("tempo")
-    said = "none" if block is None else " ".join(f"{key}={_write_value(value)}" for key, value in block.items())
+    said = "none" if block is None else " ".join(f"{key}={write(value)}" for key, value in block.items())
     rest = "; what they leave out: the checkpoint" if run.sample_parts else ""
     return f"{choices.describe()} (arguments: {run.tempo_arguments}; block: {said}{rest})"
-
-
-def _write_value(value: Any) -> str:
-    return json.dumps(value, default=dict) if isinstance(value, Mapping) else str(value).lower()

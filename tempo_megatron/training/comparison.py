@@ -1,4 +1,4 @@
-"""Compares two runs, stock and Tempo: one table and one figure with both loss curves."""
+"""Draws the loss curves of runs, and compares two, stock and Tempo, in a table."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tempo_megatron.plots import COLOURS, INK, import_pyplot, save, tidy
 from tempo_megatron.training.metrics import STEP_CPU, read_metrics
-from tempo_megatron.training.plots import plot_losses
 
 LAST_STEPS = 10
 _MIB = 2**20
@@ -54,8 +54,7 @@ def compare(stock: str | Path, tempo: str | Path, ledger: str | Path) -> str:
 
 
 def _pair_intervals(name: str, intervals: list[list[float]], form: str) -> list[tuple[str, list[float], str]]:
-    """Makes the row of a figure that both runs have for each log interval. Its ratio is the median of the intervals'
-    ratios, each of which is of the same steps on the same data."""
+    """Makes the row of a figure of each log interval; its ratio is the median of those of the same steps and data."""
     stock, tempo = intervals
     if not stock or not tempo:
         return []
@@ -79,6 +78,41 @@ def _summarize_run(path: str | Path) -> dict[str, Any]:
         "tokens_per_s": [record["tokens_per_s"] for record in intervals],
         STEP_CPU: [record[STEP_CPU] for record in intervals if STEP_CPU in record],
     }
+
+
+def plot_losses(runs: Mapping[str, str | Path], png: str | Path, title: str = "Loss") -> None:
+    """Draws the training loss (line) and the validation loss (dots) of each run, label -> metrics file, into a PNG.
+
+    Equal curves stay visible: later ones are dashed over earlier ones, and their dots are rings around the earlier
+    ones'. The file is replaced in one step.
+
+    Raises ValueError if a run has no training step.
+    """
+    pyplot = import_pyplot("--loss-plot")
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for number, (label, path) in enumerate(runs.items()):
+        _draw_run(axes, label, path, COLOURS[number % len(COLOURS)], number)
+    axes.set_xlabel("step")
+    axes.set_ylabel("cross entropy per token (nats)")
+    tidy(axes, title)
+    axes.margins(x=0.01)
+    axes.legend(frameon=False, labelcolor=INK)
+    save(figure, png)
+
+
+def _draw_run(axes: Any, label: str, path: str | Path, colour: str, number: int) -> None:
+    records = [record for record in read_metrics(path) if record.get("loss") is not None]
+    train = [record for record in records if record["kind"] == "train"]
+    valid = [record for record in records if record["kind"] == "validation"]
+    if not train:
+        raise ValueError(f"{path} holds no training step; give the metrics file of a run")
+    style: Any = (0, (4, 2)) if number else "solid"
+    steps, losses = [record["iteration"] for record in train], [record["loss"] for record in train]
+    axes.plot(steps, losses, color=colour, linewidth=1.6, linestyle=style, label=f"{label}, training")
+    if valid:
+        steps, losses = [record["iteration"] for record in valid], [record["loss"] for record in valid]
+        form = {"markerfacecolor": "none", "markeredgewidth": 1.6} if number else {"markeredgecolor": "white"}
+        axes.plot(steps, losses, "o", color=colour, markersize=6 + 4 * number, label=f"{label}, validation", **form)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

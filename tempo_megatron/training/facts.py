@@ -107,8 +107,7 @@ _ABSENT = object()
 def find_difference(facts: Sequence[Mapping[str, Any]]) -> str | None:
     """Says in one sentence how the first rank that differs from rank 0 differs; returns None if none does.
 
-    Args:
-        facts: of each rank, collect_facts and "host".
+    `facts` are collect_facts of each rank, and "host".
     """
     first = flatten(facts[0])
     for rank, other in enumerate(facts[1:], start=1):

@@ -15,6 +15,7 @@ from torch import Tensor
 from tempo_megatron.memory.live.run_ledger import RunObserver
 from tempo_megatron.models.stage import PipelineStage, list_chunks
 from tempo_megatron.slots.dropout_rng import draws_masks, set_micro_batch
+from tempo_megatron.training.comparison import plot_losses
 from tempo_megatron.training.engine import REMEDY, compute_parameter_norm
 from tempo_megatron.training.job import Job
 from tempo_megatron.training.metrics import (
@@ -28,7 +29,6 @@ from tempo_megatron.training.metrics import (
 )
 from tempo_megatron.training.pipeline import Schedule, is_last_stage, share_from_last_stage
 from tempo_megatron.training.planning import read_run
-from tempo_megatron.training.plots import plot_losses
 from tempo_megatron.training.profile import StepProfile
 from tempo_megatron.training.ranks import raise_on_all_ranks
 from tempo_megatron.training.tasks.datasets import BatchStream

@@ -218,6 +218,10 @@ class RunLog:
         norm = "" if last["grad_norm"] is None else f" | grad norm {last['grad_norm']:.3f}"
         size = f" | batch {last['batch_size']}" if last["batch_size"] < self.run.batch_sizes.full else ""
         of_params = f" | params norm {interval['params_norm']:.3f}" if "params_norm" in interval else ""
+        # The rest takes as long as if each sample took as long as those of this interval.
+        samples = self._num_samples - last["consumed_samples"]
+        per_step = sum(step["batch_size"] for step in steps) / len(steps)
+        left = datetime.timedelta(seconds=round(samples / per_step * interval["step_ms"] / 1e3))
         scale = f" | loss scale {interval['loss_scale']:g}" if interval.get("loss_scale") else ""
         self.say(
             f"step {last['iteration']:>{len(str(self.run.train_iters))}}/{self.run.train_iters}"
@@ -225,17 +229,10 @@ class RunLog:
             f" | {interval['tokens_per_s']:,.0f} tokens/s | {interval['step_ms']:.1f} ms/step"
             + (f" | MFU {interval[MFU]:.1%}" if MFU in interval else "")
             + "".join(f" | {name} {interval[key] / 2**20:,.0f} MiB" for key, name in PEAKS.items() if key in interval)
-            + self._format_time_left(steps, interval["step_ms"] / 1e3)
+            + (f" | {left} left" if samples > 0 else "")
         )
         if self._bar is not None:
             self._bar.set_postfix(loss=f"{last['loss']:.4f}", refresh=False)
-
-    def _format_time_left(self, steps: Sequence[Mapping[str, Any]], step_seconds: float) -> str:
-        """Formats how long the rest of the samples takes if each takes as long as those of this interval."""
-        samples = self._num_samples - steps[-1]["consumed_samples"]
-        per_step = sum(step["batch_size"] for step in steps) / len(steps)
-        left = datetime.timedelta(seconds=round(samples / per_step * step_seconds))
-        return f" | {left} left" if samples > 0 else ""
 
     def log_evaluation(self, part: str, iteration: int, consumed_samples: int, losses: dict[str, float]) -> None:
         """Logs the losses of a ForwardStep on a part of the data, and the perplexity of the tokens.

@@ -118,13 +118,11 @@ class SavedState:
         dp_rank, fragment = self._fragments[0][name][0]
         return float(self._get_states(self._get_model_parallel_rank(name, 0), dp_rank)[fragment.group]["step"])
 
-    def read_model_file(self) -> Any:
-        """Returns the first rank's model file, which also counts steps and samples."""
-        return read_tensors(get_model_file(self.checkpoint, 0, self.zero_stage), is_mapped=True)
-
-    def read_loss_scaler(self) -> Any:
-        """Returns DeepSpeed's loss scaler, which ZeRO's optimizers save; None without one."""
-        return self._read_content(0, 0).get("optimizer_state_dict", {}).get("loss_scaler")
+    def read_counts(self) -> tuple[Any, dict[str, int]]:
+        """Returns DeepSpeed's loss scaler, None if there is none, and what its engine counts."""
+        scaler = self._read_content(0, 0).get("optimizer_state_dict", {}).get("loss_scaler")
+        content = read_tensors(get_model_file(self.checkpoint, 0, self.zero_stage), is_mapped=True)
+        return scaler, {name: content[name] for name in ("global_steps", "global_samples", "skipped_steps")}
 
     def read(self, name: str, key: str, first: int, last: int, *, cut: Cut | None, tp: int, tp_rank: int) -> Tensor:
         """Returns elements [first, last) of the flattened part of a parameter that rank `tp_rank` of `tp` holds.

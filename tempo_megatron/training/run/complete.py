@@ -56,7 +56,10 @@ def complete_run(
     pretrained = read_pretrained(args.pretrained_checkpoint, args.family) if saved is None else None
     given = {**vars(args), "model": _complete_model(args, settings, saved, pretrained)}
     if given["bias_gelu_fusion"] is None:
-        given["bias_gelu_fusion"] = _decide_gelu_fusion(args, pretrained, on_gpu)
+        gelu_form = (pretrained or {}).get("gelu_form")
+        if pretrained is None and args.model and is_config(args.model):
+            gelu_form = read_config(args.model).gelu_form
+        given["bias_gelu_fusion"] = on_gpu if gelu_form is None else gelu_form == "tanh"
     given |= _decide_recomputation(args)
     values = {name: _complete(name, given.get(name), args, deepspeed) for name in OPTIONS}
     others = {"num_workers": 2 if on_gpu else 0, "lr_decay_iters": values["train_iters"]}
@@ -114,13 +117,6 @@ def _complete(name: str, value: Any, args: argparse.Namespace, deepspeed: Mappin
     if value is None and not (option.in_json and is_given(deepspeed, option.in_json)):
         return option.default
     return tuple(value) if isinstance(value, list) else value
-
-
-def _decide_gelu_fusion(args: argparse.Namespace, pretrained: Mapping[str, Any] | None, on_gpu: bool) -> bool:
-    gelu_form = (pretrained or {}).get("gelu_form")
-    if pretrained is None and args.model and is_config(args.model):
-        gelu_form = read_config(args.model).gelu_form
-    return on_gpu if gelu_form is None else gelu_form == "tanh"
 
 
 def _complete_model(

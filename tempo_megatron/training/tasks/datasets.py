@@ -130,7 +130,7 @@ def _build_part(run: RunConfig, task: Task, tokenizer: Any, seed: int, sizes: Se
             config.split_matrix[number] = None
     folders = [_name_index_folder(task.dataset_class, prefix, run.data_cache_path) for prefix in prefixes]
     for _ in range(2):
-        before = _list_indices(folders)
+        before = {path for folder in folders for path in glob(os.path.join(escape(folder), "*.npy"))}
         try:
             builder = BlendedMegatronDatasetBuilder(task.dataset_class, list(sizes), lambda: True, config)
             built: list[Any] = builder.build()
@@ -158,7 +158,7 @@ def _remove_changed_indices(before: Collection[str], used: Iterable[str]) -> boo
     if dist.get_rank() == 0:
         for path in used:
             if path not in before:
-                _write_digest(path)
+                Path(path + _SUFFIX).write_text(hash_file(Path(path)) + "\n", encoding="utf-8")
             elif not _is_as_written(path):
                 changed.append(path)
                 os.remove(path)
@@ -251,11 +251,6 @@ def _remove_cut_off_indices(folder: str) -> None:
             os.remove(path)
 
 
-def _list_indices(folders: Iterable[str]) -> set[str]:
-    """Lists the index files in some folders."""
-    return {path for folder in folders for path in glob(os.path.join(escape(folder), "*.npy"))}
-
-
 def _list_indices_of(*datasets: Any) -> Iterator[str]:
     """Yields the index files that datasets read: MegatronDatasets, BlendedDatasets of them, or None."""
     for dataset in datasets:
@@ -268,10 +263,6 @@ def _list_indices_of(*datasets: Any) -> Iterator[str]:
             folder = _name_index_folder(type(dataset), dataset.dataset.path_prefix, dataset.config.path_to_cache)
         if folder:
             yield from glob(os.path.join(escape(folder), f"{dataset.unique_description_hash}-*.npy"))
-
-
-def _write_digest(path: str) -> None:
-    Path(path + _SUFFIX).write_text(hash_file(Path(path)) + "\n", encoding="utf-8")
 
 
 def _is_as_written(path: str) -> bool:
