@@ -104,7 +104,7 @@ def build_model(run: RunConfig, config: TransformerConfig, choices: Choices, pad
     with _choose_construction_context(run):
         # A copy of tied word embeddings gets the values of the first stage's, as Megatron builds it.
         for chunk in range(run.num_chunks):
-            place = {
+            place: Any = {
                 "pre_process": stage == 0 and chunk == 0,
                 "post_process": stage == last_stage and chunk == run.num_chunks - 1,
                 "vp_stage": chunk if run.num_chunks > 1 else None,
