@@ -84,8 +84,7 @@ def read_saved_run(args: argparse.Namespace, damaged: Mapping[str, str] | None =
     if not args.load:
         return None
     folder = CheckpointFolder(args.load)
-    name = folder.find_latest()
-    if name is None:
+    if (name := folder.find_latest()) is None:
         if args.save and Path(args.save).resolve() == folder.path.resolve():
             return None
         raise ValueError(f"--load {args.load} holds no checkpoint; give a folder with one, or leave --load out")
@@ -122,10 +121,8 @@ def read_pretrained(path: str | None, family: str) -> dict[str, Any] | None:
     """
     if path is None:
         return None
-    folder = CheckpointFolder(path)
-    where = f"--pretrained-checkpoint {path}"
-    name = folder.find_latest()
-    if name is None:
+    folder, where = CheckpointFolder(path), f"--pretrained-checkpoint {path}"
+    if (name := folder.find_latest()) is None:
         raise ValueError(f"{where} holds no checkpoint; give a folder that import or the trainer has made")
     saved = complete_description(read_description(folder.path / name))
     check_format(saved, f"{where}/{name}")
